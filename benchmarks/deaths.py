@@ -276,21 +276,6 @@ def node_row(folder: Path) -> Row:
         return judge(case, job.logs)
 
 
-def scale(ranks: int, folder: Path) -> str:
-    """How long a verdict takes of a written run of many ranks, one of which failed."""
-    from tests.unit.analysis.test_deaths import GLOO, Job
-
-    job = Job(folder / "run", ranks=ranks, hosts=max(1, ranks // 8))
-    job.died(1, 0, "RuntimeError", "shape mismatch")
-    for rank in range(ranks):
-        job.began(rank, *["all_reduce"] * (2000 - (rank == 1)))
-        if rank != 1:
-            job.died(rank, 25, "RuntimeError", GLOO)
-    case = Case(name="", injected="", cause="exception")
-    row = judge(case, job.run.root)
-    return f"{ranks} ranks, 2,000 collectives each: {row.after}, {row.named[:90]}"
-
-
 def processes_of(pid: int) -> list[int]:
     """A process and all below it, the lowest last."""
     from tests.process.live import _family
@@ -303,13 +288,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--table", type=Path)
     parser.add_argument("--only", default="")
-    parser.add_argument("--scale", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if options.scale:
-            print(scale(options.scale, folder))
-            return
         kept = {} if options.table is None else read_table(options.table)
         for name, row in all_rows(folder, set(filter(None, options.only.split(",")))):
             print(name, "RIGHT" if row.right else "WRONG", row.after, "|", row.named, flush=True)

@@ -43,14 +43,7 @@ def main() -> None:
 
 
 def inflate(source: Path, out: Path, ranks: int, copies: int) -> list[Path]:
-    """Writes the files of all ranks.
-
-    Args:
-        source: A trace, plain or gzip, whose events stand in `traceEvents`.
-        out: Made where it is missing.
-        ranks: How many files.
-        copies: Of the source's events in each.
-    """
+    """Writes the files of all ranks."""
     text = source.read_bytes()
     text = gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text
     before, events, after = _taken_apart(text)

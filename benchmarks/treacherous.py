@@ -1,4 +1,4 @@
-"""Treacherous traces: each kind made on purpose, with what `haiprof trace-check` says of it.
+"""Treacherous traces: each kind made on purpose, with what `haiprof trace check` says of it.
 
     python benchmarks/treacherous.py
 
@@ -52,6 +52,50 @@ def sound(at: float = 1000.0) -> list[Event]:
         events += [call(n + 1, ts), kernel(n + 1, ts + 8)]
     last = at + COUNT * STEP_US
     return [*events, call(COUNT + 1, last, "cudaDeviceSynchronize", 20)]
+
+
+def clock_ahead(at: float = 1000.0) -> list[Event]:
+    """All GPU times 5 ms too late."""
+    events = sound(at)
+    return [{**e, "ts": e["ts"] + 5000} if e["cat"] == "kernel" else e for e in events]
+
+
+def unlinked(at: float = 1000.0) -> list[Event]:
+    """All correlations 0."""
+    return [
+        {**e, "args": {**e["args"], "correlation": 0}} if "correlation" in e["args"] else e
+        for e in sound(at)
+    ]
+
+
+def external_ids(at: float = 1000.0) -> list[Event]:
+    """All correlations 0; calls and kernels have the External id of their operator."""
+    numbers = [each["args"].get("correlation") for each in sound(at)]
+    pairs = zip(unlinked(at), numbers, strict=True)
+    return [
+        {**e, "args": {**e["args"], "External id": number}} if number else e
+        for e, number in pairs
+    ]  # fmt: skip
+
+
+def ids_of_calls(at: float = 1000.0) -> list[Event]:
+    """As Kineto of 2022 wrote them: External ids are numbers of calls, and meet operators' own."""
+    return [
+        {**e, "args": {**e["args"], "External id": 2 * e["args"]["External id"]}}
+        if e["cat"] != "cpu_op" and "External id" in e["args"] else e
+        for e in external_ids(at)
+    ]  # fmt: skip
+
+
+def arrows(at: float = 1000.0) -> list[Event]:
+    """All correlations 0; an arrow leads from each launch to its kernel."""
+    found = unlinked(at)
+    ends = [e for e in found if e["cat"] == "kernel" or e["name"] == "cudaLaunchKernel"]
+    return found + [
+        {"ph": "f" if e["cat"] == "kernel" else "s", "id": at_ // 2 + 7, "cat": "ac2g",
+         "name": "ac2g", "pid": e["pid"], "tid": e["tid"], "ts": e["ts"]}
+        for at_, e in enumerate(ends)
+    ]  # fmt: skip
 
 
 def calls_of(events: list[Event]) -> list[Event]:
@@ -306,6 +350,16 @@ KINDS = (
          write=one(dependent_launch), busy_ms=1.94),
     Kind(name="branches of a CUDA graph on one stream", check="overlap_by_design", is_fault=False,
          write=one(graph_branches), busy_ms=1.988),
+    Kind(name="GPU clock ahead of the host's", check="kernel_after_wait", is_fault=True,
+         write=one(clock_ahead)),
+    Kind(name="no correlation, but operators' External ids", check="linked_without_correlation",
+         is_fault=False, write=one(external_ids)),
+    Kind(name="no correlation, but the calls' own External ids",
+         check="linked_without_correlation", is_fault=False, write=one(ids_of_calls)),
+    Kind(name="no correlation, but arrows", check="linked_without_correlation", is_fault=False,
+         write=one(arrows)),
+    Kind(name="nothing that joins kernels and launches", check="no_launch_known", is_fault=True,
+         write=one(unlinked)),
     Kind(name="GPU clock behind the host's", check="kernel_before_launch", is_fault=True,
          write=one(early_clock)),
     Kind(name="clocks that contradict each other", check="kernel_before_launch", is_fault=True,
@@ -407,7 +461,7 @@ def main() -> None:
                 rows.append(row_of(kind, Path(folder)))
     head = [
         "# Treacherous traces", "",
-        "Made by `benchmarks/treacherous.py`: what `haiprof trace-check` says, and the GPU's",
+        "Made by `benchmarks/treacherous.py`: what `haiprof trace check` says, and the GPU's",
         "busy time in ms as the file's own numbers give it and as haiprof answers it (per rank).",
         f"Of the sound trace it is {SOUND_MS:.3f}.", "",
         "| kind | what is said | as recorded | as answered |", "|---|---|---|---|",

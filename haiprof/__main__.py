@@ -10,12 +10,13 @@ import sys
 import threading
 from typing import NoReturn
 
-from haiprof.cli.names import COMMANDS, WORDS, nearest
+from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUP_NAMES, nearest, resolve
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "python")
 _GC_THRESHOLD = 20_000
 """Imports and frames make many objects that stay: looking for garbage at each 700 of them takes a
 tenth of a short command's time."""
+_EXPLAINED = ("-h", "--help", "--help-all", "-V", "--version")
 NOT_FOUND = 127  # as a shell reports a program that does not exist
 
 
@@ -42,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     gc.set_threshold(_GC_THRESHOLD)
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"] and not os.path.exists("help"):
-        words = [*words[1:2], "--help"]
-    if words and words[0] in COMMANDS:
+        words = [*words[1:], "--help"]
+    if resolve(words) is not None:
         from haiprof.cli import main as command_main
 
         return command_main(words)
@@ -51,14 +52,31 @@ def main(argv: list[str] | None = None) -> int:
         return _complete(words[1:])
     if words and words[0] == "run":
         words = words[1:]
-    if not words or words[0] in ("-h", "--help", "-V", "--version"):
+    if not words or words[0] in _EXPLAINED or _asks_for_group(words):
         return _explain(words)
+    in_trace = words[0] == "trace"
+    if _is_trace(words[in_trace]) or (in_trace and os.path.isdir(words[1])):
+        from haiprof.cli import main as command_main
+
+        return command_main(["trace-report" if in_trace else "verdict", *words[in_trace:]])
+    if in_trace and not is_mistyped(words[1]):
+        words = ["--trace", *words[1:]]  # hai-platform's spelling of a traced run
     if is_mistyped(words[0]):
-        return _refuse(words[0])
+        return _refuse(words)
     from haiprof.cli.own_command import own_command
     from haiprof.launch.run import main as launch_main
 
     return launch_main(words, own_command)
+
+
+def _asks_for_group(words: list[str]) -> bool:
+    """Whether `trace` stands alone, or with `--help`."""
+    return words[0] in GROUP_NAMES and words[1:2] in ([], ["-h"], ["--help"])
+
+
+def _is_trace(word: str) -> bool:
+    """Whether the first word is a file of JSON: a trace, and no program."""
+    return word.endswith((".json", ".json.gz")) and os.path.isfile(word)
 
 
 def is_mistyped(word: str) -> bool:
@@ -73,16 +91,24 @@ def is_mistyped(word: str) -> bool:
     return shutil.which(word) is None and not os.path.exists(beside_python)
 
 
-def _refuse(word: str) -> int:
+def _refuse(words: list[str]) -> int:
     """Says what was meant; no job is begun and no run directory made."""
     from haiprof.base.messages import print_message
+    from haiprof.cli.launch_help import second_words
 
+    word = words[0]
+    if word in GROUP_NAMES:
+        print_message(f"error: unknown command '{word} {words[1]}' (and no such program or file)")
+        near = nearest(words[1], second_words(word))
+        print_message(f"did you mean: haiprof {word} {near}" if near else f"hint: haiprof {word}")
+        return NOT_FOUND
     if os.path.isdir(word):
         print_message(f"error: {word}: a folder, where a command or a program was expected")
         print_message(f"did you mean: haiprof verdict {word}")
         return NOT_FOUND
-    print_message(f"error: {word}: no command of haiprof, no program and no file")
-    near = nearest(word, (*WORDS, *LAUNCHERS)) or nearest(word, os.listdir())
+    print_message(f"error: unknown command '{word}' (and no such program or file)")
+    near = nearest(word, (*FIRST_WORDS, *COMMANDS, *LAUNCHERS)) or nearest(word, os.listdir())
+    near = COMMANDS[near].words if near in COMMANDS else near
     print_message(f"did you mean: haiprof {near}" if near else "hint: haiprof --help")
     return NOT_FOUND
 
@@ -102,24 +128,23 @@ def _complete(words: list[str]) -> int:
 
 def _explain(words: list[str]) -> int:
     """Help and version; help without being asked for it goes to stderr with status 2."""
-    from haiprof.cli.launch_help import (
-        MAX_WIDTH,
-        MIN_WIDTH,
-        brief_text,
-        help_text,
-        version_text,
-    )
-    from haiprof.launch.command import AFTER_SCRIPT
+    from haiprof.cli import launch_help
 
-    if words and words[0] in ("-V", "--version"):
-        sys.stdout.write(version_text())
+    first = words[0] if words else ""
+    if first in ("-V", "--version"):
+        sys.stdout.write(launch_help.version_text())
         return 0
     if not words:
-        sys.stderr.write(brief_text())
+        sys.stderr.write(launch_help.brief_text())
         return 2
-    columns = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
-    width = min(MAX_WIDTH, max(MIN_WIDTH, columns))
-    sys.stdout.write(help_text(COMMANDS, AFTER_SCRIPT, width))
+    columns = shutil.get_terminal_size((launch_help.MAX_WIDTH, 0)).columns
+    width = min(launch_help.MAX_WIDTH, max(launch_help.MIN_WIDTH, columns))
+    if first in GROUP_NAMES:
+        sys.stdout.write(launch_help.group_help_text(first, width))
+    elif first == "--help-all":
+        sys.stdout.write(launch_help.full_help_text(width))
+    else:
+        sys.stdout.write(launch_help.help_text(width))
     return 0
 
 

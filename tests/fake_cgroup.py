@@ -30,11 +30,7 @@ class FakeGroup:
 
 
 class FakeCgroups:
-    """Puts /proc/self/cgroup, mountinfo and the trees in place.
-
-    Args:
-        tree: Where.
-    """
+    """Puts /proc/self/cgroup, mountinfo and the trees in place."""
 
     def __init__(self, tree: FakeTree) -> None:
         self._tree = tree

@@ -65,11 +65,7 @@ class FakeLustre:
 
 
 class FakeMounts:
-    """A root folder with /proc/self and, for Lustre, debugfs.
-
-    Args:
-        root: Stands for `/`.
-    """
+    """A root folder with /proc/self and, for Lustre, debugfs."""
 
     debug = "sys/kernel/debug/lustre/llite"
 

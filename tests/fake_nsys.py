@@ -51,13 +51,7 @@ Sample = tuple[int, int, str, float]
 
 
 def install(folder: Path, behaviour: str = "works") -> Path:
-    """Puts an `nsys` into a folder.
-
-    Args:
-        folder: Where.
-        behaviour: `works`, `old` (the option's former name), `denied`, `busy`, `volta`, `mute`
-            (never answers), `hangs`, `fills`, `crashes`, `no-report`, `no-export`.
-    """
+    """Puts an `nsys` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nsys"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {behaviour} "$@"\n')
@@ -73,15 +67,7 @@ def write_export(
     gpus: Sequence[tuple[int, str, str]] = GPUS,
     leave_out: Sequence[str] = (),
 ) -> None:
-    """An export of GPU metrics.
-
-    Args:
-        path: The file.
-        samples: What was sampled.
-        epoch_ns: Unix time of the session's start.
-        gpus: (PerfWorks id, UUID, PCI address) of each GPU.
-        leave_out: Tables that are missing.
-    """
+    """An export of GPU metrics."""
     rows = list(samples)
     names = sorted({name for _, _, name, _ in rows})
     types = sorted({gpu for _, gpu, _, _ in rows})

@@ -172,13 +172,7 @@ def _handle(gpu: int) -> Any:
 
 
 class FakeNvml(ModuleType):
-    """A module like pynvml, with handles, errors and start-up rules like the real one's.
-
-    Args:
-        gpus: What it shows.
-        init_error: What nvmlInit raises.
-        driver: The driver's version.
-    """
+    """A module like pynvml, with handles, errors and start-up rules like the real one's."""
 
     def __init__(
         self,

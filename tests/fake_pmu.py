@@ -80,13 +80,7 @@ class FakeEvent:
 
 @dataclass
 class FakePerf:
-    """perf_event_open and its files, with the checks that the kernel makes.
-
-    Args:
-        tree: Where PMUs, threads and kernel.perf_event_paranoid are.
-        known: (type, config) of core events that there are; None for all.
-        privileged: Has CAP_PERFMON.
-    """
+    """perf_event_open and its files, with the checks that the kernel makes."""
 
     tree: FakeTree
     known: set[tuple[int, int]] | None = None

@@ -97,11 +97,7 @@ def rxe() -> FakePort:
 
 
 class FakeRdma:
-    """A root folder with RDMA devices.
-
-    Args:
-        root: Stands for `/`.
-    """
+    """A root folder with RDMA devices."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

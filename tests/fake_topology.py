@@ -23,11 +23,7 @@ GPU_UUIDS = {
 
 
 class FakeTopology:
-    """Puts the node below a tree's root.
-
-    Args:
-        tree: Where /proc and /sys are.
-    """
+    """Puts the node below a tree's root."""
 
     def __init__(self, tree: FakeTree) -> None:
         self.tree = tree
@@ -74,11 +70,7 @@ class FakeTopology:
 
 
 class FakePages:
-    """Stands for move_pages(2): pages of processes by node.
-
-    Args:
-        nodes: For each pid, which node the page at each address lies on; -1 means not in memory.
-    """
+    """Stands for move_pages(2): pages of processes by node."""
 
     def __init__(self, nodes: Mapping[int, Sequence[int]]) -> None:
         self.nodes = dict(nodes)

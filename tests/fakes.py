@@ -94,11 +94,7 @@ softirq 3104650 0 458953 5
 
 
 class FakeTree:
-    """A root folder with the files that samplers read, in the kernel's own form.
-
-    Args:
-        root: An empty folder; it stands for `/`.
-    """
+    """A root folder with the files that samplers read, in the kernel's own form."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

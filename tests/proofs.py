@@ -24,12 +24,6 @@ def order_proofs(
 
     With a fixed order the last ones would never run where time is short. Tests of one file stay
     together and in their order: some end the job that those before them share.
-
-    Args:
-        items: The proofs.
-        ranks: Of each, 0 for what is wanted first.
-        files: Of each, what stays together.
-        commit: Hexadecimal digits, such as a commit's name; none for the order of the files.
     """
     found: list[Item] = []
     for rank in sorted(set(ranks)):

@@ -61,13 +61,12 @@ def opportunities(
         problems: Only those that count as problems.
     """
     found = []
-    for place, row in enumerate(document["opportunities"]):
-        findings = document.get("findings", [])
-        is_problem = place < document["problem_count"]
-        account = document["ledger"][row]
+    findings = {f["account"]: f for f in document["findings"] if f.get("account") is not None}
+    for row in document["opportunities"]:
+        account, finding = document["ledger"][row], findings.get(row, {})
+        is_problem = finding.get("severity", "info") != "info"
         if (problems and not is_problem) or (not alone and _is_of_others(account)):
             continue
-        finding = findings[place] if is_problem and place < len(findings) else {}
         found.append({**account, "finding": finding})
     return found
 

@@ -79,7 +79,7 @@ def find_gpu() -> dict[str, Any] | None:
 def prepared(options: argparse.Namespace, gpu: dict[str, Any], folder: Path) -> int:
     """Finds the packages, puts the stand-ins in place, runs."""
     try:
-        told = carried.use_wheels(options.wheels, folder / "site")
+        told = carried.use_wheels(options.wheels, folder)
     except carried.LackingError as lacking:
         print(lacking, file=sys.stderr)
         return 2

@@ -70,15 +70,7 @@ class Item:
 
 
 class Bench:
-    """What the function of an item works with; every figure is kept as soon as it is known.
-
-    Args:
-        figures: The file that takes one line of JSON per figure.
-        scratch: A folder of the item's own, removed afterwards.
-        recordings: Takes small files that are worth a test without a GPU.
-        fake: Whether the GPU is simulated; loops are then short.
-        seconds: How long the item may take.
-    """
+    """What the function of an item works with; every figure is kept as soon as it is known."""
 
     def __init__(
         self, figures: Path, *, scratch: Path, recordings: Path, fake: bool, seconds: float

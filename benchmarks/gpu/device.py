@@ -73,11 +73,7 @@ class Gpu:
 
 
 def open_gpu() -> Gpu:
-    """Imports torch and starts CUDA, or the simulation of it.
-
-    Raises:
-        RuntimeError: torch sees no GPU.
-    """
+    """Imports torch and starts CUDA, or the simulation of it."""
     import torch
 
     if is_fake():

@@ -46,11 +46,7 @@ esac
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Puts them into a folder; the variables with which programs find them.
-
-    Args:
-        folder: A new folder, which must outlive their use.
-    """
+    """Puts them into a folder; the variables with which programs find them."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     _program(programs / "nvidia-smi", _SMI_PROGRAM.format(python=sys.executable, answers=SMI))

@@ -14,12 +14,7 @@ from benchmarks.gpu.truth import kernels_by_step
 
 
 class Graphed:
-    """A training step that is captured once and replayed: forward and backward in the graph.
-
-    Args:
-        gpu: The device.
-        width: Of its layers.
-    """
+    """A training step that is captured once and replayed: forward and backward in the graph."""
 
     def __init__(self, gpu: Gpu, width: int) -> None:
         torch = gpu.torch

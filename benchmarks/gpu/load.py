@@ -25,11 +25,7 @@ ALLOCATED_BYTES = 64 << 20
 
 @contextmanager
 def load(*words: str, seconds: float = 60.0) -> Iterator[subprocess.Popen[str]]:
-    """The load beside; ended at the end.
-
-    Raises:
-        RuntimeError: It did not begin.
-    """
+    """The load beside; ended at the end."""
     process = subprocess.Popen(
         [sys.executable, __file__, str(seconds), *words], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True, env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},

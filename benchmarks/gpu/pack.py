@@ -11,18 +11,8 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks.gpu.carried import (
-    INDEX,
-    NOT_NEEDED,
-    PYTHON,
-    REPOSITORY,
-    WHEELS,
-    XZ,
-    requirements,
-    split,
-)
+from benchmarks.gpu.carried import PYTHON, REPOSITORY, WHEELS, XZ, core_dependencies
 
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64",
              "manylinux2014_x86_64", "manylinux1_x86_64")  # fmt: skip
@@ -38,27 +28,19 @@ COMMAND = "scripts/gpu-check --minutes 9.3 --out $OUT"
 
 
 def collect(folder: Path, python: str = PYTHON) -> int:
-    """Downloads all that haiprof needs there, builds haiprof's wheel; prints how to run there.
-
-    Args:
-        folder: Where the wheels go; what was in it is gone.
-        python: The version of the machine's Python.
-    """
+    """Downloads all that haiprof needs there, builds haiprof's wheel; prints how to run there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    index = dict[str, dict[str, Any]]()
-    waiting = there(requirements(), python)
-    while waiting:
-        name, _ = split(waiting.pop())
-        if name not in index.keys() | NOT_NEEDED:
-            wheel = download(name, folder, python)
-            index[name] = entry(wheel, python)
-            waiting += index[name]["needs"]
-    wheel, told = build_wheel(folder, python)
-    print(told)
-    if wheel is not None:
-        index["haiprof"] = {**entry(wheel, python), "needs": []}
-    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--implementation",
+               "cp", "--python-version", python, "-d", str(folder), "-c",
+               str(REPOSITORY / "constraints.txt"), *core_dependencies(python)]  # fmt: skip
+    for each in PLATFORMS:
+        command += ["--platform", each]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    print(build_wheel(folder, python))
+    for wheel in folder.iterdir():
+        if wheel.stat().st_size > LARGE_BYTES:
+            pack_anew(wheel)
     return report(folder)
 
 
@@ -90,64 +72,25 @@ def tree_bytes() -> int:
     return sum(path.lstat().st_size for path in paths if path.exists())
 
 
-def there(needs: list[str], python: str) -> list[str]:
-    """Those whose markers hold under that Python on Linux, without their markers."""
-    from pip._vendor.packaging.requirements import Requirement  # pip collects the wheels, too
-
-    machine = {"python_version": python, "python_full_version": f"{python}.0", "extra": "",
-               "sys_platform": "linux", "platform_system": "Linux", "os_name": "posix",
-               "platform_machine": "x86_64", "implementation_name": "cpython",
-               "platform_python_implementation": "CPython"}  # fmt: skip
-    found = [Requirement(need) for need in needs]
-    return [f"{need.name}{need.specifier}" for need in found
-            if need.marker is None or need.marker.evaluate(machine)]  # fmt: skip
-
-
-def download(name: str, folder: Path, python: str) -> Path:
-    """One wheel, in the version of constraints.txt."""
-    before = set(folder.iterdir())
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
-               "--python-version", python, "--implementation", "cp", "-d", str(folder), "-c",
-               str(REPOSITORY / "constraints.txt")]  # fmt: skip
-    for each in PLATFORMS:
-        command += ["--platform", each]
-    subprocess.run([*command, name], check=True, stdout=subprocess.DEVNULL)
-    [wheel] = set(folder.iterdir()) - before
-    return wheel
-
-
-def entry(wheel: Path, python: str) -> dict[str, Any]:
-    """A wheel's line in the index; a large wheel is packed anew."""
-    with zipfile.ZipFile(wheel) as file:
-        [about] = [n for n in file.namelist() if n.endswith(".dist-info/METADATA")]
-        lines = file.read(about).decode().splitlines()
-    needs = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
-    version = next(line.partition(": ")[2] for line in lines if line.startswith("Version: "))
-    if wheel.stat().st_size > LARGE_BYTES:
-        wheel = pack_anew(wheel)
-    return {"file": wheel.name, "version": version, "needs": there(needs, python)}
-
-
-def pack_anew(wheel: Path) -> Path:
+def pack_anew(wheel: Path) -> None:
     """The same content in a smaller file, whose name has a further suffix."""
     stored = io.BytesIO()
     with zipfile.ZipFile(wheel) as file, zipfile.ZipFile(stored, "w") as copy:
         for each in file.infolist():
             copy.writestr(each, file.read(each), zipfile.ZIP_STORED)
-    target = wheel.with_name(wheel.name + XZ)
-    target.write_bytes(lzma.compress(stored.getvalue(), filters=list(PACKING)))
+    packed = lzma.compress(stored.getvalue(), filters=list(PACKING))
+    wheel.with_name(wheel.name + XZ).write_bytes(packed)
     wheel.unlink()
-    return target
 
 
-def build_wheel(folder: Path, version: str) -> tuple[Path | None, str]:
+def build_wheel(folder: Path, version: str) -> str:
     """Haiprof's own wheel with its compiled part, where that Python is here; what became of it.
 
     It is built from a copy, so that the tree stays as it is.
     """
     python = find_python(version)
     if python is None:
-        return None, f"no Python {version} here: the tree is used as it is, traces load slower"
+        return f"no Python {version} here: the tree is used as it is, traces load slower"
     with tempfile.TemporaryDirectory() as copy:
         for name in ("pyproject.toml", "setup.py", "README.md", "haiprof"):
             source = REPOSITORY / name
@@ -157,8 +100,8 @@ def build_wheel(folder: Path, version: str) -> tuple[Path | None, str]:
         command = [python, "-m", "pip", "wheel", "--no-deps", "-w", str(folder), copy]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return None, f"haiprof's wheel could not be built: {done.stderr.strip()[-400:]}"
-    return next(folder.glob("haiprof-*.whl")), f"haiprof's wheel built by {python}"
+        return f"haiprof's wheel could not be built: {done.stderr.strip()[-400:]}"
+    return f"haiprof's wheel built by {python}"
 
 
 def find_python(version: str) -> str | None:

@@ -131,16 +131,7 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     in_front: Sequence[str] = (),
 ) -> Job:
-    """Runs a loop of `job.py` under haiprof and waits for it.
-
-    Args:
-        bench: Whose time it takes.
-        kind: Which loop.
-        words: Its arguments.
-        options: haiprof's; None runs it bare.
-        environment: Variables on top.
-        in_front: A command in front of haiprof, or of the bare job.
-    """
+    """Runs a loop of `job.py` under haiprof and waits for it."""
     logs = bench.scratch / f"logs-{time.monotonic_ns()}"
     command = [sys.executable, str(JOB), kind, *words]
     if options is not None:

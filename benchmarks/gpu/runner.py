@@ -53,12 +53,7 @@ class Ended(BaseException):
 
 
 def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Runs every item for which there is time; the results, also in `plan.out`.
-
-    Args:
-        plan: What is run.
-        say: Takes a line per item.
-    """
+    """Runs every item for which there is time; the results, also in `plan.out`."""
     plan.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + plan.seconds
     results = [_untouched(item, "the time was up") for item in plan.items]
@@ -256,10 +251,6 @@ def pack_recordings(folder: Path, archive: Path) -> list[str]:
     """One archive of all recordings within the limits; the names that were left out.
 
     It is rewritten only when something has come to it.
-
-    Args:
-        folder: The recordings, in the order in which their items ran.
-        archive: Where it goes.
     """
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=_when)
     taken, left_out, size = [], [], 0

@@ -43,11 +43,7 @@ class Segment:
 
 
 class Allocator:
-    """Of one device.
-
-    Args:
-        total_bytes: Memory of the device.
-    """
+    """Of one device."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = self.limit_bytes = total_bytes

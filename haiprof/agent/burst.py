@@ -20,7 +20,7 @@ from haiprof.base.options import ENV_NSYS, Options
 from haiprof.base.safe_files import MadeFolder, open_to_append, remove_file
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.schema import BACKWARD, OPTIMIZER, PHASES, TAG_MASK
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.writer import append_line
 
 PROBE_TIMEOUT_S = 10.0
 _PLACES = (
@@ -260,7 +260,13 @@ class Burst:
         """Advances the state; called about twice a second, never waits."""
         try:
             if self.status == "waiting":
-                self._wait()
+                if isinstance(self._nsys, Refusal):
+                    self._end("unavailable", self._nsys)
+                elif self._begins_s is None:
+                    if self._has_trained():
+                        self._begins_s = time.monotonic() + self._delay_s
+                elif time.monotonic() >= self._begins_s:
+                    self._sample(self._nsys)
             elif self._process is not None:
                 self._watch(self._process)
         except (OSError, subprocess.SubprocessError) as error:
@@ -288,15 +294,6 @@ class Burst:
             self._end("stopped", Refusal(reason, remedy if self.status == "exporting" else ""))
 
     # -- states - ------------------------------------------------------------------------
-
-    def _wait(self) -> None:
-        if isinstance(self._nsys, Refusal):
-            self._end("unavailable", self._nsys)
-        elif self._begins_s is None:
-            if self._has_trained():
-                self._begins_s = time.monotonic() + self._delay_s
-        elif time.monotonic() >= self._begins_s:
-            self._sample(self._nsys)
 
     def _sample(self, nsys: Nsys) -> None:
         options, node = self._options, self._node
@@ -393,13 +390,9 @@ class Burst:
     def _note(self, **more: str) -> None:
         facts: dict[str, object] = {"hz": self._options.burst_hz, **self._window}
         facts |= {name: value for name, value in more.items() if value}
-        try:
-            writer = LineWriter(self._node.events)
-        except OSError:
-            return  # the run directory is gone, and with it every reader
         line = {"type": "burst", "status": self.status, "time_ns": time.perf_counter_ns()}
-        writer.append({**line, **facts})
-        writer.close()
+        with contextlib.suppress(OSError):  # the run directory is gone, and with it every reader
+            append_line(self._node.events, {**line, **facts})
 
     def _nsys_words(self) -> str:
         try:

@@ -112,7 +112,18 @@ class PendingRequests:
         self._forget()
         what = question.get("do")
         if what == "clients":
-            return {"clients": [self._describe(client) for client in self.clients.values()]}
+            return {
+                "clients": [
+                    {
+                        "pid": client.pid,
+                        "pids": list(client.ask.pids),
+                        "job": client.ask.job,
+                        "free": client.ask.free,
+                        "silent_ns": self._mono_ns() - client.seen_ns,
+                    }
+                    for client in self.clients.values()
+                ]
+            }
         name = question.get("id")
         if not isinstance(name, str) or not 0 < len(name) <= _ID_LIMIT:
             return {"error": "no such question"}
@@ -147,15 +158,6 @@ class PendingRequests:
         states = dict.fromkeys(pids or [], "waiting")
         self.requests[name] = Pending(str(text), int(expires or 0), states)
         return {"taken": sorted(states)}
-
-    def _describe(self, client: Client) -> dict[str, Any]:
-        return {
-            "pid": client.pid,
-            "pids": list(client.ask.pids),
-            "job": client.ask.job,
-            "free": client.ask.free,
-            "silent_ns": self._mono_ns() - client.seen_ns,
-        }
 
     def _forget(self) -> None:
         """Removes silent processes and expired requests."""
@@ -236,7 +238,14 @@ class KinetoAgent:
     def _run(self) -> None:
         try:
             while not self._ending.is_set():
-                self._answer_one()
+                assert self._socket is not None, "bind() comes first"
+                datagram, ancillary, flags, sender = self._socket.recvmsg(
+                    DATAGRAM_LIMIT_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+                pid, answered = _sender_pid(ancillary), False
+                if pid is not None and sender and not flags & socket.MSG_TRUNC:
+                    answered = self._answer(pid, datagram, sender)
+                self.ignored_count += not answered
         except OSError as error:
             self._failed(str(error.strerror or error))
         finally:
@@ -248,16 +257,6 @@ class KinetoAgent:
         if bound is not None:
             bound.close()
             remove_socket(self.address)
-
-    def _answer_one(self) -> None:
-        assert self._socket is not None, "bind() comes first"
-        datagram, ancillary, flags, sender = self._socket.recvmsg(
-            DATAGRAM_LIMIT_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-        )
-        pid, answered = _sender_pid(ancillary), False
-        if pid is not None and sender and not flags & socket.MSG_TRUNC:
-            answered = self._answer(pid, datagram, sender)
-        self.ignored_count += not answered
 
     def _answer(self, pid: int, datagram: bytes, sender: Address) -> bool:
         """Answers one message; False for a malformed one."""
@@ -356,7 +355,7 @@ def listen(address: str, ready: Callable[[str], None]) -> int:
     if is_alive(address):
         raise UsageError(
             f"{shown_address(address)}: another process listens there already",
-            hint="a dynolog daemon is driven with haiprof trace-now PID --backend dynolog",
+            hint="a dynolog daemon is driven with haiprof trace now PID --backend dynolog",
         )
     remove_socket(address)  # of a killed agent: nobody listens
     agent = KinetoAgent(address, failed=lambda _: os.kill(os.getpid(), signal.SIGTERM))

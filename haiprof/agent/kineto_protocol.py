@@ -267,7 +267,7 @@ def ask_agent(address: str, question: Mapping[str, Any]) -> dict[str, Any]:
         except OSError as error:
             raise NoAgentError(
                 f"{shown}: no agent listens there ({error.strerror or error})",
-                hint="haiprof kineto-agent listens for jobs that were not started under haiprof",
+                hint="haiprof trace kineto-agent listens for jobs that run without haiprof",
             ) from None
     answer = decode_ours(message.payload) if message and message.type == OURS else None
     if answer is None:

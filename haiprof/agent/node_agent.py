@@ -25,7 +25,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_json, read_lines
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.secrets import mask_command
-from haiprof.run_format.writer import LineWriter, write_json
+from haiprof.run_format.writer import append_line, write_json
 
 if TYPE_CHECKING:
     from haiprof.agent.prometheus_endpoint import Scrape
@@ -123,7 +123,8 @@ def _judge(process: _Python, label_below: int, job: _Job) -> Unreported | None:
     ):
         return None
     reason, remedy = blocked
-    command = _shorten(process.argv)
+    command = " ".join(mask_command(process.argv))
+    command = command if len(command) <= _COMMAND_CHARS else command[: _COMMAND_CHARS - 1] + "…"
     return Unreported(pid=process.pid, command=command, reason=reason, remedy=remedy)
 
 
@@ -185,11 +186,6 @@ def _python_process(root: Path, pid: int) -> _Python | None:
         return None  # it has ended, or belongs to another user
 
 
-def _shorten(argv: Collection[str]) -> str:
-    command = " ".join(mask_command(argv))
-    return command if len(command) <= _COMMAND_CHARS else command[: _COMMAND_CHARS - 1] + "…"
-
-
 FIRST_SCAN_S = 0.5
 SCAN_GROWTH = 1.6
 MAX_SCAN_S = 60.0
@@ -225,7 +221,16 @@ class Agent:
         self.elected = self._elect()
         if not self.elected:
             return
-        self._start_relay()
+        relay = Relay(self.run, self.host)
+        try:
+            relay.start()
+        except OSError as error:
+            line = {"type": "control", "state": "unavailable", "reason": str(error)}
+            append_line(self.run.node(self.host).events, line)
+        else:
+            self._relay = relay
+            if self.options.reach:
+                self._reach(relay)
         loop = SamplingLoop(self.run, self.host, self.options)
         self._thread = threading.Thread(
             target=self._sample, args=(loop,), name="haiprof-sampler", daemon=True
@@ -278,20 +283,6 @@ class Agent:
         found = find_unreported(self.job_pid, self._reported_pids(), BOOT_FOLDER)
         ended = {pid: p for pid, p in self.unreported.items() if not process_exists(pid)}
         self.unreported = {**ended, **{process.pid: process for process in found}}
-
-    def _start_relay(self) -> None:
-        """Listens for the ranks; without a socket the job is recorded, and cannot be asked."""
-        relay = Relay(self.run, self.host)
-        try:
-            relay.start()
-        except OSError as error:
-            writer = LineWriter(self.run.node(self.host).events)
-            writer.append({"type": "control", "state": "unavailable", "reason": str(error)})
-            writer.close()
-        else:
-            self._relay = relay
-            if self.options.reach:
-                self._reach(relay)
 
     def _reach(self, relay: Relay) -> None:
         """Joins the agents of nodes that do not share this run directory, now or later."""
@@ -353,11 +344,8 @@ class Agent:
             asdict(process) for process in self.unreported.values() if process.pid not in reported
         ]
         self.unreported.clear()
-        if missing:
-            writer = LineWriter(self.run.node(self.host).events)
-            for process in missing:
-                writer.append({"type": "unreported", **process})
-            writer.close()
+        for process in missing:
+            append_line(self.run.node(self.host).events, {"type": "unreported", **process})
         return missing
 
     def _elect(self) -> bool:

@@ -33,7 +33,7 @@ from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
 from haiprof.linux.procfs import command_line, environment
 from haiprof.linux.readings import Unavailable
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.writer import append_line
 
 FIRST_SCAN_S, SCAN_GROWTH, MAX_SCAN_S = 0.5, 1.4, 10.0
 WATCHED_LIMIT = 1024
@@ -85,7 +85,16 @@ class ProcessEnds:
             self._watch(rank.pid)
         now = time.monotonic()
         if now >= self._scan_at:
-            self._scan()
+            self._tree.refresh()
+            found, known = [self._job_pid], {self._job_pid}
+            for pid in found:
+                below = [child for child in self._tree.children.get(pid, ()) if child not in known]
+                found += below
+                known.update(below)
+            for pid in found:
+                if pid not in self._seen:
+                    self._watch(pid)
+            self._seen &= known | self._watched.keys()
             self._scan_at = now + self._scan_gap_s
             self._scan_gap_s = min(self._scan_gap_s * SCAN_GROWTH, MAX_SCAN_S)
 
@@ -102,18 +111,6 @@ class ProcessEnds:
         self._log.close()
 
     # -- who is watched -------------------------------------------------------------------------
-
-    def _scan(self) -> None:
-        self._tree.refresh()
-        found, known = [self._job_pid], {self._job_pid}
-        for pid in found:
-            below = [child for child in self._tree.children.get(pid, ()) if child not in known]
-            found += below
-            known.update(below)
-        for pid in found:
-            if pid not in self._seen:
-                self._watch(pid)
-        self._seen &= known | self._watched.keys()
 
     def _watch(self, pid: int) -> None:
         if pid in self._watched or len(self._watched) >= WATCHED_LIMIT:
@@ -215,11 +212,8 @@ class ProcessEnds:
                 **_kill_json(own)}  # fmt: skip
 
     def _note(self, lines: list[dict[str, Any]]) -> None:
-        if lines:
-            writer = LineWriter(self._events)
-            for line in lines:
-                writer.append(line)
-            writer.close()
+        for line in lines:
+            append_line(self._events, line)
 
 
 def note_job_end(
@@ -281,9 +275,7 @@ def note_launcher_gone(run: RunPaths, host: str) -> None:
 
 def _append(run: RunPaths, host: str, line: Mapping[str, object]) -> None:
     with contextlib.suppress(OSError):
-        writer = LineWriter(run.node(host).events)
-        writer.append(line)
-        writer.close()
+        append_line(run.node(host).events, line)
 
 
 def _label(environ: Mapping[str, str]) -> int | None:

@@ -5,6 +5,7 @@ Nothing here runs unless `--prometheus-port` was given; the port is on the loopb
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import threading
@@ -29,7 +30,6 @@ from haiprof.run_format.entities import ranks_by_key
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.otel_names import (
     Family,
-    Instrument,
     Sample,
     families,
     instruments,
@@ -37,7 +37,7 @@ from haiprof.run_format.otel_names import (
 )
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import NULL_I64, counter_end
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.writer import append_line
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -90,12 +90,9 @@ class Scrape:
 
     def _note(self, line: Mapping[str, object]) -> None:
         """Writes a line to the node's events file; on a full disk it is lost."""
-        try:
-            writer = LineWriter(self._run.node(self._host).events)
-        except OSError:
-            return
-        writer.append({"type": "scrape", "time_ns": time.perf_counter_ns(), **line})
-        writer.close()
+        with contextlib.suppress(OSError):
+            full = {"type": "scrape", "time_ns": time.perf_counter_ns(), **line}
+            append_line(self._run.node(self._host).events, full)
 
 
 class _Server(GuardedServer, WSGIServer):
@@ -200,31 +197,21 @@ class Latest:
                 meaning = meanings.get((table.name, column.name))
                 if value is None or meaning is None:
                     continue
-                labels = self._labels(meaning, table.keys, key, entity, rank)
+                labels = series_labels(
+                    meaning,
+                    run=self._run.root.name,
+                    host=self._host,
+                    keys=table.keys,
+                    key=key,
+                    entity=entity,
+                    rank=rank,
+                )
                 yield Sample(
                     instrument=meaning,
                     labels=labels,
                     value=value / meaning.divisor,
                     time_ns=row["time_ns"],
                 )
-
-    def _labels(
-        self,
-        meaning: Instrument,
-        keys: tuple[str, ...],
-        key: tuple[int, ...],
-        entity: Mapping[str, Any],
-        rank: int | None,
-    ) -> dict[str, str]:
-        return series_labels(
-            meaning,
-            run=self._run.root.name,
-            host=self._host,
-            keys=keys,
-            key=key,
-            entity=entity,
-            rank=rank,
-        )
 
     def _own_reports(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Ranks of this node; each rank.json of the job is read once."""

@@ -384,18 +384,6 @@ class Controller:
             deadline.cancel()
 
 
-def raise_descriptor_limit() -> None:
-    """Raises this process's descriptor limit: a controller has a connection per node.
-
-    The job has started by now and keeps its own limit.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, MAX_AGENTS + MAX_STRANGERS + _OWN_DESCRIPTORS)
-    if soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _connection_limit() -> int:
     """So many connections leave the launcher descriptors for its own work."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -414,7 +402,11 @@ def join(address: str, token_file: Path) -> Controller | Uplink:
     if _is_ours(*where):
         controller = Controller(*where, make_token(token_file))
         controller.start()
-        raise_descriptor_limit()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = min(hard, MAX_AGENTS + MAX_STRANGERS + _OWN_DESCRIPTORS)
+        if soft < wanted:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return controller
     uplink = Uplink(where, read_token(token_file))
     uplink.start()

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.agent.step_watch import Alarm, Node, Watch
+from haiprof.agent.trace_finisher import end_child
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options
 from haiprof.base.safe_files import create_file, make_private
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import frame_text, own_frame, parse_frames
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.writer import append_line
 
 LOOK_S = 2.0
 PAUSE_S = 300.0
 """Minimum time between two reactions of a kind, over all nodes."""
 TRACE_STEPS = 5
 LIMIT_S = 600.0
-_TERMINATE_S = 2.0
 _MOST_SUSPECTS = 8
 _RESULT_LIMIT_BYTES = 1 << 24
 _KEPT = ("rank", "reason", "doing", "certain")
@@ -87,12 +87,7 @@ class Reactor:
         if action is None:
             return
         if action.process.poll() is None:
-            action.process.terminate()
-            try:
-                action.process.wait(_TERMINATE_S)
-            except subprocess.TimeoutExpired:
-                action.process.kill()
-                action.process.wait()
+            end_child(action.process)
             self._note_result(action, {"state": "failed", "reason": "the job ended before"})
         else:
             self._finish(action)
@@ -106,7 +101,23 @@ class Reactor:
         fd, path = claim
         command = self._command(alarm)
         try:
-            self._note(path.stem, alarm, command or "none")
+            action = command or "none"
+            wall_ns, mono_ns = time.time_ns(), time.monotonic_ns()
+            self._append(
+                {
+                    "type": "reaction",
+                    "name": path.stem,
+                    "time_ns": mono_ns,
+                    "wall_ns": wall_ns,
+                    "trigger": alarm.trigger,
+                    "rank": alarm.rank,
+                    "step": alarm.step,
+                    "since_wall_ns": wall_ns - mono_ns + alarm.since_mono_ns,
+                    "reason": alarm.reason,
+                    **alarm.numbers,
+                    "action": action,
+                }
+            )
             if not self._options.quiet and command != "snapshot":
                 print_message(
                     f"{alarm.reason}; tracing {self._steps} steps" if command else alarm.reason
@@ -179,24 +190,6 @@ class Reactor:
 
     # -- results - -------------------------------------------------------------------
 
-    def _note(self, name: str, alarm: Alarm, action: str) -> None:
-        wall_ns, mono_ns = time.time_ns(), time.monotonic_ns()
-        self._append(
-            {
-                "type": "reaction",
-                "name": name,
-                "time_ns": mono_ns,
-                "wall_ns": wall_ns,
-                "trigger": alarm.trigger,
-                "rank": alarm.rank,
-                "step": alarm.step,
-                "since_wall_ns": wall_ns - mono_ns + alarm.since_mono_ns,
-                "reason": alarm.reason,
-                **alarm.numbers,
-                "action": action,
-            }
-        )
-
     def _note_result(self, action: _Action, content: Mapping[str, Any]) -> None:
         line = {"type": "reaction_result", "name": action.name, "wall_ns": time.time_ns()}
         self._append({**line, **content})
@@ -208,14 +201,12 @@ class Reactor:
             )
         else:
             print_message(
-                f"traced {content['rank_count']} ranks: haiprof trace-report {self._run.root} "
+                f"traced {content['rank_count']} ranks: haiprof trace report {self._run.root} "
                 f"--window {content['window']}"
             )
 
     def _append(self, line: Mapping[str, object]) -> None:
-        writer = LineWriter(self._run.node(self._host).events)
-        writer.append(line)
-        writer.close()
+        append_line(self._run.node(self._host).events, line)
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:

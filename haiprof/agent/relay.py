@@ -40,7 +40,7 @@ from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.reader import read_records
 from haiprof.run_format.ring import NEVER, RING_BYTES, RING_CAPACITY, Ring, read_ring
 from haiprof.run_format.schema import PHASES, TAG_BITS
-from haiprof.run_format.writer import LineWriter, add_records
+from haiprof.run_format.writer import add_records, append_line
 
 if TYPE_CHECKING:
     from haiprof.agent.reach_controller import Controller
@@ -142,24 +142,19 @@ def _add_lacking(ring: Ring, path: Path) -> tuple[int, int]:
 
 
 def _note(held: _HeldRing, ring: Ring, *, kept: int, lost: int, reason: str | None) -> None:
-    try:
-        writer = LineWriter(held.paths.events)
-    except OSError:
-        return  # the run directory is gone or full: nobody is left to tell
-    writer.append(
-        {
-            "type": "unclean_end",
-            "time_ns": time.perf_counter_ns(),
-            "last_span_ns": ring.records[-1][1] >> TAG_BITS if ring.records else None,
-            "open_ns": ring.open_ns,
-            "optimizer_steps": ring.step_count,
-            "recording": ring.opens_ns < NEVER,
-            "added_span_count": kept,
-            "lost_span_count": lost,
-            "reason": reason,
-        }
-    )
-    writer.close()
+    line = {
+        "type": "unclean_end",
+        "time_ns": time.perf_counter_ns(),
+        "last_span_ns": ring.records[-1][1] >> TAG_BITS if ring.records else None,
+        "open_ns": ring.open_ns,
+        "optimizer_steps": ring.step_count,
+        "recording": ring.opens_ns < NEVER,
+        "added_span_count": kept,
+        "lost_span_count": lost,
+        "reason": reason,
+    }
+    with contextlib.suppress(OSError):  # the run directory is gone or full
+        append_line(held.paths.events, line)
 
 
 TELL_S = 15.0
@@ -419,7 +414,10 @@ class Relay:
             if peer.given >= 0:
                 self.rings.add(peer.given, peer.pid, self.run.rank(rank, attempt))
                 peer.given = -1
-            self._drop_older(peer)
+            # Drops an older connection of the same process, whose descriptor the job has closed.
+            for other in list(self.peers):
+                if other is not peer and (other.name, other.pid) == (peer.name, peer.pid):
+                    self._drop(other)
             self._introduce(peer)
         elif request_id == _STEPS_ID:
             steps = message.get("step")
@@ -437,12 +435,6 @@ class Relay:
             return
         with contextlib.suppress(OSError):  # full disk: the rank seems silent
             post_reply(self.run, request_id, peer.name, said)
-
-    def _drop_older(self, peer: Peer) -> None:
-        """Drops an older connection of the same process, whose descriptor the job has closed."""
-        for other in list(self.peers):
-            if other is not peer and (other.name, other.pid) == (peer.name, peer.pid):
-                self._drop(other)
 
     def _drop(self, peer: Peer) -> None:
         peer.connection.close()

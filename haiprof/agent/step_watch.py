@@ -191,7 +191,22 @@ class RankWatch:
 
     def read(self, now_ns: int) -> bool:
         """Reads what is new; whether the rank gave a sign of life."""
-        self._take_lines(self._lines.read())
+        data = self._lines.read()
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for text in whole:
+            line = read_object(text)
+            if line is None:
+                continue
+            name, time_ns = line.get("type"), line.get("time_ns")
+            if name == "trace_begin" and type(time_ns) is int:
+                self._traced.append((time_ns, None))
+            elif name == "trace_window" and type(time_ns) is int:
+                begun = self._traced.pop()[0] if self._traced else time_ns
+                self._traced.append((begun, time_ns))
+            elif name == "collective_timeout" and type(line.get("timeout_ns")) is int:
+                self.timeout_ns = max(0, line["timeout_ns"])
+            elif name in ("record_end", "hook_error"):
+                self.over, self.exited = True, line.get("reason") == "exit"
         before = self.alive_ns
         words = array("q")
         words.frombytes(self._spans.read(multiple=PHASES.record_bytes))
@@ -324,23 +339,6 @@ class RankWatch:
         return any(
             begin <= end_ns and (end is None or self._end_ns <= end) for begin, end in self._traced
         )
-
-    def _take_lines(self, data: bytes) -> None:
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        for text in whole:
-            line = read_object(text)
-            if line is None:
-                continue
-            name, time_ns = line.get("type"), line.get("time_ns")
-            if name == "trace_begin" and type(time_ns) is int:
-                self._traced.append((time_ns, None))
-            elif name == "trace_window" and type(time_ns) is int:
-                begun = self._traced.pop()[0] if self._traced else time_ns
-                self._traced.append((begun, time_ns))
-            elif name == "collective_timeout" and type(line.get("timeout_ns")) is int:
-                self.timeout_ns = max(0, line["timeout_ns"])
-            elif name in ("record_end", "hook_error"):
-                self.over, self.exited = True, line.get("reason") == "exit"
 
 
 class Node(Protocol):

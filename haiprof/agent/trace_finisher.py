@@ -27,6 +27,16 @@ _PROGRAM = (
 )
 
 
+def end_child(child: subprocess.Popen[bytes]) -> None:
+    """Ends a child process: asks it, and after a moment kills it."""
+    child.terminate()
+    try:
+        child.wait(_TERMINATE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
 class Finisher:
     """Finishes the traces of one host while the job runs, and the rest when it has ended."""
 
@@ -105,15 +115,7 @@ class Finisher:
         """Starts the child in a session of its own, so that Ctrl-C does not end it."""
         try:
             self._child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-c",
-                    _PROGRAM,
-                    str(self._run.root),
-                    self._host,
-                    *words,
-                ],
+                [sys.executable, "-I", "-c", _PROGRAM, str(self._run.root), self._host, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -127,12 +129,7 @@ class Finisher:
         child, self._child = self._child, None
         if child is None or child.poll() is not None:
             return
-        child.terminate()
-        try:
-            child.wait(_TERMINATE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        end_child(child)
 
     def _waiting(self) -> set[str]:
         """Stems of this host's whole parts."""

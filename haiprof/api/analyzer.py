@@ -172,7 +172,7 @@ class Analyzer(RunFrames):
         show.comparison(self, baseline)
 
     def write_report(self, path: str | Path, *, baseline: str | Path | None = None) -> Path:
-        """Writes the report page, one file that opens anywhere; returns its path.
+        """Writes the report page, one self-contained file; returns its path.
 
         Args:
             path: Where to.

@@ -1,4 +1,4 @@
-"""A diagnosis as a folder that opens anywhere: card, page, PerfTracker's five reports, tables."""
+"""A diagnosis as a self-contained folder: card, page, PerfTracker's five reports, tables."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ _CONTENT = {
     "functions.txt": "PerfTracker's five reports: GPU compute, memory, communication, runtime, "
     "Python",
     "functions.json": "the same for scripts",
-    "functions/": "each rank's functions: haiprof functions functions, haiprof query functions "
+    "functions/": "each rank's functions: haiprof trace functions functions, "
+    "haiprof trace query functions "
     "--schema",
     "traces.txt": "temporal breakdown, steps, kernels, launches, collectives, who is late",
-    "summaries/": "what that is made of: haiprof trace-report summaries",
+    "summaries/": "what that is made of: haiprof trace report summaries",
     "tables/": "every table as CSV: functions_... of the five reports, trace_... of traces.txt",
 }
 """What is in the folder; the README says it of what is there."""

@@ -26,7 +26,7 @@ class RunFlameGraph:
         return self.flames.graph
 
     def write(self, path: str | Path) -> Path:
-        """Writes it as a page that opens anywhere, without a network; returns its path.
+        """Writes it as a self-contained page; returns its path.
 
         Raises:
             UsageError: The file cannot be written.

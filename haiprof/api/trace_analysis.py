@@ -137,7 +137,7 @@ class ShownTraces(TraceQuestions):
         trace_picture(self, "what_if", steps, changes=changes)
 
     def write_page(self, path: str | Path, steps: Steps = None) -> Path:
-        """Writes pictures and tables as one page that opens anywhere; returns its path.
+        """Writes pictures and tables as one self-contained page; returns its path.
 
         Raises:
             UsageError: The file cannot be written.

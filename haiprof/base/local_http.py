@@ -239,6 +239,9 @@ class GuardedHandler(BaseHTTPRequestHandler):
         self._expect_head(is_whole=True)
         return parsed
 
+    def log_request(self, code: Any = "-", size: Any = "-") -> None:  # noqa: ANN401
+        """Prints nothing: werkzeug's would print the page's token with each address."""
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: ANN401 - as in the base
         """Prints nothing."""
 

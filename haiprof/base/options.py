@@ -48,7 +48,9 @@ ENV_LOG_DIR = "HAIPROF_LOG_DIR"  # an option's, as all HAIPROF_* of the table be
 ENV_UNPACK_LIMIT = "HAIPROF_UNPACK_LIMIT"  # MiB that a packed file may become, where that is much
 ENV_NSYS = "HAIPROF_NSYS"  # Nsight Systems' command, where it is not on PATH
 ENV_CACHE_LIMIT = "HAIPROF_CACHE_LIMIT"  # MB that may be kept of traces in the user's cache folder
-ENV_PEAK = "HAIPROF_PEAK"  # what the device can do at most, as `haiprof efficiency --peak` takes it
+ENV_PEAK = (
+    "HAIPROF_PEAK"  # what the device can do at most, as `haiprof trace efficiency --peak` takes it
+)
 ENV_DCGM_URL = "HAIPROF_DCGM_URL"  # where DCGM's exporter answers, and that it is wanted
 ENV_RENDEZVOUS = "HAIPROF_RENDEZVOUS"  # set by `haiprof submit`: where a job's nodes meet
 ENV_TRY_LOADER = "HAIPROF_TRY_LOADER"  # set by `haiprof try-loader`: FOLDER:MODE of one trial
@@ -139,7 +141,7 @@ class Options(TraceOptions, ReactOptions):
         if self.kineto and self.traces:
             raise UsageError(
                 "--kineto and --trace exclude each other: two profilers cannot share a process",
-                hint="with --kineto, traces are asked for while the job runs: haiprof trace-now",
+                hint="with --kineto, traces are asked for while the job runs: haiprof trace now",
             )
         self.check_react()
         self.check_trace(
@@ -278,9 +280,9 @@ class OptionSpec:
 
 OPTIONS = (
     OptionSpec("time", "time_s", _seconds, "HAIPROF_TIME", "SECONDS",
-               "record this long after the warm-up, then leave the job alone (0: whole run)"),
+               "stop recording after this time; the job runs on (default: the whole run)"),
     OptionSpec("warmup", "warmup_s", _seconds, "HAIPROF_WARMUP", "SECONDS",
-               "leave out this long, counted from the first training step"),
+               "do not record the first SECONDS after the first training step"),
     OptionSpec("trace", "trace", _switch, "HAIPROF_TRACE", "",
                "trace some steps with torch.profiler on every rank"),
     OptionSpec("steps", "steps", parse_steps, "HAIPROF_STEPS", "A:B",
@@ -296,7 +298,7 @@ OPTIONS = (
     OptionSpec("trace-flops", "trace_flops", _switch, "HAIPROF_TRACE_FLOPS", "",
                "with floating point operations, estimated"),
     OptionSpec("trace-modules", "trace_modules", _switch, "HAIPROF_TRACE_MODULES", "",
-               "with the module that an operator belongs to"),
+               "with the module of each operator"),
     OptionSpec("trace-sync", "trace_sync", _switch, "HAIPROF_TRACE_SYNC", "",
                "with CUDA synchronisation events"),
     OptionSpec("execution-trace", "execution_trace", _switch, "HAIPROF_EXECUTION_TRACE", "",
@@ -306,21 +308,19 @@ OPTIONS = (
     OptionSpec("repeat", "repeat", int, "HAIPROF_REPEAT", "N",
                f"trace N windows (default: {Options.repeat})"),
     OptionSpec("repeat-every", "repeat_every", int, "HAIPROF_REPEAT_EVERY", "STEPS",
-               "from a window's start to the next one's (default: ten times its length)"),
+               "steps between the starts of two windows (default: ten times the window)"),
     OptionSpec("keep-slow", "keep_slow", _switch, "HAIPROF_KEEP_SLOW", "",
-               "trace a few steps again and again, keep the windows with a slow step; implies "
-               "--trace"),
+               "trace a few steps repeatedly, and keep windows with a slow step; implies --trace"),
     OptionSpec("slow-ratio", "slow_ratio", float, "HAIPROF_SLOW_RATIO", "RATIO",
-               f"slow is a step of RATIO times the normal one (default: {Options.slow_ratio})"),
+               f"a slow step takes RATIO times the typical step (default: {Options.slow_ratio})"),
     OptionSpec("slow-cost", "slow_cost", float, "HAIPROF_SLOW_COST", "RATIO",
-               f"share of the time that --keep-slow may cost (default: {Options.slow_cost})"),
+               f"maximum overhead of --keep-slow (default: {Options.slow_cost})"),
     OptionSpec("trace-limit", "trace_limit_mb", float, "HAIPROF_TRACE_LIMIT", "MB",
                f"largest raw trace of a rank and window (default: {Options.trace_limit_mb:g})"),
     OptionSpec("recorder", "recorder", _recorders, "HAIPROF_RECORDERS", "LIST",
                f"comma list of all, basic, {', '.join(RECORDERS)} (perf is not in all)"),
     OptionSpec("log-dir", "log_dir", _folder_or_address, ENV_LOG_DIR, "DIR",
-               f"where run directories go (default: {Options.log_dir}); s3://BUCKET/... and other "
-               "addresses work, too"),
+               f"where run directories go, also s3://BUCKET/... (default: {Options.log_dir})"),
     OptionSpec("local-dir", "local_dir", _folder, "HAIPROF_LOCAL_DIR", "DIR",
                "with an address as log-dir: where runs are recorded first (default: "
                "~/.local/state/haiprof/runs)"),
@@ -329,7 +329,7 @@ OPTIONS = (
     OptionSpec("share", "share", str, "HAIPROF_SHARE", "WHO",
                "who else may read the run: nobody (default), group, or all"),
     OptionSpec("run-id", "run_id", str, "HAIPROF_RUN_ID", "ID",
-               "the same on every node of one job: they share a run directory"),
+               "give all nodes of a job the same ID: they share one run directory"),
     OptionSpec("burst", "burst", _switch, "HAIPROF_BURST", "",
                "GPU metrics every 100 us for 5 s, by Nsight Systems (nsys)"),
     OptionSpec("burst-hz", "burst_hz", int, "HAIPROF_BURST_HZ", "HZ",
@@ -337,34 +337,33 @@ OPTIONS = (
     OptionSpec("burst-time", "burst_time_s", _seconds, "HAIPROF_BURST_TIME", "SECONDS",
                f"length of a burst (default: {Options.burst_time_s:g})"),
     OptionSpec("memory-history", "memory_history", str, "HAIPROF_MEMORY_HISTORY", "WHEN",
-               "history of the CUDA allocator, for its snapshot where memory runs out: off, on, or "
-               f"auto, from nine tenths of the GPU on (default: {Options.memory_history})"),
+               "record CUDA allocator history for the out-of-memory report: off, on, or auto (from "
+               f"90 % memory use on; default: {Options.memory_history})"),
     OptionSpec("tensorboard", "tensorboard", _switch, "HAIPROF_TENSORBOARD", "",
                "also write live scalars for TensorBoard into the run"),
     OptionSpec("reach", "reach", _address, "HAIPROF_REACH", "HOST:PORT",
-               "requests reach nodes without a shared file system: the node that has HOST listens"),
+               "control channel without a shared file system; the node with HOST listens"),
     OptionSpec("reach-token", "reach_token", _folder, "HAIPROF_REACH_TOKEN", "FILE",
-               "holds the token for that, for its owner alone (default: reach.token in log-dir)"),
+               "file with the token for --reach, mode 600 (default: reach.token in log-dir)"),
     OptionSpec("prometheus-port", "prometheus_port", int, "HAIPROF_PROMETHEUS_PORT", "PORT",
-               "serve counters live at 127.0.0.1:PORT for Prometheus (default: no port)"),
+               "serve counters at 127.0.0.1:PORT for Prometheus (default: no port)"),
     OptionSpec("prometheus-allow", "prometheus_allow", _users, "HAIPROF_PROMETHEUS_ALLOW", "USERS",
-               "users who may read them, besides you and root: names, uids, or all"),
+               "other users who may read them: names, uids, or all"),
     OptionSpec("kineto", "kineto", _switch, "HAIPROF_KINETO", "",
-               "let trace-now reach the job through Kineto, without Python (12 us per step)"),
+               "let `trace now` work through Kineto, without Python (12 us per step)"),
     OptionSpec("react", "react", str, "HAIPROF_REACT", "WHAT",
-               "what haiprof does by itself: snapshot of a hang (default), trace of slower steps, "
-               "both, or off"),
+               "automatic action: snapshot (of a hang, default), trace (of a slowdown), both, off"),
     OptionSpec("slow-limit", "slow_limit", parse_slow_limit, "HAIPROF_SLOW_LIMIT", "PERCENT",
-               "a median step that is this far above the rank's usual one is slower "
+               "a slowdown is a median step this far above the rank's typical step "
                f"(default: {Options.slow_limit:.0%})"),
     OptionSpec("hang-limit", "hang_limit", parse_hang_limit, "HAIPROF_HANG_LIMIT", "SECONDS|5x",
-               "a hang is this long without a step; 5x: five times the longest so far, at least "
-               "300 s"),
+               "time without a step that counts as a hang; 5x: five times the longest so far, at "
+               "least 300 s"),
     OptionSpec("react-times", "react_times", int, "HAIPROF_REACT_TIMES", "N",
-               "react at most N times, for each of the two reasons "
+               "maximum number of automatic snapshots, and of automatic traces "
                f"(default: {Options.react_times})"),
     OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",
-               "print neither the first line nor the verdict"),
+               "do not print the first line and the verdict"),
 )  # fmt: skip
 INTERVAL_HELP = "seconds between two samples of one recorder, e.g. --interval.gpu 0.5"
 
@@ -390,7 +389,9 @@ def parse_value(name: str, text: str, *, origin: str) -> tuple[str, object]:
         if name.startswith("interval."):
             return name, _seconds(text)
     except ValueError as error:
-        raise UsageError(f"{origin}: {text!r} does not fit {name} ({error})") from None
+        said = str(error)
+        why = "expected a number" if said.startswith(("could not conv", "invalid lit")) else said
+        raise UsageError(f"{origin}: {why}, got {text!r}") from None
     known = ", ".join([*_BY_NAME, "interval.RECORDER"])
     raise UsageError(f"{origin}: no option {name!r}", hint=f"known options: {known}")
 

@@ -1,22 +1,30 @@
-"""The typer application with all commands that read runs."""
+"""Runs one command: reads its words, calls its function, and turns every error into one line."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.errors import HaiprofError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_DEBUG
-from haiprof.cli.names import COMMANDS
+from haiprof.cli.command_line import (
+    HELP,
+    ExitStatus,
+    Opt,
+    Parameter,
+    help_page,
+    own_words,
+    parameters_of,
+    read_arguments,
+)
+from haiprof.cli.names import COMMANDS, resolve
 from haiprof.cli.stored_answers import Recording, ask, print_stored
 from haiprof.cli.target import (
     ADDRESS,
@@ -25,86 +33,55 @@ from haiprof.cli.target import (
     default_log_dir,
     fetch_addresses,
     has_address,
+    name_log_dir,
 )
 
-if TYPE_CHECKING:
-    import typer
-
-_MODULES = {
-    "list": ("list", "list_runs"),
-    "critical-path": ("trace_critical_path", "critical_path"),
-    "memory-timeline": ("trace_memory", "memory_timeline"),
-    "diagnose": ("verdict", "verdict"),
-}
-"""Module and function of the commands that are not named as both."""
 _OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit", "try-loader"})
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
-_COMMAND_LINES = frozenset({"try-loader"})
-"""Commands that take another command: what follows its first word is its own."""
+_LOG_DIR = Parameter(
+    name="log_dir", kind=Path, several=False, default=None,
+    declared=Opt("--log-dir DIR", "The log directory whose newest run is taken, instead of the "
+                 "default one.", callback=name_log_dir),
+)  # fmt: skip
 _INTERRUPTED = 130
+_MIN_WIDTH, _MAX_WIDTH = 60, 100
 
 
 def command_function(name: str) -> Callable[..., None]:
     """The function of a command; its module is imported now."""
-    module, function = _MODULES.get(name, (name.replace("-", "_"),) * 2)
+    module, _, function = COMMANDS[name].function.partition(":")
     found = getattr(importlib.import_module(f"haiprof.cli.{module}"), function)
     return cast("Callable[..., None]", found)
 
 
-def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The typer application of some commands: of all, if none are named."""
-    import typer
-
-    from haiprof.cli.command_help import help_paragraphs
-
-    width = shutil.get_terminal_size().columns
-    app = typer.Typer(
-        name="haiprof", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True
-    )
-    app.callback()(_no_options)  # without it, one command alone is taken for the whole program
-    for name in names:
-        function = _full_command(name)
-        settings = {"allow_interspersed_args": name not in _COMMAND_LINES}
-        words = help_paragraphs(function.__doc__ or "", width)
-        app.command(name, help=words, context_settings=settings)(function)
-    return app
+def command_parameters(name: str) -> list[Parameter]:
+    """What a command takes: what its function declares, and `--log-dir`."""
+    own = parameters_of(command_function(name))
+    return own if name in _OWN_LOG_DIR else [*own, _LOG_DIR]
 
 
-def _full_command(name: str) -> Callable[..., None]:
-    function = command_function(name)
-    return function if name in _OWN_LOG_DIR else take_log_dir(function)
+def command_help(name: str, width: int) -> str:
+    """The help of one command.
 
-
-def _no_options() -> None:
-    """The application itself has none."""
-
-
-def take_log_dir(function: Callable[..., None]) -> Callable[..., None]:
-    """The same command with `--log-dir`, which names the log directory of what is left out."""
-    from haiprof.cli.arguments import LogDir
-
-    @functools.wraps(function)
-    def command(log_dir: Path | None, **options: object) -> None:
-        del log_dir  # its callback has taken it, before the other arguments were parsed
-        function(**options)
-
-    signature = inspect.signature(function, eval_str=True)
-    added = inspect.Parameter(
-        "log_dir", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=LogDir
-    )
-    parameters = [*signature.parameters.values(), added]
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    del command.__wrapped__
-    return command
+    Args:
+        name: As `COMMANDS` has it.
+        width: Columns.
+    """
+    docstring = command_function(name).__doc__ or ""
+    return help_page(COMMANDS[name].words, docstring, command_parameters(name), width)
 
 
 def run_command(argv: Sequence[str]) -> int:
     """Runs one command, or prints what it said before where nothing has changed since."""
-    words = list(argv)
+    name, rest = resolve(argv) or ("verdict", list(argv))
+    words = [name, *rest]
     LOG_DIR.set(None)
     ADDRESS.set("")
-    COMMAND_NAME.set(words[0] if words else "")
+    COMMAND_NAME.set(name)
+    if set(HELP) & set(own_words(command_parameters(name), rest)):
+        columns = shutil.get_terminal_size((_MAX_WIDTH, 0)).columns
+        sys.stdout.write(command_help(name, min(_MAX_WIDTH, max(_MIN_WIDTH, columns))))
+        return 0
     return _run_on_addresses(words) if has_address(words) else _run_or_print(words)
 
 
@@ -143,67 +120,32 @@ def _run_or_print(words: list[str]) -> int:
     return status
 
 
-def _run(argv: list[str]) -> int:
-    """Parses and runs one command; every known error becomes one line and a status here."""
-    import typer
-
+def _run(words: Sequence[str]) -> int:
+    """Reads and runs one command; every known error becomes one line and a status here."""
     from haiprof.cli.output import show_error
 
-    # The parser's errors for an invalid command line; typer carries click or its own copy.
-    parser_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
+    name, *rest = words
     try:
-        status = _call_or_parse(argv)
+        arguments = read_arguments(COMMANDS[name].words, command_parameters(name), rest)
+        arguments = {k: v for k, v in arguments.items() if k != "log_dir" or name in _OWN_LOG_DIR}
+        command_function(name)(**arguments)
         sys.stdout.flush()
     except HaiprofError as error:
         return show_error(error)
-    except parser_error as error:
-        return show_error(_usage_error(error, argv))
-    except (typer.Abort, KeyboardInterrupt):
+    except ExitStatus as ended:
+        return ended.status
+    except KeyboardInterrupt:
         print_message("interrupted")
         return _INTERRUPTED
     except BrokenPipeError:
         return _reader_gone()
-    except SystemExit as error:  # with which click and rich answer a pipe without a reader
+    except SystemExit as error:  # with which rich answers a pipe without a reader
         if isinstance(error.__context__, BrokenPipeError):
             return _reader_gone()
         raise
     except Exception as error:  # noqa: BLE001 - a defect of ours: one line, as every error
         return show_error(_defect(error))
-    return status if isinstance(status, int) else 0
-
-
-def _call_or_parse(argv: list[str]) -> object:
-    """Calls the command of a plain command line; typer parses whatever is not plain."""
-    import typer
-
-    from haiprof.cli.plain_words import plain_arguments
-
-    names = [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS
-    if len(names) == 1:
-        function = _full_command(argv[0])
-        arguments = plain_arguments(function, argv[1:])
-        if arguments is not None:
-            try:
-                return function(**arguments)
-            except typer.Exit as ended:
-                return ended.exit_code
-    from haiprof.cli.command_help import name_no_type_of_switches
-
-    app = typer.main.get_command(make_app(names))
-    name_no_type_of_switches(app)
-    return app.main(argv, prog_name="haiprof", standalone_mode=False)
-
-
-def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:
-    text = getattr(error, "format_message", error.__str__)()
-    name = argv[0] if argv and argv[0] in COMMANDS else ""
-    option = getattr(error, "option_name", None)
-    if option and type(error).__name__ == "NoSuchOption":
-        nearest = getattr(error, "possibilities", None) or ()
-        hint = f"did you mean {' or '.join(sorted(nearest))}?" if nearest else ""
-        hint = hint or f"haiprof {name} --help"
-        return UsageError(f"{name}: no option {option!r}".removeprefix(": "), hint=hint)
-    return UsageError(f"{name}: {text}" if name else text, hint=f"haiprof {name} --help".strip())
+    return 0
 
 
 def _defect(error: Exception) -> HaiprofError:

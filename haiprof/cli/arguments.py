@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
+from haiprof.base.options import ENV_PEAK
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.target import default_log_dir, existing_log_dir, name_log_dir, trace_target
 
 if TYPE_CHECKING:
@@ -21,59 +21,46 @@ if TYPE_CHECKING:
 
 RunDir = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="DIR",
-        help="A run directory, or a log directory whose newest run is taken. "
-        "Left out: the log directory that a job started here would write to.",
-        show_default=False,
+    Arg(
+        "DIR",
+        "A run directory, or a log directory whose newest run is taken. Left out: the log "
+        "directory that a job started here would write to.",
     ),
 ]
 LogDir = Annotated[
     Path | None,
-    typer.Option(
-        "--log-dir",
-        metavar="DIR",
-        help="The log directory whose newest run is taken, instead of the default one.",
-        show_default=False,
-        is_eager=True,
+    Opt(
+        "--log-dir DIR",
+        "The log directory whose newest run is taken, instead of the default one.",
         callback=name_log_dir,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the data as JSON, and nothing else.")]
+AsJson = Annotated[bool, Opt("--json", "Print the data as JSON, and nothing else.")]
 Everything = Annotated[
     bool,
-    typer.Option(
-        "--all",
-        help="Also all numbers, what could not be measured or judged, and what haiprof cost.",
-    ),
+    Opt("--all", "Also all numbers, what could not be measured or judged, and what haiprof cost."),
 ]
 HtmlFile = Annotated[
     Path | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Write this as a part of the report page, into one self-contained HTML file.",
-        show_default=False,
+    Opt(
+        "--html FILE", "Write this as a part of the report page, into one self-contained HTML file."
     ),
 ]
 
 
 JobName = Annotated[
     str | None,
-    typer.Argument(
-        metavar="JOB",
-        help="A running job: its id, its name, its script's name, the id of one of its processes, "
+    Arg(
+        "JOB",
+        "A running job: its id, its name, its script's name, the id of one of its processes, "
         "or its run directory. Left out: the only one that runs.",
-        show_default=False,
     ),
 ]
 LogDirs = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--log-dir",
-        metavar="DIR",
-        help="Also look for jobs below this log directory (jobs of other nodes); may repeat.",
-        show_default=False,
+    Opt(
+        "--log-dir DIR",
+        "Also look for jobs below this log directory (jobs of other nodes); may repeat.",
     ),
 ]
 
@@ -131,64 +118,54 @@ _RANK_LIMIT = 1 << 20
 
 Traces = Annotated[
     Path,
-    typer.Argument(
-        metavar="[TRACES]",
-        help="A trace of torch.profiler (.json, .json.gz), a folder with one file per rank, "
-        "a run directory with traces, or a log directory, whose newest run is taken. "
-        "Left out: the log directory that a job started here would write to.",
-        show_default=False,
-        default_factory=existing_log_dir,
+    Arg(
+        "[TRACES]",
+        "A trace of torch.profiler (.json, .json.gz), a folder with one file per rank, a run "
+        "directory with traces, or a log directory, whose newest run is taken. Left out: the "
+        "log directory that a job started here would write to.",
         callback=trace_target,
+        factory=existing_log_dir,
     ),
 ]
 CsvFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--csv",
-        metavar="DIR",
-        help="Write each table whole as CSV into this folder.",
-        show_default=False,
-    ),
+    Path | None, Opt("--csv DIR", "Write each table whole as CSV into this folder.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace files that already exist.")]
+Force = Annotated[bool, Opt("--force", "Replace files that already exist.")]
 StepRange = Annotated[
     str | None,
-    typer.Option(
-        "--steps",
-        metavar="A:B",
-        help="Only what profiler steps A to before B launched; A alone is one step.",
-        show_default=False,
+    Opt("--steps A:B", "Only what profiler steps A to before B launched; A alone is one step."),
+]
+PeakOption = Annotated[
+    str | None,
+    Opt(
+        "--peak GPU|NAME=VALUE,...",
+        "What the device can do at most: a GPU of the table (MI300X), or TFLOP/s by precision "
+        "and TB/s of memory: bf16=989.4,memory=3.35.",
+        env=ENV_PEAK,
     ),
 ]
-Rank = Annotated[
-    int | None,
-    typer.Option("--rank", metavar="R", min=0, help="Only this rank.", show_default=False),
-]
+Rank = Annotated[int | None, Opt("--rank R", "Only this rank.", low=0)]
 Window = Annotated[
     int | None,
-    typer.Option(
-        "--window",
-        metavar="W",
-        help="Of a run with several trace windows, this one: 0 is the first. Default: the last.",
-        show_default=False,
+    Opt(
+        "--window W",
+        "Of a run with several trace windows, this one: 0 is the first. Default: the last.",
     ),
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option(
-        "--cluster",
-        metavar="ADDRESS",
-        help="Read the traces on the workers of a Dask cluster, such as tcp://HOST:8786, or of "
-        "Slurm: slurm, slurm:jobs=4,partition=cpu,time=00:30:00,memory=8GB. Left out: in processes "
-        "of this machine.",
-        show_default=False,
+    Opt(
+        "--cluster ADDRESS",
+        "Read the traces on the workers of a Dask cluster, such as tcp://HOST:8786, or of "
+        "Slurm: slurm, slurm:jobs=4,partition=cpu,time=00:30:00,memory=8GB. Left out: in "
+        "processes of this machine.",
     ),
 ]
 Geometry = Annotated[
     bool,
-    typer.Option(
+    Opt(
         "--geometry",
-        help="A kernel of the same name with another grid or block is another kernel, where the "
+        "A kernel of the same name with another grid or block is another kernel, where the "
         "traces have them.",
     ),
 ]

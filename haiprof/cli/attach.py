@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import check_packages
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import DEFAULT_STEPS
 from haiprof.cli.arguments import AsJson, JobName, LogDirs, job_or_processes
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import default_log_dir, default_options
 from haiprof.run_format.layout import RunPaths
@@ -19,15 +18,17 @@ from haiprof.run_format.layout import RunPaths
 if TYPE_CHECKING:
     from haiprof.live.attach import Attached
 
-Seconds = Annotated[float, typer.Option("--time", min=0.5, help="For how many seconds.")]
-Trace = Annotated[bool, typer.Option("--trace", help="Also trace some steps with torch.profiler.")]
-Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="How many steps to trace.")]
-Stacks = Annotated[bool, typer.Option("--stacks", help="Python stacks in the trace (slower).")]
+Seconds = Annotated[float, Opt("--time SECONDS", "For how many seconds.", low=0.5)]
+Trace = Annotated[bool, Opt("--trace", "Also trace some steps with torch.profiler.")]
+Steps = Annotated[
+    int, Opt("--trace-steps N", "How many steps to trace.", low=1, high=10000, old=("--steps",))
+]
+Stacks = Annotated[bool, Opt("--trace-stacks", "With Python stacks (slower).", old=("--stacks",))]
 Inject = Annotated[
     bool,
-    typer.Option(
+    Opt(
         "--inject",
-        help="A process that was not started under haiprof: put the hook into it. It has risks, "
+        "A process that was not started under haiprof: put the hook into it. It has risks, "
         "which are listed before anything is done.",
     ),
 ]
@@ -50,9 +51,7 @@ def attach(
     For example:
 
       haiprof attach train.py --time 60          the next minute of it
-
       haiprof attach 4711 --time 30 --trace      with a trace of five steps
-
       haiprof attach 4711 --inject               a process that was started without haiprof
     """
     from haiprof.cli.run_putting import copies_at, pause
@@ -102,4 +101,4 @@ def _show(done: Attached, output: Output) -> None:
         save_verdict(found, header, analyzer.run)
     data = {**done.as_json(), "verdict": as_document(found) if found is not None else None}
     output.show(lambda width: attach_view(done, found, header, analyzer, width=width), data)
-    output.hint(f"next: haiprof overview {done.run}")
+    output.hint(f"next: haiprof verdict overview {done.run}")

@@ -1,69 +1,46 @@
-"""`haiprof chakra`: Chakra traces of every rank, or the graph of one as a picture."""
+"""`haiprof export --to chakra`: Chakra traces of every rank, or the graph of one as a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson, Rank, ReadProgress, Window
+from haiprof.cli.arguments import AsJson, Rank, ReadProgress, Window, parse_steps
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.link import ExecutionTraces
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
 
 Source = Annotated[
     Path,
-    typer.Argument(
-        metavar="[RUN_OR_LINKED]",
-        help="A run directory or a folder with traces and execution traces, or what "
-        "haiprof link wrote, or bare execution traces.",
-        show_default=False,
-        default_factory=existing_log_dir,
+    Arg(
+        "[RUN_OR_LINKED]",
+        "A run directory or a folder with traces and execution traces, or what haiprof export "
+        "--to linked wrote, or bare execution traces.",
         callback=trace_target,
+        factory=existing_log_dir,
     ),
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="Write NAME.RANK.et files, which Chakra's tools and simulators read.",
-        show_default=False,
-    ),
+    Opt("-o --output DIR", "Write NAME.RANK.et files, which Chakra's tools and simulators read."),
 ]
-Name = Annotated[str, typer.Option("--name", metavar="NAME", help="Begins the files' names.")]
+Name = Annotated[str, Opt("--name NAME", "Begins the files' names.")]
 GraphFile = Annotated[
     Path | None,
-    typer.Option(
-        "--graph",
-        metavar="FILE",
-        help="Draw one rank's graph: .graphml, .dot, or .pdf, .svg, .png by Graphviz.",
-        show_default=False,
-    ),
+    Opt("--graph FILE", "Draw one rank's graph: .graphml, .dot, or .pdf, .svg, .png by Graphviz."),
 ]
-MaxNodes = Annotated[
-    int,
-    typer.Option(
-        "--max-nodes", metavar="N", min=2, help="Of the graph: deeper operators are folded."
-    ),
-]
+MaxNodes = Annotated[int, Opt("--max-nodes N", "Of the graph: deeper operators are folded.", low=2)]
 Step = Annotated[
-    int | None,
-    typer.Option(
-        "--step", metavar="N", help="Of the graph: only ProfilerStep#N.", show_default=False
-    ),
+    str | None, Opt("--steps N", "Of the graph: only ProfilerStep#N.", old=("--step",))
 ]
 Depth = Annotated[
     int | None,
-    typer.Option(
-        "--depth",
-        metavar="D",
-        min=1,
-        help="Of the graph: levels of operators; left out: as many as --max-nodes allows.",
-        show_default=False,
+    Opt(
+        "--depth D",
+        "Of the graph: levels of operators; left out: as many as --max-nodes allows.",
+        low=1,
     ),
 ]
 
@@ -77,7 +54,7 @@ def chakra(
     window: Window = None,
     graph_file: GraphFile = None,
     max_nodes: MaxNodes = 150,
-    step: Step = None,
+    steps: Step = None,
     depth: Depth = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,11 +65,9 @@ def chakra(
 
     For example:
 
-      haiprof chakra RUN -o chakra
-
-      haiprof chakra linked.json.gz --graph graph.pdf
-
-      haiprof chakra RUN --graph graph.graphml --rank 3 --step 102
+      haiprof export --to chakra RUN -o chakra
+      haiprof export --to chakra linked.json.gz --graph graph.pdf
+      haiprof export --to chakra RUN --graph graph.graphml --rank 3 --steps 102
     """
     from haiprof.base.safe_files import make_named_folder
     from haiprof.show.figures.execution_graph import check_ending, write_graph
@@ -100,6 +75,9 @@ def chakra(
     from haiprof.trace_analysis.chakra import graphs, write_chakra
     from haiprof.trace_analysis.execution_drawing import draw_graph
 
+    chosen = parse_steps(steps)
+    if chosen is not None and chosen[1] - chosen[0] != 1:
+        raise UsageError(f"--steps {steps}: a graph shows one step", hint="--steps 102")
     if (folder is None) == (graph_file is None):
         raise UsageError("name -o DIR for Chakra files or --graph FILE for a picture")
     if graph_file is not None:
@@ -115,7 +93,9 @@ def chakra(
                 write_chakra(path, graph)
             elif graph_file is not None:
                 path = graph_file
-                picture = draw_graph(graph, max_nodes=max_nodes, step=step, depth=depth)
+                picture = draw_graph(
+                    graph, max_nodes=max_nodes, step=chosen[0] if chosen else None, depth=depth
+                )
                 write_graph(path, picture)
                 notes += picture.notes
             rows.append(row_of(graph, path))

@@ -5,45 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
-from haiprof.cli.target import open_target
-from haiprof.cli.trace_diff import SLOWER, parse_percent
+from haiprof.cli.target import named_traces, open_target
+from haiprof.cli.trace_diff import SLOWER, parse_percent, trace_diff
 
 LAST_GOOD = "last-good"
 
 Runs = Annotated[
     list[Path] | None,
-    typer.Argument(
-        metavar="[BASELINE] RUN",
-        help="The run before and the new one; or the new one alone, with --baseline. A log "
-        "directory stands for its newest run; left out: the log directory of a job started here.",
-        show_default=False,
+    Arg(
+        "[BASELINE] RUN",
+        "The run before and the new one; or the new one alone, with --baseline. A log "
+        "directory stands for its newest run; left out: the log directory of a job started "
+        "here.",
     ),
 ]
 BaselineName = Annotated[
     str | None,
-    typer.Option(
-        "--baseline",
-        metavar="DIR|last-good",
-        help="What RUN is compared with. last-good: the newest earlier run in the same log "
-        "directory with the same name and number of ranks that ended with exit status 0 and was "
-        "not itself found slower; the result is kept in RUN/report/compare.json.",
-        show_default=False,
+    Opt(
+        "--baseline DIR|last-good",
+        "What RUN is compared with. last-good: the newest earlier run in the same log "
+        "directory with the same name and number of ranks that ended with exit status 0 and "
+        "was not itself found slower; the result is kept in RUN/report/compare.json.",
     ),
 ]
 Limit = Annotated[
     str | None,
-    typer.Option(
-        "--fail-if-slower",
-        metavar="PERCENT",
-        help="End with status 10 where the mean step is longer by more than this and the "
-        "interval excludes 0, and with 5 where that cannot be judged (too few steps, an interval "
-        "from below 0 to beyond the limit, other load). For continuous integration.",
-        show_default=False,
+    Opt(
+        "--fail-if-slower PERCENT",
+        "End with status 10 where the mean step is longer by more than this and the interval "
+        "excludes 0, and with 5 where that cannot be judged (too few steps, an interval from "
+        "below 0 to beyond the limit, other load). For continuous integration.",
     ),
 ]
 
@@ -54,22 +49,22 @@ def compare(
     fail_if_slower: Limit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two recorded runs: is the new one slower, by chance or not, and by what.
+    """Compare two recorded runs, or two traces: is the new one slower, and by what.
 
     The difference of two ledgers: the mean step after warm-up with a 99 % interval; accounts of
     time (position in the step, what was done, line of code) by how much they changed; whether the
     gain that the first run's verdict promised came true; counters and kernels; and what differs in
     command, code, packages, variables and machine. What chance may explain is not claimed.
+    Of two traces it says what changed on the GPU, operators paired by their role; with
+    --fail-if-slower, and as `haiprof compare --traces A B` (see its --help), step by step.
 
     For example:
 
       haiprof compare haiprof-logs/train-before haiprof-logs/train-after
-
       haiprof compare before after --fail-if-slower 5%
-
       haiprof compare haiprof-logs --baseline last-good --fail-if-slower 5%
-
       haiprof compare before after --json | jq .verdict
+      haiprof compare a.json b.json               what changed on the GPU
     """
     from haiprof.base.units import ratio_text
     from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
@@ -79,6 +74,19 @@ def compare(
 
     limit = parse_percent(fail_if_slower)
     first, last = parse_runs(runs or [], baseline)
+    before_traces, after_traces = named_traces(first), named_traces(last)
+    if before_traces and after_traces:
+        if limit is None:
+            _show_traces(before_traces, after_traces, Output(json=as_json))
+        else:
+            trace_diff(before_traces, after_traces, fail_if_slower=fail_if_slower, as_json=as_json)
+        return
+    if before_traces or after_traces:
+        raise UsageError(
+            f"compare: {before_traces or after_traces} is a trace, and "
+            f"{last if before_traces else first} is a run",
+            hint="name two runs or two traces",
+        )
     output = Output(json=as_json)
     after = compared_run_of(open_target(last))
     before = baseline_named(first, after)
@@ -99,7 +107,25 @@ def compare(
         if chosen:
             output.hint(f"if that is meant: remove {after.analyzer.run.comparison_json}, and this "
                         "run is the next one's baseline")  # fmt: skip
-        raise typer.Exit(SLOWER)
+        raise ExitStatus(SLOWER)
+
+
+def _show_traces(before: Path, after: Path, output: Output) -> None:
+    from haiprof.cli.arguments import ReadProgress
+    from haiprof.show.views.device_comparison import (
+        device_comparison_data,
+        device_comparison_view,
+    )
+    from haiprof.trace_analysis.device_comparison import compare_devices
+    from haiprof.trace_analysis.device_verdict import device_ledger
+
+    with ReadProgress(quiet=output.json) as waiting:
+        sides = [device_ledger(path, progress=waiting) for path in (before, after)]
+    found = compare_devices(*sides)
+    output.show(
+        lambda width: device_comparison_view(found, width=width), device_comparison_data(found)
+    )
+    output.hint(f"next: haiprof compare --traces {before} {after}")
 
 
 def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None]:

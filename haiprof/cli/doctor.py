@@ -7,14 +7,11 @@ import socket
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 
-EveryRow = Annotated[
-    bool, typer.Option("--all", help="Every counter on a line of its own, missing ones too.")
-]
+EveryRow = Annotated[bool, Opt("--all", "Every counter on a line of its own, missing ones too.")]
 _NO_RUN = Path(os.devnull) / "doctor"  # no folder can be there: nothing is found, nothing is left
 
 
@@ -27,11 +24,8 @@ def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
     For example:
 
       haiprof doctor                  what is measured in short, then what is missing
-
       haiprof doctor --all            one line per counter
-
       haiprof doctor --json | jq '.counters[] | select(.status == "denied")'
-
       srun --ntasks-per-node 1 haiprof doctor         on each node of a job
     """
     from haiprof.agent.burst import find_nsys

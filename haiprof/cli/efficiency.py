@@ -1,27 +1,18 @@
-"""`haiprof efficiency`: MFU of traced steps, and operators against the roofline."""
+"""`haiprof trace efficiency`: MFU of traced steps, and operators against the roofline."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from haiprof.base.options import ENV_PEAK
-from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Traces, Window, parse_steps
+from haiprof.cli.arguments import (
+    AsJson,
+    PeakOption,
+    ReadProgress,
+    StepRange,
+    Traces,
+    Window,
+    parse_steps,
+)
 from haiprof.cli.output import Output
 from haiprof.cli.trace_check import print_faults
-
-PeakOption = Annotated[
-    str | None,
-    typer.Option(
-        "--peak",
-        metavar="NAME=VALUE,...",
-        help="What the device can do at most, in TFLOP/s by precision and TB/s of memory, in place "
-        "of the table's: bf16=989.4,memory=3.35.",
-        envvar=ENV_PEAK,
-        show_default=False,
-    ),
-]
 
 
 def efficiency(
@@ -39,11 +30,9 @@ def efficiency(
 
     For example:
 
-      haiprof efficiency traces/ --steps 10:13
-
-      haiprof efficiency trace.json.gz --peak bf16=989.4,memory=3.35
-
-      haiprof efficiency traces/ --json | jq '.steps[].mfu_ratio'
+      haiprof trace efficiency traces/ --steps 10:13
+      haiprof trace efficiency trace.json.gz --peak bf16=989.4,memory=3.35
+      haiprof trace efficiency traces/ --json | jq '.steps[].mfu_ratio'
     """
     from haiprof.show.views.functions import efficiency_view
     from haiprof.trace_analysis.operator_efficiency import parse_peak

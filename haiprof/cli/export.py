@@ -7,10 +7,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import RunDir
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
 
@@ -38,22 +37,14 @@ _FORMAT_HELP = (
     "csv and parquet: a table, rates per second. prometheus: last values, text format. "
     "otlp-json: every sample. The last two hold counters as they were read."
 )
-FormatOption = Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)]
-TableOption = Annotated[Table, typer.Option("--what", help="The table, for csv and parquet.")]
+FormatOption = Annotated[Format, Opt("--to FORMAT", _FORMAT_HELP, old=("--format",))]
+TableOption = Annotated[Table, Opt("--what VALUE", "The table, for csv and parquet.")]
 OutputFile = Annotated[
     Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="Where to write. Left out: standard output, but for parquet.",
-        show_default=False,
-    ),
+    Opt("-o --output FILE", "Where to write. Left out: standard output, but for parquet."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it already exists.")]
-Lines = Annotated[
-    bool, typer.Option("--lines", help="otlp-json: a line for each node and rank, for large runs.")
-]
+Force = Annotated[bool, Opt("--force", "Replace FILE if it already exists.")]
+Lines = Annotated[bool, Opt("--lines", "otlp-json: a line for each node and rank, for large runs.")]
 
 
 def export(
@@ -66,15 +57,16 @@ def export(
 ) -> None:
     """Write a run's data for other tools. What was not measured is left out, never 0.
 
+    Other forms have options of their own, which `haiprof export --to FORM --help` shows:
+    tensorboard and scalars, perfetto, merged (one trace with all ranks), linked (execution traces
+    with times), chakra.
+
     For example:
 
-      haiprof export --format parquet -o counters.parquet
-
+      haiprof export --to parquet -o counters.parquet
       haiprof export --what steps | head              the newest run's steps as CSV
-
-      haiprof export --format prometheus -o job.prom  OpenTelemetry's names in Prometheus' form
-
-      haiprof export --format otlp-json --lines -o job.jsonl
+      haiprof export --to prometheus -o job.prom  OpenTelemetry's names in Prometheus' form
+      haiprof export --to otlp-json --lines -o job.jsonl
     """
     from haiprof.compat.exports import Export, write_export
 

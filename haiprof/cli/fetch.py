@@ -1,4 +1,4 @@
-"""`haiprof fetch`: a run from an address such as s3://bucket/runs into a folder of this machine."""
+"""`haiprof copy`: a run from an address such as s3://bucket/runs into a folder of this machine."""
 
 from __future__ import annotations
 
@@ -6,31 +6,19 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import is_address
 from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import default_options
 
 Address = Annotated[
-    str,
-    typer.Argument(
-        metavar="ADDRESS",
-        help="Of a run, or of a log directory, whose newest run is taken.",
-        show_default=False,
-    ),
+    str, Arg("ADDRESS", "Of a run, or of a log directory, whose newest run is taken.")
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="The log directory that it is put into. Left out: the default one.",
-        show_default=False,
-    ),
+    Opt("-o --output DIR", "The log directory that it is put into. Left out: the default one."),
 ]
 
 
@@ -41,15 +29,16 @@ def fetch(address: Address, output: Folder = None, as_json: AsJson = False) -> N
 
     For example:
 
-      haiprof fetch s3://bucket/runs/train-20261123-101500-1f
-
-      haiprof fetch s3://bucket/runs -o runs        the newest run there
+      haiprof copy s3://bucket/runs/train-20261123-101500-1f .
+      haiprof copy s3://bucket/runs runs        the newest run there
     """
     from haiprof.base.safe_files import make_named_folder
     from haiprof.run_analysis.remote_runs import fetch_run
 
     if not is_address(address):
-        raise UsageError(f"fetch: {address!r} is no address", hint="haiprof fetch s3://BUCKET/RUN")
+        raise UsageError(
+            f"fetch: {address!r} is no address", hint="haiprof copy s3://BUCKET/RUN DIR"
+        )
     folder = output if output is not None else default_options().log_dir
     try:
         make_named_folder(folder)

@@ -1,4 +1,4 @@
-"""`haiprof functions`: what bounds the job by function, and which rank differs from the others."""
+"""`haiprof trace functions`: what bounds the job by function, and which rank differs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
-
-import typer
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import (
@@ -24,6 +22,7 @@ from haiprof.cli.arguments import (
     parse_cluster,
     parse_steps,
 )
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
 from haiprof.cli.trace_check import print_faults
@@ -39,25 +38,16 @@ class Kind(str, Enum):
     python = "python"
 
 
-Only = Annotated[
-    Kind | None,
-    typer.Option("--only", help="One report, with all its tables.", show_default=False),
-]
+Only = Annotated[Kind | None, Opt("--only VALUE", "One report, with all its tables.")]
 Hardware = Annotated[
-    bool,
-    typer.Option(
-        "--hardware",
-        help="Of a run: also what its counters and bursts were while functions ran.",
-    ),
+    bool, Opt("--hardware", "Of a run: also what its counters and bursts were while functions ran.")
 ]
 Reduce = Annotated[
     Path | None,
-    typer.Option(
-        "--reduce",
-        metavar="DIR",
-        help="Show nothing: write each rank's functions into this folder, at most 30 KB per rank. "
+    Opt(
+        "--reduce DIR",
+        "Show nothing: write each rank's functions into this folder, at most 30 KB per rank. "
         "functions DIR then gives the same answer without the traces.",
-        show_default=False,
     ),
 ]
 
@@ -84,21 +74,14 @@ def functions(
 
     For example:
 
-      haiprof functions traces/
-
-      haiprof functions RUN --only python
-
-      haiprof functions traces/ --steps 10:13 --csv tables
-
-      haiprof functions traces/ --geometry      kernels by name, grid and block
-
-      haiprof functions RUN --hardware          with SM, DRAM, NVLink and PCIe while they ran
-
-      haiprof functions traces/ --json | jq '.reports["gpu-compute"].slow'
-
-      haiprof functions /local/traces --reduce /shared/job    on each node; then
-
-      haiprof functions /shared/job
+      haiprof trace functions traces/
+      haiprof trace functions RUN --only python
+      haiprof trace functions traces/ --steps 10:13 --csv tables
+      haiprof trace functions traces/ --geometry      kernels by name, grid and block
+      haiprof trace functions RUN --hardware          with SM, DRAM, NVLink and PCIe while they ran
+      haiprof trace functions traces/ --json | jq '.reports["gpu-compute"].slow'
+      haiprof trace functions /local/traces --reduce /shared/job    on each node; then
+      haiprof trace functions /shared/job
     """
     from haiprof.diagnosis.function_reports import function_reports, hardware_by_function
     from haiprof.diagnosis.gpu_functions import FUNCTIONS
@@ -118,7 +101,7 @@ def functions(
                 progress=waiting,
             )  # fmt: skip
         output.hint(f"wrote {len(made)} files to {reduce}")
-        output.hint(f"next: haiprof functions {shlex.quote(str(reduce))}")
+        output.hint(f"next: haiprof trace functions {shlex.quote(str(reduce))}")
         return
     with ReadProgress(quiet=as_json) as waiting:
         analysis = TraceQuestions(traces, pool=pool, window=window)
@@ -146,4 +129,6 @@ def functions(
         if FUNCTIONS in report.tables and not report.tables[FUNCTIONS].is_empty()
     ]
     if only is None and answered:
-        output.hint(f"next: haiprof functions {shlex.quote(str(traces))} --only {answered[0]}")
+        output.hint(
+            f"next: haiprof trace functions {shlex.quote(str(traces))} --only {answered[0]}"
+        )

@@ -1,4 +1,4 @@
-"""`haiprof kineto-agent`: lets jobs that were started with KINETO_USE_DAEMON be traced."""
+"""`haiprof trace kineto-agent`: lets jobs that were started with KINETO_USE_DAEMON be traced."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.messages import print_message
+from haiprof.cli.command_line import Opt
 
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--socket-dir",
-        metavar="DIR",
-        help="The jobs' KINETO_IPC_SOCKET_DIR, a folder with mode 700 (default: that variable, "
+    Opt(
+        "--socket-dir DIR",
+        "The jobs' KINETO_IPC_SOCKET_DIR, a folder with mode 700 (default: that variable, "
         "else Kineto's abstract address).",
-        show_default=False,
     ),
 ]
 
@@ -31,11 +28,9 @@ def kineto_agent(socket_dir: Folder = None) -> None:
 
     For example:
 
-      haiprof kineto-agent &
-
+      haiprof trace kineto-agent &
       KINETO_USE_DAEMON=1 python train.py &
-
-      haiprof trace-now $! --steps 5 -o traces
+      haiprof trace now $! --trace-steps 5 -o traces
     """
     from haiprof.agent.kineto_daemon import listen, own_address
 

@@ -3,26 +3,80 @@
 from __future__ import annotations
 
 import platform
-import textwrap
-from collections.abc import Sequence
 
 from haiprof.base.options import INTERVAL_HELP, OPTIONS, OptionSpec
 from haiprof.base.trace_options import TraceOptions
 from haiprof.base.version import __version__
-from haiprof.cli.names import COMMANDS, GROUPS, WORDS
+from haiprof.cli.command_line import table, wrap
+from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUPS, TABLES
 
 SHELLS = ("bash", "zsh", "fish")
+MIN_WIDTH, MAX_WIDTH = 60, 100
 _COMMON = ("--json", "--log-dir", "--help")
-
+_ABOUT = "haiprof finds out why a PyTorch training job is slow, without changes to its code."
+_USAGE = (
+    ("haiprof train.py", "record the whole run, end with a verdict"),
+    ("haiprof --time 120 train.py --lr 0.1", "record 120 s; --lr is the script's"),
+    ("haiprof torchrun --nproc-per-node 8 train.py", "all ranks of this node; any launcher works"),
+    ("srun haiprof torchrun --nnodes 4 ... train.py", "all ranks of all nodes (docs/options.md)"),
+    ("haiprof --steps 100:105 train.py", "also trace steps 100 to 104 with torch.profiler"),
+)
+_MORE_USAGE = (
+    ("haiprof -m pkg.train", "a module, as python -m"),
+    ("haiprof python -c CODE", "code on the command line"),
+    ("haiprof bash -c '...'", "a shell"),
+    ("haiprof train.py --time 120", "--time and --options profile.* may follow the script"),
+    ("haiprof -- train.py --time 5", "arguments after -- are passed to the command unchanged"),
+    ("haiprof trace train.py", "the same as haiprof --trace train.py"),
+)
+_FREQUENT = ("time", "warmup", "steps", "trace-stacks", "log-dir", "name")
+_MORE_ROWS = [
+    ("verdict overview | rank | lines", "the same run by rank, and by line of your code"),
+    ("trace now", COMMANDS["trace-now"].text),
+    ("trace report | functions | ...", "traces of torch.profiler: haiprof trace --help"),
+    ("copy A B", COMMANDS["put"].text),
+    ("help COMMAND", "options and examples; everything: haiprof --help-all"),
+]
+_LAYERS = (
+    "Each option can also be given as --options profile.NAME=VALUE (repeatable), as an environment "
+    "variable (HAIPROF_TIME, HAIPROF_WARMUP, HAIPROF_RECORDERS, HAIPROF_GPU_INTERVAL, ...) and in "
+    "[tool.haiprof] of pyproject.toml. The command line wins over the environment, which wins over "
+    "pyproject.toml. HAIPROF_ENABLED=0 runs the command without haiprof."
+)
+_TRACING = (
+    "Tracing: torch.profiler records some steps of every rank into the traces/ folder of the run."
+)
+_READING = (
+    "Commands, after or while a job runs. DIR is a run directory, or a log directory whose newest "
+    "run is taken; without it, the log directory that a job started here would write to."
+)
+_BRIEF = """\
+haiprof finds out why a PyTorch training job is slow, without changes to its code.
+  haiprof train.py                     record the run, and end with the verdict
+  haiprof torchrun --nproc-per-node 8 train.py
+  haiprof verdict                      the verdict on the newest run again
+  haiprof verdict overview             all ranks: steps, time split, counters
+  haiprof report --serve               all of it as a page in the browser
+  haiprof ls --live                    the jobs that run now
+  haiprof trace report                 GPU time, kernels, collectives of the newest run's traces
+  haiprof doctor                       what can be measured on this node
+Every command: haiprof --help; one of them: haiprof help verdict
+"""
 _BASH = """\
 _haiprof() {
-    local word="${COMP_WORDS[COMP_CWORD]}"
+    local word="${COMP_WORDS[COMP_CWORD]}" first="${COMP_WORDS[1]}"
     COMPREPLY=()
     if [[ $COMP_CWORD -eq 1 && $word != -* ]]; then
         COMPREPLY=($(compgen -W "@WORDS@" -- "$word") $(compgen -f -- "$word"))
-    elif [[ " @WORDS@ " == *" ${COMP_WORDS[1]} "* && $word == -* ]]; then
+    elif [[ $COMP_CWORD -eq 2 && $first == trace ]]; then
+        COMPREPLY=($(compgen -W "@TRACE@" -- "$word") $(compgen -f -- "$word"))
+    elif [[ $COMP_CWORD -eq 2 && $first == verdict ]]; then
+        COMPREPLY=($(compgen -W "@VERDICT@" -- "$word") $(compgen -f -- "$word"))
+    elif [[ ${COMP_WORDS[COMP_CWORD-1]} == --to ]]; then
+        COMPREPLY=($(compgen -W "@EXPORT@" -- "$word"))
+    elif [[ " @WORDS@ " == *" $first "* && $word == -* ]]; then
         COMPREPLY=($(compgen -W "@COMMON@" -- "$word"))
-    elif [[ ${COMP_WORDS[1]} == help ]]; then
+    elif [[ $first == help ]]; then
         COMPREPLY=($(compgen -W "@WORDS@" -- "$word"))
     elif [[ $word == -* ]]; then
         COMPREPLY=($(compgen -W "@OPTIONS@" -- "$word"))
@@ -37,33 +91,43 @@ autoload -U +X bashcompinit && bashcompinit
 """
 
 
+def second_words(first: str) -> list[str]:
+    """What may follow the first word of a command: `report` and others of `trace`."""
+    found = [command.words.split() for command in COMMANDS.values()]
+    tables = TABLES if first == "export" else ()
+    return list(dict.fromkeys([*(w[-1] for w in found if w[0] == first and len(w) > 1), *tables]))
+
+
 def completion_script(shell: str) -> str:
     """The script that a shell evaluates.
 
     Args:
         shell: One of `SHELLS`.
     """
+    options = [f"--{spec.name}" for spec in OPTIONS]
     if shell == "fish":
-        return _fish_script()
+        return _fish_script(options)
     filled = _BASH
-    for mark, words in (
-        ("@WORDS@", WORDS), ("@COMMON@", _COMMON), ("@OPTIONS@", _options())
-    ):  # fmt: skip
+    for mark, words in {
+        "@WORDS@": FIRST_WORDS, "@TRACE@": second_words("trace"), "@COMMON@": _COMMON,
+        "@VERDICT@": second_words("verdict"), "@EXPORT@": second_words("export"),
+        "@OPTIONS@": options,
+    }.items():  # fmt: skip
         filled = filled.replace(mark, " ".join(words))
     return filled if shell == "bash" else _ZSH + filled
 
 
-def _options() -> list[str]:
-    return [f"--{spec.name}" for spec in OPTIONS]
-
-
-def _fish_script() -> str:
+def _fish_script(options: list[str]) -> str:
     first = "__fish_use_subcommand"
     lines = [
-        f"complete -c haiprof -n {first} -a {name} -d {_quote(line.split(': ', 1)[-1])}"
-        for name, line in COMMANDS.items()
+        f"complete -c haiprof -n {first} -a {c.words} -d {_quote(c.text)}"
+        for c in COMMANDS.values()
+        if " " not in c.words and c.text
     ]
-    lines += [f"complete -c haiprof -n {first} -l {spec.name}" for spec in OPTIONS]
+    for word in ("trace", "verdict", "export"):
+        seen = f"'__fish_seen_subcommand_from {word}'"
+        lines.append(f"complete -c haiprof -n {seen} -a '{' '.join(second_words(word))}'")
+    lines += [f"complete -c haiprof -n {first} -l {option[2:]}" for option in options]
     lines += [f"complete -c haiprof -n 'not {first}' -l {word[2:]}" for word in _COMMON]
     return "\n".join(lines) + "\n"
 
@@ -73,89 +137,75 @@ def _quote(text: str) -> str:
     return f"'{escaped}'"
 
 
-_ABOUT = (
-    "haiprof finds out why a PyTorch training job is slow, without a changed line of user code."
-)
-_USAGE = (
-    ("haiprof train.py", "record the whole run, end with a verdict"),
-    ("haiprof train.py --time 120", "record 120 s, then leave the job alone"),
-    ("haiprof --time 120 train.py --lr 0.1", "the same; --lr is the script's"),
-    ("haiprof -m pkg.train", "a module, as python -m"),
-    ("haiprof torchrun --nproc-per-node 2 train.py", "all ranks of this node"),
-    ("haiprof accelerate launch train.py", "any other launcher"),
-    ("haiprof bash -c '...'", "or shell"),
-    ("haiprof -- any command --time 5", "from -- on everything is the command's own"),
-)
-_TRACE = (
-    ("haiprof --steps 100:105 --trace-stacks train.py", "steps 100 to 104, with Python stacks"),
-    (
-        "haiprof train.py --trace --warmup 120 --time 15",
-        "the steps from 120 s to 135 s of training",
-    ),
-)
-_TRACE_ABOUT = (
-    "Tracing: torch.profiler records some steps of every rank, whole, into traces/ of the run:"
-)
-_REST = (
-    "Each option can also be given as --options profile.NAME=VALUE (repeatable), as an environment "
-    "variable (HAIPROF_TIME, HAIPROF_WARMUP, HAIPROF_RECORDERS, HAIPROF_LOG_DIR, "
-    "HAIPROF_GPU_INTERVAL, ...) and in [tool.haiprof] of pyproject.toml. The command line wins "
-    "over the environment, which wins over pyproject.toml. HAIPROF_ENABLED=0 runs the command "
-    "without haiprof.",
-    "After (or while) a job runs; DIR is a run directory, or a log directory whose newest run is "
-    "taken:",
-)
-MIN_WIDTH, MAX_WIDTH = 60, 100
-_LEAST_ROOM = 30
-"""Columns that an explanation needs beside what it explains; with fewer it goes below."""
-
-
-_BRIEF = """\
-haiprof finds out why a PyTorch training job is slow, without a changed line of user code.
-  haiprof train.py                     record the run, and end with the verdict
-  haiprof torchrun --nproc-per-node 8 train.py --time 120
-  haiprof verdict                      the verdict on the newest run again
-  haiprof overview                     all ranks: steps, time split, counters
-  haiprof view                         all of it as a page in the browser
-  haiprof top                          the jobs that run now
-  haiprof trace-report                 what the newest run's traces say
-  haiprof doctor                       what can be measured on this node
-Every command and option: haiprof --help; one of them: haiprof help verdict
-"""
-
-
 def brief_text() -> str:
     """What `haiprof` alone prints: ten lines."""
     return _BRIEF
 
 
-def help_text(commands: dict[str, str], after_script: tuple[str, ...], width: int = 100) -> str:
-    """The whole help.
+def help_text(width: int = 100) -> str:
+    """`haiprof --help`, which fits on a screen.
 
     Args:
-        commands: One line per command, by name.
-        after_script: Options that are taken after the script, too.
+        width: Columns.
+    """
+    options = [_row(spec) for spec in OPTIONS if spec.name in _FREQUENT]
+    commands = [(name, COMMANDS[name]) for names in GROUPS.values() for name in names]
+    rows = [(f"{c.words} {c.usage}", c.text) for _, c in commands if len(c.words.split()) == 1
+            and c.words != "copy"]  # fmt: skip
+    rows += _MORE_ROWS
+    return (
+        f"{wrap(_ABOUT, width)}\n\nRecord: put haiprof in front of any training command\n"
+        + table(_USAGE, width, 47)
+        + "\nOptions, before the script\n"
+        + table(options, width)
+        + "\nRead, after or while the job runs\n"
+        + table(rows, width, 33)
+    )
+
+
+def full_help_text(width: int = 100) -> str:
+    """`haiprof --help-all`: every option of recording, and every command.
+
+    Args:
         width: Columns.
     """
     tracing = [spec for spec in OPTIONS if spec.field in TraceOptions.__dataclass_fields__]
-    rows = [_row(spec, after_script) for spec in OPTIONS if spec not in tracing]
-    rows.append(("--interval.NAME SECONDS*", INTERVAL_HELP))
-    rows.append(("--options profile.NAME=VALUE*", "any of these, as the published tool takes them"))
-    shown = {name: line.split(": ", 1) for name, line in commands.items()}
-    left = max(len(left) for left, _ in shown.values()) + 2
+    rows = [_row(spec) for spec in OPTIONS if spec not in tracing]
+    rows.append(("--interval.NAME SECONDS", INTERVAL_HELP))
+    rows.append(
+        ("--options profile.NAME=VALUE", "any of these options, also as hai-platform takes them")
+    )
     parts = [
-        _paragraph(_ABOUT, width),
-        "Usage: put haiprof in front of any training command\n" + _table(_USAGE, width),
-        "Options, before the script or (those marked *) after it:\n" + _table(rows, width),
-        _paragraph(_TRACE_ABOUT, width)
-        + _table(_TRACE, width)
-        + _table([_row(spec, after_script) for spec in tracing], width),
-        *(_paragraph(text, width) for text in _REST),
+        f"{wrap(_ABOUT, width)}\n",
+        "Record: put haiprof in front of any training command\n"
+        + table((*_USAGE, *_MORE_USAGE), width, 47),
+        f"Options, before the script\n{table(rows, width)}",
+        f"{wrap(_TRACING, width)}\n{table([_row(spec) for spec in tracing], width)}",
+        f"{wrap(_LAYERS, width)}\n",
+        f"{wrap(_READING, width)}\n",
     ]
-    for title, names in GROUPS.items():
-        found = [(shown[n][0], shown[n][1]) for n in names if n in shown]
-        parts += [f"{title}\n{_table(found, width, left)}"] if found else []
+    parts += [f"{title}\n{group_rows(names, width)}" for title, names in GROUPS.items()]
     return "\n".join(parts)
+
+
+def group_help_text(first: str, width: int = 100) -> str:
+    """`haiprof trace --help`: the commands that begin with one word.
+
+    Args:
+        first: That word.
+        width: Columns.
+    """
+    names = [name for name, command in COMMANDS.items() if command.words.split()[0] == first]
+    return (
+        f"usage: haiprof {first} COMMAND [OPTIONS]\n\n{group_rows(names, width)}\n"
+        f"haiprof {first} COMMAND --help shows the options and examples of one of them.\n"
+    )
+
+
+def group_rows(names: tuple[str, ...] | list[str], width: int) -> str:
+    """Commands with what they take and show."""
+    found = [COMMANDS[name] for name in names]
+    return table([(f"{each.words} {each.usage}".strip(), each.text) for each in found], width, 38)
 
 
 def version_text() -> str:
@@ -163,30 +213,5 @@ def version_text() -> str:
     return f"haiprof {__version__} (Python {platform.python_version()})\n"
 
 
-def _row(spec: OptionSpec, after_script: tuple[str, ...]) -> tuple[str, str]:
-    mark = "*" if spec.name in after_script else ""
-    return f"--{spec.name} {spec.metavar}".rstrip() + mark, spec.help
-
-
-def _paragraph(text: str, width: int) -> str:
-    return textwrap.fill(text, width, break_on_hyphens=False) + "\n"
-
-
-def _table(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> str:
-    """Words and what they mean, side by side, or below each other where that is too narrow."""
-    left = left or max(len(words) for words, _ in rows) + 2
-    lines = []
-    for words, meaning in rows:
-        if width - left < _LEAST_ROOM:
-            lines += [f"  {words}", *_wrap(meaning, width, indent=6)]
-        else:
-            first, *rest = _wrap(meaning, width, indent=left + 2)
-            lines += [f"  {words:<{left}}{first.lstrip()}", *rest]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _wrap(text: str, width: int, *, indent: int) -> list[str]:
-    space = " " * indent
-    return textwrap.wrap(
-        text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
-    )
+def _row(spec: OptionSpec) -> tuple[str, str]:
+    return f"--{spec.name} {spec.metavar}".rstrip(), spec.help

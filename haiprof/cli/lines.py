@@ -1,52 +1,42 @@
-"""`haiprof lines`: which lines of the job's own code take the time, by rank and position."""
+"""`haiprof verdict lines`: which lines of the job's code take the time, by rank and position."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson, HtmlFile, RunDir
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 from haiprof.cli.report import Baseline
 from haiprof.cli.target import open_target
 
-OneRank = Annotated[
-    int | None,
-    typer.Option("--rank", metavar="RANK", help="Only this rank.", show_default=False),
-]
+OneRank = Annotated[int | None, Opt("--rank RANK", "Only this rank.")]
 OnePhase = Annotated[
     str | None,
-    typer.Option(
-        "--phase",
-        metavar="PHASE",
-        help="Only this position of the step: input, prepare, forward, loss, backward, gradients, "
-        "optimizer, after_step, evaluation, checkpoint, compile, between_steps; or only worker, "
-        "worker_waiting, other_threads.",
-        show_default=False,
+    Opt(
+        "--phase PHASE",
+        "Only this position of the step: input, prepare, forward, loss, backward, gradients, "
+        "optimizer, after_step, evaluation, checkpoint, compile, between_steps; or only "
+        "worker, worker_waiting, other_threads.",
     ),
 ]
 SpeedscopeFile = Annotated[
     Path | None,
-    typer.Option(
-        "--speedscope",
-        metavar="FILE",
-        help="Write all stacks for https://www.speedscope.app (it runs in the browser alone).",
-        show_default=False,
+    Opt(
+        "--speedscope FILE",
+        "Write all stacks for https://www.speedscope.app (it runs in the browser alone).",
     ),
 ]
 CollapsedFile = Annotated[
     Path | None,
-    typer.Option(
-        "--collapsed",
-        metavar="FILE",
-        help="Write all stacks as lines `frame;frame COUNT`, for flamegraph.pl and others.",
-        show_default=False,
+    Opt(
+        "--collapsed FILE",
+        "Write all stacks as lines `frame;frame COUNT`, for flamegraph.pl and others.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that already exists.")]
+Force = Annotated[bool, Opt("--force", "Replace a file that already exists.")]
 
 
 def lines(
@@ -65,17 +55,12 @@ def lines(
 
     For example:
 
-      haiprof lines                               the newest run
-
-      haiprof lines --phase worker                what DataLoader workers do
-
-      haiprof lines --rank 3 --phase after_step   rank 3, between optimizer and next batch
-
-      haiprof lines --html lines.html             a flame graph, in one file
-
-      haiprof lines --speedscope stacks.json      for speedscope
-
-      haiprof lines --json | jq '.lines[0]'
+      haiprof verdict lines                               the newest run
+      haiprof verdict lines --phase worker                what DataLoader workers do
+      haiprof verdict lines --rank 3 --phase after_step   rank 3, between optimizer and next batch
+      haiprof verdict lines --html lines.html             a flame graph, in one file
+      haiprof verdict lines --speedscope stacks.json      for speedscope
+      haiprof verdict lines --json | jq '.lines[0]'
     """
     from haiprof.run_analysis import flame_graph as stack_export
     from haiprof.show.flame import LINE_PARTS, sampled_lines

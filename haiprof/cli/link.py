@@ -1,4 +1,4 @@
-"""`haiprof link`: execution traces joined with timelines, and how much of them was linked."""
+"""`haiprof export --to linked`: execution traces joined with timelines."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import MissingDataError
 from haiprof.cli.arguments import AsJson, Rank, ReadProgress, Traces, Window
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 
 ExecutionTraces = Annotated[
     Path | None,
-    typer.Option(
-        "--et",
-        metavar="FILE_OR_DIR",
-        help="Execution traces; left out: *.et.json or *.et.json.gz next to the traces.",
-        show_default=False,
+    Opt(
+        "--et FILE_OR_DIR",
+        "Execution traces; left out: *.et.json or *.et.json.gz next to the traces.",
     ),
 ]
 LinkedFile = Annotated[
     Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="Write the joined trace, .json or .json.gz; of several ranks one file each, "
+    Opt(
+        "-o --output FILE",
+        "Write the joined trace, .json or .json.gz; of several ranks one file each, "
         "FILE.rankN.json.gz. Left out: only the report.",
-        show_default=False,
     ),
 ]
 
@@ -51,9 +45,8 @@ def link(
 
     For example:
 
-      haiprof link RUN -o linked.json.gz
-
-      haiprof link traces/ --et execution_traces/ --json | jq '.ranks[].linked_ratio'
+      haiprof export --to linked RUN -o linked.json.gz
+      haiprof export --to linked traces/ --et execution_traces/ --json | jq '.ranks[].linked_ratio'
     """
     from haiprof.show.views.trace_files import link_data, link_view
     from haiprof.trace_analysis.execution_link import link as link_pair
@@ -79,4 +72,4 @@ def link(
         )
     if written:
         output.hint(f"wrote {', '.join(map(str, written))}")
-        output.hint(f"next: haiprof chakra {shlex.quote(str(written[0]))} -o chakra")
+        output.hint(f"next: haiprof export --to chakra {shlex.quote(str(written[0]))} -o chakra")

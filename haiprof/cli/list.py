@@ -1,31 +1,26 @@
-"""`haiprof list`: the runs in a log directory, newest last."""
+"""`haiprof ls`: the runs in a log directory, newest last."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir
 
 LogDir = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="DIR",
-        help="A log directory. Left out: the one that a job started here would write to.",
-        show_default=False,
-    ),
+    Arg("DIR", "A log directory. Left out: the one that a job started here would write to."),
 ]
 
 
 All = Annotated[
     bool,
-    typer.Option(
+    Opt(
         "--all",
-        help="Count the steps of every run, however many there are. Left out: of as many of the "
+        "Count the steps of every run, however many there are. Left out: of as many of the "
         "newest as half a second allows; what was counted once is kept in the run.",
     ),
 ]
@@ -35,13 +30,14 @@ LIMIT_S = 0.5
 def list_runs(directory: LogDir = None, everything: All = False, as_json: AsJson = False) -> None:
     """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
 
+    `haiprof ls --live` watches the jobs that run now, `haiprof ls --running` lists them once; each
+    has a --help of its own.
+
     For example:
 
-      haiprof list                      runs below the default log directory
-
-      haiprof list /shared/haiprof      runs below that one
-
-      haiprof list --json | jq -r '.runs[-1].path'
+      haiprof ls                      runs below the default log directory
+      haiprof ls /shared/haiprof      runs below that one
+      haiprof ls --json | jq -r '.runs[-1].path'
     """
     from haiprof.show.run_list import list_view, run_list
 

@@ -1,4 +1,4 @@
-"""`haiprof merge`: all ranks in one timeline, for Perfetto and chrome://tracing."""
+"""`haiprof export --to merged`: all ranks in one timeline, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -7,48 +7,37 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Window, parse_ranks, parse_steps
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
 
 Sources = Annotated[
     list[Path] | None,
-    typer.Argument(
-        metavar="[RUN_OR_TRACES]...",
-        help="A run or log directory, a folder with one trace per rank, or trace files. "
-        "Left out: the newest run.",
-        show_default=False,
+    Arg(
+        "[RUN_OR_TRACES]...",
+        "A run or log directory, a folder with one trace per rank, or trace files. Left out: "
+        "the newest run.",
     ),
 ]
 OutputFile = Annotated[
     Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="Where to write; packed where it ends in .gz. `-` is standard output, as text. "
-        "Left out: merged.json.gz in the run directory, or here.",
-        show_default=False,
+    Opt(
+        "-o --output FILE",
+        "Where to write; packed where it ends in .gz. `-` is standard output, as text. Left "
+        "out: merged.json.gz in the run directory, or here.",
     ),
 ]
-Force = Annotated[bool, typer.Option("-f", "--force", help="Replace FILE if it already exists.")]
-Ranks = Annotated[
-    str | None,
-    typer.Option("--ranks", metavar="LIST", help="Only these, such as 0,3-5.", show_default=False),
-]
+Force = Annotated[bool, Opt("-f --force", "Replace FILE if it already exists.")]
+Ranks = Annotated[str | None, Opt("--ranks LIST", "Only these, such as 0,3-5.")]
 WallClocks = Annotated[
     bool,
-    typer.Option(
-        "--wall-clocks",
-        help="Take hosts' clocks as they are; left out: compare them by collectives.",
-    ),
+    Opt("--wall-clocks", "Take hosts' clocks as they are; left out: compare them by collectives."),
 ]
-NoCounters = Annotated[bool, typer.Option("--no-counters", help="Leave the run's counters out.")]
-NoPhases = Annotated[bool, typer.Option("--no-phases", help="Leave haiprof's phases out.")]
+NoCounters = Annotated[bool, Opt("--no-counters", "Leave the run's counters out.")]
+NoPhases = Annotated[bool, Opt("--no-phases", "Leave haiprof's phases out.")]
 _EVERY_S = 2.0
 
 
@@ -72,11 +61,9 @@ def merge(
 
     For example:
 
-      haiprof merge profiling_result/train-20261121 -o merged.json.gz
-
-      haiprof merge traces/ --ranks 0,3-5 --steps 100:102 -o some.json.gz
-
-      haiprof merge rank0.json rank1.json -o - | jq '.traceEvents | length'
+      haiprof export --to merged profiling_result/train-20261121 -o merged.json.gz
+      haiprof export --to merged traces/ --ranks 0,3-5 --steps 100:102 -o some.json.gz
+      haiprof export --to merged rank0.json rank1.json -o - | jq '.traceEvents | length'
     """
     from haiprof.show.views.trace_files import merge_view
     from haiprof.trace_analysis.merge import MergeOptions, default_output, merge_traces
@@ -108,7 +95,7 @@ def merge(
             print_message(note)
         return
     out.show(lambda _: merge_view(report), report.as_json())
-    out.hint(f"next: haiprof perfetto {shlex.quote(str(output))}")
+    out.hint(f"next: haiprof export --to perfetto {shlex.quote(str(output))}")
 
 
 class _WriteProgress:

@@ -1,20 +1,15 @@
-"""`haiprof modules`: the time of each nn.Module on host and GPU, forward and backward."""
+"""`haiprof trace modules`: the time of each nn.Module on host and GPU, forward and backward."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Traces, Window, parse_steps
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 from haiprof.cli.trace_check import print_faults
 
-Depth = Annotated[
-    int | None,
-    typer.Option("--depth", metavar="N", min=1, help="Only the outer N levels of the tree.",
-                 show_default=False),
-]  # fmt: skip
+Depth = Annotated[int | None, Opt("--depth N", "Only the outer N levels of the tree.", low=1)]
 
 
 def modules(
@@ -32,11 +27,9 @@ def modules(
 
     For example:
 
-      haiprof modules traces/
-
-      haiprof modules trace.json.gz --depth 3
-
-      haiprof modules traces/ --json | jq '.modules[] | {path, device_ns}'
+      haiprof trace modules traces/
+      haiprof trace modules trace.json.gz --depth 3
+      haiprof trace modules traces/ --json | jq '.modules[] | {path, device_ns}'
     """
     from haiprof.show.views.functions import modules_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions

@@ -1,73 +1,174 @@
-"""The commands that read runs, by name, for whoever must not import the command line itself."""
+"""haiprof's commands by name: how they are spelled, what they show, and where they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One command."""
+
+    words: str
+    """How it is spelled: `verdict`, `trace critical-path`, `export --to chakra`."""
+    usage: str
+    """What it takes, in short."""
+    text: str
+    """What it shows, in one line."""
+    function: str
+    """Its module and function in this package."""
+
 
 COMMANDS = {
-    "overview": "haiprof overview [DIR]: the whole job: every rank, counters, time split",
-    "rank": "haiprof rank [DIR] [RANK]: one rank over time, phase statistics, slowest steps",
-    "lines": "haiprof lines [DIR]: which lines of your code take the time, by rank and position",
-    "list": "haiprof list [DIR]: the runs in a log directory",
-    "verdict": "haiprof verdict [RUN_OR_JOB]: the cause, the numbers that prove it, what to change",
-    "report": "haiprof report [DIR] -o report.html: all of a run in one page, without network",
-    "view": "haiprof view [DIR]: the same page on this machine, also while the job runs",
-    "diagnose": "haiprof diagnose [RUN_OR_JOB]: another name of verdict",
-    "scalars": "haiprof scalars [DIR] --follow: live scalars for TensorBoard",
-    "tensorboard": "haiprof tensorboard [RUN_OR_TRACES]: TensorBoard with scalars and traces",
-    "perfetto": "haiprof perfetto [TRACE_OR_RUN]: a trace in Perfetto's UI, without network",
-    "doctor": "haiprof doctor: what can be measured on this node, and what stands in the way",
-    "export": "haiprof export [DIR] --format FORMAT: csv, parquet, prometheus or otlp-json",
-    "trace-report": "haiprof trace-report [TRACES]: what traces of torch.profiler say, all ranks",
-    "trace-table": "haiprof trace-table TABLE [TRACES]: one table whole, with HTA's cut-offs",
-    "trace-check": "haiprof trace-check [TRACES]: what is wrong with the recording of traces",
-    "efficiency": "haiprof efficiency [TRACES]: MFU, and operators against the roofline",
-    "modules": "haiprof modules [TRACES]: which layers take the time, forward and backward",
-    "functions": "haiprof functions [TRACES]: what bounds the job by function, which rank differs",
-    "merge": "haiprof merge [RUN_OR_TRACES] -o merged.json.gz: all ranks in one timeline",
-    "link": "haiprof link [RUN_OR_TRACES]: execution traces joined with timelines, share linked",
-    "chakra": "haiprof chakra [RUN_OR_LINKED] -o DIR: Chakra traces, or the graph as a picture",
-    "query": "haiprof query [TRACE_OR_RUN] SQL: tables of traces or of a run, asked in SQL",
-    "compare": "haiprof compare BEFORE AFTER: a run slower than another or not, and by what",
-    "trace-diff": "haiprof trace-diff CONTROL TEST: slower or not, by chance or not, and by what",
-    "what-if": "haiprof what-if [TRACES_OR_RUN]: what would make steps shorter, and by how much",
-    "critical-path": "haiprof critical-path [TRACES]: what a step's time consists of",
-    "memory-timeline": "haiprof memory-timeline [TRACES]: memory over time, what fills its peak",
-    "ps": "haiprof ps: the jobs that run under haiprof now: progress and speed",
-    "top": "haiprof top [JOB]: running jobs, live in the terminal: ranks, steps, split, verdict",
-    "attach": "haiprof attach [JOB] --time 60: record a running job for a while, and judge it",
-    "snapshot": "haiprof snapshot [JOB]: what every rank does now, and who holds the job up",
-    "trace-now": "haiprof trace-now [JOB] --steps 5: trace a running job, all ranks alike",
-    "kineto-agent": "haiprof kineto-agent: for trace-now on jobs with KINETO_USE_DAEMON alone",
-    "put": "haiprof put [RUN] ADDRESS: a run to s3://bucket/runs, or any address like it",
-    "fetch": "haiprof fetch ADDRESS: a run from there into a folder of this machine",
-    "try-loader": "haiprof try-loader train.py: steps per second with other DataLoaders, tried",
-    "submit": "haiprof submit train.py: a job in the background, here or on Slurm's nodes",
-}
-"""Name, and the line that `haiprof --help` shows."""
-
-GROUPS = {
-    "Why is it slow, or dead?": ("verdict", "overview", "rank", "lines"),
-    "All of it on one page": ("report", "view", "list"),
-    "A running job": ("ps", "top", "attach", "snapshot", "trace-now", "kineto-agent"),
-    "Traces of torch.profiler": (
-        "trace-report", "trace-table", "trace-check", "efficiency", "modules", "functions",
-        "critical-path", "what-if", "memory-timeline", "query",
-    ),
-    "Before and after": ("compare", "trace-diff", "try-loader"),
-    "In other tools": (
-        "tensorboard", "scalars", "perfetto", "merge", "link", "chakra", "export",
-    ),
-    "Where jobs run": ("doctor", "submit"),
-    "Where runs are kept": ("put", "fetch"),
+    "verdict": Command("verdict", "[RUN|JOB|TRACES]", "the cause, its evidence, what to change",
+                       "verdict:verdict"),
+    "overview": Command("verdict overview", "[DIR]", "all ranks: steps, time split, counters",
+                        "overview:overview"),
+    "rank": Command("verdict rank", "[DIR] [RANK]", "one rank over time, its slowest steps",
+                    "rank:rank"),
+    "lines": Command("verdict lines", "[DIR]", "which lines of your code take the time",
+                     "lines:lines"),
+    "compare": Command("compare", "BEFORE AFTER", "two runs or traces: slower or not, and by what",
+                       "compare:compare"),
+    "trace-diff": Command("compare --traces", "BEFORE AFTER", "the traces of two runs, by kernel "
+                          "and operator", "trace_diff:trace_diff"),
+    "report": Command("report", "[DIR|TRACES]", "all of it as one HTML page; --serve: in a browser",
+                      "report:report"),
+    "view": Command("report --serve", "[DIR]", "the page on this machine, also while the job runs",
+                    "view:view"),
+    "list": Command("ls", "[DIR]", "the recorded runs; --live: the jobs that run now",
+                    "list:list_runs"),
+    "ps": Command("ls --running", "", "the jobs that run now, once", "ps:ps"),
+    "top": Command("ls --live", "[JOB]", "the jobs that run now, in the terminal until you quit",
+                   "top:top"),
+    "snapshot": Command("snapshot", "[JOB]", "what every rank does now, and which one blocks",
+                        "snapshot:snapshot"),
+    "attach": Command("attach", "[JOB]", "record a running job for a while", "attach:attach"),
+    "trace-now": Command("trace now", "[JOB]", "trace some steps of a running job, on every rank",
+                         "trace_now:trace_now"),
+    "trace-report": Command("trace report", "[TRACES]", "GPU time, steps, kernels, launches, "
+                            "collectives", "trace_report:trace_report"),
+    "trace-table": Command("trace tables", "TABLE [TRACES]", "one table whole, with HTA's cut-offs",
+                           "trace_table:trace_table"),
+    "functions": Command("trace functions", "[TRACES]", "time by function, and which rank differs",
+                         "functions:functions"),
+    "modules": Command("trace modules", "[TRACES]", "time by layer, forward and backward",
+                       "modules:modules"),
+    "efficiency": Command("trace efficiency", "[TRACES]", "MFU, and operators against the roofline",
+                          "efficiency:efficiency"),
+    "critical-path": Command("trace critical-path", "[TRACES]", "what a step's time consists of",
+                             "trace_critical_path:critical_path"),
+    "what-if": Command("trace what-if", "[TRACES]", "how much shorter steps become if something is "
+                       "faster", "what_if:what_if"),
+    "memory-timeline": Command("trace memory", "[TRACES]", "memory over time, and its peak by "
+                               "operator", "trace_memory:memory_timeline"),
+    "trace-check": Command("trace check", "[TRACES]", "recording errors in traces",
+                           "trace_check:trace_check"),
+    "query": Command("trace query", "[TRACES|RUN] SQL", "SQL over the tables of traces or a run",
+                     "query:query"),
+    "kineto-agent": Command("trace kineto-agent", "", "lets jobs with KINETO_USE_DAEMON be traced",
+                            "kineto_agent:kineto_agent"),
+    "export": Command("export", "[DIR] --to FORMAT", "to other tools: see haiprof export --help",
+                      "export:export"),
+    "tensorboard": Command("export --to tensorboard", "[RUN|TRACES]", "TensorBoard with scalars "
+                           "and traces", "tensorboard:tensorboard"),
+    "perfetto": Command("export --to perfetto", "[TRACE|RUN]", "Perfetto's UI on this machine",
+                        "perfetto:perfetto"),
+    "merge": Command("export --to merged", "[RUN|TRACES]", "one trace with all ranks",
+                     "merge:merge"),
+    "link": Command("export --to linked", "[RUN|TRACES]", "execution traces joined with timelines",
+                    "link:link"),
+    "chakra": Command("export --to chakra", "[RUN|LINKED]", "Chakra traces, or a picture of the "
+                      "graph", "chakra:chakra"),
+    "scalars": Command("export --to scalars", "[DIR]", "scalars for TensorBoard, also live",
+                       "scalars:scalars"),
+    "put": Command("copy", "RUN ADDRESS", "a run to object storage, or from there to a folder",
+                   "put:put"),
+    "fetch": Command("copy", "ADDRESS [DIR]", "a run from object storage into a folder",
+                     "fetch:fetch"),
+    "submit": Command("submit", "SCRIPT", "start a job here in the background, or on a cluster",
+                      "submit:submit"),
+    "try-loader": Command("try-loader", "COMMAND", "steps per second with other DataLoaders, tried "
+                          "in short runs", "try_loader:try_loader"),
+    "doctor": Command("doctor", "", "what can be measured on this node, and what prevents the rest",
+                      "doctor:doctor"),
+    "diagnose": Command("verdict", "", "", "verdict:verdict"),
 }  # fmt: skip
-"""The commands by what one wants to know; every command is in one group, but for other names."""
+"""By the name of the last release, which still works; code uses these names, too."""
+
+TABLES = ("csv", "parquet", "prometheus", "otlp-json")
+"""What `export --to` writes itself."""
+GROUPS = {
+    "Read a run": ("verdict", "overview", "rank", "lines", "compare", "report", "list"),
+    "Look into a running job": ("snapshot", "attach", "top"),
+    "Read traces of torch.profiler": (
+        "trace-now", "trace-report", "trace-table", "functions", "modules", "efficiency",
+        "critical-path", "what-if", "memory-timeline", "trace-check", "query", "kineto-agent",
+        "trace-diff",
+    ),
+    "Use other tools": (
+        "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "put",
+    ),
+    "Prepare": ("submit", "try-loader", "doctor"),
+    "Other forms": ("view", "ps", "fetch"),
+}  # fmt: skip
+"""The commands by what one wants to do, as `haiprof --help-all` lists them."""
 
 OTHER_NAMES = ("diagnose",)
 """Of a command that is in a group."""
+_BY_WORDS = {command.words: name for name, command in reversed(COMMANDS.items())}
+GROUP_NAMES = ("trace",)
+"""First words that are no command by themselves."""
+FIRST_WORDS = tuple(dict.fromkeys([*(c.words.split()[0] for c in COMMANDS.values()),
+                                   "help", "completion"]))  # fmt: skip
+"""What the first word of a command line can be, apart from a program or an old name."""
 
-WORDS = (*COMMANDS, "run", "help", "completion")
-"""What the first word of a command line can be, apart from a program."""
+
+def resolve(words: Sequence[str]) -> tuple[str, list[str]] | None:
+    """A command's name and its arguments; None where the words begin no command.
+
+    Args:
+        words: A command line, in the spelling of this release or of the last one.
+    """
+    if not words:
+        return None
+    first, *rest = words
+    if rest and f"{first} {rest[0]}" in _BY_WORDS and not rest[0].startswith("-"):
+        return _BY_WORDS[f"{first} {rest[0]}"], rest[1:]
+    if first == "copy":
+        return _copy(rest)
+    if first == "export":
+        return _export(rest)
+    for place, word in enumerate(rest):
+        if word == "--":
+            break
+        if f"{first} {word}" in _BY_WORDS:
+            return _BY_WORDS[f"{first} {word}"], rest[:place] + rest[place + 1 :]
+    name = _BY_WORDS.get(first, first)
+    return (name, rest) if name in COMMANDS else None
+
+
+def _copy(rest: list[str]) -> tuple[str, list[str]]:
+    """`copy ADDRESS [DIR]` fetches a run, `copy [RUN] ADDRESS` puts one."""
+    named = [word for word in rest if not word.startswith("-")]
+    if len(named) < 2 or "://" not in named[0]:
+        return "put", rest
+    place = rest.index(named[1])
+    return "fetch", [*rest[:place], *([] if "-o" in rest[:place] else ["-o"]), *rest[place:]]
+
+
+def _export(rest: list[str]) -> tuple[str, list[str]]:
+    """`export --to FORM`: a command of its own for most forms, a table for the others."""
+    for place, word in enumerate(rest):
+        switch, equals, form = word.partition("=")
+        if switch != "--to":
+            continue
+        count = 1 if equals else 2
+        form = form if equals else "".join(rest[place + 1 : place + 2])
+        others = rest[:place] + rest[place + count :]
+        name = _BY_WORDS.get(f"export --to {form}")
+        return (name, others) if name else ("export", ["--format", form, *others])
+    return "export", rest
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

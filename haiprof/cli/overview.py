@@ -1,4 +1,4 @@
-"""`haiprof overview`: the whole job, every rank, its counters and its time split."""
+"""`haiprof verdict overview`: the whole job, every rank, its counters and its time split."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile =
 
     For example:
 
-      haiprof overview                            the newest run of the log directory
-
-      haiprof overview haiprof-logs/train-...     that run
-
-      haiprof overview --html overview.html       interactive, in one file
-
-      haiprof overview --json | jq '.ranks[].median_step_ns'
+      haiprof verdict overview                            the newest run of the log directory
+      haiprof verdict overview haiprof-logs/train-...     that run
+      haiprof verdict overview --html overview.html       interactive, in one file
+      haiprof verdict overview --json | jq '.ranks[].median_step_ns'
     """
     from haiprof.show.summary import overview_summary
     from haiprof.show.views.run import overview_view
@@ -33,4 +30,4 @@ def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile =
 
         output.hint(f"wrote {write_overview_page(analyzer, html)}")
     output.show(lambda width: overview_view(summary, width=width), summary.as_json())
-    output.hint(f"next: haiprof rank {summary.run.path} 0")
+    output.hint(f"next: haiprof verdict rank {summary.run.path} 0")

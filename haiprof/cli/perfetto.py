@@ -1,15 +1,14 @@
-"""`haiprof perfetto`: a trace in Perfetto's UI, served from this machine."""
+"""`haiprof export --to perfetto`: a trace in Perfetto's UI, served from this machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import Rank
 from haiprof.cli.browser import page_opener
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.target import run_or_traces
 from haiprof.cli.tensorboard import Port
 
@@ -18,33 +17,29 @@ if TYPE_CHECKING:
 
 TraceOrRun = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="TRACE_OR_RUN",
-        help="A trace, a folder of traces, or a run or log directory. Left out: the newest run.",
-        show_default=False,
+    Arg(
+        "TRACE_OR_RUN",
+        "A trace, a folder of traces, or a run or log directory. Left out: the newest run.",
     ),
 ]
 Window = Annotated[
-    int | None,
-    typer.Option("--window", metavar="W", min=0, help="This trace window instead of the last one.",
-                 show_default=False),
-]  # fmt: skip
+    int | None, Opt("--window W", "This trace window instead of the last one.", low=0)
+]
 
 
 def perfetto(
     source: TraceOrRun = None, rank: Rank = None, window: Window = None, port: Port = 9010
 ) -> None:
-    r"""Show a trace in Perfetto's UI, which is served from this machine: no network is needed.
+    """Show a trace in Perfetto's UI, which is served from this machine: no network is needed.
 
-    Of several ranks, what `haiprof merge` wrote is shown, or the rank that is named. It ends with
-    Ctrl-C. Needs `pip install 'haiprof\[perfetto]'`; without it, says which file to open at
-    ui.perfetto.dev.
+    Of several ranks, what `haiprof export --to merged` wrote is shown, or the rank that is named.
+    It ends with Ctrl-C. Needs `pip install 'haiprof[perfetto]'`; without it, says which file to
+    open at ui.perfetto.dev.
 
     For example:
 
-      haiprof perfetto                            what the newest run merged
-
-      haiprof perfetto haiprof-logs --rank 3      one rank's trace
+      haiprof export --to perfetto                            what the newest run merged
+      haiprof export --to perfetto haiprof-logs --rank 3      one rank's trace
     """
     from haiprof.show.servers import serve_perfetto, trace_to_show, viewer_folder
     from haiprof.trace_analysis.step_time import with_range_lanes

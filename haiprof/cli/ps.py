@@ -1,22 +1,20 @@
-"""`haiprof ps`: the jobs that run under haiprof now."""
+"""`haiprof ls --running`: the jobs that run under haiprof now."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from haiprof.base.errors import HaiprofError
 from haiprof.cli.arguments import AsJson, LogDirs, log_dirs
-from haiprof.cli.output import Output
+from haiprof.cli.command_line import Opt
+from haiprof.cli.output import Output, stdout_console
 
 if TYPE_CHECKING:
     from haiprof.live.find import RunningJob
 
 
 WithVerdict = Annotated[
-    bool,
-    typer.Option("--verdict", help="Also the verdict on the last two minutes, in one line each."),
+    bool, Opt("--verdict", "Also the verdict on the last two minutes, in one line each.")
 ]
 _LAST_S = 120.0
 _NO_JOB = "no job runs under haiprof here\nstart one: haiprof train.py"
@@ -29,13 +27,10 @@ def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = 
 
     For example:
 
-      haiprof ps                            this node, and ./haiprof-logs
-
-      haiprof ps --log-dir /shared/logs     also the jobs that write there, on whatever node
-
-      haiprof ps --verdict                  with what makes each of them slow
-
-      haiprof ps --json | jq '.jobs[] | {id, step, step_ns}'
+      haiprof ls --running                            this node, and ./haiprof-logs
+      haiprof ls --running --log-dir /shared/logs     also the jobs that write there
+      haiprof ls --running --verdict                  with what makes each of them slow
+      haiprof ls --running --json | jq '.jobs[] | {id, step, step_ns}'
     """
     from haiprof.live.find import running_jobs
 
@@ -45,10 +40,11 @@ def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = 
         output.show(lambda _: _NO_JOB, {"jobs": []})
         return
     from haiprof.live.follow import job_progress
+    from haiprof.show.terminal import shows_colors
     from haiprof.show.views.jobs import jobs_view
 
     jobs = [job_progress(job, verdict=_verdict(job) if verdict else None) for job in running]
-    output.show(lambda _: jobs_view(jobs), {"jobs": jobs})
+    output.show(lambda _: jobs_view(jobs, colored=shows_colors(stdout_console())), {"jobs": jobs})
 
 
 def _verdict(job: RunningJob) -> str | None:

@@ -1,4 +1,4 @@
-"""`haiprof put`: a run from a folder of this machine to an address such as s3://bucket/runs."""
+"""`haiprof copy`: a run from a folder of this machine to an address such as s3://bucket/runs."""
 
 from __future__ import annotations
 
@@ -8,39 +8,33 @@ import socket
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.log_addresses import is_address
 from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import default_options, existing_log_dir
 
 Run = Annotated[
     str | None,
-    typer.Argument(
-        metavar="RUN",
-        help="A run directory, or a log directory whose newest run is taken. "
-        "Left out: the log directory that a job started here would write to.",
-        show_default=False,
+    Arg(
+        "RUN",
+        "A run directory, or a log directory whose newest run is taken. Left out: the log "
+        "directory that a job started here would write to.",
     ),
 ]
 Address = Annotated[
     str | None,
-    typer.Argument(
-        metavar="ADDRESS",
-        help="Where runs go, such as s3://bucket/runs. Left out: the one that a job started here "
+    Arg(
+        "ADDRESS",
+        "Where runs go, such as s3://bucket/runs. Left out: the one that a job started here "
         "would use.",
-        show_default=False,
     ),
 ]
-OnlyNode = Annotated[
-    bool, typer.Option("--only-node", help="Only what processes of this node wrote.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print only what went wrong.")]
+OnlyNode = Annotated[bool, Opt("--only-node", "Only what processes of this node wrote.")]
+Quiet = Annotated[bool, Opt("--quiet", "Print only what went wrong.")]
 Silent = Annotated[
-    bool,
-    typer.Option("--silent", help="Print nothing at all; the exit status says whether it worked."),
+    bool, Opt("--silent", "Print nothing at all; the exit status says whether it worked.")
 ]
 
 
@@ -53,11 +47,12 @@ def put(
     Only files that are not there yet or have changed are sent. Jobs with --log-dir s3://... do the
     same by themselves, every five minutes and at the end.
 
+    `haiprof copy ADDRESS DIR` fetches a run from there into a folder.
+
     For example:
 
-      haiprof put haiprof-logs/train-20261123-101500-1f s3://bucket/runs
-
-      haiprof put s3://bucket/runs                  the newest run
+      haiprof copy haiprof-logs/train-20261123-101500-1f s3://bucket/runs
+      haiprof copy s3://bucket/runs                  the newest run
     """
     from haiprof.base.units import bytes_text
     from haiprof.run_analysis.remote_runs import put_run
@@ -72,15 +67,15 @@ def put(
     if not is_address(address):
         raise UsageError(
             f"put: {address!r} is no address" if address else "put: no address",
-            hint=f"haiprof put {shlex.quote(str(found.root))} s3://BUCKET/FOLDER",
+            hint=f"haiprof copy {shlex.quote(str(found.root))} s3://BUCKET/FOLDER",
         )
     before = signal.signal(signal.SIGTERM, _end)
     try:
         result = put_run(found, address, host=socket.gethostname(), only_node=only_node)
     except HaiprofError as error:
         if silent:
-            raise typer.Exit(error.exit_code) from None
-        again = f"haiprof put {shlex.quote(str(found.root))} {shlex.quote(mask_text(address))}"
+            raise ExitStatus(error.exit_code) from None
+        again = f"haiprof copy {shlex.quote(str(found.root))} {shlex.quote(mask_text(address))}"
         hint = f"{error.hint}; " if error.hint else ""
         raise type(error)(f"{error}; the run is in {found.root}", hint=hint + again) from None
     finally:

@@ -1,4 +1,4 @@
-"""`haiprof query`: SQL over the tables of traces or of a run."""
+"""`haiprof trace query`: SQL over the tables of traces or of a run."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson, ReadProgress, Window
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
 from haiprof.cli.trace_check import print_faults
 
 Target = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[TRACE_OR_RUN]",
-        help="A trace, a folder with one per rank, a run directory, or a log directory whose "
+    Arg(
+        "[TRACE_OR_RUN]",
+        "A trace, a folder with one per rank, a run directory, or a log directory whose "
         "newest run is taken. Left out: the default log directory.",
-        show_default=False,
     ),
 ]
-Sql = Annotated[str | None, typer.Argument(metavar="SQL", help="One select.", show_default=False)]
-Schema = Annotated[
-    bool, typer.Option("--schema", help="Show tables and columns with units and meanings.")
-]
-AsCsv = Annotated[bool, typer.Option("--csv", help="Print all rows as CSV.")]
+Sql = Annotated[str | None, Arg("SQL", "One select.")]
+Schema = Annotated[bool, Opt("--schema", "Show tables and columns with units and meanings.")]
+AsCsv = Annotated[bool, Opt("--as-csv", "Print all rows as CSV.", old=("--csv",))]
 
 
 def query(
@@ -41,20 +37,17 @@ def query(
     """Ask traces or a run in SQL; nothing is changed and no other file is read.
 
     Traces have the tables gpu, runtime, ops, annotations, python, memory, sync,
-    links and profiler_steps, all with a column rank, and what `haiprof functions` says:
+    links and profiler_steps, all with a column rank, and what `haiprof trace functions` says:
     functions, rank_totals and lateness; a run has steps, phases, counters, ranks, windows
     and reactions. Times are in ns. The dialect is polars': joins,
     group by, window functions, with.
 
     For example:
 
-      haiprof query traces/ --schema
-
-      haiprof query traces/ "select kind, sum(dur_ns) from gpu group by kind"
-
-      haiprof query traces/ --csv "select name, dur_ns from gpu where rank = 3"
-
-      haiprof query haiprof-logs "select rank, max(step_ns) from steps group by 1"
+      haiprof trace query traces/ --schema
+      haiprof trace query traces/ "select kind, sum(dur_ns) from gpu group by kind"
+      haiprof trace query traces/ --as-csv "select name, dur_ns from gpu where rank = 3"
+      haiprof trace query haiprof-logs "select rank, max(step_ns) from steps group by 1"
     """
     from haiprof.show.views.tables import answer_data, answer_view, schema_data, schema_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -66,8 +59,8 @@ def query(
         target, sql = None, target  # the statement alone: of the newest run
     if (sql is None) != schema or (as_json and as_csv):
         raise UsageError(
-            "query: one SQL statement or --schema, and one of --json and --csv",
-            hint='haiprof query TRACES "select count(*) from gpu"',
+            "query: one SQL statement or --schema, and one of --json and --as-csv",
+            hint='haiprof trace query TRACES "select count(*) from gpu"',
         )
     output = Output(json=as_json)
     with ReadProgress(quiet=as_json):

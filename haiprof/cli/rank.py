@@ -1,4 +1,4 @@
-"""`haiprof rank`: one rank over time, phase statistics and its slowest steps."""
+"""`haiprof verdict rank`: one rank over time, phase statistics and its slowest steps."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson, HtmlFile, Rank
+from haiprof.cli.command_line import Arg
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[DIR] [RANK]",
-        help="A run or log directory (see `haiprof overview --help`) and a rank, in either order. "
-        "Left out: rank 0 of the newest run.",
-        show_default=False,
+    Arg(
+        "[DIR] [RANK]",
+        "A run or log directory and a rank, in either order. Left out: rank 0 of the newest run.",
     ),
 ]
 
@@ -34,13 +31,10 @@ def rank(
 
     For example:
 
-      haiprof rank 0                              rank 0 of the newest run
-
-      haiprof rank haiprof-logs/train-... 3       rank 3 of that run
-
-      haiprof rank 0 --html rank0.html            interactive, in one file
-
-      haiprof rank 0 --json | jq '.slowest'
+      haiprof verdict rank 0                              rank 0 of the newest run
+      haiprof verdict rank haiprof-logs/train-... 3       rank 3 of that run
+      haiprof verdict rank 0 --html rank0.html            interactive, in one file
+      haiprof verdict rank 0 --json | jq '.slowest'
     """
     directory, chosen = parse_rank_words(words or [], number)
     analyzer = open_target(directory)
@@ -73,11 +67,12 @@ def parse_rank_words(words: Sequence[str], number: int | None = None) -> tuple[P
     if len(numbers) > 1 or len(targets) > 1:
         raise UsageError(
             f"rank {' '.join(words)}: expected a directory and a rank",
-            hint="haiprof rank haiprof-logs 0",
+            hint="haiprof verdict rank haiprof-logs 0",
         )
     target = Path(targets[0]) if targets else None
     if target is not None and not target.exists() and not numbers:
         raise UsageError(
-            f"rank {target}: expected a directory and a rank", hint="haiprof rank haiprof-logs 0"
+            f"rank {target}: expected a directory and a rank",
+            hint="haiprof verdict rank haiprof-logs 0",
         )
     return target, int(numbers[0]) if numbers else 0

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson, JobName, LogDirs, the_job
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 
-Hang = Annotated[
-    bool,
-    typer.Option("--hang", help="The job hangs: also compare the ranks' last collectives."),
-]
+Hang = Annotated[bool, Opt("--hang", "The job hangs: also compare the ranks' last collectives.")]
 
 
 def snapshot(
@@ -28,9 +24,7 @@ def snapshot(
     For example:
 
       haiprof snapshot                    the only job that runs here
-
-      haiprof snapshot train.py --hang    that one, of which is known that it hangs
-
+      haiprof snapshot train.py --hang    a job that is known to hang
       haiprof snapshot 4711 --json | jq '.suspects[0]'
     """
     from haiprof.live.snapshot import take_snapshot

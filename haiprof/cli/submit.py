@@ -6,12 +6,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
@@ -21,77 +20,65 @@ if TYPE_CHECKING:
 _JOB, _NODE, _SITE = "The job", "Each node", "Where it runs"
 Words = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SCRIPT -- ARGUMENTS...",
-        help="The training script, and after -- what is the script's own, untouched.",
-        show_default=False,
+    Arg(
+        "SCRIPT -- ARGUMENTS...",
+        "The training script, and after -- what is the script's own, untouched.",
     ),
 ]
 
 
-def _text(flag: str, metavar: str, words: str, panel: str, *short: str) -> Any:  # noqa: ANN401
-    return typer.Option(
-        *short, flag, metavar=metavar, help=words, show_default=False, rich_help_panel=panel
-    )
-
-
-def _switch(flag: str, words: str, panel: str) -> Any:  # noqa: ANN401 - typer's own
-    return typer.Option(flag, help=words, rich_help_panel=panel)
-
-
-Module = Annotated[str | None, _text("--module", "MODULE", "As python -m.", _JOB, "-m")]
-Nodes = Annotated[int, _text("--nodes", "N", "How many nodes (default: 1).", _NODE, "-n")]
+Module = Annotated[str | None, Opt("-m --module MODULE", "As python -m.", group=_JOB)]
+Nodes = Annotated[int, Opt("-n --nodes N", "How many nodes (default: 1).", group=_NODE)]
 Ranks = Annotated[
     int | None,
-    _text("--nproc-per-node", "N", "Processes, started by torchrun (default: GPUs, or 1).", _NODE),
+    Opt("--nproc-per-node N", "Processes, started by torchrun (default: GPUs, or 1).", group=_NODE),
 ]
-Gpus = Annotated[int | None, _text("--gpus-per-node", "N", "GPUs to ask for.", _NODE)]
-GpuType = Annotated[str | None, _text("--gpu-type", "NAME", "Which GPUs, such as H100.", _NODE)]
-Cpus = Annotated[int | None, _text("--cpus-per-node", "N", "CPU cores to ask for.", _NODE)]
+Gpus = Annotated[int | None, Opt("--gpus-per-node N", "GPUs to ask for.", group=_NODE)]
+GpuType = Annotated[str | None, Opt("--gpu-type NAME", "Which GPUs, such as H100.", group=_NODE)]
+Cpus = Annotated[int | None, Opt("--cpus-per-node N", "CPU cores to ask for.", group=_NODE)]
 ProfileOptions = Annotated[
     list[str] | None,
-    _text("--options", "profile.NAME=VALUE", "Any option of haiprof; may repeat.", _JOB),
+    Opt("--options profile.NAME=VALUE", "Any option of haiprof; may repeat.", group=_JOB),
 ]
-Time = Annotated[str | None, _text("--time", "SECONDS", "For how long to record.", _JOB)]
-Warmup = Annotated[str | None, _text("--warmup", "SECONDS", "How long to wait before that.", _JOB)]
-Trace = Annotated[bool, _switch("--trace", "Trace some steps with torch.profiler.", _JOB)]
-Recorder = Annotated[str | None, _text("--recorder", "LIST", "Such as basic,gpu.", _JOB)]
+Time = Annotated[str | None, Opt("--time SECONDS", "For how long to record.", group=_JOB)]
+Warmup = Annotated[str | None, Opt("--warmup SECONDS", "How long to wait before that.", group=_JOB)]
+Trace = Annotated[bool, Opt("--trace", "Trace some steps with torch.profiler.", group=_JOB)]
+Recorder = Annotated[str | None, Opt("--recorder LIST", "Such as basic,gpu.", group=_JOB)]
 LogDir = Annotated[
     str | None,
-    _text("--log-dir", "DIR", "Where run directories go; all nodes must see it.", _JOB),
+    Opt("--log-dir DIR", "Where run directories go; all nodes must see it.", group=_JOB),
 ]
-Name = Annotated[str | None, _text("--name", "NAME", "Default: the script's.", _JOB)]
+Name = Annotated[str | None, Opt("--name NAME", "Default: the script's.", group=_JOB)]
 Env = Annotated[
     list[str] | None,
-    _text("--env", "NAME[=VALUE]", "Set for the job; may repeat. Without VALUE: as it is here. "
-          "Here and on Slurm the job also gets this shell's environment.", _JOB, "-e"),
+    Opt("-e --env NAME[=VALUE]", "Set for the job; may repeat. Without VALUE: as it is here. "
+          "Here and on Slurm the job also gets this shell's environment.", group=_JOB),
 ]  # fmt: skip
-On = Annotated[
-    str,
-    typer.Option("--on", metavar="local|slurm", help="Where to run.", rich_help_panel=_SITE),
-]
+On = Annotated[str, Opt("--on local|slurm", "Where to run.", group=_SITE)]
 Emit = Annotated[
     str | None,
-    _text("--emit", "FORM", "Submit nothing; print the file for slurm, kubernetes, jobset, "
-          "trainjob, ray or skypilot.", _SITE),
+    Opt("--emit FORM", "Submit nothing; print the file for slurm, kubernetes, jobset, "
+          "trainjob, ray or skypilot.", group=_SITE),
 ]  # fmt: skip
 Limit = Annotated[
-    str | None, _text("--time-limit", "TIME", "MINUTES, HH:MM:SS or DAYS-HH:MM:SS.", _SITE)
+    str | None, Opt("--time-limit TIME", "MINUTES, HH:MM:SS or DAYS-HH:MM:SS.", group=_SITE)
 ]
 Requeue = Annotated[
     bool,
-    _switch("--requeue", "Start it again after it was preempted or reached its time limit.", _SITE),
+    Opt(
+        "--requeue", "Start it again after it was preempted or reached its time limit.", group=_SITE
+    ),
 ]
-Partition = Annotated[str | None, _text("--partition", "NAME", "Slurm's partition.", _SITE)]
-Account = Annotated[str | None, _text("--account", "NAME", "Slurm's account.", _SITE)]
+Partition = Annotated[str | None, Opt("--partition NAME", "Slurm's partition.", group=_SITE)]
+Account = Annotated[str | None, Opt("--account NAME", "Slurm's account.", group=_SITE)]
 Sbatch = Annotated[
-    list[str] | None, _text("--sbatch", "NAME[=VALUE]", "Any option of sbatch; may repeat.", _SITE)
+    list[str] | None, Opt("--sbatch NAME[=VALUE]", "Any option of sbatch; may repeat.", group=_SITE)
 ]
-Image = Annotated[str | None, _text("--image", "IMAGE", "Container image of pods.", _SITE)]
+Image = Annotated[str | None, Opt("--image IMAGE", "Container image of pods.", group=_SITE)]
 Claim = Annotated[
-    str | None, _text("--claim", "NAME", "Volume claim, mounted at the log directory.", _SITE)
+    str | None, Opt("--claim NAME", "Volume claim, mounted at the log directory.", group=_SITE)
 ]
-Wait = Annotated[bool, _switch("--wait", "Show the job's log, end with its exit status.", _SITE)]
+Wait = Annotated[bool, Opt("--wait", "Show the job's log, end with its exit status.", group=_SITE)]
 
 
 def submit(
@@ -130,9 +117,7 @@ def submit(
     For example:
 
       haiprof submit train.py --options profile.time=120 -- --lr 0.1
-
       haiprof submit train.py --on slurm --nodes 8 --gpus-per-node 8 --time-limit 12:00:00
-
       haiprof submit train.py --nodes 8 --gpus-per-node 8 --emit slurm > job.sh
     """
     from haiprof.base.errors import UsageError
@@ -178,7 +163,7 @@ def submit(
         return
     status = _submit(spec, on, folder, output, wait=wait)
     if status:
-        raise typer.Exit(status)
+        raise ExitStatus(status)
 
 
 def _emit(spec: JobSpec, form: str, output: Output) -> None:
@@ -206,7 +191,7 @@ def _submit(spec: JobSpec, on: str, log_dir: Path, output: Output, *, wait: bool
     if output.json:
         output.show(lambda _: "", result)
     if status is None:
-        output.hint(f"next: haiprof ps; tail -f {shlex.quote(str(job.log))}")
+        output.hint(f"next: haiprof ls --running; tail -f {shlex.quote(str(job.log))}")
     output.hint(f"{'' if status is not None else 'then: '}haiprof verdict {job.target}")
     return status or 0
 

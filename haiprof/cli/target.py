@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -97,6 +98,11 @@ def open_target(path: Path | None) -> RunFrames:
     """
     from haiprof.run_analysis.run_frames import RunFrames
 
+    if path is not None and path.is_file():
+        raise RunNotFoundError(
+            f"{path}: a file, where a run directory is expected",
+            hint=f"of a trace: haiprof verdict {shlex.quote(str(path))}",
+        )
     return RunFrames(existing_log_dir() if path is None else path)
 
 
@@ -127,6 +133,22 @@ def run_or_traces(path: Path | None) -> tuple[RunPaths | None, Path]:
     return run, run.root
 
 
+def named_traces(target: str | Path | None) -> Path | None:
+    """What is named where that is a trace, or a folder of traces and no run; else None."""
+    from haiprof.base.errors import TraceFormatError
+    from haiprof.trace_format.find import NSIGHT_ENDING, TRACE_ENDINGS, trace_files
+
+    if target is None or not (path := Path(target)).exists():
+        return None
+    if path.is_file() and not path.name.endswith((*TRACE_ENDINGS, NSIGHT_ENDING)):
+        return None
+    run, traces = run_or_traces(path)
+    try:
+        return traces if run is None and trace_files(traces) else None
+    except TraceFormatError:  # neither a run nor traces: the error of a run says so
+        return None
+
+
 def trace_target(path: Path) -> Path:
     """What a trace command means by a path: of a log directory, its newest run.
 
@@ -149,7 +171,7 @@ _ON_JOBS = frozenset({"ps", "top", "attach", "snapshot", "trace-now"})
 """Commands on jobs that run: these are recorded into a folder of this machine first."""
 _WRITE_INTO_RUN = frozenset({"report", "merge", "scalars"})
 """Commands that write into the run directory, where no other file is named."""
-_TAKE_ADDRESSES = frozenset({"put", "fetch", "submit"})
+_TAKE_ADDRESSES = frozenset({"put", "fetch", "submit", "try-loader"})
 _OF_OTHERS = ("--cluster",)
 """Options whose addresses are not of runs."""
 
@@ -192,7 +214,7 @@ def _check(words: Sequence[str]) -> None:
     if words[0] in _WRITE_INTO_RUN and not {"-o", "--output"} & set(words):
         raise UsageError(
             f"{words[0]} writes into the run, and {address} is fetched for this command alone",
-            hint=f"-o FILE, or haiprof fetch {address} before it",
+            hint=f"-o FILE, or haiprof copy {address} DIR before it",
         )
 
 
@@ -204,8 +226,8 @@ def _fetch(address: str, folders: contextlib.ExitStack) -> Path:
     folder = folders.enter_context(MadeFolder.temporary("haiprof-fetched-"))
     run = fetch_run(address, folder)
     note_fetched(run, mask_text(_address_of(run.name, address)))
-    print_message(f"fetched {run.name} for this command; to keep it: haiprof fetch "
-                  f"{mask_text(address)}")  # fmt: skip
+    print_message(f"fetched {run.name} for this command; to keep it: haiprof copy "
+                  f"{mask_text(address)} DIR")  # fmt: skip
     return run
 
 

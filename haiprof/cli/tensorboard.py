@@ -1,13 +1,12 @@
-"""`haiprof tensorboard`: TensorBoard on a run, with its scalars and its traces."""
+"""`haiprof export --to tensorboard`: TensorBoard on a run, with its scalars and its traces."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from haiprof.base.messages import print_message
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.target import run_or_traces
 
 if TYPE_CHECKING:
@@ -15,36 +14,31 @@ if TYPE_CHECKING:
 
 RunOrTraces = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="RUN_OR_TRACES",
-        help="A run directory, a log directory whose newest run is taken, a trace, or a folder "
+    Arg(
+        "RUN_OR_TRACES",
+        "A run directory, a log directory whose newest run is taken, a trace, or a folder "
         "with one trace per rank. Left out: the log directory that a job started here would "
         "write to.",
-        show_default=False,
     ),
 ]
 Port = Annotated[
-    int,
-    typer.Option(
-        "--port", metavar="N", min=0, max=65535, help="The port; the next free one if it is taken."
-    ),
+    int, Opt("--port N", "The port; the next free one if it is taken.", low=0, high=65535)
 ]
-Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")]
+Host = Annotated[str, Opt("--host ADDRESS", "Address to listen on.")]
 
 
 def tensorboard(source: RunOrTraces = None, port: Port = 6006, host: Host = "127.0.0.1") -> None:
-    r"""Start TensorBoard on a run: its scalars, also while the job runs, and its traces.
+    """Start TensorBoard on a run: its scalars, also while the job runs, and its traces.
 
     It ends with Ctrl-C and leaves nothing behind but the run's own scalars. Only you and root can
-    open it; with --host of another interface, whoever has the printed address. Needs
-    `pip install 'haiprof\[tensorboard]'`; traces also need `'haiprof\[torch-tb-profiler]'`, whose
+    open it; with --host of another interface, anybody with the printed address. Needs
+    `pip install 'haiprof[tensorboard]'`; traces also need `'haiprof[torch-tb-profiler]'`, whose
     pages work without network and with right numbers here: docs/tensorboard.md.
 
     For example:
 
-      haiprof tensorboard                         the newest run, also beside the job
-
-      haiprof tensorboard traces/ --port 7007     traces of torch.profiler
+      haiprof export --to tensorboard                         the newest run, also beside the job
+      haiprof export --to tensorboard traces/ --port 7007     traces of torch.profiler
     """
     from haiprof.compat.tensorboard import serve_tensorboard
 

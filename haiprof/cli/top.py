@@ -1,4 +1,4 @@
-"""`haiprof top`: running jobs, live in the terminal."""
+"""`haiprof ls --live`: running jobs, live in the terminal."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.live import Live
 
 from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from haiprof.show.views.jobs import Selection
 
 REFRESH_S = 1.0
-Follow = Annotated[
-    bool, typer.Option("--follow", help="With --json: one line each second until the job ends.")
-]
+Follow = Annotated[bool, Opt("--follow", "With --json: one line each second until the job ends.")]
 
 
 def top(
@@ -30,16 +28,13 @@ def top(
     """Watch running jobs: steps, their time and split, CPU and GPU, each rank, the verdict so far.
 
     Keys: up and down choose a job or a rank, enter looks at it, q goes back and leaves. Where the
-    output is no terminal, one frame is printed. Each second costs the same, however long a job
-    has run.
+    output is no terminal, one frame is printed.
 
     For example:
 
-      haiprof top                      all jobs of this node
-
-      haiprof top train.py             one of them, its ranks
-
-      haiprof top train.py --json --follow | jq .step_ns
+      haiprof ls --live                      all jobs of this node
+      haiprof ls --live train.py             one of them, its ranks
+      haiprof ls --live train.py --json --follow | jq .step_ns
     """
     from haiprof.cli.own_command import own_command
     from haiprof.live.find import find_job
@@ -67,12 +62,14 @@ def _is_live(as_json: bool) -> bool:
 
 def _once(watch: Watch, selection: Selection, as_json: bool) -> None:
     """One frame, as `ps` would print it."""
+    from haiprof.show.terminal import shows_colors
     from haiprof.show.views.jobs import top_view
 
     jobs = watch.look()
     data = {"jobs": [job.as_json() for job in jobs]}
     Output(json=as_json).show(
-        lambda _: top_view(jobs, selection, height=None, colored=sys.stdout.isatty()), data
+        lambda _: top_view(jobs, selection, height=None, colored=shows_colors(stdout_console())),
+        data,
     )
 
 
@@ -91,9 +88,10 @@ def _lines(watch: Watch) -> None:
 def _live(watch: Watch, selection: Selection, console: Console) -> None:
     """Draws frames until a key leaves or the jobs have ended."""
     from haiprof.cli.keys import keys
+    from haiprof.show.terminal import shows_colors
     from haiprof.show.views.jobs import move, top_view
 
-    colored = console.color_system is not None
+    colored = shows_colors(console)
     jobs = watch.look()
     with (
         keys() as pressed,

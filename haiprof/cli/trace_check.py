@@ -1,12 +1,11 @@
-"""`haiprof trace-check`: what is wrong with the recording of traces."""
+"""`haiprof trace check`: what is wrong with the recording of traces."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from haiprof.cli.arguments import AsJson, ReadProgress, Traces, Window
+from haiprof.cli.command_line import ExitStatus
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
@@ -22,9 +21,8 @@ def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) 
 
     For example:
 
-      haiprof trace-check traces/
-
-      haiprof trace-check trace.json.gz --json | jq '.findings[].check'
+      haiprof trace check traces/
+      haiprof trace check trace.json.gz --json | jq '.findings[].check'
     """
     from haiprof.show.views.trace_files import check_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -39,7 +37,7 @@ def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) 
         {"path": str(traces), "fault_count": faults, "findings": checks.to_dicts()},
     )
     if faults:
-        raise typer.Exit(1)
+        raise ExitStatus(1)
 
 
 def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> list[str]:

@@ -1,37 +1,24 @@
-"""`haiprof critical-path`: the chain of events that a step's time consists of."""
+"""`haiprof trace critical-path`: the chain of events that a step's time consists of."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson, Rank, ReadProgress, StepRange, Traces, Window, parse_steps
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 from haiprof.cli.trace_check import print_faults
 
 Annotation = Annotated[
     str | None,
-    typer.Option(
-        "--annotation",
-        metavar="NAME",
-        help="The window is a record_function range with this in its name.",
-        show_default=False,
-    ),
+    Opt("--annotation NAME", "The window is a record_function range with this in its name."),
 ]
-Instance = Annotated[
-    int, typer.Option("--instance", metavar="N", min=0, help="Which of those ranges, from 0.")
-]
+Instance = Annotated[int, Opt("--instance N", "Which of those ranges, from 0.", low=0)]
 Overlay = Annotated[
     Path | None,
-    typer.Option(
-        "--overlay",
-        metavar="DIR",
-        help="Write a copy of the trace with the path drawn in, for Perfetto.",
-        show_default=False,
-    ),
+    Opt("--overlay DIR", "Write a copy of the trace with the path drawn in, for Perfetto."),
 ]
 
 
@@ -52,11 +39,9 @@ def critical_path(
 
     For example:
 
-      haiprof critical-path traces/ --rank 0 --steps 12
-
-      haiprof critical-path trace.json --annotation forward --instance 3
-
-      haiprof critical-path trace.json --steps 12 --overlay .
+      haiprof trace critical-path traces/ --rank 0 --steps 12
+      haiprof trace critical-path trace.json --annotation forward --instance 3
+      haiprof trace critical-path trace.json --steps 12 --overlay .
     """
     from haiprof.show.views.causes import critical_path_data, critical_path_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions

@@ -1,11 +1,9 @@
-"""`haiprof trace-diff`: is a job slower than before, and what makes the difference."""
+"""`haiprof compare --traces`: is a job slower than before, and what makes the difference."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
-
-import typer
 
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import (
@@ -16,6 +14,7 @@ from haiprof.cli.arguments import (
     Window,
     parse_steps,
 )
+from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import trace_target
 from haiprof.cli.trace_check import print_faults
@@ -28,39 +27,24 @@ _LEAST_PERCENT = 1.0
 
 Control = Annotated[
     Path,
-    typer.Argument(
-        metavar="CONTROL",
-        help="Traces from before; of a log directory, its newest run.",
-        show_default=False,
-        callback=trace_target,
+    Arg(
+        "CONTROL", "Traces from before; of a log directory, its newest run.", callback=trace_target
     ),
 ]
 Test = Annotated[
     Path,
-    typer.Argument(
-        metavar="TEST",
-        help="Traces from after; of a log directory, its newest run.",
-        show_default=False,
-        callback=trace_target,
-    ),
+    Arg("TEST", "Traces from after; of a log directory, its newest run.", callback=trace_target),
 ]
 Tolerance = Annotated[
     str | None,
-    typer.Option(
-        "--fail-if-slower",
-        metavar="PERCENT",
-        help="End with status 10 where steps are slower by more than this and not by chance, and "
-        "with 5 where nobody can say; for continuous integration.",
-        show_default=False,
+    Opt(
+        "--fail-if-slower PERCENT",
+        "End with status 10 where steps are slower by more than this and not by chance, and "
+        "with 5 if that cannot be judged; for continuous integration.",
     ),
 ]
-TestSteps = Annotated[
-    str | None,
-    typer.Option("--test-steps", metavar="A:B", help="Steps of TEST, where they differ."),
-]
-Short = Annotated[
-    bool, typer.Option("--short-names", help="Kernels without template arguments are one.")
-]
+TestSteps = Annotated[str | None, Opt("--test-steps A:B", "Steps of TEST, where they differ.")]
+Short = Annotated[bool, Opt("--short-names", "Kernels without template arguments are one.")]
 
 
 def trace_diff(
@@ -82,13 +66,10 @@ def trace_diff(
 
     For example:
 
-      haiprof trace-diff before/ after/
-
-      haiprof trace-diff before/ after/ --fail-if-slower 5%
-
-      haiprof trace-diff a100.json h100.json --short-names
-
-      haiprof trace-diff before/ after/ --json | jq .verdict
+      haiprof compare --traces before/ after/
+      haiprof compare --traces before/ after/ --fail-if-slower 5%
+      haiprof compare --traces a100.json h100.json --short-names
+      haiprof compare --traces before/ after/ --json | jq .verdict
     """
     from haiprof.show.views.causes import diff_data, diff_view
     from haiprof.trace_analysis.diff import verdict
@@ -119,7 +100,7 @@ def trace_diff(
     if said.is_slower is None:
         raise MissingDataError(f"--fail-if-slower cannot be decided: {said.text}")
     if said.is_slower:
-        raise typer.Exit(SLOWER)
+        raise ExitStatus(SLOWER)
 
 
 def parse_percent(text: str | None) -> float | None:

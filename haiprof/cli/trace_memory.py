@@ -1,4 +1,4 @@
-"""`haiprof memory-timeline`: memory over time in traces, and what was alive at the peak."""
+"""`haiprof trace memory`: memory over time in traces, and what was alive at the peak."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ def memory_timeline(
 
     For example:
 
-      haiprof memory-timeline trace.json
-
-      haiprof memory-timeline traces/ --rank 3
-
-      haiprof memory-timeline snapshot.pickle
-
-      haiprof memory-timeline trace.json --json | jq '.at_peak[0]'
+      haiprof trace memory trace.json
+      haiprof trace memory traces/ --rank 3
+      haiprof trace memory snapshot.pickle
+      haiprof trace memory trace.json --json | jq '.at_peak[0]'
     """
     output = Output(json=as_json)
     if _show_file(traces, output):

@@ -1,4 +1,4 @@
-"""`haiprof trace-now`: a trace of a running job, by haiprof's hook or through Kineto's side."""
+"""`haiprof trace now`: a trace of a running job, by haiprof's hook or through Kineto's side."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import DEFAULT_STEPS
 from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs, parse_ranks, the_job
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
@@ -62,53 +61,42 @@ def trace_through_kineto(
     if not found.done:
         raise HaiprofError("no process was traced")
     where = found.folder if folder or job.run is None else job.run.root
-    output.hint(f"next: haiprof trace-report {where}")
+    output.hint(f"next: haiprof trace report {where}")
 
 
-Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="How many steps.")]
-Seconds = Annotated[
-    float | None,
-    typer.Option("--time", min=0.1, help="Seconds in place of steps.", show_default=False),
+Steps = Annotated[
+    int, Opt("--trace-steps N", "How many steps.", old=("--steps",), low=1, high=10000)
 ]
-Ranks = Annotated[
-    str | None,
-    typer.Option("--ranks", metavar="LIST", help="Only these: 0,3-5.", show_default=False),
-]
-Stacks = Annotated[bool, typer.Option("--stacks", help="Python stacks (slower).")]
-Shapes = Annotated[bool, typer.Option("--shapes", help="Shapes of operators' inputs.")]
-Memory = Annotated[bool, typer.Option("--memory", help="Allocations.")]
-Flops = Annotated[bool, typer.Option("--flops", help="Floating-point operations.")]
-Modules = Annotated[bool, typer.Option("--modules", help="Names of modules.")]
-Sync = Annotated[bool, typer.Option("--sync", help="CUDA synchronisation events.")]
+Seconds = Annotated[float | None, Opt("--time SECONDS", "Seconds in place of steps.", low=0.1)]
+Ranks = Annotated[str | None, Opt("--ranks LIST", "Only these: 0,3-5.")]
+Stacks = Annotated[bool, Opt("--trace-stacks", "Python stacks (slower).", old=("--stacks",))]
+Shapes = Annotated[bool, Opt("--trace-shapes", "Shapes of operators' inputs.", old=("--shapes",))]
+Memory = Annotated[bool, Opt("--trace-memory", "Allocations.", old=("--memory",))]
+Flops = Annotated[bool, Opt("--trace-flops", "Floating-point operations.", old=("--flops",))]
+Modules = Annotated[bool, Opt("--trace-modules", "Names of modules.", old=("--modules",))]
+Sync = Annotated[bool, Opt("--trace-sync", "CUDA synchronisation events.", old=("--sync",))]
 ExecutionTrace = Annotated[
-    bool, typer.Option("--execution-trace", help="Also the execution trace, for haiprof link.")
+    bool, Opt("--execution-trace", "Also the execution trace, for haiprof export --to linked.")
 ]
-Timeout = Annotated[
-    float | None,
-    typer.Option("--timeout", min=1, help="Seconds to wait for the ranks.", show_default=False),
-]
+Timeout = Annotated[float | None, Opt("--timeout SECONDS", "Seconds to wait for the ranks.", low=1)]
 
 Backend = Annotated[
     str,
-    typer.Option(
-        "--backend",
-        metavar="NAME",
-        help="hook: through Python; kineto: without it, for jobs with --kineto or "
+    Opt(
+        "--backend NAME",
+        "hook: through Python; kineto: without it, for jobs with --kineto or "
         "KINETO_USE_DAEMON; dynolog: a daemon of the site's own; auto: what the job takes.",
     ),
 ]
-Endpoint = Annotated[
-    str,
-    typer.Option("--dynolog", metavar="HOST:PORT", help="Where dynolog listens."),
-]
+Endpoint = Annotated[str, Opt("--dynolog HOST:PORT", "Where dynolog listens.")]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "-o", "--output", metavar="DIR", show_default=False,
-        help="Where the traces go (with kineto and dynolog; default: the run directory, else "
+    Opt(
+        "-o --output DIR",
+        "Where the traces go (with kineto and dynolog; default: the run directory, else "
         "haiprof-traces).",
     ),
-]  # fmt: skip
+]
 
 
 def trace_now(
@@ -124,17 +112,14 @@ def trace_now(
     done, refused and why, or it is listed as silent. The traces land in the run directory.
 
     A job with KINETO_USE_DAEMON is traced through Kineto instead, also one that does not run under
-    haiprof (see haiprof kineto-agent): JOB is then the id of one of its processes.
+    haiprof (see haiprof trace kineto-agent): JOB is then the id of one of its processes.
 
     For example:
 
-      haiprof trace-now                          five steps of the only job that runs here
-
-      haiprof trace-now train.py --steps 3 --stacks
-
-      haiprof trace-now 4711 --steps 5 -o traces      a process started with KINETO_USE_DAEMON=1
-
-      haiprof trace-now RUN_DIR --time 10 --ranks 0,8 --json | jq '.ranks[].path'
+      haiprof trace now                          five steps of the only job that runs here
+      haiprof trace now train.py --trace-steps 3 --trace-stacks
+      haiprof trace now 4711 --trace-steps 5 -o traces    started with KINETO_USE_DAEMON
+      haiprof trace now RUN_DIR --time 10 --ranks 0,8 --json | jq '.ranks[].path'
     """
     from haiprof.live.trace_now import trace_now as ask_for_trace
     from haiprof.show.views.requests import trace_now_view
@@ -164,4 +149,4 @@ def trace_now(
     output.show(lambda _: trace_now_view(found), found.as_json())
     if not found.done:
         raise HaiprofError("no rank was traced", hint=f"haiprof snapshot {found.run}")
-    output.hint(f"next: haiprof trace-report {found.run} --window {found.window}")
+    output.hint(f"next: haiprof trace report {found.run} --window {found.window}")

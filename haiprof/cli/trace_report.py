@@ -1,12 +1,10 @@
-"""`haiprof trace-report`: what traces of torch.profiler say, for all ranks."""
+"""`haiprof trace report`: what traces of torch.profiler say, for all ranks."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import (
@@ -22,6 +20,7 @@ from haiprof.cli.arguments import (
     parse_cluster,
     parse_steps,
 )
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
@@ -30,23 +29,15 @@ if TYPE_CHECKING:
 
 Reduce = Annotated[
     Path | None,
-    typer.Option(
-        "--reduce",
-        metavar="DIR",
-        help="Show nothing: write a small summary of each trace into this folder. "
-        "trace-report DIR then gives the same report without the traces.",
-        show_default=False,
+    Opt(
+        "--reduce DIR",
+        "Show nothing: write a small summary of each trace into this folder. trace-report DIR "
+        "then gives the same report without the traces.",
     ),
 ]
 
 Html = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Also write pictures and tables as a page that opens anywhere.",
-        show_default=False,
-    ),
+    Path | None, Opt("--html FILE", "Also write pictures and tables as one self-contained page.")
 ]
 
 
@@ -70,21 +61,14 @@ def trace_report(
 
     For example:
 
-      haiprof trace-report trace.json.gz              one rank
-
-      haiprof trace-report traces/ --steps 10:13      steps 10, 11 and 12
-
-      haiprof trace-report traces/ --csv tables       every table whole
-
-      haiprof trace-report traces/ --html traces.html     pictures
-
-      haiprof trace-report traces/ --json | jq '.tables.temporal[].idle_ratio'
-
-      haiprof trace-report /shared/traces --cluster tcp://head:8786
-
-      haiprof trace-report /local/traces --reduce /shared/job    on each node; then
-
-      haiprof trace-report /shared/job
+      haiprof trace report trace.json.gz              one rank
+      haiprof trace report traces/ --steps 10:13      steps 10, 11 and 12
+      haiprof trace report traces/ --csv tables       every table whole
+      haiprof trace report traces/ --html traces.html     pictures
+      haiprof trace report traces/ --json | jq '.tables.temporal[].idle_ratio'
+      haiprof trace report /shared/traces --cluster tcp://head:8786
+      haiprof trace report /local/traces --reduce /shared/job    on each node; then
+      haiprof trace report /shared/job
     """
     from haiprof.show.views.trace_report import trace_view
     from haiprof.trace_analysis.report import reduce_traces, standard_report
@@ -99,7 +83,7 @@ def trace_report(
                 traces, reduce, steps=chosen, window=window, pool=pool, progress=waiting
             )
         output.hint(f"wrote {len(made)} summaries to {reduce}")
-        output.hint(f"next: haiprof trace-report {shlex.quote(str(reduce))}")
+        output.hint(f"next: haiprof trace report {shlex.quote(str(reduce))}")
         return
     with ReadProgress(quiet=as_json) as waiting:
         report = standard_report(
@@ -114,7 +98,7 @@ def trace_report(
         _write_page(report, html, rank, window=window, pool=pool, force=force, output=output)
     output.show(lambda _: trace_view(report), report.as_json())
     if not report.reduced:
-        output.hint(f"next: haiprof query {shlex.quote(str(traces))} --schema")
+        output.hint(f"next: haiprof trace query {shlex.quote(str(traces))} --schema")
 
 
 def _write_page(

@@ -1,4 +1,4 @@
-"""`haiprof trace-table`: one table of traces whole, with HTA's cut-offs as options."""
+"""`haiprof trace tables`: one table of traces whole, with HTA's cut-offs as options."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Traces, Window, parse_steps
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.trace_check import print_faults
 
@@ -16,50 +15,49 @@ NAMES = ("kernels", "launches", "single-launches", "annotations", "annotation-ke
          "sequences", "counter-traces")  # fmt: skip
 """As `show.views.tables.TABLES` has them."""
 
-Name = Annotated[
-    str, typer.Argument(metavar="TABLE", help=", ".join(NAMES), show_default=False)
-]  # fmt: skip
+Name = Annotated[str, Arg("TABLE", ", ".join(NAMES))]
 Kernels = Annotated[
     int | None,
-    typer.Option("--num-kernels", metavar="N", min=1, show_default=False,
-                 help="kernels: at most N per rank and kind, the rest is one row."),
-]  # fmt: skip
+    Opt("--num-kernels N", "kernels: at most N per rank and kind, the rest is one row.", low=1),
+]
 Ratio = Annotated[
     float | None,
-    typer.Option("--duration-ratio", metavar="SHARE", min=0.0, max=1.0, show_default=False,
-                 help="kernels: the longest that make this share of a kind's time."),
-]  # fmt: skip
+    Opt(
+        "--duration-ratio SHARE",
+        "kernels: the longest that make this share of a kind's time.",
+        low=0.0,
+        high=1.0,
+    ),
+]
 RuntimeCutoff = Annotated[
     float | None,
-    typer.Option("--runtime-cutoff", metavar="US", min=0.0, show_default=False,
-                 help="launches: a call longer than this is an outlier (default: 50)."),
-]  # fmt: skip
+    Opt(
+        "--runtime-cutoff US",
+        "launches: a call longer than this is an outlier (default: 50).",
+        low=0.0,
+    ),
+]
 DelayCutoff = Annotated[
     float | None,
-    typer.Option("--launch-delay-cutoff", metavar="US", min=0.0, show_default=False,
-                 help="launches: a longer delay until the kernel begins is one (default: 100)."),
-]  # fmt: skip
+    Opt(
+        "--launch-delay-cutoff US",
+        "launches: a longer delay until the kernel begins is one (default: 100).",
+        low=0.0,
+    ),
+]
 Operator = Annotated[
-    str | None,
-    typer.Option("--operator", metavar="NAME", show_default=False,
-                 help="sequences: of operators with this in their name."),
-]  # fmt: skip
+    str | None, Opt("--operator NAME", "sequences: of operators with this in their name.")
+]
 Length = Annotated[
     int | None,
-    typer.Option("--min-length", metavar="N", min=1, show_default=False,
-                 help="sequences: calls with fewer kernels are left out (default: 3)."),
-]  # fmt: skip
-Top = Annotated[
-    int | None,
-    typer.Option("--top", metavar="N", min=1, show_default=False,
-                 help="sequences: so many of each rank (default: 5)."),
-]  # fmt: skip
+    Opt("--min-length N", "sequences: calls with fewer kernels are left out (default: 3).", low=1),
+]
+Top = Annotated[int | None, Opt("--top N", "sequences: so many of each rank (default: 5).", low=1)]
 Folder = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="DIR", show_default=False,
-                 help="counter-traces: where they go (default: beside each trace)."),
-]  # fmt: skip
-Csv = Annotated[bool, typer.Option("--csv", help="The whole table as CSV, on stdout.")]
+    Opt("--output -o DIR", "counter-traces: where they go (default: beside each trace)."),
+]
+Csv = Annotated[bool, Opt("--as-csv", "Print the whole table as CSV.", old=("--csv",))]
 
 
 def trace_table(
@@ -86,13 +84,10 @@ def trace_table(
 
     For example:
 
-      haiprof trace-table kernels traces/ --num-kernels 10 --duration-ratio 0.8
-
-      haiprof trace-table launches traces/ --runtime-cutoff 20 --launch-delay-cutoff 50
-
-      haiprof trace-table sequences traces/ --operator layer_norm --min-length 2
-
-      haiprof trace-table counter-traces traces/ -o with-counters
+      haiprof trace tables kernels traces/ --num-kernels 10 --duration-ratio 0.8
+      haiprof trace tables launches traces/ --runtime-cutoff 20 --launch-delay-cutoff 50
+      haiprof trace tables sequences traces/ --operator layer_norm --min-length 2
+      haiprof trace tables counter-traces traces/ -o with-counters
     """
     from haiprof.compat.exports import print_text, write_csv
     from haiprof.show.views.tables import Limits, table_of, table_view

@@ -5,44 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
+from haiprof.base.log_addresses import is_address
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
 
 Words = Annotated[
     list[str],
-    typer.Argument(
-        metavar="train.py ...",
-        help="The job, as after haiprof; this command's own options come before it.",
-        show_default=False,
+    Arg(
+        "COMMAND",
+        "The job, as after haiprof; this command's own options come before it.",
+        is_command=True,
     ),
 ]
-Steps = Annotated[int, typer.Option("--steps", metavar="N", min=60, help="Steps of a trial.")]
+Steps = Annotated[int, Opt("--steps N", "Steps of a trial.", low=60)]
 Seconds = Annotated[
-    float,
-    typer.Option(
-        "--time", metavar="SECONDS", min=1.0, help="A trial ends after so long, fewer steps or not."
-    ),
+    float, Opt("--time SECONDS", "A trial ends after so long, fewer steps or not.", low=1.0)
 ]
 Workers = Annotated[
     str | None,
-    typer.Option(
-        "--workers",
-        metavar="LIST",
-        help="Numbers of workers to try: 0,2,8 (default: 0, 1, 2, 4, ... up to a rank's share of "
+    Opt(
+        "--workers LIST",
+        "Numbers of workers to try: 0,2,8 (default: 0, 1, 2, 4, ... up to a rank's share of "
         "the cores).",
-        show_default=False,
     ),
 ]
-LogDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--log-dir", metavar="DIR", help="Keep the trials' runs here.", show_default=False
-    ),
-]
+LogDir = Annotated[str | None, Opt("--log-dir DIR", "Keep the trials' runs here.")]
 
 
 def try_loader(
@@ -67,12 +57,15 @@ def try_loader(
     """
     from haiprof.cli.own_command import own_command
     from haiprof.live.loader_trials import try_loaders
+    from haiprof.run_format.secrets import mask_text
     from haiprof.show.views.loader_trials import headline, loader_trials_view
 
+    if log_dir is not None and is_address(log_dir):
+        raise UsageError(f"--log-dir {mask_text(log_dir)}: expected a folder of this machine")
     counts = None if workers is None else _parse_counts(workers)
     trials = try_loaders(
         words, counts=counts, steps=steps, time_s=seconds, start=own_command,
-        progress=print_message, kept=log_dir,
+        progress=print_message, kept=None if log_dir is None else Path(log_dir),
     )  # fmt: skip
     Output(json=as_json).show(
         lambda _: loader_trials_view(trials),

@@ -7,19 +7,18 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import EXPLAIN_STEPS
-from haiprof.cli.arguments import AsJson, Everything, the_job
+from haiprof.cli.arguments import AsJson, Everything, PeakOption, the_job
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
 from haiprof.cli.target import (
     COMMAND_NAME,
     default_log_dir,
+    named_traces,
     open_target,
-    run_or_traces,
     working_folder,
 )
 
@@ -30,67 +29,44 @@ if TYPE_CHECKING:
 _TRACE_STEPS = 5
 Target = Annotated[
     str | None,
-    typer.Argument(
-        metavar="RUN_OR_JOB",
-        help="A run or log directory; a trace of torch.profiler or a folder of them; or a running "
-        "job: its id, name, script, or a process id. "
-        "Left out: the newest run, with --collect the only running job.",
-        show_default=False,
+    Arg(
+        "RUN_OR_JOB",
+        "A run or log directory; a trace of torch.profiler or a folder of them; or a running "
+        "job: its id, name, script, or a process id. Left out: the newest run, with --collect "
+        "the only running job.",
     ),
 ]
 Collect = Annotated[
     bool,
-    typer.Option(
+    Opt(
         "--collect",
-        help="The job runs: watch it for --time, trace two steps of it (the verdict says what that "
+        "The job runs: watch it for --time, trace two steps of it (the verdict says what that "
         "cost), and judge that part.",
     ),
 ]
-Seconds = Annotated[float, typer.Option("--time", metavar="SECONDS", help="How long to watch.")]
+Seconds = Annotated[float, Opt("--time SECONDS", "How long to watch.")]
 SaveTraces = Annotated[
     bool,
-    typer.Option(
-        "--save-traces", help="With --collect: trace five steps, for the other commands on traces."
-    ),
+    Opt("--save-traces", "With --collect: trace five steps, for the other commands on traces."),
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--folder",
-        metavar="DIR",
-        help="Write everything into a new folder that opens anywhere: card, page, tables, and the "
+    Opt(
+        "--folder DIR",
+        "Write everything into a new self-contained folder: card, page, tables, and the "
         "five reports of traced steps (with --collect some are traced).",
-        show_default=False,
     ),
 ]
-Save = Annotated[
-    bool, typer.Option("--save", help="Also write report/verdict.json and .txt into the run.")
-]
-SvgFile = Annotated[
-    Path | None,
-    typer.Option("--svg", metavar="FILE", help="Write the card as a picture.", show_default=False),
-]
+Save = Annotated[bool, Opt("--save", "Also write report/verdict.json and .txt into the run.")]
+SvgFile = Annotated[Path | None, Opt("--svg FILE", "Write the card as a picture.")]
 
 Last = Annotated[
-    float | None,
-    typer.Option(
-        "--last",
-        metavar="SECONDS",
-        min=0.1,
-        help="Only the last seconds of what was recorded.",
-        show_default=False,
-    ),
+    float | None, Opt("--last SECONDS", "Only the last seconds of what was recorded.", low=0.1)
 ]
 
 
 ExitReport = Annotated[
-    Path | None,
-    typer.Option(
-        "--exit-report",
-        metavar="FILE",
-        help="Write how the job ended as Markdown, for a ticket.",
-        show_default=False,
-    ),
+    Path | None, Opt("--exit-report FILE", "Write how the job ended as Markdown, for a ticket.")
 ]
 
 
@@ -98,49 +74,45 @@ def verdict(
     target: Target = None, as_json: AsJson = False, save: Save = False,
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
-    everything: Everything = False,
+    everything: Everything = False, peak: PeakOption = None,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
     With --all also what could not be measured or judged and why, and what haiprof itself cost.
     With --collect the next seconds of a running job are judged, and kept as report/diagnosis.json
     in its run directory (docs/diagnosis.md); two of its steps are traced, so that what backward
-    does has its line, and left out of all numbers. `haiprof diagnose` is the same command. With
-    --folder all of it is written into a folder that opens anywhere, without the run: card, page,
-    tables, hardware samples, and PerfTracker's five reports where steps were traced.
+    does has its line, and left out of all numbers. With --folder all of it is written into a
+    self-contained folder: card, page, tables, hardware samples, and PerfTracker's five reports
+    where steps were traced.
+
+    `haiprof verdict overview`, `verdict rank` and `verdict lines` show the same run by rank and by
+    line of code; each has a --help of its own.
 
     For example:
 
       haiprof verdict                             the newest run of the log directory
-
       haiprof verdict haiprof-logs/train-...      that run, also while it runs
-
       haiprof verdict train.py --collect          the next 20 s of that running job
-
       haiprof verdict train.py --collect --save-traces --time 60
-
-      haiprof diagnose train.py --collect --folder diagnosis     traces some steps, too
-
+      haiprof verdict train.py --collect --folder diagnosis     traces some steps, too
       haiprof verdict --last 60                   of the run's last minute alone
-
       haiprof verdict --svg card.svg              the card as a picture
-
       haiprof verdict --exit-report ticket.md     how it ended, for a ticket
-
       haiprof verdict --json | jq '.findings[0].remedy'
-
       haiprof verdict traces/                     of torch.profiler: the device's time, by account
+
+      haiprof verdict trace.json --peak MI300X    a trace that does not name its GPU
     """
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
     if folder is not None and last is not None:
         raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
-    if not collect and (traces := _trace_path(target)) is not None:
+    if not collect and (traces := named_traces(target)) is not None:
         if save or svg or folder or exit_report or last is not None:
             raise UsageError(
                 f"{traces}: traces, and no run: only --json and --all go with them",
                 hint="name a run directory, or leave the other options out",
             )
-        _show_traces(traces, as_json=as_json, everything=everything)
+        _show_traces(traces, as_json=as_json, everything=everything, peak=peak)
         return
     since = None
     if collect:
@@ -184,35 +156,20 @@ def verdict(
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
 
-def _trace_path(target: str | None) -> Path | None:
-    """What is named where that is a trace, or a folder of traces and no run; else None."""
-    from haiprof.base.errors import TraceFormatError
-    from haiprof.trace_format.find import TRACE_ENDINGS, trace_files
-
-    if target is None or not (path := Path(target)).exists():
-        return None
-    if path.is_file() and not target.endswith(TRACE_ENDINGS):
-        return None
-    run, traces = run_or_traces(path)
-    try:
-        return traces if run is None and trace_files(traces) else None
-    except TraceFormatError:  # neither a run nor traces: the error of a run says so
-        return None
-
-
-def _show_traces(path: Path, *, as_json: bool, everything: bool) -> None:
+def _show_traces(path: Path, *, as_json: bool, everything: bool, peak: str | None) -> None:
     from haiprof.cli.arguments import ReadProgress
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
+    from haiprof.trace_analysis.operator_efficiency import parse_peak
 
     with ReadProgress(quiet=as_json) as waiting:
-        found = device_ledger(path, progress=waiting)
+        found = device_ledger(path, peaks=parse_peak(peak), progress=waiting)
     output = Output(json=as_json)
     output.show(
         lambda width: device_ledger_view(found, path, width=width, everything=everything),
         device_ledger_data(found, path),
     )
-    output.hint(f"next: haiprof trace-report {shlex.quote(str(path))}")
+    output.hint(f"next: haiprof trace report {shlex.quote(str(path))}")
 
 
 def _trace_limit() -> int:
@@ -268,5 +225,5 @@ def _open_run_or_job(target: str | None) -> RunFrames:
     except RunNotFoundError as error:
         raise RunNotFoundError(
             f"{target}: no such folder, and {error}",
-            hint="haiprof list shows the runs recorded here, haiprof ps the running jobs",
+            hint="haiprof ls shows the runs recorded here, haiprof ls --running the running jobs",
         ) from None

@@ -1,14 +1,13 @@
-"""`haiprof view`: the report page of a run, served on this machine."""
+"""`haiprof report --serve`: the report page of a run, served on this machine."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import RunDir
 from haiprof.cli.browser import page_opener
+from haiprof.cli.command_line import Opt
 from haiprof.cli.report import Baseline, ReadTraces
 from haiprof.cli.target import open_target
 from haiprof.cli.tensorboard import Host, Port
@@ -16,7 +15,7 @@ from haiprof.cli.tensorboard import Host, Port
 if TYPE_CHECKING:
     from haiprof.show.page.server import Serving
 
-NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
+NoBrowser = Annotated[bool, Opt("--no-browser", "Only print the address.")]
 
 
 def view(
@@ -27,17 +26,16 @@ def view(
     baseline: Baseline = None,
     read_traces: ReadTraces = True,
 ) -> None:
-    r"""Show the page of `haiprof report` in a browser, also while the job runs.
+    """Show the page of `haiprof report` in a browser, also while the job runs.
 
     Ctrl-C ends it, and nothing is left behind. Only who has the printed address can open it,
     and on this machine's own addresses (127.0.0.1) only the same user or root.
-    Needs `pip install 'haiprof\[view]'`; with `'haiprof\[perfetto]'` traces open from the page.
+    Needs `pip install 'haiprof[view]'`; with `'haiprof[perfetto]'` traces open from the page.
 
     For example:
 
-      haiprof view                                the newest run, also beside the job
-
-      haiprof view haiprof-logs/train-... --port 7007
+      haiprof report --serve                                the newest run, also beside the job
+      haiprof report --serve haiprof-logs/train-... --port 7007
     """
     from haiprof.show.page.server import serve_page
 

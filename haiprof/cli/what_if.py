@@ -1,4 +1,4 @@
-"""`haiprof what-if`: the step's time if something were faster, predicted from its dependencies."""
+"""`haiprof trace what-if`: the step's time if something were faster."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import (
@@ -19,6 +17,7 @@ from haiprof.cli.arguments import (
     parse_cluster,
     parse_steps,
 )
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
 from haiprof.cli.trace_check import print_faults
@@ -28,24 +27,22 @@ if TYPE_CHECKING:
 
 Source = Annotated[
     Path,
-    typer.Argument(
-        metavar="[TRACES_OR_RUN]",
-        help="A trace, a folder with one file per rank, a run directory with traces, or a table "
-        "of a pipelined job's operations (.parquet), or a folder of such.",
-        show_default=False,
-        default_factory=existing_log_dir,
+    Arg(
+        "[TRACES_OR_RUN]",
+        "A trace, a folder with one file per rank, a run directory with traces, or a table of "
+        "a pipelined job's operations (.parquet), or a folder of such.",
         callback=trace_target,
+        factory=existing_log_dir,
     ),
 ]
 Faster = Annotated[
     list[str] | None,
-    typer.Option(
-        "--faster",
-        metavar="WHAT[:SPEED]",
-        help="kernel=NAME, operator=NAME, collective=NAME (regular expressions), loader, network, "
-        "launches, each with how many times as fast (:2x; without it: takes no time); rank=R or "
-        "ranks: as fast as the others. 'A and B' is both together. May be given several times.",
-        show_default=False,
+    Opt(
+        "--faster WHAT[:SPEED]",
+        "kernel=NAME, operator=NAME, collective=NAME (regular expressions), loader, network, "
+        "launches, each with how many times as fast (:2x; without it: takes no time); rank=R "
+        "or ranks: as fast as the others. 'A and B' is both together. May be given several "
+        "times.",
     ),
 ]
 _NAMED, _PLAIN = ("kernel", "operator", "collective"), ("loader", "network", "launches")
@@ -67,15 +64,11 @@ def what_if(
 
     For example:
 
-      haiprof what-if traces/                              what would help most
-
-      haiprof what-if traces/ --faster loader:2x --faster "kernel=gemm:1.5x"
-
-      haiprof what-if traces/ --faster rank=3              rank 3 as fast as the others
-
-      haiprof what-if traces/ --faster "loader:2x and operator=aten:2x"     both together
-
-      haiprof what-if job.parquet                          what a job's stragglers cost
+      haiprof trace what-if traces/                              what would help most
+      haiprof trace what-if traces/ --faster loader:2x --faster "kernel=gemm:1.5x"
+      haiprof trace what-if traces/ --faster rank=3              rank 3 as fast as the others
+      haiprof trace what-if traces/ --faster "loader:2x and operator=aten:2x"     both together
+      haiprof trace what-if job.parquet                          what a job's stragglers cost
     """
     from haiprof.show.views.causes import (
         job_answers,

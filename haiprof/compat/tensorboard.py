@@ -164,7 +164,7 @@ def _is_whole(members: Sequence[Worker]) -> bool:
 
 _SCALARS_EVERY_S = 5.0
 _PLUGIN = "torch_tb_profiler"
-_INSTALL_PLUGIN = "pip install 'haiprof[torch-tb-profiler]', or haiprof perfetto"
+_INSTALL_PLUGIN = "pip install 'haiprof[torch-tb-profiler]', or haiprof export --to perfetto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from haiprof.diagnosis.explanations import (
     explain,
     stragglers,
 )
-from haiprof.diagnosis.machine_causes import stolen_notes
+from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import RULES
 from haiprof.diagnosis.run_ledger import PricedSetting, RunLedger, run_ledger
@@ -97,6 +97,7 @@ def judge(
         evaluation_ns=_largest(inputs.ranks["eval_ns"] - _compiled_in_evaluation(inputs)),
         compile_ns=_largest(inputs.ranks["compile_ns"]),
         events=_events(analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi")),
+        machine=machine_text(inputs),
         cost=_cost(analyzer, inputs),
         next_command=_next_command(run, inputs, findings),
         notes=(
@@ -325,6 +326,7 @@ def _cost(analyzer: RunFrames, inputs: RuleInputs) -> Cost:
     return Cost(
         hook_ns_per_step=number(inputs.ranks["cost_ns_per_step"].max()),
         hook_ratio=number(inputs.ranks["cost_ratio"].max()),
+        threads_cpu_ratio=number(inputs.ranks["beside_cpu_ratio"].max()),
         agent_cpu_ratio=max(agents, default=None),
     )
 
@@ -342,8 +344,8 @@ def _next_command(run: str, inputs: RuleInputs, findings: tuple[Finding, ...]) -
     """The rank that a finding is about, or the one with the longest steps."""
     run = shlex.quote(run)
     if not inputs.steps.height:
-        return f"haiprof overview {run}"
+        return f"haiprof verdict overview {run}"
     named = next((finding.rank for finding in findings if finding.rank is not None), None)
     means = inputs.steps.group_by("rank").agg(pl.col("step_ns").mean())
     slowest = means.sort("step_ns", "rank", descending=[True, False])["rank"][0]
-    return f"haiprof rank {run} {slowest if named is None else named}"
+    return f"haiprof verdict rank {run} {slowest if named is None else named}"

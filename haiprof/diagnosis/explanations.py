@@ -17,6 +17,7 @@ from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.backward_lines import SMALL_OPERATORS
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
+from haiprof.diagnosis.opportunities import RECOMPUTED
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import CodeLine, Evidence, place_text
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
@@ -106,6 +107,8 @@ def explain(question: Question) -> Explanation:
     """The first explanation that speaks of an account."""
     if question.account.explanation == SMALL_OPERATORS:
         return _small_operators(question)
+    if question.account.explanation == RECOMPUTED:
+        return _recomputation(question)
     for activity, function in _BY_ACTIVITY.items():
         if question.account.activity == activity:
             return function(question)
@@ -301,6 +304,17 @@ def stragglers(question: Question, extra_ns: float) -> Explanation:
         f"CPU affinity{gpu}; the others wait for {'them' if several else 'it'} in their "
         "collectives",
         evidence=state.evidence if state else (),
+    )
+
+
+def _recomputation(question: Question) -> Explanation:
+    return Explanation(
+        slug=RECOMPUTED,
+        title="activation checkpointing runs forward again inside backward, "
+        f"{question.amount}{_code_text(question.account)}",
+        remedy="where memory allows, checkpoint fewer layers (every second one), keep what is "
+        "expensive to compute (torch.utils.checkpoint.create_selective_checkpoint_contexts), or "
+        "take the checkpointing out",
     )
 
 

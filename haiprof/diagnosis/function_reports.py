@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 _LINE_LIMIT = 4
 _HARDWARE = ("gpu", "gpu_health", "dcgm", "burst", "infiniband", "host", "memory_bandwidth")
 _ADVICE = (
-    ("Launch", ": many short kernels; torch.compile, CUDA graphs or fused optimizers launch fewer"),
+    (
+        "Launch",
+        ": it waits for launches; torch.compile, CUDA graphs or fused optimizers launch fewer",
+    ),
     ("Free", ": memory is given back in training; raise the memory limit or avoid empty_cache()"),
     ("Malloc", ": memory is taken in training; the caching allocator should have it already"),
     ("Synchronize", ": the host waits for the GPU; find the .item(), .cpu() or print that does"),

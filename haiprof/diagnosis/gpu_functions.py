@@ -44,11 +44,11 @@ _RATE, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
 _NO_GPU = "no GPU event in any trace: `--trace` records them where the job uses a GPU"
 _NO_SM = (
     "SM activity: Kineto records only estimates from the launch (occupancy, blocks per SM); "
-    "`haiprof overview` shows GPM's counters, `--burst` those of Nsight Systems"
+    "`haiprof verdict overview` shows GPM's counters, `--burst` those of Nsight Systems"
 )
 _NO_LINK = (
     "NVLink or PCIe: a trace does not name the link of a collective; `nvidia-smi topo -m` does, "
-    "and `haiprof overview` shows the bytes of both"
+    "and `haiprof verdict overview` shows the bytes of both"
 )
 
 

@@ -52,6 +52,8 @@ _PURE = 0.5
 _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
 _OPTIMIZER_FILES = "/torch/optim/"
+RECOMPUTED = "recomputation"
+_CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
 _MODULE_FILE = "/torch/nn/modules/module.py"
 """A module that runs before the forward of the trained model is a part of it: a teacher, an encoder
 that follows it, the other one of two."""
@@ -106,8 +108,15 @@ class _Line:
 
 def needed_rows(table: TimeTable) -> Bools:
     """Per row: whether it is the model's own work, which no change around it removes."""
-    found: Bools = _is_models_own(table) & (table.activity != NO_CORE)
+    found: Bools = _is_models_own(table) & (table.activity != NO_CORE) & ~_is_recomputed(table)
     return found
+
+
+def _is_recomputed(table: TimeTable) -> Bools:
+    """Per row: whether activation checkpointing runs a part of forward again for backward."""
+    files = np.array([*(_CHECKPOINT_FILE in f.file for f in table.tree.frames), False])
+    found: Bools = (table.position == BACKWARD) & table.tree.holds(files)[table.stack]
+    return found & np.isin(table.work, (OPERATORS, PYTHON))
 
 
 def _is_models_own(table: TimeTable) -> Bools:
@@ -150,6 +159,11 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     free[rows] = False
     if len(rows):
         found.append(opportunity(table, rows, None))
+    rows = np.flatnonzero(free & _is_recomputed(table))
+    free[rows] = False
+    if len(rows):
+        at = _find_checkpointing(table)
+        found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
     for position in np.unique(table.position[free & (table.stack == 0)]).tolist():
         rows = np.flatnonzero(free & (table.stack == 0) & (table.position == position))
         free[rows] = False
@@ -166,6 +180,26 @@ def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportuni
         position=int(np.bincount(table.position[rows], ns).argmax()),
         activity=int(np.bincount(table.work[rows], ns).argmax()),
     )
+
+
+def _find_checkpointing(table: TimeTable) -> CodePlace | None:
+    """The job's line that has most of its forward checkpointed; None where forward shows none."""
+    tree, time = table.tree, dict[int, float]()
+    for row in np.flatnonzero(table.position == FORWARD).tolist():
+        stack, outer = int(table.stack[row]), 0
+        while stack:
+            if _CHECKPOINT_FILE in tree.frames[tree.place[stack]].file:
+                outer = int(tree.parent[stack])
+            stack = int(tree.parent[stack])
+        while outer and tree.library[tree.place[outer]]:
+            outer = int(tree.parent[outer])
+        if outer:
+            at = int(tree.place[outer])
+            time[at] = time.get(at, 0.0) + float(table.ns[row])
+    if not time:
+        return None
+    frame = tree.frames[max(time, key=lambda at: time[at])]
+    return CodePlace(file=frame.file, line=frame.line, function=written_in(frame.function))
 
 
 def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportunity]:

@@ -22,7 +22,7 @@ from haiprof.run_analysis.reactions import Reaction
 
 
 def standstill(inputs: RuleInputs) -> Judgement:
-    """The job stood still, and a snapshot says which rank held it up.
+    """The job hung, and a snapshot names the rank that blocked it.
 
     Where the job was saving, or collectives went on, it did not stand still.
     """

@@ -34,6 +34,7 @@ _NOBODY = (
     "no process of the job reported in: it called no module, loader or collective of PyTorch, "
     "ended before its first step, or ran a Python that ignores PYTHONPATH"
 )
+_DAMAGED = "run.json is damaged, so that what the job did is not known"
 _NO_OPTIMIZER = (
     "no optimizer stepped while haiprof recorded, and nothing repeats that could be a step: the "
     "job ended before its first step, the warm-up was longer than the job, or the optimizer is not "
@@ -54,7 +55,8 @@ def why_no_steps(analyzer: RunFrames, inputs: RuleInputs) -> list[str]:
     if not inputs.ranks.height:
         failed = [f"haiprof's hook failed in {line}" for line in analyzer.files.hook_failures[:1]]
         unseen = [f"process {what}: {why}" for what, why in _processes(analyzer)]
-        return failed or unseen or [_NOBODY]
+        nobody = _NOBODY if analyzer.files.manifest is not None else _DAMAGED
+        return failed or unseen or [nobody]
     evaluated = inputs.ranks["eval_ns"].sum()
     unread = inputs.ranks["step_count"].null_count()
     if unread == inputs.ranks.height:
@@ -126,12 +128,14 @@ def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> t
     if len(lines) > _LINE_LIMIT:
         more = len(lines) - _LINE_LIMIT + 1
         lines[_LINE_LIMIT - 1 :] = [
-            f"and {more} more: haiprof query {shown_path(run.root)} --schema"
+            f"and {more} more: haiprof trace query {shown_path(run.root)} --schema"
         ]
     if kept.height:
         lines.append(_left_out(steps))
         path = shown_path(run.root)
-        lines.append(f"see them: haiprof trace-report {path}, haiprof tensorboard {path}")
+        lines.append(
+            f"see them: haiprof trace report {path}, haiprof export --to tensorboard {path}"
+        )
     return (*watched, *(line for line in lines if line))
 
 
@@ -250,7 +254,7 @@ def _slow_text(reaction: Reaction, run: RunPaths) -> str:
     line += f"; {outcome_text(reaction)}"
     if reaction.window is None:
         return line
-    return f"{line}: haiprof trace-report {shown_path(run.root)} --window {reaction.window}"
+    return f"{line}: haiprof trace report {shown_path(run.root)} --window {reaction.window}"
 
 
 def _hang_text(reaction: Reaction) -> str:

@@ -108,7 +108,10 @@ def step_work(
             return None
         peaks = parse_peak(os.environ.get(ENV_PEAK))
         found = analysis.per_rank(step_efficiency, peaks=peaks)
-    except (HaiprofError, OSError):  # no trace, none with shapes: `haiprof efficiency` says which
+    except (
+        HaiprofError,
+        OSError,
+    ):  # no trace, none with shapes: `haiprof trace efficiency` says which
         return None
     return _mean(found.drop_nulls("step_count"), step_ns)
 

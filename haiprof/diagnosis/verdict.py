@@ -165,9 +165,11 @@ class Cost:
     """What haiprof itself took, measured in this run."""
 
     hook_ns_per_step: float | None
-    """Inside the job, the costliest rank; None where no cost was recorded."""
+    """Of the training thread, the costliest rank; None where no cost was recorded."""
     hook_ratio: float | None
     """The same as a share of the recorded time."""
+    threads_cpu_ratio: float | None
+    """Share of one CPU that haiprof's own threads used in a process of the job, at most."""
     agent_cpu_ratio: float | None
     """CPU time of the node agent per elapsed time, the busiest node."""
 
@@ -214,7 +216,7 @@ class Verdict:
     run_time: Mapping[str, int] = field(default_factory=dict)
     """The run's wall time in ns by what passed, from start to end; empty where it has no end."""
     most_steps: int = 0
-    """Steps of the rank that has most, in all its attempts, as `haiprof list` shows them."""
+    """Steps of the rank that has most, in all its attempts, as `haiprof ls` shows them."""
     end_wall_ns: int | None = None
     """Unix time of the job's end; None where it still ran, or its end was not noted."""
     death: Death | None = None
@@ -229,6 +231,8 @@ class Verdict:
     """The share of the run's wall time in steps that counted."""
     checked: tuple[str, ...] = ()
     """Rules beside the ledger that had their data and found nothing."""
+    machine: str | None = None
+    """What the cores of the busiest node did while it trained; None where that is not known."""
     traces: tuple[str, ...] = ()
     """What was traced, and why the rest was not; empty where no trace was asked for."""
     reactions: tuple[str, ...] = ()
@@ -270,7 +274,9 @@ FIELDS = {
     "known",
     "compile_ns": "time in which torch.compile worked, the rank with the most; null: not known",
     "events": "`gc` and `save`, where there were any: `count`, `total_ns`, `longest_ns`",
-    "cost": "what haiprof itself took: `hook_ns_per_step`, `hook_ratio`, `agent_cpu_ratio`",
+    "machine": "what the cores of the job's busiest node did while it trained; null: not known",
+    "cost": "what haiprof itself took: `hook_ns_per_step` of the training thread, `hook_ratio`; "
+    "`threads_cpu_ratio`, of one CPU, in its own threads of the job; `agent_cpu_ratio` beside it",
     "next_command": "what to run next",
     "notes": "what was damaged or left out while reading, and what to know of the run",
     "traces": "what was traced, and why the rest was not",
@@ -289,6 +295,7 @@ FINDING_FIELDS = {
     "evidence": "the numbers: `name`, `value` (base units; null: not known), `unit`",
     "remedy": "what to change",
     "ranks": "ranks it is about; empty: all",
+    "account": "row of `ledger` that it is about; null: none",
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
     "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
     "`callees` in libraries, `callers` in the job's own code; empty: not known",
@@ -310,7 +317,7 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
         "problem_count": sum(found.severity != "info" for found in verdict.findings),
         "schema": SCHEMA,
         "since_ns": since_ns,
-        "findings": [_finding(finding) for finding in verdict.findings],
+        "findings": [_finding(finding, ledger) for finding in verdict.findings],
         "abstained": [{"slug": rule, "why": why} for rule, why in verdict.abstained],
         "not_measured": [{"what": what, "why": why} for what, why in verdict.not_measured],
     }
@@ -322,10 +329,12 @@ def account_document(account: Account) -> dict[str, Any]:
     return asdict(account) | {"ranks": list(account.ranks)}
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding, ledger: Ledger | None) -> dict[str, Any]:
     content = asdict(finding) | {"explained_by": None}
     content["slug"] = finding.rule
     content["ranks"] = [] if finding.rank is None else [finding.rank]
+    if ledger is not None and finding.account is not None:
+        content["ranks"] = list(ledger.accounts[finding.account].ranks)
     return {name: content[name] for name in FINDING_FIELDS}
 
 

@@ -129,7 +129,7 @@ def slow_kernels(patterns: Patterns) -> Finding | str | None:
             ("the same, share of the window", excess / window, "ratio"),
         ),
         remedy=f"look at the GPU of rank {rank}: clock, power cap, temperature, throttling "
-        "(`haiprof rank RUN RANK`), other processes on it; else move the rank to another GPU",
+        "(`haiprof verdict rank RUN RANK`), other processes on it; else use another GPU",
         confidence=0.8,
         missing=() if has_grids else (_NO_GRIDS,),
         rank=rank,
@@ -160,7 +160,7 @@ def slow_link(patterns: Patterns) -> Finding | str | None:
             ("its transfers, share of the window", share, "ratio"),
         ),
         remedy="check the rank's links: nvidia-smi nvlink -s, PCIe width, the port's error "
-        "counters (`haiprof overview` shows them), and who else uses them"
+        "counters (`haiprof verdict overview` shows them), and who else uses them"
         if len(talk)
         else "check the rank's PCIe generation and width (nvidia-smi -q -d PERFORMANCE), and that "
         "its process runs on the NUMA node of its GPU",
@@ -197,8 +197,8 @@ def exposed_communication(patterns: Patterns) -> Finding | str | None:
             ("share of collectives spent waiting", waiting, "ratio"),
             ("transfers, all ranks", float(transfer) or None, "ns"),
         ),
-        remedy="the transfers are not the problem: one rank arrives late. `haiprof functions RUN "
-        "--only communication` names it; balance its data, or look at its host and GPU"
+        remedy="the transfers are not the problem: one rank arrives late. `haiprof trace functions "
+        "RUN --only communication` names it; balance its data, or look at its host and GPU"
         if late
         else "let computing hide it: DDP with larger or earlier buckets (bucket_cap_mb, "
         "gradient_as_bucket_view), FSDP with prefetching, gradient accumulation under no_sync(), "

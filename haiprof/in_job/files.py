@@ -45,7 +45,7 @@ class RankFiles:
         self._lost_counts: dict[str, int] = {}
         self.event_count = 0
         self.drain_cpu_ns = 0
-        self.sampling_cpu_ns = 0
+        self.sampling_cpu_ns = self.sampling_held_ns = 0
         self.event_ns = 0.0
         self.module_call_ns = 0.0
 
@@ -68,7 +68,7 @@ class RankFiles:
         """Appends what was sampled."""
         if self._stacks is not None and line is not None:
             self._stacks.append(line)
-            self.sampling_cpu_ns = line["cpu_ns"]
+            self.sampling_cpu_ns, self.sampling_held_ns = line["cpu_ns"], line["held_ns"]
 
     def note_lost(self) -> None:
         """Says which files the job has closed under our hands since the last time."""
@@ -87,7 +87,7 @@ class RankFiles:
         self._events.append(line)
 
     def note_cost(self, started_ns: int | None) -> None:
-        """Cumulative cost: spans times their calibrated price, and the CPU time of draining."""
+        """Cumulative cost: spans times their price, CPU time of our threads, training held up."""
         now = time.perf_counter_ns()
         writers = [w for w in (self._phases, self._device) if w is not None]
         self.note(
@@ -100,6 +100,7 @@ class RankFiles:
                 "module_call_ns": self.module_call_ns,
                 "drain_cpu_ns": self.drain_cpu_ns,
                 "sampling_cpu_ns": self.sampling_cpu_ns,
+                "sampling_held_ns": self.sampling_held_ns,
                 "written_bytes": sum(w.written_bytes for w in writers),
                 "dropped_bytes": sum(w.dropped_bytes for w in writers),
             }

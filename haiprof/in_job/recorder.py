@@ -391,7 +391,8 @@ class Recorder:
         if self._files is not None:
             self._note_settings(self._files, last=True)
         ended_ns = self._window.ended_ns or _now()
-        self._close({"type": "record_end", "time_ns": ended_ns, "reason": reason})
+        line = {"type": "record_end", "time_ns": ended_ns, "reason": reason}
+        self._close({**line, "uncaught": self._uncaught.seen})
 
     def _close(self, last_line: Mapping[str, Any] | None) -> None:
         """Takes the hooks out, on whichever thread this happens."""

@@ -199,6 +199,7 @@ class StackSampler:
             "run_us": [s.cpu_ns // _NS_PER_US for s in samples],
             "queue_us": [s.queue_ns // _NS_PER_US for s in samples],
             "cpu_ns": self._before[2],
+            "held_ns": self._before[3] + self._before[4],
         }
         for name, unknown in _UNKNOWN.items():
             if set(line[name]) == {unknown}:

@@ -48,8 +48,13 @@ def hold_size_signal() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def call_within(limit_s: float, body: Callable[..., None], *arguments: Any) -> bool:
-    """Calls something that may hang on a disk, in a thread of its own."""
+def call_within(
+    limit_s: float, body: Callable[..., None], *arguments: Any, or_here: bool = False
+) -> bool:
+    """Calls something that may hang on a disk, in a thread of its own.
+
+    Where no thread can be started any more it is not called, or with `or_here` on this one.
+    """
     over = _thread.allocate_lock()
     over.acquire()
 
@@ -61,6 +66,8 @@ def call_within(limit_s: float, body: Callable[..., None], *arguments: Any) -> b
 
     try:
         start_deaf_thread(call)
-    except RuntimeError:  # no thread can be started any more
-        return False
+    except RuntimeError:
+        if or_here:
+            body(*arguments)
+        return or_here
     return over.acquire(timeout=limit_s)

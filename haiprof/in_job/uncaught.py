@@ -7,7 +7,9 @@ is found at exit where Python itself keeps it (`sys.last_value`, the exception i
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import mmap
 import os
 import socket
 import sys
@@ -33,6 +35,9 @@ _LINE_CHARS = 300
 _OUTER_FRAMES, _INNER_FRAMES = 16, 48
 _CHAIN_LIMIT = 4
 _THREAD_LIMIT = 4
+_RESERVE_BYTES = 32 << 20
+"""Address space, never touched, for the last words of a process whose memory has run out: the
+thread that writes them needs a stack of 8 MiB, and Python arenas of 1 MiB."""
 
 
 class Uncaught:
@@ -43,6 +48,13 @@ class Uncaught:
         self._noted: list[dict[str, Any]] = []
         self._pid = os.getpid()
         self._ended = False
+        self._unwritten: tuple[dict[str, Any], BaseException] | None = None
+        self._reserve: mmap.mmap | None = None
+
+    @property
+    def seen(self) -> bool:
+        """Whether an exception ended this process, written down or not."""
+        return self._ended and self._pid == os.getpid()
 
     def watch(self) -> None:
         """Replaces Python's own default hooks, and no others, by ones that call them.
@@ -50,6 +62,8 @@ class Uncaught:
         What ends the process from native code is written down, too, where that can be had.
         """
         watch_terminate(self._run.uncaught)
+        with contextlib.suppress(OSError):
+            self._reserve = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = self._hook(sys.__excepthook__)
         if threading.excepthook is threading.__excepthook__:
@@ -65,6 +79,8 @@ class Uncaught:
         error = in_flight if in_flight is not None else getattr(sys, "last_value", None)
         if not self._ended and isinstance(error, BaseException):
             self._note("exit" if isinstance(error, SystemExit) else "exception", error)
+        elif self._unwritten is not None:  # by now its frames have let go of their memory
+            call_within(WRITE_WAIT_S, self._write, *self._unwritten, or_here=True)
 
     def _hook(self, default: Callable[..., None]) -> Callable[..., None]:
         def excepthook(
@@ -99,25 +115,30 @@ class Uncaught:
         self._ended = how != "thread"
         times = {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()}
         entry = {"how": how, "thread": thread, **times}
+        self._unwritten = entry, error
+        if self._reserve is not None:
+            self._reserve.close()
         try:
-            call_within(WRITE_WAIT_S, self._write, entry, error)
+            call_within(WRITE_WAIT_S, self._write, entry, error, or_here=True)
         except Exception:
             return
 
     def _write(self, entry: dict[str, Any], error: BaseException) -> None:
         try:
-            self._noted.append({**entry, "errors": [*_describe_chain(error)]})
-            content = {**_who(), **self._describe(), "ended": self._noted}
+            noted = [*self._noted, {**entry, "errors": [*_describe_chain(error)]}]
+            content = {**_who(), **self._describe(), "ended": noted}
             path = self._run.uncaught_file(socket.gethostname(), os.getpid())
             make_folder(path.parent, below=self._run.root)
             write_file(path, _encode(content), below=self._run.root)
         except Exception:
             return
+        self._noted, self._unwritten = noted, None
 
     def _forget_parent(self) -> None:
         """In a forked child: what the parent had noted is not its own."""
         if self._pid != os.getpid():
             self._pid, self._noted, self._ended = os.getpid(), [], False
+            self._unwritten = None
 
 
 def _finish_with_child(uncaught: Uncaught) -> None:

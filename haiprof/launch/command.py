@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 import shlex
 import shutil
 import sys
@@ -21,9 +22,13 @@ from haiprof.base.options import (
     parse_value,
     safe_name,
 )
+from haiprof.run_format.secrets import mask_command
 
-# Also taken after the script, as in the published tool. Others could be the script's own.
-AFTER_SCRIPT = ("time", "warmup", "trace", "recorder", "log-dir", "name")
+AFTER_SCRIPT = ("time",)
+"""Options that may also stand after the script, as in the published tool."""
+_FORMERLY_AFTER = ("warmup", "trace", "recorder", "log-dir", "name")
+"""They were taken after the script until version 0.1; for one release with a warning."""
+_SCRIPT_BYTES = 1 << 20
 _OWN_HINT = "if this is the script's own option, put -- before the script's arguments"
 
 
@@ -37,8 +42,8 @@ class CommandLine:
     """haiprof's options by field name."""
     taken: list[str]
     """The words that haiprof took for itself, to show them."""
-    taken_after: list[str]
-    """Those of them that stood after the script, where its own options stand too."""
+    warnings: list[str]
+    """What the user must know about words after the script, even with `--quiet`."""
     name: str
     """The default name of the job."""
 
@@ -46,8 +51,11 @@ class CommandLine:
 def parse_command_line(words: Sequence[str]) -> CommandLine:
     """Takes haiprof's options out of a command line.
 
-    Options stand before the script or, as in the published tool, after it; from `--` on everything
-    is the script's, untouched.
+    Options stand before the script; after it only `--time` and `--options profile.NAME=VALUE` are
+    haiprof's, as in the published tool. From `--` on everything is the script's, untouched.
+
+    Raises:
+        UsageError: An option is unknown or invalid, or it is not clear whose it is.
     """
     taker = _OptionParser(list(words))
     taker.leading()
@@ -59,7 +67,7 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
         command=_executable(program) + arguments,
         options=taker.options,
         taken=taker.taken,
-        taken_after=taker.taken_after,
+        warnings=taker.warnings,
         name=_job_name([*program, *arguments]),
     )
 
@@ -68,6 +76,8 @@ def _near_option(word: str) -> str:
     """The option that a mistyped one most likely means."""
     import difflib
 
+    if word == "-c":
+        return "haiprof python -c CODE"
     name = word.lstrip("-").partition("=")[0]
     near = difflib.get_close_matches(name, [spec.name for spec in OPTIONS], n=1)
     return f"did you mean --{near[0]}?" if near else "haiprof --help lists the options"
@@ -80,7 +90,7 @@ class _OptionParser:
         self.left = words
         self.options: dict[str, object] = {}
         self.taken: list[str] = []
-        self.taken_after: list[str] = []
+        self.warnings: list[str] = []
         self.ended = False
 
     def leading(self) -> None:
@@ -90,7 +100,7 @@ class _OptionParser:
                 self.left.pop(0)
                 self.ended = True
                 return
-            if not self._take(everywhere=False):
+            if not self._take():
                 raise UsageError(f"no option {self.left[0]!r}", hint=_near_option(self.left[0]))
 
     def take_program(self) -> list[str]:
@@ -105,31 +115,67 @@ class _OptionParser:
 
     def trailing(self, program: Sequence[str]) -> list[str]:
         """Takes haiprof's options out of the program's arguments."""
+        script, text = _script([*program, *self.left])
+        before = set(self.options)
         arguments: list[str] = []
         while self.left and not self.ended:
             if self.left[0] == "--":
                 self.left.pop(0)
                 self.ended = True
                 _check_published_order(program, self.left)
-            elif not self._take(everywhere=True):
+            elif not self._is_ours(before, script, text) or not self._take(hint=_OWN_HINT):
                 arguments.append(self.left.pop(0))
         return arguments + self.left
 
-    def _take(self, *, everywhere: bool) -> bool:
+    def _is_ours(self, before: set[str], script: str, text: str | None) -> bool:
+        """Whether the word at the front, after the script, is an option of haiprof's.
+
+        Args:
+            before: The fields that options before the script have set.
+            script: The script's name.
+            text: What the script consists of; None where that is not known.
+        """
+        name, equals, value = self.left[0][2:].partition("=")
+        if not self.left[0].startswith("--"):
+            return False
+        if name == "options":
+            following = self.left[1] if len(self.left) > 1 else ""
+            return (value if equals else following).startswith("profile.")
+        spec = option_spec(name)
+        if spec is None or spec.field in before:
+            return False
+        has_value = not equals and (spec.metavar or self.left[1:2] in (["0"], ["1"]))
+        words = shlex.join(mask_command(self.left[: 2 if has_value else 1]))
+        first, own = f"haiprof {words} {script}", f"{script} {words}"
+        if spec.name in AFTER_SCRIPT:
+            if text is not None and re.search(rf"--{name}(?![\w-])", text):
+                raise UsageError(
+                    f"--{name} is an option of haiprof and of {script}: write {first} if it is "
+                    f"for haiprof, haiprof -- {own} if it is for the script"
+                )
+            if text is None:
+                self.warnings.append(
+                    f"haiprof took {words}, and {script} does not get it; haiprof -- {own} passes "
+                    "it on"
+                )
+            return True
+        if spec.name not in _FORMERLY_AFTER or text is None or _defines(text, spec.name):
+            return False
+        self.warnings.append(
+            f"warning: haiprof took {words}, and the script does not get it; the next "
+            f"release leaves it to the script: write {first}, or haiprof -- {own} for the script"
+        )
+        return True
+
+    def _take(self, hint: str = "") -> bool:
         """Takes the option at the front, if it is one."""
         word = self.left[0]
         name, equals, value = word[2:].partition("=")
         if not word.startswith("--") or not (name == "options" or is_option(name)):
             return False
-        spec = option_spec(name)
-        if everywhere and spec is not None and spec.name not in AFTER_SCRIPT:
-            return False
-        if everywhere and name == "options" and not _is_profile(equals, value, self.left):
-            return False
-        hint = _OWN_HINT if everywhere else ""
         count = 1
         if not equals:
-            count, value = self._value(word, spec, hint)
+            count, value = self._value(word, option_spec(name), hint)
         try:
             key, parsed = (
                 parse_dotted(value)
@@ -140,7 +186,6 @@ class _OptionParser:
             raise UsageError(str(error), hint=error.hint or hint) from None
         self.options[key] = parsed
         self.taken += self.left[:count]
-        self.taken_after += self.left[:count] if everywhere else []
         self.left = self.left[count:]
         return True
 
@@ -174,10 +219,29 @@ def _check_published_order(program: Sequence[str], words: list[str]) -> None:
     )
 
 
-def _is_profile(equals: str, value: str, left: list[str]) -> bool:
-    """Whether `--options` is haiprof's: only `profile.NAME=VALUE` is."""
-    text = value if equals else (left[1] if len(left) > 1 else "")
-    return text.startswith("profile.")
+def _script(words: Sequence[str]) -> tuple[str, str | None]:
+    """The job's script, as it is named, and its text; None where no script is found or readable."""
+    for place, word in enumerate(words):
+        paths, name = [Path(word)], word
+        if word == "-m" and place + 1 < len(words):
+            module = Path(*words[place + 1].split("."))
+            paths, name = [module / "__main__.py", module.with_suffix(".py")], f"-m {module.name}"
+        elif place and not word.endswith((".py", ".sh")):
+            continue
+        for path in paths:
+            if path.is_file():
+                try:
+                    with path.open(encoding="utf-8", errors="replace") as file:
+                        return name, file.read(_SCRIPT_BYTES)
+                except OSError:
+                    return name, None
+    return words[0], None
+
+
+def _defines(text: str, name: str) -> bool:
+    """Whether a script has an option of that name, or a field that its parser takes for one."""
+    word = name.replace("-", "[-_]")
+    return re.search(rf"--{word}(?![\w-])|^\s+{word}\s*:", text, re.MULTILINE) is not None
 
 
 def _executable(program: list[str]) -> list[str]:

@@ -166,10 +166,8 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
         parts.append(f"after {options.warmup_s:g} s of warm-up")
     if options.traces:
         parts.append(options.trace_words(time_s=options.time_s))
-    if line.taken and line.taken != line.taken_after:
+    if line.taken:
         parts.append(f"taken from the command line: {shlex.join(mask_command(line.taken))}")
-    if line.taken_after:
-        parts.append(words_taken_after(line))
     detail = f" ({'; '.join(parts)})" if parts else ""
     own_python = line.command[0] == sys.executable and len(line.command) > 1
     words = line.command[1:] if own_python else line.command  # which Python is no surprise then
@@ -179,12 +177,6 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
 def _address_line(address: str, run: RunPaths) -> str:
     target = mask_text(run_address(address, run.root.name))
     return f"it is put at {target} every {PUT_EVERY_S / 60:g} minutes and at the end"
-
-
-def words_taken_after(line: CommandLine) -> str:
-    """Which words behind the script haiprof took for itself."""
-    taken = shlex.join(mask_command(line.taken_after))
-    return f"the script does not get {taken}: put -- before what is its own"
 
 
 def _short(path: Path) -> str:

@@ -24,7 +24,7 @@ from haiprof.base.options import (
 )
 from haiprof.base.subcommand import Subcommand
 from haiprof.launch.command import CommandLine, parse_command_line
-from haiprof.launch.companion import Companion, words_taken_after
+from haiprof.launch.companion import Companion
 from haiprof.launch.supervisor import Supervisor, die_of
 from haiprof.run_format.boot import carries_run
 
@@ -47,8 +47,6 @@ def main(words: list[str], subcommand: Subcommand) -> int:
 
 
 def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand) -> int:
-    if words[0] == "trace":  # hai-platform's spelling of a traced run
-        words = ["--trace", *words[1:]]
     line = parse_command_line(words)
     if not is_enabled(environ):
         return _run_plain(line.command)
@@ -66,8 +64,8 @@ def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand
     missing = _missing_script(line.command)
     if missing:
         raise UsageError(f"{missing}: no such file", hint=_nearest_script(missing))
-    if options.quiet and line.taken_after:
-        print_message(words_taken_after(line))
+    for warning in line.warnings:
+        print_message(warning)
     return _launch_recorded(line, options, environ=environ, subcommand=subcommand)
 
 

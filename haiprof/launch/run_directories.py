@@ -247,4 +247,4 @@ class RunCopies:
     def _print_failure(self, why: str) -> None:
         print_message(f"{self._target()} {why}; the run is in {self._run.root}")
         address = shlex.quote(mask_text(self._address))
-        print_message(f"hint: haiprof put {shlex.quote(str(self._run.root))} {address}")
+        print_message(f"hint: haiprof copy {shlex.quote(str(self._run.root))} {address}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from haiprof.linux.procfs import unescape
 from haiprof.linux.readings import Unavailable, os_status
+from haiprof.run_format.tables import FILESYSTEM
 
 NFS_TYPES = ("nfs", "nfs4")
 LUSTRE = "lustre"
@@ -42,12 +43,7 @@ _LUSTRE_METADATA = (
     "symlink", "unlink", "rmdir", "rename",
 )  # fmt: skip
 
-NFS_COLUMNS = (
-    "read_bytes", "write_bytes", "server_read_bytes", "server_write_bytes", "server_read_count",
-    "server_write_count", "metadata_count", "server_read_rtt_ns", "server_read_execute_ns",
-    "server_write_rtt_ns", "server_write_execute_ns", "metadata_execute_ns",
-    "retransmission_count", "timeout_count",
-)  # fmt: skip
+NFS_COLUMNS = FILESYSTEM.names("read_bytes", "timeout_count")
 LUSTRE_COLUMNS = ("read_bytes", "write_bytes", "metadata_count")
 
 

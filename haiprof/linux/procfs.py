@@ -153,7 +153,23 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
     try:
         rss_bytes = int(read_small(f"{folder}/statm").split()[1]) * PAGE_BYTES
         fields = stat_fields(folder)
-        return _reading(pid, fields, rss_bytes, io_result)
+        own = int(fields[11]) + int(fields[12])
+        waited_faults = int(fields[8])
+        return ProcessReading(
+            pid=pid,
+            parent=int(fields[1]),
+            start_ticks=int(fields[19]),
+            running=fields[0] not in (b"Z", b"X", b"x"),
+            own_ticks=own,
+            total_ticks=own + int(fields[13]) + int(fields[14]),
+            faults=int(fields[7]) + waited_faults,
+            major_faults=int(fields[9]) + int(fields[10]),
+            waited_faults=waited_faults,
+            rss_bytes=rss_bytes,
+            thread_count=int(fields[17]),
+            io_bytes=None if isinstance(io_result, Unavailable) else io_result,
+            io_missing=io_result if isinstance(io_result, Unavailable) else None,
+        )
     except (OSError, ValueError, IndexError):
         return None
 
@@ -180,31 +196,6 @@ def read_stat(root: Path, pid: int) -> list[bytes] | None:
     except (OSError, ValueError):
         return None
     return fields if len(fields) > 36 else None  # up to the CPU, field 39; the kernel writes 52
-
-
-def _reading(
-    pid: int,
-    fields: list[bytes],
-    rss_bytes: int,
-    io_result: tuple[int, int, int, int] | Unavailable,
-) -> ProcessReading:
-    own = int(fields[11]) + int(fields[12])
-    waited_faults = int(fields[8])
-    return ProcessReading(
-        pid=pid,
-        parent=int(fields[1]),
-        start_ticks=int(fields[19]),
-        running=fields[0] not in (b"Z", b"X", b"x"),
-        own_ticks=own,
-        total_ticks=own + int(fields[13]) + int(fields[14]),
-        faults=int(fields[7]) + waited_faults,
-        major_faults=int(fields[9]) + int(fields[10]),
-        waited_faults=waited_faults,
-        rss_bytes=rss_bytes,
-        thread_count=int(fields[17]),
-        io_bytes=None if isinstance(io_result, Unavailable) else io_result,
-        io_missing=io_result if isinstance(io_result, Unavailable) else None,
-    )
 
 
 def _read_io(path: str) -> tuple[int, int, int, int] | Unavailable:

@@ -83,23 +83,22 @@ def _latest(run: RunPaths) -> list[Member]:
             report = read_json(paths.report)
         except RunFormatError:
             continue  # it has not reported in yet
-        pid, host = report.get("pid"), report.get("host")
-        latest[rank] = Member(
-            name=f"{rank}.{attempt}" if attempt else str(rank),
-            rank=rank,
-            host=host if isinstance(host, str) else None,
-            pid=pid if type(pid) is int else None,
-        )
+        latest[rank] = _member(f"{rank}.{attempt}" if attempt else str(rank), rank, report)
     for name, told in read_members(run).items():
-        number, pid, host = told.get("rank"), told.get("pid"), told.get("host")
+        number = told.get("rank")
         if type(number) is int and number not in latest:
-            latest[number] = Member(
-                name=name,
-                rank=number,
-                host=host if isinstance(host, str) else None,
-                pid=pid if type(pid) is int else None,
-            )
+            latest[number] = _member(name, number, told)
     return list(latest.values())
+
+
+def _member(name: str, rank: int, told: Mapping[str, Any]) -> Member:
+    pid, host = told.get("pid"), told.get("host")
+    return Member(
+        name=name,
+        rank=rank,
+        host=host if isinstance(host, str) else None,
+        pid=pid if type(pid) is int else None,
+    )
 
 
 def _has_ended(member: Member, proc: Path) -> bool:

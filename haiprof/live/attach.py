@@ -116,7 +116,13 @@ def inject(process: Process, run: RunPaths) -> str | None:
         return str(error)
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return _answer(process.pid, run)
+    limit = time.monotonic() + ANSWER_S
+    while time.monotonic() < limit:
+        with contextlib.suppress(RunFormatError):  # missing yet, or incomplete
+            answer = read_json(run.injection_result(process.pid))
+            return None if answer.get("state") == "done" else str(answer.get("reason"))
+        time.sleep(_POLL_S)
+    return "no answer: its main thread runs no Python code (it waits inside a C function)"
 
 
 def are_settled(processes: Sequence[Process]) -> bool:
@@ -160,16 +166,6 @@ def _imports(pid: int) -> bool:
 
 def _by_remote_exec(process: Process) -> bool:
     return process.python is not None and process.python >= _REMOTE_EXEC_FROM
-
-
-def _answer(pid: int, run: RunPaths) -> str | None:
-    limit = time.monotonic() + ANSWER_S
-    while time.monotonic() < limit:
-        with contextlib.suppress(RunFormatError):  # missing yet, or incomplete
-            answer = read_json(run.injection_result(pid))
-            return None if answer.get("state") == "done" else str(answer.get("reason"))
-        time.sleep(_POLL_S)
-    return "no answer: its main thread runs no Python code (it waits inside a C function)"
 
 
 TICK_S = 0.1

@@ -34,7 +34,7 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
         raise RunNotFoundError(
             f"{name}: no process of yours that has PyTorch loaded"
             + ("" if name.isdigit() else ", and no job of that name"),
-            hint="haiprof ps lists jobs under haiprof; or name a process id",
+            hint="haiprof ls --running lists jobs under haiprof; or name a process id",
         )
     return ranks
 
@@ -73,7 +73,7 @@ def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> 
 def _check_owner(pid: int, proc: Path) -> None:
     uid = user_id(pid, proc=proc)
     if uid is None:
-        raise RunNotFoundError(f"no process {pid}", hint="haiprof ps lists running jobs")
+        raise RunNotFoundError(f"no process {pid}", hint="haiprof ls --running lists running jobs")
     if uid != os.getuid():
         raise UsageError(f"process {pid} belongs to another user (uid {uid})")
 
@@ -141,7 +141,9 @@ def sample_stacks(
 ) -> list[SampledStacks]:
     """Samples the stacks of processes for so many seconds; nothing in them is stopped."""
     command = spy or find_spy()
-    chosen = _spread(processes)
+    numbered = list(enumerate(processes))
+    step = max(1, math.ceil(len(numbered) / MOST_RANKS))
+    chosen = [(p.rank if p.rank is not None else place, p) for place, p in numbered[::step]]
     if command is None:
         reason = "py-spy is not installed (pip install py-spy)"
         return [_no_samples(rank, process, reason) for rank, process in chosen]
@@ -167,12 +169,6 @@ def find_spy() -> str | None:
     """The command py-spy: on PATH, or beside this interpreter."""
     scripts = os.path.dirname(sys.executable)
     return shutil.which("py-spy") or shutil.which("py-spy", path=scripts)
-
-
-def _spread(processes: Sequence[Process]) -> list[tuple[int, Process]]:
-    numbered = list(enumerate(processes))
-    step = max(1, math.ceil(len(numbered) / MOST_RANKS))
-    return [(p.rank if p.rank is not None else place, p) for place, p in numbered[::step]]
 
 
 def _start(command: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[str]:

@@ -72,7 +72,7 @@ def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc"))
         raise UsageError(f"{name!r} is the name of several running jobs: {known}")
     raise RunNotFoundError(
         f"no running job {name!r}" + (f"; running: {known}" if known else ""),
-        hint="haiprof ps lists running jobs; name a run directory for one on another node",
+        hint="haiprof ls --running lists them; name a run directory for one on another node",
     )
 
 

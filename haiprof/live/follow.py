@@ -54,21 +54,23 @@ class RankNow:
     attempt: int
     host: str | None
     pid: int | None
-    step: int | None
+    step: int | None = None
     """Last whole step; None before the first."""
-    step_is_exact: bool
+    step_is_exact: bool = True
     """Whether steps were counted from the recording's start, as in the analysis."""
-    step_ns: float | None
+    step_ns: float | None = None
     """Median of the last steps."""
-    split: dict[str, float | None]
+    split: dict[str, float | None] = field(
+        default_factory=lambda: dict.fromkeys((*PHASES, "other"))
+    )
     """Share of each phase, `other` included; None where a phase was never seen in them."""
-    times_ns: tuple[int, ...]
+    times_ns: tuple[int, ...] = ()
     """Of the last steps, in order."""
-    slowest: tuple[tuple[int, int, str], ...]
+    slowest: tuple[tuple[int, int, str], ...] = ()
     """(step, ns, phase that it spent most time in), among the last steps."""
-    idle_ns: int | None
+    idle_ns: int | None = None
     """Since the last whole step ended."""
-    recording: bool
+    recording: bool = False
     stopped: bool = False
     """Whether a signal has stopped its process, as far as this node can tell."""
     elsewhere: bool = False
@@ -163,8 +165,6 @@ class LiveRank:
             facts["idle_ns"] = max(now_ns - wall_offset_ns - int(found.steps.end_ns[-1]), 0)
         host, pid = self._report.get("host"), self._report.get("pid")
         here = type(pid) is int and host == socket.gethostname()
-        empty: dict[str, Any] = dict.fromkeys(("step", "step_ns", "idle_ns"))
-        empty |= {"split": dict.fromkeys((*PHASES, "other")), "times_ns": (), "slowest": ()}
         return RankNow(
             rank=self.rank,
             attempt=self.attempt,
@@ -173,7 +173,7 @@ class LiveRank:
             step_is_exact=self._exact,
             recording=self._recording,
             stopped=here and process_state(int(pid or 0))["state"] in STOPPED,
-            **{**empty, **facts},
+            **facts,
         )
 
     @property
@@ -282,7 +282,10 @@ class LiveJob:
 
     def look(self) -> JobNow:
         """Its present progress; of very many ranks a part at each look, in turn."""
-        self._find_ranks()
+        for rank, attempt, paths in self.job.run.rank_folders():
+            known = self._ranks.get(rank)
+            if known is None or known.attempt < attempt:
+                self._ranks[rank] = LiveRank(rank, attempt, paths)
         now_ns = self._clock()
         for live in self._due():
             self._known[live.rank] = live.look(now_ns)
@@ -309,12 +312,6 @@ class LiveJob:
                 for rank in sorted(known)
             ),
         )
-
-    def _find_ranks(self) -> None:
-        for rank, attempt, paths in self.job.run.rank_folders():
-            known = self._ranks.get(rank)
-            if known is None or known.attempt < attempt:
-                self._ranks[rank] = LiveRank(rank, attempt, paths)
 
     def _due(self) -> list[LiveRank]:
         """All ranks at the first look, then so many in turn."""
@@ -355,14 +352,6 @@ def _elsewhere(run: RunPaths) -> dict[int, RankNow]:
                 attempt=0,
                 host=host if isinstance(host, str) else None,
                 pid=pid if type(pid) is int else None,
-                step=None,
-                step_is_exact=True,
-                step_ns=None,
-                split=dict.fromkeys((*PHASES, "other")),
-                times_ns=(),
-                slowest=(),
-                idle_ns=None,
-                recording=False,
                 elsewhere=True,
             )
     return found

@@ -199,7 +199,7 @@ def _check_process(pid: int) -> tuple[dict[str, str], str]:
     if address is None:
         raise UsageError(
             f"process {pid}: it was started neither under haiprof nor with KINETO_USE_DAEMON",
-            hint="KINETO_USE_DAEMON=1 python train.py, with haiprof kineto-agent listening",
+            hint="KINETO_USE_DAEMON=1 python train.py, with haiprof trace kineto-agent listening",
         )
     return environ, address
 

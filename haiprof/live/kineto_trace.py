@@ -100,13 +100,6 @@ def finish_trace(process: KinetoProcess, path: Path, request: Request) -> Proces
                 packed=True,
             )  # fmt: skip
     remove_file(path, below=path.parent)
-    return _result(process, raw, host=host, target=target, steps=steps, why_not=why_not)
-
-
-def _result(
-    process: KinetoProcess, raw: RawTrace, *, host: str, target: Path, steps: list[Step],
-    why_not: str | None,
-) -> ProcessTrace:  # fmt: skip
     ends = raw.optimizer_ends_wall_ns
     gaps = [after - before for before, after in itertools.pairwise(ends)]
     return ProcessTrace(

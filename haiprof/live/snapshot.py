@@ -85,12 +85,14 @@ def inspect_suspects(
 def _inspect(state: RankState, run: RunFiles, wall_ns: int, spy: str | None) -> SuspectDetails:
     native = _native_stack(spy, state)
     gpu, counters = _gpu(state, run, wall_ns)
+    lines = [line for node in run.nodes if node.host == state.host for line in node.of_type("xid")]
+    codes = [integer(line.get("xid")) for line in lines if line.get("gpu") == gpu]
     return SuspectDetails(
         rank=state.rank,
         native=None if isinstance(native, str) else native,
         note=native if isinstance(native, str) else None,
         gpu=counters,
-        xids=_xids(run, state.host, gpu),
+        xids=tuple(code for code in codes if code is not None) if gpu is not None else (),
     )
 
 
@@ -102,25 +104,30 @@ def _native_stack(spy: str | None, state: RankState) -> tuple[str, ...] | str:
         return "it does not run on this node"
     if state.process_state in STOPPED:
         return "its process is stopped"
+    threads = _dump(spy, state.pid, "--native")
+    if isinstance(threads, str):
+        return f"py-spy: {threads}"
+    for thread in threads:
+        if thread.get("thread_name") == "MainThread":
+            frames = py_spy_frames(thread)[:_FRAME_LIMIT]
+            found = tuple(_frame_text(frame) for frame in frames[::-1])
+            return found or "py-spy: an answer without a main thread"
+    return "py-spy: an answer without a main thread"
+
+
+def _dump(command: str, pid: int, option: str) -> list[dict[str, Any]] | str:
+    """The threads of a process by py-spy, whose answer may hold anything; or its error."""
     try:
         done = subprocess.run(
-            [spy, "dump", "--native", "--json", "--pid", str(state.pid)],
+            [command, "dump", option, "--json", "--pid", str(pid)],
             capture_output=True, text=True, timeout=_SPY_TIMEOUT_S, check=False,
         )  # fmt: skip
         threads = json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, ValueError, RecursionError) as error:
-        return f"py-spy: {error}"
+        return str(error)
     if not isinstance(threads, list):
-        return f"py-spy: {(done.stderr.strip().splitlines() or ['no answer'])[-1]}"
-    return _main_frames(threads) or "py-spy: an answer without a main thread"
-
-
-def _main_frames(threads: Sequence[object]) -> tuple[str, ...]:
-    for thread in threads:
-        if isinstance(thread, dict) and thread.get("thread_name") == "MainThread":
-            frames = py_spy_frames(thread)[:_FRAME_LIMIT]
-            return tuple(_frame_text(frame) for frame in frames[::-1])
-    return ()
+        return (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    return [thread for thread in threads if isinstance(thread, dict)]
 
 
 def _frame_text(frame: Mapping[str, object]) -> str:
@@ -142,12 +149,6 @@ def _gpu(state: RankState, run: RunFiles, wall_ns: int) -> tuple[int | None, dic
     last = own.sort("time_ns").group_by("metric", maintain_order=True).last()
     index = integer(own["gpu"][-1]) if own.height else None
     return index, {str(m): float(v) for m, v in last.select("metric", "value").rows()}
-
-
-def _xids(run: RunFiles, host: str | None, gpu: int | None) -> tuple[int, ...]:
-    lines = [line for node in run.nodes if node.host == host for line in node.of_type("xid")]
-    codes = [integer(line.get("xid")) for line in lines if line.get("gpu") == gpu]
-    return tuple(code for code in codes if code is not None) if gpu is not None else ()
 
 
 ANSWER_S = 3.0
@@ -235,7 +236,10 @@ def take_snapshot(
     notes += [absent.note] if absent.note else []
     states = (
         *(_state(m, stacks, before, after, spied, begun=m not in absent.late) for m in everybody),
-        *(_lost_rank(m) for m in lost_members(run)),
+        *(
+            RankState(rank=m.rank, host=m.host, pid=m.pid, process_state=GONE)
+            for m in lost_members(run)
+        ),
     )
     states = tuple(_with_worker(state, spy, progress) for state in states)
     standing = hang or moves(states) is False
@@ -270,19 +274,6 @@ def take_snapshot(
 def _everybody(run: RunPaths, stacks: Answers) -> list[Member]:
     asked = {member.name: member for member in (*members(run), *stacks.silent)}
     return sorted(asked.values(), key=lambda member: member.rank)
-
-
-def _lost_rank(member: Member) -> RankState:
-    return RankState(
-        rank=member.rank,
-        host=member.host,
-        pid=member.pid,
-        answered=False,
-        process_state=GONE,
-        stack=None,
-        collectives={},
-        before={},
-    )
 
 
 def _groups(answers: Answers) -> dict[str, dict[str, Sequence[int]]]:
@@ -392,17 +383,9 @@ def _with_worker(state: RankState, spy: str | None, progress: Callable[[str], No
 
 def _run_spy(command: str, pid: int) -> Stack | str:
     """The main thread's stack by py-spy, without pausing the process; or py-spy's error."""
-    try:
-        done = subprocess.run(
-            [command, "dump", "--json", "--nonblocking", "--pid", str(pid)],
-            capture_output=True, text=True, timeout=_SPY_TIMEOUT_S, check=False,
-        )  # fmt: skip
-        threads = json.loads(done.stdout) if done.returncode == 0 else None
-    except (OSError, subprocess.TimeoutExpired, ValueError, RecursionError) as error:
-        return str(error)
-    if not isinstance(threads, list):
-        return (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    known = [thread for thread in threads if isinstance(thread, dict)]
+    known = _dump(command, pid, "--nonblocking")
+    if isinstance(known, str):
+        return known
     main = [thread for thread in known if thread.get("thread_name") == "MainThread"]
     for thread in main or known[:1]:
         frames = [

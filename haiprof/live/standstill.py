@@ -97,15 +97,15 @@ class RankState:
     rank: int
     host: str | None
     pid: int | None
-    answered: bool
-    """Whether its own interpreter answered."""
     process_state: str | None
     """The kernel's letter; None if its node did not report it."""
-    stack: Stack | None
+    answered: bool = False
+    """Whether its own interpreter answered."""
+    stack: Stack | None = None
     """Of its main thread."""
-    collectives: GroupStatus
+    collectives: GroupStatus = field(default_factory=dict)
     """At the second look."""
-    before: GroupStatus
+    before: GroupStatus = field(default_factory=dict)
     """At the first look."""
     begun: bool = True
     """Whether it has reached its first backward pass."""
@@ -139,7 +139,11 @@ def suspects(states: Sequence[RankState], mismatches: Sequence[Mismatch]) -> lis
     found: dict[int, Suspect] = {}
     for suspect in (
         *_stopped_ranks(states),
-        *_mismatched_ranks(mismatches),
+        *[
+            Suspect(rank=rank, reason=mismatch.as_text(), doing="", certain=True)
+            for mismatch in mismatches
+            for rank in mismatch.odd
+        ],
         *_mute(states),
         *_not_begun(states),
         *_behind(states),
@@ -331,11 +335,3 @@ def doing(state: RankState) -> str:
     if state.pid is None:
         return "not known: nothing of it is seen from here"
     return "not known: it did not answer"
-
-
-def _mismatched_ranks(mismatches: Sequence[Mismatch]) -> list[Suspect]:
-    return [
-        Suspect(rank=rank, reason=mismatch.as_text(), doing="", certain=True)
-        for mismatch in mismatches
-        for rank in mismatch.odd
-    ]

@@ -189,7 +189,7 @@ class GpuMemoryAtEnd:
             ]
             yield f"in use by line: {', '.join(named)}"
         if self.snapshot:
-            yield f"snapshot of the allocator: {self.snapshot} (haiprof memory-timeline FILE)"
+            yield f"snapshot of the allocator: {self.snapshot} (haiprof trace memory FILE)"
 
 
 def gpu_memory_at_end(

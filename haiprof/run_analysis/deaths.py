@@ -18,6 +18,7 @@ from haiprof.run_analysis.end_evidence import (
     inner_error,
     is_launchers,
     kind_of,
+    knows_exit,
     last_collectives,
     last_line,
     last_moments,
@@ -145,7 +146,32 @@ def find_deaths(evidence: Evidence) -> list[Death]:
         death = _find_death(evidence, generation, final=final)
         if death is not None:
             found.append(death)
+    if len(found) > 1 and found[-1].final and not _has_trained(evidence, found[-1].generation):
+        found[-1] = _restart_without_steps(found[-2], found[-1])
     return found
+
+
+def _has_trained(evidence: Evidence, generation: int) -> bool:
+    """Whether a rank of this start has ended a step, as far as is known."""
+    return any(
+        end.started_ns is not None or end.step
+        for end in _ranks(evidence.ends)
+        if end.generation == generation
+    )
+
+
+def _restart_without_steps(first: Death, last: Death) -> Death:
+    """The end of a start that never trained: what began it is the death of the start before."""
+    text = f"{first.headline}; its ranks were started again and no step of them was seen"
+    return replace(
+        first,
+        headline=f"{text}; then {last.what}",
+        remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may have "
+        "waited for each other in init_process_group",
+        generation=last.generation,
+        final=True,
+        fates=last.fates,
+    )
 
 
 def _ranks(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
@@ -292,14 +318,21 @@ class _Case:
 
     def _of_signal(self, came: Arrived) -> Death:
         name, sender = signal_name(came.signal), _sender(came)
+        own = next((e for e in self.evidence.ends
+                    if e.pid == came.from_pid and e.host == came.host), None)  # fmt: skip
+        if own is not None:
+            who = f"rank {own.rank}" if own.rank is not None else f"process {own.pid}"
+            what = f"the job ended itself: {who} sent {name} to its launcher"
+            ranks = () if own.rank is None else (own.rank,)
+            return self._death("signal", ranks, what, what=what, died_ns=came.wall_ns)
         hang = self._hang_before(came.wall_ns)
         if hang is not None:
             found = self._of_hang(hang)
             return replace(found, headline=f"{found.headline}; then ended by {name}{sender}")
         cause, what = _outer_cause(came)
         what = f"{what} ({name}{sender})"
-        return self._death(cause, (), what,
-                           what=what, died_ns=came.wall_ns)  # fmt: skip
+        guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
+        return self._death(cause, (), what, what=what, died_ns=came.wall_ns, certain=not guessed)
 
     def _own_failure(self) -> Death | None:
         """A rank failed by itself: the first one, with those that failed alike at the same time."""
@@ -320,7 +353,8 @@ class _Case:
         verb = "died first" if others else "died"
         who = f"all {len(ranks)} ranks" if every else who
         together = " together, of the same" if len(ranks) > 1 else ""
-        return self._death(kind, ranks, f"{who} {verb}{together}: {what}", what=what, end=first)
+        return self._death(kind, ranks, f"{who} {verb}{together}: {what}", what=what, end=first,
+                           certain=kind != "exit" or knows_exit(first))  # fmt: skip
 
     def _alike(self, end: ProcessEnd, first: ProcessEnd) -> bool:
         """Whether two ends are the same failure at nearly the same time."""
@@ -550,7 +584,7 @@ class _Case:
         seen_at = self._seen_at(ranks, died) if nowhere else None
         phase = self.phases.get(ranks[0]) if ranks and nowhere else None
         headline += f", in {phase}" if phase else ""
-        headline += f", last seen at {seen_at}" if seen_at else ""
+        headline += f"; last sample: {seen_at}" if seen_at else ""
         source = error.source if error is not None else ""
         if error is not None and line is None:
             _, line, inner_source = inner_error(error)
@@ -575,6 +609,8 @@ class _Case:
         )
 
     def _remedy(self, cause: str, end: ProcessEnd | None) -> str:
+        if cause == "exit" and end is not None and not knows_exit(end):
+            return _UNKNOWN_EXIT
         if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:
             return _REMEDIES.get(cause, _REMEDIES["unknown"])
         series = gpu_memory_series(self.evidence.files).get(-1 if end.rank is None else end.rank)
@@ -591,7 +627,7 @@ class _Case:
             return None
         end = self.ends[ranks[0]].failed_ns or died
         before = (end - seen.wall_ns) if end else 0
-        return f"{seen.line}, {duration_text(before)} before" if before > 0 else seen.line
+        return f"{seen.line}, {duration_text(before)} before its end" if before > 0 else seen.line
 
     def _fates(self, ranks: Sequence[int], died: int | None) -> tuple[Fate, ...]:
         seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
@@ -720,6 +756,10 @@ def _sender(came: Arrived) -> str:
     return f", sent by {who or 'process'} {came.from_pid}"
 
 
+_UNKNOWN_EXIT = (
+    "look at the last lines that this rank printed: an error that was caught, os._exit, a library "
+    "that ends the process, or memory that ran out"
+)
 _REMEDIES: Mapping[str, str] = {
     "exception": "fix the line that raised it",
     "out_of_memory": "use less memory on that rank (smaller batches, fewer or leaner workers), or "
@@ -727,9 +767,10 @@ _REMEDIES: Mapping[str, str] = {
     "shared_memory_full": "give /dev/shm more room (docker --shm-size, an emptyDir of medium "
     "Memory), or use fewer workers, a lower prefetch_factor, or the sharing strategy file_system",
     "disk_full": "make room where the job writes, or write elsewhere",
-    "killed": "find out who sent it: the logs of the scheduler and of the kernel (dmesg)",
+    "killed": "find out who sent it: the job itself (os.kill), the logs of the scheduler and of "
+    "the kernel (dmesg)",
     "crash": "run with PYTHONFAULTHANDLER=1 for the Python line, or look at the core file with gdb",
-    "exit": "look for sys.exit or os._exit on that rank, and at what it printed before",
+    "exit": "look for sys.exit on that rank, and at what it printed before",
     "early_exit": "give all ranks the same number of batches (drop_last, a DistributedSampler), or "
     "wrap the loop in torch.distributed.algorithms.join.Join",
     "hang": "look at what that rank did instead: snapshots in the run show its stack",
@@ -738,8 +779,8 @@ _REMEDIES: Mapping[str, str] = {
     "never_started": "look at the output of that rank's launcher: import, rendezvous, placement",
     "time_limit": "ask for more time, or save and requeue before it: --signal, --requeue",
     "cancelled": "find out who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
-    "signal": "ask whoever sent it; haiprof passed it on to the job",
-    "interrupted": "somebody pressed Ctrl-C, or sent SIGINT",
+    "signal": "ask the sender; haiprof passed the signal on to the job",
+    "interrupted": "no action: the job was stopped by Ctrl-C or SIGINT",
     "launcher": "fix what the launcher reports",
     "gone": "look at the log of the kernel (dmesg) and of the scheduler",
     "unknown": "look at the job's own output; `haiprof doctor` tells what could not be seen here",

@@ -70,10 +70,11 @@ _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
     signal.SIGBUS: "a bus error (SIGBUS): memory behind a mapping was not there",
-    signal.SIGABRT: "it aborted itself (SIGABRT): C++ terminate, a failed assertion, a watchdog",
+    signal.SIGABRT: "aborted (SIGABRT): C++ terminate, a failed assertion, a watchdog, or a signal "
+    "that was sent",
     signal.SIGFPE: "an arithmetic error in native code (SIGFPE)",
     signal.SIGILL: "an instruction that this CPU does not have (SIGILL)",
-    signal.SIGKILL: "killed (SIGKILL) by somebody outside the job",
+    signal.SIGKILL: "killed (SIGKILL); the sender is not known",
 }
 
 
@@ -130,7 +131,7 @@ def what_happened(end: ProcessEnd) -> str:
         inner = inner_error(error)
         place = inner[1] or error.location
         exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
-        via = f", and left with status {end.status}" if exits and end.status else ""
+        via = f", and exited with status {end.status}" if exits and end.status else ""
         way = f"it aborted itself{_by_signal(end)}: " if end.is_terminated else ""
         return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
     if end.oom:
@@ -138,10 +139,19 @@ def what_happened(end: ProcessEnd) -> str:
     if end.signal is not None:
         return _SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}"
     if end.status is not None:
-        way = "sys.exit" if end.closed or error is not None else "os._exit, or native code"
-        place = f" at {error.location}" if error is not None and error.location else ""
-        return f"it left with exit status {end.status} ({way}){place}"
-    return "it is gone without a word: killed, or its machine was lost"
+        if knows_exit(end):
+            place = f" at {error.location}" if error is not None and error.location else ""
+            return f"it exited with status {end.status} (sys.exit){place}"
+        way = (
+            "" if end.closed else " without Python's own exit (os._exit, native code, or no memory)"
+        )
+        return f"it ended with exit status {end.status}{way}; why is not known"
+    return "it is gone and left no report: killed, or its machine was lost"
+
+
+def knows_exit(end: ProcessEnd) -> bool:
+    """Whether it is proved that the process left by sys.exit: no exception would look the same."""
+    return end.exited or end.error is not None
 
 
 def _by_signal(end: ProcessEnd) -> str:

@@ -94,6 +94,8 @@ class ProcessEnd:
     """Whether its node saw it end."""
     closed: bool = False
     """Whether it went through Python's own exit."""
+    exited: bool = False
+    """Whether it is known that no exception but SystemExit ended it."""
     oom: Mapping[str, Any] | None = None
     """What the kernel said of a kill for want of memory."""
     shm: Mapping[str, Any] | None = None
@@ -250,6 +252,7 @@ def _take_report(found: dict[tuple[str, int], _Draft], rank: RankFiles) -> None:
         started_ns=integer(clock.get("wall_ns")) if isinstance(clock, dict) else None,
         parent=integer(rank.report.get("ppid")),
         closed=bool(ends),
+        exited=any(line.get("uncaught") is False for line in ends),
     )
 
 
@@ -373,11 +376,13 @@ def _add_torch_numbers(end: ProcessEnd) -> ProcessEnd:
 
 
 def _without_helpers(end: ProcessEnd, ends: Sequence[ProcessEnd]) -> ProcessEnd:
-    """A process with a rank's label below that rank is a helper of it: a worker, a shell."""
+    """A process with a rank's label below or above that rank is a helper: a worker, a shell."""
     if end.rank is None or end.started_ns is not None:
         return end
-    family = {e.pid for e in ends if e.rank == end.rank and e.host == end.host and not e.helper}
-    return replace(end, helper=True) if end.parent in family or end.helper else end
+    family = [e for e in ends if e.rank == end.rank and e.host == end.host and not e.helper]
+    below, above = {e.pid for e in family}, {e.parent for e in family if e.started_ns is not None}
+    is_helper = end.parent in below or end.pid in above or end.helper
+    return replace(end, helper=True) if is_helper else end
 
 
 def _place_generations(ends: Sequence[ProcessEnd]) -> list[ProcessEnd]:
@@ -388,12 +393,19 @@ def _place_generations(ends: Sequence[ProcessEnd]) -> list[ProcessEnd]:
             since = end.started_ns if end.started_ns is not None else end.failed_ns
             if since is not None:
                 begun[end.generation] = min(since, begun.get(end.generation, since))
-    placed = []
-    for end in ends:
-        if end.generation < 0:
-            time = end.failed_ns
-            before = [g for g, since in begun.items() if time is not None and since <= time]
-            placed.append(replace(end, generation=max(before, default=0)))
-        else:
-            placed.append(end)
+    placed = [end for end in ends if end.generation >= 0]
+    unplaced = [end for end in ends if end.generation < 0]
+    for end in sorted(unplaced, key=lambda end: end.failed_ns or 0):
+        time = end.failed_ns or 0
+        generation = max((g for g, since in begun.items() if since <= time), default=0)
+        over = {e.generation for e in placed if _is_before(e, end)}
+        while generation in over:  # that start's process of this rank had ended: this is the next
+            generation += 1
+        placed.append(replace(end, generation=generation))
     return placed
+
+
+def _is_before(other: ProcessEnd, end: ProcessEnd) -> bool:
+    """Whether a process of the same rank had ended before this one did."""
+    same = end.rank is not None and other.rank == end.rank and not (other.helper or end.helper)
+    return same and other.over and (other.failed_ns or 0) < (end.failed_ns or 0)

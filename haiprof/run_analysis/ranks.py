@@ -122,6 +122,7 @@ RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "recording_ended": pl.String,
     "cost_ns_per_step": pl.Float64,
     "cost_ratio": pl.Float64,
+    "beside_cpu_ratio": pl.Float64,
     "notes": pl.List(pl.String),
 }
 
@@ -179,23 +180,33 @@ def _cost(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
     lines = files.of_type("cost")
     steps = segments.found.steps.step_ns if segments is not None else None
     if not lines or segments is None or steps is None or not len(steps):
-        return {"cost_ns_per_step": None, "cost_ratio": None}
+        return {"cost_ns_per_step": None, "cost_ratio": None, "beside_cpu_ratio": None}
     spent = _spent_ns(lines[-1], _inner_calls(files, segments))
     per_step = None if spent is None else spent / len(steps)
     mean = float(steps.mean())
     return {
         "cost_ns_per_step": per_step,
         "cost_ratio": per_step / mean if per_step is not None and mean else None,
+        "beside_cpu_ratio": _beside_ratio(lines[-1]),
     }
 
 
 def _spent_ns(line: Mapping[str, Any], calls: int) -> float | None:
-    """Calibrated time of all spans and module calls, and the CPU time of draining and sampling."""
-    names = ("event_count", "event_ns", "module_call_ns", "drain_cpu_ns", "sampling_cpu_ns")
-    events, event_ns, call_ns, *beside = (number(line.get(name)) for name in names)
+    """Calibrated time of all spans and module calls, and for how long sampling held training up."""
+    names = ("event_count", "event_ns", "module_call_ns", "sampling_held_ns")
+    events, event_ns, call_ns, held_ns = (number(line.get(name)) for name in names)
     if events is None or event_ns is None:
         return None
-    return events * event_ns + calls * (call_ns or 0.0) + sum(ns or 0.0 for ns in beside)
+    return events * event_ns + calls * (call_ns or 0.0) + (held_ns or 0.0)
+
+
+def _beside_ratio(line: Mapping[str, Any]) -> float | None:
+    """CPU time of the job's threads that are haiprof's (draining, sampling), of the time so far."""
+    names = ("drain_cpu_ns", "sampling_cpu_ns", "elapsed_ns")
+    drain_ns, sampling_ns, elapsed_ns = (number(line.get(name)) for name in names)
+    if drain_ns is None or not elapsed_ns:
+        return None
+    return (drain_ns + (sampling_ns or 0.0)) / elapsed_ns
 
 
 def _inner_calls(files: RankFiles, segments: RankSegments) -> int:

@@ -26,7 +26,7 @@ def _gap_table() -> Ints:
     table[:, _FORWARD] = PREPARE
     table[:, _BACKWARD] = LOSS
     table[_INPUT, [_FORWARD, _BACKWARD]] = PREPARE
-    table[_FORWARD, [_OPTIMIZER, _NONE, _INPUT]] = LOSS
+    table[_FORWARD, [_FORWARD, _OPTIMIZER, _NONE, _INPUT]] = LOSS
     table[:, _OPTIMIZER] = GRADIENTS
     table[_BACKWARD, _BACKWARD] = GRADIENTS
     return table

@@ -22,6 +22,16 @@ TRACE_SUFFIX = ".pt.trace.json.gz"
 """The same, compressed: what a finished trace is called."""
 
 
+class _Below:
+    """A path at a fixed place below the root of the object that has it."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __get__(self, paths: RankPaths | NodePaths | RunPaths, _: object = None) -> Path:
+        return paths.root / self._place
+
+
 @dataclass(frozen=True)
 class RankPaths:
     """The files that one process of the job writes: `ranks/<rank>` or `ranks/<rank>.<attempt>`."""
@@ -33,35 +43,18 @@ class RankPaths:
         """The run directory."""
         return self.root.parents[1]
 
-    @property
-    def report(self) -> Path:
-        """Who reported in: rank, pid, host, versions."""
-        return self.root / "rank.json"
-
-    @property
-    def phases(self) -> Path:
-        """Phase spans on the host clock (`schema.PHASES`)."""
-        return self.root / "phases.rec"
-
-    @property
-    def device(self) -> Path:
-        """Phase times on the device clock (`schema.DEVICE`)."""
-        return self.root / "device.rec"
-
-    @property
-    def events(self) -> Path:
-        """Lines of varying size: roots, optimizers, recording marks, faults of the hook, cost."""
-        return self.root / "events.jsonl"
-
-    @property
-    def heartbeat(self) -> Path:
-        """Progress of each process group's collectives (`schema.HEARTBEAT`)."""
-        return self.root / "heartbeat.rec"
-
-    @property
-    def stacks(self) -> Path:
-        """Samples of the training thread's Python stack (`stack_lines`)."""
-        return self.root / "stacks.jsonl"
+    report = _Below("rank.json")
+    """Who reported in: rank, pid, host, versions."""
+    phases = _Below("phases.rec")
+    """Phase spans on the host clock (`schema.PHASES`)."""
+    device = _Below("device.rec")
+    """Phase times on the device clock (`schema.DEVICE`)."""
+    events = _Below("events.jsonl")
+    """Lines of varying size: roots, optimizers, recording marks, faults of the hook, cost."""
+    heartbeat = _Below("heartbeat.rec")
+    """Progress of each process group's collectives (`schema.HEARTBEAT`)."""
+    stacks = _Below("stacks.jsonl")
+    """Samples of the training thread's Python stack (`stack_lines`)."""
 
     def worker_stacks(self, worker: int) -> Path:
         """The same of the rank's DataLoader workers of one number."""
@@ -71,10 +64,8 @@ class RankPaths:
         """Those that exist."""
         return sorted(self.root.glob("worker-*.jsonl"))
 
-    @property
-    def sampling_over(self) -> Path:
-        """Tells the rank's DataLoader workers that the recording is over; empty."""
-        return self.root / "sampling-over"
+    sampling_over = _Below("sampling-over")
+    """Tells the rank's DataLoader workers that the recording is over; empty."""
 
     def collectives(self, wall_ns: int) -> Path:
         """The last collectives, with their times, as the Flight Recorder had them then."""
@@ -96,40 +87,20 @@ class NodePaths:
         """The run directory."""
         return self.root.parents[1]
 
-    @property
-    def agent(self) -> Path:
-        """The agent's own report: pid, clocks, what it could not measure and why."""
-        return self.root / "agent.json"
-
-    @property
-    def events(self) -> Path:
-        """Events beside the job: cost, missing counters, processes that did not report."""
-        return self.root / "events.jsonl"
-
-    @property
-    def bursts(self) -> Path:
-        """What Nsight Systems wrote about a short window (`--burst`)."""
-        return self.root / "bursts"
-
-    @property
-    def burst_report(self) -> Path:
-        """Its report, for its own viewer."""
-        return self.bursts / "gpu.nsys-rep"
-
-    @property
-    def burst_export(self) -> Path:
-        """The report as SQLite, which haiprof reads."""
-        return self.bursts / "gpu.sqlite"
-
-    @property
-    def burst_log(self) -> Path:
-        """What Nsight Systems printed."""
-        return self.bursts / "nsys.log"
-
-    @property
-    def burst_scratch(self) -> Path:
-        """Its temporary files; gone once it has ended."""
-        return self.bursts / "tmp"
+    agent = _Below("agent.json")
+    """The agent's own report: pid, clocks, what it could not measure and why."""
+    events = _Below("events.jsonl")
+    """Events beside the job: cost, missing counters, processes that did not report."""
+    bursts = _Below("bursts")
+    """What Nsight Systems wrote about a short window (`--burst`)."""
+    burst_report = _Below("bursts/gpu.nsys-rep")
+    """Its report, for its own viewer."""
+    burst_export = _Below("bursts/gpu.sqlite")
+    """The report as SQLite, which haiprof reads."""
+    burst_log = _Below("bursts/nsys.log")
+    """What Nsight Systems printed."""
+    burst_scratch = _Below("bursts/tmp")
+    """Its temporary files; gone once it has ended."""
 
     def records(self, source: str) -> Path:
         """The record file of one sampler, such as `host`, `process` or `gpu`."""
@@ -142,30 +113,16 @@ class RunPaths:
 
     root: Path
 
-    @property
-    def manifest(self) -> Path:
-        """What the run was: command, options, clocks, outcome."""
-        return self.root / MANIFEST_NAME
-
-    @property
-    def boot(self) -> Path:
-        """The hook's configuration; it holds no code (see `run_format.boot`)."""
-        return self.root / "boot"
-
-    @property
-    def boot_config(self) -> Path:
-        """The options that the hook reads."""
-        return self.boot / BOOT_CONFIG_NAME
-
-    @property
-    def boot_failures(self) -> Path:
-        """One line per process in which the hook could not be loaded; absent where it could."""
-        return self.boot / BOOT_FAILURES_NAME
-
-    @property
-    def boot_enter(self) -> Path:
-        """The script that `haiprof attach --inject` runs in a process not started under haiprof."""
-        return self.boot / "enter.py"
+    manifest = _Below(MANIFEST_NAME)
+    """What the run was: command, options, clocks, outcome."""
+    boot = _Below("boot")
+    """The hook's configuration; it holds no code (see `run_format.boot`)."""
+    boot_config = _Below(f"boot/{BOOT_CONFIG_NAME}")
+    """The options that the hook reads."""
+    boot_failures = _Below(f"boot/{BOOT_FAILURES_NAME}")
+    """One line per process in which the hook could not be loaded; absent where it could."""
+    boot_enter = _Below("boot/enter.py")
+    """The script that `haiprof attach --inject` runs in a process not started under haiprof."""
 
     def injection_result(self, pid: int) -> Path:
         """The result of that script in one process."""
@@ -175,30 +132,16 @@ class RunPaths:
         """Stacks of a rank's main thread, sampled from outside, and how often each was seen."""
         return self.report / f"stacks-{rank}.folded"
 
-    @property
-    def external_samples_json(self) -> Path:
-        """Samples of processes that do not run under haiprof, taken from outside."""
-        return self.report / "outside.json"
-
-    @property
-    def ranks(self) -> Path:
-        """One folder per rank and attempt."""
-        return self.root / "ranks"
-
-    @property
-    def nodes(self) -> Path:
-        """One folder per host."""
-        return self.root / "nodes"
-
-    @property
-    def uncaught(self) -> Path:
-        """One file per process of the job that an exception ended."""
-        return self.root / "uncaught"
-
-    @property
-    def flight(self) -> Path:
-        """Dumps of PyTorch's Flight Recorder, as its watchdog writes them."""
-        return self.root / "flight"
+    external_samples_json = _Below("report/outside.json")
+    """Samples of processes that do not run under haiprof, taken from outside."""
+    ranks = _Below("ranks")
+    """One folder per rank and attempt."""
+    nodes = _Below("nodes")
+    """One folder per host."""
+    uncaught = _Below("uncaught")
+    """One file per process of the job that an exception ended."""
+    flight = _Below("flight")
+    """Dumps of PyTorch's Flight Recorder, as its watchdog writes them."""
 
     @property
     def flight_prefix(self) -> str:
@@ -232,10 +175,8 @@ class RunPaths:
                 found.append((host, int(pid), path))
         return found
 
-    @property
-    def memory(self) -> Path:
-        """What GPU memory held in processes that ran out of it, and the allocator's snapshots."""
-        return self.root / "memory"
+    memory = _Below("memory")
+    """What GPU memory held in processes that ran out of it, and the allocator's snapshots."""
 
     def out_of_memory_file(self, host: str, pid: int) -> Path:
         """Allocations that failed in one process."""
@@ -249,84 +190,41 @@ class RunPaths:
         """Those that exist."""
         return _json_files(self.memory)
 
-    @property
-    def report(self) -> Path:
-        """Results: verdict.json, verdict.txt."""
-        return self.root / "report"
-
-    @property
-    def verdict_json(self) -> Path:
-        """The verdict for scripts."""
-        return self.report / "verdict.json"
-
-    @property
-    def diagnosis_json(self) -> Path:
-        """What `haiprof diagnose` found, in the form of docs/diagnosis.md."""
-        return self.report / "diagnosis.json"
-
-    @property
-    def verdict_text(self) -> Path:
-        """The verdict card as it was printed."""
-        return self.report / "verdict.txt"
-
-    @property
-    def answers(self) -> Path:
-        """Answers of commands, kept once the job has ended (`kept_answers`)."""
-        return self.report / "answers"
+    report = _Below("report")
+    """Results: verdict.json, verdict.txt."""
+    verdict_json = _Below("report/verdict.json")
+    """The verdict for scripts."""
+    diagnosis_json = _Below("report/diagnosis.json")
+    """What `haiprof verdict` found, in the form of docs/diagnosis.md."""
+    verdict_text = _Below("report/verdict.txt")
+    """The verdict card as it was printed."""
+    answers = _Below("report/answers")
+    """Answers of commands, kept once the job has ended (`kept_answers`)."""
 
     def answer(self, name: str) -> Path:
         """One of them."""
         return self.answers / f"{name}.json"
 
-    @property
-    def comparison_json(self) -> Path:
-        """How the run compared with the one that `--baseline last-good` chose."""
-        return self.report / "compare.json"
-
-    @property
-    def report_html(self) -> Path:
-        """The report page."""
-        return self.report / "report.html"
-
-    @property
-    def traces(self) -> Path:
-        """Traces of torch.profiler, one file per rank and window, and execution traces."""
-        return self.root / "traces"
-
-    @property
-    def trace_parts(self) -> Path:
-        """Raw traces of the ranks, until they are compressed into `traces`."""
-        return self.traces / ".parts"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files for TensorBoard."""
-        return self.root / "tensorboard"
-
-    @property
-    def snapshots(self) -> Path:
-        """One folder per snapshot: what every rank was doing at that time."""
-        return self.root / "snapshots"
-
-    @property
-    def control(self) -> Path:
-        """Requests to the job and its replies, and the sockets of its agents; its owner's alone."""
-        return self.root / "control"
-
-    @property
-    def control_requests(self) -> Path:
-        """One file per request."""
-        return self.control / "requests"
-
-    @property
-    def control_replies(self) -> Path:
-        """One folder per request, with one file per rank."""
-        return self.control / "replies"
-
-    @property
-    def control_members(self) -> Path:
-        """Ranks of nodes that do not share the run directory, as their agents reported them."""
-        return self.control / "members"
+    comparison_json = _Below("report/compare.json")
+    """How the run compared with the one that `--baseline last-good` chose."""
+    report_html = _Below("report/report.html")
+    """The report page."""
+    traces = _Below("traces")
+    """Traces of torch.profiler, one file per rank and window, and execution traces."""
+    trace_parts = _Below("traces/.parts")
+    """Raw traces of the ranks, until they are compressed into `traces`."""
+    tensorboard = _Below("tensorboard")
+    """Event files for TensorBoard."""
+    snapshots = _Below("snapshots")
+    """One folder per snapshot: what every rank was doing at that time."""
+    control = _Below("control")
+    """Requests to the job and its replies, and the sockets of its agents; its owner's alone."""
+    control_requests = _Below("control/requests")
+    """One file per request."""
+    control_replies = _Below("control/replies")
+    """One folder per request, with one file per rank."""
+    control_members = _Below("control/members")
+    """Ranks of nodes that do not share the run directory, as their agents reported them."""
 
     def control_request(self, request_id: str) -> Path:
         """The file of one request."""

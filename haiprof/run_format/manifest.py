@@ -70,7 +70,7 @@ def read_manifest(run: RunPaths) -> Manifest:
     if not os.path.lexists(run.manifest):
         raise RunNotFoundError(
             f"{run.root}: no haiprof run here (it has no {MANIFEST_NAME})",
-            hint="haiprof list DIR shows the runs below a log directory",
+            hint="haiprof ls DIR shows the runs below a log directory",
         )
     content = read_json(run.manifest)
     check_version(run.manifest, content.get("version"))

@@ -78,75 +78,52 @@ _PROMETHEUS_UNITS = {
     "Cel": "celsius", "By/s": "bytes_per_second",
 }  # fmt: skip
 
-_READ = {"disk.io.direction": "read"}
-_WRITE = {"disk.io.direction": "write"}
-_RECEIVE = {"network.io.direction": "receive"}
-_TRANSMIT = {"network.io.direction": "transmit"}
-_IN_USE = {"system.paging.state": "used"}
+_ECC = "hw.errors hw.type=gpu error.type=ecc"
 
 # (source, column) -> name. Names outside haiprof.* are those of the semantic conventions, and stand
 # here only where a reader who knows the convention would read the right thing. Left out on purpose:
 # process.* (ours are sums over a rank and its descendants), system.memory.limit (virtual memory),
 # hw.power for a mean over a second, aggregate ECC errors (they hold the volatile ones again).
 _NAMES = {
-    ("host", "cpu_user_ns"): _Name("system.cpu.time", {"cpu.mode": "user"}),
-    ("host", "cpu_nice_ns"): _Name("system.cpu.time", {"cpu.mode": "nice"}),
-    ("host", "cpu_system_ns"): _Name("system.cpu.time", {"cpu.mode": "system"}),
-    ("host", "cpu_idle_ns"): _Name("system.cpu.time", {"cpu.mode": "idle"}),
-    ("host", "cpu_iowait_ns"): _Name("system.cpu.time", {"cpu.mode": "iowait"}),
-    ("host", "cpu_irq_ns"): _Name("system.cpu.time", {"cpu.mode": "interrupt"}),
-    ("host", "cpu_softirq_ns"): _Name("system.cpu.time", {"cpu.mode": "softirq"}),
-    ("host", "cpu_steal_ns"): _Name("system.cpu.time", {"cpu.mode": "steal"}),
-    ("host", "memory_available_bytes"): _Name("system.memory.linux.available"),
-    ("host", "memory_shared_bytes"): _Name("system.memory.linux.shared"),
-    ("host", "page_fault_count"): _Name("system.paging.faults", unit="{fault}"),
-    ("host", "swap_used_bytes"): _Name("system.paging.usage", _IN_USE),
-    ("host", "disk_read_bytes"): _Name("system.disk.io", _READ),
-    ("host", "disk_write_bytes"): _Name("system.disk.io", _WRITE),
-    ("host", "disk_read_count"): _Name("system.disk.operations", _READ, "{operation}"),
-    ("host", "disk_write_count"): _Name("system.disk.operations", _WRITE, "{operation}"),
-    ("host", "disk_busy_ns"): _Name("system.disk.io_time"),
-    ("host", "network_receive_bytes"): _Name("system.network.io", _RECEIVE),
-    ("host", "network_transmit_bytes"): _Name("system.network.io", _TRANSMIT),
-    ("host", "network_receive_packet_count"): _Name(
-        "system.network.packet.count", _RECEIVE, "{packet}"
-    ),
-    ("host", "network_transmit_packet_count"): _Name(
-        "system.network.packet.count", _TRANSMIT, "{packet}"
-    ),
-    ("host", "network_receive_error_count"): _Name("system.network.errors", _RECEIVE, "{error}"),
-    ("host", "network_transmit_error_count"): _Name("system.network.errors", _TRANSMIT, "{error}"),
-    ("host", "network_receive_drop_count"): _Name(
-        "system.network.packet.dropped", _RECEIVE, "{packet}"
-    ),
-    ("host", "network_transmit_drop_count"): _Name(
-        "system.network.packet.dropped", _TRANSMIT, "{packet}"
-    ),
-    ("process", "read_bytes"): _Name("haiprof.process.syscall.io", _READ),
-    ("process", "write_bytes"): _Name("haiprof.process.syscall.io", _WRITE),
-    ("process", "storage_read_bytes"): _Name("haiprof.process.storage.io", _READ),
-    ("process", "storage_write_bytes"): _Name("haiprof.process.storage.io", _WRITE),
-    ("gpu", "utilization_ratio"): _Name("hw.gpu.utilization", {"hw.gpu.task": "general"}),
-    ("gpu", "memory_used_bytes"): _Name("hw.gpu.memory.usage"),
-    ("gpu", "memory_total_bytes"): _Name("hw.gpu.memory.limit"),
-    ("gpu", "power_instant_watts"): _Name("hw.power", {"hw.type": "gpu"}),
-    ("gpu", "energy_joules"): _Name("hw.energy", {"hw.type": "gpu"}),
-    ("gpu", "temperature_celsius"): _Name("hw.temperature", {"hw.sensor_location": "gpu"}),
-    ("gpu", "memory_temperature_celsius"): _Name(
-        "hw.temperature", {"hw.sensor_location": "memory"}
-    ),
-    ("gpu_health", "ecc_volatile_corrected_count"): _Name(
-        "hw.errors", {"hw.type": "gpu", "error.type": "ecc_corrected"}, "{error}"
-    ),
-    ("gpu_health", "ecc_volatile_uncorrected_count"): _Name(
-        "hw.errors", {"hw.type": "gpu", "error.type": "ecc_uncorrected"}, "{error}"
-    ),
-    ("infiniband_health", "link_up_ratio"): _Name("hw.network.up"),
-    ("infiniband_health", "link_rate_bytes_per_s"): _Name("hw.network.bandwidth.limit"),
+    ("host", "cpu_irq_ns"): "system.cpu.time cpu.mode=interrupt",
+    ("host", "memory_available_bytes"): "system.memory.linux.available",
+    ("host", "memory_shared_bytes"): "system.memory.linux.shared",
+    ("host", "page_fault_count"): "system.paging.faults {fault}",
+    ("host", "swap_used_bytes"): "system.paging.usage system.paging.state=used",
+    ("host", "disk_busy_ns"): "system.disk.io_time",
+    ("gpu", "utilization_ratio"): "hw.gpu.utilization hw.gpu.task=general",
+    ("gpu", "memory_used_bytes"): "hw.gpu.memory.usage",
+    ("gpu", "memory_total_bytes"): "hw.gpu.memory.limit",
+    ("gpu", "power_instant_watts"): "hw.power hw.type=gpu",
+    ("gpu", "energy_joules"): "hw.energy hw.type=gpu",
+    ("gpu", "temperature_celsius"): "hw.temperature hw.sensor_location=gpu",
+    ("gpu", "memory_temperature_celsius"): "hw.temperature hw.sensor_location=memory",
+    ("gpu_health", "ecc_volatile_corrected_count"): f"{_ECC}_corrected {{error}}",
+    ("gpu_health", "ecc_volatile_uncorrected_count"): f"{_ECC}_uncorrected {{error}}",
+    ("infiniband_health", "link_up_ratio"): "hw.network.up",
+    ("infiniband_health", "link_rate_bytes_per_s"): "hw.network.bandwidth.limit",
 }
+"""A name, its attributes, and a unit in place of the column's own."""
 
 # Columns that come in families: the groups of the pattern become values of attributes.
 _FAMILIES: tuple[tuple[str, str, _Name, tuple[str, ...]], ...] = (
+    ("host", r"cpu_(user|nice|system|idle|iowait|softirq|steal)_ns", _Name("system.cpu.time"),
+     ("cpu.mode",)),
+    ("host", r"disk_(read|write)_bytes", _Name("system.disk.io"), ("disk.io.direction",)),
+    ("host", r"disk_(read|write)_count", _Name("system.disk.operations", unit="{operation}"),
+     ("disk.io.direction",)),
+    ("host", r"network_(receive|transmit)_bytes", _Name("system.network.io"),
+     ("network.io.direction",)),
+    ("host", r"network_(receive|transmit)_packet_count",
+     _Name("system.network.packet.count", unit="{packet}"), ("network.io.direction",)),
+    ("host", r"network_(receive|transmit)_error_count",
+     _Name("system.network.errors", unit="{error}"), ("network.io.direction",)),
+    ("host", r"network_(receive|transmit)_drop_count",
+     _Name("system.network.packet.dropped", unit="{packet}"), ("network.io.direction",)),
+    ("process", r"(read|write)_bytes", _Name("haiprof.process.syscall.io"),
+     ("disk.io.direction",)),
+    ("process", r"storage_(read|write)_bytes", _Name("haiprof.process.storage.io"),
+     ("disk.io.direction",)),
     ("host", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.psi.stall"),
      ("haiprof.psi.resource", "haiprof.psi.kind")),
     ("cgroup", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.cgroup.psi.stall"),
@@ -267,7 +244,9 @@ def _instrument(table: Table, column: Column) -> Instrument:
 
 def _name(source: str, column: Column) -> _Name:
     if (source, column.name) in _NAMES:
-        return _NAMES[source, column.name]
+        given, *more = _NAMES[source, column.name].split()
+        own = dict(word.split("=") for word in more if "=" in word)
+        return _Name(given, own, next((word for word in more if "=" not in word), ""))
     for of_source, pattern, name, attributes in _FAMILIES:
         match = re.fullmatch(pattern, column.name)
         if match and of_source == source:

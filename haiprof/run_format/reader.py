@@ -61,7 +61,16 @@ def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> Rec
             start = file.readline(_HEADER_LIMIT_BYTES)
             if not start.endswith(b"\n"):
                 raise RunFormatError(f"{path}: no complete header line: {_shape(start, size)}")
-            header = _parse_header(path, start[:-1])
+            text = start[:-1]
+            try:
+                header = json.loads(text)
+            except (ValueError, RecursionError):
+                header = None
+            if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
+                raise RunFormatError(f"{path}: not a haiprof record file: {_shape(text)}")
+            check_version(path, header.get("version"))
+            if not _consistent(header):
+                raise RunFormatError(f"{path}: damaged header: {_shape(text)}")
             length = header["record_bytes"]
             count, torn = divmod(max(size - len(start), 0), length)
             place = min(max(count + first, 0) if first < 0 else first, count)
@@ -141,19 +150,6 @@ def _open_regular(path: Path) -> BufferedReader:
         file.close()
         raise RunFormatError(f"{path}: not a regular file")
     return file
-
-
-def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
-        raise RunFormatError(f"{path}: not a haiprof record file: {_shape(text)}")
-    check_version(path, header.get("version"))
-    if not _consistent(header):
-        raise RunFormatError(f"{path}: damaged header: {_shape(text)}")
-    return header
 
 
 def _consistent(header: dict[str, Any]) -> bool:

@@ -83,6 +83,11 @@ class Table:
         """Columns that hold what was measured, after the times and keys."""
         return tuple(c for c in self.columns if c.name != READ_NS and is_metric(c.kind))
 
+    def names(self, first: str, last: str) -> tuple[str, ...]:
+        """The columns from one to another: what one file or call fills, in its order."""
+        found = [column.name for column in self.columns]
+        return tuple(found[found.index(first) : found.index(last) + 1])
+
     @property
     def struct(self) -> struct.Struct:
         """Packs one record: little-endian, without padding."""

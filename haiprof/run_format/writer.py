@@ -118,6 +118,13 @@ class LineWriter:
         self.file.close()
 
 
+def append_line(path: Path, line: Mapping[str, object]) -> None:
+    """Appends one line to a file; raises OSError where that cannot be opened."""
+    writer = LineWriter(path)
+    writer.append(line)
+    writer.close()
+
+
 def write_json(path: Path, content: Mapping[str, object], *, below: Path) -> None:
     """Replaces a JSON file at once: a reader sees the old one or the new one."""
     write_file(path, (json.dumps(content, indent=1) + "\n").encode(), below=below)

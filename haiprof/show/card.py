@@ -123,9 +123,8 @@ def _whole(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
         yield from (Text(), death_block(verdict))
     if verdict.step_count:
         yield from (Text(), *_split(verdict, width))
-    for place, finding in enumerate(verdict.findings):
-        titled = place > 0 or verdict.death is not None
-        yield from (Text(), _finding(finding, titled=titled))
+    for finding in verdict.findings:
+        yield from (Text(), _finding(finding, titled=finding.title != verdict.headline))
     yield from (Text(), *_closing(verdict))
     if command:
         yield from (Text(), Text.assemble(("next  ", "dim"), (command, "bold")))
@@ -259,7 +258,7 @@ def _run_time(verdict: Verdict) -> Text:
 
 
 def _finding(finding: Finding, *, titled: bool) -> RenderableType:
-    """Its severity and numbers; the first one's title is the headline."""
+    """Its severity and numbers, and its title where that is not the headline."""
     head = Text()
     head.append(finding.severity, style=_SEVERITY_STYLES[finding.severity])
     if titled:
@@ -303,6 +302,8 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
         grid.add_row("" if place else "noticed", line)
     for place, line in enumerate(verdict.traces):
         grid.add_row("" if place else "traced", line)
+    if verdict.machine:
+        grid.add_row("machine", verdict.machine)
     for label, what, why in _unknowns(verdict):
         grid.add_row(label, f"{what}: {why}" if what else why)
     grid.add_row("own cost", cost_text(verdict.cost))
@@ -311,22 +312,22 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
 
 def _unknowns(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
     """(label, what, why), the label only where it changes."""
-    measurable = [row for row in verdict.not_measured if not _is_foreign(verdict, *row)]
+    measurable = [row for row in verdict.not_measured if not is_foreign(verdict, *row)]
     for place, (what, why) in enumerate(measurable):
         yield "" if place else "not measured", what, why
     rules: dict[str, list[str]] = {}
     for rule, why in verdict.abstained:
-        if not _is_foreign(verdict, rule, why):
+        if not is_foreign(verdict, rule, why):
             rules.setdefault(why, []).append(rule.replace("_", " "))
     for place, (why, names) in enumerate(rules.items()):
-        yield "" if place else "not judged", ", ".join(names), why
+        yield "" if place else "not evaluated", ", ".join(names), why
     for place, note in enumerate(verdict.notes[:_NOTE_LIMIT]):
         yield "" if place else "notes", "", note
     if len(verdict.notes) > _NOTE_LIMIT:
         yield "", "", f"and {len(verdict.notes) - _NOTE_LIMIT} more, in --json"
 
 
-def _is_foreign(verdict: Verdict, what: str, why: str) -> bool:
+def is_foreign(verdict: Verdict, what: str, why: str) -> bool:
     """Whether a job of this kind cannot have it: a GPU's numbers on CPUs, others of one rank."""
     if why in _NEVER:
         return True
@@ -336,13 +337,15 @@ def _is_foreign(verdict: Verdict, what: str, why: str) -> bool:
 
 def cost_text(cost: Cost) -> str:
     """The cost of haiprof itself, in the job and beside it."""
-    inside = "in the job not recorded"
+    inside = "of the training thread not recorded"
     if cost.hook_ns_per_step is not None:
         share = f" ({fine_ratio_text(cost.hook_ratio)})" if cost.hook_ratio is not None else ""
-        inside = f"{duration_text(cost.hook_ns_per_step)} per step in the job{share}"
+        inside = f"{duration_text(cost.hook_ns_per_step)} per step of the training thread{share}"
+    if cost.threads_cpu_ratio is not None:
+        inside += f"; {fine_ratio_text(cost.threads_cpu_ratio)} of one CPU in other threads"
     if cost.agent_cpu_ratio is None:
-        return f"{inside}; beside it not recorded"
-    return f"{inside}; {fine_ratio_text(cost.agent_cpu_ratio)} of one CPU beside it"
+        return f"{inside}; beside the job not recorded"
+    return f"{inside}; {fine_ratio_text(cost.agent_cpu_ratio)} of one CPU beside the job"
 
 
 # rich's own format loads its font from a content network; ours needs no network. Characters have

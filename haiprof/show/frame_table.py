@@ -32,10 +32,24 @@ def frame_table(
     for column, (name, _) in zip(table.columns, columns, strict=True):
         if name == "name":  # the one that may be cut where the line is too short
             column.no_wrap, column.min_width = False, 16
-    for row in found.head(limit).iter_rows(named=True):
+    for row in _since_first(found).head(limit).iter_rows(named=True):
         table.add_row(*(cell(name, row[name]) for name, _ in columns))
     more = found.height - limit
     return [table, *([Text(f"and {more} more, in {where}", style="dim")] if more > 0 else [])]
+
+
+_POINTS = ("ts_ns", "start_ns", "end_ns", "time_ns")
+"""Columns that are points in time: of a clock that began with the machine, or in 1970."""
+
+
+def _since_first(found: pl.DataFrame) -> pl.DataFrame:
+    """Points in time as times since the first of them."""
+    points = [name for name in _POINTS if name in found.columns]
+    firsts = [first for name in points if (first := found[name].min()) is not None]
+    if not firsts:
+        return found
+    first_ns = pl.lit(min(firsts))  # type: ignore[type-var]
+    return found.with_columns(pl.col(name) - first_ns for name in points)
 
 
 def plain_frame(found: pl.DataFrame, columns: Sequence[str], *, limit: int) -> list[RenderableType]:
@@ -52,7 +66,7 @@ def cell(name: str, value: object) -> Text:
     if value is None:
         return Text(MISSING)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return one_line(str(value))
+        return one_line(str(value), middle=name == "name")
     if name.endswith("p_value"):
         return Text(f"{value:.2g}")
     unit = next((unit for suffix, unit in _UNITS if name.endswith(suffix)), "")

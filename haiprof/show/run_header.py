@@ -12,7 +12,7 @@ from haiprof.live.find import is_running, write_times_ns
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
 
-RUNNING, ENDED, KILLED = "running", "ended", "killed"
+RUNNING, ENDED, KILLED, DAMAGED = "running", "ended", "killed", "damaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class RunHeader:
     duration_ns: int | None
     """From start to end, or until now while it runs; None where the end is not known."""
     state: str
-    """`running`, `ended`, or `killed` when no end was written."""
+    """`running`, `ended`, `killed` when no end was written, `damaged` when run.json cannot tell."""
     exit_status: int | None
     """The job's exit status."""
     signal: str | None
@@ -48,9 +48,10 @@ class RunHeader:
 
 def run_header(run: RunPaths, manifest: Manifest | None) -> RunHeader:
     """The header of a run, also of one that still runs or whose run.json is damaged."""
+    damaged = manifest is None
     if manifest is None:
         manifest = Manifest(haiprof_version="", name=run.root.name, command=[])
-    state = run_state(run, manifest)
+    state = DAMAGED if damaged else run_state(run, manifest)
     start_ns = manifest.start_wall_ns or None
     end_ns = manifest.end_wall_ns
     if end_ns is None:

@@ -25,7 +25,7 @@ from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
 from haiprof.run_format.manifest import run_folders, start_order
 from haiprof.run_format.reader import read_json
 from haiprof.show.death_block import WORDS
-from haiprof.show.run_header import ENDED, KILLED, RUNNING, manifest_or_none, run_header
+from haiprof.show.run_header import DAMAGED, ENDED, KILLED, RUNNING, manifest_or_none, run_header
 from haiprof.show.text import moment_text
 
 _KEPT_NAME = "list"
@@ -69,7 +69,7 @@ _KEPT: Schema = {
     "path": is_string,
     "start_wall_ns": _IS_COUNT_OR_NONE,
     "duration_ns": _IS_COUNT_OR_NONE,
-    "state": (RUNNING, ENDED, KILLED).__contains__,
+    "state": (RUNNING, ENDED, KILLED, DAMAGED).__contains__,
     "exit_status": is_none_or(_is_exit_status),
     "signal": _IS_TEXT_OR_NONE,
     "rank_count": is_count,
@@ -135,9 +135,7 @@ class RunTable:
         uncounted = sum(not run.is_counted for run in self._runs)
         if uncounted:
             runs = "run" if uncounted == 1 else "runs"
-            yield from _line(
-                f"steps of {uncounted} {runs} not counted yet: haiprof list --all", dim
-            )
+            yield from _line(f"steps of {uncounted} {runs} not counted yet: haiprof ls --all", dim)
 
 
 _GAP = 2
@@ -185,7 +183,10 @@ def _kept_entry(run: RunPaths) -> RunEntry:
     if kept is not None and kept.state == ENDED:
         return kept  # its run.json is among what the kept entry is valid for
     entry = _entry_without_steps(run)
-    if kept is not None and entry.state == KILLED:  # by now; its time of death is read again
+    if kept is not None and entry.state in (
+        KILLED,
+        DAMAGED,
+    ):  # by now; its time of death is read again
         return replace(entry, **{name: getattr(kept, name) for name in _COMPUTED})
     return entry
 

@@ -271,7 +271,7 @@ def trace_to_show(
     if rank is None and len(members) > 1:
         raise UsageError(
             f"{source}: {len(members)} ranks, and Perfetto shows one file",
-            hint=f"haiprof merge {source}, which puts them in one; or --rank N",
+            hint=f"haiprof export --to merged {source}, which puts them in one; or --rank N",
         )
     for member in members:
         if rank in (None, member.rank):
@@ -281,7 +281,7 @@ def trace_to_show(
 
 
 def _find_merged(run: RunPaths | None, source: Path) -> Path | None:
-    """The newest file that `haiprof merge` wrote, under whatever name."""
+    """The newest file that `haiprof export --to merged` wrote, under whatever name."""
     folders = [source] if run is None else [run.root, run.root / "traces"]
     found = [path for folder in folders for path in merged_files(folder)]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)

@@ -91,6 +91,11 @@ FILLINGS = {"dataloader": "▒", "forward": "█", "backward": "▓", "optimizer
 _SPLIT_BAR_MIN_WIDTH, _SPLIT_BAR_MAX_WIDTH = 10, 100
 
 
+def shows_colors(console: Console) -> bool:
+    """Whether colours tell phases apart: of 16 colours two phases would have the same."""
+    return console.color_system in ("256", "truecolor", "windows") and not console.no_color
+
+
 def filling(phase: str, *, colored: bool) -> str:
     """The character that a phase is drawn with."""
     return BLOCK if colored else FILLINGS[phase]
@@ -129,7 +134,7 @@ class SplitBar:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         full = min(options.max_width, _SPLIT_BAR_MAX_WIDTH)
         width = max(len(PHASES), round(full * min(1.0, self.scale)))
-        colored = console.color_system is not None and not console.no_color
+        colored = shows_colors(console)
         for phase, length in block_lengths(self.split_ns, width).items():
             style = Style(color=PHASE_COLORS[phase]) if colored else None
             yield Segment(filling(phase, colored=colored) * length, style)
@@ -155,7 +160,7 @@ class PhaseMark:
         return Measurement(1, 1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        colored = console.color_system is not None and not console.no_color
+        colored = shows_colors(console)
         style = Style(color=PHASE_COLORS[self.phase]) if colored else None
         yield Segment(filling(self.phase, colored=colored), style)
 

@@ -149,7 +149,7 @@ def with_operator(
     gpu = with_call(gpu_events(trace, steps), trace.runtime)
     made_by = _made_by(trace, gpu) if captures else _launched_by(gpu)
     row = _around(tree, made_by)
-    said = np.where(row < 0, _by_external_id(tree, gpu), -1)
+    said = np.where(row < 0, _by_external_id(tree, gpu, row), -1)
     end = pl.col("call_ts_ns") + pl.col("call_dur_ns")
     return GpuLaunches(
         tree=tree,
@@ -290,17 +290,30 @@ def _cpu_time(tree: CallTree, window: tuple[int, int] | None) -> pl.DataFrame:
     )
 
 
-def _by_external_id(tree: CallTree, gpu: pl.DataFrame) -> Ints:
-    """Row of the operator with each GPU event's external id; -1 where there is none."""
-    noted = gpu.select("correlation", id=pl.coalesce("external_id", "gpu_external_id"))
+def _by_external_id(tree: CallTree, gpu: pl.DataFrame, around: Ints) -> Ints:
+    """Row of the operator with each GPU event's external id; -1 where there is none.
+
+    The id is an operator's where those operators have it that are around the calls: Kineto of 2022
+    and 2023 wrote the number of the call there, which meets ids of operators by chance. An operator
+    that begins after the event did not launch it.
+    """
+    nothing = np.full(len(gpu), -1, dtype=np.int64)
+    noted = gpu.select("correlation", "ts_ns", id=pl.coalesce("external_id", "gpu_external_id"))
     same = noted.filter(pl.col("id") == pl.col("correlation"))
-    if 2 * len(same) > noted["id"].count():  # Kineto of 2022 and 2023: it is the correlation
-        return np.full(len(gpu), -1, dtype=np.int64)
-    rows = tree.spans.select(id="external_id").with_row_index("row").drop_nulls("id")
+    if 2 * len(same) > noted["id"].count():
+        return nothing
+    rows = tree.spans.select(id="external_id", begin="ts_ns").with_row_index("row").drop_nulls("id")
     rows = rows.unique("id", keep="none")
     places = noted.with_row_index("place").join(rows, on="id", how="left").sort("place")
-    found: Ints = places["row"].cast(pl.Int64).fill_null(-1).to_numpy()
-    return found
+    begun = places["begin"] <= places["ts_ns"]
+    found: Ints = np.where(
+        begun.fill_null(value=False), places["row"].cast(pl.Int64).fill_null(-1), -1
+    )
+    compared = np.flatnonzero((around >= 0) & noted["id"].is_not_null().to_numpy())
+    wanted = np.zeros(len(tree.parent), dtype=np.bool_)
+    wanted[found[compared][found[compared] >= 0]] = True
+    agree = (tree.climb(around[compared], wanted) == found[compared]) & (found[compared] >= 0)
+    return found if 2 * int(agree.sum()) >= len(compared) else nothing
 
 
 def _launched_by(gpu: pl.DataFrame) -> pl.DataFrame:

@@ -39,10 +39,11 @@ from haiprof.trace_format.chakra import (
 )
 from haiprof.trace_format.execution import ExecutionTrace, integer, load_execution_trace
 from haiprof.trace_format.find import LINKED_NAME, TRACE_ENDINGS, rank_in_name, trace_files
+from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 
 GROUPS_NOTE = "## process_group:init ##"
 _KERNEL = re.compile(r"^(?:void )?(?:nccl|rccl|hccl)|nccl(?:Dev)?Kernel|rcclKernel")
-_BACKEND = re.compile(r"^(?:nccl|gloo|mpi|ucc|xccl|hccl):")
+_BACKEND = re.compile(f"^(?:{GPU_BACKENDS}|{HOST_BACKENDS}):")
 _TO_DEVICE = re.compile(r"HtoD|Host ?To ?Device|HostToDevice", re.IGNORECASE)
 _ANCESTORS = 4  # nccl:all_to_all, record_param_comms, c10d::alltoall_base_ and one more
 _ROLES = {"send": COMM_SEND, "receive": COMM_RECV}

@@ -18,6 +18,7 @@ from haiprof.trace_analysis.device_time import (
     union_of,
     with_kind,
 )
+from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 WHOLE_JOB, PIPELINE = "whole job", "pipeline parallel"
@@ -105,7 +106,7 @@ def _group(each: dict[str, object]) -> tuple[object, ...]:
     )
 
 
-BACKENDS = r"^(?:gloo|mpi|ucc):"
+BACKENDS = f"^(?:{HOST_BACKENDS}):"
 """Spans of a backend's own threads, which PyTorch names `gloo:all_reduce`."""
 CATEGORY = "cpu_collective"
 WAIT = "wait for a collective"
@@ -344,10 +345,10 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _nccl_spans(trace: Trace) -> pl.DataFrame:
-    """PyTorch's spans around its calls of NCCL, which are annotations or, in some, operators."""
+    """PyTorch's spans around its calls of NCCL and the like: annotations or, in some, operators."""
     tables = (trace.annotations, trace.ops)
     spans = [
-        table.filter(pl.col("name").cast(pl.String).str.starts_with("nccl:")).select(
+        table.filter(pl.col("name").cast(pl.String).str.contains(f"^(?:{GPU_BACKENDS}):")).select(
             "ts_ns", "dur_ns", "tid", annotation=_text("name"), span_dims=_text("input_dims"),
             span_types=_text("input_types"),
         )

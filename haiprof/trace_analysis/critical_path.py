@@ -364,7 +364,7 @@ def _end(gpu: DeviceEvents, window: PathWindow) -> tuple[int, int]:
     own = _launched_within(gpu, window)
     if len(own):
         last = int(own[np.argmax(gpu.ends[own])])
-        if gpu.ends[last] > window.host_end_ns:
+        if gpu.ends[last] >= window.host_end_ns:
             return int(gpu.ends[last]), last
     return window.host_end_ns, -1
 

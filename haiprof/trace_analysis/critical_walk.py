@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Ints, covered_lengths, union
+from haiprof.base.intervals import Ints, covered_lengths, total, union
 from haiprof.trace_analysis.device_dependencies import (
     NEVER,
     QUEUE,
@@ -23,8 +23,10 @@ from haiprof.trace_analysis.device_dependencies import (
     recorded_waits,
     stream_order,
 )
+from haiprof.trace_analysis.device_time import union_of
 from haiprof.trace_analysis.host_dependencies import LONG_GAP_NS, HostEvents, Thread, hand_overs
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BLOCKING, FREE
 
 Instance = int | tuple[int, int]
 """One of several ranges of a name, from 0; or the first and the last of those that are meant."""
@@ -131,12 +133,28 @@ def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
     )
     ends = (on_thread["ts_ns"] + on_thread["dur_ns"]).to_numpy()
     start = int(spans["start"].to_numpy().min())
+    end = int(ends.max()) if len(ends) else start
     return PathWindow(
         start_ns=start,
-        host_end_ns=int(ends.max()) if len(ends) else start,
+        host_end_ns=min(end, _last_gpu_end(trace, end)),
         thread=thread,
         label="the whole trace",
     )
+
+
+def _last_gpu_end(trace: Trace, otherwise: int) -> int:
+    """When a busy GPU is done, where the host neither waits for that nor begins anything after it.
+
+    Then the host's last operator ends later for no reason that the trace has.
+    """
+    if trace.gpu.is_empty():
+        return otherwise
+    end = int((trace.gpu["ts_ns"] + trace.gpu["dur_ns"]).max())  # type: ignore[arg-type]
+    calls = trace.runtime.filter(pl.col("ts_ns") + pl.col("dur_ns") >= end)
+    waits = calls["name"].cast(pl.String).str.contains(f"{BLOCKING}|{FREE}").any()
+    begins = any((table["ts_ns"] >= end).any() for table in (trace.ops, trace.runtime))
+    idle = 2 * total(union_of(trace.gpu)) < end - int(trace.gpu["ts_ns"][0])
+    return otherwise if waits or begins or idle else end
 
 
 LAUNCH, STREAM, EVENT, INFERRED, HOST = range(5)

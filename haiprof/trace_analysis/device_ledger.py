@@ -24,6 +24,7 @@ from haiprof.trace_analysis.device_time import (
     MEMORY,
     gpu_events,
     with_kind,
+    with_launch,
 )
 from haiprof.trace_analysis.host_activity import (
     ACTIVITIES,
@@ -52,6 +53,7 @@ TALK = "communication: "
 QUEUE, UNKNOWN = f"{IDLE}between kernels", f"{IDLE}host not recorded"
 
 KERNEL_KINDS = (
+    ("mixture of experts", r"(?<![a-z])moe(?![a-z])|fused_experts"),
     ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff"),
     ("convolution", r"conv|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
     ("normalisation", r"norm|softmax|\bbn_|::bn"),
@@ -127,7 +129,7 @@ def rank_ledger(trace: Trace) -> RankLedger:
     """
     host = read_host(trace)
     gpu = with_kind(with_call(gpu_events(trace, None), trace.runtime))
-    steps = _step_windows(trace)
+    steps = step_windows(trace)
     spoken = collective_kernels(trace).select("event", "kind") if len(gpu) else None
     lanes = {
         key[0]: _device_line(host, part, steps, spoken)
@@ -147,11 +149,19 @@ def rank_ledger(trace: Trace) -> RankLedger:
     )
 
 
-def _step_windows(trace: Trace) -> pl.DataFrame:
-    """Steps as the device has them; what lies between two that follow each other is the first's."""
+def step_windows(trace: Trace) -> pl.DataFrame:
+    """Steps as the device has them; what lies between two that follow each other is the first's.
+
+    Without profiler steps it is one, from the first launch to the end of the last event: nobody
+    knows whether the device would have worked before that or after it.
+    """
     marks = trace.steps
     if marks.is_empty():
         window = trace.checked.window
+        if len(trace.gpu):
+            first = with_launch(trace.gpu.head(1), trace.runtime)["launch_ns"][0]
+            start, end = int(trace.gpu["ts_ns"][0]), trace.gpu["ts_ns"] + trace.gpu["dur_ns"]
+            window = min(start, start if first is None else int(first)), int(end.max())  # type: ignore[arg-type]
         whole = [(0, None, *window, *[window[1] - window[0]] * 2)] if window else []
         return pl.DataFrame(whole, schema=dict.fromkeys(_STEP_COLUMNS, pl.Int64), orient="row")
     follows = pl.col("step").shift(-1) == pl.col("step") + 1
@@ -180,7 +190,7 @@ def _device_line(
     busy, lines = Intervals(starts[:0], ends[:0]), []
     for kind in (COMPUTATION, COMMUNICATION, MEMORY):
         own = np.flatnonzero((gpu["kind"] == kind).to_numpy())
-        of, begins, finishes = _alone(starts[own], ends[own], busy)
+        of, begins, finishes = not_covered(starts[own], ends[own], busy)
         at = own[of]
         event = gpu["event"].to_numpy()[at] if kind == COMMUNICATION else np.full(len(at), -1)
         lines.append(_Time(
@@ -200,7 +210,7 @@ def _device_line(
     return _concat([*lines, *_idle_lines(host, gaps, starts, calls, row, seen, blocking)])
 
 
-def _alone(starts: Ints, ends: Ints, taken: Intervals) -> tuple[Ints, Ints, Ints]:
+def not_covered(starts: Ints, ends: Ints, taken: Intervals) -> tuple[Ints, Ints, Ints]:
     """Intervals without what an earlier one or the taken time covers: of which each part is."""
     reach = np.maximum.accumulate(np.append(np.iinfo(np.int64).min, ends))[:-1]
     edges = np.column_stack([taken.starts, taken.ends]).ravel()

@@ -81,6 +81,43 @@ REMEDIES = (
 """In the order in which they are tried."""
 
 
+_FEWER_BITS = "compute in bf16 (torch.autocast), or allow TF32: "
+OPERATOR_REMEDIES = {
+    "gemm": "sizes that are multiples of 64 (pad the dimensions); with a small result and a long "
+            "inner dimension split that dimension; let torch.compile(mode='max-autotune') choose",
+    "convolution": "channels_last, torch.backends.cudnn.benchmark=True, channels that are "
+                   "multiples of 8; depthwise and transposed ones are often faster in another form",
+    "attention": "scaled_dot_product_attention with the flash or cuDNN kernel, a newer PyTorch, "
+                 "a head size of 64 or 128",
+    "mixture of experts": "a kernel that is tuned for these shapes (grouped GEMM); more tokens to "
+                          "an expert: a larger batch or fewer experts on a GPU",
+    "optimizer": "fused=True, which reads and writes each parameter once",
+}  # fmt: skip
+"""What to do about an operator that is far from the roofline, by its kind."""
+_MEMORY_BOUND = (
+    "fuse it with its neighbours (torch.compile), so that its tensors are read once; see that they "
+    "are contiguous and of 16 bits where that is enough"
+)
+_SMALL_BATCH = "a larger batch: the weights are read for {rows:,} rows alone"
+_SMALL_ROWS = 128
+"""Fewer rows than this leave a GPU of today waiting for the weights."""
+
+
+def operator_remedy(kind: str, precision: str | None, rows: int | None) -> str:
+    """What to do about an operator that is far from the roofline."""
+    found = OPERATOR_REMEDIES.get(kind, _MEMORY_BOUND)
+    if is_small_batch(kind, rows):
+        return f"{_SMALL_BATCH.format(rows=rows)}; else {found}"
+    if precision == "fp32" and kind in ("gemm", "convolution", "attention"):
+        return f"{_FEWER_BITS}torch.set_float32_matmul_precision('high'); {found}"
+    return found
+
+
+def is_small_batch(kind: str, rows: int | None) -> bool:
+    """Whether a product of matrices has too few rows for its weights."""
+    return kind in ("gemm", "mixture of experts") and rows is not None and rows <= _SMALL_ROWS
+
+
 def remedy_of(activity: str) -> Remedy | None:
     """What is said of an activity; None of work that is needed."""
     return next((each for each in REMEDIES if activity.startswith(each.activity)), None)

@@ -19,9 +19,10 @@ MTIA_CATEGORY, MTIA_COPIES = "mtia_ccp_events", r"(?i)^dma(?:[^a-z]|$)"
 COMMUNICATION_NAMES = "|".join(
     (
         # NCCL's are ncclKernel_* up to 2.18 and ncclDevKernel_* since, ncclSymDevKernel_* on
-        # symmetric memory; RCCL's have the same names. HCCL is Habana's and Huawei's.
-        r"^(?:nccl|rccl|hccl)",
-        r"nccl(?:Sym)?(?:Dev)?Kernel",
+        # symmetric memory; RCCL's have the same names. HCCL is Habana's and Huawei's
+        # (whose kernels are hcom_*), MCCL Moore Threads'.
+        r"^(?:nccl|rccl|hccl|mccl|hcom_)",
+        r"nccl(?:Symk?)?(?:Dev)?Kernel",
         r"mscclKernel|mscclpp",
         # oneCCL, as its SYCL kernels are called.
         r"\b(?:oneccl|ccl::)",

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -27,6 +27,7 @@ from haiprof.trace_analysis.device_ledger import (
     RankLedger,
     rank_ledger,
 )
+from haiprof.trace_analysis.device_operators import OPERATOR, RankOperators, rank_operators
 from haiprof.trace_analysis.device_remedies import remedy_of
 from haiprof.trace_analysis.host_activity import (
     ADDRESS,
@@ -57,6 +58,47 @@ _KEY = ["position", "activity", "file", "line", "function"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOperator:
+    """Computing of one operator with one set of shapes, per mean step of a device."""
+
+    name: str
+    shapes: str | None
+    """As the profiler noted them."""
+    kind: str
+    precision: str | None
+    kernel: str
+    """The longest of its kernels."""
+    call_count: float
+    kernel_count: float
+    short_count: float
+    """Of kernels below `device_operators.SHORT_NS`."""
+    row_count: int | None
+    ns_per_step: float
+    flops_per_s: float | None
+    bytes_per_s: float | None
+    """The least where the shapes leave open how much is read."""
+    bound: str | None
+    """`compute` or `memory`; None where the peak or the work is not known."""
+    roofline_ratio: float | None
+    """1 at the roofline; above 1 what was recorded cannot be true."""
+    is_open: bool
+    """Whether how much memory is read is not known."""
+    gain_ns: float
+    """What the mean step becomes shorter by at what such operators usually reach."""
+    gain_low_ns: float
+    gain_high_ns: float
+
+
+class OperatorRole(NamedTuple):
+    """Computing of one operator inside of one outermost operator, per mean step of a device."""
+
+    top: str | None
+    name: str
+    kind: str
+    ns_per_step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLedger:
     """The ledger of traces, and what it was made of."""
 
@@ -73,35 +115,46 @@ class DeviceLedger:
     """The mean step as the host marked it; None without profiler steps."""
     kernel_count: int
     linked_count: int
+    operators: tuple[DeviceOperator, ...] = ()
+    """By their gain, then by their time."""
+    roles: tuple[OperatorRole, ...] = ()
+    """All computing by operator and the outermost operator around it."""
+    device_name: str | None = None
+    peak: str | None = None
+    """Who states the peak that operators are held against; None where it is not known."""
     late: str | None = None
     """Who comes last to collectives, in words; None where nobody waited, or nothing tells."""
 
 
 def device_ledger(
-    path: str | Path, *, window: int | None = None, progress: Progress | None = None
-) -> DeviceLedger:
+    path: str | Path, *, window: int | None = None, peaks: Mapping[str, float] | None = None,
+    progress: Progress | None = None,
+) -> DeviceLedger:  # fmt: skip
     """The ledger of the device's time line of some traces.
 
     Args:
         path: A trace, a folder with one file per rank, or a run directory with traces.
         window: Of a run with several trace windows, this one; None takes the last.
+        peaks: What the device can do, in place of the table's: FLOP/s by precision, `memory`.
         progress: Told of files read.
 
     Raises:
         TraceFormatError: There is no trace, or one cannot be read.
         MissingDataError: Nothing in them has a duration.
     """
-    return _Traces(path, window=window).ledger(progress)
+    return _Traces(path, window=window).ledger(peaks, progress)
 
 
 class _Traces(RankTraces):
     """Asks each rank's trace, and compares the ranks."""
 
-    def ledger(self, progress: Progress | None = None) -> DeviceLedger:
+    def ledger(
+        self, peaks: Mapping[str, float] | None = None, progress: Progress | None = None
+    ) -> DeviceLedger:
         """The ledger of all of them."""
         paths = [file.path for file in self.files.values()]
-        answers = self._ask(rank_ledger, paths, {}, progress)
-        ranks = dict(zip(self.files, answers, strict=True))
+        ranks = dict(zip(self.files, self._ask(rank_ledger, paths, {}, progress), strict=True))
+        operators = self._ask(rank_operators, paths, {"peaks": peaks}, progress)
         rows = pl.concat(
             each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
             for rank, each in ranks.items()
@@ -112,7 +165,8 @@ class _Traces(RankTraces):
                 hint="profile with ProfilerActivity.CPU and ProfilerActivity.CUDA",
             )
         waits, unknown, late = self._waits(rows)
-        return replace(_as_ledger(split_waits(rows, waits), ranks, unknown), late=late)
+        parts = dict(zip(ranks, operators, strict=True))
+        return replace(_as_ledger(split_waits(rows, waits), ranks, parts, unknown), late=late)
 
     def _waits(self, rows: pl.DataFrame) -> tuple[pl.DataFrame, list[str], str | None]:
         """`rank`, `event`, `wait_ns` of collectives; why that is unknown of others; who is late."""
@@ -215,8 +269,9 @@ def call_nodes(times: Mapping[_Chain, int], least_ns: float = 0) -> dict[_Chain,
 
 
 def _as_ledger(
-    rows: pl.DataFrame, ranks: Mapping[int, RankLedger], unknown: list[str]
-) -> DeviceLedger:
+    rows: pl.DataFrame, ranks: Mapping[int, RankLedger], parts: Mapping[int, RankOperators],
+    unknown: list[str],
+) -> DeviceLedger:  # fmt: skip
     lanes = [(rank, device) for rank, each in ranks.items() for device in each.devices]
     steps = {rank: each.steps for rank, each in ranks.items()}
     lengths = {
@@ -269,7 +324,68 @@ def _as_ledger(
         mark_ns=float(np.mean(marks.to_numpy())) if len(marks) else None,
         kernel_count=sum(each.kernel_count for each in ranks.values()),
         linked_count=sum(each.linked_count for each in ranks.values()),
+        operators=_operators(parts, times, own, count),
+        roles=_roles(parts, count),
+        device_name=next((each.device_name for each in parts.values()), None),
+        peak=next((each.peak_source for each in parts.values()), None),
     )
+
+
+def _roles(parts: Mapping[int, RankOperators], count: int) -> tuple[OperatorRole, ...]:
+    rows = pl.concat(each.rows.select("top", "operator", "kind", "ns") for each in parts.values())
+    summed = rows.group_by("top", "operator", "kind", maintain_order=True).agg(pl.col("ns").sum())
+    return tuple(
+        OperatorRole(top, name, kind, ns / count) for top, name, kind, ns in summed.iter_rows()
+    )
+
+
+def _operators(
+    parts: Mapping[int, RankOperators], times: _Steps, own: Ints, count: int
+) -> tuple[DeviceOperator, ...]:
+    """The operators of all devices, and what each could gain."""
+    rows = pl.concat(
+        each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
+        for rank, each in parts.items()
+    )
+    key = list(OPERATOR)
+    keys = rows.group_by(key, maintain_order=True).agg(
+        pl.col("kernel", "row_count", "is_open", "compute_ratio").first(),
+        *(pl.col(name).sum() for name in (
+            "call_count", "kernel_count", "short_count", "ns", "known_ns", "flops", "bytes",
+        )),
+        pl.when(pl.col("roof_ns").is_not_null().any()).then(pl.col("roof_ns").sum()),
+    ).with_row_index("account")  # fmt: skip
+    numbered = rows.join(keys.select("account", *key), on=key, nulls_equal=True)
+    gains = []
+    for name in ("reach_ns", "sure_ns", "roof_ns"):
+        less = (pl.col("ns") - pl.col(name).fill_null(pl.col("ns"))).clip(0).round()
+        cube = times.cube(numbered.with_columns(ns=less.cast(pl.Int64)), len(keys))
+        gains.append([
+            float((own.max(axis=0) - (own - each).max(axis=0)).mean()) for each in cube
+        ])  # fmt: skip
+    found = [
+        _operator(row, count, *(each[row["account"]] for each in gains))
+        for row in keys.iter_rows(named=True)
+    ]
+    return tuple(sorted(found, key=lambda each: (-each.gain_ns, -each.ns_per_step)))
+
+
+def _operator(
+    row: dict[str, Any], count: int, gain: float, low: float, high: float
+) -> DeviceOperator:
+    known_s, ratio = row["known_ns"] / 1e9, row["compute_ratio"]
+    bound = None if ratio is None else "compute" if ratio > 1 else "memory"
+    return DeviceOperator(
+        name=row["operator"], shapes=row["shapes"], kind=row["kind"],
+        precision=row["precision"], kernel=row["kernel"], call_count=row["call_count"] / count,
+        kernel_count=row["kernel_count"] / count, short_count=row["short_count"] / count,
+        row_count=row["row_count"], ns_per_step=row["ns"] / count,
+        flops_per_s=row["flops"] / known_s if known_s and row["flops"] else None,
+        bytes_per_s=row["bytes"] / known_s if known_s and row["bytes"] else None,
+        bound=bound, is_open=bool(row["is_open"]),
+        roofline_ratio=row["roof_ns"] / row["known_ns"] if known_s and row["roof_ns"] else None,
+        gain_ns=gain, gain_low_ns=low, gain_high_ns=high,
+    )  # fmt: skip
 
 
 class _Steps:

@@ -17,6 +17,7 @@ from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.call_tree import CallTree, nest, without_own_frames
 from haiprof.trace_analysis.step_time import GPU_CATEGORY
+from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE
 
@@ -38,8 +39,8 @@ _MODULE = "^nn.Module: "
 _RUN_BACKWARD = r"\brun_backward\b"
 _COMPILE = r"\(dynamo_timed\)$"
 _SAVE = r"^torch/serialization\.py\(\d+\): save$"
-_BACKEND = r"^(?:nccl|gloo|mpi|ucc):"
-_WAITS_FOR_PEERS = r"^(?:gloo|mpi|ucc):|^c10d::"
+_BACKEND = f"^(?:{GPU_BACKENDS}|{HOST_BACKENDS}):"
+_WAITS_FOR_PEERS = f"^(?:{HOST_BACKENDS}):|^c10d::"
 _ALLOCATION = rf"{FREE}|^(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)|^cuMem(?:Alloc|Create|Map)"
 _LAUNCH = r"Launch|Memcpy|Memset"
 _PLACE = re.compile(r"(.*)\((\d+)\): (.*)", re.DOTALL)

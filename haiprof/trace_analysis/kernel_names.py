@@ -13,7 +13,11 @@ FULL, SHORT, GENERIC = "full", "short", "generic"
 STYLES = (FULL, SHORT, GENERIC)
 
 _COPY = re.compile(r"(?:hip)?Mem(?:cpy|set)")
-_COLLECTIVE = re.compile(r"^(?:n|r)ccl(?:Dev)?Kernel_(?:Generic_?)?([A-Z][A-Za-z]+)")
+_CLONE = re.compile(r"\s*\[clone [^\]]*\]$")
+"""What rocprofiler-sdk writes behind names."""
+_COLLECTIVE = re.compile(
+    r"^(?:n|r)ccl(?:Symk?)?(?:Dev)?Kernel_(?:Generic_?)?(?!Generic(?:_\d|$))([A-Z][A-Za-z]+)"
+)
 _ANONYMOUS = "(anonymous namespace)::"
 # Generations of GPUs as cuBLAS, cuDNN and CUTLASS write them.
 _GENERATION = re.compile(
@@ -35,10 +39,14 @@ def name_normalizer(style: str, *, is_kernel: bool) -> Callable[[str], str]:
 
 
 def short_kernel_name(name: str) -> str:
-    """`void at::native::kernel<4, float>(int)` is `at::native::kernel`."""
+    """`void at::native::kernel<4, float>(int) [clone .kd]` is `at::native::kernel`.
+
+    Parentheses first: in template arguments they hold comparisons, `enable_if<((8)>(0))>`.
+    """
+    name = _CLONE.sub("", name)
     if _COPY.match(name) or not ("<" in name or "(" in name):
         return name
-    plain = _without(_without(name.replace(_ANONYMOUS, ""), "<>"), "()").split()
+    plain = _without(_without(name.replace(_ANONYMOUS, ""), "()"), "<>").split()
     return plain[-1] if plain else name
 
 

@@ -1,4 +1,4 @@
-"""`haiprof merge`: all ranks' traces in one timeline on one clock, with the run's counters."""
+"""`haiprof export --to merged`: all ranks' traces in one timeline, with the run's counters."""
 
 from __future__ import annotations
 

@@ -18,9 +18,11 @@ from haiprof.trace_analysis.device_time import Steps, step_window, traced_window
 from haiprof.trace_analysis.kernel_names import is_matrix_work, uses_tensor_cores
 from haiprof.trace_analysis.operator_work import (
     ATTENTION,
+    COMPOSED,
     CONVOLUTION,
     FORMULAS,
     MATRIX,
+    MOE,
     NEED_VALUES,
     OPTIMIZER,
     Work,
@@ -145,9 +147,12 @@ def peak_of(device: str | None, overrides: Mapping[str, float] | None = None) ->
 
 
 def parse_peak(text: str | None) -> dict[str, float] | None:
-    """`bf16=989,memory=3.35` in TFLOP/s and TB/s as FLOP/s and bytes/s."""
+    """`bf16=989,memory=3.35` in TFLOP/s and TB/s, or a GPU's name, as FLOP/s and bytes/s."""
     if text is None:
         return None
+    named = None if "=" in text else peak_of(text)
+    if named is not None:
+        return {**named.flops_per_s, MEMORY: named.bytes_per_s}
     found = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -157,8 +162,9 @@ def parse_peak(text: str | None) -> dict[str, float] | None:
             number = -1.0
         if name not in (*PRECISIONS, MEMORY) or not 0 < number < 1e9:
             raise UsageError(
-                f"--peak {text}: expected TFLOP/s by precision, and TB/s of memory",
-                hint=f"--peak bf16=989.4,memory=3.35; precisions: {', '.join(PRECISIONS)}",
+                f"--peak {text}: expected TFLOP/s by precision and TB/s of memory, or a known GPU",
+                hint="--peak bf16=989.4,memory=3.35, or --peak MI300X; "
+                f"precisions: {', '.join(PRECISIONS)}",
             )
         found[name] = number * 1e12
     return found
@@ -168,8 +174,9 @@ _BACKWARD = "autograd::engine::evaluate_function"
 _KNOWN_LEAST, _KNOWN_WHOLE = 0.5, 0.98
 _WORK_SCHEMA = {
     "kind": pl.String, "flops": pl.Int64, "model_flops": pl.Int64, "bytes": pl.Int64,
-    "precision": pl.String,
+    "precision": pl.String, "most_bytes": pl.Int64, "row_count": pl.Int64,
 }  # fmt: skip
+"""`bytes` are the fewest where `most_bytes` are more; `row_count` of matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,30 +204,33 @@ def operator_efficiency(
     found = _known_calls(trace, steps, peaks)
     keys = ["operator", "kind", "shapes", "precision", "kernel"]
     again = pl.col("flops").filter(pl.col("is_recomputed")).sum()
+    is_timed, is_exact = pl.col("time_ns") > 0, pl.col("most_bytes").is_null()
     rows = found.calls.group_by(
         operator="name", kind="kind", shapes="input_dims", precision="precision", kernel="kernel"
     ).agg(
         count=pl.len().cast(pl.Int64),
-        time_ns=pl.col("time_ns").sum(),
+        time_ns=pl.when(is_timed.any()).then(pl.col("time_ns").sum()),
         flops=pl.col("flops").sum(),
         bytes=pl.col("bytes").sum(),
+        timed_flops=pl.col("flops").filter(is_timed).sum(),
+        timed_bytes=pl.col("bytes").filter(is_timed).sum(),
         recomputed_ratio=again / pl.col("flops").sum(),
-        known_size=pl.col("bytes").is_not_null().all(),
+        known_size=(pl.col("bytes").is_not_null() & is_exact).all(),
     )
-    seconds = pl.when(pl.col("time_ns") > 0).then(pl.col("time_ns") / 1e9)
+    seconds = pl.col("time_ns") / 1e9
     rows = rows.with_columns(
-        bytes=pl.when("known_size").then("bytes"),
+        pl.when("known_size").then(pl.col("bytes", "timed_bytes")),
         recomputed_ratio=pl.col("recomputed_ratio").fill_nan(None),
     ).with_columns(
-        flops_per_s=pl.col("flops") / seconds,
-        bytes_per_s=pl.col("bytes") / seconds,
+        flops_per_s=pl.col("timed_flops") / seconds,
+        bytes_per_s=pl.col("timed_bytes") / seconds,
         flops_per_byte=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
     )
     measured = ["count", "time_ns", "flops", "bytes", "flops_per_s", "bytes_per_s"]
     return (
         _with_roofline(rows, found.peak)
         .select(*keys, *measured, "flops_per_byte", "bound", "roofline_ratio", "recomputed_ratio")
-        .sort("time_ns", *keys, descending=[True, *[False] * len(keys)])
+        .sort("time_ns", *keys, descending=[True, *[False] * len(keys)], nulls_last=True)
     )
 
 
@@ -232,7 +242,7 @@ def _with_roofline(rows: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
     top = pl.col("precision").replace_strict(
         dict(peak.flops_per_s), default=None, return_dtype=pl.Float64
     )
-    compute_s, memory_s = pl.col("flops") / top, pl.col("bytes") / peak.bytes_per_s
+    compute_s, memory_s = pl.col("timed_flops") / top, pl.col("timed_bytes") / peak.bytes_per_s
     memory_s = pl.when(memory_s.is_not_nan()).then(memory_s)
     is_known = (compute_s.is_not_null() | (pl.col("flops") == 0)) & memory_s.is_not_null()
     least_s = pl.max_horizontal(compute_s.fill_null(0.0), memory_s)
@@ -262,6 +272,8 @@ def step_efficiency(
     known = found.matrix_known_ns / found.matrix_ns if found.matrix_ns else None
     if known is not None and known < _KNOWN_LEAST:
         seconds, reason = None, f"the work of {known:.0%} of the matrix kernels' time is known"
+    if matrix.is_empty() and found.known_ns < _KNOWN_WHOLE * found.gpu_ns:
+        seconds, reason = None, "of no matrix product is the work known"
     wall_s = (high - low) / 1e9
     row = {
         "device_name": found.device,
@@ -315,8 +327,8 @@ def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) 
         )
     owned = with_operator(trace, steps)
     low, high, _ = (*step_window(trace, steps), None) if steps else traced_window(trace)
-    known = _with_work(trace, owned.tree, (low, high))
-    row = _nearest(owned.tree, owned.row, known["row"].to_numpy())
+    known = calls_with_work(trace, owned.tree, (low, high))
+    row = nearest_rows(owned.tree, owned.row, known["row"].to_numpy())
     has_gpu = len(trace.gpu) > 0
     own = owned.gpu.select("dur_ns", "ts_ns", pl.col("name").cast(pl.String), row=pl.Series(row))
     if steps is None:
@@ -330,11 +342,11 @@ def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) 
     )  # fmt: skip
     if has_gpu:  # recomputation that stops early leaves a call that ran nothing
         calls = calls.filter(~pl.col("is_recomputed") | (pl.col("time_ns") > 0))
-    device = _device_name(trace)
+    device = device_name(trace)
     inside = own.filter(pl.col("row") >= 0)
     matrix_rows = known.filter(pl.col("kind").is_in(MATRIX))["row"].implode()
     return _Calls(
-        calls=_with_tensor_cores(calls.with_columns(pl.col("time_ns").fill_null(0))),
+        calls=with_tensor_cores(calls.with_columns(pl.col("time_ns").fill_null(0))),
         gpu_ns=int(own["dur_ns"].sum()),
         known_ns=int(inside["dur_ns"].sum()),
         matrix_ns=int(own.filter("is_matrix")["dur_ns"].sum()),
@@ -352,7 +364,7 @@ def _is_matrix(names: pl.Series) -> pl.Series:
     return names.is_in(found.implode())
 
 
-def _with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
+def with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
     """Products of fp32 that ran on tensor cores are tf32, by the name of their kernel."""
     names = [
         name for name in calls["kernel"].unique().to_list() if name and uses_tensor_cores(name)
@@ -364,11 +376,11 @@ def _with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _with_work(trace: Trace, tree: CallTree, window: tuple[int, int]) -> pl.DataFrame:
-    """Calls of known work that began in the window."""
-    spans = tree.spans.with_row_index("row").filter(
-        pl.col("ts_ns").is_between(*window, closed="left")
-    )
+def calls_with_work(trace: Trace, tree: CallTree, window: tuple[int, int] | None) -> pl.DataFrame:
+    """Calls of known work that began in the window; None is everything."""
+    spans = tree.spans.with_row_index("row")
+    if window is not None:
+        spans = spans.filter(pl.col("ts_ns").is_between(*window, closed="left"))
     known = spans["name"].unique().cast(pl.String)
     known = known.filter(known.is_in(list(FORMULAS)))
     calls = spans.filter(pl.col("name").is_in(known.implode())).select(
@@ -386,9 +398,10 @@ def _with_work(trace: Trace, tree: CallTree, window: tuple[int, int]) -> pl.Data
     calls = calls.join(work, on=keys, how="inner", nulls_equal=True).filter(
         pl.col("flops").is_not_null()
     )
+    calls = calls.filter(~pl.Series(_is_counted_inside(tree, calls)))
     outer = _inside_of(tree, calls)
     backward = tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD).to_numpy()
-    inside = _nearest(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
+    inside = nearest_rows(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
     again = pl.Series(inside) & (calls["sequence_number"].fill_null(-1) >= 0)
     return calls.with_columns(is_recomputed=again).filter(~pl.Series(outer))
 
@@ -397,20 +410,44 @@ def _row(key: tuple[Any, ...]) -> tuple[Any, ...]:
     name, dims, types, values = key
     work: Work | None = work_of(name, arguments_of(dims, types), values_of(values))
     if work is None:
-        return (*key, None, None, None, None, None)
-    return (*key, work.kind, work.flops, work.model_flops, work.bytes, work.precision)
+        return (*key, *[None] * len(_WORK_SCHEMA))
+    own = (work.kind, work.flops, work.model_flops, work.bytes, work.precision)
+    return (*key, *own, work.most_bytes if work.most_bytes != work.bytes else None, work.rows)
+
+
+def _is_counted_inside(tree: CallTree, calls: pl.DataFrame) -> Flags:
+    """Whether a call is composed of others whose work is known."""
+    composed = calls["name"].is_in(list(COMPOSED)).to_numpy()
+    rows = calls["row"].to_numpy()
+    holds = np.zeros(len(tree.parent), dtype=np.bool_)
+    above = tree.parent[rows[~composed]]
+    while len(above):
+        above = np.unique(above[above >= 0])
+        above = above[~holds[above]]
+        holds[above] = True
+        above = tree.parent[above]
+    # Of two composed ones, such as matmul in linear, the inner one counts.
+    order = np.argsort(-tree.depth[rows], kind="stable")
+    for at in order[composed[order]].tolist():
+        if not holds[rows[at]]:
+            up = tree.parent[rows[at]]
+            while up >= 0 and not holds[up]:
+                holds[up] = True
+                up = tree.parent[up]
+    found: Flags = composed & holds[rows]
+    return found
 
 
 def _inside_of(tree: CallTree, calls: pl.DataFrame) -> Flags:
     """Whether a call is part of one that counts as a whole: a convolution, a list of tensors."""
-    as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, OPTIMIZER])
+    as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, MOE, OPTIMIZER])
     whole = calls.filter(as_whole)["row"].to_numpy()
     above = tree.parent[calls["row"].to_numpy()]
-    found: Flags = _nearest(tree, above, whole) >= 0
+    found: Flags = nearest_rows(tree, above, whole) >= 0
     return found
 
 
-def _nearest(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
+def nearest_rows(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
     """The innermost of the chosen rows around each row, itself included; -1 where there is none."""
     is_chosen = np.zeros(len(tree.parent) + 1, dtype=np.bool_)  # the last stands for no row
     is_chosen[chosen] = True
@@ -422,7 +459,7 @@ def _nearest(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
     return found
 
 
-def _device_name(trace: Trace) -> str | None:
+def device_name(trace: Trace) -> str | None:
     """Of the device that the GPU events are of; None on the CPU."""
     said = trace.metadata.get("deviceProperties")
     devices = trace.gpu.select(pl.coalesce("device", "pid")).to_series().drop_nulls()

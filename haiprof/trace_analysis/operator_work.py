@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 ITEM_BYTES = {
-    "double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "long": 8, "int": 4,
-    "short": 2, "signed char": 1, "unsigned char": 1, "bool": 1, "c10::complex<float>": 8,
-    "c10::complex<double>": 16, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
-    "c10::Float8_e4m3fnuz": 1, "c10::Float8_e5m2fnuz": 1,
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
+    "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1,
+    "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
 PRECISIONS = {
-    "double": "fp64", "float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16",
-    "signed char": "int8", "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
-    "c10::Float8_e4m3fnuz": "fp8", "c10::Float8_e5m2fnuz": "fp8",
+    "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8",
+    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float8_e4m3fnuz": "fp8",
+    "float8_e5m2fnuz": "fp8",
 }  # fmt: skip
+_SPELLINGS = {
+    "double": "float64", "float": "float32", "half": "float16", "long int": "int64",
+    "long": "int64", "int": "int32", "short": "int16", "short int": "int16", "char": "int8",
+    "signed char": "int8", "unsigned char": "uint8", "byte": "uint8", "complex<float>": "complex64",
+    "complex<double>": "complex128",
+}  # fmt: skip
+"""Types as profilers write them, in small letters and without `c10::` or `torch.`."""
 _SIZE_LIMIT = 1 << 48  # of one dimension: beyond it, it is no shape
 _DIMENSIONS_LIMIT = 32
 
@@ -28,7 +35,7 @@ class Tensor:
 
     shape: tuple[int, ...]
     type: str
-    """As the profiler writes it: `float`, `c10::BFloat16`."""
+    """As torch names it: `float32`, `bfloat16`."""
 
     @property
     def count(self) -> int:
@@ -48,13 +55,20 @@ Argument = Tensor | tuple[Tensor, ...] | None
 
 def arguments_of(dims: str | None, types: str | None) -> tuple[Argument, ...]:
     """What an operator was called with."""
-    try:
-        shapes, names = json.loads(dims or "[]"), json.loads(types or "[]")
-    except (ValueError, RecursionError):
-        return ()
-    if not isinstance(shapes, list) or not isinstance(names, list):
+    shapes, names = _list_of(dims), _list_of(types)
+    if shapes is None or names is None:
         return ()
     return tuple(map(_argument, shapes, names))
+
+
+def _list_of(text: str | None) -> list[object] | None:
+    """A list as JSON or as Python writes it, `[(4, 8), ()]`."""
+    plain = re.sub(r",(?=\s*\])", "", (text or "[]").replace("(", "[").replace(")", "]"))
+    try:
+        found = json.loads(plain if "'" not in plain else plain.replace("'", '"'))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else None
 
 
 def values_of(concrete: str | None) -> tuple[str, ...]:
@@ -70,10 +84,11 @@ def _argument(shape: object, name: object) -> Argument:
     if name == "TensorList" and isinstance(shape, list):
         # The profiler notes no types of a list's tensors: parameters and their states, in fp32.
         found = [_shape(one) for one in shape]
-        return tuple(Tensor(one, "float") for one in found if one is not None)
-    own = _shape(shape)
-    is_tensor = isinstance(name, str) and name in ITEM_BYTES
-    return Tensor(own, str(name)) if is_tensor and own is not None else None
+        return tuple(Tensor(one, "float32") for one in found if one is not None)
+    own = _shape(_list_of(shape) if isinstance(shape, str) else shape)
+    plain = str(name).lower().removeprefix("c10::").removeprefix("torch.")
+    kind = _SPELLINGS.get(plain, plain)
+    return Tensor(own, kind) if kind in ITEM_BYTES and own is not None else None
 
 
 def _shape(shape: object) -> tuple[int, ...] | None:
@@ -84,10 +99,10 @@ def _shape(shape: object) -> tuple[int, ...] | None:
     return tuple(shape)
 
 
-GEMM, CONVOLUTION, ATTENTION = "gemm", "convolution", "attention"
+GEMM, CONVOLUTION, ATTENTION, MOE = "gemm", "convolution", "attention", "mixture of experts"
 NORMALISATION, ELEMENTWISE, EMBEDDING = "normalisation", "elementwise", "embedding"
 OPTIMIZER = "optimizer"
-MATRIX = (GEMM, CONVOLUTION, ATTENTION)
+MATRIX = (GEMM, CONVOLUTION, ATTENTION, MOE)
 """Whose FLOPs are those of MFU: what is not a matrix product is not counted there (PaLM,
 arXiv 2204.02311, appendix B; torch.utils.flop_counter)."""
 _LIMIT = 1 << 60
@@ -105,45 +120,49 @@ class Work:
     precision: str | None
     model_flops: int = -1
     """Without recomputation inside the operator."""
+    most_bytes: int | None = None
+    """Where the shapes leave it open: `bytes` are the fewest then."""
+    rows: int | None = None
+    """Of a matrix product: rows, or tokens, for which its weights are read once."""
 
 
 class Call:
-    """The arguments of a call."""
+    """The arguments of a call: tensors, and the texts of all others."""
 
     def __init__(self, arguments: Sequence[Argument], values: Sequence[str]) -> None:
-        self._arguments, self._values = arguments, values
+        self.arguments, self.values = arguments, values
 
     def tensor(self, at: int) -> Tensor:
         """The tensor at a place; a LookupError where there is none."""
-        found = self._arguments[at]
+        found = self.arguments[at]
         if not isinstance(found, Tensor):
             raise LookupError(at)
         return found
 
     def tensors(self) -> list[Tensor]:
         """All tensors with at least one dimension."""
-        return [each for each in self._arguments if isinstance(each, Tensor) and each.shape]
+        return [each for each in self.arguments if isinstance(each, Tensor) and each.shape]
 
     def lists(self) -> list[tuple[Tensor, ...]]:
         """All lists of tensors."""
-        return [each for each in self._arguments if isinstance(each, tuple)]
+        return [each for each in self.arguments if isinstance(each, tuple)]
 
     def numbers(self, at: int) -> list[int]:
         """A list of whole numbers such as `[2, 2]`; a LookupError where there is none."""
-        text = self._values[at]
-        if not text.startswith("["):
+        text = self.values[at]
+        if not text.startswith(("[", "(")):
             raise LookupError(at)
-        return [int(part) for part in text.strip("[]").split(",") if part.strip()]
+        return [int(part) for part in text.strip("[]()").split(",") if part.strip()]
 
     def flag(self, at: int) -> bool:
         """A truth value."""
-        if self._values[at] not in ("True", "False"):
+        if self.values[at] not in ("True", "False"):
             raise LookupError(at)
-        return self._values[at] == "True"
+        return self.values[at] == "True"
 
     def flags(self, at: int) -> list[bool]:
         """A list of truth values such as `[True, False]`."""
-        return [part.strip() == "True" for part in self._values[at].strip("[]").split(",")]
+        return [part.strip() == "True" for part in self.values[at].strip("[]()").split(",")]
 
 
 def work_of(name: str, arguments: Sequence[Argument], values: Sequence[str] = ()) -> Work | None:
@@ -178,7 +197,8 @@ def _gemm(first: int, *, bias: bool = False) -> Formula:
             raise ValueError("no product of these shapes")
         out = Tensor((*batch, rows, right.shape[-1]), left.type)
         read = [left, right, *([call.tensor(0)] if bias and first else [])]
-        return Work(GEMM, 2 * out.count * inner, _size(*read, out), PRECISIONS.get(left.type))
+        return Work(GEMM, 2 * out.count * inner, _size(*read, out), PRECISIONS.get(left.type),
+                    rows=rows)  # fmt: skip
 
     return formula
 
@@ -210,6 +230,23 @@ def _convolution(call: Call) -> Work:
     return Work(CONVOLUTION, flops, _size(data, weight, out), PRECISIONS.get(data.type))
 
 
+def _convolution_alone(call: Call) -> Work:
+    """aten::conv2d(input, weight, bias, stride, padding, dilation, groups) and its like."""
+    more = (*call.values[:6], "False", "[0]", *call.values[6:7])
+    return _convolution(Call(call.arguments, more))
+
+
+def _linear(call: Call) -> Work:
+    """aten::linear(input, weight, bias): the weight is (columns, inner)."""
+    data, weight = call.tensor(0), call.tensor(1)
+    columns, inner = weight.shape
+    if data.shape[-1] != inner:
+        raise ValueError("no product of these shapes")
+    out = Tensor((*data.shape[:-1], columns), data.type)
+    return Work(GEMM, 2 * out.count * inner, _size(data, weight, out), PRECISIONS.get(data.type),
+                rows=math.prod(data.shape[:-1]))  # fmt: skip
+
+
 def _at(numbers: list[int], place: int) -> int:
     """One number may stand for all dimensions."""
     return numbers[place] if len(numbers) > 1 else numbers[0]
@@ -217,7 +254,7 @@ def _at(numbers: list[int], place: int) -> int:
 
 def _transposed_out(call: Call, data: Tensor, weight: Tensor) -> Tensor:
     stride, padding, dilation, more = (call.numbers(at) for at in (3, 4, 5, 7))
-    groups = int(call._values[8])
+    groups = int(call.values[8])
     sizes = [
         (size - 1) * _at(stride, at) - 2 * _at(padding, at)
         + _at(dilation, at) * (kernel - 1) + _at(more, at) + 1
@@ -238,8 +275,12 @@ def _convolution_backward(call: Call) -> Work:
     return Work(CONVOLUTION, once * sum(wanted), size, PRECISIONS.get(data.type))
 
 
-def _attention(first: int, causal: int, *, backward: bool = False) -> Formula:
+def _attention(
+    first: int, causal: int, *, backward: bool = False, heads_last: bool = False
+) -> Formula:
     """Query, key and value, each (batch, heads, length, width), from the argument at `first` on.
+
+    With `heads_last` they are (batch, length, heads, width), as FlashAttention has them.
 
     Forward are two products; backward four, and the first of the forward ones again, which is
     recomputation (FlashAttention, arXiv 2205.14135; torch.utils.flop_counter counts it as well).
@@ -250,11 +291,13 @@ def _attention(first: int, causal: int, *, backward: bool = False) -> Formula:
         query, key, value = (call.tensor(first + at) for at in range(3))
         batch, heads, length, width = query.shape
         keys, value_width = key.shape[-2], value.shape[-1]
+        if heads_last:
+            heads, length, keys = length, heads, key.shape[1]
         steps = 2 * length * keys  # a multiplication and an addition for each pair
         if call.flag(causal):
             steps = _causal_steps(length, keys)
         scores, mix = (batch * heads * steps * size for size in (width, value_width))
-        out = Tensor((batch, heads, length, value_width), query.type)
+        out = Tensor((batch, heads, length, value_width), query.type)  # in whatever order
         precision = PRECISIONS.get(query.type)
         if not backward:
             return Work(ATTENTION, scores + mix, _size(query, key, value, out), precision)
@@ -262,6 +305,40 @@ def _attention(first: int, causal: int, *, backward: bool = False) -> Formula:
         return Work(ATTENTION, 3 * scores + 2 * mix, size, precision, 2 * scores + 2 * mix)
 
     return formula
+
+
+def _fused_experts(tokens: Tensor, up: Tensor, down: Tensor, chosen: int) -> Work:
+    """A mixture of experts as one operator: each token goes to `chosen` experts.
+
+    At least `chosen` experts are read, at most one for each token and choice: the shapes do not say
+    how tokens were routed. Weights of 4 bits stand two to a byte.
+
+    Args:
+        tokens: (tokens, width).
+        up: Weights of all experts, (experts, inner width, width); twice as wide where gated.
+        down: (experts, width, inner width).
+        chosen: Experts of a token.
+    """
+    experts, wide, packed = up.shape
+    if down.shape[0] != experts or not 0 < chosen <= experts:
+        raise ValueError("no experts of these shapes")
+    packing = down.shape[1] // packed
+    inner = down.shape[2] * packing
+    if packing < 1 or wide not in (inner, 2 * inner) or down.shape[1] != tokens.shape[1] * packing:
+        raise ValueError("no experts of these shapes")
+    flops = 2 * tokens.shape[0] * chosen * tokens.shape[1] * packing * (wide + inner)
+    weights, ends = _size(up, down), _size(tokens, tokens)
+    if weights is None or ends is None:
+        return Work(MOE, flops, None, PRECISIONS.get(tokens.type), rows=tokens.shape[0])
+    few, many = chosen, min(experts, tokens.shape[0] * chosen)
+    return Work(MOE, flops, ends + weights * few // experts, PRECISIONS.get(tokens.type),
+                most_bytes=ends + weights * many // experts, rows=tokens.shape[0])  # fmt: skip
+
+
+def _fused_moe(call: Call) -> Work:
+    """(tokens, up, down, weights of the chosen experts, ...), as vLLM's and AITER's operators."""
+    tokens, up, down, chosen = (call.tensor(at) for at in range(4))
+    return _fused_experts(tokens, up, down, chosen.shape[1])
 
 
 def _causal_steps(length: int, keys: int) -> int:
@@ -388,15 +465,31 @@ def _both(names: tuple[str, ...], formula: Formula) -> dict[str, Formula]:
     return {f"aten::{name}{end}": formula for name in names for end in ("", "_")}
 
 
+_COMPOSED: dict[str, Formula] = {
+    "linear": _linear, "matmul": _gemm(0),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution_alone),
+    "scaled_dot_product_attention": _attention(0, 5),
+    "softmax": _rows(NORMALISATION, 5, 0, 2), "log_softmax": _rows(NORMALISATION, 5, 0, 2),
+    "layer_norm": _rows(NORMALISATION, 7, 0, 2), "rms_norm": _rows(NORMALISATION, 5, 0, 2),
+    "group_norm": _rows(NORMALISATION, 7, 0, 2), "batch_norm": _rows(NORMALISATION, 7, 0, 2),
+}  # fmt: skip
+COMPOSED = frozenset(f"aten::{name}" for name in _COMPOSED)
+"""Operators that call others: they count only where none of known work is inside of them."""
+
 FORMULAS: dict[str, Formula] = {
     "aten::mm": _gemm(0), "aten::bmm": _gemm(0), "aten::_int_mm": _gemm(0),
     "aten::_scaled_mm": _gemm(0), "aten::_grouped_mm": _gemm(0),
+    "aten::_scaled_mm_v2": _gemm(0), "aten::_scaled_grouped_mm": _gemm(0),
+    "aten::_scaled_grouped_mm_v2": _gemm(0),
+    **dict.fromkeys(("vllm::rocm_aiter_fused_moe", "aiter::fused_moe", "aiter::fused_moe_",
+                     "vllm::outplace_fused_experts", "vllm::inplace_fused_experts"), _fused_moe),
     "aten::addmm": _gemm(1, bias=True), "aten::addmm_": _gemm(1, bias=True),
     "aten::baddbmm": _gemm(1, bias=True), "aten::baddbmm_": _gemm(1, bias=True),
     "aten::_addmm_activation": _gemm(1, bias=True),
     "aten::mv": _vector_product(0), "aten::addmv": _vector_product(1),
     "aten::dot": _vector_product(0),
-    "aten::convolution": _convolution, "aten::convolution_backward": _convolution_backward,
+    "aten::convolution": _convolution, "aten::_convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_flash_attention": _attention(0, 4),
     "aten::_scaled_dot_product_efficient_attention": _attention(0, 6),
     "aten::_scaled_dot_product_cudnn_attention": _attention(0, 6),
@@ -406,6 +499,11 @@ FORMULAS: dict[str, Formula] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _attention(1, 14, backward=True),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         _attention(1, 7, backward=True),
+    "aten::_flash_attention_forward": _attention(0, 8, heads_last=True),
+    "flash_attn::_flash_attn_forward": _attention(0, 5, heads_last=True),
+    "flash_attn::_flash_attn_backward": _attention(1, 11, backward=True, heads_last=True),
+    "aiter::_flash_attn_forward": _attention(0, 5, heads_last=True),
+    "aiter::_flash_attn_backward": _attention(1, 12, backward=True, heads_last=True),
     **_both(_ONE, _elementwise(1, 2)), **_both(_UNARY, _elementwise(1, 1)),
     **_both(("addcmul", "addcdiv"), _elementwise(3, 3)),
     **_both(("lerp",), _elementwise(3, 3)),
@@ -424,6 +522,7 @@ FORMULAS: dict[str, Formula] = {
     "aten::native_group_norm_backward": _rows(NORMALISATION, 14, 0, 3),
     **{f"aten::{name}": _rows(NORMALISATION, 7, 0, 2) for name in _BATCH_NORMS},
     **{f"aten::{name}_backward": _rows(NORMALISATION, 14, 0, 3) for name in _BATCH_NORMS},
+    **{f"aten::{name}": formula for name, formula in _COMPOSED.items()},
     "aten::embedding": _embedding, "aten::embedding_dense_backward": _embedding_backward,
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_dense_backward": _embedding_backward,
@@ -440,6 +539,6 @@ Convolutions, attention and lists of tensors count at the level of ATen, not onc
 operators inside, such as cuDNN's. Per element: normalisation 7 forward and 14 backward, softmax 5
 and 4, other functions 1; none of them counts for MFU."""
 NEED_VALUES = tuple(
-    name for name in FORMULAS if "convolution" in name or "scaled_dot_product" in name
+    name for name in FORMULAS if re.search(r"conv|scaled_dot_product|flash_att", name)
 )
 """Whose work depends on arguments that are no tensors."""

@@ -133,7 +133,7 @@ def read_pattern(path: Path) -> PatternFile:
     except UNFIT as error:
         raise TraceFormatError(
             f"{path}: no functions that this haiprof can read: {error}",
-            hint="haiprof functions TRACES --reduce DIR writes them again",
+            hint="haiprof trace functions TRACES --reduce DIR writes them again",
         ) from None
 
 
@@ -145,7 +145,7 @@ def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = F
     if not all(known) and (geometry or any(known)):
         raise MissingDataError(
             f"{paths[known.index(False)]}: kernels by name alone, without grid and block",
-            hint="haiprof functions TRACES --geometry --reduce DIR",
+            hint="haiprof trace functions TRACES --geometry --reduce DIR",
         )
     ranks = by_rank(read)
     found = gather_patterns({rank: each.pattern for rank, each in ranks.items()})

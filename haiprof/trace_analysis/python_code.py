@@ -24,6 +24,7 @@ from haiprof.trace_analysis.call_tree import (
     without_own_frames,
 )
 from haiprof.trace_analysis.device_time import Steps, step_window, union_of
+from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _TIMES = ("total_ns", "self_ns", "non_overlapped_ns", "self_non_overlapped_ns")
@@ -223,7 +224,7 @@ _MODULE = "nn.Module: "
 _FORWARD = r"\.py\(\d+\): forward$"
 _BACKWARD = "autograd::engine::evaluate_function"
 # Ranges that hold whole steps, or a single collective.
-_NO_PART = r"^(?:ProfilerStep|nccl:|gloo:|mpi:|ucc:|record_param_comms)"
+_NO_PART = f"^(?:ProfilerStep|record_param_comms|(?:{GPU_BACKENDS}|{HOST_BACKENDS}):)"
 
 SCHEMA = {
     "path": pl.String, "name": pl.String, "kind": pl.String, "depth": pl.Int64,

@@ -172,7 +172,7 @@ def read_summary(path: Path, questions: Collection[str]) -> Summary:
     except UNFIT as error:
         raise TraceFormatError(
             f"{path}: no summary that this haiprof can read: {error}",
-            hint="haiprof trace-report TRACES --reduce DIR writes it again",
+            hint="haiprof trace report TRACES --reduce DIR writes it again",
         ) from None
     return Summary(path=path, steps=steps, answers=answers)
 

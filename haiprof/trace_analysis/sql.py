@@ -85,7 +85,7 @@ def check_sql(sql: str) -> str:
         )
     if first == "show" and words != ["show", "tables"]:
         raise UsageError(
-            "SQL: of show there is only show tables", hint="haiprof query ... --schema"
+            "SQL: of show there is only show tables", hint="haiprof trace query ... --schema"
         )
     _check_calls(bare)
     return "".join(_texts(tokens))
@@ -94,7 +94,8 @@ def check_sql(sql: str) -> str:
 def no_files() -> UsageError:
     """The error of a query that would leave the tables."""
     return UsageError(
-        "SQL reads the tables of the traces or the run, no files", hint="haiprof query ... --schema"
+        "SQL reads the tables of the traces or the run, no files",
+        hint="haiprof trace query ... --schema",
     )
 
 
@@ -149,7 +150,7 @@ def _check_calls(tokens: Sequence[_Token]) -> None:
             raise no_files()
         if not is_alias and token.word not in _GRAMMAR and token.word not in _FUNCTIONS:
             raise UsageError(
-                f"SQL: no function {token.text!r} here", hint="haiprof query ... --schema"
+                f"SQL: no function {token.text!r} here", hint="haiprof trace query ... --schema"
             )
 
 
@@ -213,7 +214,9 @@ def _explain(error: Exception, tables: Mapping[str, SqlTable], words: Iterable[s
     missing = isinstance(error, pl.exceptions.ColumnNotFoundError) or "no column named" in text
     if name and missing:
         return UsageError(f"no column {name[1]!r}", hint=_columns_text(tables, words))
-    return UsageError(f"SQL: {text}", hint="haiprof query ... --schema lists tables and columns")
+    return UsageError(
+        f"SQL: {text}", hint="haiprof trace query ... --schema lists tables and columns"
+    )
 
 
 def _columns_text(tables: Mapping[str, SqlTable], words: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ Schema = Mapping[str, "type[pl.DataType]"]
 _KIND_RATIO = "of the window in which {} ran and nothing above it did"
 FUNCTION_TABLES: dict[str, tuple[str, Schema, dict[str, str]]] = {
     "functions": (
-        "what bounds each rank, function by function (haiprof functions)",
+        "what bounds each rank, function by function (haiprof trace functions)",
         {
             "rank": pl.Int64, **FUNCTIONS_SCHEMA,
             "wait_ns": pl.Int64, "transfer_ns": pl.Int64, "missing": pl.String,
@@ -63,7 +63,7 @@ FUNCTION_TABLES: dict[str, tuple[str, Schema, dict[str, str]]] = {
         },
     ),
     "rank_totals": (
-        "what each kind of function takes of a rank's window (haiprof functions)",
+        "what each kind of function takes of a rank's window (haiprof trace functions)",
         {"rank": pl.Int64, **TOTALS_SCHEMA},
         {
             "rank": "of the trace",
@@ -209,8 +209,9 @@ _RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
             "record_start_ns": "Unix time",
             "record_end_ns": "Unix time",
             "recording_ended": "time or exit; null: killed, or still running",
-            "cost_ns_per_step": "haiprof's own time in the job",
+            "cost_ns_per_step": "haiprof's own time in the training thread",
             "cost_ratio": "of the job's time",
+            "beside_cpu_ratio": "share of one CPU that haiprof's threads in the job use",
             "notes": "what was cut, damaged or missing",
         },
     ),
@@ -372,7 +373,7 @@ def run_tables(analyzer: RunFrames) -> list[SqlTable]:
 
 
 def function_tables(analysis: TraceQuestions) -> list[SqlTable]:
-    """What `haiprof functions` says of traces, or of what they were reduced to."""
+    """What `haiprof trace functions` says of traces, or of what they were reduced to."""
     return _make_tables(FUNCTION_TABLES, function_frames(analysis.patterns))
 
 

@@ -27,7 +27,7 @@ from haiprof.trace_analysis.device_time import (
     with_launch,
 )
 from haiprof.trace_format.kineto.decode import event_texts, with_number
-from haiprof.trace_format.kineto.events import TEXTS
+from haiprof.trace_format.kineto.events import HOST_BACKENDS, TEXTS
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.merge_inputs import LANE
@@ -139,7 +139,7 @@ STEP_TIME_SCHEMA = {
 }
 _COPIES = ("gpu_memcpy", "Memcpy")
 _LOADER = r"^enumerate\((?:DataLoader\)#.*\.__next__$|DataPipe\)#)"
-_CPU_COLLECTIVE = r"^(?:gloo|mpi):"
+_CPU_COLLECTIVE = f"^(?:{HOST_BACKENDS}):"
 _NAMED = ["name", "ts_ns", "dur_ns"]
 
 

@@ -139,6 +139,8 @@ _HUGE_FACTOR, _HUGE_NS = 100, 1_000_000
 _FLOOR_NS = 50_000
 """Stamps of one stream contradict each other by some us in sound traces."""
 _WINDOW_FACTOR = 2
+_ALONE_NS = 100_000_000
+"""By so much the only kernel of its name may be longer than the host's window."""
 _DEVICE = 1_000_003  # tells the streams of devices apart in one number
 _RESULT_ANSWERS = (*GPU_TIME, "critical-path", "what-if", "process_groups", "efficiency")
 
@@ -170,7 +172,7 @@ def check_streams(
     if len(gpu) < 2:
         return gpu, []
     order = _by_stream(gpu)
-    if not (order.begun > 0).any() and not _longer(order, host).any():
+    if not (order.begun > 0).any() and not _longer(order, gpu, host).any():
         return gpu, []
     wrong = _wrong(order, gpu, host)
     findings = [_overlap_finding(order, wrong)]
@@ -202,13 +204,22 @@ def _by_stream(gpu: pl.DataFrame) -> _Streams:
     return _Streams(row, start, end, next_start, begun, (launch == launch[latest]) & (begun > 0))
 
 
-def _longer(order: _Streams, host: tuple[int, int] | None) -> Flags:
-    """Which events are longer than the window in which the host recorded calls."""
+def _longer(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Flags:
+    """Which events are longer than the window in which the host recorded calls, and odd.
+
+    A window may end long before the GPU is done: others of the same name are as long then.
+    """
     length = order.end - order.start
+    found: Flags = np.zeros(len(length), dtype=np.bool_)
     if host is None:
-        return np.zeros(len(length), dtype=np.bool_)
+        return found
     window = host[1] - host[0]
-    found: Flags = length > max(_WINDOW_FACTOR * window, window + _HUGE_NS)
+    found = length > max(_WINDOW_FACTOR * window, window + _HUGE_NS)
+    names = gpu["name"].to_physical().to_numpy()[order.row]
+    for at in np.flatnonzero(found).tolist():
+        alike = length[names == names[at]]
+        usual = int(np.median(alike)) if len(alike) > 1 else window + _ALONE_NS
+        found[at] = length[at] > (_PEER_FACTOR * usual if len(alike) > 1 else usual)
     return found
 
 
@@ -217,7 +228,7 @@ def _wrong(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> 
     length, excess = order.end - order.start, order.end - order.next_start
     odd = (order.begun > 0) & (excess > _FLOOR_NS) & ~order.in_graph
     if not odd.any():
-        return _longer(order, host)
+        return _longer(order, gpu, host)
     names = gpu["name"].to_physical().to_numpy()[order.row]
     usual = _usual(names, length, odd)
     alone = usual < 0
@@ -225,7 +236,7 @@ def _wrong(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> 
     covers = (order.begun >= _COVERED_LEAST) & far & ~alone
     covers |= (order.begun >= _ALONE_COVERED_LEAST) & alone
     huge = (length > _HUGE_FACTOR * usual) & (excess > _HUGE_NS) & ~alone
-    return (odd & (covers | huge)) | _longer(order, host)
+    return (odd & (covers | huge)) | _longer(order, gpu, host)
 
 
 def _usual(names: Ints, length: Ints, odd: Flags) -> Ints:

@@ -32,7 +32,7 @@ class Values(msgspec.Struct, gc=False):
 
 
 class Node(msgspec.Struct, gc=False):
-    """A node of schema 1.0.2-chakra and later, with what `haiprof link` or Chakra's linker adds."""
+    """A node of schema 1.0.2-chakra and later, with what a linker (Chakra's, or haiprof's) adds."""
 
     id: Any = None
     name: Any = None

@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"\d+")
 MERGED_KEY = "haiprof_merge"
 COPY_KEY = "haiprof_copy"
 """Begins a trace that haiprof wrote anew with more or less in it: it is not another rank."""
-"""Metadata of a trace that `haiprof merge` wrote: all ranks in one."""
+"""Metadata of a trace that `haiprof export --to merged` wrote: all ranks in one."""
 
 _NUMBERS = ("pid", "rank")
 _NO_RANK = 1 << 31
@@ -44,7 +44,7 @@ def rank_of(path: Path, metadata: Mapping[str, Any]) -> int | None:
     """The rank of the process that recorded a trace; None where it is not known."""
     if MERGED_KEY in metadata:
         raise TraceFormatError(
-            f"{path}: it holds several ranks (haiprof merge), for a viewer",
+            f"{path}: it holds several ranks (haiprof export --to merged), for a viewer",
             hint="name the ranks' own traces",
         )
     said = metadata.get("distributedInfo")
@@ -177,6 +177,8 @@ def raw_traces(folder: Path, finished: Iterable[str]) -> list[Path]:
 
 
 TRACE_ENDINGS = (".json", ".json.gz")
+NSIGHT_ENDING = ".sqlite"
+"""Of an export of Nsight Systems."""
 COUNTER_SUFFIX = "_with_counters"
 """Ends the name of a copy of a trace with counter tracks, which is not another rank."""
 OVERLAY_SUFFIX = "_critical_path"
@@ -184,11 +186,11 @@ OVERLAY_SUFFIX = "_critical_path"
 SUMMARY_SUFFIX = ".summary"
 """Ends the name of a summary: a trace's answers to the standard report."""
 FUNCTIONS_SUFFIX = ".functions"
-"""Ends the name of what `haiprof functions` asks of a trace, in place of the trace."""
+"""Ends the name of what `haiprof trace functions` asks of a trace, in place of the trace."""
 MERGED_NAME = "merged"
-"""Begins the default name of `haiprof merge`'s output, which holds all ranks."""
+"""Begins the default name of `haiprof export --to merged`'s output, which holds all ranks."""
 LINKED_NAME = "linked"
-"""Begins the name of `haiprof link`'s output: execution traces with times."""
+"""Begins the name of `haiprof export --to linked`'s output: execution traces with times."""
 _EXECUTION_TRACE = re.compile(rb'\s*\{\s*"schema"\s*:')  # a profiler's begins with schemaVersion
 _MERGED = f'"{MERGED_KEY}"'.encode()
 _COPY = f'"{COPY_KEY}"'.encode()
@@ -221,7 +223,7 @@ def trace_files(source: str | Path) -> list[Path]:
         found = found or sorted(folder.glob(f"[!.]*{suffix}"))
     if not found and merged:
         raise TraceFormatError(
-            f"{merged[0]}: it holds several ranks (haiprof merge), for a viewer",
+            f"{merged[0]}: it holds several ranks (haiprof export --to merged), for a viewer",
             hint="name the ranks' own traces",
         )
     if not found:
@@ -230,7 +232,7 @@ def trace_files(source: str | Path) -> list[Path]:
 
 
 def merged_files(folder: Path) -> list[Path]:
-    """What `haiprof merge` wrote into a folder: by its default name, or by what a file holds."""
+    """Merged traces in a folder: by their default name, or by what a file holds."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -251,7 +253,7 @@ def window_files(source: str | Path, window: int | None = None) -> list[Path]:
 
 
 def is_reduced_to_functions(paths: Sequence[Path]) -> bool:
-    """Whether these are not traces, but what `haiprof functions --reduce` made of some."""
+    """Whether these are not traces, but what `haiprof trace functions --reduce` made of some."""
     return paths[0].name.endswith(FUNCTIONS_SUFFIX)
 
 
@@ -280,7 +282,7 @@ def _why_none(folder: Path, passed_over: Sequence[Path]) -> str:
         return f"{len(waiting)} of the running job are being compressed, raw in {folder}/.parts"
     if os.path.lexists(folder / MANIFEST_NAME):
         return "this run recorded none; haiprof --trace train.py records some steps"
-    return "traces end in .json or .json.gz, one file per rank"
+    return "traces end in .json or .json.gz (Nsight's in .sqlite), one file per rank"
 
 
 def _is_trace(entry: os.DirEntry[str]) -> bool:
@@ -290,7 +292,7 @@ def _is_trace(entry: os.DirEntry[str]) -> bool:
     anew = anew or name.startswith((f"{MERGED_NAME}.", f"{LINKED_NAME}."))
     of_haiprof = name.endswith((SIDECAR_SUFFIX, ET_RAW_SUFFIX, ET_SUFFIX))
     own = plain and not anew and not of_haiprof
-    return own and name.endswith(TRACE_ENDINGS) and entry.is_file()
+    return own and name.endswith((*TRACE_ENDINGS, NSIGHT_ENDING)) and entry.is_file()
 
 
 class _OfRank(Protocol):

@@ -81,6 +81,8 @@ _LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch"
 BEGIN_CAPTURE, END_CAPTURE = "StreamBeginCapture", "StreamEndCapture"
 _TOLERANCE_NS = 1_000
 """Some traces have whole microseconds."""
+_AHEAD_LEAST_NS = 5_000
+"""In sound traces the last kernel ends 4 us and more before the call that waits for it."""
 _NONE = -(1 << 62)
 _DENSE_FACTOR, _DENSE_LEAST = 8, 1 << 20
 _OFFSET_SHARE, _OFFSET_LEAST = 0.01, 3
@@ -130,14 +132,17 @@ def _calls_named(runtime: pl.DataFrame, pattern: str) -> pl.DataFrame:
 def _clock(
     gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame
 ) -> tuple[pl.DataFrame, Finding | None]:
-    """Kernels before their launch: a wrong stamp or two, or the GPU's clock behind the host's."""
+    """Kernels before their launch, or after the host has waited for them.
+
+    A wrong stamp or two, or the GPU's clock behind the host's or ahead of it.
+    """
     delay = gpu["ts_ns"] - called
     early = delay < -_TOLERANCE_NS
     count, known = int(early.sum()), len(delay) - delay.null_count()
-    if not count:
-        return gpu, None
-    least = -int(delay.min())  # type: ignore[arg-type] # some are negative
     most = _most(gpu, called, runtime)
+    if not count:
+        return _clock_ahead(gpu, delay, most) if most is not None else (gpu, None)
+    least = -int(delay.min())  # type: ignore[arg-type] # some are negative
     text = f"{count_text(count, 'kernel')} of {known:,} before their launch"
     text += f", by up to {milliseconds(least)}"
     is_offset = count >= max(_OFFSET_LEAST, _OFFSET_SHARE * known)
@@ -152,14 +157,41 @@ def _clock(
         moved = gpu
         effect = "single wrong stamps: their launch delay counts as 0, all else stands"
     else:
-        moved = gpu
+        moved = gpu.with_columns(pl.when(~early.fill_null(value=False)).then("correlation"))
         effect = (
-            "no single clock offset explains it, times stay as recorded: do not rely on "
-            "launch delays, queues and what the GPU waited for"
+            "no single clock offset explains it, times stay as recorded and these are joined to no "
+            "launch: do not rely on launch delays, queues and what the GPU waited for"
         )
     return moved, Finding(
         check="kernel_before_launch", count=count, text=text, effect=effect, answers=LAUNCHES
     )  # fmt: skip
+
+
+def _clock_ahead(
+    gpu: pl.DataFrame, delay: pl.Series, most: int
+) -> tuple[pl.DataFrame, Finding | None]:
+    """Kernels that end after the host has waited for them, which cannot be.
+
+    Args:
+        gpu: All events.
+        delay: From each one's launch to its begin.
+        most: By how much all of them end before the host has waited; negative where some do not.
+    """
+    if most >= -_AHEAD_LEAST_NS:
+        return gpu, None
+    text = f"kernels end up to {milliseconds(-most)} after the host has waited for the device"
+    fits = int(delay.min()) >= -most  # type: ignore[arg-type] # some are known
+    effect = (
+        f"the GPU's clock is at least {milliseconds(-most)} ahead of the host's: GPU times moved "
+        f"by {milliseconds(most)}, launch delays are an upper bound"
+        if fits
+        else "no single clock offset explains it, times stay as recorded: do not rely on launch "
+        "delays, queues and what the GPU waited for"
+    )
+    moved = gpu.with_columns(pl.col("ts_ns") + most) if fits else gpu
+    return moved, Finding(
+        check="kernel_after_wait", count=1, text=text, effect=effect, answers=LAUNCHES
+    )
 
 
 def _most(gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame) -> int | None:

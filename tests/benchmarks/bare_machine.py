@@ -24,12 +24,8 @@ OFFLINE = ["unshare", "--map-root-user", "--net", sys.executable, "-S", "-c", _A
 
 
 def make_python(folder: Path) -> Path:
-    """A virtual environment without pip that has links to torch and to what torch needs.
-
-    Args:
-        folder: Where it goes.
-    """
-    venv.create(folder, symlinks=True)
+    """A virtual environment that has pip, and links to torch and to what torch needs."""
+    venv.create(folder, symlinks=True, with_pip=True)
     [site] = folder.glob("lib/python*/site-packages")
     for name in sorted(_with_needs("torch")):
         _link(importlib.metadata.distribution(name), site)
@@ -56,11 +52,7 @@ def _link(package: importlib.metadata.Distribution, site: Path) -> None:
 
 
 def copy_tree(folder: Path) -> Path:
-    """The files of the tree that git knows, and no compiled part.
-
-    Args:
-        folder: Where they go.
-    """
+    """The files of the tree that git knows, and no compiled part."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, names.decode().split("\0")):
@@ -72,13 +64,7 @@ def copy_tree(folder: Path) -> Path:
 
 
 def run_offline(python: Path, tree: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """A command in a tree, with an environment of its own and without network.
-
-    Args:
-        python: Its folder comes first on the path.
-        tree: The working directory; `home` beside it is the user's.
-        words: The command.
-    """
+    """A command in a tree, with an environment of its own and without network."""
     home = tree.with_name("home")
     home.mkdir(exist_ok=True)
     path = os.pathsep.join((str(python.parent), "/usr/bin", "/bin"))

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_dry_run_executes_every_item_and_gets_every_figure(tmp_path: Path) -> No
     assert "Simulated: nothing here is a measurement." in table
     with tarfile.open(tmp_path / "out" / "gpu-check-recordings.tar.gz") as archive:
         names = archive.getnames()
-    kept = ("flight-recorder.json", "memory-snapshot.pickle", "nvml-answers.json",
+    kept = ("flight-recorder.json", "memory-snapshot.pickle",
             "run-training/run.json", "window-of-four-steps.trace.json")  # fmt: skip
     assert set(kept) <= set(names)
 
@@ -174,71 +175,61 @@ def is_alive(pid: int) -> bool:
 # -- packages that are carried ---------------------------------------------------------------------
 
 
-def test_wheels_fit_by_python_and_machine() -> None:
-    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    assert carried.fits("a-1-py3-none-any.whl")
-    assert carried.fits("a-1-py2.py3-none-any.whl")
-    assert carried.fits(f"a-1-{own}-{own}-manylinux_2_17_{os.uname().machine}.whl.xz")
-    assert carried.fits(f"a-1-cp39-abi3-manylinux_2_17_{os.uname().machine}.whl")
-    assert not carried.fits(f"a-1-cp36-cp36m-manylinux_2_17_{os.uname().machine}.whl")
-    assert not carried.fits(f"a-1-{own}-{own}-win_amd64.whl")
-
-
-@pytest.mark.parametrize(
-    ("version", "limits", "holds"),
-    [
-        ("2.11.0+cu130", ">=2.5", True),
-        ("1.26", "==1.26.0", True),
-        ("2.1.0", "==2.1.*", True),
-        ("2.9", ">=2.10", False),
-        ("3.1.6", "<4, >=3.1, !=3.1.6", False),
-        ("2.4.1", "~=2.2", True),
-        ("3.0", "~=2.2", False),
-        ("2.3", "~=2.2.3", False),
-        ("7", "", True),
-    ],
-)
-def test_version_is_within_limits_by_its_numbers(version: str, limits: str, holds: bool) -> None:
-    assert carried.meets(version, limits) is holds
-
-
-def test_needs_are_those_of_the_machine_that_is_packed_for() -> None:
-    needs = ["a>=1", "b; python_version < '3.11'", "c[x]~=2.0; platform_system == 'Windows'",
-             "d<3,>=2; python_version >= '3.12'", "e; extra == 'more'"]  # fmt: skip
-    assert pack.there(needs, "3.12") == ["a>=1", "d<3,>=2"]
-    assert pack.there(needs, "3.10") == ["a>=1", "b"]
-
-
-def put(folder: Path, name: str, version: str, *needs: str) -> dict[str, object]:
+def put(folder: Path, name: str, version: str, *needs: str, tag: str = "py3-none-any") -> Path:
     """A carried package whose module says that it is."""
-    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    wheel = folder / f"{name}-{version}-{tag}.whl"
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    files = {
+        f"{name}/__init__.py": "version = 'carried'\n",
+        f"{name}-{version}.dist-info/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n",
+        f"{name}-{version}.dist-info/METADATA": about
+        + "".join(f"Requires-Dist: {need}\n" for need in needs),
+    }
+    record = f"{name}-{version}.dist-info/RECORD"
     with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr(f"{name}/__init__.py", "version = 'carried'\n")
-        about = "".join(f"Requires-Dist: {need}\n" for need in needs)
-        file.writestr(f"{name}-{version}.dist-info/METADATA", f"Version: {version}\n{about}")
-    return pack.entry(wheel, carried.PYTHON)
+        for path, text in {**files, record: "".join(f"{path},,\n" for path in files)}.items():
+            file.writestr(path, text)
+    return wheel
+
+
+@pytest.fixture
+def wants(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what haiprof needs here; what is carried comes first on the path of this test."""
+    monkeypatch.setattr(carried, "_put_first", lambda site: monkeypatch.syspath_prepend(site))
+    return lambda *needs: monkeypatch.setattr(carried, "core_dependencies", lambda: list(needs))
 
 
 def test_carried_packages_are_used_where_they_are_lacking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wants: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(pack, "LARGE_BYTES", 0)  # packed anew, as large ones are
-    index = {"made-up": put(tmp_path, "made_up", "2.0", "beneath>=1; python_version > '3'"),
-             "beneath": put(tmp_path, "beneath", "1.5"), "numpy": put(tmp_path, "numpy", "9.9"),
-             "old": put(tmp_path, "old", "1.0")}  # fmt: skip
-    (tmp_path / carried.INDEX).write_text(json.dumps(index))
-    found = carried.read_index(tmp_path)
-    names, lacking = carried.choose(["made-up~=2.0", "numpy>=1.26", "old>=2", "torch>=99"], found)
-    assert names == ["made-up", "beneath"]
-    ours = importlib.metadata.version("torch")
-    assert [line.partition(";")[0] for line in lacking] == [
-        "lacking: old>=2 (none is here)", f"lacking: torch>=99 ({ours} is here)"
-    ]  # fmt: skip
-    for name in names:
-        carried.unpack(found[name].path, tmp_path / "site")
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    pack.pack_anew(put(tmp_path, "made_up", "2.0", "beneath>=1; python_version > '3'"))
+    put(tmp_path, "beneath", "1.5")
+    put(tmp_path, "numpy", "9.9")
+    (tmp_path / "work").mkdir()
+    wants("made-up~=2.0", "numpy>=1.26")
+    assert "made-up~=2.0" in carried.use_wheels(tmp_path, tmp_path / "work")
+    assert importlib.import_module("made_up").version == "carried"
     assert importlib.import_module("beneath").version == "carried"
-    assert {p.suffix for p in tmp_path.iterdir() if p.is_file()} == {".xz", ".json"}
+    assert not (tmp_path / "work" / "site" / "numpy").exists(), "this Python's own will do"
+
+
+def test_packages_that_are_not_there_are_a_line_each(
+    tmp_path: Path, wants: Callable[..., None]
+) -> None:
+    put(tmp_path, "other", "1.0", tag="cp36-cp36m-linux_x86_64")
+    (tmp_path / "work").mkdir()
+    wants("other>=1", "numpy>=99")
+    with pytest.raises(carried.LackingError) as raised:
+        carried.use_wheels(tmp_path, tmp_path / "work")
+    ours = importlib.metadata.version("numpy")
+    assert [line.partition(";")[0] for line in str(raised.value).splitlines()] == [
+        "lacking: other>=1 (none is here)", f"lacking: numpy>=99 ({ours} is here)"
+    ]  # fmt: skip
+
+
+def test_needs_are_those_of_the_python_that_is_packed_for() -> None:
+    old, new = carried.core_dependencies("3.10"), carried.core_dependencies("3.12")
+    assert [need for need in old if need not in new] == ["tomli>=2.0"]
 
 
 def test_wheel_of_other_sources_is_not_taken_for_the_tree(tmp_path: Path) -> None:

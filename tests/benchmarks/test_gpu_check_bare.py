@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from benchmarks.gpu.carried import INDEX, core_dependencies, split
+from benchmarks.gpu.carried import core_dependencies
 from benchmarks.gpu.items import ITEMS
 from tests.benchmarks.bare_machine import OFFLINE, ROOT, copy_tree, make_python, run_offline
 
@@ -36,7 +37,7 @@ def test_each_lacking_package_is_one_line_with_a_remedy(tmp_path: Path, python: 
     assert (done.returncode, done.stdout, out.exists()) == (2, "", False)
     lines = done.stderr.splitlines()
     # jinja2 is there: torch needs it itself.
-    wanted = [need for need in core_dependencies() if split(need)[0] != "jinja2"]
+    wanted = [need for need in core_dependencies() if Requirement(need).name != "jinja2"]
     remedy = f"install it, or carry it: scripts/gpu-check --pack --python {VERSION}"
     assert lines == [f"lacking: {need} (none is here); {remedy}" for need in wanted]
 
@@ -59,11 +60,7 @@ def test_without_gpu_and_packages_one_line_and_exit_0(tmp_path: Path, python: Pa
 def test_packed_tree_runs_every_item_beside_torch_alone(tmp_path: Path, python: Path) -> None:
     tree = copy_tree(tmp_path / "tree")
     pack = [sys.executable, "-m", "benchmarks.gpu", "--pack", str(tree / ".whl")]
-    packed = subprocess.run(
-        [*pack, "--python", VERSION], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    index = json.loads((tree / ".whl" / INDEX).read_text())
-    assert {split(need)[0] for need in core_dependencies()} < index.keys(), packed.stdout
+    subprocess.run([*pack, "--python", VERSION], cwd=ROOT, capture_output=True, check=True)
     out = tmp_path / "out"
     words = ["--fake", "--minutes", "30", "--out", str(out)]
     done = run_offline(python, tree, ["scripts/gpu-check", *words])

@@ -65,11 +65,7 @@ class TooSlow(BaseException):
 
 
 class Workplace:
-    """What one target keeps on disk: tally, inputs worth keeping, findings, the input at hand.
-
-    Args:
-        root: Of this target alone.
-    """
+    """What one target keeps on disk: tally, inputs worth keeping, findings, the input at hand."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -141,11 +137,7 @@ def is_sanitized() -> bool:
 
 
 def attempt(target: Target, data: bytes) -> tuple[Finding | None, str]:
-    """Runs one input.
-
-    Returns:
-        What it did wrong, and its outcome in a form that tells new ones from known ones.
-    """
+    """Runs one input."""
     _forget_peak()
     before, began = _peak_bytes(), time.process_time()
     error: BaseException | None = None
@@ -269,13 +261,7 @@ class Coverage:
 
 
 class Session:
-    """One target for some time.
-
-    Args:
-        target: What is tried.
-        place: Where it is kept.
-        seconds: Of CPU time in all, earlier sessions included.
-    """
+    """One target for some time."""
 
     def __init__(self, target: Target, place: Workplace, seconds: float) -> None:
         self.target, self.place = target, place

@@ -38,14 +38,7 @@ _Mutation = Callable[[Random, bytes, Sequence[bytes], Sequence[bytes]], bytes]
 
 
 def mutate(random: Random, data: bytes, pool: Sequence[bytes], tokens: Sequence[bytes]) -> bytes:
-    """An input that differs in some places.
-
-    Args:
-        random: All choices are its.
-        data: What is changed.
-        pool: Other inputs of the target, of which pieces are taken.
-        tokens: Words of the format.
-    """
+    """An input that differs in some places."""
     for _ in range(random.choice((1, 1, 1, 2, 3, _ROUNDS))):
         data = random.choice(MUTATIONS)(random, data, pool, tokens)
     return data[:LIMIT_BYTES]

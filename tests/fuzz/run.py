@@ -132,12 +132,7 @@ class Worker:
 
 
 class Run:
-    """All targets that were asked for.
-
-    Args:
-        asked: The command line.
-        targets: What is tried.
-    """
+    """All targets that were asked for."""
 
     def __init__(self, asked: argparse.Namespace, targets: Sequence[Target]) -> None:
         from tests.fuzz import engine

@@ -182,7 +182,7 @@ def line_seeds() -> list[bytes]:
 
 
 def follow_spans(data: bytes) -> object:
-    """phases.rec while the job writes it: as `haiprof top` and the launcher's watch read it."""
+    """phases.rec while the job writes it: as `ls --live` and the launcher's watch read it."""
     run = RunPaths(folder() / "spans")
     put("spans/ranks/0/phases.rec", data)
     now = LiveRank(0, 0, run.rank(0)).look(time.time_ns())
@@ -503,7 +503,7 @@ def _kept_run() -> tuple[RunPaths, dict[str, Any]]:
 
 @cache
 def kept_seeds() -> list[bytes]:
-    """What `haiprof list`, `verdict` and `put` keep."""
+    """What `haiprof ls`, `verdict` and `put` keep."""
     outputs = {"stdout": "\x1b[1mverdict\x1b[0m\n", "stderr": ""}
     put_files = {"files": {"run.json": [120, 1_700_000_000_000_000_000]}}
     seeds = [_kept_run()[1]["answer"], outputs, put_files, {**outputs, **put_files}]

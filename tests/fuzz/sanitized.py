@@ -62,11 +62,7 @@ def _libraries(compiler: str) -> list[str]:
 
 
 def build(folder: Path) -> Path:
-    """Compiles them into a folder, and returns it.
-
-    Raises:
-        NoSanitizerError: That cannot be done here.
-    """
+    """Compiles them into a folder, and returns it."""
     compiler = _compiler()
     _libraries(compiler)
     include = f"-I{sysconfig.get_paths()['include']}"

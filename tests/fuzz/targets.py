@@ -58,7 +58,7 @@ TARGETS = (
            run=trace_readers.read_functions, seeds=trace_readers.function_seeds),
     Target(name="operations", reads="a table of operations (Parquet), replayed",
            run=trace_readers.replay_operations, seeds=trace_readers.operation_seeds),
-    Target(name="sql", reads="a question of haiprof query",
+    Target(name="sql", reads="a question of haiprof trace query",
            run=trace_readers.ask_sql, seeds=trace_readers.sql_seeds,
            tokens=trace_readers.SQL_TOKENS),
     Target(name="run", reads="a run directory with one changed file, all that can be asked",

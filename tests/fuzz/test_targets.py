@@ -227,7 +227,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
         engine.fuzz(session, 1)
         assert session.over
     first = place.tally()
-    assert 0.2 <= first.seconds < 5
+    assert first.seconds >= 0.2
     engine.fuzz(engine.Session(planted(len), place, 0.1), 1)
     assert place.tally().executions == first.executions + len(engine.inputs(planted(len), place))
 

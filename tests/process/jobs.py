@@ -69,17 +69,7 @@ def run_job(
     log_dir: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Job:
-    """Runs a command in a new folder, under haiprof or bare, and waits for it.
-
-    Args:
-        command: What the job is; `python` stands for this interpreter.
-        folder: Where it runs; created.
-        haiprof: Whether it runs under haiprof.
-        options: haiprof's own options.
-        extra_environment: Variables on top of `environment()`.
-        log_dir: Where haiprof writes; `folder/logs` unless given.
-        timeout_s: After this long the job is killed and the test fails.
-    """
+    """Runs a command in a new folder, under haiprof or bare, and waits for it."""
     folder.mkdir(parents=True)
     logs = (log_dir or folder / "logs") if haiprof else None
     command = [PYTHON if word == "python" else word for word in command]
@@ -112,11 +102,6 @@ def run_command(
 
     As a process of its own it would spend most of a second on that, and answer the same:
     tests/process/cli/test_commands.py compares the two.
-
-    Args:
-        words: The command and its arguments.
-        folder: The directory in which it runs.
-        extra_environment: Variables on top of `environment()`.
     """
     out, err = io.StringIO(), io.StringIO()
     before = Path.cwd()

@@ -50,16 +50,7 @@ def within(
 
 
 class LiveJob:
-    """A job that runs, and is killed at the end of the `with`, its ranks too.
-
-    Args:
-        folder: Its working directory, with haiprof's logs in `logs`.
-        command: What it is; `python` stands for this interpreter.
-        options: haiprof's own.
-        haiprof: Whether it runs under haiprof.
-        said: Its first line on stdout that is waited for begins so.
-        extra: More variables.
-    """
+    """A job that runs, and is killed at the end of the `with`, its ranks too."""
 
     def __init__(
         self,
@@ -109,11 +100,7 @@ class LiveJob:
 
     @property
     def run(self) -> RunPaths:
-        """Its run directory; those of attached recordings stand beside it.
-
-        Raises:
-            RunNotFoundError: It is not there yet.
-        """
+        """Its run directory; those of attached recordings stand beside it."""
         own = [path for path in find_runs(self.logs) if not path.name.startswith("attach-")]
         if not own:
             raise RunNotFoundError("it is not there yet")
@@ -157,7 +144,7 @@ class LiveJob:
         return found
 
     def listed(self) -> dict[str, Any]:
-        """What `haiprof ps` says of it."""
+        """What `haiprof ls --running` says of it."""
         jobs = self.ask("ps")["jobs"]
         own: dict[str, Any] = next(job for job in jobs if job["path"] == str(self.run.root))
         return own

@@ -22,14 +22,7 @@ RUN = "faulty_job-two"
 
 
 class NodesJob:
-    """The job, from its start until its nodes end.
-
-    Args:
-        nodes: Where it runs.
-        folder: Both see it; `logs` in it may be a disk of each node.
-        options: haiprof's.
-        words: What the script is told.
-    """
+    """The job, from its start until its nodes end."""
 
     def __init__(
         self,

@@ -48,17 +48,6 @@ class Launched:
     """A job that counts, in a group of its own; ends with the `with`, and so do its processes.
 
     Not in a session of its own: there nobody could continue it, and the kernel ignores SIGTSTP.
-
-    Args:
-        folder: Its working directory.
-        bare: Whether it runs without haiprof.
-        status: The exit status that it ends with.
-        handles: Signals that it has handlers for.
-        before: A command in front of it all, such as `timeout`.
-        inside: A command between haiprof and the job, such as `setsid`.
-        log_dir: Where haiprof writes.
-        options: haiprof's own.
-        job: The job's words, in place of the one that counts.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ SHADOWED = ("sitecustomize.py", "json.py", "torch.py", "os.py", "encodings.py", 
 
 
 def as_second_user(action: Callable[[], _Result]) -> _Result:
-    """Does something in a child with the rights of that user alone.
-
-    Raises:
-        OSError: The action's own.
-    """
+    """Does something in a child with the rights of that user alone."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

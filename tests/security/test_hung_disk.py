@@ -48,11 +48,7 @@ sys.exit(3)
 
 
 class Disk:
-    """A file system that can be told to hang.
-
-    Args:
-        path: Where it is mounted.
-    """
+    """A file system that can be told to hang."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -53,7 +53,7 @@ THIRD_PARTY: dict[str, set[str]] = {
              "tensorboard", "werkzeug"},
     "compat": {"numpy", "polars", "tensorboard", "torch_tb_profiler", "werkzeug"},
     "api": {"polars"},
-    "cli": {"click", "rich", "typer"},
+    "cli": {"rich"},
 }  # fmt: skip
 
 

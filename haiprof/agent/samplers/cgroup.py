@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.agent.samplers.table import TableSampler
 from haiprof.linux.cgroups import (
     V2,
     Cgroup,
@@ -40,8 +40,7 @@ class CgroupSampler(TableSampler):
     table = CGROUP
 
     def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
-        super().__init__(clock=clock)
-        self._root = root
+        super().__init__(root=root, clock=clock)
         self._memberships = ProcFile(root / "proc/self/cgroup")
         self._mountinfo = root / "proc/self/mountinfo"
         self._key = -1
@@ -49,11 +48,6 @@ class CgroupSampler(TableSampler):
         self._cgroups: Places = {}
         self._folders: set[str] = set()
         self._unlimited: dict[str, tuple[Places, list[OwnLimit]]] = {}
-
-    @classmethod
-    def for_node(cls, node: Node) -> CgroupSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
 
     def find(self) -> Sequence[Entity]:
         """The launcher's cgroup and the limited ones above it."""
@@ -91,7 +85,7 @@ class CgroupSampler(TableSampler):
             why = Unavailable(f"{error.filename or self._memberships.path}: {error.strerror}")
             self._cgroups = dict.fromkeys(_CONTROLLERS, why)
         else:
-            tree = CgroupTree(memberships, mountinfo, self._root)
+            tree = CgroupTree(memberships, mountinfo, self.root)
             self._cgroups = {name: _find_cgroup(tree, name) for name in _CONTROLLERS}
         known = (cgroup for cgroup in self._cgroups.values() if isinstance(cgroup, Cgroup))
         self._folders |= {str(cgroup.folder) for cgroup in known}  # one that is gone may return

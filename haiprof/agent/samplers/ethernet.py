@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.agent.samplers.table import TableSampler
 from haiprof.linux.ethtool import Ethtool, Ioctl
 from haiprof.linux.procfs import link_name, read_text
 from haiprof.linux.readings import (
@@ -120,16 +120,11 @@ class EthernetSampler(TableSampler):
         clock: Clock = time.perf_counter_ns,
         ioctl: Ioctl = fcntl.ioctl,
     ) -> None:
-        super().__init__(clock=clock)
+        super().__init__(root=root, clock=clock)
         self._net = root / "sys/class/net"
         self._ioctl = ioctl
         self._ethtool: Ethtool | None = None
         self._known: dict[int, str] = {}
-
-    @classmethod
-    def for_node(cls, node: Node) -> EthernetSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
 
     def find(self) -> Iterable[Entity]:
         """Interfaces whose drivers count something of the table."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.table import ALL_METRICS, Node, TableSampler
+from haiprof.agent.samplers.table import ALL_METRICS, TableSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.mounts import (
     LUSTRE,
@@ -59,19 +59,13 @@ class FilesystemSampler(TableSampler):
     every = 10
 
     def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
-        super().__init__(clock=clock)
-        self._root = root
+        super().__init__(root=root, clock=clock)
         self._mountinfo = ProcFile(root / "proc/self/mountinfo")
         self._mountstats = ProcFile(root / "proc/self/mountstats")
         self._sampled: dict[int, _FoundMount] = {}
         self._next_index = 0
         self._looks = 0
         self._nfs: Mapping[str, NfsCounts] | OSError = {}
-
-    @classmethod
-    def for_node(cls, node: Node) -> FilesystemSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
 
     def find(self) -> Iterable[Entity]:
         """The network file systems that are mounted."""
@@ -116,7 +110,7 @@ class FilesystemSampler(TableSampler):
         stats, born_ns = None, None
         if mount.type == LUSTRE:
             with contextlib.suppress(Unavailable):  # its reading says so
-                stats = lustre_stats(self._root, mount)
+                stats = lustre_stats(self.root, mount)
         elif isinstance(self._nfs, dict) and mount.point in self._nfs:
             born_ns = self._clock() - self._nfs[mount.point].age_s * NS_PER_S
         return _FoundMount(mount=mount, stats=stats, born_ns=born_ns)
@@ -161,7 +155,7 @@ class FilesystemSampler(TableSampler):
             return file_reading(seen.stats, LUSTRE_COLUMNS, lustre_values)
 
         def read() -> Sequence[Value]:
-            lustre_stats(self._root, seen.mount)
+            lustre_stats(self.root, seen.mount)
             raise Unavailable("the client's statistics have just appeared")
 
         origin = "/sys/kernel/debug/lustre/llite/*/stats"

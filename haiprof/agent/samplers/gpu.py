@@ -27,7 +27,7 @@ from haiprof.agent.samplers.nvml import (
     is_denied,
     nvlink_fields,
 )
-from haiprof.agent.samplers.table import CounterState, Missing, Node
+from haiprof.agent.samplers.table import CounterState, Missing
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.readings import (
     Clock,
@@ -38,38 +38,33 @@ from haiprof.linux.readings import (
     Value,
     refused_reading,
 )
+from haiprof.run_format.schema import Column
 from haiprof.run_format.tables import GPU, GPU_HEALTH
 
-_GPU_HEALTH_SM = 1  # nvmlClockType_t
+_SM, _MEMORY = 1, 2  # nvmlClockType_t
 _SHUTDOWN, _SLOWDOWN = 0, 1  # nvmlTemperatureThresholds_t
 
+
+def _watts(milliwatts: int) -> tuple[float]:
+    return (milliwatts / 1000,)
+
+
+def _hertz(megahertz: int) -> tuple[int]:
+    return (megahertz * 1_000_000,)
+
+
+_THRESHOLD = "nvmlDeviceGetTemperatureThreshold"
+
 HEALTH_CALLS = (
-    Call(columns=("pcie_generation",), functions=("nvmlDeviceGetCurrPcieLinkGeneration",)),
-    Call(columns=("pcie_generation_max",), functions=("nvmlDeviceGetMaxPcieLinkGeneration",)),
-    Call(columns=("pcie_lane_count",), functions=("nvmlDeviceGetCurrPcieLinkWidth",)),
-    Call(columns=("pcie_lane_max_count",), functions=("nvmlDeviceGetMaxPcieLinkWidth",)),
-    Call(
-        columns=("power_limit_watts",),
-        functions=("nvmlDeviceGetEnforcedPowerLimit",),
-        values=lambda milliwatts: (milliwatts / 1000,),
-    ),
-    Call(
-        columns=("sm_clock_max_hz",),
-        functions=("nvmlDeviceGetMaxClockInfo",),
-        arguments=(_GPU_HEALTH_SM,),
-        values=lambda megahertz: (megahertz * 1_000_000,),
-    ),
-    Call(columns=("temperature_margin_celsius",), functions=("nvmlDeviceGetMarginTemperature",)),
-    Call(
-        columns=("temperature_slowdown_celsius",),
-        functions=("nvmlDeviceGetTemperatureThreshold",),
-        arguments=(_SLOWDOWN,),
-    ),
-    Call(
-        columns=("temperature_shutdown_celsius",),
-        functions=("nvmlDeviceGetTemperatureThreshold",),
-        arguments=(_SHUTDOWN,),
-    ),
+    Call("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
+    Call("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
+    Call("pcie_lane_count", "nvmlDeviceGetCurrPcieLinkWidth"),
+    Call("pcie_lane_max_count", "nvmlDeviceGetMaxPcieLinkWidth"),
+    Call("power_limit_watts", "nvmlDeviceGetEnforcedPowerLimit", values=_watts),
+    Call("sm_clock_max_hz", "nvmlDeviceGetMaxClockInfo", (_SM,), values=_hertz),
+    Call("temperature_margin_celsius", "nvmlDeviceGetMarginTemperature"),
+    Call("temperature_slowdown_celsius", _THRESHOLD, (_SLOWDOWN,)),
+    Call("temperature_shutdown_celsius", _THRESHOLD, (_SHUTDOWN,)),
 )
 
 
@@ -80,11 +75,6 @@ class GpuHealthSampler(NvmlSampler):
     every = 10
     table = GPU_HEALTH
 
-    @classmethod
-    def for_node(cls, node: Node) -> GpuHealthSampler:
-        """The sampler of a node."""
-        return cls(nvml=node.nvml, root=node.root, clock=node.clock)
-
     def readings(self, device: Device) -> Iterator[Reading]:
         """One batch of fields, and a call for each thing that has no field."""
         yield from field_readings(device, HEALTH_FIELDS)
@@ -93,6 +83,7 @@ class GpuHealthSampler(NvmlSampler):
 
 
 XID = "xid"
+_XID_COLUMN = Column(XID, "i64", "count", "counter", "critical errors that the driver reported")
 _XID_EVENTS = 0x8  # nvmlEventTypeXidCriticalError, nvml.h
 _WAIT_MS = 500
 _ORIGIN = "nvmlEventSetWait_v2"
@@ -173,7 +164,8 @@ class XidWatch:
             raise
         if not event.eventType & _XID_EVENTS:
             return
-        gpu = self._index(event.device)
+        wanted = _address(event.device)
+        gpu = next((d.index for d in self._devices if _address(d.handle) == wanted), None)
         if gpu is not None:
             self._counts[gpu] += 1
         line = {"type": XID, "gpu": gpu, "xid": int(event.eventData), "time_ns": self._clock()}
@@ -187,11 +179,6 @@ class XidWatch:
         finally:
             self._nvml.close()
 
-    def _index(self, handle: object) -> int | None:
-        """The GPU of a handle; None for one that was not registered."""
-        wanted = _address(handle)
-        return next((d.index for d in self._devices if _address(d.handle) == wanted), None)
-
     def _refuse(self, devices: Sequence[Device], why: Unavailable) -> None:
         for device in devices:
             self._refused[device.index] = why
@@ -200,59 +187,25 @@ class XidWatch:
 
     def _state(self, source: str, device: Device) -> CounterState:
         why = self._refused.get(device.index)
-        return CounterState(
-            source=source,
-            entity=device.name,
-            metric=XID,
-            unit="count",
-            status="available" if why is None else why.status,
-            value=self._counts.get(device.index, 0) if why is None else None,
-            origin=_ORIGIN,
-            read_ns=None,
-            reason="" if why is None else why.reason,
-            remedy="" if why is None else why.remedy,
-        )
+        value = why or self._counts.get(device.index, 0)
+        return CounterState.of(source, device.name, _XID_COLUMN, value, origin=_ORIGIN)
 
 
 def _address(handle: Any) -> int | None:  # noqa: ANN401  a pointer of the binding
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-_HZ_PER_MHZ = 1_000_000
-_SM, _MEMORY = 1, 2  # nvmlClockType_t
 _MEMORY_V2 = 0x02000028  # nvmlMemory_v2_t: version 2, 40 bytes
 _MEMORY_COLUMNS = ("memory_used_bytes", "memory_reserved_bytes", "memory_total_bytes")
-_UTILIZATION = ("utilization_ratio", "memory_busy_ratio")
 
 CALLS = (
+    Call("power_watts", "nvmlDeviceGetPowerUsage", values=_watts),
+    Call("sm_clock_hz", "nvmlDeviceGetClockInfo", (_SM,), values=_hertz),
+    Call("memory_clock_hz", "nvmlDeviceGetClockInfo", (_MEMORY,), values=_hertz),
+    Call("temperature_celsius", "nvmlDeviceGetTemperatureV nvmlDeviceGetTemperature", (0,)),
     Call(
-        columns=("power_watts",),
-        functions=("nvmlDeviceGetPowerUsage",),
-        values=lambda milliwatts: (milliwatts / 1000,),
-    ),
-    Call(
-        columns=("sm_clock_hz",),
-        functions=("nvmlDeviceGetClockInfo",),
-        arguments=(_SM,),
-        values=lambda megahertz: (megahertz * _HZ_PER_MHZ,),
-    ),
-    Call(
-        columns=("memory_clock_hz",),
-        functions=("nvmlDeviceGetClockInfo",),
-        arguments=(_MEMORY,),
-        values=lambda megahertz: (megahertz * _HZ_PER_MHZ,),
-    ),
-    Call(
-        columns=("temperature_celsius",),
-        functions=("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"),
-        arguments=(0,),
-    ),
-    Call(
-        columns=("throttle_reasons",),
-        functions=(
-            "nvmlDeviceGetCurrentClocksEventReasons",
-            "nvmlDeviceGetCurrentClocksThrottleReasons",
-        ),
+        "throttle_reasons",
+        "nvmlDeviceGetCurrentClocksEventReasons nvmlDeviceGetCurrentClocksThrottleReasons",
     ),
 )
 
@@ -270,11 +223,6 @@ class GpuSampler(NvmlSampler):
     name = "gpu"
     table = GPU
     _watch: XidWatch | None = None
-
-    @classmethod
-    def for_node(cls, node: Node) -> GpuSampler:
-        """The sampler of a node."""
-        return cls(nvml=node.nvml, root=node.root, clock=node.clock)
 
     def find(self) -> list[Entity]:
         """The GPUs; from here on their XID errors are noted."""
@@ -328,19 +276,16 @@ class GpuSampler(NvmlSampler):
 
 
 def _utilization(device: Device) -> Reading:
-    function = "nvmlDeviceGetUtilizationRates"
+    call = Call(
+        "utilization_ratio memory_busy_ratio",
+        "nvmlDeviceGetUtilizationRates",
+        values=lambda share: (share.gpu / 100, share.memory / 100),
+    )
     if device.has_mig:
         reason = "MIG is on: NVML has no utilization of a GPU cut into instances"
         why = Unavailable(reason, status="unsupported")
-        return refused_reading(_UTILIZATION, function, why)
-    return call_reading(
-        device,
-        Call(
-            columns=_UTILIZATION,
-            functions=(function,),
-            values=lambda share: (share.gpu / 100, share.memory / 100),
-        ),
-    )
+        return refused_reading(call.columns.split(), call.functions, why)
+    return call_reading(device, call)
 
 
 def _memory(device: Device) -> Reading:

@@ -118,7 +118,19 @@ class Gpm:
             return self._nothing_yet(NULL_I64)
         self._take(now)
         self._has_interval = True
-        return self._metrics(now - before)
+        elapsed_ns = now - before
+        request = self._request
+        request.sample1, request.sample2 = (
+            ctypes.cast(sample, ctypes.c_void_p) for sample in reversed(self._samples)
+        )
+        try:
+            self._device.nvml.call(GPM_ORIGIN, request)
+        except Refusal as why:
+            self._taken_ns = None
+            self._device.check(why.code, why.reason)
+            raise
+        pairs = zip(self.columns, request.metrics, strict=True)
+        return [self._answer(name, metric, elapsed_ns) for name, metric in pairs]
 
     def close(self) -> None:
         """Frees the samples."""
@@ -145,20 +157,6 @@ class Gpm:
         self._samples.reverse()
         self._device.call("nvmlGpmSampleGet", self._samples[0])
         self._taken_ns = now_ns
-
-    def _metrics(self, elapsed_ns: int) -> list[Value | Unavailable]:
-        request = self._request
-        request.sample1, request.sample2 = (
-            ctypes.cast(sample, ctypes.c_void_p) for sample in reversed(self._samples)
-        )
-        try:
-            self._device.nvml.call(GPM_ORIGIN, request)
-        except Refusal as why:
-            self._taken_ns = None
-            self._device.check(why.code, why.reason)
-            raise
-        pairs = zip(self.columns, request.metrics, strict=True)
-        return [self._answer(name, metric, elapsed_ns) for name, metric in pairs]
 
     def _answer(self, name: str, metric: _Metric, elapsed_ns: int) -> Value | Unavailable:
         what = f"GPM metric {metric.metricId}"

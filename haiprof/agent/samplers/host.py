@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.agent.samplers.table import TableSampler
 from haiprof.base.units import NS_PER_MS
 from haiprof.linux import memory
 from haiprof.linux.procfs import TICK_NS, file_reading, list_names
-from haiprof.linux.readings import Clock, Entity, Reading, Unavailable, Value
+from haiprof.linux.readings import Entity, Reading, Unavailable, Value
 from haiprof.run_format.tables import HOST, NUMA
 
 
@@ -65,20 +64,7 @@ class SummedCounters:
 
 Values = tuple[int | None, ...]
 
-CPU_COLUMNS = (
-    "cpu_user_ns",
-    "cpu_nice_ns",
-    "cpu_system_ns",
-    "cpu_idle_ns",
-    "cpu_iowait_ns",
-    "cpu_irq_ns",
-    "cpu_softirq_ns",
-    "cpu_steal_ns",
-    "cpu_count",
-    "context_switch_count",
-    "task_running_count",
-    "task_blocked_count",
-)
+CPU_COLUMNS = HOST.names("cpu_user_ns", "task_blocked_count")
 _IDLE, _IOWAIT = 3, 4  # places in the first line
 
 
@@ -119,14 +105,7 @@ def _last_number(content: bytes, name: bytes) -> int | None:
     return None if at < 0 else int(content[at + len(name) :].split(None, 1)[0])
 
 
-DISK_COLUMNS = (
-    "disk_read_bytes",
-    "disk_write_bytes",
-    "disk_read_count",
-    "disk_write_count",
-    "disk_busy_ns",
-    "disk_count",
-)
+DISK_COLUMNS = HOST.names("disk_read_bytes", "disk_count")
 _FIELDS = (5, 9, 3, 7, 12)  # sectors read, written, reads, writes, ms busy
 _BITS = (64, 64, 64, 64, 32)
 _SECTOR_BYTES = 512  # always in /proc/diskstats, whatever the device's own sector (iostats.rst)
@@ -181,16 +160,7 @@ class DiskTotals:
         return folder.is_dir() and not list_names(folder / "slaves")
 
 
-NETWORK_COLUMNS = (
-    "network_receive_bytes",
-    "network_transmit_bytes",
-    "network_receive_packet_count",
-    "network_transmit_packet_count",
-    "network_receive_error_count",
-    "network_transmit_error_count",
-    "network_receive_drop_count",
-    "network_transmit_drop_count",
-)
+NETWORK_COLUMNS = HOST.names("network_receive_bytes", "network_transmit_drop_count")
 _NET_FIELDS = (0, 8, 1, 9, 2, 10, 3, 11)
 
 TCP_COLUMNS = ("tcp_transmit_segment_count", "tcp_retransmit_segment_count")
@@ -308,36 +278,27 @@ class NumaSampler(TableSampler):
     every = 10
     table = NUMA
 
-    def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
-        super().__init__(clock=clock)
-        self._nodes = root / "sys/devices/system/node"
-
-    @classmethod
-    def for_node(cls, node: Node) -> NumaSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
-
     def find(self) -> Iterable[Entity]:
         """The NUMA nodes in /sys."""
+        nodes = self.root / "sys/devices/system/node"
         try:
-            found = [int(m[1]) for each in self._nodes.iterdir() if (m := _NODE.match(each.name))]
+            found = [int(m[1]) for each in nodes.iterdir() if (m := _NODE.match(each.name))]
         except OSError:
             found = []
         if not found:
-            raise Unavailable(f"{self._nodes}: no NUMA nodes (a kernel without CONFIG_NUMA)")
-        return [self._entity(number) for number in sorted(found)]
-
-    def _entity(self, number: int) -> Entity:
-        folder = self._nodes / f"node{number}"
+            raise Unavailable(f"{nodes}: no NUMA nodes (a kernel without CONFIG_NUMA)")
         columns = [column.name for column in NUMA.metrics]
-        return Entity(
-            key=(number,),
-            name=f"node {number}",
-            readings=(
-                file_reading(folder / "meminfo", columns[:2], parse_node_memory),
-                file_reading(folder / "numastat", columns[2:], parse_numastat),
-            ),
-        )
+        return [
+            Entity(
+                key=(number,),
+                name=f"node {number}",
+                readings=(
+                    file_reading(nodes / f"node{number}/meminfo", columns[:2], parse_node_memory),
+                    file_reading(nodes / f"node{number}/numastat", columns[2:], parse_numastat),
+                ),
+            )
+            for number in sorted(found)
+        ]
 
 
 def parse_node_memory(content: bytes) -> tuple[Value, ...]:
@@ -370,18 +331,9 @@ class HostSampler(TableSampler):
     recorder = "host"
     table = HOST
 
-    def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
-        super().__init__(clock=clock)
-        self._root = root
-
-    @classmethod
-    def for_node(cls, node: Node) -> HostSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
-
     def find(self) -> tuple[Entity]:
         """The node."""
-        return (Entity(readings=(*_files(self._root), *_pressures(self._root))),)
+        return (Entity(readings=(*_files(self.root), *_pressures(self.root))),)
 
 
 def _files(root: Path) -> tuple[Reading, ...]:

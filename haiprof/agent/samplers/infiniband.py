@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.agent.samplers.table import TableSampler
 from haiprof.linux.procfs import inode, link_name, read_text
 from haiprof.linux.readings import (
     Clock,
@@ -265,8 +265,7 @@ class _PortSampler(TableSampler):
         clock: Clock = time.perf_counter_ns,
         pread: Pread = os.pread,
     ) -> None:
-        super().__init__(clock=clock)
-        self._root = root
+        super().__init__(root=root, clock=clock)
         self._pread = pread
         self._ports: dict[int, Port] = {}
         self._next_index = 0
@@ -274,7 +273,7 @@ class _PortSampler(TableSampler):
 
     def find(self) -> Iterable[Entity]:
         """Every port."""
-        return [self._take_up(port) for port in find_ports(self._root)]
+        return [self._take_up(port) for port in find_ports(self.root)]
 
     def refresh(self) -> None:
         """Drops ports that were registered again or are gone; looks for new ones at intervals."""
@@ -292,7 +291,7 @@ class _PortSampler(TableSampler):
 
     def _look(self) -> None:
         try:
-            found = find_ports(self._root)
+            found = find_ports(self.root)
         except Unavailable as why:
             self.missing.note("ports", why.reason, why.status, why.remedy)
             return
@@ -338,11 +337,6 @@ class InfinibandSampler(_PortSampler):
     sources = TRAFFIC
     keep_open = True
 
-    @classmethod
-    def for_node(cls, node: Node) -> InfinibandSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
-
 
 class InfinibandHealthSampler(_PortSampler):
     """Link state and rate, packets and errors of each port."""
@@ -352,11 +346,6 @@ class InfinibandHealthSampler(_PortSampler):
     every = 10
     sources = HEALTH
     keep_open = False
-
-    @classmethod
-    def for_node(cls, node: Node) -> InfinibandHealthSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
 
     def first_readings(self, port: Port) -> Sequence[Reading]:
         """The link."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.agent.samplers.table import TableSampler
 from haiprof.linux.perf_events import (
     Event,
     Kernel,
@@ -412,23 +412,17 @@ class MemoryBandwidthSampler(TableSampler):
         kernel: Kernel | None = None,
         clock: Clock = time.perf_counter_ns,
     ) -> None:
-        super().__init__(clock=clock)
-        self._root = root
+        super().__init__(root=root, clock=clock)
         self._kernel = kernel or LinuxKernel()
-
-    @classmethod
-    def for_node(cls, node: Node) -> MemoryBandwidthSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
 
     def find(self) -> Iterable[Entity]:
         """The sockets, from the first source that gives a total."""
         try:
-            return resctrl_entities(self._root)
+            return resctrl_entities(self.root)
         except Unavailable as why:
             first = why
         try:
-            return Uncore(self._root, self._kernel).entities()
+            return Uncore(self.root, self._kernel).entities()
         except Unavailable as why:
             raise _neither(first, why) from None
 

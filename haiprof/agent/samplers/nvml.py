@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.readings import (
     Clock,
     Entity,
@@ -93,7 +93,17 @@ class Nvml:
     def open(self) -> None:
         """Loads the library and starts it."""
         if self._module is None:
-            self._module = _binding()
+            try:
+                ctypes.CDLL(LIBRARY)  # as pynvml will, but before the 10 ms that its import takes
+            except OSError:
+                raise Unavailable(NO_LIBRARY, remedy=NO_LIBRARY_REMEDY) from None
+            try:
+                import pynvml
+            except ImportError as error:
+                reason = f"nvidia-ml-py cannot be imported: {error}"
+                raise Unavailable(reason, remedy=_OLD_BINDING_REMEDY) from None
+            module: ModuleType = pynvml
+            self._module = module
         self.call("nvmlInit")
         self._started = True
         try:
@@ -215,13 +225,14 @@ class Device:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One NVML function and the columns that it fills."""
 
-    columns: tuple[str, ...]
-    functions: tuple[str, ...]
-    """The first one that driver and binding have is used, as names change."""
+    columns: str
+    """With blanks between them."""
+    functions: str
+    """Names, as they change: the first one that driver and binding have is used."""
     arguments: tuple[object, ...] = ()
     values: Callable[[Any], Sequence[Value]] = lambda answer: (answer,)
     """From NVML's answer to base units."""
@@ -229,9 +240,10 @@ class Call:
 
 def call_reading(device: Device, call: Call) -> Reading:
     """A call as a reading."""
-    function = _first_known(device, call)
+    names = call.functions.split()
+    function = next((name for name in names[:-1] if _is_known(device, name, call)), names[-1])
     return Reading(
-        columns=call.columns,
+        columns=tuple(call.columns.split()),
         origin=function,
         read=lambda: call.values(device.call(function, *call.arguments)),
     )
@@ -250,11 +262,15 @@ class NvmlSampler(TableSampler):
         root: Path = Path("/"),
         clock: Clock = time.perf_counter_ns,
     ) -> None:
-        super().__init__(clock=clock)
+        super().__init__(root=root, clock=clock)
         self.nvml = Nvml(nvml)
-        self.root = root
         self.devices: list[Device] = []
         """Those that can be used; after `find`."""
+
+    @classmethod
+    def for_node(cls, node: Node) -> NvmlSampler:
+        """The sampler of a node."""
+        return cls(nvml=node.nvml, root=node.root, clock=node.clock)
 
     def readings(self, device: Device) -> Iterable[Reading]:
         """What is read of one GPU."""
@@ -321,27 +337,6 @@ def numa_node(root: Path, bus_id: str) -> int | None:
 def text(words: str | bytes) -> str:
     """NVML's words are bytes in older bindings."""
     return words.decode(errors="replace") if isinstance(words, bytes) else words
-
-
-def _binding() -> ModuleType:
-    """The module of nvidia-ml-py; imported late, as it is useless without a driver."""
-    try:
-        ctypes.CDLL(LIBRARY)  # as pynvml will, but before the 10 ms that its import takes
-    except OSError:
-        raise Unavailable(NO_LIBRARY, remedy=NO_LIBRARY_REMEDY) from None
-    try:
-        import pynvml
-    except ImportError as error:
-        reason = f"nvidia-ml-py cannot be imported: {error}"
-        raise Unavailable(reason, remedy=_OLD_BINDING_REMEDY) from None
-    module: ModuleType = pynvml
-    return module
-
-
-def _first_known(device: Device, call: Call) -> str:
-    """The function's name on this driver; the last one where none of them is there."""
-    names = call.functions
-    return next((name for name in names[:-1] if _is_known(device, name, call)), names[-1])
 
 
 def _is_known(device: Device, function: str, call: Call) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ class RankSampler(TableSampler):
         clock: Clock = time.perf_counter_ns,
         reports: RankReports | None = None,
     ) -> None:
-        super().__init__(clock=clock)
-        self.root = root
+        super().__init__(root=root, clock=clock)
         self._reports = reports or RankReports(run.ranks, clock=clock)
         self._host = host
         self._pid = pid
@@ -127,17 +126,8 @@ class RankSampler(TableSampler):
         return Entity(key=key, name=process.name, readings=self.readings(process))
 
 
-_IO_COLUMNS = ("read_bytes", "write_bytes", "storage_read_bytes", "storage_write_bytes")
-_FAMILY_COLUMNS = (
-    "process_count",
-    "cpu_ns",
-    "cpu_main_ns",
-    "memory_rss_bytes",
-    "thread_count",
-    "page_fault_count",
-    "major_page_fault_count",
-    *_IO_COLUMNS,
-)
+_IO_COLUMNS = PROCESS.names("read_bytes", "storage_write_bytes")
+_FAMILY_COLUMNS = PROCESS.names("process_count", "major_page_fault_count")
 _SWITCH_COLUMNS = ("context_switch_count", "involuntary_context_switch_count")
 
 
@@ -156,19 +146,11 @@ class ProcessSampler(RankSampler):
     name = "process"
     table = PROCESS
 
-    def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        *,
-        pid: int | None = None,
-        root: Path = Path("/"),
-        clock: Clock = time.perf_counter_ns,
-        reports: RankReports | None = None,
-    ) -> None:
-        super().__init__(run, host, pid=pid, root=root, clock=clock, reports=reports)
-        self._tree = ProcessTree(root)
-        self._rank_pids: set[int] = set()
+    _rank_pids: Collection[int] = ()
+
+    @cached_property
+    def _tree(self) -> ProcessTree:
+        return ProcessTree(self.root)
 
     def refresh(self) -> None:
         """Adds new ranks, and updates the process tree."""
@@ -210,10 +192,10 @@ class ProcessSampler(RankSampler):
             totals.cpu_ns,
             totals.cpu_main_ns,
             totals.rss_bytes,
+            *io_bytes,
             totals.thread_count,
             totals.minor_faults + totals.major_faults,
             totals.major_faults,
-            *io_bytes,
         )
 
     def _note_child(self, process: RankProcess, why: Unavailable) -> None:

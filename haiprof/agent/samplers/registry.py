@@ -18,6 +18,7 @@ from haiprof.agent.samplers.memory_bandwidth import MemoryBandwidthSampler
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.remote_memory import RemoteMemorySampler
 from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, Sampler
+from haiprof.linux.readings import Status, Unavailable
 from haiprof.run_format.schema import Column, Table
 
 SAMPLERS = (
@@ -144,18 +145,6 @@ def _none_of(
     name: str, columns: Iterable[Column], why: Missing, *, entity: str = ""
 ) -> list[CounterState]:
     """Rows without a value; where nothing was read, the column's meaning names the source."""
-    return [
-        CounterState(
-            source=name,
-            entity=entity,
-            metric=column.name,
-            unit=column.unit,
-            status="absent" if why.status == "available" else why.status,
-            value=None,
-            origin=column.meaning,
-            read_ns=None,
-            reason=why.reason,
-            remedy=why.remedy,
-        )
-        for column in columns
-    ]
+    status: Status = "absent" if why.status == "available" else why.status
+    refusal = Unavailable(why.reason, status=status, remedy=why.remedy)
+    return [CounterState.of(name, entity, c, refusal, origin=c.meaning) for c in columns]

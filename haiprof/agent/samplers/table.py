@@ -123,6 +123,32 @@ class CounterState:
     reason: str = ""
     remedy: str = ""
 
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        entity: str,
+        column: Column,
+        value: Value | Unavailable,
+        *,
+        origin: str,
+        read_ns: int | None = None,
+    ) -> CounterState:
+        """The state of a column that has a value, or a reason for having none."""
+        why = value if isinstance(value, Unavailable) else None
+        return cls(
+            source=source,
+            entity=entity,
+            metric=column.name,
+            unit=column.unit,
+            status="available" if why is None else why.status,
+            value=None if isinstance(value, Unavailable) else value,
+            origin=origin,
+            read_ns=read_ns if why is None else None,
+            reason="" if why is None else why.reason,
+            remedy="" if why is None else why.remedy,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -218,6 +244,9 @@ class MissingLog:
 _I64_MAX = (1 << 63) - 1
 
 
+_FAILURES = (Unavailable, OSError, ValueError, IndexError, KeyError)
+
+
 @dataclass(frozen=True, slots=True)
 class _Bound:
     """A reading with the positions of its columns; `refused` once reading again is pointless."""
@@ -239,7 +268,8 @@ class TableSampler:
     every = 1
     read_limit_ns = 50_000_000
 
-    def __init__(self, *, clock: Clock = time.perf_counter_ns) -> None:
+    def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
+        self.root = root
         self.missing = MissingLog()
         self._clock = clock
         self._lines: list[Mapping[str, object]] = []
@@ -248,6 +278,11 @@ class TableSampler:
         self._nulls = [math.nan if c.type[0] == "f" else NULL_I64 for c in self.table.metrics]
         self._positions = {column.name: at for at, column in enumerate(self.table.metrics)}
         self._record = self.table.struct
+
+    @classmethod
+    def for_node(cls, node: Node) -> TableSampler:
+        """The sampler of a node."""
+        return cls(root=node.root, clock=node.clock)
 
     # -- for subclasses - ----------------------------------------------------------------
 
@@ -375,7 +410,7 @@ class TableSampler:
             return (None,) * len(reading.columns)
         try:
             values = reading.read()
-        except (Unavailable, OSError, ValueError, IndexError, KeyError) as error:
+        except _FAILURES as error:
             why = as_unavailable(error, reading)
             if why.lasting:
                 bound.refused.append(why)
@@ -397,47 +432,20 @@ class TableSampler:
         self.missing.note(column, f"{where}{reason}", status, remedy)
 
     def _states(self, entity: Entity, bound: _Bound) -> Iterable[CounterState]:
-        reading = bound.reading
-        why: Unavailable | None = None
-        values: tuple[Value | Unavailable, ...] = ()
+        reading, columns = bound.reading, {column.name: column for column in self.table.metrics}
         began = time.perf_counter_ns()
         try:
             values = tuple(reading.read())
         except EntityGone:
             return
-        except (Unavailable, OSError, ValueError, IndexError, KeyError) as error:
-            why = as_unavailable(error, reading)
+        except _FAILURES as error:
+            values = (as_unavailable(error, reading),) * len(reading.columns)
         read_ns = time.perf_counter_ns() - began
-        columns = {column.name: column for column in self.table.metrics}
-        for at, name in enumerate(reading.columns):
-            value = values[at] if values else None
-            yield self._state(entity, columns[name], reading, why, value, read_ns)
-
-    def _state(
-        self,
-        entity: Entity,
-        column: Column,
-        reading: Reading,
-        why: Unavailable | None,
-        value: Value | Unavailable,
-        read_ns: int,
-    ) -> CounterState:
-        if isinstance(value, Unavailable):
-            why, value = value, None
-        elif why is None and value is None:
-            why = _lacking(reading)
-        return CounterState(
-            source=self.name,
-            entity=entity.name,
-            metric=column.name,
-            unit=column.unit,
-            status="available" if why is None else why.status,
-            value=value,
-            origin=reading.origin,
-            read_ns=read_ns if why is None else None,
-            reason="" if why is None else why.reason,
-            remedy="" if why is None else why.remedy,
-        )
+        for name, value in zip(reading.columns, values, strict=True):
+            known = _lacking(reading) if value is None else value
+            yield CounterState.of(
+                self.name, entity.name, columns[name], known, origin=reading.origin, read_ns=read_ns
+            )
 
 
 def as_unavailable(error: Exception, reading: Reading) -> Unavailable:

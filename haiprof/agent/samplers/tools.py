@@ -19,7 +19,7 @@ from typing import Literal
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.linux.process_files import status_fields
 from haiprof.linux.procfs import read_text
-from haiprof.linux.readings import Status, os_status
+from haiprof.linux.readings import Status, Unavailable, os_status
 
 Kind = Literal["launcher", "tool"]
 
@@ -129,23 +129,18 @@ def _tool(name: str, kind: Kind, purpose: str, path: str | None) -> Tool:
 def software(root: Path = Path("/")) -> Software:
     """Versions, without importing what they are of."""
     driver = _DRIVER_VERSION.search(read_text(root / "proc/driver/nvidia/version") or "")
+    lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
+    versions = {"v2" if line.startswith("0:") else "v1" for line in lines}
     return Software(
         host=socket.gethostname(),
         kernel=f"{platform.system()} {platform.release()}",
-        cgroup=_cgroup_version(root),
+        cgroup=" + ".join(sorted(versions)) or None,
         python=platform.python_version(),
         executable=sys.executable,
         torch=_version("torch"),
         nvidia_driver=driver.group(1) if driver else None,
         nvidia_ml_py=_version("nvidia-ml-py"),
     )
-
-
-def _cgroup_version(root: Path) -> str | None:
-    """Source: cgroups(7), /proc/PID/cgroup: hierarchy 0 is version 2."""
-    lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
-    versions = {"v2" if line.startswith("0:") else "v1" for line in lines}
-    return " + ".join(sorted(versions)) or None
 
 
 def _version(package: str) -> str | None:
@@ -163,13 +158,7 @@ def find_permissions(
     return (
         _ptrace(root, caps),
         *(_capability(root, caps, name) for name in ("SYS_PTRACE", "PERFMON")),
-        _perf(
-            root,
-            caps,
-            limit=2,
-            name="perf_own_processes",
-            allows="CPU counters of the ranks",
-        ),
+        _perf(root, caps, limit=2, name="perf_own_processes", allows="CPU counters of the ranks"),
         _perf(
             root,
             caps,
@@ -208,21 +197,40 @@ class _Capabilities:
         return self.first_namespace and any(self.has(name) for name in names)
 
 
+def _permission(
+    name: str,
+    source: str,
+    allows: str,
+    why: Unavailable | None,
+    *,
+    value: int | None = None,
+    note: str = "",
+) -> Permission:
+    """A permission that is there unless a reason is given; `note` says what else may deny it."""
+    return Permission(
+        name=name,
+        status="available" if why is None else why.status,
+        value=value,
+        source=source,
+        allows=allows,
+        reason=note if why is None else why.reason,
+        remedy="" if why is None else why.remedy,
+    )
+
+
 def _capability(root: Path, caps: _Capabilities, name: str) -> Permission:
     has = caps.has(name) if name == "SYS_PTRACE" else caps.counts(name)
-    only_here = caps.has(name) and not has
-    return Permission(
-        name=f"cap_{name.lower()}",
-        status="available" if has else "denied" if caps.known else "absent",
-        value=int(has) if caps.known else None,
-        source=f"{root / 'proc/self/status'} CapEff",
-        allows={
-            "SYS_PTRACE": "looking into processes of other users",
-            "PERFMON": "perf counters whatever perf_event_paranoid says",
-        }[name],
-        reason="" if has else "held in this user namespace only" if only_here else "not held",
-        remedy="" if has else f"docker run --cap-add {name}, or run as root",
+    why = Unavailable(
+        "held in this user namespace only" if caps.has(name) else "not held",
+        status="denied" if caps.known else "absent",
+        remedy=f"docker run --cap-add {name}, or run as root",
     )
+    allows = {
+        "SYS_PTRACE": "looking into processes of other users",
+        "PERFMON": "perf counters whatever perf_event_paranoid says",
+    }[name]
+    source, value = f"{root / 'proc/self/status'} CapEff", int(has) if caps.known else None
+    return _permission(f"cap_{name.lower()}", source, allows, None if has else why, value=value)
 
 
 def _ptrace(root: Path, caps: _Capabilities) -> Permission:
@@ -235,103 +243,74 @@ def _ptrace(root: Path, caps: _Capabilities) -> Permission:
         2: "only processes with CAP_SYS_PTRACE may attach",
         3: "no process may attach until the next boot",
     }
-    return Permission(
-        name="ptrace",
-        status="available" if free else "denied",
-        value=scope,
-        source=str(path),
-        allows="stacks of a running rank (py-spy)",
-        reason=("the kernel has no Yama: same user suffices" if scope is None else "")
-        if free
-        else reasons.get(scope or 0, f"unknown scope {scope}"),
-        remedy="" if free else "sysctl -w kernel.yama.ptrace_scope=0, or grant CAP_SYS_PTRACE",
+    why = Unavailable(
+        reasons.get(scope or 0, f"unknown scope {scope}"),
+        status="denied",
+        remedy="sysctl -w kernel.yama.ptrace_scope=0, or grant CAP_SYS_PTRACE",
     )
+    return _permission(
+        "ptrace", str(path), "stacks of a running rank (py-spy)", None if free else why,
+        value=scope, note="the kernel has no Yama: same user suffices" if scope is None else "",
+    )  # fmt: skip
 
 
 def _perf(root: Path, caps: _Capabilities, *, limit: int, name: str, allows: str) -> Permission:
     """Source: Linux Documentation/admin-guide/sysctl/kernel.rst, perf_event_paranoid."""
     path = root / "proc/sys/kernel/perf_event_paranoid"
     level = _number(path)
+    why: Unavailable | None = None
     if level is None:
-        return Permission(
-            name=name, status="unsupported", value=None, source=str(path), allows=allows,
-            reason="the kernel has no perf events", remedy="boot a kernel with CONFIG_PERF_EVENTS",
-        )  # fmt: skip
-    free = level <= limit or caps.counts("PERFMON", "SYS_ADMIN")
+        remedy = "boot a kernel with CONFIG_PERF_EVENTS"
+        why = Unavailable("the kernel has no perf events", status="unsupported", remedy=remedy)
+    elif level > limit and not caps.counts("PERFMON", "SYS_ADMIN"):
+        reason = f"perf_event_paranoid is {level}, above {limit}"
+        remedy = f"sysctl -w kernel.perf_event_paranoid={limit}, or grant CAP_PERFMON"
+        why = Unavailable(reason, status="denied", remedy=remedy)
     filtered = "a seccomp filter is in force and may deny it all the same" if caps.filtered else ""
-    return Permission(
-        name=name,
-        status="available" if free else "denied",
-        value=level,
-        source=str(path),
-        allows=allows,
-        reason=filtered if free else f"perf_event_paranoid is {level}, above {limit}",
-        remedy=""
-        if free
-        else f"sysctl -w kernel.perf_event_paranoid={limit}, or grant CAP_PERFMON",
-    )
+    return _permission(name, str(path), allows, why, value=level, note=filtered)
 
 
 def _nvml(load: Callable[[str], object]) -> Permission:
+    why = None
     try:
         load(LIBRARY)
-        reason = ""
     except OSError:
-        reason = NO_LIBRARY
-    return Permission(
-        name="nvml",
-        status="absent" if reason else "available",
-        value=None,
-        source=LIBRARY,
-        allows="GPU counters",
-        reason=reason,
-        remedy=NO_LIBRARY_REMEDY if reason else "",
-    )
+        why = Unavailable(NO_LIBRARY, remedy=NO_LIBRARY_REMEDY)
+    return _permission("nvml", LIBRARY, "GPU counters", why)
 
 
 def _gpm(root: Path, caps: _Capabilities) -> Permission:
     """Source: NVIDIA, ERR_NVGPUCTRPERM: permission issue with performance counters."""
     path = root / "proc/driver/nvidia/params"
-    allows = "SM, tensor and DRAM activity of GPUs (GPM), nsys GPU metrics"
+    name, allows = "gpu_profiling", "SM, tensor and DRAM activity of GPUs (GPM), nsys GPU metrics"
     found = _ADMIN_ONLY.search(read_text(path) or "")
     if found is None:
-        return Permission(
-            name="gpu_profiling", status="absent", value=None, source=str(path), allows=allows,
-            reason="no RmProfilingAdminOnly: no NVIDIA driver here",
-        )  # fmt: skip
-    free = found.group(1) == "0" or caps.counts("SYS_ADMIN")
-    return Permission(
-        name="gpu_profiling",
-        status="available" if free else "denied",
-        value=int(found.group(1)),
-        source=f"{path} RmProfilingAdminOnly",
-        allows=allows,
-        reason="" if free else "the driver keeps performance counters to administrators",
-        remedy=""
-        if free
-        else "set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reload it",
+        nothing = Unavailable("no RmProfilingAdminOnly: no NVIDIA driver here")
+        return _permission(name, str(path), allows, nothing)
+    why = Unavailable(
+        "the driver keeps performance counters to administrators",
+        status="denied",
+        remedy="set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reload it",
     )
+    free = found.group(1) == "0" or caps.counts("SYS_ADMIN")
+    source, value = f"{path} RmProfilingAdminOnly", int(found.group(1))
+    return _permission(name, source, allows, None if free else why, value=value)
 
 
 def _psi(root: Path) -> Permission:
     path = root / "proc/pressure/cpu"
+    why = None
     try:
         with open(path, "rb", buffering=0) as file:
             file.read(1)  # with psi=0 the file opens and its read fails
-        status: Status = "available"
-        reason = ""
     except OSError as error:
-        status = "unsupported" if os_status(error) == "absent" else os_status(error)
-        reason = f"{error.strerror}: the kernel has no pressure stall information, or it is off"
-    return Permission(
-        name="psi",
-        status=status,
-        value=None,
-        source=str(path.parent),
-        allows="pressure: time in which tasks waited for CPU, memory, I/O",
-        reason=reason,
-        remedy="boot a kernel with CONFIG_PSI, with psi=1" if reason else "",
-    )
+        why = Unavailable(
+            f"{error.strerror}: the kernel has no pressure stall information, or it is off",
+            status="unsupported" if os_status(error) == "absent" else os_status(error),
+            remedy="boot a kernel with CONFIG_PSI, with psi=1",
+        )
+    allows = "pressure: time in which tasks waited for CPU, memory, I/O"
+    return _permission("psi", str(path.parent), allows, why)
 
 
 def _number(path: Path) -> int | None:

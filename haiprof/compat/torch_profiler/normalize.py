@@ -14,7 +14,8 @@ Event = dict[str, Any]
 OPERATOR, RUNTIME, ANNOTATION = "Operator", "Runtime", "user_annotation"
 _OF_CATEGORY = {
     "cpu_op": OPERATOR, "Operator": OPERATOR,
-    "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "hip_runtime": RUNTIME, "Runtime": RUNTIME,
+    **dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "xpu_driver",
+                     "privateuse1_runtime", "privateuse1_driver", "Runtime"), RUNTIME),
     "kernel": "Kernel", "Kernel": "Kernel", "gpu_memcpy": "Memcpy", "Memcpy": "Memcpy",
     "gpu_memset": "Memset", "Memset": "Memset", "user_annotation": ANNOTATION, "Trace": "Trace",
     "python_function": "python_function",
@@ -22,7 +23,8 @@ _OF_CATEGORY = {
 _DEVICE = ("Kernel", "Memcpy", "Memset")
 _HOST = (OPERATOR, ANNOTATION, RUNTIME, "python_function")
 _STEP = "ProfilerStep#"
-_COLLECTIVES = ("nccl:", "gloo:")
+GPU_COLLECTIVES = tuple(f"{name}:" for name in ("nccl", "nccl2", "ncclx", "rccl", "xccl", "hccl"))
+_COLLECTIVES = (*GPU_COLLECTIVES, "gloo:")
 _LOADER = ("enumerate(DataLoader)#", "enumerate(DataPipe)#")
 _IDS = (int, str, type(None))
 """What can tell processes and launches apart."""

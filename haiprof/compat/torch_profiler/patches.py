@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
+from haiprof.compat.torch_profiler.normalize import GPU_COLLECTIVES, Exact, normalise_trace
 from haiprof.run_format.unpack import read_text
 from haiprof.trace_analysis.device_time import COMMUNICATION_NAMES
 
@@ -58,7 +58,9 @@ def patch_parsing() -> None:
         del text
         normal = normalise_trace(loaded)
         origin_ns[0] = normal.origin_ns
-        shared_names[:] = sorted(name for name in normal.collectives if name.startswith("nccl:"))
+        shared_names[:] = sorted(
+            name for name in normal.collectives if name.startswith(GPU_COLLECTIVES)
+        )
         trace.GlooOpNameSet[:] = sorted(normal.collectives - set(shared_names))
         return path, normal.trace
 
@@ -115,7 +117,7 @@ def _by_kernel(original: Callable[..., None]) -> Callable[..., None]:
         if event.type == "Kernel":
             collective = event.args.get("Collective name") or _COMMUNICATION.search(event.name)
             original(self, event, _ANYTHING if collective else {})
-        elif event.type == "user_annotation" and event.name.startswith("nccl:"):
+        elif event.type == "user_annotation" and event.name.startswith(GPU_COLLECTIVES):
             original(self, _as_work(event), nodes)
         else:
             original(self, event, nodes)
@@ -133,7 +135,7 @@ def _without_host_ranges(original: Callable[..., Any]) -> Callable[..., Any]:
     def parse_nodes(self: Any, events: list[Any]) -> Any:  # noqa: ANN401
         found = original(self, events)
         for node in self.communication_data.values():
-            if node.name.startswith("nccl:"):
+            if node.name.startswith(GPU_COLLECTIVES):
                 host = node.kernel_ranges.pop(0)
                 node.total_time -= host[1] - host[0]
         return found

@@ -172,7 +172,7 @@ def _kernels(before: ComparedRun, after: ComparedRun) -> tuple[TraceDiff | None,
         analyses = [TraceQuestions(side.path) for side in (before, after)]
         size = sum(analysis.size_bytes() for analysis in analyses)
         if size > TRACE_LIMIT_BYTES:
-            return None, f"traces of {size >> 20} MiB are left to haiprof trace-diff"
+            return None, f"traces of {size >> 20} MiB are left to haiprof compare --traces"
         return analyses[0].diff(analyses[1]), ""
     except HaiprofError as error:
         return None, str(error)

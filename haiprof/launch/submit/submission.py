@@ -406,7 +406,7 @@ class SubmittedJob:
 
     on: str
     id: str
-    """As `haiprof ps` (here) or Slurm calls it."""
+    """As `haiprof ls --running` (here) or Slurm calls it."""
     log: Path
     target: Path
     """What `haiprof verdict` takes: the run directory, or the log directory where it is below."""
@@ -436,7 +436,7 @@ def submit_job(
         hint = (
             f"--emit {on} prints what it takes" if on in FORMS else f"one of {', '.join(ENGINES)}"
         )
-        raise UsageError(f"--on {on}: haiprof submits nothing there", hint=hint)
+        raise UsageError(f"--on: unknown target {on!r}", hint=hint)
     check_engine(spec, on, ENGINES[on])
     if on == "slurm":
         taken = submit_slurm(spec, log_dir=log_dir)

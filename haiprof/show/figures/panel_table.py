@@ -151,7 +151,7 @@ _NODES = PanelRow(
     panels=(
         _share("CPU of nodes", CounterSpec(source="host", metric="cpu_utilization_ratio"),
                terminal="CPU of node"),
-        _share("Stalled for lack of",
+        _share("Pressure stall (PSI), some",
                CounterSpec(source="host", metric="pressure_cpu_some_ratio", word="CPU"),
                CounterSpec(source="host", metric="pressure_memory_some_ratio", word="memory",
                            dash="dash"),

@@ -17,7 +17,7 @@ from haiprof.base.version import __version__
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import text
-from haiprof.show.card import cost_text, gain_text
+from haiprof.show.card import cost_text, gain_text, is_foreign
 from haiprof.show.figures.panel_table import by_reason
 from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
@@ -71,7 +71,7 @@ def write_report(
     below: Path | None = None,
     only: Collection[str] | None = None,
 ) -> Path:
-    """Writes the page as one file that opens anywhere; returns its path."""
+    """Writes the page as one self-contained file; returns its path."""
     return write_text(path, report_html(content, only=only), below=below)
 
 
@@ -313,7 +313,8 @@ def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:
     """(rules, why), the rules that abstain for one reason together."""
     rules: dict[str, list[str]] = {}
     for rule, why in verdict.abstained:
-        rules.setdefault(text.printable(why), []).append(rule.replace("_", " "))
+        if not is_foreign(verdict, rule, why):
+            rules.setdefault(text.printable(why), []).append(rule.replace("_", " "))
     return [(", ".join(names), why) for why, names in rules.items()]
 
 

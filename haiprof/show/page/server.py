@@ -226,7 +226,9 @@ class PageApp:
         """As `haiprof compare --json`."""
         compared = self._page.current().comparison
         if compared is None or compared.data is None:
-            raise NotFound("not compared with another run: haiprof view RUN --baseline OTHER")
+            raise NotFound(
+                "not compared with another run: haiprof report --serve RUN --baseline OTHER"
+            )
         return compared.data
 
     def _steps(self, request: Request) -> pl.DataFrame:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    OverflowMethod,
+    RenderableType,
+    RenderResult,
+)
+from rich.containers import Lines
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +30,7 @@ from haiprof.show.text import moment_text, printable, value_text
 
 INDENT = 2
 _GAP = 2
+_LEAST_CUT = 12
 _LAST_COLUMN = 24
 """Columns of the terminal that a table's last column needs at least."""
 _COLORS = {**PHASE_COLORS, "step time": ""}
@@ -42,9 +52,34 @@ def header_block(run: RunHeader, *, counts: str) -> RenderableType:
     )
 
 
-def one_line(text: str, *, style: str = "") -> Text:
-    """Text that is cut with an ellipsis where the line ends."""
-    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+def one_line(text: str, *, style: str = "", middle: bool = False) -> Text:
+    """Text of one line: cut with an ellipsis where the line ends, or in the middle."""
+    kind = MiddleCut if middle else Text
+    return kind(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+class MiddleCut(Text):
+    """A name that keeps its beginning and its end: kernels of one template differ at the end."""
+
+    def truncate(
+        self, max_width: int, *, overflow: OverflowMethod | None = None, pad: bool = False
+    ) -> None:
+        """Cuts the middle out where the text is longer than its column."""
+        if self.cell_len > max_width > _LEAST_CUT:
+            begin = (max_width - 1) // 2
+            end = max_width - 1 - begin
+            self.plain = f"{self.plain[:begin]}…{self.plain[-end:]}"
+        super().truncate(max_width, overflow=overflow, pad=pad)
+
+    def copy(self) -> MiddleCut:
+        """The same, cut alike."""
+        return MiddleCut(self.plain, style=self.style, no_wrap=True, overflow="ellipsis")
+
+    def wrap(self, console: Console, width: int, **options: Any) -> Lines:  # noqa: ANN401
+        """One line: rich would cut its end."""
+        line = self.copy()
+        line.truncate(width)
+        return Lines([line])
 
 
 def section(title: str, *content: RenderableType) -> RenderableType:

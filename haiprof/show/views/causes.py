@@ -37,8 +37,9 @@ _OUTSIDE = "(host, outside of all events)"
 
 def critical_path_view(path: CriticalPath) -> RenderableType:
     """The whole view."""
-    changes = count_text(path.dependency_count, "change") + " between threads and streams"
-    summary = f"{changes}, {path.assumed_count} of them assumed · confidence: {path.confidence}"
+    count = path.dependency_count
+    links = f"{count} cross-thread {'dependency' if count == 1 else 'dependencies'}"
+    summary = f"{links} ({path.assumed_count} inferred) · confidence: {path.confidence}"
     causes = path.summary().filter(pl.col("duration_ns") > 0)
     causes = causes.sort("duration_ns", descending=True)
     names = path.top(12).with_columns(pl.col("name").fill_null(_OUTSIDE))

@@ -157,7 +157,7 @@ def kernel_table(found: Comparison, *, limit: int) -> PageTable | None:
         names = names.filter(pl.col("of") != KERNEL)  # without a kernel, no idle time
     columns = (("of", ""), ("name", "name"), ("control_ns", "before"), ("test_ns", "after"),
                ("difference_ns", "difference"), ("adjusted_p_value", "p"))  # fmt: skip
-    title = "Traced steps: what differs beyond chance (all: haiprof trace-diff)"
+    title = "Traced steps: what differs beyond chance (all: haiprof compare --traces)"
     return page_table(title, names, columns, limit=limit)
 
 

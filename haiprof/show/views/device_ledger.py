@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,17 @@ from haiprof.base.ledger import PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.verdict import STEP_FIELDS, account_document
 from haiprof.show.figures.style import BLUE, GREY, ORANGE, PURPLE, SKY, YELLOW
-from haiprof.show.text import printable
+from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import INDENT, bullets
-from haiprof.trace_analysis.device_remedies import REMEDIES, remedy_of
-from haiprof.trace_analysis.device_verdict import DeviceLedger
+from haiprof.trace_analysis.device_operators import SHORT_NS
+from haiprof.trace_analysis.device_remedies import (
+    OPERATOR_REMEDIES,
+    REMEDIES,
+    is_small_batch,
+    operator_remedy,
+    remedy_of,
+)
+from haiprof.trace_analysis.device_verdict import DeviceLedger, DeviceOperator
 
 _FEW = 3
 _MANY = 20
@@ -38,6 +48,11 @@ _GROUPS = (
 )
 """Parts of the bar: name, what begins its activities, colour, and filling without colours."""
 _GAPS = ("between kernels", "idle: between kernels", GREY, "·")
+_SPACES = re.compile(r"\s+")
+_IMPOSSIBLE_RATIO = 1.05
+"""What is so far above the roofline was not recorded right."""
+_UNKNOWN = ", whose FLOPs and bytes are not known"
+_MANY_SHORT_RATIO = 0.5
 _MARKS_DIFFER_RATIO = 0.05
 """From this share on it is said that the host's marks are longer or shorter than the steps."""
 
@@ -56,7 +71,7 @@ def device_ledger_view(
     ledger = found.ledger
     kinds = "device" if found.on_device else "host"
     title = f"{path.name}: ledger of the {kinds}'s time, {ledger.rests_on}"
-    worth = [each for each in ledger.largest()
+    worth = [each for each in opportunities(found)
              if everything or each.gain_ns >= _WORTH_RATIO * ledger.mean_ns]  # fmt: skip
     parts: list[RenderableType] = [
         Text(printable(headline(found)), style="bold"),
@@ -64,9 +79,12 @@ def device_ledger_view(
         Text(),
         *_two_lines(found, min(width, _BAR_WIDTH)),
     ]
-    for place, account in enumerate(worth[: _MANY if everything else _FEW], start=1):
-        parts += [Text(), *_opportunity(found, account, place)]
-    notes = [*([found.late] if found.late else []), *_marks_note(found), *ledger.missing]
+    for place, each in enumerate(worth[: _MANY if everything else _FEW], start=1):
+        parts += [Text(), *_opportunity(found, each, place)]
+    notes = [
+        *([found.late] if found.late else []), *_operator_notes(found, worth), *_marks_note(found),
+        *ledger.missing,
+    ]  # fmt: skip
     if notes:
         parts += [Text(), *bullets(notes)]
     return Group(*parts)
@@ -86,7 +104,13 @@ def device_ledger_data(found: DeviceLedger, path: Path) -> dict[str, Any]:
         },
         "ledger": [account_document(account) for account in ledger.accounts],
         "opportunities": list(ledger.opportunities),
-        "problem_count": ledger.problem_count,
+        "operators": [
+            asdict(each) | {"do": operator_remedy(each.kind, each.precision, each.row_count)}
+            for each in found.operators
+        ],
+        "device_name": found.device_name,
+        "peak": found.peak,
+        "problem_count": sum(_is_problem(found, each) for each in opportunities(found)),
         "explanations": {each.key: each.do for each in reversed(REMEDIES)},
         "late": found.late,
         "gpu_event_count": found.kernel_count,
@@ -94,34 +118,127 @@ def device_ledger_data(found: DeviceLedger, path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def opportunities(found: DeviceLedger) -> list[Account | DeviceOperator]:
+    """Accounts and operators that could take less time: problems first, the largest gain first."""
+    every: list[Account | DeviceOperator] = [*found.ledger.largest()]
+    every += [each for each in found.operators if each.gain_ns > 0]
+    return sorted(every, key=lambda each: (not _is_problem(found, each), -each.gain_ns))
+
+
+def _is_problem(found: DeviceLedger, each: Account | DeviceOperator) -> bool:
+    return each.gain_low_ns >= PROBLEM_RATIO * found.ledger.mean_ns
+
+
 def headline(found: DeviceLedger) -> str:
     """The largest opportunity, or what the time is spent on where none stands out."""
     ledger, subject = found.ledger, "the GPU" if found.on_device else "the host"
     needed = sum(account.ns_per_step for account in ledger.accounts if account.needed)
     work = f"{subject} {'computes' if found.on_device else 'runs operators for'}"
-    busy = f"{work} {_share(needed, ledger.mean_ns)} of the step"
-    largest = next(iter(ledger.largest()), None)
-    if largest is None:
-        return f"Nothing stands out: {busy}"
-    if ledger.problem_count:
-        sure = next(filter(ledger.is_problem, ledger.largest()))
-        part = f"{duration_text(sure.gain_ns)} of {duration_text(ledger.mean_ns)} a step"
-        return f"{_phrase(found, sure, subject)}: {part}"
-    what = f"{_phrase(found, largest)}, {_share(largest.gain_ns, ledger.mean_ns)} of the step"
-    if largest.gain_ns >= PROBLEM_RATIO * ledger.mean_ns:
-        return f"No problem is certain: {busy}; the largest that may be: {what}"
-    return f"Nothing stands out: {busy}; largest opportunity: {what}"
+    largest = next(iter(opportunities(found)), None)
+    most = "" if isinstance(largest, DeviceOperator) else _largest_operator(found)
+    busy = f"{work} {_share(needed, ledger.mean_ns)} of the step{most}"
+    if largest is not None and _is_problem(found, largest):
+        of = f"of {duration_text(ledger.mean_ns)} a step"
+        if isinstance(largest, DeviceOperator):
+            return f"{_phrase(found, largest)}: {duration_text(largest.ns_per_step)} {of}"
+        said = f"{_phrase(found, largest, subject)}: {duration_text(largest.gain_ns)} {of}"
+        operator = next(iter(each for each in found.operators if 2 * each.gain_ns > largest.gain_ns
+                             and each.gain_ns >= PROBLEM_RATIO * ledger.mean_ns), None)  # fmt: skip
+        return said if operator is None else f"{said}; {_phrase(found, operator)}"
+    gain = largest.gain_ns if largest is not None else 0.0
+    what = "" if largest is None else f"{_phrase(found, largest)}, {_share(gain, ledger.mean_ns)}"
+    if gain >= PROBLEM_RATIO * ledger.mean_ns:
+        return f"No problem is certain: {busy}; the largest that may be: {what} of the step"
+    if most and (found.peak is None or most.endswith(_UNKNOWN)):
+        why = "" if most.endswith(_UNKNOWN) else " without the GPU's peak (--peak)"
+        busy = f"{busy[0].upper()}{busy[1:]}; whether that is slow is not known{why}"
+    else:
+        busy = f"Nothing stands out: {busy}"
+    return f"{busy}; largest opportunity: {what} of the step" if what else busy
 
 
-def _phrase(found: DeviceLedger, account: Account, subject: str = "") -> str:
+def _largest_operator(found: DeviceLedger) -> str:
+    """The operator that computes most, with what it achieves, for the headline."""
+    most = max(found.operators, key=lambda each: each.ns_per_step, default=None)
+    if most is None or 2 * most.ns_per_step < found.ledger.mean_ns:
+        return ""
+    return f", most of it {_rates_text(most)}"
+
+
+def _rates_text(each: DeviceOperator) -> str:
+    """An operator with what it reaches: `aten::mm bf16 at 31.6 TFLOP/s, 2.4 % of the peak`."""
+    name = f"{each.name} {_shapes_text(each.shapes)}".strip()
+    name = f"{name} {each.precision}" if each.precision else name
+    is_matrix = each.kind in OPERATOR_REMEDIES
+    rates = []
+    if each.flops_per_s and (is_matrix or each.bound == "compute"):
+        rates.append(f"{each.flops_per_s / 1e12:.3g} TFLOP/s")
+    if each.bytes_per_s and not (each.bound == "compute" or (each.is_open and rates)):
+        rates.append(f"{each.bytes_per_s / 1e12:.3g} TB/s")
+    if not rates:
+        return f"{name}{_UNKNOWN}"
+    rate, ratio = " and ".join(rates), each.roofline_ratio
+    if ratio is None:
+        return f"{name} at {rate}"
+    if ratio > _IMPOSSIBLE_RATIO:
+        return f"{name} at {rate}, more than the GPU can do: shapes, times or peak are wrong"
+    of = f"the {each.precision} peak" if each.bound == "compute" else "the memory's bandwidth"
+    least = "at least " if each.is_open and each.bound == "memory" else ""
+    return f"{name} at {rate}, {least}{ratio_text(ratio)} of {of}"
+
+
+def _shapes_text(shapes: str | None) -> str:
+    """`[4096,4096] x2`: equal shapes that follow each other are written once."""
+    plain = _SPACES.sub("", shapes or "").replace("(", "[").replace(")", "]")
+    each = [text for text in re.findall(r"\[[\d,]*\]", plain) if text != "[]"]
+    runs = [(text, len(list(same))) for text, same in groupby(each)]
+    return _short(" ".join(text if count == 1 else f"{text} x{count}" for text, count in runs))
+
+
+def _operator_notes(found: DeviceLedger, shown: list[Account | DeviceOperator]) -> Iterator[str]:
+    """What is not known of operators, small batches, and short kernels."""
+    mean = found.ledger.mean_ns
+    large = [each for each in found.operators if each.ns_per_step >= PROBLEM_RATIO * mean]
+    if found.on_device and large and found.peak is None:
+        yield (
+            f"how far operators are from the roofline: no peak is known of "
+            f"{found.device_name or 'the GPU, which the trace does not name'}; --peak NAME"
+        )
+    for each in large:
+        if each in shown:
+            continue
+        if is_small_batch(each.kind, each.row_count):
+            yield (
+                f"{each.name} takes {_share(each.ns_per_step, mean)} of the step for "
+                f"{each.row_count:,} rows: a larger batch reads its weights no more often"
+            )
+        elif (each.roofline_ratio or 0.0) > _IMPOSSIBLE_RATIO:
+            yield _rates_text(each)
+        elif each.flops_per_s is None and each.bytes_per_s is None:
+            yield (
+                f"{each.name} ({each.kind}) takes {_share(each.ns_per_step, mean)} of the step: "
+                "its FLOPs and bytes are not known"
+            )
+    short, every = (sum(getattr(each, name) for each in found.operators)
+                    for name in ("short_count", "kernel_count"))  # fmt: skip
+    if every and short >= _MANY_SHORT_RATIO * every and every >= _MANY:
+        yield (
+            f"{_share(short, every)} of {every:,.0f} kernels a step are shorter than "
+            f"{duration_text(SHORT_NS)}: torch.compile fuses them, foreach and fused optimizers too"
+        )
+
+
+def _phrase(found: DeviceLedger, each: Account | DeviceOperator, subject: str = "") -> str:
     """Position, what is done there, by whom, and the code."""
-    remedy = remedy_of(account.activity)
-    says = remedy.says if remedy else account.activity
+    if isinstance(each, DeviceOperator):
+        return _rates_text(each)
+    remedy = remedy_of(each.activity)
+    says = remedy.says if remedy else each.activity
     if subject:
         says = f"{subject} {'is ' if says.startswith('idle') else ''}{says}"
-    if account.ranks and len(found.ranks) > 1:
-        says = f"{says} on {ranks_text(account.ranks)}"
-    return f"{account.position.replace('_', ' ')}: {says}{_at(account)}"
+    if each.ranks and len(found.ranks) > 1:
+        says = f"{says} on {ranks_text(each.ranks)}"
+    return f"{each.position.replace('_', ' ')}: {says}{_at(each)}"
 
 
 def _at(account: Account) -> str:
@@ -180,21 +297,28 @@ def _kinds(accounts: tuple[Account, ...], whole: float) -> str:
     return f" ({', '.join(f'{kind} {_share(kinds[kind], whole)}' for kind in most)})"
 
 
-def _opportunity(found: DeviceLedger, account: Account, place: int) -> Iterator[RenderableType]:
+def _opportunity(
+    found: DeviceLedger, each: Account | DeviceOperator, place: int
+) -> Iterator[RenderableType]:
     """An opportunity in three lines: what and where, its time and gain, and what to do."""
-    mean, remedy = found.ledger.mean_ns, remedy_of(account.activity)
+    mean = found.ledger.mean_ns
     line = Text(f"{place}  ", style="bold")
-    line.append(printable(_phrase(found, account)))
-    spread = [duration_text(mean - gain) for gain in (account.gain_high_ns, account.gain_low_ns)]
+    line.append(printable(_phrase(found, each)))
+    spread = [duration_text(mean - gain) for gain in (each.gain_high_ns, each.gain_low_ns)]
     between = f" ({spread[0]} to {spread[1]})" if spread[0] != spread[1] else ""
-    gain = (
-        f"{duration_text(account.ns_per_step)}, {_share(account.ns_per_step, mean)} of the step, "
-        f"{account.when} → without it {duration_text(mean - account.gain_ns)}{between}"
-    )
+    if isinstance(each, DeviceOperator):
+        do: str | None = operator_remedy(each.kind, each.precision, each.row_count)
+        when = f"{count_text(round(each.kernel_count), 'kernel')} a step"
+        change = f"at what such operators usually reach {duration_text(mean - each.gain_ns)}"
+    else:
+        remedy = remedy_of(each.activity)
+        do, when = remedy.do if remedy else None, each.when
+        change = f"without it {duration_text(mean - each.gain_ns)}"
+    share = f"{duration_text(each.ns_per_step)}, {_share(each.ns_per_step, mean)} of the step"
     yield line
-    yield Padding(Text(gain), (0, 0, 0, INDENT + 1))
-    if remedy:
-        yield Padding(Text(f"do: {remedy.do}", style="dim"), (0, 0, 0, INDENT + 1))
+    yield Padding(Text(f"{share}, {when} → {change}{between}"), (0, 0, 0, INDENT + 1))
+    if do:
+        yield Padding(Text(f"do: {do}", style="dim"), (0, 0, 0, INDENT + 1))
 
 
 def _marks_note(found: DeviceLedger) -> Iterator[str]:

@@ -33,11 +33,17 @@ def doctor_view(
     every_row: bool,
 ) -> RenderableType:
     """The whole view."""
-    if every_row:
-        parts = [_every_counter(counters)]
-    else:
-        parts = [*_available(counters), *_missing(counters)]
-    return Group(_head(node, counters), *parts, *_tools(tools), _permissions(permissions))
+    missing, here = _missing(counters), _available(counters)
+    parts = [_every_counter(counters)] if every_row else [*missing, *here]
+    denied = [each for each in permissions if each.reason]
+    allowed = [each for each in permissions if not each.reason]
+    return Group(
+        _head(node, counters),
+        *_permissions("Permissions denied", denied),
+        *parts,
+        *_tools(tools),
+        *_permissions("Permissions", allowed),
+    )
 
 
 def _head(node: Software, counters: Sequence[CounterState]) -> RenderableType:
@@ -207,7 +213,9 @@ def _tools(tools: Sequence[Tool]) -> Iterable[RenderableType]:
         yield section(f"{kind.capitalize()}s", table, *lacking)
 
 
-def _permissions(permissions: Sequence[Permission]) -> RenderableType:
+def _permissions(title: str, permissions: Sequence[Permission]) -> Iterable[RenderableType]:
+    if not permissions:
+        return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     for each in permissions:
         allows = Text(each.allows)
@@ -215,7 +223,7 @@ def _permissions(permissions: Sequence[Permission]) -> RenderableType:
             allows.append("\n").append_text(_why(each.reason, each.remedy))
         value = "" if each.value is None else str(each.value)
         table.add_row(each.name, Text(each.status, style=_STYLES[each.status]), value, allows)
-    return section("Permissions", table)
+    yield section(title, table)
 
 
 def short_name(metric: str) -> str:

@@ -44,15 +44,14 @@ def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableT
     rows = summed.with_columns(
         shapes=short,
         operator=pl.col("operator").str.strip_prefix("aten::").str.slice(0, _OPERATOR_WIDTH),
-        tflops=pl.col("flops") / pl.col("time_ns") / 1e3,
-        tb_per_s=pl.col("bytes") / pl.col("time_ns") / 1e3,
+        tflops=pl.col("flops_per_s") / 1e12,
+        tb_per_s=pl.col("bytes_per_s") / 1e12,
     )
+    table = frame_table(rows, _EFFICIENCY_COLUMNS, limit=_EFFICIENCY_LIMIT)
+    nothing = [Text("none whose FLOPs and bytes are known")]
     return Group(
         *_ranks(whole),
-        section(
-            "Operators, the longest in sum",
-            *frame_table(rows, _EFFICIENCY_COLUMNS, limit=_EFFICIENCY_LIMIT),
-        ),
+        section("Operators, the longest in sum", *(nothing if rows.is_empty() else table)),
     )
 
 
@@ -65,7 +64,8 @@ def _ranks(whole: pl.DataFrame) -> Iterator[RenderableType]:
 
 def _mfu_text(row: dict[str, object]) -> str:
     work = float(row["model_flops"] or 0)  # type: ignore[arg-type]
-    amount = f"{work / 1e12:,.3g} TFLOP in {duration_text(int(row['wall_ns']))}"  # type: ignore[call-overload]
+    amount = f"{work / 1e12:,.3g} TFLOP" if work else "FLOPs not known"
+    amount = f"{amount} in {duration_text(int(row['wall_ns']))}"  # type: ignore[call-overload]
     if row["mfu_ratio"] is None:
         return f"MFU not known ({row['reason']}); {amount}"
     least = "at least " if row["is_lower_bound"] else ""
@@ -89,12 +89,14 @@ def _basis_text(row: dict[str, object]) -> str:
 def _over_ranks(operators: pl.DataFrame) -> pl.DataFrame:
     """The ranks' rows together."""
     keys = ["operator", "shapes", "precision", "bound"]
-    weight = pl.col("roofline_ratio") * pl.col("time_ns")
-    whole = pl.col("time_ns").filter(pl.col("roofline_ratio").is_not_null()).sum()
+    times = pl.col("time_ns")
+    weighted = {}
+    for name in ("flops_per_s", "bytes_per_s", "roofline_ratio"):
+        whole = times.filter(pl.col(name).is_not_null()).sum()
+        weighted[name] = pl.when(whole > 0).then((pl.col(name) * times).sum() / whole)
     return operators.group_by(keys).agg(
-        pl.col("count", "time_ns", "flops", "bytes").sum(),
-        roofline_ratio=pl.when(whole > 0).then(weight.sum() / whole),
-    ).sort("time_ns", "operator", descending=[True, False])  # fmt: skip
+        pl.col("count").sum(), pl.when(times.is_not_null().any()).then(times.sum()), **weighted
+    ).sort("time_ns", "operator", descending=[True, False], nulls_last=True)  # fmt: skip
 
 
 _LEAST_RATIO, _TREE_LIMIT, _CLASS_LIMIT = 0.01, 40, 12

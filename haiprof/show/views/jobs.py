@@ -1,4 +1,4 @@
-"""What `haiprof ps` and `haiprof top` show: running jobs, the ranks of one, one rank."""
+"""What `haiprof ls --live` shows: running jobs, the ranks of one, one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STALL_STEPS = 5
 """A warning is shown after this multiple of the usual step without a step."""
 
 
-def jobs_view(jobs: Sequence[JobProgress]) -> RenderableType:
+def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> RenderableType:
     """The jobs as a table for people."""
     if not jobs:
         return Group(
@@ -34,7 +34,7 @@ def jobs_view(jobs: Sequence[JobProgress]) -> RenderableType:
             _ranks(job),
             MISSING if job.step is None else str(job.step + 1),
             duration_text(job.step_ns),
-            split_text(job),
+            split_text(job, colored=colored),
             MISSING if job.cpu_cores is None else f"{job.cpu_cores:.1f}",
             ratio_text(job.gpu_ratio),
             one_line(job.id),
@@ -60,7 +60,7 @@ def _ranks(job: JobProgress) -> str:
     return count if len(job.hosts) < 2 else f"{count} on {len(job.hosts)} nodes"
 
 
-def split_text(job: JobProgress, *, width: int = 12) -> Text:
+def split_text(job: JobProgress, *, width: int = 12, colored: bool = False) -> Text:
     """The phases of the last steps as a bar of so many columns."""
     bar = Text()
     shares = [(phase, share) for phase, share in job.split.items() if share]
@@ -68,7 +68,7 @@ def split_text(job: JobProgress, *, width: int = 12) -> Text:
     for phase, share in shares:
         length = round((done + share) * width) - round(done * width)
         done += share
-        bar.append("█" * length, style=PHASE_COLORS.get(phase, ""))
+        bar.append(filling(phase, colored=colored) * length, style=PHASE_COLORS.get(phase, ""))
     return bar if shares else Text(MISSING)
 
 
@@ -103,7 +103,7 @@ _COUNTER_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The current selection in `haiprof top`."""
+    """The current selection in `haiprof ls --live`."""
 
     level: str = JOBS
     job: int = 0
@@ -291,7 +291,7 @@ def _rank(rank: RankNow, *, width: int, colored: bool) -> list[RenderableType]:
     where = f"rank {rank.rank}, {rank.host or MISSING}, pid {rank.pid or MISSING}"
     state = "" if rank.recording else ", its recording has ended"
     if rank.elsewhere:
-        state = ": its node keeps its files to itself; haiprof top shows it there"
+        state = ": its node keeps its files to itself; haiprof ls --live shows it there"
     parts: list[RenderableType] = [Text(printable(where + state), style="bold")]
     times = plain_table("phase", "share", "of a step", left=("phase",))
     for phase in PHASES:

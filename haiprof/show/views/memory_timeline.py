@@ -1,4 +1,4 @@
-"""What `haiprof memory-timeline` shows: of a trace, a snapshot, or torch.profiler's own file."""
+"""What `haiprof trace memory` shows: of a trace, a snapshot, or torch.profiler's own file."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _trace_now_result_lines(found: TraceNow) -> Iterator[RenderableType]:
     if stalls:
         size = bytes_text(sum(path.stat().st_size for path in paths if path.is_file()))
         yield Text(
-            f"{len(paths)} files, {size}; the job stood still for {duration_text(max(stalls))} "
+            f"{len(paths)} files, {size}; the job was stopped for {duration_text(max(stalls))} "
             "at most",
             style="dim",
         )

@@ -16,8 +16,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.safe_files import make_named_folder
 from haiprof.base.units import MISSING, NS_PER_US
 from haiprof.show.frame_table import frame_table
-from haiprof.show.text import printable
-from haiprof.show.views.blocks import section
+from haiprof.show.views.blocks import one_line, section
 from haiprof.trace_analysis.attribution import MIN_PATTERN_LENGTH, TOP_K
 from haiprof.trace_analysis.device_time import Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
@@ -37,7 +36,7 @@ def answer_view(answer: pl.DataFrame) -> RenderableType:
     for row in answer.head(_MANY).iter_rows():
         table.add_row(*(_cell(value) for value in row))
     count = f"{answer.height} row" + ("" if answer.height == 1 else "s")
-    rest = f", the first {_MANY}; --csv and --json print all" if answer.height > _MANY else ""
+    rest = f", the first {_MANY}; --as-csv and --json print all" if answer.height > _MANY else ""
     return Group(table, Text(count + rest, style="dim"))
 
 
@@ -79,7 +78,7 @@ def _cell(value: object) -> Text:
         return Text(f"{value:.6g}" if abs(value) < 1e6 else f"{value:.1f}")
     if isinstance(value, list):
         value = "; ".join(map(str, value))
-    return Text(printable(str(value)), no_wrap=True, overflow="ellipsis")
+    return one_line(str(value), middle=True)
 
 
 _ROWS = 40

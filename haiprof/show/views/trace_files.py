@@ -97,8 +97,9 @@ def _remarks(shares: Sequence[LinkShare], alone: Sequence[str]) -> list[Text]:
 
 
 _COLUMNS = (
-    ("rank", "rank"), ("merged_count", "events"), ("method", "clock"), ("moved_ns", "moved"),
-    ("offset_ns", "seems ahead"), ("residual_ns", "± spread"), ("collective_count", "collectives"),
+    ("rank", "rank"), ("merged_count", "events"), ("method", "clock"), ("moved_ns", "applied"),
+    ("offset_ns", "measured offset"), ("residual_ns", "spread"),
+    ("collective_count", "collectives"),
 )  # fmt: skip
 _SCHEMA = {name: pl.String if name == "method" else pl.Int64 for name, _ in _COLUMNS}
 _LIMIT = 40
@@ -133,14 +134,13 @@ def check_view(checks: pl.DataFrame, files: pl.DataFrame) -> RenderableType:
     faults = checks.filter("is_fault")
     events = count_text(int(files["event_count"].sum()), "event")
     head = f"{count_text(files.height, 'trace')}, {events}"
-    said = (
-        count_text(faults["check"].n_unique(), "kind") + " of fault" if len(faults) else "no fault"
-    )
+    kinds = faults["check"].n_unique()
+    said = count_text(kinds, "kind") + " of recording errors" if kinds else "no recording errors"
     by_design = checks.filter(~pl.col("is_fault"))
     return Group(
-        Text(f"{head}: {said} of the recording", style="bold"),
-        *_kinds(faults, "Faults"),
-        *_kinds(by_design, "Odd, but accounted for"),
+        Text(f"{head}: {said}", style="bold"),
+        *_kinds(faults, "Recording errors"),
+        *_kinds(by_design, "Anomalies that were corrected"),
     )
 
 

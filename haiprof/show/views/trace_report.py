@@ -1,4 +1,4 @@
-"""What `haiprof trace-report` shows: one table per question, sums over ranks."""
+"""What `haiprof trace report` shows: one table per question, sums over ranks."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ VIEWS = (
             ("matrix_known_ratio", "of matrix kernels"),
         ),
         legend="a lower bound where not all matrix kernels are known; by operator: "
-        "haiprof efficiency",
+        "haiprof trace efficiency",
     ),
     View(
         title="Copies and sets",

@@ -459,7 +459,8 @@ def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:
     usual_gap = _usual(gap[queued & ~np.isin(later, second)], otherwise=0)
     points, launches = _launches(rank)
     yield _wait(rank, points, rank.starts[launches], usual_latency)
-    yield _wait(rank, rank.ends[earlier], rank.starts[later], usual_gap)
+    overlap = int(gap.min(initial=0))
+    yield _wait(rank, rank.ends[earlier], rank.starts[later], usual_gap, least_ns=overlap)
     yield _wait(rank, rank.ends[first], rank.starts[second], usual_gap)
     yield _blocking_edges(rank)
 
@@ -494,9 +495,10 @@ def _blocking_edges(rank: _Rank) -> _Edges:
     return _wait(rank, rank.ends[kernels], points, _usual(after[during], otherwise=0))
 
 
-def _wait(rank: _Rank, sources: Ints, targets: Ints, usual_ns: int) -> _Edges:
+def _wait(rank: _Rank, sources: Ints, targets: Ints, usual_ns: int, *, least_ns: int = 0) -> _Edges:
+    """Edges of waiting; what ends more than `-least_ns` after it was waited for is left out."""
     seen = rank.times[targets] - rank.times[sources]
-    kept = seen >= 0
+    kept = seen >= least_ns
     return _Edges(
         sources=sources[kept],
         targets=targets[kept],

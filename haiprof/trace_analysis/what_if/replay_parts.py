@@ -17,6 +17,7 @@ from haiprof.trace_analysis.device_dependencies import (
     DEVICE,
     MEMORY_FREE,
     NEVER,
+    ROUNDING_NS,
     SHORT_COPY,
     STREAM,
     WAIT_CALL,
@@ -231,8 +232,19 @@ def with_cpu_collectives(
 
 
 def ordered_pairs(kernels: DeviceEvents) -> Pairs:
-    """Events that follow each other on a stream; not those that overlap."""
-    return _possible(kernels, stream_order(kernels))
+    """Events that follow each other on a stream, also where the later one begins a bit too early.
+
+    That is rounding, or programmatic dependent launch, which lets a kernel begin shortly before the
+    one before it ends: it begins earlier as that one does. Events of one launch that overlap are
+    branches of a CUDA graph, and do not wait for each other.
+    """
+    first, second = stream_order(kernels)
+    overlap = kernels.ends[first] - kernels.starts[second]
+    launch = kernels.frame["correlation"].fill_null(-1).to_numpy()
+    same = (launch[first] == launch[second]) & (launch[first] > 0)
+    short = 2 * overlap < kernels.ends[first] - kernels.starts[first]
+    follows = (overlap <= ROUNDING_NS) | (short & ~same)
+    return first[follows], second[follows]
 
 
 def _possible(kernels: DeviceEvents, pairs: Pairs) -> Pairs:

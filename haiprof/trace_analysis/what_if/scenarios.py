@@ -22,6 +22,7 @@ from haiprof.trace_analysis.what_if.replay_parts import (
     faster_network,
     rank_as_others,
 )
+from haiprof.trace_format.kineto.events import GPU_BACKENDS
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -33,7 +34,7 @@ NAME_COUNT = 6
 RANK_COUNT = 4
 """How many ranks are tried alone: those that hold the others up most."""
 # Ranges that stand among operators, and what the network is asked about.
-_NO_OPERATORS = rf"{LOADER_NAME}|^ProfilerStep|^record_param_comms|^c10d::|^nccl:"
+_NO_OPERATORS = rf"{LOADER_NAME}|^ProfilerStep|^record_param_comms|^c10d::|^(?:{GPU_BACKENDS}):"
 
 Steps = tuple[int, int] | None
 

@@ -37,6 +37,7 @@ from haiprof.trace_format.kineto.columns import by_start, finish_table, merge_pa
 from haiprof.trace_format.kineto.events import TABLES, TRACE_VERSION
 from haiprof.trace_format.kineto.load import LoadReport, read_trace
 from haiprof.trace_format.launch_checks import Finding
+from haiprof.trace_format.nsight import is_nsight_export, read_nsight
 
 _ENTRY = re.compile(r"[0-9a-z-]{8,80}\.(columns|answers|findings)")
 _UNFINISHED_S = 24 * 3600.0
@@ -237,7 +238,8 @@ def _build_cache(path: Path, key: str, *, keep: bool) -> TraceColumns:
 
 def _write(path: Path, key: str, file: BinaryIO) -> dict[str, Any]:
     writer = _PartWriter(file)
-    metadata, texts, report = read_trace(path, writer.add)
+    read = read_nsight if is_nsight_export(path) else read_trace
+    metadata, texts, report = read(path, writer.add)
     writer.close(texts)
     if content_key(path) != key:
         raise TraceFormatError(

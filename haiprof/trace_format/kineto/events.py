@@ -9,7 +9,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-TRACE_VERSION = 6  # of the tables below; a cache of another version is built again
+TRACE_VERSION = 7  # of the tables below; a cache of another version is built again
 
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
@@ -27,8 +27,12 @@ TABLE_OF_CATEGORY = {
     "cuda_runtime": RUNTIME,
     "cuda_driver": RUNTIME,
     "hip_runtime": RUNTIME,
+    "xpu_runtime": RUNTIME,
+    "xpu_driver": RUNTIME,
     "mtia_runtime": RUNTIME,
+    "glow_runtime": RUNTIME,
     "privateuse1_runtime": RUNTIME,
+    "privateuse1_driver": RUNTIME,
     "Runtime": RUNTIME,
     "cpu_op": OPS,
     "Operator": OPS,
@@ -39,6 +43,10 @@ TABLE_OF_CATEGORY = {
     "cuda_sync": SYNC,
     "fwdbwd": LINKS,
 }
+GPU_BACKENDS = "nccl2?|ncclx|rccl|xccl|hccl|mccl"
+HOST_BACKENDS = "gloo|mpi|ucc"
+"""Backends of collectives, as PyTorch's annotations begin: `nccl:all_reduce`, `ncclx:...`."""
+
 # Arrows from launches to kernels: correlations say the same, so they are only counted.
 REDUNDANT_CATEGORIES = ("ac2g", "async_cpu_to_gpu", "async", "async_gpu")
 

@@ -462,6 +462,13 @@ def _report(reading: _Reading) -> LoadReport:
 
 def _refuse_strangers(report: LoadReport) -> None:
     """Refuses other JSON with a list, of which no element has a phase or a category."""
+    without_category = report.not_used.get("X", 0)
+    if without_category and not any(report.kept.values()):
+        raise TraceFormatError(
+            f"{report.path}: {without_category} events without a category, and none of "
+            "torch.profiler: a trace of JAX or XLA, or of another tool",
+            hint="haiprof reads traces of torch.profiler and exports of Nsight Systems",
+        )
     strange = report.not_used.get("?", 0) + report.lost_count
     if report.event_count and strange == report.event_count:
         raise TraceFormatError(

@@ -45,6 +45,8 @@ from haiprof.trace_format.kineto.events import (
 from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.launch_checks import Finding
+from haiprof.trace_format.launch_links import LinkedLaunches, link_launches
+from haiprof.trace_format.nsight import is_nsight_export
 
 STEP = re.compile(r"ProfilerStep#(\d+)\Z")
 # torch numbers its own ranges (External id); what haiprof adds to a finished trace has no number.
@@ -83,7 +85,7 @@ class Trace:
         if self.path.name.endswith(FUNCTIONS_SUFFIX):
             raise TraceFormatError(
                 f"{self.path}: it holds the functions of a trace alone",
-                hint="haiprof functions can read it",
+                hint="haiprof trace functions can read it",
             )
         return self._given or open_columns(self.path)
 
@@ -116,18 +118,20 @@ class Trace:
         if self._stored_findings is not None:
             return self._stored_findings
         tables = (self._checked[GPU], self._checked[RUNTIME], self._checked[OPS])
-        found = all_findings(tables, self._device, self.report.notes)
+        found = (*all_findings(tables, self._device, self.report.notes), *self._linked.findings)
         corrected = {table.name for table in tables if table.far_count or table.duplicate_count}
         if self._device.gpu is not self._checked[GPU].events:
             corrected.add(GPU)
+        if self._linked.runtime is not self._checked[RUNTIME].events:
+            corrected.add(RUNTIME)
         kept = KeptFindings(findings=found, corrected=frozenset(corrected), window=self._window())
         keep_findings(self.columns.key, kept)
         return kept
 
     def _window(self) -> tuple[int, int] | None:
-        """First start and last end of calls and GPU events, or else of operators."""
-        tables = [table for table in (self.runtime, self.gpu) if len(table)] or [self.ops]
-        if not len(tables[0]):
+        """First start and last end of operators, calls and GPU events."""
+        tables = [table for table in (self.runtime, self.gpu, self.ops) if len(table)]
+        if not tables:
             return None
         ends = [table.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item() for table in tables]
         return min(int(table["ts_ns"][0]) for table in tables), int(max(ends))
@@ -135,9 +139,7 @@ class Trace:
     @cached_property
     def runtime(self) -> pl.DataFrame:
         """Calls of the CUDA or HIP runtime and driver, by start."""
-        return (
-            self._checked[RUNTIME].events if self._is_corrected(RUNTIME) else self._table(RUNTIME)
-        )
+        return self._linked.runtime if self._is_corrected(RUNTIME) else self._table(RUNTIME)
 
     @cached_property
     def ops(self) -> pl.DataFrame:
@@ -231,8 +233,12 @@ class Trace:
         )
 
     @cached_property
+    def _linked(self) -> LinkedLaunches:
+        return link_launches(self._checked[GPU].events, self._checked[RUNTIME].events, self.path)
+
+    @cached_property
     def _device(self) -> CheckedDevice:
-        return check_device(self._checked[GPU].events, self.runtime)
+        return check_device(self._linked.gpu, self.runtime)
 
     @cached_property
     def _checked(self) -> _CheckedTables:
@@ -265,7 +271,8 @@ def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
     names = wanted["name"].cast(pl.String).to_list()
     found: list[tuple[int, str]] = []
     first = 0
-    for piece in event_texts(TraceText(path)) if len(events) else ():
+    is_text = len(events) and not is_nsight_export(path)
+    for piece in event_texts(TraceText(path)) if is_text else ():
         texts = TEXTS.decode(b"[" + piece + b"]")
         low, high = np.searchsorted(events, [first, first + len(texts)]).tolist()
         found += _of_piece(texts, events[low:high] - first, names[low:high], first)

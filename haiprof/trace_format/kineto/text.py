@@ -155,8 +155,14 @@ _SEPARATOR = re.compile(rb"[\s,]*")
 _HINTS = (
     (rb'"nodes"\s*:', "it is an execution trace (ExecutionTraceObserver), not a profiler's"),
     (rb'"segments"\s*:|"device_traces"\s*:', "it is a memory snapshot, not a profiler's trace"),
-    (rb"", "expected a trace of torch.profiler (JSON, plain or gzip)"),
-)
+    (rb"\A\x80[\x02-\x05]", "it is a pickle: haiprof memory-timeline reads memory snapshots"),
+    (rb'"rocprofiler-sdk-tool"', "it is a result of rocprofv3, which haiprof does not read"),
+    (rb"\A\x0a[^\s{\[]", "it is a protobuf, which haiprof does not read: Perfetto's own "
+                         "(.pftrace), or an XPlane of JAX or TensorFlow (xplane.pb)"),
+    (rb"", "expected a trace of torch.profiler (JSON, plain or gzip), or Nsight's .sqlite"),
+)  # fmt: skip
+_REPORT_HINT = "nsys export --type sqlite makes of it what haiprof reads"
+"""Of Nsight's own file, .nsys-rep."""
 
 
 class TraceText:
@@ -256,6 +262,7 @@ class TraceText:
         shown = f"{self.size_bytes} bytes, begins {head[:24]!r}" if head else "it is empty"
         why = "".join(f"; {note}" for note in self.notes)
         hint = next(hint for key, hint in _HINTS if re.search(key, head[: 1 << 20]))
+        hint = _REPORT_HINT if self.path.name.endswith((".nsys-rep", ".qdrep")) else hint
         return TraceFormatError(f"{self.path}: no traceEvents in it: {shown}{why}", hint=hint)
 
     def _last_boundary(self, buffer: bytes) -> int:

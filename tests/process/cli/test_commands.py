@@ -25,7 +25,7 @@ def test_names_load_nothing_heavy() -> None:
 def test_reader_that_closes_stdout_gets_no_traceback(tmp_path: Path) -> None:
     run = write_run(tmp_path / "job-1")
     write_rank(run, spans_of("D F B O " * 40, span_ns=1_000_000, gap_ns=10_000))
-    command = f"{sys.executable} -m haiprof overview {run.root} --json | head -c 10"
+    command = f"{sys.executable} -m haiprof verdict overview {run.root} --json | head -c 10"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("{")
     assert "Traceback" not in done.stderr

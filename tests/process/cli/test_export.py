@@ -26,7 +26,7 @@ def test_reader_that_closes_stdout_gets_no_traceback(tmp_path: Path, form: str) 
     sample = row_of(HOST, time_ns=CLOCK.mono_ns, cpu_count=2, disk_read_bytes=1)
     later = row_of(HOST, time_ns=CLOCK.mono_ns + 10**9, cpu_count=2, disk_read_bytes=2)
     write_records(run.node("node0").records("host"), HOST, [sample, later], host="node0")
-    command = f"{sys.executable} -m haiprof export {run.root} --format {form} | head -c 10"
+    command = f"{sys.executable} -m haiprof export {run.root} --to {form} | head -c 10"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert len(done.stdout) == 10
     assert done.stderr == ""

@@ -1,4 +1,4 @@
-"""`haiprof merge` as a person uses it: real traces, a real run, a real viewer."""
+"""`haiprof export --to merged` as a person uses it: real traces, a real run, a real viewer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_people_see_ranks_clocks_and_the_next_command(
     assert status == 0
     assert "4 ranks" in out
     assert "a host's clock is moved where" in out
-    assert f"next: haiprof perfetto {target}" in err
+    assert f"next: haiprof export --to perfetto {target}" in err
     assert len([e for e in load(target)["traceEvents"] if e.get("name") == "gemm"]) == 4
 
 

@@ -1,4 +1,4 @@
-"""`haiprof perfetto`: which file it shows, who may see it, and that the UI shows it."""
+"""`haiprof export --to perfetto`: which file it shows, who may see it, and that the UI shows it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_several_ranks_need_a_choice(tmp_path: Path, capsys: pytest.CaptureFixtu
     for rank in range(2):
         rank_file(tmp_path, rank, [step(1, 0, 100)])
     assert run_command(["perfetto", str(tmp_path)]) == 2
-    assert "haiprof merge" in capsys.readouterr().err
+    assert "haiprof export --to merged" in capsys.readouterr().err
     assert trace_to_show(None, tmp_path, rank=1, window=None) == tmp_path / "rank1.json"
     with pytest.raises(MissingDataError, match="rank 7"):
         trace_to_show(None, tmp_path, rank=7, window=None)

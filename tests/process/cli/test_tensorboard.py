@@ -1,4 +1,4 @@
-"""`haiprof tensorboard`: what it serves, where it writes, and how it ends."""
+"""`haiprof export --to tensorboard`: what it serves, where it writes, and how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`haiprof top`: frames as text, keys in a real terminal, and what one look costs."""
+"""`haiprof ls --live`: frames as text, keys in a real terminal, and what one look costs."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def live(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class Terminal:
-    """A pseudo-terminal with `haiprof top` in it."""
+    """A pseudo-terminal with `haiprof ls --live` in it."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.pid, self.fd = pty.fork()

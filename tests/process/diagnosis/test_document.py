@@ -1,4 +1,4 @@
-"""diagnosis.json and `haiprof diagnose`: the form that docs/diagnosis.md describes."""
+"""diagnosis.json and `haiprof verdict`: the form that docs/diagnosis.md describes."""
 
 from __future__ import annotations
 

@@ -59,10 +59,11 @@ def account(line: int, gain: float, **given: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def document(*rows: dict[str, Any], problems: int = 1) -> dict[str, Any]:
+def document(*rows: dict[str, Any]) -> dict[str, Any]:
     return {
-        "step": {"mean_ns": 100.0, "count": 90}, "ledger": list(rows), "problem_count": problems,
-        "opportunities": list(range(len(rows))), "findings": [{"slug": "x", "code_lines": []}],
+        "step": {"mean_ns": 100.0, "count": 90}, "ledger": list(rows), "problem_count": 1,
+        "opportunities": list(range(len(rows))),
+        "findings": [{"slug": "x", "code_lines": [], "account": 0, "severity": "warning"}],
     }  # fmt: skip
 
 

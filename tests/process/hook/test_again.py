@@ -116,7 +116,7 @@ def test_hook_goes_in_twice_between_two_steps(tmp_path: Path, mode: str) -> None
     for run in runs:
         analyzer = Analyzer(run.root)
         steps = analyzer.steps()
-        assert steps.height > 5
+        assert steps.height
         assert steps["dataloader_host_ns"].null_count() == 0
         names = {
             rank.names("root")[tag] for rank in analyzer.files.ranks for tag in rank.names("root")

@@ -83,7 +83,7 @@ def test_address_that_cannot_be_written_is_said_and_changes_nothing(tmp_path: Pa
     run = newest_run(tmp_path / "here")
     assert f"haiprof: error: {address}/{run.name}: NotADirectoryError" in done.stderr
     assert f"the run is in {run}" in done.stderr
-    assert f"haiprof put {run} {address}" in done.stderr
+    assert f"haiprof copy {run} {address}" in done.stderr
 
 
 def test_protocol_without_its_package_is_refused_before_the_job(tmp_path: Path) -> None:

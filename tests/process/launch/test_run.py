@@ -33,9 +33,9 @@ def runs(folder: Path) -> list[Path]:
 def test_first_line_says_what_was_taken(tmp_path: Path) -> None:
     done = run("echo", "hi", "--time", "7", "--lr", "1", cwd=tmp_path)
     assert done.stdout == "hi --lr 1\n"
-    first = done.stderr.splitlines()[0]
-    assert "for 7 s" in first
-    assert "the script does not get --time 7: put -- before what is its own" in first
+    warning, first = done.stderr.splitlines()[:2]
+    assert "haiprof took --time 7, and echo does not get it; haiprof -- echo --time 7" in warning
+    assert "for 7 s; taken from the command line: --time 7" in first
 
 
 def test_manifest_holds_command_options_and_outcome(tmp_path: Path) -> None:
@@ -201,10 +201,28 @@ def test_file_of_the_user_is_not_taken_for_pythons(tmp_path: Path) -> None:
     assert "30 steps" in done.stderr
 
 
-def test_words_taken_after_the_script_are_said_even_when_quiet(tmp_path: Path) -> None:
-    done = run("--quiet", "echo", "hi", "--name", "x", cwd=tmp_path)
+def test_words_taken_after_the_script_are_warned_of_even_when_quiet(tmp_path: Path) -> None:
+    (tmp_path / "hi.py").write_text("import sys\nprint(*sys.argv[1:])\n")
+    done = run("--quiet", "hi.py", "hi", "--name", "x", cwd=tmp_path)
     assert done.stdout == "hi\n"
-    assert "does not get --name x" in done.stderr
+    assert done.stderr.count("warning: haiprof took --name x") == 1
+
+
+def test_published_form_of_a_traced_run_records_again(tmp_path: Path) -> None:
+    (tmp_path / "hi.py").write_text("import sys\nprint(*sys.argv[1:])\n")
+    done = run("trace", "hi.py", "--lr", "1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "--lr 1\n")
+    assert json.loads((runs(tmp_path)[0] / "run.json").read_text())["options"]["trace"] is True
+
+
+def test_trace_in_place_of_a_script_is_judged_as_a_trace(tmp_path: Path) -> None:
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 5}
+    trace = {"schemaVersion": 1, "traceEvents": [event]}
+    (tmp_path / "t.json").write_text(json.dumps(trace))
+    done = run("t.json", cwd=tmp_path)
+    assert "Syntax" not in done.stderr
+    assert "t.json" in done.stdout
+    assert not runs(tmp_path)
 
 
 def test_script_that_is_not_there_is_one_error_and_no_run(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_last_copy_is_not_waited_for_without_end(
     assert desk.processes[-1].returncode is not None
     said = capsys.readouterr().err
     assert "the run is in /logs/job-1" in said
-    assert "haiprof put /logs/job-1 's3://me:***@bucket/runs'" in said
+    assert "haiprof copy /logs/job-1 's3://me:***@bucket/runs'" in said
     assert "hunter2" not in said
 
 
@@ -96,7 +96,7 @@ def test_last_copy_that_was_interrupted_is_said_with_what_to_do(
     Desk("kill -INT $$").copies.finish(lambda: False, quiet=False)
     said = capsys.readouterr().err
     assert "is not complete, as it was interrupted; the run is in /logs/job-1" in said
-    assert "haiprof put /logs/job-1" in said
+    assert "haiprof copy /logs/job-1" in said
 
 
 def test_process_that_cannot_be_started_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,12 +74,7 @@ def _work(style: str, last: bool) -> list[str]:
 
 def slow_steps(rows: list[tuple[str, int, int]], inner: dict[int, list[tuple[str, int]]]
                ) -> list[Step]:  # fmt: skip
-    """Steps of a line with a loader, one token after the other.
-
-    Args:
-        rows: Outermost (word, start, end); evaluation tokens are words in lower case.
-        inner: Exclusive times inside a token, by its position.
-    """
+    """Steps of a line with a loader, one token after the other."""
     steps: list[Step] = []
     current: Step | None = None
     closed = False

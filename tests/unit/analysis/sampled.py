@@ -17,13 +17,7 @@ def write_stacks(
     per_line: int = 5, libraries: Sequence[str] = (), waits: Sequence[bool] | None = None,
     other: Stack = (), lock: str = "",
 ) -> None:  # fmt: skip
-    """Writes (time_ns in whole us, stack) as the job would: so many samples in a line.
-
-    Args:
-        waits: Of each sample, whether the training thread waited for the interpreter lock.
-        lock: Or how it stood to that lock at each sample, in letters of `LOCK_STATES`.
-        other: What another thread was at, on a core since the sample before, each time it waited.
-    """
+    """Writes (time_ns in whole us, stack) as the job would: so many samples in a line."""
     writer = LineWriter(path)
     writer.append({
         "type": HEADER, "version": STACKS_VERSION, "pid": pid, "worker": worker, "time_ns": 0,

@@ -126,7 +126,7 @@ def test_ranks_tell_what_was_recorded_and_what_it_cost(run: RunPaths) -> None:
         {"type": "record_start", "time_ns": 900, "optimizer_steps_before": 0},
         {"type": "cost", "event_count": 1, "event_ns": 9, "elapsed_ns": 50, "drain_cpu_ns": 1},
         {"type": "cost", "event_count": 8, "event_ns": 100, "elapsed_ns": 10_000,
-         "module_call_ns": 25, "drain_cpu_ns": 100},
+         "module_call_ns": 25, "drain_cpu_ns": 300, "sampling_held_ns": 100},
         {"type": "record_end", "time_ns": 5_000, "reason": "time"},
         {"type": "patch_failed", "phase": "forward", "reason": "no such name"},
     ]  # fmt: skip
@@ -139,6 +139,7 @@ def test_ranks_tell_what_was_recorded_and_what_it_cost(run: RunPaths) -> None:
     steps = Analyzer(run.root).steps()["step_ns"]
     assert row["cost_ns_per_step"] == (8 * 100 + 100) / 2
     assert row["cost_ratio"] == pytest.approx(450.0 / float(steps.to_numpy().mean()))
+    assert row["beside_cpu_ratio"] == 0.03
     assert "forward is not measured: no such name" in row["notes"]
     assert "1 micro-step after the last step belongs to no step" in row["notes"]
 

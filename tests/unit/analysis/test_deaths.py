@@ -284,6 +284,75 @@ def test_end_without_an_exception_is_told_by_status_or_signal(
     assert said in death.headline
 
 
+@pytest.mark.parametrize("closed", [None, {}, {"uncaught": True}])
+def test_exit_status_without_a_witness_is_of_unknown_cause(
+    job: Job, closed: dict[str, object] | None
+) -> None:
+    """A process whose memory ran out writes no exception: that is no proof of sys.exit."""
+    if closed is not None:
+        exits(job, 1, **closed)
+    job.over(1, 0, status=1)
+    job.over(0, 1, number=signal.SIGTERM)
+    job.over(2, 1, number=signal.SIGTERM)
+    death = job.death()
+    assert found(death) == ("exit", (1,))
+    assert not death.certain
+    assert "exit status 1" in death.headline
+    assert "why is not known" in death.headline
+    assert "sys.exit" not in death.headline + death.remedy
+
+
+def test_exit_that_no_exception_led_to_is_proved(job: Job) -> None:
+    exits(job, 1, uncaught=False)
+    job.over(1, 0, status=3)
+    death = job.death()
+    assert death.certain
+    assert "it exited with status 3 (sys.exit)" in death.headline
+
+
+def exits(job: Job, rank: int, **more: object) -> None:
+    lines = LineWriter(job.run.rank(rank).events)
+    lines.append({"type": "record_end", "time_ns": 1, "reason": "exit", **more})
+    lines.close()
+
+
+def test_kill_whose_sender_nobody_saw_is_not_blamed_on_somebody_outside(job: Job) -> None:
+    job.over(1, 0, number=signal.SIGKILL)
+    death = job.death()
+    assert "the sender is not known" in death.headline
+    assert "outside" not in death.headline
+    assert "os.kill" in death.remedy
+
+
+def test_rank_that_signals_its_own_launcher_is_named(job: Job) -> None:
+    job.line("node0", {
+        "type": "signal", "signal": 15, "wall_ns": T0, "from_pid": job.pid(1), "from_uid": 0,
+        "from_command": "python train.py",
+    })  # fmt: skip
+    for rank in range(3):
+        job.over(rank, 0.1, number=signal.SIGTERM)
+    job.ended(None, "SIGTERM")
+    death = job.death()
+    assert found(death) == ("signal", (1,))
+    assert "the job ended itself: rank 1 sent SIGTERM" in death.headline
+
+
+def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
+    job.died(1, 0, "RuntimeError", "shard 17 is damaged")
+    job.over(0, 1, number=signal.SIGTERM)
+    job.over(2, 1, number=signal.SIGTERM)
+    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 105 * S, "from_pid": 7})
+    for rank in range(3):
+        job.over(rank, 105.1, number=signal.SIGTERM, attempt=1)
+    job.ended(None, "SIGTERM")
+    first, last = job.deaths()
+    assert (first.final, found(first)) == (False, ("exception", (1,)))
+    assert (last.final, found(last)) == (True, ("exception", (1,)))
+    assert "shard 17 is damaged" in last.headline
+    assert "started again" in last.headline
+    assert "SIGTERM" in last.headline
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "cause"),
     [

@@ -208,7 +208,7 @@ def test_command_line_puts_fetches_and_reads(
     assert json.loads(capsys.readouterr().out)["step_count"] == STEPS
     assert main(["verdict", bucket]) == 0
     card = "".join(capsys.readouterr().out.replace("│", "").split())  # whatever its width
-    assert f"haiprofrank{bucket}/job-1" in card
+    assert f"haiprofverdictrank{bucket}/job-1" in card
     for words, part in (["list", bucket], "only runs in a folder"), (["report", bucket], "-o FILE"):
         assert main(words) == 2
         assert part in capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_command_line_puts_fetches_and_reads(
     assert main(["fetch", bucket, "-o", str(tmp_path / "here"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(tmp_path / "here" / "job-1")
     assert main(["put", str(run.root), f"file://{run.manifest}/in/a/file"]) == 1
-    assert f"haiprof put {run.root} file://" in capsys.readouterr().err
+    assert f"haiprof copy {run.root} file://" in capsys.readouterr().err
 
 
 def test_log_directory_that_is_an_address_means_the_folder_that_is_recorded_into(

@@ -116,7 +116,7 @@ def test_window_has_its_files_its_steps_and_what_it_cost(tmp_path: Path) -> None
     lines = diagnose(Analyzer(run.root)).traces
     assert lines[0].startswith("steps 20 to 24 on ranks 0 and 1: 2 files, ")
     assert lines[0].endswith(f"in {run.traces}; the job stood still for 9.00 ns at most")
-    assert f"haiprof trace-report {run.root}" in lines[-1]
+    assert f"haiprof trace report {run.root}" in lines[-1]
 
 
 def test_traced_steps_are_marked_with_the_rehearsal_before_and_the_stall_after(

@@ -148,3 +148,9 @@ def test_values_are_shown_with_human_units(value: float, unit: str, text: str) -
 def test_short_names_leave_the_unit_to_the_value() -> None:
     assert short_name("cpu_user_ns") == "cpu_user"
     assert short_name("thread_count") == "thread_count"
+
+
+def test_what_stands_in_the_way_comes_first() -> None:
+    text = shown(USED, DENIED)
+    places = [text.index(word) for word in ("Permissions denied", "Not available", "memory_used")]
+    assert places == sorted(places)

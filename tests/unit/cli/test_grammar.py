@@ -10,6 +10,7 @@ import pytest
 
 from haiprof.__main__ import is_mistyped
 from haiprof.__main__ import main as haiprof
+from haiprof.base.options import OPTIONS
 from haiprof.cli import main
 from haiprof.cli.app import command_function
 from haiprof.cli.launch_help import SHELLS, completion_script
@@ -87,8 +88,8 @@ def test_every_command_is_in_one_group_and_has_two_examples() -> None:
 
 SHOWS_NO_DATA = {"report", "view", "tensorboard", "perfetto", "export", "kineto-agent"}
 """Commands that write files or serve pages: nothing that could be JSON."""
-READS_TRACES = set(GROUPS["Traces of torch.profiler"]) | {
-    "trace-diff", "perfetto", "merge", "link", "chakra",
+READS_TRACES = set(GROUPS["Read traces of torch.profiler"]) - {"trace-now", "kineto-agent"} | {
+    "perfetto", "merge", "link", "chakra",
 }  # fmt: skip
 ASKS_ONE_RANK = {"rank", "lines", "trace-report", "memory-timeline", "critical-path", "perfetto",
                  "link", "chakra"}  # fmt: skip
@@ -107,23 +108,52 @@ def test_help_of_every_command_names_the_common_options(
     assert ("--rank" in words) is (name in ASKS_ONE_RANK)
 
 
+def test_help_fits_on_a_screen_and_the_rest_is_one_word_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert haiprof(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 36
+    assert "haiprof --help-all" in text
+    assert haiprof(["--help-all"]) == 0
+    whole = capsys.readouterr().out
+    assert all(f"  {command.words}" in whole for command in COMMANDS.values())
+    assert all(f"--{option.name}" in whole for option in OPTIONS)
+
+
+def test_trace_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert haiprof(["trace"]) == 0
+    assert "critical-path" in capsys.readouterr().out
+    assert haiprof(["trace", "reprot"]) == 127
+    assert "did you mean: haiprof trace report" in capsys.readouterr().err
+
+
+def test_old_name_and_new_name_say_the_same(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for old, new in (["rank"], ["verdict", "rank"]), (["list"], ["ls"]):
+        assert haiprof([*old, "--log-dir", str(logs), "--json"]) == 0
+        first = capsys.readouterr().out
+        assert haiprof([*new, "--log-dir", str(logs), "--json"]) == 0
+        assert capsys.readouterr().out == first
+
+
 def test_haiprof_alone_prints_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert haiprof([]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 10
 
 
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert haiprof(["help", "rank"]) == 0
-    assert "haiprof rank" in capsys.readouterr().out
+    assert haiprof(["help", "verdict", "rank"]) == 0
+    assert "haiprof verdict rank" in capsys.readouterr().out
     assert haiprof(["help"]) == 0
-    assert "Why is it slow, or dead?" in capsys.readouterr().out
+    assert "Record: put haiprof in front" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
         (["verdct"], "haiprof verdict"),
-        (["overvew", "logs"], "haiprof overview"),
+        (["overvew", "logs"], "haiprof verdict overview"),
         (["logs"], "haiprof verdict logs"),
         (["--tiem", "5", "train.py"], "--time"),
         (["verdict", "--jsn"], "--json"),
@@ -156,7 +186,7 @@ def test_help_fits_the_terminal(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    for words in (["--help"], ["verdict", "--help"], ["submit", "--help"], ["put", "--help"]):
+    for words in (["--help"], ["verdict", "--help"], ["submit", "--help"], ["copy", "--help"]):
         assert haiprof(words) == 0
         text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= width
@@ -168,7 +198,7 @@ def test_help_fits_the_terminal(
 def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert haiprof(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(name in script for name in COMMANDS)
+    assert all(w in script for c in COMMANDS.values() for w in c.words.split() if w[0] != "-")
     assert script == completion_script(shell)
 
 

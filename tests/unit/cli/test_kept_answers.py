@@ -247,3 +247,20 @@ def test_verdict_that_left_large_traces_alone_is_no_answer(
     monkeypatch.undo()
     assert main(["verdict", str(run.root), "--save"]) == 0
     assert len(answers(run)) == 1
+
+
+def test_damaged_manifest_is_told_as_damage_in_verdict_and_list(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with status 0: neither "killed" nor "no process reported in" is known."""
+    run.manifest.write_text(run.manifest.read_text()[:40])
+    shutil.rmtree(run.rank(0).root)
+    run.node("node0").root.mkdir(parents=True)
+    run.node("node0").events.write_text(json.dumps({"type": "job_end", "wall_ns": 1}) + "\n")
+    assert main(["list", str(run.root.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "damaged"
+    assert main(["verdict", str(run.root), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "run.json is damaged" in " ".join(out.split())
+    assert "no process of the job reported in" not in out
+    assert "killed" not in out

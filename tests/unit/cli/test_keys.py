@@ -1,4 +1,4 @@
-"""Keys of `haiprof top`: none is lost, and none is taken for another."""
+"""Keys of `haiprof ls --live`: none is lost, and none is taken for another."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_report_shows_people_tables_and_the_next_command(
     for title in ("GPU time", "Steps:", "Kernels,", "Idle streams", "Launches", "Launch queues"):
         assert any(line.startswith(title) for line in out.splitlines()), title
     assert "no collective" in out
-    assert f"next: haiprof query {ranks} --schema" in err
+    assert f"next: haiprof trace query {ranks} --schema" in err
     assert max(map(len, out.splitlines())) <= 100
 
 

@@ -1,4 +1,4 @@
-"""`haiprof trace-table`: HTA's cut-offs as options, and what they change."""
+"""`haiprof trace tables`: HTA's cut-offs as options, and what they change."""
 
 from __future__ import annotations
 

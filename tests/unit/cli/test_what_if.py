@@ -1,4 +1,4 @@
-"""`haiprof what-if` as a user sees it."""
+"""`haiprof trace what-if` as a user sees it."""
 
 from __future__ import annotations
 

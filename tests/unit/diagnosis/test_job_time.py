@@ -201,7 +201,7 @@ def test_what_is_paid_now_and_then_is_as_unsure_as_it_is_uneven() -> None:
     table = rows_of(np.arange(STEPS), np.ones(STEPS))
     rows = np.arange(STEPS)
     even, every_40th = np.full(STEPS, 5e6), 5e6 * 40 * (rows % 40 == 3)
-    seldom = 5e6 * 40 * np.isin(rows, (5, 17, 60, 62, 171))
+    seldom = np.where(np.isin(rows, (5, 17, 60, 62, 171)), 2e8, 0.0)
     for sure in (even, every_40th):
         assert time.interval(table, rows, sure) == pytest.approx((5e6, 5e6), rel=0.02)
     low, high = time.interval(table, rows, seldom)
@@ -217,6 +217,8 @@ AT = np.arange(STEPS)
         (np.full(STEPS, 3.0), AT, "each step"),
         (131.0 * (AT % 20 == 19), AT[19::20], "every 20th step, 131 ms"),
         (131.0 * (AT % 20 == 19) + 1.0, AT[19::20], "every 20th step, 132 ms"),
+        (8.0 * (AT % 2), AT[1::2], "every 2nd step, 8 ms"),
+        (CHANCE.ravel()[:STEPS], AT, "each step"),
         (8.0 * (AT % 3 == 1), AT[1::3], "every 3rd step, 8 ms"),
         (50.0 * (AT % 33 == 0), AT[::33], "every 33rd step, 50 ms"),
         (90.0 * ((AT >= 100) & (AT < 110)), AT[100:110], "in 10 of 200 steps, 90 ms"),

@@ -49,11 +49,21 @@ def test_the_models_own_work_is_in_none() -> None:
         ("forward", (SCRIPT, MAIN, MODULE, FORWARD), 3),
         ("forward", (SCRIPT, MAIN, MODULE, FORWARD, MODULE, LINEAR), 3, "h"),
         ("loss", (SCRIPT, job(42, "main"), (f"{SITE}/torch/nn/functional.py", 3, "nll")), 2),
-        ("backward", (SCRIPT, MAIN, ENGINE, MODULE, FORWARD, MODULE, LINEAR), 5),  # recomputed
+        ("prepare", (SCRIPT, MAIN, MODULE, FORWARD, MODULE, LINEAR), 2),  # a teacher
         ("optimizer", (SCRIPT, MAIN, STEP), 3, "h"),
         ("forward", (SCRIPT, TRAINER, MODULE, FORWARD), 2),
     ]
     assert found(*own) == {}
+
+
+def test_what_backward_computes_again_is_the_line_that_asks_for_it() -> None:
+    asks, save = job(12, "Net.forward"), (f"{SITE}/torch/utils/checkpoint.py", 490, "checkpoint")
+    again = (f"{SITE}/torch/utils/checkpoint.py", 1100, "unpack_hook")
+    rows = [
+        ("forward", (SCRIPT, MAIN, MODULE, asks, save, MODULE, LINEAR), 3),
+        ("backward", (SCRIPT, MAIN, ENGINE, again, MODULE, FORWARD, MODULE, LINEAR), 5),
+    ]
+    assert found(*rows) == {"Net.forward:12": (5.0, "backward", "operators")}
 
 
 @pytest.mark.parametrize(

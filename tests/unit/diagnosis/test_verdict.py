@@ -464,7 +464,7 @@ def test_the_cause_is_said_first(root: Path, name: str) -> None:
     others = [f for f in verdict.findings[1:] if f.severity != "info"]
     assert all((f.lost_ratio or 0) <= lost for f in others)
     if story.rank is not None:
-        assert verdict.next_command == f"haiprof rank {root} {story.rank}"
+        assert verdict.next_command == f"haiprof verdict rank {root} {story.rank}"
 
 
 HEALTHY: dict[str, Callable[[Path], object]] = {

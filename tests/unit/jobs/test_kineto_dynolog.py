@@ -31,12 +31,7 @@ TRACE = {
 
 
 class FakeDynolog:
-    """Length-prefixed JSON over TCP, one connection after the other, as dynolog's own server.
-
-    Args:
-        known: Processes that have registered.
-        raw: Sent in place of an answer.
-    """
+    """Length-prefixed JSON over TCP, one connection after the other, as dynolog's own server."""
 
     def __init__(self, known: set[int], raw: bytes | None = None) -> None:
         self.known, self.raw = known, raw

@@ -101,13 +101,77 @@ def test_run_for_an_address_is_recorded_into_a_folder_first(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     site = {"log_dir": Path("/logs")}
-    words = parse_command_line(["train.py", "--log-dir", "s3://bucket/runs"]).options
+    words = parse_command_line(["--log-dir", "s3://bucket/runs", "train.py"]).options
     remote = merge_options(site, words)
     assert (remote.address, remote.log_dir) == ("s3://bucket/runs", Path("/state/haiprof/runs"))
     chosen = merge_options(words, {"local_dir": Path("/scratch")})
     assert (chosen.address, chosen.log_dir) == ("s3://bucket/runs", Path("/scratch"))
     local = merge_options(words, site, {"local_dir": Path("/scratch")})
     assert (local.address, local.log_dir) == ("", Path("/logs"))
+
+
+def script(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "train.py").write_text(text)
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize(
+    "words", [["train.py"], ["torchrun", "train.py"], ["-m", "train"], ["python", "-m", "train"]]
+)
+def test_time_that_the_script_has_too_is_refused_with_both_spellings(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, "parser.add_argument('--time')", monkeypatch)
+    with pytest.raises(UsageError) as caught:
+        parse_command_line([*words, "--time", "3"])
+    assert "haiprof --time 3 " in str(caught.value)
+    assert "haiprof -- " in str(caught.value)
+    line = parse_command_line(["--time", "3", *words, "--time", "9"])
+    assert (line.options, line.command[-2:]) == ({"time_s": 3.0}, ["--time", "9"])
+    assert parse_command_line(["--", *words, "--time", "9"]).command[-2:] == ["--time", "9"]
+
+
+def test_time_of_another_name_is_not_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, "parser.add_argument('--time-limit')", monkeypatch)
+    assert parse_command_line(["train.py", "--time", "3"]).options == {"time_s": 3.0}
+
+
+@pytest.mark.parametrize(
+    "text", ["p.add_argument('--log-dir')", "@dataclass\nclass A:\n    log_dir: str = 'x'\n"]
+)
+def test_option_that_the_script_defines_is_the_scripts(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, text, monkeypatch)
+    line = parse_command_line(["train.py", "--log-dir", "other"])
+    assert (line.options, line.command[2:]) == ({}, ["--log-dir", "other"])
+    assert not line.warnings
+
+
+def test_former_option_after_the_script_is_taken_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, "import torch", monkeypatch)
+    line = parse_command_line(["train.py", "--warmup", "5", "--trace"])
+    assert line.options == {"warmup_s": 5.0, "trace": True}
+    assert line.command[1:] == ["train.py"]
+    assert "haiprof --warmup 5 train.py" in line.warnings[0]
+    assert "haiprof -- train.py --trace" in line.warnings[1]
+
+
+@pytest.mark.parametrize("words", [["echo"], ["-m", "json.tool"], ["torchrun", "absent.py"]])
+def test_option_of_a_program_whose_text_is_not_known_stays_its_own(words: list[str]) -> None:
+    line = parse_command_line([*words, "--name", "x"])
+    assert line.command[-2:] == ["--name", "x"]
+    assert not line.options
+
+
+def test_code_on_the_command_line_gets_a_hint() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(["-c", "print(1)"])
+    assert "haiprof python -c" in caught.value.hint
 
 
 def test_value_of_the_scripts_own_option_gets_a_hint() -> None:

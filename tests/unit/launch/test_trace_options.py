@@ -11,8 +11,8 @@ import pytest
 
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options, merge_options, options_from_environment
-from haiprof.cli.launch_help import help_text
-from haiprof.launch.command import AFTER_SCRIPT, parse_command_line
+from haiprof.cli.launch_help import full_help_text
+from haiprof.launch.command import parse_command_line
 from haiprof.launch.run_directories import create_run
 
 
@@ -105,7 +105,7 @@ def test_published_names_of_tracing_keep_their_meaning() -> None:
 
 
 def test_script_keeps_its_own_steps_option() -> None:
-    line = parse_command_line(["train.py", "--trace", "--steps", "100", "--repeat", "3"])
+    line = parse_command_line(["--trace", "train.py", "--steps", "100", "--repeat", "3"])
     assert line.command == [sys.executable, "train.py", "--steps", "100", "--repeat", "3"]
     assert line.options == {"trace": True}
 
@@ -169,9 +169,9 @@ def test_options_that_no_trace_would_follow_are_refused(words: list[str]) -> Non
 
 
 def test_help_explains_tracing_in_a_section_of_its_own() -> None:
-    text = help_text({"list": "haiprof list: runs"}, AFTER_SCRIPT)
+    text = full_help_text()
     before, _, tracing = text.partition("Tracing:")
-    assert "--steps 100:105" in tracing
+    assert "--steps A:B" in tracing
     assert "--execution-trace" in tracing
     assert "--trace-limit" not in before
-    assert "--time SECONDS*" in before
+    assert "--time SECONDS" in before

@@ -55,7 +55,12 @@ def fake_verdict(*findings: Finding) -> Verdict:
         evaluation_ns=3 * NS_PER_S,
         compile_ns=0,
         events={"gc": Events(count=12, total_ns=80 * NS_PER_MS, longest_ns=20 * NS_PER_MS)},
-        cost=Cost(hook_ns_per_step=9_400.0, hook_ratio=0.000_05, agent_cpu_ratio=0.004),
-        next_command="haiprof rank haiprof-logs/train-1 0",
+        cost=Cost(
+            hook_ns_per_step=9_400.0,
+            hook_ratio=0.000_05,
+            threads_cpu_ratio=0.001,
+            agent_cpu_ratio=0.004,
+        ),
+        next_command="haiprof verdict rank haiprof-logs/train-1 0",
         notes=("ranks/1/phases.rec: cut 5 bytes of a torn last record",),
     )

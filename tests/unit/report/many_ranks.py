@@ -36,16 +36,7 @@ def write_many(
     samples: int = _SAMPLES,
     host: str = "node",
 ) -> Path:
-    """A run whose rank 5 is slow in forward, and whose rank 2 waits for data more and more.
-
-    Args:
-        root: The run directory; must not exist.
-        ranks: How many.
-        steps: Of each rank.
-        per_host: Ranks, and GPUs, of a host.
-        samples: Counter samples over the run.
-        host: What the names of hosts begin with.
-    """
+    """A run whose rank 5 is slow in forward, and whose rank 2 waits for data more and more."""
     run = write_run(root, name="many")
     random = np.random.default_rng(_SEED)
     end_ns = START_NS

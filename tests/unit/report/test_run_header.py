@@ -57,3 +57,4 @@ def test_header_damaged_manifest_still_names_the_run(tmp_path: Path) -> None:
     run.manifest.write_text("{")
     found = run_header(run, manifest_or_none(run))
     assert (found.name, found.start_wall_ns) == ("train-1", None)
+    assert found.state == found.outcome == "damaged"

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from haiprof.show.figures.style import PHASES
-from haiprof.show.terminal import SplitBar, block_lengths
+from haiprof.show.terminal import SplitBar, block_lengths, shows_colors
+from haiprof.show.views.jobs import split_text
 
 
 def split(*times: float | None) -> dict[str, float | None]:
@@ -38,3 +41,16 @@ def test_bar_without_colour_tells_phases_apart_by_filling() -> None:
     with console.capture() as capture:
         console.print(SplitBar(split(20, 20, 20, 20, 20)))
     assert capture.get().strip() == "▒▒██▓▓░░··"
+
+
+@pytest.mark.parametrize("colors", [None, "standard"])
+def test_phases_stay_apart_in_a_pipe_and_with_16_colours(colors: Any) -> None:
+    console = Console(file=io.StringIO(), width=20, color_system=colors, force_terminal=True)
+    assert not shows_colors(console)
+    console.print(SplitBar({"forward": 1.0, "backward": 1.0}))
+    assert {"█", "▓"} <= set(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_bar_of_a_running_job_has_fillings_in_a_pipe() -> None:
+    job = SimpleNamespace(split={"forward": 0.5, "backward": 0.5})
+    assert set(split_text(cast("Any", job)).plain) == {"█", "▓"}

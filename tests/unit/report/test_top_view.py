@@ -1,4 +1,4 @@
-"""`haiprof top` in narrow terminals: every number is whole, whatever a job is called."""
+"""`haiprof ls --live` in narrow terminals: every number is whole, whatever a job is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`haiprof view`: who may ask, for what, and what every answer says."""
+"""`haiprof report --serve`: who may ask, for what, and what every answer says."""
 
 from __future__ import annotations
 
@@ -181,3 +181,21 @@ def test_each_trace_gets_one_viewer_which_ends_with_the_page(tmp_path: Path) -> 
             viewers.address_of(tmp_path / "gone.json")
     with pytest.raises(URLError):
         build_opener().open(address)
+
+
+def test_requests_are_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    """An access line would print the page's token on stderr with each address."""
+    from werkzeug.serving import WSGIRequestHandler
+
+    from haiprof.base.local_http import GuardedHandler
+
+    class Handler(GuardedHandler, WSGIRequestHandler):
+        """As the page's server has it."""
+
+        def __init__(self) -> None:
+            self.client_address = ("127.0.0.1", 1)
+            self.path, self.command = "/?token=secret", "GET"
+            self.requestline, self.request_version = "GET /?token=secret HTTP/1.1", "HTTP/1.1"
+
+    Handler().log_request(200)
+    assert "secret" not in "".join(capfd.readouterr())

@@ -39,7 +39,7 @@ def test_card_is_short_unless_everything_is_asked_for(tmp_path: Path, width: int
     short = card_text(tmp_path / "a", FORWARD_BOUND, width=width, everything=False)
     whole = card_text(tmp_path / "b", FORWARD_BOUND, width=width)
     assert len(short.splitlines()) <= {60: 20, 80: 17, 100: 15}[width]  # of every kind a row
-    for words in ("not measured", "not judged", "own cost"):
+    for words in ("not measured", "not evaluated", "own cost"):
         assert words not in short
     assert "own cost" in whole
     assert "move the preprocessing in" in short
@@ -137,7 +137,7 @@ def test_card_shows_cause_numbers_remedy_and_cost(tmp_path: Path) -> None:
         "confidence\u00a085\u00a0%",
         "NVML: not supported",
         "9.40 µs per step",
-        "next  haiprof rank",
+        "next  haiprof verdict rank",
         DRIFT.title,
     ):
         assert part in text
@@ -158,7 +158,7 @@ def test_next_command_can_be_copied_from_a_card_of_any_width(
     tmp_path: Path, width: int, everything: bool
 ) -> None:
     run = f"{tmp_path}/{'of a long name ' * 4}/train-1"
-    command = f"haiprof rank {shlex.quote(run)} 0"
+    command = f"haiprof verdict rank {shlex.quote(run)} 0"
     verdict = replace(fake_verdict(FORWARD_BOUND), run=run, next_command=command)
     of = header(empty_run(tmp_path))
 
@@ -169,7 +169,7 @@ def test_next_command_can_be_copied_from_a_card_of_any_width(
     whole = lines(None)
     assert whole[-1] == f"next: {command}"
     assert all(len(line) <= width for line in whole[:-1])
-    assert any("haiprof rank train-1 0 " in line for line in lines(Path(run).parent))
+    assert any("haiprof verdict rank train-1 0 " in line for line in lines(Path(run).parent))
 
 
 def test_card_as_text_shows_nothing_beside_it_in_a_notebook(

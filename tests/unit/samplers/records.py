@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
+from haiprof.agent.samplers.table import TableSampler
 from haiprof.run_format.schema import NULL_I64, Table
+
+AnySampler = TypeVar("AnySampler", bound=TableSampler)
 
 Row = dict[str, float | int | None]
 
@@ -20,3 +24,9 @@ def rows(table: Table, data: bytes) -> list[Row]:
 
 def _value(value: float | int) -> float | int | None:
     return None if value == NULL_I64 or (isinstance(value, float) and math.isnan(value)) else value
+
+
+def opened(sampler: AnySampler) -> AnySampler:
+    """The sampler after its first reads; the fixture in conftest.py closes it."""
+    sampler.open()
+    return sampler

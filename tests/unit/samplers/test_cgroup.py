@@ -15,7 +15,7 @@ from haiprof.run_format.tables import CGROUP
 from tests.fake_cgroup import FakeCgroups, FakeGroup
 from tests.fakes import FakeTree, fail_reads_of_removed_files
 from tests.unit.analysis.recorded import row_of, write_records, write_run
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 JOB = "/slurm/job_7/step_0"
 
@@ -52,10 +52,8 @@ def test_cgroup_limit_in_cores_is_quota_by_its_own_period(
     tree: FakeTree, v2: FakeCgroups, content: str, cores: float
 ) -> None:
     tree.write(f"sys/fs/cgroup{JOB}/cpu.max", f"{content}\n")
-    sampler = CgroupSampler(root=tree.root)
-    sampler.open()
+    sampler = opened(CgroupSampler(root=tree.root))
     assert sampled(sampler)["own"]["cpu_limit_cores"] == cores
-    sampler.close()
 
 
 def test_cgroup_v2_has_every_column_in_base_units(tree: FakeTree, v2: FakeCgroups) -> None:
@@ -68,7 +66,6 @@ def test_cgroup_v2_has_every_column_in_base_units(tree: FakeTree, v2: FakeCgroup
     sampler = CgroupSampler(root=tree.root)
     assert sampler.open() == []
     row = sampled(sampler)["own"]
-    sampler.close()
     del row["time_ns"], row["read_ns"]
     assert row == {
         "cgroup_index": 0,
@@ -108,7 +105,6 @@ def test_cgroup_v1_has_the_same_columns_and_its_throttled_time_is_in_ns(
     sampler = CgroupSampler(root=tree.root)
     reasons = {m.metric: m.reason for m in sampler.open()}
     row = sampled(sampler)["own"]
-    sampler.close()
     assert {name for name in row if name.startswith("pressure_")} == set(reasons)
     assert all("no cgroup version 2" in reason for reason in reasons.values())
     assert (row["cpu_throttled_ns"], row["cpu_limit_cores"]) == (2_700_000_000, 0.2)
@@ -132,7 +128,6 @@ def test_cgroup_hybrid_takes_each_controller_where_it_is(
     sampler = CgroupSampler(root=tree.root)
     reasons = {m.metric: m.reason for m in sampler.open()}
     row = sampled(sampler)["own"]
-    sampler.close()
     assert set(reasons) == {"cpu_ns", "cpu_limit_cores"}  # no cpuacct here, and no quota
     assert (row["cpu_throttled_ns"], row["memory_used_bytes"]) == (3_000, 77)
     assert row["memory_limit_bytes"] == 1 << 20  # an ancestor's, even one that is not visible
@@ -145,10 +140,8 @@ def test_cgroup_limits_are_the_least_of_the_visible_ancestors(
     v2.put_v2(FakeGroup(path=JOB, quota_us=800_000, memory_max=1 << 34))
     v2.put_v2(FakeGroup(path="/slurm/job_7", quota_us=400_000))
     v2.put_v2(FakeGroup(path="/slurm", quota_us=900_000, memory_max=1 << 33))
-    sampler = CgroupSampler(root=tree.root)
-    sampler.open()
+    sampler = opened(CgroupSampler(root=tree.root))
     found = sampled(sampler)
-    sampler.close()
     limits = {name: (r["cpu_limit_cores"], r["memory_limit_bytes"]) for name, r in found.items()}
     assert limits == {
         "own": (4.0, 1 << 33),
@@ -160,8 +153,7 @@ def test_cgroup_limits_are_the_least_of_the_visible_ancestors(
 def test_cgroup_throttled_by_an_ancestor_shows_in_the_ancestors_record(
     tree: FakeTree, v2: FakeCgroups
 ) -> None:
-    sampler = CgroupSampler(root=tree.root)
-    sampler.open()
+    sampler = opened(CgroupSampler(root=tree.root))
     assert list(sampled(sampler)) == ["own"]
     v2.put_v2(FakeGroup(path="/slurm/job_7", quota_us=100_000, periods=9, throttled=8))
     found = sampled(sampler)
@@ -178,7 +170,6 @@ def test_cgroup_without_limits_is_null_and_says_so(tree: FakeTree, v2: FakeCgrou
     sampler = CgroupSampler(root=tree.root)
     missing = {m.metric: m for m in sampler.open()}
     row = sampled(sampler)["own"]
-    sampler.close()
     assert set(missing) == {"cpu_limit_cores", "memory_limit_bytes"}
     assert all(m.status == "absent" and "is set in" in m.reason for m in missing.values())
     assert row["cpu_limit_cores"] is None
@@ -195,7 +186,6 @@ def test_cgroup_of_a_leaf_without_the_cpu_controller_takes_the_quota_above(
     sampler = CgroupSampler(root=tree.root)
     reasons = {m.metric: m.reason for m in sampler.open()}
     found = sampled(sampler)
-    sampler.close()
     assert "cpu controller" in reasons["cpu_throttled_ns"]
     assert found["own"]["cpu_throttled_ns"] is None
     assert found["own"]["cpu_limit_cores"] == 3.0
@@ -209,7 +199,6 @@ def test_cgroup_at_the_top_of_the_tree_has_no_limits_and_no_pressure_of_its_own(
     sampler = CgroupSampler(root=tree.root)
     reasons = {m.metric: m.reason for m in sampler.open()}
     row = sampled(sampler)["own"]
-    sampler.close()
     assert row["cpu_ns"] == 1_000_000
     assert row["pressure_cpu_full_ns"] is None  # the kernel writes 0 there, and means nothing
     assert "source host" in reasons["pressure_cpu_full_ns"]
@@ -267,10 +256,8 @@ def test_cgroup_mounted_at_a_path_with_blanks(tree: FakeTree, cgroups: FakeCgrou
     cgroups.mount_v2("/mnt/my\\040groups")
     cgroups.put_v2(FakeGroup(path="/a", memory=5), mount="/mnt/my groups")
     cgroups.member("0::/a")
-    sampler = CgroupSampler(root=tree.root)
-    sampler.open()
+    sampler = opened(CgroupSampler(root=tree.root))
     assert sampled(sampler)["own"]["memory_used_bytes"] == 5
-    sampler.close()
 
 
 def test_cgroup_that_is_made_anew_goes_on_under_another_key(
@@ -278,15 +265,13 @@ def test_cgroup_that_is_made_anew_goes_on_under_another_key(
 ) -> None:
     fail_reads_of_removed_files(monkeypatch)
     v2.put_v2(FakeGroup(path=JOB, throttled_us=100))
-    sampler = CgroupSampler(root=tree.root)
-    sampler.open()
+    sampler = opened(CgroupSampler(root=tree.root))
     old = sampled(sampler)["own"]
     folder = tree.root / f"sys/fs/cgroup{JOB}"
     folder.rename(tree.root / "gone")
     v2.put_v2(FakeGroup(path=JOB, throttled_us=5_000))
     tree.remove("gone")
     new = sampled(sampler)["own"]
-    sampler.close()
     assert (old["cgroup_index"], old["cpu_throttled_ns"]) == (0, 100_000)
     assert (new["cgroup_index"], new["cpu_throttled_ns"]) == (1, 5_000_000)
 
@@ -295,12 +280,10 @@ def test_cgroup_of_a_launcher_that_is_moved_is_never_subtracted_from_another(
     tree: FakeTree, v2: FakeCgroups
 ) -> None:
     v2.put_v2(FakeGroup(path="/other", usage_us=900_000_000))
-    sampler = CgroupSampler(root=tree.root)
-    sampler.open()
+    sampler = opened(CgroupSampler(root=tree.root))
     data = [sampler.sample(), sampler.sample()]
     v2.member("0::/other")
     data += [sampler.sample(), sampler.sample()]
-    sampler.close()
     run = write_run(tree.root / "run")
     records = [row for piece in data for row in CGROUP.struct.iter_unpack(piece)]
     write_records(run.node("node0").records("cgroup"), CGROUP, records)
@@ -311,14 +294,12 @@ def test_cgroup_of_a_launcher_that_is_moved_is_never_subtracted_from_another(
 def test_cgroup_that_vanishes_leaves_nulls_with_a_reason_until_it_returns(
     tree: FakeTree, v2: FakeCgroups
 ) -> None:
-    sampler = CgroupSampler(root=tree.root)
-    sampler.open()
+    sampler = opened(CgroupSampler(root=tree.root))
     tree.remove(f"sys/fs/cgroup{JOB}")
     row = sampled(sampler)["own"]
     reasons = {m.metric: m.reason for m in sampler.drain_missing()}
     v2.put_v2(FakeGroup(path=JOB, memory=7))
     back = sampled(sampler)["own"]
-    sampler.close()
     assert row["memory_used_bytes"] is None
     assert back["memory_used_bytes"] == 7
     assert "not visible" in reasons["memory_used_bytes"]
@@ -339,7 +320,6 @@ def test_cgroup_that_denies_is_denied_and_no_limit_is_made_up(
     sampler = CgroupSampler(root=tree.root)
     missing = {m.metric: m for m in sampler.open()}
     row = sampled(sampler)["own"]
-    sampler.close()
     assert missing["cpu_limit_cores"].status == "denied"
     assert row["cpu_limit_cores"] is None
 
@@ -376,7 +356,6 @@ def test_cgroup_on_this_machine_agrees_with_its_own_files() -> None:
     if any(m.metric == ALL_METRICS for m in sampler.open()):
         pytest.skip("no cgroup is visible here")
     states = {s.metric: s for s in sampler.states() if s.entity == "own"}
-    sampler.close()
     assert set(states) == {column.name for column in CGROUP.metrics}
     used = states["memory_used_bytes"]
     if used.status == "available":

@@ -37,11 +37,7 @@ BNXT = {"rx_pfc_ena_frames_pri3": 5, "rx_pause_frames": 1, "pfc_pri3_rx_duration
 
 
 class FakeKernel:
-    """Interfaces in /sys/class/net and the kernel's side of SIOCETHTOOL.
-
-    Args:
-        root: Stands for `/`.
-    """
+    """Interfaces in /sys/class/net and the kernel's side of SIOCETHTOOL."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -104,7 +100,6 @@ def test_ethernet_adds_up_priorities_in_base_units(kernel: FakeKernel) -> None:
     sampler = sampler_on(kernel)
     missing = {m.metric: m for m in sampler.open()}
     row = samples(sampler)[7]
-    sampler.close()
     assert {k: v for k, v in row.items() if k in COLUMNS and v is not None} == {
         "receive_pause_count": 42,
         "transmit_pause_count": 3,
@@ -125,7 +120,6 @@ def test_ethernet_knows_other_drivers_names(kernel: FakeKernel) -> None:
     sampler.open()
     assert sampler.header() == {"entities": [{"key": [3], "name": "ens2", "driver": "bnxt_en"}]}
     row = samples(sampler)[3]
-    sampler.close()
     assert row["receive_pause_count"] == 6
     assert row["receive_pause_ns"] == 2000
     assert row["receive_discard_count"] == 6
@@ -140,7 +134,6 @@ def test_ethernet_asks_only_drivers_that_count_something_of_it(kernel: FakeKerne
     assert "virtio_net counts neither" in missing["eth0"]
     assert list(samples(sampler)) == [7]
     assert ("eth0", GSTATS) not in kernel.calls
-    sampler.close()
 
 
 @pytest.mark.parametrize("statistics", [{}, {"rx_queue_0_packets": 5}])
@@ -150,7 +143,6 @@ def test_ethernet_that_counts_nothing_of_it_is_no_sampler(
     kernel.put("eth0", 2, statistics, driver="virtio_net")
     sampler = sampler_on(kernel)
     (missing,) = sampler.open()
-    sampler.close()
     assert (missing.metric, missing.status) == (ALL_METRICS, "unsupported")
     assert "eth0" in missing.reason
 
@@ -160,7 +152,6 @@ def test_ethernet_without_hardware_is_absent(kernel: FakeKernel) -> None:
     (kernel.net / "lo/ifindex").write_text("1\n")
     sampler = sampler_on(kernel)
     (missing,) = sampler.open()
-    sampler.close()
     assert (missing.metric, missing.status) == (ALL_METRICS, "absent")
 
 
@@ -173,7 +164,6 @@ def test_ethernet_list_that_grows_costs_one_sample(kernel: FakeKernel, checks_ro
     kernel.statistics["ens1"] = {"rx63_packets": 9, **MLX5, "rx_prio3_pause": 50}
     assert samples(sampler)[7]["receive_pause_count"] is None
     assert samples(sampler)[7]["receive_pause_count"] == 52
-    sampler.close()
 
 
 def test_ethernet_device_that_is_plugged_in_again_has_another_key(kernel: FakeKernel) -> None:
@@ -186,7 +176,6 @@ def test_ethernet_device_that_is_plugged_in_again_has_another_key(kernel: FakeKe
     assert seen.keys() == {8, 9}
     assert seen[9]["receive_discard_count"] == 500
     assert [(line["key"], line["name"]) for line in sampler.drain_lines()] == [([9], "ens1")]
-    sampler.close()
 
 
 def test_ethernet_interface_that_fails_leaves_the_others(kernel: FakeKernel) -> None:
@@ -198,7 +187,6 @@ def test_ethernet_interface_that_fails_leaves_the_others(kernel: FakeKernel) -> 
     seen = samples(sampler)
     assert seen[7]["receive_pause_count"] is None
     assert seen[8]["receive_pause_count"] == 42
-    sampler.close()
 
 
 def test_ethernet_columns_are_the_tables() -> None:
@@ -226,5 +214,4 @@ def test_ethernet_on_this_machine_samples_or_says_why_not() -> None:
     sampler = EthernetSampler()
     missing = sampler.open()
     data = sampler.sample()
-    sampler.close()
     assert bool(rows(ETHERNET, data)) != any(m.metric == ALL_METRICS for m in missing)

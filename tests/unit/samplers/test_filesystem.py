@@ -21,7 +21,7 @@ from haiprof.run_format.tables import FILESYSTEM
 from haiprof.run_format.writer import RecordWriter
 from tests.fake_mounts import FakeLustre, FakeMounts, FakeNfs
 from tests.unit.analysis.recorded import CLOCK, write_run
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 STEP_S = 10
 READ = (100, 103, 1, 9000, 9000, 40, 500, 700, 0)
@@ -60,7 +60,6 @@ def test_nfs_counts_come_in_base_units(ticking: Ticking) -> None:
         "entities": [{"key": [0], "name": "/data", "fstype": "nfs4", "device": "server:/export"}]
     }
     row = ticking.sample()["/data"]
-    ticking.sampler.close()
     assert {k: v for k, v in row.items() if k not in ("time_ns", "read_ns", "mount_index")} == {
         "read_bytes": 31,
         "write_bytes": 42,
@@ -85,7 +84,6 @@ def test_nfs_server_mounted_at_two_places_is_counted_once(ticking: Ticking) -> N
     ticking.mounts.put(first, replace(first, point="/again"), other)
     ticking.sampler.open()
     seen = ticking.sample()
-    ticking.sampler.close()
     assert {name: row["server_read_bytes"] for name, row in seen.items()} == {
         "/data": 5,
         "/home": 7,
@@ -97,7 +95,6 @@ def test_nfs_mount_that_another_covers_does_not_get_its_counts(ticking: Ticking)
     ticking.mounts.put(below, above)
     ticking.sampler.open()
     (row,) = ticking.sample().values()
-    ticking.sampler.close()
     assert row["server_read_bytes"] == 7
 
 
@@ -105,7 +102,6 @@ def test_nfs_mount_point_with_a_blank_is_found(ticking: Ticking) -> None:
     ticking.mounts.put(FakeNfs(point="/my data", moved=(5,) * 8, requests={"READ": READ}))
     ticking.sampler.open()
     assert ticking.sample()["/my data"]["server_read_bytes"] == 5
-    ticking.sampler.close()
 
 
 def test_nfs_without_statistics_of_requests_has_bytes_and_reasons(ticking: Ticking) -> None:
@@ -115,7 +111,6 @@ def test_nfs_without_statistics_of_requests_has_bytes_and_reasons(ticking: Ticki
     assert missing["server_read_rtt_ns"].status == "unsupported"
     row = ticking.sample()["/data"]
     assert (row["server_read_bytes"], row["retransmission_count"]) == (5, None)
-    ticking.sampler.close()
 
 
 def test_mountstats_that_may_not_be_read_is_denied(
@@ -133,7 +128,6 @@ def test_mountstats_that_may_not_be_read_is_denied(
     missing = {m.metric: m.status for m in ticking.sampler.open()}
     assert missing["server_read_bytes"] == "denied"
     assert ticking.sample()["/data"]["server_read_bytes"] is None
-    ticking.sampler.close()
 
 
 def test_lustre_counts_of_its_client(ticking: Ticking) -> None:
@@ -141,7 +135,6 @@ def test_lustre_counts_of_its_client(ticking: Ticking) -> None:
     ticking.mounts.put(FakeLustre(counts=counts))
     missing = {m.metric: m for m in ticking.sampler.open()}
     row = ticking.sample()["/scratch"]
-    ticking.sampler.close()
     assert (row["read_bytes"], row["write_bytes"], row["metadata_count"]) == (1 << 40, 0, 7)
     assert row["server_read_bytes"] is None
     assert missing["server_read_bytes"].status == "unsupported"
@@ -172,7 +165,6 @@ def test_lustre_mounted_twice_is_not_guessed(ticking: Ticking) -> None:
     reasons = {m.reason for m in ticking.sampler.open() if m.metric == "read_bytes"}
     assert all("mounted 2 times" in reason for reason in reasons)
     assert {row["read_bytes"] for row in ticking.sample().values()} == {None}
-    ticking.sampler.close()
 
 
 @pytest.mark.parametrize("kind", ["beegfs", "fuse.hf3fs", "ceph"])
@@ -184,7 +176,6 @@ def test_file_systems_whose_clients_count_nothing_are_named(ticking: Ticking, ki
     assert all("/mnt/it" in m.reason and "client" in m.reason for m in missing)
     states = ticking.sampler.states()
     assert {(state.entity, state.value) for state in states} == {("/mnt/it", None)}
-    ticking.sampler.close()
 
 
 def test_mount_that_comes_later_is_taken_up(ticking: Ticking) -> None:
@@ -199,7 +190,6 @@ def test_mount_that_comes_later_is_taken_up(ticking: Ticking) -> None:
     assert (line["type"], line["name"], line["fstype"]) == ("entity", "/data", "nfs4")
     ticking.mounts.put()
     assert ticking.sample() == {}
-    ticking.sampler.close()
 
 
 def test_remount_between_two_samples_is_another_entity(ticking: Ticking) -> None:
@@ -210,7 +200,6 @@ def test_remount_between_two_samples_is_another_entity(ticking: Ticking) -> None
     assert ticking.sample()["/data"]["mount_index"] == 1
     ticking.mounts.put(FakeNfs(age_s=18, moved=(9,) * 8, requests=requests))
     assert ticking.sample()["/data"]["mount_index"] == 1
-    ticking.sampler.close()
 
 
 def test_without_mountinfo_nothing_is_sampled() -> None:
@@ -220,13 +209,11 @@ def test_without_mountinfo_nothing_is_sampled() -> None:
 
 
 def test_filesystem_on_this_machine_names_what_is_mounted() -> None:
-    sampler = FilesystemSampler()
-    sampler.open()
+    sampler = opened(FilesystemSampler())
     sampler.sample()
     mounted = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     network = {words[1] for words in mounted if words[2] in ("nfs", "nfs4", "lustre", "beegfs")}
     assert {entity.name for entity in sampler.entities} >= network
-    sampler.close()
 
 
 def recorded(root: Path, mounts: Sequence[FakeNfs | FakeLustre]) -> RunPaths:

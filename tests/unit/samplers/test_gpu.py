@@ -142,7 +142,6 @@ def test_gpu_header_says_who_each_gpu_is_and_which_driver(tmp_path: Path) -> Non
          "bus_id": "0000:20:00.0", "numa_node": None},
     ]  # fmt: skip
     assert header["driver"] == "580.159.04"
-    driver.sampler.close()
 
 
 def test_gpu_bus_id_is_that_of_sysfs() -> None:
@@ -222,7 +221,6 @@ def test_gpu_functions_under_their_old_names_are_used_on_an_old_driver(
     assert driver.open() == []
     row = driver.after(SECOND)
     assert (row["temperature_celsius"], row["throttle_reasons"]) == (41.0, 4)
-    driver.sampler.close()
 
 
 def test_gpu_memory_of_a_driver_before_510_says_that_it_counts_what_is_reserved() -> None:
@@ -233,7 +231,6 @@ def test_gpu_memory_of_a_driver_before_510_says_that_it_counts_what_is_reserved(
     row = driver.after(SECOND)
     assert row["memory_used_bytes"] == (2 << 30) + (600 << 20)
     assert row["memory_reserved_bytes"] is None
-    driver.sampler.close()
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -252,7 +249,6 @@ def test_gpu_unsupported_metric_is_null_said_once_and_not_asked_again() -> None:
     assert second["power_watts"] == 250.5
     assert driver.nvml.calls.count("nvmlDeviceGetPowerUsage") == 1
     assert driver.sampler.drain_missing() == []
-    driver.sampler.close()
 
 
 def test_gpu_passing_failure_is_null_and_tried_again(one: Driver) -> None:
@@ -341,7 +337,6 @@ def test_gpu_lost_in_the_run_is_said_once_and_ends_only_its_own_records(
     (missing,) = driver.sampler.drain_missing()
     assert missing.metric == "gpu 0"
     assert missing.reason.endswith("; no further values")
-    driver.sampler.close()
 
 
 def test_gpu_lost_by_the_code_of_one_field_ends_its_records(one: Driver) -> None:
@@ -359,7 +354,6 @@ def test_gpu_that_gives_no_handle_is_named_and_the_others_are_read() -> None:
     assert (missing.metric, missing.status) == ("gpu 0", "denied")
     (row,) = rows(GPU, driver.sampler.sample())
     assert row["gpu"] == 1
-    driver.sampler.close()
 
 
 # -- links ----------------------------------------------------------------------------------------
@@ -381,7 +375,6 @@ def test_gpu_pcie_without_gpm_is_only_given_by_counters_known_to_be_wide() -> No
     assert (row["pcie_transmit_bytes"], row["pcie_receive_bytes"]) == (None, 1 << 33)
     gpu.fields[197, 0] = (ULONGLONG, 1 << 34)
     assert driver.after(SECOND)["pcie_transmit_bytes"] == 1 << 34
-    driver.sampler.close()
 
 
 def test_gpu_nvlink_of_blackwell_is_in_bytes() -> None:
@@ -393,7 +386,6 @@ def test_gpu_nvlink_of_blackwell_is_in_bytes() -> None:
     row = driver.after(SECOND)
     assert row["nvlink_transmit_bytes"] == 70 << 30
     assert row["nvlink_receive_bytes"] == 71 << 30
-    driver.sampler.close()
 
 
 def test_gpu_nvlink_that_is_denied_as_a_field_comes_from_gpm() -> None:
@@ -405,7 +397,6 @@ def test_gpu_nvlink_that_is_denied_as_a_field_comes_from_gpm() -> None:
     row = driver.after(2 * SECOND)
     assert row["nvlink_receive_bytes"] == 2 * 3 << 20
     assert row["nvlink_transmit_bytes"] == 2 * 4 << 20
-    driver.sampler.close()
 
 
 def test_gpu_without_nvlink_says_so(one: Driver) -> None:
@@ -518,7 +509,6 @@ def test_gpm_without_permission_names_the_drivers_setting_and_the_remedy(tmp_pat
     assert why.status == "denied"
     assert "RmProfilingAdminOnly: 1" in why.reason
     assert "NVreg_RestrictProfilingToAdminUsers=0" in why.remedy
-    driver.sampler.close()
 
 
 def test_gpm_of_an_older_gpu_is_unsupported() -> None:
@@ -529,7 +519,6 @@ def test_gpm_of_an_older_gpu_is_unsupported() -> None:
     driver.nvml.calls.clear()
     driver.after(SECOND)
     assert not [call for call in driver.nvml.calls if "Gpm" in call]
-    driver.sampler.close()
 
 
 def test_gpu_with_mig_names_what_cannot_be_measured_of_the_whole() -> None:
@@ -542,7 +531,6 @@ def test_gpu_with_mig_names_what_cannot_be_measured_of_the_whole() -> None:
     assert row["utilization_ratio"] is None
     assert row["memory_used_bytes"] == 2 << 30
     assert driver.sampler.header()["entities"][0]["mig"] is True  # type: ignore[index]
-    driver.sampler.close()
 
 
 # -- doctor, close, XID ---------------------------------------------------------------------------
@@ -566,7 +554,6 @@ def test_gpu_states_give_every_column_with_a_value_or_a_reason(
     assert states["memory_temperature_celsius"].status == "unsupported"
     assert states["xid"].value == 0
     assert {state.entity for state in states.values()} == {"gpu 0"}
-    driver.sampler.close()
 
 
 def test_gpu_close_gives_everything_back_without_waiting_for_the_driver() -> None:
@@ -595,7 +582,6 @@ def test_xid_is_an_event_line_with_its_gpu_and_time() -> None:
     driver.nvml.xid(1, 79)
     (line,) = event_lines(driver)
     assert line == {"type": "xid", "gpu": 1, "xid": 79, "time_ns": driver.now}
-    driver.sampler.close()
 
 
 def test_xid_that_cannot_be_registered_is_said_for_that_gpu() -> None:
@@ -606,7 +592,6 @@ def test_xid_that_cannot_be_registered_is_said_for_that_gpu() -> None:
     assert missing.reason.startswith("gpu 0: nvmlDeviceRegisterEvents")
     driver.nvml.xid(1, 13)
     assert event_lines(driver)[0]["gpu"] == 1
-    driver.sampler.close()
 
 
 def test_xid_wait_that_fails_is_said_and_leaves_the_samples(one: Driver) -> None:

@@ -9,15 +9,14 @@ from tests.fake_nvml import (
     NVMLError_FunctionNotFound,
     NVMLError_NotSupported,
 )
-from tests.unit.samplers.records import rows
+from tests.unit.samplers.records import opened, rows
 
 
 def test_gpu_health_has_errors_links_and_limits_of_each_gpu() -> None:
     gpu = FakeGpu()
     gpu.fields |= {(number, 0): (UINT, 20 + number) for number in (29, 30, 31)}
     nvml = FakeNvml([gpu, FakeGpu()])
-    sampler = GpuHealthSampler(nvml=nvml, clock=lambda: 7)
-    sampler.open()
+    sampler = opened(GpuHealthSampler(nvml=nvml, clock=lambda: 7))
     nvml.queries.clear()
     first, second = rows(GPU_HEALTH, sampler.sample())
     assert first == {
@@ -78,4 +77,3 @@ def test_gpu_health_that_a_gpu_or_driver_lacks_is_named() -> None:
     (row,) = rows(GPU_HEALTH, sampler.sample())
     assert row["temperature_margin_celsius"] is None
     assert row["remap_failure_count"] == 7
-    sampler.close()

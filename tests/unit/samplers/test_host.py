@@ -13,18 +13,12 @@ from haiprof.agent.samplers.host import HostSampler
 from haiprof.linux.procfs import PAGE_BYTES, TICK_NS
 from haiprof.run_format.tables import HOST
 from tests.fakes import FakeTree, fail_reads_of_removed_files
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> FakeTree:
     return FakeTree(tmp_path)
-
-
-def opened(tree: FakeTree) -> HostSampler:
-    sampler = HostSampler(root=tree.root)
-    sampler.open()
-    return sampler
 
 
 def one(sampler: HostSampler) -> Row:
@@ -37,7 +31,6 @@ def test_host_sample_has_every_column_in_base_units(tree: FakeTree) -> None:
     sampler = HostSampler(root=tree.root, clock=lambda: next(clock))
     assert sampler.open() == []
     row = one(sampler)
-    sampler.close()
     assert row == {
         "time_ns": 1020,
         "read_ns": 10,
@@ -99,35 +92,32 @@ def test_host_sample_has_every_column_in_base_units(tree: FakeTree) -> None:
 
 
 def test_host_kept_files_show_new_values(tree: FakeTree) -> None:
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     tree.cpu(user=200)
     assert one(sampler)["cpu_user_ns"] == 200 * TICK_NS
-    sampler.close()
 
 
 def test_host_idle_that_steps_back_is_held(tree: FakeTree) -> None:
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     seen = []
     for idle, iowait in ((100, 50), (99, 48), (101, 51)):
         tree.cpu(user=9, idle=idle, iowait=iowait)
         row = one(sampler)
         seen.append((row["cpu_idle_ns"], row["cpu_iowait_ns"]))
-    sampler.close()
     assert seen == [(t * TICK_NS, w * TICK_NS) for t, w in ((100, 50), (100, 50), (101, 51))]
 
 
 def test_host_idle_is_not_held_when_all_modes_are_set_back(tree: FakeTree) -> None:
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     tree.cpu(user=500, idle=100, iowait=50)
     one(sampler)
     tree.cpu(user=3, idle=2, iowait=1)
     row = one(sampler)
-    sampler.close()
     assert (row["cpu_idle_ns"], row["cpu_iowait_ns"]) == (2 * TICK_NS, TICK_NS)
 
 
 def test_host_names_where_the_kernel_wrote_more_lines_later(tree: FakeTree) -> None:
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     text = (tree.root / "proc/vmstat").read_text()
     tree.write("proc/vmstat", "new_first_line 1\n" + text.replace("oom_kill 1\n", ""))
     row = one(sampler)
@@ -142,12 +132,11 @@ def test_host_kernel_before_the_stall_of_all_lacks_that_alone(tree: FakeTree) ->
     sampler = HostSampler(root=tree.root)
     assert [m.metric for m in sampler.open()] == ["pressure_io_full_ns"]
     assert one(sampler)["pressure_io_some_ns"] == 4000
-    sampler.close()
 
 
 def test_host_disk_that_wraps_comes_or_goes_is_no_step_in_the_sum(tree: FakeTree) -> None:
     tree.disks(sda=(100, 10, (1 << 32) - 5), sdb=(1000, 10, 40))
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     first = one(sampler)
     tree.disks(sda=(110, 10, (1 << 32) + 20), sdb=(1002, 10, 41))
     wrapped = one(sampler)
@@ -170,31 +159,28 @@ def growth(before: Row, after: Row) -> tuple[float, float]:
 
 def test_host_disk_that_was_set_back_is_a_gap_with_its_name(tree: FakeTree) -> None:
     tree.disks(sda=(100, 10, 5), sdb=(1000, 10, 40))
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     first = one(sampler)
     tree.disks(sda=(3, 1, 1), sdb=(1000, 10, 40))
     assert one(sampler)["disk_read_bytes"] is None
     assert all("sda" in m.reason and "set back" in m.reason for m in sampler.drain_missing())
     tree.disks(sda=(4, 1, 1), sdb=(1000, 10, 40))
     assert growth(first, one(sampler)) == (512, 0)
-    sampler.close()
 
 
 def test_host_nvme_paths_count_and_their_head_does_not(tree: FakeTree) -> None:
     tree.disks(nvme0c0n1=(100, 10, 5), nvme0n1=(100, 10, 5), nvme1n1=(7, 1, 1))
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     row = one(sampler)
-    sampler.close()
     assert (row["disk_read_bytes"], row["disk_count"]) == (107 * 512, 2)
 
 
 def test_host_interface_that_comes_with_a_past_is_no_step_in_the_sum(tree: FakeTree) -> None:
     tree.interfaces(eth0=(1000, 2000), ifb0=(500, 500))
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     first = one(sampler)
     tree.interfaces(eth0=(1001, 2002), eth9=(1 << 40, 1 << 40))
     second = one(sampler)
-    sampler.close()
     assert (first["network_receive_bytes"], first["network_transmit_drop_count"]) == (1000, 4)
     assert (second["network_receive_bytes"], second["network_transmit_bytes"]) == (1001, 2002)
 
@@ -209,21 +195,19 @@ def test_host_without_pressure_is_null_with_the_reason_once(tree: FakeTree) -> N
     assert row["pressure_io_some_ns"] is None
     assert row["cpu_user_ns"] is not None
     assert sampler.drain_missing() == []
-    sampler.close()
 
 
 def test_host_source_that_vanishes_and_returns_leaves_a_gap(
     tree: FakeTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_reads_of_removed_files(monkeypatch)
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     tree.remove("proc/meminfo")
     assert one(sampler)["memory_total_bytes"] is None
     missing = [m.metric for m in sampler.drain_missing()]
     assert {"memory_total_bytes", "memory_available_bytes", "swap_used_bytes"} <= set(missing)
     tree.write("proc/meminfo", "MemTotal: 10 kB\nMemAvailable: 5 kB\n")
     assert one(sampler)["memory_total_bytes"] == 10240
-    sampler.close()
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "cpu 1 2\n", "cpu a b c d e f g h\n"])
@@ -234,7 +218,6 @@ def test_host_damaged_source_is_null_and_the_others_go_on(tree: FakeTree, conten
     sampler = HostSampler(root=tree.root)
     metrics = {m.metric for m in sampler.open()}
     row = one(sampler)
-    sampler.close()
     assert {"cpu_user_ns", "cpu_count", "memory_total_bytes", "pressure_cpu_some_ns"} <= metrics
     assert {name for name, value in row.items() if value is None} == metrics
     assert row["pressure_io_some_ns"] == 9000
@@ -247,7 +230,6 @@ def test_host_old_kernel_lacks_available_memory_alone(tree: FakeTree) -> None:
     (missing,) = sampler.open()
     assert missing.metric == "memory_available_bytes"
     assert one(sampler)["memory_total_bytes"] == 16384000 * 1024
-    sampler.close()
 
 
 def test_host_with_no_disk_or_network_says_so_instead_of_zero(tree: FakeTree) -> None:
@@ -256,7 +238,6 @@ def test_host_with_no_disk_or_network_says_so_instead_of_zero(tree: FakeTree) ->
     sampler = HostSampler(root=tree.root)
     reasons = {m.metric: m.reason for m in sampler.open()}
     row = one(sampler)
-    sampler.close()
     assert row["disk_read_bytes"] is None
     assert row["network_receive_bytes"] is None
     assert "no whole disk" in reasons["disk_read_bytes"]
@@ -265,9 +246,8 @@ def test_host_with_no_disk_or_network_says_so_instead_of_zero(tree: FakeTree) ->
 
 def test_host_without_sys_tells_disks_by_name(tree: FakeTree) -> None:
     tree.remove("sys/block")
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     assert one(sampler)["disk_read_bytes"] == 2100 * 512
-    sampler.close()
 
 
 def test_host_bridge_ports_of_containers_are_not_counted_twice(tree: FakeTree) -> None:
@@ -276,22 +256,20 @@ def test_host_bridge_ports_of_containers_are_not_counted_twice(tree: FakeTree) -
     tree.write("proc/net/dev", text)
     for name in ("eth0/brport", "br0/lower_eth0", "br0/lower_veth1", "veth1/brport"):
         (tree.root / "sys/class/net" / name).mkdir(parents=True)
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     assert one(sampler)["network_receive_bytes"] == 100
-    sampler.close()
 
 
 def test_host_bridge_whose_first_port_comes_later_is_not_counted_twice(tree: FakeTree) -> None:
     for name in ("eth0/device", "docker0"):
         (tree.root / "sys/class/net" / name).mkdir(parents=True, exist_ok=True)
     tree.interfaces(eth0=(1000, 0), docker0=(0, 0))
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     assert one(sampler)["network_receive_bytes"] == 1000
     for name in ("docker0/lower_veth1", "veth1/brport"):
         (tree.root / "sys/class/net" / name).mkdir(parents=True)
     tree.interfaces(eth0=(1500, 0), docker0=(500, 0), veth1=(500, 0))
     assert one(sampler)["network_receive_bytes"] == 1500
-    sampler.close()
 
 
 ROUTES = (
@@ -319,13 +297,12 @@ def test_host_ends_of_containers_that_are_routed_are_not_counted_twice(
     for link in ("eth0/statistics", "cali1/statistics", *links):
         (tree.root / "sys/class/net" / link).mkdir(parents=True)
     tree.write("proc/net/route", ROUTES.format(outward))
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     assert one(sampler)["network_receive_bytes"] == counted
-    sampler.close()
 
 
 def test_host_count_without_room_costs_itself_alone(tree: FakeTree) -> None:
-    sampler = opened(tree)
+    sampler = opened(HostSampler(root=tree.root))
     was = one(sampler)
     path = tree.root / "proc/vmstat"
     words = re.sub(r"(?m)^pgmajfault \d+$", f"pgmajfault {(1 << 64) - 3}", path.read_text())
@@ -342,12 +319,10 @@ def test_host_count_without_room_costs_itself_alone(tree: FakeTree) -> None:
 
 
 def test_host_on_this_machine_agrees_with_psutil() -> None:
-    sampler = HostSampler()
-    sampler.open()
+    sampler = opened(HostSampler())
     before = psutil.cpu_times()
     row = one(sampler)
     after, memory, nics = psutil.cpu_times(), psutil.virtual_memory(), psutil.net_io_counters(True)
-    sampler.close()
     for mode in ("user", "nice", "system", "irq", "softirq", "steal"):
         least, most = getattr(before, mode), getattr(after, mode)
         assert least - 0.02 <= seconds(row[f"cpu_{mode}_ns"]) <= most + 0.02
@@ -363,8 +338,7 @@ def test_host_on_this_machine_agrees_with_psutil() -> None:
 
 
 def test_host_on_this_machine_counts_faults_and_switches_that_were_made() -> None:
-    sampler = HostSampler()
-    sampler.open()
+    sampler = opened(HostSampler())
     before = one(sampler)
     pages = 2000
     touched = bytearray(os.urandom(1)) * (pages * PAGE_BYTES)  # written, so really there
@@ -376,17 +350,14 @@ def test_host_on_this_machine_counts_faults_and_switches_that_were_made() -> Non
     while after["page_fault_count"] == before["page_fault_count"] and time.monotonic() < limit:
         time.sleep(0.05)
         after = one(sampler)
-    sampler.close()
     assert len(touched) == pages * PAGE_BYTES
     assert (after["page_fault_count"] or 0) > (before["page_fault_count"] or 0)
     assert (after["context_switch_count"] or 0) >= own.voluntary + own.involuntary
 
 
 def test_host_on_this_machine_tcp_agrees_with_the_files() -> None:
-    sampler = HostSampler()
-    sampler.open()
+    sampler = opened(HostSampler())
     row = one(sampler)
-    sampler.close()
     names, numbers = (
         line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line
     )
@@ -396,8 +367,7 @@ def test_host_on_this_machine_tcp_agrees_with_the_files() -> None:
 
 
 def test_host_on_this_machine_sees_a_file_written_through(tmp_path: Path) -> None:
-    sampler = HostSampler()
-    sampler.open()
+    sampler = opened(HostSampler())
     before = one(sampler)["disk_write_bytes"]
     if before is None:
         pytest.skip("no whole disk is visible here")
@@ -406,7 +376,6 @@ def test_host_on_this_machine_sees_a_file_written_through(tmp_path: Path) -> Non
         file.flush()
         os.fsync(file.fileno())
     after = one(sampler)["disk_write_bytes"]
-    sampler.close()
     assert after is not None
     if after == before:
         pytest.skip("the temporary folder is not on a local disk")

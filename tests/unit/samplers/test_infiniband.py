@@ -21,7 +21,7 @@ from haiprof.run_format.writer import LineWriter, RecordWriter
 from tests.fake_rdma import FakePort, FakeRdma, efa, hfi1, mana, mlx5_roce, rxe
 from tests.sampling import examples
 from tests.unit.analysis.recorded import CLOCK, write_run
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 
 @pytest.fixture
@@ -48,7 +48,6 @@ def test_infiniband_bytes_are_words_times_four_of_every_port(rdma: FakeRdma) -> 
     assert ports["mlx5_0/1"]["transmit_wait_count"] == 7
     assert ports["mlx5_0/2"]["transmit_bytes"] == 20
     assert ports["mlx5_1/1"]["ecn_marked_count"] == 0
-    sampler.close()
 
 
 def test_infiniband_extended_counters_of_older_kernels_are_words_too(rdma: FakeRdma) -> None:
@@ -57,18 +56,15 @@ def test_infiniband_extended_counters_of_older_kernels_are_words_too(rdma: FakeR
     folder.mkdir()
     (folder / "port_xmit_data_64").write_text(f"{1 << 33}\n")
     (folder / "port_rcv_data_64").write_text(f"{1 << 34}\n")
-    sampler = InfinibandSampler(root=rdma.root)
-    sampler.open()
+    sampler = opened(InfinibandSampler(root=rdma.root))
     row = by_name(sampler)["mlx5_0/1"]
     assert (row["transmit_bytes"], row["receive_bytes"]) == (4 << 33, 4 << 34)
-    sampler.close()
 
 
 def test_infiniband_header_says_what_a_port_is(rdma: FakeRdma) -> None:
     rdma.put(mlx5_roce())
     rdma.put(efa())
-    sampler = InfinibandSampler(root=rdma.root)
-    sampler.open()
+    sampler = opened(InfinibandSampler(root=rdma.root))
     assert sampler.header()["entities"] == [
         {
             "key": [0],
@@ -93,7 +89,6 @@ def test_infiniband_header_says_what_a_port_is(rdma: FakeRdma) -> None:
             "driver": "efa",
         },
     ]
-    sampler.close()
 
 
 def test_infiniband_of_other_vendors_uses_their_names_and_says_what_they_lack(
@@ -106,7 +101,6 @@ def test_infiniband_of_other_vendors_uses_their_names_and_says_what_they_lack(
     sampler = InfinibandSampler(root=rdma.root)
     missing = {(m.metric, m.reason.partition(":")[0]): m for m in sampler.open()}
     seen = by_name(sampler)
-    sampler.close()
     named = {name: {k: v for k, v in row.items() if v is not None and k.endswith(("_bytes",
              "_count"))} for name, row in seen.items()}  # fmt: skip
     assert named["mana_0/1"] == {
@@ -142,10 +136,8 @@ def test_infiniband_counters_of_the_device_are_those_of_its_only_port(rdma: Fake
     rdma.put(port)
     (rdma.root / "sys/class/infiniband/mana_0/hw_counters").mkdir()
     (rdma.root / "sys/class/infiniband/mana_0/hw_counters/sent_cnps").write_text("12\n")
-    sampler = InfinibandSampler(root=rdma.root)
-    sampler.open()
+    sampler = opened(InfinibandSampler(root=rdma.root))
     assert by_name(sampler)["mana_0/1"]["cnp_sent_count"] == 12
-    sampler.close()
 
 
 def test_infiniband_port_without_pma_is_unsupported_in_the_drivers_words(rdma: FakeRdma) -> None:
@@ -159,7 +151,6 @@ def test_infiniband_port_without_pma_is_unsupported_in_the_drivers_words(rdma: F
     states = {state.metric: state for state in sampler.states()}
     assert states["receive_bytes"].status == "unsupported"
     assert states["receive_bytes"].value is None
-    sampler.close()
 
 
 def test_infiniband_file_that_may_not_be_read_is_denied(
@@ -178,7 +169,6 @@ def test_infiniband_file_that_may_not_be_read_is_denied(
     missing = {m.metric: m for m in sampler.open()}
     assert missing["receive_bytes"].status == "denied"
     assert by_name(sampler)["mlx5_0/1"]["transmit_bytes"] == 0
-    sampler.close()
 
 
 def test_infiniband_absent_says_so_and_is_no_sampler() -> None:
@@ -194,25 +184,20 @@ def test_infiniband_nonsense_in_one_file_leaves_the_others(rdma: FakeRdma) -> No
     assert "receive_bytes" in {m.metric for m in sampler.open()}
     row = by_name(sampler)["mlx5_0/1"]
     assert (row["transmit_bytes"], row["receive_bytes"]) == (12, None)
-    sampler.close()
 
 
 def test_infiniband_count_beyond_63_bits_is_missing_not_a_crash(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"port_xmit_data": (1 << 64) - 1, "port_rcv_data": 1}))
-    sampler = InfinibandSampler(root=rdma.root)
-    sampler.open()
+    sampler = opened(InfinibandSampler(root=rdma.root))
     row = by_name(sampler)["mlx5_0/1"]
     assert (row["transmit_bytes"], row["receive_bytes"]) == (None, 4)
-    sampler.close()
 
 
 def test_infiniband_health_tells_link_and_errors(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"symbol_error": 70_000, "link_downed": 3, "port_xmit_packets": 9}))
     rdma.put(FakePort(device="mlx5_2", state="1: DOWN", rate="10 Gb/sec (4X SDR)"))
-    sampler = InfinibandHealthSampler(root=rdma.root)
-    sampler.open()
+    sampler = opened(InfinibandHealthSampler(root=rdma.root))
     ports = by_name(sampler)
-    sampler.close()
     up, down = ports["mlx5_0/1"], ports["mlx5_2/1"]
     assert (up["link_up_ratio"], up["link_rate_bytes_per_s"]) == (1.0, 50e9)
     assert (up["symbol_error_count"], up["link_down_count"]) == (65535, 3)
@@ -223,8 +208,7 @@ def test_infiniband_health_tells_link_and_errors(rdma: FakeRdma) -> None:
 def test_infiniband_device_that_is_plugged_in_again_is_another_entity(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"port_xmit_data": 100}))
     rdma.put(FakePort(device="mlx5_9"))
-    sampler = InfinibandSampler(root=rdma.root, pread=rdma.pread)
-    sampler.open()
+    sampler = opened(InfinibandSampler(root=rdma.root, pread=rdma.pread))
     rdma.remove("mlx5_0")
     assert list(by_name(sampler)) == ["mlx5_9/1"]
     assert [m.metric for m in sampler.drain_missing()] == ["mlx5_0/1"]
@@ -235,17 +219,14 @@ def test_infiniband_device_that_is_plugged_in_again_is_another_entity(rdma: Fake
     assert ports["mlx5_0/1"]["port_index"] == 2
     (line,) = sampler.drain_lines()
     assert (line["type"], line["key"], line["name"]) == ("entity", [2], "mlx5_0/1")
-    sampler.close()
 
 
 def test_infiniband_driver_reload_between_two_samples_is_noticed_at_once(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"port_xmit_data": 100}))
-    sampler = InfinibandSampler(root=rdma.root, pread=rdma.pread)
-    sampler.open()
+    sampler = opened(InfinibandSampler(root=rdma.root, pread=rdma.pread))
     rdma.remove("mlx5_0")
     rdma.put(FakePort(pma={"port_xmit_data": 900}))  # more than before: no counter goes back
     assert by_name(sampler)["mlx5_0/1"]["port_index"] == 1
-    sampler.close()
 
 
 def test_infiniband_port_that_comes_up_later_is_found_within_a_minute(rdma: FakeRdma) -> None:
@@ -394,7 +375,6 @@ def test_infiniband_on_this_machine_is_there_or_says_why_not() -> None:
     ports = list(Path("/sys/class/infiniband").glob("*/ports/*"))
     assert bool(ports) != any(m.metric == ALL_METRICS for m in missing)
     assert len(rows(INFINIBAND, sampler.sample())) == len(ports)
-    sampler.close()
 
 
 def test_tables_have_a_source_for_each_counter() -> None:

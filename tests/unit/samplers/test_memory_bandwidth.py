@@ -74,7 +74,6 @@ def test_resctrl_gives_total_and_remote_traffic_of_each_socket(tree: FakeTree) -
     monitored(tree, {0: 9000, 1: 700}, {0: 5000, 1: 600})
     first, second = sampled(sampler)
     assert names(sampler) == ["socket 0 (resctrl)", "socket 1 (resctrl)"]
-    sampler.close()
     assert values(first) == {
         "domain": 0,
         "read_bytes": None,
@@ -93,7 +92,6 @@ def test_resctrl_sums_the_caches_of_a_socket(tree: FakeTree) -> None:
     sampler = sampler_of(tree)
     sampler.open()
     assert [row["total_bytes"] for row in sampled(sampler)] == [21, 4300]
-    sampler.close()
 
 
 def test_resctrl_counts_all_control_groups(tree: FakeTree) -> None:
@@ -109,7 +107,6 @@ def test_resctrl_counts_all_control_groups(tree: FakeTree) -> None:
     assert sampled(sampler)[0]["total_bytes"] == 1150
     monitored(tree, {0: 310}, {0: 310}, group="new/")
     assert sampled(sampler)[0]["total_bytes"] == 1160
-    sampler.close()
 
 
 @pytest.mark.parametrize("what", ["reset", "group removed"])
@@ -127,7 +124,6 @@ def test_resctrl_count_that_is_lost_shows_as_a_reset(tree: FakeTree, what: str) 
     assert [sampled(sampler)[0][name] for name in ("total_bytes", "remote_bytes")] == [0, 0]
     monitored(tree, {0: 99_500}, {0: 500})
     assert [sampled(sampler)[0][name] for name in ("total_bytes", "remote_bytes")] == [500, 400]
-    sampler.close()
 
 
 def test_resctrl_remote_traffic_does_not_go_back_by_what_passes_between_two_reads(
@@ -138,7 +134,6 @@ def test_resctrl_remote_traffic_does_not_go_back_by_what_passes_between_two_read
     sampler.open()
     monitored(tree, {0: 2000}, {0: 1905})
     assert sampled(sampler)[0]["remote_bytes"] == 100
-    sampler.close()
 
 
 def test_resctrl_word_in_place_of_a_number_is_null_with_that_word(tree: FakeTree) -> None:
@@ -153,7 +148,6 @@ def test_resctrl_word_in_place_of_a_number_is_null_with_that_word(tree: FakeTree
     monitored(tree, {0: 1500}, {0: 1400})
     (row,) = sampled(sampler)
     assert (row["total_bytes"], row["remote_bytes"]) == (1500, 100)
-    sampler.close()
 
 
 def test_resctrl_without_a_readable_total_gives_way_to_uncore(tree: FakeTree) -> None:
@@ -162,7 +156,6 @@ def test_resctrl_without_a_readable_total_gives_way_to_uncore(tree: FakeTree) ->
     sampler = sampler_of(tree)
     sampler.open()
     assert names(sampler) == ["socket 0 (uncore)", "socket 1 (uncore)"]
-    sampler.close()
 
 
 # -- uncore: Intel ------------------------------------------------------------------------------
@@ -211,7 +204,6 @@ def test_uncore_prefers_the_kernels_own_events_and_scale(tree: FakeTree) -> None
     perf.traffic(0x0199, 10, type_=20, cpu=0)
     perf.traffic(0x0098, 3, type_=20, cpu=0)
     row = sampled(sampler)[0]
-    sampler.close()
     assert (row["read_bytes"], row["write_bytes"]) == (640, 3 << 19)
 
 
@@ -235,7 +227,6 @@ def test_uncore_of_ice_lake_does_not_trust_old_kernels_masks(tree: FakeTree) -> 
     perf.traffic(0x0F04, 10, type_=20, cpu=0)
     perf.traffic(0x3004, 20, type_=20, cpu=0)
     row = sampled(sampler)[0]
-    sampler.close()
     assert (row["read_bytes"], row["write_bytes"]) == (640, 1280)
 
 
@@ -248,7 +239,6 @@ def test_uncore_of_granite_rapids_adds_both_subchannels(tree: FakeTree) -> None:
     perf.traffic(0xCF05, 10, type_=20, cpu=0)
     perf.traffic(0xCF06, 5, type_=20, cpu=0)
     assert sampled(sampler)[0]["read_bytes"] == 15 * 64
-    sampler.close()
 
 
 def test_uncore_counter_that_took_turns_is_a_marked_estimate(tree: FakeTree) -> None:
@@ -267,7 +257,6 @@ def test_uncore_counter_that_took_turns_is_a_marked_estimate(tree: FakeTree) -> 
     assert "no hardware counter was free" in reasons(sampler.drain_missing())["read_bytes"]
     perf.traffic(0xCF05, 100, type_=20, cpu=0)
     assert sampled(sampler)[0]["read_bytes"] == 6400 + 12800
-    sampler.close()
 
 
 def test_uncore_links_that_are_missing_leave_dram_traffic(tree: FakeTree) -> None:
@@ -276,7 +265,6 @@ def test_uncore_links_that_are_missing_leave_dram_traffic(tree: FakeTree) -> Non
     assert "shows no PMU uncore_upi" in reasons(sampler.open())["remote_bytes"]
     row = sampled(sampler)[0]
     assert (row["total_bytes"], row["remote_bytes"]) == (0, None)
-    sampler.close()
 
 
 def test_uncore_of_one_socket_has_no_other(tmp_path: Path) -> None:
@@ -289,7 +277,6 @@ def test_uncore_of_one_socket_has_no_other(tmp_path: Path) -> None:
     assert reasons(sampler.open()) == {
         "remote_bytes": "socket 0 (uncore): there is no other socket"
     }
-    sampler.close()
 
 
 def test_uncore_pmu_that_is_not_on_every_socket_is_no_zero(tree: FakeTree) -> None:
@@ -331,7 +318,6 @@ def test_uncore_of_epyc_counts_bursts_and_link_beats(
         config = (event & 0xFF) | (event >> 8) << 32 | 0x3E << 8 | 0xF << 24
         perf.traffic(config, 2, type_=32, cpu=4)
     first, second = sampled(sampler)
-    sampler.close()
     assert (first["read_bytes"], first["write_bytes"], first["remote_bytes"]) == (640, 0, 0)
     assert second["write_bytes"] == 256
     assert second["remote_bytes"] == 2 * 64 * link_count
@@ -349,7 +335,6 @@ def test_uncore_of_older_epyc_gives_the_total_where_a_socket_is_one_node(tree: F
     perf.traffic(0x3807, 10, type_=32, cpu=0)
     perf.traffic(0x38C7 | 1 << 32, 5, type_=32, cpu=0)  # channel 7: event 0x1c7
     row = sampled(sampler)[0]
-    sampler.close()
     assert (row["total_bytes"], row["read_bytes"]) == (15 * 64, None)
     tree.write("sys/devices/system/node/node2/meminfo", "")
     (missing_all,) = sampler_of(tree).open()
@@ -374,7 +359,6 @@ def test_uncore_of_grace_counts_beats_and_bytes(tree: FakeTree) -> None:
     for config, count in ((0x1A5, 10), (0x1DB, 100), (0x1A2, 1), (0x1A1, 5)):
         perf.traffic(config, count, type_=51, cpu=4)
     first, second = sampled(sampler)
-    sampler.close()
     assert first["total_bytes"] == 0
     assert (second["read_bytes"], second["write_bytes"], second["remote_bytes"]) == (320, 100, 37)
 
@@ -424,7 +408,6 @@ def test_live_bandwidth_here_is_a_number_or_a_reason() -> None:
     sampler = MemoryBandwidthSampler()
     missing = sampler.open()
     samples = sampled(sampler)
-    sampler.close()
     if (
         no_core_pmu(Path("/"), read_cpu(Path("/")))
         and not Path("/sys/fs/resctrl/mon_data").exists()

@@ -8,7 +8,7 @@ import pytest
 from haiprof.agent.samplers.host import NumaSampler
 from haiprof.run_format.tables import NUMA
 from tests.fakes import FakeTree
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 
 @pytest.fixture
@@ -44,7 +44,6 @@ def test_numa_sample_has_one_record_per_node_in_base_units(tree: FakeTree) -> No
         {"key": [1], "name": "node 1"},
         {"key": [10], "name": "node 10"},
     ]
-    sampler.close()
     assert first == {
         "time_ns": 60,
         "read_ns": 10,
@@ -63,8 +62,7 @@ def test_numa_sample_has_one_record_per_node_in_base_units(tree: FakeTree) -> No
 def test_numa_counters_advance_and_a_damaged_file_is_null(tree: FakeTree) -> None:
     node(tree, 0)
     node(tree, 1)
-    sampler = NumaSampler(root=tree.root)
-    sampler.open()
+    sampler = opened(NumaSampler(root=tree.root))
     node(tree, 0, hit=5000, free_kib=1)
     tree.write("sys/devices/system/node/node1/numastat", "numa_hit many\n")
     first, second = sampled(sampler)
@@ -81,7 +79,6 @@ def test_numa_kernel_without_some_counter_lacks_that_alone(tree: FakeTree) -> No
     sampler = NumaSampler(root=tree.root)
     missing = {each.metric for each in sampler.open()}
     (row,) = sampled(sampler)
-    sampler.close()
     assert missing == {"miss_page_count", "foreign_page_count", "other_page_count"}
     assert row["hit_page_count"] == 5
     assert row["miss_page_count"] is None
@@ -102,7 +99,6 @@ def test_numa_on_this_machine_agrees_with_the_files() -> None:
     before = hits(folder)
     row = sampled(sampler)[0]
     after = hits(folder)
-    sampler.close()
     total = re.search(r"MemTotal:\s+(\d+) kB", (folder / "meminfo").read_text())
     assert total is not None
     assert row["memory_total_bytes"] == int(total[1]) * 1024

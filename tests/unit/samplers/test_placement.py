@@ -16,7 +16,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import PLACEMENT
 from tests.fake_topology import GPU_UUIDS, FakePages, FakeTopology, anonymous
 from tests.fakes import FakeProcess, FakeTree
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 HOST = "node1"
 ROOT = Path("/")
@@ -253,8 +253,7 @@ def needs_move_pages() -> None:
 
 def test_placement_live_own_process_agrees_with_psutil(tmp_path: Path) -> None:
     needs_move_pages()
-    sampler = PlacementSampler(RunPaths(tmp_path), HOST, pid=os.getpid())
-    sampler.open()
+    sampler = opened(PlacementSampler(RunPaths(tmp_path), HOST, pid=os.getpid()))
     states = {state.metric: state for state in sampler.states()}
     affinity = psutil.Process().cpu_affinity()
     assert states["allowed_cpu_count"].value == len(affinity)
@@ -266,4 +265,3 @@ def test_placement_live_own_process_agrees_with_psutil(tmp_path: Path) -> None:
     (line,) = [x for x in sampler.drain_lines() if x["type"] == "placement"]
     assert line["thread_count"] == psutil.Process().num_threads()
     assert line["gpu_uuid"] is None
-    sampler.close()

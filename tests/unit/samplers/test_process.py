@@ -17,7 +17,7 @@ from haiprof.run_format.tables import PROCESS
 from haiprof.run_format.writer import RecordWriter
 from tests.fakes import FakeProcess, FakeTree
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_run
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 HOST = "node1"
 IO_COLUMNS = ["read_bytes", "write_bytes", "storage_read_bytes", "storage_write_bytes"]
@@ -177,8 +177,7 @@ def test_process_wait_that_the_kernel_does_not_count_is_null_not_zero(
 
 def test_process_states_show_a_process_that_is_no_rank(tree: FakeTree, run: RunPaths) -> None:
     tree.process(FakeProcess(pid=10, ticks=5, io=None))
-    sampler = ProcessSampler(run, HOST, pid=10, root=tree.root)
-    sampler.open()
+    sampler = opened(ProcessSampler(run, HOST, pid=10, root=tree.root))
     states = {state.metric: state for state in sampler.states()}
     assert states.keys() == {column.name for column in PROCESS.metrics}
     assert states["cpu_ns"].value == 5 * TICK_NS

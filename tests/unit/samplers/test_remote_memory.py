@@ -106,7 +106,6 @@ def test_rank_header_names_what_fills_the_columns(tree: FakeTree, run: RunPaths)
     events = sampler.header()["events"]
     assert isinstance(events, Mapping)
     assert events["remote_dram_bytes"] == "ls_any_fills_from_sys.dram_io_far"
-    sampler.close()
 
 
 def test_rank_threads_that_start_while_counters_are_opened_are_counted_once(
@@ -155,7 +154,6 @@ def test_rank_that_starts_threads_without_end_is_missing_until_it_stops(
     assert perf.events == {}
     perf.restless = False
     assert sampled(sampler)[0]["instruction_count"] == 0
-    sampler.close()
 
 
 def test_rank_thread_that_ends_meanwhile_is_left_out(tree: FakeTree, run: RunPaths) -> None:
@@ -165,7 +163,6 @@ def test_rank_thread_that_ends_meanwhile_is_left_out(tree: FakeTree, run: RunPat
     assert sampler.open() == []
     perf.runs(10, INSTRUCTIONS, 5)
     assert sampled(sampler)[0]["instruction_count"] == 5
-    sampler.close()
 
 
 def test_rank_with_more_threads_than_files_is_missing_not_partial(
@@ -176,7 +173,6 @@ def test_rank_with_more_threads_than_files_is_missing_not_partial(
     report(run, 0, 10)
     missing = sampler.open()
     (row,) = sampled(sampler)
-    sampler.close()
     assert {each.metric for each in missing} >= {"instruction_count", "remote_dram_bytes"}
     assert "2 threads need 8 open files, haiprof may open 7" in missing[0].reason
     assert missing[0].remedy == "a higher ulimit -n"
@@ -195,7 +191,6 @@ def test_rank_of_another_user_is_denied_and_still_seen_to_end(
     assert sampler.drain_missing() == []
     tree.remove("proc/10")
     assert sampled(sampler) == []
-    sampler.close()
 
 
 def test_rank_that_ends_frees_its_counters_and_a_reused_pid_is_not_it(
@@ -209,7 +204,6 @@ def test_rank_that_ends_frees_its_counters_and_a_reused_pid_is_not_it(
     rank_process(tree, 10, (10,), start=2000)
     assert sampled(sampler) == []
     assert perf.events == {}
-    sampler.close()
 
 
 def test_rank_counts_that_took_turns_are_marked(tree: FakeTree, run: RunPaths) -> None:
@@ -220,7 +214,6 @@ def test_rank_counts_that_took_turns_are_marked(tree: FakeTree, run: RunPaths) -
     perf.runs(10, INSTRUCTIONS, 1000, share=0.5)
     perf.runs(10, CYCLES, 1000)
     (row,) = sampled(sampler)
-    sampler.close()
     assert (row["instruction_count"], row["counted_ratio"]) == (1000, 0.5)
 
 
@@ -233,7 +226,6 @@ def test_event_that_this_cpu_lacks_leaves_the_others(tree: FakeTree, run: RunPat
     report(run, 0, 10)
     missing = sampler.open()
     (row,) = sampled(sampler)
-    sampler.close()
     assert {each.metric for each in missing} == {"remote_dram_bytes"}
     assert {each.status for each in missing} == {"unsupported"}
     assert row["remote_dram_bytes"] is None
@@ -274,7 +266,6 @@ def test_fills_that_a_hypervisor_filters_are_no_zeros(tree: FakeTree, run: RunPa
     perf.runs(10, NEAR, 5)
     (row,) = sampled(sampler)
     assert (row["local_dram_bytes"], row["remote_dram_bytes"]) == (320, 0)
-    sampler.close()
 
 
 @pytest.mark.parametrize(
@@ -313,7 +304,6 @@ def test_live_counters_here_are_numbers_or_name_the_virtual_machine(tmp_path: Pa
     sampler = RemoteMemorySampler(RunPaths(tmp_path), HOST, pid=os.getpid())
     missing = sampler.open()
     states = sampler.states()
-    sampler.close()
     machine = no_core_pmu(Path("/"), read_cpu(Path("/")))
     if machine:
         (only,) = missing

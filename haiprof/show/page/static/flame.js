@@ -102,7 +102,7 @@ const drawFlame = (() => {
   /** Of phases nothing is claimed here: their spans are timed, not sampled. */
   function isTimed(frame) { return frame.kind === "root" || frame.kind === "phase"; }
 
-  /** Whether a difference is more than the straying of counts explains. */
+  /** Whether a difference is more than the spread of counts explains. */
   function isSure(frame) {
     if (isTimed(frame)) return false;
     const [a, b] = frame.all;

@@ -11,7 +11,7 @@ function followJob(renew) {
 
   async function ask(address) {
     const answer = await fetch(address, { credentials: "same-origin" });
-    if (answer.status === 403) throw new Error("another haiprof view has this address now: open the one that it printed");
+    if (answer.status === 403) throw new Error("another haiprof report --serve has this address now: open the one that it printed");
     if (!answer.ok) throw new Error((await answer.text()).trim() || String(answer.status));
     return answer;
   }
@@ -47,7 +47,7 @@ function followJob(renew) {
       }
       if (!say(now) && !now.changed) again = AFTER_MS;
     } catch (error) {
-      const why = error instanceof TypeError ? "has haiprof view ended?" : error.message;
+      const why = error instanceof TypeError ? "has haiprof report --serve ended?" : error.message;
       const stays = shown ? `; what is shown is as of ${shown}` : "";
       tell(`The server does not answer (${why})${stays}`, true);
     }

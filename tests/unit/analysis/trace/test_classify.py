@@ -39,6 +39,8 @@ MISNAMED = r"Memcpy|Memset|dma|Sync|^hip"
         ("triton_red_fused_all_reduce_add_0", "kernel", COMPUTATION),
         ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<...>",
          "kernel", COMPUTATION),
+        ("hcom_allReduce_", "kernel", COMMUNICATION), ("mcclKernel", "kernel", COMMUNICATION),
+        ("ncclSymkDevKernel_AllGather_LL", "kernel", COMMUNICATION),
         ("void cub::DeviceReduceSingleTileKernel", "kernel", COMPUTATION),
         ("void fused_dma_kernel<Sync>", "kernel", COMPUTATION),
         ("triton_poi_fused_Memset_0", "kernel", COMPUTATION),

@@ -314,6 +314,15 @@ def test_sizes_are_read_from_the_span_around_the_launch(
     assert found == ("all_reduce", count, dtype)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "ncclx", "rccl", "xccl", "hccl", "mccl"])
+def test_kinds_are_known_by_the_span_of_each_backend(backend: str, tmp_path: Path) -> None:
+    trace = trace_of(tmp_path, [
+        event(f"{backend}:all_reduce", "user_annotation", 5, 10), launch(1, 8),
+        kernel("ncclDevKernel_Generic_4", 20, 10, correlation=1),
+    ])  # fmt: skip
+    assert collective_kernels(trace)["kind"].to_list() == ["all_reduce"]
+
+
 def test_collectives_of_one_rank_without_sizes_have_no_bandwidth(tmp_path: Path) -> None:
     unsized = kernel(ALL_REDUCE, 100, 50)
     (row,) = analysis(tmp_path, [[unsized]]).rank_collectives().rows(named=True)

@@ -338,6 +338,10 @@ def test_adjusted_p_values_are_those_of_benjamini_and_hochberg() -> None:
 def test_short_names_drop_arguments_and_types() -> None:
     full = "void at::native::(anonymous namespace)::k<4, f<int (*)(int)> >(int, float*) "
     assert short_kernel_name(full) == "at::native::k"
+    clone = "void at::native::vectorized<4, f<float>, std::array<char*, 3ul> >(int) [clone .kd]"
+    assert short_kernel_name(clone) == "at::native::vectorized"
+    compared = "std::enable_if<(((8)>(0)))&&x<c10::BFloat16>::y, void>::type vllm::norm<8>(long)"
+    assert short_kernel_name(compared) == "vllm::norm"
     assert short_kernel_name("Memcpy DtoH (Device -> Pinned)") == "Memcpy DtoH (Device -> Pinned)"
     assert short_kernel_name("triton_poi_fused_0d1d") == "triton_poi_fused_0d1d"
     assert short_kernel_name("broken<int") == "broken<int"

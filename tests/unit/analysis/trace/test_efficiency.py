@@ -13,7 +13,12 @@ import pytest
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli import main
-from haiprof.trace_analysis.operator_efficiency import PEAKS, parse_peak, peak_of
+from haiprof.trace_analysis.operator_efficiency import (
+    PEAKS,
+    operator_efficiency,
+    parse_peak,
+    peak_of,
+)
 from haiprof.trace_analysis.operator_work import Work, arguments_of, work_of
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of, traces
 
@@ -118,6 +123,39 @@ def test_lists_of_tensors_count_by_element() -> None:
     assert (found.flops, found.bytes) == (2 * 3570, 4 * 3570)
 
 
+@pytest.mark.parametrize("types", [
+    ["float", "float"], ["Float", "Float"], ["torch.float32", "c10::Float"],
+    ["float32", "float32"],
+])  # fmt: skip
+@pytest.mark.parametrize("dims", [
+    "[[4, 8], [8, 2]]", "[(4, 8), (8, 2)]", '["[4, 8]", "[8, 2]"]', "[[4, 8,], (8, 2,)]",
+])  # fmt: skip
+def test_types_and_shapes_are_read_in_every_spelling(types: list[str], dims: str) -> None:
+    found = work_of("aten::mm", arguments_of(dims, json.dumps(types)))
+    assert found is not None
+    assert (found.flops, found.bytes, found.precision) == (128, 4 * (32 + 16 + 8), "fp32")
+
+
+def test_experts_are_read_between_few_and_many() -> None:
+    """vLLM's operator: FLOPs as TraceLens counts them (FusedMoE.flops_func, gated)."""
+    dims = [[16, 4096], [64, 22016, 4096], [64, 4096, 11008], [16, 2]]
+    found = work("vllm::rocm_aiter_fused_moe", dims, ["BFloat16"] * 3 + ["Float"])
+    assert found is not None
+    expert, ends = 2 * 4096 * 3 * 11008, 2 * 2 * 16 * 4096
+    assert found.flops == 2 * 16 * 2 * 4096 * 3 * 11008
+    assert (found.bytes, found.most_bytes) == (2 * expert + ends, 32 * expert + ends)
+    assert found.rows == 16
+
+
+def test_flash_attention_has_its_heads_last() -> None:
+    shape, types = [2, 512, 16, 64], ["c10::BFloat16"] * 3
+    found = work("flash_attn::_flash_attn_forward", [shape] * 3, types, *["", "", "", "0.0", "0.1"],
+                 "False")  # fmt: skip
+    assert found is not None
+    assert found.flops == 4 * 2 * 16 * 512 * 512 * 64
+    assert work("aiter::_flash_attn_forward", [shape] * 3, types) is None  # causal or not?
+
+
 def test_embedding_adds_a_row_for_each_index() -> None:
     types = ["float", "long int", "long int"]
     found = work("aten::_embedding_bag", [[50, 64], [40], [10]], types)
@@ -212,3 +250,21 @@ def test_command_shows_mfu_and_operators(
     found = json.loads(capsys.readouterr().out)
     assert found["steps"][0]["peak"].startswith("as given")
     assert found["faults"] == []
+
+
+def test_a_composed_operator_counts_where_nothing_inside_is_known(tmp_path: Path) -> None:
+    shapes = {"Input Dims": [[4, 8], [2, 8], [2]], "Input type": ["float"] * 3}
+    inner = {"Input Dims": [[2], [4, 8], [8, 2]], "Input type": ["float"] * 3}
+    events = [
+        event("aten::linear", "cpu_op", 0, 20, **shapes),
+        event("aten::addmm", "cpu_op", 2, 10, **inner), launch(1, 4),
+        kernel("gemm", 30, 5, correlation=1),
+        event("aten::linear", "cpu_op", 50, 20, **shapes), launch(2, 54),
+        kernel("gemm", 80, 10, correlation=2),
+        event("aten::softmax", "cpu_op", 100, 20, **shapes), launch(3, 104),
+        kernel("softmax", 130, 10, correlation=3),
+    ]  # fmt: skip
+    found = operator_efficiency(trace_of(tmp_path, events)).sort("operator")
+    assert found.select("operator", "flops", "time_ns").rows() == [
+        ("aten::addmm", 128, 5000), ("aten::linear", 128, 10_000), ("aten::softmax", 160, 10_000),
+    ]  # fmt: skip

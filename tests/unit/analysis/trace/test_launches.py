@@ -131,6 +131,16 @@ def test_gpu_events_without_any_launch_say_what_to_record(tmp_path: Path) -> Non
         launch_statistics(trace)
 
 
+@pytest.mark.parametrize("category", ["xpu_runtime", "xpu_driver", "privateuse1_driver"])
+def test_calls_of_other_devices_are_launches(category: str, tmp_path: Path) -> None:
+    events = [
+        event("urEnqueueKernelLaunch", category, 0, 5, correlation=1),
+        kernel("gemm", 10, 5, correlation=1),
+    ]
+    (call,) = launch_statistics(trace_of(tmp_path, events))["call"]
+    assert call == "urEnqueueKernelLaunch"
+
+
 def test_a_trace_of_the_cpu_alone_has_no_launches(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, [event("aten::relu", "cpu_op", 0, 1)])
     assert launch_statistics(trace).is_empty()

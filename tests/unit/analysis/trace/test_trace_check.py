@@ -153,3 +153,12 @@ def test_clock_offset_is_corrected_for_launch_delays(tmp_path: Path) -> None:
     assert trace.gpu["ts_ns"].min() == 1_000_000
     contradiction = Trace(made.one(made.contradicting_clock)(tmp_path))
     assert contradiction.gpu["ts_ns"].min() == 960_000
+
+
+def test_long_kernels_after_the_last_call_are_no_fault(tmp_path: Path) -> None:
+    """The host is done in 60 us and waits for nothing; four kernels of 1.5 ms follow."""
+    events = [launch(n, 15 * n, 5) for n in range(1, 5)]
+    events += [kernel("gemm", 20 + 1500 * (n - 1), 1500, correlation=n) for n in range(1, 5)]
+    trace = trace_of(tmp_path, events)
+    assert [each for each in trace.findings if each.is_fault] == []
+    assert trace.gpu["dur_ns"].to_list() == [1_500_000] * 4

@@ -73,6 +73,24 @@ def test_kernels_of_a_gpu_bound_step(tmp_path: Path) -> None:
     assert predicted(found, faster_kernel("gemm", 2), faster_kernel("relu", 4)) == [300, 325]
 
 
+@pytest.mark.parametrize("overlap_us", [0.1, 0.9, 20.0])
+def test_kernels_that_overlap_a_little_still_follow_each_other(
+    overlap_us: float, tmp_path: Path
+) -> None:
+    """Rounding of stamps, or programmatic dependent launch: four kernels of 2 ms on one stream.
+
+    Re-timed with one of them halved, the step is 1 ms shorter, whichever it is.
+    """
+    length, kernels = 2000.0, []
+    for at in range(4):
+        begin = 50 + at * (length - overlap_us)
+        kernels += [launch(at + 1, 10 * at, 5), kernel(f"k{at}", begin, length, correlation=at + 1)]
+    end = 50 + 4 * length - 3 * overlap_us
+    found = analysis(tmp_path, [[step(1, 0, end + 10), *kernels, sync(9, 45, end - 45)]])
+    changed = predicted(found, *(faster_kernel(f"k{at}", 2) for at in range(4)))
+    assert changed == [pytest.approx(end + 10 - 1000, abs=1)] * 4
+
+
 def test_operator_counts_its_cpu_time_and_its_kernels(tmp_path: Path) -> None:
     found = analysis(tmp_path, [gpu_bound()])
     assert predicted(found, faster_operator("aten::add")) == [340]

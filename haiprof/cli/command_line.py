@@ -1,0 +1,340 @@
+"""Options of commands, declared in the annotations of their functions: reading them, their help."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from haiprof.base.errors import UsageError
+
+HELP = ("--help", "-h")
+_KINDS = {str: "a text", Path: "a path", int: "a whole number", float: "a number"}
+_EMPTY = inspect.Parameter.empty
+
+
+class ExitStatus(Exception):  # noqa: N818 - no error: the command did its work
+    """Ends a command with an exit status that is not 0."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Opt:
+    """An option: `-o --output FILE`, a switch `--json`, or `--traces/--no-traces`."""
+
+    spelling: str
+    help: str
+    low: float | None = field(default=None, kw_only=True)
+    high: float | None = field(default=None, kw_only=True)
+    env: str = field(default="", kw_only=True)
+    """The environment variable that gives it where the command line does not."""
+    callback: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+    old: tuple[str, ...] = field(default=(), kw_only=True)
+    """Names of the last release, which this release still takes."""
+    group: str = field(default="Options", kw_only=True)
+
+    @property
+    def flags(self) -> list[str]:
+        """Its names, without the one that switches it off."""
+        words = self.spelling.partition("/--no-")[0].split()
+        return [*(word for word in words if word.startswith("-")), *self.old]
+
+    @property
+    def off(self) -> str:
+        """The name that switches it off; empty for others."""
+        _, mark, name = self.spelling.partition("/--no-")
+        return f"--no-{name}" if mark else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """An argument that has no name: what the help calls it, and what it means."""
+
+    spelling: str
+    help: str
+    factory: Callable[[], Any] | None = field(default=None, kw_only=True)
+    callback: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+    is_command: bool = field(default=False, kw_only=True)
+    """Whether it is another command line: what follows its first word is that command's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of a command's function."""
+
+    name: str
+    declared: Opt | Arg
+    kind: Any
+    """Type of one value."""
+    several: bool
+    default: Any
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value."""
+        return self.kind is bool
+
+    def read(self, texts: Sequence[str], command: str) -> Any:  # noqa: ANN401 - of any type
+        """What the function gets for these words."""
+        declared = self.declared
+        if not texts and isinstance(declared, Opt) and os.environ.get(declared.env):
+            texts = [os.environ[declared.env]]
+        if texts:
+            values = [self._value(text) for text in texts]
+            found = values if self.several else values[-1]
+        elif isinstance(declared, Arg) and declared.factory is not None:
+            found = declared.factory()
+        elif self.default is _EMPTY:
+            raise UsageError(
+                f"{command}: {declared.spelling} is missing", hint=f"haiprof {command} --help"
+            )
+        else:
+            return self.default
+        return found if declared.callback is None else declared.callback(found)
+
+    def _value(self, text: str) -> Any:  # noqa: ANN401
+        declared = self.declared
+        name = declared.flags[-1] if isinstance(declared, Opt) else declared.spelling
+        if self.is_switch:
+            return text != getattr(declared, "off", "")
+        try:
+            if "\0" in text:
+                raise ValueError
+            value = self.kind(text)
+        except ValueError:
+            choices = [each.value for each in self.kind] if issubclass(self.kind, Enum) else []
+            expected = _KINDS.get(self.kind) or ", ".join(choices)
+            near = difflib.get_close_matches(text, choices, n=1)
+            hint = f"did you mean {near[0]}?" if near else ""
+            raise UsageError(f"{name}: expected {expected}, got {text!r}", hint=hint) from None
+        if isinstance(declared, Arg):
+            return value
+        low, high = declared.low, declared.high
+        if (low is not None and value < low) or (high is not None and value > high):
+            limits = f"{low:g} or more" if high is None else f"{low or 0:g} to {high:g}"
+            raise UsageError(f"{name} {text}: expected {limits}")
+        return value
+
+
+def parameters_of(function: Callable[..., Any]) -> list[Parameter]:
+    """What a command declares."""
+    signature = inspect.signature(function, eval_str=True)
+    return [_parameter(each) for each in signature.parameters.values()]
+
+
+def _parameter(parameter: inspect.Parameter) -> Parameter:
+    kind, declared = get_args(parameter.annotation)
+    if type(None) in get_args(kind):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    several = get_origin(kind) is list
+    return Parameter(
+        name=parameter.name, declared=declared, kind=get_args(kind)[0] if several else kind,
+        several=several, default=parameter.default,
+    )  # fmt: skip
+
+
+def read_arguments(
+    command: str, parameters: Sequence[Parameter], words: Sequence[str]
+) -> dict[str, Any]:
+    """The arguments of a command's function.
+
+    Args:
+        command: Its name, for errors.
+        parameters: What it declares; options with a callback are read before the others.
+        words: Its command line.
+
+    Raises:
+        UsageError: The words do not fit.
+    """
+    given = _words_by_name(command, parameters, words)
+    first = sorted(parameters, key=lambda p: getattr(p.declared, "callback", None) is None
+                   or isinstance(p.declared, Arg))  # fmt: skip
+    return {each.name: each.read(given.get(each.name, ()), command) for each in first}
+
+
+def _words_by_name(
+    command: str, parameters: Sequence[Parameter], words: Sequence[str]
+) -> dict[str, list[str]]:
+    flags = _options(parameters)
+    found: dict[str, list[str]] = {}
+    own = own_words(parameters, words)
+    arguments: list[str] = []
+    rest = list(own)
+    after = list(words[len(own) :])
+    if after[:1] == ["--"]:
+        del after[0]
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            arguments.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name not in flags and not name.startswith("--") and name[:2] in flags:
+            name, equals, value = word[:2], "=", word[2:]  # -oFILE
+        option = flags.get(name)
+        if option is None:
+            raise _no_option(command, name, [f for f in flags if f.startswith("--")])
+        if option.is_switch:
+            if equals:
+                raise UsageError(f"{command}: {name} takes no value")
+            value = name
+        elif not equals:
+            if not rest:
+                raise UsageError(f"{command}: {name} needs a value")
+            value = rest.pop(0)
+        found.setdefault(option.name, []).append(value)
+    arguments += after
+    for each in (each for each in parameters if isinstance(each.declared, Arg)):
+        count = len(arguments) if each.several else 1
+        found[each.name], arguments = arguments[:count], arguments[count:]
+    if arguments:
+        raise UsageError(
+            f"{command}: unexpected argument {arguments[0]!r}", hint=f"haiprof {command} --help"
+        )
+    return found
+
+
+def _options(parameters: Sequence[Parameter]) -> dict[str, Parameter]:
+    """Options by each of their names."""
+    return {
+        flag: each
+        for each in parameters
+        if isinstance(each.declared, Opt)
+        for flag in (*each.declared.flags, each.declared.off)
+        if flag
+    }
+
+
+def own_words(parameters: Sequence[Parameter], words: Sequence[str]) -> list[str]:
+    """The words before `--`, or before another command line that the command takes.
+
+    Args:
+        parameters: What the command declares.
+        words: Its command line.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    declared = [each.declared for each in parameters]
+    if not any(isinstance(each, Arg) and each.is_command for each in declared):
+        return list(words[:end])
+    options, place = _options(parameters), 0
+    while place < end and words[place].startswith("-"):
+        option = options.get(words[place])
+        place += 1 if option is None or option.is_switch else 2  # its value
+    return list(words[: min(place, len(words))])
+
+
+def _no_option(command: str, name: str, known: Sequence[str]) -> UsageError:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"haiprof {command} --help"
+    return UsageError(f"{command}: no option {name!r}", hint=hint)
+
+
+# -- help ------------------------------------------------------------------------------------------
+
+_REMARK = re.compile(r"(?<=\S) {2,}")
+"""What stands between an example and its remark."""
+_LEAST_ROOM = 30
+"""Columns that an explanation needs beside what it explains; with fewer it goes below."""
+_LEFT_LIMIT = 28
+
+
+def help_page(command: str, docstring: str, parameters: Sequence[Parameter], width: int) -> str:
+    """The help of one command.
+
+    Args:
+        command: Its name.
+        docstring: Of its function; paragraphs that begin with two spaces are examples.
+        parameters: What it declares.
+        width: Columns of the terminal.
+    """
+    arguments = [each for each in parameters if isinstance(each.declared, Arg)]
+    usage = " ".join([f"usage: haiprof {command} [OPTIONS]",
+                      *(_usage(each) for each in arguments)])  # fmt: skip
+    parts = [wrap(usage, width, indent=4).strip(), _paragraphs(docstring, width)]
+    if arguments:
+        rows = [(_usage(each), each.declared.help) for each in arguments]
+        parts.append(f"Arguments:\n{table(rows, width)}".rstrip())
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for each in parameters:
+        if isinstance(each.declared, Opt):
+            groups.setdefault(each.declared.group, []).append(_row(each))
+    groups.setdefault("Options", []).append(("-h, --help", "Show this and exit."))
+    parts += [f"{title}:\n{table(rows, width)}".rstrip() for title, rows in groups.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(each: Parameter) -> str:
+    spelling = each.declared.spelling
+    optional = each.default is not _EMPTY or getattr(each.declared, "factory", None)
+    return f"[{spelling}]" if optional and not spelling.startswith("[") else spelling
+
+
+def _row(each: Parameter) -> tuple[str, str]:
+    text = each.declared.help
+    is_told = "efault" in text or each.default in (None, "", _EMPTY)
+    if not each.is_switch and not is_told:
+        default = each.default.value if isinstance(each.default, Enum) else each.default
+        shown = f"{default:g}" if isinstance(default, (int, float)) else default
+        text += f" (default: {shown})"
+    return re.sub(r" (?=-)", ", ", each.declared.spelling), text
+
+
+def _paragraphs(docstring: str, width: int) -> str:
+    """Lines of a paragraph are joined, examples stand below each other."""
+    found: list[str] = []
+    was_example = False
+    for paragraph in inspect.cleandoc(docstring).split("\n\n"):
+        is_example = paragraph.startswith("  ")
+        lines = paragraph.splitlines()
+        text = "\n".join(_example(line, width) for line in lines) if is_example else \
+            wrap(" ".join(paragraph.split()), width)  # fmt: skip
+        if is_example and was_example:
+            found[-1] += f"\n{text}"
+        else:
+            found.append(text)
+        was_example = is_example
+    return "\n\n".join(found)
+
+
+def _example(line: str, width: int) -> str:
+    """An example with its remark, which goes below it where it has no room."""
+    if len(line) <= width:
+        return line
+    words, *remark = _REMARK.split(line.strip(), maxsplit=1)
+    shown = textwrap.wrap(
+        words, width - 2, initial_indent="  ", subsequent_indent="      ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    shown = [*(f"{part} \\" for part in shown[:-1]), shown[-1]]  # a shell takes them as one
+    return "\n".join([*shown, *(f"      {wrap(text, width - 6, indent=6)}" for text in remark)])
+
+
+def wrap(text: str, width: int, *, indent: int = 0) -> str:
+    """Text in lines, all but the first indented."""
+    fill = functools.partial(textwrap.fill, break_on_hyphens=False)
+    return fill(text, width, subsequent_indent=" " * indent)
+
+
+def table(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> str:
+    """Words and what they mean, side by side, or below each other where that is too narrow."""
+    left = left or min(_LEFT_LIMIT, max(len(words) for words, _ in rows) + 2)
+    lines = []
+    for words, meaning in rows:
+        beside = width - left >= _LEAST_ROOM and len(words) + 2 <= left
+        indent = left + 2 if width - left >= _LEAST_ROOM else 6
+        text = textwrap.indent(
+            textwrap.fill(meaning, width - indent, break_on_hyphens=False), " " * indent
+        )
+        lines.append(f"  {words:<{left}}{text.lstrip()}" if beside else f"  {words}\n{text}")
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,124 @@
+"""Two traces by what the device did: busy and idle time, and operators paired by their role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from haiprof.base.ledger import Account
+from haiprof.trace_analysis.device_ledger import IDLE
+from haiprof.trace_analysis.device_verdict import DeviceLedger, OperatorRole
+
+_EQUAL_RATIO = 0.01
+"""Less than this is no difference, however sure."""
+OPERATORS, IDLE_TIME, OTHER = "operators", "idle", "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow:
+    """One thing that the device did, per mean step, before and after."""
+
+    of: str
+    """`operators`, `idle`, or `other`: communication and copies."""
+    role: str
+    """The outermost operator that both have, else the kind of work; of the others the activity."""
+    before_ns: float
+    after_ns: float
+    before: tuple[tuple[str, float], ...] = ()
+    """Operators and their ns, the longest first."""
+    after: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def difference_ns(self) -> float:
+        """After minus before."""
+        return self.after_ns - self.before_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceComparison:
+    """What changed between two traces on the device."""
+
+    before_busy_ns: float
+    after_busy_ns: float
+    before_step_ns: float
+    after_step_ns: float
+    is_different: bool
+    """Whether the busy time differs, by more than chance where several steps tell."""
+    rows: tuple[ComparedRow, ...]
+    """The largest difference first."""
+
+
+def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparison:
+    """Compares the devices' time of two ledgers of traces.
+
+    An operator's role is the outermost operator around it where both traces have that (a layer, or
+    scaled_dot_product_attention with whatever kernels are inside), else its kind of work: so that
+    fused and unfused forms, and other names for one product on another GPU, stand in one row.
+    """
+    sides = before, after
+    tops = {role.top for role in before.roles} & {role.top for role in after.roles} - {None}
+    rows = _operator_rows(before.roles, after.roles, tops)
+    activities = [_by_activity(each.ledger.accounts) for each in sides]
+    for activity in dict.fromkeys([*activities[0], *activities[1]]):
+        old, new = (each.get(activity, 0.0) for each in activities)
+        of = IDLE_TIME if activity.startswith(IDLE) else OTHER
+        rows.append(ComparedRow(of=of, role=activity, before_ns=old, after_ns=new))
+    old, new = (_busy(each.ledger.accounts) for each in sides)
+    unsure = sum(_half_width(each.ledger.accounts) for each in sides)
+    return DeviceComparison(
+        before_busy_ns=old, after_busy_ns=new,
+        before_step_ns=before.ledger.mean_ns, after_step_ns=after.ledger.mean_ns,
+        is_different=abs(new - old) > max(unsure, _EQUAL_RATIO * max(old, new)),
+        rows=tuple(sorted(rows, key=lambda row: -abs(row.difference_ns))),
+    )  # fmt: skip
+
+
+def _operator_rows(
+    before: Iterable[OperatorRole], after: Iterable[OperatorRole], tops: set[str | None]
+) -> list[ComparedRow]:
+    sides: list[dict[str, dict[str, float]]] = []
+    for roles in (before, after):
+        side: dict[str, dict[str, float]] = {}
+        for role in roles:
+            top = role.top if role.top in tops else role.kind
+            operators = side.setdefault(str(top), {})
+            operators[role.name] = operators.get(role.name, 0.0) + role.ns_per_step
+        sides.append(side)
+    return [
+        ComparedRow(
+            of=OPERATORS, role=role,
+            before_ns=sum(sides[0].get(role, {}).values()),
+            after_ns=sum(sides[1].get(role, {}).values()),
+            before=_longest(sides[0].get(role, {})), after=_longest(sides[1].get(role, {})),
+        )
+        for role in dict.fromkeys([*sides[0], *sides[1]])
+    ]  # fmt: skip
+
+
+def _longest(operators: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(operators.items(), key=lambda pair: -pair[1]))
+
+
+def _is_busy(account: Account) -> bool:
+    return not account.activity.startswith(IDLE)
+
+
+def _by_activity(accounts: Iterable[Account]) -> dict[str, float]:
+    """Time of what is no computing, by activity."""
+    found: dict[str, float] = {}
+    for account in accounts:
+        if not account.needed:
+            found[account.activity] = found.get(account.activity, 0.0) + account.ns_per_step
+    return found
+
+
+def _busy(accounts: Iterable[Account]) -> float:
+    return sum(account.ns_per_step for account in accounts if _is_busy(account))
+
+
+def _half_width(accounts: Iterable[Account]) -> float:
+    """Half of the interval in which the busy time lies, accounts taken as independent."""
+    return math.sqrt(sum(
+        ((account.high_ns - account.low_ns) / 2) ** 2 for account in accounts if _is_busy(account)
+    ))  # fmt: skip

@@ -1,0 +1,184 @@
+"""The device's computing time by operator, and how far each one is from the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.intervals import Ints, union
+from haiprof.trace_analysis.attribution import with_operator
+from haiprof.trace_analysis.call_tree import roots
+from haiprof.trace_analysis.device_ledger import not_covered, step_windows, work_kind
+from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, with_kind
+from haiprof.trace_analysis.host_activity import split
+from haiprof.trace_analysis.kernel_names import short_kernel_name
+from haiprof.trace_analysis.operator_efficiency import (
+    Peak,
+    calls_with_work,
+    device_name,
+    nearest_rows,
+    peak_of,
+    with_tensor_cores,
+)
+from haiprof.trace_analysis.operator_work import ATTENTION, CONVOLUTION, GEMM, MOE
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+REACHED = {
+    GEMM: (0.45, 0.55), CONVOLUTION: (0.35, 0.5), ATTENTION: (0.3, 0.5), MOE: (0.3, 0.45),
+}  # fmt: skip
+"""What operators reach of the peak of computing: surely where they are large, and usually.
+
+Source: AMD's own 708 of 1307 TFLOP/s for MI300X in bf16, 54 % (TraceLens,
+Agent/Analysis/utils/arch/MI300X.json); FlashAttention-2 0.35 and FlashAttention-3 0.75 on H100,
+FlashAttention-2 0.72 on A100 (arXiv 2407.08608, 2307.08691)."""
+_REACHED_OTHERS = (0.3, 0.5)
+REACHED_MEMORY = (0.5, 0.75)
+"""The same of the memory's bandwidth; a copy on H100 or MI300X reaches 0.75 to 0.9."""
+SHORT_NS = 10_000
+"""Below it the begin and end of a kernel are a good part of it."""
+_LEAST_NS = 5_000
+"""No kernel is expected to take less."""
+
+OPERATOR = ("operator", "shapes", "kind", "precision")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOperators:
+    """The operators of one rank's devices."""
+
+    rows: pl.DataFrame
+    """`device`, `step`, `top` (the outermost operator, null for none), the columns of OPERATOR,
+    `kernel` (the longest), `row_count`, `is_open` (whether its bytes are not known exactly),
+    `compute_ratio` (of the time at the compute roof to that at the memory roof), and sums: calls,
+    kernels, short kernels; `ns` of computing that neither another kernel nor communication covers;
+    `known_ns`, what of it has known work, with its `flops` and `bytes`; `roof_ns`, `reach_ns`,
+    `sure_ns`: what it would take at the roofline, at what is usually reached of it, and at what
+    surely is; null where that is not known."""
+    device_name: str | None
+    peak_source: str | None
+    """None where the device's peak is not known."""
+
+
+def rank_operators(trace: Trace, *, peaks: Mapping[str, float] | None = None) -> RankOperators:
+    """Computing time of each operator in each step; a question for a pool.
+
+    Args:
+        trace: Of the rank.
+        peaks: In place of the table's: FLOP/s by precision, and bytes/s of `memory`.
+    """
+    owned = with_operator(trace, captures=True)
+    tree, device = owned.tree, device_name(trace)
+    peak = peak_of(device, peaks)
+    calls = calls_with_work(trace, tree, None)
+    call = nearest_rows(tree, owned.row, calls["row"].to_numpy())
+    names = tree.spans["name"].cast(pl.String)
+    row = pl.Series(np.where(call >= 0, call, owned.row))
+    events = with_kind(owned.gpu).select(
+        "device", "ts_ns", "dur_ns", "kind", row=row, kernel=pl.col("name").cast(pl.String),
+        own=names.gather(_or_null(row.to_numpy())),
+        top=names.gather(_or_null(np.append(roots(tree.parent), -1)[row.to_numpy()])),
+    )  # fmt: skip
+    computing = events.filter(kind=COMPUTATION)
+    by_call = computing.sort("dur_ns", descending=True).group_by("row").agg(
+        pl.col("kernel").first(), kernel_ns=pl.col("dur_ns").sum(), launched=pl.len()
+    )  # fmt: skip
+    known = with_tensor_cores(calls.drop("dur_ns").join(by_call, on="row"))
+    pieces = pl.concat([
+        _pieces(part, step_windows(trace)) for _, part in events.group_by("device")
+    ] or [_pieces(events, step_windows(trace))])  # fmt: skip
+    rows = _name(pieces.join(_with_roofline(known, peak), on="row", how="left"))
+    return RankOperators(rows=rows, device_name=device, peak_source=peak.source if peak else None)
+
+
+def _or_null(rows: Ints) -> pl.Series:
+    return pl.select(pl.when(pl.Series(rows) >= 0).then(pl.Series(rows))).to_series()
+
+
+def _pieces(events: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
+    """Computing of one device that nothing else covers, by kernel and step."""
+    starts = events["ts_ns"].to_numpy()
+    ends = starts + events["dur_ns"].to_numpy()
+    talks = (events["kind"] == COMMUNICATION).to_numpy()
+    own = np.flatnonzero((events["kind"] == COMPUTATION).to_numpy())
+    of, begins, finishes = not_covered(starts[own], ends[own], union(starts[talks], ends[talks]))
+    edges = np.column_stack([steps["start_ns"], steps["end_ns"]]).ravel()
+    cut = split(begins, finishes, edges)
+    inside = np.flatnonzero((cut.segment >= 0) & (cut.segment % 2 == 0))
+    at = own[of[cut.of[inside]]]
+    kept = events[at].select("device", "row", "own", "top", "dur_ns", longest="kernel")
+    return kept.with_columns(
+        step=pl.Series(cut.segment[inside] // 2, dtype=pl.Int64),
+        ns=pl.Series(cut.ends[inside] - cut.starts[inside], dtype=pl.Int64),
+        event=pl.Series(at),
+    )  # fmt: skip
+
+
+def _with_roofline(calls: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
+    """Calls with how long their computing takes at three shares of the roofline, in ns."""
+    kind, flops = pl.col("kind"), pl.col("flops")
+    nothing = pl.lit(None, dtype=pl.Float64)
+    if peak is None:
+        return calls.with_columns(
+            roof_ns=nothing, reach_ns=nothing, sure_ns=nothing, compute_ratio=nothing
+        )
+    top = pl.col("precision").replace_strict(
+        dict(peak.flops_per_s), default=None, return_dtype=pl.Float64
+    )
+    compute = pl.when(flops == 0).then(0.0).otherwise(flops / top * 1e9)
+    few = pl.col("bytes") / peak.bytes_per_s * 1e9
+    many = pl.coalesce("most_bytes", "bytes") / peak.bytes_per_s * 1e9
+    is_known = compute.is_not_null() & few.is_not_null() & few.is_not_nan()
+    least = pl.col("launched") * float(_LEAST_NS)
+    shares = [
+        kind.replace_strict({k: v[at] for k, v in REACHED.items()}, default=_REACHED_OTHERS[at])
+        for at in (0, 1)
+    ]
+    times = {
+        "roof_ns": pl.max_horizontal(compute, few),
+        "reach_ns": pl.max_horizontal(compute / shares[1], few / REACHED_MEMORY[1], least),
+        "sure_ns": pl.max_horizontal(compute / shares[0], many / REACHED_MEMORY[0], least),
+    }
+    return calls.with_columns(
+        **{name: pl.when(is_known).then(value) for name, value in times.items()},
+        compute_ratio=pl.when(is_known & (few > 0)).then(compute / few),
+    )
+
+
+def _name(pieces: pl.DataFrame) -> pl.DataFrame:
+    """Pieces summed by operator and step; what has no known work by its own operator or kernel."""
+    bare = pieces.filter(pl.col("kind").is_null()).select("longest", "own").unique()
+    kinds = [work_kind(kernel, own) for kernel, own in bare.iter_rows()]
+    short = [own or short_kernel_name(kernel) for kernel, own in bare.iter_rows()]
+    named = bare.with_columns(
+        bare_kind=pl.Series(kinds, dtype=pl.String), bare_name=pl.Series(short, dtype=pl.String)
+    )
+    part = pl.col("ns") / pl.col("kernel_ns")
+    rows = pieces.join(named, on=["longest", "own"], how="left", nulls_equal=True).select(
+        "device", "step", "event", "row", "top",
+        operator=pl.coalesce("name", "bare_name"), shapes="input_dims",
+        kind=pl.coalesce("kind", "bare_kind"), precision="precision",
+        kernel=pl.coalesce("kernel", "longest"), row_count="row_count", ns="ns",
+        is_open=pl.col("most_bytes").is_not_null(), compute_ratio="compute_ratio",
+        is_short=pl.col("dur_ns") < SHORT_NS,
+        known_ns=pl.when(pl.col("name").is_not_null()).then("ns"),
+        flops=pl.col("flops") * part, bytes=pl.col("bytes") * part,
+        roof_ns=pl.col("roof_ns") * part,
+        reach_ns=pl.min_horizontal(pl.col("reach_ns") * part, "ns"),
+        sure_ns=pl.min_horizontal(pl.col("sure_ns") * part, "ns"),
+    )  # fmt: skip
+    keys = ["device", "step", "top", *OPERATOR]
+    nullable = {
+        name: pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
+        for name in ("known_ns", "flops", "bytes", "roof_ns", "reach_ns", "sure_ns")
+    }
+    return rows.sort("ns", descending=True).group_by(keys, maintain_order=True).agg(
+        pl.col("kernel", "row_count", "is_open", "compute_ratio").first(),
+        pl.col("ns").sum(),
+        call_count=pl.col("row").filter(pl.col("row") >= 0).n_unique().cast(pl.Int64),
+        kernel_count=pl.col("event").n_unique().cast(pl.Int64),
+        short_count=pl.col("event").filter("is_short").n_unique().cast(pl.Int64),
+        **nullable,
+    )  # fmt: skip

@@ -1,0 +1,261 @@
+"""Reads an export of Nsight Systems (.sqlite) into the tables of a trace."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from haiprof.base.errors import TraceFormatError
+from haiprof.trace_format.kineto.columns import Names
+from haiprof.trace_format.kineto.events import ANNOTATIONS, GPU, OPS, RUNTIME, TABLES
+from haiprof.trace_format.kineto.load import LoadReport
+
+Sink = Callable[[str, pl.DataFrame], None]
+_MAGIC = b"SQLite format 3\0"
+_ROWS = 1 << 15
+_PUSH_POP, _START_END = 59, 60
+"""Kinds of NVTX ranges that have an end."""
+_VERSION = re.compile(r"_v\d+$")
+"""Of a call, behind its name: `cudaLaunchKernel_v7000`."""
+_OPERATOR = re.compile(r"(.+?)((?:, (?:seq|op_id|sizes|input_op_ids) = .*)|$)", re.DOTALL)
+"""A range of emit_nvtx: `aten::mm, seq = 5, op_id = 9, sizes = [[2, 3]]`."""
+_DETAIL = re.compile(r", (seq|op_id|sizes) = (.*?)(?=, (?:seq|op_id|sizes|input_op_ids) = |$)")
+_STEP = re.compile(r"(?i)^(?:train(?:ing)?[ _])?(?:step|iter(?:ation)?)[ _:#-]*(\d+)$")
+_TID_BITS = 1 << 24
+_ACTIVITY = "CUPTI_ACTIVITY_KIND_"
+_COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+_MEMORIES = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device"}
+
+
+def is_nsight_export(path: Path) -> bool:
+    """Whether a file is an SQLite database, as nsys exports one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def read_nsight(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadReport]:
+    """Reads a file once, as `load.read_trace` does: kernels, copies, calls and NVTX ranges.
+
+    Ranges of emit_nvtx are operators, those that number steps are profiler steps, and the others
+    annotations. Correlations count by process, and are made unique. What else the export holds
+    (OS runtime, samples, counters) is counted and not read.
+
+    Source: NVIDIA, Nsight Systems User Guide, "SQLite schema reference" (2026.1, schema 3.25).
+    """
+    reader = _Reader(path)
+    try:
+        kept = reader.read(sink)
+        metadata, not_used = reader.metadata(), reader.not_used()
+    except sqlite3.Error as error:
+        raise TraceFormatError(f"{path}: not an export of Nsight Systems: {error}") from None
+    finally:
+        reader.close()
+    report = LoadReport(
+        path=str(path), text_bytes=path.stat().st_size, event_count=reader.count,
+        kept={table: kept.get(table, 0) for table in TABLES}, redundant={}, not_used=not_used,
+        bad_time_count=reader.bad_time, lost_count=0, repaired_count=0, truncated_bytes=None,
+        odd_arguments_count=0, examples=(), file_notes=(),
+    )  # fmt: skip
+    return metadata, reader.names.texts(), report
+
+
+class _Reader:
+    """An open database."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.names = path, Names(path)
+        self.count = self.bad_time = 0
+        self._file = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        self._processes: dict[int, int] = {}
+        self._texts: dict[int, str] = {}
+        self._times: list[int] = []
+
+    def close(self) -> None:
+        """Closes the database."""
+        self._file.close()
+
+    def read(self, sink: Sink) -> dict[str, int]:
+        """Passes on all tables, and returns how many rows each has."""
+        tables = self._tables()
+        if not any(name in tables for name in (f"{_ACTIVITY}KERNEL", f"{_ACTIVITY}RUNTIME")):
+            raise TraceFormatError(
+                f"{self.path}: a database without CUDA activity",
+                hint="nsys profile --trace=cuda,nvtx, then nsys export --type sqlite",
+            )
+        self._texts = dict(self._file.execute("SELECT id, value FROM StringIds"))
+        kept: dict[str, int] = {}
+        for table, rows in (
+            (GPU, self._kernels()), (GPU, self._copies()), (GPU, self._sets()),
+            (RUNTIME, self._calls()), (None, self._ranges()),
+        ):  # fmt: skip
+            for part in _batches(rows):
+                for name in (table,) if table else (OPS, ANNOTATIONS):
+                    own = part if table else [row for row in part if row["table"] == name]
+                    kept[name] = kept.get(name, 0) + self._pass_on(name, own, sink)
+        return kept
+
+    def metadata(self) -> dict[str, Any]:
+        """GPUs by name, and what times are counted from, as Kineto's metadata."""
+        found: dict[str, Any] = {"nsys": True}
+        if "TARGET_INFO_GPU" in self._tables():
+            known = self._rows("TARGET_INFO_GPU")
+            found["deviceProperties"] = [
+                {"id": row.get("cuDevice") if row.get("cuDevice") is not None else row.get("id", 0),
+                 "name": row.get("name"), "numSms": row.get("smCount"),
+                 "totalGlobalMem": row.get("totalMemory")}
+                for row in known
+            ]  # fmt: skip
+        start = next(self._rows("TARGET_INFO_SESSION_START_TIME"), {})
+        if isinstance(start.get("utcEpochNs"), int):
+            clock = start.get("systemClockNs") or 0
+            is_absolute = bool(self._times) and min(self._times) >= clock
+            found["baseTimeNanoseconds"] = start["utcEpochNs"] - (clock if is_absolute else 0)
+        return found
+
+    def not_used(self) -> dict[str, int]:
+        """How many rows of other tables of events there are."""
+        others = ("OSRT_API", f"{_ACTIVITY}SYNCHRONIZATION", f"{_ACTIVITY}OVERHEAD",
+                  "SCHED_EVENTS", "COMPOSITE_EVENTS", "GPU_METRICS", "PROFILER_OVERHEAD",
+                  "CUDNN_EVENTS", "CUBLAS_EVENTS", "CUDA_GRAPH_NODE_EVENTS")  # fmt: skip
+        there = self._tables()
+        counts = {name: self._file.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0]
+                  for name in others if name in there}  # fmt: skip
+        found = {name: count for name, count in counts.items() if count}
+        self.count += sum(found.values())
+        return found
+
+    def _tables(self) -> set[str]:
+        return {name for (name,) in self._file.execute(
+            "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+        )}  # fmt: skip
+
+    def _rows(self, table: str) -> Iterator[dict[str, Any]]:
+        """Rows of a table by column; none where it is missing."""
+        if table not in self._tables():
+            return
+        cursor = self._file.execute(f'SELECT * FROM "{table}"')
+        columns = [each[0] for each in cursor.description]
+        for row in cursor:
+            yield dict(zip(columns, row, strict=True))
+
+    def _process(self, row: dict[str, Any]) -> tuple[int, int]:
+        """Its number in the file, and its id."""
+        pid = int(row.get("globalPid") or row.get("globalTid") or 0) // _TID_BITS % _TID_BITS
+        return self._processes.setdefault(pid, len(self._processes)), pid
+
+    def _correlation(self, row: dict[str, Any]) -> int | None:
+        number = row.get("correlationId")
+        return None if number is None else number + (self._process(row)[0] << 40)
+
+    def _on_device(self, row: dict[str, Any], name: str, category: str) -> dict[str, Any]:
+        device, stream = row.get("deviceId"), row.get("streamId")
+        return {
+            **_times(row), "name": name, "category": category, "pid": device, "tid": stream,
+            "device": device, "stream": stream, "correlation": self._correlation(row),
+            "graph_node": row.get("graphNodeId") or None, "bytes": row.get("bytes"),
+        }  # fmt: skip
+
+    def _kernels(self) -> Iterator[dict[str, Any]]:
+        for row in self._rows(f"{_ACTIVITY}KERNEL"):
+            name = self._texts.get(row.get("demangledName")) or self._texts.get(row["shortName"])  # type: ignore[arg-type]
+            plain = str(name or "").replace("<unnamed>::", "(anonymous namespace)::")
+            yield {
+                **self._on_device(row, plain, "kernel"),
+                **{side: f"[{row[f'{side}X']}, {row[f'{side}Y']}, {row[f'{side}Z']}]"
+                   for side in ("grid", "block") if row.get(f"{side}X") is not None},
+            }  # fmt: skip
+
+    def _copies(self) -> Iterator[dict[str, Any]]:
+        for row in self._rows(f"{_ACTIVITY}MEMCPY"):
+            way = _COPIES.get(row.get("copyKind"), "")  # type: ignore[arg-type]
+            ends = [_MEMORIES.get(row.get(f"{side}Kind"), "Unknown") for side in ("src", "dst")]  # type: ignore[arg-type]
+            name = f"Memcpy {way} ({ends[0]} -> {ends[1]})".replace("  ", " ")
+            length = row["end"] - row["start"]
+            yield {
+                **self._on_device(row, name, "gpu_memcpy"),
+                "bandwidth_bytes_per_s": row["bytes"] * 1e9 / length if length > 0 else None,
+            }
+
+    def _sets(self) -> Iterator[dict[str, Any]]:
+        for row in self._rows(f"{_ACTIVITY}MEMSET"):
+            where = _MEMORIES.get(row.get("memKind"), "Unknown")  # type: ignore[arg-type]
+            yield self._on_device(row, f"Memset ({where})", "gpu_memset")
+
+    def _calls(self) -> Iterator[dict[str, Any]]:
+        for row in self._rows(f"{_ACTIVITY}RUNTIME"):
+            name = _VERSION.sub("", self._texts.get(row["nameId"], ""))
+            category = "cuda_runtime" if name.startswith("cuda") else "cuda_driver"
+            yield {
+                **_times(row), "name": name, "category": category, **self._thread(row),
+                "correlation": self._correlation(row),
+            }  # fmt: skip
+
+    def _ranges(self) -> Iterator[dict[str, Any]]:
+        for row in self._rows("NVTX_EVENTS"):
+            text = row.get("text") or self._texts.get(row.get("textId"))  # type: ignore[arg-type]
+            has_end = row.get("eventType", _PUSH_POP) in (_PUSH_POP, _START_END)
+            if text and has_end and row.get("end") is not None:
+                yield {**_times(row), **self._thread(row), **_range(str(text))}
+
+    def _thread(self, row: dict[str, Any]) -> dict[str, Any]:
+        tid = row.get("globalTid")
+        return {"pid": self._process(row)[1], "tid": None if tid is None else tid % _TID_BITS}
+
+    def _pass_on(self, table: str, rows: list[dict[str, Any]], sink: Sink) -> int:
+        good = [row for row in rows if row["dur_ns"] >= 0]
+        self.bad_time += len(rows) - len(good)
+        self.count += len(rows)
+        if not good:
+            return 0
+        self._times.append(min(row["ts_ns"] for row in good))
+        first = self.count - len(rows)
+        columns = {"event": pl.Series("event", range(first, first + len(good)), dtype=pl.Int64)}
+        kinds = {"i64": pl.Int64, "f64": pl.Float64, "str": pl.UInt32}
+        for column in TABLES[table]:
+            if column.name == "event":
+                continue
+            values = [row.get(column.name) for row in good]
+            if column.type == "str":
+                values = [None if each is None else self.names[each] for each in values]
+            if any(value is not None for value in values):
+                columns[column.name] = pl.Series(column.name, values, dtype=kinds[column.type])
+        sink(table, pl.DataFrame(columns))
+        return len(good)
+
+
+def _times(row: dict[str, Any]) -> dict[str, int]:
+    return {"ts_ns": row["start"], "dur_ns": row["end"] - row["start"]}
+
+
+def _range(text: str) -> dict[str, Any]:
+    """An NVTX range as an operator, a profiler step or an annotation."""
+    found = _OPERATOR.fullmatch(text)
+    details = dict(_DETAIL.findall(found[2])) if found else {}
+    step = _STEP.match(text)
+    if found is None or not (details or "::" in text):
+        name = f"ProfilerStep#{step[1]}" if step else text
+        return {"table": ANNOTATIONS, "name": name, "category": "user_annotation"}
+    number = details.get("seq", "")
+    return {
+        "table": OPS, "name": found[1], "category": "cpu_op", "input_dims": details.get("sizes"),
+        "sequence_number": int(number) if number.isdigit() else None,
+    }  # fmt: skip
+
+
+def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    part: list[dict[str, Any]] = []
+    for row in rows:
+        part.append(row)
+        if len(part) == _ROWS:
+            yield part
+            part = []
+    if part:
+        yield part

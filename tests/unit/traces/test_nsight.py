@@ -1,0 +1,145 @@
+"""Exports of Nsight Systems: into the columns that Kineto's traces have, and all questions."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof import TraceAnalysis
+from haiprof.base.errors import TraceFormatError
+from haiprof.cli import main
+from haiprof.trace_analysis.attribution import kernel_operators
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+ACTIVITY = "CUPTI_ACTIVITY_KIND_"
+PROCESS = 281476838981632
+KERNEL = "start, end, deviceId, streamId, correlationId, globalPid, demangledName, shortName, " \
+         "gridX, gridY, gridZ, blockX, blockY, blockZ, graphNodeId"  # fmt: skip
+TABLES = {
+    "StringIds": "id, value",
+    f"{ACTIVITY}KERNEL": KERNEL,
+    f"{ACTIVITY}MEMCPY": "start, end, deviceId, streamId, correlationId, globalPid, bytes, "
+                         "copyKind, srcKind, dstKind",
+    f"{ACTIVITY}RUNTIME": "start, end, globalTid, correlationId, nameId",
+    "NVTX_EVENTS": "start, end, eventType, text, globalTid, textId",
+    "OSRT_API": "start, end, globalTid, nameId",
+    "TARGET_INFO_GPU": "id, name, cuDevice",
+    "TARGET_INFO_SESSION_START_TIME": "utcEpochNs, systemClockNs",
+}  # fmt: skip
+GEMM = "void <unnamed>::gemm<(int)4, float>(float *, int)"
+ROWS: dict[str, list[tuple[Any, ...]]] = {
+    "StringIds": [(1, GEMM), (2, "gemm"), (3, "cudaLaunchKernel_v7000"),
+                  (4, "cudaMemcpyAsync_v3020"), (5, "poll"), (6, "forward")],
+    f"{ACTIVITY}KERNEL": [
+        (2000, 5000, 0, 7, 11, PROCESS, 1, 2, 8, 1, 1, 128, 1, 1, 0),
+        (6000, 9000, 1, 7, 11, PROCESS + (1 << 24), 1, 2, 8, 1, 1, 128, 1, 1, 0),
+    ],
+    f"{ACTIVITY}MEMCPY": [(9500, 9600, 0, 7, 12, PROCESS, 400, 1, 0, 2)],
+    f"{ACTIVITY}RUNTIME": [
+        (1000, 1500, PROCESS + 111, 11, 3), (3000, 3500, PROCESS + (1 << 24) + 9, 11, 3),
+        (9100, 9200, PROCESS + 111, 12, 4),
+    ],
+    "NVTX_EVENTS": [
+        (900, 1600, 59, "aten::mm, seq = 5, op_id = 9, sizes = [[64, 64], [64, 64]]",
+         PROCESS + 111, None),
+        (800, 9300, 59, "step 3", PROCESS + 111, None),
+        (850, 1700, 60, None, PROCESS + 111, 6),
+        (870, None, 34, "a mark", PROCESS + 111, None),
+    ],
+    "OSRT_API": [(10, 20, PROCESS + 111, 5)],
+    "TARGET_INFO_GPU": [(0, "NVIDIA H100 80GB HBM3", 0)],
+    "TARGET_INFO_SESSION_START_TIME": [(1_000_000_000, 500)],
+}  # fmt: skip
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    path = tmp_path / "report.sqlite"
+    file = sqlite3.connect(path)
+    for name, columns in TABLES.items():
+        quoted = columns.replace("end,", '"end",')
+        file.execute(f"CREATE TABLE {name} ({quoted})")
+        marks = ", ".join("?" * len(columns.split(",")))
+        file.executemany(f"INSERT INTO {name} VALUES ({marks})", ROWS[name])
+    file.commit()
+    file.close()
+    return path
+
+
+def test_an_export_has_the_columns_of_a_trace(export: Path) -> None:
+    trace = Trace(export)
+    gpu = trace.gpu.select("name", "category", "ts_ns", "dur_ns", "device", "stream", "grid")
+    assert gpu.rows() == [
+        ("void (anonymous namespace)::gemm<(int)4, float>(float *, int)", "kernel", 2000, 3000,
+         0, 7, "[8, 1, 1]"),
+        ("void (anonymous namespace)::gemm<(int)4, float>(float *, int)", "kernel", 6000, 3000,
+         1, 7, "[8, 1, 1]"),
+        ("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 9500, 100, 0, 7, None),
+    ]  # fmt: skip
+    assert trace.gpu["bandwidth_bytes_per_s"].to_list() == [None, None, 4e9]
+    names = trace.runtime.select("name", "tid").rows()
+    assert names == [("cudaLaunchKernel", 111), ("cudaLaunchKernel", 9), ("cudaMemcpyAsync", 111)]
+    assert trace.ops.select("name", "sequence_number", "input_dims").rows() == [
+        ("aten::mm", 5, "[[64, 64], [64, 64]]")
+    ]
+    assert trace.annotations["name"].cast(str).to_list() == ["ProfilerStep#3", "forward"]
+    assert trace.steps["step"].to_list() == [3]
+    assert trace.metadata["baseTimeNanoseconds"] == 1_000_000_000 - 500
+    assert trace.report.not_used == {"OSRT_API": 1}
+
+
+def test_correlations_of_processes_are_told_apart(export: Path) -> None:
+    """Both processes launch their kernel as number 11: the second one in no operator."""
+    found = kernel_operators(Trace(export)).select("operator", "call", "launch_delay_ns")
+    assert found.rows() == [
+        ("aten::mm", "cudaLaunchKernel", 500), (None, "cudaLaunchKernel", 2500),
+        (None, "cudaMemcpyAsync", 300),
+    ]  # fmt: skip
+
+
+def test_the_questions_of_traces_answer_of_an_export(
+    export: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    temporal = TraceAnalysis(export).temporal_breakdown()
+    assert temporal.select("device", "compute_ns").rows() == [(0, 3000), (1, 3000)]
+    assert main(["verdict", str(export), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device_name"] == "NVIDIA H100 80GB HBM3"
+    assert found["linked_count"] == found["gpu_event_count"] == 3
+    for command in ("trace-report", "trace-check", "critical-path"):
+        assert main([command, str(export)]) == 0, command
+
+
+def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "other.sqlite"
+    with sqlite3.connect(path) as file:
+        file.execute("CREATE TABLE things (id)")
+    with pytest.raises(TraceFormatError, match="a database without CUDA activity"):
+        _ = Trace(path).gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("report.nsys-rep", b"\x00\x01binary", "nsys export --type sqlite"),
+        ("host.xplane.pb", b"\x0a\x93\x02/host:CPU", "XPlane of JAX"),
+        ("results.json", b'{"rocprofiler-sdk-tool": [{}]}', "rocprofv3"),
+        ("snapshot.pickle", b"\x80\x04\x95", "memory-timeline"),
+        ("jax.trace.json", json.dumps({"traceEvents": [
+            {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+            {"ph": "X", "pid": 1, "tid": 2, "ts": 1.0, "dur": 2.0, "name": "fusion.3"},
+        ]}).encode(), "JAX"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_refused_by_the_name_of_its_format(
+    name: str, content: bytes, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceFormatError) as caught:
+        _ = Trace(path).gpu
+    assert said in f"{caught.value} {caught.value.hint}"
