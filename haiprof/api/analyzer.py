@@ -56,6 +56,17 @@ def _fetch(address: str) -> Path:
     return fetch_run(address, folder.path)
 
 
+class Description(pl.DataFrame):
+    """The columns of a frame, printed whole."""
+
+    def __str__(self) -> str:
+        """All rows, and all of each meaning."""
+        with pl.Config(tbl_rows=-1, fmt_str_lengths=1_000, tbl_width_chars=160):
+            return super().__str__()
+
+    __repr__ = __str__
+
+
 class Analyzer(RunFrames):
     """A run that was recorded, or still is; everything is read at the first question.
 
@@ -135,7 +146,7 @@ class Analyzer(RunFrames):
         from haiprof.trace_analysis.sql_tables import describe_run_table
 
         _, columns = describe_run_table(frame)
-        return pl.DataFrame([asdict(column) for column in columns])
+        return Description([asdict(column) for column in columns])
 
     def flame_graph(self, baseline: str | Path | None = None) -> RunFlameGraph:
         """Lines of user code and what they call, by their time per step; drawn in a notebook.

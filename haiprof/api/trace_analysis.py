@@ -170,8 +170,7 @@ class TraceAnalysis(ShownTraces):
         UsageError: No traces are named, or twice; or the last step is to be left out.
 
     `show_*` draws figures in a notebook and prints tables in a terminal; `write_page` writes all.
-    Frames are polars'; `frame.to_pandas()` makes pandas' of them where pandas and pyarrow are
-    installed: haiprof does not need them.
+    Frames are polars'; `frame.to_pandas()` needs `pip install 'haiprof[pandas]'`.
     """
 
     def __init__(

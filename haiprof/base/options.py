@@ -392,8 +392,12 @@ def parse_value(name: str, text: str, *, origin: str) -> tuple[str, object]:
         said = str(error)
         why = "expected a number" if said.startswith(("could not conv", "invalid lit")) else said
         raise UsageError(f"{origin}: {why}, got {text!r}") from None
+    import difflib  # only for a mistyped name
+
     known = ", ".join([*_BY_NAME, "interval.RECORDER"])
-    raise UsageError(f"{origin}: no option {name!r}", hint=f"known options: {known}")
+    near = difflib.get_close_matches(name, _BY_NAME, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known options: {known}"
+    raise UsageError(f"{origin}: no option {name!r}", hint=hint)
 
 
 def parse_dotted(text: str, *, origin: str = "--options") -> tuple[str, object]:

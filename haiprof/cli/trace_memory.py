@@ -13,9 +13,9 @@ def memory_timeline(
 ) -> None:
     """Show memory over time and what was alive at the peak, by operator.
 
-    From traces that were recorded with profile_memory=True. Of a snapshot of the CUDA allocator
-    (torch.cuda.memory, a pickle, of which nothing is executed): what is in use by line, and what
-    is free in how large pieces. Of torch.profiler's own memory timeline: memory by category.
+    It needs traces that were recorded with --trace-memory (torch.profiler: profile_memory=True).
+    A snapshot of the CUDA allocator (torch.cuda.memory, a pickle, which is not executed) is shown
+    by line, with the sizes of its free blocks; torch.profiler's own memory timeline by category.
 
     For example:
 

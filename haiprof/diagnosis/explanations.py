@@ -109,10 +109,11 @@ def explain(question: Question) -> Explanation:
         return _small_operators(question)
     if question.account.explanation == RECOMPUTED:
         return _recomputation(question)
-    for activity, function in _BY_ACTIVITY.items():
-        if question.account.activity == activity:
-            return function(question)
-    function = _BY_POSITION.get(question.account.position, _code)
+    account = question.account
+    by_activity = _BY_ACTIVITY.get(account.activity)
+    if by_activity is not None and (account.activity, account.position) != _EVALUATED:
+        return by_activity(question)
+    function = _BY_POSITION.get(account.position, _code)
     return function(question)
 
 
@@ -427,6 +428,8 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {
     "wait: link": _link,
     "wait: peer": _peers,
 }
+_EVALUATED = ("wait: loader", "evaluation")
+"""Batches of an evaluation are its own."""
 _BY_POSITION: dict[str, Callable[[Question], Explanation]] = {
     "input": _input,
     "evaluation": _evaluation,

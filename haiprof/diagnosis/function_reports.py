@@ -89,7 +89,8 @@ def _python_report(patterns: Patterns) -> FunctionReport:
 
     Source: PerfTracker (seed 001), Python functions; operators are part of a stack there too.
     """
-    report = _host_report(patterns, PYTHON, "Python functions by call stack", _NO_PYTHON)
+    what = "Python functions" if patterns.totals["has_python"].any() else "Operators"
+    report = _host_report(patterns, PYTHON, f"{what} by call stack", _NO_PYTHON)
     lines = []
     for stack, rows, far in _first_functions(report):
         leaf = " > ".join(stack.split("|")[-2:])

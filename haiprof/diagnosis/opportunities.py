@@ -16,6 +16,7 @@ from haiprof.base.intervals import Ints
 from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.ledger import (
     LINK_WAIT,
+    LOADER_WAIT,
     MODEL_POSITIONS,
     NO_CORE,
     NO_LINE,
@@ -30,6 +31,7 @@ from haiprof.run_analysis.step_positions import (
     AFTER_STEP,
     BACKWARD,
     COMPILE,
+    EVALUATION,
     FORWARD,
     GRADIENTS,
     INPUT,
@@ -147,9 +149,10 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     free = ~needed & (table.ns > 0)
     found = []
     # A collective that the job itself calls has a line; so has waiting for a core amid code that a
-    # change removes.
+    # change removes, and for the batches of an evaluation.
     has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
     has_line |= (table.activity == NO_CORE) & ~_is_models_own(table)
+    has_line |= (table.activity == LOADER_WAIT) & (table.position == EVALUATION)
     for activity in NO_LINE:
         rows = np.flatnonzero(free & (table.activity == activity) & ~has_line)
         free[rows] = False

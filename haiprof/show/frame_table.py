@@ -48,7 +48,7 @@ def _since_first(found: pl.DataFrame) -> pl.DataFrame:
     firsts = [first for name in points if (first := found[name].min()) is not None]
     if not firsts:
         return found
-    first_ns = pl.lit(min(firsts))  # type: ignore[type-var]
+    first_ns = pl.lit(min(firsts))
     return found.with_columns(pl.col(name) - first_ns for name in points)
 
 

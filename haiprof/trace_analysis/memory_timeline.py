@@ -139,7 +139,8 @@ def _events(trace: Trace) -> pl.DataFrame:
     changes = trace.memory.filter(pl.col("bytes") != 0)
     if changes.is_empty():
         raise MissingDataError(
-            f"{trace.path}: no memory event in it", hint="profile with profile_memory=True"
+            f"{trace.path}: no memory event in it",
+            hint="record it: haiprof --trace-memory train.py, or profile_memory=True",
         )
     kind = pl.col("device_type")
     named = kind.replace_strict(

@@ -11,7 +11,7 @@ import polars as pl
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from haiprof.base.errors import MissingDataError
+from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.show.frame_table import frame_table
 from haiprof.show.text import count_text
@@ -91,6 +91,8 @@ class WhatIfAnswers:
     """From `TraceAnalysis.what_if`."""
     late: str | None = None
     """Who is late, in words; None of one rank."""
+    outside_ratio: float | None = None
+    """Share of the critical path outside of all recorded events; None where it is not known."""
 
     @property
     def common(self) -> dict[str, Any]:
@@ -108,7 +110,15 @@ class WhatIfAnswers:
     def notes(self) -> list[str]:
         """Notes on the predictions."""
         late = [self.late] if self.late else []
-        return [*late, *_notes(self.common, self.predictions)]
+        best = self.predictions["saved_ratio"].max()
+        outside = []
+        if self.outside_ratio and isinstance(best, float) and self.outside_ratio > best:
+            outside = [
+                f"{ratio_text(self.outside_ratio)} of the step is host time outside of all "
+                "recorded events, more than any change above saves: record Python stacks to see "
+                "what it is (haiprof --trace-stacks)"
+            ]
+        return [*outside, *late, *_notes(self.common, self.predictions)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +142,21 @@ def what_if_answers(
     if not changes:
         found = found.sort("saved_ratio", descending=True, maintain_order=True)
     late = _late(analysis, steps) if len(analysis.files) > 1 else None
-    return WhatIfAnswers(path=path, ranked=not changes, predictions=found, late=late)
+    outside = None if changes else _unrecorded_ratio(analysis, steps)
+    return WhatIfAnswers(
+        path=path, ranked=not changes, predictions=found, late=late, outside_ratio=outside
+    )
+
+
+def _unrecorded_ratio(analysis: TraceQuestions, steps: tuple[int, int] | None) -> float | None:
+    """Host time outside of all events, as a share of the lowest rank's critical path."""
+    known = analysis.traces[min(analysis.traces)].steps["step"].to_list()
+    try:
+        path = analysis.critical_path(steps=steps or (min(known), max(known) + 1))
+    except (HaiprofError, ValueError):  # no profiler step, or no path
+        return None
+    unnamed = path.top(path.rows.height).filter(pl.col("name").is_null())
+    return float(unnamed["share_ratio"].sum())
 
 
 def _late(analysis: TraceQuestions, steps: tuple[int, int] | None) -> str:

@@ -220,5 +220,7 @@ def table_of(name: str, limits: Limits) -> Table:
 
 def table_view(found: pl.DataFrame, table: Table) -> RenderableType:
     """The first rows."""
+    if found.is_empty():
+        return Text("no rows: the traces have no such event (of a job without a GPU: no kernel)")
     shown = found.rename({table.named_by: "name"})
     return Group(*frame_table(shown, table.columns, limit=_ROWS))

@@ -189,7 +189,7 @@ VIEWS = (
         ),
     ),
     View(
-        title="Steps: where their time goes, first what the GPU does",
+        title="Steps: where their time goes",
         of=("steps",),
         rows=step_time,
         columns=(
@@ -423,12 +423,18 @@ def _fault_line(faults: str) -> list[RenderableType]:
     return [Text(f"rests on a faulty recording: {faults}", style="yellow")] if faults else []
 
 
+_GPU_SHARES = ("kernel_ratio", "communication_ratio", "memcpy_ratio", "memset_ratio",
+               "runtime_ratio")  # fmt: skip
+
+
 def _is_uninformative(name: str, found: pl.DataFrame) -> bool:
-    """The device where each rank has one, groups without a name, ranks without a second one."""
+    """The device where each rank has one, groups without a name, a GPU that there is not."""
     if name == "device":
         return found.select("rank", "device").unique()["rank"].is_unique().all()
     if name == "slowest_rank":
         name = "distance_ratio"
+    if name in _GPU_SHARES:
+        return found[name].is_null().all()
     if name == "part":
         return found.filter(pl.col(name) != WHOLE_JOB).is_empty()
     return name in ("process_group", "wait_ns", "distance_ratio") and found[name].is_null().all()

@@ -346,6 +346,5 @@ class TraceQuestions(TimeQuestions, RankQuestions, HostQuestions, CauseQuestions
 
     `steps` is always the first profiler step and the one after the last; None takes all.
 
-    Frames are polars'; `frame.to_pandas()` makes pandas' of them where pandas and pyarrow are
-    installed: haiprof does not need them.
+    Frames are polars'; `frame.to_pandas()` needs `pip install 'haiprof[pandas]'`.
     """

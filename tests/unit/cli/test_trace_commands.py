@@ -310,3 +310,20 @@ def test_memory_of_real_traces_fits_the_width(
     status, out, _ = run(capsys, "memory-timeline", traces(name))
     assert status == 0
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_traces_of_a_cpu_job_have_no_heading_over_dashes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank_file(tmp_path, 0, [step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 500)])
+    assert main(["trace-report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    steps = out.partition("Steps: where their time goes")[2].partition("Operators")[0]
+    assert "CPU" in steps
+    assert not {"kernels", "comm.", "copies", "launches"} & set(steps.split())
+    assert main(["trace-table", "kernels", str(tmp_path)]) == 0
+    assert "no rows" in capsys.readouterr().out
+    assert main(["functions", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "Operators by call stack" in out
+    assert "Python functions by call stack" not in out

@@ -193,3 +193,13 @@ def test_table_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(capsys, "what-if", path)[0] == 5
     status, _, err = run(capsys, "what-if", path, "--faster", "loader")
     assert (status, "replayed whole" in err) == (2, True)
+
+
+def test_host_time_outside_of_all_events_is_told_before_small_gains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that sleeps for most of its step: a faster operator hardly helps."""
+    rank_file(tmp_path, 0, [step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 50)], world_size=1)
+    status, out, _ = run(capsys, "what-if", tmp_path)
+    assert status == 0
+    assert "95 % of the step is host time outside of all recorded" in " ".join(out.split())

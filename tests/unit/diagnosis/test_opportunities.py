@@ -104,6 +104,15 @@ def test_collections_are_one_wherever_they_come() -> None:
     }
 
 
+def test_batches_that_an_evaluation_waits_for_are_its_own() -> None:
+    rows = [
+        ("evaluation", (SCRIPT, MAIN, job(90, "evaluate"), LOADER), 3),
+        ("evaluation", (SCRIPT, MAIN, job(91, "evaluate"), MODULE, FORWARD, MODULE, LINEAR), 2),
+    ]
+    ((_, (ms, position, _activity)),) = found(*rows).items()
+    assert (ms, position) == (5.0, "evaluation")
+
+
 def test_ten_helpers_of_one_evaluation_are_one() -> None:
     """None of them is most of it: it is named by the function that calls them."""
     helpers = [

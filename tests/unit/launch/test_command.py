@@ -226,5 +226,6 @@ def test_command_line_wins_over_environment_over_pyproject(tmp_path: Path) -> No
 def test_pyproject_with_an_unknown_option_names_the_file(tmp_path: Path) -> None:
     project = tmp_path / "pyproject.toml"
     project.write_text("[tool.haiprof]\ntiem = 1\n")
-    with pytest.raises(UsageError, match=r"pyproject\.toml"):
+    with pytest.raises(UsageError, match=r"pyproject\.toml") as caught:
         options_from_pyproject(project)
+    assert caught.value.hint == "did you mean time?"

@@ -35,6 +35,7 @@ def test_describe_explains_every_column(run: Analyzer) -> None:
         frame = run.describe(name)
         assert frame["name"].to_list() == getattr(run, name)().columns
         assert all(frame["meaning"])
+    assert "…" not in str(run.describe("steps")), "rows and meanings are printed whole"
     with pytest.raises(UsageError, match="stepz"):
         run.describe("stepz")
 

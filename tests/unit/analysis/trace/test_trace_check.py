@@ -87,7 +87,7 @@ def test_command_is_content_with_a_sound_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace-check", str(made.one(made.sound)(tmp_path))]) == 0
-    assert "no fault" in capsys.readouterr().out
+    assert "no recording errors" in capsys.readouterr().out
 
 
 def test_answers_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
