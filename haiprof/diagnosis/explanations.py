@@ -8,7 +8,7 @@ function of an account, and at what the run recorded of its loaders, cores and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -105,16 +105,17 @@ class Question:
 
 def explain(question: Question) -> Explanation:
     """The first explanation that speaks of an account."""
-    if question.account.explanation == SMALL_OPERATORS:
-        return _small_operators(question)
-    if question.account.explanation == RECOMPUTED:
-        return _recomputation(question)
     account = question.account
     by_activity = _BY_ACTIVITY.get(account.activity)
-    if by_activity is not None and (account.activity, account.position) != _EVALUATED:
-        return by_activity(question)
     function = _BY_POSITION.get(account.position, _code)
-    return function(question)
+    if account.explanation in _BY_KEY:
+        function = _BY_KEY[account.explanation]
+    elif by_activity is not None and (account.activity, account.position) != _EVALUATED:
+        function = by_activity
+    said = function(question)
+    if not account.ranks or len(question.inputs.world) < 2 or said.title.startswith("rank"):
+        return said
+    return replace(said, title=f"{ranks_text(account.ranks)} alone: {said.title}")
 
 
 def _small_operators(question: Question) -> Explanation:
@@ -430,6 +431,10 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {
 }
 _EVALUATED = ("wait: loader", "evaluation")
 """Batches of an evaluation are its own."""
+_BY_KEY: dict[str | None, Callable[[Question], Explanation]] = {
+    SMALL_OPERATORS: _small_operators,
+    RECOMPUTED: _recomputation,
+}
 _BY_POSITION: dict[str, Callable[[Question], Explanation]] = {
     "input": _input,
     "evaluation": _evaluation,
