@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.options import ENV_TRY_LOADER, KEPT_BATCHES
+from haiprof.base.safe_files import MadeFolder, create_file, make_named_folder
 from haiprof.base.statistics import block_mean
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S
@@ -121,7 +120,7 @@ def _try(
 ) -> LoaderTrial:  # fmt: skip
     with _folder(kept) as folder:
         output = folder / "output.txt"
-        with output.open("wb") as file:
+        with os.fdopen(create_file(output, below=folder), "wb") as file:
             process = subprocess.Popen(
                 start("run", "--quiet", "--react", "off", "--log-dir", str(folder), "--", *words),
                 env={**os.environ, ENV_TRY_LOADER: f"{folder}:{loader}"},
@@ -144,13 +143,13 @@ def _try(
 def _folder(kept: Path | None) -> Iterator[Path]:
     """A folder of one trial alone, by which the hook knows its run."""
     if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="haiprof-try-loader-", dir=kept)).resolve()
+        make_named_folder(kept)
+    made = MadeFolder.temporary("haiprof-try-loader-", kept)
     try:
-        yield folder
+        yield made.path.resolve()
     finally:
         if kept is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            made.remove()
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, *, steps: int, time_s: float) -> None:

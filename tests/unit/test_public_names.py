@@ -93,6 +93,7 @@ def test_launch_options_are_frozen() -> None:
         ("trace-modules", "HAIPROF_TRACE_MODULES"),
         ("trace-sync", "HAIPROF_TRACE_SYNC"),
         ("execution-trace", "HAIPROF_EXECUTION_TRACE"),
+        ("explain", "HAIPROF_EXPLAIN"),
         ("repeat", "HAIPROF_REPEAT"),
         ("repeat-every", "HAIPROF_REPEAT_EVERY"),
         ("keep-slow", "HAIPROF_KEEP_SLOW"),
