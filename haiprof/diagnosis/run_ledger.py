@@ -29,6 +29,7 @@ from haiprof.diagnosis.thresholds import (
 )
 from haiprof.diagnosis.verdict import place_text
 from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.lateness import Arrivals
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     LINK_WAIT,
@@ -134,8 +135,13 @@ def run_ledger(
     if not steps:
         return None
     groups = analyzer.arrivals()
-    peers = peer_waits(groups, analyzer.step_starts(steps)) if groups else None
-    time = job_time(steps, analyzer.position_times, analyzer.used_positions(), peers)
+    peers = _known_waits(groups, analyzer, steps) if groups else None
+    tails = {} if peers or not groups else {r: analyzer.backward_tail(r) for r in steps}
+    known = {rank: share for rank, share in tails.items() if share is not None}
+    time = job_time(
+        steps, analyzer.position_times, analyzer.used_positions(), peers,
+        known if len(known) == len(steps) else None,
+    )  # fmt: skip
     chosen = _sampled_ranks(time) | (set(also) & set(time.ranks))
     samples = analyzer.code_samples(chosen)
     parts = [
@@ -172,6 +178,17 @@ def run_ledger(
         ledger=replace(ledger, median_ns=median), samples=samples, late=late,
         time=time, table=table, rows=rows,
     )  # fmt: skip
+
+
+def _known_waits(
+    groups: Sequence[Arrivals], analyzer: RunFrames, steps: Mapping[int, Ints]
+) -> dict[int, dict[int, int]]:
+    """From the collectives of all groups; empty where a group is known in parts alone.
+
+    It is, where it spans hosts whose clocks are not known to each other.
+    """
+    names = {(group.group, group.group_name) for group in groups}
+    return peer_waits(groups, analyzer.step_starts(steps)) if len(names) == len(groups) else {}
 
 
 def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger | None:
