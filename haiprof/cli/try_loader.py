@@ -20,7 +20,7 @@ Words = Annotated[
         is_command=True,
     ),
 ]
-Steps = Annotated[int, Opt("--steps N", "Steps of a trial.", low=60)]
+Steps = Annotated[int, Opt("--trial-steps N", "Steps of a trial.", low=60)]
 Seconds = Annotated[
     float, Opt("--time SECONDS", "A trial ends after so long, fewer steps or not.", low=1.0)
 ]
