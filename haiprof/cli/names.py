@@ -90,6 +90,10 @@ COMMANDS = {
                       "submit:submit"),
     "doctor": Command("doctor", "", "what can be measured on this node, and what prevents the rest",
                       "doctor:doctor"),
+    "mcp": Command("mcp", "", "runs and traces as tools for agents, read-only, over stdio",
+                   "mcp:mcp"),
+    "skill": Command("skill", "[DIR]", "writes SKILL.md: how an agent works with haiprof",
+                     "skill:skill"),
     "diagnose": Command("verdict", "", "", "verdict:verdict"),
 }  # fmt: skip
 """By the name of the last release, which still works; code uses these names, too."""
@@ -106,6 +110,7 @@ GROUPS = {
     ),
     "Use other tools": (
         "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "put",
+        "mcp", "skill",
     ),
     "Prepare": ("submit", "doctor"),
     "Other forms": ("view", "ps", "fetch"),
