@@ -409,7 +409,7 @@ def _comparison(found: dict[str, Any]) -> dict[str, Any]:
     if "accounts" not in found:
         return found
     kept = ("title", "before_ns", "after_ns", "difference_ns", "is_certain")
-    shorter = {key: [{name: one[name] for name in kept} for one in found[key]]
+    shorter: dict[str, Any] = {key: [{name: one[name] for name in kept} for one in found[key]]
                for key in ("accounts", "positions", "ranks")}  # fmt: skip
     promise = found["promise"]
     if promise:

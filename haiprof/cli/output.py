@@ -73,7 +73,8 @@ def _block(view: View) -> str:
     console = SafeConsole(file=io.StringIO(), width=PIPE_WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(view(PIPE_WIDTH), crop=False)
-    return f"```text\n{captured.get().replace('```', "'''")}```\n"
+    text = captured.get().replace("```", "'''")
+    return f"```text\n{text}```\n"
 
 
 def stdout_console() -> Console:

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import MISSING, duration_text, ranks_text, ratio_text
+from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.show.markdown import markdown_code, markdown_text
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import moment_text, printable
@@ -124,7 +124,8 @@ def start_lines(starts: Sequence[Start]) -> Iterator[str]:
 def exit_report(verdict: Verdict, run: RunHeader) -> str:
     """How the job ended, as Markdown for a ticket."""
     lines = [f"## {markdown_text(run.name)}: {markdown_text(verdict.headline)}", ""]
-    lines += [f"- run: `{markdown_code(run.path)}`", f"- command: `{markdown_code(shlex.join(run.command))}`",
+    lines += [f"- run: `{markdown_code(run.path)}`",
+              f"- command: `{markdown_code(shlex.join(run.command))}`",
               f"- host: `{markdown_code(run.host)}`, started {moment_text(run.start_wall_ns)}, "
               f"{run.outcome} after {duration_text(run.duration_ns)}"]  # fmt: skip
     death = verdict.death

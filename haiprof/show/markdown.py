@@ -51,7 +51,7 @@ def verdict_markdown(verdict: Verdict, name: str) -> str:
     if verdict.findings:
         head = ("", "cause", "step without it", "at", "do")
         lines += [*markdown_table(head, map(_cause, verdict.findings)), ""]
-    unknown = [f"{each.what}: {each.why}" for each in verdict.not_measured]
+    unknown = [f"{what}: {why}" for what, why in verdict.not_measured]
     lines += [f"- not measured: {markdown_text(text)}" for text in unknown]
     lines += [f"- {markdown_text(note)}" for note in verdict.notes]
     return "\n".join(lines).rstrip() + "\n"
