@@ -92,6 +92,10 @@ COMMANDS = {
                           "in short runs", "try_loader:try_loader"),
     "doctor": Command("doctor", "", "what can be measured on this node, and what prevents the rest",
                       "doctor:doctor"),
+    "mcp": Command("mcp", "", "runs and traces as tools for agents, read-only, over stdio",
+                   "mcp:mcp"),
+    "skill": Command("skill", "[DIR]", "writes SKILL.md: how an agent works with haiprof",
+                     "skill:skill"),
     "diagnose": Command("verdict", "", "", "verdict:verdict"),
 }  # fmt: skip
 """By the name of the last release, which still works; code uses these names, too."""
@@ -108,6 +112,7 @@ GROUPS = {
     ),
     "Use other tools": (
         "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "put",
+        "mcp", "skill",
     ),
     "Prepare": ("submit", "try-loader", "doctor"),
     "Other forms": ("view", "ps", "fetch"),

@@ -51,7 +51,7 @@ def try_loader(
 
       haiprof try-loader train.py --lr 0.1
 
-      haiprof try-loader --steps 200 --workers 0,4,8 torchrun --nproc-per-node 2 train.py
+      haiprof try-loader --trial-steps 200 --workers 0,4,8 torchrun --nproc-per-node 2 train.py
 
       haiprof try-loader --json train.py | jq '.trials[] | [.loader, .steps_per_s]'
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import EXPLAIN_STEPS
-from haiprof.cli.arguments import AsJson, Everything, PeakOption, the_job
+from haiprof.cli.arguments import AsJson, Everything, Form, OutputForm, PeakOption, the_job
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
@@ -74,7 +74,7 @@ def verdict(
     target: Target = None, as_json: AsJson = False, save: Save = False,
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
-    everything: Everything = False, peak: PeakOption = None,
+    everything: Everything = False, peak: PeakOption = None, form: OutputForm = Form.TEXT,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
@@ -98,11 +98,13 @@ def verdict(
       haiprof verdict --last 60                   of the run's last minute alone
       haiprof verdict --svg card.svg              the card as a picture
       haiprof verdict --exit-report ticket.md     how it ended, for a ticket
+      haiprof verdict --format markdown >> "$GITHUB_STEP_SUMMARY"
       haiprof verdict --json | jq '.findings[0].remedy'
       haiprof verdict traces/                     of torch.profiler: the device's time, by account
 
       haiprof verdict trace.json --peak MI300X    a trace that does not name its GPU
     """
+    output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
     if folder is not None and last is not None:
         raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
@@ -112,7 +114,7 @@ def verdict(
                 f"{traces}: traces, and no run: only --json and --all go with them",
                 hint="name a run directory, or leave the other options out",
             )
-        _show_traces(traces, as_json=as_json, everything=everything, peak=peak)
+        _show_traces(traces, output, everything=everything, peak=peak)
         return
     since = None
     if collect:
@@ -126,10 +128,10 @@ def verdict(
     from haiprof.show import death_block
     from haiprof.show.card import save_card_svg, save_verdict, verdict_card
     from haiprof.show.figures.style import write_text
+    from haiprof.show.markdown import verdict_markdown
     from haiprof.show.run_header import manifest_or_none, run_header
 
     analyzer = analyzer if last is None else analyzer.last(last)
-    output = Output(json=as_json)
     found = diagnose(analyzer, trace_limit_bytes=_trace_limit() if save else None, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     content = as_document(found, since_ns=since)
@@ -150,21 +152,25 @@ def verdict(
             found, header, width=width, everything=everything, folder=working_folder()
         ),
         content,
+        lambda: (
+            death_block.exit_report(found, header)
+            if found.death is not None
+            else verdict_markdown(found, header.name)
+        ),
     )
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
 
-def _show_traces(path: Path, *, as_json: bool, everything: bool, peak: str | None) -> None:
+def _show_traces(path: Path, output: Output, *, everything: bool, peak: str | None) -> None:
     from haiprof.cli.arguments import ReadProgress
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
     from haiprof.trace_analysis.operator_efficiency import parse_peak
 
-    with ReadProgress(quiet=as_json) as waiting:
+    with ReadProgress(quiet=output.json) as waiting:
         found = device_ledger(path, peaks=parse_peak(peak), progress=waiting)
-    output = Output(json=as_json)
     output.show(
         lambda width: device_ledger_view(found, path, width=width, everything=everything),
         device_ledger_data(found, path),

@@ -44,7 +44,7 @@ def test_a_free_loader_and_workers_are_measured(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     (tmp_path / "model.pt").write_text("of the real run")
-    words = ("--steps", "120", "--workers", "0,2", "--json", str(script), "100000")
+    words = ("--trial-steps", "120", "--workers", "0,2", "--json", str(script), "100000")
     done = run_command(["try-loader", *words], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
