@@ -276,7 +276,8 @@ class Job:
             if ended.signal is not None:
                 how = f"ended by {ended.signal}"
             ns = (ended.end_wall_ns or time.time_ns()) - ended.start_wall_ns
-            headline = found.get("headline") or "no verdict: no training steps were recorded"
+            why = "it could not be made" if self.run.rank_folders() else "no training steps recorded"
+            headline = found.get("headline") or f"no verdict: {why}"
             notifier.send(
                 "end", f"the job is over after {duration_text(ns)}: {how}\n"
                 f"{headline}", exit_status=ended.exit_status, signal=ended.signal,
@@ -293,7 +294,6 @@ class Job:
         death, findings = saved.get("death"), saved.get("findings") or []
         return {
             "headline": death.get("headline") if isinstance(death, dict) else saved.get("headline"),
-            "step_ns": saved.get("step_ns"),
             "problems": [one.get("title") for one in findings],
         }
 
