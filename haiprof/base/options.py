@@ -114,6 +114,8 @@ class Options(TraceOptions, ReactOptions):
     """Users who may read it beside the job's own and root: names, uids, or `all`."""
     kineto: bool = False
     """Let the job be traced through Kineto, beside Python (KINETO_USE_DAEMON)."""
+    notify: str = ""
+    """URL or shell command that is told of hangs, slow-downs, deaths and the end; empty is none."""
     quiet: bool = False
     """Print neither the first line nor the verdict."""
 
@@ -195,6 +197,7 @@ class Options(TraceOptions, ReactOptions):
             "prometheus_allow": list(self.prometheus_allow),
             "kineto": self.kineto,
             **self.react_json(),
+            "notify": self.notify and ("URL" if is_notify_url(self.notify) else "command"),
             "quiet": self.quiet,
         }
 
@@ -218,6 +221,19 @@ def _address(text: str) -> str:
     port = text.rpartition(":")[2]
     if not port.isdigit() or not 0 < int(port) <= _PORT_LIMIT:
         raise ValueError("expected HOST:PORT")
+    return text
+
+
+def is_notify_url(target: str) -> bool:
+    """Whether `--notify` names a URL; otherwise it is a command."""
+    return target.startswith(("http://", "https://"))
+
+
+def _notify(text: str) -> str:
+    """A URL, which may be a secret as a whole, or a command."""
+    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    if scheme and not is_notify_url(text):
+        raise ValueError("expected http://, https:// or a command")
     return text
 
 
@@ -362,6 +378,9 @@ OPTIONS = (
     OptionSpec("react-times", "react_times", int, "HAIPROF_REACT_TIMES", "N",
                "maximum number of automatic snapshots, and of automatic traces "
                f"(default: {Options.react_times})"),
+    OptionSpec("notify", "notify", _notify, "HAIPROF_NOTIFY", "COMMAND|URL",
+               "send a JSON message on a hang, a slowdown, a death and the end of the job "
+               "(default: nobody is told)"),
     OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",
                "do not print the first line and the verdict"),
 )  # fmt: skip

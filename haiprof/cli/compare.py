@@ -42,11 +42,17 @@ Limit = Annotated[
     ),
 ]
 
+FromStep = Annotated[
+    int | None,
+    Opt("--from-step N", "Compare the steps of RUN from step N on with those before it.", low=1),
+]
+
 
 def compare(
     runs: Runs = None,
     baseline: BaselineName = None,
     fail_if_slower: Limit = None,
+    from_step: FromStep = None,
     as_json: AsJson = False,
     form: OutputForm = Form.TEXT,
 ) -> None:
@@ -66,12 +72,13 @@ def compare(
       haiprof compare haiprof-logs --baseline last-good --fail-if-slower 5%
       haiprof compare before after --format markdown > comment.md
       haiprof compare before after --json | jq .verdict
+      haiprof compare run --from-step 412         what made steps slower within one run
       haiprof compare a.json b.json               what changed on the GPU
     """
     from haiprof.base.units import ratio_text
     from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
     from haiprof.diagnosis.compare.compared_run import compared_run_of
-    from haiprof.diagnosis.compare.comparison import compare_runs, exceeds
+    from haiprof.diagnosis.compare.comparison import compare_runs, compare_steps, exceeds
     from haiprof.show.views.compare import (
         compare_data,
         compare_markdown,
@@ -82,6 +89,12 @@ def compare(
 
     output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
     limit = parse_percent(fail_if_slower)
+    if from_step is not None:
+        if len(runs or []) > 1 or baseline is not None or limit is not None:
+            raise UsageError("compare: --from-step goes with one run, and no other option")
+        found = compare_steps(open_target(runs[0] if runs else None), from_step)
+        output.show(lambda _: compare_view(found), compare_data(found))
+        return
     first, last = parse_runs(runs or [], baseline)
     before_traces, after_traces = named_traces(first), named_traces(last)
     if before_traces and after_traces:

@@ -120,5 +120,6 @@ def test_launch_options_are_frozen() -> None:
         ("slow-limit", "HAIPROF_SLOW_LIMIT"),
         ("hang-limit", "HAIPROF_HANG_LIMIT"),
         ("react-times", "HAIPROF_REACT_TIMES"),
+        ("notify", "HAIPROF_NOTIFY"),
         ("quiet", "HAIPROF_QUIET"),
     ]
