@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import urllib.error
@@ -222,7 +221,7 @@ def find_grown_accounts(
     start: Callable[[str, Sequence[str], int], subprocess.Popen[bytes]], step: int
 ) -> tuple[str, Mapping[str, object]]:
     """The accounts of time that grew beyond chance from a step on, for people and as data."""
-    with tempfile.TemporaryFile() as output:
+    with os.fdopen(os.memfd_create("haiprof"), "w+b") as output:
         try:
             process = start("compare", ["--from-step", str(step), "--json"], output.fileno())
             process.wait(COMPARE_LIMIT_S)

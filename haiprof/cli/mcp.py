@@ -317,7 +317,7 @@ def _verdict(found: dict[str, Any]) -> dict[str, Any]:
             **({} if finding["gain"] is None else {
                 "step_without_it_ns": finding["gain"]["left_ns"],
                 "low_ns": finding["gain"]["low_ns"], "high_ns": finding["gain"]["high_ns"]}),
-            "at": [_place(line) for line in finding["code_lines"]],
+            "at": [_line_text(line) for line in finding["code_lines"]],
             "do": finding["remedy"], "missing": finding["missing"],
             "account": None if finding["account"] is None else handle(ledger[finding["account"]]),
         }
@@ -349,7 +349,7 @@ def _ledger_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "account": handle(each), "position": each["position"], "activity": each["activity"],
-            "at": _place(each) or each["package"], "ranks": each["ranks"],
+            "at": _line_text(each) or each["package"], "ranks": each["ranks"],
             "time_ns": each["ns_per_step"],
             "share": each["ns_per_step"] / mean_ns if mean_ns else None,
             **{name: each[name] for name in ("gain_ns", "gain_low_ns", "gain_high_ns", "when")},
@@ -380,7 +380,7 @@ def handle(account: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=3).hexdigest()
 
 
-def _place(entry: dict[str, Any]) -> str:
+def _line_text(entry: dict[str, Any]) -> str:
     """`train.py:15 Batches.__getitem__`; empty where no line is known."""
     parts = [entry["function"] or ""]
     if entry["file"]:
@@ -395,7 +395,7 @@ def _lines(found: dict[str, Any]) -> Any:  # noqa: ANN401
     kept = ("rank", "worker", "phase", "position", "self_ratio", "inclusive_ratio",
             "sample_count", "time_ns")  # fmt: skip
     rows = [
-        {"at": _place(line), **{name: line[name] for name in kept},
+        {"at": _line_text(line), **{name: line[name] for name in kept},
          "per_step_ns": line["ns_per_step"]}
         for line in found["lines"]
         if line["self_count"]
@@ -413,7 +413,7 @@ def _comparison(found: dict[str, Any]) -> dict[str, Any]:
                for key in ("accounts", "positions", "ranks")}  # fmt: skip
     promise = found["promise"]
     if promise:
-        titles = [found["accounts"][place]["title"] for place in promise["accounts"]]
+        titles = [found["accounts"][row]["title"] for row in promise["accounts"]]
         shorter["promise"] = {**promise, "accounts": titles}
     return found | shorter
 

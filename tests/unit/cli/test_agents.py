@@ -176,7 +176,7 @@ def test_verdict_as_markdown_has_cause_gain_and_what_to_do(
 ) -> None:
     assert main(["verdict", str(log_dir / "two_ranks_one_slow"), "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("## two\\_ranks\\_one\\_slow: dataloader-bound")
+    assert lines[0].startswith("## two\\_ranks\\_one\\_slow: rank 1 alone: dataloader-bound")
     assert "| --- | --- | --- | --- | --- |" in lines
     (cause,) = (line for line in lines if line.startswith("| critical |"))
     assert cause.count(" | ") == 4
