@@ -54,6 +54,7 @@ class Foreign:
         self.text = f"{self.recipe['source']}/{self.recipe['folder']}"
         self.ranks, self.steps = self.recipe.get("ranks", 1), self.recipe["steps"]
         self.doing = tuple(self.recipe.get("fault", {}).get("doing", ()))
+        self.options: tuple[str, ...] = ()
         self.seconds, self.beside, self.under, self.link_bytes_per_s = 10.0, "", "", 0.0
 
     def write(self, folder: Path, change: Change) -> list[str]:

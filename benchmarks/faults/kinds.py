@@ -63,6 +63,8 @@ class Kind:
     rank: str = ""
     """`first` or `last`: the rank whose account it is."""
     seconds: float = 7.0
+    options: tuple[str, ...] = ()
+    """haiprof's own, where the job is recorded."""
     beside: str = ""
     """`neighbours`: four busy processes from the start; `late`: from the middle on."""
     under: str = ""
@@ -235,7 +237,7 @@ FAULTS = (
     Kind(name="two ranks on one core", doing=("no core",), said=("shared_cores",), under="one_core", ranks=(2,), styles=PLAIN),
     Kind(name="ranks pinned to one core", doing=("no core",), said=("shared_cores",), ranks=(2,), styles=PLAIN, pieces={"setup": "os.sched_setaffinity(0, {0})"}),
     Kind(name="too many threads", doing=("no core", "operators"), said=("shared_cores", "too_few_cores", "threads_over_cores"), pieces={"constants": "THREADS = 4"}, ranks=(2,), styles=PLAIN, families=("cnn", "unet", "transformer")),
-    Kind(name="tiny operators", at=(*FORWARD, *BACKWARD), styles=PLAIN, ranks=(1,), pieces={"forward": "scale, row = self.inner.head.weight.mean() * 0 + 1, torch.ones(8)\nfor _ in range(max(int(LOSE * 7e4), 10)):\n    row = row * scale  # FAULT\nx = x + 0.0 * row.sum()"}),
+    Kind(name="tiny operators", at=(*FORWARD, *BACKWARD), styles=PLAIN, ranks=(1,), options=("--explain",), pieces={"forward": "scale, row = self.inner.head.weight.mean() * 0 + 1, torch.ones(8)\nfor _ in range(max(int(LOSE * 7e4), 10)):\n    row = row * scale  # FAULT\nx = x + 0.0 * row.sum()"}),
     # ranks
     Kind(name="slow rank: loader", rank="last", ranks=(2,), styles=LOOPS, workers=(0,), pieces={"collate": when("LAST", SLEEP)}),
     Kind(name="slow rank: forward", rank="last", ranks=(2,), styles=LOOPS, pieces={"forward": when("LAST", BURN)}),

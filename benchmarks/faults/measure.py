@@ -61,6 +61,7 @@ class Job(Protocol):
     beside: str
     under: str
     doing: tuple[str, ...]
+    options: tuple[str, ...]
     link_bytes_per_s: float
 
     def write(self, folder: Path, change: Change) -> list[str]:
@@ -131,7 +132,7 @@ def run(
     shutil.copy(CLOCK, folder)
     if recorded:
         haiprof = [sys.executable, "-m", "haiprof", "run", "--quiet", "--log-dir"]
-        line = [*haiprof, str(folder / "logs"), "--", *line]
+        line = [*haiprof, str(folder / "logs"), *job.options, "--", *line]
     environment = {
         "OMP_NUM_THREADS": "1", **os.environ, "GLOO_SOCKET_IFNAME": "lo",
         "FAULTS_TRUTH": str(folder), "FAULTS_STEPS": str(steps), "PYTHONWARNINGS": "ignore",

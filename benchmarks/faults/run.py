@@ -65,7 +65,7 @@ class Drawn:
         self.kind, self.text, self.healthy = kind.name, self.case.text, kind.healthy
         self.ranks, self.loaded, self.seconds = self.case.ranks, self.case.loaded, kind.seconds
         self.beside, self.under, self.steps = kind.beside, kind.under, 0
-        self.doing = kind.activities
+        self.doing, self.options = kind.activities, kind.options
         self.link_bytes_per_s = 0.0
         if kind.under == "link":  # two ranks send 4 bytes of each parameter, over one loopback
             found = work()[self.case.family]

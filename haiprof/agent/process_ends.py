@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,16 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 class ProcessEnds:
     """Watches the processes of the job on this node."""
 
-    def __init__(self, run: RunPaths, host: str, job_pid: int, *, root: Path = Path("/")) -> None:
+    def __init__(
+        self,
+        run: RunPaths,
+        host: str,
+        job_pid: int,
+        *,
+        root: Path = Path("/"),
+        on_end: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self._on_end = on_end
         self._events = run.node(host).events
         self._job_pid, self._root = job_pid, root
         self._tree = ProcessTree(root)
@@ -214,6 +223,8 @@ class ProcessEnds:
     def _note(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             append_line(self._events, line)
+            if self._on_end is not None:
+                self._on_end(line)
 
 
 def note_job_end(

@@ -9,14 +9,17 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from haiprof.agent.notifications import Notifier, find_grown_accounts
 from haiprof.agent.step_watch import Alarm, Node, Watch
 from haiprof.agent.trace_finisher import end_child
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options
 from haiprof.base.safe_files import create_file, make_private
+from haiprof.base.units import duration_text
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import frame_text, own_frame, parse_frames
 from haiprof.run_format.writer import append_line
@@ -26,6 +29,8 @@ PAUSE_S = 300.0
 """Minimum time between two reactions of a kind, over all nodes."""
 TRACE_STEPS = 5
 LIMIT_S = 600.0
+NOTIFIED_TIMES = 20
+"""Hangs, and slow-downs, that are told with `--notify`, where fewer are looked into."""
 _MOST_SUSPECTS = 8
 _RESULT_LIMIT_BYTES = 1 << 24
 _KEPT = ("rank", "reason", "doing", "certain")
@@ -54,8 +59,9 @@ class Reactor:
     """
 
     def __init__(
-        self, run: RunPaths, host: str, options: Options, start: Start, watch: Watch | None = None
-    ) -> None:
+        self, run: RunPaths, host: str, options: Options, start: Start, watch: Watch | None = None,
+        *, notifier: Notifier | None = None,
+    ) -> None:  # fmt: skip
         self._run, self._host, self._options = run, host, options
         self._start = start
         self._watch = watch or Watch(
@@ -64,6 +70,8 @@ class Reactor:
             record_s=options.time_s,
             warmup_s=options.warmup_s,
         )
+        self._notifier = notifier
+        self._told_hang: Alarm | None = None
         self._action: _Action | None = None
         self._look_at = 0.0
 
@@ -76,6 +84,7 @@ class Reactor:
         self._look_at = now + LOOK_S
         for alarm in self._watch.look(node):
             self._react(alarm)
+        self._tell_hang_end(node)
         while self._watch.suspensions:
             begin, end, seen = self._watch.suspensions.pop(0)
             line = {"type": "job_suspended", "time_ns": end, "gap_ns": end - begin, "seen": seen}
@@ -99,7 +108,8 @@ class Reactor:
         if claim is None:
             return
         fd, path = claim
-        command = self._command(alarm)
+        is_looked_into = int(path.stem.rpartition("-")[2]) < self._options.react_times
+        command = self._command(alarm) if is_looked_into else None
         try:
             action = command or "none"
             wall_ns, mono_ns = time.time_ns(), time.monotonic_ns()
@@ -124,6 +134,8 @@ class Reactor:
                 )
             if command is not None:
                 self._begin(path, alarm, command, fd)
+            if alarm.trigger == "slow" or self._action is None or self._action.alarm is not alarm:
+                self._tell(alarm, alarm.reason)
         finally:
             os.close(fd)
 
@@ -156,7 +168,8 @@ class Reactor:
         """The file of the next reaction of this kind; None if it is too early, or one too many."""
         with contextlib.suppress(OSError):  # full disk: its result could not be stored either
             make_private(self._run.control, below=self._run.root)
-            for number in range(self._options.react_times):
+            notified = 0 if self._notifier is None else NOTIFIED_TIMES
+            for number in range(max(self._options.react_times, notified)):
                 path = self._run.control_reaction(alarm.trigger, number)
                 try:
                     fd = create_file(path, below=self._run.root, mode=0o600)
@@ -193,6 +206,9 @@ class Reactor:
     def _note_result(self, action: _Action, content: Mapping[str, Any]) -> None:
         line = {"type": "reaction_result", "name": action.name, "wall_ns": time.time_ns()}
         self._append({**line, **content})
+        if action.alarm.trigger == "hang":
+            found = f": {_snapshot_text(content)}" if content["state"] == "done" else ""
+            self._tell(action.alarm, action.alarm.reason + found, snapshot=content.get("path"))
         if self._options.quiet or content["state"] != "done":
             return
         if action.command == "snapshot":
@@ -204,6 +220,30 @@ class Reactor:
                 f"traced {content['rank_count']} ranks: haiprof trace report {self._run.root} "
                 f"--window {content['window']}"
             )
+
+    def _tell(self, alarm: Alarm, text: str, **details: object) -> None:
+        """Notifies of an alarm: a hang with its snapshot, slower steps with what grew in them."""
+        if self._notifier is None:
+            return
+        step = alarm.step
+        complete = None
+        if alarm.trigger == "hang":
+            self._told_hang = alarm
+        elif step is not None:
+            complete = partial(find_grown_accounts, self._start, step)
+        self._notifier.send(
+            alarm.trigger, text, complete, rank=alarm.rank, step=step, **alarm.numbers, **details
+        )
+
+    def _tell_hang_end(self, node: Node) -> None:
+        alarm = self._told_hang
+        if alarm is None or self._notifier is None or self._watch.is_hanging:
+            return
+        self._told_hang = None
+        lasted = duration_text(time.monotonic_ns() - alarm.since_mono_ns)
+        lives = bool(node.live_ranks())
+        how = f"after {lasted}: steps go on" if lives else "as its ranks have ended"
+        self._notifier.send("hang_end", f"the hang is over {how}", steps_go_on=lives)
 
     def _append(self, line: Mapping[str, object]) -> None:
         append_line(self._run.node(self._host).events, line)

@@ -386,6 +386,11 @@ class Watch:
         """Start and end of each suspension of the job, and whether its ranks were seen stopped, or
         only the launcher did not run; the caller records and clears them."""
 
+    @property
+    def is_hanging(self) -> bool:
+        """Whether the hang that was found last goes on."""
+        return self._hangs
+
     def look(self, node: Node) -> list[Alarm]:
         """Reads what is new."""
         now = self._clock()

@@ -53,6 +53,9 @@ ENV_PEAK = (
 )
 ENV_DCGM_URL = "HAIPROF_DCGM_URL"  # where DCGM's exporter answers, and that it is wanted
 ENV_RENDEZVOUS = "HAIPROF_RENDEZVOUS"  # set by `haiprof submit`: where a job's nodes meet
+ENV_TRY_LOADER = "HAIPROF_TRY_LOADER"  # set by `haiprof try-loader`: FOLDER:MODE of one trial
+KEPT_BATCHES = "kept"
+"""The mode of such a trial in which a loader costs nothing; a number is how many workers."""
 ENV_KINETO_DAEMON = "KINETO_USE_DAEMON"  # Kineto's own: a process asks a daemon for traces
 ENV_KINETO_FOLDER = "KINETO_IPC_SOCKET_DIR"  # Kineto's own: where the daemon's socket is
 ENV_FLIGHT_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -111,6 +114,8 @@ class Options(TraceOptions, ReactOptions):
     """Users who may read it beside the job's own and root: names, uids, or `all`."""
     kineto: bool = False
     """Let the job be traced through Kineto, beside Python (KINETO_USE_DAEMON)."""
+    notify: str = ""
+    """URL or shell command that is told of hangs, slow-downs, deaths and the end; empty is none."""
     quiet: bool = False
     """Print neither the first line nor the verdict."""
 
@@ -192,6 +197,7 @@ class Options(TraceOptions, ReactOptions):
             "prometheus_allow": list(self.prometheus_allow),
             "kineto": self.kineto,
             **self.react_json(),
+            "notify": self.notify and ("URL" if is_notify_url(self.notify) else "command"),
             "quiet": self.quiet,
         }
 
@@ -215,6 +221,19 @@ def _address(text: str) -> str:
     port = text.rpartition(":")[2]
     if not port.isdigit() or not 0 < int(port) <= _PORT_LIMIT:
         raise ValueError("expected HOST:PORT")
+    return text
+
+
+def is_notify_url(target: str) -> bool:
+    """Whether `--notify` names a URL; otherwise it is a command."""
+    return target.startswith(("http://", "https://"))
+
+
+def _notify(text: str) -> str:
+    """A URL, which may be a secret as a whole, or a command."""
+    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    if scheme and not is_notify_url(text):
+        raise ValueError("expected http://, https:// or a command")
     return text
 
 
@@ -300,6 +319,8 @@ OPTIONS = (
                "with CUDA synchronisation events"),
     OptionSpec("execution-trace", "execution_trace", _switch, "HAIPROF_EXECUTION_TRACE", "",
                "also an execution trace of the same steps; implies --trace"),
+    OptionSpec("explain", "explain", _switch, "HAIPROF_EXPLAIN", "",
+               "trace two steps with the lines that call operators: what backward does has a line"),
     OptionSpec("repeat", "repeat", int, "HAIPROF_REPEAT", "N",
                f"trace N windows (default: {Options.repeat})"),
     OptionSpec("repeat-every", "repeat_every", int, "HAIPROF_REPEAT_EVERY", "STEPS",
@@ -357,6 +378,9 @@ OPTIONS = (
     OptionSpec("react-times", "react_times", int, "HAIPROF_REACT_TIMES", "N",
                "maximum number of automatic snapshots, and of automatic traces "
                f"(default: {Options.react_times})"),
+    OptionSpec("notify", "notify", _notify, "HAIPROF_NOTIFY", "COMMAND|URL",
+               "send a JSON message on a hang, a slowdown, a death and the end of the job "
+               "(default: nobody is told)"),
     OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",
                "do not print the first line and the verdict"),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from haiprof.base.errors import UsageError
 
 DEFAULT_STEPS = 5
+EXPLAIN_STEPS = 2
 STEP_LIMIT = 10_000  # a step of a small model is a megabyte of trace
 REPEAT_LIMIT = 10_000
 SPACING = 10  # steps from one window's start to the next, in lengths of a window
@@ -25,7 +26,8 @@ class TraceOptions:
     """Which steps of the job torch.profiler records beside haiprof's phases, and what of them."""
 
     trace: bool = False
-    """A torch.profiler window of every rank; `steps`, `execution_trace`, `keep_slow` imply it."""
+    """A torch.profiler window of every rank; `steps`, `execution_trace`, `keep_slow` and `explain`
+    imply it."""
     steps: tuple[int, int] | None = None
     """First step and the one after the last, counted from 0 at the rank's first training step."""
     trace_steps: int | None = None
@@ -44,6 +46,9 @@ class TraceOptions:
     """CUDA synchronisation events."""
     execution_trace: bool = False
     """An execution trace (ExecutionTraceObserver) of the same window."""
+    explain: bool = False
+    """Also the lines of the job that call operators, so that what backward does has a line; implies
+    `trace`, of two steps unless it is said of which."""
     repeat: int = 1
     """How many windows; with `keep_slow`, how many slow ones are kept at the most."""
     repeat_every: int | None = None
@@ -60,7 +65,7 @@ class TraceOptions:
     @property
     def traces(self) -> bool:
         """Whether anything is traced."""
-        implied = self.steps is not None or self.execution_trace or self.keep_slow
+        implied = self.steps is not None or self.execution_trace or self.keep_slow or self.explain
         return self.trace or implied
 
     def window(self, *, time_s: float, warmup_s: float) -> dict[str, object] | None:
@@ -69,13 +74,13 @@ class TraceOptions:
         `steps` ([first, after last] or null), `count` (steps of a window that `steps` and
         `time_s` leave open), `time_s` (its length in seconds; 0: `steps` or `count` say),
         `warmup_s` (0: after ten steps), a switch for each of `stacks`, `shapes`, `memory`,
-        `flops`, `modules`, `sync`, `execution_trace`, `keep_slow`; `repeat`, `repeat_every`
-        (null: ten times the length that a window of `time_s` turned out to have),
+        `flops`, `modules`, `sync`, `lines`, `execution_trace`, `keep_slow`; `repeat`,
+        `repeat_every` (null: ten times the length that a window of `time_s` turned out to have),
         `slow_ratio`, `limit_bytes`.
         """
         if not self.traces:
             return None
-        in_steps = self.steps is not None or self.trace_steps is not None or self.keep_slow
+        in_steps = self._says_steps()
         window_s = 0.0 if in_steps else time_s
         length = None if window_s else self._length()
         return {
@@ -84,6 +89,7 @@ class TraceOptions:
             "time_s": window_s,
             "warmup_s": warmup_s,
             **{name: getattr(self, f"trace_{name}") for name in _WHAT},
+            "lines": self.explain,
             "execution_trace": self.execution_trace,
             "repeat": self.repeat,
             "repeat_every": self.repeat_every or (length and SPACING * length),
@@ -101,6 +107,7 @@ class TraceOptions:
             "trace_steps": self.trace_steps,
             **{f"trace_{name}": getattr(self, f"trace_{name}") for name in _WHAT},
             "execution_trace": self.execution_trace,
+            "explain": self.explain,
             "repeat": self.repeat,
             "repeat_every": self.repeat_every,
             "keep_slow": self.keep_slow,
@@ -116,7 +123,7 @@ class TraceOptions:
             which = f"step {first}" if after - first == 1 else f"steps {first} to {after - 1}"
         elif self.keep_slow:
             which = f"steps {self.slow_ratio:g} times as slow as usual"
-        elif time_s and self.trace_steps is None:
+        elif time_s and not self._says_steps():
             which = "all of it"
         else:
             which = f"{self._length()} steps"
@@ -146,7 +153,14 @@ class TraceOptions:
         """Steps of a window."""
         if self.steps is not None:
             return self.steps[1] - self.steps[0]
-        return DEFAULT_STEPS if self.trace_steps is None else self.trace_steps
+        if self.trace_steps is None:
+            return EXPLAIN_STEPS if self.explain else DEFAULT_STEPS
+        return self.trace_steps
+
+    def _says_steps(self) -> bool:
+        """Whether a window is as long as so many steps, whatever the recording's time."""
+        given = self.steps is not None or self.trace_steps is not None
+        return given or self.keep_slow or self.explain
 
     def _check_values(self) -> None:
         if not 1 <= self._length() <= STEP_LIMIT:
@@ -188,7 +202,7 @@ class TraceOptions:
                     f"--steps and {other} both say which steps to trace",
                     hint="--steps 100:105 alone, or --trace --warmup 120 --trace-steps 5",
                 )
-        by_time = time_s and self.trace_steps is None and not self.keep_slow
+        by_time = time_s and not self._says_steps()
         if self.repeat_every is not None and not by_time and self.repeat_every < self._length():
             raise UsageError(
                 f"--repeat-every {self.repeat_every} is shorter than a window of"

@@ -20,6 +20,7 @@ from haiprof.cli.command_line import (
     Opt,
     Parameter,
     help_page,
+    own_words,
     parameters_of,
     read_arguments,
 )
@@ -35,7 +36,7 @@ from haiprof.cli.target import (
     name_log_dir,
 )
 
-_OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit"})
+_OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit", "try-loader"})
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
 _LOG_DIR = Parameter(
     name="log_dir", kind=Path, several=False, default=None,
@@ -77,7 +78,7 @@ def run_command(argv: Sequence[str]) -> int:
     LOG_DIR.set(None)
     ADDRESS.set("")
     COMMAND_NAME.set(name)
-    if set(HELP) & set(rest[: rest.index("--")] if "--" in rest else rest):
+    if set(HELP) & set(own_words(command_parameters(name), rest)):
         columns = shutil.get_terminal_size((_MAX_WIDTH, 0)).columns
         sys.stdout.write(command_help(name, min(_MAX_WIDTH, max(_MIN_WIDTH, columns))))
         return 0

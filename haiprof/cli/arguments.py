@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
@@ -36,6 +37,20 @@ LogDir = Annotated[
     ),
 ]
 AsJson = Annotated[bool, Opt("--json", "Print the data as JSON, and nothing else.")]
+
+
+class Form(str, Enum):
+    """What `--format` takes."""
+
+    TEXT = "text"
+    MARKDOWN = "markdown"
+    JSON = "json"
+
+
+OutputForm = Annotated[
+    Form,
+    Opt("--format FORM", "text, markdown (for a pull request or a job summary), or json."),
+]
 Everything = Annotated[
     bool,
     Opt("--all", "Also all numbers, what could not be measured or judged, and what haiprof cost."),

@@ -65,6 +65,8 @@ class Arg:
     help: str
     factory: Callable[[], Any] | None = field(default=None, kw_only=True)
     callback: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+    is_command: bool = field(default=False, kw_only=True)
+    """Whether it is another command line: what follows its first word is that command's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,21 +166,16 @@ def read_arguments(
 def _words_by_name(
     command: str, parameters: Sequence[Parameter], words: Sequence[str]
 ) -> dict[str, list[str]]:
-    flags = {
-        flag: each
-        for each in parameters
-        if isinstance(each.declared, Opt)
-        for flag in (*each.declared.flags, each.declared.off)
-        if flag
-    }
+    flags = _options(parameters)
     found: dict[str, list[str]] = {}
+    own = own_words(parameters, words)
     arguments: list[str] = []
-    rest = list(words)
+    rest = list(own)
+    after = list(words[len(own) :])
+    if after[:1] == ["--"]:
+        del after[0]
     while rest:
         word = rest.pop(0)
-        if word == "--":
-            arguments += rest
-            break
         if not word.startswith("-") or word == "-":
             arguments.append(word)
             continue
@@ -197,6 +194,7 @@ def _words_by_name(
                 raise UsageError(f"{command}: {name} needs a value")
             value = rest.pop(0)
         found.setdefault(option.name, []).append(value)
+    arguments += after
     for each in (each for each in parameters if isinstance(each.declared, Arg)):
         count = len(arguments) if each.several else 1
         found[each.name], arguments = arguments[:count], arguments[count:]
@@ -205,6 +203,35 @@ def _words_by_name(
             f"{command}: unexpected argument {arguments[0]!r}", hint=f"haiprof {command} --help"
         )
     return found
+
+
+def _options(parameters: Sequence[Parameter]) -> dict[str, Parameter]:
+    """Options by each of their names."""
+    return {
+        flag: each
+        for each in parameters
+        if isinstance(each.declared, Opt)
+        for flag in (*each.declared.flags, each.declared.off)
+        if flag
+    }
+
+
+def own_words(parameters: Sequence[Parameter], words: Sequence[str]) -> list[str]:
+    """The words before `--`, or before another command line that the command takes.
+
+    Args:
+        parameters: What the command declares.
+        words: Its command line.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    declared = [each.declared for each in parameters]
+    if not any(isinstance(each, Arg) and each.is_command for each in declared):
+        return list(words[:end])
+    options, place = _options(parameters), 0
+    while place < end and words[place].startswith("-"):
+        option = options.get(words[place])
+        place += 1 if option is None or option.is_switch else 2  # its value
+    return list(words[: min(place, len(words))])
 
 
 def _no_option(command: str, name: str, known: Sequence[str]) -> UsageError:

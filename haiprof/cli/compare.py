@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, Form, OutputForm
 from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import named_traces, open_target
@@ -42,12 +42,19 @@ Limit = Annotated[
     ),
 ]
 
+FromStep = Annotated[
+    int | None,
+    Opt("--from-step N", "Compare the steps of RUN from step N on with those before it.", low=1),
+]
+
 
 def compare(
     runs: Runs = None,
     baseline: BaselineName = None,
     fail_if_slower: Limit = None,
+    from_step: FromStep = None,
     as_json: AsJson = False,
+    form: OutputForm = Form.TEXT,
 ) -> None:
     """Compare two recorded runs, or two traces: is the new one slower, and by what.
 
@@ -63,23 +70,43 @@ def compare(
       haiprof compare haiprof-logs/train-before haiprof-logs/train-after
       haiprof compare before after --fail-if-slower 5%
       haiprof compare haiprof-logs --baseline last-good --fail-if-slower 5%
+      haiprof compare before after --format markdown > comment.md
       haiprof compare before after --json | jq .verdict
+      haiprof compare run --from-step 412         what made steps slower within one run
       haiprof compare a.json b.json               what changed on the GPU
     """
     from haiprof.base.units import ratio_text
     from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
     from haiprof.diagnosis.compare.compared_run import compared_run_of
-    from haiprof.diagnosis.compare.comparison import compare_runs, exceeds
-    from haiprof.show.views.compare import compare_data, compare_view, headline, what_would_decide
+    from haiprof.diagnosis.compare.comparison import compare_runs, compare_steps, exceeds
+    from haiprof.show.views.compare import (
+        compare_data,
+        compare_markdown,
+        compare_view,
+        headline,
+        what_would_decide,
+    )
 
+    output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
     limit = parse_percent(fail_if_slower)
+    if from_step is not None:
+        if len(runs or []) > 1 or baseline is not None or limit is not None:
+            raise UsageError("compare: --from-step goes with one run, and no other option")
+        found = compare_steps(open_target(runs[0] if runs else None), from_step)
+        output.show(lambda _: compare_view(found), compare_data(found))
+        return
     first, last = parse_runs(runs or [], baseline)
     before_traces, after_traces = named_traces(first), named_traces(last)
     if before_traces and after_traces:
         if limit is None:
-            _show_traces(before_traces, after_traces, Output(json=as_json))
+            _show_traces(before_traces, after_traces, output)
+        elif output.markdown:
+            raise UsageError("--fail-if-slower of traces has no Markdown",
+                             hint="haiprof compare A B --format markdown")  # fmt: skip
         else:
-            trace_diff(before_traces, after_traces, fail_if_slower=fail_if_slower, as_json=as_json)
+            trace_diff(
+                before_traces, after_traces, fail_if_slower=fail_if_slower, as_json=output.json
+            )
         return
     if before_traces or after_traces:
         raise UsageError(
@@ -87,14 +114,14 @@ def compare(
             f"{last if before_traces else first} is a run",
             hint="name two runs or two traces",
         )
-    output = Output(json=as_json)
     after = compared_run_of(open_target(last))
     before = baseline_named(first, after)
     found, chosen = compare_runs(before.side, after), before.why
     data = compare_data(found, chosen=chosen)
     if chosen and not note_outcome(after, data):
         output.hint(f"cannot note the outcome in {after.path}")
-    output.show(lambda _: compare_view(found, chosen=chosen), data)
+    output.show(lambda _: compare_view(found, chosen=chosen), data,
+                lambda: compare_markdown(found, chosen=chosen))  # fmt: skip
     if limit is None:
         return
     decided = exceeds(found, limit)

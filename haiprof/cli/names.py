@@ -88,8 +88,14 @@ COMMANDS = {
                      "fetch:fetch"),
     "submit": Command("submit", "SCRIPT", "start a job here in the background, or on a cluster",
                       "submit:submit"),
+    "try-loader": Command("try-loader", "COMMAND", "steps per second with other DataLoaders, tried "
+                          "in short runs", "try_loader:try_loader"),
     "doctor": Command("doctor", "", "what can be measured on this node, and what prevents the rest",
                       "doctor:doctor"),
+    "mcp": Command("mcp", "", "runs and traces as tools for agents, read-only, over stdio",
+                   "mcp:mcp"),
+    "skill": Command("skill", "[DIR]", "writes SKILL.md: how an agent works with haiprof",
+                     "skill:skill"),
     "diagnose": Command("verdict", "", "", "verdict:verdict"),
 }  # fmt: skip
 """By the name of the last release, which still works; code uses these names, too."""
@@ -106,8 +112,9 @@ GROUPS = {
     ),
     "Use other tools": (
         "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "put",
+        "mcp", "skill",
     ),
-    "Prepare": ("submit", "doctor"),
+    "Prepare": ("submit", "try-loader", "doctor"),
     "Other forms": ("view", "ps", "fetch"),
 }  # fmt: skip
 """The commands by what one wants to do, as `haiprof --help-all` lists them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -38,26 +39,42 @@ class Output:
 
     json: bool = False
     """Data as JSON to stdout, and nothing else there."""
+    markdown: bool = False
+    """Markdown to stdout: a result's own, or its view as it is in a pipe."""
     quiet: bool = False
     """Neither view nor hints."""
 
-    def show(self, view: View, data: Mapping[str, Any]) -> None:
+    def show(
+        self, view: View, data: Mapping[str, Any], markdown: Callable[[], str] | None = None
+    ) -> None:
         """Shows one result.
 
         Args:
             view: What people see, for a terminal of so many columns.
             data: The same for scripts.
+            markdown: The same for pull requests; the view as a block of text where left out.
         """
         if self.json:
             sys.stdout.write(json_text(data) + "\n")
+        elif self.markdown:
+            sys.stdout.write(_block(view) if markdown is None else markdown())
         elif not self.quiet:
             console = stdout_console()
             console.print(view(console.width), crop=False)  # a command to copy is one line
 
     def hint(self, text: str) -> None:
         """Prints what to do next to stderr."""
-        if not self.json and not self.quiet:
+        if not self.json and not self.markdown and not self.quiet:
             print_message(text)
+
+
+def _block(view: View) -> str:
+    """A view as a block of Markdown, which no backticks in it can end."""
+    console = SafeConsole(file=io.StringIO(), width=PIPE_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(view(PIPE_WIDTH), crop=False)
+    text = captured.get().replace("```", "'''")
+    return f"```text\n{text}```\n"
 
 
 def stdout_console() -> Console:

@@ -23,6 +23,7 @@ Target = Annotated[
 ]
 Sql = Annotated[str | None, Arg("SQL", "One select.")]
 Schema = Annotated[bool, Opt("--schema", "Show tables and columns with units and meanings.")]
+Limit = Annotated[int | None, Opt("--limit ROWS", "Only the first rows of the answer.", low=1)]
 AsCsv = Annotated[bool, Opt("--as-csv", "Print all rows as CSV.", old=("--csv",))]
 
 
@@ -33,6 +34,7 @@ def query(
     window: Window = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
+    limit: Limit = None,
 ) -> None:
     """Ask traces or a run in SQL; nothing is changed and no other file is read.
 
@@ -71,6 +73,8 @@ def query(
             output.show(lambda _: schema_view(tables), schema_data(tables))
             return
         answer = ask(tables, sql)
+        row_count = answer.height
+        answer = answer if limit is None else answer.head(limit)
         of_traces = names_traces(tables, sql)
     faults = print_faults(output, analysis, *OF_EACH_RANK) if of_traces else []
     if as_csv:
@@ -78,4 +82,5 @@ def query(
 
         print_text(lambda file: write_csv(answer, file), sys.stdout.buffer)
         return
-    output.show(lambda _: answer_view(answer), answer_data(answer) | {"faults": faults})
+    data = answer_data(answer) | {"row_count": row_count, "faults": faults}
+    output.show(lambda _: answer_view(answer), data)

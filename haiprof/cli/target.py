@@ -171,7 +171,7 @@ _ON_JOBS = frozenset({"ps", "top", "attach", "snapshot", "trace-now"})
 """Commands on jobs that run: these are recorded into a folder of this machine first."""
 _WRITE_INTO_RUN = frozenset({"report", "merge", "scalars"})
 """Commands that write into the run directory, where no other file is named."""
-_TAKE_ADDRESSES = frozenset({"put", "fetch", "submit"})
+_TAKE_ADDRESSES = frozenset({"put", "fetch", "submit", "try-loader"})
 _OF_OTHERS = ("--cluster",)
 """Options whose addresses are not of runs."""
 

@@ -7,9 +7,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from haiprof.base.errors import RunNotFoundError, UsageError
+from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AsJson, Everything, PeakOption, the_job
+from haiprof.base.trace_options import EXPLAIN_STEPS
+from haiprof.cli.arguments import AsJson, Everything, Form, OutputForm, PeakOption, the_job
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
@@ -36,11 +37,17 @@ Target = Annotated[
     ),
 ]
 Collect = Annotated[
-    bool, Opt("--collect", "The job runs: watch it for --time, and judge that part.")
+    bool,
+    Opt(
+        "--collect",
+        "The job runs: watch it for --time, trace two steps of it (the verdict says what that "
+        "cost), and judge that part.",
+    ),
 ]
 Seconds = Annotated[float, Opt("--time SECONDS", "How long to watch.")]
 SaveTraces = Annotated[
-    bool, Opt("--save-traces", "With --collect: also trace some steps of all ranks.")
+    bool,
+    Opt("--save-traces", "With --collect: trace five steps, for the other commands on traces."),
 ]
 Folder = Annotated[
     Path | None,
@@ -67,15 +74,16 @@ def verdict(
     target: Target = None, as_json: AsJson = False, save: Save = False,
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
-    everything: Everything = False, peak: PeakOption = None,
+    everything: Everything = False, peak: PeakOption = None, form: OutputForm = Form.TEXT,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
     With --all also what could not be measured or judged and why, and what haiprof itself cost.
     With --collect the next seconds of a running job are judged, and kept as report/diagnosis.json
-    in its run directory (docs/diagnosis.md). `haiprof verdict` is the same command. With --folder
-    all of it is written into a self-contained folder: card, page, tables,
-    hardware samples, and PerfTracker's five reports where steps were traced.
+    in its run directory (docs/diagnosis.md); two of its steps are traced, so that what backward
+    does has its line, and left out of all numbers. With --folder all of it is written into a
+    self-contained folder: card, page, tables, hardware samples, and PerfTracker's five reports
+    where steps were traced.
 
     `haiprof verdict overview`, `verdict rank` and `verdict lines` show the same run by rank and by
     line of code; each has a --help of its own.
@@ -90,11 +98,13 @@ def verdict(
       haiprof verdict --last 60                   of the run's last minute alone
       haiprof verdict --svg card.svg              the card as a picture
       haiprof verdict --exit-report ticket.md     how it ended, for a ticket
+      haiprof verdict --format markdown >> "$GITHUB_STEP_SUMMARY"
       haiprof verdict --json | jq '.findings[0].remedy'
       haiprof verdict traces/                     of torch.profiler: the device's time, by account
 
       haiprof verdict trace.json --peak MI300X    a trace that does not name its GPU
     """
+    output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
     if folder is not None and last is not None:
         raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
@@ -104,7 +114,7 @@ def verdict(
                 f"{traces}: traces, and no run: only --json and --all go with them",
                 hint="name a run directory, or leave the other options out",
             )
-        _show_traces(traces, as_json=as_json, everything=everything, peak=peak)
+        _show_traces(traces, output, everything=everything, peak=peak)
         return
     since = None
     if collect:
@@ -118,10 +128,10 @@ def verdict(
     from haiprof.show import death_block
     from haiprof.show.card import save_card_svg, save_verdict, verdict_card
     from haiprof.show.figures.style import write_text
+    from haiprof.show.markdown import verdict_markdown
     from haiprof.show.run_header import manifest_or_none, run_header
 
     analyzer = analyzer if last is None else analyzer.last(last)
-    output = Output(json=as_json)
     found = diagnose(analyzer, trace_limit_bytes=_trace_limit() if save else None, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     content = as_document(found, since_ns=since)
@@ -142,21 +152,25 @@ def verdict(
             found, header, width=width, everything=everything, folder=working_folder()
         ),
         content,
+        lambda: (
+            death_block.exit_report(found, header)
+            if found.death is not None
+            else verdict_markdown(found, header.name)
+        ),
     )
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
 
-def _show_traces(path: Path, *, as_json: bool, everything: bool, peak: str | None) -> None:
+def _show_traces(path: Path, output: Output, *, everything: bool, peak: str | None) -> None:
     from haiprof.cli.arguments import ReadProgress
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
     from haiprof.trace_analysis.operator_efficiency import parse_peak
 
-    with ReadProgress(quiet=as_json) as waiting:
+    with ReadProgress(quiet=output.json) as waiting:
         found = device_ledger(path, peaks=parse_peak(peak), progress=waiting)
-    output = Output(json=as_json)
     output.show(
         lambda width: device_ledger_view(found, path, width=width, everything=everything),
         device_ledger_data(found, path),
@@ -186,10 +200,20 @@ def _check(
 
 
 def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
+    """Watches a job while two steps, or more, are traced with the lines of their operators."""
     from haiprof.live.trace_now import collect
 
-    trace = {"count": _TRACE_STEPS} if traces else None
-    (since, _), traced = collect(run, seconds, trace=trace, progress=print_message)
+    trace = {"count": _TRACE_STEPS if traces else EXPLAIN_STEPS, "lines": True}
+    try:
+        (since, _), traced = collect(
+            run, seconds, trace=trace, trace_timeout_s=None if traces else seconds,
+            progress=print_message,
+        )  # fmt: skip
+    except HaiprofError as error:
+        if traces:
+            raise
+        print_message(f"no lines of what backward does: {error}")
+        (since, _), traced = collect(run, seconds, progress=print_message)
     if traced is not None and not traced.done:
         why = next((rank.reason for rank in traced.ranks if rank.reason), "no rank answered")
         print_message(f"no trace: {why}")

@@ -8,12 +8,13 @@ function of an account, and at what the run recorded of its loaders, cores and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
 from haiprof.base.ledger import Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
+from haiprof.diagnosis.backward_lines import SMALL_OPERATORS
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
 from haiprof.diagnosis.opportunities import RECOMPUTED
@@ -112,14 +113,35 @@ def _whole_of(account: Account) -> str:
 
 def explain(question: Question) -> Explanation:
     """The first explanation that speaks of an account."""
-    if question.account.explanation == RECOMPUTED:
-        return _recomputation(question)
     account = question.account
     by_activity = _BY_ACTIVITY.get(account.activity)
-    if by_activity is not None and (account.activity, account.position) != _EVALUATED:
-        return by_activity(question)
     function = _BY_POSITION.get(account.position, _code)
-    return function(question)
+    if account.explanation in _BY_KEY:
+        function = _BY_KEY[account.explanation]
+    elif by_activity is not None and (account.activity, account.position) != _EVALUATED:
+        function = by_activity
+    said = function(question)
+    if not account.ranks or len(question.inputs.world) < 2 or said.title.startswith("rank"):
+        return said
+    return replace(said, title=f"{ranks_text(account.ranks)} alone: {said.title}")
+
+
+def _small_operators(question: Question) -> Explanation:
+    account, lines = question.account, question.inputs.traces.lines
+    of_line = (pl.col("file") == account.file) & (pl.col("line") == account.line)
+    own = pl.DataFrame() if lines is None else lines.filter(of_line)
+    count = own.select((pl.col("operator_count") / pl.col("step_count")).mean()).item()
+    mean = own.select(pl.col("operator_ns").mean()).item()
+    return Explanation(
+        slug=SMALL_OPERATORS,
+        title=f"many small operators{_code_text(account)}: {count:,.0f} in a step, and as many in "
+        f"backward, {question.amount} in both",
+        remedy="vectorise the loop (torch.stack, einsum, torch.vmap), or torch.compile",
+        evidence=(
+            Evidence(name="operators of that line in a step", value=count, unit="count"),
+            Evidence(name="median operator in the traced window", value=mean, unit="ns"),
+        ),
+    )
 
 
 def _waits_for_loader(question: Question) -> Explanation:
@@ -417,6 +439,10 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {
 }
 _EVALUATED = ("wait: loader", "evaluation")
 """Batches of an evaluation are its own."""
+_BY_KEY: dict[str | None, Callable[[Question], Explanation]] = {
+    SMALL_OPERATORS: _small_operators,
+    RECOMPUTED: _recomputation,
+}
 _BY_POSITION: dict[str, Callable[[Question], Explanation]] = {
     "input": _input,
     "evaluation": _evaluation,

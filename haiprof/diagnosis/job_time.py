@@ -188,6 +188,7 @@ def job_time(
     load: Callable[[int], tuple[Ints, Ints]],
     used: Sequence[int],
     peers: Mapping[int, Mapping[int, int]] | None,
+    tails: Mapping[int, float] | None = None,
 ) -> JobTime:
     """Puts ranks side by side.
 
@@ -196,8 +197,11 @@ def job_time(
         load: The exact times of a rank: [position, step] of all its steps, without collections, and
             in these.
         used: Positions that any of them was in.
-        peers: By rank and step: how long it waited for later ranks; None where no collectives are
-            known.
+        peers: By rank and step: how long it waited for later ranks, where that is known; None where
+            no collectives are known.
+        tails: By rank, of its backward, what follows the last collective that it began there: it
+            waits in that, and needs no clock in common with others. Asked where `peers` says
+            nothing.
     """
     ranks = tuple(steps)
     common = steps[ranks[0]]
@@ -223,7 +227,7 @@ def job_time(
     means = period.mean(axis=1)
     alike = len(ranks) > 1 and float(np.ptp(means)) < _ALIKE_RATIO * float(means.max())
     backward = cells[list(used).index(BACKWARD)] if BACKWARD in used else collected
-    peer, covered = _peer_waits(ranks, common, backward, peers)
+    peer, covered = _peer_waits(ranks, common, backward, peers, tails or {})
     return JobTime(
         ranks=ranks,
         step=common,
@@ -315,6 +319,7 @@ def _peer_waits(
     step: Ints,
     backward: Singles,
     peers: Mapping[int, Mapping[int, int]] | None,
+    tails: Mapping[int, float],
 ) -> tuple[Floats, Bools]:
     """[rank, step] and the steps where it is known: by collectives, else by lengths of backward."""
     if peers is not None:
@@ -324,7 +329,8 @@ def _peer_waits(
         if covered.sum() >= _COVERED_MIN:
             waits = [[peers[rank].get(number, 0) for number in step.tolist()] for rank in ranks]
             return np.array(waits, dtype=np.float64), covered
-    waits = (backward - backward.min(axis=0)).astype(np.float64)
+    waiting = backward * np.array([[tails.get(rank, 1.0)] for rank in ranks])
+    waits = (waiting - waiting.min(axis=0)).astype(np.float64)
     return waits, np.ones(len(step), dtype=np.bool_)
 
 

@@ -231,11 +231,35 @@ class RankState:
 def state_of(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
     """The first difference that would make a rank lose that share of a step; None without one."""
     return (
-        _find_throttling(inputs, rank)
+        _find_larger_inputs(inputs, rank)
+        or _find_throttling(inputs, rank)
         or _find_starvation(inputs, rank, share)
         or _find_far_memory(inputs, rank)
         or _find_faults(inputs, rank, share)
     )
+
+
+def _mean_sizes(inputs: RuleInputs) -> dict[int, float]:
+    """By rank: how many numbers its inputs hold on the mean; empty where one is not known."""
+    sizes = inputs.last_attempts.input_sizes.group_by("rank").agg(pl.col("number_count").mean())
+    known = {rank: float(size) for rank, size in sizes.rows() if rank in inputs.world and size}
+    return known if len(known) == len(inputs.world) else {}
+
+
+def _find_larger_inputs(inputs: RuleInputs, rank: int) -> RankState | None:
+    """It is given more to do."""
+    sizes = _mean_sizes(inputs)
+    if len(sizes) < 2 or sizes[rank] <= (1 + SAME_COUNT_RATIO) * lower_median(sizes.values()):
+        return None
+    times = sizes[rank] / lower_median(sizes.values())
+    return RankState(
+        cause="larger_inputs",
+        text=f", its inputs are {times:.2g} times as large as theirs",
+        remedy="give all ranks inputs of equal cost: check how the sampler deals samples to ranks "
+        "(DistributedSampler), group samples by length, or cap tokens per batch",
+        evidence=(Evidence(name=f"rank {rank}: size of its inputs, of the others'",
+                           value=times, unit="ratio"),),
+    )  # fmt: skip
 
 
 def _beyond(values: Mapping[int, float], rank: int) -> float | None:
@@ -305,11 +329,10 @@ def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | Non
     known, nothing is said. Source of the remedy: PyTorch's performance tuning guide, CPU specific
     optimizations.
     """
-    sizes = inputs.last_attempts.input_sizes.group_by("rank").agg(pl.col("number_count").mean())
-    known = {r: size for r, size in sizes.rows() if r in inputs.world}
+    known = _mean_sizes(inputs)
     faults = inputs.counted.of("page_fault_count_per_s")
     beyond = _beyond(faults, rank) or 0.0
-    if len(known) < len(inputs.world) or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
+    if not known or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
         return None
     if known[rank] > (1 + SAME_COUNT_RATIO) * lower_median(known.values()):
         return None

@@ -362,13 +362,15 @@ class _Walk:
 def _find_place(tree: CodeTree, line: _Line) -> CodePlace | None:
     if line.frame < 0:
         return None
+    own = tree.frames[line.frame]
     callers: list[tuple[str, int, str]] = []
     outer = line.function.outer
     while outer is not None and outer.frame >= 0:
         frame = tree.frames[outer.frame]
-        callers.append((frame.file, frame.line, frame.function))
+        caller = (frame.file, frame.line, written_in(frame.function))
+        if caller != (own.file, own.line, written_in(own.function)):  # a comprehension of that line
+            callers.append(caller)
         outer = outer.function.outer
-    own = tree.frames[line.frame]
     return CodePlace(
         file=own.file, line=own.line, function=written_in(own.function), callers=tuple(callers)
     )

@@ -168,7 +168,7 @@ def gather_inputs(
     parts = _by_rank(last_attempts(steps) if restarted else steps)
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
     judged = {
-        rank: judged_steps(part) if since is None else part.filter(since)
+        rank: judged_steps(part) if since is None else untraced_steps(part.filter(since))
         for rank, part in parts.items()
     }
     by_rank = {rank: part for rank, part in judged.items() if part.height}
@@ -210,11 +210,12 @@ def gather_inputs(
 
 
 def judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
-    """The steps of one attempt of one rank without its first, slower ones and without traced ones.
+    """Steps of one attempt of one rank without its first, slower ones and without traced ones."""
+    return untraced_steps(steps.slice(warm_up_steps(steps.height)))
 
-    Where nearly every step was traced, all of them are judged.
-    """
-    settled = steps.slice(warm_up_steps(steps.height))
+
+def untraced_steps(settled: pl.DataFrame) -> pl.DataFrame:
+    """Steps without the traced ones; where nearly every one was traced, all of them."""
     if not settled["traced"].any():
         return settled  # a slice, which copies nothing
     untraced = settled.filter(~pl.col("traced").fill_null(value=False))

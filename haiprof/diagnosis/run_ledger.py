@@ -11,6 +11,7 @@ import polars as pl
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
 from haiprof.base.units import NS_PER_S
+from haiprof.diagnosis.backward_lines import give_lines, small_operators
 from haiprof.diagnosis.job_time import JobTime, Stragglers, find_stragglers, job_time, peer_waits
 from haiprof.diagnosis.opportunities import (
     Opportunity,
@@ -28,6 +29,7 @@ from haiprof.diagnosis.thresholds import (
 )
 from haiprof.diagnosis.verdict import place_text
 from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.lateness import Arrivals
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     LINK_WAIT,
@@ -134,8 +136,13 @@ def run_ledger(
     if not steps:
         return None
     groups = analyzer.arrivals()
-    peers = peer_waits(groups, analyzer.step_starts(steps)) if groups else None
-    time = job_time(steps, analyzer.position_times, analyzer.used_positions(), peers)
+    peers = _known_waits(groups, analyzer, steps) if groups else None
+    tails = {} if peers or not groups else {r: analyzer.backward_tail(r) for r in steps}
+    known = {rank: share for rank, share in tails.items() if share is not None}
+    time = job_time(
+        steps, analyzer.position_times, analyzer.used_positions(), peers,
+        known if len(known) == len(steps) else None,
+    )  # fmt: skip
     chosen = _sampled_ranks(time) | (set(also) & set(time.ranks))
     samples = analyzer.code_samples(chosen)
     parts = [
@@ -159,6 +166,10 @@ def run_ledger(
             for each in found
         ]
     table, needed, found = _keep_needed_link(table, needed, found, inputs, time)
+    lines = inputs.traces.lines
+    if lines is not None:
+        table, needed = give_lines(table, needed, lines, time)
+        table, needed, found = small_operators(table, needed, found, lines)
     for setting in settings:
         table, needed, more = _split_setting(table, needed, setting)
         found += more
@@ -168,6 +179,17 @@ def run_ledger(
         ledger=replace(ledger, median_ns=median), samples=samples, late=late,
         time=time, table=table, rows=rows,
     )  # fmt: skip
+
+
+def _known_waits(
+    groups: Sequence[Arrivals], analyzer: RunFrames, steps: Mapping[int, Ints]
+) -> dict[int, dict[int, int]]:
+    """From the collectives of all groups; empty where a group is known in parts alone.
+
+    It is, where it spans hosts whose clocks are not known to each other.
+    """
+    names = {(group.group, group.group_name) for group in groups}
+    return peer_waits(groups, analyzer.step_starts(steps)) if len(names) == len(groups) else {}
 
 
 def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger | None:

@@ -103,6 +103,12 @@ TENSOR_CORE_OFF_RATIO = 0.20
 would shrink to a fortieth. Own choice."""
 SMALL_KERNEL_NS = 10_000
 """About twice what launching takes (3 to 7 us in the traces at hand). Own choice."""
+OPERATOR_CALL_NS = 5_000
+"""What calling an operator of a CPU takes while it is recorded: 2.7 to 5.9 us for a product of 64
+numbers with autograd (torch 2.13). What is longer computes, and stays."""
+MANY_OPERATORS = 32
+"""Operators that one line calls in a step, from which on it is a loop that may be one operator. Own
+choice; the gain says whether it matters."""
 SMALL_OCCUPANCY_RATIO = 0.25
 """NVIDIA's CUDA C++ Best Practices Guide, occupancy: low occupancy interferes with hiding memory
 latency, and more than needed does not help; it names no number. Own choice."""

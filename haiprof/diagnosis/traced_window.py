@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from haiprof.base.errors import HaiprofError
+from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.options import ENV_PEAK
 from haiprof.base.units import NS_PER_S
 from haiprof.run_format.layout import RunPaths
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.pattern_gathering import Patterns
+    from haiprof.trace_analysis.questions.all_ranks import RankQuestions
 
 NO_TRACES = "no traces in this run: `--trace` records a window"
 NO_GPU = "no GPU event in the traces"
@@ -28,6 +29,8 @@ class TracedWindow:
     patterns: Patterns | None
     why: str
     """Why there are no patterns; empty where there are."""
+    lines: pl.DataFrame | None = None
+    """Columns of `trace_analysis.operator_lines` by `rank`; None in a window without lines."""
 
     def of_gpus(self) -> Patterns | str:
         """The patterns, where some rank's GPU was traced; else why there are none."""
@@ -48,11 +51,20 @@ def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWin
         if limit_bytes is not None and size > limit_bytes:
             why = f"traces of {size >> 20} MiB are not read while a job ends: haiprof verdict DIR"
             return TracedWindow(patterns=None, why=why)
-        return TracedWindow(patterns=analysis.patterns(), why="")
+        return TracedWindow(patterns=analysis.patterns(), why="", lines=_lines(analysis))
     except HaiprofError as error:
         return TracedWindow(patterns=None, why=" ".join(str(error).split()))
     except OSError as error:
         return TracedWindow(patterns=None, why=f"traces: {error.strerror or error}")
+
+
+def _lines(analysis: RankQuestions) -> pl.DataFrame | None:
+    from haiprof.trace_analysis.operator_lines import operator_lines
+
+    try:
+        return analysis.per_rank(operator_lines)
+    except MissingDataError:
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from haiprof.base.options import ENV_TRY_LOADER
 from haiprof.base.safe_files import find_problem
 from haiprof.run_format.layout import RunPaths
 
@@ -87,6 +88,10 @@ def _record(config: Mapping[str, Any], *, late: bool) -> None:
 def _install(recorder: Recorder, config: Mapping[str, Any], *, late: bool) -> None:
     from haiprof.in_job.installer import install
 
+    if ENV_TRY_LOADER in os.environ:
+        from haiprof.in_job.loader_trial import change_loaders
+
+        change_loaders(recorder.run.root)
     recorder.watch_exceptions()
     state = install(recorder, late=late)
     recorder.installed = replace(

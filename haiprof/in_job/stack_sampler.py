@@ -120,7 +120,7 @@ class StackSampler:
         """Samples per second, before the run's age is counted in."""
         self._note = note
         self._until = until
-        self._libraries = _library_folders()
+        self._libraries = library_folders()
         self._tree = StackTree(self._libraries)
         self._stack_of_node = [0]
         self._samples: list[_Sample] = []
@@ -354,7 +354,7 @@ def stack_rate(config: Mapping[str, Any]) -> float:
     return DEFAULT_HZ if interval_s is None else 1.0 / float(interval_s)
 
 
-def _library_folders() -> list[str]:
+def library_folders() -> list[str]:
     """Folders of installed code."""
     files = (os.__file__, getattr(sys.modules.get("torch"), "__file__", None))
     return [os.path.dirname(file) for file in files if file]

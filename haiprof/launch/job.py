@@ -18,7 +18,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, SHARES, Options
 from haiprof.base.subcommand import Subcommand
-from haiprof.base.units import visible
+from haiprof.base.units import NS_PER_S, duration_text, visible
 from haiprof.launch.companion_line import Line, Pulse, close_stderr
 from haiprof.launch.run_directories import RunCopies
 from haiprof.launch.supervisor import Outcome, Supervisor
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from haiprof.agent.job_environment import Surroundings
     from haiprof.agent.kineto_daemon import JobKinetoAgent
     from haiprof.agent.node_agent import Agent
+    from haiprof.agent.notifications import Notifier
     from haiprof.agent.process_ends import ProcessEnds
     from haiprof.agent.reactions import Reactor
     from haiprof.agent.trace_finisher import Finisher
@@ -76,6 +77,7 @@ class Job:
         self._kineto: JobKinetoAgent | None = None
         self._reactor: Reactor | None = None
         self._ends: ProcessEnds | None = None
+        self._notifier: Notifier | None = None
         self._copies: RunCopies | None = None
 
     def prepare(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -111,6 +113,7 @@ class Job:
         self._guard(self._stop_kineto)
         self._guard(self._stop_agent)
         self._guard(lambda: self._conclude(outcome))
+        self._guard(lambda: self._notify_end(outcome))
         if self._copies is not None and self.supervisor is not None:
             self._copies.finish(self.supervisor.asked_to_end, quiet=self.options.quiet)
 
@@ -226,11 +229,13 @@ class Job:
 
         self._agent = Agent(self.run, self.options, job_pid=self.pid)
         self._agent.start()
+        if self.options.notify and (self._agent.elected or self.created):
+            self._start_notifier(self._agent.host)
         if self._nsys is not None and self._agent.elected:
             self._start_burst(self._nsys, self._agent.host)
         if self.options.traces:
             self._start_finisher(self._agent)
-        if self.options.react != "off" and self._agent.elected:
+        if (self.options.react != "off" or self.options.notify) and self._agent.elected:
             self._start_reactor(self._agent)
         with contextlib.suppress(OSError):  # no descriptor is left: how ranks end is not seen
             self._start_ends()
@@ -243,8 +248,56 @@ class Job:
 
         agent = self._agent
         if agent is not None and agent.elected:
-            self._ends = ProcessEnds(self.run, agent.host, self.pid)
+            self._ends = ProcessEnds(self.run, agent.host, self.pid, on_end=self._tell_death)
             self._ends.start()
+
+    def _start_notifier(self, host: str) -> None:
+        from haiprof.agent.notifications import Notifier
+
+        identity = {"job": self.manifest.name, "run": str(self.run.root), "host": host}
+        self._notifier = Notifier(self.options.notify, identity, in_child=self._in_child())
+
+    def _tell_death(self, line: Mapping[str, Any]) -> None:
+        from haiprof.agent.notifications import send_death
+
+        if self._notifier is not None:
+            send_death(self._notifier, line)
+
+    def _notify_end(self, outcome: Outcome | None) -> None:
+        """Tells how the job ended, and its verdict; waits a bounded time until all is delivered."""
+        notifier, supervisor = self._notifier, self.supervisor
+        if notifier is None:
+            return
+        if self.created:
+            ended, found = self.manifest, self._read_verdict()
+            how = "how it ended is not known, as its launcher was killed"
+            if outcome is not None:
+                how = f"exit status {outcome.status}"
+            if ended.signal is not None:
+                how = f"ended by {ended.signal}"
+            ns = (ended.end_wall_ns or time.time_ns()) - ended.start_wall_ns
+            why = (
+                "it could not be made" if self.run.rank_folders() else "no training steps recorded"
+            )
+            headline = found.get("headline") or f"no verdict: {why}"
+            notifier.send(
+                "end", f"the job is over after {duration_text(ns)}: {how}\n"
+                f"{headline}", exit_status=ended.exit_status, signal=ended.signal,
+                seconds=round(ns / NS_PER_S, 3), verdict=found or None,
+            )  # fmt: skip
+        notifier.close(lambda: supervisor is not None and supervisor.asked_to_end())
+
+    def _read_verdict(self) -> dict[str, Any]:
+        """Headline, death, and titles of the problems; empty where there is no verdict."""
+        try:
+            saved = read_json(self.run.verdict_json)
+        except RunFormatError:
+            return {}
+        death, findings = saved.get("death"), saved.get("findings") or []
+        return {
+            "headline": death.get("headline") if isinstance(death, dict) else saved.get("headline"),
+            "problems": [one.get("title") for one in findings],
+        }
 
     def _note_signal(self, said: Mapping[str, Any]) -> None:
         from haiprof.agent.process_ends import note_signal
@@ -271,7 +324,7 @@ class Job:
         def start(command: str, words: Sequence[str], output: int) -> subprocess.Popen[bytes]:
             return self._haiprof(command, *words, nice=True, output=output)
 
-        self._reactor = Reactor(self.run, agent.host, self.options, start)
+        self._reactor = Reactor(self.run, agent.host, self.options, start, notifier=self._notifier)
 
     def _start_finisher(self, agent: Agent) -> None:
         from haiprof.agent.trace_finisher import Finisher
@@ -360,7 +413,7 @@ class Job:
     def _conclude(self, outcome: Outcome | None) -> None:
         if self.run.rank_folders():
             self._note_surroundings(SURROUNDINGS_WAIT_S)
-        ended = self._outcome(outcome)
+        self.manifest = ended = self._outcome(outcome)
         self.close_manifest(ended)
         if ended.signal is not None:
             print_message(f"the job was ended by {ended.signal}")
@@ -369,18 +422,20 @@ class Job:
         self._finish(self._scalars)
         if self._finisher is not None and self.supervisor is not None:
             self._finisher.finish(self.supervisor.asked_to_end, quiet=self.options.quiet)
-        if self.options.quiet or not self.created:
+        if not self.created or (self.options.quiet and not self.options.notify):
             return
         died = bool(ended.signal or ended.exit_status)
         if not self.run.rank_folders() and not (died and self.run.uncaught_files()):
-            _explain_no_reports(ended)
+            if not self.options.quiet:
+                _explain_no_reports(ended)
         elif self._verdict is not None and self._judged == self._evidence():
             self._finish(self._verdict)
-            print_message(f"the verdict above is in {self.run.verdict_text}")
+            if not self.options.quiet:
+                print_message(f"the verdict above is in {self.run.verdict_text}")
         else:  # no verdict yet, or one before more ranks reported in or more was traced
             self._judge(nice=False)
             self._finish(self._verdict)
-        if died:
+        if died and not self.options.quiet:
             self._print_death()
 
     def _print_death(self) -> None:
@@ -413,7 +468,8 @@ class Job:
 
     def _judge(self, *, nice: bool) -> None:
         self._judged = self._evidence()
-        self._verdict = self._haiprof("verdict", "--save", nice=nice)
+        output = subprocess.DEVNULL if self.options.quiet else None
+        self._verdict = self._haiprof("verdict", "--save", nice=nice, output=output)
 
     def _evidence(self) -> tuple[int, int]:
         """How many ranks and traces there are to judge."""

@@ -262,12 +262,15 @@ def collect(
     time_s: float,
     *,
     trace: Mapping[str, Any] | None = None,
+    trace_timeout_s: float | None = None,
     progress: Progress = lambda _: None,
 ) -> tuple[tuple[int, int], TraceNow | None]:
     """Waits until the next seconds of a job, or what it still trains of them, are in its files."""
     since = time.time_ns()
     limit = time.monotonic() + time_s
-    traced = trace_now(run, trace, progress=progress) if trace is not None else None
+    traced = None
+    if trace is not None:
+        traced = trace_now(run, trace, timeout_s=trace_timeout_s, progress=progress)
     progress(f"watching the job for {max(limit - time.monotonic(), 0.0):.0f} s")
     wait(lambda: not members(run), limit, progress)
     until = time.time_ns()

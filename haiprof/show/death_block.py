@@ -11,7 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import MISSING, duration_text, ranks_text, ratio_text
+from haiprof.base.units import duration_text, ranks_text, ratio_text
+from haiprof.show.markdown import markdown_code, markdown_text
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import moment_text, printable
 
@@ -122,9 +123,10 @@ def start_lines(starts: Sequence[Start]) -> Iterator[str]:
 
 def exit_report(verdict: Verdict, run: RunHeader) -> str:
     """How the job ended, as Markdown for a ticket."""
-    lines = [f"## {_plain(run.name)}: {_plain(verdict.headline)}", ""]
-    lines += [f"- run: `{_code(run.path)}`", f"- command: `{_code(shlex.join(run.command))}`",
-              f"- host: `{_code(run.host)}`, started {moment_text(run.start_wall_ns)}, "
+    lines = [f"## {markdown_text(run.name)}: {markdown_text(verdict.headline)}", ""]
+    lines += [f"- run: `{markdown_code(run.path)}`",
+              f"- command: `{markdown_code(shlex.join(run.command))}`",
+              f"- host: `{markdown_code(run.host)}`, started {moment_text(run.start_wall_ns)}, "
               f"{run.outcome} after {duration_text(run.duration_ns)}"]  # fmt: skip
     death = verdict.death
     if death is None:
@@ -132,27 +134,17 @@ def exit_report(verdict: Verdict, run: RunHeader) -> str:
     lines += [f"- cause: **{WORDS.get(death.cause, death.cause)}**"
               f"{'' if death.certain else ' (likely, not proved)'}"]  # fmt: skip
     if death.line:
-        source = f" `{_code(death.source)}`" if death.source else ""
-        lines.append(f"- line: `{_code(death.line)}`{source}")
+        source = f" `{markdown_code(death.source)}`" if death.source else ""
+        lines.append(f"- line: `{markdown_code(death.line)}`{source}")
     if death.step is not None:
         lines.append(f"- last step recorded: {death.step}")
-    lines += [f"- {_plain(line)}" for line in _death_lines(verdict)]
+    lines += [f"- {markdown_text(line)}" for line in _death_lines(verdict)]
     lines += ["", "| ranks | | what became of them |", "|---|---|---|"]
-    lines += [f"| {who} | {role} | {_plain(text)} |" for who, role, text in grouped_fates(death)]
+    lines += [
+        f"| {who} | {role} | {markdown_text(text)} |" for who, role, text in grouped_fates(death)
+    ]
     if death.traceback:
-        frames = [_code(frame) for frame in death.traceback[-_FRAMES:]]
-        said = [_code(line) for line in (death.message or "").splitlines()[:20]]
+        frames = [markdown_code(frame) for frame in death.traceback[-_FRAMES:]]
+        said = [markdown_code(line) for line in (death.message or "").splitlines()[:20]]
         lines += ["", "```", *frames, *said, "```"]
-    return "\n".join([*lines, "", f"**Do:** {_plain(death.remedy)}"]) + "\n"
-
-
-def _plain(text: str | None) -> str:
-    """Text in Markdown: no markup, no new line."""
-    kept = printable(text or MISSING)
-    for mark in "\\`*_[]<>|#":
-        kept = kept.replace(mark, f"\\{mark}")
-    return kept
-
-
-def _code(text: str | None) -> str:
-    return printable(text or "").replace("`", "'")
+    return "\n".join([*lines, "", f"**Do:** {markdown_text(death.remedy)}"]) + "\n"

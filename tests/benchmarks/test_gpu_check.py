@@ -104,16 +104,6 @@ def test_every_expectation_has_a_source_and_every_item_a_function() -> None:
             assert (expect.low, expect.high, expect.equals) != (None, None, None), expect.figure
 
 
-def test_documentation_has_every_item_and_figure() -> None:
-    text = (ROOT / "docs" / "gpu-check.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in text.splitlines()
-            if line.startswith("| `") and "gpu-check" not in line]  # fmt: skip
-    assert rows == [
-        [f"`{item.name}`", item.question, "; ".join(expect.words for expect in item.expects)]
-        for item in ITEMS
-    ]
-
-
 # -- items that break ------------------------------------------------------------------------------
 
 

@@ -95,11 +95,6 @@ def test_every_rank_of_both_nodes_is_shown_on_each(job: NodesJob, place: int) ->
     assert all(rank["step"] > 20 for rank in followed["ranks"])
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="all ranks sleep in place of computing in one function: its account is named for all of "
-    "them, and what rank 3 has beyond the others in the same account is not told yet",
-)
 @pytest.mark.proof
 @pytest.mark.parametrize(
     "phase",

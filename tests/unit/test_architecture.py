@@ -53,7 +53,7 @@ THIRD_PARTY: dict[str, set[str]] = {
              "tensorboard", "werkzeug"},
     "compat": {"numpy", "polars", "tensorboard", "torch_tb_profiler", "werkzeug"},
     "api": {"polars"},
-    "cli": {"rich"},
+    "cli": {"mcp", "rich"},
 }  # fmt: skip
 
 

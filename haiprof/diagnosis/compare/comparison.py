@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.compare.accounts import AccountChange, Promise, account_changes, promise
-from haiprof.diagnosis.compare.compared_run import ComparedRun
+from haiprof.diagnosis.compare.compared_run import ComparedRun, compared_run_of
 from haiprof.diagnosis.compare.counters import CounterChange, Load, counter_changes, load_of
 from haiprof.diagnosis.compare.environment import Differs, differences, unknown
 from haiprof.diagnosis.compare.step_change import (
@@ -23,9 +23,11 @@ from haiprof.diagnosis.compare.step_change import (
     step_change,
 )
 from haiprof.diagnosis.thresholds import COMPARE_LOAD_RATIO, COMPARE_SHARED_CORE_RATIO
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.trace_analysis.diff import TraceDiff
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
+_FOREVER_NS = 1 << 62
 TRACE_LIMIT_BYTES = 500_000_000
 State = Literal["slower", "faster", "same", "undecided"]
 
@@ -89,7 +91,8 @@ def compare_runs(
     before: ComparedRun, after: ComparedRun, *, read_traces: bool = True
 ) -> Comparison:
     """Compares a new run with a baseline; a UsageError where both are the same run."""
-    if before.path.samefile(after.path):
+    is_one = before.path.samefile(after.path)
+    if is_one and before.analyzer.between == after.analyzer.between:
         raise UsageError(
             f"{after.path}: compared with itself, a run never differs",
             hint="name an earlier run as the baseline, or --baseline last-good",
@@ -116,6 +119,19 @@ def compare_runs(
         no_kernels=why,
         unknown=unknown(before, after),
     )
+
+
+def compare_steps(analyzer: RunFrames, step: int) -> Comparison:
+    """Compares the steps of one run from a step on with those before it."""
+    steps = analyzer.steps()
+    later = steps.filter(steps["step"] >= step)["start_ns"].min()
+    if not isinstance(later, int):
+        raise MissingDataError(f"{analyzer.run.root}: no step {step} was recorded")
+    sides = [
+        compared_run_of(RunFrames(analyzer.run.root, between=between))
+        for between in ((0, later), (later, _FOREVER_NS))
+    ]
+    return compare_runs(*sides, read_traces=False)
 
 
 def exceeds(found: Comparison, limit_ratio: float) -> bool | None:

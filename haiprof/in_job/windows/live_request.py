@@ -9,7 +9,7 @@ from haiprof.in_job.patches import State
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.windows.driver import attach
 
-_SWITCHES = ("stacks", "shapes", "memory", "flops", "modules", "sync", "execution_trace")
+_SWITCHES = ("stacks", "shapes", "memory", "flops", "modules", "sync", "lines", "execution_trace")
 _MAX_STEPS = 10_000
 _MAX_S = 86_400.0
 

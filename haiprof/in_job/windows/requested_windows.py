@@ -13,6 +13,7 @@ from typing import Any
 from haiprof.in_job.identity import torch_facts
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.threads import hold_size_signal
+from haiprof.in_job.windows.forward_lines import ForwardLines
 from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, distributed_info, fits
 from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow
@@ -99,12 +100,15 @@ class Recording:
         self.stopped = False
         self.marked: int | None = None
         self.phases = PhaseTimes()
+        self._lines = ForwardLines()
 
     def start(self) -> None:
         """Begins to record."""
         self.clock = self.files.clock = ClockAnchor.now()
         self.started = True
         self.session.start()
+        if self.what.lines:
+            self.remark = self._lines.start() or self.remark
 
     def mark(self, number: int, begins: bool) -> None:
         """Moves the step mark."""
@@ -116,6 +120,7 @@ class Recording:
 
     def stop(self, details: Mapping[str, Any]) -> None:
         """Ends the recording; `details` go into the trace."""
+        lines = self._lines.stop()
         self.end_ns = _now()
         self.stopped = True
         identity = torch_facts()
@@ -130,6 +135,7 @@ class Recording:
             "gpu_uuid": identity["gpu_uuid"],
             "torch": identity["torch"],
             "clock": clock,
+            **({} if lines is None else {"lines": lines}),
             **details,
         }
         self.session.stop({"distributedInfo": shared, "haiprof": own})
@@ -157,6 +163,7 @@ class Recording:
 
     def discard(self) -> None:
         """Ends it without a trace."""
+        self._lines.stop()
         if not self.stopped:
             self.stopped = True
             self.session.stop()
@@ -164,9 +171,15 @@ class Recording:
 
     def abandon(self) -> None:
         """After a failure."""
+        self._lines.stop()
         if not self.stopped:
             self.session.abandon()
         self.files.drop()
+
+    def disown(self) -> None:
+        """In a forked child."""
+        self._lines.stop()
+        self.session.disown()
 
 
 class PlannedWindows:
@@ -273,7 +286,7 @@ class PlannedWindows:
         """In a forked child."""
         for recording in (self._rehearsal, self._recording):
             if recording is not None:
-                recording.session.disown()
+                recording.disown()
         self._rehearsal = self._recording = None
 
     # -- one window ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from haiprof.diagnosis.compare.comparison import Comparison, caveats
 from haiprof.diagnosis.compare.step_change import Change, PositionChange
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
 from haiprof.show.frame_table import PageTable, page_table, text_table
+from haiprof.show.markdown import comparison_markdown
 from haiprof.show.text import printable, value_text
 from haiprof.show.views.blocks import notes_block, one_line, plain_table, section
 from haiprof.trace_analysis.diff import KERNEL, NOTHING
@@ -199,6 +200,13 @@ def compare_view(found: Comparison, *, chosen: str = "") -> RenderableType:
         *(Text(line, overflow="fold") for line in headline_notes(found, chosen)),
         *(_block(table) for table in tables(found, limit=_KERNELS)),
         *([notes_block(below)] if below else []),
+    )
+
+
+def compare_markdown(found: Comparison, *, chosen: str = "") -> str:
+    """The same as Markdown."""
+    return comparison_markdown(
+        headline(found), headline_notes(found, chosen), tables(found, limit=_KERNELS), notes(found)
     )
 
 

@@ -190,4 +190,4 @@ def test_limits_are_read(text: tuple[str, str], field: str, value: object) -> No
 )  # fmt: skip
 def test_limits_that_cannot_be_are_refused(text: tuple[str, str]) -> None:
     with pytest.raises(UsageError, match=text[0]):
-        merge_options(dict([parse_value(*text, origin="here")]))
+        merge_options(dict([parse_value(*text, origin=f"--{text[0]}")]))

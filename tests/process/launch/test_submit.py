@@ -434,7 +434,7 @@ def test_yaml_comes_back_as_it_was(value: dict[str, Any]) -> None:
         (["train.py", "--partition", "gpu"], "--partition"),
         (["train.py", "--requeue"], "--requeue"),
         (["train.py", "--on", "kubernetes"], "--emit kubernetes"),
-        (["train.py", "--on", "moon"], "--on moon"),
+        (["train.py", "--on", "moon"], "--on: unknown target 'moon'"),
         (["train.py", "--emit", "moon"], "--emit moon"),
         (["gone.py"], "gone.py: no such file"),
         (["gone.py", "--on", "slurm"], "gone.py: no such file"),

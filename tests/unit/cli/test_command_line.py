@@ -11,7 +11,7 @@ import pytest
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.app import command_parameters
-from haiprof.cli.command_line import Arg, Opt, parameters_of, read_arguments
+from haiprof.cli.command_line import Arg, Opt, own_words, parameters_of, read_arguments
 from haiprof.cli.names import COMMANDS, resolve
 
 
@@ -54,6 +54,34 @@ def test_command_line_is_read(line: str, expected: dict[str, Any]) -> None:
     defaults = {"sql": None, "rank": None, "output": None, "env": None, "peak": None, "steps": 5,
                 "pictures": True, "as_json": False}  # fmt: skip
     assert read(line) == {"traces": Path("a"), **defaults, **expected}
+
+
+def takes_a_command(
+    words: Annotated[list[str], Arg("COMMAND", "A job.", is_command=True)],
+    steps: Annotated[int, Opt("--steps N", "Of it.")] = 5,
+    as_json: Annotated[bool, Opt("--json", "A switch.")] = False,
+) -> None:
+    """An example."""
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "own"),
+    [
+        ("train.py --json --steps 3", "train.py --json --steps 3", []),
+        ("--steps 7 --json train.py --help", "train.py --help", ["--steps", "7", "--json"]),
+        ("--steps=7 train.py -- --lr 1", "train.py -- --lr 1", ["--steps=7"]),
+        ("--json -- -m pkg.train", "-m pkg.train", ["--json"]),
+    ],
+)
+def test_what_follows_the_first_word_of_a_job_is_the_jobs(
+    line: str, words: str, own: list[str]
+) -> None:
+    parameters = parameters_of(takes_a_command)
+    found = read_arguments("example", parameters, line.split())
+    assert found["words"] == words.split()
+    assert (found["steps"] == 7) is any("7" in word for word in own)
+    assert found["as_json"] is ("--json" in own)
+    assert own_words(parameters, line.split()) == own
 
 
 def test_option_is_taken_from_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:

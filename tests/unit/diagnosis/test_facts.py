@@ -318,7 +318,7 @@ def test_rank_that_works_more_is_not_called_starved(
 
 @pytest.mark.parametrize(
     ("sizes", "cause"),
-    [((1000, 1000), "page_faults"), ((1000, 3000), "forward"), ((None, None), "forward")],
+    [((1000, 1000), "page_faults"), ((1000, 3000), "larger_inputs"), ((None, None), "forward")],
 )
 def test_a_rank_is_slow_by_page_faults_only_where_it_is_given_the_same(
     root: Path, sizes: tuple[int | None, int | None], cause: str

@@ -131,6 +131,21 @@ def test_ranks_with_unequal_steps_are_compared_where_both_have_them(
     assert (time.period_ns / NS_PER_MS).tolist() == [(each + 1).tolist() for each in own]
 
 
+def test_ranks_without_a_common_clock_wait_after_their_own_last_collective() -> None:
+    """Both backwards take 20 ms; rank 0 begins its last collective after 10, rank 1 after 18."""
+    numbers = {0: np.arange(20), 1: np.arange(20)}
+
+    def load(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        plain = np.zeros((len(POSITIONS), 20), dtype=np.int64)
+        plain[BACKWARD] = 20 * NS_PER_MS
+        return plain, np.zeros_like(plain)
+
+    time = job_time(numbers, load, [BACKWARD], {}, {0: 0.5, 1: 0.1})
+    assert time.waits_for_all
+    assert time.own_ns.mean(axis=1) / NS_PER_MS == pytest.approx([12.0, 20.0])
+    assert time.gains(np.array([[0.0], [8e6]]) * np.ones(20)).mean() == pytest.approx(8e6)
+
+
 # -- stragglers -----------------------------------------------------------------------------------
 
 

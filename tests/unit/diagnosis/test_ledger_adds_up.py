@@ -31,6 +31,7 @@ from tests.unit.diagnosis.tables import (
     STEP,
     job,
 )
+from tests.unit.diagnosis.trace_stories import window, write_window
 
 LOOPS = (
     "D F B O", "F B O", "D F B D F B O", "D F B O0 F B O1", "D O(F B)", "O(D F B)", "D F(GC) B O",
@@ -80,6 +81,10 @@ def write_any(root: Path, dice: Random) -> None:
             stacks = [(at // 1000 * 1000, dice.choice(STACKS)) for at in times]
             lock = "".join(dice.choice("0h1-") for _ in times) if dice.random() < 0.8 else ""
             write_stacks(RunPaths(root).rank(rank).stacks, stacks, lock=lock)
+    if dice.random() < 0.4:
+        small, large = dice.choice((2.0, 9.0)), dice.choice((5.0, 4000.0))
+        loops = dice.choice((0, 5, 40, 90))
+        write_window(run, *window(loops, small_us=small, large_us=large))
 
 
 def check_sums(ledger: Ledger) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from haiprof.run_format.layout import RunPaths
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, step, write_trace
+from tests.unit.diagnosis.tables import job
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
 ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevComm*, unsigned long, ncclWork*)"
@@ -128,3 +131,54 @@ def _finish(found: list[Event], each: Story, end: float) -> float:
         launch(9_000_000 + len(found), end - 18, 25, name="cudaStreamSynchronize"),
     ]
     return end + 1500
+
+
+BLOCK = job(5, "Net.forward", "net.py")
+LOOP = job(9, "Net.forward", "net.py")
+ENGINE_NODE = "autograd::engine::evaluate_function: "
+
+
+def window(
+    loops: int = 100, *, small_us: float = 3.0, large_us: float = 8000.0, steps: int = 2
+) -> tuple[list[Event], dict[str, Any]]:
+    """Steps whose forward calls one large operator, then a loop of small ones; then backward.
+
+    Backward takes 8 ms of the large one, and 10 us of each small one.
+    """
+    events: list[Event] = []
+    at: list[list[int]] = []
+    now, number = 0.0, 10
+    for each in range(steps):
+        begun, first = now, number
+        at += [[number, 0], [number + 1, 1]]
+        lengths = [large_us] + [small_us] * loops
+        for length in lengths:
+            events.append(event("aten::mul", "cpu_op", now, length, **ids(number, 0)))
+            now, number = now + length + 1, number + 1
+        for back in reversed(range(first, number)):
+            inner = 8000.0 if back == first else 6.0
+            name = "MulBackward0"
+            events += [
+                event(ENGINE_NODE + name, "cpu_op", now, inner + 4, **ids(back, 1)),
+                event(name, "cpu_op", now + 1, inner + 2, **ids(back, 1)),
+                event("aten::mul", "cpu_op", now + 2, inner),
+            ]
+            now += inner + 5
+        name = "torch::autograd::AccumulateGrad"
+        events.append(event(ENGINE_NODE + name, "cpu_op", now, 4.0))
+        now += 5
+        events.append(step(each, begun, now - begun))
+        now += 1
+    places = [list(BLOCK), list(LOOP)]
+    return events, {"haiprof": {"lines": {"places": places, "at": at}}}
+
+
+def ids(number: int, forward: int) -> dict[str, int]:
+    return {"Sequence number": number, "Fwd thread id": forward}
+
+
+def write_window(run: RunPaths, events: list[Event], metadata: Mapping[str, Any]) -> None:
+    """The window of a run's only rank."""
+    run.traces.mkdir()
+    path = run.traces / "rank0_node0_7.1700000000000000000.pt.trace.json"
+    write_trace(path, events, {**metadata, "distributedInfo": {"rank": 0, "world_size": 1}})

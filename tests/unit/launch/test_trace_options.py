@@ -43,6 +43,7 @@ def test_hook_finds_the_whole_window_in_its_config(tmp_path: Path) -> None:
         "flops": False,
         "modules": False,
         "sync": False,
+        "lines": False,
         "execution_trace": False,
         "repeat": 1,
         "repeat_every": 50,
@@ -55,6 +56,14 @@ def test_hook_finds_the_whole_window_in_its_config(tmp_path: Path) -> None:
     assert manifest.options["steps"] == "100:105"
     assert manifest.options["trace"] is True
     assert manifest.options["trace_stacks"] is True
+
+
+def test_explain_is_two_steps_with_the_lines_of_their_operators(tmp_path: Path) -> None:
+    options = Options(log_dir=tmp_path, explain=True, time_s=60.0)
+    run, manifest, _ = create_run(options, command=["t"], name="t", environ={})
+    window = json.loads(run.boot_config.read_text())["trace"]
+    assert (window["lines"], window["count"], window["time_s"]) == (True, 2, 0.0)
+    assert manifest.options["explain"] is True
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,251 @@
+"""Notifications: a bounded queue of events, and a thread that hands them to a command or a URL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
+from typing import Any
+
+from haiprof.base.messages import print_message
+from haiprof.base.options import is_notify_url
+from haiprof.base.units import duration_text
+from haiprof.base.version import __version__
+from haiprof.run_format.secrets import mask_text
+
+QUEUE_LIMIT = 16
+"""Events that wait for a slow receiver; later ones are dropped and counted."""
+RUN_LIMIT = 100
+"""Events of one launcher, beside the end of the job."""
+GAP_S = 60.0
+"""Minimum time between two events of a kind in `_GAPPED`; all ranks of a job die together."""
+ATTEMPTS = 3
+RETRY_S = 2.0
+"""Wait before the second attempt; it doubles before the third."""
+ATTEMPT_LIMIT_S = 10.0
+CLOSE_S = 15.0
+"""How long the launcher waits at the end for what is not sent yet."""
+TEXT_LIMIT = 3000
+"""Slack cuts a text after 40,000 characters, and other receivers earlier."""
+COMPARE_LIMIT_S = 60.0
+_OUTPUT_LIMIT_BYTES = 1 << 24
+_MOST_ACCOUNTS = 3
+_GAPPED = ("death", "slow")
+_RETRIED = (408, 425, 429)
+
+Complete = Callable[[], tuple[str, Mapping[str, object]]]
+
+
+class Notifier:
+    """Sends events; neither a slow receiver nor one that fails delays the caller."""
+
+    def __init__(
+        self,
+        target: str,
+        identity: Mapping[str, object],
+        *,
+        in_child: Callable[[], None] | None = None,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._target, self._identity, self._in_child = target, identity, in_child
+        self._retry_s = retry_s
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[dict[str, Any], Complete | None]] = deque()
+        self._is_sending = self._is_closed = False
+        self._count = 0
+        self._sent_at_s: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
+        self._failures: set[str] = set()
+        threading.Thread(target=self._work, name="haiprof-notify", daemon=True).start()
+
+    def send(
+        self, event: str, text: str, complete: Complete | None = None, **details: object
+    ) -> None:
+        """Queues an event; drops it where there are too many, and says so in the next one.
+
+        Args:
+            event: `hang`, `hang_end`, `slow`, `death` or `end`.
+            text: What happened, in one or more lines.
+            complete: Called in the thread before it is sent; more lines and fields.
+            details: Further fields of the JSON body.
+        """
+        now = time.monotonic()
+        with self._changed:
+            early = event in _GAPPED and now - self._sent_at_s.get(event, -GAP_S) < GAP_S
+            many = event != "end" and self._count >= RUN_LIMIT
+            if early or many or len(self._queue) >= QUEUE_LIMIT:
+                self._left_out[event] += 1
+                return
+            self._count += 1
+            self._sent_at_s[event] = now
+            body = {"text": f"haiprof: {self._identity.get('job')}: {text}", "event": event,
+                    "time_s": round(time.time(), 3), **self._identity, **details,
+                    "left_out": dict(self._left_out)}  # fmt: skip
+            self._left_out.clear()
+            self._queue.append((body, complete))
+            self._changed.notify_all()
+
+    def close(self, asked_to_end: Callable[[], bool], limit_s: float = CLOSE_S) -> None:
+        """Waits for what is queued, at most for a time, or until the user ends it."""
+        deadline_s = time.monotonic() + limit_s
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            while (self._queue or self._is_sending) and time.monotonic() < deadline_s:
+                if asked_to_end():
+                    break
+                self._changed.wait(0.1)
+            left = len(self._queue) + self._is_sending
+        if left:
+            print_message(f"--notify: {left} of {self._count} notifications were not delivered")
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._is_closed:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                body, complete = self._queue.popleft()
+                self._is_sending = True
+            if complete is not None:
+                more, fields = complete()
+                body = {**body, **fields, "text": f"{body['text']}\n{more}"}
+            masked = _mask({**body, "text": body["text"][:TEXT_LIMIT]})
+            failure = self._deliver(json.dumps(masked).encode())
+            if failure and failure not in self._failures:
+                self._failures.add(failure)
+                print_message(f"--notify: {failure}; the job is not affected")
+            with self._changed:
+                self._is_sending = False
+                self._changed.notify_all()
+
+    def _deliver(self, body: bytes) -> str:
+        """Sends one body, several times if need be; returns why it failed, or an empty text."""
+        failure, wait_s = "", self._retry_s
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(wait_s)
+                wait_s *= 2
+            try:
+                failure, is_final = (
+                    _post(self._target, body) if is_notify_url(self._target)
+                    else self._run(body)
+                )  # fmt: skip
+            except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
+                # Its text may name the address, which may be a secret.
+                failure, is_final = f"the receiver failed ({type(error).__name__})", False
+            if not failure or is_final:
+                break
+        return failure
+
+    def _run(self, body: bytes) -> tuple[str, bool]:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", self._target],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True, preexec_fn=self._in_child,
+        )  # fmt: skip
+        try:
+            process.communicate(body, timeout=ATTEMPT_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"the command did not end within {ATTEMPT_LIMIT_S:g} s", True
+        status = process.returncode
+        return (f"the command ended with status {status}" if status else ""), False
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET without its body, perhaps to another host."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _post(url: str, body: bytes) -> tuple[str, bool]:
+    """Why it failed, or an empty text; and whether another attempt would fail the same way."""
+    headers = {"Content-Type": "application/json", "User-Agent": f"haiprof/{__version__}"}
+    request = urllib.request.Request(url, data=body, headers=headers, method="POST")
+    opener = urllib.request.build_opener(_NoRedirect)
+    try:
+        opener.open(request, timeout=ATTEMPT_LIMIT_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        is_final = error.code < 500 and error.code not in _RETRIED
+        return f"the receiver answered HTTP {error.code}", is_final
+    return "", False
+
+
+def _mask(value: object) -> Any:  # noqa: ANN401 (JSON of any kind)
+    """The same with credentials masked in every text."""
+    if isinstance(value, str):
+        return mask_text(value)
+    if isinstance(value, Mapping):
+        return {key: _mask(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mask(each) for each in value]
+    return value
+
+
+def send_death(notifier: Notifier, line: Mapping[str, Any]) -> None:
+    """Tells of a rank's end, as a `process_end` line describes it, unless it is an ordinary one.
+
+    SIGTERM and SIGINT are how launchers end the other ranks after one has died.
+    """
+    rank, status, number = line["rank"], line["status"], line["signal"]
+    is_ordinary = not (status or number) or number in (signal.SIGTERM, signal.SIGINT)
+    if rank is None or line["helper"] or is_ordinary:
+        return
+    how = (
+        f"exit status {status}"
+        if number is None
+        else f"signal {number} ({signal.strsignal(number)})"
+    )
+    if line.get("oom"):
+        how += ", as its memory limit was reached"
+    text = f"rank {rank} (process {line['pid']}) ended with {how}"
+    notifier.send("death", text, rank=rank, status=status, signal=number, pid=line["pid"])
+
+
+def find_grown_accounts(
+    start: Callable[[str, Sequence[str], int], subprocess.Popen[bytes]], step: int
+) -> tuple[str, Mapping[str, object]]:
+    """The accounts of time that grew beyond chance from a step on, for people and as data."""
+    with os.fdopen(os.memfd_create("haiprof"), "w+b") as output:
+        try:
+            process = start("compare", ["--from-step", str(step), "--json"], output.fileno())
+            process.wait(COMPARE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        except (OSError, subprocess.SubprocessError):
+            pass  # nothing is in the file, which is said below
+        output.seek(0)
+        try:
+            found = json.loads(output.read(_OUTPUT_LIMIT_BYTES))
+            why = found["step_time"]["unknown"] or found["no_accounts"]
+            why = why or found["verdict"]["undecided"]
+            grown = [
+                {key: one[key] for key in ("title", "before_ns", "after_ns")}
+                for one in (*found["ranks"][:1], *found["accounts"])
+                if one["is_certain"] and one["difference_ns"] > 0
+            ][:_MOST_ACCOUNTS]
+        except (ValueError, LookupError, TypeError):
+            why, grown = "the steps could not be compared", []
+    if why:
+        return f"which part of the step grew is not known: {why}", {"accounts": None}
+    lines = [
+        f"{one['title']}: {duration_text(one['before_ns'])} to {duration_text(one['after_ns'])}"
+        for one in grown
+    ]
+    return "\n".join(lines) or "no part of the step grew beyond chance", {"accounts": grown}

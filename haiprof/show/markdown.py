@@ -1,0 +1,85 @@
+"""Verdicts and comparisons as Markdown, for a pull request, a summary or an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from haiprof.base.units import MISSING, duration_text
+from haiprof.show.frame_table import PageTable
+from haiprof.show.text import printable
+
+if TYPE_CHECKING:
+    from haiprof.diagnosis.verdict import Finding, Verdict
+
+_ROWS = 20
+_MARKS = "\\`*_[]<>|#~"
+
+
+def markdown_text(text: str | None) -> str:
+    """Text in Markdown: no markup, no new line."""
+    kept = printable(text or MISSING)
+    for mark in _MARKS:
+        kept = kept.replace(mark, f"\\{mark}")
+    return kept
+
+
+def markdown_code(text: str | None) -> str:
+    """Text between backticks: none in it."""
+    return printable(text or "").replace("`", "'")
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of one table; cells are text."""
+    lines = [head, ["---"] * len(head), *([markdown_text(c) if c else "" for c in r] for r in rows)]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def verdict_markdown(verdict: Verdict, name: str) -> str:
+    """Headline, the step by position, the causes with their gain, what is not known."""
+    lines = [f"## {markdown_text(name)}: {markdown_text(verdict.headline)}", ""]
+    ledger = verdict.ledger
+    if ledger is not None and ledger.mean_ns is not None:
+        parts = (
+            f"{key.replace('_', ' ')} {duration_text(ns)}" for key, ns in ledger.positions.items()
+        )
+        median = duration_text(ledger.median_ns)
+        lines += [
+            f"Step {duration_text(ledger.mean_ns)} (median {median}): {', '.join(parts)}.",
+            "",
+        ]
+    if verdict.findings:
+        head = ("", "cause", "step without it", "at", "do")
+        lines += [*markdown_table(head, map(_cause, verdict.findings)), ""]
+    unknown = [f"{what}: {why}" for what, why in verdict.not_measured]
+    lines += [f"- not measured: {markdown_text(text)}" for text in unknown]
+    lines += [f"- {markdown_text(note)}" for note in verdict.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cause(finding: Finding) -> tuple[str, ...]:
+    gain = finding.gain
+    without = gain and (
+        f"{duration_text(gain.left_ns)} ({duration_text(gain.low_ns)} to "
+        f"{duration_text(gain.high_ns)})"
+    )
+    at = "; ".join(place.location for place in finding.code_lines[:2])
+    return finding.severity, finding.title, without or "not known", at, finding.remedy
+
+
+def comparison_markdown(
+    headline: str, below: Sequence[str], tables: Sequence[PageTable], notes: Sequence[str]
+) -> str:
+    """Headline, what was compared, a table for each kind of difference, what is not known."""
+    lines = [f"## {markdown_text(headline)}", "", *(f"- {markdown_text(line)}" for line in below)]
+    for table in tables:
+        more = len(table.rows[_ROWS:]) + table.more
+        lines += [
+            "",
+            f"**{markdown_text(table.title)}**",
+            "",
+            *markdown_table(table.head, table.rows[:_ROWS]),
+            *([f"\nand {more} more, in --json"] if more else []),
+        ]
+    lines += ["", *(f"- {markdown_text(note)}" for note in notes)] if notes else []
+    return "\n".join(lines).rstrip() + "\n"

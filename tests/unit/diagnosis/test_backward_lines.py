@@ -1,0 +1,160 @@
+"""Backward's time by the forward's lines, and loops of many small operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from haiprof import Analyzer
+from haiprof.base.errors import MissingDataError
+from haiprof.base.ledger import Ledger
+from haiprof.diagnosis.engine import diagnose
+from haiprof.run_format.layout import RunPaths
+from haiprof.trace_analysis.operator_lines import operator_lines
+from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
+from tests.unit.analysis.sampled import Stack, write_stacks
+from tests.unit.analysis.trace.shared import trace_of
+from tests.unit.diagnosis.stories import START_NS
+from tests.unit.diagnosis.tables import ENGINE, LINEAR, MAIN, MODULE, SCRIPT, job
+from tests.unit.diagnosis.test_ledger_adds_up import check_gains, check_sums
+from tests.unit.diagnosis.trace_stories import BLOCK, ENGINE_NODE, LOOP, window, write_window
+
+HOOK = job(70, "hook", "net.py")
+MS = 1_000_000
+
+
+def write_job(root: Path, *, hook_samples: int = 0) -> RunPaths:
+    """100 steps of 40 ms: forward 10 ms, of which 2 ms the loop's, backward 20, optimizer 5."""
+    run = write_run(root)
+    rows: list[tuple[int, int, int, int]] = []
+    samples: list[tuple[int, Stack]] = []
+    now = START_NS
+
+    def sampled(count: int, stack: Stack, start: int, every: int = MS) -> None:
+        samples.extend((start + place * every + every // 2, stack) for place in range(count))
+
+    for _ in range(100):
+        rows += [(KINDS[kind], 0, now + begin * MS, now + end * MS)
+                 for kind, begin, end in (("F", 2, 12), ("B", 13, 33), ("O", 34, 39))]  # fmt: skip
+        sampled(8, (SCRIPT, MAIN, MODULE, BLOCK, MODULE, LINEAR), now + 2 * MS)
+        sampled(2, (SCRIPT, MAIN, MODULE, LOOP), now + 10 * MS)
+        sampled(20 - hook_samples, (SCRIPT, MAIN, ENGINE), now + 13 * MS)
+        sampled(hook_samples, (SCRIPT, MAIN, ENGINE, HOOK), now + (33 - hook_samples) * MS)
+        now += 40 * MS
+    write_rank(run, spans_from(rows))
+    samples.sort()
+    write_stacks(run.rank(0).stacks, samples, lock="0" * len(samples))
+    return run
+
+
+def judged(root: Path) -> Ledger:
+    ledger = diagnose(Analyzer(root)).ledger
+    assert ledger is not None
+    check_sums(ledger)
+    check_gains(ledger)
+    return ledger
+
+
+def test_each_node_belongs_to_the_line_that_called_its_forward(tmp_path: Path) -> None:
+    events, metadata = window()
+    found = operator_lines(trace_of(tmp_path, events, **metadata))
+
+    rows = {row["line"]: row for row in found.to_dicts()}
+    assert list(rows) == [5, 9, None]
+    assert rows[5]["operator_count"] == rows[5]["node_count"] == 2
+    assert rows[9]["operator_count"] == rows[9]["node_count"] == 200
+    assert rows[9]["operator_ns"] == 3000
+    assert rows[5]["backward_ns"] == pytest.approx(2 * 8004e3)
+    assert rows[9]["backward_ns"] == pytest.approx(200 * 10e3)
+    assert rows[None]["backward_ns"] == pytest.approx(2 * 4e3)
+
+
+def test_a_hook_around_a_node_is_not_its_operators(tmp_path: Path) -> None:
+    events, metadata = window()
+    slow = next(e for e in events if e["name"].startswith(ENGINE_NODE + "Mul"))
+    after = slow["ts"] + slow["dur"]
+    for each in events:
+        each["ts"] += 50_000 if each["ts"] >= after else 0
+        if each["name"].startswith("ProfilerStep#0") or each is slow:
+            each["dur"] += 50_000
+    found = operator_lines(trace_of(tmp_path, events, **metadata))
+
+    assert found.filter(pl.col("line") == 9)["backward_ns"].item() == pytest.approx(200 * 10e3)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [None, 3, {"places": [["a", "b", "c"]], "at": []}, {"places": [], "at": [[1, 4]]}, {"at": [1]}],
+)
+def test_a_trace_without_whole_lines_says_so(tmp_path: Path, lines: object) -> None:
+    events, _ = window()
+    with pytest.raises(MissingDataError, match="lines of operators"):
+        operator_lines(trace_of(tmp_path, events, haiprof={"lines": lines}))
+
+
+def test_backward_has_the_lines_of_its_forward(tmp_path: Path) -> None:
+    run = write_job(tmp_path / "run", hook_samples=4)
+    plain = judged(run.root)
+    assert {a.function for a in plain.accounts if a.position == "backward" and a.needed} == {
+        "main", "hook",
+    }  # fmt: skip
+    write_window(run, *window(loops=20))
+    ledger = judged(run.root)
+
+    backward = {a.function: a for a in ledger.accounts if a.position == "backward" and a.needed}
+    assert backward["Net.forward"].ns_per_step == pytest.approx(16 * MS, rel=0.01)
+    assert backward["Net.forward"].line == 5
+    hooks = [a for a in ledger.accounts if a.function == "hook"]
+    assert sum(a.ns_per_step for a in hooks) == pytest.approx(4 * MS, rel=0.01)
+    assert ledger.positions == plain.positions
+    assert ledger.mean_ns == plain.mean_ns
+
+
+def test_a_loop_of_small_operators_is_one_opportunity_of_forward_and_backward(
+    tmp_path: Path,
+) -> None:
+    run = write_job(tmp_path / "run")
+    write_window(run, *window(loops=800))
+    verdict = diagnose(Analyzer(run.root))
+    ledger = judged(run.root)
+
+    account = ledger.largest()[0]
+    assert account.explanation == "many_small_operators"
+    assert (account.function, account.line, account.position) == ("Net.forward", 9, "backward")
+    assert account.ns_per_step == pytest.approx(2 * MS + 10 * MS, rel=0.05)
+    assert account.gain_low_ns <= account.gain_ns <= account.gain_high_ns
+    assert account.callers[0].startswith("train.py:40")
+    finding = verdict.findings[0]
+    assert finding.rule == "many_small_operators"
+    assert "800 in a step" in finding.title
+    assert "vectorise" in finding.remedy
+    assert finding.severity == "critical"
+
+
+def test_of_operators_that_compute_only_the_calls_can_be_gained(tmp_path: Path) -> None:
+    run = write_job(tmp_path / "run")
+    write_window(run, *window(loops=800, small_us=10.0))
+    account = judged(run.root).largest()[0]
+    assert account.explanation == "many_small_operators"
+    assert account.ns_per_step == pytest.approx(6 * MS, rel=0.05)
+
+
+def test_few_operators_of_a_line_are_no_loop(tmp_path: Path) -> None:
+    run = write_job(tmp_path / "run")
+    write_window(run, *window(loops=20))
+    assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
+
+
+def test_a_line_that_no_sample_met_has_its_backward_too(tmp_path: Path) -> None:
+    run = write_job(tmp_path / "run")
+    events, metadata = window(20)
+    metadata["haiprof"]["lines"]["places"][0][1] = 6
+    write_window(run, events, metadata)
+    ledger = judged(run.root)
+
+    backward = [a for a in ledger.accounts if a.position == "backward" and a.needed]
+    assert [a.line for a in backward if a.function == "Net.forward"] == [6]
+    assert np.isclose(sum(a.ns_per_step for a in backward), 20 * MS, rtol=0.01)

@@ -1,0 +1,46 @@
+"""What is said of trials of other loaders."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from haiprof.live.loader_trials import LoaderTrial, worker_counts
+from haiprof.show.views.loader_trials import headline, loader_trials_view
+
+
+def test_workers_are_tried_up_to_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    assert worker_counts(1) == [0, 1, 2, 4, 8, 12]
+    assert worker_counts(3) == [0, 1, 2, 4]
+    assert worker_counts(64) == [0, 1]
+
+
+def trial(loader: str, rate: float | None, workers: int = 0) -> LoaderTrial:
+    if rate is None:
+        return LoaderTrial(loader=loader, workers=workers, reason="only 3 steps could be measured")
+    return LoaderTrial(
+        loader=loader, workers=workers, ranks=1, step_count=200, steps_per_s=rate,
+        low=0.98 * rate, high=1.02 * rate,
+    )  # fmt: skip
+
+
+def test_the_view_says_what_is_best_and_what_failed() -> None:
+    trials = [trial("as given", 10), trial("kept", 20), trial("0", 10), trial("2", 18, 2),
+              trial("4", None)]  # fmt: skip
+    assert headline(trials) == "a free loader: 2.00 times as fast; 2 workers: 1.80 times"
+    out = io.StringIO()
+    Console(file=out, width=100).print(loader_trials_view(trials))
+    text = out.getvalue()
+    assert "as given (0 workers)" in text
+    assert "17.6 to 18.4" in text
+    assert "x1.80" in text
+    assert "4 workers: only 3 steps could be measured" in text
+
+
+def test_what_noise_may_explain_is_no_gain() -> None:
+    said = headline([trial("as given", 10), trial("kept", 10.2), trial("2", 9.9)])
+    assert "nothing that can be measured" in said
+    assert "no number of workers is faster" in said
