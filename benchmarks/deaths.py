@@ -115,7 +115,7 @@ def memory_cgroup(limit_bytes: int) -> Iterator[None]:
 CASES = (
     Case(name="raise", injected="exception in a rank", cause="exception",
          said="in raise_error"),
-    Case(name="kill-hand", injected="SIGKILL by hand: `kill -9 PID` of a rank, from another process",
+    Case(name="kill-hand", injected="SIGKILL of a rank by hand, from another process",
          cause="killed", said="SIGKILL", meddle=kill_rank),
     Case(name="limit-torch", injected="out of memory in torch: `ulimit -v` before the job",
          cause="out_of_memory", said="allocate memory", words=limited("limit-torch")),

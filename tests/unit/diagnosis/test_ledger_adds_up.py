@@ -173,5 +173,6 @@ def test_nothing_is_larger_than_what_it_is_a_part_of(name: str, tmp_path: Path) 
             assert "of the slowest rank's step" in finding.title  # not of the mean step above it
         for line in finding.code_lines[: account.file is not None]:
             assert line.share == pytest.approx(finding.lost_ratio)
-            assert line.low is not None and line.high is not None
+            assert line.low is not None
+            assert line.high is not None
             assert line.low <= line.share <= line.high
