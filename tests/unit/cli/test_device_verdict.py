@@ -24,7 +24,7 @@ from tests.unit.analysis.trace.shared import (
 LEDGER_FIELDS = {
     "ranks", "position", "activity", "package", "file", "line", "function", "expression", "callees",
     "callers", "ns_per_step", "low_ns", "high_ns", "needed", "gain_ns", "gain_low_ns",
-    "gain_high_ns", "when", "explanation",
+    "gain_high_ns", "when", "explanation", "elsewhere",
 }  # fmt: skip
 
 
