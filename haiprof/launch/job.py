@@ -270,14 +270,19 @@ class Job:
             return
         if self.created:
             ended, found = self.manifest, self._read_verdict()
-            how = "its launcher was killed" if outcome is None else f"exit status {outcome.status}"
-            how = f"ended by {ended.signal}" if ended.signal else how
+            how = "how it ended is not known, as its launcher was killed"
+            if outcome is not None:
+                how = f"exit status {outcome.status}"
+            if ended.signal is not None:
+                how = f"ended by {ended.signal}"
             ns = (ended.end_wall_ns or time.time_ns()) - ended.start_wall_ns
-            why = "was not made" if self.run.rank_folders() else "needs recorded training steps"
-            headline = found.get("headline") or f"a verdict {why}"
+            why = (
+                "it could not be made" if self.run.rank_folders() else "no training steps recorded"
+            )
+            headline = found.get("headline") or f"no verdict: {why}"
             notifier.send(
-                "end", f"the job is over after {duration_text(ns)}: {how}\n{headline}",
-                exit_status=ended.exit_status, signal=ended.signal,
+                "end", f"the job is over after {duration_text(ns)}: {how}\n"
+                f"{headline}", exit_status=ended.exit_status, signal=ended.signal,
                 seconds=round(ns / NS_PER_S, 3), verdict=found or None,
             )  # fmt: skip
         notifier.close(lambda: supervisor is not None and supervisor.asked_to_end())
