@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.jobs import PYTHON, run_job, succeeded
+from tests.process.jobs import PYTHON, REPOSITORY, run_command, run_job, succeeded
 
 pytestmark = pytest.mark.slow
 
@@ -145,3 +145,16 @@ def test_promise_for_what_was_taken_out_came_true(tmp_path: Path, planted: str) 
     assert found["accounts"].index(account) in promise["accounts"]
     assert promise["came_true"] is not False  # None where other load hides it
     assert promise["came_low_ns"] <= promise["promised_ns"] <= promise["came_high_ns"]
+
+
+def test_steps_of_one_run_are_compared_with_those_before(tmp_path: Path) -> None:
+    run = str(REPOSITORY / "tests" / "data" / "runs" / "two_ranks_one_slow")
+    done = run_command(["compare", run, "--from-step", "15", "--json"], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    whole = run_command(["compare", run, run, "--json"], folder=tmp_path)
+    assert whole.returncode == 2, "a run with itself is refused as before"
+    assert found["step_time"]["after_step_count"] > 0
+    none = run_command(["compare", run, "--from-step", "100000"], folder=tmp_path)
+    assert none.returncode == 5
+    assert "no step 100000 was recorded" in none.stderr
