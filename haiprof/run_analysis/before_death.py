@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -104,11 +103,13 @@ def _of_rank(rank: int, end: ProcessEnd, frame: pl.DataFrame, died_ns: int) -> M
     limits = _series(node, "memory_limit_bytes")
     available = _series(node, "memory_available_bytes")
     shm = end.shm or {}
+    sizes = [integer(oom.get(f"{name}_bytes")) for name in ("anonymous", "file", "shared")]
+    known = [size for size in sizes if size is not None and size >= 0]
     return MemoryAtEnd(
         rank=rank,
         rss_bytes=round(rss[-1][1]) if rss else None,
         sampled_before_ns=max(0, died_ns - rss[-1][0]) if rss else None,
-        killed_with_bytes=_killed_with(oom),
+        killed_with_bytes=sum(known) if known else None,
         growth_bytes_per_s=_growth(rss),
         limit_bytes=limit if limit is not None else (round(limits[-1][1]) if limits else None),
         available_bytes=round(available[-1][1]) if available else None,
@@ -129,12 +130,6 @@ def _growth(series: Sequence[tuple[int, float]]) -> float | None:
     (first, before), (last, after) = series[0], series[-1]
     rate = (after - before) * NS_PER_S / max(last - first, 1)
     return rate if rate > 0 else None
-
-
-def _killed_with(oom: Mapping[str, Any]) -> int | None:
-    sizes = [integer(oom.get(f"{name}_bytes")) for name in ("anonymous", "file", "shared")]
-    known = [size for size in sizes if size is not None and size >= 0]
-    return sum(known) if known else None
 
 
 BEFORE_NS = 60 * NS_PER_S

@@ -170,7 +170,19 @@ def link_traffic(counters: pl.DataFrame, bursts: pl.DataFrame | None = None) -> 
 
 def _rates(counters: pl.DataFrame) -> pl.DataFrame:
     rates = _by_direction(counters, _TRAFFIC, "bytes_per_s")
-    peaks = _pcie_peaks(counters)
+    # `host`, `gpu`, `pcie_peak` of one direction: of the link as it can be, idle ones are less.
+    widest = {
+        name: pl.col("value").filter(pl.col("metric") == metric).max()
+        for name, metric in (
+            ("generation", "pcie_generation_max"),
+            ("lanes", "pcie_lane_max_count"),
+        )
+    }
+    found = counters.drop_nulls("gpu").group_by("host", "gpu").agg(**widest)
+    lane = pl.col("generation").cast(pl.Int64).replace_strict(
+        _PCIE_LANE_BYTES_PER_S, default=None, return_dtype=pl.Float64
+    )  # fmt: skip
+    peaks = found.select("host", "gpu", pcie_peak=lane * pl.col("lanes"))
     with_pcie = rates.join(peaks, on=["host", "gpu"], how="left", nulls_equal=True)
     joined = with_pcie.join(_port_peaks(counters), on=["host", "entity"], how="left")
     peak = (
@@ -208,22 +220,6 @@ def _by_direction(
         value.mean().alias(f"mean_{suffix}"),
         value.max().alias(f"max_{suffix}"),
     )  # fmt: skip
-
-
-def _pcie_peaks(counters: pl.DataFrame) -> pl.DataFrame:
-    """`host`, `gpu`, `pcie_peak` of one direction: of the link as it can be, idle ones are less."""
-    widest = {
-        name: pl.col("value").filter(pl.col("metric") == metric).max()
-        for name, metric in (
-            ("generation", "pcie_generation_max"),
-            ("lanes", "pcie_lane_max_count"),
-        )
-    }
-    found = counters.drop_nulls("gpu").group_by("host", "gpu").agg(**widest)
-    lane = pl.col("generation").cast(pl.Int64).replace_strict(
-        _PCIE_LANE_BYTES_PER_S, default=None, return_dtype=pl.Float64
-    )  # fmt: skip
-    return found.select("host", "gpu", pcie_peak=lane * pl.col("lanes"))
 
 
 def _port_peaks(counters: pl.DataFrame) -> pl.DataFrame:

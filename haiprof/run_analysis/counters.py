@@ -187,7 +187,13 @@ def source_metrics(
     samples = samples_of(records)
     entities = entities_of(node, records)
     with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
-        metrics = list(_metrics(records, samples, _names_of(records.table, chosen)))
+        metrics = list(
+            _metrics(
+                records,
+                samples,
+                None if chosen is None else {name for of, name in chosen if of == records.table},
+            )
+        )
     names = {key: entity_name(entity) or None for key, entity in entities.items()}
     ranks = ranks_of(run, node, records, entities)
     gpu = _column_names(records, "key") == ["gpu"]
@@ -200,10 +206,6 @@ def source_metrics(
         gpus=[key[0] if gpu else None for key in samples.keys],
         metrics=metrics,
     )
-
-
-def _names_of(source: str, chosen: Collection[tuple[str, str]] | None) -> set[str] | None:
-    return None if chosen is None else {name for of, name in chosen if of == source}
 
 
 def _of_source(

@@ -147,7 +147,19 @@ def find_deaths(evidence: Evidence) -> list[Death]:
         if death is not None:
             found.append(death)
     if len(found) > 1 and found[-1].final and not _has_trained(evidence, found[-1].generation):
-        found[-1] = _restart_without_steps(found[-2], found[-1])
+        # The end of a start that never trained: what began it is the death of the start before.
+        first = found[-2]
+        last = found[-1]
+        text = f"{first.headline}; its ranks were started again and no step of them was seen"
+        found[-1] = replace(
+            first,
+            headline=f"{text}; then {last.what}",
+            remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may "
+            "have waited for each other in init_process_group",
+            generation=last.generation,
+            final=True,
+            fates=last.fates,
+        )
     return found
 
 
@@ -157,20 +169,6 @@ def _has_trained(evidence: Evidence, generation: int) -> bool:
         end.started_ns is not None or end.step
         for end in _ranks(evidence.ends)
         if end.generation == generation
-    )
-
-
-def _restart_without_steps(first: Death, last: Death) -> Death:
-    """The end of a start that never trained: what began it is the death of the start before."""
-    text = f"{first.headline}; its ranks were started again and no step of them was seen"
-    return replace(
-        first,
-        headline=f"{text}; then {last.what}",
-        remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may have "
-        "waited for each other in init_process_group",
-        generation=last.generation,
-        final=True,
-        fates=last.fates,
     )
 
 
@@ -309,21 +307,12 @@ class _Case:
             return None
         if manifest is not None and manifest.exit_status == 0:
             return None
-        return self._of_signal(came)
-
-    def _went_on(self, came: Arrived) -> bool:
-        """Whether the job took a signal as something else than its end: it ran on for long."""
-        last = max((e.wall_ns or came.wall_ns for e in self.ends.values()), default=came.wall_ns)
-        return last - came.wall_ns > 10 * 60 * NS_PER_S
-
-    def _of_signal(self, came: Arrived) -> Death:
         name, sender = signal_name(came.signal), _sender(came)
-        own = next((e for e in self.evidence.ends
-                    if e.pid == came.from_pid and e.host == came.host), None)  # fmt: skip
-        if own is not None:
-            who = f"rank {own.rank}" if own.rank is not None else f"process {own.pid}"
+        by = [e for e in self.evidence.ends if (e.pid, e.host) == (came.from_pid, came.host)]
+        if by:
+            who = f"rank {by[0].rank}" if by[0].rank is not None else f"process {by[0].pid}"
             what = f"the job ended itself: {who} sent {name} to its launcher"
-            ranks = () if own.rank is None else (own.rank,)
+            ranks = () if by[0].rank is None else (by[0].rank,)
             return self._death("signal", ranks, what, what=what, died_ns=came.wall_ns)
         hang = self._hang_before(came.wall_ns)
         if hang is not None:
@@ -333,6 +322,11 @@ class _Case:
         what = f"{what} ({name}{sender})"
         guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
         return self._death(cause, (), what, what=what, died_ns=came.wall_ns, certain=not guessed)
+
+    def _went_on(self, came: Arrived) -> bool:
+        """Whether the job took a signal as something else than its end: it ran on for long."""
+        last = max((e.wall_ns or came.wall_ns for e in self.ends.values()), default=came.wall_ns)
+        return last - came.wall_ns > 10 * 60 * NS_PER_S
 
     def _own_failure(self) -> Death | None:
         """A rank failed by itself: the first one, with those that failed alike at the same time."""
@@ -404,23 +398,22 @@ class _Case:
             return None
         found = self.mismatches
         if not found:
-            return self._sent_too_much()
+            # A rank noticed itself that another one's collective was not its own.
+            ends = sorted(self.ends.values(), key=lambda end: end.failed_ns or 0)
+            noticed = [
+                (end, said) for end in ends if (said := unlike_messages(end.error)) is not None
+            ]
+            if not noticed:
+                return None
+            end, said = noticed[0]
+            what = f"ranks issued collectives that contradict each other: rank {end.rank}: {said}"
+            what += self._places()
+            return self._death("mismatch", (), what, what=what, died_ns=self._first_ns())
         odd = found[0].odd
         what = f"ranks issued collectives that contradict each other: {found[0].as_text()}"
         what += self._places()
         return self._death("mismatch", odd if len(odd) < len(self.ends) else (), what, what=what,
                            died_ns=self._first_ns())  # fmt: skip
-
-    def _sent_too_much(self) -> Death | None:
-        """A rank noticed itself that another one's collective was not its own."""
-        ends = sorted(self.ends.values(), key=lambda end: end.failed_ns or 0)
-        noticed = [(end, said) for end in ends if (said := unlike_messages(end.error)) is not None]
-        if not noticed:
-            return None
-        end, said = noticed[0]
-        what = f"ranks issued collectives that contradict each other: rank {end.rank}: {said}"
-        what += self._places()
-        return self._death("mismatch", (), what, what=what, died_ns=self._first_ns())
 
     def _places(self) -> str:
         """Where the ranks of a small job were when they failed: `; rank 0 at a.py:1 in train`."""
@@ -436,7 +429,11 @@ class _Case:
     def _never_started(self) -> Death | None:
         """Ranks of which nothing was ever seen."""
         absent = tuple(r for r in range(self.evidence.world) if r not in self.ends)
-        late = tuple(r for r in self.stopped if not self._began(r)) if self._some_began() else ()
+        late = (
+            tuple(r for r in self.stopped if not self._began(r))
+            if any(self._began(rank) for rank in self.ends)
+            else ()
+        )
         ranks = tuple(sorted({*absent, *late}))
         if not ranks or len(ranks) == self.evidence.world:
             return None
@@ -452,9 +449,6 @@ class _Case:
         """Whether a rank reported in, or said how it failed."""
         end = self.ends[rank]
         return end.started_ns is not None or bool(end.uncaught)
-
-    def _some_began(self) -> bool:
-        return any(self._began(rank) for rank in self.ends)
 
     def _early_exit(self) -> Death | None:
         """Ranks that had done their work, or thought so, while others waited for them."""
@@ -714,19 +708,15 @@ def _victims_text(fates: Sequence[Fate], died: int | None) -> str:
         whats = list(dict.fromkeys(f.what for f in fates if f.role == role))
         for what in whats[:2]:
             own = [f for f in fates if f.role == role and f.what == what]
-            parts.append(_victim_text(own, what, died))
+            were = "was" if len(own) == 1 else "were"
+            waited_in = {f.waited_in for f in own if f.waited_in}
+            text = ranks_text([f.rank for f in own])
+            if len(waited_in) == 1:
+                text += f" waited in {waited_in.pop()} and"
+            times = [f.ended_ns - died for f in own if f.ended_ns is not None and died]
+            later = f" {duration_text(max(times))} later" if times and max(times) > 0 else ""
+            parts.append(f"{text} {were} ended{later} {what.removeprefix('ended ')}")
     return "; ".join(parts)
-
-
-def _victim_text(own: Sequence[Fate], what: str, died: int | None) -> str:
-    were = "was" if len(own) == 1 else "were"
-    waited_in = {f.waited_in for f in own if f.waited_in}
-    text = ranks_text([f.rank for f in own])
-    if len(waited_in) == 1:
-        text += f" waited in {waited_in.pop()} and"
-    times = [f.ended_ns - died for f in own if f.ended_ns is not None and died]
-    later = f" {duration_text(max(times))} later" if times and max(times) > 0 else ""
-    return f"{text} {were} ended{later} {what.removeprefix('ended ')}"
 
 
 def _outer_cause(came: Arrived) -> tuple[str, str]:

@@ -135,7 +135,12 @@ def what_happened(end: ProcessEnd) -> str:
         way = f"it aborted itself{_by_signal(end)}: " if end.is_terminated else ""
         return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
     if end.oom:
-        return _oom_text(end)
+        oom = end.oom or {}
+        held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
+        sizes = [size for size in held if isinstance(size, int) and size >= 0]
+        with_bytes = f" with {sum(sizes) / (1 << 30):.2f} GiB resident" if sizes else ""
+        of = "of its control group" if oom.get("in_cgroup") is not False else "of the machine"
+        return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
     if end.signal is not None:
         return _SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}"
     if end.status is not None:
@@ -189,15 +194,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"SIG{number}"
-
-
-def _oom_text(end: ProcessEnd) -> str:
-    oom = end.oom or {}
-    held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
-    sizes = [size for size in held if isinstance(size, int) and size >= 0]
-    with_bytes = f" with {sum(sizes) / (1 << 30):.2f} GiB resident" if sizes else ""
-    of = "of its control group" if oom.get("in_cgroup") is not False else "of the machine"
-    return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
 
 
 _DEPTH = 200
@@ -296,7 +292,8 @@ def _last_moment(rank: RankFiles) -> LastMoment:
         optimizer_steps=integer(line.get("optimizer_steps")),
         added_span_count=integer(line.get("added_span_count")) or 0,
         lost_span_count=lost,
-        reason=text(line.get("reason")) or _no_ring(rank, end),
+        reason=text(line.get("reason"))
+        or (text(_last_of(rank, "no_ring").get("reason")) if end is None else None),
     )
 
 
@@ -310,11 +307,6 @@ def _end(rank: RankFiles, unclean: Mapping[str, Any]) -> str | None:
     if rank.of_type("record_end"):
         return text(_last_of(rank, "record_end").get("reason"))
     return "unclean" if unclean else None
-
-
-def _no_ring(rank: RankFiles, end: str | None) -> str | None:
-    """Why the end is not known, where it is not."""
-    return text(_last_of(rank, "no_ring").get("reason")) if end is None else None
 
 
 def _open_phases(content: object, offset_ns: int | None) -> tuple[tuple[str, int], ...]:

@@ -332,11 +332,13 @@ def _rows(group: Arrivals, starts_of: Mapping[int, Ints]) -> list[tuple[object, 
     for place, rank in enumerate(group.ranks):
         starts = starts_of.get(rank, np.empty(0, dtype=np.int64))
         in_steps = _by_step(starts, created[place][begins], largest[place])
+        names, places = np.unique(np.array(group.kinds), return_inverse=True)
+        sums = np.bincount(places, weights=late[place].astype(np.float64))
         rows.append((
             rank, group.group, group.group_name,
             float(np.median(in_steps)) if len(in_steps) else None, int(in_steps.sum()),
             float(alone[place].mean()), created.shape[1], len(in_steps),
-            _main_kind(group.kinds, late[place]),
+            str(names[int(sums.argmax())]),
         ))  # fmt: skip
     return rows
 
@@ -356,12 +358,6 @@ def _by_step(starts: Ints, created: Ints, late: Ints) -> Ints:
     sums = np.bincount(place[inside], weights=late[inside].astype(np.float64))
     covered: Ints = sums[place[inside].min() :].round().astype(np.int64)
     return covered
-
-
-def _main_kind(kinds: Sequence[str], late: Ints) -> str:
-    names, places = np.unique(np.array(kinds), return_inverse=True)
-    sums = np.bincount(places, weights=late.astype(np.float64))
-    return str(names[int(sums.argmax())])
 
 
 BACKWARD_WORK_SCHEMA = {

@@ -93,7 +93,15 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     cells = pl.DataFrame(columns).group_by(*group, "stack")
     counted = cells.agg(pl.len(), pl.col("weight", "of_step").sum())
     totals = counted.group_by(group).agg(sample_count=pl.col("len").sum())
-    pairs = _user_pairs(tree)
+    library, place = np.append(tree.library, True), tree.line_places()
+    stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
+    while at.any():
+        user = ~library[place[at]]
+        parts.append(pl.DataFrame({"stack": stack[user], "frame": place[at][user]}))
+        at = tree.parent[at]
+        stack, at = stack[at > 0], at[at > 0]
+    empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})
+    pairs = pl.concat([empty, *parts]).unique()
     inner = pl.DataFrame({"stack": np.arange(len(tree.place)), "frame": innermost_frame(tree)})
     own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
     own = own.group_by(*group, "frame").agg(
@@ -163,7 +171,13 @@ def function_times(
     found = []
     for function in order[:FUNCTION_LIMIT]:
         rows = of_sample == function
-        frame = _top_frame(tree, inner[samples.stack[rows]], weight[rows])
+        frame = tree.frames[
+            int(
+                np.bincount(
+                    tree.line_places()[inner[samples.stack[rows]]], weights=weight[rows]
+                ).argmax()
+            )
+        ]
         found.append(
             FunctionTime(
                 file=frame.file,
@@ -197,11 +211,6 @@ def functions_of(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
     keys = [(frame.file, written_in(frame.function)) for frame in tree.frames]
     numbers = [known.setdefault(key, len(known)) for key in keys]
     return list(known), np.array([*numbers, -1], dtype=np.int64)
-
-
-def _top_frame(tree: CodeTree, stack: Ints, weight: Floats) -> Frame:
-    """The frame with most of the time, of stacks that end in it."""
-    return tree.frames[int(np.bincount(tree.line_places()[stack], weights=weight).argmax())]
 
 
 def common_callees(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[str, ...]:
@@ -279,19 +288,6 @@ def innermost_frame(tree: CodeTree) -> Ints:
     """The same as a frame; -1 where there is none."""
     frames: Ints = tree.line_places()[innermost_stack(tree)]
     return frames
-
-
-def _user_pairs(tree: CodeTree) -> pl.DataFrame:
-    """Each `stack` with each `frame` of user code in it, a recursion once."""
-    library, place = np.append(tree.library, True), tree.line_places()
-    stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
-    while at.any():
-        user = ~library[place[at]]
-        parts.append(pl.DataFrame({"stack": stack[user], "frame": place[at][user]}))
-        at = tree.parent[at]
-        stack, at = stack[at > 0], at[at > 0]
-    empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})
-    return pl.concat([empty, *parts]).unique()
 
 
 def wilson(count: np.ndarray, total: np.ndarray) -> tuple[Floats, Floats]:

@@ -22,7 +22,7 @@ from haiprof.run_analysis.step_frame import (
 )
 from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.step_tokens import BY_MARK
-from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, Segmentation
+from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES
 from haiprof.run_analysis.windows import TraceWindow, traced_steps
 from haiprof.run_format import schema
 
@@ -81,25 +81,6 @@ def loading_frame(rows: Iterable[tuple[int, ...]]) -> pl.DataFrame:
     return pl.DataFrame(list(rows), schema=LOADING_SCHEMA, orient="row")
 
 
-def loading_row(rank: RankSegments) -> tuple[int, ...]:
-    """The row of one rank."""
-    found = rank.found
-    spans = found.nested.spans
-    chosen = np.flatnonzero((found.phase == _LOADER_PHASE) & (found.step > 0))
-    kind = spans.kind[chosen]
-    own = found.nested.self_ns[chosen]
-    starts = kind == schema.DATA_ITER
-    first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
-    edge = starts | first | (kind == schema.DATA_END)
-    return (
-        rank.files.rank,
-        rank.files.attempt,
-        int(starts.sum()),
-        int(own[edge].sum()) if starts.any() else 0,
-        int(own.sum()),
-    )
-
-
 RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "rank": pl.Int64,
     "attempt": pl.Int64,
@@ -142,7 +123,9 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
         found = segments.found
         row["step_count"] = len(found.steps.start_ns)
         row["eval_ns"] = int((found.evaluation_end_ns - found.evaluation_start_ns).sum())
-        row["nograd_ns"] = int(found.nested.self_ns[_is_nograd(found)].sum())
+        # Calls without gradients in a training step, which are no evaluation.
+        inside: Bools = (found.phase == NOGRAD_PHASE) & (found.step >= 0)
+        row["nograd_ns"] = int(found.nested.self_ns[inside].sum())
         row |= compile_columns(
             files,
             found.evaluation_start_ns,
@@ -154,12 +137,6 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
     row.update(_cost(files, segments))
     row["notes"] = list(_rank_notes(files, segments))
     return row
-
-
-def _is_nograd(found: Segmentation) -> Bools:
-    """Calls without gradients in a training step, which are no evaluation."""
-    inside: Bools = (found.phase == NOGRAD_PHASE) & (found.step >= 0)
-    return inside
 
 
 def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
@@ -181,7 +158,14 @@ def _cost(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
     steps = segments.found.steps.step_ns if segments is not None else None
     if not lines or segments is None or steps is None or not len(steps):
         return {"cost_ns_per_step": None, "cost_ratio": None, "beside_cpu_ratio": None}
-    spent = _spent_ns(lines[-1], _inner_calls(files, segments))
+    # Calls of modules inside the roots, about: each passes through the hook's first line.
+    spans = segments.found.nested.spans
+    roots = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
+    inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
+    spent = _spent_ns(
+        lines[-1],
+        sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist()),
+    )
     per_step = None if spent is None else spent / len(steps)
     mean = float(steps.mean())
     return {
@@ -207,14 +191,6 @@ def _beside_ratio(line: Mapping[str, Any]) -> float | None:
     if drain_ns is None or not elapsed_ns:
         return None
     return (drain_ns + (sampling_ns or 0.0)) / elapsed_ns
-
-
-def _inner_calls(files: RankFiles, segments: RankSegments) -> int:
-    """Calls of modules inside the roots, about: each passes through the hook's first line."""
-    spans = segments.found.nested.spans
-    roots = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
-    inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
-    return sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist())
 
 
 def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, ...]:
@@ -308,15 +284,36 @@ def rank_rows(
         inside = rank_row(rank.files, cut)
         counted = ("step_count", "eval_ns", "nograd_ns", "eval_compile_ns")
         row |= {name: inside[name] for name in counted}
+    # Small numbers are stored small: of a thousand ranks they are much.
+    plain, collected = rank_positions(rank).sums()
+    times = np.concatenate([plain, collected])
+    small = times.max(initial=0) < np.iinfo(np.int32).max
+    kept = times.astype(np.int32) if small else times
+    found = cut.found
+    spans = found.nested.spans
+    chosen = np.flatnonzero((found.phase == _LOADER_PHASE) & (found.step > 0))
+    kind = spans.kind[chosen]
+    own = found.nested.self_ns[chosen]
+    starts = kind == schema.DATA_ITER
+    first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
+    edge = starts | first | (kind == schema.DATA_END)
     return RankRows(
         record_count=rank.record_count,
         wall_offset_ns=rank.wall_offset_ns,
         step_count=len(rank.found.steps.start_ns),
         steps=step_frame(rank, traced_steps(rank, windows), shared=shared),
         pauses=pause_frame(rank),
-        loading=loading_row(cut),
+        loading=(
+            cut.files.rank,
+            cut.files.attempt,
+            int(starts.sum()),
+            int(own[edge].sum()) if starts.any() else 0,
+            int(own.sum()),
+        ),
         rank=row,
-        positions=_position_times(rank),
+        positions={
+            place: kept[place].copy() for place in np.flatnonzero(times.any(axis=1)).tolist()
+        },
     )
 
 
@@ -327,15 +324,6 @@ def rank_positions(rank: RankSegments) -> StepPositions:
         shift = rank.wall_offset_ns
         compiled = Intervals(compiled.starts - shift, compiled.ends - shift)
     return step_positions(rank.found, rank.events, compiled)
-
-
-def _position_times(rank: RankSegments) -> dict[int, Ints]:
-    """Small numbers are stored small: of a thousand ranks they are much."""
-    plain, collected = rank_positions(rank).sums()
-    times = np.concatenate([plain, collected])
-    small = times.max(initial=0) < np.iinfo(np.int32).max
-    kept = times.astype(np.int32) if small else times
-    return {place: kept[place].copy() for place in np.flatnonzero(times.any(axis=1)).tolist()}
 
 
 COLUMN_LIMIT = 480

@@ -254,7 +254,9 @@ def _not_reached(
     manifest = files.manifest
     if manifest is None or manifest.options.get("trace") is not True:
         return []
-    first = parse_first(manifest.options.get("steps"))
+    steps = manifest.options.get("steps")
+    head = steps.partition(":")[0] if isinstance(steps, str) else ""
+    first = int(head) if head.isdecimal() and len(head) < 10 else None
     found = []
     for rank in files.ranks:
         ended = manifest.end_wall_ns is not None or rank.of_type("record_end")
@@ -265,12 +267,6 @@ def _not_reached(
             TraceWindow(rank=rank.rank, attempt=rank.attempt, state=NOT_REACHED, reason=why)
         )
     return found
-
-
-def parse_first(steps: object) -> int | None:
-    """The first step of `--steps A:B`, as the manifest has it."""
-    head = steps.partition(":")[0] if isinstance(steps, str) else ""
-    return int(head) if head.isdecimal() and len(head) < 10 else None
 
 
 def _why_not_reached(rank: RankFiles, step_count: int | None, first: int | None) -> str:

@@ -58,6 +58,7 @@ def _read_facts(side: ComparedRun) -> dict[str, Mapping[str, Any] | None]:
     line = next(iter(files.of_type("environment")), {}) if files else {}
     packages = _part(line, "packages") or {"packages_digest": line.get("packages_digest")}
     options = dict(manifest.options) if manifest else {}
+    # Those that haiprof's launcher did not set.
     return {
         "command": {"command": manifest.command if manifest else None},
         "code": {
@@ -74,18 +75,17 @@ def _read_facts(side: ComparedRun) -> dict[str, Mapping[str, Any] | None]:
             **{name: line.get(name) for name in _TORCH_VERSIONS},
         },
         "package": packages if line else None,
-        "variable": _users_variables(line) if line else None,
+        "variable": (
+            {
+                name: value
+                for name, value in _part(line, "variables").items()
+                if name not in ENV_FLIGHT_DUMPS
+                and not (name in ENV_FLIGHT_SIZES and value == FLIGHT_ENTRIES)
+            }
+        )
+        if line
+        else None,
         "option": {n: options[n] for n in options if n not in _NOT_SPEED} if manifest else None,
-    }
-
-
-def _users_variables(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that haiprof's launcher did not set."""
-    return {
-        name: value
-        for name, value in _part(line, "variables").items()
-        if name not in ENV_FLIGHT_DUMPS
-        and not (name in ENV_FLIGHT_SIZES and value == FLIGHT_ENTRIES)
     }
 
 
