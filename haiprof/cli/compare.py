@@ -65,8 +65,7 @@ def compare(
       haiprof compare before after --json | jq .verdict
     """
     from haiprof.base.units import ratio_text
-    from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
-    from haiprof.diagnosis.compare.compared_run import compared_run_of
+    from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of, note_outcome
     from haiprof.diagnosis.compare.comparison import compare_runs, exceeds
     from haiprof.show.views.compare import compare_data, compare_view, headline, what_would_decide
 

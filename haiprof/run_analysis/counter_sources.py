@@ -18,12 +18,13 @@ from haiprof.base.intervals import Ints
 from haiprof.run_analysis.counters import (
     COUNTER_SCHEMA,
     Samples,
-    counter_records,
     entities_of,
+    notes_of,
     ranks_of,
+    record_files,
     samples_of,
 )
-from haiprof.run_analysis.run_files import NodeFiles, RunFiles, integer
+from haiprof.run_analysis.run_files import NodeFiles, RunFiles, entries, integer, objects
 from haiprof.run_format.entities import Key, plain_uuid, ranks_by_key
 from haiprof.run_format.reader import RecordFile, read_records
 from haiprof.run_format.schema import NULL_I64, Column, counter_end
@@ -59,8 +60,14 @@ def raw_counters(run: RunFiles) -> tuple[list[RawSeries], tuple[str, ...]]:
 
     A counter keeps its own count, also where it wrapped, was set back or has stopped at its end.
     """
-    found, notes = counter_records(run)
-    return [series for node, records in found for series in _of_source(run, node, records)], notes
+    found = list(record_files(run))
+    series = [
+        each
+        for node, records in found
+        if not isinstance(records, str)
+        for each in _of_source(run, node, records)
+    ]
+    return series, notes_of(records for _, records in found)
 
 
 def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[RawSeries]:
@@ -400,13 +407,10 @@ def _recorded_gpus(node: NodeFiles) -> dict[str, int]:
     except RunFormatError:
         return {}  # Analyzer.counters() says so
     found: dict[str, int] = {}
-    for entity in entities if isinstance(entities, list) else []:
-        key = entity.get("key") if isinstance(entity, dict) else None
-        if isinstance(key, list) and len(key) == 1 and isinstance(key[0], int):
-            words = (
-                plain_uuid(entity.get("uuid")),
-                _bus(str(entity.get("bus_id") or "")),
-            )
+    for entity in objects(entities):
+        key = entries(entity.get("key"))
+        if len(key) == 1 and isinstance(key[0], int):
+            words = (plain_uuid(entity.get("uuid")), _bus(str(entity.get("bus_id") or "")))
             found |= {word: key[0] for word in words if word}
     return found
 

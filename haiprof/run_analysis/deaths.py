@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from haiprof.run_analysis.end_evidence import (
     knows_exit,
     last_collectives,
     last_line,
-    last_moments,
+    last_phase,
     signal_name,
     unlike_messages,
     wait_failure,
@@ -140,12 +140,19 @@ def gather_evidence(
 def find_deaths(evidence: Evidence) -> list[Death]:
     """The deaths of a job in order: of each start of ranks that failed; none for a clean end."""
     generations = sorted({end.generation for end in _ranks(evidence.ends)}) or [0]
-    found = []
+    manifest, found = evidence.files.manifest, []
     for generation in generations:
         final = generation == generations[-1]
-        death = _find_death(evidence, generation, final=final)
-        if death is not None:
-            found.append(death)
+        ends = {
+            end.rank: end
+            for end in _ranks(evidence.ends)
+            if end.rank is not None and end.generation == generation
+        }
+        is_over = manifest is not None and manifest.end_wall_ns is not None
+        has_failed = is_over and bool(manifest and (manifest.signal or manifest.exit_status))
+        if not final or has_failed or any(e.over and not e.clean for e in ends.values()):
+            death = _Case(evidence, ends).judge()
+            found.append(replace(death, generation=generation, final=final))
     if len(found) > 1 and found[-1].final and not _has_trained(evidence, found[-1].generation):
         # The end of a start that never trained: what began it is the death of the start before.
         first = found[-2]
@@ -176,32 +183,11 @@ def _ranks(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
     return [end for end in ends if end.rank is not None and not end.helper]
 
 
-def _find_death(evidence: Evidence, generation: int, *, final: bool) -> Death | None:
-    ends = {end.rank: end for end in _ranks(evidence.ends) if end.generation == generation}
-    if not _has_failed(evidence, ends.values(), final=final):
-        return None
-    case = _Case(evidence, {r: e for r, e in ends.items() if r is not None}, generation)
-    found = case.judge()
-    return replace(found, generation=generation, final=final)
-
-
-def _has_failed(evidence: Evidence, ends: Collection[ProcessEnd], *, final: bool) -> bool:
-    """Whether this start of the ranks failed."""
-    if any(end.over and not end.clean for end in ends):
-        return True
-    manifest = evidence.files.manifest
-    if not final:
-        return True
-    if manifest is None or manifest.end_wall_ns is None:
-        return False
-    return bool(manifest.signal or manifest.exit_status)
-
-
 class _Case:
     """One start of the ranks, looked into."""
 
-    def __init__(self, evidence: Evidence, ends: Mapping[int, ProcessEnd], generation: int) -> None:
-        self.evidence, self.ends, self.generation = evidence, ends, generation
+    def __init__(self, evidence: Evidence, ends: Mapping[int, ProcessEnd]) -> None:
+        self.evidence, self.ends = evidence, ends
         self.attempts = {
             rank.rank: rank.attempt
             for rank in evidence.files.ranks
@@ -211,9 +197,9 @@ class _Case:
         self.last = last_collectives(evidence.files, evidence.collectives(), self.attempts)
         self.behind = behind(self.last)
         self.phases = {
-            moment.rank: moment.open_phases[-1][0]
-            for moment in last_moments(evidence.files)
-            if moment.open_phases and self.attempts.get(moment.rank) == moment.attempt
+            rank.rank: phase
+            for rank in evidence.files.ranks
+            if self.attempts.get(rank.rank) == rank.attempt and (phase := last_phase(rank))
         }
         aborted = [end for end in ends.values() if _has_aborted(end)]
         self.many_aborted = len(aborted) > 1
@@ -237,7 +223,21 @@ class _Case:
             found = ask()
             if found is not None:
                 return found
-        return self._unknown()
+        manifest = self.evidence.files.manifest
+        if self.victims:
+            said = _victims_text(self._fates(()), None)
+            what = f"{said}: whom they waited for is not known"
+            return self._death("unknown", (), what, what=what, certain=False)  # fmt: skip
+        gone = [end for end in self._causes() if kind_of(end) == "gone"]
+        if gone:
+            what = what_happened(gone[0])
+            ranks = tuple(e.rank for e in gone if e.rank is not None)
+            return self._death("gone", ranks, f"{ranks_text(ranks)} died: {what}", what=what,
+                               end=gone[0], certain=False)  # fmt: skip
+        status = None if manifest is None else manifest.signal or manifest.exit_status
+        what = f"the job ended with {status}, and no rank says why" if status is not None else \
+            "ranks were ended, and nothing says why"  # fmt: skip
+        return self._death("unknown", (), what, what=what, certain=False)
 
     # -- who is a victim ------------------------------------------------------------------------
 
@@ -539,23 +539,6 @@ class _Case:
                 return self._death(kind_of(end), (), headline, what=what, end=end)
         return None
 
-    def _unknown(self) -> Death:
-        manifest = self.evidence.files.manifest
-        if self.victims:
-            said = _victims_text(self._fates((), None), None)
-            what = f"{said}: whom they waited for is not known"
-            return self._death("unknown", (), what, what=what, certain=False)  # fmt: skip
-        gone = [end for end in self._causes() if kind_of(end) == "gone"]
-        if gone:
-            what = what_happened(gone[0])
-            ranks = tuple(e.rank for e in gone if e.rank is not None)
-            return self._death("gone", ranks, f"{ranks_text(ranks)} died: {what}", what=what,
-                               end=gone[0], certain=False)  # fmt: skip
-        status = None if manifest is None else manifest.signal or manifest.exit_status
-        what = f"the job ended with {status}, and no rank says why" if status is not None else \
-            "ranks were ended, and nothing says why"  # fmt: skip
-        return self._death("unknown", (), what, what=what, certain=False)
-
     # -- putting it together --------------------------------------------------------------------
 
     def _death(
@@ -572,7 +555,7 @@ class _Case:
     ) -> Death:
         error = end.error if end is not None else None
         died = died_ns if end is None else end.failed_ns
-        fates = self._fates(ranks, died)
+        fates = self._fates(ranks)
         tail = _victims_text(fates, died)
         nowhere = line is None and (error is None or not error.location)
         seen_at = self._seen_at(ranks, died) if nowhere else None
@@ -619,11 +602,12 @@ class _Case:
         seen = last_line(own[0]) if own else None
         if seen is None:
             return None
+        line, wall_ns = seen
         end = self.ends[ranks[0]].failed_ns or died
-        before = (end - seen.wall_ns) if end else 0
-        return f"{seen.line}, {duration_text(before)} before" if before > 0 else seen.line
+        before = (end - wall_ns) if end else 0
+        return f"{line}, {duration_text(before)} before" if before > 0 else line
 
-    def _fates(self, ranks: Sequence[int], died: int | None) -> tuple[Fate, ...]:
+    def _fates(self, ranks: Sequence[int]) -> tuple[Fate, ...]:
         seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
         return tuple(self._fate(rank, rank in ranks) for rank in seen)
 

@@ -64,10 +64,9 @@ class FunctionTime:
     function: str
     ratio: float
     """Its share of the time of the samples asked about."""
-    low: float | None
-    high: float | None
-    """Where that share lies with 95 % certainty, as the number of samples tells; None for the time
-    beyond other samples'."""
+    low: float
+    high: float
+    """Where that share lies with 95 % certainty, as the number of samples tells."""
     sample_count: int
     time_ns: float
     callees: tuple[str, ...]
@@ -148,11 +147,10 @@ def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
     return chosen.sort(order, descending=descending, nulls_last=False)
 
 
-def function_times(
-    samples: CodeSamples, *, less: CodeSamples | None = None, scale: float = 1.0
-) -> list[FunctionTime]:
+def function_times(samples: CodeSamples) -> list[FunctionTime]:
     """User functions by the time that passes in them and in what libraries they call: the first."""
-    tree, weight = samples.tree, _weights(samples)
+    tree = samples.tree  # where no sample's time is known, each counts the same
+    weight = samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
     total = float(weight.sum())
     if not total:
         return []
@@ -160,23 +158,17 @@ def function_times(
     functions, number = functions_of(tree)
     of_sample = number[tree.place[inner[samples.stack]]]
     own = np.bincount(of_sample + 1, weights=weight, minlength=len(functions) + 1)[1:]
-    beyond: Floats = own.astype(np.float64)
-    if less is not None:
-        elsewhere = number[tree.place[inner[less.stack]]]
-        theirs = np.bincount(elsewhere + 1, _weights(less), minlength=len(functions) + 1)[1:]
-        beyond -= scale * theirs
     effective = total**2 / float((weight**2).sum())
     low, high = wilson(own / total * effective, np.full(len(own), effective))
-    order = sorted(np.flatnonzero(own).tolist(), key=lambda f: (-beyond[f], functions[f]))
+    order = sorted(np.flatnonzero(own).tolist(), key=lambda f: (-own[f], functions[f]))
     found = []
     for function in order[:FUNCTION_LIMIT]:
         rows = of_sample == function
-        frame = tree.frames[
-            int(
-                np.bincount(
-                    tree.line_places()[inner[samples.stack[rows]]], weights=weight[rows]
-                ).argmax()
-            )
+        places = tree.line_places()[inner[samples.stack[rows]]]
+        frame = tree.frames[int(np.bincount(places, weights=weight[rows]).argmax())]
+        place = tree.line_places()
+        paths = [
+            _user_callers(tree, place, number) for number in inner[samples.stack[rows]].tolist()
         ]
         found.append(
             FunctionTime(
@@ -187,17 +179,14 @@ def function_times(
                 low=float(low[function]),
                 high=float(high[function]),
                 sample_count=int(rows.sum()),
-                time_ns=float(beyond[function]),
+                time_ns=float(own[function]),
                 callees=_callees(tree, inner, samples.stack[rows], weight[rows]),
-                callers=_callers(tree, inner[samples.stack[rows]], weight[rows]),
+                callers=tuple(
+                    tree.frames[frame] for frame in _common_way(paths, weight[rows], CALLER_LIMIT)
+                ),
             )
         )
     return found
-
-
-def _weights(samples: CodeSamples) -> Floats:
-    """Time of each sample; where none is known of any, each counts the same."""
-    return samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
 
 
 def written_in(function: str) -> str:
@@ -222,13 +211,6 @@ def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[
     """From the user's own frame inwards, as long as most of its time goes the same way."""
     paths = [_library_path(tree, inner, number) for number in stack.tolist()]
     return _common_way(paths, weight, CALLEE_LIMIT)
-
-
-def _callers(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[Frame, ...]:
-    """From what calls the user's own frame outwards, as long as most of its time came that way."""
-    place = tree.line_places()
-    paths = [_user_callers(tree, place, number) for number in stack.tolist()]
-    return tuple(tree.frames[frame] for frame in _common_way(paths, weight, CALLER_LIMIT))
 
 
 def _common_way(

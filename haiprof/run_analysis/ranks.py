@@ -11,7 +11,15 @@ import polars as pl
 
 from haiprof.base.intervals import Floats, Intervals, Ints, intersection, total, union
 from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
-from haiprof.run_analysis.run_files import RankFiles, integer, median, number, text
+from haiprof.run_analysis.run_files import (
+    RankFiles,
+    entries,
+    integer,
+    mapping,
+    median,
+    number,
+    text,
+)
 from haiprof.run_analysis.step_frame import (
     STEP_PHASES,
     RankSegments,
@@ -29,20 +37,15 @@ from haiprof.run_format import schema
 _LIMIT_US = 1 << 52
 
 
-def compile_intervals(files: RankFiles) -> Intervals | None:
+def compile_intervals(files: RankFiles) -> Intervals:
     """Unix time in ns of all compilations, those of backward graphs included.
 
     Source: `torch._dynamo.utils.get_compilation_metrics`. One that compiles another counts once.
-
-    None where the run does not tell when they began: it was recorded by an older haiprof.
     """
-    lines = files.of_type("compile")
-    if any(not isinstance(line.get("spans"), list) for line in lines):
-        return None
     pairs = [
         (begin, length)
-        for line in lines
-        for span in line["spans"]
+        for line in files.of_type("compile")
+        for span in entries(line.get("spans"))
         if isinstance(span, list) and len(span) == 2
         for begin, length in [(integer(span[0]), integer(span[1]))]
         if begin is not None and length is not None
@@ -50,20 +53,6 @@ def compile_intervals(files: RankFiles) -> Intervals | None:
     ]
     table = np.array(pairs, dtype=np.int64).reshape(-1, 2) * 1_000
     return union(table[:, 0], table.sum(axis=1))
-
-
-def compile_columns(
-    files: RankFiles, starts: Ints, ends: Ints, *, wall_offset_ns: int
-) -> dict[str, int | None]:
-    """`compile_ns` of a rank, and `eval_compile_ns` in its evaluations; None where not known."""
-    compiled = compile_intervals(files)
-    if compiled is None:
-        return {"compile_ns": None, "eval_compile_ns": None}
-    evaluated = union(starts + wall_offset_ns, ends + wall_offset_ns)
-    return {
-        "compile_ns": total(compiled),
-        "eval_compile_ns": total(intersection(evaluated, compiled)),
-    }
 
 
 LOADING_SCHEMA = {
@@ -126,12 +115,11 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
         # Calls without gradients in a training step, which are no evaluation.
         inside: Bools = (found.phase == NOGRAD_PHASE) & (found.step >= 0)
         row["nograd_ns"] = int(found.nested.self_ns[inside].sum())
-        row |= compile_columns(
-            files,
-            found.evaluation_start_ns,
-            found.evaluation_end_ns,
-            wall_offset_ns=segments.wall_offset_ns,
-        )
+        compiled, shift = compile_intervals(files), segments.wall_offset_ns
+        begun, ended = found.evaluation_start_ns, found.evaluation_end_ns
+        row["compile_ns"] = total(compiled)
+        evaluated = union(begun + shift, ended + shift)
+        row["eval_compile_ns"] = total(intersection(evaluated, compiled))
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
     row.update(_recording(files, segments))
     row.update(_cost(files, segments))
@@ -234,8 +222,7 @@ def _lost_text(line: Mapping[str, Any]) -> str:
 
 def _why_missing(files: RankFiles, phase: str) -> str:
     """Why a phase is null in this rank."""
-    phases = files.report.get("phases")
-    reason = text(phases.get(phase)) if isinstance(phases, dict) else None
+    reason = text(mapping(files.report.get("phases")).get(phase))
     if reason and reason != "ok":
         return reason
     return {
@@ -319,11 +306,9 @@ def rank_rows(
 
 def rank_positions(rank: RankSegments) -> StepPositions:
     """Where a rank's training thread was at each moment."""
-    compiled = compile_intervals(rank.files)
-    if compiled is not None:
-        shift = rank.wall_offset_ns
-        compiled = Intervals(compiled.starts - shift, compiled.ends - shift)
-    return step_positions(rank.found, rank.events, compiled)
+    compiled, shift = compile_intervals(rank.files), rank.wall_offset_ns
+    own = Intervals(compiled.starts - shift, compiled.ends - shift)
+    return step_positions(rank.found, rank.events, own)
 
 
 COLUMN_LIMIT = 480
