@@ -76,8 +76,7 @@ def compare(
       haiprof compare a.json b.json               what changed on the GPU
     """
     from haiprof.base.units import ratio_text
-    from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
-    from haiprof.diagnosis.compare.compared_run import compared_run_of
+    from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of, note_outcome
     from haiprof.diagnosis.compare.comparison import compare_runs, compare_steps, exceeds
     from haiprof.show.views.compare import (
         compare_data,

@@ -13,11 +13,8 @@ import polars as pl
 from haiprof.base.units import duration_text, ranks_text, rate_text, ratio_text
 from haiprof.diagnosis.thresholds import (
     ABNORMAL_RATIO,
-    EXPLAINED_RATIO,
     FAR_MAD_FACTOR,
-    FAR_MIN_DIFFERENCE_RATIO,
     FAR_MIN_RANKS,
-    PER_BLOCK_RATIO,
     SAME_COUNT_RATIO,
 )
 from haiprof.trace_analysis.kernel_names import (
@@ -30,6 +27,16 @@ from haiprof.trace_analysis.kernel_names import (
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.pattern_gathering import Patterns
+
+EXPLAINED_RATIO = 0.50
+"""A cause explains what costs at most twice as much as it does itself: of a smaller one most of
+the other remains. Own choice."""
+FAR_MIN_DIFFERENCE_RATIO = 0.10
+"""And it must differ by a tenth, which MADs of nearly equal ranks do not see to: TraceML's
+straggler warning (rank-straggler-policy.md)."""
+PER_BLOCK_RATIO = 1.15
+"""How much longer a block may take on a rank with more of them before its GPU is doubted. Own
+choice."""
 
 RANKS, FUNCTIONS, ABNORMAL = "ranks", "functions", "abnormal"
 LONG, SLOW = "above 1 %", "slower than elsewhere"
@@ -230,8 +237,24 @@ def gpu_compute_report(patterns: Patterns) -> FunctionReport:
 def _ranks(patterns: Patterns, functions: pl.DataFrame) -> pl.DataFrame:
     """`is_slow`: its kernels take longer than the others'. `is_odd`: its utilization differs."""
     columns = ("rank", "window_ns", _USE, "sm_efficiency_ratio", "occupancy_ratio", "gpu_name")
+    # `rank`, `pace_ratio`: its kernels at its own pace over the same at the ranks' median pace.
+    #
+    # And `work_ratio`, the same with the pace that the blocks of its launches would make.
+    usual = pl.col("median_ns").median().over(_FUNCTION)
+    blocks = pl.col("median_block_count")
+    work = (blocks / blocks.median().over(_FUNCTION)).fill_null(1.0)
+    common = pl.len().over(_FUNCTION) > 1
+    same = functions.with_columns(usual=usual, work=work).filter(common & _same_work())
+    paid, due = pl.col("count") * pl.col("median_ns"), pl.col("count") * pl.col("usual")
+    whole = due.sum()
     found = patterns.totals.select(*columns, "has_gpu").join(
-        _paces(functions), on="rank", how="left", maintain_order="left"
+        same.group_by("rank").agg(
+            pl.when(whole > 0).then(paid.sum() / whole).alias(_PACE),
+            pl.when(whole > 0).then((due * pl.col("work")).sum() / whole).alias(_WORK),
+        ),
+        on="rank",
+        how="left",
+        maintain_order="left",
     )
     seen = found.filter("has_gpu").with_columns(type=pl.lit(""), name=pl.lit(""))
     higher = differs(_USE, high=True) | differs(_USE, high=False)
@@ -247,24 +270,6 @@ def _ranks(patterns: Patterns, functions: pl.DataFrame) -> pl.DataFrame:
     )
     is_slow = pl.col("is_slow").fill_null(value=False)
     return found.drop("has_gpu").sort(is_slow, "rank", descending=[True, False])
-
-
-def _paces(functions: pl.DataFrame) -> pl.DataFrame:
-    """`rank`, `pace_ratio`: its kernels at its own pace over the same at the ranks' median pace.
-
-    And `work_ratio`, the same with the pace that the blocks of its launches would make.
-    """
-    usual = pl.col("median_ns").median().over(_FUNCTION)
-    blocks = pl.col("median_block_count")
-    work = (blocks / blocks.median().over(_FUNCTION)).fill_null(1.0)
-    common = pl.len().over(_FUNCTION) > 1
-    same = functions.with_columns(usual=usual, work=work).filter(common & _same_work())
-    paid, due = pl.col("count") * pl.col("median_ns"), pl.col("count") * pl.col("usual")
-    whole = due.sum()
-    return same.group_by("rank").agg(
-        pl.when(whole > 0).then(paid.sum() / whole).alias(_PACE),
-        pl.when(whole > 0).then((due * pl.col("work")).sum() / whole).alias(_WORK),
-    )
 
 
 def _same_work() -> pl.Expr:

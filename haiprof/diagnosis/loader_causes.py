@@ -10,16 +10,24 @@ from haiprof.base.intervals import Floats
 from haiprof.base.medians import lower_median
 from haiprof.diagnosis.machine_causes import Cause, hosts_of, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.thresholds import (
-    BURST_MAIN_RATIO,
-    BURST_RARE_RATIO,
-    BURST_UNUSUAL_RATIO,
-    CORES_FULL_RATIO,
-    EPOCH_MAIN_RATIO,
-    FREE_CORES,
-    LOADER_IDLE_RATIO,
-)
 from haiprof.diagnosis.verdict import Evidence, evidence_rows
+
+CORES_FULL_RATIO = 0.90
+"""From here on a set of cores is full by the ranks' own work: at most a tenth is left to others, so
+waiting beyond that is the ranks' own doing. Own choice."""
+EPOCH_MAIN_RATIO = 0.50
+BURST_MAIN_RATIO = 0.80
+BURST_RARE_RATIO = 0.50
+"""Waiting beyond the median is concentrated where 80 % of it (TraceML's coverage) lies in fewer
+than half as many steps as bursts of W workers would give, which is one in W. Own choice."""
+BURST_UNUSUAL_RATIO = 0.50
+"""Most of the waiting is more than the median step's. Own choice."""
+LOADER_IDLE_RATIO = 0.50
+"""Whoever makes the batches waits himself where he uses the CPU for less than half of the time in
+which training waits for them. Own choice."""
+FREE_CORES = 0.5
+"""Cores are full where less than half of what one more worker needs is free: with half a core it
+still adds half a worker's batches. Own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +88,7 @@ def loader_cause(inputs: RuleInputs, share: float) -> Cause | None:
 
     None where nothing tells one.
     """
-    loading = _of_typical_rank(inputs, share)
-    return (
-        _epochs(inputs, loading)
-        or _rare_samples(inputs, loading)
-        or _storage(inputs, loading)
-        or _workers(loading, on_gpu=inputs.uses_gpu)
-    )
-
-
-def _of_typical_rank(inputs: RuleInputs, share: float) -> _Loading:
-    """The rank that waits as long as the typical one: the lower middle."""
+    # The rank that waits as long as the typical one: the lower middle.
     means = {rank: inputs.of_rank(rank)["dataloader_host_ns"].mean() for rank in inputs.world}
     waits = {r: float(v) if isinstance(v, (int, float)) else 0.0 for r, v in means.items()}
     ranks = sorted(waits, key=lambda rank: (waits[rank], rank))
@@ -109,13 +107,19 @@ def _of_typical_rank(inputs: RuleInputs, share: float) -> _Loading:
     )
     host = hosts_of(inputs).get(rank)
     others += (used_by_others(inputs, host) if host is not None else None) or 0.0
-    return _Loading(
+    loading = _Loading(
         workers=inputs.last_attempts.loader_workers.get(rank),
         wait_share=share,
         main_cores=main,
         core_wait=inputs.core_waits.get(rank, 0.0),
         worker_cores=None if main is None or busy is None else max(busy - main, 0.0),
         free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
+    )
+    return (
+        _epochs(inputs, loading)
+        or _rare_samples(inputs, loading)
+        or _storage(inputs, loading)
+        or _workers(loading, on_gpu=inputs.uses_gpu)
     )
 
 

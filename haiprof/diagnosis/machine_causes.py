@@ -10,17 +10,26 @@ import polars as pl
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S, ranks_text, ratio_text
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.thresholds import (
-    DRIFT_PHASE_RATIO,
-    FAULT_NS,
-    HARDWARE_DIFFERENCE_RATIO,
-    PAGES_ELSEWHERE_RATIO,
-    PAGES_MIN_COUNT,
-    SAME_COUNT_RATIO,
-    STOLEN_NOTED_RATIO,
-)
+from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
 from haiprof.diagnosis.verdict import Abstention, Evidence, Finding, Judgement, evidence_rows
 from haiprof.run_analysis.settings import Placement, sharing_groups
+
+DRIFT_PHASE_RATIO = 0.50
+"""A phase is named where it makes this share of the growth. Own choice."""
+FAULT_NS = 2_000.0
+"""What a page fault takes with a page to clear, on virtual machines: 9,000 of them took 22 ms on
+ours; hosts take about half of it. Own choice."""
+STOLEN_NOTED_RATIO = 0.05
+"""Share of the time that a main thread lost to steal. What shared machines lose on an ordinary day
+is noted. Own choice.
+"""
+PAGES_ELSEWHERE_RATIO = 0.50
+"""Most of a rank's memory on nodes other than its cores'. Own choice."""
+PAGES_MIN_COUNT = 64
+"""Sampled pages below which their share says nothing. Own choice."""
+HARDWARE_DIFFERENCE_RATIO = 0.15
+"""A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's: as
+CORE_WAIT_WARNING_RATIO."""
 
 _NAMED_RANKS = 4
 _THROTTLES = {

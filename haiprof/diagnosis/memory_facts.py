@@ -12,24 +12,37 @@ from haiprof.base.intervals import Floats
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.thresholds import (
-    ALLOCATOR_RETRY_MIN_COUNT,
-    AVAILABLE_RATIO,
-    CREEP_LAST_RATIO,
-    CREEP_MIN_STEPS,
-    CREEP_RATIO,
-    GPU_MEMORY_FULL_RATIO,
-    PRESSURE_RATIO,
-    TREND_MIN_POINTS,
-    TREND_P_VALUE,
-)
 from haiprof.diagnosis.verdict import Abstention, Finding, Judgement, evidence_rows
 from haiprof.run_analysis.gpu_memory import (
     LEAK_REMEDY,
     GpuMemorySeries,
-    GpuOutOfMemory,
     growth_per_step,
 )
+
+TREND_P_VALUE = 0.01
+"""Mann-Kendall, one-sided: a conventional level."""
+TREND_MIN_POINTS = 8
+"""Kendall's normal approximation is good from 8 points on (Kendall 1975)."""
+CREEP_RATIO = 0.10
+"""Growth of memory while steps ran, of what it was at the beginning. Own choice: less could be a
+cache that fills."""
+CREEP_MIN_STEPS = 50
+"""Before so many steps what a job keeps by design may still fill: an optimizer's history (100
+updates of L-BFGS), caches of samples. Own choice."""
+CREEP_LAST_RATIO = 0.20
+"""The last third must hold this share of the growth, where steady growth gives a third: what fills
+and stays is no leak. Own choice."""
+PRESSURE_RATIO = 0.10
+"""Time in which some task waited for memory (Linux Documentation/accounting/psi.rst). oomd's
+documented default for killing is 60 % (systemd oomd.conf, DefaultMemoryPressureLimit); a tenth of
+the time is TraceML's share for a warning."""
+AVAILABLE_RATIO = 0.10
+"""Free memory below which earlyoom begins to act by default (its README, -m 10)."""
+GPU_MEMORY_FULL_RATIO = 0.95
+"""Peak of what is allocated, of what the process may take: the rest is what fragments and what
+libraries take beside the allocator. Own choice."""
+ALLOCATOR_RETRY_MIN_COUNT = 2
+"""One retry may be the first large batch; more are a state. Own choice."""
 
 _T = TypeVar("_T")
 _SOON_NS = 24 * 3600 * NS_PER_S
@@ -184,7 +197,24 @@ def gpu_memory_limit(inputs: RuleInputs) -> Judgement:
     caught = _of_world(inputs, inputs.last_attempts.caught)
     if caught:
         rank = max(caught, key=lambda r: (caught[r].count, -r))
-        return _caught_failure(rank, caught[rank])
+        failed = caught[rank]
+        sizes = {
+            "asked for": failed.requested_bytes,
+            "allocated": failed.allocated_bytes,
+            "reserved by the allocator": failed.reserved_bytes,
+            "limit": failed.limit_bytes,
+        }
+        return Finding(
+            rule="gpu_memory_limit",
+            title=f"rank {rank} ran {failed.text}; it went on",
+            evidence=evidence_rows(
+                ("allocations that failed", float(failed.count), "count"),
+                *((name, float(size), "bytes") for name, size in sizes.items() if size is not None),
+            ),
+            remedy=failed.remedy,
+            confidence=0.9,
+            rank=rank,
+        )
     series = _of_world(inputs, inputs.last_attempts.gpu_memory)
     counted = {rank: each for rank, each in series.items() if each.limit_bytes > 0}
     if not counted:
@@ -201,26 +231,6 @@ def gpu_memory_limit(inputs: RuleInputs) -> Judgement:
 def _of_world(inputs: RuleInputs, by_rank: Mapping[int, _T]) -> dict[int, _T]:
     """Of the ranks that have steps."""
     return {rank: value for rank, value in by_rank.items() if rank in inputs.world}
-
-
-def _caught_failure(rank: int, failed: GpuOutOfMemory) -> Finding:
-    sizes = {
-        "asked for": failed.requested_bytes,
-        "allocated": failed.allocated_bytes,
-        "reserved by the allocator": failed.reserved_bytes,
-        "limit": failed.limit_bytes,
-    }
-    return Finding(
-        rule="gpu_memory_limit",
-        title=f"rank {rank} ran {failed.text}; it went on",
-        evidence=evidence_rows(
-            ("allocations that failed", float(failed.count), "count"),
-            *((name, float(size), "bytes") for name, size in sizes.items() if size is not None),
-        ),
-        remedy=failed.remedy,
-        confidence=0.9,
-        rank=rank,
-    )
 
 
 def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> Finding:

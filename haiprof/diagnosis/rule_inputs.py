@@ -178,6 +178,8 @@ def gather_inputs(
     counted = count(_judged_files(analyzer.files, spans), spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")
     node_cpus = {h: _node_cpu(list(counted.nodes.get(h, {}).values())) for h in windows["host"]}
+    ranks = analyzer.ranks()
+    others = ranks.join(spans, on="rank", how="anti")
     return RuleInputs(
         steps=pl.concat([steps.clear(), *by_rank.values()]),
         by_rank=by_rank,
@@ -185,7 +187,7 @@ def gather_inputs(
         first_steps=pl.concat(
             [steps.clear(), *(part.head(1).filter(step=0) for part in parts.values())]
         ),
-        ranks=_judged_ranks(analyzer.ranks(), spans),
+        ranks=pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt"),
         gpu_use=counted.of("utilization_ratio"),
         main_cores=main_cores,
         busy_cores=counted.of("cpu_cores"),
@@ -235,12 +237,6 @@ def _by_rank(steps: pl.DataFrame) -> dict[int, pl.DataFrame]:
 def _of_judged(frame: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     """Rows of the attempts whose steps are judged: a job beside it has others."""
     return frame.join(spans.select("rank", "attempt"), on=["rank", "attempt"], how="semi")
-
-
-def _judged_ranks(ranks: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
-    """The same of `rank_frame`, with all attempts of ranks that have no judged steps."""
-    others = ranks.join(spans, on="rank", how="anti")
-    return pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt")
 
 
 def _within(pauses: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:

@@ -11,14 +11,17 @@ from haiprof.diagnosis import memory_facts, settings_facts, window_facts
 from haiprof.diagnosis.machine_causes import numa_placement
 from haiprof.diagnosis.rule_inputs import RuleInputs, median, usual_share
 from haiprof.diagnosis.thresholds import (
-    CPU_FULL_CORES,
     CRITICAL_MIN_STEPS,
     DATALOADER_WARNING_RATIO,
-    FIRST_BATCH_RATIO,
     GPU_IDLE_RATIO,
 )
 from haiprof.diagnosis.verdict import Abstention, Finding, Judgement, evidence_rows
 from haiprof.run_analysis.reactions import Reaction
+
+CPU_FULL_CORES = 0.9
+"""One Python thread at its limit, as its launches are serial."""
+FIRST_BATCH_RATIO = 0.10
+"""Of the recorded training time: TraceML's 10 % for waiting for input."""
 
 
 def standstill(inputs: RuleInputs) -> Judgement:

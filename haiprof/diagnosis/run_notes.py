@@ -179,13 +179,9 @@ def _more(most: Mapping[str, Any], share: float) -> str:
     if not (cost_ns and usual_ns and most["watched_count"]):
         return line + ": a higher --slow-cost watches more"
     price = cost_ns / most["watched_count"] / usual_ns
-    return line + f", with --slow-cost {_rounded_up(price):g} nearly always"
-
-
-def _rounded_up(ratio: float) -> float:
-    """To one digit."""
-    unit = 10.0 ** math.floor(math.log10(ratio))
-    return round(math.ceil(ratio / unit - 1e-9) * unit, 9)
+    unit = 10.0 ** math.floor(math.log10(price))
+    price = round(math.ceil(price / unit - 1e-9) * unit, 9)  # to one digit
+    return line + f", with --slow-cost {price:g} nearly always"
 
 
 def _stored_windows(windows: pl.DataFrame, run: RunPaths) -> Iterable[str]:

@@ -20,17 +20,7 @@ from haiprof.diagnosis.rule_inputs import (
     usual_share,
     usual_split,
 )
-from haiprof.diagnosis.thresholds import (
-    FLOAT64_RATIO,
-    LEFT_ON_RATIO,
-    LOOP_MIN_TENSORS,
-    MIN_COUNT,
-    MIN_STEPS,
-    NO_SYNC_MISSED_RATIO,
-    SWITCHED_ON_RATIO,
-    TF32_CAPABILITY,
-    THREADS_PER_CORE,
-)
+from haiprof.diagnosis.thresholds import MIN_STEPS, TF32_CAPABILITY
 from haiprof.diagnosis.verdict import (
     Abstention,
     Finding,
@@ -40,6 +30,23 @@ from haiprof.diagnosis.verdict import (
 )
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.run_analysis.settings import RankSettings, differences, sharing_groups
+
+SWITCHED_ON_RATIO = 0.10
+"""Of the looks, one a second, at which a switch was on: below it, it was tried for a moment. Own
+choice."""
+LEFT_ON_RATIO = 0.50
+"""A profiler with a schedule is on for a part of the time; one that was left on for most. Own
+choice."""
+FLOAT64_RATIO = 0.50
+"""Most of what is trained: a few parameters in float64 (a running sum) cost nothing. Own choice."""
+LOOP_MIN_TENSORS = 20
+"""Fewer tensors make no long loop. Own choice."""
+THREADS_PER_CORE = 2.0
+"""Threads of an operator for each core; less is not measured. Own choice."""
+NO_SYNC_MISSED_RATIO = 0.01
+"""So unlikely must it be that looks missed a no_sync that is there: a conventional level."""
+MIN_COUNT = 20
+"""With fewer samples nothing is said of a share of them. Own choice."""
 
 MODEL = ("forward", "backward")
 STEP = (*MODEL, "optimizer")
@@ -450,7 +457,21 @@ def ddp_arguments(inputs: RuleInputs) -> _Found | str | None:
         return "no DistributedDataParallel of several ranks"
     count = median(inputs.steps["micro_step_count"]) or 1.0
     if count >= 2 and all(_never_skips_sync(inputs, each, count) for each in wrapped):
-        return _no_sync(inputs, count)
+        split = usual_split(inputs.of_rank(typical_rank(inputs)))
+        backward, whole = split["backward"], sum(value or 0.0 for value in split.values())
+        own = None if backward is None else own_backward_ns(inputs, backward)
+        spare = None if own is None or backward is None else (backward - own) * (count - 1) / count
+        return _Found(
+            cause="no_sync",
+            title=f"gradients of {count:.0f} micro-steps are accumulated, and reduced after "
+            "each one",
+            rows=[
+                ("backward passes of a step", count, "count"),
+                ("waiting and reducing that no_sync spares", spare, "ns"),
+            ],
+            lost_ratio=None if spare is None or not whole else spare / whole,
+            phases=("backward",),
+        )
     ddp = [model.ddp for each in wrapped for model in each.models if model.ddp]
     unused = any(each.get("find_unused_parameters") is True for each in ddp)
     if unused and not any(each.get("static_graph") is True for each in ddp):
@@ -480,23 +501,6 @@ def _never_skips_sync(inputs: RuleInputs, settings: RankSettings, count: float) 
         return False
     inside = touched_ratio(inputs, MODEL) * (count - 1) / count
     return (1 - inside) ** looks.look_count <= NO_SYNC_MISSED_RATIO
-
-
-def _no_sync(inputs: RuleInputs, count: float) -> _Found:
-    split = usual_split(inputs.of_rank(typical_rank(inputs)))
-    backward, whole = split["backward"], sum(value or 0.0 for value in split.values())
-    own = None if backward is None else own_backward_ns(inputs, backward)
-    spare = None if own is None or backward is None else (backward - own) * (count - 1) / count
-    return _Found(
-        cause="no_sync",
-        title=f"gradients of {count:.0f} micro-steps are accumulated, and reduced after each one",
-        rows=[
-            ("backward passes of a step", count, "count"),
-            ("waiting and reducing that no_sync spares", spare, "ns"),
-        ],
-        lost_ratio=None if spare is None or not whole else spare / whole,
-        phases=("backward",),
-    )
 
 
 @_setting(

@@ -21,23 +21,11 @@ from haiprof.diagnosis.gpu_functions import (
 from haiprof.diagnosis.rule_inputs import RuleInputs, usual_share
 from haiprof.diagnosis.thresholds import (
     ABNORMAL_RATIO,
-    CORE_WAIT_WARNING_RATIO,
     DATALOADER_WARNING_RATIO,
-    DISPATCH_RATIO,
-    EXPOSED_WARNING_RATIO,
     FAR_MIN_RANKS,
     GPU_IDLE_RATIO,
-    MAIN_CORE_FULL,
     MIN_STEPS,
-    OTHER_THREADS_RATIO,
-    SHORT_LAUNCH_RATIO,
-    SMALL_KERNEL_NS,
-    SMALL_OCCUPANCY_RATIO,
-    SYNC_IDLE_RATIO,
-    TENSOR_CORE_CAPABILITY,
-    TENSOR_CORE_OFF_RATIO,
     TF32_CAPABILITY,
-    WAITING_RATIO,
 )
 from haiprof.diagnosis.verdict import Abstention, Evidence, Finding, Judgement, evidence_rows
 from haiprof.trace_analysis.kernel_names import (
@@ -50,6 +38,34 @@ from haiprof.trace_format.launch_checks import FREE
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.pattern_gathering import Patterns
+
+CORE_WAIT_WARNING_RATIO = 0.15
+"""Share of time in which the main thread could run and got no core. Above the tenth that others may
+have caused. Own choice."""
+EXPOSED_WARNING_RATIO = 0.10
+"""Communication that nothing hides, of the window: TraceML's 10 % and 20 % for what a step should
+not hold (diagnostics/DIAGNOSIS.md)."""
+WAITING_RATIO = 0.50
+"""Most of the time in collectives is waiting: then a late rank is the cause. Own choice."""
+SYNC_IDLE_RATIO = 0.10
+"""GPU idle around synchronising calls: TraceML's warning again."""
+SHORT_LAUNCH_RATIO = 0.50
+"""Half of the kernels are HTA's short kernels (get_cuda_kernel_launch_stats). Own choice."""
+TENSOR_CORE_CAPABILITY = (7, 0)
+TENSOR_CORE_OFF_RATIO = 0.20
+"""Of computing time. An A100 does 19.5 TFLOPS in FP32 and 156 in TF32 (its datasheet): a fifth
+would shrink to a fortieth. Own choice."""
+SMALL_KERNEL_NS = 10_000
+"""About twice what launching takes (3 to 7 us in the traces at hand). Own choice."""
+SMALL_OCCUPANCY_RATIO = 0.25
+"""NVIDIA's CUDA C++ Best Practices Guide, occupancy: low occupancy interferes with hiding memory
+latency, and more than needed does not help; it names no number. Own choice."""
+DISPATCH_RATIO = 0.50
+"""Most of a window is spent in and between operators too short to compute much. Own choice."""
+MAIN_CORE_FULL = 0.90
+OTHER_THREADS_RATIO = 0.10
+"""One thread does the work where it fills a core and the others use a tenth of theirs. Own
+choice."""
 
 _PLACE_COUNT = 3
 _NO_LINE = "the lines of code: record with --trace-stacks"

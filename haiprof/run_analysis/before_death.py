@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,13 +13,12 @@ from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.deaths import Death, Fate
 from haiprof.run_analysis.gpu_memory import (
-    GpuMemorySeries,
     GpuOutOfMemory,
     gpu_memory_series,
     growth_per_step,
 )
 from haiprof.run_analysis.process_ends import ProcessEnd
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
 from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_format import schema
 from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
@@ -104,11 +102,13 @@ def _of_rank(rank: int, end: ProcessEnd, frame: pl.DataFrame, died_ns: int) -> M
     limits = _series(node, "memory_limit_bytes")
     available = _series(node, "memory_available_bytes")
     shm = end.shm or {}
+    sizes = [integer(oom.get(f"{name}_bytes")) for name in ("anonymous", "file", "shared")]
+    known = [size for size in sizes if size is not None and size >= 0]
     return MemoryAtEnd(
         rank=rank,
         rss_bytes=round(rss[-1][1]) if rss else None,
         sampled_before_ns=max(0, died_ns - rss[-1][0]) if rss else None,
-        killed_with_bytes=_killed_with(oom),
+        killed_with_bytes=sum(known) if known else None,
         growth_bytes_per_s=_growth(rss),
         limit_bytes=limit if limit is not None else (round(limits[-1][1]) if limits else None),
         available_bytes=round(available[-1][1]) if available else None,
@@ -129,12 +129,6 @@ def _growth(series: Sequence[tuple[int, float]]) -> float | None:
     (first, before), (last, after) = series[0], series[-1]
     rate = (after - before) * NS_PER_S / max(last - first, 1)
     return rate if rate > 0 else None
-
-
-def _killed_with(oom: Mapping[str, Any]) -> int | None:
-    sizes = [integer(oom.get(f"{name}_bytes")) for name in ("anonymous", "file", "shared")]
-    known = [size for size in sizes if size is not None and size >= 0]
-    return sum(known) if known else None
 
 
 BEFORE_NS = 60 * NS_PER_S
@@ -202,35 +196,30 @@ def gpu_memory_at_end(
     series = gpu_memory_series(files)
     found = []
     for rank in death.ranks[:8]:
-        end = own.get(rank)
-        failed = None if end is None else end.gpu_memory
-        if failed is None or not _near(failed, death):
+        failed = own[rank].gpu_memory if rank in own else None
+        if failed is None:
             continue
-        found.append(_gpu_of_rank(files, rank, failed, series.get(rank)))
+        if failed.wall_ns is None or death.died_ns is None:
+            is_near = death.cause == "out_of_memory"
+        else:
+            is_near = death.died_ns - failed.wall_ns < BEFORE_NS
+        if not is_near:
+            continue
+        growth = growth_per_step(series[rank]) if rank in series else None
+        by_line, path = _by_line(files, failed)
+        found.append(
+            GpuMemoryAtEnd(
+                rank=rank,
+                failed=failed,
+                reasons=tuple(_reasons(failed, growth)),
+                fragmented=failed.fragmented,
+                fits_ratio=failed.fits_ratio,
+                growth_bytes_per_step=growth,
+                by_line=by_line,
+                snapshot=path,
+            )
+        )
     return tuple(found)
-
-
-def _near(failed: GpuOutOfMemory, death: Death) -> bool:
-    if failed.wall_ns is None or death.died_ns is None:
-        return death.cause == "out_of_memory"
-    return death.died_ns - failed.wall_ns < BEFORE_NS
-
-
-def _gpu_of_rank(
-    files: RunFiles, rank: int, failed: GpuOutOfMemory, series: GpuMemorySeries | None
-) -> GpuMemoryAtEnd:
-    growth = None if series is None else growth_per_step(series)
-    by_line, path = _by_line(files, failed)
-    return GpuMemoryAtEnd(
-        rank=rank,
-        failed=failed,
-        reasons=tuple(_reasons(failed, growth)),
-        fragmented=failed.fragmented,
-        fits_ratio=failed.fits_ratio,
-        growth_bytes_per_step=growth,
-        by_line=by_line,
-        snapshot=path,
-    )
 
 
 def _reasons(failed: GpuOutOfMemory, growth: float | None) -> Iterator[str]:
@@ -240,7 +229,13 @@ def _reasons(failed: GpuOutOfMemory, growth: float | None) -> Iterator[str]:
             "something is kept from each"
         )
     elif failed.is_larger:
-        yield _fitting(failed)
+        fits = failed.fits_ratio
+        yield "one large batch: none of that size had gone through before" + (
+            f"; {ratio_text(fits)} of it would have fitted, if memory is in proportion to the "
+            "batch (rests on the peak of the largest one before)"
+            if fits is not None
+            else ""
+        )
     if failed.fragmented:
         yield (
             f"fragmentation: {bytes_text(failed.free_cached_bytes)} were cached and free, more "
@@ -250,17 +245,6 @@ def _reasons(failed: GpuOutOfMemory, growth: float | None) -> Iterator[str]:
         yield f"other processes on this GPU hold {bytes_text(failed.others_bytes)}"
     if failed.count > 1:
         yield f"it was the last of {failed.count} allocations that failed in this process"
-
-
-def _fitting(failed: GpuOutOfMemory) -> str:
-    said = "one large batch: none of that size had gone through before"
-    ratio = failed.fits_ratio
-    if ratio is None:
-        return said
-    return (
-        f"{said}; {ratio_text(ratio)} of it would have fitted, if memory is in proportion to the "
-        "batch (rests on the peak of the largest one before)"
-    )
 
 
 def _by_line(
@@ -326,19 +310,13 @@ def last_seconds(files: RunFiles, death: Death, fates: Sequence[Fate]) -> list[R
     between = time_range(death)
     if between is None:
         return []
-    own = {(text_of(rank, "host"), rank.report.get("pid")): rank for rank in files.ranks}
+    own = {(text(rank.report.get("host")), rank.report.get("pid")): rank for rank in files.ranks}
     found = []
     for fate in fates:
         rank = own.get((fate.host, fate.pid))
         pieces = [] if rank is None else list(_stretches(rank, between))
         found.append(RankTimeline(fate=fate, stretches=tuple(pieces)))
     return found
-
-
-def text_of(rank: RankFiles, name: str) -> str | None:
-    """A text of a rank's report; None where it holds something else."""
-    value = rank.report.get(name)
-    return value if isinstance(value, str) else None
 
 
 def _stretches(rank: RankFiles, between: tuple[int, int]) -> Iterator[Stretch]:

@@ -24,8 +24,6 @@ CODE_PHASES = (*TRAINING_PHASES, *WORKER_PHASES, "other_threads")
 """And what other Python threads of the training process did while they used a core."""
 OTHER, CHECKPOINT, EVALUATION, BETWEEN = range(len(PHASES), len(TRAINING_PHASES))
 WORKER, WORKER_WAITING, OTHER_THREADS = range(len(TRAINING_PHASES), len(CODE_PHASES))
-OTHERS_EVERY = 4
-"""Each so many samples, other threads were looked at where their time is not written."""
 SLOW_RATIO = 1.5
 """A slow step takes so many times the rank's median step."""
 _AROUND_NS = 5_000_000_000
@@ -183,8 +181,6 @@ def _other_columns(
 ) -> tuple[np.ndarray, ...]:
     """Other threads: a look stands for the CPU time used since the one before."""
     count = len(stack)
-    between = OTHERS_EVERY * spacing_ns(process.time_ns, process.other_time_ns)
-    since = np.where(process.other_since_ns < 0, between, process.other_since_ns)
     return (
         np.full(count, rank.files.rank),
         np.full(count, -1 if process.worker is None else process.worker),
@@ -194,7 +190,7 @@ def _other_columns(
         np.zeros(count, dtype=np.bool_),
         np.full(count, OTHER_THREADS),
         stack,
-        process.other_cores * since,
+        process.other_cores * process.other_since_ns,
     )
 
 

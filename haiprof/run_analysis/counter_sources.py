@@ -18,12 +18,13 @@ from haiprof.base.intervals import Ints
 from haiprof.run_analysis.counters import (
     COUNTER_SCHEMA,
     Samples,
-    counter_records,
     entities_of,
+    notes_of,
     ranks_of,
+    record_files,
     samples_of,
 )
-from haiprof.run_analysis.run_files import NodeFiles, RunFiles, integer
+from haiprof.run_analysis.run_files import NodeFiles, RunFiles, entries, integer, objects
 from haiprof.run_format.entities import Key, plain_uuid, ranks_by_key
 from haiprof.run_format.reader import RecordFile, read_records
 from haiprof.run_format.schema import NULL_I64, Column, counter_end
@@ -59,8 +60,14 @@ def raw_counters(run: RunFiles) -> tuple[list[RawSeries], tuple[str, ...]]:
 
     A counter keeps its own count, also where it wrapped, was set back or has stopped at its end.
     """
-    found, notes = counter_records(run)
-    return [series for node, records in found for series in _of_source(run, node, records)], notes
+    found = list(record_files(run))
+    series = [
+        each
+        for node, records in found
+        if not isinstance(records, str)
+        for each in _of_source(run, node, records)
+    ]
+    return series, notes_of(records for _, records in found)
 
 
 def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[RawSeries]:
@@ -170,7 +177,19 @@ def link_traffic(counters: pl.DataFrame, bursts: pl.DataFrame | None = None) -> 
 
 def _rates(counters: pl.DataFrame) -> pl.DataFrame:
     rates = _by_direction(counters, _TRAFFIC, "bytes_per_s")
-    peaks = _pcie_peaks(counters)
+    # `host`, `gpu`, `pcie_peak` of one direction: of the link as it can be, idle ones are less.
+    widest = {
+        name: pl.col("value").filter(pl.col("metric") == metric).max()
+        for name, metric in (
+            ("generation", "pcie_generation_max"),
+            ("lanes", "pcie_lane_max_count"),
+        )
+    }
+    found = counters.drop_nulls("gpu").group_by("host", "gpu").agg(**widest)
+    lane = pl.col("generation").cast(pl.Int64).replace_strict(
+        _PCIE_LANE_BYTES_PER_S, default=None, return_dtype=pl.Float64
+    )  # fmt: skip
+    peaks = found.select("host", "gpu", pcie_peak=lane * pl.col("lanes"))
     with_pcie = rates.join(peaks, on=["host", "gpu"], how="left", nulls_equal=True)
     joined = with_pcie.join(_port_peaks(counters), on=["host", "entity"], how="left")
     peak = (
@@ -208,22 +227,6 @@ def _by_direction(
         value.mean().alias(f"mean_{suffix}"),
         value.max().alias(f"max_{suffix}"),
     )  # fmt: skip
-
-
-def _pcie_peaks(counters: pl.DataFrame) -> pl.DataFrame:
-    """`host`, `gpu`, `pcie_peak` of one direction: of the link as it can be, idle ones are less."""
-    widest = {
-        name: pl.col("value").filter(pl.col("metric") == metric).max()
-        for name, metric in (
-            ("generation", "pcie_generation_max"),
-            ("lanes", "pcie_lane_max_count"),
-        )
-    }
-    found = counters.drop_nulls("gpu").group_by("host", "gpu").agg(**widest)
-    lane = pl.col("generation").cast(pl.Int64).replace_strict(
-        _PCIE_LANE_BYTES_PER_S, default=None, return_dtype=pl.Float64
-    )  # fmt: skip
-    return found.select("host", "gpu", pcie_peak=lane * pl.col("lanes"))
 
 
 def _port_peaks(counters: pl.DataFrame) -> pl.DataFrame:
@@ -404,13 +407,10 @@ def _recorded_gpus(node: NodeFiles) -> dict[str, int]:
     except RunFormatError:
         return {}  # Analyzer.counters() says so
     found: dict[str, int] = {}
-    for entity in entities if isinstance(entities, list) else []:
-        key = entity.get("key") if isinstance(entity, dict) else None
-        if isinstance(key, list) and len(key) == 1 and isinstance(key[0], int):
-            words = (
-                plain_uuid(entity.get("uuid")),
-                _bus(str(entity.get("bus_id") or "")),
-            )
+    for entity in objects(entities):
+        key = entries(entity.get("key"))
+        if len(key) == 1 and isinstance(key[0], int):
+            words = (plain_uuid(entity.get("uuid")), _bus(str(entity.get("bus_id") or "")))
             found |= {word: key[0] for word in words if word}
     return found
 

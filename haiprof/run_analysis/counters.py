@@ -15,7 +15,13 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.run_files import NodeFiles, RunFiles, read_table, record_columns
+from haiprof.run_analysis.run_files import (
+    NodeFiles,
+    RunFiles,
+    entries,
+    read_table,
+    record_columns,
+)
 from haiprof.run_format import schema
 from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
 from haiprof.run_format.reader import RecordFile
@@ -133,25 +139,13 @@ def counter_frame(
     return pl.concat(frames).sort("time_ns", maintain_order=True), tuple(notes)
 
 
-def counter_records(
-    run: RunFiles,
-    *,
-    hosts: Collection[str] | None = None,
-    sources: Collection[str] | None = None,
-    first: int = 0,
-) -> tuple[list[tuple[NodeFiles, RecordFile]], tuple[str, ...]]:
-    """Every record file of these nodes (None: of all) that can be read, and notes on the others."""
-    found = list(record_files(run, hosts=hosts, sources=sources, first=first))
-    records = [(node, one) for node, one in found if not isinstance(one, str)]
-    return records, _notes_of(one for _, one in found)
-
-
 def counter_notes(run: RunFiles) -> tuple[str, ...]:
     """Notes on all record files of all nodes, of which only the beginnings are read."""
-    return _notes_of(one for _, one in record_files(run, limit=0))
+    return notes_of(one for _, one in record_files(run, limit=0))
 
 
-def _notes_of(found: Iterable[RecordFile | str]) -> tuple[str, ...]:
+def notes_of(found: Iterable[RecordFile | str]) -> tuple[str, ...]:
+    """Why record files cannot be read, and what was damaged in the others."""
     return tuple(note for one in found for note in ((one,) if isinstance(one, str) else one.notes))
 
 
@@ -187,10 +181,16 @@ def source_metrics(
     samples = samples_of(records)
     entities = entities_of(node, records)
     with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
-        metrics = list(_metrics(records, samples, _names_of(records.table, chosen)))
+        metrics = list(
+            _metrics(
+                records,
+                samples,
+                None if chosen is None else {name for of, name in chosen if of == records.table},
+            )
+        )
     names = {key: entity_name(entity) or None for key, entity in entities.items()}
     ranks = ranks_of(run, node, records, entities)
-    gpu = _column_names(records, "key") == ["gpu"]
+    gpu = _keys(records) == ["gpu"]
     return SourceMetrics(
         source=records.table,
         time_ns=samples.time_ns + (records.clock.wall_ns - records.clock.mono_ns),
@@ -200,10 +200,6 @@ def source_metrics(
         gpus=[key[0] if gpu else None for key in samples.keys],
         metrics=metrics,
     )
-
-
-def _names_of(source: str, chosen: Collection[tuple[str, str]] | None) -> set[str] | None:
-    return None if chosen is None else {name for of, name in chosen if of == source}
 
 
 def _of_source(
@@ -243,15 +239,15 @@ def _take_values(words: Sequence[Any], places: npt.NDArray[Any], *, dtype: Any) 
     return pl.Series(words, dtype=dtype).gather(pl.Series(places, dtype=pl.UInt32))
 
 
-def _column_names(records: RecordFile, kind: str) -> list[str]:
-    return [name for name, _, _, own in records.columns if own == kind]
+def _keys(records: RecordFile) -> list[str]:
+    return [name for name, _, _, kind in records.columns if kind == "key"]
 
 
 def samples_of(records: RecordFile) -> Samples:
     """Sorted by key and time; damaged times left out."""
     columns = record_columns(records)
     time = columns["time_ns"]
-    keys = [columns[name].astype(np.int64) for name in _column_names(records, "key")]
+    keys = [columns[name].astype(np.int64) for name in _keys(records)]
     order = np.lexsort((time, *reversed(keys)))
     order = order[(time[order] >= 0) & (time[order] < _TIME_LIMIT_NS)]
     time = time[order]
@@ -391,9 +387,8 @@ def _cpu_shares(samples: Samples) -> Iterator[Metric]:
 
 def entities_of(node: NodeFiles, records: RecordFile) -> dict[Key, Mapping[str, Any]]:
     """What is known of each entity, from the header and from what came up later."""
-    first = records.header.get("entities")
     later = [line for line in node.of_type("entity") if line.get("source") == records.table]
-    return entities_by_key([*(first if isinstance(first, list) else []), *later])
+    return entities_by_key([*entries(records.header.get("entities")), *later])
 
 
 def ranks_of(
@@ -404,7 +399,7 @@ def ranks_of(
     if not here and len(run.nodes) == 1:
         here = list(run.ranks)
     reports = [(rank.rank, rank.report) for rank in here]
-    return ranks_by_key(reports, _column_names(records, "key"), entities)
+    return ranks_by_key(reports, _keys(records), entities)
 
 
 def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from haiprof.run_analysis.end_evidence import (
     knows_exit,
     last_collectives,
     last_line,
-    last_moments,
+    last_phase,
     signal_name,
     unlike_messages,
     wait_failure,
@@ -140,14 +140,33 @@ def gather_evidence(
 def find_deaths(evidence: Evidence) -> list[Death]:
     """The deaths of a job in order: of each start of ranks that failed; none for a clean end."""
     generations = sorted({end.generation for end in _ranks(evidence.ends)}) or [0]
-    found = []
+    manifest, found = evidence.files.manifest, []
     for generation in generations:
         final = generation == generations[-1]
-        death = _find_death(evidence, generation, final=final)
-        if death is not None:
-            found.append(death)
+        ends = {
+            end.rank: end
+            for end in _ranks(evidence.ends)
+            if end.rank is not None and end.generation == generation
+        }
+        is_over = manifest is not None and manifest.end_wall_ns is not None
+        has_failed = is_over and bool(manifest and (manifest.signal or manifest.exit_status))
+        if not final or has_failed or any(e.over and not e.clean for e in ends.values()):
+            death = _Case(evidence, ends).judge()
+            found.append(replace(death, generation=generation, final=final))
     if len(found) > 1 and found[-1].final and not _has_trained(evidence, found[-1].generation):
-        found[-1] = _restart_without_steps(found[-2], found[-1])
+        # The end of a start that never trained: what began it is the death of the start before.
+        first = found[-2]
+        last = found[-1]
+        text = f"{first.headline}; its ranks were started again and no step of them was seen"
+        found[-1] = replace(
+            first,
+            headline=f"{text}; then {last.what}",
+            remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may "
+            "have waited for each other in init_process_group",
+            generation=last.generation,
+            final=True,
+            fates=last.fates,
+        )
     return found
 
 
@@ -160,50 +179,15 @@ def _has_trained(evidence: Evidence, generation: int) -> bool:
     )
 
 
-def _restart_without_steps(first: Death, last: Death) -> Death:
-    """The end of a start that never trained: what began it is the death of the start before."""
-    text = f"{first.headline}; its ranks were started again and no step of them was seen"
-    return replace(
-        first,
-        headline=f"{text}; then {last.what}",
-        remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may have "
-        "waited for each other in init_process_group",
-        generation=last.generation,
-        final=True,
-        fates=last.fates,
-    )
-
-
 def _ranks(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
     return [end for end in ends if end.rank is not None and not end.helper]
-
-
-def _find_death(evidence: Evidence, generation: int, *, final: bool) -> Death | None:
-    ends = {end.rank: end for end in _ranks(evidence.ends) if end.generation == generation}
-    if not _has_failed(evidence, ends.values(), final=final):
-        return None
-    case = _Case(evidence, {r: e for r, e in ends.items() if r is not None}, generation)
-    found = case.judge()
-    return replace(found, generation=generation, final=final)
-
-
-def _has_failed(evidence: Evidence, ends: Collection[ProcessEnd], *, final: bool) -> bool:
-    """Whether this start of the ranks failed."""
-    if any(end.over and not end.clean for end in ends):
-        return True
-    manifest = evidence.files.manifest
-    if not final:
-        return True
-    if manifest is None or manifest.end_wall_ns is None:
-        return False
-    return bool(manifest.signal or manifest.exit_status)
 
 
 class _Case:
     """One start of the ranks, looked into."""
 
-    def __init__(self, evidence: Evidence, ends: Mapping[int, ProcessEnd], generation: int) -> None:
-        self.evidence, self.ends, self.generation = evidence, ends, generation
+    def __init__(self, evidence: Evidence, ends: Mapping[int, ProcessEnd]) -> None:
+        self.evidence, self.ends = evidence, ends
         self.attempts = {
             rank.rank: rank.attempt
             for rank in evidence.files.ranks
@@ -213,9 +197,9 @@ class _Case:
         self.last = last_collectives(evidence.files, evidence.collectives(), self.attempts)
         self.behind = behind(self.last)
         self.phases = {
-            moment.rank: moment.open_phases[-1][0]
-            for moment in last_moments(evidence.files)
-            if moment.open_phases and self.attempts.get(moment.rank) == moment.attempt
+            rank.rank: phase
+            for rank in evidence.files.ranks
+            if self.attempts.get(rank.rank) == rank.attempt and (phase := last_phase(rank))
         }
         aborted = [end for end in ends.values() if _has_aborted(end)]
         self.many_aborted = len(aborted) > 1
@@ -239,7 +223,21 @@ class _Case:
             found = ask()
             if found is not None:
                 return found
-        return self._unknown()
+        manifest = self.evidence.files.manifest
+        if self.victims:
+            said = _victims_text(self._fates(()), None)
+            what = f"{said}: whom they waited for is not known"
+            return self._death("unknown", (), what, what=what, certain=False)  # fmt: skip
+        gone = [end for end in self._causes() if kind_of(end) == "gone"]
+        if gone:
+            what = what_happened(gone[0])
+            ranks = tuple(e.rank for e in gone if e.rank is not None)
+            return self._death("gone", ranks, f"{ranks_text(ranks)} died: {what}", what=what,
+                               end=gone[0], certain=False)  # fmt: skip
+        status = None if manifest is None else manifest.signal or manifest.exit_status
+        what = f"the job ended with {status}, and no rank says why" if status is not None else \
+            "ranks were ended, and nothing says why"  # fmt: skip
+        return self._death("unknown", (), what, what=what, certain=False)
 
     # -- who is a victim ------------------------------------------------------------------------
 
@@ -309,21 +307,12 @@ class _Case:
             return None
         if manifest is not None and manifest.exit_status == 0:
             return None
-        return self._of_signal(came)
-
-    def _went_on(self, came: Arrived) -> bool:
-        """Whether the job took a signal as something else than its end: it ran on for long."""
-        last = max((e.wall_ns or came.wall_ns for e in self.ends.values()), default=came.wall_ns)
-        return last - came.wall_ns > 10 * 60 * NS_PER_S
-
-    def _of_signal(self, came: Arrived) -> Death:
         name, sender = signal_name(came.signal), _sender(came)
-        own = next((e for e in self.evidence.ends
-                    if e.pid == came.from_pid and e.host == came.host), None)  # fmt: skip
-        if own is not None:
-            who = f"rank {own.rank}" if own.rank is not None else f"process {own.pid}"
+        by = [e for e in self.evidence.ends if (e.pid, e.host) == (came.from_pid, came.host)]
+        if by:
+            who = f"rank {by[0].rank}" if by[0].rank is not None else f"process {by[0].pid}"
             what = f"the job ended itself: {who} sent {name} to its launcher"
-            ranks = () if own.rank is None else (own.rank,)
+            ranks = () if by[0].rank is None else (by[0].rank,)
             return self._death("signal", ranks, what, what=what, died_ns=came.wall_ns)
         hang = self._hang_before(came.wall_ns)
         if hang is not None:
@@ -333,6 +322,11 @@ class _Case:
         what = f"{what} ({name}{sender})"
         guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
         return self._death(cause, (), what, what=what, died_ns=came.wall_ns, certain=not guessed)
+
+    def _went_on(self, came: Arrived) -> bool:
+        """Whether the job took a signal as something else than its end: it ran on for long."""
+        last = max((e.wall_ns or came.wall_ns for e in self.ends.values()), default=came.wall_ns)
+        return last - came.wall_ns > 10 * 60 * NS_PER_S
 
     def _own_failure(self) -> Death | None:
         """A rank failed by itself: the first one, with those that failed alike at the same time."""
@@ -404,23 +398,22 @@ class _Case:
             return None
         found = self.mismatches
         if not found:
-            return self._sent_too_much()
+            # A rank noticed itself that another one's collective was not its own.
+            ends = sorted(self.ends.values(), key=lambda end: end.failed_ns or 0)
+            noticed = [
+                (end, said) for end in ends if (said := unlike_messages(end.error)) is not None
+            ]
+            if not noticed:
+                return None
+            end, said = noticed[0]
+            what = f"ranks issued collectives that contradict each other: rank {end.rank}: {said}"
+            what += self._places()
+            return self._death("mismatch", (), what, what=what, died_ns=self._first_ns())
         odd = found[0].odd
         what = f"ranks issued collectives that contradict each other: {found[0].as_text()}"
         what += self._places()
         return self._death("mismatch", odd if len(odd) < len(self.ends) else (), what, what=what,
                            died_ns=self._first_ns())  # fmt: skip
-
-    def _sent_too_much(self) -> Death | None:
-        """A rank noticed itself that another one's collective was not its own."""
-        ends = sorted(self.ends.values(), key=lambda end: end.failed_ns or 0)
-        noticed = [(end, said) for end in ends if (said := unlike_messages(end.error)) is not None]
-        if not noticed:
-            return None
-        end, said = noticed[0]
-        what = f"ranks issued collectives that contradict each other: rank {end.rank}: {said}"
-        what += self._places()
-        return self._death("mismatch", (), what, what=what, died_ns=self._first_ns())
 
     def _places(self) -> str:
         """Where the ranks of a small job were when they failed: `; rank 0 at a.py:1 in train`."""
@@ -436,7 +429,11 @@ class _Case:
     def _never_started(self) -> Death | None:
         """Ranks of which nothing was ever seen."""
         absent = tuple(r for r in range(self.evidence.world) if r not in self.ends)
-        late = tuple(r for r in self.stopped if not self._began(r)) if self._some_began() else ()
+        late = (
+            tuple(r for r in self.stopped if not self._began(r))
+            if any(self._began(rank) for rank in self.ends)
+            else ()
+        )
         ranks = tuple(sorted({*absent, *late}))
         if not ranks or len(ranks) == self.evidence.world:
             return None
@@ -452,9 +449,6 @@ class _Case:
         """Whether a rank reported in, or said how it failed."""
         end = self.ends[rank]
         return end.started_ns is not None or bool(end.uncaught)
-
-    def _some_began(self) -> bool:
-        return any(self._began(rank) for rank in self.ends)
 
     def _early_exit(self) -> Death | None:
         """Ranks that had done their work, or thought so, while others waited for them."""
@@ -545,23 +539,6 @@ class _Case:
                 return self._death(kind_of(end), (), headline, what=what, end=end)
         return None
 
-    def _unknown(self) -> Death:
-        manifest = self.evidence.files.manifest
-        if self.victims:
-            said = _victims_text(self._fates((), None), None)
-            what = f"{said}: whom they waited for is not known"
-            return self._death("unknown", (), what, what=what, certain=False)  # fmt: skip
-        gone = [end for end in self._causes() if kind_of(end) == "gone"]
-        if gone:
-            what = what_happened(gone[0])
-            ranks = tuple(e.rank for e in gone if e.rank is not None)
-            return self._death("gone", ranks, f"{ranks_text(ranks)} died: {what}", what=what,
-                               end=gone[0], certain=False)  # fmt: skip
-        status = None if manifest is None else manifest.signal or manifest.exit_status
-        what = f"the job ended with {status}, and no rank says why" if status is not None else \
-            "ranks were ended, and nothing says why"  # fmt: skip
-        return self._death("unknown", (), what, what=what, certain=False)
-
     # -- putting it together --------------------------------------------------------------------
 
     def _death(
@@ -578,7 +555,7 @@ class _Case:
     ) -> Death:
         error = end.error if end is not None else None
         died = died_ns if end is None else end.failed_ns
-        fates = self._fates(ranks, died)
+        fates = self._fates(ranks)
         tail = _victims_text(fates, died)
         nowhere = line is None and (error is None or not error.location)
         seen_at = self._seen_at(ranks, died) if nowhere else None
@@ -625,11 +602,12 @@ class _Case:
         seen = last_line(own[0]) if own else None
         if seen is None:
             return None
+        line, wall_ns = seen
         end = self.ends[ranks[0]].failed_ns or died
-        before = (end - seen.wall_ns) if end else 0
-        return f"{seen.line}, {duration_text(before)} before its end" if before > 0 else seen.line
+        before = (end - wall_ns) if end else 0
+        return f"{line}, {duration_text(before)} before its end" if before > 0 else line
 
-    def _fates(self, ranks: Sequence[int], died: int | None) -> tuple[Fate, ...]:
+    def _fates(self, ranks: Sequence[int]) -> tuple[Fate, ...]:
         seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
         return tuple(self._fate(rank, rank in ranks) for rank in seen)
 
@@ -714,19 +692,15 @@ def _victims_text(fates: Sequence[Fate], died: int | None) -> str:
         whats = list(dict.fromkeys(f.what for f in fates if f.role == role))
         for what in whats[:2]:
             own = [f for f in fates if f.role == role and f.what == what]
-            parts.append(_victim_text(own, what, died))
+            were = "was" if len(own) == 1 else "were"
+            waited_in = {f.waited_in for f in own if f.waited_in}
+            text = ranks_text([f.rank for f in own])
+            if len(waited_in) == 1:
+                text += f" waited in {waited_in.pop()} and"
+            times = [f.ended_ns - died for f in own if f.ended_ns is not None and died]
+            later = f" {duration_text(max(times))} later" if times and max(times) > 0 else ""
+            parts.append(f"{text} {were} ended{later} {what.removeprefix('ended ')}")
     return "; ".join(parts)
-
-
-def _victim_text(own: Sequence[Fate], what: str, died: int | None) -> str:
-    were = "was" if len(own) == 1 else "were"
-    waited_in = {f.waited_in for f in own if f.waited_in}
-    text = ranks_text([f.rank for f in own])
-    if len(waited_in) == 1:
-        text += f" waited in {waited_in.pop()} and"
-    times = [f.ended_ns - died for f in own if f.ended_ns is not None and died]
-    later = f" {duration_text(max(times))} later" if times and max(times) > 0 else ""
-    return f"{text} {were} ended{later} {what.removeprefix('ended ')}"
 
 
 def _outer_cause(came: Arrived) -> tuple[str, str]:

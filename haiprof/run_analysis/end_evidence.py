@@ -7,9 +7,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import polars as pl
 
 from haiprof.base.code_places import is_library
@@ -20,12 +18,11 @@ from haiprof.run_analysis.run_files import (
     RunFiles,
     SampledProcess,
     integer,
+    mapping,
     read_stack_file,
     read_table,
     record_columns,
-    text,
 )
-from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_format.schema import HEARTBEAT, KIND_NAMES, NULL_I64
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
 
@@ -135,7 +132,12 @@ def what_happened(end: ProcessEnd) -> str:
         way = f"it aborted itself{_by_signal(end)}: " if end.is_terminated else ""
         return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
     if end.oom:
-        return _oom_text(end)
+        oom = end.oom or {}
+        held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
+        sizes = [size for size in held if isinstance(size, int) and size >= 0]
+        with_bytes = f" with {sum(sizes) / (1 << 30):.2f} GiB resident" if sizes else ""
+        of = "of its control group" if oom.get("in_cgroup") is not False else "of the machine"
+        return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
     if end.signal is not None:
         return _SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}"
     if end.status is not None:
@@ -191,31 +193,13 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-def _oom_text(end: ProcessEnd) -> str:
-    oom = end.oom or {}
-    held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
-    sizes = [size for size in held if isinstance(size, int) and size >= 0]
-    with_bytes = f" with {sum(sizes) / (1 << 30):.2f} GiB resident" if sizes else ""
-    of = "of its control group" if oom.get("in_cgroup") is not False else "of the machine"
-    return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
-
-
 _DEPTH = 200
 _BACK = 50
 """So many samples back at the most is one looked for whose stack is known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastLine:
-    """Where a rank was seen last."""
-
-    line: str
-    """`train.py:88 in step`."""
-    wall_ns: int
-
-
-def last_line(rank: RankFiles) -> LastLine | None:
-    """Where the training thread was at its last sample; None where none was kept."""
+def last_line(rank: RankFiles) -> tuple[str, int] | None:
+    """Where the training thread was last seen, and when (Unix time); None where it never was."""
     offset_ns = rank.clock_offset_ns
     try:
         processes, _ = read_stack_file(rank.paths.stacks)
@@ -228,8 +212,7 @@ def last_line(rank: RankFiles) -> LastLine | None:
     for place in range(len(sampled.stack) - 1, max(-1, len(sampled.stack) - _BACK), -1):
         frame = own_frame(_frames(sampled, int(sampled.stack[place])))
         if frame is not None:
-            wall_ns = int(sampled.time_ns[place]) + offset_ns
-            return LastLine(line=frame_text(frame), wall_ns=wall_ns)
+            return frame_text(frame), int(sampled.time_ns[place]) + offset_ns
     return None
 
 
@@ -243,98 +226,15 @@ def _frames(process: SampledProcess, stack: int) -> list[Frame]:
     return found[::-1]
 
 
-_TAIL_RECORDS = 256
 _PHASES = frozenset(KIND_NAMES.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastMoment:
-    """How far one process of a rank came. Times are Unix times."""
-
-    rank: int
-    attempt: int
-    host: str | None
-    pid: int | None
-    end: str | None
-    """`exit`: it ended in order; `time`: the recording's time was up before; `hook_error`: haiprof
-    broke before; `unclean`: it was killed, or ended itself without Python's own end; None: it still
-    runs, or nobody was there to see its end."""
-    last_span_ns: int | None
-    """End of the last span in the file; None where there is none."""
-    open_phases: tuple[tuple[str, int], ...]
-    """Phases that were under way when it was killed, with their start, in the order of their
-    starts: the last one is the innermost. Empty where that is not known."""
-    optimizer_steps: int | None
-    """Since its recording began; None where that is not known."""
-    added_span_count: int
-    """Spans that the process could not write any more and that its node's agent has added."""
-    lost_span_count: int | None
-    """Spans of the end that are lost; None where nobody knows."""
-    reason: str | None
-    """Why they are, where that is known."""
-
-
-def last_moments(run: RunFiles) -> list[LastMoment]:
-    """The last moment of each process of each rank, in order of rank and attempt."""
-    return [_last_moment(rank) for rank in run.ranks]
-
-
-def _last_moment(rank: RankFiles) -> LastMoment:
-    line = _last_of(rank, "unclean_end")
-    end = _end(rank, line)
-    last_ns, offset_ns = _last_span(rank)
-    clean = end is not None and end != "unclean"
-    lost = 0 if clean else integer(line.get("lost_span_count"))
-    return LastMoment(
-        rank=rank.rank,
-        attempt=rank.attempt,
-        host=text(rank.report.get("host")),
-        pid=integer(rank.report.get("pid")),
-        end=end,
-        last_span_ns=last_ns,
-        open_phases=_open_phases(line.get("open_ns"), offset_ns),
-        optimizer_steps=integer(line.get("optimizer_steps")),
-        added_span_count=integer(line.get("added_span_count")) or 0,
-        lost_span_count=lost,
-        reason=text(line.get("reason")) or _no_ring(rank, end),
-    )
-
-
-def _last_of(rank: RankFiles, line_type: str) -> Mapping[str, Any]:
-    return next(reversed(rank.of_type(line_type)), {})
-
-
-def _end(rank: RankFiles, unclean: Mapping[str, Any]) -> str | None:
-    if rank.of_type("hook_error"):
-        return "hook_error"
-    if rank.of_type("record_end"):
-        return text(_last_of(rank, "record_end").get("reason"))
-    return "unclean" if unclean else None
-
-
-def _no_ring(rank: RankFiles, end: str | None) -> str | None:
-    """Why the end is not known, where it is not."""
-    return text(_last_of(rank, "no_ring").get("reason")) if end is None else None
-
-
-def _open_phases(content: object, offset_ns: int | None) -> tuple[tuple[str, int], ...]:
-    if not isinstance(content, dict) or offset_ns is None:
-        return ()
-    starts = {name: integer(start) for name, start in content.items() if name in _PHASES}
-    found = [(name, start + offset_ns) for name, start in starts.items() if start is not None]
-    return tuple(sorted(found, key=lambda phase: phase[1]))
-
-
-def _last_span(rank: RankFiles) -> tuple[int | None, int | None]:
-    """End of the last span, and Unix time minus the clock of the spans."""
-    try:
-        spans, clock, _ = read_spans(rank.paths.phases, first=-_TAIL_RECORDS)
-    except RunFormatError:
-        return None, None
-    offset_ns = clock.wall_ns - clock.mono_ns
-    if not len(spans.end_ns):
-        return None, offset_ns
-    return int(np.max(spans.end_ns)) + offset_ns, offset_ns
+def last_phase(rank: RankFiles) -> str | None:
+    """The innermost phase under way when a process was killed; None where that is not known."""
+    begun = mapping(rank.last("unclean_end").get("open_ns"))
+    known = [(start, name) for name, at in begun.items() if name in _PHASES
+             and (start := integer(at)) is not None]  # fmt: skip
+    return sorted(known, key=lambda phase: phase[0])[-1][1] if known else None
 
 
 _TAIL = 64

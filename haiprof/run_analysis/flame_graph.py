@@ -178,7 +178,13 @@ def _of_rank(source: FlameSource, rank: int, placer: _Placer) -> FlameSeries:
         total_ns = float(table.ns[rows].sum()) / steps.height
         sample_ns[POSITIONS[number]] = total_ns / max(_sample_count(table, rows), 1)
         _add_rows(self_ns, placer, table, rows, 1 / steps.height)
-    samples = source.samples.take(_other_threads_of(source.samples, rank, steps))
+    # Samples of a rank's workers and other threads from its first step that counts to its last.
+    start_ns = steps["start_ns"].to_numpy()
+    end_ns = start_ns + steps["step_ns"].to_numpy()
+    beside = np.isin(source.samples.phase, [CODE_PHASES.index(name) for name in OTHER_THREADS])
+    during = (source.samples.time_ns >= start_ns.min()) & (source.samples.time_ns <= end_ns.max())
+    found: Bools = beside & during & (source.samples.rank == rank)
+    samples = source.samples.take(found)
     for name in OTHER_THREADS:
         rows = np.flatnonzero(samples.phase == CODE_PHASES.index(name))
         if weight := float(samples.weight_ns[rows].sum()):
@@ -229,22 +235,6 @@ def _add_rows(
         name = POSITIONS[position]
         node = placer.node(own, name) if nobodys < 0 else placer.of_activity(nobodys, name)
         self_ns[node] = self_ns.get(node, 0.0) + ns
-
-
-def _other_threads_of(samples: CodeSamples, rank: int, steps: pl.DataFrame) -> Bools:
-    """Samples of a rank's workers and other threads from its first step that counts to its last."""
-    start_ns = steps["start_ns"].to_numpy()
-    end_ns = start_ns + steps["step_ns"].to_numpy()
-    beside = np.isin(samples.phase, [CODE_PHASES.index(name) for name in OTHER_THREADS])
-    during = (samples.time_ns >= start_ns.min()) & (samples.time_ns <= end_ns.max())
-    found: Bools = beside & during & (samples.rank == rank)
-    return found
-
-
-def own_path(file: str, folder: str) -> str:
-    """A file of the user's as it is named from where the job was started."""
-    below = f"{folder.rstrip('/')}/"
-    return file.removeprefix(below) if folder else file
 
 
 class _Grower:
@@ -304,7 +294,8 @@ def _add_frame(grower: _Grower, tree: CodeTree, place: int, folder: str) -> int:
         module, _, name = code_name(frame.file, frame.function).partition(f".{frame.function}")
         found = FlameFrame(name=frame.function + name, place=module, kind="library")
         return grower.frame(found, key=module)
-    file = own_path(frame.file, folder)
+    below = f"{folder.rstrip('/')}/"
+    file = frame.file.removeprefix(below) if folder else frame.file
     place_text = f"{file}:{frame.line}" if grower.by_line else file
     found = FlameFrame(name=frame.function, place=place_text, kind="user")
     return grower.frame(found, key=place_text)

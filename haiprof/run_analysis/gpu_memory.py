@@ -14,7 +14,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import bytes_text
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, mapping, text
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame, parse_frames
@@ -48,8 +48,7 @@ class GpuMemorySeries:
 
 def gpu_memory_series(files: RunFiles) -> Mapping[int, GpuMemorySeries]:
     """By rank, where anything was read."""
-    last = {rank.rank: rank for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))}
-    found = {number: _series(rank) for number, rank in last.items()}
+    found = {number: _series(rank) for number, rank in files.last_attempts().items()}
     return {number: series for number, series in found.items() if series is not None}
 
 
@@ -315,14 +314,13 @@ def _bytes(digits: str, unit: str) -> int | None:
 def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:
     names = ("requested", "limit", "device_total", "device_free", "allocated", "reserved", "peak",
              "free_cached", "largest_free", "private_pool")  # fmt: skip
-    held = content.get("held")
+    held = mapping(content.get("held"))
     line = parse_frames([content.get("line")])
     return GpuOutOfMemory(
         wall_ns=integer(content.get("wall_ns")),
         device=integer(content.get("device")),
         **{f"{name}_bytes": _size(content.get(f"{name}_bytes")) for name in names},
-        held={n: size for n in _HELD if (size := _size(held.get(n))) is not None}
-        if isinstance(held, dict) else {},
+        held={n: size for n in _HELD if (size := _size(held.get(n))) is not None},
         phase=text(content.get("phase")),
         module=_short(content.get("module")),
         line=line[0] if line else own_frame(parse_frames(content.get("frames")) or ()),

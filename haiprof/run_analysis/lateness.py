@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,50 +170,32 @@ def collective_frame(
 ) -> tuple[pl.DataFrame, tuple[str, ...]]:
     """Every collective that the ranks' Flight Recorders still held when they were read."""
     frames, notes = [pl.DataFrame(schema=COLLECTIVE_SCHEMA)], []
-    for rank in files.ranks:
-        for path in rank.paths.collective_files():
+    own, last = files.ranks, files.last_attempts()
+    found = [(rank, path, False) for rank in own for path in rank.paths.collective_files()]
+    if not since_wall_ns:  # what PyTorch's own watchdog wrote before it ended ranks
+        found += [(last[n], path, True) for n, path in files.paths.flight_files() if n in last]
+    with pause_collector():
+        for rank, path, is_torchs in found:
             try:
-                flight = read_flight(path)
+                flight = None if is_torchs else read_flight(path)
+                entries = read_torch_dump(path) if flight is None else flight.entries
             except TraceFormatError as error:
                 notes.append(str(error))
                 continue
-            if flight.wall_ns < since_wall_ns:
+            if flight is not None and flight.wall_ns < since_wall_ns:
                 continue
             frames.append(
-                flight.entries.select(
+                entries.select(
                     rank=pl.lit(rank.rank, pl.Int64),
                     attempt=pl.lit(rank.attempt, pl.Int64),
                     host=pl.lit(text(rank.report.get("host")), pl.String),
                     **{name: pl.col(name) for name in FLIGHT_SCHEMA},
                 )
             )
-    if not since_wall_ns:
-        with pause_collector():
-            frames += _torch_dumps(files, notes)
     keys = ["rank", "attempt", "group", "kind", "sequence", "p2p", "created_ns"]
     rows = pl.concat(frames).unique(keys, maintain_order=True, keep="last")
-    last = rows.filter(pl.col("attempt") == pl.col("attempt").max())
-    return last.sort("rank", "created_ns", maintain_order=True), tuple(notes)
-
-
-def _torch_dumps(files: RunFiles, notes: list[str]) -> Iterator[pl.DataFrame]:
-    """What PyTorch's own watchdog wrote before it ended ranks, as the last attempt's."""
-    last = {rank.rank: rank for rank in files.ranks}
-    for number, path in files.paths.flight_files():
-        rank = last.get(number)
-        if rank is None:
-            continue
-        try:
-            entries = read_torch_dump(path)
-        except TraceFormatError as error:
-            notes.append(str(error))
-            continue
-        yield entries.select(
-            rank=pl.lit(number, pl.Int64),
-            attempt=pl.lit(rank.attempt, pl.Int64),
-            host=pl.lit(text(rank.report.get("host")), pl.String),
-            **{name: pl.col(name) for name in FLIGHT_SCHEMA},
-        )
+    newest = rows.filter(pl.col("attempt") == pl.col("attempt").max())
+    return newest.sort("rank", "created_ns", maintain_order=True), tuple(notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,11 +314,13 @@ def _rows(group: Arrivals, starts_of: Mapping[int, Ints]) -> list[tuple[object, 
     for place, rank in enumerate(group.ranks):
         starts = starts_of.get(rank, np.empty(0, dtype=np.int64))
         in_steps = _by_step(starts, created[place][begins], largest[place])
+        names, places = np.unique(np.array(group.kinds), return_inverse=True)
+        sums = np.bincount(places, weights=late[place].astype(np.float64))
         rows.append((
             rank, group.group, group.group_name,
             float(np.median(in_steps)) if len(in_steps) else None, int(in_steps.sum()),
             float(alone[place].mean()), created.shape[1], len(in_steps),
-            _main_kind(group.kinds, late[place]),
+            str(names[int(sums.argmax())]),
         ))  # fmt: skip
     return rows
 
@@ -356,12 +340,6 @@ def _by_step(starts: Ints, created: Ints, late: Ints) -> Ints:
     sums = np.bincount(place[inside], weights=late[inside].astype(np.float64))
     covered: Ints = sums[place[inside].min() :].round().astype(np.int64)
     return covered
-
-
-def _main_kind(kinds: Sequence[str], late: Ints) -> str:
-    names, places = np.unique(np.array(kinds), return_inverse=True)
-    sums = np.bincount(places, weights=late.astype(np.float64))
-    return str(names[int(sums.argmax())])
 
 
 BACKWARD_WORK_SCHEMA = {

@@ -64,10 +64,9 @@ class FunctionTime:
     function: str
     ratio: float
     """Its share of the time of the samples asked about."""
-    low: float | None
-    high: float | None
-    """Where that share lies with 95 % certainty, as the number of samples tells; None for the time
-    beyond other samples'."""
+    low: float
+    high: float
+    """Where that share lies with 95 % certainty, as the number of samples tells."""
     sample_count: int
     time_ns: float
     callees: tuple[str, ...]
@@ -93,7 +92,15 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     cells = pl.DataFrame(columns).group_by(*group, "stack")
     counted = cells.agg(pl.len(), pl.col("weight", "of_step").sum())
     totals = counted.group_by(group).agg(sample_count=pl.col("len").sum())
-    pairs = _user_pairs(tree)
+    library, place = np.append(tree.library, True), tree.line_places()
+    stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
+    while at.any():
+        user = ~library[place[at]]
+        parts.append(pl.DataFrame({"stack": stack[user], "frame": place[at][user]}))
+        at = tree.parent[at]
+        stack, at = stack[at > 0], at[at > 0]
+    empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})
+    pairs = pl.concat([empty, *parts]).unique()
     inner = pl.DataFrame({"stack": np.arange(len(tree.place)), "frame": innermost_frame(tree)})
     own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
     own = own.group_by(*group, "frame").agg(
@@ -140,11 +147,10 @@ def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
     return chosen.sort(order, descending=descending, nulls_last=False)
 
 
-def function_times(
-    samples: CodeSamples, *, less: CodeSamples | None = None, scale: float = 1.0
-) -> list[FunctionTime]:
+def function_times(samples: CodeSamples) -> list[FunctionTime]:
     """User functions by the time that passes in them and in what libraries they call: the first."""
-    tree, weight = samples.tree, _weights(samples)
+    tree = samples.tree  # where no sample's time is known, each counts the same
+    weight = samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
     total = float(weight.sum())
     if not total:
         return []
@@ -152,18 +158,18 @@ def function_times(
     functions, number = functions_of(tree)
     of_sample = number[tree.place[inner[samples.stack]]]
     own = np.bincount(of_sample + 1, weights=weight, minlength=len(functions) + 1)[1:]
-    beyond: Floats = own.astype(np.float64)
-    if less is not None:
-        elsewhere = number[tree.place[inner[less.stack]]]
-        theirs = np.bincount(elsewhere + 1, _weights(less), minlength=len(functions) + 1)[1:]
-        beyond -= scale * theirs
     effective = total**2 / float((weight**2).sum())
     low, high = wilson(own / total * effective, np.full(len(own), effective))
-    order = sorted(np.flatnonzero(own).tolist(), key=lambda f: (-beyond[f], functions[f]))
+    order = sorted(np.flatnonzero(own).tolist(), key=lambda f: (-own[f], functions[f]))
     found = []
     for function in order[:FUNCTION_LIMIT]:
         rows = of_sample == function
-        frame = _top_frame(tree, inner[samples.stack[rows]], weight[rows])
+        places = tree.line_places()[inner[samples.stack[rows]]]
+        frame = tree.frames[int(np.bincount(places, weights=weight[rows]).argmax())]
+        place = tree.line_places()
+        paths = [
+            _user_callers(tree, place, number) for number in inner[samples.stack[rows]].tolist()
+        ]
         found.append(
             FunctionTime(
                 file=frame.file,
@@ -173,17 +179,14 @@ def function_times(
                 low=float(low[function]),
                 high=float(high[function]),
                 sample_count=int(rows.sum()),
-                time_ns=float(beyond[function]),
+                time_ns=float(own[function]),
                 callees=_callees(tree, inner, samples.stack[rows], weight[rows]),
-                callers=_callers(tree, inner[samples.stack[rows]], weight[rows]),
+                callers=tuple(
+                    tree.frames[frame] for frame in _common_way(paths, weight[rows], CALLER_LIMIT)
+                ),
             )
         )
     return found
-
-
-def _weights(samples: CodeSamples) -> Floats:
-    """Time of each sample; where none is known of any, each counts the same."""
-    return samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
 
 
 def written_in(function: str) -> str:
@@ -199,11 +202,6 @@ def functions_of(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
     return list(known), np.array([*numbers, -1], dtype=np.int64)
 
 
-def _top_frame(tree: CodeTree, stack: Ints, weight: Floats) -> Frame:
-    """The frame with most of the time, of stacks that end in it."""
-    return tree.frames[int(np.bincount(tree.line_places()[stack], weights=weight).argmax())]
-
-
 def common_callees(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[str, ...]:
     """Functions of libraries in which most of some stacks' time passes, from the job's own line."""
     return _callees(tree, innermost_stack(tree), stack, weight)
@@ -213,13 +211,6 @@ def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[
     """From the user's own frame inwards, as long as most of its time goes the same way."""
     paths = [_library_path(tree, inner, number) for number in stack.tolist()]
     return _common_way(paths, weight, CALLEE_LIMIT)
-
-
-def _callers(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[Frame, ...]:
-    """From what calls the user's own frame outwards, as long as most of its time came that way."""
-    place = tree.line_places()
-    paths = [_user_callers(tree, place, number) for number in stack.tolist()]
-    return tuple(tree.frames[frame] for frame in _common_way(paths, weight, CALLER_LIMIT))
 
 
 def _common_way(
@@ -279,19 +270,6 @@ def innermost_frame(tree: CodeTree) -> Ints:
     """The same as a frame; -1 where there is none."""
     frames: Ints = tree.line_places()[innermost_stack(tree)]
     return frames
-
-
-def _user_pairs(tree: CodeTree) -> pl.DataFrame:
-    """Each `stack` with each `frame` of user code in it, a recursion once."""
-    library, place = np.append(tree.library, True), tree.line_places()
-    stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
-    while at.any():
-        user = ~library[place[at]]
-        parts.append(pl.DataFrame({"stack": stack[user], "frame": place[at][user]}))
-        at = tree.parent[at]
-        stack, at = stack[at > 0], at[at > 0]
-    empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})
-    return pl.concat([empty, *parts]).unique()
 
 
 def wilson(count: np.ndarray, total: np.ndarray) -> tuple[Floats, Floats]:

@@ -13,7 +13,16 @@ from haiprof.run_analysis.gpu_memory import (
     failed_allocations,
     parse_torch_message,
 )
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
+from haiprof.run_analysis.run_files import (
+    RankFiles,
+    RunFiles,
+    entries,
+    integer,
+    mapping,
+    objects,
+    read_record,
+    text,
+)
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame, parse_frames
@@ -163,7 +172,6 @@ class Arrived:
     wall_ns: int
     signal: int
     from_pid: int | None
-    from_uid: int | None
     from_command: str | None
     slurm_job: str | None
     slurm_end_ns: int | None
@@ -220,15 +228,12 @@ def arrived_signals(files: RunFiles) -> list[Arrived]:
                 continue
             end_s = integer(line.get("slurm_end_s"))
             found.append(
-                Arrived(
+                read_record(
+                    Arrived,
+                    line,
                     host=node.host,
                     wall_ns=wall_ns,
                     signal=number,
-                    from_pid=integer(line.get("from_pid")),
-                    from_uid=integer(line.get("from_uid")),
-                    from_command=text(line.get("from_command")),
-                    slurm_job=text(line.get("slurm_job")),
-                    slurm_state=text(line.get("slurm_state")),
                     slurm_end_ns=None if end_s is None else end_s * 1_000_000_000,
                 )
             )
@@ -242,14 +247,13 @@ def _take_report(found: dict[tuple[str, int], _Draft], rank: RankFiles) -> None:
     host, pid = text(rank.report.get("host")), integer(rank.report.get("pid"))
     if host is None or pid is None:
         return
-    clock = rank.report.get("clock")
     restart = integer(rank.report.get("restart")) or 0
     ends = [line for line in rank.of_type("record_end") if line.get("reason") == "exit"]
     found.setdefault((host, pid), _Draft()).facts.update(
         rank=rank.rank,
         generation=restart or rank.attempt,
         known_generation=True,
-        started_ns=integer(clock.get("wall_ns")) if isinstance(clock, dict) else None,
+        started_ns=integer(mapping(rank.report.get("clock")).get("wall_ns")),
         parent=integer(rank.report.get("ppid")),
         closed=bool(ends),
         exited=any(line.get("uncaught") is False for line in ends),
@@ -272,11 +276,11 @@ def _uncaught_contents(files: RunFiles) -> Iterator[tuple[str, Mapping[str, Any]
 def _take_uncaught(
     found: dict[tuple[str, int], _Draft], host: str, content: Mapping[str, Any]
 ) -> None:
-    pid, entries = integer(content.get("pid")), content.get("ended")
-    if pid is None or not isinstance(entries, list):
+    pid, ended = integer(content.get("pid")), content.get("ended")
+    if pid is None or not isinstance(ended, list):
         return
     draft = found.setdefault((host, pid), _Draft())
-    draft.uncaught = tuple(_uncaught(e) for e in entries[:_ENTRY_LIMIT] if isinstance(e, dict))
+    draft.uncaught = tuple(map(_uncaught, objects(ended[:_ENTRY_LIMIT])))
     draft.facts["step"] = integer(content.get("step"))
     draft.facts["world_size"] = integer(content.get("world_size"))
     if "rank" not in draft.facts:
@@ -304,13 +308,11 @@ def _take_terminate(draft: _Draft, path: Path) -> None:
 
 
 def _uncaught(entry: Mapping[str, Any]) -> Uncaught:
-    errors = entry.get("errors")
-    chain = errors[:_CHAIN_LIMIT] if isinstance(errors, list) else []
     return Uncaught(
         how=text(entry.get("how")) or "exception",
         thread=text(entry.get("thread")),
         wall_ns=integer(entry.get("wall_ns")),
-        errors=tuple(_error(each) for each in chain if isinstance(each, dict)),
+        errors=tuple(map(_error, objects(entries(entry.get("errors"))[:_CHAIN_LIMIT]))),
     )
 
 
@@ -334,15 +336,13 @@ def _take_end(found: dict[tuple[str, int], _Draft], host: str, line: Mapping[str
     status, number = integer(line.get("status")), integer(line.get("signal"))
     if facts.get("seen") and status is None and number is None:
         return  # the launcher's word and the agent's are about the same end
-    oom, shm = line.get("oom"), line.get("shm")
     facts.update(
         seen=True,
         wall_ns=min(wall_ns, facts.get("wall_ns", wall_ns)),
         status=status if status is None or 0 <= status < 256 else None,
         signal=number if number is not None and 0 < number < 128 else None,
         core=line.get("core") is True,
-        oom=oom if isinstance(oom, dict) else facts.get("oom"),
-        shm=shm if isinstance(shm, dict) else facts.get("shm"),
+        **{name: line[name] for name in ("oom", "shm") if isinstance(line.get(name), dict)},
     )
     facts.setdefault("rank", integer(line.get("rank")))
     facts["parent"] = facts.get("parent") or integer(line.get("parent"))

@@ -11,7 +11,15 @@ import polars as pl
 
 from haiprof.base.intervals import Floats, Intervals, Ints, intersection, total, union
 from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
-from haiprof.run_analysis.run_files import RankFiles, integer, median, number, text
+from haiprof.run_analysis.run_files import (
+    RankFiles,
+    entries,
+    integer,
+    mapping,
+    median,
+    number,
+    text,
+)
 from haiprof.run_analysis.step_frame import (
     STEP_PHASES,
     RankSegments,
@@ -22,27 +30,22 @@ from haiprof.run_analysis.step_frame import (
 )
 from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.step_tokens import BY_MARK
-from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, Segmentation
+from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES
 from haiprof.run_analysis.windows import TraceWindow, traced_steps
 from haiprof.run_format import schema
 
 _LIMIT_US = 1 << 52
 
 
-def compile_intervals(files: RankFiles) -> Intervals | None:
+def compile_intervals(files: RankFiles) -> Intervals:
     """Unix time in ns of all compilations, those of backward graphs included.
 
     Source: `torch._dynamo.utils.get_compilation_metrics`. One that compiles another counts once.
-
-    None where the run does not tell when they began: it was recorded by an older haiprof.
     """
-    lines = files.of_type("compile")
-    if any(not isinstance(line.get("spans"), list) for line in lines):
-        return None
     pairs = [
         (begin, length)
-        for line in lines
-        for span in line["spans"]
+        for line in files.of_type("compile")
+        for span in entries(line.get("spans"))
         if isinstance(span, list) and len(span) == 2
         for begin, length in [(integer(span[0]), integer(span[1]))]
         if begin is not None and length is not None
@@ -50,20 +53,6 @@ def compile_intervals(files: RankFiles) -> Intervals | None:
     ]
     table = np.array(pairs, dtype=np.int64).reshape(-1, 2) * 1_000
     return union(table[:, 0], table.sum(axis=1))
-
-
-def compile_columns(
-    files: RankFiles, starts: Ints, ends: Ints, *, wall_offset_ns: int
-) -> dict[str, int | None]:
-    """`compile_ns` of a rank, and `eval_compile_ns` in its evaluations; None where not known."""
-    compiled = compile_intervals(files)
-    if compiled is None:
-        return {"compile_ns": None, "eval_compile_ns": None}
-    evaluated = union(starts + wall_offset_ns, ends + wall_offset_ns)
-    return {
-        "compile_ns": total(compiled),
-        "eval_compile_ns": total(intersection(evaluated, compiled)),
-    }
 
 
 LOADING_SCHEMA = {
@@ -79,25 +68,6 @@ _LOADER_PHASE = 0  # in steps.SPAN_PHASES
 def loading_frame(rows: Iterable[tuple[int, ...]]) -> pl.DataFrame:
     """Waits for the loader in the training steps after each rank's first one."""
     return pl.DataFrame(list(rows), schema=LOADING_SCHEMA, orient="row")
-
-
-def loading_row(rank: RankSegments) -> tuple[int, ...]:
-    """The row of one rank."""
-    found = rank.found
-    spans = found.nested.spans
-    chosen = np.flatnonzero((found.phase == _LOADER_PHASE) & (found.step > 0))
-    kind = spans.kind[chosen]
-    own = found.nested.self_ns[chosen]
-    starts = kind == schema.DATA_ITER
-    first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
-    edge = starts | first | (kind == schema.DATA_END)
-    return (
-        rank.files.rank,
-        rank.files.attempt,
-        int(starts.sum()),
-        int(own[edge].sum()) if starts.any() else 0,
-        int(own.sum()),
-    )
 
 
 RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -142,24 +112,19 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
         found = segments.found
         row["step_count"] = len(found.steps.start_ns)
         row["eval_ns"] = int((found.evaluation_end_ns - found.evaluation_start_ns).sum())
-        row["nograd_ns"] = int(found.nested.self_ns[_is_nograd(found)].sum())
-        row |= compile_columns(
-            files,
-            found.evaluation_start_ns,
-            found.evaluation_end_ns,
-            wall_offset_ns=segments.wall_offset_ns,
-        )
+        # Calls without gradients in a training step, which are no evaluation.
+        inside: Bools = (found.phase == NOGRAD_PHASE) & (found.step >= 0)
+        row["nograd_ns"] = int(found.nested.self_ns[inside].sum())
+        compiled, shift = compile_intervals(files), segments.wall_offset_ns
+        begun, ended = found.evaluation_start_ns, found.evaluation_end_ns
+        row["compile_ns"] = total(compiled)
+        evaluated = union(begun + shift, ended + shift)
+        row["eval_compile_ns"] = total(intersection(evaluated, compiled))
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
     row.update(_recording(files, segments))
     row.update(_cost(files, segments))
     row["notes"] = list(_rank_notes(files, segments))
     return row
-
-
-def _is_nograd(found: Segmentation) -> Bools:
-    """Calls without gradients in a training step, which are no evaluation."""
-    inside: Bools = (found.phase == NOGRAD_PHASE) & (found.step >= 0)
-    return inside
 
 
 def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
@@ -181,7 +146,14 @@ def _cost(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
     steps = segments.found.steps.step_ns if segments is not None else None
     if not lines or segments is None or steps is None or not len(steps):
         return {"cost_ns_per_step": None, "cost_ratio": None, "beside_cpu_ratio": None}
-    spent = _spent_ns(lines[-1], _inner_calls(files, segments))
+    # Calls of modules inside the roots, about: each passes through the hook's first line.
+    spans = segments.found.nested.spans
+    roots = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
+    inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
+    spent = _spent_ns(
+        lines[-1],
+        sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist()),
+    )
     per_step = None if spent is None else spent / len(steps)
     mean = float(steps.mean())
     return {
@@ -207,14 +179,6 @@ def _beside_ratio(line: Mapping[str, Any]) -> float | None:
     if drain_ns is None or not elapsed_ns:
         return None
     return (drain_ns + (sampling_ns or 0.0)) / elapsed_ns
-
-
-def _inner_calls(files: RankFiles, segments: RankSegments) -> int:
-    """Calls of modules inside the roots, about: each passes through the hook's first line."""
-    spans = segments.found.nested.spans
-    roots = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
-    inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
-    return sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist())
 
 
 def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, ...]:
@@ -258,8 +222,7 @@ def _lost_text(line: Mapping[str, Any]) -> str:
 
 def _why_missing(files: RankFiles, phase: str) -> str:
     """Why a phase is null in this rank."""
-    phases = files.report.get("phases")
-    reason = text(phases.get(phase)) if isinstance(phases, dict) else None
+    reason = text(mapping(files.report.get("phases")).get(phase))
     if reason and reason != "ok":
         return reason
     return {
@@ -308,34 +271,44 @@ def rank_rows(
         inside = rank_row(rank.files, cut)
         counted = ("step_count", "eval_ns", "nograd_ns", "eval_compile_ns")
         row |= {name: inside[name] for name in counted}
+    # Small numbers are stored small: of a thousand ranks they are much.
+    plain, collected = rank_positions(rank).sums()
+    times = np.concatenate([plain, collected])
+    small = times.max(initial=0) < np.iinfo(np.int32).max
+    kept = times.astype(np.int32) if small else times
+    found = cut.found
+    spans = found.nested.spans
+    chosen = np.flatnonzero((found.phase == _LOADER_PHASE) & (found.step > 0))
+    kind = spans.kind[chosen]
+    own = found.nested.self_ns[chosen]
+    starts = kind == schema.DATA_ITER
+    first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
+    edge = starts | first | (kind == schema.DATA_END)
     return RankRows(
         record_count=rank.record_count,
         wall_offset_ns=rank.wall_offset_ns,
         step_count=len(rank.found.steps.start_ns),
         steps=step_frame(rank, traced_steps(rank, windows), shared=shared),
         pauses=pause_frame(rank),
-        loading=loading_row(cut),
+        loading=(
+            cut.files.rank,
+            cut.files.attempt,
+            int(starts.sum()),
+            int(own[edge].sum()) if starts.any() else 0,
+            int(own.sum()),
+        ),
         rank=row,
-        positions=_position_times(rank),
+        positions={
+            place: kept[place].copy() for place in np.flatnonzero(times.any(axis=1)).tolist()
+        },
     )
 
 
 def rank_positions(rank: RankSegments) -> StepPositions:
     """Where a rank's training thread was at each moment."""
-    compiled = compile_intervals(rank.files)
-    if compiled is not None:
-        shift = rank.wall_offset_ns
-        compiled = Intervals(compiled.starts - shift, compiled.ends - shift)
-    return step_positions(rank.found, rank.events, compiled)
-
-
-def _position_times(rank: RankSegments) -> dict[int, Ints]:
-    """Small numbers are stored small: of a thousand ranks they are much."""
-    plain, collected = rank_positions(rank).sums()
-    times = np.concatenate([plain, collected])
-    small = times.max(initial=0) < np.iinfo(np.int32).max
-    kept = times.astype(np.int32) if small else times
-    return {place: kept[place].copy() for place in np.flatnonzero(times.any(axis=1)).tolist()}
+    compiled, shift = compile_intervals(rank.files), rank.wall_offset_ns
+    own = Intervals(compiled.starts - shift, compiled.ends - shift)
+    return step_positions(rank.found, rank.events, own)
 
 
 COLUMN_LIMIT = 480

@@ -10,7 +10,14 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import RunFormatError, RunNotFoundError
-from haiprof.run_analysis.run_files import RunFiles, integer, number, text
+from haiprof.run_analysis.run_files import (
+    RunFiles,
+    entries,
+    integer,
+    objects,
+    read_record,
+    text,
+)
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
 from haiprof.run_format.reader import read_lines
@@ -133,27 +140,22 @@ def outcome_text(reaction: Reaction) -> str:
     if slow and reaction.state == "done" and reaction.steps is not None:
         return f"steps {reaction.steps[0]} to {reaction.steps[1] - 1} were traced"
     if not slow and reaction.state == "done":
-        return _found_text(reaction)
+        if reaction.contradiction is not None:
+            return f"ranks contradicted each other: {reaction.contradiction}"
+        if reaction.suspects:
+            first = reaction.suspects[0]
+            verb = "held the job up" if first.certain else "did something else than the rest"
+            placed = first.doing and not first.doing.startswith(_NOWHERE)
+            return f"rank {first.rank} {verb}: {first.reason}" + (
+                f"; it was at {first.doing}" if placed else ""
+            )
+        if reaction.saving:
+            return f"rank {reaction.saving[0]} was saving a checkpoint"
+        if reaction.moves:
+            return "collectives went on"
+        return "no rank differed from the others"
     what = "no trace of them" if slow else "no snapshot"
     return f"{what}: {reaction.failure or 'the launcher ended before'}"
-
-
-def _found_text(reaction: Reaction) -> str:
-    """Who held the job up, as its snapshot says."""
-    if reaction.contradiction is not None:
-        return f"ranks contradicted each other: {reaction.contradiction}"
-    if reaction.suspects:
-        first = reaction.suspects[0]
-        verb = "held the job up" if first.certain else "did something else than the rest"
-        placed = first.doing and not first.doing.startswith(_NOWHERE)
-        return f"rank {first.rank} {verb}: {first.reason}" + (
-            f"; it was at {first.doing}" if placed else ""
-        )
-    if reaction.saving:
-        return f"rank {reaction.saving[0]} was saving a checkpoint"
-    if reaction.moves:
-        return "collectives went on"
-    return "no rank differed from the others"
 
 
 def _row(reaction: Reaction) -> dict[str, object]:
@@ -186,51 +188,24 @@ def _reaction(host: str, line: Mapping[str, Any], result: Mapping[str, Any]) -> 
         return None
     action = text(line.get("action")) or "none"
     unknown = "none" if action == "none" else "begun"
-    moves = result.get("moves")
-    return Reaction(
+    steps = [step for step in entries(result.get("steps")) if type(step) is int]
+    return read_record(
+        Reaction,
+        {**result, **line},
         trigger=trigger,
         wall_ns=wall_ns,
         since_wall_ns=since,
         host=host,
-        rank=integer(line.get("rank")),
-        step=integer(line.get("step")),
-        reason=text(line.get("reason")) or "",
-        before_ns=number(line.get("before_ns")),
-        after_ns=number(line.get("after_ns")),
-        silent_ns=number(line.get("silent_ns")),
         action=action,
         state=text(result.get("state")) or unknown,
         failure=text(result.get("reason")),
-        path=text(result.get("path")),
-        moves=moves if isinstance(moves, bool) else None,
-        saving=tuple(_integers(result.get("saving"))),
-        suspects=tuple(_suspects(result.get("suspects"))),
-        window=integer(result.get("window")),
-        steps=_steps(result.get("steps")),
+        suspects=tuple(
+            read_record(SuspectSeen, entry, rank=rank)
+            for entry in objects(result.get("suspects"))
+            if (rank := integer(entry.get("rank"))) is not None
+        ),
+        steps=(steps[0], steps[1]) if len(steps) == 2 else None,
     )
-
-
-def _suspects(value: object) -> Sequence[SuspectSeen]:
-    return [
-        SuspectSeen(
-            rank=rank,
-            reason=text(entry.get("reason")) or "",
-            doing=text(entry.get("doing")) or "",
-            certain=entry.get("certain") is True,
-        )
-        for entry in (value if isinstance(value, list) else ())
-        if isinstance(entry, dict) and (rank := integer(entry.get("rank"))) is not None
-    ]
-
-
-def _integers(value: object) -> list[int]:
-    entries = value if isinstance(value, list) else []
-    return [entry for entry in entries if type(entry) is int]
-
-
-def _steps(value: object) -> tuple[int, int] | None:
-    found = _integers(value)
-    return (found[0], found[1]) if len(found) == 2 else None
 
 
 WATCHED_SCHEMA = {
@@ -274,18 +249,15 @@ def _rows(run: RunPaths) -> Iterator[dict[str, object]]:
         with contextlib.suppress(RunFormatError):  # said where the rank is read
             lines = [one for one in read_lines(paths.events)[0] if one.get("type") == "keep_slow"]
             if lines:
-                yield _watch_row(rank, attempt, lines[-1])
-
-
-def _watch_row(rank: int, attempt: int, line: Mapping[str, Any]) -> dict[str, object]:
-    return {
-        "rank": rank,
-        "attempt": attempt,
-        **{name: integer(line.get(field)) for name, field in _FIELDS.items()},
-        **{name: integer(line.get(name)) for name in _INTEGERS},
-        **{name: _ratio(line.get(name)) for name in ("cost_ratio", "budget_ratio")},
-        "refused": text(line.get("refused")),
-    }
+                line = lines[-1]
+                yield {
+                    "rank": rank,
+                    "attempt": attempt,
+                    **{name: integer(line.get(field)) for name, field in _FIELDS.items()},
+                    **{name: integer(line.get(name)) for name in _INTEGERS},
+                    **{name: _ratio(line.get(name)) for name in ("cost_ratio", "budget_ratio")},
+                    "refused": text(line.get("refused")),
+                }
 
 
 def _ratio(value: object) -> float | None:

@@ -143,13 +143,10 @@ def _list_sizes(fs: Any, root: str) -> dict[str, int]:  # noqa: ANN401
     return {
         path: entry["size"]
         for path, entry in paths.items()
-        if entry.get("type", "file") == "file" and _is_inside(path)
+        if entry.get("type", "file") == "file"
+        and "\0" not in path
+        and not {"", ".", ".."} & set(path.split("/"))
     }
-
-
-def _is_inside(path: str) -> bool:
-    """Whether a path that somebody else has named stays in the folder that it is joined to."""
-    return "\0" not in path and not {"", ".", ".."} & set(path.split("/"))
 
 
 def _read_manifest(fs: Any, root: str) -> Mapping[str, Any]:  # noqa: ANN401
@@ -216,11 +213,11 @@ def _states(kept: Mapping[str, Any] | None) -> dict[str, State]:
     """Size and time of each file that was put; without those whose record is damaged."""
     files = (kept or {}).get("files")
     items = files.items() if isinstance(files, dict) else ()
-    return {path: (state[0], state[1]) for path, state in items if _is_state(state)}
-
-
-def _is_state(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
+    return {
+        path: (state[0], state[1])
+        for path, state in items
+        if (isinstance(state, list) and len(state) == 2 and all(type(n) is int for n in state))
+    }
 
 
 def _put_changed(
@@ -237,17 +234,13 @@ def _put_changed(
         if before == state:
             return None
         target = f"{root}/{path}"
-        _make_parent(fs, target)
+        names = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+        if not set(names) & set(_STORES_WITHOUT_FOLDERS):
+            fs.mkdirs(target.rpartition("/")[0], exist_ok=True)
         fs.put_file(f"/proc/self/fd/{descriptor}", target)  # by its path it could be a link by now
         return state
     finally:
         os.close(descriptor)
-
-
-def _make_parent(fs: Any, path: str) -> None:  # noqa: ANN401
-    names = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    if not set(names) & set(_STORES_WITHOUT_FOLDERS):
-        fs.mkdirs(path.rpartition("/")[0], exist_ok=True)
 
 
 def _fetch_file(fs: Any, source: str, target: Path, *, below: Path) -> None:  # noqa: ANN401

@@ -58,7 +58,9 @@ def find_starts(
     own = [end for end in ends if end.rank is not None and not end.helper]
     generations = sorted({end.generation for end in own})
     died = {death.generation: death for death in deaths}
-    attempts = _attempts(own)
+    # The attempt number of each generation's rank folders: the order of those with a report.
+    begun = sorted({end.generation for end in own if end.started_ns is not None})
+    attempts = {generation: place for place, generation in enumerate(begun)}
     found: list[Start] = []
     for generation in generations:
         death = died.get(generation)
@@ -143,12 +145,6 @@ def run_time(manifest: Manifest | None, attempts: Sequence[AttemptTime]) -> dict
             spend("after the last step", attempt.record_end_ns)
     spend("end", last)
     return found
-
-
-def _attempts(ends: Sequence[ProcessEnd]) -> dict[int, int]:
-    """The attempt number of each generation's rank folders: the order of those with a report."""
-    begun = sorted({end.generation for end in ends if end.started_ns is not None})
-    return {generation: place for place, generation in enumerate(begun)}
 
 
 def _of_attempt(frame: pl.DataFrame, attempt: int) -> pl.DataFrame:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from haiprof.run_format.stack_lines import (
 
 _NUMPY_TYPE = {"i64": "<i8", "f64": "<f8", "f32": "<f4", "u32": "<u4"}
 _I64_LIMIT = 1 << 63
+T = TypeVar("T")
 
 
 def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
@@ -77,11 +78,55 @@ def text(value: object) -> str | None:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
 
+def switch(value: object) -> bool | None:
+    """A JSON value as a truth value; None for anything else."""
+    return value if isinstance(value, bool) else None
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """A JSON object; empty for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def entries(value: object) -> list[Any]:
+    """A JSON list; empty for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def objects(value: object) -> list[Mapping[str, Any]]:
+    """The objects of a JSON list."""
+    return [entry for entry in entries(value) if isinstance(entry, dict)]
+
+
+def counts(value: object) -> dict[str, int]:
+    """The numbers of a JSON object, by name."""
+    pairs = ((text(name), integer(count)) for name, count in mapping(value).items())
+    return {name: count for name, count in pairs if name is not None and count is not None}
+
+
+_OF_TYPE: Mapping[str, Callable[[object], object]] = {
+    "int | None": integer,
+    "float | None": number,
+    "str | None": text,
+    "bool | None": switch,
+    "str": lambda value: text(value) or "",
+    "bool": lambda value: value is True,
+    "Mapping[str, int]": counts,
+    "tuple[str, ...]": lambda value: tuple(filter(None, map(text, entries(value)))),
+    "tuple[int, ...]": lambda value: tuple(n for n in entries(value) if type(n) is int),
+}
+"""How a field of a record is read from JSON, by its type."""
+
+
+def read_record(record: type[T], content: Mapping[str, Any], **known: object) -> T:
+    """A record from a JSON object whose keys are its fields; `known` has what is read otherwise."""
+    types = {f.name: str(f.type) for f in fields(cast(Any, record)) if f.name not in known}
+    return record(**known, **{name: _OF_TYPE[of](content.get(name)) for name, of in types.items()})
+
+
 def clock_offset_ns(anchor: object) -> int | None:
     """Unix time minus the monotonic clock, by a clock anchor in JSON; None without a whole one."""
-    if not isinstance(anchor, dict):
-        return None
-    wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))
+    wall, mono = (integer(mapping(anchor).get(name)) for name in ("wall_ns", "mono_ns"))
     return None if wall is None or mono is None else wall - mono
 
 
@@ -98,7 +143,25 @@ def median(values: pl.Series) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFiles:
+class EventLines:
+    """What a rank or the agent of a node wrote down of its events."""
+
+    lines: tuple[Mapping[str, Any], ...]
+    """events.jsonl, in order."""
+    notes: tuple[str, ...]
+    """What was damaged."""
+
+    def of_type(self, line_type: str) -> list[Mapping[str, Any]]:
+        """Lines of one type, in order."""
+        return [line for line in self.lines if line.get("type") == line_type]
+
+    def last(self, line_type: str) -> Mapping[str, Any]:
+        """The last line of one type; empty where there is none."""
+        return next((x for x in reversed(self.lines) if x.get("type") == line_type), {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFiles(EventLines):
     """What one rank reported, apart from its spans."""
 
     rank: int
@@ -106,19 +169,11 @@ class RankFiles:
     paths: RankPaths
     report: Mapping[str, Any]
     """rank.json; empty where it cannot be read."""
-    lines: tuple[Mapping[str, Any], ...]
-    """events.jsonl, in order."""
-    notes: tuple[str, ...]
-    """What was damaged."""
 
     @property
     def clock_offset_ns(self) -> int | None:
         """Unix time minus the rank's clock, as it wrote both when it began to be recorded."""
         return clock_offset_ns(self.report.get("clock"))
-
-    def of_type(self, line_type: str) -> list[Mapping[str, Any]]:
-        """Lines of one type, in order."""
-        return [line for line in self.lines if line.get("type") == line_type]
 
     def names(self, line_type: str) -> dict[int, str]:
         """Name by tag, from `root` or `optimizer` lines."""
@@ -132,19 +187,11 @@ class RankFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFiles:
+class NodeFiles(EventLines):
     """What the agent of one host reported, apart from its counters."""
 
     host: str
     paths: NodePaths
-    lines: tuple[Mapping[str, Any], ...]
-    """events.jsonl, in order."""
-    notes: tuple[str, ...]
-    """What was damaged."""
-
-    def of_type(self, line_type: str) -> list[Mapping[str, Any]]:
-        """Lines of one type, in order."""
-        return [line for line in self.lines if line.get("type") == line_type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +207,10 @@ class RunFiles:
     """Processes in which the hook could not be loaded, with the error."""
     notes: tuple[str, ...]
     """What was damaged, ranks and nodes apart."""
+
+    def last_attempts(self) -> dict[int, RankFiles]:
+        """The last attempt of each rank."""
+        return {r.rank: r for r in sorted(self.ranks, key=lambda r: (r.rank, r.attempt))}
 
 
 def node_notes(node: NodeFiles) -> list[str]:
@@ -295,7 +346,7 @@ class SampledProcess:
     other_cores: Floats
     """Share of a core that it used since the look before."""
     other_since_ns: Ints
-    """Time since the look before; -1 where that is not known."""
+    """Time since the look before."""
     unknown_count: int
     """Samples whose stack was left out, or is damaged."""
 
@@ -329,8 +380,7 @@ def read_stack_file(path: Path) -> tuple[list[SampledProcess], tuple[str, ...]]:
 
 
 def _begin(line: Mapping[str, Any]) -> _Read:
-    folders = line.get("libraries")
-    named = [text(folder) for folder in folders] if isinstance(folders, list) else []
+    named = map(text, entries(line.get("libraries")))
     return _Read(integer(line.get("worker")), tuple(name for name in named if name))
 
 
@@ -367,12 +417,10 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
                 _letters(line.get("wait"), WAIT_LETTERS, count),
             )
         )
-        others = line.get("others")
-        for entry in others if isinstance(others, list) else []:
+        for entry in entries(line.get("others")):
             values = _integers(entry).tolist()
-            if len(values) in (4, 5):
-                since_ns = values[4] * _NS_PER_US if len(values) == 5 else -1
-                at_ns = begin + values[0] * _NS_PER_US
+            if len(values) == 5:
+                at_ns, since_ns = begin + values[0] * _NS_PER_US, values[4] * _NS_PER_US
                 read.others.append((at_ns, values[2], values[3], since_ns))
 
 
@@ -396,10 +444,11 @@ def _number_entries(
     line: Mapping[str, Any], name: str, first: str
 ) -> Iterable[tuple[int, list[Any]]]:
     """The entries of a list that counts on from a number."""
-    number, entries = integer(line.get(first)), line.get(name)
-    if number is None or not 0 <= number <= _STACK_LIMIT or not isinstance(entries, list):
+    number = integer(line.get(first))
+    if number is None or not 0 <= number <= _STACK_LIMIT:
         return
-    for place, entry in enumerate(entries[: _STACK_LIMIT - number], start=number):
+    own = entries(line.get(name))
+    for place, entry in enumerate(own[: _STACK_LIMIT - number], start=number):
         if isinstance(entry, list):
             yield place, entry
 

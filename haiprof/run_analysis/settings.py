@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from haiprof.run_analysis.run_files import NodeFiles, RankFiles, RunFiles, integer, number, text
+from haiprof.run_analysis.run_files import (
+    NodeFiles,
+    RankFiles,
+    RunFiles,
+    counts,
+    entries,
+    integer,
+    mapping,
+    number,
+    objects,
+    read_record,
+    switch,
+    text,
+)
 from haiprof.run_format.setting_lines import FLAGS, SEEN, SETTINGS
 
 Scalar = bool | int | float | str | None
@@ -133,8 +146,7 @@ class Difference:
 
 def read_settings(files: RunFiles) -> dict[int, RankSettings]:
     """By rank, of its last attempt; ranks without the line are left out."""
-    last = {rank.rank: rank for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))}
-    found = {number: _rank_settings(rank) for number, rank in last.items()}
+    found = {number: _rank_settings(rank) for number, rank in files.last_attempts().items()}
     return {number: settings for number, settings in found.items() if settings is not None}
 
 
@@ -161,62 +173,39 @@ def _rank_settings(rank: RankFiles) -> RankSettings | None:
     lines = rank.of_type(SETTINGS)
     if not lines:
         return None
-    line, seen = lines[-1], (rank.of_type(SEEN) or [{}])[-1]
-    environment = (rank.of_type("environment") or [{}])[-1]
-    collector = _mapping(line.get("gc"))
-    flags = _mapping(line.get("flags"))
+    line, environment = lines[-1], rank.last("environment")
+    collector, flags = mapping(line.get("gc")), mapping(line.get("flags"))
+    variables = ((text(n), text(v)) for n, v in mapping(environment.get("variables")).items())
     autocast = (text(root.get("autocast")) for root in rank.of_type("root"))
-    thresholds = (integer(value) for value in _list(collector.get("thresholds")))
-    return RankSettings(
+    thresholds = (integer(value) for value in entries(collector.get("thresholds")))
+    inputs = (name for x in rank.of_type("root_input") for name in entries(x.get("dtypes")))
+    return read_record(
+        RankSettings,
+        line,
         rank=rank.rank,
         host=text(rank.report.get("host")),
         flags={name: _scalar(flags.get(name)) for name in FLAGS},
-        variables=_texts(environment.get("variables")),
+        variables={n: v for n, v in variables if n is not None and v is not None},
         operator_threads=integer(rank.report.get("operator_threads")),
-        cores=integer(line.get("cores")),
-        cpu_limit_cores=number(line.get("cpu_limit_cores")),
-        memory_limit_bytes=integer(line.get("memory_limit_bytes")),
-        gc_enabled=_switch(collector.get("enabled")),
+        gc_enabled=switch(collector.get("enabled")),
         gc_thresholds=tuple(value for value in thresholds if value is not None),
         autocast=next(filter(None, autocast), None),
-        input_dtypes=tuple(sorted(_input_dtypes(rank))),
-        models=tuple(_model(each) for each in _objects(line.get("models"))),
-        optimizers=tuple(_optimizer(each) for each in _objects(line.get("optimizers"))),
+        input_dtypes=tuple(sorted({name for each in inputs if (name := text(each))})),
+        models=tuple(
+            read_record(ModelSettings, model, ddp=_scalars(model.get("ddp")))
+            for model in objects(line.get("models"))
+        ),
+        optimizers=tuple(
+            read_record(OptimizerSettings, each, devices=tuple(counts(each.get("devices"))))
+            for each in objects(line.get("optimizers"))
+        ),
         stepped_optimizer_count=len(rank.of_type("optimizer")),
-        looks=Looks(**{name: integer(seen.get(name)) for name in Looks.__dataclass_fields__}),
-        problems=tuple(filter(None, map(text, _list(line.get("problems"))))),
+        looks=read_record(Looks, rank.last(SEEN)),
     )
 
 
-def _input_dtypes(rank: RankFiles) -> set[str]:
-    lines = rank.of_type("root_input")
-    return {name for x in lines for each in _list(x.get("dtypes")) if (name := text(each))}
-
-
-def _model(entry: Mapping[str, Any]) -> ModelSettings:
-    ddp = entry.get("ddp")
-    return ModelSettings(
-        name=text(entry.get("name")),
-        tensor_count=integer(entry.get("tensor_count")),
-        parameter_count=integer(entry.get("parameter_count")),
-        trainable_count=integer(entry.get("trainable_count")),
-        dtypes=_counts(entry.get("dtypes")),
-        devices=tuple(filter(None, map(text, _list(entry.get("devices"))))),
-        layers=_counts(entry.get("layers")),
-        ddp={str(k): _scalar(v) for k, v in ddp.items()} if isinstance(ddp, dict) else None,
-        fsdp_unit_count=integer(entry.get("fsdp_unit_count")),
-    )
-
-
-def _optimizer(entry: Mapping[str, Any]) -> OptimizerSettings:
-    return OptimizerSettings(
-        name=text(entry.get("name")),
-        tensor_count=integer(entry.get("tensor_count")),
-        foreach=_switch(entry.get("foreach")),
-        fused=_switch(entry.get("fused")),
-        capturable=_switch(entry.get("capturable")),
-        devices=tuple(_counts(entry.get("devices"))),
-    )
+def _scalars(value: object) -> dict[str, Scalar] | None:
+    return {str(k): _scalar(v) for k, v in value.items()} if isinstance(value, dict) else None
 
 
 def _optimizers_text(settings: RankSettings) -> str | None:
@@ -250,34 +239,8 @@ _MAY_BE_UNKNOWN = {*_SWITCHES, "optimizers"}
 """Of these None means that it could not be read; of the others that there is no limit or mode."""
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
-
-
-def _objects(value: object) -> list[Mapping[str, Any]]:
-    return [entry for entry in _list(value) if isinstance(entry, dict)]
-
-
-def _switch(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
 def _scalar(value: object) -> Scalar:
     return value if isinstance(value, bool) else text(value) or number(value)
-
-
-def _texts(value: object) -> dict[str, str]:
-    pairs = ((text(name), text(each)) for name, each in _mapping(value).items())
-    return {name: each for name, each in pairs if name is not None and each is not None}
-
-
-def _counts(value: object) -> dict[str, int]:
-    pairs = ((text(name), integer(count)) for name, count in _mapping(value).items())
-    return {name: count for name, count in pairs if name is not None and count is not None}
 
 
 _CPU_LIMIT = 1 << 16  # a list with a higher number is damage
@@ -324,9 +287,8 @@ def placements(run: RunFiles) -> dict[int, Placement]:
         for line in node.of_type("placement")
         if (key := _key(line))
     }
-    last = {rank.rank: rank for rank in sorted(run.ranks, key=lambda r: (r.rank, r.attempt))}
     found = {}
-    for rank_number, rank in last.items():
+    for rank_number, rank in run.last_attempts().items():
         host = _host(rank, run.nodes)
         line = lines.get((host, *_key(rank.report)))
         if line is not None:
@@ -348,16 +310,17 @@ def _key(content: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _placement(rank: int, host: str, line: Mapping[str, Any]) -> Placement:
-    pages = line.get("memory_nodes")
-    adapters = [each for each in _items(line.get("nics")) if isinstance(each, dict)]
+    adapters = objects(line.get("nics"))
     named = ((text(each.get("name")), _node(each.get("node"))) for each in adapters)
-    nodes = (_node(value) for value in _items(line.get("cpu_nodes")))
+    nodes = (_node(value) for value in entries(line.get("cpu_nodes")))
+    held = mapping(line.get("memory_nodes"))
+    pages = ((_decimal(name), integer(count)) for name, count in held.items())
     return Placement(
         rank=rank,
         host=host,
         allowed_cpus=cpu_list(line.get("allowed_cpus")),
         cpu_nodes=tuple(sorted({node for node in nodes if node is not None})),
-        memory_pages=_pages(pages) if isinstance(pages, dict) else {},
+        memory_pages={n: count for n, count in pages if n is not None and count and count > 0},
         thread_count=integer(line.get("thread_count")),
         gpu_node=_node(line.get("gpu_node")),
         adapters=tuple((name, node) for name, node in named if name and node is not None),
@@ -391,15 +354,6 @@ def _node(value: object) -> int | None:
     """A NUMA node; -1 is firmware that does not say."""
     node = integer(value)
     return node if node is not None and node >= 0 else None
-
-
-def _pages(content: Mapping[str, Any]) -> dict[int, int]:
-    found = ((_decimal(name), integer(count)) for name, count in content.items())
-    return {node: count for node, count in found if node is not None and count and count > 0}
-
-
-def _items(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def sharing_groups(placed: Iterable[Placement]) -> list[tuple[Placement, ...]]:

@@ -63,7 +63,12 @@ def token_line(nested: Nested, kind: Codes, families: Mapping[int, int]) -> Toke
     """Tells evaluation from training."""
     row = np.flatnonzero(nested.parent < 0)
     tokens = kind[row]
-    family = _family_table(families)
+    # Small family number by tag; a tag without a root line is a family of its own.
+    named = {tag: family for tag, family in families.items() if 0 <= tag < schema.TAG_MASK}
+    number = {family: i for i, family in enumerate(sorted(set(named.values())))}
+    family = np.arange(schema.TAG_MASK + 1) + len(number)
+    for tag, name in named.items():
+        family[tag] = number[name]
     trained = np.zeros(int(family.max()) + 1, dtype=np.bool_)
     forward_tags = np.flatnonzero(np.bincount(nested.spans.tag[kind == schema.FORWARD]))
     trained[family[forward_tags]] = True
@@ -77,16 +82,6 @@ def token_line(nested: Nested, kind: Codes, families: Mapping[int, int]) -> Toke
         passes = (tokens == schema.EVAL) & of_trained & ~_in_step(tokens)
         passes |= no_grad & _alone_with_loader(tokens)
     return TokenLine(row=row, kind=tokens, evaluation=_with_loader(tokens, passes))
-
-
-def _family_table(families: Mapping[int, int]) -> Ints:
-    """Small family number by tag; a tag without a root line is a family of its own."""
-    named = {tag: family for tag, family in families.items() if 0 <= tag < schema.TAG_MASK}
-    number = {family: i for i, family in enumerate(sorted(set(named.values())))}
-    table = np.arange(schema.TAG_MASK + 1) + len(number)
-    for tag, family in named.items():
-        table[tag] = number[family]
-    return table
 
 
 def _in_step(kind: Codes) -> Bools:
@@ -203,7 +198,10 @@ def find_boundaries(tokens: TrainTokens) -> Boundaries:
     forward or backward; unless nearly all segments hold the same number of those (an inner loop).
     """
     closing = np.flatnonzero(tokens.closing)
-    cuts = _segment_starts(tokens)
+    # Loader tokens with a closing token since the previous loader token, that one included.
+    fetch = np.flatnonzero(tokens.fetch)
+    closed: Ints = np.cumsum(tokens.closing) - tokens.closing
+    cuts: Ints = fetch[np.diff(closed[fetch], prepend=0) > 0]
     segment = np.searchsorted(cuts, closing, side="right")  # 0 is before the first cut
     run = _runs(tokens, closing, segment)
     head = _step_heads(tokens.tag[closing], run, segment)
@@ -214,17 +212,28 @@ def find_boundaries(tokens: TrainTokens) -> Boundaries:
     if len(cuts) and (regular or tokens.by == BY_FETCH):
         head = np.flatnonzero(np.diff(segment, prepend=-1) > 0)
         split[:] = False
-    return _assemble(
-        tokens, closing=closing, cuts=cuts, segment=segment, head=head, split=split, run=run
+    step_segment = segment[head]
+    opens = np.diff(step_segment, prepend=-1) > 0  # first step of its segment
+    before = np.where(head > 0, closing[head - 1] + 1, 0) if len(head) else head
+    by_loader = opens & (step_segment > 0)
+    first = np.where(by_loader, np.append(cuts, 0)[step_segment - 1], before)
+    last = closing[np.append(head[1:], len(closing)) - 1] if len(head) else head
+    if len(head):
+        by_loader[0] |= bool(tokens.fetch[: closing[0]].any())
+        first[0] = 0
+    rest = int(last[-1]) + 1 if len(head) else 0
+    pending = cuts[cuts >= rest]
+    rest_by_loader = len(pending) > 0 and len(head) > 0
+    boundary, confidence = _grade(tokens, by_loader, split[step_segment], run[head], run)
+    return Boundaries(
+        first=first,
+        last_closing=last,
+        by_loader=by_loader,
+        boundary=boundary,
+        confidence=confidence,
+        rest=int(pending[0]) if rest_by_loader else rest,
+        rest_by_loader=rest_by_loader,
     )
-
-
-def _segment_starts(tokens: TrainTokens) -> Ints:
-    """Loader tokens with a closing token since the previous loader token, that one included."""
-    fetch = np.flatnonzero(tokens.fetch)
-    closed: Ints = np.cumsum(tokens.closing) - tokens.closing
-    cuts: Ints = fetch[np.diff(closed[fetch], prepend=0) > 0]
-    return cuts
 
 
 def _runs(tokens: TrainTokens, closing: Ints, segment: Ints) -> Ints:
@@ -251,16 +260,7 @@ def _step_heads(tag: Codes, run: Ints, segment: Ints) -> Ints:
     first = np.flatnonzero(np.diff(run, prepend=-1) > 0)
     if (tag == tag[0]).all():
         return first
-    following = _next_heads(tag, run, segment, first)
-    heads, at, end = [], 0, len(first)
-    while at < end:  # a chain of jumps, one per step: 60 ns each, doubling in numpy is slower
-        heads.append(at)
-        at = following[at]
-    return first[np.array(heads, dtype=np.int64)]
-
-
-def _next_heads(tag: Codes, run: Ints, segment: Ints, first: Ints) -> list[int]:
-    """For each run, if it opened a step: the run that would open the next one."""
+    # For each run, if it opened a step: the run that would open the next one.
     count = len(first)
     pair = np.unique(run * 64 + tag)
     pair_run, pair_tag = pair >> 6, pair & 63
@@ -276,41 +276,16 @@ def _next_heads(tag: Codes, run: Ints, segment: Ints, first: Ints) -> list[int]:
     run_segment = segment[first]
     edge = np.searchsorted(run_segment, run_segment, side="right")
     following: list[int] = np.minimum(jump, edge).tolist()
-    return following
+    heads, at, end = [], 0, len(first)
+    while at < end:  # a chain of jumps, one per step: 60 ns each, doubling in numpy is slower
+        heads.append(at)
+        at = following[at]
+    return first[np.array(heads, dtype=np.int64)]
 
 
 def _is_regular(counts: Ints) -> bool:
     """Whether nearly all are the same number."""
     return len(counts) > 0 and np.bincount(counts).max() >= REGULAR_RATIO * len(counts)
-
-
-def _assemble(
-    tokens: TrainTokens, *, closing: Ints, cuts: Ints, segment: Ints, head: Ints, split: Bools,
-    run: Ints,
-) -> Boundaries:  # fmt: skip
-    """Steps from the closing tokens that head them."""
-    step_segment = segment[head]
-    opens = np.diff(step_segment, prepend=-1) > 0  # first step of its segment
-    before = np.where(head > 0, closing[head - 1] + 1, 0) if len(head) else head
-    by_loader = opens & (step_segment > 0)
-    first = np.where(by_loader, np.append(cuts, 0)[step_segment - 1], before)
-    last = closing[np.append(head[1:], len(closing)) - 1] if len(head) else head
-    if len(head):
-        by_loader[0] |= bool(tokens.fetch[: closing[0]].any())
-        first[0] = 0
-    rest = int(last[-1]) + 1 if len(head) else 0
-    pending = cuts[cuts >= rest]
-    rest_by_loader = len(pending) > 0 and len(head) > 0
-    boundary, confidence = _grade(tokens, by_loader, split[step_segment], run[head], run)
-    return Boundaries(
-        first=first,
-        last_closing=last,
-        by_loader=by_loader,
-        boundary=boundary,
-        confidence=confidence,
-        rest=int(pending[0]) if rest_by_loader else rest,
-        rest_by_loader=rest_by_loader,
-    )
 
 
 def _grade(

@@ -226,8 +226,17 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
     training = _training(nested, kind, line, source=source)
     found = find_boundaries(training.tokens)
     start, end = _step_times(nested.spans, training, found)
-    step = _step_of_spans(nested, training, found)
-    phase = _phase_of_spans(nested, kind, line)
+    position = np.arange(len(training.row))
+    of_token = np.searchsorted(found.first, position, side="right") - 1
+    of_token[found.rest :] = -1
+    by_row = np.full(len(nested.top), -1, dtype=np.int64)
+    by_row[training.row] = of_token
+    step = by_row[nested.top]
+    phase = _PHASE_OF_KIND[kind]
+    evaluated = np.zeros(len(kind), dtype=np.bool_)
+    evaluated[line.row[line.evaluation]] = True
+    inside = np.flatnonzero(evaluated[nested.top])
+    phase[inside] = np.where(_LOADER[kind[inside]], EVAL_LOADER_PHASE, EVAL_PHASE)
     return Segmentation(
         nested=nested,
         phase=phase,
@@ -344,24 +353,6 @@ def _step_times(spans: Spans, training: _Training, found: Boundaries) -> tuple[I
     own = np.flatnonzero(found.by_loader)
     start[own] = spans.start_ns[row[found.first[own]]]
     return start, end
-
-
-def _step_of_spans(nested: Nested, training: _Training, found: Boundaries) -> Ints:
-    position = np.arange(len(training.row))
-    of_token = np.searchsorted(found.first, position, side="right") - 1
-    of_token[found.rest :] = -1
-    by_row = np.full(len(nested.top), -1, dtype=np.int64)
-    by_row[training.row] = of_token
-    return by_row[nested.top]
-
-
-def _phase_of_spans(nested: Nested, kind: Codes, line: TokenLine) -> Codes:
-    phase = _PHASE_OF_KIND[kind]
-    evaluated = np.zeros(len(kind), dtype=np.bool_)
-    evaluated[line.row[line.evaluation]] = True
-    inside = np.flatnonzero(evaluated[nested.top])
-    phase[inside] = np.where(_LOADER[kind[inside]], EVAL_LOADER_PHASE, EVAL_PHASE)
-    return phase
 
 
 def _columns(

@@ -13,7 +13,7 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.nesting import Bools
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, read_record, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_format.raw_traces import Part, complete_parts, parse_stem
 
@@ -195,23 +195,22 @@ def _window(
     stalls = {name: integer(both.get(name)) for name in _STALLS}
     known = [ns for ns in stalls.values() if ns is not None]
     said_ns = integer(line.get("stall_ns"))  # with what the rehearsal before it took
-    window = TraceWindow(
+    window = read_record(
+        TraceWindow,
+        both,
         rank=rank,
         attempt=attempt,
-        window=integer(both.get("window")),
         state=text(line.get("state")) or ("cut" if cut else "recorded"),
         trigger=trigger,
         reason=cut if reason in (None, *TRIGGERS) else reason,
         first_step=integer(first),
         end_step=integer(end),
-        start_mono_ns=integer(both.get("start_mono_ns")),
-        end_mono_ns=integer(both.get("end_mono_ns")),
         lead_ns=stalls["start_ns"] or 0,
         tail_ns=(stalls["stop_ns"] or 0) + (stalls["export_ns"] or 0),
         stall_ns=sum(known) if said_ns is None and known else said_ns,
-        raw_bytes=integer(both.get("raw_bytes")),
-        event_count=integer(both.get("event_count")),
         stem=stem,
+        path=None,
+        et_path=None,
     )
     return _with_files(files, window)
 
@@ -254,7 +253,9 @@ def _not_reached(
     manifest = files.manifest
     if manifest is None or manifest.options.get("trace") is not True:
         return []
-    first = parse_first(manifest.options.get("steps"))
+    steps = manifest.options.get("steps")
+    head = steps.partition(":")[0] if isinstance(steps, str) else ""
+    first = int(head) if head.isdecimal() and len(head) < 10 else None
     found = []
     for rank in files.ranks:
         ended = manifest.end_wall_ns is not None or rank.of_type("record_end")
@@ -267,20 +268,14 @@ def _not_reached(
     return found
 
 
-def parse_first(steps: object) -> int | None:
-    """The first step of `--steps A:B`, as the manifest has it."""
-    head = steps.partition(":")[0] if isinstance(steps, str) else ""
-    return int(head) if head.isdecimal() and len(head) < 10 else None
-
-
 def _why_not_reached(rank: RankFiles, step_count: int | None, first: int | None) -> str:
     faults = [text(line.get("reason")) for line in rank.of_type("hook_error")]
     if faults:
         return f"a fault in the hook: {faults[0]}"
     if step_count is None:
         return "the rank ended, and its steps cannot be read"
-    start = rank.of_type("record_start")[:1]
-    before = integer(start[0].get("optimizer_steps_before")) or 0 if start else 0
+    start = next(iter(rank.of_type("record_start")), {})
+    before = integer(start.get("optimizer_steps_before")) or 0
     where = f"step {first}" if first is not None else "the window began"
     return f"the job ended at step {step_count + before}, before {where}"
 

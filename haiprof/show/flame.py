@@ -10,8 +10,7 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import duration_text
-from haiprof.diagnosis.compare.baseline import baseline_named
-from haiprof.diagnosis.compare.compared_run import compared_run_of
+from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.flame_graph import FlameGraph, FlameSeries, FlameSource, flame_graph

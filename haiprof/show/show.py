@@ -64,8 +64,7 @@ def one_rank(data: RunData, rank: int) -> None:
 
 def comparison(data: RunFrames, baseline: str | Path) -> None:
     """Shows what changed against another run."""
-    from haiprof.diagnosis.compare.baseline import baseline_named
-    from haiprof.diagnosis.compare.compared_run import compared_run_of
+    from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
     from haiprof.diagnosis.compare.comparison import compare_runs
 
     after = compared_run_of(data)

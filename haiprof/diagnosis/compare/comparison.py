@@ -22,11 +22,18 @@ from haiprof.diagnosis.compare.step_change import (
     rank_changes,
     step_change,
 )
-from haiprof.diagnosis.thresholds import COMPARE_LOAD_RATIO, COMPARE_SHARED_CORE_RATIO
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.trace_analysis.diff import TraceDiff
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
+COMPARE_LOAD_RATIO = 0.10
+"""Share of the nodes' cores that others used in the slower run, from which on it is asked
+what that may explain, however much they used in the other one; a change of that share by as much is
+said where nothing is asked. TraceML's 10 % of what a step should not hold."""
+COMPARE_SHARED_CORE_RATIO = 0.50
+"""A busy neighbour on the same physical core makes work on it take up to half again as long: two
+hyperthreads do about 1.3 times the work of one (Marr et al., Hyper-Threading Technology
+Architecture and Microarchitecture, 2002)."""
 _FOREVER_NS = 1 << 62
 TRACE_LIMIT_BYTES = 500_000_000
 State = Literal["slower", "faster", "same", "undecided"]

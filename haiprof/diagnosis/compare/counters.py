@@ -11,16 +11,17 @@ from haiprof.base.intervals import Floats
 from haiprof.base.statistics import adjust_p_values, block_mean
 from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.compare.step_change import difference
-from haiprof.diagnosis.thresholds import (
-    COMPARE_COUNTER_RATIO,
-    COMPARE_P_VALUE,
-)
+from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
 from haiprof.run_analysis.counters import (
     host_windows,
     select_training_samples,
     training_spans,
 )
 from haiprof.run_analysis.run_files import number
+
+COMPARE_COUNTER_RATIO = 0.10
+"""A counter that changed by less is not shown: memory in use, say, is never twice the same. Own
+choice."""
 
 _LEAST_SAMPLES = 8
 _MOST_SAMPLES = 240  # longer ones are averaged by time: a second more or less tells nothing

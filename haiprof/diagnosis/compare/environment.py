@@ -8,6 +8,7 @@ from typing import Any
 
 from haiprof.base.options import ENV_FLIGHT_DUMPS, ENV_FLIGHT_SIZES, FLIGHT_ENTRIES
 from haiprof.diagnosis.compare.compared_run import ComparedRun
+from haiprof.run_analysis.run_files import mapping
 
 _NOT_SPEED = ("log_dir", "name", "run_id", "quiet", "tensorboard", "prometheus_port")
 _CODE = ("commit", "branch", "changes_digest", "dirty")
@@ -56,16 +57,17 @@ def _read_facts(side: ComparedRun) -> dict[str, Mapping[str, Any] | None]:
     files = next((rank for rank in side.analyzer.files.ranks if rank.report), None)
     report = files.report if files else {}
     line = next(iter(files.of_type("environment")), {}) if files else {}
-    packages = _part(line, "packages") or {"packages_digest": line.get("packages_digest")}
+    packages = mapping(line.get("packages")) or {"packages_digest": line.get("packages_digest")}
     options = dict(manifest.options) if manifest else {}
+    # Those that haiprof's launcher did not set.
     return {
         "command": {"command": manifest.command if manifest else None},
         "code": {
-            **{name: _part(environment, "git").get(name) for name in _CODE},
-            "script": _part(environment, "script").get("digest"),
+            **{name: mapping(environment.get("git")).get(name) for name in _CODE},
+            "script": mapping(environment.get("script")).get("digest"),
         },
         "machine": {
-            **{name: _part(environment, "machine").get(name) for name in _MACHINE},
+            **{name: mapping(environment.get("machine")).get(name) for name in _MACHINE},
             "host": manifest.host if manifest else None,
         },
         "ranks": {"ranks with steps": len(side.inputs.world)},
@@ -74,18 +76,17 @@ def _read_facts(side: ComparedRun) -> dict[str, Mapping[str, Any] | None]:
             **{name: line.get(name) for name in _TORCH_VERSIONS},
         },
         "package": packages if line else None,
-        "variable": _users_variables(line) if line else None,
+        "variable": (
+            {
+                name: value
+                for name, value in mapping(line.get("variables")).items()
+                if name not in ENV_FLIGHT_DUMPS
+                and not (name in ENV_FLIGHT_SIZES and value == FLIGHT_ENTRIES)
+            }
+        )
+        if line
+        else None,
         "option": {n: options[n] for n in options if n not in _NOT_SPEED} if manifest else None,
-    }
-
-
-def _users_variables(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that haiprof's launcher did not set."""
-    return {
-        name: value
-        for name, value in _part(line, "variables").items()
-        if name not in ENV_FLIGHT_DUMPS
-        and not (name in ENV_FLIGHT_SIZES and value == FLIGHT_ENTRIES)
     }
 
 
@@ -93,7 +94,7 @@ def unknown(before: ComparedRun, after: ComparedRun) -> tuple[str, ...]:
     """What could not be compared, and why."""
     found = []
     for word, side in (("baseline", before), ("new run", after)):
-        git = _part(side.manifest.environment, "git") if side.manifest else {}
+        git = mapping(side.manifest.environment.get("git")) if side.manifest else {}
         if side.manifest is None:
             found.append(f"{word}: run.json is damaged: command, options and code are not compared")
         elif not side.manifest.environment:
@@ -104,8 +105,3 @@ def unknown(before: ComparedRun, after: ComparedRun) -> tuple[str, ...]:
             why = git.get("dirty_reason") or "the job or its launcher was over before git answered"
             found.append(f"{word}: whether all changes were committed is not known: {why}")
     return tuple(found)
-
-
-def _part(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = content.get(name)
-    return found if isinstance(found, dict) else {}

@@ -15,14 +15,14 @@ from haiprof.base.ledger import POSITIONS
 from haiprof.base.statistics import BlockMean, Uncertain, adjust_p_values, block_mean
 from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.run_ledger import RunLedger
-from haiprof.diagnosis.thresholds import (
-    COMPARE_MAX_RANKS,
-    COMPARE_MIN_STEPS,
-    COMPARE_P_VALUE,
-    COMPARE_RUN_RATIO,
-    DEVICE_COVERAGE_RATIO,
-)
+from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS, COMPARE_P_VALUE, COMPARE_RUN_RATIO
 from haiprof.run_analysis.step_frame import STEP_PHASES
+
+DEVICE_COVERAGE_RATIO = 0.8
+"""The device clock is used in a comparison where it has this share of the steps; never both clocks
+in one. TraceML asks for all steps, but an evaluation or a skipped step takes some away."""
+COMPARE_MAX_RANKS = 32
+"""Of more ranks only those that changed most are named with an interval. Own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

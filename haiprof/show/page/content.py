@@ -12,8 +12,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_S, duration_text
-from haiprof.diagnosis.compare.baseline import baseline_named
-from haiprof.diagnosis.compare.compared_run import compared_run_of
+from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
 from haiprof.diagnosis.compare.comparison import compare_runs
 from haiprof.diagnosis.engine import judge
 from haiprof.diagnosis.verdict import Verdict

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from haiprof.run_analysis.end_evidence import LastMoment, last_moments
 from haiprof.run_analysis.run_files import open_run
 from tests.process.jobs import PYTHON, TORCHRUN, environment, haiprof_command
 
@@ -56,8 +56,8 @@ class Death:
     steps: dict[int, int]
     """By rank, as the job itself counted them."""
 
-    def moments(self) -> list[LastMoment]:
-        return last_moments(open_run(self.logs))
+    def events(self, line_type: str) -> list[Mapping[str, Any]]:
+        return [line for rank in open_run(self.logs).ranks for line in rank.of_type(line_type)]
 
     def recorded(self) -> dict[int, int]:
         from haiprof import Analyzer
@@ -94,12 +94,10 @@ def test_no_step_is_lost(tmp_path: Path, way: str, status: int) -> None:
     death = die(tmp_path, way)
     assert death.returncode == status or death.returncode == 128 - status
     assert death.recorded() == death.steps
-    (moment,) = death.moments()
-    assert (moment.end, moment.lost_span_count) == ("unclean", 0)
-    assert moment.optimizer_steps == death.steps[0]
-    assert [phase for phase, _ in moment.open_phases] == (
-        [] if way in ("exit", "null") else ["forward"]
-    )
+    (end,) = death.events("unclean_end")
+    assert not death.events("record_end")
+    assert (end["lost_span_count"], end["optimizer_steps"]) == (0, death.steps[0])
+    assert list(end["open_ns"] or ()) == ([] if way in ("exit", "null") else ["forward"])
 
 
 def test_no_step_is_lost_without_the_compiled_recorder(tmp_path: Path) -> None:
@@ -115,24 +113,19 @@ def test_no_step_of_any_rank_is_lost_under_torchrun(tmp_path: Path) -> None:
     recorded = death.recorded()
     # torchrun ends the slower rank anywhere: also between a step's end and the job's own count.
     lead = {rank: recorded[rank] - steps for rank, steps in death.steps.items()}
-    assert all(0 <= steps <= 1 for steps in lead.values()), (lead, death.moments())
+    assert all(0 <= steps <= 1 for steps in lead.values()), lead
 
 
 @pytest.mark.proof
 def test_warm_up_is_not_kept(tmp_path: Path) -> None:
     death = die(tmp_path, "SIGKILL", options=("--warmup", "600"))
-    (moment,) = death.moments()
-    assert (moment.end, moment.last_span_ns) == ("unclean", None)
-
-
-def events(death: Death) -> list[dict[str, Any]]:
-    (rank,) = open_run(death.logs).ranks
-    return [dict(line) for line in rank.lines]
+    assert death.events("unclean_end")
+    assert death.recorded() == {}
 
 
 def test_a_job_that_ends_by_itself_has_a_clean_end(tmp_path: Path) -> None:
     death = die(tmp_path, "nothing")  # AttributeError in its last call: Python ends in order
     assert death.returncode == 1
     assert death.recorded() == death.steps
-    assert [moment.end for moment in death.moments()] == ["exit"]
-    assert not [line for line in events(death) if line["type"] == "unclean_end"]
+    assert [line["reason"] for line in death.events("record_end")] == ["exit"]
+    assert not death.events("unclean_end")

@@ -13,8 +13,7 @@ import pytest
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.compare.baseline import last_good, note_outcome
-from haiprof.diagnosis.compare.compared_run import open_compared_run
+from haiprof.diagnosis.compare.compared_run import last_good, note_outcome, open_compared_run
 from haiprof.diagnosis.compare.comparison import (
     Comparison,
     State,
