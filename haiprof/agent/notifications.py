@@ -9,11 +9,8 @@ import signal
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from http.client import HTTPException
 from typing import Any
 
 from haiprof.base.messages import print_message
@@ -141,7 +138,7 @@ class Notifier:
                     _post(self._target, body) if is_notify_url(self._target)
                     else self._run(body)
                 )  # fmt: skip
-            except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
                 # Its text may name the address, which may be a secret.
                 failure, is_final = f"the receiver failed ({type(error).__name__})", False
             if not failure or is_final:
@@ -165,24 +162,29 @@ class Notifier:
         return (f"the command ended with status {status}" if status else ""), False
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would become a GET without its body, perhaps to another host."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
 def _post(url: str, body: bytes) -> tuple[str, bool]:
     """Why it failed, or an empty text; and whether another attempt would fail the same way."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError  # these load what a job's own files may be named like
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class NoRedirect(HTTPRedirectHandler):
+        """A redirected POST would become a GET without its body, perhaps to another host."""
+
+        def redirect_request(self, *_: object) -> None:
+            return None
+
     headers = {"Content-Type": "application/json", "User-Agent": f"haiprof/{__version__}"}
-    request = urllib.request.Request(url, data=body, headers=headers, method="POST")
-    opener = urllib.request.build_opener(_NoRedirect)
+    request = Request(url, data=body, headers=headers, method="POST")
+    opener = build_opener(NoRedirect)
     try:
         opener.open(request, timeout=ATTEMPT_LIMIT_S).close()
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         error.close()
         is_final = error.code < 500 and error.code not in _RETRIED
         return f"the receiver answered HTTP {error.code}", is_final
+    except HTTPException as error:
+        return f"the receiver answered no HTTP: {type(error).__name__}", False
     return "", False
 
 

@@ -78,7 +78,7 @@ def run_command(argv: Sequence[str]) -> int:
     LOG_DIR.set(None)
     ADDRESS.set("")
     COMMAND_NAME.set(name)
-    if set(HELP) & set(own_words(command_parameters(name), rest)):
+    if set(HELP) & set(rest) and set(HELP) & set(own_words(command_parameters(name), rest)):
         columns = shutil.get_terminal_size((_MAX_WIDTH, 0)).columns
         sys.stdout.write(command_help(name, min(_MAX_WIDTH, max(_MIN_WIDTH, columns))))
         return 0

@@ -43,6 +43,7 @@ _OWN = {
     "launch/companion_line.py": "the socket between the launcher and its own process",
     "live/follow.py": "the answer of a child process",
     "agent/reactions.py": "the same",
+    "agent/notifications.py": "the same",
     "agent/prometheus_endpoint.py": "records that a sampler of the same process has just made",
     "show/page/trace_sections.py": "plotly's own output",
     "compat/torch_profiler/patches.py": "the plugin's process; `normal` has a target",
