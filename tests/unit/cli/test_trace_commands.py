@@ -175,9 +175,11 @@ def test_query_shows_numbers_as_they_are(ranks: Path, capsys: pytest.CaptureFixt
     assert json.loads(run(capsys, "query", ranks, sql, "--json")[1]) == {
         "columns": [{"name": "rank", "type": "Int64"}, {"name": "ns", "type": "Int64"}],
         "rows": [{"rank": 0, "ns": 40_000}, {"rank": 1, "ns": 80_000}],
-            "row_count": 2,
+        "row_count": 2,
         "faults": [],
     }
+    limited = json.loads(run(capsys, "query", ranks, sql, "--json", "--limit", "1")[1])
+    assert (len(limited["rows"]), limited["row_count"]) == (1, 2)
     assert run(capsys, "query", ranks, sql, "--csv")[1] == "rank,ns\n0,40000\n1,80000\n"
 
 
