@@ -250,13 +250,19 @@ def token_count(text: str) -> int:
 def _shorten(value: Any, length: int, name: str, left_out: dict[str, int]) -> Any:  # noqa: ANN401
     """A value with short lists and texts; what is not known is left out, but not from rows."""
     if isinstance(value, Mapping):
-        whole = {key: _shorten(inner, length, f"{name}.{key}".lstrip("."), left_out)
-                 for key, inner in value.items()}  # fmt: skip
+        whole = {
+            key: _shorten(inner, _LENGTHS[0] if key == "columns" else length,
+                          f"{name}.{key}".lstrip("."), left_out)
+            for key, inner in value.items()
+        }  # fmt: skip
         return {key: inner for key, inner in whole.items() if inner is not None and inner != ""}
     if isinstance(value, list):
         if len(value) > length:
             left_out[name] = left_out.get(name, 0) + len(value) - length
-        rows = [_shorten(inner, length, name, left_out) for inner in value[:length]]
+        rows = [  # a row of a table is whole: a column must not be lost
+            _shorten(inner, len(inner) if isinstance(inner, list) else length, name, left_out)
+            for inner in value[:length]
+        ]
         return _as_table(rows) if len(rows) > 2 else rows
     if isinstance(value, str) and len(value) > _TEXT_LENGTH:
         return f"{value[:_TEXT_LENGTH]}..."
@@ -317,7 +323,7 @@ def _verdict(found: dict[str, Any]) -> dict[str, Any]:
             **({} if finding["gain"] is None else {
                 "step_without_it_ns": finding["gain"]["left_ns"],
                 "low_ns": finding["gain"]["low_ns"], "high_ns": finding["gain"]["high_ns"]}),
-            "at": [_line_text(line) for line in finding["code_lines"]],
+            "at": [_location(line) for line in finding["code_lines"]],
             "do": finding["remedy"], "missing": finding["missing"],
             "account": None if finding["account"] is None else handle(ledger[finding["account"]]),
         }
@@ -349,7 +355,7 @@ def _ledger_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "account": handle(each), "position": each["position"], "activity": each["activity"],
-            "at": _line_text(each) or each["package"], "ranks": each["ranks"],
+            "at": _location(each) or each["package"], "ranks": each["ranks"],
             "time_ns": each["ns_per_step"],
             "share": each["ns_per_step"] / mean_ns if mean_ns else None,
             **{name: each[name] for name in ("gain_ns", "gain_low_ns", "gain_high_ns", "when")},
@@ -380,7 +386,7 @@ def handle(account: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=3).hexdigest()
 
 
-def _line_text(entry: dict[str, Any]) -> str:
+def _location(entry: dict[str, Any]) -> str:
     """`train.py:15 Batches.__getitem__`; empty where no line is known."""
     parts = [entry["function"] or ""]
     if entry["file"]:
@@ -395,7 +401,7 @@ def _lines(found: dict[str, Any]) -> Any:  # noqa: ANN401
     kept = ("rank", "worker", "phase", "position", "self_ratio", "inclusive_ratio",
             "sample_count", "time_ns")  # fmt: skip
     rows = [
-        {"at": _line_text(line), **{name: line[name] for name in kept},
+        {"at": _location(line), **{name: line[name] for name in kept},
          "per_step_ns": line["ns_per_step"]}
         for line in found["lines"]
         if line["self_count"]

@@ -37,7 +37,7 @@ At least 100 steps after warm-up. Nothing else should run on the machine. Say ho
   behind other work has no gain: do not shorten it.
 - Take the account with the largest gain. If its lower bound is 0, or the headline says that nothing
   stands out, say so and stop: do not invent a cause.
-- "not measured" and "not judged" name what is not known, and why. Do not fill it with a guess.
+- "not measured" and "not evaluated" name what is not known, and why. Do not fill it with a guess.
 - Of a GPU: `haiprof --trace train.py`, then `haiprof verdict TRACES`, `haiprof trace report TRACES`.
 
 ## 3. Change one thing

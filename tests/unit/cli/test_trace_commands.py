@@ -178,6 +178,8 @@ def test_query_shows_numbers_as_they_are(ranks: Path, capsys: pytest.CaptureFixt
         "row_count": 2,
         "faults": [],
     }
+    limited = json.loads(run(capsys, "query", ranks, sql, "--json", "--limit", "1")[1])
+    assert (len(limited["rows"]), limited["row_count"]) == (1, 2)
     assert run(capsys, "query", ranks, sql, "--csv")[1] == "rank,ns\n0,40000\n1,80000\n"
 
 
