@@ -78,6 +78,7 @@ class Job:
         self._reactor: Reactor | None = None
         self._ends: ProcessEnds | None = None
         self._notifier: Notifier | None = None
+        self._death_is_sent = False
         self._copies: RunCopies | None = None
 
     def prepare(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -261,6 +262,7 @@ class Job:
         from haiprof.agent.notifications import send_death
 
         if self._notifier is not None:
+            self._death_is_sent = True
             send_death(self._notifier, line)
 
     def _notify_end(self, outcome: Outcome | None) -> None:
@@ -280,6 +282,12 @@ class Job:
                 "it could not be made" if self.run.rank_folders() else "no training steps recorded"
             )
             headline = found.get("headline") or f"no verdict: {why}"
+            death = found.pop("death", None) or {}
+            if death and not self._death_is_sent:  # the job was over before its end was seen
+                ranks = death.get("ranks") or [None]
+                alone = len(self.run.rank_folders()) == 1
+                notifier.send("death", headline, rank=ranks[0], signal=None, pid=None,
+                              status=ended.exit_status if alone else None)  # fmt: skip
             notifier.send(
                 "end", f"the job is over after {duration_text(ns)}: {how}\n"
                 f"{headline}", exit_status=ended.exit_status, signal=ended.signal,
@@ -297,6 +305,7 @@ class Job:
         return {
             "headline": death.get("headline") if isinstance(death, dict) else saved.get("headline"),
             "problems": [one.get("title") for one in findings],
+            "death": death if isinstance(death, dict) else None,
         }
 
     def _note_signal(self, said: Mapping[str, Any]) -> None:
