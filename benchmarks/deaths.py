@@ -259,8 +259,11 @@ def witnesses(death: Mapping[str, Any], run: Path) -> Iterator[str]:
                 yield f"wait status of rank {event['rank']}: signal {event['signal']}"
             elif not death.get("traceback") and event.get("status") is not None:
                 yield f"wait status of rank {event['rank']}: exit status {event['status']}"
-            if event.get("oom"):
-                yield f"the kernel's count of OOM kills: {json.dumps(event['oom'])}"
+            oom = event.get("oom") or {}
+            if oom.get("kills"):
+                yield f"the kernel's count of OOM kills of its control group: {oom['kills']}"
+            elif oom.get("in_cgroup"):
+                yield "the kernel's log: killed at the limit of a control group"
     if death.get("seen_at"):
         yield f"sampled stack: {death['seen_at']}"
 
