@@ -64,7 +64,7 @@ def test_a_loop_of_small_operators_is_found_with_its_backward(tmp_path: Path) ->
     assert lines[LINE]["operator_count"] == lines[LINE]["node_count"] == 800
     check_loop(diagnose(job.analyzer()))
     assert "many small operators" in job.stderr
-    assert "the job stood still for" in " ".join(job.stderr.replace("│", " ").split())
+    assert "training stopped for" in " ".join(job.stderr.replace("│", " ").split())
 
 
 def test_collect_takes_its_window_by_itself(tmp_path: Path) -> None:
@@ -75,4 +75,4 @@ def test_collect_takes_its_window_by_itself(tmp_path: Path) -> None:
         content = job.ask("verdict", str(job.run.root), "--collect", "--time", "10")
     (account,) = (a for a in content["ledger"] if a["explanation"] == "many_small_operators")
     assert account["line"] == LINE
-    assert "still for" in " ".join(content["traces"])
+    assert "training stopped for" in " ".join(content["traces"])
