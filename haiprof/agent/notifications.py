@@ -199,15 +199,16 @@ def _mask(value: object) -> Any:  # noqa: ANN401 (JSON of any kind)
     return value
 
 
-def send_death(notifier: Notifier, line: Mapping[str, Any]) -> None:
+def send_death(notifier: Notifier, line: Mapping[str, Any]) -> bool:
     """Tells of a rank's end, as a `process_end` line describes it, unless it is an ordinary one.
 
+    Returns whether it told.
     SIGTERM and SIGINT are how launchers end the other ranks after one has died.
     """
     rank, status, number = line["rank"], line["status"], line["signal"]
     is_ordinary = not (status or number) or number in (signal.SIGTERM, signal.SIGINT)
     if rank is None or line["helper"] or is_ordinary:
-        return
+        return False
     how = (
         f"exit status {status}"
         if number is None
@@ -217,6 +218,7 @@ def send_death(notifier: Notifier, line: Mapping[str, Any]) -> None:
         how += ", as its memory limit was reached"
     text = f"rank {rank} (process {line['pid']}) ended with {how}"
     notifier.send("death", text, rank=rank, status=status, signal=number, pid=line["pid"])
+    return True
 
 
 def find_grown_accounts(

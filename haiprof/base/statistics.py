@@ -37,6 +37,12 @@ _WORK = 40_000_000  # values drawn in all; longer series need, and get, fewer re
 _CHUNK = 2_000_000  # values drawn at once
 _WINSOR = 0.05  # outliers do not show how far a median's errors are correlated
 _SEED = 20061
+RUN_RATIO = 0.005
+"""What two runs of one job differ by at the least (standard deviation of one, as a share of the
+mean): memory layout, clocks, placement. `block_mean` takes more where parts of the runs differ by
+more. Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, 2013: what varies between
+executions must be counted, and a single one cannot show it; Mytkowicz et al. 2009 found layout
+alone to move programs by some percent. The number is our own choice."""
 BLOCKS = 10
 
 

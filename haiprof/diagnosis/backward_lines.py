@@ -10,7 +10,7 @@ import polars as pl
 
 from haiprof.base.intervals import Floats, Ints
 from haiprof.diagnosis.job_time import JobTime
-from haiprof.diagnosis.opportunities import CodePlace, Opportunity, opportunity
+from haiprof.diagnosis.opportunities import Opportunity, code_place, opportunity
 from haiprof.diagnosis.thresholds import MANY_OPERATORS, OPERATOR_CALL_NS
 from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.ledger import NATIVE, OPERATORS, PYTHON, TimeTable
@@ -94,7 +94,7 @@ def small_operators(
         listed = [replace(o, rows=np.setdiff1d(o.rows, taken)) for o in listed]
         stack = inner[taken]
         most = int(np.bincount(stack, table.ns[taken]).argmax())
-        more = opportunity(table, taken, _code_place(tree, most))
+        more = opportunity(table, taken, code_place(tree, most))
         listed.append(replace(more, key=SMALL_OPERATORS))
     return table, needed, [each for each in listed if len(each.rows)]
 
@@ -170,16 +170,3 @@ def _stack_of(table: TimeTable, line: Frame) -> tuple[CodeTree, int]:
         place=np.append(tree.place, len(tree.frames)),
     )
     return grown, len(tree.place)
-
-
-def _code_place(tree: CodeTree, stack: int) -> CodePlace:
-    """A line of the job's, and the job's lines that lead there."""
-    way = []
-    while stack:
-        frame = int(tree.place[stack])
-        if not tree.library[frame]:
-            own = tree.frames[frame]
-            way.append((own.file, own.line, own.function))
-        stack = int(tree.parent[stack])
-    file, line, function = way[0]
-    return CodePlace(file=file, line=line, function=written_in(function), callers=tuple(way[1:]))

@@ -198,15 +198,14 @@ def machine_text(inputs: RuleInputs) -> str | None:
     core 12 % of the time`.
     """
     wait, rank = max(((w, r) for r, w in inputs.core_waits.items()), default=(None, None))
-    host = hosts_of(inputs).get(rank) if rank is not None else next(iter(inputs.node_cpus), None)
-    node = inputs.node_cpus.get(host) if host is not None else None
+    hosts = hosts_of(inputs)
+    host = hosts.get(rank) if rank is not None else next(iter(inputs.node_cpus), None)
+    others = used_by_others(inputs, host) if host is not None else None
     parts = []
-    if node is not None and node.core_count is not None and host is not None:
-        own = [inputs.busy_cores.get(r) for r, h in hosts_of(inputs).items() if h == host]
-        others = used_by_others(inputs, host)
-        if others is not None:
-            used = sum(value for value in own if value is not None)
-            parts.append(f"{node.core_count} cores: the job {used:.2g}, others {others:.2g}")
+    if host is not None and others is not None:
+        used = sum(inputs.busy_cores.get(r, 0.0) for r, h in hosts.items() if h == host)
+        cores = inputs.node_cpus[host].core_count
+        parts.append(f"{cores} cores: the job {used:.2g}, others {others:.2g}")
     if wait is not None:
         parts.append(f"rank {rank} could run and had no core {ratio_text(wait)} of the time")
     if inputs.stolen:
@@ -334,16 +333,13 @@ def _find_far_memory(inputs: RuleInputs, rank: int) -> RankState | None:
 def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
     """The same work with far more page faults, which take most of what it loses.
 
-    What the allocator keeps is chance. Larger inputs have more of them too: where sizes are not
-    known, nothing is said. Source of the remedy: PyTorch's performance tuning guide, CPU specific
-    optimizations.
+    What the allocator keeps is chance. Larger inputs, which are found before, have more of them
+    too: where sizes are not known, nothing is said. Source of the remedy:
+    PyTorch's performance tuning guide, CPU specific optimizations.
     """
-    known = _mean_sizes(inputs)
     faults = inputs.counted.of("page_fault_count_per_s")
     beyond = _beyond(faults, rank) or 0.0
-    if not known or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
-        return None
-    if known[rank] > (1 + SAME_COUNT_RATIO) * lower_median(known.values()):
+    if not _mean_sizes(inputs) or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
         return None
     own = faults.get(rank, 0.0)
     return RankState(

@@ -25,7 +25,7 @@ from haiprof.run_analysis.ledger import (
     UNKNOWN,
     TimeTable,
 )
-from haiprof.run_analysis.lines import functions_of, written_in
+from haiprof.run_analysis.lines import functions_of, innermost_stack, written_in
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import (
     AFTER_STEP,
@@ -102,6 +102,8 @@ class _Line:
     """One line of such a function."""
 
     frame: int
+    stack: int
+    """That ends in it, as it was met first."""
     function: _Function
     own: list[int] = field(default_factory=list)
     """Rows whose innermost line of the job it is."""
@@ -188,21 +190,32 @@ def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportuni
 def _find_checkpointing(table: TimeTable) -> CodePlace | None:
     """The job's line that has most of its forward checkpointed; None where forward shows none."""
     tree, time = table.tree, dict[int, float]()
-    for row in np.flatnonzero(table.position == FORWARD).tolist():
-        stack, outer = int(table.stack[row]), 0
-        while stack:
-            if _CHECKPOINT_FILE in tree.frames[tree.place[stack]].file:
-                outer = int(tree.parent[stack])
-            stack = int(tree.parent[stack])
-        while outer and tree.library[tree.place[outer]]:
-            outer = int(tree.parent[outer])
+    inner = innermost_stack(tree)
+    ns = np.bincount(table.stack, np.where(table.position == FORWARD, table.ns, 0.0))
+    for stack in np.flatnonzero(ns).tolist():
+        at, outer = stack, 0
+        while at:
+            if _CHECKPOINT_FILE in tree.frames[tree.place[at]].file:
+                outer = int(inner[at])
+            at = int(tree.parent[at])
         if outer:
-            at = int(tree.place[outer])
-            time[at] = time.get(at, 0.0) + float(table.ns[row])
-    if not time:
+            time[outer] = time.get(outer, 0.0) + float(ns[stack])
+    return code_place(tree, max(time, key=lambda at: time[at])) if time else None
+
+
+def code_place(tree: CodeTree, stack: int) -> CodePlace | None:
+    """The innermost line of the job in a stack, and the job's lines that lead there."""
+    way: list[tuple[str, int, str]] = []
+    while stack:
+        frame = tree.frames[tree.place[stack]]
+        caller = (frame.file, frame.line, written_in(frame.function))
+        if not tree.library[tree.place[stack]] and caller not in way[:1]:  # no comprehension of it
+            way.append(caller)
+        stack = int(tree.parent[stack])
+    if not way:
         return None
-    frame = tree.frames[max(time, key=lambda at: time[at])]
-    return CodePlace(file=frame.file, line=frame.line, function=written_in(frame.function))
+    file, line, function = way[0]
+    return CodePlace(file=file, line=line, function=function, callers=tuple(way[1:]))
 
 
 def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportunity]:
@@ -220,14 +233,14 @@ def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportuni
         known = merged.setdefault(key, ([], line))
         known[0].extend(rows)
     for rows, line in merged.values():
-        yield opportunity(table, np.array(rows), _find_place(tree, line))
+        yield opportunity(table, np.array(rows), code_place(tree, line.stack))
 
 
 def _grow(table: TimeTable, numbers: Ints) -> _Function:
     """The call tree of the job's own frames, with the table's rows in it."""
     tree = table.tree
     root = _Function(key=-1, outer=None)
-    script = _Line(frame=-1, function=root)
+    script = _Line(frame=-1, stack=0, function=root)
     root.lines[-1] = script
     lines: dict[int, _Line] = {0: script}
     order = np.argsort(table.stack, kind="stable")
@@ -258,7 +271,7 @@ def _line_of(tree: CodeTree, numbers: Ints, lines: dict[int, _Line], stack: int)
                 function = line.calls[key] = _Function(key=key, outer=line)
             at = tree.frames[frame].line
             if at not in function.lines:
-                function.lines[at] = _Line(frame=frame, function=function)
+                function.lines[at] = _Line(frame=frame, stack=inner, function=function)
             line = function.lines[at]
         lines[inner] = line
     return line
@@ -357,20 +370,3 @@ class _Walk:
     def _time(self, rows: Sequence[int]) -> float:
         chosen = np.array(rows, dtype=np.int64)
         return float(self.table.ns[chosen[self.free[chosen]]].sum()) if len(chosen) else 0.0
-
-
-def _find_place(tree: CodeTree, line: _Line) -> CodePlace | None:
-    if line.frame < 0:
-        return None
-    own = tree.frames[line.frame]
-    callers: list[tuple[str, int, str]] = []
-    outer = line.function.outer
-    while outer is not None and outer.frame >= 0:
-        frame = tree.frames[outer.frame]
-        caller = (frame.file, frame.line, written_in(frame.function))
-        if caller != (own.file, own.line, written_in(own.function)):  # a comprehension of that line
-            callers.append(caller)
-        outer = outer.function.outer
-    return CodePlace(
-        file=own.file, line=own.line, function=written_in(own.function), callers=tuple(callers)
-    )

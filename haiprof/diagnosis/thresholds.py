@@ -56,12 +56,6 @@ choice; the gain says whether it matters."""
 
 COMPARE_MIN_STEPS = 20
 """Steps of each run after warm-up; TraceML's twenty for something critical."""
-COMPARE_RUN_RATIO = 0.005
-"""At the least; more where parts of the runs differ by more (`bootstrap.block_mean`). Two runs
-of the same code on a quiet machine differ by about so much (standard deviation of one): memory
-layout, clocks, placement. Kalibera and Jones, Rigorous Benchmarking in Reasonable Time,
-2013: what varies between executions must be counted, and a single one cannot show it; Mytkowicz
-et al. 2009 found layout alone to move programs by some percent. The number is our own choice."""
 COMPARE_P_VALUE = 0.05
 """Of an account, a position or a counter, for all of them together (Benjamini and Hochberg)."""
 

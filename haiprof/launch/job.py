@@ -262,8 +262,7 @@ class Job:
         from haiprof.agent.notifications import send_death
 
         if self._notifier is not None:
-            self._death_is_sent = True
-            send_death(self._notifier, line)
+            self._death_is_sent |= send_death(self._notifier, line)
 
     def _notify_end(self, outcome: Outcome | None) -> None:
         """Tells how the job ended, and its verdict; waits a bounded time until all is delivered."""

@@ -21,7 +21,7 @@ import polars as pl
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.options import ENV_TRY_LOADER, KEPT_BATCHES
 from haiprof.base.safe_files import MadeFolder, create_file, make_named_folder
-from haiprof.base.statistics import block_mean
+from haiprof.base.statistics import RUN_RATIO, block_mean
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S
 from haiprof.live.trace_now import Progress
@@ -36,8 +36,6 @@ _END_S = 30.0
 _LEAST_STEPS = 40
 _WARM_PART = 4
 """A fourth of the steps is left out: batches that workers had made ahead, caches, compilation."""
-_RUN_RATIO = 0.005
-"""`diagnosis.thresholds.COMPARE_RUN_RATIO`."""
 _CONFIDENCE = 0.95
 _TOLD_CHARS = 300
 
@@ -208,7 +206,7 @@ def _measure(loader: str, folder: Path) -> LoaderTrial:
         why = f"only {shortest} steps could be measured"
         return LoaderTrial(loader=loader, workers=workers, ranks=len(starts), reason=why)
     slowest = max(periods.values(), key=lambda own: float(own.mean()))
-    mean = block_mean(slowest, run_ratio=_RUN_RATIO)
+    mean = block_mean(slowest, run_ratio=RUN_RATIO)
     half = min(mean.error.half_width(_CONFIDENCE), 0.99 * mean.value)
     return LoaderTrial(
         loader=loader,

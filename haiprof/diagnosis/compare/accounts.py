@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from haiprof.base.ledger import POSITIONS, PROBLEM_RATIO, Account
-from haiprof.base.statistics import BlockMean, Uncertain, block_mean
+from haiprof.base.statistics import RUN_RATIO, BlockMean, Uncertain, block_mean
 from haiprof.diagnosis.compare.step_change import Change, StepChange, certain, difference
 from haiprof.diagnosis.run_ledger import RunLedger
-from haiprof.diagnosis.thresholds import COMPARE_RUN_RATIO
 from haiprof.diagnosis.verdict import place_text
 from haiprof.run_analysis.ledger import ACTIVITIES, ON_CORE, UNKNOWN
 
@@ -115,7 +114,7 @@ class _RunSide:
 
     def __init__(self, found: RunLedger) -> None:
         self.found = found
-        step = block_mean(found.time.period_ns.mean(axis=0), run_ratio=COMPARE_RUN_RATIO)
+        step = block_mean(found.time.period_ns.mean(axis=0), run_ratio=RUN_RATIO)
         variance, self._freedom = step.error.parts[-1]
         self._run_ratio = math.sqrt(variance) / step.value
         self._counts = np.bincount(found.table.position, found.table.count, len(POSITIONS))

@@ -12,10 +12,10 @@ import polars as pl
 
 from haiprof.base.intervals import Floats
 from haiprof.base.ledger import POSITIONS
-from haiprof.base.statistics import BlockMean, Uncertain, adjust_p_values, block_mean
+from haiprof.base.statistics import RUN_RATIO, BlockMean, Uncertain, adjust_p_values, block_mean
 from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.run_ledger import RunLedger
-from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS, COMPARE_P_VALUE, COMPARE_RUN_RATIO
+from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS, COMPARE_P_VALUE
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
 DEVICE_COVERAGE_RATIO = 0.8
@@ -190,7 +190,7 @@ def rank_changes(before: RunLedger, after: RunLedger) -> tuple[RankChange, ...]:
 
 
 def _mean(series: Floats) -> BlockMean:
-    return block_mean(series, run_ratio=COMPARE_RUN_RATIO)
+    return block_mean(series, run_ratio=RUN_RATIO)
 
 
 def _positions(side: ComparedRun) -> dict[str, Floats]:

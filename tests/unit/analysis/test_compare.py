@@ -38,7 +38,7 @@ STEP_NS = 20 * NS_PER_MS
 def steps(seed: int, *, ratio: float = 1.0, count: int = 300, memory: float = 0.5) -> np.ndarray:
     """Step times of a real sort: lognormal, each like the one before, 2 % of them much longer.
 
-    Runs of the same code differ by 0.5 %, as COMPARE_RUN_RATIO takes them to.
+    Runs of the same code differ by 0.5 %, as RUN_RATIO takes them to.
     """
     random = np.random.default_rng(seed)
     level = STEP_NS * ratio * math.exp(0.005 * random.standard_normal())
