@@ -71,7 +71,9 @@ def test_many_deaths_are_one_event_and_the_next_event_counts_the_rest(webhook: W
 )  # fmt: skip
 def test_ordinary_ends_are_not_told(webhook: Webhook, line: dict[str, Any]) -> None:
     sender = notifier(webhook.url)
-    assert not send_death(sender, {**END, **line}), "the job's end tells of the death that led to it"
+    assert not send_death(sender, {**END, **line}), (
+        "the job's end tells of the death that led to it"
+    )
     close(sender)
     assert webhook.bodies == []
 
