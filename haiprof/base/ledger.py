@@ -88,6 +88,11 @@ class Ledger:
     """Opportunities first, the largest gain first; then the others, the largest first."""
     opportunities: tuple[int, ...] = ()
     """Rows of `accounts` that a change would remove, the largest gain first."""
+    device_idle_ns: float | None = None
+    """For how long the device had nothing to do per step: what the host does gains no more than
+    that. None without a device, where it is not known, and in a ledger of the device's own time."""
+    device_idle_is_bound: bool = False
+    """Whether it is no more than a bound from above."""
     rests_on: str = ""
     """What the numbers are made of, for people: `samples`, `a trace of 5 steps`."""
     missing: tuple[str, ...] = ()

@@ -275,8 +275,12 @@ def nothing_text(ledger: Ledger | None) -> str:
     if ledger is None:
         return f"{_NOTHING}: no step was judged"
     needed = sum(account.ns_per_step for account in ledger.accounts if account.needed)
-    text = f"{_NOTHING}: {ratio_text((needed + ledger.residual_ns) / max(ledger.mean_ns, 1.0))} of "
-    text += "the step is the model's own work"
+    share = ratio_text((needed + ledger.residual_ns) / max(ledger.mean_ns, 1.0))
+    text = f"{_NOTHING}: {share} of the step is the model's own work"
+    if ledger.device_idle_ns is not None:
+        share = ratio_text(1 - ledger.device_idle_ns / max(ledger.mean_ns, 1.0))
+        least = "at least" if ledger.device_idle_is_bound else "about"
+        text = f"{_NOTHING}: the device is busy for {least} {share} of the step"
     if not ledger.opportunities:
         return text
     most = ledger.largest()[0]

@@ -61,6 +61,12 @@ class JobTime:
     """[rank, step]: waiting for later ranks."""
     covered: Bools
     """[step]: where that is known."""
+    idle_ns: Floats | None = None
+    """[rank, step]: for how long the device had nothing to do; None without a device."""
+    is_idle_bound: bool = False
+    """Whether that is no more than a bound from above for some rank."""
+    is_idle_known: bool = False
+    """Whether anything is known of it; all of a step's time is a bound, too."""
     like: Mapping[int, int] = field(default_factory=dict)
     """By rank: another one whose samples tell of it, where it has none of its own."""
 
@@ -91,10 +97,14 @@ class JobTime:
 
         max_r T[r,k] - max_r (T[r,k] - a[r,k]), where T is a rank's own time, its period less
         waiting for peers: ranks wait for the slowest. Steps where that is not known are left out.
+        What the host does while its device is busy gains nothing: a is no longer than the device
+        was idle in that step.
 
         Args:
             parts: [rank, step]: a, in ns.
         """
+        if self.idle_ns is not None:
+            parts = np.minimum(parts, self.idle_ns)
         if not self.waits_for_all or len(self.ranks) < 2:
             mean: Floats = parts.mean(axis=0)
             return mean
@@ -183,12 +193,48 @@ class JobTime:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """What is known of how busy the device of one rank was."""
+
+    step: Ints
+    bound_ns: Floats
+    """By such a step: for how long at most it had nothing to do, by events on its stream; NaN."""
+    busy_ratio: float | None
+    """Of the time, by its own counter (NVML: a kernel was running); None where it has none."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether either says anything."""
+        return self.busy_ratio is not None or bool(np.isfinite(self.bound_ns).any())
+
+    def idle_ns(self, step: Ints, period_ns: Floats) -> Floats:
+        """By step: for how long it had nothing to do.
+
+        The counter tells the sum, events tell where: without the counter their bound is taken,
+        without events all steps have the same share, and without both all of them may be idle.
+        """
+        known = np.full(int(max(step.max(), self.step.max())) + 1, np.nan)
+        known[self.step] = self.bound_ns
+        bound = np.minimum(known[step], period_ns)
+        seen = np.isfinite(bound)
+        if not seen.any():
+            return period_ns * (1.0 if self.busy_ratio is None else 1.0 - self.busy_ratio)
+        share = float(bound[seen].sum() / period_ns[seen].sum())
+        bound = np.where(seen, bound, share * period_ns)
+        if self.busy_ratio is None:
+            return bound
+        total = (1.0 - self.busy_ratio) * float(period_ns.sum())
+        return bound * min(total / max(float(bound.sum()), 1.0), 1.0)
+
+
 def job_time(
     steps: Mapping[int, Ints],
     load: Callable[[int], tuple[Ints, Ints]],
     used: Sequence[int],
     peers: Mapping[int, Mapping[int, int]] | None,
     tails: Mapping[int, float] | None = None,
+    device: Mapping[int, DeviceUse] | None = None,
 ) -> JobTime:
     """Puts ranks side by side.
 
@@ -202,6 +248,7 @@ def job_time(
         tails: By rank, of its backward, what follows the last collective that it began there: it
             waits in that, and needs no clock in common with others. Asked where `peers` says
             nothing.
+        device: By rank, what is known of its device; None without devices.
     """
     ranks = tuple(steps)
     common = steps[ranks[0]]
@@ -214,7 +261,7 @@ def job_time(
     cells = np.zeros((len(used), *shape), dtype=np.float32)
     spiked = np.zeros((len(used), *shape), dtype=np.bool_)
     collected, period = np.zeros(shape, dtype=np.float32), np.zeros(shape)
-    totals = np.zeros((len(ranks), 3, _COUNT))
+    totals, idle = np.zeros((len(ranks), 3, _COUNT)), np.zeros(shape)
     for row, rank in enumerate(ranks):
         chosen = steps[rank][:count] if alone else common
         plain, pauses = (times[used][:, chosen] for times in load(rank))
@@ -224,6 +271,8 @@ def job_time(
         totals[row, 0, used] = np.where(spike, 0, plain).sum(axis=1)
         totals[row, 1, used] = np.where(spike, plain, 0).sum(axis=1)
         totals[row, 2, used] = pauses.sum(axis=1)
+        if device is not None:
+            idle[row] = device[rank].idle_ns(chosen, period[row])
     means = period.mean(axis=1)
     alike = len(ranks) > 1 and float(np.ptp(means)) < _ALIKE_RATIO * float(means.max())
     backward = cells[list(used).index(BACKWARD)] if BACKWARD in used else collected
@@ -240,6 +289,9 @@ def job_time(
         waits_for_all=len(ranks) > 1 and (peers is not None or alike),
         peer_ns=peer,
         covered=covered,
+        idle_ns=None if device is None else idle,
+        is_idle_known=bool(device) and all(each.is_known for each in (device or {}).values()),
+        is_idle_bound=any(each.busy_ratio is None for each in (device or {}).values()),
     )
 
 

@@ -12,7 +12,14 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.backward_lines import give_lines, small_operators
-from haiprof.diagnosis.job_time import JobTime, Stragglers, find_stragglers, job_time, peer_waits
+from haiprof.diagnosis.job_time import (
+    DeviceUse,
+    JobTime,
+    Stragglers,
+    find_stragglers,
+    job_time,
+    peer_waits,
+)
 from haiprof.diagnosis.opportunities import (
     Opportunity,
     find_opportunities,
@@ -142,7 +149,7 @@ def run_ledger(
     known = {rank: share for rank, share in tails.items() if share is not None}
     time = job_time(
         steps, analyzer.position_times, analyzer.used_positions(), peers,
-        known if len(known) == len(steps) else None,
+        known if len(known) == len(steps) else None, _device_use(inputs),
     )  # fmt: skip
     chosen = _sampled_ranks(time) | (set(also) & set(time.ranks))
     samples = analyzer.code_samples(chosen)
@@ -150,7 +157,7 @@ def run_ledger(
         _rank_samples(analyzer, rank, steps[rank], time, inputs.core_waits)
         for rank in sorted(chosen)
     ]
-    table = time_table(samples, parts)
+    table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     needed = needed_rows(table)
     found = find_opportunities(table, needed)
     alone = _alone(table, time, found)
@@ -180,6 +187,20 @@ def run_ledger(
         ledger=replace(ledger, median_ns=median), samples=samples, late=late,
         time=time, table=table, rows=rows,
     )  # fmt: skip
+
+
+def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
+    """By rank, what events on its stream and its GPU's counter say; None without GPUs."""
+    if not inputs.uses_gpu:
+        return None
+    return {
+        rank: DeviceUse(
+            step=own["step"].to_numpy(),
+            bound_ns=own["idle_device_ns"].cast(pl.Float64).fill_null(np.nan).to_numpy(),
+            busy_ratio=inputs.gpu_use.get(rank),
+        )
+        for rank, own in inputs.by_rank.items()
+    }
 
 
 def _known_waits(
@@ -350,6 +371,7 @@ def _rank_samples(
         no_core_ratio=core_waits.get(rank),
         tail_ratio=analyzer.backward_tail(rank),
         peer_ratio=float(waits) if time.waits_for_all else None,
+        busy=analyzer.busy_times(rank) if time.idle_ns is not None else None,
     )
 
 
@@ -379,6 +401,10 @@ def _ledger(
         positions=time.positions,
         accounts=accounts,
         opportunities=tuple(place for place, (a, _) in enumerate(priced) if a.gain_ns > 0),
+        device_idle_ns=None
+        if time.idle_ns is None or not time.is_idle_known
+        else float(time.idle_ns.mean()),
+        device_idle_is_bound=time.is_idle_bound,
         rests_on=f"spans of {len(time.step)} steps and {_sample_count(table)} samples",
     )
     return ledger, tuple(rows for _, rows in (*priced, *others))
@@ -394,12 +420,15 @@ def _account(
     parts = time.series_of(table, found.rows)
     mean = parts.mean(axis=0)
     low, high = time.interval(table, found.rows, mean)
-    gains = time.gains(parts)
+    shown = found.rows[~table.hidden[found.rows]]  # behind the device it holds nothing up
+    gains = time.gains(parts if len(shown) == len(found.rows) else time.series_of(table, shown))
     if found.activity == PEER_WAIT:  # others' lateness: it is theirs, unless they take turns
         uneven = found.key is not None
         gains = left.max(axis=0) - left.mean(axis=0) if uneven else np.zeros(1)
     gain = float(gains.mean())
     gain_low, gain_high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
+    if time.is_idle_bound and found.activity != PEER_WAIT:
+        gain_low = 0.0
     share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)
     several = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
     ranks = (time.ranks[int(share.argmax())],) if several else ()

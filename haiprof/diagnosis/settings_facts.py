@@ -358,7 +358,7 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
     return _Found(
         title=f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
         rows=[("float64, of what is trained", share, "ratio")],
-        price=PRICES["float64"],
+        price=None if inputs.uses_gpu else PRICES["float64"],  # of the host's time
         lost_ratio=lost,
         missing=("how busy the GPU is",) if inputs.uses_gpu and busy is None else (),
     )

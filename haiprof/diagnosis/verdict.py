@@ -306,7 +306,8 @@ FINDING_FIELDS = {
     "scope": "`run`: all judged steps prove it; `window`: the steps of a trace",
 }
 """Every field of one finding."""
-STEP_FIELDS = ("mean_ns", "median_ns", "count", "residual_ns", "positions", "rests_on", "missing")
+STEP_FIELDS = ("mean_ns", "median_ns", "count", "residual_ns", "device_idle_ns",
+               "device_idle_is_bound", "positions", "rests_on", "missing")  # fmt: skip
 
 
 def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, Any]:

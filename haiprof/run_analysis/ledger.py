@@ -19,6 +19,7 @@ from haiprof.run_analysis.code_samples import TRAINING_PHASES, CodeSamples, Code
 from haiprof.run_analysis.lines import functions_of
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import Frame
+from haiprof.run_analysis.step_frame import BusyTimes
 from haiprof.run_analysis.step_positions import (
     BACKWARD,
     FORWARD,
@@ -41,8 +42,8 @@ ACTIVITIES = (
     FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, SLEEP, PROCESS_WAIT, OTHER_WAIT, NO_CORE, FAULTS, COLLECTION,
     UNKNOWN,
 ) = range(len(ACTIVITIES))  # fmt: skip
-_COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "spike", "ns", "count",
-            "sample")  # fmt: skip
+_COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "spike", "hidden",
+            "ns", "count", "sample")  # fmt: skip
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
 MODEL_POSITIONS = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
@@ -70,6 +71,9 @@ _WAIT_OF_NAME = {
 _LIBRARY_CALL = re.compile(
     r"\s*(?:await\s+)?(np|numpy|scipy|cv2|pd|pandas|PIL|Image|json|pickle|re|zlib|gzip)\."
 )
+_DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
+"""Calls that wait until the device has done what is queued, where there is one (PyTorch, CUDA
+semantics, asynchronous execution)."""
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 _STEP_WRAPPER = "profile_hook_step.<locals>.wrapper"
@@ -116,6 +120,8 @@ class TimeTable:
     """Number of the step in whose period the time was seen; -1: spread over all."""
     spike: Bools
     """Whether that step's period took much longer than usual in this position."""
+    hidden: Bools
+    """Whether the device still had work then: nothing that the host did held it up."""
     ns: Floats
     """Of all judged steps together."""
     count: Floats
@@ -182,21 +188,26 @@ class RankSamples:
     """Of its backward, what follows the last collective that it began there; None: not known."""
     peer_ratio: float | None
     """Of its time, how long it waited for later ranks in collectives; None: not known."""
+    busy: BusyTimes | None
+    """When its device had work queued; None: no device, or not known."""
 
 
-def time_table(samples: CodeSamples, ranks: Sequence[RankSamples]) -> TimeTable:
+def time_table(
+    samples: CodeSamples, ranks: Sequence[RankSamples], *, uses_gpu: bool = False
+) -> TimeTable:
     """The rows of some ranks.
 
     Args:
         samples: Of these ranks, in one tree.
         ranks: The ranks, with their exact times.
+        uses_gpu: Whether operators are queued for a device.
     """
     tree = samples.tree
     packages = [
         package_of(frame.file, library=library)
         for frame, library in zip(tree.frames, tree.library.tolist(), strict=True)
     ]
-    activity = _activities(samples, packages)
+    activity = _activities(samples, packages, uses_gpu=uses_gpu)
     main = samples.worker < 0
     main &= samples.phase < len(TRAINING_PHASES)
     parts = [
@@ -243,6 +254,7 @@ def _rank_rows(
         "stack": samples.stack[at],
         "step": time.step[column],
         "spike": spiked,
+        "hidden": _is_hidden(samples.time_ns[at] - rank.wall_offset_ns, rank.busy),
         "ns": weight,
         "count": np.ones(len(at)),
     }
@@ -257,8 +269,8 @@ def _rank_rows(
     others = {
         "cell": np.array(rest[0]), "position": np.array(rest[0]),
         "activity": np.array(rest[1]), "work": np.array(rest[1]), "stack": none,
-        "step": none - 1, "spike": np.array(rest[2]), "ns": np.array(rest[3]), "count": none,
-        "sample": none - 1,
+        "step": none - 1, "spike": np.array(rest[2]), "hidden": none,
+        "ns": np.array(rest[3]), "count": none, "sample": none - 1,
     }  # fmt: skip
     joined = {
         name: np.concatenate([column, others[name].astype(column.dtype)])
@@ -266,6 +278,16 @@ def _rank_rows(
     }
     joined["rank"] = np.full(len(joined["ns"]), time.rank)
     return joined
+
+
+def _is_hidden(time_ns: Ints, busy: BusyTimes | None) -> Bools:
+    """Whether a rank's device had work queued at some times."""
+    if busy is None or not len(busy[0]):
+        return np.zeros(len(time_ns), dtype=np.bool_)
+    begin, end = busy
+    number = np.searchsorted(begin, time_ns, "right") - 1
+    found: Bools = (number >= 0) & (time_ns < np.maximum.accumulate(end)[number])
+    return found
 
 
 def _guess_activity(
@@ -392,12 +414,11 @@ def _is_part(frame: Frame, tree: CodeTree, parent: int) -> bool:
     return frame.function.startswith(f"{tree.frames[tree.place[parent]].function}.<locals>.<")
 
 
-def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:
+def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool) -> Ints:
     """Per sample: what the training thread did, by its stack and how it stood to the lock."""
     tree = samples.tree
-    by_frame = np.array(
-        [*(_frame_activity(f, p) for f, p in zip(tree.frames, packages, strict=True)), UNKNOWN]
-    )
+    pairs = zip(tree.frames, packages, strict=True)
+    by_frame = np.array([*(_frame_activity(f, p, uses_gpu=uses_gpu) for f, p in pairs), UNKNOWN])
     place = tree.place
     found = by_frame[place][samples.stack]
     waits = _wait_table()[samples.wait]
@@ -413,8 +434,10 @@ def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:
     return np.where(samples.stack == 0, UNKNOWN, found)
 
 
-def _frame_activity(frame: Frame, package: str) -> int:
+def _frame_activity(frame: Frame, package: str, *, uses_gpu: bool) -> int:
     """What a thread does whose innermost frame this is, while it holds no lock."""
+    if uses_gpu and package == JOB and _DEVICE_READ.search(frame.expression):
+        return DEVICE_WAIT
     if package == JOB:
         call = _LIBRARY_CALL.match(frame.expression)
         return NATIVE if call else OPERATORS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -46,11 +46,15 @@ def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
     return {name: table[name] for name, _, _, _ in records.columns}
 
 
-def read_table(path: Path, table: Table, *, first: int = 0, limit: int | None = None) -> RecordFile:
-    """Reads a record file that must hold the columns of one table."""
+def read_table(
+    path: Path, table: Table, *, first: int = 0, limit: int | None = None,
+    optional: Collection[str] = (),
+) -> RecordFile:  # fmt: skip
+    """Reads a record file that must hold the columns of one table, but for optional ones."""
     records = read_records(path, first=first, limit=limit)
     have = {(name, kind) for name, kind, _, _ in records.columns}
     lacking = [c.name for c in table.columns if (c.name, c.type) not in have]
+    lacking = [name for name in lacking if name not in optional]
     if records.table != table.name or lacking:
         raise RunFormatError(
             f"{path}: holds the table {records.table!r}, expected {table.name!r}"

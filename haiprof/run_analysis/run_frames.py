@@ -60,6 +60,7 @@ from haiprof.run_analysis.step_frame import (
     PHASE_SCHEMA,
     SAVE_PHASE,
     STEP_SCHEMA,
+    BusyTimes,
     RankSegments,
     SharedColumns,
     cut_segments,
@@ -280,6 +281,10 @@ class RunFrames:
         """Where a rank was at each moment, on the clock of its spans; and Unix time minus that."""
         segments = self._judged_segments(rank)
         return rank_positions(segments), segments.wall_offset_ns
+
+    def busy_times(self, rank: int) -> BusyTimes | None:
+        """When a rank's device had work queued, on the clock of spans; None where not recorded."""
+        return self._judged_segments(rank).busy
 
     def step_starts(self, ranks: Iterable[int]) -> dict[int, Ints]:
         """By rank: begin of each step of its judged attempt, Unix time in ns."""

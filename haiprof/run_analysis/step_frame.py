@@ -65,24 +65,31 @@ def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> F
     it anew. A step has values only where all its records are there and complete and cover the
     step: not after a step that the scaler skipped, not with such a pass inside. The first step
     after an evaluation has no other time, as that of the evaluation's end would be in it.
+
+    Returns:
+        [phase, other and idle; step], NaN where unknown. Idle is a bound from above, and no part of
+        the sum; recordings before it was recorded have none.
     """
     count = len(found.steps.start_ns)
     spans = found.nested.spans
     if not count:
-        return np.empty((len(PHASES) + 1, 0))
+        return np.empty((len(PHASES) + 2, 0))
     closing = np.flatnonzero((spans.kind == schema.OPTIMIZER) & (found.step >= 0))
     step, end = found.step[closing], np.sort(spans.end_ns[closing])
     row, there = _matching(np.asarray(records["end_ns"]), end)
-    columns = [f"{phase}_ns" for phase in PHASES] + ["interval_ns"]
-    values = np.stack([np.asarray(records[name], dtype=np.float64)[row] for name in columns])
+    columns = [*(f"{phase}_ns" for phase in PHASES), "interval_ns", "idle_ns"]
+    none = np.full(len(records["end_ns"]), np.nan)
+    values = np.stack([
+        np.asarray(records.get(name, none), dtype=np.float64)[row] for name in columns
+    ])  # fmt: skip
     values[:, ~there | (np.asarray(records["missing_count"])[row] > 0)] = np.nan
     sums = np.zeros((len(columns), count))
     for place, value in enumerate(values):
         np.add.at(sums[place], step, value)
     covered, apart = _find_covered_steps(found, step, end)
     sums[:, ~covered] = np.nan
-    sums[-1, ~apart] = np.nan
-    sums[-1] -= sums[:-1].sum(axis=0)
+    sums[-2:, ~apart] = np.nan
+    sums[-2] -= sums[:-2].sum(axis=0)
     return np.where(np.isfinite(sums) & (sums >= 0) & (sums < 2.0**62), sums, np.nan)
 
 
@@ -115,6 +122,11 @@ def _find_covered_steps(found: Segmentation, step: Ints, end: Ints) -> tuple[Boo
 _EVENTS = kind_table(schema.GC, schema.SAVE)
 
 
+BusyTimes = tuple[Ints, Ints]
+"""Begin and end of times in which a device had work queued for certain, on the clock of spans: from
+the end of each optimizer span on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSegments:
     """One rank of the run with its steps."""
@@ -128,7 +140,9 @@ class RankSegments:
     wall_offset_ns: int
     """Unix time minus the clock of the spans."""
     device_ns: Floats | None
-    """[phase and other, step], NaN where unknown; None without device records."""
+    """[phase, other and idle; step], NaN where unknown; None without device records."""
+    busy: BusyTimes | None
+    """None without device records."""
     seen: Bools
     """Per phase of PHASES: whether any training step of the rank has it."""
     notes: tuple[str, ...]
@@ -144,7 +158,7 @@ def load_segments(files: RankFiles, *, limit: int | None = None) -> RankSegments
     crossing = found.nested.overlapping_count
     if crossing:
         notes += (f"{files.paths.phases}: {crossing} spans that cross others left out",)
-    device, damaged = _read_device(files.paths, found)
+    device, busy, damaged = _read_device(files.paths, found)
     return RankSegments(
         files=files,
         record_count=records.count,
@@ -152,6 +166,7 @@ def load_segments(files: RankFiles, *, limit: int | None = None) -> RankSegments
         events=spans.take(_EVENTS[spans.kind]),
         wall_offset_ns=clock.wall_ns - clock.mono_ns,
         device_ns=device,
+        busy=busy,
         seen=_phases_seen(found),
         notes=notes + damaged,
     )
@@ -171,21 +186,36 @@ def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
         found=found,
         events=events.take((events.start_ns >= begin) & (events.end_ns <= end)),
         device_ns=None,
+        busy=None,
         seen=_phases_seen(found),
     )
 
 
-def _read_device(paths: RankPaths, found: Segmentation) -> tuple[Floats | None, tuple[str, ...]]:
+def _read_device(
+    paths: RankPaths, found: Segmentation
+) -> tuple[Floats | None, BusyTimes | None, tuple[str, ...]]:
     if not os.path.lexists(paths.device):
-        return None, ()
+        return None, None, ()
     try:
-        records = read_table(paths.device, schema.DEVICE)
+        records = read_table(paths.device, schema.DEVICE, optional=("idle_ns", "lag_ns"))
     except RunFormatError as error:
-        return None, (str(error),)
+        return None, None, (str(error),)
     if not records.count:
-        return None, records.notes
+        return None, None, records.notes
+    columns = record_columns(records)
     with np.errstate(all="ignore"):  # damaged values end as NaN, and those are null
-        return device_ns(record_columns(records), found), records.notes
+        return device_ns(columns, found), _busy_times(columns), records.notes
+
+
+def _busy_times(records: Mapping[str, npt.NDArray[Any]]) -> BusyTimes | None:
+    """None in recordings of versions that did not write it down."""
+    if "lag_ns" not in records:
+        return None
+    lag = np.asarray(records["lag_ns"], dtype=np.float64)
+    order = np.argsort(records["end_ns"], kind="stable")
+    order = order[np.isfinite(lag[order]) & (lag[order] < 2.0**62)]
+    begin = np.asarray(records["end_ns"])[order]
+    return begin, begin + np.maximum(lag[order], 0).astype(np.int64)
 
 
 def _phases_seen(found: Segmentation) -> Bools:
@@ -205,6 +235,7 @@ STEP_SCHEMA = {
     # exclusive, adding up to `step_ns`; null: never seen in this rank
     **{f"{phase}_host_ns": pl.Int64 for phase in STEP_PHASES},
     **{f"{phase}_device_ns": pl.Int64 for phase in STEP_PHASES},  # null: no device, or times lack
+    "idle_device_ns": pl.Int64,  # for how long at most its stream had nothing to do, in all phases
     "micro_step_count": pl.Int64,
     "optimizer_step_count": pl.Int64,
     "skipped": pl.Boolean,  # the gradient scaler let no optimizer step
@@ -299,11 +330,11 @@ def _boundaries(codes: Codes, shared: SharedColumns) -> pl.Series:
 
 def _device(rank: RankSegments, missing: pl.Series) -> dict[str, object]:
     if rank.device_ns is None:
-        return {f"{phase}_device_ns": missing for phase in STEP_PHASES}
-    seen = [*rank.seen.tolist(), True]
+        return {f"{name}_device_ns": missing for name in (*STEP_PHASES, "idle")}
+    seen = [*rank.seen.tolist(), True, True]
     return {
-        f"{phase}_device_ns": pl.Series(values).fill_nan(None).round() if shown else missing
-        for phase, values, shown in zip(STEP_PHASES, rank.device_ns, seen, strict=True)
+        f"{name}_device_ns": pl.Series(values).fill_nan(None).round() if shown else missing
+        for name, values, shown in zip((*STEP_PHASES, "idle"), rank.device_ns, seen, strict=True)
     }
 
 

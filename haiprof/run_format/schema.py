@@ -155,6 +155,8 @@ DEVICE = Table(
         Column("optimizer_ns", "f32", "ns", "span", "the same around optimizer steps"),
         Column("interval_ns", "f32", "ns", "span", "previous optimizer end to this one, on stream"),
         Column("missing_count", "u32", "count", "gauge", "spans of the interval without a time"),
+        Column("idle_ns", "f32", "ns", "span", "of it, nothing to do on the stream: at most"),
+        Column("lag_ns", "f32", "ns", "span", "work left on the stream at end_ns: at least"),
     ),
 )
 

@@ -148,6 +148,7 @@ _RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
             "step_ns": "duration, evaluation taken out",
             **{f"{phase}_host_ns": f"{phase} on the host, exclusive" for phase in _PHASES},
             **{f"{phase}_device_ns": f"{phase} on the device" for phase in _PHASES},
+            "idle_device_ns": "for how long at most the device had nothing to do, in all phases",
             "micro_step_count": "backward passes in it",
             "optimizer_step_count": "optimizer steps in it",
             "skipped": "the gradient scaler let no optimizer step",

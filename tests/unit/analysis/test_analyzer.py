@@ -11,6 +11,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.base.errors import RunFormatError, RunNotFoundError, UsageError
 from haiprof.run_analysis import run_frames as analyzer_module
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from tests.unit.analysis.recorded import (
@@ -64,13 +65,20 @@ def test_loader_of_the_evaluation_alone_is_not_the_loader_of_the_steps(run: RunP
     assert Analyzer(run.root).steps()["dataloader_host_ns"].null_count() == 2
 
 
-def write_device(run: RunPaths, line: str, *rows: tuple[float, ...] | None) -> None:
+def write_device(
+    run: RunPaths, line: str, *rows: tuple[float, ...] | None, table: schema.Table = schema.DEVICE
+) -> None:
     """Device records of each optimizer span in turn, none where the row is null."""
     spans = spans_of(line)
     write_rank(run, spans, device="cuda")
     ends = spans.end_ns[spans.kind == schema.OPTIMIZER].tolist()
-    records = [(end, *row) for end, row in zip(ends, rows, strict=True) if row is not None]
-    write_records(run.rank(0).device, schema.DEVICE, records)
+    width = len(table.columns)
+    records = [
+        (end, *row, 12.0, 30.0)[:width]
+        for end, row in zip(ends, rows, strict=True)
+        if row is not None
+    ]
+    write_records(run.rank(0).device, table, records)
 
 
 def test_device_times_are_summed_over_the_optimizers_of_a_step(run: RunPaths) -> None:
@@ -99,6 +107,23 @@ def test_device_time_is_null_where_it_is_not_known(
 ) -> None:
     write_device(run, line, *rows)
     assert Analyzer(run.root).steps()["forward_device_ns"].to_list() == expected
+
+
+def test_idle_time_of_a_step_is_that_of_its_records(run: RunPaths) -> None:
+    write_device(run, "D F B O0 F B O1 " * 2, *[DEVICE_ROW] * 4)
+    assert Analyzer(run.root).steps()["idle_device_ns"].to_list() == [24, 24]
+    busy = RunFrames(run.root).busy_times(0)
+    assert busy is not None
+    assert (busy[1] - busy[0]).tolist() == [30] * 4
+
+
+def test_recordings_without_idle_times_have_their_device_times(run: RunPaths) -> None:
+    old = schema.Table("device", schema.DEVICE.columns[:-2])
+    write_device(run, "D F B O0 F B O1 " * 2, *[DEVICE_ROW] * 4, table=old)
+    steps = Analyzer(run.root).steps()
+    assert steps["forward_device_ns"].to_list() == [40, 40]
+    assert steps["idle_device_ns"].to_list() == [None, None]
+    assert RunFrames(run.root).busy_times(0) is None
 
 
 def test_device_other_time_is_null_just_after_an_evaluation(run: RunPaths) -> None:

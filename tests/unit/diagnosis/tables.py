@@ -113,7 +113,7 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
     )  # fmt: skip
     plain, collected = cut.sums()
     time = RankTime(rank=0, step=np.arange(steps), plain_ns=plain, collected_ns=collected)
-    more = dict.fromkeys(("no_core_ratio", "tail_ratio", "peer_ratio")) | rank
+    more = dict.fromkeys(("no_core_ratio", "tail_ratio", "peer_ratio", "busy")) | rank
     ranks = [RankSamples(time=time, positions=cut, wall_offset_ns=0, **more)]
     return time_table(samples_of(tree, samples), ranks)
 

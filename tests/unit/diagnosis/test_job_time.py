@@ -191,7 +191,7 @@ def rows_of(step: np.ndarray, ns: np.ndarray, cell: int = FORWARD) -> TimeTable:
     return TimeTable(
         tree=tree, packages=(), rank=same, cell=same + cell, position=same + cell,
         activity=same + PYTHON, work=same + PYTHON, stack=same, step=step, spike=same > 0,
-        ns=ns.astype(np.float64), count=np.ones(len(step)), sample=same - 1,
+        hidden=same > 0, ns=ns.astype(np.float64), count=np.ones(len(step)), sample=same - 1,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Device time by events on a fake stream that, like CUDA's, is asynchronous."""
+"""Device time by events on a fake stream that, like CUDA's, is asynchronous to the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from haiprof.in_job import device
 from haiprof.in_job.device import MAX_PENDING, DeviceTimer
 from haiprof.run_format.schema import BACKWARD, DATA, DEVICE, EVAL, FORWARD, OPTIMIZER, SCALER
 
@@ -14,6 +17,7 @@ class FakeStream:
     """A stream: marks get their time when the device reaches them, not when they are recorded."""
 
     def __init__(self) -> None:
+        self.host_ms = 0.0
         self.queued_ms = 0.0
         self.reached_ms = 0.0
         self.capturing = False
@@ -28,7 +32,7 @@ class FakeStream:
 
             def record(self) -> None:
                 assert not stream.capturing, "an event inside a graph capture"
-                self.at_ms = stream.queued_ms
+                self.at_ms = stream.queued_ms = max(stream.queued_ms, stream.host_ms)
 
             def query(self) -> bool:
                 assert not stream.capturing, "a query inside a graph capture"
@@ -47,12 +51,17 @@ class FakeStream:
         )
 
     def run(self, ms: float) -> None:
-        """Queues work."""
-        self.queued_ms += ms
+        """Queues work, which begins when what was queued before is done."""
+        self.queued_ms = max(self.queued_ms, self.host_ms) + ms
 
     def catch_up(self) -> None:
         """The device does all that is queued."""
         self.reached_ms = self.queued_ms
+
+    def synchronize(self) -> None:
+        """The host waits for that."""
+        self.catch_up()
+        self.host_ms = max(self.host_ms, self.queued_ms)
 
 
 class Timer:
@@ -95,8 +104,8 @@ def test_interval_holds_every_phase_and_their_gaps() -> None:
     timer.stream.catch_up()
     timer.step()
     first, second = timer.rows()
-    assert first == (1, 1 * MS, 2 * MS, 4 * MS, 0.25 * MS, 8.75 * MS, 0)
-    assert second == (2, 1 * MS, 2 * MS, 4 * MS, 0.25 * MS, 8.75 * MS, 0)
+    assert first[:7] == (1, 1 * MS, 2 * MS, 4 * MS, 0.25 * MS, 8.75 * MS, 0)
+    assert second[:7] == (2, 1 * MS, 2 * MS, 4 * MS, 0.25 * MS, 8.75 * MS, 0)
 
 
 def test_nothing_is_written_before_the_device_is_done() -> None:
@@ -132,7 +141,7 @@ def test_capture_is_left_alone_and_counted_as_missing() -> None:
     timer.close()
     timer.stream.catch_up()
     timer.close()
-    assert timer.rows()[0][-1] == 1
+    assert timer.rows()[0][6] == 1
 
 
 def test_evaluation_does_not_lengthen_the_interval() -> None:
@@ -151,7 +160,7 @@ def test_device_that_never_answers_gives_missing_and_bounded_memory() -> None:
         timer.step()
     rows = timer.rows()
     assert rows
-    assert all(row[-1] > 0 and math.isnan(row[5]) for row in rows)
+    assert all(row[6] > 0 and math.isnan(row[5]) for row in rows)
 
 
 def test_events_are_pooled() -> None:
@@ -183,4 +192,87 @@ def test_device_is_asked_nothing_while_a_graph_is_captured() -> None:
     timer.step()
     timer.stream.catch_up()
     timer.step()
-    assert [row[-1] > 0 for row in timer.rows()] == [False, True, False]
+    assert [row[6] > 0 for row in timer.rows()] == [False, True, False]
+
+
+class AsynchronousJob:
+    """A training loop whose host and device take times of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, drift_ratio: float = 0.0) -> None:
+        self.timer = Timer()
+        self.stream = self.timer.stream
+        self.busy_ms: list[float] = []
+        monkeypatch.setattr(
+            device, "monotonic_ns", lambda: int(self.stream.host_ms * (1 + drift_ratio) * 1e6)
+        )
+
+    def step(self, host_ms: float, device_ms: float, *, waits: bool, after_ms: float = 0.0) -> None:
+        """Ten calls in forward and ten in backward, the optimizer, perhaps `.item()`."""
+        for kind in (FORWARD, BACKWARD):
+            end = self.timer.device.begin(kind)
+            for _ in range(10):
+                self.stream.host_ms += host_ms / 20
+                self.stream.run(device_ms / 20)
+            assert end is not None
+            end()
+        self.timer.span(OPTIMIZER, 0.0)
+        self.timer.close()
+        if waits:
+            self.stream.synchronize()
+        self.stream.host_ms += after_ms
+        self.stream.reached_ms = max(self.stream.reached_ms, self.stream.host_ms)
+
+    def idle_ms(self) -> list[float]:
+        self.stream.catch_up()
+        self.timer.close()
+        return [row[7] / 1e6 for row in self.timer.rows()[2:-1]]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_device_that_has_work_queued_was_not_idle(
+    monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    job = AsynchronousJob(monkeypatch)
+    for _ in range(30):
+        job.step(10.0, 50.0, waits=waits, after_ms=1.0)
+    idle = job.idle_ms()
+    lags = [row[8] / 1e6 for row in job.timer.rows()]
+    assert len(idle) >= 27
+    if waits:  # 1.5 ms between two steps, and 5 ms in which forward gets ahead
+        assert lags[5] == pytest.approx(40.5, abs=0.6)
+        assert all(1.5 <= each <= 7.0 for each in idle)
+    else:
+        assert set(idle) == {0.0}
+
+
+def test_device_that_waits_for_the_host_was_idle_at_least_as_long_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = AsynchronousJob(monkeypatch)
+    for _ in range(30):
+        job.step(50.0, 10.0, waits=True, after_ms=20.0)
+    assert all(60.0 <= each <= 70.001 for each in job.idle_ms())
+
+
+@pytest.mark.parametrize("drift_ratio", [3e-5, -3e-5])
+def test_clocks_that_go_apart_make_no_device_busy(
+    monkeypatch: pytest.MonkeyPatch, drift_ratio: float
+) -> None:
+    job = AsynchronousJob(monkeypatch, drift_ratio=drift_ratio)
+    for _ in range(2000):
+        job.step(50.0, 10.0, waits=True)
+    assert all(each >= 40.0 for each in job.idle_ms())
+
+
+def test_scaler_around_an_optimizer_belongs_to_the_interval_that_the_optimizer_ends() -> None:
+    timer = Timer()
+    scaler = timer.device.begin(SCALER)
+    timer.stream.run(1.0)
+    timer.span(OPTIMIZER, 2.0)
+    timer.close()
+    assert scaler is not None
+    scaler()
+    timer.step()
+    timer.stream.catch_up()
+    timer.close()
+    assert [row[4] for row in timer.rows()[:2]] == [3 * MS, 0.25 * MS]

@@ -32,9 +32,8 @@ def write_small_run(root: Path, tables: Sequence[schema.Table] = (HOST, PROCESS,
     spans = spans_of(LINE)
     write_rank(run, spans, lines=EVENTS, gpu_uuid="GPU-a", device="cuda")
     ends = spans.end_ns[spans.kind == schema.OPTIMIZER].tolist()
-    write_records(
-        run.rank(0).device, schema.DEVICE, [(end, 1.0, 20.0, 30.0, 5.0, 60.0, 0) for end in ends]
-    )
+    device = [(end, 1.0, 20.0, 30.0, 5.0, 60.0, 0, 12.0, 7.0) for end in ends]
+    write_records(run.rank(0).device, schema.DEVICE, device)
     frames = (("/home/me/train.py", 40, "main"), ("/home/me/data.py", 12, "load"))
     write_stacks(run.rank(0).stacks, [(1_000 * i, frames[: 1 + i % 2]) for i in range(1, 9)])
     write_stacks(run.rank(0).worker_stacks(1), [(2_000, frames)], worker=1)

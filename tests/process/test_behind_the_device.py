@@ -1,0 +1,100 @@
+"""What the host does while its GPU is busy gains nothing; on a simulated GPU with a queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from haiprof.base.ledger import Account, Ledger
+from haiprof.diagnosis.engine import diagnose
+from tests.process.jobs import REPOSITORY, run_job
+
+pytestmark = pytest.mark.slow
+
+JOB = f"""
+import os, sys, time
+libraries = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages")
+if not os.path.exists(libraries):  # no line of the simulated GPU is one of the job's own
+    os.mkdir(libraries)
+    os.symlink({str(REPOSITORY / "benchmarks")!r}, os.path.join(libraries, "benchmarks"))
+sys.path.insert(0, libraries)
+import torch
+from benchmarks.gpu import simulated
+simulated.install(torch)
+DEVICE_NS, TURNS = int(sys.argv[1]) * 1_000_000, 80_000
+
+class Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        torch.cuda._sleep(DEVICE_NS // 2)
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.cuda._sleep(DEVICE_NS // 2)
+        return gradient
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return Work.apply(self.layer(x))
+
+def while_queued():
+    return sum(i * i for i in range(TURNS))  # HIDDEN
+
+def while_idle():
+    return sum(i * i for i in range(TURNS))  # EXPOSED
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+for _ in range(150):
+    loss = net(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    while_queued()
+    torch.cuda.synchronize()
+    while_idle()
+"""
+LINES = {
+    line.split("# ")[1]: number
+    for number, line in enumerate(JOB.splitlines(), start=1)
+    if line.endswith(("HIDDEN", "EXPOSED"))
+}
+
+
+def record(folder: Path, device_ms: int) -> Ledger:
+    folder.mkdir()
+    (folder / "behind.py").write_text(JOB)
+    command = ["python", str(folder / "behind.py"), str(device_ms)]
+    job = run_job(command, folder=folder / "job", haiprof=True, options=("--quiet",))
+    assert job.returncode == 0, job.stderr
+    ledger = diagnose(job.analyzer()).ledger
+    assert ledger is not None
+    return ledger
+
+
+def account_of(ledger: Ledger, word: str) -> Account:
+    (found,) = (account for account in ledger.accounts if account.line == LINES[word])
+    return found
+
+
+def test_code_gains_only_what_the_device_waits_for_it(tmp_path: Path) -> None:
+    ledger = record(tmp_path / "busy", 40)
+    hidden, exposed = account_of(ledger, "HIDDEN"), account_of(ledger, "EXPOSED")
+    assert hidden.ns_per_step > 2e6
+    assert hidden.gain_ns < 0.2 * hidden.ns_per_step
+    assert exposed.gain_ns > 0.7 * exposed.ns_per_step
+    assert exposed.gain_low_ns == 0  # no counter of the GPU: its events give a bound
+    assert ledger.device_idle_is_bound
+    assert ledger.device_idle_ns is not None
+    assert exposed.ns_per_step < ledger.device_idle_ns < 2.5 * exposed.ns_per_step
+
+
+def test_all_host_code_gains_where_the_device_waits(tmp_path: Path) -> None:
+    ledger = record(tmp_path / "idle", 0)
+    for word in ("HIDDEN", "EXPOSED"):
+        account = account_of(ledger, word)
+        assert account.gain_ns > 0.8 * account.ns_per_step > 1e6
