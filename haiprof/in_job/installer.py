@@ -16,12 +16,11 @@ from haiprof.in_job import patches
 from haiprof.in_job.collective_calls import Places, wrap_calls
 from haiprof.in_job.collectives import drop_old_flight_names
 from haiprof.in_job.collector_pauses import CollectorPauses
-from haiprof.in_job.dataloader_settings import describe_loader, wrap_iter
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.gpu_memory import GpuMemory
 from haiprof.in_job.imports import ImportWatch
-from haiprof.in_job.input_sizes import InputSizes
 from haiprof.in_job.object_numbers import Registry, RootDescriber, describe_optimizer
+from haiprof.in_job.object_settings import InputSizes, describe_loader, wrap_iter
 from haiprof.in_job.out_of_memory import OutOfMemory
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.settings import Settings

@@ -16,12 +16,11 @@ from typing import Any
 from haiprof.base.descriptors import Descriptor
 from haiprof.base.safe_files import open_to_append
 from haiprof.in_job.collectives import collective_timeout_ns
-from haiprof.in_job.commands import Commands
+from haiprof.in_job.commands import Commands, handlers
 from haiprof.in_job.files import RankFiles
 from haiprof.in_job.identity import has_process_group, torch_facts
 from haiprof.in_job.installed import Installed
 from haiprof.in_job.recording_window import RecordingWindow
-from haiprof.in_job.replies import handlers
 from haiprof.in_job.spans import RingMemory, make_spans
 from haiprof.in_job.stack_sampler import StackSampler, stack_rate, why_not_sampled
 from haiprof.in_job.stack_tree import take_all

@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.identity import local_rank, named_rank, rank_and_world, restart
-from haiprof.in_job.terminate import watch_terminate
 from haiprof.in_job.threads import call_within
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import SCHEMA_VERSION
@@ -61,7 +61,7 @@ class Uncaught:
 
         What ends the process from native code is written down, too, where that can be had.
         """
-        watch_terminate(self._run.uncaught)
+        _watch_terminate(self._run.uncaught)
         with contextlib.suppress(OSError):
             self._reserve = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
         if sys.excepthook is sys.__excepthook__:
@@ -139,6 +139,22 @@ class Uncaught:
         if self._pid != os.getpid():
             self._pid, self._noted, self._ended = os.getpid(), [], False
             self._unwritten = None
+
+
+def _watch_terminate(folder: Path) -> None:
+    """Has C++ exceptions that end this process written down (terminate.cpp), where it was compiled.
+
+    Its handler goes before the one of std::terminate, which is called after it. Called once torch
+    is loaded: the helper then uses the same C++ runtime as torch does.
+    """
+    library = next(iter(sorted(Path(__file__).parent.glob("_terminate*.so"))), None)
+    # Built for another machine, or from another source; a name that is none.
+    with contextlib.suppress(ImportError, OSError, AttributeError, ValueError):
+        if library is not None:
+            import ctypes
+
+            watch = ctypes.CDLL(str(library)).haiprof_watch_terminate
+            watch(os.fsencode(folder), os.fsencode(socket.gethostname()))
 
 
 def _finish_with_child(uncaught: Uncaught) -> None:
