@@ -113,7 +113,7 @@ def _requests(recorder: Recorder, state: State) -> dict[str, Handler]:
     """What answers requests that concern more than the recorder; loaded when one comes."""
 
     def trace(request_id: str, arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        from haiprof.in_job.windows.live_request import plan_request
+        from haiprof.in_job.windows.driver import plan_request
 
         return plan_request(request_id, arguments, recorder=recorder, state=state)
 
