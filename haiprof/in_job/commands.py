@@ -80,7 +80,8 @@ class Line:
 
     def send(self, message: bytes, *, give: int | None = None) -> None:
         """Sends one message, without waiting."""
-        rights = [] if give is None else [_inspect_descriptor(give)]
+        right = None if give is None else array("i", [give])
+        rights = [] if right is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right)]
         with self._borrow() as connection:
             connection.sendmsg([message], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
@@ -106,10 +107,6 @@ class Line:
             yield connection
         finally:
             connection.detach()
-
-
-def _inspect_descriptor(number: int) -> tuple[int, int, array[int]]:
-    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [number])
 
 
 def let_look(pid: int, *, scope: Path = _PTRACE_SCOPE) -> None:

@@ -128,7 +128,10 @@ class DeviceTimer:
                 interval.missing += 1
                 continue
             sums[slot] += elapsed
-            outer = _outer_slot(interval.spans, index, order)
+            # The span around it is the next to end among those that started before. They come in
+            # the order of their ends; one that never ended (a step that raised) is not there.
+            later = interval.spans[index + 1 :]
+            outer = next((slot for slot, started, _, _ in later if started < order), None)
             if outer is not None:
                 sums[outer] -= elapsed
         whole = _NAN
@@ -145,14 +148,3 @@ class DeviceTimer:
             self._pool.append(end)
         if interval.first is not None:
             self._pool.append(interval.first)
-
-
-def _outer_slot(spans: list[tuple[int, int, Any, Any]], index: int, order: int) -> int | None:
-    """Slot of the span directly around: the next to end among those that started before.
-
-    Spans come in the order of their ends; one that never ended (a step that raised) is not there.
-    """
-    for slot, started, _, _ in spans[index + 1 :]:
-        if started < order:
-            return slot
-    return None

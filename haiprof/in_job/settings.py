@@ -122,8 +122,8 @@ class Settings:
 
     def _profiles(self) -> bool:
         """torch.profiler and torch.autograd.profiler say so in the same place."""
-        module = sys.modules.get("torch.autograd.profiler")
-        return getattr(module, "_is_profiler_enabled", False) is True and not self._own_profiler()
+        is_on = _value("torch.autograd.profiler", "_is_profiler_enabled")
+        return is_on is True and not self._own_profiler()
 
 
 def _is_unsynchronised(model: Any) -> bool:
@@ -132,24 +132,25 @@ def _is_unsynchronised(model: Any) -> bool:
     return vars(inner).get("require_backward_grad_sync") is False
 
 
+def _value(module: str, name: str) -> Any:
+    """What a module has under a name; None where the job has not loaded the module."""
+    return getattr(sys.modules.get(module), name, None)
+
+
 def _flag(name: str) -> Callable[[], Any]:
     """A function of torch, or of a module in it that the job has loaded."""
     module, _, function = f"torch.{name}".rpartition(".")
 
     def read() -> Any:
-        found = getattr(sys.modules.get(module), function, None)
+        found = _value(module, function)
         return found() if found is not None else None
 
     return read
 
 
-def _default_dtype() -> str:
-    return str(_flag("get_default_dtype")()).removeprefix("torch.")
-
-
 def _tf32_matmul() -> str | None:
     """Asked where no warning comes from: `allow_tf32` complains of jobs that use the newer name."""
-    getter = getattr(sys.modules.get("torch._C"), "_get_fp32_precision_getter", None)
+    getter = _value("torch._C", "_get_fp32_precision_getter")
     if getter is None:
         return {True: "tf32", False: "ieee"}.get(_flag("_C._get_cublas_allow_tf32")())
     return str(getter("cuda", "matmul"))
@@ -170,28 +171,9 @@ def _capability() -> str | None:
     return ".".join(map(str, module.get_device_capability()))
 
 
-def _backend() -> str | None:
-    return str(_flag("distributed.get_backend")()) if _is_distributed() else None
-
-
-def _debug_level() -> str | None:
-    level = _flag("distributed.get_debug_level")() if _is_distributed() else None
-    return getattr(level, "name", None)
-
-
 def _is_distributed() -> bool:
     module: Any = sys.modules.get("torch.distributed")
     return module is not None and module.is_available() and module.is_initialized()
-
-
-def _fills() -> bool | None:
-    module = sys.modules.get("torch.utils.deterministic")
-    return getattr(module, "fill_uninitialized_memory", None)
-
-
-def _traces_memory() -> bool:
-    module: Any = sys.modules.get("tracemalloc")
-    return module is not None and bool(module.is_tracing())
 
 
 def _collector() -> Mapping[str, Any]:
@@ -205,7 +187,7 @@ def _collector() -> Mapping[str, Any]:
 _FLAGS: Mapping[str, Callable[[], Any]] = {
     "anomaly": _flag("is_anomaly_enabled"),
     "deterministic": _flag("are_deterministic_algorithms_enabled"),
-    "deterministic_fill": _fills,
+    "deterministic_fill": lambda: _value("torch.utils.deterministic", "fill_uninitialized_memory"),
     "cudnn_enabled": _flag("_C._get_cudnn_enabled"),
     "cudnn_benchmark": _flag("_C._get_cudnn_benchmark"),
     "cudnn_deterministic": _flag("_C._get_cudnn_deterministic"),
@@ -213,11 +195,13 @@ _FLAGS: Mapping[str, Callable[[], Any]] = {
     "matmul_precision": _precision,
     "tf32_matmul": _tf32_matmul,
     "compute_capability": _capability,
-    "default_dtype": _default_dtype,
+    "default_dtype": lambda: str(_flag("get_default_dtype")()).removeprefix("torch."),
     "interop_threads": _flag("get_num_interop_threads"),
-    "tracemalloc": _traces_memory,
+    "tracemalloc": lambda: bool((_value("tracemalloc", "is_tracing") or bool)()),
     "developer_mode": lambda: sys.flags.dev_mode,
-    "backend": _backend,
-    "distributed_debug": _debug_level,
+    "backend": lambda: str(_flag("distributed.get_backend")()) if _is_distributed() else None,
+    "distributed_debug": lambda: (
+        getattr(_flag("distributed.get_debug_level")(), "name", None) if _is_distributed() else None
+    ),
 }
 """Every switch but `profiler`, by its name in `run_format.setting_lines.FLAGS`."""

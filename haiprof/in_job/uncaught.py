@@ -125,11 +125,13 @@ class Uncaught:
 
     def _write(self, entry: dict[str, Any], error: BaseException) -> None:
         try:
+            import json
+
             noted = [*self._noted, {**entry, "errors": [*_describe_chain(error)]}]
             content = {**_who(), **self._describe(), "ended": noted}
             path = self._run.uncaught_file(socket.gethostname(), os.getpid())
             make_folder(path.parent, below=self._run.root)
-            write_file(path, _encode(content), below=self._run.root)
+            write_file(path, json.dumps(content).encode(), below=self._run.root)
         except Exception:
             return
         self._noted, self._unwritten = noted, None
@@ -162,12 +164,6 @@ def _finish_with_child(uncaught: Uncaught) -> None:
     from multiprocessing.util import Finalize
 
     Finalize(None, uncaught.finish, exitpriority=0)
-
-
-def _encode(content: Mapping[str, Any]) -> bytes:
-    import json
-
-    return json.dumps(content).encode()
 
 
 def _who() -> dict[str, Any]:

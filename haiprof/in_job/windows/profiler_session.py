@@ -16,7 +16,7 @@ from typing import Any
 from haiprof.base.descriptors import Descriptor
 from haiprof.in_job.identity import rank_and_world
 from haiprof.in_job.threads import hold_size_signal
-from haiprof.in_job.windows.user_profilers import Guard, python_profiler
+from haiprof.in_job.windows.user_profilers import Guard
 
 STEP_NAME = "ProfilerStep"
 
@@ -76,7 +76,7 @@ class Session:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = kineto._KinetoProfile(
+        self._profiler: Any = kineto._KinetoProfile(
             activities=activities, record_shapes=what.shapes, profile_memory=what.memory,
             with_stack=what.stacks, with_flops=what.flops, with_modules=what.modules,
             experimental_config=_experimental(what),
@@ -123,7 +123,7 @@ class Session:
         """Ends the recording."""
         began = _now()
         self.unmark()
-        foreign = python_profiler() if self.what.stacks else None
+        foreign = sys.getprofile() if self.what.stacks else None
         with self._guard.ours():
             if not self._started:
                 with quiet():

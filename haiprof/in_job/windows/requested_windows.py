@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from haiprof.in_job.windows.forward_lines import ForwardLines
 from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, distributed_info, fits
 from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow, StepTimes
-from haiprof.in_job.windows.user_profilers import Guard, python_profiler
+from haiprof.in_job.windows.user_profilers import Guard
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import OVER
 from haiprof.run_format.layout import ET_RAW_SUFFIX, RAW_SUFFIX, SIDECAR_SUFFIX, RunPaths
@@ -148,7 +149,7 @@ class Recording:
     def __init__(self, context: WindowContext, *, rehearses: bool = False) -> None:
         what = context.what
         self.remark: str | None = None
-        if what.stacks and python_profiler() is not None:
+        if what.stacks and sys.getprofile() is not None:  # torch's stacks would throw it out
             what = ProfilerOptions(**{**what.as_json(), "stacks": False})
             self.remark = "no Python stacks: the job's own profiler (sys.setprofile) uses them"
         self.what = what
@@ -402,9 +403,7 @@ class PlannedWindows(Windows):
             self._refuse(wanted, refusal)
             return
         if self._recording is None:
-            self._recording = Recording(
-                self._context, execution_trace=self._context.execution_trace
-            )
+            self._recording = Recording(self._context)
         began = {"type": "trace_begin", "time_ns": _now(), "window": wanted.window}
         self._context.recorder.lines.append(began)  # for the launcher, which watches the step times
         self._recording.start()
@@ -412,9 +411,7 @@ class PlannedWindows(Windows):
 
     def _prepare_ahead(self, wanted: PlannedWindow, number: int) -> None:
         if number == wanted.first - 1:
-            self._recording = Recording(
-                self._context, execution_trace=self._context.execution_trace
-            )
+            self._recording = Recording(self._context)
         elif number == wanted.first - 2 and self._step_bytes is None:
             self._rehearsal = Recording(self._context, rehearses=True)
             self._rehearsal.start()

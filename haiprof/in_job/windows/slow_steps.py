@@ -173,7 +173,7 @@ class KeepSlow(Windows):
             return
         if self._recording is None:
             self._resident_bytes = _resident_bytes()
-            self._recording = self._context.recording(execution_trace=self._context.execution_trace)
+            self._recording = Recording(self._context)
         if number == self._next:
             self._first, self._slow_step, self._spent = number, None, deque()
             self._recording.start()
