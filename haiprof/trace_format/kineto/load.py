@@ -18,17 +18,14 @@ from haiprof.base.intervals import Ints
 from haiprof.trace_format.kineto.columns import (
     BATCH_ROWS,
     Common,
-    Flags,
     Names,
     TableBatch,
-    exact_times,
-    times,
+    event_times,
 )
 from haiprof.trace_format.kineto.decode import Damage, arguments, decode, decode_whole
 from haiprof.trace_format.kineto.events import (
     CATEGORIES,
     CATEGORY_OF_TYPE,
-    EXACT_HEADS,
     HALVES,
     HEADS,
     LINKS,
@@ -39,6 +36,7 @@ from haiprof.trace_format.kineto.events import (
     TABLE_OF_CATEGORY,
     TABLES,
     Half,
+    Head,
     OpenHalves,
     TraceColumn,
 )
@@ -229,8 +227,6 @@ class _Reading:
     names: Names
     sink: Sink
     damage: Damage = field(default_factory=Damage)
-    exact: bool = False
-    """Whether times are decoded from text, as they have too many digits for a float."""
     events: int = 0
     kept: Counter[str] = field(default_factory=Counter)
     redundant: Counter[str] = field(default_factory=Counter)
@@ -257,14 +253,9 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
         if _scan_piece(piece, native, reading):
             continue
         _flush(native, reading)
-        events = _events(piece, reading, reading.damage)
-        found = exact_times(events.own) if reading.exact else times(events.own)
-        if found is None:
-            reading.exact = True
-            events = _events(piece, reading, Damage())
-            found = exact_times(events.own)
+        events = _events(piece, reading)
         _count(events, reading)
-        _add(events, found, name_codes, reading)
+        _add(events, name_codes, reading)
         _add_halves(events.halves, name_codes, reading)
         reading.events += len(events.categories)
     for half in reading.halves.take_unfinished():
@@ -281,8 +272,7 @@ def _scan_piece(piece: bytes, native: NativeColumns, reading: _Reading) -> bool:
     found = None if reading.text.is_last else native.scan(piece, reading.events)
     if found is None:
         return False
-    counts, too_fine = found
-    reading.exact |= too_fine
+    counts, _ = found
     reading.flush()  # what stands before it in the file
     for place, count in enumerate(counts):
         if count:
@@ -323,11 +313,10 @@ class _Events:
     """Begins and ends, with their places in the piece."""
 
 
-def _events(piece: bytes, reading: _Reading, damage: Damage) -> _Events:
-    found = decode_whole(piece, reading.text, exact=reading.exact)
+def _events(piece: bytes, reading: _Reading) -> _Events:
+    found = decode_whole(piece, reading.text)
     if found is None:
-        decoder = EXACT_HEADS if reading.exact else HEADS
-        return _sort_events(decode(piece, reading.text, damage, decoder))
+        return _sort_events(decode(piece, reading.text, reading.damage, HEADS))
     categories = np.frombuffer(bytes(map(CATEGORY_OF_TYPE.__getitem__, map(type, found))), np.uint8)
     tables = _TABLE_OF_CATEGORY[categories]
     places = np.flatnonzero(tables >= 0)
@@ -371,7 +360,7 @@ def _count(events: _Events, reading: _Reading) -> None:
         _count_unused(head, reading)
 
 
-def _count_unused(head: Any, reading: _Reading) -> None:  # noqa: ANN401 - a Head or an ExactHead
+def _count_unused(head: Head, reading: _Reading) -> None:
     unused, kind = reading.not_used, f"{head.ph or '?'} {head.cat or ''}".rstrip()
     unused[kind if kind in unused or len(unused) < _KINDS_LIMIT else "of other kinds"] += 1
 
@@ -399,7 +388,7 @@ def _add_whole(
     number: int, rows: list[Half], name_codes: npt.NDArray[np.uint32], reading: _Reading
 ) -> None:
     """Events that were put together, of one table."""
-    ts_ns, dur_ns, good = exact_times([half.head for half in rows])
+    ts_ns, dur_ns, good = event_times([half.head for half in rows])
     reading.bad_time += len(rows) - int(np.count_nonzero(good))
     rows = [half for half, is_good in zip(rows, good.tolist(), strict=True) if is_good]
     if not rows:
@@ -415,14 +404,9 @@ def _add_whole(
         reading.sink(batch.table, batch.take())
 
 
-def _add(
-    events: _Events,
-    found: tuple[Ints, Ints, Flags],
-    name_codes: npt.NDArray[np.uint32],
-    reading: _Reading,
-) -> None:
+def _add(events: _Events, name_codes: npt.NDArray[np.uint32], reading: _Reading) -> None:
     """Adds the events of the tables."""
-    ts_ns, dur_ns, good = found
+    ts_ns, dur_ns, good = event_times(events.own)
     reading.bad_time += len(good) - int(np.count_nonzero(good))
     for number in np.flatnonzero(np.bincount(events.tables)).tolist():
         batch, rows = reading.batches[number], np.flatnonzero((events.tables == number) & good)
