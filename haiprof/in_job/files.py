@@ -41,7 +41,7 @@ class RankFiles:
         self.rank = rank
         self.collectives: FlightRecorder | None = FlightRecorder(self._paths, self._clock)
         report_in(
-            self._paths, rank=rank, attempt=attempt, clock=self._clock,
+            self._paths, attempt=attempt, clock=self._clock,
             details={**details, "phases": dict(phases)},
         )  # fmt: skip
         self.note(environment_line())

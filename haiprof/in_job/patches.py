@@ -57,21 +57,9 @@ class State(Gate):
     """What the wrappers share: the owner thread, and whether a span is open in it."""
 
     __slots__ = (
-        "begin",
-        "counts_all",
-        "device",
-        "find_device",
-        "inputs",
-        "inside",
-        "is_tracing",
-        "recorder",
-        "repeats",
-        "stepped",
-        "steps_before",
-        "successor",
-        "trains",
-        "watch",
-    )
+        "begin", "counts_all", "device", "find_device", "inputs", "inside", "is_tracing",
+        "recorder", "repeats", "stepped", "steps_before", "successor", "trains", "watch",
+    )  # fmt: skip
 
     def __init__(self, recorder: Recorder, is_tracing: Callable[[], bool]) -> None:
         self.recorder = recorder

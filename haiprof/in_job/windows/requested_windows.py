@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.safe_files import make_folder, remove_file, rename
-from haiprof.in_job.identity import local_rank, rank_and_world, restart, torch_facts
+from haiprof.in_job.identity import process_details, rank_and_world, torch_facts
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.threads import hold_size_signal
 from haiprof.in_job.windows.forward_lines import ForwardLines
@@ -26,7 +26,6 @@ from haiprof.in_job.windows.user_profilers import Guard
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import OVER
 from haiprof.run_format.layout import ET_RAW_SUFFIX, RAW_SUFFIX, SIDECAR_SUFFIX, RunPaths
-from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.writer import write_json
 
 SPARE_BYTES = 64_000_000
@@ -75,16 +74,9 @@ class WindowFiles:
         if raw_bytes >= limit != resource.RLIM_INFINITY:  # torch does not say that it was cut
             raise OSError(27, "larger than a file may be (ulimit -f)", str(self.raw_draft))
         et_bytes = self.et_draft.stat().st_size if execution_trace else None
-        rank, world = rank_and_world()
         content = {
-            "version": SCHEMA_VERSION,
+            **process_details(),
             "stem": self.stem,
-            "rank": rank,
-            "world_size": world,
-            "restart": restart(),
-            "local_rank": local_rank(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
             "event_count": None,
             **details,
             "raw_bytes": raw_bytes,

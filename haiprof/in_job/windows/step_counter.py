@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from haiprof.in_job.windows.step_cycles import Cycles
+from haiprof.in_job.repeats import Cycles
 from haiprof.run_format.schema import (
     BACKWARD,
     DATA,
