@@ -29,7 +29,7 @@ OURS = """
 import json, resource, sys, time
 import polars
 from haiprof import TraceAnalysis
-from haiprof.trace_format.kineto import native
+from haiprof.trace_format.kineto import load as native
 assert native.is_compiled(), "the scanner was not built: python setup.py build_ext --inplace"
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start, cpu = time.perf_counter(), time.process_time()

@@ -82,38 +82,34 @@ def _record(config: Mapping[str, Any], *, late: bool) -> None:
         config = {**config, "warmup": config["warmup"] or _NEXT_STEP_S}
     recorder = _recorder = Recorder.from_config(config)
     with recorder.installing:
-        _install(recorder, config, late=late)
+        from haiprof.in_job.installer import install
 
+        if ENV_TRY_LOADER in os.environ:
+            from haiprof.in_job.loader_trial import change_loaders
 
-def _install(recorder: Recorder, config: Mapping[str, Any], *, late: bool) -> None:
-    from haiprof.in_job.installer import install
+            change_loaders(recorder.run.root)
+        recorder.watch_exceptions()
+        state = install(recorder, late=late)
+        recorder.installed = replace(
+            recorder.installed, steps=state.progress, requests=_requests(recorder, state)
+        )
+        if config.get("trace"):
+            from haiprof.in_job.windows.driver import attach
 
-    if ENV_TRY_LOADER in os.environ:
-        from haiprof.in_job.loader_trial import change_loaders
-
-        change_loaders(recorder.run.root)
-    recorder.watch_exceptions()
-    state = install(recorder, late=late)
-    recorder.installed = replace(
-        recorder.installed, steps=state.progress, requests=_requests(recorder, state)
-    )
-    if config.get("trace"):
-        from haiprof.in_job.windows.driver import attach
-
-        try:
-            attach(config["trace"], recorder=recorder, state=state)
-        except Exception as error:  # no windows, and the rest of the hook goes on
-            reason = f"{type(error).__name__}: {error}"
-            recorder.lines.append(
-                {"type": "trace_window", "window": 0, "state": "failed", "reason": reason}
-            )
+            try:
+                attach(config["trace"], recorder=recorder, state=state)
+            except Exception as error:  # no windows, and the rest of the hook goes on
+                reason = f"{type(error).__name__}: {error}"
+                recorder.lines.append(
+                    {"type": "trace_window", "window": 0, "state": "failed", "reason": reason}
+                )
 
 
 def _requests(recorder: Recorder, state: State) -> dict[str, Handler]:
     """What answers requests that concern more than the recorder; loaded when one comes."""
 
     def trace(request_id: str, arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        from haiprof.in_job.windows.live_request import plan_request
+        from haiprof.in_job.windows.driver import plan_request
 
         return plan_request(request_id, arguments, recorder=recorder, state=state)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from haiprof.base.options import ENV_FLIGHT_DUMPS, ENV_FLIGHT_SIZES
 from haiprof.base.safe_files import write_file
+from haiprof.in_job.identity import has_process_group
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.schema import HEARTBEAT, NULL_I64, SCHEMA_VERSION
@@ -128,10 +129,7 @@ class FlightRecorder:
 
     def _found(self) -> bool:
         """Whether the job has started torch.distributed, and this torch has a Flight Recorder."""
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_available():
-            return False
-        if not distributed.is_initialized():
+        if not has_process_group():
             return False
         c10d = sys.modules.get("torch._C._distributed_c10d")
         found = (getattr(c10d, name, None) for name in _DUMPS)

@@ -1,4 +1,4 @@
-"""Answers requests while the job runs: one thread, asleep in a read of the agent's socket."""
+"""Answers requests while the job runs: how far a rank is, its stacks, its last collectives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.descriptors import Descriptor
+from haiprof.in_job.collectives import FlightRecorder
+from haiprof.in_job.frames import line_of, read_stacks
 from haiprof.in_job.spans import RingMemory
 from haiprof.in_job.threads import start_deaf_thread
 from haiprof.run_format.control import (
@@ -28,6 +31,8 @@ from haiprof.run_format.layout import RunPaths
 RETRY_AFTER_S = (0.0, 0.5, 2.0, 8.0)
 """The agent starts beside the job, and so may come later than a rank that starts quickly."""
 
+MAX_DEPTH = 100
+MAX_THREADS = 64
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h: "Yama"
 _UCRED = struct.Struct("3i")
@@ -75,7 +80,8 @@ class Line:
 
     def send(self, message: bytes, *, give: int | None = None) -> None:
         """Sends one message, without waiting."""
-        rights = [] if give is None else [_inspect_descriptor(give)]
+        right = None if give is None else array("i", [give])
+        rights = [] if right is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right)]
         with self._borrow() as connection:
             connection.sendmsg([message], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
@@ -103,10 +109,6 @@ class Line:
             connection.detach()
 
 
-def _inspect_descriptor(number: int) -> tuple[int, int, array[int]]:
-    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [number])
-
-
 def let_look(pid: int, *, scope: Path = _PTRACE_SCOPE) -> None:
     """Lets the agent of this node, and what it starts, see this process's stack (py-spy).
 
@@ -125,7 +127,7 @@ def let_look(pid: int, *, scope: Path = _PTRACE_SCOPE) -> None:
 
 
 class Commands:
-    """The rank's end of the control socket."""
+    """The rank's end of the control socket: one thread, asleep in a read of it."""
 
     def __init__(
         self,
@@ -227,3 +229,49 @@ class Commands:
             content = {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
         if content is not None:
             self.reply(request_id, content)
+
+
+def handlers(
+    flight_recorder: Callable[[], FlightRecorder | None],
+    progress: Callable[[], Mapping[str, Any]],
+) -> dict[str, Handler]:
+    """The handlers that need nothing of the training thread, by kind of request."""
+
+    def status(_: str, __: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {
+            "state": "done",
+            "mono_ns": time.perf_counter_ns(),
+            "wall_ns": time.time_ns(),
+            **progress(),
+        }
+
+    def stacks(_: str, __: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"state": "done", "wall_ns": time.time_ns(), "threads": thread_stacks()}
+
+    def collectives(_: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        recorder = flight_recorder()
+        if recorder is None:
+            return {"state": "refused", "reason": "the Flight Recorder is not read here"}
+        recorder.beat()
+        groups = {str(group): list(status) for group, status in recorder.status().items()}
+        path = recorder.dump() if arguments.get("entries") else None
+        return {"state": "done", "groups": groups, "path": path.name if path else None}
+
+    return {"status": status, "stacks": stacks, "collectives": collectives}
+
+
+def thread_stacks() -> list[dict[str, Any]]:
+    """What every Python thread of this process is doing.
+
+    One entry per thread, the main thread first: `name`, `main`, and `frames` from the outermost
+    to the innermost as [file, line, function]. A thread inside C shows the line that called it.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, own = threading.main_thread().ident, threading.get_ident()
+    found = []
+    for ident, stack in read_stacks(None, limit=MAX_DEPTH).items():
+        if ident != own:
+            frames = [[p[0].co_filename, line_of(p), p[0].co_name] for p in reversed(stack)]
+            found.append({"name": names.get(ident, "?"), "main": ident == main, "frames": frames})
+    found.sort(key=lambda thread: not thread["main"])
+    return found[:MAX_THREADS]

@@ -142,7 +142,10 @@ class DeviceTimer:
                 interval.missing += 1
                 continue
             sums[slot] += elapsed
-            outer = _outer_slot(interval.spans, index, start)
+            # The span around it is the next to end among those that started before. They come in
+            # the order of their ends; one that never ended (a step that raised) is not there.
+            later = interval.spans[index + 1 :]
+            outer = next((slot for slot, started, _ in later if started < start), None)
             if outer is not None:
                 sums[outer] -= elapsed
         if not interval.follows or self._lag_ns != self._lag_ns:
@@ -183,14 +186,3 @@ class DeviceTimer:
                 idle += max(at - reached - max(lag - least, 0.0), 0.0)
                 reached = max(reached, at)
         return idle, max(lags[-1] - least, 0.0)
-
-
-def _outer_slot(spans: list[tuple[int, int, int]], index: int, start: int) -> int | None:
-    """Slot of the span directly around: the next to end among those that started before.
-
-    Spans come in the order of their ends; one that never ended (a step that raised) is not there.
-    """
-    for slot, started, _ in spans[index + 1 :]:
-        if started < start:
-            return slot
-    return None

@@ -73,7 +73,11 @@ class GpuMemory:
         """A root module is called for training."""
         if self.device is None:  # only here: by now the job has chosen its device
             self.device = int(self._torch.cuda.current_device())
-            self.limit_bytes = _limit_bytes(self._torch.cuda, self.device)
+            total = int(self._torch.cuda.get_device_properties(self.device).total_memory)
+            share = 1.0  # what the job may take; torch tells a smaller one from 2.7 on
+            with contextlib.suppress(Exception):
+                share = float(self._torch.cuda.get_per_process_memory_fraction(self.device))
+            self.limit_bytes = int(total * share)
         shapes, count = input_shapes(args, kwargs, self._torch.Tensor)
         now = _now()
         larger = count > self._largest_count
@@ -202,12 +206,3 @@ def input_shapes(
             if len(shapes) == _TENSOR_LIMIT:
                 return tuple(shapes), count
     return tuple(shapes), count
-
-
-def _limit_bytes(cuda: Any, device: int) -> int:
-    """What the job may take of its device; torch tells a smaller share from 2.7 on."""
-    total = int(cuda.get_device_properties(device).total_memory)
-    share = 1.0
-    with contextlib.suppress(Exception):
-        share = float(cuda.get_per_process_memory_fraction(device))
-    return int(total * share)

@@ -60,6 +60,20 @@ def local_rank() -> int | None:
     return _integer(_LOCAL_RANK_VARIABLES)
 
 
+def process_details() -> dict[str, Any]:
+    """Who this process is, as every file that it leaves begins."""
+    rank, world = rank_and_world()
+    return {
+        "version": SCHEMA_VERSION,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rank": rank,
+        "world_size": world,
+        "local_rank": local_rank(),
+        "restart": restart(),
+    }
+
+
 def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
     """Creates this process's folder; a rank seen before gives another attempt."""
     for attempt in range(_MAX_ATTEMPTS):
@@ -73,23 +87,16 @@ def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
 
 
 def report_in(
-    paths: RankPaths, *, rank: int, attempt: int, clock: ClockAnchor, details: Mapping[str, Any]
+    paths: RankPaths, *, attempt: int, clock: ClockAnchor, details: Mapping[str, Any]
 ) -> None:
     """Writes rank.json."""
-    _, world = rank_and_world()
     write_json(
         paths.report,
         {
-            "version": SCHEMA_VERSION,
-            "rank": rank,
+            **process_details(),
             "attempt": attempt,
-            "restart": restart(),
-            "local_rank": local_rank(),
-            "world_size": world,
-            "pid": os.getpid(),
             "ppid": os.getppid(),
             "start_ticks": _start_ticks(),
-            "host": socket.gethostname(),
             "python": platform.python_version(),
             "argv": mask_command(getattr(sys, "orig_argv", sys.argv)),
             "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import CodeType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,12 +17,11 @@ from haiprof.in_job import patches
 from haiprof.in_job.collective_calls import Places, wrap_calls
 from haiprof.in_job.collectives import drop_old_flight_names
 from haiprof.in_job.collector_pauses import CollectorPauses
-from haiprof.in_job.dataloader_settings import describe_loader, wrap_iter
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.gpu_memory import GpuMemory
 from haiprof.in_job.imports import ImportWatch
-from haiprof.in_job.input_sizes import InputSizes
 from haiprof.in_job.object_numbers import Registry, RootDescriber, describe_optimizer
+from haiprof.in_job.object_settings import InputSizes, describe_loader, wrap_iter
 from haiprof.in_job.out_of_memory import OutOfMemory
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.settings import Settings
@@ -149,20 +149,16 @@ class Installer:
         self.optimizers.clear()
 
     def _settings_lines(self, last: bool) -> list[dict[str, Any]]:
-        if not last:
-            self._look_at_inputs()
-        return self._settings.take_lines(self.state.steps_so_far(), last=last)
+        """What is to be written of settings now.
 
-    def _look_at_inputs(self) -> None:
-        """Where a look is due, has the training thread's next call of a root module tell its size.
-
-        That one call takes the way through Python, as all do on a GPU.
+        Where a look at inputs is due, the training thread's next call of a root module tells its
+        size. That one call takes the way through Python, as all do on a GPU.
         """
-        state, sizes = self.state, self._sizes
-        if state.is_closed or not sizes.becomes_due():
-            return
-        if state.inputs is None and not self._watches_memory:  # which looks by itself
+        state = self.state
+        due = not last and not state.is_closed and self._sizes.becomes_due()
+        if due and state.inputs is None and not self._watches_memory:  # which looks by itself
             state.inputs, state.slow = self._look_once, True
+        return self._settings.take_lines(state.steps_so_far(), last=last)
 
     def _look_once(self, tag: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.state.inputs = self._memory_inputs  # CUDA may have started since this was put in
@@ -291,7 +287,12 @@ class Installer:
         if torch.save is original:
             torch.save = function
         for module, names in _LATE_SAVES:
-            self._imports.after(module, self._late_saves(names))
+
+            def stay(loaded: Any, names: tuple[str, ...] = names) -> None:
+                for name in filter(partial(hasattr, loaded), names):
+                    self._stay(loaded, name)
+
+            self._imports.after(module, stay)
 
     def _workers(self) -> None:
         if not self.recorder.stacks_hz:
@@ -334,14 +335,6 @@ class Installer:
         """Whether steps are what repeats: nothing trained, and nothing seems about to."""
         repeats = self.state.repeats
         return repeats.settled and not repeats.marks and (self._late or not optimizer_exists())
-
-    def _late_saves(self, names: tuple[str, ...]) -> Callable[[Any], None]:
-        def patch(module: Any) -> None:
-            for name in names:
-                if hasattr(module, name):
-                    self._stay(module, name)
-
-        return patch
 
     def _import_failed(self, name: str, error: Exception) -> None:
         line = {"type": "patch_failed", "phase": "save", "reason": f"{name}: {error}"}

@@ -1,18 +1,27 @@
-"""How the job's modules and optimizers were made, read from what they hold, beside training."""
+"""How the job's modules, optimizers and loaders were made, and how large its inputs are."""
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from haiprof.in_job.recorder import Recorder
 
 PART_LIMIT = 1500
 """Parameters and modules that are looked at: reading more would hold the interpreter for ms."""
 _LAYER_KINDS = 8
 _PLAIN = ("Tensor", "Parameter", "Buffer", "DTensor")
 """Classes of torch's own, whose sizes are known without running code of the job's."""
+_LOADER_LIMIT = 64  # that are described; a job that makes one per step is not followed further
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable")
+_OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
+_OFTEN_COUNT = 120
+"""So many looks at inputs a second apart; then one in ten seconds."""
+_now = time.perf_counter_ns
 
 
 def model_settings(module: Any) -> dict[str, Any]:
@@ -64,9 +73,87 @@ def input_line(module: Any, values: Iterable[Any]) -> dict[str, Any]:
     return {"type": "root_input", "name": type(module).__name__, "dtypes": sorted(found)}
 
 
-def number_count(values: Iterable[Any]) -> int:
-    """Numbers in the tensors that a module is called with; 0 where none can be read."""
-    return sum(each.numel() for each in _plain_tensors(values))
+def wrap_iter(original: Callable[..., Any], recorder: Recorder) -> Any:
+    """`DataLoader.__iter__` that leaves a line per loader; the job's call is made exactly once."""
+    told: set[int] = set()
+
+    @functools.wraps(original)
+    def __iter__(self: Any) -> Any:  # noqa: N807
+        if len(told) < _LOADER_LIMIT and not recorder.closed:
+            try:
+                if id(self) not in told:
+                    told.add(id(self))
+                    recorder.lines.append(describe_loader(self))
+            except Exception as error:
+                recorder.fault("dataloader", error)
+        return original(self)
+
+    return __iter__
+
+
+def describe_loader(loader: Any) -> dict[str, Any]:
+    """The line `dataloader`: as given; None what is no number."""
+    return {
+        "type": "dataloader",
+        "time_ns": _now(),
+        "workers": _integer(getattr(loader, "num_workers", None)),
+        "batch_size": _integer(getattr(loader, "batch_size", None)),
+        "persistent": getattr(loader, "persistent_workers", None) is True,
+        "prefetch": _integer(getattr(loader, "prefetch_factor", None)),
+        "dataset": type(getattr(loader, "dataset", None)).__name__,
+    }
+
+
+class InputSizes:
+    """Lines `input_size`: one where a root module's inputs have another size than before.
+
+    Steps that take longer because a curriculum gives them more are no drift, and only this tells.
+    The drain thread says when a look is due; the look is the training thread's, where it calls the
+    module, and no value is read.
+    """
+
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        self._lines = lines
+        self.restart()
+
+    def restart(self) -> None:
+        """In a forked child, which has modules of its own."""
+        self.is_due = False
+        self._last: dict[int, int] = {}
+        self._looked_ns = self._look_count = 0
+        self._is_over = False
+
+    def becomes_due(self) -> bool:
+        """Whether the next call is to be looked at; asked about once a second."""
+        pause_ns = _OFTEN_NS if self._look_count < _OFTEN_COUNT else _SELDOM_NS
+        if _now() - self._looked_ns >= pause_ns - _OFTEN_NS // 2:  # who asks is not exactly on time
+            self.is_due = not self._is_over
+        return self.is_due
+
+    def look(self, step: int, tag: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A root module is called for training; after an error there are no more looks."""
+        self.is_due = False
+        self._looked_ns, self._look_count = _now(), self._look_count + 1
+        try:
+            count = sum(t.numel() for t in _plain_tensors((*args, *kwargs.values())))
+        except Exception as error:
+            self._is_over = True
+            reason = f"{type(error).__name__}: {error}"
+            self._lines.append(
+                {"type": "settings_failed", "time_ns": self._looked_ns, "reason": reason}
+            )
+            return
+        if self._last.get(tag) != count:
+            self._last[tag] = count
+            self._lines.append(
+                {
+                    "type": "input_size",
+                    "time_ns": self._looked_ns,
+                    "step": step,
+                    "root": tag,
+                    "number_count": count,
+                }
+            )
 
 
 def _plain_tensors(values: Iterable[Any]) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -48,34 +49,31 @@ _observed = False
 _current: OutOfMemory | None = None
 
 
+@dataclass
 class OutOfMemory:
     """Describes each allocation that fails, in one file per process."""
 
-    def __init__(
-        self,
-        torch: Any,
-        run: RunPaths,
-        memory: GpuMemory,
-        *,
-        describe: Callable[[], Mapping[str, Any]],
-        phase: Callable[[], str | None],
-        training_thread: Callable[[], int],
-        modules: Callable[[], list[Any]],
-        optimizers: Callable[[], list[Any]],
-        is_foreign: Callable[[BaseException], bool],
-    ) -> None:
-        self._torch, self._run, self._memory = torch, run, memory
-        self._describe, self._phase, self._training_thread = describe, phase, training_thread
-        self._modules, self._optimizers, self._is_foreign = modules, optimizers, is_foreign
-        self._entries: deque[dict[str, Any]] = deque(maxlen=_KEPT)
-        self._count = self._snapshots = self._last_ns = 0
+    torch: Any
+    run: RunPaths
+    memory: GpuMemory
+    _: KW_ONLY
+    describe: Callable[[], Mapping[str, Any]]
+    phase: Callable[[], str | None]
+    training_thread: Callable[[], int]
+    modules: Callable[[], list[Any]]
+    optimizers: Callable[[], list[Any]]
+    is_foreign: Callable[[BaseException], bool]
+    _entries: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _count: int = 0
+    _snapshots: int = 0
+    _last_ns: int = 0
 
     def watch(self) -> None:
         """Registers this observer: torch takes one per process, and never removes it."""
         global _current, _observed
         _current = self
         if not _observed:
-            self._torch._C._cuda_attach_out_of_memory_observer(_observe)
+            self.torch._C._cuda_attach_out_of_memory_observer(_observe)
             _observed = True
 
     def note(self, device: int, requested: int, limit: int, free: int) -> None:
@@ -88,9 +86,9 @@ class OutOfMemory:
         entry: dict[str, Any] = {
             "wall_ns": time.time_ns(), "device": device, "requested_bytes": requested,
             "limit_bytes": limit, "device_free_bytes": free,
-            "step": self._describe().get("step") if self._memory.batch else None,
-            "batch": plain_shapes(self._memory.batch),
-            "largest": self._memory.largest_json(),
+            "step": self.describe().get("step") if self.memory.batch else None,
+            "batch": plain_shapes(self.memory.batch),
+            "largest": self.memory.largest_json(),
         }  # fmt: skip
         for name, part in (
             ("stats", lambda: self._counts(device)),
@@ -101,27 +99,27 @@ class OutOfMemory:
             try:
                 entry.update(part())
             except Exception as error:
-                if self._is_foreign(error):
+                if self.is_foreign(error):
                     raise
                 entry.setdefault("missing", {})[name] = f"{type(error).__name__}: {error}"[:200]
         self._entries.append(entry)
         self._write()
-        if self._memory.recorded and self._snapshots < _SNAPSHOTS:
+        if self.memory.recorded and self._snapshots < _SNAPSHOTS:
             self._snapshots += 1
             self._keep_snapshot()
             self._write()
 
     def _counts(self, device: int) -> dict[str, int]:
-        stats = self._torch.cuda.memory_stats(device)
+        stats = self.torch.cuda.memory_stats(device)
         found = {name: int(stats[key]) for name, key in _STATS.items()}
-        properties = self._torch.cuda.get_device_properties(device)
+        properties = self.torch.cuda.get_device_properties(device)
         return {**found, "device_total_bytes": int(properties.total_memory)}
 
     def _describe_position(self) -> dict[str, Any]:
         frames, module = _own_stack()
         outer = self._training_stack() if not frames else []
         stack = [*outer, *frames]
-        phase = self._phase()
+        phase = self.phase()
         if phase is None and any(f[0].endswith(_OPTIMIZER_FILE) for f in stack):
             phase = "optimizer"
         own = own_frame(stack)
@@ -134,7 +132,7 @@ class OutOfMemory:
 
     def _training_stack(self) -> list[Frame]:
         """Of the thread that trains: C++ threads of the autograd engine have no frames."""
-        thread = self._training_thread()
+        thread = self.training_thread()
         if why_not_safe():
             return []
         places = read_stacks({thread}, limit=_FRAME_LIMIT).get(thread, [])
@@ -145,8 +143,8 @@ class OutOfMemory:
         if module is None:
             return None
         kind = type(module).__name__
-        for root in self._modules():
-            for name, each in self._torch.nn.Module.named_modules(root):
+        for root in self.modules():
+            for name, each in self.torch.nn.Module.named_modules(root):
                 if each is module:
                     return f"{name} ({kind})" if name else kind
         return kind
@@ -162,14 +160,14 @@ class OutOfMemory:
         return sums
 
     def _known_tensors(self) -> Iterator[tuple[str, Any]]:
-        module = self._torch.nn.Module
-        for root in self._modules():
+        module = self.torch.nn.Module
+        for root in self.modules():
             for parameter in module.parameters(root):
                 yield "parameters", parameter
                 yield "gradients", parameter.grad
             for buffer in module.buffers(root):
                 yield "buffers", buffer
-        for optimizer in self._optimizers():
+        for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield "parameters", parameter
@@ -183,15 +181,15 @@ class OutOfMemory:
 
         Pools of CUDA graphs and of the other size are left out, which could not serve the request.
         """
-        if self._memory.history_is_the_jobs():
+        if self.memory.history_is_the_jobs():
             raise ValueError("the job records the allocator's history itself, of any length")
-        if self._torch.cuda.is_current_stream_capturing():
+        if self.torch.cuda.is_current_stream_capturing():
             raise ValueError("a CUDA graph is captured, whose memory is a pool of its own")
-        stream = self._torch._C._cuda_getCurrentRawStream(device)
+        stream = self.torch._C._cuda_getCurrentRawStream(device)
         pool = "small" if requested <= _SMALL_BYTES else "large"
         free: list[int] = []
         private = count = 0
-        for segment in self._torch.cuda.memory_snapshot():
+        for segment in self.torch.cuda.memory_snapshot():
             if segment["device"] != device:
                 continue
             count += 1
@@ -207,11 +205,11 @@ class OutOfMemory:
     def _keep_snapshot(self) -> None:
         """The allocator's state and history as torch writes it, for its own viewer; the newest."""
         entry = self._entries[-1]
-        path = self._run.memory_snapshot(socket.gethostname(), os.getpid())
+        path = self.run.memory_snapshot(socket.gethostname(), os.getpid())
         try:
-            content = pickle.dumps(self._torch.cuda.memory._snapshot())
+            content = pickle.dumps(self.torch.cuda.memory._snapshot())
         except Exception as error:
-            if self._is_foreign(error):
+            if self.is_foreign(error):
                 raise
             entry.setdefault("missing", {})["snapshot"] = f"{type(error).__name__}: {error}"[:200]
             return
@@ -219,7 +217,7 @@ class OutOfMemory:
 
         def write() -> None:
             with contextlib.suppress(OSError):
-                write_file(path, content, below=self._run.root)
+                write_file(path, content, below=self.run.root)
                 written.append(True)
 
         call_within(SNAPSHOT_WAIT_S, write)
@@ -229,10 +227,10 @@ class OutOfMemory:
     def _write(self) -> None:
         content = {
             "version": SCHEMA_VERSION, "host": socket.gethostname(), "pid": os.getpid(),
-            "rank": named_rank(), "restart": restart(), **self._describe(),
+            "rank": named_rank(), "restart": restart(), **self.describe(),
             "count": self._count, "failed": list(self._entries),
         }  # fmt: skip
-        call_within(WRITE_WAIT_S, _write_json, self._run, content)
+        call_within(WRITE_WAIT_S, _write_json, self.run, content)
 
 
 def _write_json(run: RunPaths, content: Mapping[str, Any]) -> None:
@@ -254,7 +252,7 @@ def _observe(device: int, requested: int, limit: int, free: int) -> None:
     try:
         ours.note(device, requested, limit, free)
     except Exception as error:
-        if ours._is_foreign(error):
+        if ours.is_foreign(error):
             raise
 
 

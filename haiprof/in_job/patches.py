@@ -57,21 +57,9 @@ class State(Gate):
     """What the wrappers share: the owner thread, and whether a span is open in it."""
 
     __slots__ = (
-        "begin",
-        "counts_all",
-        "device",
-        "find_device",
-        "inputs",
-        "inside",
-        "is_tracing",
-        "recorder",
-        "repeats",
-        "stepped",
-        "steps_before",
-        "successor",
-        "trains",
-        "watch",
-    )
+        "begin", "counts_all", "device", "find_device", "inputs", "inside", "is_tracing",
+        "recorder", "repeats", "stepped", "steps_before", "successor", "trains", "watch",
+    )  # fmt: skip
 
     def __init__(self, recorder: Recorder, is_tracing: Callable[[], bool]) -> None:
         self.recorder = recorder
@@ -93,7 +81,7 @@ class State(Gate):
         self.successor: State | None = None
         """What that installation's wrappers share."""
         self.device: DeviceTimer | None = None
-        self.find_device: Callable[[], DeviceTimer | None] = _no_device
+        self.find_device: Callable[[], DeviceTimer | None] = lambda: None
         self.slow = True
         """Whether a span needs more than two times: until an optimizer has stepped, with a GPU,
         where memory is watched, and while a trace window is planned."""
@@ -101,7 +89,7 @@ class State(Gate):
         """What stands for steps until then."""
         self.stepped = False
         """Whether an optimizer has stepped."""
-        self.trains: Callable[[], None] = _do_nothing
+        self.trains: Callable[[], None] = lambda: None
         """Called at the first backward pass or optimizer step."""
         self.inside: frozenset[CodeType] = frozenset()
         """Code that runs within a span: where hooks put in late must not begin."""
@@ -573,14 +561,6 @@ def step_marker(state: State) -> Callable[[], None]:
             recorder.fault("step", error)
 
     return mark
-
-
-def _do_nothing() -> None:
-    return None
-
-
-def _no_device() -> DeviceTimer | None:
-    return None
 
 
 def _compiler_is_tracing() -> bool:

@@ -16,12 +16,11 @@ from typing import Any
 from haiprof.base.descriptors import Descriptor
 from haiprof.base.safe_files import open_to_append
 from haiprof.in_job.collectives import collective_timeout_ns
-from haiprof.in_job.commands import Commands
+from haiprof.in_job.commands import Commands, handlers
 from haiprof.in_job.files import RankFiles
 from haiprof.in_job.identity import has_process_group, torch_facts
 from haiprof.in_job.installed import Installed
 from haiprof.in_job.recording_window import RecordingWindow
-from haiprof.in_job.replies import handlers
 from haiprof.in_job.spans import RingMemory, make_spans
 from haiprof.in_job.stack_sampler import StackSampler, stack_rate, why_not_sampled
 from haiprof.in_job.stack_tree import take_all
@@ -244,7 +243,10 @@ class Recorder:
             with self.installing:  # a job that trains already steps on meanwhile
                 pass
             try:
-                self._open_files()  # also of a hook that has broken meanwhile, and has to say so
+                # Also of a hook that has broken meanwhile, and has to say so.
+                self._files = files = RankFiles(self.run, self.phases, self._facts)
+                files.event_ns, files.module_call_ns = self.installed.calibrate()
+                self._listen(files)
             except Exception as error:
                 self.fault("drain", error)
             while not self.closed:
@@ -268,12 +270,6 @@ class Recorder:
         self.installing = _thread.allocate_lock()  # held until all wrappers are in place
         self._wake = _thread.allocate_lock()  # held while the thread is to sleep
         self._ended = _thread.allocate_lock()  # held by the thread
-
-    def _open_files(self) -> None:
-        """Claims the rank's folder and reports in: no part of the cost per step."""
-        self._files = files = RankFiles(self.run, self.phases, self._facts)
-        files.event_ns, files.module_call_ns = self.installed.calibrate()
-        self._listen(files)
 
     def _drain(self) -> None:
         """Moves the buffer's whole spans to the file; ends the recording when its time is up."""
@@ -450,16 +446,13 @@ class Recorder:
         self._shown_ns, self._paced = 0, (0, 0)
         self.spans.detach()
         self.spans.clear()
-        self._forget_ring()
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
         self.lines.clear()
         self.device_records.clear()
         self._window = self._window.fresh()
         self.installed.restart_in_fork()
-
-    def _forget_ring(self) -> None:
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            ring.close()
 
 
 def is_foreign(error: BaseException) -> bool:

@@ -91,7 +91,7 @@ class RecordingWindow:
             self.started_ns = opens_ns
         elif index is not None:
             self.started_ns = (batch[index - 1] if index else batch[0]) >> TAG_BITS
-        self.steps_before += _step_count(batch[:index])
+        self.steps_before += sum(word & TAG_MASK == OPTIMIZER for word in batch[:index:2])
         return array("q") if index is None else batch[index:]
 
     def _close(self, batch: array[int], closes_ns: int, now_ns: int) -> tuple[array[int], bool]:
@@ -141,7 +141,3 @@ def _first_training_ns(batch: array[int]) -> int | None:
         if word & TAG_MASK in (BACKWARD, OPTIMIZER):
             return word >> TAG_BITS
     return None
-
-
-def _step_count(batch: array[int]) -> int:
-    return sum(1 for word in batch[::2] if word & TAG_MASK == OPTIMIZER)

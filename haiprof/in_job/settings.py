@@ -11,9 +11,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from haiprof.in_job.control_group import cpu_limit_cores, memory_limit_bytes
+from haiprof.in_job.identity import has_process_group
 from haiprof.in_job.object_settings import model_settings, optimizer_settings
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.setting_lines import SEEN, SETTINGS
@@ -25,21 +27,18 @@ _OBJECT_LIMIT = 8
 _now = time.perf_counter_ns
 
 
+@dataclass
 class Settings:
     """The line `settings`, and the counts of what is switched on and off."""
 
-    def __init__(
-        self,
-        models: Callable[[], Iterable[Any]],
-        optimizers: Callable[[], Iterable[Any]],
-        *,
-        own_profiler: Callable[[], bool],
-        collected: Callable[[], tuple[int, int]],
-    ) -> None:
-        self._models = models
-        self._optimizers = optimizers
-        self._own_profiler = own_profiler
-        self._collected = collected
+    models: Callable[[], Iterable[Any]]
+    optimizers: Callable[[], Iterable[Any]]
+    _: KW_ONLY
+    own_profiler: Callable[[], bool]
+    collected: Callable[[], tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        """Begins with nothing seen."""
         self._is_over = False
         self.restart()
 
@@ -87,11 +86,11 @@ class Settings:
             "memory_limit_bytes": read("memory_limit_bytes", memory_limit_bytes),
             "models": [
                 read("model", lambda m=model: model_settings(m))  # type: ignore[misc]
-                for model in list(self._models())[:_OBJECT_LIMIT]
+                for model in list(self.models())[:_OBJECT_LIMIT]
             ],
             "optimizers": [
                 read("optimizer", lambda o=optimizer: optimizer_settings(o))  # type: ignore[misc]
-                for optimizer in list(self._optimizers())[:_OBJECT_LIMIT]
+                for optimizer in list(self.optimizers())[:_OBJECT_LIMIT]
             ],
         }
         parts["flags"]["profiler"] = self._profiles()
@@ -106,12 +105,12 @@ class Settings:
         counts["look"] += 1
         counts["anomaly"] += _flag("is_anomaly_enabled")() is True
         counts["profiler"] += self._profiles()
-        if _is_distributed():  # else the job's objects are left alone
-            counts["no_sync"] += any(_is_unsynchronised(model) for model in self._models())
+        if has_process_group():  # else the job's objects are left alone
+            counts["no_sync"] += any(_is_unsynchronised(model) for model in self.models())
 
     def seen_line(self) -> dict[str, Any]:
         """The counts so far; see `run_format.setting_lines.SEEN_FIELDS`."""
-        count, spent_ns = self._collected()
+        count, spent_ns = self.collected()
         return {
             "type": SEEN,
             "time_ns": _now(),
@@ -122,8 +121,8 @@ class Settings:
 
     def _profiles(self) -> bool:
         """torch.profiler and torch.autograd.profiler say so in the same place."""
-        module = sys.modules.get("torch.autograd.profiler")
-        return getattr(module, "_is_profiler_enabled", False) is True and not self._own_profiler()
+        is_on = _value("torch.autograd.profiler", "_is_profiler_enabled")
+        return is_on is True and not self.own_profiler()
 
 
 def _is_unsynchronised(model: Any) -> bool:
@@ -132,24 +131,25 @@ def _is_unsynchronised(model: Any) -> bool:
     return vars(inner).get("require_backward_grad_sync") is False
 
 
+def _value(module: str, name: str) -> Any:
+    """What a module has under a name; None where the job has not loaded the module."""
+    return getattr(sys.modules.get(module), name, None)
+
+
 def _flag(name: str) -> Callable[[], Any]:
     """A function of torch, or of a module in it that the job has loaded."""
     module, _, function = f"torch.{name}".rpartition(".")
 
     def read() -> Any:
-        found = getattr(sys.modules.get(module), function, None)
+        found = _value(module, function)
         return found() if found is not None else None
 
     return read
 
 
-def _default_dtype() -> str:
-    return str(_flag("get_default_dtype")()).removeprefix("torch.")
-
-
 def _tf32_matmul() -> str | None:
     """Asked where no warning comes from: `allow_tf32` complains of jobs that use the newer name."""
-    getter = getattr(sys.modules.get("torch._C"), "_get_fp32_precision_getter", None)
+    getter = _value("torch._C", "_get_fp32_precision_getter")
     if getter is None:
         return {True: "tf32", False: "ieee"}.get(_flag("_C._get_cublas_allow_tf32")())
     return str(getter("cuda", "matmul"))
@@ -170,30 +170,6 @@ def _capability() -> str | None:
     return ".".join(map(str, module.get_device_capability()))
 
 
-def _backend() -> str | None:
-    return str(_flag("distributed.get_backend")()) if _is_distributed() else None
-
-
-def _debug_level() -> str | None:
-    level = _flag("distributed.get_debug_level")() if _is_distributed() else None
-    return getattr(level, "name", None)
-
-
-def _is_distributed() -> bool:
-    module: Any = sys.modules.get("torch.distributed")
-    return module is not None and module.is_available() and module.is_initialized()
-
-
-def _fills() -> bool | None:
-    module = sys.modules.get("torch.utils.deterministic")
-    return getattr(module, "fill_uninitialized_memory", None)
-
-
-def _traces_memory() -> bool:
-    module: Any = sys.modules.get("tracemalloc")
-    return module is not None and bool(module.is_tracing())
-
-
 def _collector() -> Mapping[str, Any]:
     return {
         "enabled": gc.isenabled(),
@@ -205,7 +181,7 @@ def _collector() -> Mapping[str, Any]:
 _FLAGS: Mapping[str, Callable[[], Any]] = {
     "anomaly": _flag("is_anomaly_enabled"),
     "deterministic": _flag("are_deterministic_algorithms_enabled"),
-    "deterministic_fill": _fills,
+    "deterministic_fill": lambda: _value("torch.utils.deterministic", "fill_uninitialized_memory"),
     "cudnn_enabled": _flag("_C._get_cudnn_enabled"),
     "cudnn_benchmark": _flag("_C._get_cudnn_benchmark"),
     "cudnn_deterministic": _flag("_C._get_cudnn_deterministic"),
@@ -213,11 +189,15 @@ _FLAGS: Mapping[str, Callable[[], Any]] = {
     "matmul_precision": _precision,
     "tf32_matmul": _tf32_matmul,
     "compute_capability": _capability,
-    "default_dtype": _default_dtype,
+    "default_dtype": lambda: str(_flag("get_default_dtype")()).removeprefix("torch."),
     "interop_threads": _flag("get_num_interop_threads"),
-    "tracemalloc": _traces_memory,
+    "tracemalloc": lambda: bool((_value("tracemalloc", "is_tracing") or bool)()),
     "developer_mode": lambda: sys.flags.dev_mode,
-    "backend": _backend,
-    "distributed_debug": _debug_level,
+    "backend": lambda: str(_flag("distributed.get_backend")()) if has_process_group() else None,
+    "distributed_debug": lambda: (
+        getattr(_flag("distributed.get_debug_level")(), "name", None)
+        if has_process_group()
+        else None
+    ),
 }
 """Every switch but `profiler`, by its name in `run_format.setting_lines.FLAGS`."""

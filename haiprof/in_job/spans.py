@@ -16,7 +16,7 @@ import struct
 import time
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from haiprof.base.descriptors import Descriptor
 from haiprof.in_job.threads import hold_size_signal
@@ -45,37 +45,11 @@ else:
 _now = time.perf_counter_ns
 
 
-class Spans(Protocol):
-    """Takes spans on the job's threads. Each call is whole under the interpreter lock."""
-
-    def begin(self, code: int) -> int:
-        """A span of that kind begins; the time in ns."""
-
-    def end(self, start_ns: int, code: int) -> int:
-        """It is over, and is put in; the time in ns."""
-
-    def put(self, start_ns: int, end_ns: int, code: int) -> None:
-        """Puts in one that was not announced."""
-
-    def take(self) -> bytes:
-        """All since the last time, as in phases.rec."""
-
-    def clear(self) -> None:
-        """Forgets what is in the buffer."""
-
-    def attach(self, address: int) -> None:
-        """From now on into the ring at that address, too, and what is in the buffer now."""
-
-    def detach(self) -> None:
-        """No longer into the ring: in a forked child it is the parent's."""
-
-    def __len__(self) -> int:
-        """Spans in the buffer."""
-
-
-def make_spans() -> Spans:
+def make_spans() -> SpanBuffer:
     """The compiled one where there is one that this interpreter can load, else the plain one."""
-    return SpanBuffer() if _compiled is None else _compiled.SpanBuffer()
+    made: Any = SpanBuffer if _compiled is None else _compiled.SpanBuffer
+    found: SpanBuffer = made()
+    return found
 
 
 def time_call(
@@ -84,7 +58,7 @@ def time_call(
     *others: Any,
     wrapper: Callable[..., Any],
     gate: Any,
-    spans: Spans,
+    spans: SpanBuffer,
 ) -> Callable[..., Any]:
     """What takes spans of a function: `wrapper`, or its compiled form that calls it when needed."""
     if _compiled is None or not isinstance(spans, _compiled.SpanBuffer):
@@ -96,7 +70,7 @@ def time_call(
 
 
 def step_ends(
-    gate: Any, spans: Spans, entries: dict[int, Any]
+    gate: Any, spans: SpanBuffer, entries: dict[int, Any]
 ) -> tuple[Callable[[], int], Callable[[Any, int], bool]]:
     """Both ends of an optimizer's step, compiled; 0 and False where Python is to do it.
 
@@ -121,7 +95,10 @@ class _PlainGate:
 
 
 class SpanBuffer:
-    """The plain one: a list of numbers, which costs least between the job's own work."""
+    """Takes spans on the job's threads. Each call is whole under the interpreter lock.
+
+    This is the plain one: a list of numbers, which costs least between the job's own work.
+    """
 
     def __init__(self) -> None:
         self._words: list[int] = []  # start ns, end ns, kind | tag << TAG_BITS
@@ -133,26 +110,26 @@ class SpanBuffer:
         self._numbers = itertools.count()
 
     def begin(self, code: int) -> int:
-        """As `Spans` has it."""
+        """A span of that kind begins; the time in ns."""
         start = _now()
         self._header[ring.OPEN + (code & _OPEN_MASK)] = start
         return start
 
     def end(self, start_ns: int, code: int) -> int:
-        """As `Spans` has it."""
+        """It is over, and is put in; the time in ns."""
         end = _now()
         self.put(start_ns, end, code)
         self._header[_OPEN_WORD[code & _OPEN_MASK]] = 0
         return end
 
     def put(self, start_ns: int, end_ns: int, code: int) -> None:
-        """As `Spans` has it."""
+        """Puts in one that was not announced."""
         self._words.extend((start_ns, end_ns, code))
         kind = code & TAG_MASK
         if kind == OPTIMIZER:
             self._header[ring.STEPS] += 1
         if self._ring is not None:
-            number = next(self._numbers)  # as pack_span does; a call of it costs more than it does
+            number = next(self._numbers)  # packed here: a call costs more than it does
             _pack_record(
                 self._ring, _FIRST_BYTE + (number & _SLOT_MASK) * _RECORD_BYTES,
                 start_ns << TAG_BITS | kind, end_ns << TAG_BITS | code >> TAG_BITS,
@@ -160,18 +137,18 @@ class SpanBuffer:
             self._header[ring.COUNT] = number + 1
 
     def take(self) -> bytes:
-        """As `Spans` has it; called on the drain thread, while others put in."""
+        """All since the last time, as in phases.rec; on the drain thread, while others put in."""
         count = len(self._words) // 3 * 3
         words = self._words[:count]
         del self._words[:count]
         return _pack_words(words)
 
     def clear(self) -> None:
-        """As `Spans` has it."""
+        """Forgets what is in the buffer."""
         self._words.clear()
 
     def attach(self, address: int) -> None:
-        """As `Spans` has it."""
+        """From now on into the ring at that address, too, and what is in the buffer now."""
         before, waiting = self._header, _pack_words(self._words)[-ring.RING_BYTES // 2 :]
         shared = memoryview((ctypes.c_char * ring.RING_BYTES).from_address(address)).cast("B")
         header = shared.cast("q")
@@ -183,17 +160,12 @@ class SpanBuffer:
         self._ring, self._header = shared, header
 
     def detach(self) -> None:
-        """As `Spans` has it."""
+        """No longer into the ring: in a forked child it is the parent's."""
         self._make_header()
 
     def __len__(self) -> int:
-        """As `Spans` has it."""
+        """Spans in the buffer."""
         return len(self._words) // 3
-
-
-def pack_span(start_ns: int, end_ns: int, code: int) -> tuple[int, int]:
-    """The two words of a record (schema.PHASES)."""
-    return start_ns << TAG_BITS | code & TAG_MASK, end_ns << TAG_BITS | code >> TAG_BITS
 
 
 def _pack_words(words: list[int]) -> bytes:

@@ -233,7 +233,8 @@ class StackSampler:
         """Has samples taken until a time, or until others are to be looked at; says how many."""
         ident = self._thread()
         main = threading.main_thread().ident
-        number = os.getpid() if ident == main else _native_id(ident)
+        thread = getattr(threading, "_active", {}).get(ident)
+        number = os.getpid() if ident == main else getattr(thread, "native_id", None) or 0
         returns_ns = self._looked_ns + OTHERS_NS // 5
         pause_ns = self.pause_ns()
         return compiled.sample(ident, ident == main, number, pause_ns, ends_ns, returns_ns) or 0
@@ -289,15 +290,14 @@ class StackSampler:
 
     def _run(self) -> None:
         try:
-            while self.sample_until(self._slice_ns()):
+            while self.sample_until(
+                min(max(SLICE_NS, SLICE_SAMPLES * self.pause_ns()), MOST_SLICE_NS)
+            ):
                 continue
         except Exception as error:  # the recording goes on without it
             self._note({"type": "stacks_failed", "reason": f"{type(error).__name__}: {error}"})
         finally:
             self._ended.release()
-
-    def _slice_ns(self) -> int:
-        return min(max(SLICE_NS, SLICE_SAMPLES * self.pause_ns()), MOST_SLICE_NS)
 
     def pause_ns(self) -> int:
         """To the next sample, in the mean: by the age of the run, and by what a sample takes."""
@@ -358,11 +358,6 @@ def library_folders() -> list[str]:
     """Folders of installed code."""
     files = (os.__file__, getattr(sys.modules.get("torch"), "__file__", None))
     return [os.path.dirname(file) for file in files if file]
-
-
-def _native_id(ident: int) -> int:
-    """The kernel's number of a thread; 0 where it is not known."""
-    return getattr(getattr(threading, "_active", {}).get(ident), "native_id", None) or 0
 
 
 def _thread_cpu_ns(native_id: int | None) -> int | None:

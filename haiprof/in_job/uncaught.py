@@ -16,15 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from haiprof.base.safe_files import make_folder, write_file
-from haiprof.in_job.identity import local_rank, named_rank, rank_and_world, restart
-from haiprof.in_job.terminate import watch_terminate
+from haiprof.in_job.identity import named_rank, process_details
 from haiprof.in_job.threads import call_within
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.stack_frames import Frame, own_frame
 
@@ -61,13 +60,27 @@ class Uncaught:
 
         What ends the process from native code is written down, too, where that can be had.
         """
-        watch_terminate(self._run.uncaught)
+        _watch_terminate(self._run.uncaught)
         with contextlib.suppress(OSError):
             self._reserve = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
-        if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = self._hook(sys.__excepthook__)
-        if threading.excepthook is threading.__excepthook__:
-            threading.excepthook = self._thread_hook(threading.__excepthook__)
+        default, thread_default = sys.__excepthook__, threading.__excepthook__
+
+        def excepthook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            self._note("exception", error)
+            default(kind, error, traceback)
+
+        def thread_excepthook(arguments: Any) -> None:
+            if isinstance(arguments.exc_value, BaseException):
+                name = getattr(arguments.thread, "name", None)
+                self._note("thread", arguments.exc_value, thread=str(name))
+            thread_default(arguments)
+
+        if sys.excepthook is default:
+            sys.excepthook = excepthook
+        if threading.excepthook is thread_default:
+            threading.excepthook = thread_excepthook
         util = sys.modules.get("multiprocessing.util")
         if util is not None:  # its children print by themselves, and end without atexit
             util.register_after_fork(self, _finish_with_child)
@@ -81,24 +94,6 @@ class Uncaught:
             self._note("exit" if isinstance(error, SystemExit) else "exception", error)
         elif self._unwritten is not None:  # by now its frames have let go of their memory
             call_within(WRITE_WAIT_S, self._write, *self._unwritten, or_here=True)
-
-    def _hook(self, default: Callable[..., None]) -> Callable[..., None]:
-        def excepthook(
-            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-        ) -> None:
-            self._note("exception", error)
-            default(kind, error, traceback)
-
-        return excepthook
-
-    def _thread_hook(self, default: Callable[..., object]) -> Callable[..., None]:
-        def excepthook(arguments: Any) -> None:
-            if isinstance(arguments.exc_value, BaseException):
-                name = getattr(arguments.thread, "name", None)
-                self._note("thread", arguments.exc_value, thread=str(name))
-            default(arguments)
-
-        return excepthook
 
     def _note(self, how: str, error: BaseException, *, thread: str | None = None) -> None:
         """Keeps one exception and writes the file anew; whatever fails here, the job's end goes on.
@@ -125,11 +120,20 @@ class Uncaught:
 
     def _write(self, entry: dict[str, Any], error: BaseException) -> None:
         try:
+            import json
+
             noted = [*self._noted, {**entry, "errors": [*_describe_chain(error)]}]
-            content = {**_who(), **self._describe(), "ended": noted}
+            worker = sys.modules.get("torch.utils.data._utils.worker")
+            content = {
+                **process_details(),
+                "rank": named_rank(),
+                "loader_worker": getattr(worker, "_worker_info", None) is not None,
+                **self._describe(),
+                "ended": noted,
+            }
             path = self._run.uncaught_file(socket.gethostname(), os.getpid())
             make_folder(path.parent, below=self._run.root)
-            write_file(path, _encode(content), below=self._run.root)
+            write_file(path, json.dumps(content).encode(), below=self._run.root)
         except Exception:
             return
         self._noted, self._unwritten = noted, None
@@ -141,32 +145,27 @@ class Uncaught:
             self._unwritten = None
 
 
+def _watch_terminate(folder: Path) -> None:
+    """Has C++ exceptions that end this process written down (terminate.cpp), where it was compiled.
+
+    Its handler goes before the one of std::terminate, which is called after it. Called once torch
+    is loaded: the helper then uses the same C++ runtime as torch does.
+    """
+    library = next(iter(sorted(Path(__file__).parent.glob("_terminate*.so"))), None)
+    # Built for another machine, or from another source; a name that is none.
+    with contextlib.suppress(ImportError, OSError, AttributeError, ValueError):
+        if library is not None:
+            import ctypes
+
+            watch = ctypes.CDLL(str(library)).haiprof_watch_terminate
+            watch(os.fsencode(folder), os.fsencode(socket.gethostname()))
+
+
 def _finish_with_child(uncaught: Uncaught) -> None:
     """In a child of multiprocessing, as it begins."""
     from multiprocessing.util import Finalize
 
     Finalize(None, uncaught.finish, exitpriority=0)
-
-
-def _encode(content: Mapping[str, Any]) -> bytes:
-    import json
-
-    return json.dumps(content).encode()
-
-
-def _who() -> dict[str, Any]:
-    rank, world = rank_and_world()
-    worker = sys.modules.get("torch.utils.data._utils.worker")
-    return {
-        "version": SCHEMA_VERSION,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "rank": rank if named_rank() is not None else None,
-        "world_size": world,
-        "local_rank": local_rank(),
-        "restart": restart(),
-        "loader_worker": getattr(worker, "_worker_info", None) is not None,
-    }
 
 
 def _describe_chain(error: BaseException) -> Iterator[dict[str, Any]]:

@@ -78,7 +78,10 @@ class WorkerSampler:
         self._hz = recorder.stacks_hz
         self._until = until
         self._sampler = StackSampler(lambda: ident, hz=self._hz, note=_forget, until=until)
-        self._parent = _parent_pid()
+        process = sys.modules.get("multiprocessing.process")
+        parent = process.parent_process() if process is not None else None
+        self._parent = None if parent is None else parent.pid
+        """The process that made this worker, also where another one forked it (forkserver)."""
         self._worker: int | None = None
         self._paths: RankPaths | None = None
         self._writer: LineWriter | None = None
@@ -165,13 +168,6 @@ def _pid_of(paths: RankPaths) -> tuple[object, object] | None:
         return content.get("pid"), content.get("host")
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _parent_pid() -> int | None:
-    """The process that made this worker, also where another one forked it (forkserver)."""
-    process = sys.modules.get("multiprocessing.process")
-    parent = process.parent_process() if process is not None else None
-    return None if parent is None else parent.pid
 
 
 def _forget(_: dict[str, Any]) -> None:

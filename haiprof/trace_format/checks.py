@@ -67,12 +67,6 @@ def without_far_from_host(gpu: pl.DataFrame, host: tuple[int, int] | None) -> pl
     return gpu[first:last] if 0 < far <= max(1, _FAR_SHARE * count) else gpu
 
 
-def far_finding(counts: Mapping[str, int]) -> Finding | None:
-    """What is said of events that `without_far` and `without_far_from_host` left out."""
-    what, effect = "far in time from all others", "left out of all answers"
-    return _event_finding(counts, "far_timestamps", what=what, effect=effect)
-
-
 def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
     """Events by start, each once."""
     starts, durations = events["ts_ns"].to_numpy(), events["dur_ns"].to_numpy()
@@ -84,11 +78,6 @@ def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
     again = rows.filter(~rows.select(pl.exclude("event")).is_unique())
     later = again.filter(~pl.struct(pl.exclude("event")).is_first_distinct())
     return events.join(later.select("event"), on="event", how="anti") if len(later) else events
-
-
-def duplicate_finding(counts: Mapping[str, int]) -> Finding | None:
-    """What is said of events that `without_duplicates` left out."""
-    return _event_finding(counts, "duplicate_events", what="recorded twice", effect="counted once")
 
 
 def _event_finding(
@@ -349,8 +338,14 @@ def all_findings(
 ) -> tuple[Finding, ...]:
     """What was found of one trace."""
     counts = {table.name: table.far_count for table in tables}
-    far = far_finding(counts | {"gpu": counts.get("gpu", 0) + device.far_count})
-    twice = duplicate_finding({table.name: table.duplicate_count for table in tables})
+    far = _event_finding(
+        counts | {"gpu": counts.get("gpu", 0) + device.far_count}, "far_timestamps",
+        what="far in time from all others", effect="left out of all answers",
+    )  # fmt: skip
+    twice = _event_finding(
+        {table.name: table.duplicate_count for table in tables}, "duplicate_events",
+        what="recorded twice", effect="counted once",
+    )  # fmt: skip
     read = [
         Finding(
             check="damaged_file",

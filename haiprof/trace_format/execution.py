@@ -255,11 +255,6 @@ class ExecutionTrace:
     """By number; columns are `NODE_SCHEMA`."""
     report: ExecutionReport
 
-    @property
-    def is_linked(self) -> bool:
-        """Whether its nodes have times."""
-        return bool(self.nodes["ts_ns"].is_not_null().any())
-
 
 def load_execution_trace(path: Path) -> ExecutionTrace:
     """Reads an execution trace, plain or gzip, linked or not."""
@@ -277,13 +272,14 @@ def load_execution_trace(path: Path) -> ExecutionTrace:
             hint="an execution trace is whole only after the observer was stopped",
         ) from None
     frame = _frame(records)
-    nodes, repeated = _number_rows(frame)
-    nodes, orphans, cycles = _resolve_parents(nodes)
+    known = frame.drop_nulls("node")
+    once = known.unique("node", keep="first", maintain_order=True).sort("node")
+    nodes, orphans, cycles = _resolve_parents(once)
     report = ExecutionReport(
         path=str(path),
         node_count=len(nodes),
         lost_count=lost + frame["node"].null_count(),
-        repeated_count=repeated,
+        repeated_count=len(known) - len(once),
         orphan_count=orphans,
         cycle_count=cycles,
     )
@@ -373,12 +369,6 @@ def _ns(micros: object) -> int | None:
     return round(micros * 1000) if known else None  # type: ignore[operator]
 
 
-def _number_rows(frame: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    known = frame.drop_nulls("node")
-    once = known.unique("node", keep="first", maintain_order=True).sort("node")
-    return once, len(known) - len(once)
-
-
 def _resolve_parents(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
     """Nodes without orphaned or circular parents, and how many had such parents."""
     numbers = nodes["node"].to_numpy()
@@ -397,14 +387,9 @@ def _resolve_parents(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
     return (
         nodes.with_columns(parent.alias("parent")),
         orphans,
-        int(np.count_nonzero(circle & ~_self(above, root))),
+        # The process's root is its own parent.
+        int(np.count_nonzero(circle & ~(root & (above == np.arange(len(above)))))),
     )
-
-
-def _self(above: npt.NDArray[np.int64], root: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """The process's root, which is its own parent."""
-    own: npt.NDArray[np.bool_] = root & (above == np.arange(len(above)))
-    return own
 
 
 def _circles(above: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -420,10 +405,6 @@ def _circles(above: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
 SCHEMA = "1.1.1-chakra.0.0.4"
 """The schema that is written: mlc-chakra 1.0.0 reads no later one."""
 _TYPES = dict.fromkeys(ATTRIBUTE_NAMES, "uint64") | {"seq_id": "int64", "op_schema": "string"}
-_COLUMNS = {
-    "rf_id": "record_function_id", "fw_parent": "forward_parent", "seq_id": "sequence_number",
-    "scope": "scope", "tid": "tid", "fw_tid": "forward_tid", "op_schema": "op_schema",
-}  # fmt: skip
 _EXACT = ("ts_ns", "dur_ns", "self_ns", "host_tid", "linked_by", "device", "bytes")
 _EMPTY: dict[str, Any] = {"op_schema": "", "seq_id": -1}
 
@@ -468,8 +449,7 @@ def _node(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(row: dict[str, Any], direction: str) -> dict[str, msgspec.Raw]:
-    parts = ("values", "shapes", "types", "strides")
-    return {part: msgspec.Raw((row[f"{direction}_{part}"] or "[]").encode()) for part in parts}
+    return {part: msgspec.Raw((row[f"{direction}_{part}"] or "[]").encode()) for part in _PARTS}
 
 
 def _attributes(row: dict[str, Any]) -> object:
@@ -478,8 +458,9 @@ def _attributes(row: dict[str, Any]) -> object:
         return msgspec.Raw(row["attributes"].encode())
     return [
         {"name": name, "type": _TYPES[name],
-         "value": _EMPTY.get(name, 0) if row[column] is None else row[column]}
-        for name, column in _COLUMNS.items()
+         "value": _EMPTY.get(name, 0) if value is None else value}
+        for name in ATTRIBUTE_NAMES
+        for value in (row[_COLUMN_OF_ATTRIBUTE[name]],)
     ]  # fmt: skip
 
 

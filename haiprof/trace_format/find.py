@@ -31,9 +31,9 @@ _RANK_IN_NAME = re.compile(
 )
 _NUMBER = re.compile(r"\d+")
 MERGED_KEY = "haiprof_merge"
+"""Metadata of a trace that `haiprof export --to merged` wrote: all ranks in one."""
 COPY_KEY = "haiprof_copy"
 """Begins a trace that haiprof wrote anew with more or less in it: it is not another rank."""
-"""Metadata of a trace that `haiprof export --to merged` wrote: all ranks in one."""
 
 _NUMBERS = ("pid", "rank")
 _NO_RANK = 1 << 31

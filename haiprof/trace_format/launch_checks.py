@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,11 +57,6 @@ class Finding:
     def line(self) -> str:
         """Both texts, for people."""
         return f"{self.text}: {self.effect}"
-
-
-def faults_of(findings: Iterable[Finding], answer: str) -> list[Finding]:
-    """The faults that an answer rests on."""
-    return [each for each in findings if each.is_fault and answer in each.answers]
 
 
 def milliseconds(ns: float) -> str:
@@ -242,15 +236,6 @@ def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Missing:
-    captured: pl.DataFrame
-    whole_captures: bool
-    """Whether every capture with such calls is in the trace from its beginning to its end."""
-    tail: pl.DataFrame
-    middle: pl.DataFrame
-
-
 def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
     """Launches without a kernel: captured into a graph, after the last record, or lost."""
     runtime = runtime.select("correlation", "ts_ns", "dur_ns", "tid", "name")
@@ -260,9 +245,48 @@ def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
         return []
     # A runtime call may have the driver's inside it with an id of its own, which has no kernel.
     alone = alone.filter(~_inside_call(alone, launches))
-    parts = _sorted_out(alone, launches, gpu, runtime)
-    found = (_find_captures(parts), _tail(parts, launches), _find_lost(parts, launches))
-    return [each for each in found if each is not None]
+    inside, begun = _in_capture(alone, runtime)
+    captured, rest = int(inside.sum()), alone.filter(~pl.Series(inside))
+    with_kernel = launches.join(gpu.select("correlation"), on="correlation", how="semi")
+    last = with_kernel["ts_ns"].max() if len(with_kernel) else None
+    late = pl.lit(False) if last is None else pl.col("ts_ns") > last
+    tail, lost = rest.filter(late), rest.filter(~late)
+    found = []
+    if captured:
+        is_whole = bool(begun[inside].all())  # every capture is in the trace from its beginning
+        found.append(Finding(
+            check="window_during_capture",
+            count=captured,
+            text=f"{count_text(captured, 'launch call')} while a CUDA graph was being captured: "
+            "nothing ran",
+            effect="not launches; the graph's kernels name the operators of these calls where it "
+            "can be told which graph it was"
+            if is_whole
+            else "not launches; the window opened "
+            "within the capture, so that the graph's kernels name no operator",
+            answers=("launches", "queue", "efficiency"),
+            is_fault=not is_whole,
+        ))  # fmt: skip
+    if len(tail):
+        found.append(Finding(
+            check="window_ended_early",
+            count=len(tail),
+            text=f"{count_text(len(tail), 'last launch call')} of {len(launches):,} without a "
+            "kernel: the window ended before the GPU's records of them",
+            effect="the last step's GPU time is too low; leave it out with --steps",
+            answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
+        ))  # fmt: skip
+    if len(lost):
+        found.append(Finding(
+            check="launches_without_kernel",
+            count=len(lost),
+            text=f"{count_text(len(lost), 'launch call')} of {len(launches):,} without a kernel, "
+            f"{_when(lost['ts_ns'], launches)}",
+            effect="records of the GPU were lost (buffers): GPU time there is too low by up to "
+            f"{len(lost) / len(launches):.0%}, and counted as idle",
+            answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
+        ))  # fmt: skip
+    return found
 
 
 def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
@@ -274,19 +298,6 @@ def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
     inside = (ends[before] >= (alone["ts_ns"] + alone["dur_ns"]).to_numpy()) & (before < at)
     inside &= threads[before] == alone["tid"].fill_null(-1).to_numpy()
     return pl.Series(inside & (starts[before] <= alone["ts_ns"].to_numpy()))
-
-
-def _sorted_out(
-    alone: pl.DataFrame, launches: pl.DataFrame, gpu: pl.DataFrame, runtime: pl.DataFrame
-) -> _Missing:
-    inside, begun = _in_capture(alone, runtime)
-    captured = pl.Series(inside)
-    rest = alone.filter(~captured)
-    with_kernel = launches.join(gpu.select("correlation"), on="correlation", how="semi")
-    last = with_kernel["ts_ns"].max() if len(with_kernel) else None
-    late = pl.lit(False) if last is None else pl.col("ts_ns") > last
-    whole = bool(begun[inside].all())
-    return _Missing(alone.filter(captured), whole, rest.filter(late), rest.filter(~late))
 
 
 def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Flags, Flags]:
@@ -305,54 +316,6 @@ def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Flags, Flag
         before = np.append(True, is_end[own])[following]  # nothing before is no beginning either
         begun[rows] = ~before
     return found, begun
-
-
-def _find_captures(parts: _Missing) -> Finding | None:
-    if parts.captured.is_empty():
-        return None
-    count = len(parts.captured)
-    return Finding(
-        check="window_during_capture",
-        count=count,
-        text=f"{count_text(count, 'launch call')} while a CUDA graph was being captured: "
-        "nothing ran",
-        effect="not launches; the graph's kernels name the operators of these calls where it can "
-        "be told which graph it was"
-        if parts.whole_captures
-        else "not launches; the window opened "
-        "within the capture, so that the graph's kernels name no operator",
-        answers=("launches", "queue", "efficiency"),
-        is_fault=not parts.whole_captures,
-    )
-
-
-def _tail(parts: _Missing, launches: pl.DataFrame) -> Finding | None:
-    if parts.tail.is_empty():
-        return None
-    count = len(parts.tail)
-    return Finding(
-        check="window_ended_early",
-        count=count,
-        text=f"{count_text(count, 'last launch call')} of {len(launches):,} without a kernel: the "
-        "window ended before the GPU's records of them",
-        effect="the last step's GPU time is too low; leave it out with --steps",
-        answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
-    )
-
-
-def _find_lost(parts: _Missing, launches: pl.DataFrame) -> Finding | None:
-    if parts.middle.is_empty():
-        return None
-    count, starts = len(parts.middle), parts.middle["ts_ns"]
-    return Finding(
-        check="launches_without_kernel",
-        count=count,
-        text=f"{count_text(count, 'launch call')} of {len(launches):,} without a kernel, "
-        f"{_when(starts, launches)}",
-        effect="records of the GPU were lost (buffers): GPU time there is too low by up to "
-        f"{count / len(launches):.0%}, and counted as idle",
-        answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
-    )
 
 
 def _when(starts: pl.Series, events: pl.DataFrame) -> str:

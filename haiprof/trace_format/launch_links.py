@@ -67,7 +67,29 @@ def link_launches(gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path) -> Linke
     if pairs.is_empty() and len(works) and not is_nsight_export(path):
         pairs, refused = _in_time(_pairs(*_by_arrows(gpu, works, path)))
         by = "the arrows between them"
-    found = [*_say_linked(pairs, gpu, by), *_say_unlinked(len(gpu) - len(pairs), refused, gpu)]
+    found = []
+    if len(pairs):
+        found.append(Finding(
+            check="linked_without_correlation",
+            count=len(pairs),
+            text=f"correlations do not join kernels with their launches; {len(pairs):,} of "
+            f"{len(gpu):,} were joined by {by}",
+            effect="launches and operators are known of these",
+            answers=LAUNCHES,
+            is_fault=False,
+        ))  # fmt: skip
+    alone = len(gpu) - len(pairs)
+    if alone:
+        why = f", {refused:,} of them before the call that their number names" if refused else ""
+        found.append(Finding(
+            check="no_launch_known",
+            count=alone,
+            text=f"{count_text(alone, 'GPU event')} of {len(gpu):,} cannot be joined to a launch"
+            f"{why}",
+            effect="their launches, operators and steps are unknown: no launch delay, no cause of "
+            "idle time and no operator's GPU time rests on them",
+            answers=(*LAUNCHES, "steps", "efficiency"),
+        ))  # fmt: skip
     if pairs.is_empty():
         return LinkedLaunches(gpu=gpu, runtime=runtime, findings=tuple(found))
     number = pairs.with_columns(link=pl.col("call").rank("dense").cast(pl.Int64))
@@ -137,33 +159,3 @@ def _by_arrows(
         .select("event", "ts_ns", "id")
         for table, is_call in ((gpu, False), (calls, True))
     )  # type: ignore[return-value] # two frames
-
-
-def _say_linked(pairs: pl.DataFrame, gpu: pl.DataFrame, by: str) -> list[Finding]:
-    if pairs.is_empty():
-        return []
-    return [Finding(
-        check="linked_without_correlation",
-        count=len(pairs),
-        text=f"correlations do not join kernels with their launches; {len(pairs):,} of "
-        f"{len(gpu):,} were joined by {by}",
-        effect="launches and operators are known of these",
-        answers=LAUNCHES,
-        is_fault=False,
-    )]  # fmt: skip
-
-
-def _say_unlinked(count: int, refused: int, gpu: pl.DataFrame) -> list[Finding]:
-    """What is said of events that no number joins with a call."""
-    if not count:
-        return []
-    contrary = f", {refused:,} of them before the call that their number names" if refused else ""
-    return [Finding(
-        check="no_launch_known",
-        count=count,
-        text=f"{count_text(count, 'GPU event')} of {len(gpu):,} cannot be joined to a launch"
-        f"{contrary}",
-        effect="their launches, operators and steps are unknown: no launch delay, no cause of idle "
-        "time and no operator's GPU time rests on them",
-        answers=(*LAUNCHES, "steps", "efficiency"),
-    )]  # fmt: skip

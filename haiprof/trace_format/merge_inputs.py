@@ -201,12 +201,10 @@ class Lanes:
         if found is None:
             place = _FIRST_PLACE + len(self._processes)
             # Far above every thousand, and a rank's own: no two ranks meet there.
-            pid = rank_pid(self._rank, place) if place < STRIDE else self._overflow_pid(place)
+            far = _OVERFLOW + self._rank * 10**7 + place
+            pid = rank_pid(self._rank, place) if place < STRIDE else far
             found = self._processes[name] = _Process(pid, name)
         return found
-
-    def _overflow_pid(self, place: int) -> int:
-        return _OVERFLOW + self._rank * 10**7 + place
 
     def _name(self, process: _Process) -> str:
         label, name = process.labels.get(_LABELS, ""), process.labels.get(_NAME, "")

@@ -29,9 +29,8 @@ from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.options import merge_options, options_from_pyproject
 from haiprof.cli.output import json_text
 from haiprof.cli.stored_answers import Question, print_stored
-from haiprof.in_job.commands import Commands
-from haiprof.in_job.replies import handlers
-from haiprof.in_job.windows.live_request import plan_request
+from haiprof.in_job.commands import Commands, handlers
+from haiprof.in_job.windows.driver import plan_request
 from haiprof.live.follow import LiveRank
 from haiprof.live.kineto_processes import trigger
 from haiprof.live.snapshot import _native_stack, _run_spy

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from haiprof.in_job.input_sizes import InputSizes
+from haiprof.in_job.object_settings import InputSizes
 
 
 def look(sizes: InputSizes, *args: Any, tag: int = 1, **kwargs: Any) -> None:

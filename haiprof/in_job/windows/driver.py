@@ -18,15 +18,23 @@ from haiprof.in_job.windows import user_profilers as guards
 from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.profiler_session import ProfilerOptions
 from haiprof.in_job.windows.requested_windows import PlannedWindows, WindowContext
-from haiprof.in_job.windows.rolling_schedule import RollingSchedule
 from haiprof.in_job.windows.slow_steps import KeepSlow
 from haiprof.in_job.windows.steady_steps import SteadySteps
 from haiprof.in_job.windows.step_counter import StepCounter
-from haiprof.in_job.windows.step_plan import Agreement, Meeting, Plan
-from haiprof.in_job.windows.step_times import OTHER_WORK, StepTimes
+from haiprof.in_job.windows.step_plan import (
+    OTHER_WORK,
+    Agreement,
+    Meeting,
+    Plan,
+    RollingSchedule,
+    StepTimes,
+)
 from haiprof.run_format.control import TOO_LATE
 from haiprof.run_format.schema import KIND_NAMES, OPTIMIZER
 
+_SWITCHES = ("stacks", "shapes", "memory", "flops", "modules", "sync", "lines", "execution_trace")
+_MAX_STEPS = 10_000
+_MAX_S = 86_400.0
 _TRAINS = "the process has started training, and counts its steps from 0"
 _now = time.perf_counter_ns
 
@@ -62,12 +70,12 @@ class Tracer:
 
         self._state.repeats.listener = self._meet_repeat
         sure = bool(self._state.repeats.backwards) and not optimizer_exists()
-        self._counter = StepCounter(self, torch.is_grad_enabled, sure=sure)
+        self._counter = StepCounter(self.boundary, torch.is_grad_enabled, sure=sure)
         self.times = StepTimes(self._counter)
         self._ends = {kind: self._ending(kind) for kind in KIND_NAMES}
         self._steady = SteadySteps(
-            self._counter, self, otherwise=self._begin_unexpected, ended=self._ends[OPTIMIZER],
-            failed=self._fail,
+            self._counter, self.boundary, otherwise=self._begin_unexpected,
+            ended=self._ends[OPTIMIZER], failed=self._fail,
         )  # fmt: skip
         what = ProfilerOptions.from_config(self._config)
         context = WindowContext(
@@ -102,16 +110,11 @@ class Tracer:
         self._state.watch = self
         self._state.slow = True
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether a profiler of ours is prepared or runs."""
-        return self._windows.holds_profiler
-
     def _has_expired(self) -> bool:
         """Whether a request has waited too long for its window: a job that stood still."""
         windows = self._windows
         late = self._expires_ns is not None and _now() > self._expires_ns
-        if not late or self.is_recording or not isinstance(windows, PlannedWindows):
+        if not late or windows.holds_profiler or not isinstance(windows, PlannedWindows):
             return False
         windows.give_up("it was asked for too long ago")
         self._detach()
@@ -281,7 +284,7 @@ class Tracer:
         if not self._active:
             return
         self._state.lean(None)
-        inherited = self._windows.recording
+        inherited = self._windows.holds_profiler
         self._guard.forget()
         if inherited:
             self._windows.forget()
@@ -347,3 +350,58 @@ def attach(
     tracer = Tracer(config, recorder=recorder, state=state)
     tracer.attach(late=late)
     return tracer
+
+
+def plan_request(
+    request_id: str, arguments: Mapping[str, Any], *, recorder: Recorder, state: State
+) -> Mapping[str, Any] | None:
+    """Plans the window, and replies `accepted`; the final reply follows when it is over.
+
+    All ranks take the same steps: those from `first` on, which lies so far ahead that every rank
+    has heard of it; without it, the rank that first knows how far it is settles it for all.
+    """
+    if recorder.closed:
+        return _refusal("its recording has ended, and with it haiprof's hooks (haiprof attach)")
+    if state.watch is not None:
+        return _refusal("another trace window is planned or runs")
+    config = _config(request_id, arguments, recorder)
+    if config is None:
+        return _refusal("the request has options that do not fit")
+    if recorder.commands is not None:  # first: the training thread may end it before we are back
+        accepted = {"state": "accepted", "step": state.steps_of_job()}
+        recorder.commands.reply(request_id, accepted)
+    attach(config, recorder=recorder, state=state, late=True)
+    return None
+
+
+def _config(
+    request_id: str, arguments: Mapping[str, Any], recorder: Recorder
+) -> dict[str, Any] | None:
+    """The plan's options from a message that may hold anything; None if they do not fit."""
+    try:
+        config: dict[str, Any] = {name: arguments.get(name) is True for name in _SWITCHES}
+        count, window = int(arguments.get("count") or 1), int(arguments.get("window") or 0)
+        first = int(arguments.get("first") or 0)
+        seconds = {n: float(arguments.get(n) or 0) for n in ("time_s", "ahead_s", "valid_s")}
+        limit_bytes = int(arguments.get("limit_bytes") or 0)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    inside = all(0 <= value <= _MAX_S for value in seconds.values())
+    if not (0 < count <= _MAX_STEPS and min(window, first, limit_bytes) >= 0 and inside):
+        return None
+    return {
+        **config,
+        **seconds,
+        "count": count,
+        "steps": [first, first + count] if first else None,
+        "window": window,
+        "limit_bytes": limit_bytes,
+        "repeat": 1,
+        "request": request_id,
+        "step_ns": recorder.step_ns,
+        "valid_s": seconds["valid_s"] or None,
+    }
+
+
+def _refusal(reason: str) -> dict[str, Any]:
+    return {"state": "refused", "reason": reason}

@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from haiprof.base.descriptors import Descriptor
 from haiprof.in_job.identity import rank_and_world
 from haiprof.in_job.threads import hold_size_signal
-from haiprof.in_job.windows.stderr_filter import quiet
-from haiprof.in_job.windows.user_profilers import Guard, python_profiler
+from haiprof.in_job.windows.user_profilers import Guard
 
 STEP_NAME = "ProfilerStep"
+
+# What Kineto says of stages by itself, on every use (torch 2.13: USDT, before: STAGE); the
+# execution trace observer; functions that were open when a window with stacks began; ranges of the
+# job's own that overlap our step marks.
+_OWN_LINES = re.compile(
+    rb"(STAGE|USDT):\d|.*(Execution Trace Observer|Python replay stack is empty"
+    rb"|\bcollection\.cpp:\d+\] Warning: )"
+)
+_STDERR = 2
 
 _now = time.perf_counter_ns
 
@@ -52,6 +62,7 @@ class Session:
         self, what: ProfilerOptions, guard: Guard, execution_trace: Path | None = None
     ) -> None:
         import torch
+        from torch.profiler import profiler as kineto
 
         self.what = what
         self.setup_ns = 0
@@ -61,12 +72,11 @@ class Session:
         self._mark: Any = None
         self._started = False
         began = _now()
-        kineto = sys.modules["torch.profiler.profiler"] if _is_imported() else _import_profiler()
         self._cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = kineto._KinetoProfile(
+        self._profiler: Any = kineto._KinetoProfile(
             activities=activities, record_shapes=what.shapes, profile_memory=what.memory,
             with_stack=what.stacks, with_flops=what.flops, with_modules=what.modules,
             experimental_config=_experimental(what),
@@ -113,7 +123,7 @@ class Session:
         """Ends the recording."""
         began = _now()
         self.unmark()
-        foreign = python_profiler() if self.what.stacks else None
+        foreign = sys.getprofile() if self.what.stacks else None
         with self._guard.ours():
             if not self._started:
                 with quiet():
@@ -143,25 +153,25 @@ class Session:
 
     def abandon(self) -> None:
         """After a failure: leaves nothing of ours on, as far as torch still lets us."""
-        for part in (self.unmark, self._stop_quietly):
-            with contextlib.suppress(Exception):
-                part()
+        with contextlib.suppress(Exception):
+            self.unmark()
+        with contextlib.suppress(Exception):
+            if self._observer is not None:
+                self._end_observer()
+            with self._guard.ours(), quiet():
+                if not self._started:
+                    self._profiler.start_trace()
+                self._profiler.stop_trace()
 
     def disown(self) -> None:
         """In a forked child: the parent's execution trace is left alone, its file too."""
         observer, self._observer = self._observer, None
         if observer is not None:
             observer._registered = observer._execution_trace_running = False  # not at its end
-            with quiet():
-                _disable_observer()
+            from torch._C._profiler import _disable_execution_trace_observer
 
-    def _stop_quietly(self) -> None:
-        if self._observer is not None:
-            self._end_observer()
-        with self._guard.ours(), quiet():
-            if not self._started:
-                self._profiler.start_trace()
-            self._profiler.stop_trace()
+            with quiet():
+                _disable_execution_trace_observer()
 
     def _own_metadata(self) -> Mapping[str, Any]:
         import torch
@@ -173,26 +183,10 @@ class Session:
         return {"distributedInfo": None} if initialised else {}
 
 
-def _disable_observer() -> None:
-    from torch._C._profiler import _disable_execution_trace_observer
-
-    _disable_execution_trace_observer()
-
-
 def distributed_info() -> dict[str, Any]:
     """What torch writes itself where torch.distributed is on: rank and world size."""
     rank, world = rank_and_world()
     return {"rank": rank, "world_size": world, "backend": None}
-
-
-def _is_imported() -> bool:
-    return "torch.profiler.profiler" in sys.modules
-
-
-def _import_profiler() -> Any:
-    import torch.profiler.profiler
-
-    return torch.profiler.profiler
 
 
 def _experimental(what: ProfilerOptions) -> Any:
@@ -209,3 +203,39 @@ def fits(folder: Path, needed_bytes: int) -> bool:
     """Whether a folder's file system has so much room."""
     state = os.statvfs(folder)
     return state.f_bavail * state.f_frsize >= needed_bytes
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what Kineto prints by itself out of the job's standard error; the rest goes out late.
+
+    Around starts and stops alone: other threads' lines wait meanwhile. Kineto's log level would be
+    simpler, but it stays, and hides errors from the job's own profilers.
+    """
+    try:
+        saved = Descriptor(os.dup(_STDERR))
+    except OSError:  # the job has closed it
+        yield
+        return
+    held = Descriptor(os.memfd_create("haiprof"))
+    os.dup2(held.number, _STDERR)
+    with hold_size_signal():
+        try:
+            yield
+        finally:
+            _let_go(saved, held)
+
+
+def _let_go(saved: Descriptor, held: Descriptor) -> None:
+    """Puts standard error back, unless the job has closed or replaced it meanwhile."""
+    if saved.is_ours() and held.is_at(_STDERR):
+        os.dup2(saved.number, _STDERR)
+    lines = []
+    if held.is_ours():
+        size = os.lseek(held.number, 0, os.SEEK_END)
+        lines = os.pread(held.number, size, 0).splitlines(keepends=True)
+    others = b"".join(line for line in lines if not _OWN_LINES.match(line))
+    if others and saved.is_ours():
+        os.write(saved.number, others)
+    saved.close()
+    held.close()

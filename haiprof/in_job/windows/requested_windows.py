@@ -2,35 +2,97 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from haiprof.in_job.identity import torch_facts
+from haiprof.base.safe_files import make_folder, remove_file, rename
+from haiprof.in_job.identity import process_details, rank_and_world, torch_facts
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.threads import hold_size_signal
 from haiprof.in_job.windows.forward_lines import ForwardLines
 from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, distributed_info, fits
-from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow
-from haiprof.in_job.windows.step_times import StepTimes
-from haiprof.in_job.windows.user_profilers import Guard, python_profiler
-from haiprof.in_job.windows.window_files import WindowFiles
+from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow, StepTimes
+from haiprof.in_job.windows.user_profilers import Guard
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import OVER
+from haiprof.run_format.layout import ET_RAW_SUFFIX, RAW_SUFFIX, SIDECAR_SUFFIX, RunPaths
+from haiprof.run_format.writer import write_json
 
 SPARE_BYTES = 64_000_000
 FINISHED_SHARE = 0.3  # of the raw size: the compressed trace, while both are there
 # Where no step could be rehearsed: what torch.profiler writes at the most per second of training,
 # measured with eager operators back to back (benchmarks/window.py).
 BYTES_PER_S = {False: 150_000_000, True: 400_000_000}
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_HOST_LIMIT = 80
 ENDED = "the job ended inside the window"
 
 _now = time.perf_counter_ns
+
+
+class WindowFiles:
+    """The files of one window: drafts until all are whole, and the sidecar last."""
+
+    def __init__(self, run: RunPaths, clock: ClockAnchor) -> None:
+        self._root, self._folder = run.root, run.trace_parts
+        self.clock = clock
+        """When the window began."""
+        self._draft = self.stem
+        make_folder(self._folder, below=run.root, trusted=True)
+
+    @property
+    def stem(self) -> str:
+        """What the window's files are named by."""
+        host = _UNSAFE.sub("-", socket.gethostname())[:_HOST_LIMIT] or "host"
+        rank, _ = rank_and_world()
+        return f"rank{rank}_{host}_{os.getpid()}.{self.clock.wall_ns}"
+
+    @property
+    def raw_draft(self) -> Path:
+        """Where Kineto writes."""
+        return self._folder / f".{self._draft}{RAW_SUFFIX}"
+
+    @property
+    def et_draft(self) -> Path:
+        """Where the execution trace observer writes."""
+        return self._folder / f".{self._draft}{ET_RAW_SUFFIX}"
+
+    def finish(self, details: Mapping[str, Any], *, execution_trace: bool) -> dict[str, Any]:
+        """Gives the files their names and writes the sidecar; what that says."""
+        raw_bytes = self.raw_draft.stat().st_size
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if raw_bytes >= limit != resource.RLIM_INFINITY:  # torch does not say that it was cut
+            raise OSError(27, "larger than a file may be (ulimit -f)", str(self.raw_draft))
+        et_bytes = self.et_draft.stat().st_size if execution_trace else None
+        content = {
+            **process_details(),
+            "stem": self.stem,
+            "event_count": None,
+            **details,
+            "raw_bytes": raw_bytes,
+            "et_bytes": et_bytes,
+        }
+        rename(self.raw_draft, self._folder / f"{self.stem}{RAW_SUFFIX}", below=self._root)
+        if execution_trace:
+            rename(self.et_draft, self._folder / f"{self.stem}{ET_RAW_SUFFIX}", below=self._root)
+        write_json(self._folder / f"{self.stem}{SIDECAR_SUFFIX}", content, below=self._root)
+        return content
+
+    def drop(self) -> None:
+        """Removes the drafts."""
+        for draft in (self.raw_draft, self.et_draft):
+            with contextlib.suppress(OSError):
+                remove_file(draft, below=self._root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,25 +134,21 @@ class WindowContext:
             content = {"state": answer, "window": window, "reason": reason, **more}
             self.recorder.commands.reply(self.request, content)
 
-    def recording(self, *, execution_trace: bool) -> Recording:
-        """A new recording, which begins with `prepare`."""
-        return Recording(self, execution_trace=execution_trace)
-
 
 class Recording:
     """One window under way: its profiler and its files."""
 
-    def __init__(self, context: WindowContext, *, execution_trace: bool) -> None:
+    def __init__(self, context: WindowContext, *, rehearses: bool = False) -> None:
         what = context.what
         self.remark: str | None = None
-        if what.stacks and python_profiler() is not None:
+        if what.stacks and sys.getprofile() is not None:  # torch's stacks would throw it out
             what = ProfilerOptions(**{**what.as_json(), "stacks": False})
             self.remark = "no Python stacks: the job's own profiler (sys.setprofile) uses them"
         self.what = what
         self._context = context
         self.files = WindowFiles(context.recorder.run, ClockAnchor.now())
-        self.with_et = execution_trace
-        path = self.files.et_draft if execution_trace else None
+        self.with_et = context.execution_trace and not rehearses
+        path = self.files.et_draft if self.with_et else None
         self.session = Session(what, context.guard, path)
         self.session.prepare()
         self.setup_ns = self.session.setup_ns
@@ -182,27 +240,17 @@ class Recording:
         self.session.disown()
 
 
-class PlannedWindows:
-    """The windows of a plan: rehearsal of one step, warm-up, the steps themselves, the files.
+class Windows:
+    """What there is of windows of any sort: the recording under way, and its ends."""
 
-    The rehearsal records one step some steps before and throws it away. It warms the profiler up,
-    so that the first step of the window is like the others, and tells how large a step is.
-    """
-
-    def __init__(self, plan: Plan, context: WindowContext) -> None:
-        self._plan = plan
+    def __init__(self, context: WindowContext) -> None:
         self._context = context
         self._recording: Recording | None = None
         self._rehearsal: Recording | None = None
+        """Of a step before a window, which is thrown away; never beside `_recording`."""
         self._step_bytes: int | None = None
-        self._stall_ns = 0
         self.asleep_until = 0
         """Edges of steps before this one are of no use."""
-
-    @property
-    def over(self) -> bool:
-        """Whether no window is left."""
-        return self._plan.over
 
     @property
     def holds_profiler(self) -> bool:
@@ -210,22 +258,83 @@ class PlannedWindows:
         return self._recording is not None or self._rehearsal is not None
 
     @property
-    def recording(self) -> bool:
-        """The same, for a fork."""
-        return self.holds_profiler
-
-    @property
     def phases(self) -> PhaseTimes | None:
         """Of the window that is recorded; None while none is."""
         recording = self._recording
         return recording.phases if recording is not None and recording.started else None
+
+    def cut(self, reason: str) -> None:
+        """Ends what runs, now; what was only prepared is thrown away."""
+        recording = self._recording
+        if recording is not None and recording.started:
+            self._cut_recording(recording, reason)
+        else:
+            for each in self._take():
+                each.discard()
+
+    def fail(self, reason: str) -> None:
+        """Something of ours broke."""
+        for recording in self._take():
+            recording.abandon()
+        self._context.note(self._number, "failed", reason)
+
+    def forget(self) -> None:
+        """In a forked child."""
+        for recording in self._take():
+            recording.disown()
+
+    @property
+    def _number(self) -> int:
+        """Of the window that comes next or runs."""
+        raise NotImplementedError
+
+    def _cut_recording(self, recording: Recording, reason: str) -> None:
+        raise NotImplementedError
+
+    def _take(self) -> list[Recording]:
+        """What is under way, which is held no longer."""
+        found = [each for each in (self._rehearsal, self._recording) if each is not None]
+        self._rehearsal = self._recording = None
+        return found
+
+    def _note_recorded(
+        self, recording: Recording, content: Mapping[str, Any], details: Mapping[str, Any],
+        reason: str | None, *, stall_ns: int, **more: Any,
+    ) -> None:  # fmt: skip
+        """Says what was recorded, and how long the job stood still for it."""
+        costs = (content[name] for name in ("setup_ns", "start_ns", "stop_ns", "export_ns"))
+        self._context.note(
+            details["window"], "recorded" if details["cut"] is None else "cut", reason,
+            steps=details["steps"], **more, stall_ns=stall_ns + sum(costs),
+            stem=recording.files.stem, raw_bytes=content["raw_bytes"], remark=recording.remark,
+        )  # fmt: skip
+
+
+class PlannedWindows(Windows):
+    """The windows of a plan: rehearsal of one step, warm-up, the steps themselves, the files.
+
+    The rehearsal records one step some steps before and throws it away. It warms the profiler up,
+    so that the first step of the window is like the others, and tells how large a step is.
+    """
+
+    def __init__(self, plan: Plan, context: WindowContext) -> None:
+        super().__init__(context)
+        self._plan = plan
+        self._stall_ns = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether no window is left."""
+        return self._plan.over
 
     def boundary(self, number: int, begins: bool) -> None:
         """An edge of a step."""
         if number < self.asleep_until:
             return
         self._end_rehearsal()
-        self._note_time()
+        last = self._context.times.last
+        if last is not None and last[2] and not self.holds_profiler:
+            self._context.times.keep(last[1])
         recording = self._recording
         if recording is not None and recording.started:
             self._go_on(recording, number, begins)
@@ -243,56 +352,31 @@ class PlannedWindows:
     def finish(self) -> None:
         """The job ends."""
         recording, wanted = self._recording, self._next_window()
-        if self._rehearsal is not None:
-            self._rehearsal.discard()
         if recording is not None and recording.started and wanted is not None:
             until = self._context.whole_until(recording, wanted.first)
             whole = wanted.after_last is not None and until >= wanted.after_last
             self._end(recording, wanted, until, None if whole else ENDED)
-        elif recording is not None:
-            recording.discard()
-            self._recording = None
         if not self.over:
-            self._refuse(self._next_window(), "the job ended before the window")
+            self.give_up("the job ended before the window")
 
     def give_up(self, reason: str) -> None:
         """No window comes any more; none runs."""
         self._refuse(self._next_window(), reason)
 
-    def cut(self, reason: str) -> None:
-        """Ends what runs, now."""
-        if self._rehearsal is not None:
-            rehearsal, self._rehearsal = self._rehearsal, None
-            rehearsal.discard()
-        recording, wanted = self._recording, self._next_window()
-        if recording is None or wanted is None:
-            return
-        if recording.started:
-            self._end(recording, wanted, self._context.whole_until(recording, wanted.first), reason)
-        else:
-            self._recording = None
-            recording.discard()
-
-    def fail(self, reason: str) -> None:
-        """Something of ours broke."""
-        for recording in (self._rehearsal, self._recording):
-            if recording is not None:
-                recording.abandon()
-        self._rehearsal = self._recording = None
-        wanted = self._next_window()
-        self._context.note(wanted.window if wanted else 0, "failed", reason)
-
-    def forget(self) -> None:
-        """In a forked child."""
-        for recording in (self._rehearsal, self._recording):
-            if recording is not None:
-                recording.disown()
-        self._rehearsal = self._recording = None
-
     # -- one window ----------------------------------------------------------------------------
 
     def _next_window(self) -> PlannedWindow | None:
         return self._plan.current(number=0, trained_ns=None, times=self._context.times)
+
+    @property
+    def _number(self) -> int:
+        wanted = self._next_window()
+        return wanted.window if wanted else 0
+
+    def _cut_recording(self, recording: Recording, reason: str) -> None:
+        wanted = self._next_window()
+        if wanted is not None:
+            self._end(recording, wanted, self._context.whole_until(recording, wanted.first), reason)
 
     def _approach(self, wanted: PlannedWindow, number: int) -> None:
         recorder = self._context.recorder
@@ -311,7 +395,7 @@ class PlannedWindows:
             self._refuse(wanted, refusal)
             return
         if self._recording is None:
-            self._recording = self._context.recording(execution_trace=self._context.execution_trace)
+            self._recording = Recording(self._context)
         began = {"type": "trace_begin", "time_ns": _now(), "window": wanted.window}
         self._context.recorder.lines.append(began)  # for the launcher, which watches the step times
         self._recording.start()
@@ -319,9 +403,9 @@ class PlannedWindows:
 
     def _prepare_ahead(self, wanted: PlannedWindow, number: int) -> None:
         if number == wanted.first - 1:
-            self._recording = self._context.recording(execution_trace=self._context.execution_trace)
+            self._recording = Recording(self._context)
         elif number == wanted.first - 2 and self._step_bytes is None:
-            self._rehearsal = self._context.recording(execution_trace=False)
+            self._rehearsal = Recording(self._context, rehearses=True)
             self._rehearsal.start()
 
     def _end_rehearsal(self) -> None:
@@ -392,29 +476,16 @@ class PlannedWindows:
         except Exception:
             recording.abandon()
             raise
-        stall = self._stall_ns + sum(
-            content[name] for name in ("setup_ns", "start_ns", "stop_ns", "export_ns")
-        )
-        self._context.note(
-            wanted.window, "recorded" if cut is None else "cut", cut, steps=details["steps"],
-            stall_ns=stall, stem=recording.files.stem, raw_bytes=content["raw_bytes"],
-            remark=recording.remark,
-        )  # fmt: skip
+        self._note_recorded(recording, content, details, cut, stall_ns=self._stall_ns)
         self._stall_ns = 0
         self._plan.advance()
 
     def _refuse(self, wanted: PlannedWindow | None, reason: str) -> None:
-        if self._recording is not None:
-            self._recording.discard()
-            self._recording = None
+        for recording in self._take():
+            recording.discard()
         steps = None if wanted is None else [wanted.first, wanted.after_last]
         self._context.note(
             self._plan.window, "refused", reason, steps=steps, stall_ns=self._stall_ns, stem=None
         )
         self._stall_ns = 0
         self._plan.advance()
-
-    def _note_time(self) -> None:
-        last = self._context.times.last
-        if last is not None and last[2] and not self.holds_profiler:
-            self._context.times.keep(last[1])

@@ -12,9 +12,8 @@ from typing import Any
 from haiprof.base.medians import upper_median
 from haiprof.base.trace_options import DEFAULT_STEPS, TraceOptions
 from haiprof.in_job.identity import rank_and_world
-from haiprof.in_job.windows.phase_times import PhaseTimes
-from haiprof.in_job.windows.requested_windows import ENDED, Recording, WindowContext
-from haiprof.in_job.windows.rolling_schedule import RollingSchedule
+from haiprof.in_job.windows.requested_windows import ENDED, Recording, WindowContext, Windows
+from haiprof.in_job.windows.step_plan import KEPT_STEPS, RollingSchedule
 
 HOLD_NS = 1_000_000_000  # for another rank to say that it saw a slow step
 SETTLED_STEPS = 20  # plain steps before the first window: what is normal must be known
@@ -37,7 +36,7 @@ class _HeldRecording:
     until_ns: int
 
 
-class KeepSlow:
+class KeepSlow(Windows):
     """Rolling windows of a few steps, in memory, one at a time.
 
     How often there is one follows from what they cost: setting up, starting, stopping, and how much
@@ -49,7 +48,7 @@ class KeepSlow:
     def __init__(
         self, config: Mapping[str, Any], context: WindowContext, schedule: RollingSchedule
     ) -> None:
-        self._context = context
+        super().__init__(context)
         self._schedule = schedule
         self._budget = float(config.get("slow_cost") or TraceOptions.slow_cost)
         self._held: _HeldRecording | None = None
@@ -57,15 +56,13 @@ class KeepSlow:
         self._ratio = float(config.get("slow_ratio") or TraceOptions.slow_ratio)
         self._wanted = int(config.get("repeat") or TraceOptions.repeat)
         self._warmup_ns = round(float(config.get("warmup_s") or 0) * _NS_PER_S)
-        self._recording: Recording | None = None
         self._first = 0
         self._slow_step: int | None = None
         self._spent: deque[int] = deque()
-        self._profiled: deque[int] = deque(maxlen=context.times.capacity)
+        self._profiled: deque[int] = deque(maxlen=KEPT_STEPS)
         self._costs: deque[int] = deque(maxlen=KEPT_COSTS)
         self._next: int | None = None
         self._plain_count = 0
-        self._step_bytes: int | None = None
         self._refusal: str | None = None
         self._totals = {"steps": 0, "watched": 0, "slow_seen": 0, "slow_kept": 0}
         self._cost_ns = self._kept_bytes = self._memory_bytes = 0
@@ -73,29 +70,10 @@ class KeepSlow:
         self._begun_ns: int | None = None
         self._noted_ns = _now()
 
-    asleep_until = 0
-    """Edges of steps before this one are of no use: every one is judged."""
-
     @property
     def over(self) -> bool:
         """Whether as many as wanted were kept."""
         return self._schedule.window_count >= self._wanted and self._held is None
-
-    @property
-    def holds_profiler(self) -> bool:
-        """Whether a profiler of ours is prepared or runs."""
-        return self._recording is not None
-
-    @property
-    def recording(self) -> bool:
-        """The same, for a fork."""
-        return self.holds_profiler
-
-    @property
-    def phases(self) -> PhaseTimes | None:
-        """Of the window that is recorded; None while none is."""
-        recording = self._recording
-        return recording.phases if recording is not None and recording.started else None
 
     def boundary(self, number: int, begins: bool) -> None:
         """An edge of a step."""
@@ -124,31 +102,26 @@ class KeepSlow:
             self._put_away(self._held, wanted=self._is_held_wanted())
         self._note()
 
-    def cut(self, reason: str) -> None:
-        """Ends what runs, now; it stays if it held a slow step."""
-        recording = self._recording
-        if recording is not None and recording.started:
-            self._close(self._context.whole_until(recording, self._first), reason)
-        elif recording is not None:
-            self._recording = None
-            recording.discard()
-
     def fail(self, reason: str) -> None:
         """Something of ours broke."""
-        if self._recording is not None:
-            self._recording.abandon()
-            self._recording = None
+        super().fail(reason)
         if self._held is not None:
             self._held.recording.files.drop()
             self._held = None
-        self._context.note(self._schedule.window_count, "failed", reason)
         self._note()
 
     def forget(self) -> None:
         """In a forked child."""
-        if self._recording is not None:
-            self._recording.session.disown()
-        self._recording = self._held = None
+        super().forget()
+        self._held = None
+
+    @property
+    def _number(self) -> int:
+        return self._schedule.window_count
+
+    def _cut_recording(self, recording: Recording, reason: str) -> None:
+        """It stays if it held a slow step."""
+        self._close(self._context.whole_until(recording, self._first), reason)
 
     def _judge(self, *, profiled: bool) -> None:
         """Looks at the step that has just ended; those with other work than training are left."""
@@ -200,7 +173,7 @@ class KeepSlow:
             return
         if self._recording is None:
             self._resident_bytes = _resident_bytes()
-            self._recording = self._context.recording(execution_trace=self._context.execution_trace)
+            self._recording = Recording(self._context)
         if number == self._next:
             self._first, self._slow_step, self._spent = number, None, deque()
             self._recording.start()
@@ -233,7 +206,6 @@ class KeepSlow:
         try:
             recording.stop(details)
             self._account(recording)
-            self._weigh()
             if held is not None:
                 self._put_away(held, wanted=wanted)
             if kept:
@@ -271,23 +243,17 @@ class KeepSlow:
         cost = recording.setup_ns + session.start_ns + session.stop_ns + longer
         self._costs.append(cost)
         self._cost_ns += cost
-
-    def _weigh(self) -> None:
-        """By how much the process has grown for this window, if it has."""
         before, now = self._resident_bytes, _resident_bytes()
-        if before is not None and now is not None:
+        if before is not None and now is not None:  # by how much the process has grown, if it has
             self._memory_bytes = max(self._memory_bytes, now - before)
 
     def _keep(self, recording: Recording, details: Mapping[str, Any]) -> None:
         content = recording.save(details)
         self._totals["slow_kept"] += 1
         self._kept_bytes += content["raw_bytes"]
-        stall = sum(content[name] for name in ("setup_ns", "start_ns", "stop_ns", "export_ns"))
-        self._context.note(
-            details["window"], "recorded" if details["cut"] is None else "cut",
-            details["cut"] or "slow", steps=details["steps"], slow_step=details["slow_step"],
-            stall_ns=stall, stem=recording.files.stem, raw_bytes=content["raw_bytes"],
-            remark=recording.remark,
+        self._note_recorded(
+            recording, content, details, details["cut"] or "slow", stall_ns=0,
+            slow_step=details["slow_step"],
         )  # fmt: skip
         if self.over:
             self._note()

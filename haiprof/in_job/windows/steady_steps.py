@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from haiprof.in_job.windows.step_counter import Listener, Snapshot, StepCounter
+from haiprof.in_job.windows.step_counter import Snapshot, StepCounter, Tell
 from haiprof.run_format.schema import BACKWARD, DATA, FORWARD, OPTIMIZER
 
 ALIKE_STEPS = 3  # in a row, before the next one is taken to be the same
@@ -27,14 +27,14 @@ class SteadySteps:
     def __init__(
         self,
         counter: StepCounter,
-        listener: Listener,
+        tell: Tell,
         *,
         otherwise: Callable[[int, Any], End | None],
         ended: End,
         failed: Callable[[Exception], None],
     ) -> None:
         self._counter = counter
-        self._listener = listener
+        self._boundary = tell
         self._otherwise = otherwise
         self._ended = ended
         self._failed = failed
@@ -138,7 +138,7 @@ class SteadySteps:
     def _tell(self) -> None:
         number = self._number + self._done
         if number >= self.asleep_until:
-            self._listener.boundary(number, True)
+            self._boundary(number, True)
 
     def _optimizer_ends(self) -> None:
         try:

@@ -6,9 +6,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from haiprof.in_job.windows.step_cycles import Cycles
+from haiprof.in_job.repeats import Cycles
 from haiprof.run_format.schema import (
     BACKWARD,
     DATA,
@@ -29,18 +29,9 @@ _LOADER = (DATA, DATA_ITER)
 _now = time.perf_counter_ns
 
 
-class Listener(Protocol):
-    """Receives the edges of steps, on the training thread."""
-
-    def boundary(self, number: int, begins: bool) -> None:
-        """A step has ended; the next one has this number, and begins now unless said otherwise."""
-
-
-class _NoListener:
-    """Does nothing with the edges: they were received before."""
-
-    def boundary(self, number: int, begins: bool) -> None:
-        """Nothing is to be done."""
+Tell = Callable[[int, bool], None]
+"""Receives the edges of steps, on the training thread: the number of the next step, and whether it
+begins now."""
 
 
 class Snapshot(NamedTuple):
@@ -71,9 +62,9 @@ class StepCounter:
     """
 
     def __init__(
-        self, listener: Listener, is_grad_enabled: Callable[[], bool], *, sure: bool = False
+        self, tell: Tell, is_grad_enabled: Callable[[], bool], *, sure: bool = False
     ) -> None:
-        self._listener = listener
+        self._tell = tell
         self.is_grad_enabled = is_grad_enabled
         self._sure = sure
         self._by_optimizer = Cycles()
@@ -147,8 +138,8 @@ class StepCounter:
         self._by_optimizer.advance(gain, steps)
 
     def repeat(self, kind: int, target: int, *, ended: bool) -> None:
-        """A span of such a step, whose edges the listener knows."""
-        listener, self._listener = self._listener, _NoListener()
+        """A span of such a step, whose edges are known."""
+        tell, self._tell = self._tell, lambda *_: None
         try:
             if kind == DATA:
                 self._fetch_for_training()
@@ -159,7 +150,7 @@ class StepCounter:
                 if ended:
                     self._closing(self._by_optimizer, target)
         finally:
-            self._listener = listener
+            self._tell = tell
 
     # -- spans inside others -------------------------------------------------------------------
 
@@ -198,7 +189,7 @@ class StepCounter:
         if exhausted or self._for_evaluation(dataset):
             if self._closed and self._open:
                 self._open = False
-                self._listener.boundary(self._cycles().count, False)
+                self._tell(self._cycles().count, False)
             return
         self._dataset = dataset
         self._fetch_for_training()
@@ -237,7 +228,7 @@ class StepCounter:
     def _begin_step(self) -> None:
         if not self._open:
             self._open = True
-            self._listener.boundary(self._cycles().count, True)
+            self._tell(self._cycles().count, True)
 
     def _cut(self) -> None:
         self._closed = self._open = False
@@ -280,7 +271,7 @@ class StepCounter:
         if complete and (not self._fetched or self._since_fetch > SURE_WITHOUT_FETCH):
             self._fetched = False
             self._open = True
-            self._listener.boundary(cycles.count, True)
+            self._tell(cycles.count, True)
 
     def _cycles(self) -> Cycles:
         cycles = self._by_backward

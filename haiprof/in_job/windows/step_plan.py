@@ -1,4 +1,4 @@
-"""Which steps are to be traced: given as steps, or found when the warm-up is over."""
+"""Which steps are to be traced, the same ones on every rank; and how long steps take."""
 
 from __future__ import annotations
 
@@ -6,23 +6,35 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from haiprof.base.medians import upper_median
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.identity import rank_and_world, restart
 from haiprof.in_job.threads import hold_size_signal
+from haiprof.in_job.windows.step_counter import StepCounter
 from haiprof.run_format.control import is_count, read_object
 from haiprof.run_format.layout import AGREED_PREFIX
+from haiprof.run_format.schema import EVAL, NOGRAD, SAVE
 
 STEPS_BEFORE = 10  # of a plan that says no start
 LEAD_STEPS = 3  # rehearsal, warm-up of Kineto, and the step in between
 AGREE_S = 1.0  # ranks learn from the run directory which step is the first; it must be ahead
 SPACING = 10
+KEPT_STEPS = 101
+USUAL_AFTER = 5  # steps before there is a usual time
+OTHER_WORK = (EVAL, NOGRAD, SAVE)
+# Windows in the first series, the second and so on: what they cost is soon known, and settled anew.
+_SERIES = (1, 8, 64, 512)
+_SERIES_ALONE = (1, 4, 16)
+_MIX = 0x9E3779B1  # Knuth's multiplicative hash: the same places on every rank
 _NS_PER_S = 1_000_000_000
 _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
+_now = time.perf_counter_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +51,50 @@ class PlannedWindow:
     request: str | None = None
 
 
-class UsualTime(Protocol):
-    """Knows how long a step usually takes."""
+class StepTimes:
+    """The steps' times from one start to the next, ns."""
 
-    usual_ns: int
-    """Median of a step, ns; 0 while that is not known."""
+    def __init__(self, counter: StepCounter) -> None:
+        self.counter = counter
+        self.capacity = KEPT_STEPS
+        self.last: tuple[int, int, bool] | None = None
+        """(number, ns, whether it was training alone) of the step that has just ended."""
+        self._plain: deque[int] = deque(maxlen=KEPT_STEPS)
+        self._number: int | None = None
+        self._start_ns = 0
+        self._other_work = False
+        self._ours_ns = 0
+        self._kept = 0
+        self.usual_ns = 0
+        """Median of the last plain steps; 0 while there are few."""
+
+    def saw_other_work(self) -> None:
+        """An evaluation or a checkpoint, in the step that runs."""
+        self._other_work = True
+
+    def boundary(self, number: int, begins: bool) -> None:
+        """An edge of a step."""
+        now = _now()
+        self.last = None
+        if self._number is not None and number > self._number:
+            ns = now - self._start_ns - self._ours_ns
+            pure = number == self._number + 1 and not self._other_work
+            self.last = (self._number, ns, pure)
+            self._number = None
+        if begins and self._number is None:
+            self._number, self._start_ns = number, now
+            self._other_work, self._ours_ns = False, 0
+
+    def ours(self, ns: int) -> None:
+        """So much of the running step is haiprof's own."""
+        self._ours_ns += ns
+
+    def keep(self, ns: int) -> None:
+        """A plain step's time, for the usual one."""
+        self._plain.append(ns)
+        self._kept += 1
+        if len(self._plain) >= USUAL_AFTER and self._kept % USUAL_AFTER == 0:
+            self.usual_ns = upper_median(self._plain)
 
 
 class Agreement:
@@ -160,7 +211,7 @@ class Plan:
         return self.window >= self._after_last_window
 
     def current(
-        self, *, number: int, trained_ns: int | None, times: UsualTime
+        self, *, number: int, trained_ns: int | None, times: StepTimes
     ) -> PlannedWindow | None:
         """The window that comes next or runs; None before it is known and after the last."""
         if self.over:
@@ -169,7 +220,7 @@ class Plan:
             self._find_first(number, trained_ns, times)
         return self._wanted
 
-    def ends_at(self, number: int, times: UsualTime) -> int | None:
+    def ends_at(self, number: int, times: StepTimes) -> int | None:
         """The step after the window that runs; None while that is open.
 
         A window in seconds ends on the same step on every rank: one of the next.
@@ -179,7 +230,7 @@ class Plan:
             return None if wanted is None else wanted.after_last
         name = f"{self.window}-end"
         found = self._agreement.find(name)
-        if found is None and time.perf_counter_ns() >= wanted.until_ns:
+        if found is None and _now() >= wanted.until_ns:
             alone = rank_and_world()[1] == 1
             found = self._agreement.settle(
                 name, number + (0 if alone else self._steps_in(times.usual_ns))
@@ -201,10 +252,10 @@ class Plan:
             request=self._request,
         )  # fmt: skip
 
-    def _find_first(self, number: int, trained_ns: int, times: UsualTime) -> None:
+    def _find_first(self, number: int, trained_ns: int, times: StepTimes) -> None:
         name = "first"
         first = self._agreement.find(name)
-        now_ns = time.perf_counter_ns()
+        now_ns = _now()
         if first is None and now_ns >= trained_ns + self._warmup_ns:
             alone = rank_and_world()[1] == 1
             ahead = LEAD_STEPS if alone else max(LEAD_STEPS, self._steps_in(times.usual_ns))
@@ -226,3 +277,69 @@ class Plan:
         if step_ns <= 0:
             return 2 + STEPS_BEFORE
         return 2 + round(self._ahead_s * _NS_PER_S) // step_ns
+
+
+class RollingSchedule:
+    """Where the rolling windows of --keep-slow lie.
+
+    They come in series: length and period of one are settled when it begins, by the first rank.
+    Where in a period a window lies changes, so that no rhythm of the job hides.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._series = -1
+        self._count = 0
+        self._place = 0
+        self._begin = 0
+        self._period = 1
+        self.length = 1
+        """Steps in a window of this series."""
+        self._kept = 0
+
+    @property
+    def window_count(self) -> int:
+        """Windows that the ranks have kept: the number of the next one."""
+        return self._kept
+
+    def next_first(self, number: int, *, pace: Callable[[], tuple[int, int]], usual_ns: int) -> int:
+        """First step of the next window, not before `number`."""
+        while True:
+            if self._place >= self._count:
+                self._settle(number, pace(), usual_ns)
+            room = max(1, self._period - self.length + 1)
+            mixed = ((self._series << 10) + self._place) * _MIX & 0xFFFFFFFF
+            first = self._begin + self._place * self._period + mixed % room
+            if first >= number:
+                return first
+            self._place += 1
+
+    def advance(self) -> None:
+        """The window that came next is over, or nothing came of it."""
+        self._place += 1
+
+    def is_kept(self, first: int, *, slow: bool) -> bool:
+        """Whether the window that begins with this step is the next one that all ranks keep."""
+        while True:
+            name = f"kept-{self._kept}"
+            found = self._agreement.settle(name, first) if slow else self._agreement.find(name)
+            if found is None or found > first:
+                return False
+            if found == first:
+                return True
+            self._kept += 1  # the others kept one that this rank did not record
+
+    def keep(self) -> None:
+        """It is written."""
+        self._kept += 1
+
+    def _settle(self, number: int, pace: tuple[int, int], usual_ns: int) -> None:
+        alone = rank_and_world()[1] == 1
+        ahead = 0 if alone else 2 + round(AGREE_S * _NS_PER_S) // max(1, usual_ns)
+        begin = max(number + ahead, self._begin + self._count * self._period)
+        sizes = _SERIES_ALONE if alone else _SERIES
+        self._series += 1
+        self._count, self._place = sizes[min(self._series, len(sizes) - 1)], 0
+        self._begin, self.length, self._period = self._agreement.settle_all(
+            f"series-{self._series}", (begin, *pace)
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import sys
 import threading
 import time
 import weakref
@@ -134,8 +133,3 @@ def wait_until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + OTHER_THREAD_WAIT_S
     while not done() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-
-
-def python_profiler() -> Any:
-    """What `sys.setprofile` holds in this thread; torch's stacks would throw it out."""
-    return sys.getprofile()

@@ -13,10 +13,11 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgspec
 import polars as pl
@@ -115,11 +116,15 @@ UNFIT = (OSError, ValueError, KeyError, TypeError, struct.error, pl.exceptions.P
 """What reading a damaged cache raises."""
 
 
+_Read = Callable[[int, int], bytes]
+"""Reads so many bytes from a place, where the parts are."""
+
+
 class TraceColumns:
     """The tables of one file, each read on demand."""
 
-    def __init__(self, path: Path, key: str, content: dict[str, Any], source: _Source) -> None:
-        self._path, self._key, self._source = path, key, source
+    def __init__(self, path: Path, key: str, content: dict[str, Any], read: _Read) -> None:
+        self._path, self._key, self._read = path, key, read
         self._parts: dict[str, list[list[Any]]] = content["parts"]
         """Of each table: checksum, columns, place and length of each part."""
         self.metadata: dict[str, Any] = content["metadata"]
@@ -149,12 +154,6 @@ class TraceColumns:
         ]
         return finish_table(name, pl.DataFrame(columns), self._texts)
 
-    def iterate_parts(self, name: str) -> Iterator[pl.DataFrame]:
-        """The same in the file's order, in pieces of bounded size."""
-        for number in range(len(self._parts.get(name, []))):
-            part = self._part_or_again(name, number)
-            yield finish_table(name, part.frame(), self._texts)
-
     def _part_or_again(self, name: str, number: int) -> _Part:
         for keep in (True, False):
             try:
@@ -166,7 +165,7 @@ class TraceColumns:
     def _part(self, name: str, number: int) -> _Part:
         """A part, if it is as it was written; a ValueError says that it is not."""
         checksum, columns, place, length = self._parts[name][number]
-        data = self._source.read(place, length)
+        data = self._read(place, length)
         if zlib.crc32(data) != checksum:
             raise ValueError(f"{name} {number} is damaged")
         return _Part(data, columns)
@@ -178,7 +177,7 @@ class TraceColumns:
                 f"{self._path}: it has changed since it was opened", hint="open it once more"
             )
         again = _build_cache(self._path, self._key, keep=keep)
-        self._source, self._parts = again._source, again._parts
+        self._read, self._parts = again._read, again._parts
 
 
 def open_columns(path: Path) -> TraceColumns:
@@ -199,7 +198,13 @@ def _open_cache(path: Path, key: str) -> TraceColumns:
         text = file.read(length)
     if zlib.crc32(text) != checksum:
         raise ValueError(f"{path}: its cache is damaged")
-    return TraceColumns(path, key, json.loads(text), _CachedParts(key + _ENDING))
+    return TraceColumns(path, key, json.loads(text), partial(_read_cached, key + _ENDING))
+
+
+def _read_cached(name: str, place: int, length: int) -> bytes:
+    """A part of a cache, which is opened for each: there may be more traces than descriptors."""
+    with read_entry(name) as file:
+        return os.pread(file.fileno(), length, place)
 
 
 def content_key(path: Path) -> str:
@@ -233,7 +238,8 @@ def _build_cache(path: Path, key: str, *, keep: bool) -> TraceColumns:
             return _open_cache(path, key)
     parts = io.BytesIO()
     content = _write(path, key, parts)
-    return TraceColumns(path, key, content, _PartsInMemory(parts))
+    whole = parts.getbuffer()
+    return TraceColumns(path, key, content, lambda place, length: bytes(whole[place:][:length]))
 
 
 def _write(path: Path, key: str, file: BinaryIO) -> dict[str, Any]:
@@ -277,34 +283,6 @@ def _order(ts_ns: pl.Series, dur_ns: pl.Series) -> pl.Series:
 def _column(parts: list[_Part], name: str) -> pl.Series:
     """One column of all parts in one piece; null in parts without it."""
     return merge_parts([part.column(name) for part in parts])[name].rechunk()
-
-
-class _Source(Protocol):
-    """Where parts are."""
-
-    def read(self, place: int, length: int) -> bytes:
-        """So many bytes from there."""
-
-
-class _CachedParts:
-    """Parts in a cache; it is opened for each, as there may be more traces than descriptors."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def read(self, place: int, length: int) -> bytes:
-        with read_entry(self._name) as file:
-            return os.pread(file.fileno(), length, place)
-
-
-class _PartsInMemory:
-    """Parts in memory, where no cache can be written."""
-
-    def __init__(self, parts: io.BytesIO) -> None:
-        self._parts = parts.getbuffer()
-
-    def read(self, place: int, length: int) -> bytes:
-        return bytes(self._parts[place : place + length])
 
 
 class _PartWriter:

@@ -21,8 +21,6 @@ from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.trace_format.kineto.events import NO_JSON, TABLES, TraceColumn, argument_names
 
-# Above this many us a float no longer resolves 1 ns: such a timestamp is read from its text.
-EXACT_ABOVE_US = float(1 << 42)
 TIME_LIMIT_NS = 1 << 61
 """73 years before or after the clock's zero: beyond the Unix time of any trace."""
 DURATION_LIMIT_NS = 1 << 51
@@ -36,63 +34,17 @@ _DIGITS_LIMIT = 19  # of a number that fits 64 bits, unless it begins with a 9
 _POWERS: Ints = 10 ** np.arange(4, dtype=np.int64)
 
 
-def times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags] | None:
-    """Start and duration of each event in ns, and whether it has usable ones.
-
-    None where a timestamp has more digits than a float holds to 1 ns: see `exact_times`.
-    """
-    start, durations = _from_numbers([head.ts for head in heads]), [head.dur for head in heads]
-    dur = _from_numbers(durations)
-    if dur is not None and not dur[1].all() and None in durations:
-        durations = [0 if head.dur is None and head.ph != "X" else head.dur for head in heads]
-        dur = _from_numbers(durations)
-    return None if start is None or dur is None else _check_times(start, dur)
-
-
-def exact_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags]:
-    """The same for events with times as text."""
+def event_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags]:
+    """Start and duration of each event in ns, and whether it has usable ones."""
     durations = [bytes(head.dur) for head in heads]
     if b"null" in durations:
         durations = [
             b"0" if dur == b"null" and head.ph != "X" else dur
             for dur, head in zip(durations, heads, strict=True)
         ]
-    return _check_times(exact_ns([bytes(head.ts) for head in heads]), exact_ns(durations))
-
-
-def _check_times(start: tuple[Ints, Flags], dur: tuple[Ints, Flags]) -> tuple[Ints, Ints, Flags]:
-    ts_ns, has_ts = start
-    dur_ns, has_dur = dur
+    ts_ns, has_ts = exact_ns([bytes(head.ts) for head in heads])
+    dur_ns, has_dur = exact_ns(durations)
     return ts_ns, dur_ns, has_ts & has_dur & (dur_ns >= 0) & (dur_ns < DURATION_LIMIT_NS)
-
-
-def _from_numbers(us: list[Any]) -> tuple[Ints, Flags] | None:
-    """Times in ns, and which are usable; None where floats are too coarse for them."""
-    try:
-        whole = pl.Series(us, dtype=pl.Int64)
-    except (TypeError, OverflowError):
-        return _from_floats(us)
-    if whole.null_count():
-        return _from_floats(us)
-    values: Ints = whole.to_numpy()
-    limit = TIME_LIMIT_NS // 1000
-    if len(values) and -limit < values.min() and values.max() < limit:
-        return values * 1000, np.ones(len(values), dtype=bool)
-    good = (values < limit) & (values > -limit)
-    return np.where(good, values, 0) * 1000, good
-
-
-def _from_floats(us: list[Any]) -> tuple[Ints, Flags] | None:
-    values = as_floats(us)
-    good = np.isfinite(values)
-    good[good] = np.abs(values[good]) < TIME_LIMIT_NS / 1000
-    values = np.where(good, values, 0.0)
-    if (np.abs(values) > EXACT_ABOVE_US).any():
-        return None
-    # Whole us and their fraction apart, so that neither loses digits.
-    whole = np.floor(values)
-    fraction: Ints = np.rint((values - whole) * 1000).astype(np.int64)
-    return whole.astype(np.int64) * 1000 + fraction, good
 
 
 def as_floats(values: list[Any]) -> Floats:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from haiprof.trace_format.kineto.events import (
     ARGUMENTS,
-    EXACT_WHOLE,
     HEADS,
     JSON_KEYS,
     TEXTS,
@@ -50,9 +49,9 @@ class Damage:
             self.examples.append(event[:_SHOWN_BYTES].decode("utf-8", "replace"))
 
 
-def decode_whole(piece: bytes, text: TraceText, *, exact: bool) -> list[Any] | None:
+def decode_whole(piece: bytes, text: TraceText) -> list[Any] | None:
     """Decodes events with their arguments in one pass; None where one has an unusual form."""
-    return None if text.is_last else _decode_events(piece, EXACT_WHOLE if exact else WHOLE)
+    return None if text.is_last else _decode_events(piece, WHOLE)
 
 
 def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> list[Any]:
@@ -237,13 +236,13 @@ def add_marks(
             whole[place] = _mark_event(whole[place], mark)
         if only_marked:
             kept = set(marked)
-            whole = [one for at, one in enumerate(whole) if at in kept or _is_metadata(one)]
+            whole = [
+                one
+                for at, one in enumerate(whole)
+                if at in kept or _FIELDS.decode(one).get("ph") == msgspec.Raw(b'"M"')
+            ]
         if whole:
             yield b",\n".join(whole)
-
-
-def _is_metadata(event: bytes) -> bool:
-    return bool(_FIELDS.decode(event).get("ph") == msgspec.Raw(b'"M"'))
 
 
 def _mark_event(event: bytes, mark: str) -> bytes:

@@ -191,22 +191,8 @@ PHASES = dict.fromkeys(TABLES, "X") | {MEMORY: "iI", LINKS: "stf"}
 class Head(msgspec.Struct, gc=False):
     """An event but for its arguments, which wait until it is known what to take from them.
 
-    `ts` and `dur` in us; what is missing is None.
+    `ts` and `dur` in us, as text: a float does not hold a Unix time to 1 ns.
     """
-
-    ph: str | None = ""
-    cat: Text = ""
-    name: Text = ""
-    pid: Number = None
-    tid: Number = None
-    ts: Number = None
-    dur: Number = None
-    id: Number = None
-    args: msgspec.Raw = _NO_ARGS
-
-
-class ExactHead(msgspec.Struct, gc=False):
-    """The same with times as text, for timestamps that a float cannot hold to 1 ns."""
 
     ph: str | None = ""
     cat: Text = ""
@@ -220,7 +206,6 @@ class ExactHead(msgspec.Struct, gc=False):
 
 
 HEADS: Decoder = msgspec.json.Decoder(list[Head])
-EXACT_HEADS: Decoder = msgspec.json.Decoder(list[ExactHead])
 TEXTS: Decoder = msgspec.json.Decoder(list[msgspec.Raw])
 """Events as they are written."""
 
@@ -250,31 +235,27 @@ ARGUMENTS: dict[str, Decoder] = {
 """By table."""
 
 
-def _whole_event(category: str, *, exact: bool) -> type[msgspec.Struct]:
+def _whole_event(category: str) -> type[msgspec.Struct]:
     """An event of one category with its arguments, exactly as profilers write it."""
     table = TABLE_OF_CATEGORY.get(category)
     fields: list[tuple[Any, ...]] = []
     if table is not None:
-        time, zero = (msgspec.Raw, _ZERO) if exact else (Number, 0)
         phases: Any = Literal[tuple(PHASES[table])]
         arguments = _ARGUMENTS[table]
-        fields = [("ph", phases), ("name", str, ""), ("ts", time), ("pid", Number, None),
+        fields = [("ph", phases), ("name", str, ""), ("ts", msgspec.Raw), ("pid", Number, None),
                   ("tid", Number, None), ("args", arguments, arguments())]  # fmt: skip
-        fields += [("dur", time, zero)] if table in (MEMORY, LINKS) else [("dur", time)]
+        default = (_ZERO,) if table in (MEMORY, LINKS) else ()
+        fields += [("dur", msgspec.Raw, *default)]
         fields += [("id", Number, None)] if table == LINKS else []
     return msgspec.defstruct("Event", fields, tag=category, tag_field="cat", gc=False, kw_only=True)
 
 
-_WHOLE = [_whole_event(category, exact=False) for category in CATEGORIES]
-_EXACT_WHOLE = [_whole_event(category, exact=True) for category in CATEGORIES]
+_WHOLE = [_whole_event(category) for category in CATEGORIES]
 # Twice as fast as decoding heads and arguments separately. A single event of unusual form or of
 # another category makes the decoder fail, and the whole piece is decoded as HEADS again.
 WHOLE: Decoder = msgspec.json.Decoder(list[Union[tuple(_WHOLE)]])  # type: ignore[misc] # noqa: UP007
-EXACT_WHOLE: Decoder = msgspec.json.Decoder(list[Union[tuple(_EXACT_WHOLE)]])  # type: ignore[misc] # noqa: UP007
-CATEGORY_OF_TYPE = {
-    kind: place % OTHER_CATEGORY for place, kind in enumerate(_WHOLE + _EXACT_WHOLE)
-}
-"""Of an event from `WHOLE` or `EXACT_WHOLE`."""
+CATEGORY_OF_TYPE = {kind: place for place, kind in enumerate(_WHOLE)}
+"""Of an event from `WHOLE`."""
 
 JSON_KEYS = {
     key
@@ -299,7 +280,7 @@ class Half:
     """Its place in the file."""
     category: int
     """Place in `events.CATEGORIES`, or beyond them."""
-    head: Any
+    head: Head
 
 
 class OpenHalves:
@@ -328,11 +309,11 @@ class OpenHalves:
             yield from stack
 
 
-def _join(begin: Any, end: Any) -> ExactHead:  # noqa: ANN401 - a Head or an ExactHead
+def _join(begin: Head, end: Head) -> Head:
     """One event with a duration; it has no usable time where one of the two has none."""
     start, stop = _decimal(begin.ts), _decimal(end.ts)
     known = start is not None and stop is not None
-    return ExactHead(
+    return Head(
         ph="X",
         cat=begin.cat,
         name="" if begin.name is None else begin.name,
@@ -345,12 +326,9 @@ def _join(begin: Any, end: Any) -> ExactHead:  # noqa: ANN401 - a Head or an Exa
     )
 
 
-def _decimal(value: object) -> Decimal | None:
-    text = (
-        bytes(value).decode("ascii", "replace") if isinstance(value, msgspec.Raw) else repr(value)
-    )
+def _decimal(written: msgspec.Raw) -> Decimal | None:
     try:
-        found = Decimal(text.strip("\"' "))
+        found = Decimal(bytes(written).decode("ascii", "replace").strip('" '))
     except (InvalidOperation, ValueError):
         return None
     return found if found.is_finite() and abs(found.adjusted()) < 40 else None

@@ -18,17 +18,14 @@ from haiprof.base.intervals import Ints
 from haiprof.trace_format.kineto.columns import (
     BATCH_ROWS,
     Common,
-    Flags,
     Names,
     TableBatch,
-    exact_times,
-    times,
+    event_times,
 )
 from haiprof.trace_format.kineto.decode import Damage, arguments, decode, decode_whole
 from haiprof.trace_format.kineto.events import (
     CATEGORIES,
     CATEGORY_OF_TYPE,
-    EXACT_HEADS,
     HALVES,
     HEADS,
     LINKS,
@@ -39,6 +36,7 @@ from haiprof.trace_format.kineto.events import (
     TABLE_OF_CATEGORY,
     TABLES,
     Half,
+    Head,
     OpenHalves,
     TraceColumn,
 )
@@ -229,8 +227,6 @@ class _Reading:
     names: Names
     sink: Sink
     damage: Damage = field(default_factory=Damage)
-    exact: bool = False
-    """Whether times are decoded from text, as they have too many digits for a float."""
     events: int = 0
     kept: Counter[str] = field(default_factory=Counter)
     redundant: Counter[str] = field(default_factory=Counter)
@@ -257,14 +253,9 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
         if _scan_piece(piece, native, reading):
             continue
         _flush(native, reading)
-        events = _events(piece, reading, reading.damage)
-        found = exact_times(events.own) if reading.exact else times(events.own)
-        if found is None:
-            reading.exact = True
-            events = _events(piece, reading, Damage())
-            found = exact_times(events.own)
+        events = _events(piece, reading)
         _count(events, reading)
-        _add(events, found, name_codes, reading)
+        _add(events.own, name_codes, reading)
         _add_halves(events.halves, name_codes, reading)
         reading.events += len(events.categories)
     for half in reading.halves.take_unfinished():
@@ -281,8 +272,7 @@ def _scan_piece(piece: bytes, native: NativeColumns, reading: _Reading) -> bool:
     found = None if reading.text.is_last else native.scan(piece, reading.events)
     if found is None:
         return False
-    counts, too_fine = found
-    reading.exact |= too_fine
+    counts, _ = found
     reading.flush()  # what stands before it in the file
     for place, count in enumerate(counts):
         if count:
@@ -304,6 +294,20 @@ def _flush(native: NativeColumns, reading: _Reading, least_rows: int = 1) -> Non
 
 
 @dataclass(frozen=True, slots=True)
+class _Rows:
+    """Events that belong to a table."""
+
+    events: list[Any]
+    places: Ints
+    """Their places among the file's events."""
+    categories: npt.NDArray[np.uint8]
+    tables: npt.NDArray[np.int8]
+    """As indices in `_TABLE_NAMES`."""
+    with_args: bool
+    """Whether their arguments have been decoded with them."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Events:
     """The events of one piece, sorted by what is done with them."""
 
@@ -311,31 +315,26 @@ class _Events:
     """Of all events, as indices in `CATEGORIES`."""
     others: list[Any]
     """Events that belong to no table and are not redundant."""
-    places: Ints
-    """Positions in the piece of the events that belong to a table."""
-    tables: npt.NDArray[np.int8]
-    """Their tables, as indices in `_TABLE_NAMES`."""
-    own: list[Any]
+    own: _Rows
     """The events that belong to a table."""
-    with_args: bool
-    """Whether their arguments have been decoded with them."""
     halves: list[tuple[int, Any]]
     """Begins and ends, with their places in the piece."""
 
 
-def _events(piece: bytes, reading: _Reading, damage: Damage) -> _Events:
-    found = decode_whole(piece, reading.text, exact=reading.exact)
+def _events(piece: bytes, reading: _Reading) -> _Events:
+    found = decode_whole(piece, reading.text)
     if found is None:
-        decoder = EXACT_HEADS if reading.exact else HEADS
-        return _sort_events(decode(piece, reading.text, damage, decoder))
+        heads = decode(piece, reading.text, reading.damage, HEADS)
+        return _sort_events(heads, reading.events)
     categories = np.frombuffer(bytes(map(CATEGORY_OF_TYPE.__getitem__, map(type, found))), np.uint8)
     tables = _TABLE_OF_CATEGORY[categories]
     places = np.flatnonzero(tables >= 0)
     own = [found[at] for at in places.tolist()]
-    return _Events(categories, [], places, tables[places], own, with_args=True, halves=[])
+    rows = _Rows(own, places + reading.events, categories[places], tables[places], with_args=True)
+    return _Events(categories, [], rows, halves=[])
 
 
-def _sort_events(heads: list[Any]) -> _Events:
+def _sort_events(heads: list[Any], first: int) -> _Events:
     categories = np.frombuffer(bytes([_PLACES[head.cat] for head in heads]), np.uint8)
     tables, others = _TABLE_OF_CATEGORY[categories], []
     halves: list[tuple[int, Any]] = []
@@ -357,7 +356,8 @@ def _sort_events(heads: list[Any]) -> _Events:
         halves.sort(key=lambda half: half[0])
         places = places[[head.ph not in _HALF_PHASES for head in own]]
         own = [heads[at] for at in places.tolist()]
-    return _Events(categories, others, places, tables[places], own, with_args=False, halves=halves)
+    rows = _Rows(own, places + first, categories[places], tables[places], with_args=False)
+    return _Events(categories, others, rows, halves=halves)
 
 
 def _count(events: _Events, reading: _Reading) -> None:
@@ -371,7 +371,7 @@ def _count(events: _Events, reading: _Reading) -> None:
         _count_unused(head, reading)
 
 
-def _count_unused(head: Any, reading: _Reading) -> None:  # noqa: ANN401 - a Head or an ExactHead
+def _count_unused(head: Head, reading: _Reading) -> None:
     unused, kind = reading.not_used, f"{head.ph or '?'} {head.cat or ''}".rstrip()
     unused[kind if kind in unused or len(unused) < _KINDS_LIMIT else "of other kinds"] += 1
 
@@ -390,52 +390,32 @@ def _add_halves(
     for half in (half for half, table in zip(whole, tables, strict=True) if table < 0):
         _count_unused(half.head, reading)
     reading.redundant[_ENDS] += len(whole)
-    for number in np.unique(tables[tables >= 0]).tolist():
-        rows = [half for half, table in zip(whole, tables, strict=True) if table == number]
-        _add_whole(number, rows, name_codes, reading)
+    rows = [half for half, table in zip(whole, tables, strict=True) if table >= 0]
+    _add(
+        _Rows(
+            [half.head for half in rows], np.array([half.event for half in rows], dtype=np.int64),
+            np.array([half.category for half in rows], dtype=np.uint8), tables[tables >= 0],
+            with_args=False,
+        ), name_codes, reading,
+    )  # fmt: skip
 
 
-def _add_whole(
-    number: int, rows: list[Half], name_codes: npt.NDArray[np.uint32], reading: _Reading
-) -> None:
-    """Events that were put together, of one table."""
-    ts_ns, dur_ns, good = exact_times([half.head for half in rows])
-    reading.bad_time += len(rows) - int(np.count_nonzero(good))
-    rows = [half for half, is_good in zip(rows, good.tolist(), strict=True) if is_good]
-    if not rows:
-        return
-    batch, own = reading.batches[number], [half.head for half in rows]
-    categories = name_codes[[half.category for half in rows]]
-    events = np.array([half.event for half in rows], dtype=np.int64)
-    args = arguments(batch.table, [head.args for head in own], reading.damage)
-    common = Common(events, categories, ts_ns[good], dur_ns[good])
-    batch.add(own, args, common, reading.names)
-    reading.kept[batch.table] += len(own)
-    if batch.row_count >= BATCH_ROWS:
-        reading.sink(batch.table, batch.take())
-
-
-def _add(
-    events: _Events,
-    found: tuple[Ints, Ints, Flags],
-    name_codes: npt.NDArray[np.uint32],
-    reading: _Reading,
-) -> None:
-    """Adds the events of the tables."""
-    ts_ns, dur_ns, good = found
+def _add(rows: _Rows, name_codes: npt.NDArray[np.uint32], reading: _Reading) -> None:
+    """Adds events to their tables."""
+    ts_ns, dur_ns, good = event_times(rows.events)
     reading.bad_time += len(good) - int(np.count_nonzero(good))
-    for number in np.flatnonzero(np.bincount(events.tables)).tolist():
-        batch, rows = reading.batches[number], np.flatnonzero((events.tables == number) & good)
-        own = [events.own[at] for at in rows.tolist()]
+    for number in np.flatnonzero(np.bincount(rows.tables)).tolist():
+        batch, at = reading.batches[number], np.flatnonzero((rows.tables == number) & good)
+        own = [rows.events[row] for row in at.tolist()]
         if not own:
             continue
         args = [event.args for event in own]
-        if not events.with_args:
+        if not rows.with_args:
             args = arguments(batch.table, args, reading.damage)
-        places = events.places[rows]
-        category = name_codes[events.categories[places]]
-        common = Common(places + reading.events, category, ts_ns[rows], dur_ns[rows])
-        batch.add(own, args, common, reading.names)
+        category = name_codes[rows.categories[at]]
+        batch.add(
+            own, args, Common(rows.places[at], category, ts_ns[at], dur_ns[at]), reading.names
+        )
         reading.kept[batch.table] += len(own)
         if batch.row_count >= BATCH_ROWS:
             reading.sink(batch.table, batch.take())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from functools import cached_property
@@ -275,23 +276,14 @@ def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
     for piece in event_texts(TraceText(path)) if is_text else ():
         texts = TEXTS.decode(b"[" + piece + b"]")
         low, high = np.searchsorted(events, [first, first + len(texts)]).tolist()
-        found += _of_piece(texts, events[low:high] - first, names[low:high], first)
+        for place, name in zip((events[low:high] - first).tolist(), names[low:high], strict=True):
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                event = _EVENT.decode(texts[place])
+                if event.name == name:
+                    values = bytes(event.args.values).decode("utf-8", "replace")
+                    found.append((first + place, values))
         first += len(texts)
         if high == len(events):
             break
     schema = {"event": pl.Int64, "values": pl.String}
     return pl.DataFrame(found, schema=schema, orient="row")
-
-
-def _of_piece(
-    texts: list[msgspec.Raw], places: Ints, names: list[str], first: int
-) -> list[tuple[int, str]]:
-    found = []
-    for place, name in zip(places.tolist(), names, strict=True):
-        try:
-            event = _EVENT.decode(texts[place])
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-        if event.name == name:
-            found.append((first + place, bytes(event.args.values).decode("utf-8", "replace")))
-    return found

@@ -32,7 +32,6 @@ _IN_STRING = re.compile(
 _SUSPECT = re.compile(rb"[\\\x00-\x1f]")
 _KEYS = rb'"(?:ph|name|cat|pid|tid|ts|dur|id|s|bp|args)"'
 BOUNDARY = re.compile(rb"\}(\s*,\s*)\{\s*" + _KEYS)
-_BETWEEN = re.compile(rb"[\s,]*")
 _CLOSER = {ord("{"): ord("}"), ord("["): ord("]")}
 _END_OF_ARRAY = ord("]")
 
@@ -96,8 +95,8 @@ def depth(text: bytes, start: int, end: int) -> int | None:
     return found
 
 
-def _after_separator(text: bytes, at: int) -> int:
-    between = _BETWEEN.match(text, at)
+def _after_separator(text: bytes, at: int = 0) -> int:
+    between = _SEPARATOR.match(text, at)
     return between.end() if between else at
 
 
@@ -136,11 +135,8 @@ def _mend_string(token: re.Match[bytes]) -> bytes:
         return b" "
     if found == b"\\":
         return b"\\\\"
-    return b"\\ufffd" if _is_half_pair(found) else found
-
-
-def _is_half_pair(escape: bytes) -> bool:
-    return len(escape) == 6 and escape[:3].lower() == b"\\ud" and escape[3:4].lower() > b"7"
+    is_half_pair = len(found) == 6 and found[:3].lower() == b"\\ud" and found[3:4].lower() > b"7"
+    return b"\\ufffd" if is_half_pair else found
 
 
 PIECE_BYTES = 1 << 18  # what its events become fits the second-level cache of a core
@@ -202,7 +198,7 @@ class TraceText:
             buffer = b"".join(waiting)
             cut = self._last_boundary(buffer)
             if cut:
-                yield buffer[_separator_end(buffer) : cut]
+                yield buffer[_after_separator(buffer) : cut]
             waiting = self._rest(buffer[cut:])
             rest_bytes = sum(map(len, waiting))
             self._limit(rest_bytes)
@@ -210,7 +206,7 @@ class TraceText:
         if self._trailer is None:
             self.is_last = True
             buffer = b"".join(waiting)
-            yield buffer[_separator_end(buffer) :]
+            yield buffer[_after_separator(buffer) :]
         self._add_trailer()
 
     def unread(self, rest: bytes) -> None:
@@ -380,11 +376,6 @@ def _readable(unpacker: Any, block: bytes) -> bytes:  # noqa: ANN401 - zlib does
         for at in range(len(block)):
             text.append(unpacker.decompress(block[at : at + 1]))  # noqa: PERF401 - those so far
     return b"".join(text)
-
-
-def _separator_end(piece: bytes) -> int:
-    between = _SEPARATOR.match(piece)
-    return between.end() if between else 0
 
 
 def _last_end(buffer: bytes) -> int:

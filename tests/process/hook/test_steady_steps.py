@@ -24,7 +24,7 @@ from haiprof.run_format.layout import RunPaths
 class Edges:
     """Takes the place of the windows: every edge of a step, once each."""
 
-    over = holds_profiler = recording = False
+    over = holds_profiler = False
     asleep_until = 0
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.edges = Edges()
-        self._counter = StepCounter(self.edges, torch.is_grad_enabled)
+        self._counter = StepCounter(self.edges.boundary, torch.is_grad_enabled)
 
     def begin(self, kind: int, target: Any = None) -> None:
         """A span begins whose end never comes."""

@@ -21,12 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from haiprof.in_job.installer import Installer
 from haiprof.in_job.recorder import Recorder
-from haiprof.in_job.windows import live_request
+from haiprof.in_job.windows import driver
 from haiprof.in_job.windows.driver import Tracer, attach
 from haiprof.in_job.windows.requested_windows import Recording
-from haiprof.in_job.windows.rolling_schedule import RollingSchedule
 from haiprof.in_job.windows.slow_steps import SETTLED_STEPS
-from haiprof.in_job.windows.step_plan import Agreement
+from haiprof.in_job.windows.step_plan import Agreement, RollingSchedule
 from haiprof.in_job.windows.user_profilers import other_tool
 from haiprof.run_format.layout import RunPaths
 from tests.process.hook.conftest import Hook, small_model, train_step
@@ -236,7 +235,7 @@ def test_failed_write_ends_the_windows_and_nothing_else(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("haiprof.in_job.windows.window_files.WindowFiles.finish", full)
+    monkeypatch.setattr("haiprof.in_job.windows.requested_windows.WindowFiles.finish", full)
     one = traced(steps=[4, 6], repeat=3)
     train_epoch(loader(20), *small_model())
     [line] = one.lines()
@@ -577,9 +576,9 @@ def test_a_window_that_is_over_at_once_is_answered_last(
     while hook.recorder.commands is None:  # it reports in on its own thread
         time.sleep(0.01)
     monkeypatch.setattr(hook.recorder, "commands", Replies())
-    monkeypatch.setattr(live_request, "attach", attach_and_train)
+    monkeypatch.setattr(driver, "attach", attach_and_train)
     arguments = {"count": 3, "first": 4, "window": 0, "ahead_s": 1, "valid_s": 60}
-    content = live_request.plan_request(
+    content = driver.plan_request(
         "1-a", arguments, recorder=hook.recorder, state=hook.installer.state
     )
     assert [*replies, *([] if content is None else [content["state"]])] == ["accepted", "refused"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from haiprof.trace_format.kineto.columns import EXACT_ABOVE_US, exact_ns
+from haiprof.trace_format.kineto.columns import exact_ns
 from tests.unit.traces.texts import LAYOUTS, compact, kernel, op, read
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -82,10 +82,3 @@ def test_texts_of_any_form_are_read_like_decimals(texts: list[str]) -> None:
         expected = ns_or_none(text)
         assert is_good == (expected is not None)
         assert ns == (expected or 0)
-
-
-@given(st.integers(0, int(EXACT_ABOVE_US) * 1000))
-def test_floats_below_the_limit_hold_every_nanosecond(ns: int) -> None:
-    us = float(f"{ns // 1000}.{ns % 1000:03}")
-    whole = us // 1
-    assert int(whole) * 1000 + round((us - whole) * 1000) == ns
