@@ -145,7 +145,7 @@ CASES = (
          options=("--hang-limit=3",), extra={"DYING_TIMEOUT_S": "25"}),
     Case(name="worker", injected="a DataLoader worker waits for a lock (one process, then Ctrl-C)",
          cause="hang", ranks=(0,), words=alone("worker"), options=("--hang-limit=3",),
-         said="wait_for_file", meddle=lambda job: interrupt_after(job, 70)),
+         said="wait_for_file", meddle=lambda job: signal_after(job, 70, signal.SIGINT)),
     Case(name="other", injected="another collective than the others", cause="mismatch",
          ranks=(), said="broadcast"),
     Case(name="size", injected="another size than the others: gloo's check ends the process",
@@ -170,21 +170,26 @@ CASES = (
     Case(name="restarts", injected="two restarts by torchrun, then it ends well", cause="",
          ranks=(), words=torchrun("raise", "--max-restarts=3"),
         extra={"DYING_TIMEOUT_S": "60"}),
+    Case(name="never-meet", injected="rank 1 of 3 raises, and after torchrun's restart its ranks "
+         "never meet: SIGTERM once the hang is noticed", cause="exception",
+         said="its ranks were started again", options=("--hang-limit=4",),
+         words=(*TORCHRUN[:-1], "--nproc-per-node=3", "--max-restarts=1", SCRIPT, "never-meet"),
+         meddle=lambda job: signal_after(job, 70, signal.SIGTERM)),
     Case(name="term", injected="SIGTERM to a rank from outside", cause="killed", said="SIGTERM"),
     Case(name="term-launcher", injected="SIGTERM to the launcher (`kill PID`)", cause="signal",
          ranks=(), said="SIGTERM", words=torchrun("wait"), meddle=send(signal.SIGTERM)),
 )  # fmt: skip
 
 
-def interrupt_after(job: subprocess.Popen[str], seconds: float) -> None:
-    """Once haiprof has noticed the hang, at the latest after so long."""
+def signal_after(job: subprocess.Popen[str], seconds: float, number: int) -> None:
+    """Sends a signal once haiprof has noticed the hang, at the latest after so long."""
     logs = next(Path(w.partition("=")[2]) for w in job.args if w.startswith("--log-dir="))  # type: ignore[union-attr]
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if any("reaction_result" in path.read_text() for path in logs.glob("*/nodes/*/*.jsonl")):
             break
         time.sleep(0.5)
-    os.kill(job.pid, signal.SIGINT)
+    os.kill(job.pid, number)
 
 
 @dataclass(frozen=True, slots=True)

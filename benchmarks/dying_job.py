@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/dying_job.py raise
     python benchmarks/dying_job.py spawn
 
-Rank 1 does it at step 30, unless it is about a job of one process; gloo's timeout is 6 s.
+Rank 1 does it at step 30 (60 where the ranks never meet again), unless it is about a job of one
+process; gloo's timeout is 6 s.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def skip_a_step() -> bool:
 
 FAULTS = {
     "raise": raise_error,
+    "never-meet": raise_error,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "osexit": lambda: os._exit(7),
     "exit3": lambda: sys.exit(3),
@@ -128,12 +130,19 @@ def train(fault: str) -> None:
         wait_for_file()
     if fault == "import" and rank == 1:
         raise ImportError("no module named flash_attn")
+    if fault == "never-meet" and restart:
+        # Each waits in a store of its own for the others, as after a wrong address.
+        store = f"file://{os.environ['DYING_SAVE']}.{rank}"
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+        )
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8)
     model = DistributedDataParallel(layer) if dist.is_initialized() else layer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    at = 2 * AT if fault == "never-meet" else AT
     steps = AT if fault == "uneven" and rank == 1 else STEPS
     big = fault == "shm"
     stuck = fault == "worker"
@@ -142,9 +151,9 @@ def train(fault: str) -> None:
     batches = iter(DataLoader(Samples(size, stuck), batch_size=4, num_workers=workers))
     for step in range(steps):
         batch = next(batches)[:, :8].contiguous()
-        if step == AT and rank == 1 and fault in FAULTS and restart < 2 and FAULTS[fault]():
+        if step == at and rank == 1 and fault in FAULTS and restart < 2 and FAULTS[fault]():
             continue
-        if step == AT and rank == 0:
+        if step == at and rank == 0:
             print("FAULT", time.time_ns(), flush=True)
         if fault == "all" and step == AT:
             raise_error()

@@ -21,7 +21,7 @@ from haiprof.base.options import Options
 from haiprof.base.safe_files import create_file, make_private
 from haiprof.base.units import duration_text
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.stack_frames import frame_text, own_frame, parse_frames
+from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
 from haiprof.run_format.writer import append_line
 
 LOOK_S = 2.0
@@ -271,7 +271,25 @@ def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:
         "moves": found.get("moves"),
         "saving": saving,
         "suspects": suspects[:_MOST_SUSPECTS],
+        "all_at": None if suspects or saving else _common_line(found.get("ranks")),
     }
+
+
+def _common_line(ranks: object) -> str | None:
+    """Where all of several ranks are; None where their lines differ or one is not known."""
+    stacks = [
+        parse_frames(rank.get("stack")) if isinstance(rank, dict) else None
+        for rank in (ranks if isinstance(ranks, list) else ())
+    ]
+    if len(stacks) < 2 or not stacks[0] or any(stack != stacks[0] for stack in stacks):
+        return None
+    return _line_text(stacks[0])
+
+
+def _line_text(frames: Stack) -> str:
+    """The user's own line, and the innermost one where that is another."""
+    own, last = own_frame(frames) or frames[-1], frames[-1]
+    return frame_text(own) if own == last else f"{frame_text(own)} → {frame_text(last)}"
 
 
 def _only_rank(ranks: object) -> list[dict[str, Any]]:
@@ -280,12 +298,9 @@ def _only_rank(ranks: object) -> list[dict[str, Any]]:
         return []
     only = ranks[0]
     frames = parse_frames(only.get("stack")) or ()
-    own = own_frame(frames)
-    if own is None or only.get("process_state") in ("T", "t"):
+    if not frames or only.get("process_state") in ("T", "t"):
         return []
-    doing = (
-        frame_text(own) if own == frames[-1] else f"{frame_text(own)} → {frame_text(frames[-1])}"
-    )
+    doing = _line_text(frames)
     worker = only.get("worker")
     return [{
         "rank": only.get("rank"), "reason": "it is the only rank, and no step of it ends",
@@ -316,4 +331,5 @@ def _snapshot_text(content: Mapping[str, Any]) -> str:
         return f"a checkpoint is being saved (rank {content['saving'][0]})"
     if content["moves"]:
         return "collectives go on"
-    return "no rank differs from the others"
+    where = f": all are at {content['all_at']}" if content["all_at"] else ""
+    return f"no rank differs from the others{where}"

@@ -379,6 +379,9 @@ class Watch:
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._starting: dict[int, int] = {}
         """By process id: when it was first seen to have torch, and no step."""
+        self._began_ns = clock()
+        self._start_ns: int | None = None
+        """How long the first start took until a rank reported in; None before."""
         self._hangs = False
         self._suspended_ns = 0
         """Since when all ranks are stopped; 0 while they are not."""
@@ -400,6 +403,8 @@ class Watch:
         if not live:
             return self._waited_for(node, now, pause_ns if pause_ns > SUSPENDED_NS else 0)
         self._starting.clear()
+        if self._start_ns is None:
+            self._start_ns = now - self._began_ns
         ranks = [rank for rank in self._ranks.values() if not rank.exited]
         if pause_ns > SUSPENDED_NS:
             _pause(ranks, pause_ns)
@@ -453,13 +458,15 @@ class Watch:
         before = {} if stopped else self._starting
         self._starting = {process.pid: before.get(process.pid, now) for process in found}
         silent_ns = now - max(self._starting.values(), default=now)
-        limit_ns = patient_ns(self._hang_limit)
+        limit_ns = self._start_limit_ns()
         if silent_ns <= limit_ns:
             self._hangs = False
             return []
         if self._hangs:
             return []
         self._hangs = True
+        earlier = "" if self._start_ns is None else \
+            f"; the start before took {duration_text(self._start_ns)}"  # fmt: skip
         said = "1 process has" if len(found) == 1 else f"{len(found)} processes have"
         return [
             Alarm(
@@ -468,10 +475,18 @@ class Watch:
                 step=None,
                 since_mono_ns=now - silent_ns,
                 reason=f"no first step for {duration_text(silent_ns)} since {said} loaded torch "
-                f"(limit {duration_text(limit_ns)})",
+                f"(limit {duration_text(limit_ns)}{earlier})",
                 numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
             )
         ]
+
+    def _start_limit_ns(self) -> int:
+        """How long a start may take: ranks that are started again had shown how long they need."""
+        limit_ns = patient_ns(self._hang_limit)
+        if self._start_ns is None:
+            return limit_ns
+        own_ns = round(self._hang_limit.seconds * NS_PER_S) or HANG_FLOOR_NS
+        return min(limit_ns, max(own_ns, PATIENCE * self._start_ns))
 
     def _is_stopped(self, pid: int) -> bool:
         return process_state(pid, proc=self._proc)["state"] == "T"

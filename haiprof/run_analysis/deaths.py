@@ -98,6 +98,8 @@ class Death:
     clock: str
     """What the order of ends rests on."""
     remedy: str
+    own_end: str | None = None
+    """How this start itself ended, where the death is that of the start before it."""
     generation: int = 0
     final: bool = True
     """Whether the job ended with it; else its ranks were started again."""
@@ -130,7 +132,7 @@ def gather_evidence(
         files=files,
         ends=ends,
         signals=arrived_signals(files),
-        hangs=[r for r in reactions(files) if r.trigger == "hang" and r.suspects],
+        hangs=[r for r in reactions(files) if r.trigger == "hang" and (r.suspects or r.all_at)],
         collectives=collectives,
         steps=steps,
         world=min(max((size for size in sizes if size is not None), default=0), 1 << 20),
@@ -157,15 +159,15 @@ def find_deaths(evidence: Evidence) -> list[Death]:
         # The end of a start that never trained: what began it is the death of the start before.
         first = found[-2]
         last = found[-1]
-        text = f"{first.headline}; its ranks were started again and no step of them was seen"
+        own = f"was seen; then {last.what}"
         found[-1] = replace(
             first,
-            headline=f"{text}; then {last.what}",
+            headline=f"{first.headline}; its ranks were started again and no step of them {own}",
+            own_end=f"no step {own}",
             remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may "
             "have waited for each other in init_process_group",
             generation=last.generation,
             final=True,
-            fates=last.fates,
         )
     return found
 
@@ -320,6 +322,9 @@ class _Case:
             return replace(found, headline=f"{found.headline}; then ended by {name}{sender}")
         cause, what = _outer_cause(came)
         what = f"{what} ({name}{sender})"
+        stuck = self._hang_before(came.wall_ns, named=False)
+        if stuck is not None:
+            what += f"; before, all ranks stood still at {stuck.all_at}"
         guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
         return self._death(cause, (), what, what=what, died_ns=came.wall_ns, certain=not guessed)
 
@@ -477,9 +482,13 @@ class _Case:
         hang = self._hang_before(self._first_ns())
         return None if hang is None else self._of_hang(hang)
 
-    def _hang_before(self, time_ns: int | None) -> Reaction | None:
-        """The last snapshot of a standstill that lasted to the end."""
-        hangs = [h for h in self.evidence.hangs if time_ns is None or h.wall_ns <= time_ns]
+    def _hang_before(self, time_ns: int | None, *, named: bool = True) -> Reaction | None:
+        """The last snapshot of a standstill that lasted to the end, with a suspect or without."""
+        hangs = [
+            hang
+            for hang in self.evidence.hangs
+            if bool(hang.suspects) is named and (time_ns is None or hang.wall_ns <= time_ns)
+        ]
         if not hangs:
             return None
         started = min((e.started_ns or 0 for e in self.ends.values()), default=0)
@@ -489,6 +498,8 @@ class _Case:
     def _has_resumed(self, hang: Reaction) -> bool:
         """Whether steps ended after a standstill was noticed."""
         steps = [s for r in self.ends if (s := self._step(r)) is not None]
+        if hang.step is None and not hang.suspects:
+            return bool(steps)
         return hang.step is not None and bool(steps) and max(steps) > hang.step + 2
 
     def _of_hang(self, hang: Reaction) -> Death:

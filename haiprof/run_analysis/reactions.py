@@ -101,6 +101,8 @@ class Reaction:
     saving: tuple[int, ...]
     """Ranks that were saving a checkpoint then."""
     suspects: tuple[SuspectSeen, ...]
+    all_at: str | None
+    """The line at which all ranks were, where none of them is suspected."""
     window: int | None
     """Number of the trace window."""
     steps: tuple[int, int] | None
@@ -153,7 +155,8 @@ def outcome_text(reaction: Reaction) -> str:
             return f"rank {reaction.saving[0]} was saving a checkpoint"
         if reaction.moves:
             return "collectives went on"
-        return "no rank differed from the others"
+        where = f": all were at {reaction.all_at}" if reaction.all_at else ""
+        return f"no rank differed from the others{where}"
     what = "no trace of them" if slow else "no snapshot"
     return f"{what}: {reaction.failure or 'the launcher ended before'}"
 

@@ -23,7 +23,7 @@ class Start:
     ended_ns: int | None
     """Unix time of its death; None for the last one, or where it is not known."""
     why: str | None
-    """Headline of its death."""
+    """How it ended."""
     step_count: int
     """Steps of the rank that has most."""
     kept_ns: int
@@ -74,7 +74,7 @@ def find_starts(
                 generation=generation,
                 began_ns=min(began, default=None),
                 ended_ns=None if death is None else death.died_ns,
-                why=None if death is None else death.headline,
+                why=None if death is None else death.own_end or death.headline,
                 step_count=_count(part),
                 kept_ns=kept,
                 lost_ns=lost,

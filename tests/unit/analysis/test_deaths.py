@@ -344,6 +344,11 @@ def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
     job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 105 * S, "from_pid": 7})
     for rank in range(3):
         job.over(rank, 105.1, number=signal.SIGTERM, attempt=1)
+    hang = {"name": "reaction-hang-0", "trigger": "hang", "wall_ns": T0 + 100 * S,
+            "since_wall_ns": T0 + 2 * S, "reason": "no first step for 98 s"}  # fmt: skip
+    job.line("node0", {"type": "reaction", "action": "snapshot", **hang})
+    job.line("node0", {"type": "reaction_result", "name": "reaction-hang-0", "state": "done",
+                       "suspects": [], "all_at": "a.py:7 in join"})  # fmt: skip
     job.ended(None, "SIGTERM")
     first, last = job.deaths()
     assert (first.final, found(first)) == (False, ("exception", (1,)))
@@ -351,6 +356,12 @@ def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
     assert "shard 17 is damaged" in last.headline
     assert "started again" in last.headline
     assert "SIGTERM" in last.headline
+    assert "all ranks stood still at a.py:7 in join" in last.headline
+    assert [fate.role for fate in last.fates] == ["stopped", "cause", "stopped"]
+    starts = RunFrames(job.run.root).starts()
+    assert "shard 17" in str(starts[0].why)
+    assert "shard 17" not in str(starts[1].why)
+    assert "no step was seen" in str(starts[1].why)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_hang_after_which_steps_went_on_is_no_more_than_a_warning(run: Path) -> 
         ({"suspects": [], "saving": [0], "moves": False}, "rank 0 was saving a checkpoint"),
         ({"suspects": [], "moves": True}, "collectives went on"),
         ({"suspects": [], "moves": None}, "no rank differed"),
+        ({"suspects": [], "all_at": "a.py:3 in load"}, "all were at a.py:3 in load"),
         ({"state": "failed", "reason": "the job ended before"}, "no snapshot: the job ended"),
     ],
 )

@@ -69,3 +69,12 @@ def test_only_rank_that_stands_still_is_named_with_its_line(worker: str) -> None
     (suspect,) = _of_snapshot({"suspects": [], "ranks": ranks})["suspects"]
     assert suspect["doing"].startswith("train.py:4 in main")
     assert suspect["doing"].endswith(worker)
+
+
+def test_ranks_that_all_stand_at_the_same_line_are_said_with_it() -> None:
+    stack = [["train.py", 4, "main"], ["/x/site-packages/torch/c10d.py", 8, "init_process_group"]]
+    ranks = [{"rank": rank, "stack": stack} for rank in (0, 1)]
+    found = _of_snapshot({"suspects": [], "ranks": ranks})
+    assert found["all_at"] == "train.py:4 in main → c10d.py:8 in init_process_group"
+    ranks[1] = {"rank": 1, "stack": stack[:1]}
+    assert _of_snapshot({"suspects": [], "ranks": ranks})["all_at"] is None

@@ -337,10 +337,33 @@ def test_ranks_that_started_again_and_stand_still_before_their_first_step_hang_a
     world.wait(30 * NS_PER_S)
     world.ranks = []
     world.start(300)
-    world.wait(40 * NS_PER_S)
+    world.wait(8 * NS_PER_S)
     assert world.triggers == ["hang"]
     world.wait(40 * NS_PER_S)
     assert world.triggers == ["hang", "hang"]
+
+
+@pytest.mark.parametrize(
+    ("hang", "limit_s"),
+    [(HangLimit(), HANG_FLOOR_NS / NS_PER_S), (HangLimit(seconds=100), 210)],
+)
+def test_restart_that_takes_many_times_as_long_as_the_first_start_hangs(
+    tmp_path: Path, hang: HangLimit, limit_s: float
+) -> None:
+    world = World(tmp_path, hang=hang)
+    ranks, world.ranks = world.ranks, []
+    world.start(100)
+    world.wait(40 * NS_PER_S)
+    world.ranks = ranks
+    world.train([STEP_NS] * 100)
+    world.ranks = []
+    world.start(300)
+    world.wait(round((limit_s - 1) * NS_PER_S))
+    assert world.triggers == []
+    world.wait(70 * NS_PER_S)
+    assert world.triggers == ["hang"]
+    assert "no first step for" in world.alarms[0].reason
+    assert "the start before took 42.0 s" in world.alarms[0].reason
 
 
 def test_rank_whose_recording_has_ended_is_asked_seldom_whether_it_goes_on(tmp_path: Path) -> None:
