@@ -172,7 +172,7 @@ def _show_traces(path: Path, output: Output, *, everything: bool, peak: str | No
     with ReadProgress(quiet=output.json) as waiting:
         found = device_ledger(path, peaks=parse_peak(peak), progress=waiting)
     output.show(
-        lambda width: device_ledger_view(found, path, width=width, everything=everything),
+        lambda width: device_ledger_view(found, path.name, width=width, everything=everything),
         device_ledger_data(found, path),
     )
     output.hint(f"next: haiprof trace report {shlex.quote(str(path))}")

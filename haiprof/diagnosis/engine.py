@@ -30,7 +30,7 @@ from haiprof.diagnosis.run_notes import (
     why_no_steps,
 )
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
-from haiprof.diagnosis.traced_window import step_work
+from haiprof.diagnosis.traced_window import step_work, traced_device
 from haiprof.diagnosis.verdict import SEVERITIES, Abstention, Cost, Events, Finding, Gain, Severity
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
@@ -82,6 +82,7 @@ def judge(
         starts=tuple(analyzer.starts()) if deaths else (),
         goodput=analyzer.goodput() if deaths else None,
         ledger=ledger,
+        device=traced_device(analyzer.run, inputs.traces),
         run_time=analyzer.run_time(),
         split=_split(ledger, inputs),
         step_ns=step_ns,

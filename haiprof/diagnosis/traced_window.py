@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from haiprof.base.units import NS_PER_S
 from haiprof.run_format.layout import RunPaths
 
 if TYPE_CHECKING:
+    from haiprof.trace_analysis.device_verdict import DeviceLedger
     from haiprof.trace_analysis.pattern_gathering import Patterns
     from haiprof.trace_analysis.questions.all_ranks import RankQuestions
 
@@ -58,6 +60,25 @@ def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWin
         return TracedWindow(patterns=None, why=f"traces: {error.strerror or error}")
 
 
+def traced_device(run: RunPaths, window: TracedWindow) -> DeviceLedger | None:
+    """The ledger of the devices' time in that window; None where no GPU was traced."""
+    if isinstance(window.of_gpus(), str):
+        return None
+    from haiprof.trace_analysis.device_verdict import device_ledger
+
+    try:
+        return device_ledger(run.root, peaks=_named_peaks())
+    except (HaiprofError, OSError):  # `haiprof verdict TRACES` says which
+        return None
+
+
+def _named_peaks() -> Mapping[str, float] | None:
+    """What the user says that the device can do."""
+    from haiprof.trace_analysis.operator_efficiency import parse_peak
+
+    return parse_peak(os.environ.get(ENV_PEAK))
+
+
 def _lines(analysis: RankQuestions) -> pl.DataFrame | None:
     from haiprof.trace_analysis.operator_lines import operator_lines
 
@@ -99,15 +120,14 @@ def step_work(
     """
     if not step_ns or not run.traces.is_dir():
         return None
-    from haiprof.trace_analysis.operator_efficiency import parse_peak, step_efficiency
+    from haiprof.trace_analysis.operator_efficiency import step_efficiency
     from haiprof.trace_analysis.questions.base import RankTraces
 
     try:
         analysis = RankTraces(run.root)
         if limit_bytes is not None and analysis.size_bytes() > limit_bytes:
             return None
-        peaks = parse_peak(os.environ.get(ENV_PEAK))
-        found = analysis.per_rank(step_efficiency, peaks=peaks)
+        found = analysis.per_rank(step_efficiency, peaks=_named_peaks())
     except (
         HaiprofError,
         OSError,

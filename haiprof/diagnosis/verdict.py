@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from haiprof.base.errors import HaiprofError
-from haiprof.base.ledger import Account, Ledger
+from haiprof.base.ledger import Ledger
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import ratio_text, visible
 from haiprof.diagnosis.traced_window import StepWork
@@ -16,6 +16,9 @@ from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.restarts import Goodput, Start
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import write_json
+
+if TYPE_CHECKING:  # it reads traces, which most runs do not have
+    from haiprof.trace_analysis.device_verdict import DeviceLedger
 
 Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
@@ -215,6 +218,8 @@ class Verdict:
     """What was damaged or left out while reading."""
     ledger: Ledger | None = None
     """The accounts of the mean step; None without judged steps."""
+    device: DeviceLedger | None = None
+    """The accounts of the GPUs' time in the last trace window; None where none was traced."""
     run_time: Mapping[str, int] = field(default_factory=dict)
     """The run's wall time in ns by what passed, from start to end; empty where it has no end."""
     most_steps: int = 0
@@ -256,6 +261,8 @@ FIELDS = {
     "`count`, `residual_ns`, `positions` (ns by position, exact); null without steps",
     "ledger": "accounts of the mean step; their `ns_per_step` and the residual add up to `mean_ns`",
     "opportunities": "rows of `ledger` that a change would remove, largest gain first",
+    "device": "the same of the GPUs' time in the last trace window: `step`, `ledger`, "
+    "`opportunities`, `ranks`, `device_name`; null where no GPU was traced",
     "run_time": "the run's wall time in ns by what passed, from start to end; empty without an end",
     "problem_count": "findings that are problems: warnings and critical ones",
     "step_ns": "mean training step after warm-up, traced ones left out; null without steps",
@@ -314,9 +321,14 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
     """The verdict as documented in docs/diagnosis.md; `since_ns`: only later steps were judged."""
     ledger = verdict.ledger
     content = asdict(verdict) | {
-        "step": None if ledger is None else {name: getattr(ledger, name) for name in STEP_FIELDS},
-        "ledger": [] if ledger is None else [account_document(a) for a in ledger.accounts],
-        "opportunities": [] if ledger is None else list(ledger.opportunities),
+        **ledger_document(ledger),
+        "device": None
+        if (traced := verdict.device) is None
+        else {
+            **ledger_document(traced.ledger),
+            "ranks": list(traced.ranks),
+            "device_name": traced.device_name,
+        },
         "problem_count": sum(found.severity != "info" for found in verdict.findings),
         "schema": SCHEMA,
         "since_ns": since_ns,
@@ -327,9 +339,15 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
     return {name: content[name] for name in FIELDS}
 
 
-def account_document(account: Account) -> dict[str, Any]:
-    """One row of the ledger."""
-    return asdict(account) | {"ranks": list(account.ranks)}
+def ledger_document(ledger: Ledger | None) -> dict[str, Any]:
+    """A ledger as `step`, `ledger` and `opportunities`."""
+    if ledger is None:
+        return {"step": None, "ledger": [], "opportunities": []}
+    return {
+        "step": {name: getattr(ledger, name) for name in STEP_FIELDS},
+        "ledger": [asdict(each) | {"ranks": list(each.ranks)} for each in ledger.accounts],
+        "opportunities": list(ledger.opportunities),
+    }
 
 
 def _finding(finding: Finding, ledger: Ledger | None) -> dict[str, Any]:

@@ -67,6 +67,8 @@ _PHASE_OF = {
     "input": "dataloader", "forward": "forward", "backward": "backward", "optimizer": "optimizer"
 }  # fmt: skip
 """Whose part of the bar a position is; others are `other`."""
+_INSIDE = 6
+"""Columns of the card beside its content: its border and its padding."""
 _AROUND_COMMAND = 16
 """Columns of the card beside the next command: its border, its margins and the label."""
 _EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
@@ -125,6 +127,7 @@ def _whole(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
         yield from (Text(), *_split(verdict, width))
     for finding in verdict.findings:
         yield from (Text(), _finding(finding, titled=finding.title != verdict.headline))
+    yield from _traced_device(verdict, width, everything=True)
     yield from (Text(), *_closing(verdict))
     if command:
         yield from (Text(), Text.assemble(("next  ", "dim"), (command, "bold")))
@@ -159,8 +162,23 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
             grid.add_row(label, Text(line, style="dim"))
     if command:
         grid.add_row("next", Text(command, style="bold"))
+    yield from _traced_device(verdict, width)
     if grid.row_count:
         yield grid
+
+
+def _traced_device(
+    verdict: Verdict, width: int, *, everything: bool = False
+) -> Iterator[RenderableType]:
+    """What the GPUs did with their time, where a window was traced."""
+    if verdict.device is None:
+        return
+    from haiprof.show.views.device_ledger import device_ledger_view  # loads what reads traces
+
+    inner = min(width, MAX_WIDTH) - _INSIDE
+    yield from (Text(), device_ledger_view(
+        verdict.device, "the traced window", width=inner, everything=everything
+    ))  # fmt: skip
 
 
 def _reasons(finding: Finding) -> Iterator[tuple[Text, Text]]:

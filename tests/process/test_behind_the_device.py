@@ -8,6 +8,7 @@ import pytest
 
 from haiprof.base.ledger import Account, Ledger
 from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.verdict import as_document
 from tests.process.jobs import REPOSITORY, run_job
 
 pytestmark = pytest.mark.slow
@@ -98,3 +99,17 @@ def test_all_host_code_gains_where_the_device_waits(tmp_path: Path) -> None:
     for word in ("HIDDEN", "EXPOSED"):
         account = account_of(ledger, word)
         assert account.gain_ns > 0.8 * account.ns_per_step > 1e6
+
+
+def test_verdict_of_a_run_with_a_traced_gpu_has_the_ledger_of_the_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "behind.py"
+    script.write_text(JOB)
+    command = ["python", str(script), "5"]
+    job = run_job(command, folder=tmp_path / "job", haiprof=True, options=("--trace",))
+    document = as_document(diagnose(job.analyzer()))
+    step, ledger = document["device"]["step"], document["device"]["ledger"]
+    assert sum(row["ns_per_step"] for row in ledger) + step["residual_ns"] == pytest.approx(
+        step["mean_ns"]
+    )
+    assert any(row["activity"].startswith("compute") for row in ledger)
+    assert "ledger of the device's time" in " ".join(job.stderr.replace("│", " ").split())

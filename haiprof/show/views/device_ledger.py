@@ -15,7 +15,7 @@ from rich.text import Text
 
 from haiprof.base.ledger import PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
-from haiprof.diagnosis.verdict import STEP_FIELDS, account_document
+from haiprof.diagnosis.verdict import ledger_document
 from haiprof.show.figures.style import BLUE, GREY, ORANGE, PURPLE, SKY, YELLOW
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import INDENT, bullets
@@ -58,19 +58,19 @@ _MARKS_DIFFER_RATIO = 0.05
 
 
 def device_ledger_view(
-    found: DeviceLedger, path: Path, *, width: int, everything: bool = False
+    found: DeviceLedger, name: str, *, width: int, everything: bool = False
 ) -> RenderableType:
     """The whole view.
 
     Args:
         found: Of some traces.
-        path: Where they are.
+        name: What they are called.
         width: Columns of the terminal.
         everything: Whether all opportunities above 0.1 % are shown.
     """
     ledger = found.ledger
     kinds = "device" if found.on_device else "host"
-    title = f"{path.name}: ledger of the {kinds}'s time, {ledger.rests_on}"
+    title = f"{name}: ledger of the {kinds}'s time, {ledger.rests_on}"
     worth = [each for each in opportunities(found)
              if everything or each.gain_ns >= _WORTH_RATIO * ledger.mean_ns]  # fmt: skip
     parts: list[RenderableType] = [
@@ -92,18 +92,14 @@ def device_ledger_view(
 
 def device_ledger_data(found: DeviceLedger, path: Path) -> dict[str, Any]:
     """The same as JSON, with the fields that the ledger of a run has."""
-    ledger = found.ledger
+    document = ledger_document(found.ledger)
     return {
         "path": str(path),
         "headline": headline(found),
         "time_line": "device" if found.on_device else "host",
         "ranks": list(found.ranks),
         "world_size": found.world_size,
-        "step": {
-            **{name: getattr(ledger, name) for name in STEP_FIELDS}, "mark_ns": found.mark_ns,
-        },
-        "ledger": [account_document(account) for account in ledger.accounts],
-        "opportunities": list(ledger.opportunities),
+        **document | {"step": document["step"] | {"mark_ns": found.mark_ns}},
         "operators": [
             asdict(each) | {"do": operator_remedy(each.kind, each.precision, each.row_count)}
             for each in found.operators
