@@ -13,7 +13,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_PEAK
 from haiprof.cli.command_line import Arg, Opt
-from haiprof.cli.target import default_log_dir, existing_log_dir, name_log_dir, trace_target
+from haiprof.cli.target import default_log_dir, existing_log_dir, trace_target
 
 if TYPE_CHECKING:
     from haiprof.linux.processes import Process
@@ -26,14 +26,6 @@ RunDir = Annotated[
         "DIR",
         "A run directory, or a log directory whose newest run is taken. Left out: the log "
         "directory that a job started here would write to.",
-    ),
-]
-LogDir = Annotated[
-    Path | None,
-    Opt(
-        "--log-dir DIR",
-        "The log directory whose newest run is taken, instead of the default one.",
-        callback=name_log_dir,
     ),
 ]
 AsJson = Annotated[bool, Opt("--json", "Print the data as JSON, and nothing else.")]

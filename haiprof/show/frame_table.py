@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.units import MISSING
 from haiprof.show.text import number_text, value_text
 from haiprof.show.views.blocks import one_line, plain_table
 
-_UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"))
+_UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"),
+          ("_watts", "watts"))  # fmt: skip
 
 _SHARE = re.compile(r"(?:_share)?_ratio$")
 _UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s)$")
@@ -72,6 +75,24 @@ def cell(name: str, value: object) -> Text:
     unit = next((unit for suffix, unit in _UNITS if name.endswith(suffix)), "")
     text = value_text(value, unit) if unit else number_text(value)
     return Text("0.0 %" if text == "-0.0 %" else text)
+
+
+Fields = Sequence[tuple[str | Callable[[Any], str | Text], str]]
+"""Field of a record, or what is shown of the record, and its heading."""
+
+
+def record_cells(record: object, fields: Fields) -> list[Text]:
+    """One row of a record: its fields by their units."""
+    shown = [f(record) if callable(f) else cell(f, getattr(record, f)) for f, _ in fields]
+    return [Text(each) if isinstance(each, str) else each for each in shown]
+
+
+def record_table(records: Sequence[object], fields: Fields, *, left: int = 0) -> Table:
+    """A row per record; one column is aligned to the left."""
+    table = plain_table(*(head for _, head in fields), left=[fields[left][1]])
+    for record in records:
+        table.add_row(*record_cells(record, fields))
+    return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,15 +39,10 @@ def verdict_markdown(verdict: Verdict, name: str) -> str:
     """Headline, the step by position, the causes with their gain, what is not known."""
     lines = [f"## {markdown_text(name)}: {markdown_text(verdict.headline)}", ""]
     ledger = verdict.ledger
-    if ledger is not None and ledger.mean_ns is not None:
-        parts = (
-            f"{key.replace('_', ' ')} {duration_text(ns)}" for key, ns in ledger.positions.items()
-        )
-        median = duration_text(ledger.median_ns)
-        lines += [
-            f"Step {duration_text(ledger.mean_ns)} (median {median}): {', '.join(parts)}.",
-            "",
-        ]
+    if ledger is not None:
+        parts = (f"{k.replace('_', ' ')} {duration_text(ns)}" for k, ns in ledger.positions.items())
+        step = f"{duration_text(ledger.mean_ns)} (median {duration_text(ledger.median_ns)})"
+        lines += [f"Step {step}: {', '.join(parts)}.", ""]
     if verdict.findings:
         head = ("", "cause", "step without it", "at", "do")
         lines += [*markdown_table(head, map(_cause, verdict.findings)), ""]

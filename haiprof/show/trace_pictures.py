@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingDataError
-from haiprof.show.figures import traces as bars
-from haiprof.show.figures import traces as kernels
-from haiprof.show.figures import traces as lines
-from haiprof.show.figures.traces import (
-    arrival_figure,
-    critical_path_figure,
-    launch_figure,
-    what_if_figure,
-)
-from haiprof.trace_analysis.device_time import CONSECUTIVE_KERNEL_DELAY_NS, TOP_KERNELS, Steps
+from haiprof.show.figures import traces as figures
+from haiprof.trace_analysis.device_time import TOP_KERNELS, Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.what_if.replay_parts import Change
@@ -37,89 +30,53 @@ class TracePicture:
     """Those of the frame that a terminal has room for."""
 
 
-def temporal(traces: TraceQuestions, steps: Steps = None, *, share: bool = False) -> TracePicture:
-    """Computing, other work and idle time of each rank's GPU."""
-    found = _of_gpu(traces, traces.temporal_breakdown(steps), "span_ns")
-    return _picture(
-        _of("GPU time by rank", share=share),
-        found,
-        bars.temporal_figure(found, share=share),
-        ("rank", "device", "span_ns", "compute_ratio", "non_compute_ratio", "idle_ratio"),
-    )
+_NO_GPU = "no GPU event in it"
 
 
-def idle(
-    traces: TraceQuestions,
-    steps: Steps = None,
-    *,
-    share: bool = False,
-    streams: list[int] | None = None,
-    consecutive_kernel_delay_ns: int = CONSECUTIVE_KERNEL_DELAY_NS,
-) -> TracePicture:
-    """What each stream waited for; options are those of `idle_time_breakdown`."""
-    found = traces.idle_time_breakdown(
-        steps, streams=streams, consecutive_kernel_delay_ns=consecutive_kernel_delay_ns
-    )
-    found = _of_gpu(traces, found, "idle_ns")
-    return _picture(
-        _of("Idle time of streams", share=share),
-        found,
-        bars.idle_figure(found, share=share),
-        (
-            "rank",
-            "stream",
-            "idle_category",
-            "idle_ns",
-            "idle_ratio",
-            "count",
-            "median_ns",
-            "max_ns",
-        ),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """One question about traces that can be drawn; its options are those of the question."""
 
+    title: str
+    ask: str | Callable[..., pl.DataFrame]
+    """A method of `TraceQuestions`, or a function of the traces and steps."""
+    figure: Callable[..., go.Figure]
+    columns: tuple[str, ...]
+    needs: str = ""
+    """The column without whose values there is nothing to draw."""
+    why: str = _NO_GPU
+    """Why it has none."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the question, where they differ from its own defaults."""
+    has_shares: bool = False
+    """Whether a page shows it as shares, too."""
 
-def kernel_types(
-    traces: TraceQuestions, steps: Steps = None, *, share: bool = False
-) -> TracePicture:
-    """Busy GPU time by the kinds of kernel that ran at once."""
-    found = _of_gpu(traces, traces.kernel_type_breakdown(steps), "time_ns")
-    return _picture(
-        "Kernel types",
-        found,
-        bars.kernel_type_figure(found, share=share),
-        ("rank", "kernel_type", "time_ns", "time_ratio"),
-    )
-
-
-def top_kernels(
-    traces: TraceQuestions,
-    steps: Steps = None,
-    *,
-    num_kernels: int | None = TOP_KERNELS,
-    duration_ratio: float | None = None,
-    include_memory: bool = True,
-) -> TracePicture:
-    """The kernels with the most time on each rank; options are those of `kernel_breakdown`."""
-    found = traces.kernel_breakdown(
-        steps,
-        num_kernels=num_kernels,
-        duration_ratio=duration_ratio,
-        include_memory=include_memory,
-    )
-    found = _of_gpu(traces, found, "sum_ns")
-    return _picture(
-        "Top kernels",
-        found,
-        kernels.top_kernels_figure(found),
-        ("rank", "name", "count", "sum_ns", "mean_ns", "max_ns"),
-    )
+    def __call__(
+        self,
+        traces: TraceQuestions,
+        steps: Steps = None,
+        *,
+        share: bool = False,
+        **options: Any,  # noqa: ANN401 - whatever the question takes
+    ) -> TracePicture:
+        """Asks and draws; with `share`, each part is a share of its bar."""
+        if isinstance(self.ask, str):
+            found = getattr(traces, self.ask)(steps, **{**self.options, **options})
+        else:
+            found = self.ask(traces, steps, **options)
+        if self.needs and not found[self.needs].count():
+            hint = "profile with ProfilerActivity.CUDA" if self.why is _NO_GPU else ""
+            raise MissingDataError(f"{traces.path}: {self.why}", hint=hint)
+        figure = self.figure(found, share=True) if share else self.figure(found)
+        title = f"{self.title}, as shares" if share and self.has_shares else self.title
+        return TracePicture(title=title, frame=found, figure=figure, columns=self.columns)
 
 
 def one_kernel(
     traces: TraceQuestions, steps: Steps = None, *, kernel: str | None = None
 ) -> TracePicture:
     """One kernel on every rank, with its shortest and longest call."""
-    every = _of_gpu(traces, traces.kernel_breakdown(steps), "sum_ns")
+    every = PICTURES["kernels"](traces, steps, num_kernels=None).frame
     asked = pl.col("kind") == "computation" if kernel is None else (
         pl.col("name").cast(pl.String).str.contains(kernel, literal=True)
     )  # fmt: skip
@@ -130,25 +87,19 @@ def one_kernel(
         )
     longest = chosen.sort(-pl.col("sum_ns"), "name")["name"][0]
     found = every.filter(pl.col("name") == longest)
-    return _picture(
-        f"One kernel over ranks: {kernels.kernel_label(longest)}",
-        found,
-        kernels.one_kernel_figure(found),
-        ("rank", "name", "count", "mean_ns", "min_ns", "max_ns"),
+    return TracePicture(
+        title=f"One kernel over ranks: {figures.kernel_label(longest)}",
+        frame=found,
+        figure=figures.one_kernel_figure(found),
+        columns=("rank", "name", "count", "mean_ns", "min_ns", "max_ns"),
     )
 
 
-def overlap(traces: TraceQuestions, steps: Steps = None, *, share: bool = False) -> TracePicture:
-    """Communication of each rank: hidden behind computing, or exposed."""
+def _overlap(traces: TraceQuestions, steps: Steps) -> pl.DataFrame:
     found = traces.overlap(steps)
     if not found["communication_ns"].sum():
         raise MissingDataError(f"{traces.path}: no communication on a GPU in it")
-    return _picture(
-        "Communication overlap",
-        found,
-        bars.overlap_figure(found, share=share),
-        ("rank", "compute_ns", "communication_ns", "overlap_ns", "overlap_ratio"),
-    )
+    return found
 
 
 def launches(
@@ -168,78 +119,22 @@ def launches(
     )
     if found.is_empty():
         raise MissingDataError(f"{traces.path}: no launch of GPU work in it")
-    figure = launch_figure(
+    figure = figures.launch_figure(
         found, runtime_cutoff_ns=runtime_cutoff_ns, launch_delay_cutoff_ns=launch_delay_cutoff_ns
     )
-    return _picture(
-        "Launches",
-        found,
-        figure,
-        ("rank", "call", "cpu_duration_ns", "launch_delay_ns", "gpu_duration_ns"),
+    return TracePicture(
+        title="Launches",
+        frame=found,
+        figure=figure,
+        columns=("rank", "call", "cpu_duration_ns", "launch_delay_ns", "gpu_duration_ns"),
     )
 
 
-def queue_length(traces: TraceQuestions, steps: Steps = None) -> TracePicture:
-    """The launch queue of each stream over time."""
-    found = _of_gpu(traces, traces.queue_length(steps), "queue_length")
-    return _picture(
-        "Launch queues",
-        found,
-        lines.queue_figure(found),
-        ("rank", "stream", "ts_ns", "queue_length"),
-    )
-
-
-def memory_bandwidth(traces: TraceQuestions, steps: Steps = None) -> TracePicture:
-    """The bandwidth of each kind of copy over time."""
-    found = traces.memory_bandwidth(steps)
-    if found.is_empty():
-        raise MissingDataError(f"{traces.path}: no copy of known size in it")
-    return _picture(
-        "Bandwidth of copies",
-        found,
-        lines.bandwidth_figure(found),
-        ("rank", "copy_kind", "ts_ns", "bandwidth_bytes_per_s"),
-    )
-
-
-def collectives(
-    traces: TraceQuestions, steps: Steps = None, *, share: bool = False
-) -> TracePicture:
-    """Time in collectives by rank: transferring, or waiting for the last rank."""
-    found = traces.collective_waits(steps)
-    if found.is_empty():
-        raise MissingDataError(f"{traces.path}: no collective in it")
-    return _picture(
-        "Collectives",
-        found,
-        bars.collective_figure(found, share=share),
-        ("rank", "kind", "name", "late_ns", "wait_ns", "transfer_ns"),
-    )
-
-
-def lateness(traces: TraceQuestions, steps: Steps = None) -> TracePicture:
-    """How late each rank begins its collectives, per step."""
-    found = traces.arrival_lateness(steps)
-    return _picture(
-        "Lateness",
-        found,
-        arrival_figure(found),
-        ("rank", "late_ns", "low_ns", "high_ns", "collective_count"),
-    )
-
-
-def memory(traces: TraceQuestions, steps: Steps = None) -> TracePicture:
-    """Memory in tensors and reserved, over the whole trace: allocations have no step."""
+def _memory(traces: TraceQuestions, steps: Steps) -> pl.DataFrame:
+    """Memory over the whole trace: allocations have no step."""
     if steps is not None:
         raise MissingDataError("memory over time is of the whole trace, not of some steps")
-    found = traces.memory_timeline()
-    return _picture(
-        "Memory",
-        found,
-        lines.memory_figure(found),
-        ("rank", "device_type", "ts_ns", "allocated_bytes", "reserved_bytes"),
-    )
+    return traces.memory_timeline()
 
 
 def critical_path(
@@ -255,49 +150,80 @@ def critical_path(
     found = path.summary()
     of = min(traces.files) if rank is None else rank
     title = f"<b>Critical path of rank {of}, by cause</b>"
-    return _picture(
-        "Critical path",
-        found,
-        critical_path_figure(found, title=title),
-        ("bound_by", "duration_ns", "share_ratio", "segment_count"),
+    return TracePicture(
+        title="Critical path",
+        frame=found,
+        figure=figures.critical_path_figure(found, title=title),
+        columns=("bound_by", "duration_ns", "share_ratio", "segment_count"),
     )
 
 
-def what_if(
-    traces: TraceQuestions, steps: Steps = None, *, changes: tuple[Change, ...] = ()
-) -> TracePicture:
-    """The step as each change would make it; without changes, those that may help."""
-    chosen = changes or tuple(scenarios(traces, steps))
-    found = traces.what_if(*chosen, steps=steps)
-    if not changes:
-        found = found.sort("saved_ratio", descending=True, maintain_order=True)
-    return _picture(
-        "What if", found, what_if_figure(found), ("change", "predicted_step_ns", "saved_ratio")
-    )
+def _what_if(
+    traces: TraceQuestions, steps: Steps, *, changes: tuple[Change, ...] = ()
+) -> pl.DataFrame:
+    """The step as each change would make it; without changes, those that may help, best first."""
+    found = traces.what_if(*(changes or tuple(scenarios(traces, steps))), steps=steps)
+    if changes:
+        return found
+    return found.sort("saved_ratio", descending=True, maintain_order=True)
 
 
 PICTURES: Mapping[str, Callable[..., TracePicture]] = {
-    "temporal": temporal,
-    "idle": idle,
-    "kernel_types": kernel_types,
-    "kernels": top_kernels,
+    "temporal": Drawing(
+        title="GPU time by rank", ask="temporal_breakdown", figure=figures.temporal_figure,
+        columns=("rank", "device", "span_ns", "compute_ratio", "non_compute_ratio", "idle_ratio"),
+        needs="span_ns", has_shares=True,
+    ),
+    "idle": Drawing(
+        title="Idle time of streams", ask="idle_time_breakdown", figure=figures.idle_figure,
+        columns=("rank", "stream", "idle_category", "idle_ns", "idle_ratio", "count", "median_ns",
+                 "max_ns"),
+        needs="idle_ns", has_shares=True,
+    ),
+    "kernel_types": Drawing(
+        title="Kernel types", ask="kernel_type_breakdown", figure=figures.kernel_type_figure,
+        columns=("rank", "kernel_type", "time_ns", "time_ratio"), needs="time_ns",
+    ),
+    "kernels": Drawing(
+        title="Top kernels", ask="kernel_breakdown", figure=figures.top_kernels_figure,
+        columns=("rank", "name", "count", "sum_ns", "mean_ns", "max_ns"), needs="sum_ns",
+        options={"num_kernels": TOP_KERNELS},
+    ),
     "kernel": one_kernel,
-    "overlap": overlap,
+    "overlap": Drawing(
+        title="Communication overlap", ask=_overlap, figure=figures.overlap_figure,
+        columns=("rank", "compute_ns", "communication_ns", "overlap_ns", "overlap_ratio"),
+    ),
     "launches": launches,
-    "queue_length": queue_length,
-    "memory_bandwidth": memory_bandwidth,
-    "collectives": collectives,
-    "lateness": lateness,
-    "memory": memory,
+    "queue_length": Drawing(
+        title="Launch queues", ask="queue_length", figure=figures.queue_figure,
+        columns=("rank", "stream", "ts_ns", "queue_length"), needs="queue_length",
+    ),
+    "memory_bandwidth": Drawing(
+        title="Bandwidth of copies", ask="memory_bandwidth", figure=figures.bandwidth_figure,
+        columns=("rank", "copy_kind", "ts_ns", "bandwidth_bytes_per_s"),
+        needs="ts_ns", why="no copy of known size in it",
+    ),
+    "collectives": Drawing(
+        title="Collectives", ask="collective_waits", figure=figures.collective_figure,
+        columns=("rank", "kind", "name", "late_ns", "wait_ns", "transfer_ns"),
+        needs="rank", why="no collective in it",
+    ),
+    "lateness": Drawing(
+        title="Lateness", ask="arrival_lateness", figure=figures.arrival_figure,
+        columns=("rank", "late_ns", "low_ns", "high_ns", "collective_count"),
+    ),
+    "memory": Drawing(
+        title="Memory", ask=_memory, figure=figures.memory_figure,
+        columns=("rank", "device_type", "ts_ns", "allocated_bytes", "reserved_bytes"),
+    ),
     "critical_path": critical_path,
-    "what_if": what_if,
-}
-"""By name, in the order of the page."""
-_SHARE_FIGURES: Mapping[str, Callable[..., go.Figure]] = {
-    "temporal": bars.temporal_figure,
-    "idle": bars.idle_figure,
-}
-"""Those that a page shows as shares, too."""
+    "what_if": Drawing(
+        title="What if", ask=_what_if, figure=figures.what_if_figure,
+        columns=("change", "predicted_step_ns", "saved_ratio"),
+    ),
+}  # fmt: skip
+"""By name, in the order of the page; each takes the traces, the steps, and options."""
 
 
 def all_pictures(
@@ -307,40 +233,16 @@ def all_pictures(
     drawn: dict[str, TracePicture] = {}
     missing: dict[str, str] = {}
     for name, picture in PICTURES.items():
-        names = (f"{name}_share", name) if name in _SHARE_FIGURES else (name,)
-        made = _picture_or_reason(picture, traces, steps)
-        if isinstance(made, str):
-            missing.update((each.replace("_", " "), made) for each in names)
+        drawing = picture if isinstance(picture, Drawing) and picture.has_shares else None
+        try:
+            made = picture(traces, steps)
+        except HaiprofError as error:
+            names = (f"{name}_share", name) if drawing else (name,)
+            missing.update((each.replace("_", " "), str(error)) for each in names)
             continue
-        if name in _SHARE_FIGURES:
-            figure = _SHARE_FIGURES[name](made.frame, share=True)
-            drawn[names[0]] = replace(made, title=_of(made.title, share=True), figure=figure)
+        if drawing:
+            figure = drawing.figure(made.frame, share=True)
+            title = f"{made.title}, as shares"
+            drawn[f"{name}_share"] = replace(made, title=title, figure=figure)
         drawn[name] = made
     return drawn, missing
-
-
-def _picture_or_reason(
-    picture: Callable[..., TracePicture], traces: TraceQuestions, steps: Steps
-) -> TracePicture | str:
-    try:
-        return picture(traces, steps)
-    except HaiprofError as error:
-        return str(error)
-
-
-def _of_gpu(traces: TraceQuestions, found: pl.DataFrame, column: str) -> pl.DataFrame:
-    if not found[column].count():
-        raise MissingDataError(
-            f"{traces.path}: no GPU event in it", hint="profile with ProfilerActivity.CUDA"
-        )
-    return found
-
-
-def _picture(
-    title: str, found: pl.DataFrame, figure: go.Figure, columns: tuple[str, ...]
-) -> TracePicture:
-    return TracePicture(title=title, frame=found, figure=figure, columns=columns)
-
-
-def _of(title: str, *, share: bool) -> str:
-    return f"{title}, as shares" if share else title

@@ -67,34 +67,34 @@ COLLECTIVES: tuple[Part, ...] = (
 )
 
 
-def temporal_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+def temporal_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
     """Computing, other work and idle time of each rank's GPU."""
     return part_bars(found, TEMPORAL, ("rank", "device"), share=share,
-                     title=title or "<b>GPU time by rank</b>")  # fmt: skip
+                     title="<b>GPU time by rank</b>")  # fmt: skip
 
 
-def idle_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+def idle_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
     """What each stream waited for."""
     wide = _by_category(found, "idle_category", "idle_ns", ["rank", "device", "stream"])
     return part_bars(wide, IDLE, ("rank", "device", "stream"), share=share,
-                     title=title or "<b>Idle time of streams, by cause</b>")  # fmt: skip
+                     title="<b>Idle time of streams, by cause</b>")  # fmt: skip
 
 
-def kernel_type_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+def kernel_type_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
     """Busy GPU time by the kinds that ran at once."""
     wide = _by_category(found, "kernel_type", "time_ns", ["rank", "device"])
     return part_bars(wide, KINDS, ("rank", "device"), share=share,
-                     title=title or "<b>Busy GPU time by kind of kernel</b>")  # fmt: skip
+                     title="<b>Busy GPU time by kind of kernel</b>")  # fmt: skip
 
 
-def overlap_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+def overlap_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
     """Communication of each rank: hidden behind computing, or exposed."""
     exposed = found.with_columns(exposed_ns=pl.col("communication_ns") - pl.col("overlap_ns"))
     return part_bars(exposed, OVERLAP, ("rank", "device"), share=share,
-                     title=title or "<b>Communication: hidden and exposed</b>")  # fmt: skip
+                     title="<b>Communication: hidden and exposed</b>")  # fmt: skip
 
 
-def collective_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+def collective_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
     """Time that each rank spends in collectives: transferring, or waiting for the last rank."""
     known = pl.col("wait_ns").is_not_null() & pl.col("transfer_ns").is_not_null()
     length = pl.col("end_ns") - pl.col("start_ns")
@@ -104,7 +104,7 @@ def collective_figure(found: pl.DataFrame, *, share: bool = False, title: str = 
         untold_ns=length.filter(~known).sum(),
     ).sort("rank")  # fmt: skip
     return part_bars(sums, COLLECTIVES, ("rank",), share=share,
-                     title=title or "<b>Time in collectives by rank</b>")  # fmt: skip
+                     title="<b>Time in collectives by rank</b>")  # fmt: skip
 
 
 def part_bars(
@@ -177,7 +177,7 @@ def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
     )
 
 
-def what_if_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+def what_if_figure(found: pl.DataFrame) -> go.Figure:
     """The step as it is, and as each change would make it."""
     now_ns = [found["reproduced_step_ns"][0]] if found.height else []
     figure = _time_bars(
@@ -186,7 +186,7 @@ def what_if_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         [0.0] * len(now_ns) + found["saved_ratio"].to_list(),
         colors=[GREY] * len(now_ns) + [BLUE] * found.height,
         share="shorter by %{customdata:.3g} %",
-        title=title or "<b>What would make the step shorter</b>",
+        title="<b>What would make the step shorter</b>",
     )
     _, size = time_unit(now_ns[0] if now_ns else None)
     above, below = (
@@ -223,7 +223,7 @@ def _time_bars(
     return figure
 
 
-def arrival_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+def arrival_figure(found: pl.DataFrame) -> go.Figure:
     """How late each rank begins its collectives, per step, with its interval where there is one."""
     ordered = found.sort("rank")
     late = (ordered["late_ns"] / NS_PER_MS).cast(pl.Float64)
@@ -242,7 +242,7 @@ def arrival_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         )
     )  # fmt: skip
     default = f"<b>Lateness at collectives, per step</b>{small}"
-    figure.update_layout(**figure_layout(title or default, height=_HEIGHT_PX))
+    figure.update_layout(**figure_layout(default, height=_HEIGHT_PX))
     figure.update_xaxes(title="rank", tickformat="d", **AXIS)
     figure.update_yaxes(ticksuffix=" ms", **AXIS)
     return figure
@@ -283,7 +283,7 @@ def top_kernels_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
     return figure
 
 
-def one_kernel_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+def one_kernel_figure(found: pl.DataFrame) -> go.Figure:
     """One kernel on every rank: its mean duration, with the shortest and the longest call."""
     ordered = found.sort("rank", "device")
     mean, low, high = (ordered[name] / NS_PER_US for name in ("mean_ns", "min_ns", "max_ns"))
@@ -300,9 +300,7 @@ def one_kernel_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         )
     )  # fmt: skip
     name = kernel_label(ordered["name"][0]) if ordered.height else "no such kernel"
-    figure.update_layout(
-        **figure_layout(title or f"<b>{name}</b> by rank", height=_TRACE_KERNELS_HEIGHT_PX)
-    )
+    figure.update_layout(**figure_layout(f"<b>{name}</b> by rank", height=_TRACE_KERNELS_HEIGHT_PX))
     figure.update_xaxes(title="rank", tickformat="d", **AXIS)
     figure.update_yaxes(rangemode="tozero", ticksuffix=" µs", **AXIS)
     return figure
@@ -331,7 +329,6 @@ def launch_figure(
     *,
     runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
     launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
-    title: str = "",
 ) -> go.Figure:
     """Three distributions over all ranks, on logarithmic axes of time."""
     short = found.filter("is_short")
@@ -355,8 +352,7 @@ def launch_figure(
             figure.add_vline(x=cutoff_ns / NS_PER_US, row=row, col=1,
                              line={"color": GREY, "dash": "dash"})  # fmt: skip
     figure.update_layout(
-        **figure_layout(title or "<b>Launches</b>", height=_TRACE_LAUNCHES_HEIGHT_PX)
-        | {"showlegend": False}
+        **figure_layout("<b>Launches</b>", height=_TRACE_LAUNCHES_HEIGHT_PX) | {"showlegend": False}
     )
     for note in figure.layout.annotations:
         note.update(x=0, xanchor="left", font={"size": 13})
@@ -387,29 +383,29 @@ SERIES_LIMIT = 12
 _TRACE_LINES_HEIGHT_PX = 380
 
 
-def queue_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+def queue_figure(found: pl.DataFrame) -> go.Figure:
     """The length of each stream's launch queue over time."""
     return _over_time(
         found.with_columns(value=pl.col("queue_length").cast(pl.Float64)),
         ("rank", "device", "stream"),
         lambda key: f"rank {key[0]}, stream {key[2]}",
         unit="",
-        title=title or "<b>Launch queues over time</b>",
+        title="<b>Launch queues over time</b>",
     )
 
 
-def bandwidth_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+def bandwidth_figure(found: pl.DataFrame) -> go.Figure:
     """The bandwidth of each kind of copy over time."""
     return _over_time(
         found.with_columns(value=pl.col("bandwidth_bytes_per_s") / BYTES_PER_GIB),
         ("rank", "device", "copy_kind"),
         lambda key: f"rank {key[0]}, {key[2]}",
         unit="GiB/s",
-        title=title or "<b>Bandwidth of copies over time</b>",
+        title="<b>Bandwidth of copies over time</b>",
     )
 
 
-def memory_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+def memory_figure(found: pl.DataFrame) -> go.Figure:
     """Memory in tensors over time, and what the caching allocator holds."""
     names = {"allocated_bytes": "in tensors", "reserved_bytes": "reserved"}
     if found["allocated_bytes"].is_null().all():
@@ -429,7 +425,7 @@ def memory_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         ("rank", "device_type", "device", "what"),
         lambda key: f"rank {key[0]}, {names[str(key[3])]}",
         unit=unit,
-        title=title or "<b>Memory over time</b>",
+        title="<b>Memory over time</b>",
     )
 
 

@@ -4,67 +4,66 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, RunFormatError
-from haiprof.base.units import MISSING, bytes_text, duration_text, rate_text, ratio_text
+from haiprof.base.units import MISSING, duration_text
 from haiprof.live.snapshot import snapshot_folders
 from haiprof.run_analysis.run_files import number
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_json
 from haiprof.show.figures.style import PHASES
-from haiprof.show.frame_table import PageTable, page_table, text_table
-from haiprof.show.summary import OverviewSummary, rank_name
-from haiprof.show.text import moment_text, number_text, printable
+from haiprof.show.frame_table import Fields, PageTable, page_table, record_cells, text_table
+from haiprof.show.summary import OverviewSummary, RankSummary, rank_name
+from haiprof.show.text import moment_text, printable
 from haiprof.trace_analysis.files import files_by_window
 
 _SLOW_LIMIT, _LATE_LIMIT = 5, 16
-_ONLY_GPU = ("GPU", "GPU memory")
-"""Columns that are left out where no rank has a value."""
 _UNSET: tuple[object, ...] = (None, False, "", [], {})
+
+
+_NODES: Fields = (
+    (lambda node: printable(node.host or MISSING), "host"), ("cpu_count", "CPUs"),
+    ("cpu_utilization_ratio", "CPU"), ("memory_used_bytes", "memory used"),
+    ("memory_total_bytes", "memory in all"), ("disk_read_bytes_per_s", "disk read"),
+    ("disk_write_bytes_per_s", "disk write"), ("network_receive_bytes_per_s", "received"),
+    ("network_transmit_bytes_per_s", "sent"),
+)  # fmt: skip
+
+
+def _phase_field(phase: str) -> Callable[[RankSummary], str]:
+    return lambda rank: duration_text(rank.split_ns.get(phase))
+
+
+_RANKS: Fields = (
+    (rank_name, "rank"), (lambda rank: printable(rank.host or MISSING), "host"),
+    (lambda rank: printable(rank.device or MISSING), "device"), ("step_count", "steps"),
+    ("mean_step_ns", "mean step"), ("median_step_ns", "median step"),
+    *((_phase_field(phase), phase) for phase in PHASES), ("cpu_cores", "CPU cores"),
+    ("memory_rss_bytes", "memory"), ("read_bytes_per_s", "read"),
+)  # fmt: skip
+_RANK_GPUS: Fields = (("gpu_utilization_ratio", "GPU"), ("gpu_memory_used_bytes", "GPU memory"))
+"""Columns that are left out where no rank has a value."""
 
 
 def rank_table(summary: OverviewSummary) -> PageTable:
     """A row per rank and attempt."""
-    head = ("rank", "host", "device", "steps", "mean step", "median step", *PHASES, "CPU cores",
-            "memory", "read", "GPU", "GPU memory")  # fmt: skip
-    rows = [
-        (
-            rank_name(r), printable(r.host or MISSING), printable(r.device or MISSING),
-            str(r.step_count), duration_text(r.mean_step_ns), duration_text(r.median_step_ns),
-            *(duration_text(r.split_ns.get(p)) for p in PHASES),
-            number_text(r.cpu_cores), bytes_text(r.memory_rss_bytes),
-            rate_text(r.read_bytes_per_s), ratio_text(r.gpu_utilization_ratio),
-            bytes_text(r.gpu_memory_used_bytes),
-        )
-        for r in summary.ranks
-    ]  # fmt: skip
-    kept = [name for place, name in enumerate(head)
-            if name not in _ONLY_GPU or any(row[place] != MISSING for row in rows)]  # fmt: skip
-    cells = [tuple(cell for name, cell in zip(head, row, strict=True) if name in kept)
-             for row in rows]  # fmt: skip
-    return text_table("", kept, cells, left=("host", "device"))
+    known = [f for f in _RANK_GPUS if any(getattr(r, str(f[0])) is not None for r in summary.ranks)]
+    return _records(summary.ranks, (*_RANKS, *known), left=("host", "device"))
 
 
 def node_table(summary: OverviewSummary) -> PageTable:
     """A row per host."""
-    head = ("host", "CPUs", "CPU", "memory used", "memory in all", "disk read", "disk write",
-            "received", "sent")  # fmt: skip
-    rows = [
-        (
-            printable(n.host or MISSING), number_text(n.cpu_count),
-            ratio_text(n.cpu_utilization_ratio), bytes_text(n.memory_used_bytes),
-            bytes_text(n.memory_total_bytes), rate_text(n.disk_read_bytes_per_s),
-            rate_text(n.disk_write_bytes_per_s), rate_text(n.network_receive_bytes_per_s),
-            rate_text(n.network_transmit_bytes_per_s),
-        )
-        for n in summary.nodes
-    ]  # fmt: skip
-    return text_table("", head, rows, left=("host",))
+    return _records(summary.nodes, _NODES, left=("host",))
+
+
+def _records(records: Sequence[object], fields: Fields, *, left: Sequence[str]) -> PageTable:
+    rows = [[cell.plain for cell in record_cells(record, fields)] for record in records]
+    return text_table("", [head for _, head in fields], rows, left=left)
 
 
 def phase_table(steps: pl.DataFrame) -> PageTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
@@ -16,8 +16,9 @@ from haiprof.show.terminal import FILLINGS, filling, fit_width, sparkline
 from haiprof.show.text import printable
 from haiprof.show.views.blocks import FittingTable, one_line, plain_table
 
-_STALL_STEPS = 5
-"""A warning is shown after this multiple of the usual step without a step."""
+_STALL_STEPS, _STALL_NS = 5, 10e9
+"""A warning is shown after this multiple of the usual step without a step, and ten seconds."""
+_WIDE_BAR = 12
 
 
 def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> RenderableType:
@@ -34,7 +35,7 @@ def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> Renderab
             _ranks(job),
             MISSING if job.step is None else str(job.step + 1),
             duration_text(job.step_ns),
-            split_text(job, colored=colored),
+            split_text(job.split, width=_WIDE_BAR, colored=colored),
             MISSING if job.cpu_cores is None else f"{job.cpu_cores:.1f}",
             ratio_text(job.gpu_ratio),
             one_line(job.id),
@@ -55,21 +56,22 @@ def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> Renderab
 
 
 def _ranks(job: JobProgress) -> str:
-    whole = job.world_size is None or job.ranks == job.world_size
-    count = str(job.ranks) if whole else f"{job.ranks} of {job.world_size}"
+    count = _count_text(job.ranks, job.world_size)
     return count if len(job.hosts) < 2 else f"{count} on {len(job.hosts)} nodes"
 
 
-def split_text(job: JobProgress, *, width: int = 12, colored: bool = False) -> Text:
+def _count_text(ranks: int, world_size: int | None) -> str:
+    return str(ranks) if world_size in (None, ranks) else f"{ranks} of {world_size}"
+
+
+def split_text(split: Mapping[str, float | None], *, width: int, colored: bool = False) -> Text:
     """The phases of the last steps as a bar of so many columns."""
-    bar = Text()
-    shares = [(phase, share) for phase, share in job.split.items() if share]
-    done = 0.0
-    for phase, share in shares:
-        length = round((done + share) * width) - round(done * width)
-        done += share
+    bar, done = Text(), 0.0
+    for phase, share in split.items():
+        length = round((done + (share or 0.0)) * width) - round(done * width)
+        done += share or 0.0
         bar.append(filling(phase, colored=colored) * length, style=PHASE_COLORS.get(phase, ""))
-    return bar if shares else Text(MISSING)
+    return bar if done else Text(MISSING)
 
 
 def _stall(job: JobProgress) -> str | None:
@@ -78,11 +80,7 @@ def _stall(job: JobProgress) -> str | None:
     snapshot = f"haiprof snapshot {job.id} shows what its ranks do"
     if job.stopped:
         return f"{ranks_text(job.stopped)} stopped by a signal; {snapshot}"
-    if not job.recording or job.idle_ns is None or not job.step_ns:
-        return None
-    if job.idle_ns <= max(_STALL_STEPS * job.step_ns, 10e9):
-        return None
-    return f"no step for {duration_text(job.idle_ns)}; {snapshot}"
+    return f"no step for {duration_text(job.idle_ns)}; {snapshot}" if is_stalled(job) else None
 
 
 JOBS, RANKS, RANK = "jobs", "ranks", "rank"
@@ -92,7 +90,6 @@ _JOB, _JOB_LINES = 12, 4
 _NARROW, _NARROW_JOB, _NARROW_JOB_LINES = 78, 18, 4
 """Below this many columns a job has no bar and no line of steps, and more room for its name."""
 _HEAD_LINES = 9
-_TOP_STALL_STEPS, _STALL_NS = 5, 10e9
 _COUNTER_NAMES = {
     "cpu_cores": "cores, with its workers",
     "cpu_main_cores": "cores, the process alone",
@@ -150,10 +147,15 @@ def top_view(
     """One frame."""
     if not jobs:
         return Text("no job runs under haiprof here; start one: haiprof train.py")
-    keys = _keys if height is not None else _no_keys
+
+    def keys(enter: str, leave: str, part: str) -> list[Text]:
+        return [Text(f"↑ ↓ ⏎ {enter}   {leave}   {part}".rstrip(), style="dim")] if is_live else []
+
+    is_live = height is not None
     height = height or len(jobs) + sum(len(job.ranks) for job in jobs) + _HEAD_LINES
     if selection.level == JOBS or selection.job >= len(jobs):
-        shown = _visible_jobs(len(jobs), selection, height, width)
+        lines = _NARROW_JOB_LINES if width < _NARROW else _JOB_LINES
+        shown = _visible_range(len(jobs), selection.job, (height - 4) // lines)
         table = _jobs(jobs, selection, shown, width=width, colored=colored)
         return Group(table, *keys("enter a job", "q quit", _part(shown, len(jobs), "jobs")))
     job = jobs[selection.job]
@@ -168,22 +170,9 @@ def top_view(
     return Group(*head, *rank, *keys("other ranks", "q back", ""))
 
 
-def _keys(enter: str, leave: str, part: str) -> list[Text]:
-    return [Text(f"↑ ↓ ⏎ {enter}   {leave}   {part}".rstrip(), style="dim")]
-
-
-def _no_keys(_: str, __: str, ___: str) -> list[Text]:
-    return []
-
-
 def _part(shown: range, count: int, what: str) -> str:
     """`jobs 3 to 7 of 12`; empty where all are shown."""
     return "" if len(shown) == count else f"{what} {shown[0] + 1} to {shown[-1] + 1} of {count}"
-
-
-def _visible_jobs(count: int, selection: Selection, height: int, width: int) -> range:
-    lines = _NARROW_JOB_LINES if width < _NARROW else _JOB_LINES
-    return _visible_range(count, selection.job, (height - 4) // lines)
 
 
 def _jobs(
@@ -198,11 +187,11 @@ def _jobs(
     names.min_width = _NARROW_JOB if narrow else _JOB
     for at in shown:
         job = jobs[at]
-        bar = () if narrow else (_bar(job.split, colored),)
+        bar = () if narrow else (split_text(job.split, width=_BAR, colored=colored),)
         line = () if narrow else (_line(job.ranks[0].times_ns) if job.ranks else "",)
         table.add_row(
             printable(job.id),
-            _ranks_text(job),
+            _count_text(len(job.ranks), job.world_size),
             _step(job.step, all(r.step_is_exact for r in job.ranks)),
             duration_text(job.step_ns),
             *bar,
@@ -221,7 +210,8 @@ def _head(job: JobNow, colored: bool) -> list[RenderableType]:
     title.append(f"  {duration_text(job.elapsed_ns)}", style="dim")
     if not job.running:
         title.append("  ended", style="yellow")
-    summary = f"{_ranks_text(job)} {'rank' if job.world_size == len(job.ranks) == 1 else 'ranks'}  "
+    summary = _count_text(len(job.ranks), job.world_size)
+    summary += f" {'rank' if job.world_size == len(job.ranks) == 1 else 'ranks'}  "
     summary += f"step {_step(job.step, all(r.step_is_exact for r in job.ranks))}  "
     summary += (
         f"{duration_text(job.step_ns)} each  {_number(_total(job.ranks, 'cpu_cores'))} cores  "
@@ -249,11 +239,11 @@ def _warnings(job: JobNow) -> list[RenderableType]:
     ]
 
 
-def is_stalled(rank: RankNow) -> bool:
+def is_stalled(rank: RankNow | JobProgress) -> bool:
     """Whether it has made no step for several times its step time, and ten seconds."""
     if not rank.recording or rank.idle_ns is None or not rank.step_ns:
         return False
-    return rank.idle_ns > max(_TOP_STALL_STEPS * rank.step_ns, _STALL_NS)
+    return rank.idle_ns > max(_STALL_STEPS * rank.step_ns, _STALL_NS)
 
 
 def _top_ranks(
@@ -272,7 +262,7 @@ def _top_ranks(
             *(one_line(rank.host or MISSING) for _ in hosts),
             _step(rank.step, rank.step_is_exact),
             duration_text(rank.step_ns),
-            *([] if narrow else [_bar(rank.split, colored)]),
+            *([] if narrow else [split_text(rank.split, width=_BAR, colored=colored)]),
             _number(rank.counters.get("cpu_cores")),
             ratio_text(rank.counters.get("utilization_ratio")),
             _last(rank),
@@ -329,11 +319,6 @@ def _visible_range(count: int, chosen: int, room: int) -> range:
     return range(start, min(start + room, count))
 
 
-def _ranks_text(job: JobNow) -> str:
-    whole = job.world_size is None or len(job.ranks) == job.world_size
-    return str(len(job.ranks)) if whole else f"{len(job.ranks)} of {job.world_size}"
-
-
 def _step(step: int | None, exact: bool) -> str:
     if step is None:
         return MISSING
@@ -352,16 +337,6 @@ def _total(ranks: Sequence[RankNow], metric: str) -> float | None:
 def _average(ranks: Sequence[RankNow], metric: str) -> float | None:
     total = _total(ranks, metric)
     return None if total is None else total / sum(metric in rank.counters for rank in ranks)
-
-
-def _bar(split: dict[str, float | None], colored: bool, width: int = _BAR) -> Text:
-    bar, done = Text(), 0.0
-    for phase in PHASES:
-        share = split.get(phase) or 0.0
-        length = round((done + share) * width) - round(done * width)
-        done += share
-        bar.append(filling(phase, colored=colored) * length, style=PHASE_COLORS.get(phase, ""))
-    return bar if done else Text(MISSING)
 
 
 def _line(times_ns: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ from haiprof.base.units import (
     NS_PER_S,
     bytes_text,
     duration_text,
-    rate_text,
     ratio_text,
     visible,
 )
@@ -26,10 +25,10 @@ from haiprof.run_analysis.settings import ModelSettings, OptimizerSettings, Rank
 from haiprof.run_analysis.step_tokens import WORDS
 from haiprof.show.card import work_text
 from haiprof.show.figures.style import PHASES
+from haiprof.show.frame_table import Fields, record_table
 from haiprof.show.rank_summary import OneRankSummary, SlowStep
 from haiprof.show.series import Series, fold_series
 from haiprof.show.summary import (
-    GpuSummary,
     NodeSummary,
     OverviewSummary,
     RankSummary,
@@ -37,7 +36,7 @@ from haiprof.show.summary import (
     rank_name,
 )
 from haiprof.show.terminal import PhaseMark, SplitBar, SplitLegend, phase_heading
-from haiprof.show.text import count_text, number_text, printable, share_text, steps_text, value_text
+from haiprof.show.text import count_text, number_text, printable, share_text, steps_text
 from haiprof.show.views.blocks import (
     FittingTable,
     bullets,
@@ -232,83 +231,49 @@ def _split_cells(split: Split, width: int) -> Iterator[str]:
         yield MISSING if ns is None else f"{duration_text(ns)}{between}{share:>5}"
 
 
-def _machine(
-    summary: OverviewSummary, ranks: Sequence[RankSummary], width: int
-) -> Iterator[RenderableType]:
-    if ranks:
-        yield section("Processes", _processes(ranks))
-    if summary.gpus:
-        yield section("GPUs", _gpus(summary.gpus))
-    if summary.nodes:
-        tables = [_node_load(summary.nodes), _node_traffic(summary.nodes)]
-        side_by_side = width >= ONE_LINE_CELLS_WIDTH
-        yield section("Nodes", *([_side_by_side(*tables)] if side_by_side else tables))
-
-
-def _processes(ranks: Sequence[RankSummary]) -> RenderableType:
-    table = plain_table("rank", "pid", "CPU cores", "memory", "read", "write", left=["rank"])
-    for rank in ranks:
-        table.add_row(
-            rank_name(rank),
-            MISSING if rank.pid is None else str(rank.pid),
-            number_text(rank.cpu_cores),
-            bytes_text(rank.memory_rss_bytes),
-            rate_text(rank.read_bytes_per_s),
-            rate_text(rank.write_bytes_per_s),
-        )
-    return table
-
-
-def _gpus(gpus: Sequence[GpuSummary]) -> RenderableType:
-    table = plain_table("GPU", "rank", "utilization", "memory", "of", "power", left=["GPU"])
-    for gpu in gpus[:SHOWN_RANKS]:
-        table.add_row(
-            MISSING if gpu.gpu is None else str(gpu.gpu),
-            MISSING if gpu.rank is None else str(gpu.rank),
-            ratio_text(gpu.utilization_ratio),
-            bytes_text(gpu.memory_used_bytes),
-            bytes_text(gpu.memory_total_bytes),
-            value_text(gpu.power_watts, "watts"),
-        )
-    return table
-
-
-def _node_load(nodes: Sequence[NodeSummary]) -> RenderableType:
-    table = plain_table("node", "CPU", "of", "memory", "of", left=["node"])
-    for node in nodes[:SHOWN_RANKS]:
-        table.add_row(
-            _host(node),
-            ratio_text(node.cpu_utilization_ratio),
-            MISSING if node.cpu_count is None else count_text(int(node.cpu_count), "core"),
-            bytes_text(node.memory_used_bytes),
-            bytes_text(node.memory_total_bytes),
-        )
-    return table
-
-
-def _node_traffic(nodes: Sequence[NodeSummary]) -> RenderableType:
-    table = plain_table("node", "disk read", "write", "net receive", "send", left=["node"])
-    for node in nodes[:SHOWN_RANKS]:
-        table.add_row(
-            _host(node),
-            rate_text(node.disk_read_bytes_per_s),
-            rate_text(node.disk_write_bytes_per_s),
-            rate_text(node.network_receive_bytes_per_s),
-            rate_text(node.network_transmit_bytes_per_s),
-        )
-    return table
-
-
 def _host(node: NodeSummary) -> Text:
     name = Text(str(node.host))
     name.truncate(HOST_WIDTH, overflow="ellipsis")
     return name
 
 
-def _side_by_side(*tables: RenderableType) -> RenderableType:
-    grid = Table.grid(padding=(0, 4, 0, 0))
-    grid.add_row(*tables)
-    return grid
+def _cores_text(node: NodeSummary) -> str:
+    return MISSING if node.cpu_count is None else count_text(int(node.cpu_count), "core")
+
+
+_PROCESSES: Fields = (
+    (rank_name, "rank"), ("pid", "pid"), ("cpu_cores", "CPU cores"), ("memory_rss_bytes", "memory"),
+    ("read_bytes_per_s", "read"), ("write_bytes_per_s", "write"),
+)  # fmt: skip
+_GPUS: Fields = (
+    ("gpu", "GPU"), ("rank", "rank"), ("utilization_ratio", "utilization"),
+    ("memory_used_bytes", "memory"), ("memory_total_bytes", "of"), ("power_watts", "power"),
+)  # fmt: skip
+_NODE_LOAD: Fields = (
+    (_host, "node"), ("cpu_utilization_ratio", "CPU"), (_cores_text, "of"),
+    ("memory_used_bytes", "memory"), ("memory_total_bytes", "of"),
+)  # fmt: skip
+_NODE_TRAFFIC: Fields = (
+    (_host, "node"), ("disk_read_bytes_per_s", "disk read"), ("disk_write_bytes_per_s", "write"),
+    ("network_receive_bytes_per_s", "net receive"), ("network_transmit_bytes_per_s", "send"),
+)  # fmt: skip
+
+
+def _machine(
+    summary: OverviewSummary, ranks: Sequence[RankSummary], width: int
+) -> Iterator[RenderableType]:
+    if ranks:
+        yield section("Processes", record_table(ranks, _PROCESSES))
+    if summary.gpus:
+        yield section("GPUs", record_table(summary.gpus[:SHOWN_RANKS], _GPUS))
+    if summary.nodes:
+        nodes = summary.nodes[:SHOWN_RANKS]
+        tables = [record_table(nodes, fields) for fields in (_NODE_LOAD, _NODE_TRAFFIC)]
+        if width >= ONE_LINE_CELLS_WIDTH:
+            grid = Table.grid(padding=(0, 4, 0, 0))
+            grid.add_row(*tables)
+            tables = [grid]
+        yield section("Nodes", *tables)
 
 
 _EVENT_TITLES = {
@@ -333,7 +298,7 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
     if summary.step_count:
         parts += [*_step_parts(summary)]
     if summary.events:
-        parts.append(section("Besides the phases", _events(summary)))
+        parts.append(section("Besides the phases", record_table(summary.events, _EVENTS)))
     if summary.settings is not None:
         parts.append(section("Settings", _settings(summary.settings)))
     if summary.counter_series:
@@ -397,17 +362,15 @@ def _phases(summary: OneRankSummary) -> RenderableType:
 
 
 def _slowest(summary: OneRankSummary) -> RenderableType:
-    table = plain_table("step", "at", "took", "of median", "mostly", left=["mostly"])
-    for slow in summary.slowest:
-        start_ns = summary.span.start_ns if summary.span else slow.start_ns
-        table.add_row(
-            str(slow.step),
-            f"{(slow.start_ns - start_ns) / NS_PER_S:.1f} s",
-            duration_text(slow.step_ns),
-            f"{number_text(round(slow.over_median_ratio, 2))}x",
-            _excess(slow),
-        )
-    return table
+    begin_ns = summary.span.start_ns if summary.span else 0
+    fields: Fields = (
+        ("step", "step"),
+        (lambda slow: f"{(slow.start_ns - begin_ns) / NS_PER_S:.1f} s", "at"),
+        ("step_ns", "took"),
+        (lambda slow: f"{number_text(round(slow.over_median_ratio, 2))}x", "of median"),
+        (_excess, "mostly"),
+    )
+    return record_table(summary.slowest, fields, left=4)
 
 
 def _excess(slow: SlowStep) -> str:
@@ -416,16 +379,10 @@ def _excess(slow: SlowStep) -> str:
     return f"{slow.longest_excess} +{duration_text(slow.longest_excess_ns)}"
 
 
-def _events(summary: OneRankSummary) -> RenderableType:
-    table = plain_table("what", "count", "total", "longest", left=["what"])
-    for event in summary.events:
-        table.add_row(
-            _EVENT_TITLES.get(event.phase, event.phase),
-            str(event.count),
-            duration_text(event.total_ns),
-            duration_text(event.max_ns),
-        )
-    return table
+_EVENTS: Fields = (
+    (lambda event: _EVENT_TITLES.get(event.phase, event.phase), "what"), ("count", "count"),
+    ("total_ns", "total"), ("max_ns", "longest"),
+)  # fmt: skip
 
 
 def _settings(settings: RankSettings) -> RenderableType:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -53,4 +53,4 @@ def test_phases_stay_apart_in_a_pipe_and_with_16_colours(colors: Any) -> None:
 
 def test_bar_of_a_running_job_has_fillings_in_a_pipe() -> None:
     job = SimpleNamespace(split={"forward": 0.5, "backward": 0.5})
-    assert set(split_text(cast("Any", job)).plain) == {"█", "▓"}
+    assert set(split_text(job.split, width=12).plain) == {"█", "▓"}
