@@ -60,7 +60,8 @@ class FlightRecorder:
         self._clock = clock
         self._dumps: tuple[Dump, ...] = ()
         self._beating = threading.Lock()
-        self._writer: RecordWriter | None = None
+        self.writer: RecordWriter | None = None
+        """Of the heartbeat; None before the first collective."""
         self._last: dict[int, tuple[int, int, int]] = {}
         self._groups: dict[str, list[int]] = {}
 
@@ -83,11 +84,11 @@ class FlightRecorder:
                 self._last[group] = status
                 changed.append(HEARTBEAT.struct.pack(now, group, *status))
         if changed:
-            if self._writer is None:
-                self._writer = RecordWriter(
+            if self.writer is None:
+                self.writer = RecordWriter(
                     self._paths.heartbeat, HEARTBEAT, clock=self._clock, extra={}
                 )
-            self._writer.append(b"".join(changed))
+            self.writer.append(b"".join(changed))
 
     def status(self) -> dict[int, tuple[int, int, int]]:
         """By group: last enqueued, started and completed; NULL_I64 where that is not known."""
@@ -117,15 +118,10 @@ class FlightRecorder:
         write_file(path, gzip.compress(whole, _GZIP_LEVEL), below=self._paths.run_root)
         return path
 
-    @property
-    def writer(self) -> RecordWriter | None:
-        """The heartbeat's file; None before the first collective."""
-        return self._writer
-
     def close(self) -> None:
         """Closes the heartbeat's file."""
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
     def _found(self) -> bool:
         """Whether the job has started torch.distributed, and this torch has a Flight Recorder."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from haiprof.base.descriptors import Descriptor
 from haiprof.in_job.collectives import FlightRecorder
-from haiprof.in_job.frames import line_of, read_stacks
+from haiprof.in_job.frames import frame_lines, read_stacks
 from haiprof.in_job.spans import RingMemory
 from haiprof.in_job.threads import start_deaf_thread
 from haiprof.run_format.control import (
@@ -271,7 +271,7 @@ def thread_stacks() -> list[dict[str, Any]]:
     found = []
     for ident, stack in read_stacks(None, limit=MAX_DEPTH).items():
         if ident != own:
-            frames = [[p[0].co_filename, line_of(p), p[0].co_name] for p in reversed(stack)]
-            found.append({"name": names.get(ident, "?"), "main": ident == main, "frames": frames})
+            name, frames = names.get(ident, "?"), [*map(list, frame_lines(stack))]
+            found.append({"name": name, "main": ident == main, "frames": frames})
     found.sort(key=lambda thread: not thread["main"])
     return found[:MAX_THREADS]

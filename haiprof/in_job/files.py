@@ -153,17 +153,12 @@ class RankFiles:
             with contextlib.suppress(OSError):
                 self.collectives.close()
         if self._stacks is not None:
-            self._end_workers()
+            with contextlib.suppress(OSError):  # DataLoader workers are not sampled any more
+                write_file(self._paths.sampling_over, b"", below=self._paths.run_root)
         for writer in (self._phases, self._device, self._stacks, self._events):
             if writer is not None:
                 with contextlib.suppress(OSError):  # the job has closed all descriptors
                     writer.close()
-
-    def _end_workers(self) -> None:
-        """DataLoader workers look for this file: they are not sampled after the recording."""
-        path = self._paths.sampling_over
-        with contextlib.suppress(OSError):
-            write_file(path, b"", below=self._paths.run_root)
 
 
 class TorchCounters:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from types import CodeType, FrameType
 from typing import Any
+
+from haiprof.run_format.stack_frames import Frame
 
 Place = tuple[CodeType, int]
 """Where a frame is: its code and the offset of its instruction, in bytes."""
@@ -72,6 +74,11 @@ def line_of(place: Place) -> int:
         if begin <= offset < end:
             return code.co_firstlineno if line is None else line
     return code.co_firstlineno
+
+
+def frame_lines(stack: Sequence[Place]) -> list[Frame]:
+    """File, line and function of each frame, from the outermost to the innermost."""
+    return [(p[0].co_filename, line_of(p), p[0].co_name) for p in reversed(stack)]
 
 
 def _read_plainly(

@@ -116,18 +116,13 @@ class GpuMemory:
         )
         full = self.limit_bytes and peak >= HISTORY_RATIO * self.limit_bytes
         if full and self._history == "auto" and not self.recorded and self._read_count > 1:
-            self._record_cheap_history(cost_ratio)
-
-    def _record_cheap_history(self, cost_ratio: float) -> None:
-        """Begins where that costs little, else says once that it does not."""
-        if cost_ratio <= HISTORY_COST_RATIO:
-            self._record_history()
-            return
-        reason = (
-            f"it would take about {cost_ratio:.0%} of the time at this job's rate of allocations; "
-            "--memory-history on records it"
-        )
-        self._leave_history("left", reason)
+            if cost_ratio <= HISTORY_COST_RATIO:
+                self._record_history()
+            else:
+                self._leave_history(
+                    "left", f"it would take about {cost_ratio:.0%} of the time at this job's rate "
+                    "of allocations; --memory-history on records it",
+                )  # fmt: skip
 
     def largest_json(self) -> dict[str, Any] | None:
         """The largest batch that went through, as plain JSON values."""

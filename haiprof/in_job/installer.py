@@ -16,15 +16,20 @@ import haiprof
 from haiprof.in_job import patches
 from haiprof.in_job.collective_calls import Places, wrap_calls
 from haiprof.in_job.collectives import drop_old_flight_names
-from haiprof.in_job.collector_pauses import CollectorPauses
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.gpu_memory import GpuMemory
 from haiprof.in_job.imports import ImportWatch
-from haiprof.in_job.object_numbers import Registry, RootDescriber, describe_optimizer
-from haiprof.in_job.object_settings import InputSizes, describe_loader, wrap_iter
+from haiprof.in_job.object_settings import (
+    InputSizes,
+    Registry,
+    RootDescriber,
+    describe_loader,
+    describe_optimizer,
+    wrap_iter,
+)
 from haiprof.in_job.out_of_memory import OutOfMemory
 from haiprof.in_job.recorder import Recorder, is_foreign
-from haiprof.in_job.settings import Settings
+from haiprof.in_job.settings import CollectorPauses, Settings
 from haiprof.in_job.spans import make_spans, time_call
 from haiprof.in_job.worker_stacks import wrap_worker_loop
 from haiprof.run_format.schema import BACKWARD, DATA, DATA_ITER, FORWARD, SAVE, SCALER

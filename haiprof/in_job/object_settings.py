@@ -1,16 +1,19 @@
-"""How the job's modules, optimizers and loaders were made, and how large its inputs are."""
+"""The job's modules, optimizers and loaders: their numbers, and how they and inputs are made."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from haiprof.in_job.recorder import Recorder
+from haiprof.run_format.schema import TAG_MASK
 
+MANY = TAG_MASK  # the tag of all objects that came after the numbers ran out
 PART_LIMIT = 1500
 """Parameters and modules that are looked at: reading more would hold the interpreter for ms."""
 _LAYER_KINDS = 8
@@ -24,22 +27,29 @@ _OFTEN_COUNT = 120
 _now = time.perf_counter_ns
 
 
+_Alike = dict[tuple[Any, Any, bool], tuple[int, int]]
+"""How many tensors, and numbers in them, have a dtype, a device, and train or not."""
+
+
 def model_settings(module: Any) -> dict[str, Any]:
     """One entry of `models`; see `run_format.setting_lines.MODEL_FIELDS`."""
     modules, parameters = _modules_and_parameters(module)
-    known = _Tensors(parameters)
+    alike, is_plain = _count_alike(parameters)
     is_whole = max(len(parameters), len(modules)) < PART_LIMIT
     kinds = Counter(map(type, modules))
     leaves = Counter(type(part) for part in modules if not vars(part).get("_modules"))
-    parallel = _parallel_kind()
+    loaded = sys.modules.get("torch.nn.parallel.distributed")
+    parallel = getattr(loaded, "DistributedDataParallel", None)
     wrapped = [part for part in modules if type(part) is parallel] if parallel in kinds else []
     return {
         "name": type(module).__name__,
         "tensor_count": len(parameters),
-        "parameter_count": known.number_count if is_whole else None,
-        "trainable_count": known.trainable_count if is_whole else None,
-        "dtypes": known.numbers_by_dtype(),
-        "devices": sorted(known.by_device()),
+        "parameter_count": sum(n for _, n in alike.values()) if is_whole and is_plain else None,
+        "trainable_count": sum(n for (_, _, trains), (_, n) in alike.items() if trains)
+        if is_whole and is_plain
+        else None,
+        "dtypes": _sums(alike, 0, of_numbers=True),
+        "devices": sorted(_sums(alike, 1)),
         "layers": {kind.__name__: count for kind, count in leaves.most_common(_LAYER_KINDS)},
         "complete": is_whole,
         "ddp": _parallel_settings(wrapped[0]) if wrapped else None,
@@ -51,15 +61,15 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     """One entry of `optimizers`; see `run_format.setting_lines.OPTIMIZER_FIELDS`."""
     groups = list(optimizer.param_groups)
     tensors = [p for group in groups for p in group["params"]]
-    known = _Tensors(tensors[:PART_LIMIT])
+    alike, _ = _count_alike(tensors[:PART_LIMIT])
     first = groups[0] if groups else {}
     return {
         "name": type(optimizer).__name__,
         "group_count": len(groups),
         "tensor_count": len(tensors),
         **{name: _switch(first.get(name)) for name in _SWITCHES},
-        "dtypes": known.tensors_by_dtype(),
-        "devices": known.by_device(),
+        "dtypes": _sums(alike, 0),
+        "devices": _sums(alike, 1),
     }
 
 
@@ -186,52 +196,31 @@ def _modules_and_parameters(module: Any) -> tuple[list[Any], list[Any]]:
     return list(modules.values()), list(parameters.values())[:PART_LIMIT]
 
 
-class _Tensors:
-    """Counts of tensors and of the numbers in them, by dtype and device.
+def _count_alike(tensors: Iterable[Any]) -> tuple[_Alike, bool]:
+    """Counts tensors and the numbers in them, and whether they are all counted.
 
-    Only of tensors whose properties run no code of the job's: torch's own classes.
+    Only those whose properties run no code of the job's are: of torch's own classes.
     """
-
-    def __init__(self, tensors: Iterable[Any]) -> None:
-        self._alike: dict[tuple[Any, Any, bool], list[int]] = {}
-        is_whole = True
-        plain: dict[type, bool] = {}
-        for tensor in tensors:
-            kind = type(tensor)
-            if kind not in plain:
-                plain[kind] = _is_plain(kind)
-            if not plain[kind]:
-                is_whole = False
-                continue
+    alike: _Alike = {}
+    plain: dict[type, bool] = {}
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind not in plain:
+            plain[kind] = _is_plain(kind)
+        if plain[kind]:
             key = (tensor.dtype, tensor.device, tensor.requires_grad)
-            counts = self._alike.get(key)
-            if counts is None:
-                counts = self._alike[key] = [0, 0]
-            counts[0] += 1
-            counts[1] += tensor.numel()
-        numbers = sum(count for _, count in self._alike.values())
-        trainable = sum(count for (_, _, trains), (_, count) in self._alike.items() if trains)
-        self.number_count = numbers if is_whole else None
-        """Null where some tensors are of another kind."""
-        self.trainable_count = trainable if is_whole else None
+            tensor_count, number_count = alike.get(key, (0, 0))
+            alike[key] = (tensor_count + 1, number_count + tensor.numel())
+    return alike, all(plain.values())
 
-    def numbers_by_dtype(self) -> dict[str, int]:
-        """Numbers by `float32`, `bfloat16`, ..."""
-        return self._sums(lambda key: _dtype_name(key[0]), 1)
 
-    def tensors_by_dtype(self) -> dict[str, int]:
-        """The same of tensors."""
-        return self._sums(lambda key: _dtype_name(key[0]), 0)
-
-    def by_device(self) -> dict[str, int]:
-        """Tensors by kind of device."""
-        return self._sums(lambda key: str(key[1].type), 0)
-
-    def _sums(self, name: Callable[[tuple[Any, Any, bool]], str], place: int) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for key, counts in self._alike.items():
-            found[name(key)] += counts[place]
-        return dict(found)
+def _sums(alike: _Alike, part: int, *, of_numbers: bool = False) -> dict[str, int]:
+    """Tensors, or the numbers in them, by dtype (part 0 of the key) or by kind of device (1)."""
+    found: Counter[str] = Counter()
+    for key, counts in alike.items():
+        name = str(key[1].type) if part else _dtype_name(key[0])
+        found[name] += counts[of_numbers]
+    return dict(found)
 
 
 def _is_plain(kind: type) -> bool:
@@ -247,20 +236,11 @@ def _is_fsdp(name: str) -> bool:
     return name.startswith(("FSDP", "FullyShardedDataParallel"))
 
 
-def _parallel_kind() -> type | None:
-    """DistributedDataParallel, where the job has loaded it."""
-    module = sys.modules.get("torch.nn.parallel.distributed")
-    return getattr(module, "DistributedDataParallel", None)
-
-
 def _parallel_settings(module: Any) -> dict[str, Any]:
-    return {
-        "find_unused_parameters": _switch(getattr(module, "find_unused_parameters", None)),
-        "static_graph": _switch(getattr(module, "static_graph", None)),
-        "bucket_bytes": _integer(getattr(module, "bucket_bytes_cap", None)),
-        "broadcast_buffers": _switch(getattr(module, "broadcast_buffers", None)),
-        "gradient_as_bucket_view": _switch(getattr(module, "gradient_as_bucket_view", None)),
-    }
+    switches = ("find_unused_parameters", "static_graph", "broadcast_buffers",
+                "gradient_as_bucket_view")  # fmt: skip
+    found: dict[str, Any] = {name: _switch(getattr(module, name, None)) for name in switches}
+    return {**found, "bucket_bytes": _integer(getattr(module, "bucket_bytes_cap", None))}
 
 
 def _switch(value: object) -> bool | None:
@@ -269,3 +249,115 @@ def _switch(value: object) -> bool | None:
 
 def _integer(value: object) -> int | None:
     return value if type(value) is int else None
+
+
+class Registry:
+    """Numbers objects from 1, and keeps for each what a wrapper needs at once.
+
+    A span names its module or optimizer by that number, without a string.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[Any], dict[str, Any] | None],
+        encode: Callable[[int], Any],
+        lines: list[dict[str, Any]],
+    ) -> None:
+        self.entries: dict[int, Any] = {}
+        """By the object's id; empty (false) for what is of no interest."""
+        self._describe = describe
+        self._encode = encode
+        self._lines = lines
+        self._next = 1
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, target: Any) -> Any:
+        """Numbers an object seen for the first time; its number goes when the object does."""
+        key = id(target)
+        line = self._describe(target)
+        entry: Any = ()
+        if line is not None:
+            tag = min(self._next, MANY)
+            entry = self._encode(tag)
+            if tag < MANY:
+                self._next += 1
+                self._lines.append({**line, "tag": tag})
+        self._references[key] = weakref.ref(target, lambda _: self._forget(key))
+        self.entries[key] = entry
+        return entry
+
+    def living(self) -> list[Any]:
+        """The objects of interest that still exist, in the order in which they came."""
+        pairs = list(self._references.items())
+        found = (reference() for key, reference in pairs if self.entries.get(key))
+        return [target for target in found if target is not None]
+
+    def clear(self) -> None:
+        """Forgets everything: a forked child names its own."""
+        self.entries.clear()
+        self._references.clear()
+        self._next = 1
+
+    def _forget(self, key: int) -> None:
+        self.entries.pop(key, None)
+        self._references.pop(key, None)
+
+
+class RootDescriber:
+    """Describes a module that was called outermost; modules that share weights share a family."""
+
+    def __init__(self) -> None:
+        self._families: dict[int, int] = {}
+
+    def __call__(self, module: Any) -> dict[str, Any] | None:
+        """The line of a module with parameters; None for one without."""
+        try:
+            parameters = list(_own_or_plain(module, "parameters"))
+            module_count = sum(1 for _ in _own_or_plain(module, "modules"))
+        except Exception:  # a module of its own kind: it is a root, and nothing is known of it
+            parameters, module_count = [module], None
+        if not parameters:
+            return None
+        family = self._families.setdefault(id(parameters[0]), len(self._families))
+        return {
+            "type": "root",
+            "name": type(module).__name__,
+            "module_count": module_count,
+            "parameter_count": _parameter_count(parameters),
+            "family": family,
+            "autocast": _autocast_dtype(),
+            "python_profiler": sys.getprofile() is not None,
+        }
+
+
+def describe_optimizer(optimizer: Any) -> dict[str, Any]:
+    """The line of an optimizer."""
+    return {"type": "optimizer", "name": type(optimizer).__name__}
+
+
+def _autocast_dtype() -> str | None:
+    """What autocast makes of this thread's operators, by the first device; None where it is off."""
+    torch = sys.modules.get("torch")
+    is_enabled = getattr(torch, "is_autocast_enabled", None)
+    if torch is None or is_enabled is None:
+        return None
+    try:
+        names = [name for name in ("cuda", "cpu") if is_enabled(name)]
+        return str(torch.get_autocast_dtype(names[0])).removeprefix("torch.") if names else None
+    except (RuntimeError, TypeError, AttributeError):  # torch before 2.4 takes no device
+        return None
+
+
+def _own_or_plain(module: Any, name: str) -> Any:
+    """What a method of Module itself gives, whatever a subclass has made of that name."""
+    torch = sys.modules.get("torch")
+    method = getattr(torch.nn.Module, name) if torch is not None else getattr(type(module), name)
+    return method(module)
+
+
+def _parameter_count(parameters: list[Any]) -> int | None:
+    """Number of weights; None where some are not initialised yet (lazy modules)."""
+    try:
+        return sum(int(p.numel()) for p in parameters)
+    except (AttributeError, ValueError, RuntimeError):
+        return None

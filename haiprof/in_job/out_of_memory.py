@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from haiprof.base.safe_files import make_folder, write_file
-from haiprof.in_job.frames import line_of, read_stacks, why_not_safe
+from haiprof.in_job.frames import frame_lines, read_stacks, why_not_safe
 from haiprof.in_job.gpu_memory import GpuMemory, plain_shapes
 from haiprof.in_job.identity import named_rank, restart
 from haiprof.in_job.threads import call_within
@@ -117,8 +117,10 @@ class OutOfMemory:
 
     def _describe_position(self) -> dict[str, Any]:
         frames, module = _own_stack()
-        outer = self._training_stack() if not frames else []
-        stack = [*outer, *frames]
+        stack = frames
+        if not frames and not why_not_safe():  # C++ threads of the autograd engine have no frames
+            thread = self.training_thread()
+            stack = frame_lines(read_stacks({thread}, limit=_FRAME_LIMIT).get(thread, []))
         phase = self.phase()
         if phase is None and any(f[0].endswith(_OPTIMIZER_FILE) for f in stack):
             phase = "optimizer"
@@ -129,14 +131,6 @@ class OutOfMemory:
             "frames": stack[-_FRAME_LIMIT:],
             "line": list(own) if own else None,
         }
-
-    def _training_stack(self) -> list[Frame]:
-        """Of the thread that trains: C++ threads of the autograd engine have no frames."""
-        thread = self.training_thread()
-        if why_not_safe():
-            return []
-        places = read_stacks({thread}, limit=_FRAME_LIMIT).get(thread, [])
-        return [(p[0].co_filename, line_of(p), p[0].co_name) for p in reversed(places)]
 
     def _module_name(self, module: Any) -> str | None:
         """`blocks.3.mlp (MLP)`: the innermost module under way, as its root names it."""

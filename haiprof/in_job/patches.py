@@ -19,8 +19,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from haiprof.in_job.device import DeviceTimer
-from haiprof.in_job.object_numbers import Registry
-from haiprof.in_job.object_settings import input_line
+from haiprof.in_job.object_settings import Registry, input_line
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.repeats import Repeats
 from haiprof.in_job.spans import Gate, step_ends

@@ -144,17 +144,13 @@ class Recorder:
             from multiprocessing.util import Finalize
 
             Finalize(None, self.finish, exitpriority=0)  # such processes end without atexit
-        self._make_ring()
-        self._start_thread()
-
-    def _make_ring(self) -> None:
-        """Without it the job is recorded all the same; the run says that there is none."""
-        try:
+        try:  # without a ring the job is recorded all the same; the run says that there is none
             self._ring = ring = RingMemory(warm=not self._window.warmup_s)
             self.spans.attach(ring.address)
         except (OSError, AttributeError) as error:
             self._ring = None
             self.lines.append({"type": "no_ring", "reason": f"{type(error).__name__}: {error}"})
+        self._start_thread()
 
     def _start_thread(self) -> None:
         self._wake.acquire()

@@ -12,11 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from haiprof.in_job.control_group import cpu_limit_cores, memory_limit_bytes
+from haiprof.base.control_group_limits import parse_cpu_limit, parse_memory_limit
 from haiprof.in_job.identity import has_process_group
 from haiprof.in_job.object_settings import model_settings, optimizer_settings
+from haiprof.in_job.recorder import Recorder
+from haiprof.run_format.schema import GC, TAG_BITS
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.setting_lines import SEEN, SETTINGS
 
@@ -24,6 +27,12 @@ SETTLED_STEPS = 3
 """So many optimizer steps, and what is set once has been set."""
 SEEN_EVERY_LOOKS = 10
 _OBJECT_LIMIT = 8
+PAUSE_MIN_NS = 200_000
+"""Shorter pauses are part of normal allocation."""
+_WHOLE = 2  # what gc.collect() collects by default
+_SLACK = 64
+_PROC = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
 _now = time.perf_counter_ns
 
 
@@ -201,3 +210,104 @@ _FLAGS: Mapping[str, Callable[[], Any]] = {
     ),
 }
 """Every switch but `profiler`, by its name in `run_format.setting_lines.FLAGS`."""
+
+
+class CollectorPauses:
+    """Puts a span per pause of the garbage collector, and counts what gc.collect() took."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.asked_count = 0
+        """Whole collections that the job asked for so far."""
+        self.asked_ns = 0
+        self._recorder = recorder
+        self._put = recorder.spans.put
+        self._start = 0
+        self._is_asked = False
+
+    def on_collection(self, phase: str, info: dict[str, int]) -> None:
+        """What gc.callbacks calls before and after each collection."""
+        recorder = self._recorder
+        if not recorder.armed or recorder.closed:
+            return
+        try:
+            if phase == "start":
+                self._is_asked = info["generation"] == _WHOLE and _is_asked()
+                self._start = _now()
+                return
+            start, end, self._start = self._start, _now(), 0
+            if not start:
+                return
+            if self._is_asked:
+                self._is_asked = False
+                self.asked_count += 1
+                self.asked_ns += end - start
+            if end - start > PAUSE_MIN_NS:
+                self._put(start, end, GC | info["generation"] << TAG_BITS)
+        except Exception as error:
+            recorder.fault("gc", error)
+
+
+def _is_asked() -> bool:
+    """Whether the collector would not have begun by itself.
+
+    It begins when more objects were made than the first threshold; CPython 3.12 does so at the next
+    safe place, when some may be gone again (`_PyObject_GC_Del`).
+    """
+    threshold = gc.get_threshold()[0]
+    return not gc.isenabled() or gc.get_count()[0] <= threshold - min(threshold // 8, _SLACK)
+
+
+def cpu_limit_cores(*, proc: Path = _PROC, mount: Path = _MOUNT) -> float | None:
+    """The tightest CPU quota of this control group and those above it; None without one."""
+    return min(_limits(_cores, "cpu", proc=proc, mount=mount), default=None)
+
+
+def memory_limit_bytes(*, proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:
+    """The tightest memory limit; None without one."""
+    found = min(_limits(_bytes, "memory", proc=proc, mount=mount), default=None)
+    return None if found is None else int(found)
+
+
+def _limits(
+    read: Callable[[Path], float | None], controller: str, *, proc: Path, mount: Path
+) -> Iterator[float]:
+    """Limits of the control group and of all above it.
+
+    Inside a container the path is the host's where the namespace is shared, and not below the
+    mount: then the mount itself is the container's.
+    """
+    for folder in _folders(controller, proc=proc, mount=mount):
+        try:
+            limit = read(folder)
+        except (OSError, ValueError):
+            continue  # the top of a tree has no such file
+        if limit is not None:
+            yield limit
+
+
+def _folders(controller: str, *, proc: Path, mount: Path) -> Iterator[Path]:
+    for line in proc.read_text(encoding="utf-8", errors="replace").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            top = mount
+        elif controller in controllers.split(","):
+            top = mount / controllers
+            top = top if top.is_dir() else mount / controller
+        else:
+            continue
+        own = PurePosixPath("/", path)
+        for folder in (own, *own.parents):
+            yield top / folder.relative_to("/")
+
+
+def _cores(folder: Path) -> float | None:
+    if (folder / "cpu.max").exists():
+        return parse_cpu_limit((folder / "cpu.max").read_bytes().split())
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    return parse_cpu_limit([(folder / name).read_bytes() for name in names])
+
+
+def _bytes(folder: Path) -> float | None:
+    name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
+    return parse_memory_limit((folder / name).read_bytes().strip())

@@ -216,7 +216,8 @@ class StackSampler:
         """
         ends = _now() + pause_ns
         while not self._stopped and _now() < ends:
-            others = self._has_other_threads()
+            known = getattr(threading, "_active", {})  # the job's Python threads
+            others = len(known) - (self._thread() in known) - (_ident() in known) > 0
             slice_ends = min(ends, _now() + OTHERS_NS) if others else ends
             count = 0
             if self._compiled is None:
@@ -260,11 +261,6 @@ class StackSampler:
                 for old, new in zip(self._costs_ns, (cpu_ns, own_ns + lock_ns), strict=True)
             )
             self._before = now
-
-    def _has_other_threads(self) -> bool:
-        """Whether the job has Python threads beside the one that is sampled."""
-        known = getattr(threading, "_active", {})
-        return len(known) - (self._thread() in known) - (_ident() in known) > 0
 
     def _sample_plainly(self) -> None:
         """Waits for the time of one sample, and for the lock."""

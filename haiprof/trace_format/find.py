@@ -7,8 +7,8 @@ import gzip
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -87,70 +87,46 @@ def _reports(run: RunPaths) -> Iterator[dict[str, Any]]:
             yield read_json(folder.report)
 
 
-_Key = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _RunWindowsFound:
-    """One rank's trace of one window."""
-
-    path: Path
-    stem: Stem
-    key: _Key
-    """Attempt of the rank, and number of its window."""
-
-
 def one_window(files: Iterable[Path], window: int | None = None) -> list[Path]:
     """The files of one window, one per rank; all files where haiprof did not record them."""
     paths = list(files)
-    found = _add_keys([(path, stem) for path in paths if (stem := parse_stem(path.name))])
+    found = [(stem, path) for path in paths if (stem := parse_stem(path.name))]
     if not found:
         if window not in (None, 0, -1):
             raise MissingDataError(f"no window {window}: these traces are of no haiprof run")
         return paths
-    windows = _in_order(found)
+    windows = _windows(sorted(found, key=lambda file: file[0].start_wall_ns))
     if window is None:
         most = max(map(len, windows))
-        chosen = [group for group in windows if len(group) == most][-1]
-    else:
-        if not -len(windows) <= window < len(windows):
-            raise MissingDataError(
-                f"no window {window}: {found[0].path.parent} has {len(windows)}",
-                hint="windows are counted by their start, from 0",
-            )
-        chosen = windows[window]
-    return [each.path for each in chosen]
+        return [group for group in windows if len(group) == most][-1]
+    if not -len(windows) <= window < len(windows):
+        raise MissingDataError(
+            f"no window {window}: {found[0][1].parent} has {len(windows)}",
+            hint="windows are counted by their start, from 0",
+        )
+    return windows[window]
 
 
-def _in_order(found: list[_RunWindowsFound]) -> list[list[_RunWindowsFound]]:
-    """Windows in order of their first start; of each rank the latest file, by rank."""
-    groups: dict[_Key, dict[int, _RunWindowsFound]] = {}
-    for each in sorted(found, key=lambda each: each.stem.start_wall_ns):
-        groups.setdefault(each.key, {})[each.stem.rank] = each
-    return [[group[rank] for rank in sorted(group)] for group in groups.values()]
+def _windows(files: Sequence[tuple[Stem, Path]]) -> list[list[Path]]:
+    """Files by window, in order of their first start; of each rank the latest file, by rank.
 
-
-def _add_keys(files: list[tuple[Path, Stem]]) -> list[_RunWindowsFound]:
-    """Files with the window number of their sidecar, else their index among the process's files."""
-    said: dict[str, Mapping[str, Any]] = {}
-    for folder in {path.absolute().parent for path, _ in files}:
-        said |= _sidecars(folder)
-    places: dict[tuple[int, str, int], int] = {}
-    found = []
-    for path, stem in sorted(files, key=lambda file: file[1].start_wall_ns):
+    A window goes by its rank's attempt and its own number, as its sidecar has them; without one,
+    by the place of the file among those of its process.
+    """
+    sidecars: dict[str, Mapping[str, Any]] = {}
+    for folder in {path.absolute().parent for _, path in files}:
+        sidecars |= _sidecars(folder)
+    counts: Counter[tuple[int, str, int]] = Counter()
+    groups: dict[tuple[int, int], dict[int, Path]] = {}
+    for stem, path in files:
         process = (stem.rank, stem.host, stem.pid)
-        place = places.get(process, 0)
-        places[process] = place + 1
-        sidecar = said.get(stem.text, {})
-        found.append(_RunWindowsFound(path, stem, _recorded_key(sidecar) or (0, place)))
-    return found
-
-
-def _recorded_key(sidecar: Mapping[str, Any]) -> _Key | None:
-    attempt, window = sidecar.get("attempt"), sidecar.get("window")
-    if isinstance(attempt, int) and isinstance(window, int):
-        return attempt, window
-    return None
+        sidecar = sidecars.get(stem.text, {})
+        attempt, number = sidecar.get("attempt"), sidecar.get("window")
+        if not isinstance(attempt, int) or not isinstance(number, int):
+            attempt, number = 0, counts[process]
+        counts[process] += 1
+        groups.setdefault((attempt, number), {})[stem.rank] = path
+    return [[group[rank] for rank in sorted(group)] for group in groups.values()]
 
 
 def _sidecars(folder: Path) -> dict[str, Mapping[str, Any]]:

@@ -19,11 +19,10 @@ import msgspec
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, UsageError
-from haiprof.base.intervals import Ints
 from haiprof.base.safe_files import named_file
 from haiprof.run_format.phase_ranges import is_phase
 from haiprof.trace_format.find import MERGED_KEY
-from haiprof.trace_format.kineto.columns import Flags, exact_ns
+from haiprof.trace_format.kineto.columns import exact_ns
 from haiprof.trace_format.kineto.decode import Damage, decode
 from haiprof.trace_format.kineto.events import Decoder
 from haiprof.trace_format.kineto.text import TraceText, is_utf8, scrub
@@ -104,16 +103,29 @@ Range = tuple[int, int]
 """Start and end in ns."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """How one rank's file is to be merged."""
+
+    source: TraceInput
+    rank: int
+    shift_ns: int
+    """Added to its times."""
+    between: Range | None
+    """Only what touches this range of its own times; None takes all."""
+    clock: Mapping[str, Any]
+    """How its clock was found, for the output's metadata."""
+    streams: StreamLanes = field(default_factory=StreamLanes)
+    """Events that leave the lane of their stream."""
+    without_phases: bool = False
+    """Leaves out the forward and backward ranges that haiprof added: a track shows them."""
+
+
 @dataclass(slots=True)
 class RankEvents:
     """Rewrites one rank's events."""
 
-    path: Path
-    rank: int
-    shift_ns: int
-    between: Range | None
-    without_phases: bool = False
-    streams: StreamLanes = field(default_factory=StreamLanes)
+    plan: RankPlan
     text: TraceText = field(init=False)
     lanes: Lanes = field(init=False)
     damage: Damage = field(default_factory=Damage)
@@ -128,23 +140,24 @@ class RankEvents:
 
     def __post_init__(self) -> None:
         """Creates the mutable state; the file is opened by `pieces`."""
-        self.text, self.lanes = TraceText(self.path), Lanes(self.rank)
+        self.text, self.lanes = TraceText(self.plan.source.path), Lanes(self.plan.rank)
 
     def pieces(self) -> Iterator[bytes]:
         """The events' new text, separated by commas; no piece is empty."""
+        streams = self.plan.streams
         for piece in self.text.pieces():
             events: list[Fields] = decode(piece, self.text, self.damage, _EVENTS)
-            self.streams.move(events, self.event_count)
+            streams.move(events, self.event_count)
             self.event_count += len(events)
-            if self.without_phases:
+            if self.plan.without_phases:
                 events = [event for event in events if not is_phase(event)]
             whole = b",\n".join(self._rewrite(self._choose(events)))
             if whole:
                 yield whole if whole.isascii() or is_utf8(whole) else scrub(whole)
         held = list(self.lanes.deferred_events())
         self.passed_count += len(held)
-        pids = {pid: int(self.lanes.pid(b"%d" % pid)) for pid, _, _ in self.streams.threads}
-        added = [*self.lanes.added_events(), *self.streams.names(pids)]
+        pids = {pid: int(self.lanes.pid(b"%d" % pid)) for pid, _, _ in streams.threads}
+        added = [*self.lanes.added_events(), *streams.names(pids)]
         self.added_count = len(added)
         for start in range(0, len(held) + len(added), _TAIL_EVENTS):
             yield b",\n".join((held + added)[start : start + _TAIL_EVENTS])
@@ -167,10 +180,10 @@ class RankEvents:
             )
         if not self.event_count:
             found.append("it holds no events")
-        return [f"{self.path}: {note}" for note in found]
+        return [f"{self.text.path}: {note}" for note in found]
 
     def _rewrite(self, events: Sequence[Fields]) -> list[bytes]:
-        shift_ns, rank, lanes = self.shift_ns, self.rank, self.lanes
+        shift_ns, rank, lanes = self.plan.shift_ns, self.plan.rank, self.lanes
         encode, found = msgspec.json.Encoder().encode, []
         for event in events:
             if shift_ns and "ts" in event:
@@ -192,22 +205,18 @@ class RankEvents:
         if not timed:
             return events
         start, passes = exact_ns([bytes(event["ts"]) for event in timed])
-        if self.between is not None:
-            passes &= self._touches(timed, start)
+        if self.plan.between is not None:
+            first_ns, after_ns = self.plan.between
+            dur, has_dur = exact_ns([bytes(event.get("dur", _ZERO)) for event in timed])
+            passes &= (start + dur * has_dur >= first_ns) & (start < after_ns)
             dropped = {id(timed[at]) for at in (~passes).nonzero()[0].tolist()}
             events = [event for event in events if id(event) not in dropped]
         if passes.any():
             first, last = int(start[passes].min()), int(start[passes].max())
-            first, last = first + self.shift_ns, last + self.shift_ns
+            first, last = first + self.plan.shift_ns, last + self.plan.shift_ns
             known = self.range_ns or (first, last)
             self.range_ns = min(first, known[0]), max(last, known[1])
         return events
-
-    def _touches(self, events: list[Fields], start: Ints) -> Flags:
-        """Which events are, in part at least, within the range."""
-        first, after = self.between or (0, 0)
-        dur, has_dur = exact_ns([bytes(event.get("dur", _ZERO)) for event in events])
-        return (start + dur * has_dur >= first) & (start < after)
 
 
 def _is_meta(event: Fields) -> bool:
@@ -354,24 +363,6 @@ Tracks = Callable[[Mapping[int, Range]], Iterable[Track]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlan:
-    """How one rank's file is to be merged."""
-
-    source: TraceInput
-    rank: int
-    shift_ns: int
-    """Added to its times."""
-    between: Range | None
-    """Only what touches this range of its own times; None takes all."""
-    clock: Mapping[str, Any]
-    """How its clock was found, for the output's metadata."""
-    streams: StreamLanes = field(default_factory=StreamLanes)
-    """Events that leave the lane of their stream."""
-    without_phases: bool = False
-    """Leaves out the forward and backward ranges that haiprof added: a track shows them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MergedRank:
     """The result of merging one rank's file."""
 
@@ -467,10 +458,7 @@ class _Writer:
 def _write_rank(
     writer: _Writer, plan: RankPlan, base_ns: int, progress: Progress | None
 ) -> MergedRank:
-    events = RankEvents(
-        plan.source.path, plan.rank, plan.shift_ns, plan.between,
-        without_phases=plan.without_phases, streams=plan.streams,
-    )  # fmt: skip
+    events = RankEvents(plan)
     for piece in events.pieces():
         writer.piece(piece)
         if progress is not None:

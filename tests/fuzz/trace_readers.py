@@ -8,6 +8,7 @@ import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -36,8 +37,8 @@ from haiprof.trace_format.kineto.events import TABLE_OF_CATEGORY, TABLES, TEXTS
 from haiprof.trace_format.kineto.load import NativeColumns
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
-from haiprof.trace_format.merge import RankEvents
-from haiprof.trace_format.merge_inputs import trace_input
+from haiprof.trace_format.merge import RankEvents, RankPlan
+from haiprof.trace_format.merge_inputs import TraceInput, trace_input
 from tests.fuzz.scratch import folder, put
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 from tests.unit.analysis.whatif.test_operations import two_ranks
@@ -149,12 +150,14 @@ def merge_trace(data: bytes) -> object:
     """What goes into a merged trace is JSON, whatever the rank's file is."""
     path = put("rank3.json", data)
     with _small_pieces():
-        events = RankEvents(path, 3, 1_000_001, None)
+        source = TraceInput(path=path, rank=3, metadata={}, first_ns=None)
+        plan = RankPlan(source=source, rank=3, shift_ns=1_000_001, between=None, clock={})
+        events = RankEvents(plan)
         merged = b",".join(events.pieces())
         json.loads(b"[" + merged + b"]", parse_int=str)
         said = trace_input(path)
         assert said.base_ns < 1 << 62
-        between = RankEvents(path, 3, -5, (0, 1 << 60))
+        between = RankEvents(replace(plan, shift_ns=-5, between=(0, 1 << 60)))
         json.loads(b"[" + b",".join(between.pieces()) + b"]", parse_int=str)
     return events.passed_count > 0, len(events.notes()), said.rank is None, said.has_wall_clock
 

@@ -32,7 +32,7 @@ from haiprof.in_job.windows.step_plan import (
 from haiprof.run_format.control import TOO_LATE
 from haiprof.run_format.schema import KIND_NAMES, OPTIMIZER
 
-_SWITCHES = ("stacks", "shapes", "memory", "flops", "modules", "sync", "lines", "execution_trace")
+_SWITCHES = (*ProfilerOptions.__dataclass_fields__, "execution_trace")
 _MAX_STEPS = 10_000
 _MAX_S = 86_400.0
 _TRAINS = "the process has started training, and counts its steps from 0"

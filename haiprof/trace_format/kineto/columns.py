@@ -213,9 +213,8 @@ class _Column:
             if kind == pl.Int64:
                 return pl.Series(name, [_integer(value) for value in values], dtype=kind)
             found = pl.Series(name, as_floats(values))
-        return self._finite(found) if kind == pl.Float64 else found
-
-    def _finite(self, found: pl.Series) -> pl.Series:
+        if kind != pl.Float64:
+            return found
         floats = found.to_numpy() * self.column.scale
         finite = np.isfinite(floats)
         if finite.all():

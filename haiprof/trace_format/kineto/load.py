@@ -161,12 +161,7 @@ _TABLE_OF_CATEGORY = np.array(
 )
 
 
-class _CategoryCodes(dict[Any, int]):
-    def __missing__(self, category: object) -> int:
-        return OTHER_CATEGORY
-
-
-_PLACES = _CategoryCodes({category: place for place, category in enumerate(CATEGORIES)})
+_PLACES: dict[Any, int] = {category: place for place, category in enumerate(CATEGORIES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +330,9 @@ def _events(piece: bytes, reading: _Reading) -> _Events:
 
 
 def _sort_events(heads: list[Any], first: int) -> _Events:
-    categories = np.frombuffer(bytes([_PLACES[head.cat] for head in heads]), np.uint8)
+    categories = np.frombuffer(
+        bytes([_PLACES.get(head.cat, OTHER_CATEGORY) for head in heads]), np.uint8
+    )
     tables, others = _TABLE_OF_CATEGORY[categories], []
     halves: list[tuple[int, Any]] = []
     for at in np.flatnonzero(categories == OTHER_CATEGORY).tolist():
@@ -382,7 +379,10 @@ def _add_halves(
     """Begins and ends of a piece: what of them makes a whole event goes into its table."""
     if not halves:
         return
-    known = [Half(reading.events + at, _PLACES[head.cat], head) for at, head in halves]
+    known = [
+        Half(reading.events + at, _PLACES.get(head.cat, OTHER_CATEGORY), head)
+        for at, head in halves
+    ]
     whole, alone = reading.halves.join(known)
     for half in alone:
         _count_unused(half.head, reading)

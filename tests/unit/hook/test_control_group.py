@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.in_job.control_group import cpu_limit_cores, memory_limit_bytes
+from haiprof.in_job.settings import cpu_limit_cores, memory_limit_bytes
 
 
 def write(root: Path, files: dict[str, str], membership: str) -> dict[str, Path]:
