@@ -148,6 +148,7 @@ def switches(rounds: int, only: str) -> None:
         ("profiler", "small large convolutions", profiled, 1),
         ("deterministic", "small large convolutions", deterministic, 1),
         ("mkldnn off", "small large convolutions", lambda: torch.backends.mkldnn.flags(False), 1),
+        ("float16", "small large convolutions", lambda: torch.autocast("cpu", torch.float16), 1),
         ("tracemalloc", "small large", memory_traced, 1),
         ("2x threads", "small large convolutions", lambda: threads(2 * cores), cores),
         ("4x threads", "small large convolutions", lambda: threads(4 * cores), cores),

@@ -43,6 +43,8 @@ LOOP_MIN_TENSORS = 20
 """Fewer tensors make no long loop. Own choice."""
 THREADS_PER_CORE = 2.0
 """Threads of an operator for each core; less is not measured. Own choice."""
+FEW_THREADS = 2.0
+"""Cores of a rank for each thread of its operators, from which on it is said. Own choice."""
 NO_SYNC_MISSED_RATIO = 0.01
 """So unlikely must it be that looks missed a no_sync that is there: a conventional level."""
 MIN_COUNT = 20
@@ -90,6 +92,7 @@ PRICES: Mapping[str, Price] = {
     "tracemalloc": Price(least=1.00, most=1.34, phases=MODEL),
     "deterministic": Price(least=1.00, most=1.03, phases=MODEL),
     "mkldnn_convolutions": Price(least=2.01, most=2.01, phases=MODEL),
+    "float16": Price(least=2.90, most=32.3, phases=MODEL),
     "find_unused_parameters": Price(least=1.02, most=1.18, phases=MODEL),
 }
 """Least and most of the medians in `benchmarks/results/settings_price.md`, over its jobs."""
@@ -340,7 +343,7 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
     Half of the parameters of what is trained are. A note where only batches are: whatever they
     meet is computed in float64 until it is cast, and how much that is was not measured.
     """
-    share = max(_double_ratio(each) for each in inputs.settings.values())
+    share = max(_dtype_ratio(each, "float64") for each in inputs.settings.values())
     batches = sum("float64" in each.input_dtypes for each in inputs.settings.values())
     if share < FLOAT64_RATIO:
         return None if not batches else _Found(
@@ -364,11 +367,42 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
     )
 
 
-def _double_ratio(settings: RankSettings) -> float:
+def _dtype_ratio(settings: RankSettings, dtype: str) -> float:
     """Of the parameters of all models that have any to train."""
     trained = [model.dtypes for model in settings.models if model.trainable_ratio]
     whole = sum(sum(dtypes.values()) for dtypes in trained)
-    return sum(dtypes.get("float64", 0) for dtypes in trained) / whole if whole else 0.0
+    return sum(dtypes.get(dtype, 0) for dtypes in trained) / whole if whole else 0.0
+
+
+@_setting(
+    "compute in float32, or in bfloat16 where /proc/cpuinfo has avx512_bf16, amx_bf16 or bf16",
+    0.9,
+    device="cpu",
+    severity="warning",
+)
+def half_precision(inputs: RuleInputs) -> _Found | str | None:
+    """Operators in a 16-bit format that the CPU has no arithmetic for: each number is converted.
+
+    What autocast makes of operators where the model is called, or most of its parameters are.
+    """
+    known = [each for each in inputs.settings.values() if each.flags.get("cpu_half") is not None]
+    if not known:
+        return "the CPU's flags were not recorded"
+    lacking = {
+        dtype: each
+        for each in known
+        for dtype in ("float16", "bfloat16")
+        if (each.autocast == dtype or _dtype_ratio(each, dtype) >= FLOAT64_RATIO)
+        and dtype not in str(each.flags["cpu_half"]).split()
+    }
+    if not lacking:
+        return None
+    dtype, settings = next(iter(lacking.items()))
+    how = "autocast" if settings.autocast == dtype else "parameters"
+    return _Found(
+        title=f"{dtype} ({how}) on a CPU that has no arithmetic for it",
+        price=PRICES.get(dtype),
+    )
 
 
 @_setting(
@@ -627,6 +661,33 @@ def threads_over_cores(inputs: RuleInputs) -> _Found | None:
         ),
         rank=rank if len(over) == 1 < len(found) else None,
     )
+
+
+@_setting("", 0.7, device="cpu")
+def threads_under_cores(inputs: RuleInputs) -> _Found | None:
+    """Operators are computed by fewer threads than the rank has cores for.
+
+    torchrun sets OMP_NUM_THREADS=1 where a node has several ranks and it is not set.
+    """
+    groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
+    sharing = {p.rank: len(group) for group in groups for p in group}
+    own = {
+        rank: (each.operator_threads or 0, int((each.usable_cores or 0) // sharing.get(rank, 1)))
+        for rank, each in inputs.settings.items()
+        if each.operator_threads
+    }
+    rank = max(own, key=lambda r: (own[r][1] / own[r][0], -r), default=None)
+    if rank is None or own[rank][1] < FEW_THREADS * own[rank][0]:
+        return None
+    threads, cores = own[rank]
+    return _Found(
+        title=f"operators use {threads} of {cores} cores",
+        rows=[("threads per operator", float(threads), "count"),
+              ("cores of the rank", float(cores), "cores")],
+        remedy=f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): torchrun sets 1 where "
+        "it is not set",
+        missing=("what it gains: small operators gain nothing",),
+    )  # fmt: skip
 
 
 def _threads_per_core(settings: RankSettings) -> float:

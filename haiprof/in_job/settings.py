@@ -179,6 +179,17 @@ def _capability() -> str | None:
     return ".".join(map(str, module.get_device_capability()))
 
 
+def _cpu_half() -> str | None:
+    """Only the first CPU's lines are read: a machine may have hundreds."""
+    with open("/proc/cpuinfo", "rb", buffering=0) as file:
+        text = file.read(_CPU_BYTES).decode("ascii", "replace").partition("\n\n")[0]
+    line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), None)
+    if line is None:
+        return None
+    flags = set(line.split())
+    return " ".join(dtype for dtype, names in _HALF_FLAGS.items() if flags & names) or "neither"
+
+
 def _collector() -> Mapping[str, Any]:
     return {
         "enabled": gc.isenabled(),
@@ -187,6 +198,12 @@ def _collector() -> Mapping[str, Any]:
     }
 
 
+_CPU_BYTES = 8192
+_HALF_FLAGS = {
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+"""Flags of /proc/cpuinfo (x86, then ARM) by the format that they have arithmetic for."""
 _FLAGS: Mapping[str, Callable[[], Any]] = {
     "anomaly": _flag("is_anomaly_enabled"),
     "deterministic": _flag("are_deterministic_algorithms_enabled"),
@@ -198,6 +215,7 @@ _FLAGS: Mapping[str, Callable[[], Any]] = {
     "matmul_precision": _precision,
     "tf32_matmul": _tf32_matmul,
     "compute_capability": _capability,
+    "cpu_half": _cpu_half,
     "default_dtype": lambda: str(_flag("get_default_dtype")()).removeprefix("torch."),
     "interop_threads": _flag("get_num_interop_threads"),
     "tracemalloc": lambda: bool((_value("tracemalloc", "is_tracing") or bool)()),

@@ -29,6 +29,7 @@ FLAGS = {
     "mkldnn": "torch.backends.mkldnn.enabled",
     "matmul_precision": "torch.get_float32_matmul_precision",
     "compute_capability": "of the current GPU, `9.0`; null before CUDA is used, and without it",
+    "cpu_half": "16-bit formats that the CPU computes in: bfloat16, float16, or `neither`",
     "tf32_matmul": "torch.backends.cuda.matmul.fp32_precision: tf32, ieee or none",
     "default_dtype": "torch.get_default_dtype",
     "interop_threads": "torch.get_num_interop_threads",

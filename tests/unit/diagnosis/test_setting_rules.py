@@ -21,7 +21,7 @@ USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
     "deterministic_mode", "mkldnn_off", "optimizer_loop", "ddp_arguments", "threads_over_cores",
-    "settings_differ", "fast_paths_off", "fsdp_units",
+    "settings_differ", "fast_paths_off", "fsdp_units", "half_precision", "threads_under_cores",
 }  # fmt: skip
 LINE: dict[str, Any] = {
     "type": "settings",
@@ -47,6 +47,7 @@ LINE: dict[str, Any] = {
     ],
     "problems": [],
 }  # fmt: skip
+HALF = {"model": {"dtypes": {"float16": 900, "float32": 100}}}
 SEEN = {
     "type": "settings_seen", "look_count": 100, "anomaly_count": 0, "profiler_count": 0,
     "no_sync_count": 0, "collect_count": 0, "collect_ns": 0,
@@ -99,12 +100,14 @@ def with_ddp(root: Path, *, passes: int, no_sync_count: int, **ddp: Any) -> dict
     return of_settings(judged(root))
 
 
-def with_threads(root: Path, *, ranks: int = 1, **settings: Any) -> dict[str, Finding]:
-    """Eight threads for operators on each rank."""
+def with_threads(
+    root: Path, *, ranks: int = 1, threads: int = 8, **settings: Any
+) -> dict[str, Finding]:
+    """So many threads for operators on each rank."""
     write_story(root, lambda rank, step: USUAL, ranks=ranks)
     for rank in range(ranks):
         told(root, rank, **settings)
-        report(root, rank, operator_threads=8)
+        report(root, rank, operator_threads=threads)
         placed(root, rank, "0-3")
     return of_settings(judged(root))
 
@@ -180,6 +183,12 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_gpu, {"ranks": 2, "model": {"fsdp_unit_count": 13}}, ()),
         (on_gpu, {"ranks": 2, "model": {"fsdp_unit_count": 0}}, ()),
         (with_threads, {"cores": 8}, ()),
+        (with_threads, {"cores": 8, "threads": 1}, ("threads_under_cores",)),
+        (with_threads, {"cores": 8, "threads": 1, "cpu_limit_cores": 1.0}, ()),
+        (with_threads, {"cores": 4, "threads": 1, "ranks": 4}, ()),  # they share these cores
+        (on_cpus, HALF | {"flags": {"cpu_half": "bfloat16"}}, ("half_precision",)),
+        (on_cpus, HALF | {"flags": {"cpu_half": "bfloat16 float16"}}, ()),
+        (on_cpus, HALF, ()),  # of what the CPU can do nothing is known
         (with_threads, {"cores": 8, "cpu_limit_cores": 2.0}, ("threads_over_cores",)),
         (with_threads, {"cores": 4}, ("threads_over_cores",)),
         (with_ddp, NO_SYNC, ("ddp_arguments",)),
@@ -229,6 +238,9 @@ def test_titles_and_remedies_name_what_is_set(root: Path) -> None:
     assert "OMP_NUM_THREADS=2 " in shared.remedy
     limited = with_threads(root.with_name("limited"), cores=8, cpu_limit_cores=3.0)
     assert "OMP_NUM_THREADS=3" in limited["threads_over_cores"].remedy
+    half = on_cpus(root.with_name("half"), **HALF, flags={"cpu_half": "neither"})["half_precision"]
+    assert half.severity == "critical"
+    assert half.lost_ratio == pytest.approx((1 - 1 / PRICES["float16"].least) * 30 / 32.2, rel=0.05)
     path = on_gpu(
         root.with_name("path"), ranks=2, flags={"backend": "nccl"},
         variables={"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
