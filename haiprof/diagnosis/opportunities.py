@@ -84,6 +84,8 @@ class Opportunity:
     """Index into ACTIVITIES: what most of it is."""
     key: str | None = None
     """Of the explanation, where it was found by more than the table."""
+    unsure_ns: float = 0.0
+    """Of its time per step, what may be needed."""
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from haiprof.diagnosis.thresholds import (
     LIKE_RATIO,
     LINK_BYTES_PER_S,
     LINK_LATENCY_NS,
+    LINK_USUAL_NS,
     SAME_WORK_CORRELATION,
     SIZES_MIN_COUNT,
 )
@@ -228,17 +229,20 @@ def _keep_needed_link(
 ) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
     """Exchanging gradients takes what their bytes need on a good link; only what is more is lost.
 
-    A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009).
+    A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009). An
+    exchange that takes no longer than it may on a good link is needed as a whole; of a longer one
+    what it usually takes there is needed.
     """
     count = len(time.ranks)
     gradient_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
-    least_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
-    least_ns += LINK_LATENCY_NS
+    bytes_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
+    most_ns, usual_ns = (bytes_ns + latency for latency in (LINK_LATENCY_NS, LINK_USUAL_NS))
     for place, each in enumerate(found):
         whole = time.mean_of(table, each.rows)
         if each.activity != LINK_WAIT or not whole:
             continue
-        share = min(least_ns / whole, 1.0)
+        share = 1.0 if whole <= most_ns else usual_ns / whole
+        found[place] = replace(each, unsure_ns=most_ns - usual_ns)
         table, new = table.split(each.rows, share)
         needed = np.append(needed, np.ones(len(new), dtype=np.bool_))
         if share == 1.0:
@@ -427,6 +431,7 @@ def _account(
         gains = left.max(axis=0) - left.mean(axis=0) if uneven else np.zeros(1)
     gain = float(gains.mean())
     gain_low, gain_high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
+    gain_low = max(gain_low - found.unsure_ns, 0.0)
     if time.is_idle_bound and found.activity != PEER_WAIT:
         gain_low = 0.0
     share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)

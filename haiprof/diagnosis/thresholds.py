@@ -84,6 +84,6 @@ def warm_up_steps(count: int) -> int:
 LINK_BYTES_PER_S = 1e9
 """What ranks exchange gradients at where nothing is wrong with their link: gloo over a loopback,
 and a network of 10 Gb/s. Nothing is promised beyond it."""
-LINK_LATENCY_NS = 3_000_000
-"""And how long an exchange of few bytes may take: gloo between two processes on two cores that are
-both busy needs 1 to 3 ms, scheduling included (measured). Less is no slow link."""
+LINK_LATENCY_NS, LINK_USUAL_NS = 3_000_000, 1_000_000
+"""And how long an exchange of few bytes may take, and as a rule takes: gloo between processes on
+two busy cores needs 1 to 3 ms, scheduling included (measured)."""
