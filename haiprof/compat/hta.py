@@ -564,9 +564,9 @@ def _draw(
     notebook = in_notebook()
     if visualize is False or (visualize is None and not notebook):
         return
-    from haiprof.compat import hta_figures
+    from haiprof.show.figures import traces
 
-    drawn = figure(hta_figures)
+    drawn = figure(traces)
     if notebook and not renderer:
         display_figure(drawn)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -15,7 +15,6 @@ from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
 from haiprof.show.summary import (
-    RunData,
     counters_over_time,
     find_judged_time,
     lasting_values,
@@ -27,6 +26,9 @@ from haiprof.show.summary import (
     settled_steps,
     step_series,
 )
+
+if TYPE_CHECKING:
+    from haiprof.run_analysis.run_frames import RunFrames
 
 SLOWEST_COUNT = 5
 # Spans that are not phases of a step, in the order shown.
@@ -110,7 +112,7 @@ class OneRankSummary:
         return asdict(self)
 
 
-def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
+def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     """The numbers of a rank's last attempt, also while it runs."""
     ranks = data.ranks()
     about = _last_attempt(ranks, rank)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
-from haiprof.show.summary import RunData
 from haiprof.show.terminal import SafeConsole
 from haiprof.show.views.blocks import section
 
@@ -23,7 +22,7 @@ _MIN_WIDTH, _MAX_WIDTH = 60, 200
 _ROW_LIMIT = 20
 
 
-def overview(data: RunData) -> None:
+def overview(data: RunFrames) -> None:
     """Shows the whole job."""
     if in_notebook():
         from haiprof.show.figures.run_figures import overview_picture
@@ -49,7 +48,7 @@ def ranks(data: RunFrames) -> None:
     overview(data)
 
 
-def one_rank(data: RunData, rank: int) -> None:
+def one_rank(data: RunFrames, rank: int) -> None:
     """Shows one rank over time."""
     if in_notebook():
         from haiprof.show.figures.run_figures import one_rank_picture

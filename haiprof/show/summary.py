@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -14,25 +14,26 @@ from haiprof.diagnosis.run_notes import traced_lines
 from haiprof.diagnosis.traced_window import StepWork, step_work
 from haiprof.run_analysis.counters import host_windows, select_training_samples, training_spans
 from haiprof.run_analysis.run_files import number
-from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import untrained_boundary
 from haiprof.run_analysis.step_tokens import WORDS
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_lines
 from haiprof.show.figures.panel_table import (
-    OWNER,
     PANEL_ROWS,
     CounterSpec,
     PanelRow,
     PanelSpec,
-    entity_label,
+    owner_series,
     row_metrics,
 )
 from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
 from haiprof.show.text import moment_text
+
+if TYPE_CHECKING:
+    from haiprof.run_analysis.run_frames import RunFrames
 
 
 def settled_steps(steps: pl.DataFrame) -> pl.DataFrame:
@@ -84,47 +85,6 @@ def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float 
     if mean is not None:
         found["other"] = mean - sum(ns or 0.0 for name, ns in found.items() if name != "other")
     return found
-
-
-class RunData(Protocol):
-    """A run's frames, as `haiprof.Analyzer` gives them."""
-
-    @property
-    def run(self) -> RunPaths:
-        """The run directory."""
-        ...
-
-    def steps(self) -> pl.DataFrame:
-        """One row per rank, attempt and step."""
-        ...
-
-    def phases(self) -> pl.DataFrame:
-        """One row per span."""
-        ...
-
-    def counters(self) -> pl.DataFrame:
-        """One row per sample and metric."""
-        ...
-
-    def ranks(self) -> pl.DataFrame:
-        """One row per rank and attempt."""
-        ...
-
-    def settings(self) -> Mapping[int, RankSettings]:
-        """What each rank was run with."""
-        ...
-
-    def windows(self) -> pl.DataFrame:
-        """One row per rank and trace window."""
-        ...
-
-    def reactions(self) -> pl.DataFrame:
-        """One row per automatic reaction."""
-        ...
-
-    def notes(self) -> list[str]:
-        """What was cut, damaged or missing."""
-        ...
 
 
 PROCESS, HOST, GPU = "process", "host", "gpu"
@@ -269,19 +229,9 @@ def lasting_values(steps: pl.DataFrame, column: str) -> pl.DataFrame:
 def _counter_series(
     counters: pl.DataFrame, panel: PanelSpec, spec: CounterSpec, span: TimeRange
 ) -> Iterator[Series]:
-    mine = counters.filter((pl.col("source") == spec.source) & (pl.col("metric") == spec.metric))
-    groups = mine.sort("rank", "gpu", "host", "entity", "time_ns").group_by(
-        OWNER, maintain_order=True
-    )
-    many_hosts = mine["host"].n_unique() > 1
-    for key, frame in groups:
-        series = make_series(
-            frame,
-            title=f"{panel.terminal} {spec.word}".strip(),
-            label=entity_label(*key, many_hosts=many_hosts),
-            unit=panel.base_unit,
-            span=span,
-        )
+    for _, label, samples in owner_series(counters, spec):
+        title = f"{panel.terminal} {spec.word}".strip()
+        series = make_series(samples, title=title, label=label, unit=panel.base_unit, span=span)
         if series:
             yield series
 
@@ -382,7 +332,7 @@ _TRACE_LIMIT_BYTES = 64 << 20
 
 
 def overview_summary(
-    data: RunData, *, with_series: bool = True, trace_limit_bytes: int = _TRACE_LIMIT_BYTES
+    data: RunFrames, *, with_series: bool = True, trace_limit_bytes: int = _TRACE_LIMIT_BYTES
 ) -> OverviewSummary:
     """The numbers of a job, also of one that still runs."""
     steps, counters, ranks = data.steps(), data.counters(), data.ranks()

@@ -165,26 +165,11 @@ class PhaseMark:
         yield Segment(filling(self.phase, colored=colored), style)
 
 
-class PhaseName:
-    """The phase behind its mark, shortened where there is no room for it."""
-
-    def __init__(self, phase: str, *, width: int = _FULL_NAMES_WIDTH) -> None:
-        self.phase = phase
-        self.name = phase_heading(phase, width)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(len(self.name) + 2, len(self.name) + 2)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        yield from PhaseMark(self.phase).__rich_console__(console, options)
-        yield Segment(f" {self.name}")
-
-
 class SplitLegend:
     """All phases in one line, each behind its mark."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for phase in PHASES:
-            yield from PhaseName(phase, width=options.max_width).__rich_console__(console, options)
-            yield Segment("  ")
+            yield from PhaseMark(phase).__rich_console__(console, options)
+            yield Segment(f" {phase_heading(phase, options.max_width)}  ")
         yield Segment.line()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
 
 from haiprof.base.units import BYTES_PER_GIB
 
@@ -29,6 +32,22 @@ def entity_label(
     if name is None:
         return str(host)
     return f"{host} {name}" if many_hosts else str(name)
+
+
+def owner_series(
+    counters: pl.DataFrame, spec: CounterSpec
+) -> list[tuple[tuple[Any, ...], str, pl.DataFrame]]:
+    """Each series of a counter that has a value: whose it is (OWNER), its label, its samples."""
+    mine = counters.filter(
+        (pl.col("source") == spec.source)
+        & (pl.col("metric") == spec.metric)
+        & pl.col("value").is_finite()
+    ).sort("rank", "gpu", "host", "entity", "time_ns")
+    many_hosts = mine["host"].n_unique() > 1
+    return [
+        (key, entity_label(*key, many_hosts=many_hosts), samples)
+        for key, samples in mine.group_by(OWNER, maintain_order=True)
+    ]
 
 
 BYTES_PER_MIB = 1 << 20

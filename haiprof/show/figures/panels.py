@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.show.figures.panel_table import OWNER, PANEL_ROWS, PanelSpec, by_reason, entity_label
+from haiprof.show.figures.panel_table import PANEL_ROWS, PanelSpec, by_reason, owner_series
 from haiprof.show.figures.style import AXIS, TIME_AXIS, figure_layout, series_color
 
 POINT_LIMIT = 5000
@@ -79,31 +79,32 @@ def with_gaps(
     return [times, *values]
 
 
-HOST_COLOR_INDEX = 6  # hosts begin at another colour than ranks
+_HOST_COLOR_INDEX = 6  # hosts begin at another colour than ranks
 
 
 def counter_traces(panel: PanelSpec, counters: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
     """The lines of one panel; empty where nothing of it was measured."""
     found = []
     for spec in panel.counters:
-        mine = counters.filter(
-            (pl.col("source") == spec.source)
-            & (pl.col("metric") == spec.metric)
-            & pl.col("value").is_finite()
-        )
-        groups = _by_owner(mine)
-        for name, index, frame in groups:
+        series = owner_series(counters, spec)
+        for place, (key, name, samples) in enumerate(series):
             line = _Line(
                 name=f"{name} {spec.word}".rstrip(),
                 group=name,
-                color=series_color(index),
+                color=owner_color(key, place),
                 dash=spec.dash,
                 unit=panel.unit,
-                limit=points_per_series(len(groups)),
+                limit=points_per_series(len(series)),
             )
-            seconds = (frame["time_ns"].to_numpy() - start_ns) / NS_PER_S
-            found.append(line.draw(seconds, frame["value"].to_numpy() / panel.scale))
+            seconds = (samples["time_ns"].to_numpy() - start_ns) / NS_PER_S
+            found.append(line.draw(seconds, samples["value"].to_numpy() / panel.scale))
     return found
+
+
+def owner_color(owner: Sequence[Any], place: int) -> str:
+    """The colour of a rank, or of a host's series by its place."""
+    rank = owner[1]
+    return series_color(rank if isinstance(rank, int) else _HOST_COLOR_INDEX + place)
 
 
 def step_traces(steps: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
@@ -155,20 +156,6 @@ class _Line:
             marker={"color": self.color},
             hovertemplate=f"{self.name}: %{{y:.4g}} {self.unit}<extra></extra>",
         )
-
-
-def _by_owner(frame: pl.DataFrame) -> list[tuple[str, int, pl.DataFrame]]:
-    """(name, colour index, rows) per rank, else per GPU, else per entity of a host."""
-    many_hosts = frame["host"].n_unique() > 1
-    ordered = frame.sort("rank", "gpu", "host", "entity", "time_ns")
-    groups = ordered.group_by(OWNER, maintain_order=True)
-    return [(*_label(key, place, many_hosts), rows) for place, (key, rows) in enumerate(groups)]
-
-
-def _label(key: Sequence[object], place: int, many_hosts: bool) -> tuple[str, int]:
-    rank = key[1]
-    name = entity_label(*key, many_hosts=many_hosts)
-    return name, rank if isinstance(rank, int) else HOST_COLOR_INDEX + place
 
 
 COLUMNS = 4

@@ -42,7 +42,6 @@ from haiprof.show.rank_summary import OneRankSummary, one_rank_summary, rank_cou
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.summary import (
     OverviewSummary,
-    RunData,
     overview_summary,
     rank_name,
     rank_steps,
@@ -293,7 +292,7 @@ def _whiskers(parts: Sequence[Difference]) -> Iterator[go.Scatter]:
 _SMALL = "<br><span style='font-size:12px;color:#666666'>{}</span>"
 
 
-def overview_picture(data: RunData) -> go.Figure:
+def overview_picture(data: RunFrames) -> go.Figure:
     """The whole job as one interactive figure."""
     summary = overview_summary(data)
     counted = select_judged_steps(data.steps())
@@ -307,7 +306,7 @@ def overview_picture(data: RunData) -> go.Figure:
     )
 
 
-def one_rank_picture(data: RunData, rank: int) -> go.Figure:
+def one_rank_picture(data: RunFrames, rank: int) -> go.Figure:
     """One rank over time as one interactive figure."""
     summary = one_rank_summary(data, rank)
     counted = select_judged_steps(rank_steps(data.steps(), rank, summary.attempt))
@@ -321,7 +320,7 @@ def one_rank_picture(data: RunData, rank: int) -> go.Figure:
     )
 
 
-def rank_map_picture(data: RunData) -> go.Figure | None:
+def rank_map_picture(data: RunFrames) -> go.Figure | None:
     """All ranks over time as one interactive figure; None where there is no step."""
     grid = rank_grid(select_judged_steps(data.steps()))
     if grid is None:

@@ -17,15 +17,14 @@ from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.run_analysis.ranks import RankGrid
 from haiprof.show.figures.panel_table import (
-    OWNER,
     PANEL_ROWS,
     CounterSpec,
     PanelRow,
     PanelSpec,
-    entity_label,
+    owner_series,
 )
-from haiprof.show.figures.panels import HOST_COLOR_INDEX, gap_starts, thin_points, with_gaps
-from haiprof.show.figures.style import BLUE, GREY, PHASES, VERMILLION, series_color
+from haiprof.show.figures.panels import gap_starts, owner_color, thin_points, with_gaps
+from haiprof.show.figures.style import BLUE, GREY, PHASES, VERMILLION
 from haiprof.show.series import TimeRange
 from haiprof.show.text import printable
 
@@ -162,35 +161,26 @@ def _lines(
     counters: pl.DataFrame, panel: PanelSpec, spec: CounterSpec, number: int, start_ns: int
 ) -> Iterator[_Line]:
     """The line of each series; of many also their spread, and then single ones only on request."""
-    mine = (
-        counters.filter(
-            (pl.col("source") == spec.source)
-            & (pl.col("metric") == spec.metric)
-            & pl.col("value").is_finite()
+    series = owner_series(counters, spec)
+    scaled = [
+        samples.select(
+            seconds=(pl.col("time_ns") - start_ns).cast(pl.Float64) / NS_PER_S,
+            value=pl.col("value") / panel.scale,
         )
-        .select(
-            *OWNER,
-            (pl.col("time_ns") - start_ns).cast(pl.Float64).alias("seconds") / NS_PER_S,
-            pl.col("value") / panel.scale,
-        )
-        .sort("rank", "gpu", "host", "entity", "seconds")
-    )
-    many_hosts = mine["host"].n_unique() > 1
-    owners = mine.partition_by(OWNER, maintain_order=True, as_dict=True)
-    few = len(owners) <= LINE_LIMIT
-    for place, (key, own) in enumerate(owners.items()):
+        for _, _, samples in series
+    ]
+    few = len(series) <= LINE_LIMIT
+    for place, ((key, label, _), own) in enumerate(zip(series, scaled, strict=True)):
         host, rank, gpu, _ = key
-        name = printable(entity_label(*key, many_hosts=many_hosts))
-        color = series_color(rank if isinstance(rank, int) else HOST_COLOR_INDEX + place)
         nobodys = rank is None and gpu is None and spec.source != "process"
         about = {
-            "panel": number, "name": f"{name} {spec.word}".rstrip(), "rank": rank,
-            "host": host if nobodys else None, "color": color, "dash": spec.dash,
+            "panel": number, "name": f"{printable(label)} {spec.word}".rstrip(), "rank": rank,
+            "host": host if nobodys else None, "color": owner_color(key, place), "dash": spec.dash,
             "all": few, "own": rank is not None or nobodys,
         }  # fmt: skip
         yield _Line(about=about, seconds=own["seconds"].to_numpy(), values=own["value"].to_numpy())
     if not few:
-        yield from _spread(mine, spec, number, len(owners))
+        yield from _spread(pl.concat(scaled), spec, number, len(series))
 
 
 def _spread(mine: pl.DataFrame, spec: CounterSpec, number: int, count: int) -> Iterator[_Line]:

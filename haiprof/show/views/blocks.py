@@ -164,7 +164,9 @@ def series_block(
 
 
 def missing_block(missing: Mapping[str, str]) -> RenderableType:
-    """What was not measured, each with the reason."""
+    """What was not measured, each with the reason; nothing where all was."""
+    if not missing:
+        return Group()
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -174,8 +176,8 @@ def missing_block(missing: Mapping[str, str]) -> RenderableType:
 
 
 def notes_block(notes: Sequence[str]) -> RenderableType:
-    """Notes of the reader, one bullet each."""
-    return section("Notes", *bullets(notes))
+    """Notes of the reader, one bullet each; nothing where there is none."""
+    return section("Notes", *bullets(notes)) if notes else Group()
 
 
 def bullets(lines: Sequence[str]) -> Iterator[RenderableType]:

@@ -28,10 +28,7 @@ _CAUSES = (
     ("bound_by", "cause"), ("duration_ns", "time"), ("share_ratio", "share"),
     ("segment_count", "pieces"),
 )  # fmt: skip
-_NAMES = (
-    ("name", "name"), ("bound_by", "cause"), ("duration_ns", "time"), ("share_ratio", "share"),
-    ("segment_count", "pieces"),
-)  # fmt: skip
+_NAMES = (("name", "name"), *_CAUSES)
 _OUTSIDE = "(host, outside of all events)"
 
 
@@ -43,15 +40,13 @@ def critical_path_view(path: CriticalPath) -> RenderableType:
     causes = path.summary().filter(pl.col("duration_ns") > 0)
     causes = causes.sort("duration_ns", descending=True)
     names = path.top(12).with_columns(pl.col("name").fill_null(_OUTSIDE))
-    parts = [
+    return Group(
         Text(f"{path.window}, {duration_text(path.length_ns)}", style="bold"),
         Text(summary, style="dim"),
         section("What it consists of", *frame_table(causes, _CAUSES, limit=12)),
         section("By name", *frame_table(names, _NAMES, limit=12)),
-    ]
-    if path.caveats:
-        parts.append(notes_block(path.caveats))
-    return Group(*parts)
+        notes_block(path.caveats),
+    )
 
 
 def critical_path_data(path: CriticalPath) -> dict[str, Any]:
@@ -183,7 +178,7 @@ def what_if_view(answers: WhatIfAnswers) -> RenderableType:
     return Group(
         Text(first, style="bold"),
         section(title, *frame_table(rows, columns, limit=20)),
-        *([notes_block(answers.notes)] if answers.notes else []),
+        notes_block(answers.notes),
     )
 
 
@@ -322,9 +317,7 @@ def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
         changed = diff.names.filter((pl.col("of") == kind) & (pl.col("difference_ns") != 0))
         table = frame_table(changed, _TRACE_DIFF_COLUMNS, limit=10)
         parts.append(section(f"{title} per step, the largest difference first", *table))
-    if diff.notes:
-        parts.append(notes_block(diff.notes))
-    return Group(*parts)
+    return Group(*parts, notes_block(diff.notes))
 
 
 def diff_data(diff: TraceDiff, verdict: Verdict) -> dict[str, Any]:

@@ -194,12 +194,11 @@ def _value(value: Any) -> str:  # noqa: ANN401 - any JSON value
 
 def compare_view(found: Comparison, *, chosen: str = "") -> RenderableType:
     """The whole view; `chosen` says why the baseline is it, where nobody named it."""
-    below = notes(found)
     return Group(
         Text(headline(found), style=_STYLES[found.state]),
         *(Text(line, overflow="fold") for line in headline_notes(found, chosen)),
         *(_block(table) for table in tables(found, limit=_KERNELS)),
-        *([notes_block(below)] if below else []),
+        notes_block(notes(found)),
     )
 
 

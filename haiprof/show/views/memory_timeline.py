@@ -244,9 +244,7 @@ def memory_view(answers: MemoryAnswers) -> RenderableType:
     for key, own in operators.group_by(_DEVICE, maintain_order=True) if alone else ():
         table = frame_table(own.sort(-pl.col("allocated_bytes")), _OPERATORS, limit=8)
         parts.append(section(f"Operators on {_device(key)}", *table))
-    if answers.missing:
-        parts.append(missing_block(answers.missing))
-    return Group(*parts)
+    return Group(*parts, missing_block(answers.missing))
 
 
 def _lines(timeline: pl.DataFrame) -> RenderableType:

@@ -46,7 +46,7 @@ def snapshot_view(snapshot: Snapshot) -> RenderableType:
         *_suspects(snapshot.suspects, {details.rank: details for details in snapshot.details}),
         section("main threads", _tree(snapshot.tree)),
         *_without_stack(snapshot.states),
-        *([notes_block(snapshot.notes)] if snapshot.notes else []),
+        notes_block(snapshot.notes),
     )
 
 

@@ -168,14 +168,11 @@ def overview_view(summary: OverviewSummary, *, width: int) -> RenderableType:
         parts.append(section("Noticed", *lines))
     if summary.traces:
         parts.append(section("Traces", *(Text(line, overflow="fold") for line in summary.traces)))
-    if summary.missing:
-        parts.append(missing_block(summary.missing))
+    parts.append(missing_block(summary.missing))
     notes = list(summary.notes)
     if len(ranks) < len(summary.ranks):
         notes.append(f"shown are the {len(ranks)} slowest of {len(summary.ranks)}; all: --json")
-    if notes:
-        parts.append(notes_block(notes))
-    return Group(*parts)
+    return Group(*parts, notes_block(notes))
 
 
 def shown_ranks(ranks: Sequence[RankSummary]) -> list[RankSummary]:
@@ -303,13 +300,10 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
         parts.append(section("Settings", _settings(summary.settings)))
     if summary.counter_series:
         parts.append(section("Counters", _over_time(summary, summary.counter_series)))
-    if summary.missing:
-        parts.append(missing_block(summary.missing))
+    parts.append(missing_block(summary.missing))
     of_run = [note for note in summary.notes if not note.startswith("rank ")]
     notes = [*(summary.about.get("notes") or ()), *of_run]
-    if notes:
-        parts.append(notes_block(notes))
-    return Group(*parts)
+    return Group(*parts, notes_block(notes))
 
 
 def _identity(summary: OneRankSummary) -> Text:

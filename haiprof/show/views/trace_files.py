@@ -112,7 +112,7 @@ def merge_view(report: MergeReport) -> RenderableType:
     summary = f"{count_text(len(rows), 'rank')}, {count_text(merged.event_count, 'event')}"
     if merged.track_event_count:
         summary += f", {merged.track_event_count} of them haiprof's phases and counters"
-    parts = [
+    return Group(
         Text(str(report.path), style="bold"),
         Text(summary, style="dim"),
         section(
@@ -120,10 +120,8 @@ def merge_view(report: MergeReport) -> RenderableType:
             *frame_table(pl.DataFrame(rows, schema=_SCHEMA), _COLUMNS, limit=_LIMIT),
             Text(RULE, style="dim"),
         ),
-    ]
-    if report.notes:
-        parts.append(notes_block(report.notes))
-    return Group(*parts)
+        notes_block(report.notes),
+    )
 
 
 _TRACE_CHECK_LIMIT = 8

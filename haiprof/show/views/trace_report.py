@@ -337,7 +337,8 @@ def trace_view(report: TraceReport) -> RenderableType:
         _head(report),
         *_recording(report),
         *map(_table, shown_tables(report)),
-        *_closing(report),
+        missing_block(report.missing),
+        notes_block(report.notes),
     )
 
 
@@ -397,30 +398,23 @@ def shown_tables(report: TraceReport) -> Iterator[Shown]:
             columns = [column for column in view.columns if not _is_uninformative(column[0], found)]
             told = not view.legend_of or view.legend_of in (name for name, _ in columns)
             if any(found[name].count() for name, _ in columns if name != "rank"):
+                legend = str(found[view.answer][0]) if view.answer else view.legend
                 yield Shown(
                     title=view.title,
                     rows=found,
                     columns=tuple(columns),
                     limit=view.limit,
-                    legend=_legend(view, found) if told else "",
+                    legend=legend if told else "",
                     faults=fault_names(report.tables["checks"], view.of),
                 )
 
 
-def _legend(view: View, found: pl.DataFrame) -> str:
-    """The note below a table: what it comes to, or how it is to be read."""
-    return str(found[view.answer][0]) if view.answer else view.legend
-
-
 def _table(shown: Shown) -> RenderableType:
     table = frame_table(shown.rows, shown.columns, limit=shown.limit, where="--json and --csv")
+    faults = f"rests on a faulty recording: {shown.faults}"
+    above = [Text(faults, style="yellow")] if shown.faults else []
     legend = [Text(shown.legend, style="dim")] if shown.legend else []
-    return section(shown.title, *_fault_line(shown.faults), *table, *legend)
-
-
-def _fault_line(faults: str) -> list[RenderableType]:
-    """The line above a table that rests on a faulty recording."""
-    return [Text(f"rests on a faulty recording: {faults}", style="yellow")] if faults else []
+    return section(shown.title, *above, *table, *legend)
 
 
 _GPU_SHARES = ("kernel_ratio", "communication_ratio", "memcpy_ratio", "memset_ratio",
@@ -438,10 +432,3 @@ def _is_uninformative(name: str, found: pl.DataFrame) -> bool:
     if name == "part":
         return found.filter(pl.col(name) != WHOLE_JOB).is_empty()
     return name in ("process_group", "wait_ns", "distance_ratio") and found[name].is_null().all()
-
-
-def _closing(report: TraceReport) -> Iterator[RenderableType]:
-    if report.missing:
-        yield missing_block(report.missing)
-    if report.notes:
-        yield notes_block(report.notes)
