@@ -7,15 +7,34 @@ CPython 3.11, where making a frame object may start a garbage collection.
 from __future__ import annotations
 
 import gc
+import itertools
+import os
 import sys
+import time
+import tokenize
 from collections.abc import Container, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
+from haiprof.base.code_places import is_library
 from haiprof.run_format.stack_frames import Frame
+from haiprof.run_format.stack_lines import LEFT_OUT
 
 Place = tuple[CodeType, int]
 """Where a frame is: its code and the offset of its instruction, in bytes."""
+
+MAX_DEPTH = 256
+"""Of a deeper stack (a recursion) the innermost frames count."""
+MAX_STACKS = 8192
+MAX_PLACES = 32_768
+"""Instructions at which frames were seen, per stack: what is looked up at each sample."""
+EXPRESSION_LIMIT = 80
+_SOURCE_LIMIT_BYTES = 1 << 20
+_SOURCE_COUNT = 64
+_LOADED_S = time.time()
+"""A file that is newer may not be what runs."""
+
+_OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
 
 _VERSION = 3
 """Of frames.c; one that was built of older text is not used."""
@@ -95,3 +114,127 @@ def _read_plainly(
             frame = frame.f_back
         stacks[ident] = stack
     return stacks
+
+
+class StackTree:
+    """Numbers for stacks; a stack that was seen before costs one dictionary look-up per frame.
+
+    Code objects are held, so that the identity of one is never that of another; they are bounded.
+
+    Args:
+        libraries: Folders of installed code: expressions are told of the user's own code alone.
+    """
+
+    def __init__(self, libraries: Sequence[str] = ()) -> None:
+        self._libraries = libraries
+        self._sources: dict[str, list[bytes]] = {}
+        self._places: dict[tuple[int, int, int], int] = {}
+        self._codes: dict[int, CodeType] = {}
+        self._frames: dict[tuple[str, int, str, str], int] = {}
+        self._stacks: dict[tuple[int, int], int] = {}
+        self._new_frames: list[tuple[Any, ...]] = []
+        self._new_stacks: list[tuple[int, int]] = []
+        self._taken_frames = 0
+        self._taken_stacks = 0
+
+    def find(self, stack: Sequence[Place]) -> int:
+        """The number of a stack, given from its innermost frame on."""
+        number = 0
+        for place in reversed(stack):
+            number = self.below(number, place)
+        return number
+
+    def below(self, caller: int, place: Place) -> int:
+        """The number of the stack of one more frame, which a stack called."""
+        code, offset = place
+        key = (caller, id(code), offset)
+        found = self._places.get(key)
+        if found is None:
+            found = self._add(caller, place)
+            if found != LEFT_OUT:
+                self._codes[id(code)] = code
+                self._places[key] = found
+        return found
+
+    def take_definitions(self) -> dict[str, Any]:
+        """Frames and stacks that are new since the last time, as a line holds them.
+
+        It may be called while another thread finds stacks: a stack is new after its frame.
+        """
+        stacks, frames = take_all(self._new_stacks), take_all(self._new_frames)
+        if not frames and not stacks:
+            return {}
+        first_frame, first_stack = self._taken_frames, self._taken_stacks + 1
+        self._taken_frames += len(frames)
+        self._taken_stacks += len(stacks)
+        return {
+            "first_frame": first_frame,
+            "frames": frames,
+            "first_stack": first_stack,
+            "stacks": stacks,
+        }
+
+    def _add(self, caller: int, place: Place) -> int:
+        """The stack behind an instruction that was not seen there before, while there is room."""
+        if caller == LEFT_OUT or len(self._places) >= MAX_PLACES:
+            return LEFT_OUT
+        code, _ = place
+        if code.co_filename.startswith(_OWN_FOLDER):
+            return caller  # haiprof's own frame is passed over: what it calls is the job's
+        name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+        key = (code.co_filename, line_of(place), name, self._expression(place, name))
+        frame = self._frames.get(key, len(self._frames))
+        found = self._stacks.get((caller, frame))
+        if found is None and len(self._stacks) < MAX_STACKS:
+            if frame == len(self._frames):
+                self._frames[key] = frame
+                expression = key[3:] if key[3] else ()
+                self._new_frames.append((*key[:3], code.co_firstlineno, *expression))
+            found = self._stacks[caller, frame] = len(self._stacks) + 1
+            self._new_stacks.append((caller, frame))
+        return LEFT_OUT if found is None else found
+
+    def _expression(self, place: Place, name: str) -> str:
+        """What an instruction of the user's code works out, as its source has it; else empty."""
+        code, offset = place
+        if not hasattr(code, "co_positions") or is_library(
+            code.co_filename, name, libraries=self._libraries
+        ):
+            return ""
+        positions = itertools.islice(code.co_positions(), max(offset, 0) // 2, None)
+        line, end_line, begin, end = next(positions, (None,) * 4)
+        if line is None or end_line is None or begin is None or end is None:
+            return ""
+        lines = self._source(code.co_filename)[line - 1 : end_line]
+        if not lines:
+            return ""
+        lines[-1] = lines[-1][:end]
+        lines[0] = lines[0][begin:]
+        return b" ".join(b" ".join(lines).split()).decode(errors="replace")[:EXPRESSION_LIMIT]
+
+    def _source(self, file: str) -> list[bytes]:
+        """The lines of a file in UTF-8, in which columns count; read once. Empty: not known."""
+        lines = self._sources.get(file)
+        if lines is None and len(self._sources) < _SOURCE_COUNT:
+            lines = self._sources[file] = _read_source(file)
+        return lines or []
+
+
+def _read_source(file: str) -> list[bytes]:
+    """Not by linecache: what that holds is the job's."""
+    try:
+        status = os.stat(file)
+        if status.st_size > _SOURCE_LIMIT_BYTES or status.st_mtime > _LOADED_S:
+            return []
+        with tokenize.open(file) as source:
+            return [line.encode() for line in source]
+    except (OSError, ValueError, SyntaxError):
+        return []
+
+
+def take_all(items: list[Any]) -> list[Any]:
+    """Takes out what is there now; what another thread appends meanwhile stays."""
+    count = len(items)
+    taken = items[:count]
+    del items[:count]
+    return taken

@@ -17,7 +17,7 @@ from haiprof.in_job import patches
 from haiprof.in_job.collective_calls import Places, wrap_calls
 from haiprof.in_job.collectives import drop_old_flight_names
 from haiprof.in_job.device import DeviceTimer
-from haiprof.in_job.gpu_memory import GpuMemory
+from haiprof.in_job.gpu_memory import GpuMemory, OutOfMemory
 from haiprof.in_job.imports import ImportWatch
 from haiprof.in_job.object_settings import (
     InputSizes,
@@ -27,7 +27,6 @@ from haiprof.in_job.object_settings import (
     describe_optimizer,
     wrap_iter,
 )
-from haiprof.in_job.out_of_memory import OutOfMemory
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.settings import CollectorPauses, Settings
 from haiprof.in_job.spans import make_spans, time_call

@@ -9,21 +9,21 @@ import signal
 import sys
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from haiprof.base.descriptors import Descriptor
 from haiprof.base.safe_files import open_to_append
 from haiprof.in_job.collectives import collective_timeout_ns
-from haiprof.in_job.commands import Commands, handlers
+from haiprof.in_job.commands import Commands, Handler, handlers
 from haiprof.in_job.files import RankFiles
+from haiprof.in_job.frames import take_all
 from haiprof.in_job.identity import has_process_group, torch_facts
-from haiprof.in_job.installed import Installed
 from haiprof.in_job.recording_window import RecordingWindow
 from haiprof.in_job.spans import RingMemory, make_spans
 from haiprof.in_job.stack_sampler import StackSampler, stack_rate, why_not_sampled
-from haiprof.in_job.stack_tree import take_all
 from haiprof.in_job.threads import call_within, hold_size_signal, start_deaf_thread
 from haiprof.in_job.uncaught import Uncaught
 from haiprof.run_format.layout import RunPaths
@@ -46,6 +46,36 @@ _KIND_OF_BYTE = bytes(byte & TAG_MASK for byte in range(256))
 """By a span's first byte: a search in bytes holds the interpreter lock a tenth of a loop's time."""
 
 _now = time.perf_counter_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """The wrappers and the trace windows, as far as the recorder needs them: by default none."""
+
+    uninstall: Callable[[], None] = lambda: None
+    """Puts the job's own functions back."""
+    restart_in_fork: Callable[[], None] = lambda: None
+    """In a forked child, which names its own modules and optimizers."""
+    calibrate: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+    """Measures what one event, and one call of a module, cost in ns."""
+    steps: Callable[[], Mapping[str, Any]] = lambda: {
+        "step": None, "job_step": None, "counts_all": False
+    }  # fmt: skip
+    """What is known of the steps now: `step`, `job_step`, `counts_all`."""
+    settings_lines: Callable[[bool], Iterable[dict[str, Any]]] = lambda _last: ()
+    """Looks at the process's settings, and gives what is to be written of them now; of (last)."""
+    training_thread: Callable[[], int] = lambda: 0
+    """Which thread trains: the one whose spans are taken."""
+    works_untrained: Callable[[], bool] = lambda: False
+    """Whether steps are what repeats in this process: it has not trained, and will not soon."""
+    must_stay: Callable[[], bool] = lambda: False
+    """Whether the hooks must stay in after the recording's time: for a trace window."""
+    leaves_by_itself: Callable[[], bool] = lambda: False
+    """Whether a trace window that runs takes the hooks out, at the job's next span."""
+    end_window: Callable[[], None] = lambda: None
+    """Ends a trace window before the files are closed."""
+    requests: Mapping[str, Handler] = field(default_factory=dict)
+    """What answers requests that concern more than the recorder, by kind."""
 
 
 class Recorder:
@@ -278,7 +308,11 @@ class Recorder:
         if not self._over:
             untrained = self.installed.works_untrained()
             kept, self._over = self._window.cut(batch, _now(), untrained=untrained)
-        self._note_start(files)
+        if self._window.started_ns is not None and not self._start_noted:
+            self._start_noted = True
+            line = {"type": "record_start", "time_ns": self._window.started_ns}
+            files.note({**line, "optimizer_steps_before": self._window.steps_before})
+            self._start_sampler(files)
         for line in take_all(self.lines):
             files.note(line)
         self._note_settings(files, last=False)
@@ -320,20 +354,6 @@ class Recorder:
         elif steps > count:
             self.step_ns = (now - then) // (steps - count)
             self._paced = (steps, now)
-
-    def _note_start(self, files: RankFiles) -> None:
-        window = self._window
-        if window.started_ns is None or self._start_noted:
-            return
-        self._start_noted = True
-        files.note(
-            {
-                "type": "record_start",
-                "time_ns": window.started_ns,
-                "optimizer_steps_before": window.steps_before,
-            }
-        )
-        self._start_sampler(files)
 
     def _start_sampler(self, files: RankFiles) -> None:
         """Beside the training from here on; where it cannot be, the run says why."""

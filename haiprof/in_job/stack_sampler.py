@@ -12,8 +12,15 @@ from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, CodeType
 from typing import Any, NamedTuple
 
-from haiprof.in_job.frames import compiled_part, read_stacks, why_not_safe
-from haiprof.in_job.stack_tree import MAX_DEPTH, MAX_PLACES, StackTree, take_all
+from haiprof.in_job.frames import (
+    MAX_DEPTH,
+    MAX_PLACES,
+    StackTree,
+    compiled_part,
+    read_stacks,
+    take_all,
+    why_not_safe,
+)
 from haiprof.in_job.threads import start_deaf_thread
 from haiprof.run_format.stack_lines import (
     HEADER,

@@ -45,10 +45,10 @@ class PlannedWindow:
     first: int
     after_last: int | None
     """Null until its time is up."""
-    until_ns: int | None = None
+    until_ns: int | None
     """When its time is up, monotonic."""
-    reason: str = "option"
-    request: str | None = None
+    reason: str
+    request: str | None
 
 
 class StepTimes:
@@ -192,18 +192,15 @@ class Plan:
         self._wanted: PlannedWindow | None = None
         if steps is not None:
             self._count = int(steps[1]) - int(steps[0])
-            self._wanted = PlannedWindow(
-                window=self.window, first=int(steps[0]), after_last=int(steps[1]),
-                reason=self._reason, request=self._request,
-            )  # fmt: skip
+            self._want(int(steps[0]), int(steps[1]))
         elif not self._warmup_ns and not self._time_ns and self._request is None:
-            self._wanted = PlannedWindow(
-                window=0, first=STEPS_BEFORE, after_last=STEPS_BEFORE + count
-            )
+            self._want(STEPS_BEFORE, STEPS_BEFORE + count)
 
-    @property
-    def _reason(self) -> str:
-        return "option" if self._request is None else "request"
+    def _want(self, first: int, after_last: int | None, *, until_ns: int | None = None) -> None:
+        self._wanted = PlannedWindow(
+            window=self.window, first=first, after_last=after_last, until_ns=until_ns,
+            reason="option" if self._request is None else "request", request=self._request,
+        )  # fmt: skip
 
     @property
     def over(self) -> bool:
@@ -247,10 +244,7 @@ class Plan:
             return
         length = self._count if wanted.after_last is None else wanted.after_last - wanted.first
         first = wanted.first + (self._every or SPACING * length)
-        self._wanted = PlannedWindow(
-            window=self.window, first=first, after_last=first + length, reason=self._reason,
-            request=self._request,
-        )  # fmt: skip
+        self._want(first, first + length)
 
     def _find_first(self, number: int, trained_ns: int, times: StepTimes) -> None:
         name = "first"
@@ -260,16 +254,10 @@ class Plan:
             alone = rank_and_world()[1] == 1
             ahead = LEAD_STEPS if alone else max(LEAD_STEPS, self._steps_in(times.usual_ns))
             first = self._agreement.settle(name, number + ahead)
-        if first is None:
-            return
-        self._wanted = PlannedWindow(
-            window=self.window,
-            first=first,
-            after_last=None if self._time_ns else first + self._count,
-            until_ns=trained_ns + self._warmup_ns + self._time_ns if self._time_ns else None,
-            reason=self._reason,
-            request=self._request,
-        )
+        if first is not None and self._time_ns:
+            self._want(first, None, until_ns=trained_ns + self._warmup_ns + self._time_ns)
+        elif first is not None:
+            self._want(first, first + self._count)
 
     def _steps_in(self, usual_ns: int) -> int:
         """Steps in which every rank has looked into the run directory."""

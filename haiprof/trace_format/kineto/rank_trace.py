@@ -45,8 +45,7 @@ from haiprof.trace_format.kineto.events import (
 )
 from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.launch_checks import Finding
-from haiprof.trace_format.launch_links import LinkedLaunches, link_launches
+from haiprof.trace_format.launch_checks import Finding, LinkedLaunches, link_launches
 from haiprof.trace_format.nsight import is_nsight_export
 
 STEP = re.compile(r"ProfilerStep#(\d+)\Z")

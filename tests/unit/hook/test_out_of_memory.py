@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
-from haiprof.in_job import gpu_memory, out_of_memory
-from haiprof.in_job.gpu_memory import GpuMemory, input_shapes
-from haiprof.in_job.out_of_memory import OutOfMemory
+from haiprof.in_job import gpu_memory
+from haiprof.in_job.gpu_memory import GpuMemory, OutOfMemory, input_shapes
 from haiprof.run_format.layout import RunPaths
 
 LIMIT = 100 * MIB
@@ -94,8 +93,8 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    monkeypatch.setattr(out_of_memory, "_observed", False)
-    monkeypatch.setattr(out_of_memory, "_current", None)
+    monkeypatch.setattr(gpu_memory, "_observed", False)
+    monkeypatch.setattr(gpu_memory, "_current", None)
     return Device()
 
 

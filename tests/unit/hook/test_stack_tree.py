@@ -12,10 +12,9 @@ from types import CodeType
 
 import pytest
 
-from haiprof.in_job import frames, stack_tree
-from haiprof.in_job.frames import read_stacks
+from haiprof.in_job import frames
+from haiprof.in_job.frames import StackTree, read_stacks
 from haiprof.in_job.stack_sampler import StackSampler
-from haiprof.in_job.stack_tree import StackTree
 
 
 class Tensor:
@@ -41,7 +40,7 @@ def finder(tree: StackTree, *, until: CodeType | None = None) -> Callable[[], in
         own = threading.get_ident()
         stack = read_stacks((own,), until=until, limit=10_000)[own]
         outside = [code for code, _ in stack].index(find.__code__) + 1
-        return tree.find(stack[outside : outside + stack_tree.MAX_DEPTH])
+        return tree.find(stack[outside : outside + frames.MAX_DEPTH])
 
     return find
 
@@ -97,7 +96,7 @@ def test_no_frame_outlives_the_sample() -> None:
 
 
 def test_stacks_that_are_too_many_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_tree, "MAX_STACKS", 3)
+    monkeypatch.setattr(frames, "MAX_STACKS", 3)
     tree = StackTree()
     assert outer(finder(tree))[0] == -1
     assert len(tree.take_definitions()["stacks"]) == 3
@@ -109,8 +108,8 @@ def recurse(depth: int, take: Callable[[], int]) -> int:
 
 def test_of_a_deep_recursion_the_innermost_frames_count() -> None:
     tree = StackTree()
-    number = recurse(stack_tree.MAX_DEPTH + 50, finder(tree))
-    assert len(lines_of(tree, number)) == stack_tree.MAX_DEPTH
+    number = recurse(frames.MAX_DEPTH + 50, finder(tree))
+    assert len(lines_of(tree, number)) == frames.MAX_DEPTH
 
 
 @pytest.mark.parametrize("compiled", [True, False])
