@@ -205,7 +205,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def is_loaded(row: Mapping[str, Any]) -> bool:
-    """Whether others used the cores, ours or not: by what was measured beside the job."""
+    """Whether other processes used the cores, ours or not: by what was measured beside the job."""
     return row["loaded"] or row.get("strangers_cores", 0.0) >= STRANGERS_CORES
 
 

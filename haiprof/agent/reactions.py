@@ -324,7 +324,7 @@ def _snapshot_text(content: Mapping[str, Any]) -> str:
         first = suspects[0]
         if sum(suspect["reason"] == first["reason"] for suspect in suspects) > 1:
             return f"ranks contradict each other: {first['reason']}"
-        verb = "holds the job up" if first["certain"] else "does something else than the rest"
+        verb = "holds the job up" if first["certain"] else "does something different from the rest"
         doing = f"; it is at {first['doing']}" if first["doing"] else ""
         return f"rank {first['rank']} {verb}: {first['reason']}{doing}"
     if content["saving"]:

@@ -73,7 +73,7 @@ class CounterAverages:
     medians: Mapping[str, Mapping[int, float]]
     """By metric of a process or GPU: each rank's median, where known."""
     core_waits: Mapping[int, float]
-    """Each rank's mean share of time in which its main thread could run and got no core."""
+    """Each rank's mean share of time in which its main thread waited for a core."""
     points: pl.DataFrame
     """`rank`, `metric`, `time_ns`, `value`: memory of each rank and its GPU, thinned."""
     nodes: Mapping[str, Means]

@@ -274,7 +274,7 @@ def _headline(
 def nothing_text(ledger: Ledger | None) -> str:
     """What the step consists of, where nothing stands out."""
     if ledger is None:
-        return f"{_NOTHING}: no step was judged"
+        return f"{_NOTHING}: no step was evaluated"
     needed = sum(account.ns_per_step for account in ledger.accounts if account.needed)
     share = ratio_text((needed + ledger.residual_ns) / max(ledger.mean_ns, 1.0))
     text = f"{_NOTHING}: {share} of the step is the model's own work"

@@ -153,7 +153,8 @@ def _waits_for_loader(question: Question) -> Explanation:
         if starved is not None and starved.slug == "busy_neighbours" and theirs:
             return Explanation(
                 slug="busy_neighbours",
-                title=f"others use the CPUs: training waits for loader workers, {question.amount}",
+                title="other processes use the CPUs: training waits for loader workers, "
+                f"{question.amount}",
                 remedy=starved.remedy,
                 evidence=starved.evidence,
             )
@@ -189,7 +190,8 @@ def _input(question: Question) -> Explanation:
         + (f", {told.title}" if told else f"{_code_text(account)}"),
         remedy=told.remedy
         if told
-        else "make batches beside training: DataLoader(..., num_workers=4, persistent_workers=True)"
+        else "load batches in worker processes: DataLoader(..., num_workers=4, "
+        "persistent_workers=True)"
         "; or do less per sample: decode and tokenize once, ahead of training",
         evidence=told.evidence if told else (),
     )
@@ -221,7 +223,7 @@ def _no_core(question: Question) -> Explanation:
     if starved is None:
         return Explanation(
             slug="no_core",
-            title=f"the training thread could run and got no core, {question.amount}",
+            title=f"the training thread was ready to run but had no CPU core, {question.amount}",
             remedy="see what else runs on these cores (top), or run fewer threads and workers "
             "(OMP_NUM_THREADS, DataLoader num_workers)",
             missing=("who had the cores meanwhile",),
@@ -229,7 +231,7 @@ def _no_core(question: Question) -> Explanation:
         )
     return Explanation(
         slug=starved.slug,
-        title=f"{starved.title}: no core for the training thread, {question.amount}",
+        title=f"{starved.title}: the training thread waits for a CPU core, {question.amount}",
         remedy=starved.remedy,
         evidence=starved.evidence,
         is_choice=starved.is_choice,
@@ -248,7 +250,7 @@ def _collections(question: Question) -> Explanation:
         cause="explicit" if asked else None,
         title=f"garbage collection stops training, {question.amount}, up to "
         f"{duration_text(longest)} at once",
-        remedy="take gc.collect() out of the loop, or call it every few hundred steps; it frees "
+        remedy="remove gc.collect() from the loop, or call it every few hundred steps; it frees "
         f"nothing but reference cycles{device}"
         if asked
         else "call gc.freeze() once the model and data are built; then gc.disable(), and "
@@ -276,7 +278,7 @@ def _link(question: Question) -> Explanation:
         )
     return Explanation(
         slug="blocking_collectives",
-        title=f"collectives called between the phases, {question.amount}, beside waiting for late "
+        title=f"collectives between the phases, {question.amount}, not counting the wait for late "
         "ranks",
         remedy="call them less often (metrics every N steps), several in one, or with "
         "async_op=True; broadcast what does not change once, before the loop",
@@ -286,10 +288,11 @@ def _link(question: Question) -> Explanation:
 def _peers(question: Question) -> Explanation:
     return Explanation(
         slug="data_imbalance",
-        title="uneven work: the slowest rank of a step, now one and now another, makes the others "
+        title="uneven work: the slowest rank, a different one in each step, makes the others "
         f"wait, {question.amount}",
-        remedy="give all ranks batches of equal cost: group samples by length and deal each group "
-        "to all ranks (length-bucketing sampler), cap tokens per batch in place of samples, or "
+        remedy="give all ranks batches of equal cost: group samples by length and distribute each "
+        "group over all ranks (length-bucketing sampler), cap tokens per batch in place of "
+        "samples, or "
         "pack sequences",
     )
 
@@ -306,8 +309,8 @@ def stragglers(question: Question, extra_ns: float) -> Explanation:
     return Explanation(
         slug="ranks_uneven",
         cause=state.cause if state else account.position,
-        title=f"{ranks_text(account.ranks)} {are}: {duration_text(extra_ns)} of each step more "
-        f"than the others, most of it {where}{code}{state.text if state else ''}",
+        title=f"{ranks_text(account.ranks)} {are}: {duration_text(extra_ns)} longer per step than "
+        f"the others, most of it {where}{code}{state.text if state else ''}",
         remedy=state.remedy
         if state
         else f"compare rank {account.ranks[0]} with another: its data shard, its host's load, its "
@@ -324,7 +327,7 @@ def _recomputation(question: Question) -> Explanation:
         f"{question.amount}{_code_text(question.account)}",
         remedy="where memory allows, checkpoint fewer layers (every second one), keep what is "
         "expensive to compute (torch.utils.checkpoint.create_selective_checkpoint_contexts), or "
-        "take the checkpointing out",
+        "remove the checkpointing",
     )
 
 
@@ -337,7 +340,8 @@ def _evaluation(question: Question) -> Explanation:
         title=f"{who}evaluation takes {question.amount}, paid {account.when}",
         remedy="let all ranks evaluate a part each, less often or on fewer batches"
         if alone
-        else "evaluate less often or on fewer batches; a larger batch needs no gradients' memory",
+        else "evaluate less often or on fewer batches; its batch can be larger, as no gradients "
+        "are kept",
     )
 
 
@@ -347,7 +351,7 @@ def _checkpoint(question: Question) -> Explanation:
     return Explanation(
         slug="checkpoint_stalls",
         title=f"saving checkpoints stops training, {question.amount}, paid {question.account.when}",
-        remedy="save less often, or beside training: torch.distributed.checkpoint.async_save, or "
+        remedy="save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
         evidence=(
             Evidence(name="saves", value=float(saves.height), unit="count"),
@@ -370,7 +374,7 @@ def _compile(question: Question) -> Explanation:
 _DO = {
     "forward": "see what forward does beside operators: loops over elements or samples, hooks, "
     "printing, conversions; do it with tensors, once, or ahead of training",
-    "backward": "look in what runs with the gradients: tensor and module hooks, a custom "
+    "backward": "look at what runs during backward: tensor and module hooks, a custom "
     "autograd.Function written in Python, anomaly detection, create_graph=True",
     "optimizer": "do it once for all parameters in place of one by one (foreach=True, fused=True), "
     "or every N steps",
@@ -389,7 +393,7 @@ _OF_CALL = (
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
 )  # fmt: skip
 _OF_ACTIVITY = {
-    "wait: sleep": "take the sleep out",
+    "wait: sleep": "remove the sleep",
     "wait: file": "write less often and more at once, without flush and fsync in each step, or "
     "from another thread",
     "wait: socket": "ask less often, or from another thread",

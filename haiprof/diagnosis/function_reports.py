@@ -52,10 +52,13 @@ _ADVICE = (
         "Launch",
         ": it waits for launches; torch.compile, CUDA graphs or fused optimizers launch fewer",
     ),
-    ("Free", ": memory is given back in training; raise the memory limit or avoid empty_cache()"),
-    ("Malloc", ": memory is taken in training; the caching allocator should have it already"),
+    ("Free", ": memory is freed during training; raise the memory limit or avoid empty_cache()"),
+    (
+        "Malloc",
+        ": memory is allocated during training; the caching allocator should have it already",
+    ),
     ("Synchronize", ": the host waits for the GPU; find the .item(), .cpu() or print that does"),
-    ("Memcpy", ": copies that wait; pinned memory and non_blocking=True do not"),
+    ("Memcpy", ": synchronous copies; use pinned memory and non_blocking=True"),
 )
 _NO_RUNTIME = (
     "no call of the CUDA runtime in any trace: the jobs used no GPU, or it was not profiled "

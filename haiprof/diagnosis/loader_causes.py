@@ -39,7 +39,7 @@ class _Loading:
     main_cores: float | None
     worker_cores: float | None
     core_wait: float
-    """Share of time in which the main thread could run and got no core; 0 where not known."""
+    """Share of time in which the main thread waited for a core; 0 where not known."""
     free_cores: float | None
     """Of those that the rank may use; None where that is not known."""
 
@@ -139,8 +139,8 @@ def _epochs(inputs: RuleInputs, loading: _Loading) -> Cause | None:
         "opens again; make epochs longer (a sampler that repeats)",
         evidence=evidence_rows(
             ("starts of epochs", float(count), "count"),
-            ("time at one: first batch too", edge / count, "ns"),
-            ("share of all waiting that is there", edge / wait, "ratio"),
+            ("time at one, with the first batch", edge / count, "ns"),
+            ("share of all waiting that falls there", edge / wait, "ratio"),
         ),
     )
 
@@ -218,7 +218,7 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Cause | None:
     elif workers == 0:
         slug, title = "no_workers", "made on the training thread"
         remedy = (
-            "make batches beside training: DataLoader(..., num_workers=4, "
+            "load batches in worker processes: DataLoader(..., num_workers=4, "
             "persistent_workers=True); or do less per sample"
         )
     else:

@@ -90,7 +90,8 @@ def _limit(inputs: RuleInputs, rank: int) -> Cause | None:
     limit = "" if node.limit_cores is None else f" of {node.limit_cores:.3g} cores"
     return Cause(
         slug="cpu_throttled",
-        title=f"the job's cgroup stops at its limit{limit} in {ratio_text(stopped)} of the periods",
+        title=f"the job's control group reaches its CPU limit{limit} in {ratio_text(stopped)} of "
+        f"the periods",
         remedy="raise the limit (Kubernetes resources.limits.cpu, docker --cpus, cgroup cpu.max), "
         "or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers): by default "
         "they are as many as the node has cores, not as the limit allows",
@@ -164,7 +165,7 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Cause | None:
         return None
     return Cause(
         slug="busy_neighbours",
-        title=f"others use the CPUs ({used:.2g} cores)",
+        title=f"other processes use the CPUs ({used:.2g} cores)",
         remedy="see what else runs there (top, haiprof ls, other containers of the node), and give "
         "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
         "move the neighbour",
@@ -207,7 +208,9 @@ def machine_text(inputs: RuleInputs) -> str | None:
         cores = inputs.node_cpus[host].core_count
         parts.append(f"{cores} cores: the job {used:.2g}, others {others:.2g}")
     if wait is not None:
-        parts.append(f"rank {rank} could run and had no core {ratio_text(wait)} of the time")
+        parts.append(
+            f"rank {rank} was ready to run but had no CPU core {ratio_text(wait)} of the time"
+        )
     if inputs.stolen:
         parts.append(f"steal {ratio_text(max(inputs.stolen.values()))}")
     return "; ".join(parts) or None
@@ -219,8 +222,8 @@ def stolen_notes(inputs: RuleInputs) -> tuple[str, ...]:
     if lost < STOLEN_NOTED_RATIO:
         return ()
     return (
-        f"the hypervisor gave the cores to others {ratio_text(lost)} of the time in which ranks "
-        "trained (steal): their steps are longer by that",
+        f"the hypervisor gave the cores to other virtual machines {ratio_text(lost)} of the "
+        f"training time (steal), which makes steps longer",
     )
 
 
@@ -263,8 +266,8 @@ def _find_larger_inputs(inputs: RuleInputs, rank: int) -> RankState | None:
     return RankState(
         cause="larger_inputs",
         text=f", its inputs are {times:.2g} times as large as theirs",
-        remedy="give all ranks inputs of equal cost: check how the sampler deals samples to ranks "
-        "(DistributedSampler), group samples by length, or cap tokens per batch",
+        remedy="give all ranks inputs of equal cost: check how the sampler distributes samples "
+        "over ranks (DistributedSampler), group samples by length, or cap tokens per batch",
         evidence=(Evidence(name=f"rank {rank}: size of its inputs, of the others'",
                            value=times, unit="ratio"),),
     )  # fmt: skip
@@ -344,7 +347,7 @@ def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | Non
     own = faults.get(rank, 0.0)
     return RankState(
         cause="page_faults",
-        text=f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than they",
+        text=f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than the others",
         remedy="memory is given back to the system and faulted in again in each step: keep it in "
         "the process (MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ of glibc; jemalloc or "
         "tcmalloc by LD_PRELOAD), or reuse the tensors",

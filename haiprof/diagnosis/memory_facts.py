@@ -89,7 +89,7 @@ def memory_creep(inputs: RuleInputs) -> Judgement:
     left_ns = _until_limit_ns(inputs, series, rank) if metric == _HOST else None
     soon = left_ns is not None and left_ns < _SOON_NS
     what, remedy = _GROWN[metric]
-    until = ("until its limit, if it goes on so", left_ns, "ns")
+    until = ("until its limit, at this rate", left_ns, "ns")
     return Finding(
         rule="memory_creep",
         severity="critical" if left_ns is not None and left_ns < _ENDS_NS else "warning",
@@ -102,7 +102,7 @@ def memory_creep(inputs: RuleInputs) -> Judgement:
             ("growth per step", per_step, "bytes"),
             *([until] if left_ns is not None else []),
             ("p of no trend (Mann-Kendall), below", TREND_P_VALUE, ""),
-            ("series that grow so", float(len(found)), "count"),
+            ("series that grow", float(len(found)), "count"),
         ),
         remedy=remedy,
         confidence=0.8,
@@ -248,9 +248,9 @@ def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> F
             ("allocated where the last step began", begins, "bytes"),
             ("peak so far", peak, "bytes"),
             ("limit", float(series.limit_bytes), "bytes"),
-            ("steps until then, if it goes on so", steps_left, "count"),
-            ("time until then, if it goes on so", left_ns, "ns"),
-            ("ranks that grow so", float(count), "count"),
+            ("steps until then, at this rate", steps_left, "count"),
+            ("time until then, at this rate", left_ns, "ns"),
+            ("ranks whose memory grows", float(count), "count"),
         ),
         remedy=LEAK_REMEDY,
         confidence=0.85,
@@ -295,7 +295,8 @@ def allocator_retries(inputs: RuleInputs) -> Judgement:
             ("the same per minute", per_minute, "count"),
             ("allocations that failed for good", float(failures), "count"),
         ),
-        remedy="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragments; else a smaller "
+        remedy="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation; else a "
+        "smaller "
         "batch, activation checkpointing, or bf16; each retry waits for the GPU and frees memory",
         confidence=0.85,
         rank=rank,

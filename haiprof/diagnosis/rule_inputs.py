@@ -80,7 +80,7 @@ class RuleInputs:
     busy_cores: Mapping[int, float]
     """The same with its children: DataLoader workers."""
     core_waits: Mapping[int, float]
-    """Share of time in which the rank's main thread could run and got no core."""
+    """Share of time in which the rank's main thread was ready to run but had no CPU core."""
     placements: Mapping[int, Placement]
     """Where each rank ran, where that was recorded."""
     node_cpus: Mapping[str, NodeCpu]

@@ -46,7 +46,7 @@ def standstill(inputs: RuleInputs) -> Judgement:
     return Finding(
         rule="standstill",
         severity="warning" if resumed_ns is not None or not suspect.certain else "critical",
-        title=f"the job stood still: {_held_up_by(hang)}",
+        title=f"the job hung: {_held_up_by(hang)}",
         evidence=evidence_rows(*rows),
         remedy=_to_resume(suspect.reason, suspect.doing, hang.path),
         confidence=0.9 if suspect.certain else 0.5,
@@ -59,7 +59,7 @@ def _held_up_by(hang: Reaction) -> str:
     if hang.contradiction is not None:
         return "ranks issued collectives that contradict each other"
     first, others = hang.suspects[0], len(hang.suspects) - 1
-    verb = "held the job up" if first.certain else "did something else than the other ranks"
+    verb = "held the job up" if first.certain else "did something different from the other ranks"
     more = f", and {others} more" if others else ""
     return f"rank {first.rank} {verb}{more}" + (f": {first.doing}" if first.doing else "")
 
@@ -98,7 +98,7 @@ def first_batch(inputs: RuleInputs) -> Judgement:
         "recorded",
         evidence=evidence_rows(
             (f"first batch, rank {rank}", float(first), "ns"),
-            ("usual wait for a batch", median(inputs.steps["dataloader_host_ns"]), "ns"),
+            ("typical wait for a batch", median(inputs.steps["dataloader_host_ns"]), "ns"),
             ("training steps, all", inputs.training_ns, "ns"),
         ),
         remedy="look at what happens once: files that are opened or listed in the dataset's "
@@ -132,7 +132,7 @@ def gpu_waits_for_host(inputs: RuleInputs) -> Judgement:
             ("CPU cores used by the process", cores, "cores"),
             ("waiting for batches, share of the step", loader, "ratio"),
         ),
-        remedy="launch less and larger work: torch.compile (mode='reduce-overhead'), fused "
+        remedy="launch fewer and larger kernels: torch.compile (mode='reduce-overhead'), fused "
         "optimizers, larger batches; remove .item() and print of tensors from the loop",
         confidence=0.7,
         missing=("which Python code runs meanwhile",),

@@ -36,7 +36,7 @@ _NOBODY = (
 )
 _DAMAGED = "run.json is damaged, so that what the job did is not known"
 _NO_OPTIMIZER = (
-    "no optimizer stepped while haiprof recorded, and nothing repeats that could be a step: the "
+    "no optimizer stepped while haiprof recorded, and no repeated pattern could be a step: the "
     "job ended before its first step, the warm-up was longer than the job, or the optimizer is not "
     "torch's (haiprof.step() at the end of each step marks it)"
 )
@@ -218,7 +218,7 @@ def _left_out(steps: pl.DataFrame, kept: pl.DataFrame) -> str:
     if not traced:
         return ""
     if steps.height - traced <= UNTRACED_MIN_RATIO * steps.height:
-        return f"{traced} of {steps.height} steps were traced, which makes them slower than usual"
+        return f"{traced} of {steps.height} steps were traced, which makes steps slower"
     inside = int((kept["end_step"] - kept["first_step"]).sum() or 0)
     why = f"{inside} in the traces, {traced - inside} in which the profiler started or stopped"
     return f"{traced} steps of all ranks are left out of averages and findings: {why}"
@@ -287,14 +287,14 @@ def _attempt_lines(spans: pl.DataFrame) -> Iterator[str]:
         if _side_by_side(rows):
             yield (
                 f"{rows.height} processes trained at the same time and none had a rank of its own: "
-                f"they are jobs of their own ({counts} steps), and this verdict is of the one that "
-                f"began last (ranks/{rank}.{last})"
+                f"they are jobs of their own ({counts} steps), and this verdict covers the one "
+                f"that began last (ranks/{rank}.{last})"
             )
         else:
             gap = max(0, int(rows["begin"][-1]) - int(rows["end"][-2]))
             yield (
-                f"rank {rank} was started {rows.height} times ({counts} steps): the last start is "
-                f"judged, {duration_text(gap)} after the step before it"
+                f"rank {rank} was started {rows.height} times ({counts} steps): only the last "
+                f"start is evaluated, {duration_text(gap)} after the step before it"
             )
 
 

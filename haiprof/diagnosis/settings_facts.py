@@ -53,7 +53,7 @@ MIN_COUNT = 20
 MODEL = ("forward", "backward")
 STEP = (*MODEL, "optimizer")
 MEASURED = "benchmarks/results/settings_price.md"
-UNKNOWN = "what it costs here: its price is not measured on this kind of device"
+UNKNOWN = "its cost here: not measured on this kind of device"
 _GPU_FLOAT64_RATIO = 0.5
 """No GPU does more than half as many float64 operations as float32 ones, and most do 1/32 or 1/64
 (CUDA C++ Programming Guide, throughput of native arithmetic instructions); both move twice the
@@ -79,8 +79,8 @@ class Price:
         """Evidence: the price, and the share of the step that it is paid for."""
         phases = " and ".join(self.phases) if len(self.phases) < 3 else "all phases of the model"
         return (
-            (f"measured price, least ({MEASURED})", self.least, ""),
-            ("measured price, most", self.most, ""),
+            (f"measured cost, least ({MEASURED})", self.least, ""),
+            ("measured cost, most", self.most, ""),
             (f"{phases}, share of the step", touched_ratio(inputs, self.phases), "ratio"),
         )
 
@@ -202,7 +202,7 @@ def anomaly_detection(inputs: RuleInputs) -> _Found | None:
         title="anomaly detection is on"
         + (f": writing stacks down takes {ratio_text(seen)} of the step" if seen else ""),
         rows=[
-            ("on, of the looks at it", ratio, "ratio"),
+            ("share of checks that found it on", ratio, "ratio"),
             ("writing stacks, of the step (samples)", seen, "ratio"),
             ("forward and backward, share of the step", touched_ratio(inputs, MODEL), "ratio"),
         ],
@@ -246,9 +246,9 @@ def profiler_left_on(inputs: RuleInputs) -> _Found | None:
         return None
     ratio, some = max(on.values()), len(ranks) < len(inputs.world)
     return _Found(
-        title=f"a profiler of the job's own is on {ratio_text(ratio)} of the time"
+        title=f"the job's own profiler is on {ratio_text(ratio)} of the time"
         + (f", on {ranks_text(ranks)}" if some else ""),
-        rows=[("on, of the looks at it", ratio, "ratio")],
+        rows=[("share of checks that found it on", ratio, "ratio")],
         price=PRICES["profiler"],
         on=ratio,
         rank=ranks[0] if some and len(ranks) == 1 else None,
@@ -323,7 +323,7 @@ _SWITCHES: tuple[
      _has_variable("NCCL_IB_DISABLE")),
     ("NCCL_DEBUG=TRACE", "NCCL writes a line for each call", _uses_nccl,
      _has_variable("NCCL_DEBUG", "trace")),
-    ("PYTHONMALLOC=debug", "each of Python's allocations is filled and checked",
+    ("PYTHONMALLOC=debug", "Python fills and checks each allocation",
      lambda inputs: True,
      _has_variable("PYTHONMALLOC", "debug", "malloc_debug", "pymalloc_debug")),
 )  # fmt: skip
@@ -554,7 +554,7 @@ def fsdp_units(inputs: RuleInputs) -> _Found | None:
         count = model.tensor_count or 0
         if model.fsdp_unit_count == 1 and count >= LOOP_MIN_TENSORS:
             return _Found(
-                title=f"FSDP has the whole of {model.name} as one unit: all parameters are "
+                title=f"FSDP wraps the whole of {model.name} as one unit: all parameters are "
                 "gathered before forward, and nothing computes meanwhile",
                 rows=[
                     ("units", 1.0, "count"),
@@ -621,7 +621,7 @@ _PATHS = (
         _without_tf32,
     ),
     (
-        "cuDNN takes the first algorithm for each convolution",
+        "cuDNN uses the first algorithm for each convolution",
         "torch.backends.cudnn.benchmark = True, where shapes of batches seldom change",
         _without_search,
     ),
@@ -716,7 +716,8 @@ def settings_differ(inputs: RuleInputs) -> Judgement:
         rule="settings_differ",
         title=f"{ranks_text(ranks)} with other settings: " + "; ".join(texts),
         evidence=evidence_rows(("settings that differ", float(len(found)), "count")),
-        remedy="give all ranks the same; what is set under `if rank == 0` may make the others wait",
+        remedy="use the same settings on all ranks; what is set under `if rank == 0` may make the "
+        "others wait",
         confidence=0.9,
         severity="info",
         rank=ranks[0] if len(ranks) == 1 else None,

@@ -274,9 +274,9 @@ FIELDS = {
     "most_steps": "steps of the rank that has most, in all its attempts",
     "end_wall_ns": "Unix time of the job's end; null where it still ran, or that was not noted",
     "ranks": "ranks that have steps",
-    "since_ns": "only steps from this Unix time on were judged; null: the whole run",
+    "since_ns": "only steps from this Unix time on were evaluated; null: the whole run",
     "findings": "a hang first, then by what they cost",
-    "abstained": "rules that could not be judged: `slug`, and `why`",
+    "abstained": "rules that could not be evaluated: `slug`, and `why`",
     "checked": "slugs of rules that had their data and found nothing",
     "not_measured": "`what`, and `why`",
     "evaluation_ns": "time in evaluations without compiling, the rank with the most; null: not "
@@ -310,7 +310,7 @@ FINDING_FIELDS = {
     "`callees` in libraries, `callers` in the job's own code; empty: not known",
     "explained_by": "null, as each cost is in one account (before 0.2: the finding of its cause)",
     "missing": "what could not be measured and would make it surer",
-    "scope": "`run`: all judged steps prove it; `window`: the steps of a trace",
+    "scope": "`run`: all evaluated steps prove it; `window`: the steps of a trace",
 }
 """Every field of one finding."""
 STEP_FIELDS = ("mean_ns", "median_ns", "count", "residual_ns", "device_idle_ns",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from haiprof.trace_analysis.pattern_gathering import Patterns
 
 CORE_WAIT_WARNING_RATIO = 0.15
-"""Share of time in which the main thread could run and got no core. Above the tenth that others may
+"""Share of time in which the main thread waited for a core. Above the tenth that others may
 have caused. Own choice."""
 EXPOSED_WARNING_RATIO = 0.10
 """Communication that nothing hides, of the window: TraceML's 10 % and 20 % for what a step should
@@ -205,10 +205,10 @@ def exposed_communication(patterns: Patterns) -> Finding | str | None:
     hidden = _typical(patterns.totals["overlap_ratio"])
     return Finding(
         rule="exposed_communication",
-        title=f"communication takes {ratio_text(share)} of the time with nothing beside it"
+        title=f"communication takes {ratio_text(share)} of the time, not overlapped"
         + (f", {ratio_text(waiting)} of that waiting for late ranks" if late else ""),
         evidence=evidence_rows(
-            ("communication that nothing hides", share, "ratio"),
+            ("exposed communication", share, "ratio"),
             ("share of communication that computing hides", hidden, "ratio"),
             ("share of collectives spent waiting", waiting, "ratio"),
             ("transfers, all ranks", float(transfer) or None, "ns"),
@@ -216,12 +216,14 @@ def exposed_communication(patterns: Patterns) -> Finding | str | None:
         remedy="the transfers are not the problem: one rank arrives late. `haiprof trace functions "
         "RUN --only communication` names it; balance its data, or look at its host and GPU"
         if late
-        else "let computing hide it: DDP with larger or earlier buckets (bucket_cap_mb, "
+        else "overlap it with computation: DDP with larger or earlier buckets (bucket_cap_mb, "
         "gradient_as_bucket_view), FSDP with prefetching, gradient accumulation under no_sync(), "
         "bf16 gradients",
         confidence=0.8 if waiting is not None else 0.6,
         lost_ratio=share,
-        missing=() if waiting is not None else ("waiting and transfer apart: traces of all ranks",),
+        missing=()
+        if waiting is not None
+        else ("waiting and transfer separately: needs traces of all ranks",),
         scope="window",
     )
 
@@ -257,7 +259,7 @@ def synchronising_calls(patterns: Patterns) -> Finding | None:
     )
     return Finding(
         rule="synchronising_calls",
-        title=f"GPU memory is freed in training, the GPU idle {ratio_text(share)} of the time"
+        title=f"GPU memory is freed during training, the GPU idle {ratio_text(share)} of the time"
         if frees
         else f"the host waits for the GPU in each step, which is then idle {ratio_text(share)}",
         evidence=evidence_rows(
@@ -287,10 +289,9 @@ def pageable_copies(patterns: Patterns) -> Finding | None:
     row, share = worst[0], worst[0]["bottleneck_ratio"]
     return Finding(
         rule="pageable_copies",
-        title=f"copies from pageable memory take {ratio_text(share)} of the time, hidden by "
-        "nothing",
+        title=f"copies from pageable memory take {ratio_text(share)} of the time, not overlapped",
         evidence=evidence_rows(
-            ("copies that nothing hides", share, "ratio"),
+            ("exposed copies", share, "ratio"),
             ("copies", row["count"], "count"),
             ("time in them", row["total_ns"], "ns"),
             ("bandwidth", row["bandwidth_bytes_per_s"], "bytes/s"),

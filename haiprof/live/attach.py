@@ -43,7 +43,7 @@ from haiprof.run_format.writer import write_json
 
 RISKS = (
     "--inject runs haiprof's hook inside the process, at a place that the process does not choose. "
-    "It stands still for about 0.1 s; a job whose other ranks wait notices as much. A process that "
+    "It stops for about 0.1 s; a job whose other ranks wait notices as much. A process that "
     "loads a library at that moment can die of it, and its job with it (haiprof waits until none "
     "was loaded for some seconds): do not do this to what you cannot afford to lose."
 )

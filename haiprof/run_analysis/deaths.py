@@ -324,7 +324,7 @@ class _Case:
         what = f"{what} ({name}{sender})"
         stuck = self._hang_before(came.wall_ns, named=False)
         if stuck is not None:
-            what += f"; before, all ranks stood still at {stuck.all_at}"
+            what += f"; before that, all ranks hung at {stuck.all_at}"
         guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
         return self._death(cause, (), what, what=what, died_ns=came.wall_ns, certain=not guessed)
 
@@ -505,7 +505,7 @@ class _Case:
     def _of_hang(self, hang: Reaction) -> Death:
         first = hang.suspects[0]
         doing = f", at {first.doing}" if first.doing else ""
-        what = f"rank {first.rank} stood still{doing}: {first.reason}"
+        what = f"rank {first.rank} hung{doing}: {first.reason}"
         ranks = () if hang.contradiction else (first.rank,)
         if hang.contradiction:
             what = f"the ranks contradicted each other: {hang.contradiction}"

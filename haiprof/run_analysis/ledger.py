@@ -183,7 +183,7 @@ class RankSamples:
     positions: StepPositions
     wall_offset_ns: int
     no_core_ratio: float | None
-    """Of its time, how long its thread could run and had no core, by counters; None: not known."""
+    """Of its time, how long its thread waited for a core, by counters; None: not known."""
     tail_ratio: float | None
     """Of its backward, what follows the last collective that it began there; None: not known."""
     peer_ratio: float | None
@@ -341,7 +341,7 @@ def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) 
 
 
 def _no_core_share(samples: CodeSamples, rows: _Rows, rank: RankSamples) -> Floats:
-    """Per row: for how much of it the thread could run and had no core."""
+    """Per row: for how much of it the thread was ready to run but had no CPU core."""
     on_core = np.isin(rows["activity"], ON_CORE)
     known = rows["sample"][samples.queue_ns[rows["sample"]] >= 0]
     lost = rank.no_core_ratio or 0.0

@@ -146,7 +146,7 @@ def outcome_text(reaction: Reaction) -> str:
             return f"ranks contradicted each other: {reaction.contradiction}"
         if reaction.suspects:
             first = reaction.suspects[0]
-            verb = "held the job up" if first.certain else "did something else than the rest"
+            verb = "held the job up" if first.certain else "did something different from the rest"
             placed = first.doing and not first.doing.startswith(_NOWHERE)
             return f"rank {first.rank} {verb}: {first.reason}" + (
                 f"; it was at {first.doing}" if placed else ""

@@ -41,13 +41,17 @@ def frame_table(
     return [table, *([Text(f"and {more} more, in {where}", style="dim")] if more > 0 else [])]
 
 
-_POINTS = ("ts_ns", "start_ns", "end_ns", "time_ns")
+_POINTS = ("ts_ns", "start_ns", "end_ns")
 """Columns that are points in time: of a clock that began with the machine, or in 1970."""
+_UNIX_NS = 10**17
+"""`time_ns` is a point in time from here on, three years; in most tables it is a duration."""
 
 
 def _since_first(found: pl.DataFrame) -> pl.DataFrame:
     """Points in time as times since the first of them."""
     points = [name for name in _POINTS if name in found.columns]
+    if "time_ns" in found.columns and (found["time_ns"].min() or 0) >= _UNIX_NS:
+        points.append("time_ns")
     firsts = [first for name in points if (first := found[name].min()) is not None]
     if not firsts:
         return found

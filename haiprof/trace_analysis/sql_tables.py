@@ -230,7 +230,7 @@ _RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
             "end_step": "the one after its last",
             "start_ns": "Unix time",
             "end_ns": "Unix time",
-            "stall_ns": "what the training thread stood still for",
+            "stall_ns": "how long the training thread was stopped",
             "path": "of the trace; null: there is none",
             "bytes": "of that file",
             "raw_bytes": "before compression",

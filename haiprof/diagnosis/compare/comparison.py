@@ -27,7 +27,7 @@ from haiprof.trace_analysis.diff import TraceDiff
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 COMPARE_LOAD_RATIO = 0.10
-"""Share of the nodes' cores that others used in the slower run, from which on it is asked
+"""Share of the nodes' cores that other processes used in the slower run, from which on it is asked
 what that may explain, however much they used in the other one; a change of that share by as much is
 said where nothing is asked. TraceML's 10 % of what a step should not hold."""
 COMPARE_SHARED_CORE_RATIO = 0.50
@@ -74,7 +74,7 @@ class Comparison:
             return ""
         slower = self.loads[1] if self.change.is_slower else self.loads[0]
         return (
-            f"others used {ratio_text(slower.other_ratio)} of the cores in the slower "
+            f"other processes used {ratio_text(slower.other_ratio)} of the cores in the slower "
             f"run, which may explain {duration_text(explained_ns)} per step"
         )
 
@@ -182,7 +182,8 @@ def caveats(found: Comparison) -> Iterator[str]:
     old, new = (load.other_ratio for load in found.loads)
     if old is not None and new is not None and abs(new - old) > COMPARE_LOAD_RATIO:
         word = "more" if new > old else "less"
-        yield f"others used {ratio_text(abs(new - old))} {word} of the cores in the new run"
+        share = ratio_text(abs(new - old))
+        yield f"other processes used {share} {word} of the cores in the new run"
     if len(found.before.inputs.world) != len(found.after.inputs.world):
         yield "the runs have different numbers of ranks: a step is not the same work"
 

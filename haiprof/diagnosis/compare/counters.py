@@ -57,7 +57,7 @@ class Load:
     """Cores used by processes that are not the job's, or by other machines (steal): all nodes'."""
     core_count: float | None
     wait_ratio: float | None
-    """Share of time in which a rank's main thread could run and got no core; mean over ranks."""
+    """Share of time in which a rank's main thread waited for a core; mean over ranks."""
     main_cores: float | None
     """Cores that a rank's own process used; mean over ranks."""
 
@@ -114,7 +114,7 @@ def _series(side: ComparedRun) -> dict[tuple[str, str, str], Floats]:
 
 
 def load_of(side: ComparedRun) -> Load:
-    """What others used of the nodes' cores, and how the ranks waited for one."""
+    """What other processes used of the nodes' cores, and how the ranks waited for one."""
 
     def mean(metric: str) -> pl.Expr:
         return pl.col("value").filter(pl.col("metric") == metric).mean().alias(metric)

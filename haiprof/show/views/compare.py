@@ -39,7 +39,7 @@ def headline(found: Comparison) -> str:
     interval = "" if low is None or high is None else f"{_percent(low)} to {_percent(high)}"
     if found.unjudged:
         measured = f"; measured: {_percent(change.ratio)}" if change.ratio > 0 else ""
-        return f"cannot be judged: {found.unjudged}{measured}{interval and f' ({interval})'}"
+        return f"cannot be evaluated: {found.unjudged}{measured}{interval and f' ({interval})'}"
     if found.state == "undecided":
         return f"inconclusive: too noisy (the interval is {interval})"
     if found.state == "same":
@@ -107,7 +107,7 @@ def promise_text(promise: Promise) -> str:
 def notes(found: Comparison) -> list[str]:
     """What a reader must know before trusting the claim, and what could not be compared."""
     accounts = [f"accounts: {found.no_accounts}"] if found.no_accounts else []
-    same = [] if found.differs else ["nothing that was recorded around the runs differs"]
+    same = [] if found.differs else ["no recorded difference in settings or environment"]
     return [*caveats(found), *accounts, *same, *found.unknown]
 
 
@@ -145,7 +145,7 @@ def _counters(found: Comparison) -> PageTable:
          *(value_text(value, one.unit) for value in (one.before, one.after)))
         for one in found.counters
     ]  # fmt: skip
-    title = "Counters that differ beyond chance (means over the run)"
+    title = "Counters that differ significantly (means over the run)"
     return text_table(title, ("counter", "before", "after"), rows, left=("counter",))
 
 
@@ -158,7 +158,7 @@ def kernel_table(found: Comparison, *, limit: int) -> PageTable | None:
         names = names.filter(pl.col("of") != KERNEL)  # without a kernel, no idle time
     columns = (("of", ""), ("name", "name"), ("control_ns", "before"), ("test_ns", "after"),
                ("difference_ns", "difference"), ("adjusted_p_value", "p"))  # fmt: skip
-    title = "Traced steps: what differs beyond chance (all: haiprof compare --traces)"
+    title = "Traced steps: significant differences (all: haiprof compare --traces)"
     return page_table(title, names, columns, limit=limit)
 
 
@@ -169,7 +169,7 @@ def _around(found: Comparison) -> PageTable:
         for one in found.differs
     ]
     head = ("", "what", "before", "after")
-    return text_table("What differs around the runs", head, rows, left=head)
+    return text_table("Differences in settings and environment", head, rows, left=head)
 
 
 def _percent(ratio: float) -> str:

@@ -51,7 +51,7 @@ def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableT
     nothing = [Text("none whose FLOPs and bytes are known")]
     return Group(
         *_ranks(whole),
-        section("Operators, the longest in sum", *(nothing if rows.is_empty() else table)),
+        section("Operators by total time", *(nothing if rows.is_empty() else table)),
     )
 
 
@@ -130,10 +130,11 @@ def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None)
         tree = tree.filter(pl.col("depth") < depth)
     large = tree.filter(pl.col("share_ratio").fill_null(1) >= _LEAST_RATIO)
     columns, by_class = (_TREE, _CLASSES) if _device_ns(summed) else (_HOST_TREE, _HOST_CLASSES)
-    title = "Where the time goes, from 1 % of it; share with all that is inside"
+    title = "Where the time goes, 1 % and more; shares include nested calls"
     parts = [section(title, *frame_table(large, columns, limit=_TREE_LIMIT))]
     classes = _by_class(summed, whole)
-    parts.append(section("By class, own time", *frame_table(classes, by_class, limit=_CLASS_LIMIT)))
+    table = frame_table(classes, by_class, limit=_CLASS_LIMIT)
+    parts.append(section("By class, self time", *table))
     return Group(*parts, *_graph_lines(summed), *_outside_lines(summed, whole))
 
 
@@ -258,8 +259,8 @@ _COLUMNS: dict[str, dict[str, Columns]] = {
     PYTHON: _HOST,
 }  # fmt: skip
 _NO_SAMPLES = (
-    "no sample is one function's: they lie further apart than functions last; `--burst` samples "
-    "every 100 µs"
+    "no sample belongs to one function: samples are further apart than functions last; `--burst` "
+    "samples every 100 µs"
 )
 _STACK_END = 3
 _PATH = re.compile(r"^[^<(]*/(?=[^/]+\.py\()")

@@ -38,7 +38,7 @@ def headline(trials: Sequence[LoaderTrial]) -> str:
     if free is not None:
         is_same = _overlap(free, given)
         parts.append(
-            "a free loader would gain nothing that can be measured"
+            "an instant loader would give no measurable gain"
             if is_same
             else f"a free loader: {_times(free, given)} times as fast"
         )

@@ -63,7 +63,8 @@ def _headline(snapshot: Snapshot) -> str:
     odd = [s.rank for s in snapshot.suspects]
     if odd:
         return (
-            f"{_names_text(odd)} {'does' if len(odd) == 1 else 'do'} something else than the rest"
+            f"{_names_text(odd)} {'does' if len(odd) == 1 else 'do'} something different from the "
+            f"rest"
         )
     if snapshot.moves is None:
         return "No collectives to compare; all ranks do the same or none could be compared"

@@ -200,13 +200,13 @@ VIEWS = (
         ),
     ),
     View(
-        title="Busy GPU time by what ran at once",
+        title="Busy GPU time by concurrent activity",
         of=("kernel_types",),
         rows=kernel_types,
         columns=(("kernel_type", "kinds"), ("time_ns", "time"), ("time_ratio", "share")),
     ),
     View(
-        title="Kernels, the longest in sum",
+        title="Kernels by total time",
         of=("kernels",),
         rows=lambda tables: tables["kernels"],
         columns=(
@@ -219,7 +219,7 @@ VIEWS = (
         legend_of="distance_ratio",
     ),
     View(
-        title="Idle streams: what for",
+        title="Idle time of streams by cause",
         of=("idle",),
         rows=idle,
         columns=(
@@ -229,7 +229,7 @@ VIEWS = (
         ),
     ),
     View(
-        title="Operators, the longest in own time",
+        title="Operators by self time",
         of=("operators",),
         rows=operators,
         columns=(

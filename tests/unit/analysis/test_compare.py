@@ -268,7 +268,7 @@ def test_what_cannot_be_judged_is_still_measured_with_its_interval(tmp_path: Pat
     loaded = replace(found, loads=(load(0.0), load(3.8, wait=0.2)))
     assert loaded.state == "undecided"
     text = headline(loaded)
-    assert "others used 95 % of the cores" in text
+    assert "other processes used 95 % of the cores" in text
     assert re.search(r"measured: \+6\.\d % \(\+\d\.\d % to \+\d\.\d %\)$", text), text
 
 

@@ -356,7 +356,7 @@ def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
     assert "shard 17 is damaged" in last.headline
     assert "started again" in last.headline
     assert "SIGTERM" in last.headline
-    assert "all ranks stood still at a.py:7 in join" in last.headline
+    assert "all ranks hung at a.py:7 in join" in last.headline
     assert [fate.role for fate in last.fates] == ["stopped", "cause", "stopped"]
     starts = RunFrames(job.run.root).starts()
     assert "shard 17" in str(starts[0].why)

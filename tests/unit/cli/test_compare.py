@@ -66,7 +66,7 @@ def test_too_few_steps_cannot_be_judged(
     after = write(tmp_path, "after", seed=3, step_count=15)
     status, out, err = run(capsys, before, after, "--fail-if-slower", "5%")
     assert status == UNDECIDED
-    assert out.startswith("cannot be judged")
+    assert out.startswith("cannot be evaluated")
     assert "steps after warm-up" in err
     assert "a longer --time" in err
 
@@ -126,7 +126,7 @@ def test_run_without_steps_and_missing_runs_are_one_line(
     empty = write_run(tmp_path / "empty").root
     status, out, _ = run(capsys, before, empty)
     assert status == 0
-    assert out.startswith("cannot be judged")
+    assert out.startswith("cannot be evaluated")
     assert run(capsys, before, empty, "--fail-if-slower", "5%")[0] == UNDECIDED
     status, _, err = run(capsys, before, tmp_path / "nowhere")
     assert status == 3

@@ -194,7 +194,7 @@ def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> 
     write_story(root, lambda *_: BALANCED, steps=1200)
     limited(root, 2e9)
     (creep,) = [f for f in judged(root).findings if f.rule == "memory_creep"]
-    until = {e.name: e.value for e in creep.evidence}["until its limit, if it goes on so"]
+    until = {e.name: e.value for e in creep.evidence}["until its limit, at this rate"]
     last = {e.name: e.value for e in creep.evidence}["at the end"]
     assert until is not None
     assert last is not None
@@ -228,7 +228,7 @@ def test_gpu_memory_limit(
     if said and "grows" in said:
         left = {e.name: e.value for e in found[0].evidence}
         steps = (80 - (10 + 390 / 8 + 5)) * 8
-        assert left["steps until then, if it goes on so"] == pytest.approx(steps, rel=0.05)
+        assert left["steps until then, at this rate"] == pytest.approx(steps, rel=0.05)
 
 
 def test_memory_creep_abstains_without_samples(root: Path) -> None:

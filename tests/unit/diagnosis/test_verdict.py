@@ -349,7 +349,7 @@ STORIES = {
             lambda *_: (1.0, 4.0, 8.0, 2.0),
             {"other": (SCRIPT, MAIN, job(61, "share"), BARRIER)}, ranks=2, gap_ms=3.0,
         ),
-        slug="blocking_collectives", lost=0.4, says="collectives called between the phases",
+        slug="blocking_collectives", lost=0.4, says="collectives between the phases",
         place="train.py:61 share",
     ),
     "collections": Story(
@@ -387,7 +387,7 @@ STORIES = {
             root, lambda rank, step: (0.2, 5.0 + 10 * rank, 1000.0 if step in (30, 40) else
                                       20.0 - 10 * rank, 2.0), ranks=2, noise=0.0, steps=100,
         ),
-        slug="ranks_uneven", rank=1, lost=0.2, says="10.0 ms of each step",
+        slug="ranks_uneven", rank=1, lost=0.2, says="10.0 ms longer per step",
     ),
     "a rank late in backward": Story(
         write=sampled(lambda *_: (0.0, 5.0, 30.0, 2.0), ranks=2, noise=0.0,
@@ -426,7 +426,7 @@ STORIES = {
     ),
     "a busy neighbour": Story(
         write=busy([Cores(main=0.5, wait=0.5)], others=1.5), slug="busy_neighbours", lost=0.5,
-        says="others use the CPUs (1.5 cores)",
+        says="other processes use the CPUs (1.5 cores)",
     ),
     "a busy neighbour of two": Story(
         write=busy([WAITS] * 2, others=1.0), slug="busy_neighbours", lost=0.45,

@@ -27,3 +27,14 @@ def test_points_in_time_are_shown_since_the_first_of_them() -> None:
     text = view_text(Group(*parts), width=60)
     assert "5.00 ms" in text
     assert " h" not in text
+
+
+def test_durations_are_shown_as_they_are_and_unix_times_since_the_first() -> None:
+    columns = (("kind", "kind"), ("time_ns", "time"))
+    durations = pl.DataFrame({"kind": ["memory", "computing"], "time_ns": [39_088_000, 10_670_000]})
+    text = view_text(Group(*frame_table(durations, columns, limit=9)), width=60)
+    assert "39.1 ms" in text
+    assert "10.7 ms" in text
+    unix_ns = 1_795_000_000_000_000_000
+    moments = pl.DataFrame({"kind": ["a", "b"], "time_ns": [unix_ns, unix_ns + 5_000_000]})
+    assert "5.00 ms" in view_text(Group(*frame_table(moments, columns, limit=9)), width=60)

@@ -97,7 +97,7 @@ def test_baseline_that_is_not_there_or_the_run_itself_is_one_error(
 def test_too_few_steps_are_not_judged_on_the_page_either(tmp_path: Path, before: Path) -> None:
     short = write(tmp_path, "short", seed=3, step_count=15, second=2)
     page = page_of(short, "--baseline", before)
-    assert "cannot be judged" in page.by_id("comparison").text
+    assert "cannot be evaluated" in page.by_id("comparison").text
     assert "undecided" in str([e.attributes.get("class") for e in page.all("p")])
 
 

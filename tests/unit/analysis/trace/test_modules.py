@@ -86,7 +86,7 @@ def test_the_command_shows_the_tree_and_its_classes(
     assert main(["modules", str(model)]) == 0
     shown = capsys.readouterr().out
     assert "· Linear_0" in shown
-    assert "By class, own time" in shown
+    assert "By class, self time" in shown
     assert "6.1 % of GPU time was launched outside" in shown
     assert main(["modules", str(model), "--depth", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modules"][1]["path"] == "Model_0/Linear_0"

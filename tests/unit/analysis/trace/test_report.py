@@ -156,7 +156,7 @@ def test_a_trace_of_the_cpu_alone_has_its_operators_by_shape(
     ]
     assert main(["trace-report", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "Operators, the longest in own time" in shown
+    assert "Operators by self time" in shown
     assert "computes" not in shown  # the head of the table of GPU time
     assert main(["functions", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
