@@ -316,7 +316,9 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
     process arrival patterns for MPI collective operations" (ICS 2007), with the median of the
     others in place of the mean of all, which a late rank itself moves.
     """
-    steps = _by_step(_without_first(waits))
+    # Without the first of each group, and in steps where there are any.
+    found = _with_known_arrivals(waits).filter(~pl.col("is_first"))
+    steps = _by_step(found.drop_nulls("step") if found["step"].count() else found)
     if steps.is_empty():
         return pl.DataFrame(schema=LATENESS_SCHEMA)
     groups = steps.group_by("rank", *_GROUP).agg(
@@ -328,7 +330,14 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
         pl.col("count").mean().alias("per_step"),
     )
     clock = pl.col("per_step") * pl.col("clock")
-    known = _with_half_width(groups).join(_clock_errors(offsets), on="rank", how="left")
+    # What each rank's clock may be wrong by: an offset that was not corrected, and its spread.
+    left = pl.when("corrected").then(0).otherwise(pl.col("offset_ns").abs())
+    spread = 2 * MAD_TO_SIGMA * pl.col("residual_ns") / pl.col("collective_count").sqrt()
+    known = _with_half_width(groups).join(
+        offsets.select("rank", clock=(left + spread).fill_nan(None).fill_null(0)),
+        on="rank",
+        how="left",
+    )
     known = known.with_columns(clock=clock, half=pl.col("half") + clock)
     rows = known.with_columns(
         late_ns=_ns("mean"),
@@ -336,7 +345,13 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
         high_ns=_ns(pl.col("mean") + pl.col("half")),
         clock_ns=_ns("clock"),
     ).with_columns(is_late=(pl.col("low_ns") > 0).fill_null(value=False))
-    one = _nearest_groups(rows).sort(
+    # One row per rank: of the groups where it is about as late the smallest.
+    most = pl.col("mean").max().over("rank", "is_late")
+    near = pl.col("mean") >= most - NEAR_RATIO * most.abs()
+    order = ["is_late", "near", "group_size", "mean", "rank", *_GROUP]
+    falling = [True, True, False, True, False, False, False]
+    ordered = rows.with_columns(near=near).sort(order, descending=falling)
+    one = ordered.unique("rank", keep="first", maintain_order=True).sort(
         ["is_late", "mean", "rank"], descending=[True, True, False], maintain_order=True
     )
     said = pl.lit("; ".join([_verdict(one), *_unequal_starts(waits)]))
@@ -354,16 +369,6 @@ def who_is_late(lateness: pl.DataFrame, waits: pl.DataFrame) -> str:
     return f"who is late is not known: arrivals at fewer than two collectives compare{first}"
 
 
-def _nearest_groups(rows: pl.DataFrame) -> pl.DataFrame:
-    """One row per rank: of the groups where it is about as late the smallest."""
-    most = pl.col("mean").max().over("rank", "is_late")
-    near = pl.col("mean") >= most - NEAR_RATIO * most.abs()
-    order = ["is_late", "near", "group_size", "mean", "rank", *_GROUP]
-    falling = [True, True, False, True, False, False, False]
-    ordered = rows.with_columns(near=near).sort(order, descending=falling)
-    return ordered.unique("rank", keep="first", maintain_order=True)
-
-
 def _ns(value: str | pl.Expr) -> pl.Expr:
     found = pl.col(value) if isinstance(value, str) else value
     return found.round().cast(pl.Int64)
@@ -376,12 +381,6 @@ def _with_known_arrivals(waits: pl.DataFrame) -> pl.DataFrame:
     return known.with_columns(is_first=pl.col("collective") == first)
 
 
-def _without_first(waits: pl.DataFrame) -> pl.DataFrame:
-    """Without the first of each group, and in steps where there are any."""
-    found = _with_known_arrivals(waits).filter(~pl.col("is_first"))
-    return found.drop_nulls("step") if found["step"].count() else found
-
-
 def _by_step(arrivals: pl.DataFrame) -> pl.DataFrame:
     """`late`, arrivals less the median of the others' in sum, and `count`, by rank and step."""
     apart = with_passed_on(above_others(arrivals, "start_ns", "late"))
@@ -391,13 +390,6 @@ def _by_step(arrivals: pl.DataFrame) -> pl.DataFrame:
         (pl.col("late") - passed).sum().alias("late"),
         pl.len().alias("count"),
     )
-
-
-def _clock_errors(offsets: pl.DataFrame) -> pl.DataFrame:
-    """What each rank's clock may be wrong by: an offset that was not corrected, and its spread."""
-    left = pl.when("corrected").then(0).otherwise(pl.col("offset_ns").abs())
-    spread = 2 * MAD_TO_SIGMA * pl.col("residual_ns") / pl.col("collective_count").sqrt()
-    return offsets.select("rank", clock=(left + spread).fill_nan(None).fill_null(0))
 
 
 def _with_half_width(groups: pl.DataFrame) -> pl.DataFrame:
@@ -420,7 +412,11 @@ def _verdict(rows: pl.DataFrame) -> str:
     most = rows.row(0, named=True)
     steps = f"{most['step_count']} step" + ("s" if most["step_count"] != 1 else "")
     rank = f"rank {most['rank']}"
-    collectives = f"its {most['part']} collectives" if _is_split(most) else "its collectives"
+    collectives = (
+        f"its {most['part']} collectives"
+        if (most["part"] not in (None, WHOLE_JOB))
+        else "its collectives"
+    )
     much = duration_text(max(most["late_ns"], 0))
     if most["low_ns"] is None:
         if most["late_ns"] <= 0:
@@ -439,11 +435,6 @@ def _verdict(rows: pl.DataFrame) -> str:
             f"{rank} begins {collectives} {much} per step later than the others ({between}){more}"
         )
     return f"no rank is late beyond chance: the latest is {rank}, {much} per step ({between})"
-
-
-def _is_split(row: dict[str, object]) -> bool:
-    """Whether the group serves a known part of the job that is not the whole of it."""
-    return row["part"] not in (None, WHOLE_JOB)
 
 
 def _followers(rows: pl.DataFrame) -> str:

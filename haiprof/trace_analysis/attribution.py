@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.intervals import Ints
@@ -456,7 +455,16 @@ def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
     """
     spans = owned.tree.spans
     matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()
-    row = _outermost(owned.row, owned.tree.parent, matching)
+    # The outermost matching row at or above each row; -1 where none matches.
+    found = np.full(len(owned.row), -1, dtype=np.int64)
+    at = np.flatnonzero(owned.row >= 0)
+    above = owned.row[at]
+    while len(at):
+        hit = matching[above]
+        found[at[hit]] = above[hit]
+        above = owned.tree.parent[above]
+        at, above = at[above >= 0], above[above >= 0]
+    row = found
     known = row >= 0
     kernels = owned.gpu.filter(pl.Series(known)).with_columns(operator_row=pl.Series(row[known]))
     calls = kernels.group_by("operator_row", maintain_order=True).agg(
@@ -468,18 +476,3 @@ def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
         operator=spans["name"].gather(rows).cast(pl.String),
         cpu_duration_ns=spans["dur_ns"].gather(rows),
     )
-
-
-def _outermost(
-    row: npt.NDArray[np.int64], parent: npt.NDArray[np.int64], matching: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64]:
-    """The outermost matching row at or above each row; -1 where none matches."""
-    found = np.full(len(row), -1, dtype=np.int64)
-    at = np.flatnonzero(row >= 0)
-    above = row[at]
-    while len(at):
-        hit = matching[above]
-        found[at[hit]] = above[hit]
-        above = parent[above]
-        at, above = at[above >= 0], above[above >= 0]
-    return found

@@ -49,7 +49,16 @@ def nest(spans: pl.DataFrame) -> CallTree:
     ends = np.maximum(starts + spans["dur_ns"].to_numpy(), starts + 1)
     thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
     parent = _enclosing(ends, thread.astype(np.int64))
-    return CallTree(spans=spans, starts=starts, ends=ends, parent=parent, depth=_depth(parent))
+    # How many spans enclose each one; the stride doubles with each pass.
+    depth = (parent >= 0).astype(np.int64)
+    above = parent.copy()
+    active = np.flatnonzero(above >= 0)
+    while len(active):
+        depth_above, next_above = depth[above[active]], above[above[active]]
+        depth[active] += depth_above
+        above[active] = next_above
+        active = active[next_above >= 0]
+    return CallTree(spans=spans, starts=starts, ends=ends, parent=parent, depth=depth)
 
 
 def _enclosing(ends: Ints, thread: Ints) -> Ints:
@@ -69,19 +78,6 @@ def _enclosing(ends: Ints, thread: Ints) -> Ints:
         found[active] = found[candidate]
         active = active[found[active] >= 0]
     return found
-
-
-def _depth(parent: Ints) -> Ints:
-    """How many spans enclose each one; the stride doubles with each pass."""
-    depth = (parent >= 0).astype(np.int64)
-    above = parent.copy()
-    active = np.flatnonzero(above >= 0)
-    while len(active):
-        depth_above, next_above = depth[above[active]], above[above[active]]
-        depth[active] += depth_above
-        above[active] = next_above
-        active = active[next_above >= 0]
-    return depth
 
 
 def roots(parent: Ints) -> Ints:
@@ -112,17 +108,7 @@ def innermost(tree: CallTree, calls: pl.DataFrame) -> Ints:
     """The innermost span around each call, on its thread."""
     starts = calls["ts_ns"].to_numpy()
     ends = np.maximum(starts + calls["dur_ns"].to_numpy(), starts + 1)
-    found = _last_begun(tree, calls, starts)
-    active = np.flatnonzero(found >= 0)
-    while len(active):
-        active = active[tree.ends[found[active]] < ends[active]]
-        found[active] = tree.parent[found[active]]
-        active = active[found[active] >= 0]
-    return found
-
-
-def _last_begun(tree: CallTree, calls: pl.DataFrame, starts: Ints) -> Ints:
-    """Row of the last span that began at or before each call on its thread; -1 without one."""
+    # Row of the last span that began at or before each call on its thread; -1 without one.
     found = np.full(len(starts), -1, dtype=np.int64)
     threads = tree.spans.with_row_index("row").group_by("pid", "tid", maintain_order=True)
     first = {key: (int(rows["row"][0]), len(rows)) for key, rows in threads}
@@ -133,6 +119,11 @@ def _last_begun(tree: CallTree, calls: pl.DataFrame, starts: Ints) -> Ints:
         place = rows["row"].to_numpy()
         begun = np.searchsorted(tree.starts[at : at + count], starts[place], side="right")
         found[place] = np.where(begun > 0, at + begun - 1, -1)
+    active = np.flatnonzero(found >= 0)
+    while len(active):
+        active = active[tree.ends[found[active]] < ends[active]]
+        found[active] = tree.parent[found[active]]
+        active = active[found[active] >= 0]
     return found
 
 
@@ -272,18 +263,7 @@ def without_own_frames(calls: pl.DataFrame) -> pl.DataFrame:
     if own_names.is_empty():
         return calls
     marked = calls.with_columns(is_own=pl.col("name").is_in(own_names.implode()))
-    threads = _own_threads(marked)
-    kept = marked.join(threads, on=["pid", "tid"], how="anti", maintain_order="left")
-    above = kept.filter("is_own").select("python_id", "parent_id").drop_nulls("python_id")
-    if above["python_id"].is_duplicated().any():  # ids that mean nothing: times nest the calls
-        return kept.filter(~pl.col("is_own")).drop("is_own")
-    callers = _callers_outside(dict(above.iter_rows()))
-    moved = pl.col("parent_id").replace_strict(callers, default=pl.col("parent_id"))
-    return kept.filter(~pl.col("is_own")).drop("is_own").with_columns(parent_id=moved)
-
-
-def _own_threads(marked: pl.DataFrame) -> pl.DataFrame:
-    """Threads in which nothing but threading.py calls haiprof."""
+    # Threads in which nothing but threading.py calls haiprof.
     found = []
     for (pid, tid), rows in marked.filter(pl.col("is_own").any().over("pid", "tid")).group_by(
         "pid", "tid"
@@ -295,7 +275,14 @@ def _own_threads(marked: pl.DataFrame) -> pl.DataFrame:
         outside = rows.filter(pl.Series(~own & (covered < ends - starts)))["name"].cast(pl.String)
         if outside.str.starts_with(_THREAD_START).all():
             found.append((pid, tid))
-    return pl.DataFrame(found, schema={"pid": pl.Int64, "tid": pl.Int64}, orient="row")
+    threads = pl.DataFrame(found, schema={"pid": pl.Int64, "tid": pl.Int64}, orient="row")
+    kept = marked.join(threads, on=["pid", "tid"], how="anti", maintain_order="left")
+    above = kept.filter("is_own").select("python_id", "parent_id").drop_nulls("python_id")
+    if above["python_id"].is_duplicated().any():  # ids that mean nothing: times nest the calls
+        return kept.filter(~pl.col("is_own")).drop("is_own")
+    callers = _callers_outside(dict(above.iter_rows()))
+    moved = pl.col("parent_id").replace_strict(callers, default=pl.col("parent_id"))
+    return kept.filter(~pl.col("is_own")).drop("is_own").with_columns(parent_id=moved)
 
 
 def _callers_outside(callers: dict[int, int | None]) -> dict[int, int | None]:

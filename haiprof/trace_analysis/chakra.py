@@ -143,7 +143,7 @@ class _Rows:
         groups = [
             group.get("pg_name")
             for text in noted
-            for listed in map(_json, _texts(text))
+            for listed in map(_json, [value for value in _json(text) if isinstance(value, str)])
             for group in listed
             if isinstance(group, dict)
         ]
@@ -156,10 +156,6 @@ def _json(text: str | None) -> list[Any]:
     except (ValueError, RecursionError):
         return []
     return found if isinstance(found, list) else []
-
-
-def _texts(text: str | None) -> list[str]:
-    return [value for value in _json(text) if isinstance(value, str)]
 
 
 def _tensor_bytes(value: object) -> list[int]:
@@ -198,12 +194,15 @@ def data_dependencies(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     host, gpu = rows.filter(pl.col("category").is_null()), rows.drop_nulls("category")
     linked = host.drop_nulls("ts_ns").sort("ts_ns", "node")
     bare = host.filter(pl.col("ts_ns").is_null()).sort("node")
+    callers = linked.select(parent="node", caller_tid="host_tid", caller_ns="ts_ns")
+    found = linked.join(callers, on="parent", how="inner")
+    other = (pl.col("caller_tid") != pl.col("host_tid")) & (pl.col("caller_ns") <= pl.col("ts_ns"))
     parts = [
         _chain(linked, ["host_tid"], THREAD),
         _chain(bare, ["tid"], THREAD),
         _chain(gpu.sort("ts_ns", "node"), ["device", "stream"], STREAM),
         gpu.select(before="parent", after="node", why=pl.lit(LAUNCH)),
-        _handed_over(linked),
+        found.filter(other).select(before="parent", after="node", why=pl.lit(LAUNCH)),
         linked.select(before="thread_dependency", after="node", why=pl.lit(GAP)),
         linked.explode("sync_dependencies").select(
             before="sync_dependencies", after="node", why=pl.lit(SYNC)
@@ -219,14 +218,6 @@ def _chain(rows: pl.DataFrame, keys: list[str], why: str) -> pl.DataFrame:
     """Each of a thread or stream after the one before it."""
     before = pl.col("node").shift(1).over(keys)
     return rows.select(before=before, after="node", why=pl.lit(why))
-
-
-def _handed_over(linked: pl.DataFrame) -> pl.DataFrame:
-    """Operators that run on another thread than the one that asked for them."""
-    callers = linked.select(parent="node", caller_tid="host_tid", caller_ns="ts_ns")
-    found = linked.join(callers, on="parent", how="inner")
-    other = (pl.col("caller_tid") != pl.col("host_tid")) & (pl.col("caller_ns") <= pl.col("ts_ns"))
-    return found.filter(other).select(before="parent", after="node", why=pl.lit(LAUNCH))
 
 
 def _acyclic(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
@@ -325,23 +316,45 @@ def write_chakra(path: Path, graph: ChakraGraph) -> None:
     """
     try:
         with whole_file(path, below=path.parent) as file:
-            file.write(delimit(_metadata(graph)))
+            plain = {
+                name: value
+                for name, value in graph.header.items()
+                if isinstance(value, (int, str, bool))
+            }
+            file.write(delimit(global_metadata({**plain, "rank": graph.rank})))
             for message in _messages(graph):
                 file.write(delimit(message))
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
-def _metadata(graph: ChakraGraph) -> bytes:
-    plain = {
-        name: value for name, value in graph.header.items() if isinstance(value, (int, str, bool))
-    }
-    return global_metadata({**plain, "rank": graph.rank})
-
-
 def _messages(graph: ChakraGraph) -> Iterator[bytes]:
     before = dict(graph.edges.group_by("after").agg(pl.col("before").sort()).iter_rows())
     for row in graph.nodes.iter_rows(named=True):
+        # Attributes with the names of Chakra's converter, then exact times, then communication's.
+        found: dict[str, Attribute | None] = {
+            "rf_id": row["record_function_id"],
+            "fw_parent": row["forward_parent"],
+            "seq_id": row["sequence_number"],
+            "scope": row["scope"],
+            "tid": row["tid"],
+            "fw_tid": row["forward_tid"],
+            "op_schema": row["op_schema"] or "",
+            "is_cpu_op": row["category"] is None,
+            "ts_ns": row["ts_ns"],
+            "dur_ns": row["dur_ns"],
+            "self_ns": row["self_ns"],
+            "linked_by": row["linked_by"],
+        }
+        if row["category"] is not None:
+            found |= {"stream": row["stream"], "device": row["device"], "tensor_size": row["bytes"]}
+        if row["type"] in _COMMUNICATION:
+            found |= {"comm_size": row["comm_bytes"], "pg_name": row["group"]}
+            found |= {"comm_type": comm_type(row["collective_kind"])}
+        if row["type"] == COMM_SEND:
+            found |= {"comm_dst": row["peer"], "comm_tag": row["tag"], "comm_type": None}
+        if row["type"] == COMM_RECV:
+            found |= {"comm_src": row["peer"], "comm_tag": row["tag"], "comm_type": None}
         yield node(
             row["node"],
             row["name"],
@@ -352,7 +365,7 @@ def _messages(graph: ChakraGraph) -> Iterator[bytes]:
             duration_us=_micros(row["self_ns"]),
             inputs=_io(row, "input"),
             outputs=_io(row, "output"),
-            attributes=_attributes(row),
+            attributes=found,
         )
 
 
@@ -363,34 +376,6 @@ def _micros(ns: int | None) -> int | None:
 def _io(row: dict[str, Any], direction: str) -> bytes:
     parts = ("values", "shapes", "types")
     return io_info(*(row[f"{direction}_{part}"] or "[]" for part in parts))
-
-
-def _attributes(row: dict[str, Any]) -> dict[str, Attribute | None]:
-    """Attributes with the names of Chakra's converter, then exact times, then communication's."""
-    found: dict[str, Attribute | None] = {
-        "rf_id": row["record_function_id"],
-        "fw_parent": row["forward_parent"],
-        "seq_id": row["sequence_number"],
-        "scope": row["scope"],
-        "tid": row["tid"],
-        "fw_tid": row["forward_tid"],
-        "op_schema": row["op_schema"] or "",
-        "is_cpu_op": row["category"] is None,
-        "ts_ns": row["ts_ns"],
-        "dur_ns": row["dur_ns"],
-        "self_ns": row["self_ns"],
-        "linked_by": row["linked_by"],
-    }
-    if row["category"] is not None:
-        found |= {"stream": row["stream"], "device": row["device"], "tensor_size": row["bytes"]}
-    if row["type"] in _COMMUNICATION:
-        found |= {"comm_size": row["comm_bytes"], "pg_name": row["group"]}
-        found |= {"comm_type": comm_type(row["collective_kind"])}
-    if row["type"] == COMM_SEND:
-        found |= {"comm_dst": row["peer"], "comm_tag": row["tag"], "comm_type": None}
-    if row["type"] == COMM_RECV:
-        found |= {"comm_src": row["peer"], "comm_tag": row["tag"], "comm_type": None}
-    return found
 
 
 def graphs(

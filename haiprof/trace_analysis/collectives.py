@@ -219,7 +219,11 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
     kernels = gpu.filter(pl.col("row").is_in(talking.implode())).with_columns(
         *(_text(name).alias(name) for name in texts)
     )
-    launched = _with_launch(trace, kernels)
+    calls = trace.runtime.select("correlation", launch_ns="ts_ns", launch_tid="tid").drop_nulls()
+    found = kernels.join(
+        calls.unique("correlation", keep="first"), on="correlation", how="left"
+    ).with_columns(when=pl.coalesce("launch_ns", "ts_ns"))
+    launched = _with_step(trace, found).sort("ts_ns", "row")
     named = with_part(_with_kind(_with_operator(trace, launched)), process_group_table(trace)).sort(
         "ts_ns", "row"
     )
@@ -300,15 +304,6 @@ def _size(dtype: str | None) -> int | None:
     return 1 if plain.startswith("float8") else _ELEMENT_BYTES.get(plain)
 
 
-def _with_launch(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
-    """With `launch_ns` and `launch_tid` of the call, and the profiler step around it."""
-    calls = trace.runtime.select("correlation", launch_ns="ts_ns", launch_tid="tid").drop_nulls()
-    found = kernels.join(
-        calls.unique("correlation", keep="first"), on="correlation", how="left"
-    ).with_columns(when=pl.coalesce("launch_ns", "ts_ns"))
-    return _with_step(trace, found).sort("ts_ns", "row")
-
-
 def _with_step(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
     """With the profiler step around the time `when`."""
     steps = trace.steps.select("step", step_start="start_ns", step_end="end_ns").sort("step_start")
@@ -330,7 +325,16 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
             "ts_ns", "dur_ns", "tid", op_dims=_text("input_dims"), op_types=_text("input_types")
         ),
     )
-    found = _around_launch(shaped, _nccl_spans(trace))
+    # PyTorch's spans around its calls of NCCL and the like: annotations or, in some, operators.
+    tables = (trace.annotations, trace.ops)
+    spans = [
+        table.filter(pl.col("name").cast(pl.String).str.contains(f"^(?:{GPU_BACKENDS}):")).select(
+            "ts_ns", "dur_ns", "tid", annotation=_text("name"), span_dims=_text("input_dims"),
+            span_types=_text("input_types"),
+        )
+        for table in tables
+    ]  # fmt: skip
+    found = _around_launch(shaped, pl.concat(spans))
     rows = [
         (*_first_input(*inputs[:2]), *_inputs_at_all(*inputs[2:]))
         for inputs in found.select("op_dims", "op_types", "span_dims", "span_types").iter_rows()
@@ -342,19 +346,6 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
         in_count=pl.coalesce("in_count", "op_count", "span_count"),
         dtype=pl.coalesce("dtype", "op_dtype", "span_dtype"),
     )
-
-
-def _nccl_spans(trace: Trace) -> pl.DataFrame:
-    """PyTorch's spans around its calls of NCCL and the like: annotations or, in some, operators."""
-    tables = (trace.annotations, trace.ops)
-    spans = [
-        table.filter(pl.col("name").cast(pl.String).str.contains(f"^(?:{GPU_BACKENDS}):")).select(
-            "ts_ns", "dur_ns", "tid", annotation=_text("name"), span_dims=_text("input_dims"),
-            span_types=_text("input_types"),
-        )
-        for table in tables
-    ]  # fmt: skip
-    return pl.concat(spans)
 
 
 def _all_inputs(dims: str | None, types: str | None) -> tuple[int | None, str | None]:

@@ -64,7 +64,10 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
         old, new = (each.get(activity, 0.0) for each in activities)
         of = IDLE_TIME if activity.startswith(IDLE) else OTHER
         rows.append(ComparedRow(of=of, role=activity, before_ns=old, after_ns=new))
-    old, new = (_busy(each.ledger.accounts) for each in sides)
+    old, new = (
+        sum(account.ns_per_step for account in each.ledger.accounts if _is_busy(account))
+        for each in sides
+    )
     unsure = sum(_half_width(each.ledger.accounts) for each in sides)
     return DeviceComparison(
         before_busy_ns=old, after_busy_ns=new,
@@ -111,10 +114,6 @@ def _by_activity(accounts: Iterable[Account]) -> dict[str, float]:
         if not account.needed:
             found[account.activity] = found.get(account.activity, 0.0) + account.ns_per_step
     return found
-
-
-def _busy(accounts: Iterable[Account]) -> float:
-    return sum(account.ns_per_step for account in accounts if _is_busy(account))
 
 
 def _half_width(accounts: Iterable[Account]) -> float:

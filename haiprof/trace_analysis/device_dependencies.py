@@ -147,6 +147,10 @@ def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
     )  # fmt: skip
     keys = gpu.select(pl.col("device", "stream").fill_null(-1))
     starts = gpu["ts_ns"].to_numpy()
+    # When anything on the host began first; without a host the GPU.
+    marks = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+    tables = [table["ts_ns"].to_numpy() for table in (marks, trace.ops, trace.runtime)]
+    times = np.concatenate(tables)
     return DeviceEvents(
         frame=gpu.drop("launch_ns", "call"),
         starts=starts,
@@ -154,7 +158,9 @@ def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
         line=_numbers(keys),
         device=keys["device"].to_numpy(),
         call=gpu["call"].fill_null(-1).to_numpy(),
-        launched=_launch_times(keys, gpu["launch_ns"], starts, _begin(trace, starts)),
+        launched=_launch_times(
+            keys, gpu["launch_ns"], starts, int(times.min(initial=int(starts.min(initial=0))))
+        ),
         known=gpu["call"].is_not_null().to_numpy(),
         talks=(gpu["kind"] == COMMUNICATION).to_numpy(),
     )
@@ -177,14 +183,6 @@ def _numbers(keys: pl.DataFrame) -> Ints:
     """A number of each row; equal rows have the same."""
     found: Ints = keys.select(pl.struct(pl.all()).rank("dense")).to_series().to_numpy()
     return found.astype(np.int64)
-
-
-def _begin(trace: Trace, starts: Ints) -> int:
-    """When anything on the host began first; without a host the GPU."""
-    marks = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
-    tables = [table["ts_ns"].to_numpy() for table in (marks, trace.ops, trace.runtime)]
-    times = np.concatenate(tables)
-    return int(times.min(initial=int(starts.min(initial=0))))
 
 
 def _launch_times(keys: pl.DataFrame, known: pl.Series, starts: Ints, begin: int) -> Ints:

@@ -136,7 +136,15 @@ def rank_ledger(trace: Trace) -> RankLedger:
         for key, part in gpu.group_by("device", maintain_order=True)
     }
     if gpu.is_empty() and len(host.kind):
-        lanes = {HOST_LANE: _host_line(host, steps)}
+        # The time line of the training thread of a trace without a GPU.
+        starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
+        line = _host_pieces(host, starts, ends, np.full(len(starts), host.main), "")
+        operator = host.name_at(host.tree.climb(line.row, host.is_operator))
+        works = line.activity == OPERATORS
+        names = [name for name, is_work in zip(operator, works, strict=True) if is_work]
+        kinds = {name: f"{OPERATORS}: {work_kind(name or '', name)}" for name in set(names)}
+        line.activity[works] = [kinds[name] for name in names]
+        lanes = {HOST_LANE: line}
     rows = [_accounts(host, lane, time, steps) for lane, time in lanes.items()]
     return RankLedger(
         rows=pl.concat([pl.DataFrame(schema=ROWS_SCHEMA), *rows]),
@@ -185,7 +193,11 @@ def _device_line(
     row = host.call_rows(gpu["correlation"])
     position = np.where(call_ts >= 0, host.position_at(call_ts), -1)
     position[host.tree.climb(row, host.is_backward) >= 0] = BACKWARD
-    position = _fill_positions(position)
+    # Positions with those of the event before, else after, where none is known.
+    found = pl.Series(position).to_frame("p").select(
+        pl.when(pl.col("p") >= 0).then("p").forward_fill().backward_fill().fill_null(FORWARD)
+    )  # fmt: skip
+    position = found.to_series().to_numpy().copy()
     activity = _event_activities(host, gpu, row, spoken)
     busy, lines = Intervals(starts[:0], ends[:0]), []
     for kind in (COMPUTATION, COMMUNICATION, MEMORY):
@@ -217,14 +229,6 @@ def not_covered(starts: Ints, ends: Ints, taken: Intervals) -> tuple[Ints, Ints,
     parts = split(np.maximum(starts, reach), ends, edges)
     free = parts.segment % 2 == 1  # before all of the taken time the segment is -1
     return parts.of[free], parts.starts[free], parts.ends[free]
-
-
-def _fill_positions(position: Ints) -> Ints:
-    """Positions with those of the event before, else after, where none is known."""
-    found = pl.Series(position).to_frame("p").select(
-        pl.when(pl.col("p") >= 0).then("p").forward_fill().backward_fill().fill_null(FORWARD)
-    )  # fmt: skip
-    return found.to_series().to_numpy().copy()
 
 
 def _event_activities(
@@ -329,18 +333,6 @@ def _idle_lines(
         _Time(ready, gaps.ends, host.position_at(since), queue, np.where(linked, row[at], -1),
               since, none, none),
     ]  # fmt: skip
-
-
-def _host_line(host: Host, steps: pl.DataFrame) -> _Time:
-    """The time line of the training thread of a trace without a GPU."""
-    starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
-    line = _host_pieces(host, starts, ends, np.full(len(starts), host.main), "")
-    operator = host.name_at(host.tree.climb(line.row, host.is_operator))
-    works = line.activity == OPERATORS
-    names = [name for name, is_work in zip(operator, works, strict=True) if is_work]
-    kinds = {name: f"{OPERATORS}: {work_kind(name or '', name)}" for name in set(names)}
-    line.activity[works] = [kinds[name] for name in names]
-    return line
 
 
 def _host_pieces(host: Host, starts: Ints, ends: Ints, threads: Ints, prefix: str) -> _Time:

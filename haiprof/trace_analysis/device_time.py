@@ -398,17 +398,7 @@ def limit_kernels(
     As `kernels`.
     """
     by_name = gpu.group_by(*_GROUP, "name").agg("dur_ns", longest_ns=pl.col("dur_ns").sum())
-    marked = _mark_kept_rows(by_name, num_kernels, duration_ratio).explode("dur_ns")
-    found = marked.group_by(*_GROUP, "is_kept", own=pl.when("is_kept").then("name")).agg(
-        **DURATION_STATISTICS, name_count=pl.col("name").n_unique().cast(pl.Int64)
-    )
-    return _with_shares(found)
-
-
-def _mark_kept_rows(
-    by_name: pl.DataFrame, num_kernels: int | None, duration_ratio: float | None
-) -> pl.DataFrame:
-    """With `is_kept`: whether a kernel has a row of its own."""
+    # With `is_kept`: whether a kernel has a row of its own.
     text, sum_ns = pl.col("name").cast(pl.String), pl.col("longest_ns")
     ordered = by_name.with_columns(text=text).sort(*_GROUP, -sum_ns, "text")
     keep = pl.lit(True)
@@ -417,10 +407,10 @@ def _mark_kept_rows(
     if duration_ratio is not None:
         before = (sum_ns.cum_sum() - sum_ns).over(_GROUP)
         keep = keep & (before < duration_ratio * sum_ns.sum().over(_GROUP))
-    return ordered.with_columns(is_kept=keep)
-
-
-def _with_shares(found: pl.DataFrame) -> pl.DataFrame:
+    marked = ordered.with_columns(is_kept=keep).explode("dur_ns")
+    found = marked.group_by(*_GROUP, "is_kept", own=pl.when("is_kept").then("name")).agg(
+        **DURATION_STATISTICS, name_count=pl.col("name").n_unique().cast(pl.Int64)
+    )
     whole = pl.col("sum_ns").sum().over(_GROUP)
     return (
         found.with_columns(

@@ -462,12 +462,14 @@ def _account(
     ranks = tuple(key["ranks"])
     remedy = None if needed else remedy_of(activity)
     inner = parse_place(code[0])[0] if code else None
+    paid = int((times > 0).any(axis=0).sum())
     return Account(
         ranks=() if len(ranks) == rank_count else ranks,
         position=str(key["position"]), activity=activity, package=_package(inner, key["file"]),
         file=key["file"], line=key["line"], function=function,
         callees=tuple(code), ns_per_step=mean, low_ns=low, high_ns=high, needed=needed,
-        gain_ns=gain, gain_low_ns=gain_low, gain_high_ns=gain_high, when=_when(times),
+        gain_ns=gain, gain_low_ns=gain_low, gain_high_ns=gain_high,
+        when="each step" if paid == times.shape[1] else f"in {paid} of {times.shape[1]} steps",
         explanation=remedy.key if remedy else None,
     )  # fmt: skip
 
@@ -487,12 +489,6 @@ def _interval(values: Floats, mean: float) -> tuple[float, float]:
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
     half = student_quantile((1 + _CONFIDENCE) / 2, len(values) - 1) * error
     return max(0.0, mean - half), mean + half
-
-
-def _when(times: Ints) -> str:
-    """In how many of the steps it is paid."""
-    paid = int((times > 0).any(axis=0).sum())
-    return "each step" if paid == times.shape[1] else f"in {paid} of {times.shape[1]} steps"
 
 
 def _largest_code(rows: pl.DataFrame) -> dict[int, list[str]]:

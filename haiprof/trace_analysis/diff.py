@@ -62,7 +62,8 @@ def step_samples(
     if unknown:
         raise ValueError(f"no events {sorted(unknown)}: they are of {', '.join(EVERYTHING)}")
     windows = _windows(trace, steps, by_step=by_step)
-    parts = [_step_rows(windows)]
+    rows = [(w.step, STEP_ROW, STEP_ROW, 1, w.end_ns - w.start_ns, None) for w in windows]
+    parts = [pl.DataFrame(rows, schema=SAMPLE_SCHEMA, orient="row")]
     for kind in of:
         is_kernel = kind == KERNEL
         gpu = with_geometry(trace.gpu) if is_kernel and geometry else trace.gpu
@@ -97,11 +98,6 @@ def _whole(trace: Trace) -> _StepWindow:
         raise MissingDataError(f"{trace.path}: neither operators nor GPU events in it")
     starts, ends = zip(*ranges, strict=True)
     return _StepWindow(None, min(starts), max(ends) + 1)
-
-
-def _step_rows(windows: list[_StepWindow]) -> pl.DataFrame:
-    rows = [(w.step, STEP_ROW, STEP_ROW, 1, w.end_ns - w.start_ns, None) for w in windows]
-    return pl.DataFrame(rows, schema=SAMPLE_SCHEMA, orient="row")
 
 
 def _keeping_geometry(rename: Callable[[str], str]) -> Callable[[str], str]:

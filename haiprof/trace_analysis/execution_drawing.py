@@ -41,7 +41,26 @@ def draw_graph(
     levels = min(depth, deepest) if depth else places.deepest(max_nodes, deepest)
     shown = places.representatives(levels)
     representative = nodes["node"].to_numpy()[shown] if len(nodes) else shown
-    table = _fold(nodes, representative)
+    grouped = nodes.with_columns(of=pl.Series(representative)).group_by("of").agg(
+        folded_count=pl.len().cast(pl.Int64) - 1,
+        self_ns=pl.when(pl.col("self_ns").is_not_null().any()).then(pl.col("self_ns").sum()),
+        has_gpu=(pl.col("category").is_not_null() & (pl.col("type") == COMP)).any(),
+    )  # fmt: skip
+    own = nodes.select(
+        "node", "name", "type", "category", "ts_ns", "collective_kind", bytes="comm_bytes"
+    )
+    found = own.join(grouped, left_on="node", right_on="of", how="inner").sort("node")
+    table = found.select(
+        "node",
+        "name",
+        pl.col("type").replace_strict(NODE_TYPES, return_dtype=pl.String),
+        gpu=pl.col("category").is_not_null() | pl.col("has_gpu"),
+        folded_count="folded_count",
+        self_ns="self_ns",
+        bytes="bytes",
+        collective_kind="collective_kind",
+        ts_ns="ts_ns",
+    )
     if len(table) > max_nodes:
         left_out = len(table) - max_nodes
         table = table.sort(pl.col("ts_ns").fill_null(0), "node").head(max_nodes)
@@ -99,29 +118,6 @@ def _of_step(nodes: pl.DataFrame, step: int | None) -> pl.DataFrame:
     inside = nodes.filter(host)["node"]
     of_gpu = pl.col("category").is_not_null() & pl.col("parent").is_in(inside.implode())
     return nodes.filter(host | of_gpu)
-
-
-def _fold(nodes: pl.DataFrame, representative: Ints) -> pl.DataFrame:
-    grouped = nodes.with_columns(of=pl.Series(representative)).group_by("of").agg(
-        folded_count=pl.len().cast(pl.Int64) - 1,
-        self_ns=pl.when(pl.col("self_ns").is_not_null().any()).then(pl.col("self_ns").sum()),
-        has_gpu=(pl.col("category").is_not_null() & (pl.col("type") == COMP)).any(),
-    )  # fmt: skip
-    own = nodes.select(
-        "node", "name", "type", "category", "ts_ns", "collective_kind", bytes="comm_bytes"
-    )
-    found = own.join(grouped, left_on="node", right_on="of", how="inner").sort("node")
-    return found.select(
-        "node",
-        "name",
-        pl.col("type").replace_strict(NODE_TYPES, return_dtype=pl.String),
-        gpu=pl.col("category").is_not_null() | pl.col("has_gpu"),
-        folded_count="folded_count",
-        self_ns="self_ns",
-        bytes="bytes",
-        collective_kind="collective_kind",
-        ts_ns="ts_ns",
-    )
 
 
 def _edges(

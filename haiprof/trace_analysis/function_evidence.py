@@ -254,6 +254,12 @@ def collect_evidence(trace: Trace, window: PatternWindow) -> Evidence:
     idle = None
     if len(trace.gpu):
         idle = 1 - covered_lengths(busy, whole.starts, whole.ends).sum() / total(whole)
+    names = called["name"].unique().cast(pl.String)
+    wanted = names.filter(names.str.contains(_PAGEABLE, literal=True)).to_list()
+    copies = called.filter(pl.col("name").is_in(wanted))
+    found = sites.around(_calls(copies)).with_columns(
+        copies["bytes"], copies["dur_ns"].alias("time_ns")
+    )
     return Evidence(
         gpu_idle_ratio=idle,
         kernel_count=len(compute),
@@ -263,7 +269,7 @@ def collect_evidence(trace: Trace, window: PatternWindow) -> Evidence:
         launch_median_ns=None if launches is None else median(launches["cpu_duration_ns"]),
         short=_short(compute, launches, sites),
         waits=_waits(trace, window, busy, sites),
-        pageable=_pageable(called, sites),
+        pageable=_by_call_site(found, (), "bytes"),
         matrix=_matrix(compute, sites),
         compute_capability=_capability(trace),
         operators=_operators(trace, window),
@@ -369,16 +375,6 @@ def _loader(trace: Trace) -> pl.DataFrame:
     names = found["name"].unique().cast(pl.String)
     wanted = names.filter(names.str.starts_with(_LOADER)).to_list()
     return found.filter(pl.col("name").is_in(wanted)).select("ts_ns", "dur_ns")
-
-
-def _pageable(called: pl.DataFrame, sites: CallSites) -> pl.DataFrame:
-    names = called["name"].unique().cast(pl.String)
-    wanted = names.filter(names.str.contains(_PAGEABLE, literal=True)).to_list()
-    copies = called.filter(pl.col("name").is_in(wanted))
-    found = sites.around(_calls(copies)).with_columns(
-        copies["bytes"], copies["dur_ns"].alias("time_ns")
-    )
-    return _by_call_site(found, (), "bytes")
 
 
 def _matrix(compute: pl.DataFrame, sites: CallSites) -> pl.DataFrame:

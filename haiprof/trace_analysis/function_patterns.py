@@ -11,7 +11,6 @@ import polars as pl
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, total
 from haiprof.trace_analysis.call_tree import (
     CallTree,
-    Stacks,
     levels,
     nest,
     stack_texts,
@@ -118,7 +117,10 @@ def stack_times(
     own, lone = ends - starts, covered_lengths(free, starts, ends)
     np.subtract.at(own, tree.parent[inner], (ends - begins)[inner])
     np.subtract.at(lone, tree.parent[inner], covered_lengths(free, begins, ends)[inner])
-    found = _stacks(calls)
+    spans = calls.tree.spans
+    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
+    by_level = levels(calls.tree.parent) or []
+    found = stacks(by_level, calls.tree.parent, calls.code, np.ascontiguousarray(thread))
     late = tree.starts + tree.spans["dur_ns"].to_numpy() > window.start
     rows = pl.DataFrame(
         {"stack": found.of_call, "dur": ends - starts, "own": own, "lone": lone}
@@ -130,20 +132,9 @@ def stack_times(
         covered_ns=pl.col("own").sum(),
         bottleneck_ns=pl.col("lone").sum(),
     )
-    return _by_text(summed, found, calls.names, least_ns)
-
-
-def _stacks(calls: HostCalls) -> Stacks:
-    spans = calls.tree.spans
-    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
-    by_level = levels(calls.tree.parent) or []
-    return stacks(by_level, calls.tree.parent, calls.code, np.ascontiguousarray(thread))
-
-
-def _by_text(summed: pl.DataFrame, found: Stacks, names: pl.Series, least_ns: int) -> pl.DataFrame:
-    """By text: the same stack on two threads is one."""
+    # By text: the same stack on two threads is one.
     kept = summed.filter(pl.col("covered_ns") > 0).sort("stack")
-    texts = stack_texts(found, names.str.replace_all("|", "/", literal=True))
+    texts = stack_texts(found, calls.names.str.replace_all("|", "/", literal=True))
     named = kept.with_columns(
         texts.gather(kept["stack"].cast(pl.UInt32)).str.replace_all(";", "|").alias("name")
     )
@@ -256,7 +247,9 @@ def function_events(
 
     By kind `type`, `name`, `ts_ns`, `dur_ns` and more; collectives as `collective_kernels`.
     """
-    communication = _collectives(trace, window)
+    base = clock_base_ns(trace)
+    began = pl.col("start_ns").is_between(window.start + base, window.end + base, closed="left")
+    communication = collective_kernels(trace).filter(began)
     parts = {
         **_gpu(trace, geometry=geometry),
         COMMUNICATION: _name_collectives(trace, communication),
@@ -277,12 +270,6 @@ def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
         GPU_COMPUTE: computing.select(*columns, block_counts(computing).alias(_BLOCKS)),
         MEMORY: rated.filter(is_copy).select(columns),
     }
-
-
-def _collectives(trace: Trace, window: PatternWindow) -> pl.DataFrame:
-    base = clock_base_ns(trace)
-    began = pl.col("start_ns").is_between(window.start + base, window.end + base, closed="left")
-    return collective_kernels(trace).filter(began)
 
 
 def _name_collectives(trace: Trace, communication: pl.DataFrame) -> pl.DataFrame:
@@ -306,18 +293,7 @@ def _kind(
     spans = inside(events, code, window)
     free = free_below(window, above)
     active = busy(spans)
-    table = _by_function(events, code, window)
-    length, own = function_times(spans, free, int(code.max(initial=-1)) + 1)
-    at = table["code"].to_numpy()
-    timed = table.with_columns(
-        pl.Series("covered_ns", length[at], dtype=pl.Int64),
-        pl.Series("bottleneck_ns", own[at], dtype=pl.Int64),
-    )
-    return timed.drop("code"), kind_ns(active, free), active
-
-
-def _by_function(events: pl.DataFrame, code: Ints, window: PatternWindow) -> pl.DataFrame:
-    """Count, cost and resource of each function whose calls reach into the window."""
+    # Count, cost and resource of each function whose calls reach into the window.
     end = pl.col("ts_ns") + pl.col("dur_ns")
     rows = events.with_columns(pl.Series("code", code)).filter(
         (pl.col("ts_ns") < window.end) & (end > window.start)
@@ -328,7 +304,7 @@ def _by_function(events: pl.DataFrame, code: Ints, window: PatternWindow) -> pl.
         if column in rows.columns
         for part in _weighted_mean(column, deviation)
     ]
-    return rows.group_by("code").agg(
+    table = rows.group_by("code").agg(
         pl.col("type").first().cast(pl.String),
         pl.col("name").first().cast(pl.String),
         pl.len().cast(pl.Int64).alias("count"),
@@ -341,6 +317,13 @@ def _by_function(events: pl.DataFrame, code: Ints, window: PatternWindow) -> pl.
         ),
         *spread,
     )
+    length, own = function_times(spans, free, int(code.max(initial=-1)) + 1)
+    at = table["code"].to_numpy()
+    timed = table.with_columns(
+        pl.Series("covered_ns", length[at], dtype=pl.Int64),
+        pl.Series("bottleneck_ns", own[at], dtype=pl.Int64),
+    )
+    return timed.drop("code"), kind_ns(active, free), active
 
 
 def _weighted_mean(column: str, deviation: str) -> tuple[pl.Expr, pl.Expr]:
@@ -422,43 +405,13 @@ def _totals(
     }
     compute = _cut(parts[GPU_COMPUTE], window)
     runs = union_of(compute)
-    hidden = _overlap_ratio(parts[COMMUNICATION], window, runs)
-    row = {
-        "window_ns": whole,
-        **ratios,
-        "utilization_ratio": total(runs) / whole if has_events else None,
-        **_gpu_fill(compute, whole),
-        "overlap_ratio": hidden,
-        "gpu_name": _gpu_name(trace),
-        "host": host_name(trace),
-        "has_gpu": has_events,
-        "has_python": len(trace.python) > 0,
-    }
-    return pl.DataFrame([row], schema=TOTALS_SCHEMA)
-
-
-def _overlap_ratio(
-    communication: pl.DataFrame, window: PatternWindow, compute: Intervals
-) -> float | None:
-    """Share of communication hidden by computation; None without communication."""
-    active = union_of(_cut(communication, window))
+    # Share of communication hidden by computation; None without communication.
+    active = union_of(_cut(parts[COMMUNICATION], window))
     length = total(active)
-    return kind_ns(active, compute) / length if length else None
-
-
-def _cut(events: pl.DataFrame, window: PatternWindow) -> pl.DataFrame:
-    """The parts of events that lie in the window."""
-    start = pl.col("ts_ns").clip(window.start, window.end)
-    end = (pl.col("ts_ns") + pl.col("dur_ns")).clip(window.start, window.end)
-    return events.with_columns(ts_ns=start, dur_ns=end - start).filter(pl.col("dur_ns") > 0)
-
-
-def _gpu_fill(compute: pl.DataFrame, whole: int) -> dict[str, float | None]:
-    """TensorBoard's estimates: SM efficiency over the window, occupancy over kernel time.
-
-    Source: kineto tb_plugin, docs/gputil.md: SM efficiency is min(blocks per SM, 1), weighted with
-    the kernel's time over all time; achieved occupancy is weighted with the kernels' time.
-    """
+    hidden = kind_ns(active, runs) / length if length else None
+    # TensorBoard's estimates: SM efficiency over the window, occupancy over kernel time. Source:
+    # kineto tb_plugin, docs/gputil.md: SM efficiency is min(blocks per SM, 1), weighted with the
+    # kernel's time over all time; achieved occupancy is weighted with the kernels' time.
     weight = pl.col("dur_ns")
     blocks, fill = pl.col("blocks_per_sm"), pl.col(_FILL)
     found = compute.select(
@@ -469,7 +422,25 @@ def _gpu_fill(compute: pl.DataFrame, whole: int) -> dict[str, float | None]:
             (fill * weight).sum() / weight.sum()
         ),
     )
-    return found.row(0, named=True)
+    row = {
+        "window_ns": whole,
+        **ratios,
+        "utilization_ratio": total(runs) / whole if has_events else None,
+        **found.row(0, named=True),
+        "overlap_ratio": hidden,
+        "gpu_name": _gpu_name(trace),
+        "host": host_name(trace),
+        "has_gpu": has_events,
+        "has_python": len(trace.python) > 0,
+    }
+    return pl.DataFrame([row], schema=TOTALS_SCHEMA)
+
+
+def _cut(events: pl.DataFrame, window: PatternWindow) -> pl.DataFrame:
+    """The parts of events that lie in the window."""
+    start = pl.col("ts_ns").clip(window.start, window.end)
+    end = (pl.col("ts_ns") + pl.col("dur_ns")).clip(window.start, window.end)
+    return events.with_columns(ts_ns=start, dur_ns=end - start).filter(pl.col("dur_ns") > 0)
 
 
 def _gpu_name(trace: Trace) -> str | None:

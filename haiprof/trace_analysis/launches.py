@@ -185,20 +185,15 @@ def queue_length(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     Source: HTA get_queue_length_time_series, which knows twelve names of calls, and no graph
     or cooperative launches (D16, D17).
     """
-    waiting = _entries(trace, steps)
+    entry = launched_events(trace, steps).group_by(*_STREAM, "correlation", maintain_order=True)
+    first = entry.agg(enter_ns=pl.col("call_ts_ns").first(), leave_ns=pl.col("ts_ns").min())
+    waiting = first.with_columns(leave_ns=pl.max_horizontal("enter_ns", "leave_ns"))
     change = [
         waiting.select(*_STREAM, ts_ns=when, change=pl.lit(by, dtype=pl.Int64))
         for when, by in (("enter_ns", 1), ("leave_ns", -1))
     ]
     changes = pl.concat(change).sort(*_STREAM, "ts_ns", -pl.col("change"))
     return changes.select(*_STREAM, "ts_ns", queue_length=pl.col("change").cum_sum().over(_STREAM))
-
-
-def _entries(trace: Trace, steps: Steps) -> pl.DataFrame:
-    """`device`, `stream`, `enter_ns`, `leave_ns` of each launch on each stream."""
-    entry = launched_events(trace, steps).group_by(*_STREAM, "correlation", maintain_order=True)
-    first = entry.agg(enter_ns=pl.col("call_ts_ns").first(), leave_ns=pl.col("ts_ns").min())
-    return first.with_columns(leave_ns=pl.max_horizontal("enter_ns", "leave_ns"))
 
 
 def queue_length_summary(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
@@ -236,7 +231,10 @@ def full_queue(
     streams (D14) and says nothing of streams that were never full.
     """
     series = _with_duration(queue_length(trace, steps=steps))
-    trace_ns = _trace_ns(trace)
+    tables = [table for table in (trace.gpu, trace.runtime, trace.ops) if len(table)]
+    starts = [int(table["ts_ns"].to_numpy().min()) for table in tables]
+    ends = [int((table["ts_ns"] + table["dur_ns"]).to_numpy().max()) for table in tables]
+    trace_ns = max(ends) - min(starts) if tables else 0
     full = pl.col("dur_ns").filter(pl.col("queue_length") >= max_queue_length).sum()
     return (
         series.group_by(_STREAM, maintain_order=True)
@@ -250,13 +248,6 @@ def _with_duration(series: pl.DataFrame) -> pl.DataFrame:
     """How long each value held: `dur_ns`; the last one of a stream, an empty queue, for nothing."""
     until = pl.col("ts_ns").shift(-1).over(_STREAM)
     return series.with_columns(dur_ns=(until - pl.col("ts_ns")).fill_null(0))
-
-
-def _trace_ns(trace: Trace) -> int:
-    tables = [table for table in (trace.gpu, trace.runtime, trace.ops) if len(table)]
-    starts = [int(table["ts_ns"].to_numpy().min()) for table in tables]
-    ends = [int((table["ts_ns"] + table["dur_ns"]).to_numpy().max()) for table in tables]
-    return max(ends) - min(starts) if tables else 0
 
 
 _KIND = ("device", "copy_kind")

@@ -56,7 +56,19 @@ def match_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
         "rank", "event", "key", "matched_by"
     )
     joined = kernels.join(found, on=["rank", "event"], how="left")
-    return _with_confidence(_number(joined)).sort("start_ns", "rank")
+    # Numbers in place of keys; null for keys of a single rank.
+    several = pl.col("rank").n_unique().over("key") > 1
+    keys = (
+        joined.filter(pl.col("key").is_not_null() & several)
+        .group_by("key")
+        .agg(pl.col("start_ns").min())
+        .sort("start_ns", "key")
+        .with_row_index("collective")
+        .select("key", pl.col("collective").cast(pl.Int64))
+    )
+    return _with_confidence(joined.join(keys, on="key", how="left").drop("key")).sort(
+        "start_ns", "rank"
+    )
 
 
 def _has_sequence() -> pl.Expr:
@@ -152,20 +164,6 @@ def _by_end(kernels: pl.DataFrame) -> pl.DataFrame:
         matched_by=pl.lit(BY_END),
     )
     return found.filter(pl.col("rank").is_unique().all().over("key"))
-
-
-def _number(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Numbers in place of keys; null for keys of a single rank."""
-    several = pl.col("rank").n_unique().over("key") > 1
-    keys = (
-        kernels.filter(pl.col("key").is_not_null() & several)
-        .group_by("key")
-        .agg(pl.col("start_ns").min())
-        .sort("start_ns", "key")
-        .with_row_index("collective")
-        .select("key", pl.col("collective").cast(pl.Int64))
-    )
-    return kernels.join(keys, on="key", how="left").drop("key")
 
 
 def _with_confidence(kernels: pl.DataFrame) -> pl.DataFrame:

@@ -112,11 +112,7 @@ def _at_peak(trace: Trace, owners: CallTree) -> pl.DataFrame:
         .group_by(*_DEVICE, "operator")
         .agg(block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum())
     )
-    return _with_older(alive, peaks)
-
-
-def _with_older(alive: pl.DataFrame, peaks: pl.DataFrame) -> pl.DataFrame:
-    """With a row per device for what is older than the window."""
+    # With a row per device for what is older than the window.
     known = alive.group_by(*_DEVICE).agg(known=pl.col("size_bytes").sum())
     older = peaks.join(known, on=_DEVICE, how="left", nulls_equal=True).select(
         *_DEVICE,
@@ -220,7 +216,12 @@ def _leftovers(events: pl.DataFrame) -> pl.DataFrame:
 
 def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
     """Per device and operator: changes in it and in all that it called."""
-    counts = _outermost(operators)
+    # Whether no operator around each has its name; one False more, for no operator.
+    spans, parent = operators.spans, operators.parent
+    _, code = np.unique(spans["name"].to_physical().to_numpy(), return_inverse=True)
+    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
+    found = stacks(levels(parent) or [], parent, code, thread)
+    counts: npt.NDArray[np.bool_] = np.append(is_outermost(found)[found.of_call], False)
     parts: list[pl.DataFrame] = []
     rows, places = np.arange(len(events)), events["row"].to_numpy()
     while len(rows):
@@ -232,16 +233,6 @@ def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
         rows, places = rows[places >= 0], places[places >= 0]
     changes = pl.concat(parts).group_by(*_DEVICE, "operator")
     return changes.agg(pl.col("bytes").sum().alias("increase_bytes"))
-
-
-def _outermost(operators: CallTree) -> npt.NDArray[np.bool_]:
-    """Whether no operator around each has its name; one False more, for no operator."""
-    spans, parent = operators.spans, operators.parent
-    _, code = np.unique(spans["name"].to_physical().to_numpy(), return_inverse=True)
-    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
-    found = stacks(levels(parent) or [], parent, code, thread)
-    outermost: npt.NDArray[np.bool_] = np.append(is_outermost(found)[found.of_call], False)
-    return outermost
 
 
 def _names_at(operators: CallTree, rows: Ints) -> pl.Series:
@@ -282,7 +273,18 @@ def memory_by_category(path: str | Path) -> pl.DataFrame:
     if _is_coalesced(rows):
         return _levels(rows, path)
     known = pl.col("time") >= 0
-    changes = _changes(rows, path)
+    # The file's rows.
+    if not isinstance(rows, list) or not rows:
+        raise TraceFormatError(f"{path}: not a list of memory events", hint=_HINT)
+    good = (
+        isinstance(row, list) and len(row) == 4 and all(type(part) is int for part in row)
+        and 1 <= row[1] <= len(ACTIONS) and 0 <= row[3] < len(CATEGORIES) and abs(row[2]) < 1 << 60
+        and abs(row[0]) < 1 << 62
+        for row in rows
+    )  # fmt: skip
+    if not all(good):
+        raise TraceFormatError(f"{path}: not a list of [time, action, bytes, category]", hint=_HINT)
+    changes = pl.DataFrame(rows, schema=_FILE_SCHEMA, orient="row")
     first = changes.filter(known)["time"].min()
     if first is None:
         raise TraceFormatError(f"{path}: no event in it has a time", hint=_HINT)
@@ -341,21 +343,6 @@ def _levels(rows: list[list[Any]], path: Path) -> pl.DataFrame:
     frame = frame.with_columns(pl.col("ts_ns") * 1000).sort("ts_ns", maintain_order=True)
     last = frame.group_by("ts_ns", maintain_order=True).last()
     return last.with_columns(total_bytes=pl.sum_horizontal(pl.exclude("ts_ns")))
-
-
-def _changes(rows: Any, path: Path) -> pl.DataFrame:  # noqa: ANN401 - whatever the file holds
-    """The file's rows."""
-    if not isinstance(rows, list) or not rows:
-        raise TraceFormatError(f"{path}: not a list of memory events", hint=_HINT)
-    good = (
-        isinstance(row, list) and len(row) == 4 and all(type(part) is int for part in row)
-        and 1 <= row[1] <= len(ACTIONS) and 0 <= row[3] < len(CATEGORIES) and abs(row[2]) < 1 << 60
-        and abs(row[0]) < 1 << 62
-        for row in rows
-    )  # fmt: skip
-    if not all(good):
-        raise TraceFormatError(f"{path}: not a list of [time, action, bytes, category]", hint=_HINT)
-    return pl.DataFrame(rows, schema=_FILE_SCHEMA, orient="row")
 
 
 def _json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds

@@ -333,7 +333,10 @@ def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) 
     own = owned.gpu.select("dur_ns", "ts_ns", pl.col("name").cast(pl.String), row=pl.Series(row))
     if steps is None:
         own = own.filter(pl.col("ts_ns").is_between(low, high) | (pl.col("row") >= 0))
-    own = own.with_columns(is_matrix=_is_matrix(own["name"]))
+    names = own["name"]
+    distinct = names.unique()
+    found = distinct.filter(pl.Series(map(is_matrix_work, distinct.to_list()), dtype=pl.Boolean))
+    own = own.with_columns(is_matrix=names.is_in(found.implode()))
     time = own.filter(pl.col("row") >= 0).sort("dur_ns", descending=True).group_by("row").agg(
         time_ns=pl.col("dur_ns").sum(), kernel=pl.col("name").first()
     )  # fmt: skip
@@ -356,12 +359,6 @@ def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) 
         peak=peak_of(device, peaks),
         device=device,
     )
-
-
-def _is_matrix(names: pl.Series) -> pl.Series:
-    distinct = names.unique()
-    found = distinct.filter(pl.Series(map(is_matrix_work, distinct.to_list()), dtype=pl.Boolean))
-    return names.is_in(found.implode())
 
 
 def with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
@@ -398,25 +395,7 @@ def calls_with_work(trace: Trace, tree: CallTree, window: tuple[int, int] | None
     calls = calls.join(work, on=keys, how="inner", nulls_equal=True).filter(
         pl.col("flops").is_not_null()
     )
-    calls = calls.filter(~pl.Series(_is_counted_inside(tree, calls)))
-    outer = _inside_of(tree, calls)
-    backward = tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD).to_numpy()
-    inside = nearest_rows(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
-    again = pl.Series(inside) & (calls["sequence_number"].fill_null(-1) >= 0)
-    return calls.with_columns(is_recomputed=again).filter(~pl.Series(outer))
-
-
-def _row(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    name, dims, types, values = key
-    work: Work | None = work_of(name, arguments_of(dims, types), values_of(values))
-    if work is None:
-        return (*key, *[None] * len(_WORK_SCHEMA))
-    own = (work.kind, work.flops, work.model_flops, work.bytes, work.precision)
-    return (*key, *own, work.most_bytes if work.most_bytes != work.bytes else None, work.rows)
-
-
-def _is_counted_inside(tree: CallTree, calls: pl.DataFrame) -> Flags:
-    """Whether a call is composed of others whose work is known."""
+    # Whether a call is composed of others whose work is known.
     composed = calls["name"].is_in(list(COMPOSED)).to_numpy()
     rows = calls["row"].to_numpy()
     holds = np.zeros(len(tree.parent), dtype=np.bool_)
@@ -435,7 +414,21 @@ def _is_counted_inside(tree: CallTree, calls: pl.DataFrame) -> Flags:
                 holds[up] = True
                 up = tree.parent[up]
     found: Flags = composed & holds[rows]
-    return found
+    calls = calls.filter(~pl.Series(found))
+    outer = _inside_of(tree, calls)
+    backward = tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD).to_numpy()
+    inside = nearest_rows(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
+    again = pl.Series(inside) & (calls["sequence_number"].fill_null(-1) >= 0)
+    return calls.with_columns(is_recomputed=again).filter(~pl.Series(outer))
+
+
+def _row(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    name, dims, types, values = key
+    work: Work | None = work_of(name, arguments_of(dims, types), values_of(values))
+    if work is None:
+        return (*key, *[None] * len(_WORK_SCHEMA))
+    own = (work.kind, work.flops, work.model_flops, work.bytes, work.precision)
+    return (*key, *own, work.most_bytes if work.most_bytes != work.bytes else None, work.rows)
 
 
 def _inside_of(tree: CallTree, calls: pl.DataFrame) -> Flags:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -166,26 +166,28 @@ def pack_pattern(
         content = replace(pattern, functions=functions, collectives=collectives)
         head = {"haiprof_functions": VERSION, "steps": steps, "geometry": geometry,
                 "left_out": _left_out(pattern, content)}  # fmt: skip
-        data = _pack(head, file, content)
+        # Times as small numbers, of which gzip makes more.
+        first = (pl.col(name).diff().fill_null(pl.col(name)) for name in ("event", "start_ns"))
+        answers: dict[str, Answer] = {
+            "file": file,
+            "functions": content.functions.select(list(_STORED)),
+            "totals": content.totals,
+            "collectives": content.collectives.with_columns(
+                *first, end_ns=pl.col("end_ns") - pl.col("start_ns")
+            ),
+        }
+        text = json.dumps(head).encode() + b"\n" + pack_answers(answers, plain=True)
+        data = gzip.compress(text, _LEVEL, mtime=0)
         if len(data) <= SIZE_LIMIT_BYTES or not (len(functions) or len(collectives)):
             return data
         excess = len(data) - SIZE_LIMIT_BYTES
         of_functions, of_collectives = _size(functions), _size(collectives)
         if of_functions > of_collectives:
-            functions = _largest(functions, _fewer(functions, excess / of_functions))
+            count = _fewer(functions, excess / of_functions)
+            place = pl.col("covered_ns").rank("ordinal", descending=True)
+            functions = functions.filter(place <= count)
         else:
             collectives = collectives.head(_fewer(collectives, excess / of_collectives))
-
-
-def _pack(head: Mapping[str, object], file: TraceFile, pattern: RankFunctions) -> bytes:
-    answers: dict[str, Answer] = {
-        "file": file,
-        "functions": pattern.functions.select(list(_STORED)),
-        "totals": pattern.totals,
-        "collectives": _differences(pattern.collectives),
-    }
-    text = json.dumps(head).encode() + b"\n" + pack_answers(answers, plain=True)
-    return gzip.compress(text, _LEVEL, mtime=0)
 
 
 def _left_out(whole: RankFunctions, kept: RankFunctions) -> list[str]:
@@ -211,18 +213,6 @@ def _fewer(frame: pl.DataFrame, excess_ratio: float) -> int:
 
 def _size(frame: pl.DataFrame) -> int:
     return len(gzip.compress(pack_answers({"": frame}, plain=True), _LEVEL))
-
-
-def _largest(functions: pl.DataFrame, count: int) -> pl.DataFrame:
-    """The functions that ran longest, in the order they were in."""
-    place = pl.col("covered_ns").rank("ordinal", descending=True)
-    return functions.filter(place <= count)
-
-
-def _differences(collectives: pl.DataFrame) -> pl.DataFrame:
-    """Times as small numbers, of which gzip makes more."""
-    first = (pl.col(name).diff().fill_null(pl.col(name)) for name in ("event", "start_ns"))
-    return collectives.with_columns(*first, end_ns=pl.col("end_ns") - pl.col("start_ns"))
 
 
 def _pattern(answers: dict[str, Answer]) -> RankFunctions:

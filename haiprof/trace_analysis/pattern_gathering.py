@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Floats, Intervals, Ints, covered_lengths, union
+from haiprof.base.intervals import Floats, Intervals, covered_lengths, union
 from haiprof.trace_analysis.arrivals import (
     arrival_lateness,
     collective_waits,
@@ -275,7 +275,21 @@ def _of_kind(kind: str, events: pl.DataFrame, samples: pl.DataFrame) -> Iterator
             ran = covered_lengths(spans, times[:-1], times[1:])
             if not (ran >= MAJORITY_RATIO * np.diff(times)).any():
                 continue
-            found = _statistics(series, times, ran)
+            intervals = np.diff(times)
+            weights: Floats = np.where(ran >= MAJORITY_RATIO * intervals, ran, 0).astype(np.float64)
+            known = pl.DataFrame({"time_ns": times[1:], "weight": weights})
+            value, weight = pl.col("value"), pl.col("weight")
+            mean = (value * weight).sum() / weight.sum()
+            square = (value * value * weight).sum() / weight.sum() - mean * mean
+            rows = series.join(known.filter(weight > 0), on="time_ns")
+            found = rows.group_by(*_SERIES, "metric", "unit", maintain_order=True).agg(
+                mean=mean,
+                std=square.clip(0).sqrt(),
+                min=value.min(),
+                max=value.max(),
+                sample_count=pl.len().cast(pl.Int64),
+                interval_ns=pl.lit(int(np.median(intervals)), pl.Int64),
+            )
             yield found.select(
                 pl.lit(kind).alias("kind"), pl.lit(type_, pl.String).alias("type"),
                 pl.lit(name, pl.String).alias("name"), *list(COUNTERS_SCHEMA)[3:],
@@ -285,21 +299,3 @@ def _of_kind(kind: str, events: pl.DataFrame, samples: pl.DataFrame) -> Iterator
 def _union(events: pl.DataFrame) -> Intervals:
     starts = events["ts_ns"].to_numpy()
     return union(starts, starts + events["dur_ns"].to_numpy())
-
-
-def _statistics(series: pl.DataFrame, times: Ints, ran: Ints) -> pl.DataFrame:
-    intervals = np.diff(times)
-    weights: Floats = np.where(ran >= MAJORITY_RATIO * intervals, ran, 0).astype(np.float64)
-    known = pl.DataFrame({"time_ns": times[1:], "weight": weights})
-    value, weight = pl.col("value"), pl.col("weight")
-    mean = (value * weight).sum() / weight.sum()
-    square = (value * value * weight).sum() / weight.sum() - mean * mean
-    rows = series.join(known.filter(weight > 0), on="time_ns")
-    return rows.group_by(*_SERIES, "metric", "unit", maintain_order=True).agg(
-        mean=mean,
-        std=square.clip(0).sqrt(),
-        min=value.min(),
-        max=value.max(),
-        sample_count=pl.len().cast(pl.Int64),
-        interval_ns=pl.lit(int(np.median(intervals)), pl.Int64),
-    )

@@ -89,7 +89,9 @@ class LocalProcesses:
                     for at in _largest_first(paths)
                 }
             tasks = [started[at] for at in range(len(paths))]
-            _watch(tasks, progress)
+            if progress is not None:
+                for done, _ in enumerate(as_completed(tasks), start=1):
+                    report_progress(progress, done, len(tasks))
             try:
                 return [task.result() for task in tasks]
             except BrokenProcessPool:
@@ -134,12 +136,6 @@ def _answer(question: Question[_Result], trace: Trace, options: Mapping[str, Any
             f"{trace.path}: {name}: {type(error).__name__}: {error}",
             hint="HAIPROF_DEBUG=1 shows the traceback; please report it",
         ) from error
-
-
-def _watch(tasks: Sequence[Future[Any]], progress: Progress | None) -> None:
-    if progress is not None:
-        for done, _ in enumerate(as_completed(tasks), start=1):
-            report_progress(progress, done, len(tasks))
 
 
 def report_progress(progress: Progress | None, done: int, count: int) -> None:

@@ -132,7 +132,28 @@ def _calls(trace: Trace, steps: Steps) -> _Calls:
         by_level = levels(parent) or []
     code, names = _name_codes(spans["name"])
     found = stacks(by_level, parent, code, thread)
-    frame = _times(starts, ends, parent, trace, steps)
+    # Of each call: total and own time, and the parts of them outside GPU work.
+    window = union(starts, ends)
+    if steps is not None:
+        first, last = step_window(trace, steps)
+        window = Intervals(np.array([first]), np.array([last]))
+    busy = intersection(union_of(trace.gpu), window)
+    begun = (starts >= window.starts[0]) & (starts < window.ends[-1]) if steps is not None else None
+    inner = np.flatnonzero(parent >= 0)
+    begins = uncovered_starts(starts, ends, parent)[inner]
+    columns: dict[str, Ints] = {
+        "begun": np.ones(len(starts), dtype=np.int64) if begun is None else begun.astype(np.int64)
+    }
+    for total, own, active in (
+        ("total_ns", "self_ns", None),
+        ("non_overlapped_ns", "self_non_overlapped_ns", busy),
+    ):
+        columns[total] = _uncovered_ns(window, active, starts, ends)
+        columns[own] = columns[total].copy()
+        np.subtract.at(
+            columns[own], parent[inner], _uncovered_ns(window, active, begins, ends[inner])
+        )
+    frame = pl.DataFrame(columns)
     numbered = frame.with_columns(pl.Series("stack", found.of_call, dtype=pl.Int64))
     return _Calls(numbered, found, names, threads)
 
@@ -161,31 +182,6 @@ def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints, thread: Int
     above = parent[inner]
     fits = (thread[above] == thread[inner]) & (starts[above] <= starts[inner])
     return parent if (fits & (ends[inner] <= ends[above])).all() else None
-
-
-def _times(starts: Ints, ends: Ints, parent: Ints, trace: Trace, steps: Steps) -> pl.DataFrame:
-    """Of each call: total and own time, and the parts of them outside GPU work."""
-    window = union(starts, ends)
-    if steps is not None:
-        first, last = step_window(trace, steps)
-        window = Intervals(np.array([first]), np.array([last]))
-    busy = intersection(union_of(trace.gpu), window)
-    begun = (starts >= window.starts[0]) & (starts < window.ends[-1]) if steps is not None else None
-    inner = np.flatnonzero(parent >= 0)
-    begins = uncovered_starts(starts, ends, parent)[inner]
-    columns: dict[str, Ints] = {
-        "begun": np.ones(len(starts), dtype=np.int64) if begun is None else begun.astype(np.int64)
-    }
-    for total, own, active in (
-        ("total_ns", "self_ns", None),
-        ("non_overlapped_ns", "self_non_overlapped_ns", busy),
-    ):
-        columns[total] = _uncovered_ns(window, active, starts, ends)
-        columns[own] = columns[total].copy()
-        np.subtract.at(
-            columns[own], parent[inner], _uncovered_ns(window, active, begins, ends[inner])
-        )
-    return pl.DataFrame(columns)
 
 
 def _uncovered_ns(window: Intervals, busy: Intervals | None, starts: Ints, ends: Ints) -> Ints:
@@ -248,7 +244,19 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     paths = _paths(tree)
     launched = _launched_work(trace, tree, steps)
     nodes = _autograd_nodes(trace, tree, steps)
-    found = _host_times(tree, paths, step_window(trace, steps) if steps else None)
+    window = step_window(trace, steps) if steps else None
+    calls = tree.spans.select(
+        "ts_ns", "dur_ns", "name", "kind", paths,
+        own=pl.Series(own_ns(tree), dtype=pl.Int64), depth=pl.Series(tree.depth),
+    )  # fmt: skip
+    begun = pl.lit(True) if window is None else pl.col("ts_ns").is_between(*window, closed="left")
+    found = calls.group_by("path").agg(
+        pl.col("name", "kind", "depth").first(),
+        first_ns=pl.col("ts_ns").min(),
+        call_count=begun.sum() if window else pl.len(),
+        host_self_ns=pl.col("own").filter(begun).sum(),
+        host_ns=pl.col("dur_ns").filter(begun).sum(),
+    )
     for column, rows, values, is_total in (
         ("kernel_count", launched, pl.lit(1, pl.Int64), False),
         ("device_self_ns", launched.filter(~pl.col("is_backward")), pl.col("dur_ns"), False),
@@ -273,18 +281,7 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 def part_tree(trace: Trace) -> CallTree:
     """Modules and annotated ranges with their nesting."""
-    tree = nest(_module_calls(trace))
-    if tree.spans.is_empty():
-        raise MissingDataError(
-            f"{trace.path}: no module, annotated range or call stack in it",
-            hint="profile with with_modules=True or with_stack=True, or put record_function "
-            "around parts of the model",
-        )
-    return tree
-
-
-def _module_calls(trace: Trace) -> pl.DataFrame:
-    """Calls of modules and ranges on the host: `name`, `kind`, `pid`, `tid`, `ts_ns`, `dur_ns`."""
+    # Calls of modules and ranges on the host: `name`, `kind`, `pid`, `tid`, `ts_ns`, `dur_ns`.
     name = pl.col("name").cast(pl.String)
     columns = ("pid", "tid", "ts_ns", "dur_ns")
     python = trace.python.select(name, *columns)
@@ -295,7 +292,14 @@ def _module_calls(trace: Trace) -> pl.DataFrame:
         modules = python.filter(name.str.contains(_FORWARD)).with_columns(kind=pl.lit(FUNCTION))
     ranges = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
     named = ranges.select(name, *columns).filter(~name.str.contains(_NO_PART))
-    return pl.concat([named.with_columns(kind=pl.lit(ANNOTATION)), modules])
+    tree = nest(pl.concat([named.with_columns(kind=pl.lit(ANNOTATION)), modules]))
+    if tree.spans.is_empty():
+        raise MissingDataError(
+            f"{trace.path}: no module, annotated range or call stack in it",
+            hint="profile with with_modules=True or with_stack=True, or put record_function "
+            "around parts of the model",
+        )
+    return tree
 
 
 def _paths(tree: CallTree) -> pl.Series:
@@ -307,21 +311,6 @@ def _paths(tree: CallTree) -> pl.Series:
         joined = paths.gather(tree.parent[rows]) + "/" + own.gather(rows)
         paths = paths.scatter(rows, joined)
     return paths.alias("path")
-
-
-def _host_times(tree: CallTree, paths: pl.Series, window: tuple[int, int] | None) -> pl.DataFrame:
-    calls = tree.spans.select(
-        "ts_ns", "dur_ns", "name", "kind", paths,
-        own=pl.Series(own_ns(tree), dtype=pl.Int64), depth=pl.Series(tree.depth),
-    )  # fmt: skip
-    begun = pl.lit(True) if window is None else pl.col("ts_ns").is_between(*window, closed="left")
-    return calls.group_by("path").agg(
-        pl.col("name", "kind", "depth").first(),
-        first_ns=pl.col("ts_ns").min(),
-        call_count=begun.sum() if window else pl.len(),
-        host_self_ns=pl.col("own").filter(begun).sum(),
-        host_ns=pl.col("dur_ns").filter(begun).sum(),
-    )
 
 
 def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:

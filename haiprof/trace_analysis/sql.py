@@ -87,7 +87,17 @@ def check_sql(sql: str) -> str:
         raise UsageError(
             "SQL: of show there is only show tables", hint="haiprof trace query ... --schema"
         )
-    _check_calls(bare)
+    # Whether each name before a parenthesis is one that reads no file.
+    for before, token, following in zip([_Token("", ""), *bare], bare, bare[1:], strict=False):
+        if following.text != "(" or token.kind == "number" or token.text in _SIGNS_BEFORE_CALLS:
+            continue
+        is_alias = before.word in ("as", "with", "recursive")  # its columns follow
+        if token.word.startswith(("read_", "scan_")) or (not token.word and not is_alias):
+            raise no_files()
+        if not is_alias and token.word not in _GRAMMAR and token.word not in _FUNCTIONS:
+            raise UsageError(
+                f"SQL: no function {token.text!r} here", hint="haiprof trace query ... --schema"
+            )
     return "".join(_texts(tokens))
 
 
@@ -138,22 +148,6 @@ def _texts(tokens: Sequence[_Token]) -> Iterator[str]:
         before = token.kind
 
 
-def _check_calls(tokens: Sequence[_Token]) -> None:
-    """Whether each name before a parenthesis is one that reads no file."""
-    for before, token, following in zip(
-        [_Token("", ""), *tokens], tokens, tokens[1:], strict=False
-    ):
-        if following.text != "(" or token.kind == "number" or token.text in _SIGNS_BEFORE_CALLS:
-            continue
-        is_alias = before.word in ("as", "with", "recursive")  # its columns follow
-        if token.word.startswith(("read_", "scan_")) or (not token.word and not is_alias):
-            raise no_files()
-        if not is_alias and token.word not in _GRAMMAR and token.word not in _FUNCTIONS:
-            raise UsageError(
-                f"SQL: no function {token.text!r} here", hint="haiprof trace query ... --schema"
-            )
-
-
 _FILE_SCAN = re.compile(r"\bSCAN \[", re.IGNORECASE)
 _WORD = re.compile(r"\w+")
 _TEXT = re.compile("'[^']*'")
@@ -172,7 +166,7 @@ def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
     Only the tables that it names are read.
     """
     sql = check_sql(sql)
-    words = _words(sql)
+    words = {word.lower() for word in _WORD.findall(sql)}
     context = pl.SQLContext(
         {
             name: table.frame() if name in words else pl.LazyFrame(schema=table.dtypes)
@@ -201,10 +195,6 @@ def _sources(sql: str) -> set[str]:
     return {name.lower() for found in lists for name in _WORD.findall(found)}
 
 
-def _words(sql: str) -> set[str]:
-    return {word.lower() for word in _WORD.findall(sql)}
-
-
 def _explain(error: Exception, tables: Mapping[str, SqlTable], words: Iterable[str]) -> UsageError:
     """The error of a query, with the names that exist."""
     text = _first_line(error)
@@ -213,17 +203,16 @@ def _explain(error: Exception, tables: Mapping[str, SqlTable], words: Iterable[s
         return UsageError(f"no table {name[1]!r}", hint=f"tables: {', '.join(tables)}")
     missing = isinstance(error, pl.exceptions.ColumnNotFoundError) or "no column named" in text
     if name and missing:
-        return UsageError(f"no column {name[1]!r}", hint=_columns_text(tables, words))
+        named = [table for name, table in tables.items() if name in set(words)]
+        texts = [
+            f"{t.name}: {', '.join(column.name for column in t.columns[:_MANY])}" for t in named
+        ]
+        return UsageError(
+            f"no column {name[1]!r}", hint=("; ".join(texts) or f"tables: {', '.join(tables)}")
+        )
     return UsageError(
         f"SQL: {text}", hint="haiprof trace query ... --schema lists tables and columns"
     )
-
-
-def _columns_text(tables: Mapping[str, SqlTable], words: Iterable[str]) -> str:
-    """The columns of the tables that the question names."""
-    named = [table for name, table in tables.items() if name in set(words)]
-    texts = [f"{t.name}: {', '.join(column.name for column in t.columns[:_MANY])}" for t in named]
-    return "; ".join(texts) or f"tables: {', '.join(tables)}"
 
 
 def _first_line(error: BaseException) -> str:

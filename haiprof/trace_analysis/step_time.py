@@ -153,9 +153,24 @@ def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame
     roles = _roles(trace)
     steps = steps_with_gpu_tails(trace) if gpu_tail else _step_marks(trace)
     if steps.is_empty():
-        steps = _whole(roles)
+        # One step without a number: from the first to the last event of all; none without events.
+        real = [own for own in roles.values() if own is not None and len(own.starts)]
+        first = min((int(own.starts[0]) for own in real), default=0)
+        last = max((int(own.ends[-1]) for own in real), default=0)
+        schema = {"step": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64}
+        steps = pl.DataFrame([(None, first, last)] if real else [], schema=schema, orient="row")
     starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
-    parts = _split_by_cause(roles, starts, ends)
+    # The time of each step that each cause gets; None where the cause was not recorded.
+    empty = np.zeros(0, dtype=np.int64)
+    taken = Intervals(empty, empty)
+    parts: dict[str, Ints | None] = {}
+    for cause in CAUSES:
+        own = roles[cause]
+        parts[cause] = (
+            None if own is None else covered_lengths(difference(own, taken), starts, ends)
+        )
+        if own is not None:
+            taken = union(np.append(taken.starts, own.starts), np.append(taken.ends, own.ends))
     wall = ends - starts
     other = wall - sum((part for part in parts.values() if part is not None), np.zeros_like(wall))
     columns = {
@@ -163,23 +178,6 @@ def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame
         **{f"{cause}_ns": part for cause, part in parts.items()}, "other_ns": other,
     }  # fmt: skip
     return pl.DataFrame(columns, schema=STEP_TIME_SCHEMA)
-
-
-def _split_by_cause(
-    roles: dict[str, Intervals | None], starts: Ints, ends: Ints
-) -> dict[str, Ints | None]:
-    """The time of each step that each cause gets; None where the cause was not recorded."""
-    empty = np.zeros(0, dtype=np.int64)
-    taken = Intervals(empty, empty)
-    found: dict[str, Ints | None] = {}
-    for cause in CAUSES:
-        own = roles[cause]
-        found[cause] = (
-            None if own is None else covered_lengths(difference(own, taken), starts, ends)
-        )
-        if own is not None:
-            taken = union(np.append(taken.starts, own.starts), np.append(taken.ends, own.ends))
-    return found
 
 
 def _roles(trace: Trace) -> dict[str, Intervals | None]:
@@ -252,15 +250,6 @@ def steps_with_gpu_tails(trace: Trace) -> pl.DataFrame:
     earlier = finish[~inside & (finish < first.min())] if len(first) else first
     free = np.append(earlier.max(initial=starts[0]), last[:-1])
     return marks.with_columns(start_ns=pl.Series(np.maximum(starts, free)), end_ns=pl.Series(last))
-
-
-def _whole(roles: dict[str, Intervals | None]) -> pl.DataFrame:
-    """One step without a number: from the first to the last event of all; none without events."""
-    real = [own for own in roles.values() if own is not None and len(own.starts)]
-    first = min((int(own.starts[0]) for own in real), default=0)
-    last = max((int(own.ends[-1]) for own in real), default=0)
-    schema = {"step": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64}
-    return pl.DataFrame([(None, first, last)] if real else [], schema=schema, orient="row")
 
 
 _GZIP_LEVEL = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -199,26 +199,7 @@ class OperationTable:
 def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
     """Reads a table of operations."""
     table = source if isinstance(source, pl.DataFrame) else _parquet(Path(source))
-    table = _check_table(table).sort("optype", "seq_id", "stage", "dp_rank", "step")
-    steps = table["step"].unique().sort()
-    rows = table.filter(pl.col("step") == steps[0])
-    keys = ("optype", "seq_id", "stage", "dp_rank")
-    expected = rows.select(*keys).join(pl.DataFrame({"step": steps}), how="cross")
-    if not expected.equals(table.select(*keys, "step")):
-        raise TraceFormatError("operation table: not every rank has every operation in every step")
-    shape = (rows.height, len(steps))
-    first = rows.filter(pl.col("dp_rank") == rows["dp_rank"].min())
-    return OperationTable(
-        rows=rows.select(*keys, "rank"),
-        steps=steps.to_numpy(),
-        starts=table["start_ns"].to_numpy().reshape(shape),
-        ends=table["end_ns"].to_numpy().reshape(shape),
-        model=dependencies(first),
-    )
-
-
-def _check_table(table: pl.DataFrame) -> pl.DataFrame:
-    """The columns in their types, times in ns."""
+    # The columns in their types, times in ns.
     if missing := [name for name in COLUMNS if name not in table.columns]:
         raise MissingDataError(f"operation table without column {', '.join(missing)}")
     begin, lasting = _ns("start_ts"), _ns("duration")
@@ -237,7 +218,22 @@ def _check_table(table: pl.DataFrame) -> pl.DataFrame:
         raise TraceFormatError("operation table: it is empty, or values are missing")
     if used.filter(pl.col("end_ns") < pl.col("start_ns")).height:
         raise TraceFormatError("operation table: a duration is negative")
-    return found
+    table = found.sort("optype", "seq_id", "stage", "dp_rank", "step")
+    steps = table["step"].unique().sort()
+    rows = table.filter(pl.col("step") == steps[0])
+    keys = ("optype", "seq_id", "stage", "dp_rank")
+    expected = rows.select(*keys).join(pl.DataFrame({"step": steps}), how="cross")
+    if not expected.equals(table.select(*keys, "step")):
+        raise TraceFormatError("operation table: not every rank has every operation in every step")
+    shape = (rows.height, len(steps))
+    first = rows.filter(pl.col("dp_rank") == rows["dp_rank"].min())
+    return OperationTable(
+        rows=rows.select(*keys, "rank"),
+        steps=steps.to_numpy(),
+        starts=table["start_ns"].to_numpy().reshape(shape),
+        ends=table["end_ns"].to_numpy().reshape(shape),
+        model=dependencies(first),
+    )
 
 
 def operation_files(path: Path) -> list[Path]:
@@ -390,7 +386,8 @@ class _Network:
     @classmethod
     def of(cls, table: OperationTable) -> _Network:
         rows, model = table.rows.height, table.model
-        place = _places(table.rows)
+        columns = table.rows.select("optype", "seq_id", "stage", "dp_rank").rows()
+        place = {(Operation(*row[:3]), row[3]): at for at, row in enumerate(columns)}
         ranks = table.rows["dp_rank"].unique().to_list()
         transfer_of = np.full(rows, -1)
         count = 0
@@ -426,8 +423,3 @@ class _Network:
         np.maximum.at(last, of, starts[members])
         found[members] = last[of]
         return found
-
-
-def _places(rows: pl.DataFrame) -> Mapping[tuple[Operation, int], int]:
-    columns = rows.select("optype", "seq_id", "stage", "dp_rank").rows()
-    return {(Operation(*row[:3]), row[3]): at for at, row in enumerate(columns)}

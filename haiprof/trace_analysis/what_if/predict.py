@@ -49,18 +49,7 @@ class Plan:
 
 def plan_graph(graph: Graph) -> Plan:
     """The order of a graph's edges."""
-    depth = _depths(graph)
-    order = np.lexsort((graph.targets, depth[graph.targets]))
-    targets = graph.targets[order]
-    heads = np.flatnonzero(np.append(True, targets[1:] != targets[:-1])[: len(targets)])
-    level_of_head = depth[targets[heads]]
-    changes = np.append(True, level_of_head[1:] != level_of_head[:-1])[: len(heads)]
-    levels = np.append(np.flatnonzero(changes), len(heads))
-    return Plan(graph=graph, edges=order, heads=heads, levels=levels)
-
-
-def _depths(graph: Graph) -> Ints:
-    """Most edges in a chain before each point: Kahn's algorithm, a level at a time."""
+    # Most edges in a chain before each point: Kahn's algorithm, a level at a time.
     by_source = np.argsort(graph.sources, kind="stable")
     after = graph.targets[by_source]
     counts = np.bincount(graph.sources, minlength=graph.point_count)
@@ -78,7 +67,13 @@ def _depths(graph: Graph) -> Ints:
         front = np.unique(reached[missing[reached] == 0])
     if seen < graph.point_count:
         raise TraceFormatError(f"{graph.point_count - seen} points in time wait for each other")
-    return depth
+    order = np.lexsort((graph.targets, depth[graph.targets]))
+    targets = graph.targets[order]
+    heads = np.flatnonzero(np.append(True, targets[1:] != targets[:-1])[: len(targets)])
+    level_of_head = depth[targets[heads]]
+    changes = np.append(True, level_of_head[1:] != level_of_head[:-1])[: len(heads)]
+    levels = np.append(np.flatnonzero(changes), len(heads))
+    return Plan(graph=graph, edges=order, heads=heads, levels=levels)
 
 
 def times(plan: Plan, lengths: Ints, delays: Ints | None = None) -> Ints:
@@ -162,18 +157,32 @@ def join_ranks(
     ranks = _side_by_side(
         [_shift_clock(graph, offsets.get(r, 0)) for r, graph in graphs.items()], [*graphs]
     )
-    members = _members(waits, ranks.kernels)
+    # Kernels of collectives whose waiting is known and that are in the window on every rank.
+    # `collective` (from 0), `rank`, `edge`, `launch_ns`, `kind`, `name`.
+    timed = waits.filter(pl.col("missing").is_null())
+    found = timed.select("collective", "rank", "event", "rank_count", "kind", "name").join(
+        ranks.kernels, on=["rank", "event"]
+    )
+    whole = found.filter(pl.len().over("collective") == pl.col("rank_count"))
+    number = (pl.col("collective").rank("dense") - 1).cast(pl.Int64).alias("collective")
+    columns = (number, "rank", "edge", "launch_ns", "kind", "name")
+    members = whole.select(*columns).sort("collective", "rank")
     lengths = ranks.lengths.copy()
     for column, change in enumerate(changes, start=1):
         if change.kind == RANK:
             lengths[:, column] = _even_out(change, ranks, members)
     job = _with_collectives(replace(ranks, lengths=lengths), members, changes)
     apart = sum(graph.apart_count for graph in graphs.values())
+    # How many kernels that stay as long as they were each change is about.
+    held = ranks.kernels.filter("talks").join(members, on=["rank", "edge"], how="anti")
+    named = collectives.join(held, on=["rank", "event"], how="semi")
+    parts = [change.parts or (change,) for change in changes]
+    met = [np.any([_meets(part, named) for part in every], axis=0) for every in parts]
     return replace(
         job,
         step_count=counts.pop(),
         apart_count=apart,
-        held_counts=_held_counts(collectives, ranks.kernels, members, changes),
+        held_counts=tuple(int(np.count_nonzero(each)) for each in met),
         ahead_count=sum(graph.workers_ahead for graph in graphs.values()),
     )
 
@@ -240,21 +249,6 @@ def _kernels(graph: RankGraph, rank: int, first_edge: int) -> pl.DataFrame:
     ).select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
 
 
-def _members(waits: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """Kernels of collectives whose waiting is known and that are in the window on every rank.
-
-    `collective` (from 0), `rank`, `edge`, `launch_ns`, `kind`, `name`.
-    """
-    timed = waits.filter(pl.col("missing").is_null())
-    found = timed.select("collective", "rank", "event", "rank_count", "kind", "name").join(
-        kernels, on=["rank", "event"]
-    )
-    whole = found.filter(pl.len().over("collective") == pl.col("rank_count"))
-    number = (pl.col("collective").rank("dense") - 1).cast(pl.Int64).alias("collective")
-    columns = (number, "rank", "edge", "launch_ns", "kind", "name")
-    return whole.select(*columns).sort("collective", "rank")
-
-
 def _with_collectives(ranks: _Ranks, members: pl.DataFrame, changes: Sequence[Change]) -> Job:
     """With a point per collective between the start of every member and its end."""
     edge, number = members["edge"].to_numpy(), members["collective"].to_numpy()
@@ -307,20 +301,6 @@ def _meets(change: Change, collectives: pl.DataFrame) -> npt.NDArray[np.bool_]:
         rows = collectives.select(columns).iter_rows()
         meets[:] = [any(re.search(change.name, text) for text in row) for row in rows]
     return meets
-
-
-def _held_counts(
-    collectives: pl.DataFrame,
-    kernels: pl.DataFrame,
-    members: pl.DataFrame,
-    changes: Sequence[Change],
-) -> tuple[int, ...]:
-    """How many kernels that stay as long as they were each change is about."""
-    held = kernels.filter("talks").join(members, on=["rank", "edge"], how="anti")
-    named = collectives.join(held, on=["rank", "event"], how="semi")
-    parts = [change.parts or (change,) for change in changes]
-    met = [np.any([_meets(part, named) for part in every], axis=0) for every in parts]
-    return tuple(int(np.count_nonzero(each)) for each in met)
 
 
 def _even_out(change: Change, ranks: _Ranks, members: pl.DataFrame) -> Ints:
@@ -390,7 +370,12 @@ def step_shares(
     job: Job, reached: Ints, spans: Ints, *, error_ratio: float, unexplained_ratio: float
 ) -> list[Share]:
     """The share of each change."""
-    steps = _steps(job, reached)
+    # Time in ns from bound to bound, shape (bounds - 1, 1 + changes). A bound is reached when the
+    # host is there and all that it launched before has run.
+    order = np.argsort(job.caused_ns, kind="stable")
+    latest = np.maximum.accumulate(reached[order], axis=0)
+    at = np.searchsorted(job.caused_ns[order], job.bounds_ns, side="right") - 1
+    steps: Ints = np.diff(latest[at], axis=0)
     covered = steps[:, 0].sum() / spans[0]
     by_batches = job.by_batches and len(steps) > 1 and covered >= _LEAST_PART
     sums = steps.sum(axis=0) if by_batches else spans
@@ -399,18 +384,6 @@ def step_shares(
         _share(float(value), steps[:, column], steps[:, 0], abs(error_ratio), unexplained_ratio)
         for column, value in enumerate(values, start=1)
     ]
-
-
-def _steps(job: Job, reached: Ints) -> Ints:
-    """Time in ns from bound to bound, shape (bounds - 1, 1 + changes).
-
-    A bound is reached when the host is there and all that it launched before has run.
-    """
-    order = np.argsort(job.caused_ns, kind="stable")
-    latest = np.maximum.accumulate(reached[order], axis=0)
-    at = np.searchsorted(job.caused_ns[order], job.bounds_ns, side="right") - 1
-    found: Ints = np.diff(latest[at], axis=0)
-    return found
 
 
 def _share(

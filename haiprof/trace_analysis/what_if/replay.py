@@ -97,7 +97,8 @@ def host(
         is_work &= ~(waiting & _inside(time[sources], time[targets], found.left, found.back))
         idle = (found.rested[found.was_idle], found.began[found.was_idle])
         is_work &= ~(working & _inside(time[sources], time[targets], *idle))
-    waits = _is_wait(points, sources, targets)
+    role, call = points["role"].to_numpy(), points["call"].fill_null(-1).to_numpy()
+    waits: Bools = (role[sources] == BLOCK_BEGIN) & (call[sources] == call[targets])
     lengths[waits] = np.minimum(lengths[waits], _least_cost(points, calls, sources[waits]))
     lengths[~is_work] = 0
     arrows = _arrows(points, handed)
@@ -192,12 +193,6 @@ def _inside(begins: Ints, ends: Ints, starts: Ints, stops: Ints) -> Bools:
         return np.zeros(len(begins), dtype=bool)
     at = np.searchsorted(starts, begins, side="right") - 1
     found: Bools = (at >= 0) & (begins >= starts[at]) & (ends <= stops[at])
-    return found
-
-
-def _is_wait(points: pl.DataFrame, sources: Ints, targets: Ints) -> Bools:
-    role, call = points["role"].to_numpy(), points["call"].fill_null(-1).to_numpy()
-    found: Bools = (role[sources] == BLOCK_BEGIN) & (call[sources] == call[targets])
     return found
 
 
@@ -343,7 +338,12 @@ def rank_graph(
     transfer of collectives as in Lin et al. (OSDI 2025).
     """
     rank = _rank(trace, steps)
-    parts = [_kernel_work(rank), _host_work(rank), *_waiting(trace, rank)]
+    threads = rank.threads
+    parts = [
+        _kernel_work(rank),
+        _Edges(sources=threads.sources, targets=threads.targets, lengths=threads.lengths),
+        *_waiting(trace, rank),
+    ]
     lengths = np.concatenate([part.lengths for part in parts])
     work = _work(rank, parts, len(lengths))
     columns = [lengths, *(change_lengths(trace, change, lengths, work) for change in changes)]
@@ -377,8 +377,11 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
     kernels = with_cpu_collectives(trace, kernels, bounds)
     blocking, waited = _with_waits_for_collectives(window, kernels, blocking, waited)
     busy = waited.filter(pl.Series(kernels.ends[waited["kernel"]]) > pl.col("begin_ns"))
+    known = np.flatnonzero(kernels.known)
+    frame = kernels.frame[known].select("correlation", tid="launch_tid")
+    launches = frame.with_columns(ts_ns=pl.Series(kernels.launched[known]))
     calls = Calls(
-        launches=_launch_calls(kernels),
+        launches=launches.unique("correlation", keep="first", maintain_order=True),
         blocking=blocking.with_columns(idle=~pl.col("call").is_in(busy["call"].implode())),
     )
     batches, has_workers = worker_batches(trace, bounds, window.main_tid)
@@ -401,14 +404,6 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
         waited=waited,
         times=np.concatenate(times),
     )
-
-
-def _launch_calls(kernels: DeviceEvents) -> pl.DataFrame:
-    """`correlation`, `tid`, `ts_ns` of what put work on a GPU, or asked for a collective."""
-    known = np.flatnonzero(kernels.known)
-    frame = kernels.frame[known].select("correlation", tid="launch_tid")
-    launches = frame.with_columns(ts_ns=pl.Series(kernels.launched[known]))
-    return launches.unique("correlation", keep="first", maintain_order=True)
 
 
 def _with_waits_for_collectives(
@@ -437,11 +432,6 @@ def _kernel_work(rank: _Rank) -> _Edges:
     return _Edges(sources=rank.starts, targets=rank.ends, lengths=lengths)
 
 
-def _host_work(rank: _Rank) -> _Edges:
-    threads = rank.threads
-    return _Edges(sources=threads.sources, targets=threads.targets, lengths=threads.lengths)
-
-
 def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:
     """Launches, streams in order, streams that wait for each other, and calls that wait.
 
@@ -451,7 +441,15 @@ def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:
     kernels = rank.kernels
     earlier, later = ordered_pairs(kernels)
     first, second = stream_waits(trace, kernels, rank.runtime)
-    usual_latency = _usual_latency(kernels, earlier, later, second)
+    # From a launch to the start of a computing kernel that nothing else on the GPU held up.
+    before = np.full(len(kernels.starts), NEVER)
+    before[later] = kernels.ends[earlier]
+    latency = kernels.starts - kernels.launched
+    launched = kernels.known & (latency >= 0)
+    free = launched & (before <= kernels.launched) & ~kernels.talks
+    free[second] = False
+    known = latency[launched]
+    usual_latency = _usual(latency[free], otherwise=int(known.min()) if len(known) else 0)
     gap = kernels.starts[later] - kernels.ends[earlier]
     queued = kernels.known[later] & (
         kernels.launched[later] + usual_latency <= kernels.ends[earlier]
@@ -463,18 +461,6 @@ def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:
     yield _wait(rank, rank.ends[earlier], rank.starts[later], usual_gap, least_ns=overlap)
     yield _wait(rank, rank.ends[first], rank.starts[second], usual_gap)
     yield _blocking_edges(rank)
-
-
-def _usual_latency(kernels: DeviceEvents, earlier: Ints, later: Ints, waiting: Ints) -> int:
-    """From a launch to the start of a computing kernel that nothing else on the GPU held up."""
-    before = np.full(len(kernels.starts), NEVER)
-    before[later] = kernels.ends[earlier]
-    latency = kernels.starts - kernels.launched
-    launched = kernels.known & (latency >= 0)
-    free = launched & (before <= kernels.launched) & ~kernels.talks
-    free[waiting] = False
-    known = latency[launched]
-    return _usual(latency[free], otherwise=int(known.min()) if len(known) else 0)
 
 
 def _launches(rank: _Rank) -> tuple[Ints, Ints]:

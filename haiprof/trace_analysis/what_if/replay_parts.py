@@ -171,20 +171,16 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
     inside = spans.filter(pl.col("ts_ns").is_between(begin, end)).with_columns(
         end_ns=pl.min_horizontal("end_ns", pl.lit(end))
     )
+    window = (begin, end)
+    main = [thread for thread in host.threads if thread[1] == tid]
     return ReplayWindow(
         begin_ns=begin,
         end_ns=end,
         main_tid=tid,
         bounds_ns=np.append(marks["start_ns"].sort().to_numpy() if marks.height else begin, end),
         spans=inside,
-        handed=_find_waits(host, tid, (begin, end)),
+        handed=tuple(found.within(*window) for found in hand_overs(host, main[0])),
     )
-
-
-def _find_waits(host: HostEvents, main_tid: int, window: tuple[int, int]) -> tuple[HandOvers, ...]:
-    """Hand-overs of which both sides are in the window."""
-    main = [thread for thread in host.threads if thread[1] == main_tid]
-    return tuple(found.within(*window) for found in hand_overs(host, main[0]))
 
 
 def _spans(trace: Trace) -> pl.DataFrame:
@@ -247,12 +243,6 @@ def ordered_pairs(kernels: DeviceEvents) -> Pairs:
     return first[follows], second[follows]
 
 
-def _possible(kernels: DeviceEvents, pairs: Pairs) -> Pairs:
-    first, second = pairs
-    possible = kernels.ends[first] <= kernels.starts[second]
-    return first[possible], second[possible]
-
-
 def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pairs:
     """Pairs (earlier, later) of kernels of different streams, where one stream waits for another.
 
@@ -263,7 +253,9 @@ def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pa
     that ended after the kernel began, which would contradict the trace.
     """
     if trace.sync["wait_on_stream"].is_not_null().any():
-        return _possible(kernels, recorded_waits(trace, kernels, calls))
+        first, second = recorded_waits(trace, kernels, calls)
+        possible = kernels.ends[first] <= kernels.starts[second]
+        return first[possible], second[possible]
     waits, later = _next_launches(kernels, calls)
     best = np.full(len(waits), -1)
     ends, talks = np.append(kernels.ends, NEVER), np.append(kernels.talks, False)
@@ -381,25 +373,12 @@ def worker_batches(
     None where the workers' pace does not show: training never waits for two batches near each
     other.
     """
-    marks = _fetch_marks(trace, window, main_tid)
-    asked, ends = marks["ts_ns"].to_numpy(), marks["end_ns"].to_numpy()
-    taken = _first_operator(trace, main_tid, asked, ends)
-    step = float(np.median(np.diff(asked))) if len(asked) > 1 else 0.0
-    waited = taken - asked > max(WAITED_NS, WAITED_RATIO * step)
-    lost_ns = int((taken - asked)[waited].sum())
-    ready = _ready(taken, waited)
-    if ready is None or lost_ns < WAITED_RATIO * (window[1] - window[0]):
-        return None, not marks.is_empty()
-    return Batches(asked_ns=asked, taken_ns=taken, ready_ns=ready, waited=waited), True
-
-
-def _fetch_marks(trace: Trace, window: tuple[int, int], main_tid: int) -> pl.DataFrame:
-    """The outermost marks of `__next__`; until 2022 they were operators."""
+    # The outermost marks of `__next__`; until 2022 they were operators.
     end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
     host = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")
     parts = [table.select(pl.col("name").cast(pl.String), "tid", "ts_ns", end)
              for table in (host, trace.ops)]  # fmt: skip
-    return (
+    marks = (
         pl.concat(parts)
         .filter(
             (pl.col("tid") == main_tid)
@@ -409,15 +388,20 @@ def _fetch_marks(trace: Trace, window: tuple[int, int], main_tid: int) -> pl.Dat
         )
         .sort("ts_ns")
     )
-
-
-def _first_operator(trace: Trace, main_tid: int, asked: Ints, ends: Ints) -> Ints:
-    """When the first operator inside of each mark began: it makes tensors of what has come."""
+    asked, ends = marks["ts_ns"].to_numpy(), marks["end_ns"].to_numpy()
+    # When the first operator inside of each mark began: it makes tensors of what has come.
     plain = ~pl.col("name").cast(pl.String).str.contains(WORKERS_NAME)
     begins = trace.ops.filter((pl.col("tid") == main_tid) & plain)["ts_ns"].sort().to_numpy()
     at = np.searchsorted(begins, asked, side="left")
     found = np.append(begins, np.iinfo(np.int64).max)[at]
-    return np.where(found < ends, found, ends)
+    taken = np.where(found < ends, found, ends)
+    step = float(np.median(np.diff(asked))) if len(asked) > 1 else 0.0
+    waited = taken - asked > max(WAITED_NS, WAITED_RATIO * step)
+    lost_ns = int((taken - asked)[waited].sum())
+    ready = _ready(taken, waited)
+    if ready is None or lost_ns < WAITED_RATIO * (window[1] - window[0]):
+        return None, not marks.is_empty()
+    return Batches(asked_ns=asked, taken_ns=taken, ready_ns=ready, waited=waited), True
 
 
 def _ready(taken: Ints, waited: npt.NDArray[np.bool_]) -> Ints | None:
@@ -483,7 +467,13 @@ def change_lengths(trace: Trace, change: Change, lengths: Ints, work: Work) -> I
     if change.kind in (OPERATOR, LOADER):
         return _inside(_operators(trace, change.name), change, lengths, work)
     if change.kind == LAUNCHES:
-        return _inside(_launching_calls(trace), change, lengths, work)
+        # When calls run that put something on a GPU, by thread; one that waits for it is not work.
+        return _inside(
+            _by_thread(trace.runtime.join(trace.gpu, on="correlation", how="semi")),
+            change,
+            lengths,
+            work,
+        )
     return lengths
 
 
@@ -509,11 +499,6 @@ def _operators(trace: Trace, name: str) -> dict[int, Intervals]:
     spans = pl.concat([trace.ops.select(*columns), marks.select(*columns)])
     names = [text for text in spans["name"].unique() if re.search(name, text)]
     return _by_thread(spans.filter(pl.col("name").is_in(names)))
-
-
-def _launching_calls(trace: Trace) -> dict[int, Intervals]:
-    """When calls run that put something on a GPU, by thread; one that waits for it is not work."""
-    return _by_thread(trace.runtime.join(trace.gpu, on="correlation", how="semi"))
 
 
 def _by_thread(spans: pl.DataFrame) -> dict[int, Intervals]:

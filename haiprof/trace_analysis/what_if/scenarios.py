@@ -42,23 +42,27 @@ Steps = tuple[int, int] | None
 def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
     """Chooses the default changes: each thing twice as fast, each late rank as fast as others."""
     operators = analysis.operator_kernels(steps).with_columns(pl.col("operator").cast(pl.String))
-    found = [faster_loader(SPEEDUP)] if _loads(analysis, operators) else []
+    # Whether PyTorch's DataLoader shows in the traces; until 2022 as an operator.
+    names = (analysis.annotation_breakdown()["name"].cast(pl.String), operators["operator"])
+    found = (
+        [faster_loader(SPEEDUP)]
+        if any(own.str.contains(LOADER_NAME).any() for own in names)
+        else []
+    )
     has_gpu = int(analysis.load_report()["gpu_count"].sum()) > 0
     if has_gpu:
         found += [faster_launches(SPEEDUP), *_kernels(analysis.kernel_breakdown(steps))]
-    found += _operators(operators)
+    own = pl.col("cpu_self_ns") + pl.col("gpu_self_ns").fill_null(0)
+    plain = ~pl.col("operator").str.contains(_NO_OPERATORS)
+    sums = operators.filter(plain).group_by("operator").agg(own.sum())
+    largest = sums.sort(-pl.col("cpu_self_ns"), "operator").filter(pl.col("cpu_self_ns") > 0)
+    found += [_exact_names(OPERATOR, [name], name) for name in largest["operator"].head(NAME_COUNT)]
     if len(analysis.files) > 1:
         late = _late_ranks(analysis, steps)
         found.append(rank_as_others())
         if has_gpu or late:
             found += [faster_network(SPEEDUP), *late]
     return found
-
-
-def _loads(analysis: TraceQuestions, operators: pl.DataFrame) -> bool:
-    """Whether PyTorch's DataLoader shows in the traces; until 2022 as an operator."""
-    names = (analysis.annotation_breakdown()["name"].cast(pl.String), operators["operator"])
-    return any(own.str.contains(LOADER_NAME).any() for own in names)
 
 
 def _kernels(found: pl.DataFrame) -> list[Change]:
@@ -72,15 +76,6 @@ def _kernels(found: pl.DataFrame) -> list[Change]:
         time_ns[short] = time_ns.get(short, 0) + sum_ns
     largest = sorted(time_ns, key=lambda short: (-time_ns[short], short))[:NAME_COUNT]
     return [_exact_names(KERNEL, names[short], short) for short in largest if time_ns[short]]
-
-
-def _operators(found: pl.DataFrame) -> list[Change]:
-    """The operators with the most own time, on the CPU and of the kernels that they launch."""
-    own = pl.col("cpu_self_ns") + pl.col("gpu_self_ns").fill_null(0)
-    plain = ~pl.col("operator").str.contains(_NO_OPERATORS)
-    sums = found.filter(plain).group_by("operator").agg(own.sum())
-    largest = sums.sort(-pl.col("cpu_self_ns"), "operator").filter(pl.col("cpu_self_ns") > 0)
-    return [_exact_names(OPERATOR, [name], name) for name in largest["operator"].head(NAME_COUNT)]
 
 
 def _late_ranks(analysis: TraceQuestions, steps: Steps) -> Sequence[Change]:
