@@ -160,8 +160,13 @@ def with_operator(
     )
 
 
-def kernel_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def kernel_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Each GPU event with the operators, the module and the annotation that launched it.
+
+    Returns:
+        One row per GPU event: `event`, `name`, `category`, `device`, `stream`, `ts_ns`, `dur_ns`,
+        `correlation`, `call`, `launch_delay_ns`, `operator`, `operator_event`, `top_operator`,
+        `matched_by`, `module`, `annotation`.
 
     Source: nesting is what Kineto and HTA's call stacks go by. External ids are taken only
     where they are ids of operators: Kineto of 2022 and 2023 wrote the correlation there.
@@ -189,8 +194,14 @@ def kernel_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     )
 
 
-def operator_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
-    """Operators by name: what they launched themselves, and what in all."""
+def operator_kernels(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+    """Operators by name: what they launched themselves, and what in all.
+
+    Returns:
+        One row per operator: `operator`, `call_count`, `cpu_self_ns`, `cpu_total_ns`,
+        `kernel_count`, `gpu_self_ns`, `kernel_total_count`, `gpu_total_ns`, `launch_delay_mean_ns`,
+        `launch_delay_max_ns`. A row with `operator` null is of GPU events without one.
+    """
     owned = with_operator(trace, steps, captures=True)
     name = _at(owned.tree.spans["name"], owned.row)
     kernels = owned.gpu.select("dur_ns", "launch_delay_ns", name.alias("operator"))
@@ -214,8 +225,13 @@ def operator_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     ).sort("gpu_total_ns", "operator", descending=[True, False], nulls_last=True)
 
 
-def host_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
-    """Operators by name and shapes in a trace without a GPU, where they do the work themselves."""
+def host_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+    """Operators by name and shapes in a trace without a GPU, where they do the work themselves.
+
+    Returns:
+        One row per operator and shapes: `operator`, `shapes`, `call_count`, `cpu_self_ns`,
+        `cpu_total_ns`; none of a rank with GPU events.
+    """
     spans = _without_steps(trace.ops)
     if len(trace.gpu):
         spans = spans.clear()
@@ -380,13 +396,24 @@ _SEQUENCES_CALL = ("operator", "operator_row")
 
 def kernel_sequences(
     trace: Trace,
-    *,
     operator: str,
     steps: Steps = None,
+    *,
     min_pattern_length: int = MIN_PATTERN_LENGTH,
     top_k: int = TOP_K,
 ) -> pl.DataFrame:
     """The most frequent sequences of kernels under an operator.
+
+    Args:
+        trace: Of one rank.
+        operator: Part of its name.
+        steps: First profiler step and the one after the last; None takes all.
+        min_pattern_length: Calls with fewer kernels are left out.
+        top_k: How many sequences of each rank are wanted.
+
+    Returns:
+        One row per sequence: `pattern`, `count`, `kernel_count`, `gpu_duration_ns`,
+        `cpu_duration_ns`.
 
     Source: HTA get_frequent_cuda_kernel_sequences: whole sequences of calls are counted, no
     parts of them. HTA looks only at matching operators of the least depth in the trace, and
@@ -409,8 +436,12 @@ def kernel_sequences(
     )
 
 
-def operator_sequences(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def operator_sequences(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """What each operator launches itself, and how long that takes to be launched and to begin.
+
+    Returns:
+        One row per operator and sequence: `operator`, `kernel_sequence`, `count`,
+        `operator_delay_mean_ns`, `runtime_delay_mean_ns`.
 
     Source: HTA get_aten_op_kernels_and_delay, for all operators and not only those of ATen;
     HTA adds the rows of earlier ranks to those of later ones (D15).

@@ -130,6 +130,14 @@ def innermost(tree: CallTree, calls: pl.DataFrame) -> Ints:
 def call_tree(trace: Trace, *, table: str = OPS) -> pl.DataFrame:
     """Each operator or Python function with its caller and its own time.
 
+    Args:
+        trace: Of one rank.
+        table: `ops` or `python`.
+
+    Returns:
+        One row per span: `event`, `name`, `pid`, `tid`, `ts_ns`, `dur_ns`, `self_ns`,
+        `parent_event`, `depth`.
+
     Source: nesting as in HTA's CallStackGraph, which HTA builds twice and event by event
     (HTA issue 141).
     """

@@ -196,8 +196,12 @@ TYPES_SCHEMA = {
 }
 
 
-def overlap(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def overlap(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """How much of the communication of each GPU computation hides.
+
+    Returns:
+        One row per device: `device`, `compute_ns`, `communication_ns`, `overlap_ns`,
+        `overlap_ratio` (null without communication).
 
     Source: HTA get_comm_comp_overlap, in integer ns (D1) and per device (D12).
     """
@@ -214,8 +218,11 @@ def _overlap(compute: Intervals, talk: Intervals) -> tuple[int, int, int, float 
     return total(compute), talk_ns, both, both / talk_ns if talk_ns else None
 
 
-def kernel_types(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def kernel_types(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """The busy time of each GPU by the kinds of event that ran at the same time.
+
+    Returns:
+        Seven rows per device: `device`, `kernel_type`, `time_ns`, `time_ratio`.
 
     Source: the first frame of HTA get_gpu_kernel_breakdown, which adds all ranks together,
     cuts each piece to whole us (D3) and merges devices (D12).
@@ -273,8 +280,8 @@ _STATISTICS = {
 
 def idle_breakdown(
     trace: Trace,
-    *,
     steps: Steps = None,
+    *,
     streams: list[int] | None = None,
     consecutive_kernel_delay_ns: int = CONSECUTIVE_KERNEL_DELAY_NS,
 ) -> pl.DataFrame:
@@ -290,6 +297,12 @@ def idle_breakdown(
     launched before, and waited longer (an event of another stream, as a rule); `unknown`: its
     launch is not in the trace. The idle time of a stream is that between its first start and
     last end in which nothing ran on it. Empty without GPU events.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+        streams: Only these.
+        consecutive_kernel_delay_ns: A gap below it is what a GPU needs between two kernels.
 
     Source: HTA get_idle_time_breakdown. HTA takes the end of the one event before instead of
     the latest end, so that overlaps give negative gaps (D10), counts waits as events (D11),
@@ -372,13 +385,24 @@ DURATION_STATISTICS = {
 
 def kernels(
     trace: Trace,
-    *,
     steps: Steps = None,
+    *,
     num_kernels: int | None = None,
     duration_ratio: float | None = None,
     include_memory: bool = True,
 ) -> pl.DataFrame:
     """Each kernel's count and time.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+        num_kernels: At most so many per rank and kind; the rest is one row `others`.
+        duration_ratio: The longest that make this share of a kind's time; the rest likewise.
+        include_memory: Copies and sets too.
+
+    Returns:
+        One row per device, kind and kernel: `device`, `kind`, `name`, `count`, `sum_ns`, `min_ns`,
+        `max_ns`, `mean_ns`, `std_ns`, `kind_ratio`, `name_count`.
 
     Source: the second frame of HTA get_gpu_kernel_breakdown. HTA's mean, min and max are the
     sum, and its deviation 0, as soon as a limit takes effect (D2); its duration_ratio cuts at

@@ -63,13 +63,25 @@ def _any_launch(trace: Trace) -> bool:
 
 def launch_statistics(
     trace: Trace,
-    *,
     steps: Steps = None,
+    *,
     runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
     launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
     include_memory_events: bool = True,
 ) -> pl.DataFrame:
     """The cost of each launch, and the delay until its work began.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+        runtime_cutoff_ns: A call longer than this is an outlier.
+        launch_delay_cutoff_ns: A delay longer than this is an outlier.
+        include_memory_events: Whether copies and sets count.
+
+    Returns:
+        One row per launch: `correlation`, `call`, `kernel`, `kernel_count`, `device`, `stream`,
+        `ts_ns`, `cpu_duration_ns`, `gpu_duration_ns`, `launch_delay_ns`, `is_short`,
+        `is_runtime_outlier`, `is_launch_delay_outlier`.
 
     Source: HTA get_cuda_kernel_launch_stats. HTA knows four calls; here a launch is whatever
     call a GPU event names as its own: cuLaunchKernel(Ex), cooperative, graph and HIP launches
@@ -115,13 +127,28 @@ def _per_launch(found: pl.DataFrame) -> pl.DataFrame:
 
 def launch_summary(
     trace: Trace,
-    *,
     steps: Steps = None,
+    *,
     runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
     launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
     include_memory_events: bool = True,
 ) -> pl.DataFrame:
-    """Launches by call: how many, how long, and how many are short or outliers."""
+    """Launches by call: how many, how long, and how many are short or outliers.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+        runtime_cutoff_ns: As in `launch_statistics`.
+        launch_delay_cutoff_ns: As in `launch_statistics`.
+        include_memory_events: As in `launch_statistics`.
+
+    Returns:
+        One row per call: `call`, `launch_count`, `kernel_count`, `gpu_duration_ns`,
+        `cpu_duration_ns`, `cpu_duration_median_ns`, `cpu_duration_max_ns`, `launch_delay_ns`,
+        `launch_delay_median_ns`, `launch_delay_max_ns`, `short_count`, `runtime_outlier_count`,
+        `launch_delay_outlier_count`. A row with `call` null is of GPU events whose launch is not in
+        the trace.
+    """
     launches = launch_statistics(
         trace,
         steps=steps,
@@ -171,7 +198,7 @@ MAX_QUEUE_LENGTH = 1024
 _STREAM = ("device", "stream")
 
 
-def queue_length(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def queue_length(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """The launch queue of each stream over time.
 
     A launch enters the queue when its call begins, and leaves it when the first of what it
@@ -181,6 +208,9 @@ def queue_length(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     Never negative: only launches whose call and GPU event are both in the trace count, an
     entry at the time of a leaving comes before it, and a kernel whose recorded start lies
     before its call (the clocks of CPU and GPU are matched to about 1 us) leaves at once.
+
+    Returns:
+        One row per change: `device`, `stream`, `ts_ns`, `queue_length` from then on.
 
     Source: HTA get_queue_length_time_series, which knows twelve names of calls, and no graph
     or cooperative launches (D16, D17).
@@ -196,8 +226,14 @@ def queue_length(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     return changes.select(*_STREAM, "ts_ns", queue_length=pl.col("change").cum_sum().over(_STREAM))
 
 
-def queue_length_summary(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def queue_length_summary(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """How long the launch queue of each stream was: over time, and over its changes.
+
+    Returns:
+        One row per stream: `device`, `stream`, `launch_count`, `span_ns`, `empty_ns`, `mean_length`
+        over time, `max_length`, and HTA's statistics over the changes: `change_count`,
+        `change_mean`, `change_std`, `change_min`, `change_q25`, `change_q50`, `change_q75`,
+        `change_max`.
 
     Source: the last eight are HTA's get_queue_length_summary. They weigh a length that held
     for 1 us like one that held for a second: `mean_length` does not.
@@ -223,9 +259,17 @@ def queue_length_summary(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 
 def full_queue(
-    trace: Trace, *, steps: Steps = None, max_queue_length: int = MAX_QUEUE_LENGTH
+    trace: Trace, steps: Steps = None, *, max_queue_length: int = MAX_QUEUE_LENGTH
 ) -> pl.DataFrame:
     """How long the launch queue of each stream was full: launch calls block meanwhile.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+        max_queue_length: From which on it is full.
+
+    Returns:
+        One row per stream: `device`, `stream`, `full_ns`, `trace_ns`, `full_ratio`.
 
     Source: HTA get_time_spent_blocked_on_full_queue, which keeps only the last of a rank's
     streams (D14) and says nothing of streams that were never full.
@@ -271,8 +315,11 @@ def _copies(trace: Trace, steps: Steps) -> pl.DataFrame:
     )
 
 
-def memory_bandwidth(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def memory_bandwidth(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """The bandwidth of each kind of copy over time; copies at the same time add up.
+
+    Returns:
+        One row per change: `device`, `copy_kind`, `ts_ns`, `bandwidth_bytes_per_s` from then on.
 
     Source: HTA get_memory_bw_time_series. HTA stretches copies of 0 us to 1 us; its running
     sums of floats leave residues such as 1e-13 where nothing is copied, here that is 0.
@@ -293,8 +340,14 @@ def memory_bandwidth(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     return sums.select(*_KIND, "ts_ns", bandwidth_bytes_per_s=level)
 
 
-def memory_bandwidth_summary(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def memory_bandwidth_summary(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """How much each kind of copy moved, and how fast.
+
+    Returns:
+        One row per device and kind: `device`, `copy_kind`, `copy_count`, `unsized_count`,
+        `unrated_count`, `bytes`, `busy_ns`, `mean_bandwidth_bytes_per_s`, and HTA's statistics over
+        the changes, in bytes per second: `change_count`, `change_mean`, `change_std`, `change_min`,
+        `change_q25`, `change_q50`, `change_q75`, `change_max`.
 
     Source: the last eight are HTA's get_memory_bw_summary (in GB/s there), which weighs a
     short copy like a long one; the mean does not.

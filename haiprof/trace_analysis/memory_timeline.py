@@ -52,13 +52,22 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
 
 
 def memory_allocations(trace: Trace) -> pl.DataFrame:
-    """Blocks of memory with their lifetimes."""
+    """Blocks of memory with their lifetimes.
+
+    Returns:
+        `device_type`, `device`, `address`, `size_bytes`, `allocated_ns`, `freed_ns`, `lifetime_ns`,
+        `operator`, `freed_by`; null is what did not happen in the window.
+    """
     found = _allocations(trace, _with_operators(_events(trace), _operators(trace)))
     return found.drop("order", "gone")
 
 
 def memory_by_operator(trace: Trace) -> pl.DataFrame:
     """What each operator allocated, freed, and left behind.
+
+    Returns:
+        `device_type`, `device`, `operator`, `allocation_count`, `allocated_bytes`, `free_count`,
+        `freed_bytes`, `self_increase_bytes`, `increase_bytes`, `kept_count`, `kept_bytes`.
 
     Source: "Size Increase" and "Self Size Increase" of TensorBoard's memory view
     (torch-tb-profiler, memory view).
@@ -86,12 +95,21 @@ def memory_by_operator(trace: Trace) -> pl.DataFrame:
 
 
 def memory_at_peak(trace: Trace) -> pl.DataFrame:
-    """What was alive when each device held most."""
+    """What was alive when each device held most.
+
+    Returns:
+        `device_type`, `device`, `ts_ns`, `peak_bytes`, `origin`, `operator`, `block_count`,
+        `size_bytes`, `ratio`.
+    """
     return _at_peak(trace, _operators(trace))
 
 
 def memory_at_peak_by_module(trace: Trace) -> pl.DataFrame:
-    """What was alive when each device held most, by the module that allocated it."""
+    """What was alive when each device held most, by the module that allocated it.
+
+    Returns:
+        As `memory_at_peak`, with `module` in place of `operator`.
+    """
     return _at_peak(trace, part_tree(trace)).rename({"operator": "module"})
 
 

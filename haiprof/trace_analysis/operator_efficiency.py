@@ -198,9 +198,20 @@ class _Calls:
 
 
 def operator_efficiency(
-    trace: Trace, *, steps: Steps = None, peaks: Mapping[str, float] | None = None
+    trace: Trace, steps: Steps = None, *, peaks: Mapping[str, float] | None = None
 ) -> pl.DataFrame:
-    """Operators by name and shape: their work, what they achieved, and what is possible."""
+    """Operators by name and shape: their work, what they achieved, and what is possible.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+        peaks: FLOP/s by precision and bytes/s as `memory`; None takes the table's.
+
+    Returns:
+        One row per operator, shapes and kernel: `operator`, `kind`, `shapes`, `precision`,
+        `kernel`, `count`, `time_ns`, `flops`, `bytes`, `flops_per_s`, `bytes_per_s`,
+        `flops_per_byte`, `bound`, `roofline_ratio`, `recomputed_ratio`.
+    """
     found = _known_calls(trace, steps, peaks)
     keys = ["operator", "kind", "shapes", "precision", "kernel"]
     again = pl.col("flops").filter(pl.col("is_recomputed")).sum()
@@ -256,9 +267,19 @@ def _with_roofline(rows: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
 
 
 def step_efficiency(
-    trace: Trace, *, steps: Steps = None, peaks: Mapping[str, float] | None = None
+    trace: Trace, steps: Steps = None, *, peaks: Mapping[str, float] | None = None
 ) -> pl.DataFrame:
     """MFU and HFU over profiler steps, and what share of the kernels they rest on.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+        peaks: As in `efficiency`.
+
+    Returns:
+        One row per rank: `device_name`, `step_count`, `wall_ns`, `model_flops`, `executed_flops`,
+        `recomputed_flops`, `mfu_ratio`, `hfu_ratio`, `kernel_known_ratio`, `matrix_known_ratio`,
+        `is_lower_bound`, `peak`, `reason`.
 
     Source: MFU and HFU as in PaLM (arXiv 2204.02311, appendix B); of causal attention only the
     half that is not masked counts.

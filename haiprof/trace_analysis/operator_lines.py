@@ -29,9 +29,9 @@ def operator_lines(trace: Trace) -> pl.DataFrame:
     Returns:
         One row per line, in all steps of the window together: `file`, `line`, `function`,
         `step_count`, `operator_count`, `operator_ns` (the median of the outermost operators),
-        `node_count`, `backward_ns`, `event_count` (recorded in backward), `rest_ns` (the
-        engine's usual time per node). Of nodes whose forward is not known (the sums of gradients)
-        `file` is null.
+        `node_count`, `backward_ns`, `event_count` (recorded in backward), `rest_ns` (the engine's
+        usual time per node). Of nodes whose forward is not known (the sums of gradients) `file` is
+        null.
 
     Raises:
         MissingDataError: The trace has no lines.

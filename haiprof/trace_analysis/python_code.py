@@ -45,8 +45,13 @@ class _Calls(NamedTuple):
     """`pid`, `tid` of each thread's code."""
 
 
-def python_stacks(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def python_stacks(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Python calls by their call stack.
+
+    Returns:
+        `pid`, `tid`, `stack` (`root;...;leaf`), `name`, `depth`, `calls`, `total_ns`, `self_ns`,
+        and of both the time and share in which no GPU work ran: `non_overlapped_ns`,
+        `self_non_overlapped_ns`, `non_overlapped_ratio`, `self_non_overlapped_ratio`.
 
     Source: self and total time as in cProfile and in TensorBoard's operator view. HTA has no
     such question. Whose call a call is comes from `Python parent id`, or from the nesting of
@@ -71,8 +76,12 @@ def python_stacks(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     return _add_ratios(joined, has_gpu=trace.gpu.height > 0)
 
 
-def python_functions(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
-    """Python calls by function, whoever called them."""
+def python_functions(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+    """Python calls by function, whoever called them.
+
+    Returns:
+        As `python_stacks`, without `stack` and `depth`.
+    """
     calls = _calls(trace, steps)
     per_stack = pl.DataFrame({
         "stack": np.arange(len(calls.stacks.name)), "thread": calls.stacks.thread,
@@ -231,11 +240,18 @@ SCHEMA = {
 }  # fmt: skip
 
 
-def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def module_times(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Modules and annotated ranges by where they are called, with their time.
 
     A part is an nn.Module (recorded with `with_modules` or `with_stack`), or a record_function
     range; where no module was recorded, also a Python function `forward` of the call stacks.
+
+    Returns:
+        One row per module or annotated range: `path`, `name`, `kind`, `depth`, `call_count`,
+        `host_self_ns`, `host_ns`, `backward_host_ns`, `kernel_count`, `device_self_ns`,
+        `device_ns`, `backward_device_self_ns`, `backward_device_ns`, `graph_kernel_count`,
+        `graph_device_self_ns` (of CUDA graphs). The row with `path` null is of GPU events outside
+        of all.
 
     Source: autograd joins an operator with its node by a sequence number: the node's forward
     operator is the last one begun before with that number (torch.autograd.profiler).

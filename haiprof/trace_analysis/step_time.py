@@ -36,8 +36,12 @@ GPU_CATEGORY = "gpu_user_annotation"
 _RANGE = ["category", "device", "name"]
 
 
-def annotation_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def annotation_breakdown(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Count and time of each named range: `record_function`, optimizer, loader, collectives.
+
+    Returns:
+        One row per category (CPU or GPU), device and name: `category`, `device`, `name`, `count`,
+        `sum_ns`, `min_ns`, `max_ns`, `mean_ns`, `std_ns`, `covered_ns`.
 
     Source: HTA get_gpu_user_annotation_breakdown, of both categories at once; its statistics
     are wrong where a limit takes effect (D2), and it rounds ns to us (D1).
@@ -54,8 +58,12 @@ def annotation_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     )
 
 
-def annotation_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def annotation_kernels(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """The GPU events of each annotation: which kernels a named piece of code ran.
+
+    Returns:
+        One row per device, annotation and kernel: `device`, `annotation` (null outside of all),
+        `kind`, `name`, `count`, `sum_ns`, `min_ns`, `max_ns`, `mean_ns`, `std_ns`.
 
     Source: HTA get_gpu_kernels_with_user_annotations, which takes any overlap for
     containment, and of several ranges the one that it meets last.
@@ -145,6 +153,15 @@ _NAMED = ["name", "ts_ns", "dur_ns"]
 
 def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame:
     """The time of each profiler step by cause.
+
+    Args:
+        trace: Of one rank.
+        gpu_tail: A step lasts until the last GPU event that it launched, as in TensorBoard.
+
+    Returns:
+        One row per step: `step`, `start_ns`, `wall_ns`, and its parts, which add up to it:
+        `kernel_ns`, `memcpy_ns`, `memset_ns`, `communication_ns`, `runtime_ns`, `dataloader_ns`,
+        `cpu_exec_ns`, `other_ns`.
 
     Source: torch_tb_profiler 0.4, overall_parser.py and event_parser.py. It leaves out the
     last steps where it holds them to be incomplete, and counts any kernel under a collective's

@@ -1,4 +1,4 @@
-"""Questions that need all ranks, questions about causes, and `TraceQuestions` with all of them."""
+"""Every question about traces: of each rank, of all ranks together, and about causes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis import (
+    attribution,
+    device_time,
+    launches,
+    operator_efficiency,
+    python_code,
+    step_time,
+)
+from haiprof.trace_analysis import call_tree as calls
+from haiprof.trace_analysis import memory_timeline as memory
 from haiprof.trace_analysis.arrivals import (
     arrival_lateness,
     collective_waits,
@@ -27,8 +37,7 @@ from haiprof.trace_analysis.diff import KERNEL, OPERATOR, step_samples
 from haiprof.trace_analysis.kernel_names import FULL
 from haiprof.trace_analysis.matching import on_one_clock
 from haiprof.trace_analysis.pool import Progress
-from haiprof.trace_analysis.questions.base import RankTraces, Steps
-from haiprof.trace_analysis.questions.one_rank import HostQuestions, TimeQuestions
+from haiprof.trace_analysis.questions.base import RankTraces, Steps, of_each_rank
 from haiprof.trace_format.find import is_reduced_to_functions
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -37,6 +46,82 @@ if TYPE_CHECKING:
     from haiprof.trace_analysis.diff import TraceDiff
     from haiprof.trace_analysis.pattern_gathering import Patterns
     from haiprof.trace_analysis.what_if.replay_parts import Change
+
+
+class OneRankQuestions(RankTraces):
+    """Questions that each rank's trace answers alone; the function has options and columns.
+
+    Time on the device, then the host's side: launches, queues, operators, Python, memory.
+    """
+
+    def temporal_breakdown(self, steps: Steps = None) -> pl.DataFrame:
+        """Idle, computing and other time per rank: `haiprof.trace_analysis.device_time`.
+
+        Returns:
+            One row per rank and device: `rank`, `device`, `span_ns`, `idle_ns`, `compute_ns`,
+            `non_compute_ns`, `idle_ratio`, `compute_ratio`, `non_compute_ratio`. A rank without
+            GPU events has one row of nulls.
+        """
+        found, span = self.per_rank(device_time.temporal_breakdown, steps=steps), pl.col("span_ns")
+        parts = ("idle", "compute", "non_compute")
+        return found.with_columns(
+            pl.when(span > 0).then(pl.col(f"{part}_ns") / span).alias(f"{part}_ratio")
+            for part in parts
+        )
+
+    idle_time_breakdown = of_each_rank(device_time.idle_breakdown)
+    kernel_type_breakdown = of_each_rank(device_time.kernel_types)
+    kernel_breakdown = of_each_rank(device_time.kernels)
+
+    def kernels_across_ranks(self, steps: Steps = None) -> pl.DataFrame:
+        """A kernel on every rank, the slowest rank named: `haiprof.trace_analysis.device_time`.
+
+        Returns:
+            One row per kind and kernel: `kind`, `name`, `rank_count`, `count`, `sum_ns`,
+            `mean_ns`, `std_ns`, `slowest_rank`, `slowest_mean_ns`, `fastest_rank`,
+            `fastest_mean_ns`, `others_median_ns`, `distance_ratio`, `excess_ns`.
+        """
+        return device_time.across_ranks(self.kernel_breakdown(steps))
+
+    overlap = of_each_rank(device_time.overlap)
+    annotation_breakdown = of_each_rank(step_time.annotation_breakdown)
+    annotation_kernels = of_each_rank(step_time.annotation_kernels)
+    step_time_breakdown = of_each_rank(step_time.step_time_breakdown)
+    efficiency = of_each_rank(operator_efficiency.operator_efficiency)
+    step_efficiency = of_each_rank(operator_efficiency.step_efficiency)
+
+    memory_timeline = of_each_rank(memory.memory_timeline)
+    memory_allocations = of_each_rank(memory.memory_allocations)
+    memory_by_operator = of_each_rank(memory.memory_by_operator)
+    memory_at_peak = of_each_rank(memory.memory_at_peak)
+    memory_at_peak_by_module = of_each_rank(memory.memory_at_peak_by_module)
+    python_stacks = of_each_rank(python_code.python_stacks)
+    python_functions = of_each_rank(python_code.python_functions)
+
+    def folded_stacks(self, steps: Steps = None, *, value: str = "self_ns") -> str:
+        """Python stacks as text for flame graph tools, a line each: `root;...;leaf 123`.
+
+        Args:
+            steps: First profiler step and the one after the last; None takes all calls.
+            value: `self_ns`, or `self_non_overlapped_ns` for the time in which no GPU worked.
+        """
+        return python_code.folded_stacks(self.python_stacks(steps), value=value)
+
+    launch_statistics = of_each_rank(launches.launch_statistics)
+    launch_summary = of_each_rank(launches.launch_summary)
+    queue_length = of_each_rank(launches.queue_length)
+    queue_length_summary = of_each_rank(launches.queue_length_summary)
+    full_queue = of_each_rank(launches.full_queue)
+    memory_bandwidth = of_each_rank(launches.memory_bandwidth)
+    memory_bandwidth_summary = of_each_rank(launches.memory_bandwidth_summary)
+    kernel_operators = of_each_rank(attribution.kernel_operators)
+    operator_kernels = of_each_rank(attribution.operator_kernels)
+    host_operators = of_each_rank(attribution.host_operators)
+    module_times = of_each_rank(python_code.module_times)
+    traced_time = of_each_rank(device_time.traced_time)
+    operator_sequences = of_each_rank(attribution.operator_sequences)
+    kernel_sequences = of_each_rank(attribution.kernel_sequences)
+    call_tree = of_each_rank(calls.call_tree)
 
 
 class RankQuestions(RankTraces):
@@ -341,7 +426,7 @@ class CauseQuestions(RankTraces):
         return self.traces[chosen]
 
 
-class TraceQuestions(TimeQuestions, RankQuestions, HostQuestions, CauseQuestions):
+class TraceQuestions(OneRankQuestions, RankQuestions, CauseQuestions):
     """The traces of one window of a job, a file per rank; each is read at the first question.
 
     `steps` is always the first profiler step and the one after the last; None takes all.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, update_wrapper
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import polars as pl
 
@@ -28,6 +29,7 @@ Steps = tuple[int, int] | None
 NamedFiles = Mapping[int, Path] | tuple[Path, ...]
 """Files by rank, or files that state their ranks."""
 _Result = TypeVar("_Result")
+_Options = ParamSpec("_Options")
 
 
 class RankTraces:
@@ -166,3 +168,25 @@ class RankTraces:
         if self._pool is None:
             self._pool = default_pool(self.paths())
         return self._pool.map(question, paths, options, progress)
+
+
+def of_each_rank(
+    question: Callable[Concatenate[Trace, _Options], pl.DataFrame],
+) -> Callable[Concatenate[RankTraces, _Options], pl.DataFrame]:
+    """A method that asks a question of each rank, with its options and documentation.
+
+    Frames have the rank in front of the columns that the question states.
+    """
+    signature = inspect.signature(question)
+    trace, *options = signature.parameters.values()
+
+    def method(self: RankTraces, /, *args: Any, **named: Any) -> pl.DataFrame:  # noqa: ANN401
+        if len(args) > len(options):
+            raise TypeError(f"{question.__name__}() takes {len(options)} options at most")
+        given = {option.name: value for option, value in zip(options, args, strict=False)}
+        return self.per_rank(question, **given, **named)
+
+    own = trace.replace(name="self", annotation=inspect.Parameter.empty)
+    update_wrapper(method, question)
+    vars(method)["__signature__"] = signature.replace(parameters=[own, *options])
+    return method
