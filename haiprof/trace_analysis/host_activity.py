@@ -326,8 +326,6 @@ class Host:
         every = np.unique(np.concatenate([edges, steps]))
         known = inside[np.searchsorted(edges, np.append(np.iinfo(np.int64).min, every), "right")]
         # Positions of every piece of time: of those without a mark from what is before and after.
-        # Args: known: Position of each piece, -1 without a mark. begins_step: Whether a step
-        # begins with the piece.
         begins_step = np.append(False, np.isin(every, steps))
         has_forward, marked = bool((known == FORWARD).any()), bool((known >= 0).any())
         found, before, after = known.copy(), np.full_like(known, _START), np.full_like(known, _END)

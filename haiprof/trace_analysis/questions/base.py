@@ -181,10 +181,9 @@ def of_each_rank(
     trace, *options = signature.parameters.values()
 
     def method(self: RankTraces, /, *args: Any, **named: Any) -> pl.DataFrame:  # noqa: ANN401
-        if len(args) > len(options):
-            raise TypeError(f"{question.__name__}() takes {len(options)} options at most")
-        given = {option.name: value for option, value in zip(options, args, strict=False)}
-        return self.per_rank(question, **given, **named)
+        given = signature.bind(self, *args, **named).arguments  # refused here, not in a worker
+        del given[trace.name]
+        return self.per_rank(question, **given)
 
     own = trace.replace(name="self", annotation=inspect.Parameter.empty)
     update_wrapper(method, question)
