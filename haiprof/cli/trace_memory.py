@@ -47,13 +47,10 @@ def _show_file(path: Path, output: Output) -> bool:
         output.show(lambda _: snapshot_view(snapshot), snapshot.as_json())
         return True
     if is_memory_timeline(path):
-        from haiprof.show.views.memory_timeline import (
-            category_answers,
-            category_json,
-            category_view,
-        )
+        from haiprof.show.views.memory_timeline import category_json, category_view
+        from haiprof.trace_analysis.memory_timeline import memory_by_category
 
-        timeline = category_answers(path)
+        timeline = memory_by_category(path)
         output.show(lambda _: category_view(timeline), category_json(timeline))
         return True
     return False

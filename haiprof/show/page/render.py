@@ -6,7 +6,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,14 +20,12 @@ from haiprof.show.card import cost_text, gain_text, is_foreign
 from haiprof.show.figures.panel_table import by_reason
 from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
-from haiprof.show.frame_table import page_table
 from haiprof.show.page.content import MARKS, PageContent, page_content
 from haiprof.show.page.counter_data import json_for_script, squeeze
 from haiprof.show.page.run_sections import file_size
-from haiprof.show.page.trace_sections import figure_data, page_pictures
+from haiprof.show.page.trace_sections import figure_data, page_pictures, report_tables
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.text import count_text, printable
-from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.files import fault_lines
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import TraceReport
@@ -50,18 +47,10 @@ _POLICY = (
 )
 
 _UNIT = re.compile(r"(?<=\d) (?=%|[nµm]?s\b|[KMGT]iB\b)")
+"""Where no line may be broken: between a number and its unit."""
 
 Link = Callable[[Path], str]
 """Address at which a trace opens in Perfetto; empty for none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """One trace in the list."""
-
-    name: str
-    size: int | None
-    link: str
 
 
 def write_report(
@@ -94,21 +83,6 @@ def lines_html(flames: RunFlames, header: RunHeader) -> str:
     )
 
 
-def trace_html(
-    header: object,
-    data: Mapping[str, Any],
-    **parts: Any,  # noqa: ANN401
-) -> str:
-    """The pictures and tables of traces as a page that needs no network."""
-    return _template("trace.html").render(
-        header=header,
-        sections=[("pictures", "Pictures"), ("tables", "Tables")],
-        version=__version__,
-        **parts,
-        **_inside(data, with_plotly=True),
-    )
-
-
 def write_lines_page(analyzer: RunFrames, path: Path, *, baseline: str | None = None) -> Path:
     """Writes the flame graph of a run alone; returns its path."""
     flames = run_flames(analyzer, other_run(analyzer, baseline) if baseline else None)
@@ -131,11 +105,14 @@ def write_rank_page(analyzer: RunFrames, rank: int, path: Path) -> Path:
 def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
     """What a page holds that has no server: its style, its scripts and its numbers."""
     script, numbers = page_js(), squeeze(json_for_script(data))
-    hashes = [script, plotly_js()] if with_plotly else [script]
+    allowed = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in ([script, plotly_js()] if with_plotly else [script])
+    ]
     packed = _squeezed_plotly() if with_plotly else ""
     return {
         "live": False,
-        "policy": _POLICY.format(" ".join(f"'sha256-{_sha256(text)}'" for text in hashes)),
+        "policy": _POLICY.format(" ".join(allowed)),
         "style": _mark_as_safe(static_text("page.css")),
         "script": _mark_as_safe(script),
         "plotly": _mark_as_safe(packed),
@@ -147,11 +124,6 @@ def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
 def served_html(content: PageContent, link: Link) -> str:
     """The page whose parts the server has beside it."""
     return _render(content, live=True, link=link)
-
-
-def data_json(content: PageContent) -> str:
-    """The numbers of the figures."""
-    return json_for_script(content.data)
 
 
 def static_text(name: str) -> str:
@@ -187,7 +159,7 @@ def _render(
 ) -> str:
     sections = [one for one in _sections(content) if only is None or one[0] in only]
     windows = [
-        [_File(name=path.name, size=file_size(path), link=link(path)) for path in files]
+        [{"name": path.name, "size": file_size(path), "link": link(path)} for path in files]
         for files in content.windows
     ]
     verdict = content.verdict
@@ -226,7 +198,7 @@ def _template(name: str) -> Template:
     )
     environment.filters.update(
         printable=text.printable,
-        unbroken=_unbroken,
+        unbroken=lambda line: _UNIT.sub("\N{NO-BREAK SPACE}", line),
         with_code=_with_code,
         by_reason=lambda pairs: by_reason(dict(pairs)),
         value_text=text.value_text,
@@ -247,11 +219,6 @@ def _escape_value(value: object) -> object:
     """Escapes a value for the page; its own files are marked as such and stay unchanged."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return visible(str(value), keep=SPACES) if is_text else value
-
-
-def _unbroken(line: str) -> str:
-    """Text with no line break between numbers and units."""
-    return _UNIT.sub("\N{NO-BREAK SPACE}", line)
 
 
 def _with_code(line: str) -> object:
@@ -319,33 +286,21 @@ def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:
     return [(", ".join(names), why) for why, names in rules.items()]
 
 
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
-    """What stands on top."""
-
-    name: str
-    facts: str
-
-
 def trace_page_html(report: TraceReport, traces: TraceQuestions) -> str:
-    """The page with plotly, its script and all numbers inside; it needs no network."""
+    """Pictures and tables of traces as a page that needs no network."""
     pictures, missing = page_pictures(traces, report.steps)
-    tables = [
-        page_table(each.title, each.rows, each.columns, limit=each.limit, note=each.legend)
-        for each in shown_tables(report)
-    ]
     events = count_text(int(report.tables["files"]["event_count"].sum()), "event")
+    facts = f"{count_text(len(report.ranks), 'rank')} · {events}"
     reasons = [(name.replace("_", " "), why) for name, why in report.missing.items()]
-    return trace_html(
-        _Header(name=report.path.name, facts=f"{count_text(len(report.ranks), 'rank')} · {events}"),
-        {"style": {"font": FONT}, "figures": figure_data(pictures)},
+    data = {"style": {"font": FONT}, "figures": figure_data(pictures)}
+    return _template("trace.html").render(
+        header={"name": report.path.name, "facts": facts},
+        sections=[("pictures", "Pictures"), ("tables", "Tables")],
+        version=__version__,
         faults=fault_lines(report.tables["checks"], EVERYTHING),
         pictures=pictures,
-        tables=tables,
+        tables=report_tables(report),
         missing=[(what, printable(why)) for what, why in [*missing, *reasons]],
         notes=[printable(note) for note in report.notes],
+        **_inside(data, with_plotly=True),
     )

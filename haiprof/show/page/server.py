@@ -31,8 +31,8 @@ from haiprof.diagnosis.verdict import as_document
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.page.content import PageContent, page_content, time_start_ns
-from haiprof.show.page.counter_data import step_data
-from haiprof.show.page.render import data_json, page_js, plotly_js, served_html, static_text
+from haiprof.show.page.counter_data import json_for_script, step_data
+from haiprof.show.page.render import page_js, plotly_js, served_html, static_text
 from haiprof.show.run_header import RUNNING, last_write_ns, manifest_or_none, run_header
 from haiprof.show.servers import (
     FIRST_PAGE,
@@ -166,7 +166,9 @@ class PageApp:
             "/page.css": lambda _: Response(static_text("page.css"), mimetype="text/css"),
             "/page.js": lambda _: Response(page_js(), mimetype=_SCRIPT),
             "/plotly.js": lambda _: Response(plotly_js(), mimetype=_SCRIPT),
-            "/data.json": lambda _: Response(data_json(self._page.current()), mimetype=_JSON),
+            "/data.json": lambda _: Response(
+                json_for_script(self._page.current().data), mimetype=_JSON
+            ),
             "/summary.json": lambda _: _json(self._page.status()),
             "/verdict.json": lambda _: _json(as_document(self._page.current().verdict)),
             "/comparison.json": lambda _: _json(self._comparison()),

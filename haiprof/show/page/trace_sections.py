@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 import polars as pl
@@ -16,14 +16,22 @@ from haiprof.diagnosis.function_reports import FunctionReports, function_reports
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.frame_table import PageTable, page_table
 from haiprof.show.text import printable
-from haiprof.show.trace_pictures import TracePicture, all_pictures
+from haiprof.show.trace_pictures import all_pictures
 from haiprof.show.views.functions import TITLES
 from haiprof.show.views.functions import shown_tables as function_tables
-from haiprof.show.views.memory_timeline import MemoryAnswers, memory_answers
+from haiprof.show.views.memory_timeline import (
+    OUTSIDE,
+    MemoryAnswers,
+    memory_answers,
+    name_classes,
+    name_operators,
+)
 from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.device_time import Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-from haiprof.trace_analysis.report import standard_report
+from haiprof.trace_analysis.report import TraceReport, standard_report
+
+T = TypeVar("T")
 
 _TITLE_PX = 100
 """What a figure's own title and legend take; on the page they stand above it."""
@@ -45,7 +53,16 @@ def page_pictures(
 ) -> tuple[tuple[PagePicture, ...], tuple[tuple[str, str], ...]]:
     """All pictures of traces, and of those that cannot be drawn the reasons."""
     drawn, missing = all_pictures(traces, steps)
-    return tuple(_part(name, each) for name, each in drawn.items()), tuple(missing.items())
+    pictures = (
+        PagePicture(
+            name=f"trace-{name.replace('_', '-')}",
+            title=printable(picture.title),
+            height=picture.figure.layout.height - _TITLE_PX,
+            figure=plain_figure(picture.figure),
+        )
+        for name, picture in drawn.items()
+    )
+    return tuple(pictures), tuple(missing.items())
 
 
 def figure_data(pictures: Sequence[PagePicture]) -> dict[str, Any]:
@@ -59,19 +76,7 @@ def plain_figure(figure: go.Figure) -> Any:  # noqa: ANN401 - any JSON value
     return json.loads(figure.to_json())
 
 
-def _part(name: str, picture: TracePicture) -> PagePicture:
-    return PagePicture(
-        name=f"trace-{name.replace('_', '-')}",
-        title=printable(picture.title),
-        height=picture.figure.layout.height - _TITLE_PX,
-        figure=plain_figure(picture.figure),
-    )
-
-
 _FUNCTION_LIMIT, _MEMORY_LIMIT, _OPERATOR_LIMIT = 12, 10, 15
-_OUTSIDE_MODULES = "(outside all modules)"
-_OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
-
 _SUMMED = "Sums over all ranks of the last window."
 _INNERMOST = "By the innermost nn.Module around the launch."
 
@@ -108,18 +113,40 @@ def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
         why = "no traces in this run: `--trace` records a window"
         return TraceSections(missing=tuple((what, why) for what in wanted))
     missing: list[tuple[str, str]] = []
-    kernels, notes = _kernels(run, missing)
-    functions, memory = _functions(run, missing), _memory(run, missing)
-    pictures, _ = page_pictures(TraceQuestions(run.root)) if kernels else ((), ())
+    questions = TraceQuestions(run.root)
+
+    def try_to_read(what: str, read: Callable[[], Iterable[T]]) -> tuple[T, ...]:
+        try:
+            return tuple(read())
+        except (HaiprofError, OSError) as error:
+            missing.append((what, str(error)))
+            return ()
+
+    def read_memory() -> Iterator[PageTable]:
+        answers = memory_answers(questions, None)
+        missing.extend((f"memory, {what}", why) for what, why in answers.missing.items())
+        return _memory_tables(answers)
+
+    reports = try_to_read("kernels", lambda: [standard_report(run.root)])
+    missing += [each for report in reports for each in report.missing.items()]
+    kernels = tuple(table for report in reports for table in report_tables(report))
+    functions = try_to_read("functions", lambda: _sections(function_reports(questions.patterns())))
+    memory = try_to_read("memory", read_memory)
     return TraceSections(
         kernels=kernels,
-        pictures=pictures,
-        operators=_operators(run, missing),
+        pictures=page_pictures(questions)[0] if kernels else (),
+        operators=try_to_read("operators", lambda: _operator_tables(questions)),
         functions=functions,
         memory=memory,
         missing=tuple((what.replace("_", " "), _short(why, run)) for what, why in missing),
-        notes=tuple(_short(note, run) for note in notes),
+        notes=tuple(_short(note, run) for report in reports for note in report.notes),
     )
+
+
+def report_tables(report: TraceReport) -> Iterator[PageTable]:
+    """The tables of a report as a page shows them."""
+    for each in shown_tables(report):
+        yield page_table(each.title, each.rows, each.columns, limit=each.limit, note=each.legend)
 
 
 def _short(text: str, run: RunPaths) -> str:
@@ -127,35 +154,12 @@ def _short(text: str, run: RunPaths) -> str:
     return printable(text.replace(f"{run.root}/", ""))
 
 
-def _kernels(
-    run: RunPaths, missing: list[tuple[str, str]]
-) -> tuple[tuple[PageTable, ...], tuple[str, ...]]:
-    try:
-        report = standard_report(run.root)
-    except (HaiprofError, OSError) as error:
-        missing.append(("kernels", str(error)))
-        return (), ()
-    missing += report.missing.items()
-    tables = tuple(
-        page_table(each.title, each.rows, each.columns, limit=each.limit, note=each.legend)
-        for each in shown_tables(report)
-    )
-    return tables, report.notes
+def _operator_tables(questions: TraceQuestions) -> Iterator[PageTable]:
+    """Operators by own time, and nn.Modules by the GPU time that they launched, over all ranks.
 
-
-def _operators(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[PageTable, ...]:
-    """Operators by their own time, and nn.Modules by the GPU time that they launched."""
-    analysis = TraceQuestions(run.root)
-    try:
-        by_operator, launched = analysis.operator_kernels(), analysis.kernel_operators()
-    except (HaiprofError, OSError) as error:
-        missing.append(("operators", str(error)))
-        return ()
-    return tuple(_operator_tables(by_operator, launched))
-
-
-def _operator_tables(by_operator: pl.DataFrame, launched: pl.DataFrame) -> Iterator[PageTable]:
-    """Sums over all ranks; the GPU's columns only where a GPU was traced."""
+    The GPU's columns are shown only where a GPU was traced.
+    """
+    by_operator, launched = questions.operator_kernels(), questions.kernel_operators()
     columns = [("operator", "operator"), ("call_count", "calls"), ("cpu_self_ns", "CPU, itself"),
                ("cpu_total_ns", "CPU, with what it calls")]  # fmt: skip
     order = "cpu_self_ns"
@@ -176,15 +180,6 @@ def _operator_tables(by_operator: pl.DataFrame, launched: pl.DataFrame) -> Itera
         yield page_table("Modules", ordered, heads, limit=_OPERATOR_LIMIT, note=_INNERMOST)
 
 
-def _functions(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[FunctionSection, ...]:
-    try:
-        found = function_reports(TraceQuestions(run.root).patterns())
-    except (HaiprofError, OSError) as error:
-        missing.append(("functions", str(error)))
-        return ()
-    return tuple(_sections(found))
-
-
 def _sections(found: FunctionReports) -> Iterator[FunctionSection]:
     for report in found.reports:
         share = report.facts["bottleneck"]["median"]
@@ -200,16 +195,6 @@ def _sections(found: FunctionReports) -> Iterator[FunctionSection]:
         )
 
 
-def _memory(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[PageTable, ...]:
-    try:
-        answers = memory_answers(TraceQuestions(run.root), None)
-    except (HaiprofError, OSError) as error:
-        missing.append(("memory", str(error)))
-        return ()
-    missing += [(f"memory, {what}", why) for what, why in answers.missing.items()]
-    return tuple(_memory_tables(answers))
-
-
 def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
     device = ["rank", "device_type", "device"]
     levels = ["allocated_bytes", "reserved_bytes", "since_start_bytes"]
@@ -218,17 +203,13 @@ def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
     heads = [("rank", "rank"), ("device_type", "of"), *names]
     yield page_table("Highest in the window", peaks, heads, limit=_FUNCTION_LIMIT)
     if answers.at_peak is not None:
-        origin = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
-        named = answers.at_peak.with_columns(
-            name=pl.coalesce(origin, "operator", pl.lit(_OUTSIDE)), share_ratio=pl.col("ratio")
-        )
         columns = [("rank", "rank"), ("name", "allocated by"), ("block_count", "blocks"),
                    ("size_bytes", "size"), ("share_ratio", "share")]  # fmt: skip
-        largest = named.sort("size_bytes", descending=True)
+        largest = name_operators(answers.at_peak).sort("size_bytes", descending=True)
         yield page_table("Alive at the peak", largest, columns, limit=_MEMORY_LIMIT)
     if answers.at_peak_by_module is not None:
         yield from _by_module(answers.at_peak_by_module)
-    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(_OUTSIDE))
+    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(OUTSIDE))
     columns = [("rank", "rank"), ("name", "operator"), ("allocation_count", "allocations"),
                ("allocated_bytes", "allocated"), ("freed_bytes", "freed"),
                ("kept_bytes", "kept")]  # fmt: skip
@@ -238,12 +219,10 @@ def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
 
 def _by_module(found: pl.DataFrame) -> Iterator[PageTable]:
     """What was alive at the peak by class of module, each rank's instances of one summed."""
-    before = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
-    plain = pl.col("module").str.replace(r"_\d+$", "")
     sums = (
-        found.with_columns(name=pl.coalesce(before, plain, pl.lit(_OUTSIDE_MODULES)))
+        name_classes(found)
         .group_by("rank", "name")
-        .agg(pl.col("size_bytes").sum(), share_ratio=pl.col("ratio").sum())
+        .agg(pl.col("size_bytes", "share_ratio").sum())
         .sort("size_bytes", "rank", "name", descending=[True, False, False])
     )
     columns = [("rank", "rank"), ("name", "module"), ("size_bytes", "size"),

@@ -277,11 +277,17 @@ def functions_view(found: FunctionReports) -> RenderableType:
         "(GPU compute, communication, memory, runtime, Python)"
     )
     count = len(found.ranks)
-    told = [report for report in found.reports if not several or _says_something(report, count)]
+    # A trace without a GPU has nothing to say of one: neither a meaning nor a table.
+    told = [
+        report
+        for report in found.reports
+        if not several or report.meaning or any(True for _ in shown_tables(report, count))
+    ]
     parts = [part for report in told for part in _report(report, count, brief=several)]
     left_out = [report for report in found.reports if report not in told]
     if left_out:
-        parts.append(section("not in the traces", *bullets(_left_out(left_out))))
+        reasons = [f"{report.title}: {report.missing[0]}" for report in left_out if report.missing]
+        parts.append(section("not in the traces", *bullets(reasons)))
     if found.hardware is not None:
         parts.append(section("hardware while they ran", *_hardware(found.hardware)))
     if found.notes:
@@ -315,7 +321,8 @@ def _report(report: FunctionReport, rank_count: int, *, brief: bool) -> Iterator
     """Meaning first, then tables; of all five only what differs and what bounds most."""
     share = report.facts["bottleneck"]["median"]
     title = report.title if share is None else f"{report.title}: {ratio_text(share)} of the time"
-    yield section(title, *bullets(report.meaning or _explain_no_findings(report)))
+    nothing = () if report.tables[FUNCTIONS].is_empty() else ("nothing abnormal",)
+    yield section(title, *bullets(report.meaning or nothing))
     limit = _LIMIT if brief else 4 * _LIMIT
     for name, table, columns in shown_tables(report, rank_count):
         if not (brief and name == RANKS):
@@ -337,37 +344,21 @@ def shown_tables(
             continue
         table = report.tables[name]
         if not table.is_empty():
-            shown = [(column, head) for column, head in columns if _has_values(table, column)]
+            shown = [
+                (column, head)
+                for column, head in columns
+                if column in ("rank", "name") or table[column].null_count() < len(table)
+            ]
             if any(column not in ("rank", "name") for column, _ in shown):
                 yield name, _shorten_names(table, report.kind), shown
-
-
-def _says_something(report: FunctionReport, rank_count: int) -> bool:
-    """Whether it has a meaning or a table; a trace without a GPU has nothing to say of one."""
-    return bool(report.meaning) or any(True for _ in shown_tables(report, rank_count))
-
-
-def _left_out(reports: Sequence[FunctionReport]) -> list[str]:
-    return [f"{report.title}: {report.missing[0]}" for report in reports if report.missing]
-
-
-def _explain_no_findings(report: FunctionReport) -> tuple[str, ...]:
-    return ("nothing abnormal",) if not report.tables[FUNCTIONS].is_empty() else ()
-
-
-def _has_values(table: pl.DataFrame, column: str) -> bool:
-    """Whether a column has values worth showing; the share of ranks needs several ranks."""
-    return table[column].null_count() < len(table) or column in ("rank", "name")
 
 
 def _shorten_names(table: pl.DataFrame, kind: str) -> pl.DataFrame:
     """Shortens names to a line: kernels without arguments, the end of stacks."""
     if "name" not in table.columns:
         return table
-    if kind == PYTHON:
-        plain = stack_labels(table["name"].unique().to_list())
-        return table.with_columns(pl.col("name").replace_strict(plain, return_dtype=pl.String))
-    plain = {name: kernel_label(name) for name in table["name"].unique()}
+    names = table["name"].unique().to_list()
+    plain = stack_labels(names) if kind == PYTHON else {name: kernel_label(name) for name in names}
     return table.with_columns(pl.col("name").replace_strict(plain, return_dtype=pl.String))
 
 

@@ -17,7 +17,7 @@ from haiprof.show.figures.style import SKY
 from haiprof.show.frame_table import frame_table
 from haiprof.show.terminal import Sparkline
 from haiprof.show.views.blocks import missing_block, section
-from haiprof.trace_analysis.memory_timeline import CATEGORIES, memory_by_category
+from haiprof.trace_analysis.memory_timeline import CATEGORIES
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 
@@ -25,11 +25,6 @@ _COLUMNS = (
     ("name", "category"), ("at_peak_bytes", "at the peak"), ("share_ratio", "share"),
     ("max_bytes", "its own most"), ("end_bytes", "at the end"),
 )  # fmt: skip
-
-
-def category_answers(path: Path) -> pl.DataFrame:
-    """Memory by category over time."""
-    return memory_by_category(path)
 
 
 def category_json(timeline: pl.DataFrame) -> dict[str, Any]:
@@ -149,7 +144,7 @@ _OPERATORS = (
     ("freed_bytes", "freed"), ("increase_bytes", "increase"), ("kept_bytes", "kept"),
 )  # fmt: skip
 _OUTSIDE_MODULES = "(outside all modules)"
-_OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
+OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,17 +199,26 @@ def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:
     )
 
 
+def name_operators(found: pl.DataFrame) -> pl.DataFrame:
+    """Allocations with their operator as `name`, and their share of all that was alive."""
+    return _name_allocations(found, pl.col("operator"), OUTSIDE)
+
+
+def name_classes(found: pl.DataFrame) -> pl.DataFrame:
+    """The same by class of module: the instances of one have one name."""
+    return _name_allocations(found, pl.col("module").str.replace(r"_\d+$", ""), _OUTSIDE_MODULES)
+
+
+def _name_allocations(found: pl.DataFrame, name: pl.Expr, outside: str) -> pl.DataFrame:
+    before = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
+    named = pl.coalesce(before, name, pl.lit(outside))
+    return found.with_columns(name=named, share_ratio=pl.col("ratio"))
+
+
 def _peak_by_class(found: pl.DataFrame, *, limit: int) -> Iterator[RenderableType]:
     """What was alive at the peak by class of module: the instances of one are summed."""
-    origin = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
-    plain = pl.col("module").str.replace(r"_\d+$", "")
-    named = found.with_columns(name=pl.coalesce(origin, plain, pl.lit(_OUTSIDE_MODULES)))
-    for key, alive in named.group_by(_DEVICE, maintain_order=True):
-        sums = alive.group_by("name").agg(
-            pl.col("block_count").sum(),
-            pl.col("size_bytes").sum(),
-            share_ratio=pl.col("ratio").sum(),
-        )
+    for key, alive in name_classes(found).group_by(_DEVICE, maintain_order=True):
+        sums = alive.group_by("name").agg(pl.col("block_count", "size_bytes", "share_ratio").sum())
         ordered = sums.with_columns(
             pl.when(pl.col("name") != _BEFORE).then("block_count").alias("block_count")
         ).sort(-pl.col("size_bytes"), "name")
@@ -229,18 +233,12 @@ def memory_view(answers: MemoryAnswers) -> RenderableType:
     alone = answers.timeline["rank"].n_unique() == 1
     parts = [section("Memory over time", _lines(answers.timeline))]
     if answers.at_peak is not None:
-        for key, alive in answers.at_peak.group_by(_DEVICE, maintain_order=True):
-            peak = bytes_text(alive["peak_bytes"][0])
-            origin = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
-            named = alive.with_columns(
-                name=pl.coalesce(origin, "operator", pl.lit(_OUTSIDE)),
-                share_ratio=pl.col("ratio"),
-            )
-            title = f"Alive at the peak of {_device(key)}: {peak}"
-            parts.append(section(title, *frame_table(named, _PEAK, limit=10 if alone else 3)))
+        for key, alive in name_operators(answers.at_peak).group_by(_DEVICE, maintain_order=True):
+            title = f"Alive at the peak of {_device(key)}: {bytes_text(alive['peak_bytes'][0])}"
+            parts.append(section(title, *frame_table(alive, _PEAK, limit=10 if alone else 3)))
     if answers.at_peak_by_module is not None:
         parts += _peak_by_class(answers.at_peak_by_module, limit=10 if alone else 3)
-    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(_OUTSIDE))
+    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(OUTSIDE))
     for key, own in operators.group_by(_DEVICE, maintain_order=True) if alone else ():
         table = frame_table(own.sort(-pl.col("allocated_bytes")), _OPERATORS, limit=8)
         parts.append(section(f"Operators on {_device(key)}", *table))
@@ -256,7 +254,9 @@ def _lines(timeline: pl.DataFrame) -> RenderableType:
     for key, own in timeline.group_by(_DEVICE, maintain_order=True):
         span = int(own["ts_ns"][-1]) - int(own["ts_ns"][0])
         title = f"{_device(key)}, {duration_text(span)}"
-        for column in _known_values(own):
+        # Totals if they were recorded, else the change since the start.
+        totals = [c for c in ("allocated_bytes", "reserved_bytes") if own[c].count()]
+        for column in totals or ["since_start_bytes"]:
             values = _buckets(own, column)
             top = max(value for value in values if value is not None)
             table.add_row(
@@ -267,12 +267,6 @@ def _lines(timeline: pl.DataFrame) -> RenderableType:
             )
             title = ""
     return table
-
-
-def _known_values(own: pl.DataFrame) -> Iterator[str]:
-    """The values of a device: totals if they were recorded, else the change since the start."""
-    totals = [c for c in ("allocated_bytes", "reserved_bytes") if own[c].count()]
-    yield from totals or ["since_start_bytes"]
 
 
 def _buckets(own: pl.DataFrame, column: str) -> list[float | None]:

@@ -17,7 +17,7 @@ from haiprof.live.attach import RECORDED, Attached
 from haiprof.live.external_sampling import RATE_HZ, SampledStacks
 from haiprof.live.kineto_processes import KinetoTraces, ProcessTrace
 from haiprof.live.snapshot import Snapshot, SuspectDetails
-from haiprof.live.standstill import Node, RankState, Suspect, doing
+from haiprof.live.standstill import Node, Suspect, doing
 from haiprof.live.trace_now import TraceNow, failures
 from haiprof.run_format.stack_frames import frame_text
 from haiprof.show.card import verdict_card
@@ -36,6 +36,10 @@ NATIVE_FRAMES = 8
 
 def snapshot_view(snapshot: Snapshot) -> RenderableType:
     """The whole view: the verdict first, then every rank's stack as one tree."""
+    root = snapshot.tree
+    tree = Tree(Text(ranks_text(root.ranks) if root.ranks else "no stacks"), guide_style="dim")
+    mute = [state for state in snapshot.states if state.stack is None]
+    mute_lines = [one_line(f"rank {s.rank}: {doing(s)}") for s in mute[:MOST_SUSPECTS]]
     return Group(
         Text(_headline(snapshot), style="bold"),
         Text(
@@ -44,8 +48,8 @@ def snapshot_view(snapshot: Snapshot) -> RenderableType:
             style="dim",
         ),
         *_suspects(snapshot.suspects, {details.rank: details for details in snapshot.details}),
-        section("main threads", _tree(snapshot.tree)),
-        *_without_stack(snapshot.states),
+        section("main threads", _grow(tree, root)),
+        *([section("without a stack", *mute_lines)] if mute else []),
         notes_block(snapshot.notes),
     )
 
@@ -109,21 +113,8 @@ def _metric_text(metric: str, value: float) -> str:
     return f"{name.replace('_', ' ')} {value_text(value, unit)}"
 
 
-def _without_stack(states: Sequence[RankState]) -> Iterator[RenderableType]:
-    mute = [state for state in states if state.stack is None]
-    if mute:
-        lines = [one_line(f"rank {s.rank}: {doing(s)}") for s in mute[:MOST_SUSPECTS]]
-        yield section("without a stack", *lines)
-
-
-def _tree(root: Node) -> RenderableType:
+def _grow(branch: Tree, node: Node) -> Tree:
     """The merged tree; a chain of frames that the same ranks are in is one branch."""
-    tree = Tree(Text(ranks_text(root.ranks) if root.ranks else "no stacks"), guide_style="dim")
-    _grow(tree, root)
-    return tree
-
-
-def _grow(branch: Tree, node: Node) -> None:
     for child in node.children.values():
         chain = [child]
         while len(chain[-1].children) == 1:
@@ -132,6 +123,7 @@ def _grow(branch: Tree, node: Node) -> None:
                 break
             chain.append(only)
         _grow(branch.add(_chain_text(chain)), chain[-1])
+    return branch
 
 
 def _chain_text(chain: Sequence[Node]) -> Text:
@@ -155,9 +147,24 @@ def _chain_text(chain: Sequence[Node]) -> Text:
 MOST_FILES = 8
 
 
+def _file_lines(paths: Sequence[Path]) -> Iterator[RenderableType]:
+    for path in paths[:MOST_FILES]:
+        yield one_line(f"  {path}")
+    if len(paths) > MOST_FILES:
+        yield Text(f"  and {len(paths) - MOST_FILES} more", style="dim")
+
+
 def kineto_view(found: KinetoTraces) -> RenderableType:
     """The whole view."""
-    return Group(*_result_lines(found), *_failure_lines(found))
+    failures = (
+        Text(
+            f"{_name(each)} {each.state}: {printable(each.reason or 'no reason given')}",
+            style="yellow",
+        )
+        for each in found.processes
+        if each.state != "done"
+    )
+    return Group(*_result_lines(found), *failures)
 
 
 def _result_lines(found: KinetoTraces) -> Iterator[RenderableType]:
@@ -167,10 +174,7 @@ def _result_lines(found: KinetoTraces) -> Iterator[RenderableType]:
     if paths:
         size = bytes_text(sum(path.stat().st_size for path in paths if path.exists()))
         yield Text(f"{len(paths)} files, {size}", style="dim")
-    for path in paths[:MOST_FILES]:
-        yield one_line(f"  {path}")
-    if len(paths) > MOST_FILES:
-        yield Text(f"  and {len(paths) - MOST_FILES} more", style="dim")
+    yield from _file_lines(paths)
     for reason in sorted({each.steps_reason for each in found.done if each.steps_reason}):
         yield Text(f"steps are not marked: {reason}", style="dim")
     if found.aligned is False:
@@ -187,17 +191,18 @@ def _name(each: ProcessTrace) -> str:
     return f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
 
 
-def _failure_lines(found: KinetoTraces) -> Iterator[RenderableType]:
-    for each in found.processes:
-        if each.state != "done":
-            reason = printable(each.reason or "no reason given")
-            yield Text(f"{_name(each)} {each.state}: {reason}", style="yellow")
-
-
 def trace_now_view(found: TraceNow) -> RenderableType:
     """The whole view."""
     notes = (Text(printable(note), style="yellow") for note in found.notes)
-    return Group(*_trace_now_result_lines(found), *_trace_now_failure_lines(found), *notes)
+    by_reason: dict[str, list[int]] = {}
+    for rank in failures(found):
+        reason = f"{rank.state}: {rank.reason or 'no reason given'}"
+        by_reason.setdefault(reason, []).append(rank.rank)
+    failed = (
+        Text(f"{ranks_text(ranks)} {printable(reason)}", style="yellow")
+        for reason, ranks in by_reason.items()
+    )
+    return Group(*_trace_now_result_lines(found), *failed, *notes)
 
 
 def _trace_now_result_lines(found: TraceNow) -> Iterator[RenderableType]:
@@ -216,23 +221,10 @@ def _trace_now_result_lines(found: TraceNow) -> Iterator[RenderableType]:
             "at most",
             style="dim",
         )
-    for path in paths[:MOST_FILES]:
-        yield one_line(f"  {path}")
-    if len(paths) > MOST_FILES:
-        yield Text(f"  and {len(paths) - MOST_FILES} more", style="dim")
+    yield from _file_lines(paths)
     if not found.aligned:
         words = "did not record" if found.counted_alike else "may not have recorded"
         yield Text(f"the ranks {words} the same steps", style="yellow")
-
-
-def _trace_now_failure_lines(found: TraceNow) -> Iterator[RenderableType]:
-    by_reason: dict[str, list[int]] = {}
-    for rank in failures(found):
-        by_reason.setdefault(f"{rank.state}: {rank.reason or 'no reason given'}", []).append(
-            rank.rank
-        )
-    for reason, ranks in by_reason.items():
-        yield Text(f"{ranks_text(ranks)} {printable(reason)}", style="yellow")
 
 
 _PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
