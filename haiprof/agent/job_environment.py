@@ -70,7 +70,15 @@ class Surroundings:
         status = self._git(root, _STATUS)
         if isinstance(status, str):
             return {"dirty": None, "dirty_reason": status}
-        names = _changed_names(status)
+        # Paths of `git status -z`: after the path of a rename comes the one it had before.
+        entries = iter(status.split(b"\0"))
+        names = []
+        for entry in entries:
+            if len(entry) > 3:
+                names.append(entry[3:].decode("utf-8", "replace"))
+                if entry[:1] in b"RC":
+                    next(entries, None)
+        names = names
         if not names:
             return {"dirty": False, "changed_files": [], "changes_digest": None}
         difference = self._git(root, _DIFF)
@@ -103,18 +111,6 @@ class Surroundings:
             said = mask_text(lines[0])[:200] if lines else f"exit status {done.returncode}"
             return f"git: {said}"
         return done.stdout
-
-
-def _changed_names(status: bytes) -> list[str]:
-    """Paths of `git status -z`: after the path of a rename comes the one it had before."""
-    entries = iter(status.split(b"\0"))
-    names = []
-    for entry in entries:
-        if len(entry) > 3:
-            names.append(entry[3:].decode("utf-8", "replace"))
-            if entry[:1] in b"RC":
-                next(entries, None)
-    return names
 
 
 def describe_script(command: Sequence[str]) -> dict[str, Any] | None:

@@ -137,17 +137,11 @@ def _why_blocked(process: _Python, root: Path, boot_dir: Path) -> tuple[str, str
         return "its environment has no PYTHONPATH: it was dropped on the way", _KEEP_PYTHONPATH
     entries = process.environ["PYTHONPATH"].split(os.pathsep)
     for entry in entries:
-        if _is_boot_dir(entry, boot_dir):
+        if entry and os.path.realpath(entry) == os.path.realpath(boot_dir):
             return None
         if entry and (root / entry.lstrip("/") / "sitecustomize.py").exists():
             return f"{entry}/sitecustomize.py comes before haiprof's on PYTHONPATH", _PUT_FIRST
     return "its PYTHONPATH was overwritten: haiprof's entry is gone", _KEEP_PYTHONPATH
-
-
-def _is_boot_dir(entry: str, boot_dir: Path) -> bool:
-    return bool(entry) and (
-        Path(entry) == boot_dir or os.path.realpath(entry) == os.path.realpath(boot_dir)
-    )
 
 
 def interpreter_flags(argv: Collection[str]) -> str:

@@ -172,7 +172,16 @@ class Latest:
 
     def families(self) -> list[Family]:
         """The latest samples; a source that has fallen silent is left out."""
-        reports = self._own_reports()
+        # Ranks of this node; each rank.json of the job is read once.
+        for rank, _, paths in self._run.rank_folders():
+            name = paths.root.name
+            if name not in self._reports:
+                try:
+                    self._reports[name] = (rank, read_json(paths.report))
+                except RunFormatError:
+                    continue  # it is being written: the next scrape will find it
+        found = list(self._reports.values())
+        reports = [(rank, report) for rank, report in found if report.get("host") == self._host]
         now = self._clock()
         return families(
             sample
@@ -212,18 +221,6 @@ class Latest:
                     value=value / meaning.divisor,
                     time_ns=row["time_ns"],
                 )
-
-    def _own_reports(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Ranks of this node; each rank.json of the job is read once."""
-        for rank, _, paths in self._run.rank_folders():
-            name = paths.root.name
-            if name not in self._reports:
-                try:
-                    self._reports[name] = (rank, read_json(paths.report))
-                except RunFormatError:
-                    continue  # it is being written: the next scrape will find it
-        found = list(self._reports.values())
-        return [(rank, report) for rank, report in found if report.get("host") == self._host]
 
 
 def _known_value(value: float, kind: str) -> float | None:

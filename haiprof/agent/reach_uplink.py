@@ -256,23 +256,20 @@ class Uplink:
                 self.error = "the controller has closed the connection"
             except NotProvenError as error:
                 self.error = str(error)
-                self._warn()
+                # Warns once: it may be another user's process, or the token of another job.
+                if not self._warned:
+                    self._warned = True
+                    host, port = self._address
+                    print_message(
+                        f"--reach: {self.error} ({host}, port {port}); nothing was told to it; "
+                        "trying again: until then requests do not reach this node"
+                    )
             except (OSError, ValueError) as error:  # ValueError: no host can have that name
                 self.error = str(error)
             finally:
                 self._line = None
             self._stop.wait(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-    def _warn(self) -> None:
-        """Warns once: it may be another user's process, or the token of another job."""
-        if not self._warned:
-            self._warned = True
-            host, port = self._address
-            print_message(
-                f"--reach: {self.error} ({host}, port {port}); nothing was told to it; trying "
-                "again: until then requests do not reach this node"
-            )
 
     def _listen(self, line: _Line) -> bool:
         """Receives requests until the connection ends; whether there were any."""

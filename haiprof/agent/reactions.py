@@ -198,7 +198,10 @@ class Reactor:
         elif action.command == "snapshot":
             content = {"state": "done", **_of_snapshot(found)}
         else:
-            content = {"state": "done", **_of_trace(found)}
+            done = [rank for rank in found.get("ranks", ()) if rank.get("state") == "done"]
+            steps = done[0].get("steps") if done else None
+            counts = {"window": found.get("window"), "rank_count": len(done), "steps": steps}
+            content = {"state": "done", **counts}
         self._note_result(action, content)
 
     # -- results - -------------------------------------------------------------------
@@ -307,15 +310,6 @@ def _only_rank(ranks: object) -> list[dict[str, Any]]:
         "doing": f"{doing}; {worker}" if isinstance(worker, str) and worker else doing,
         "certain": True,
     }]  # fmt: skip
-
-
-def _of_trace(found: Mapping[str, Any]) -> dict[str, Any]:
-    done = [rank for rank in found.get("ranks", ()) if rank.get("state") == "done"]
-    return {
-        "window": found.get("window"),
-        "rank_count": len(done),
-        "steps": done[0].get("steps") if done else None,
-    }
 
 
 def _snapshot_text(content: Mapping[str, Any]) -> str:

@@ -285,18 +285,15 @@ class RankWatch:
         first = _since(like, usual.median_ns, now.median_ns)
         self.steps.clear()
         self._usual = None
-        return self._alarm(first, usual.median_ns, now.median_ns)
-
-    def _alarm(self, first: Step, before_ns: float, after_ns: float) -> Alarm:
-        grown = ratio_text(after_ns / before_ns - 1)
+        grown = ratio_text(now.median_ns / usual.median_ns - 1)
+        change = f"{duration_text(usual.median_ns)} to {duration_text(now.median_ns)}"
         return Alarm(
             trigger="slow",
             rank=self.rank,
             step=first.number,
             since_mono_ns=first.end_ns - first.ns,
-            reason=f"step {first.number} on became {grown} slower "
-            f"({duration_text(before_ns)} to {duration_text(after_ns)} on rank {self.rank})",
-            numbers={"before_ns": before_ns, "after_ns": after_ns},
+            reason=f"step {first.number} on became {grown} slower ({change} on rank {self.rank})",
+            numbers={"before_ns": usual.median_ns, "after_ns": now.median_ns},
         )
 
     def _settle(self, older: _Usual) -> _Usual:
@@ -317,7 +314,11 @@ class RankWatch:
         self._stopped = False
         if kind in _ENDS and self._ends_step(kind, tag):
             if self._end_ns and self.count >= WARM_UP_STEPS:
-                within = self._within | (_ODD if self._is_traced(end_ns) else 0)
+                # A step that overlaps a trace window, or is the first one after.
+                overlaps = (
+                    b <= end_ns and (e is None or self._end_ns <= e) for b, e in self._traced
+                )
+                within = self._within | (_ODD if any(overlaps) else 0)
                 self.steps.append(Step(self.count, end_ns, end_ns - self._end_ns, within))
             self.count += 1
             self._end_ns, self._within = end_ns, 0
@@ -333,12 +334,6 @@ class RankWatch:
                 self._lead, self.count, self._end_ns = (kind, tag), 0, 0
                 self.steps.clear()
         return self._lead == (kind, tag)
-
-    def _is_traced(self, end_ns: int) -> bool:
-        """Whether the step that ends then overlaps a trace window, or is the first one after."""
-        return any(
-            begin <= end_ns and (end is None or self._end_ns <= end) for begin, end in self._traced
-        )
 
 
 class Node(Protocol):
@@ -413,24 +408,21 @@ class Watch:
         steps = {(rank.rank, rank.pid): rank.reported_steps for rank in live}
         lives = [(r.read(now), r.hear(steps[r.rank, r.pid], now)) for r in ranks]
         for rank in ranks:
-            rank.asked = not self._is_recorded(rank, now)
+            timed = self._record_ns and now - rank.first_ns >= self._record_ns
+            # A rank that writes no spans is asked: the silence of its files means nothing.
+            rank.asked = not rank.first_ns or rank.over or bool(timed)
         self._ask(node, [rank for rank in ranks if rank.asked], now)
         if any(map(any, lives)):
             self._hangs = False
         recorded = [rank for rank in ranks if not rank.asked]
         slow = [alarm for rank in recorded if (alarm := rank.slower(self._slow_ratio)) is not None]
-        active = [rank for rank in ranks if not rank.exited and self._is_active(rank)]
+        # Those whose silence means something; one that was stopped first has yet to answer.
+        active = [
+            r for r in ranks
+            if not r.exited and (not r.asked or r.has_reported or self._is_stopped(r.pid))
+        ]  # fmt: skip
         hang = None if self._hangs else self._standing(active, now)
         return [*slow[:1], *([] if hang is None else [hang])]
-
-    def _is_active(self, rank: RankWatch) -> bool:
-        """Whether its silence means something; one that was stopped first has yet to answer."""
-        return not rank.asked or rank.has_reported or self._is_stopped(rank.pid)
-
-    def _is_recorded(self, rank: RankWatch, now: int) -> bool:
-        """Whether it still writes spans: otherwise the silence of its files means nothing."""
-        timed = self._record_ns and now - rank.first_ns >= self._record_ns
-        return bool(rank.first_ns) and not rank.over and not timed
 
     def _follow(self, ranks: Iterable[LiveRank], now: int) -> None:
         before, self._ranks = self._ranks, {}

@@ -78,7 +78,10 @@ class Companion:
                 )
             print_message(_first_line(self.line, self.options, run))
             if self.options.address:
-                print_message(_address_line(self.options.address, run))
+                target = mask_text(run_address(self.options.address, run.root.name))
+                print_message(
+                    f"it is put at {target} every {PUT_EVERY_S / 60:g} minutes and at the end"
+                )
             running = _runs_already(run, self.line.name) if self.options.time_s else None
             if running:
                 print_message(
@@ -172,11 +175,6 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
     own_python = line.command[0] == sys.executable and len(line.command) > 1
     words = line.command[1:] if own_python else line.command  # which Python is no surprise then
     return f"recording {shlex.join(mask_command(words))} into {_short(run.root)}{detail}"
-
-
-def _address_line(address: str, run: RunPaths) -> str:
-    target = mask_text(run_address(address, run.root.name))
-    return f"it is put at {target} every {PUT_EVERY_S / 60:g} minutes and at the end"
 
 
 def _short(path: Path) -> str:

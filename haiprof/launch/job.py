@@ -162,15 +162,18 @@ class Job:
 
     # -- beside the job -----------------------------------------------------------------------
 
-    def _guard(self, action: Callable[[], _Result]) -> _Result | None:
-        """Runs an action of haiprof's; its failure affects neither the job nor its exit status."""
+    def _guard(self, action: Callable[[], _Result], *, loses: str = "_agent") -> _Result | None:
+        """Runs an action of haiprof's; its failure costs that part of the recording, and is said.
+
+        It affects neither the job nor its exit status.
+        """
         try:
             return action()
         except Exception as error:  # noqa: BLE001 (whatever it is, the job goes on without it)
             print_message(
                 f"{type(error).__name__} beside the job: {error}; the job is not affected"
             )
-            self._agent = None
+            setattr(self, loses, None)
             return None
 
     def _prepare_kineto(self, environ: Mapping[str, str]) -> None:
@@ -231,7 +234,14 @@ class Job:
         self._agent = Agent(self.run, self.options, job_pid=self.pid)
         self._agent.start()
         if self.options.notify and (self._agent.elected or self.created):
-            self._start_notifier(self._agent.host)
+            from haiprof.agent.notifications import Notifier
+
+            identity = {
+                "job": self.manifest.name,
+                "run": str(self.run.root),
+                "host": self._agent.host,
+            }
+            self._notifier = Notifier(self.options.notify, identity, in_child=self._in_child())
         if self._nsys is not None and self._agent.elected:
             self._start_burst(self._nsys, self._agent.host)
         if self.options.traces:
@@ -239,24 +249,15 @@ class Job:
         if (self.options.react != "off" or self.options.notify) and self._agent.elected:
             self._start_reactor(self._agent)
         with contextlib.suppress(OSError):  # no descriptor is left: how ranks end is not seen
-            self._start_ends()
+            # How processes end is seen where this launcher speaks for the node.
+            from haiprof.agent.process_ends import ProcessEnds
+
+            agent = self._agent
+            if agent is not None and agent.elected:
+                self._ends = ProcessEnds(self.run, agent.host, self.pid, on_end=self._tell_death)
+                self._ends.start()
         if self.options.tensorboard and self.created:
             self._scalars = self._haiprof("scalars", "--follow", nice=True)
-
-    def _start_ends(self) -> None:
-        """How processes end is seen where this launcher speaks for the node."""
-        from haiprof.agent.process_ends import ProcessEnds
-
-        agent = self._agent
-        if agent is not None and agent.elected:
-            self._ends = ProcessEnds(self.run, agent.host, self.pid, on_end=self._tell_death)
-            self._ends.start()
-
-    def _start_notifier(self, host: str) -> None:
-        from haiprof.agent.notifications import Notifier
-
-        identity = {"job": self.manifest.name, "run": str(self.run.root), "host": host}
-        self._notifier = Notifier(self.options.notify, identity, in_child=self._in_child())
 
     def _tell_death(self, line: Mapping[str, Any]) -> None:
         from haiprof.agent.notifications import send_death
@@ -353,7 +354,7 @@ class Job:
         if self._copies is not None:
             self._copies.tick()
         if self._burst is not None:
-            self._tick_burst(self._burst)
+            self._guard(self._burst.tick, loses="_burst")
         agent = self._agent
         if agent is None or not self.pid:
             return
@@ -365,11 +366,15 @@ class Job:
         if self._ends is not None:
             self._ends.tick(agent.live_ranks())
         if self._reactor is not None:
-            self._tick_reactor(self._reactor, agent)
+            self._guard(partial(self._reactor.tick, agent), loses="_reactor")
         if self._verdict is not None:
             return
         agent.tick()
-        if self.options.time_s and agent.recording_is_over() and self._traces_are_written():
+        if (
+            self.options.time_s
+            and agent.recording_is_over()
+            and (self._finisher is None or self._finisher.is_settled())
+        ):
             agent.stop()
             if self._burst is not None:
                 self._burst.cancel("the recording ended before the burst began")
@@ -378,31 +383,6 @@ class Job:
                     f"recorded {self.options.time_s:g} s; the job runs on without haiprof's hooks"
                 )
                 self._judge(nice=True)
-
-    def _traces_are_written(self) -> bool:
-        return self._finisher is None or self._finisher.is_settled()
-
-    def _tick_burst(self, burst: Burst) -> None:
-        """Runs the reactor; a failure is reported once, and affects neither agent nor job."""
-        agent, self._burst = self._agent, None
-
-        def tick() -> None:
-            burst.tick()
-            self._burst = burst
-
-        self._guard(tick)
-        self._agent = agent
-
-    def _tick_reactor(self, reactor: Reactor, agent: Agent) -> None:
-        """Runs the burst; a failure is reported once, and affects nothing else."""
-        self._reactor = None
-
-        def tick() -> None:
-            reactor.tick(agent)
-            self._reactor = reactor
-
-        self._guard(tick)
-        self._agent = agent
 
     def _stop_agent(self) -> None:
         if self._ends is not None:
@@ -444,15 +424,12 @@ class Job:
             self._judge(nice=False)
             self._finish(self._verdict)
         if died and not self.options.quiet:
-            self._print_death()
-
-    def _print_death(self) -> None:
-        """The cause in one line, after all that the job and the verdict have said."""
-        with contextlib.suppress(RunFormatError):
-            death = read_json(self.run.verdict_json).get("death")
-            headline = death.get("headline") if isinstance(death, dict) else None
-            if isinstance(headline, str):
-                print_message(visible(" ".join(headline.split())[:_HEADLINE_CHARS]))
+            # The cause in one line, after all that the job and the verdict have said.
+            with contextlib.suppress(RunFormatError):
+                death = read_json(self.run.verdict_json).get("death")
+                headline = death.get("headline") if isinstance(death, dict) else None
+                if isinstance(headline, str):
+                    print_message(visible(" ".join(headline.split())[:_HEADLINE_CHARS]))
 
     def _outcome(self, outcome: Outcome | None) -> Manifest:
         """The manifest with how the job ended, and who reported in."""

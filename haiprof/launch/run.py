@@ -55,13 +55,16 @@ def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand
         options_from_environment(environ),
         line.options,
     )
-    if _already_recorded(environ):
+    # This launcher itself runs inside a recorded job.
+    if carries_run(environ.get("PYTHONPATH", ""), environ.get(ENV_ACTIVE, "")):
         print_message(
             f"already recorded by haiprof into {environ[ENV_ACTIVE]}: running the command as it is"
         )
         return _run_plain(line.command)
     _check_extras(options)
-    missing = _missing_script(line.command)
+    program, script = [*line.command, ""][:2]
+    by_python = program.endswith(("python", "python3")) and script.endswith(".py")
+    missing = script if by_python and not os.path.exists(script) else ""
     if missing:
         raise UsageError(f"{missing}: no such file", hint=_nearest_script(missing))
     for warning in line.warnings:
@@ -131,17 +134,6 @@ def _supervise(supervisor: Supervisor, command: list[str], environ: Mapping[str,
     if outcome.signal is not None:
         die_of(outcome.signal)
     return outcome.status
-
-
-def _missing_script(command: list[str]) -> str:
-    """The script of `haiprof train.py` if it does not exist; else empty."""
-    script = command[1] if len(command) > 1 and command[0].endswith(("python", "python3")) else ""
-    return script if script.endswith(".py") and not os.path.exists(script) else ""
-
-
-def _already_recorded(environ: Mapping[str, str]) -> bool:
-    """Whether this launcher itself runs inside a recorded job."""
-    return carries_run(environ.get("PYTHONPATH", ""), environ.get(ENV_ACTIVE, ""))
 
 
 def _check_extras(options: Options) -> None:

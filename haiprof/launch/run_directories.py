@@ -44,7 +44,18 @@ def create_run(
     root = options.log_dir / f"{name}-{identity}"
     try:
         root = root.absolute()
-        manifest = _new_manifest(options, command=command, name=name, environ=environ)
+        cwd = os.getcwd()
+        manifest = Manifest(
+            haiprof_version=__version__,
+            name=name,
+            command=mask_command(command),
+            options=options.as_json(),
+            cwd=cwd,
+            environment=at_launch(cwd, environ),
+            host=socket.gethostname(),
+            launcher_pid=os.getpid(),
+            start_wall_ns=time.time_ns(),
+        )
         if launcher_pid is not None:
             manifest = replace(manifest, launcher_pid=launcher_pid)
         for attempt in range(1, _MAX_REPEATS):
@@ -56,23 +67,6 @@ def create_run(
     except OSError as error:
         raise UsageError(f"cannot write to {root}: {error.strerror or error}") from None
     raise UsageError(f"cannot write to {root}: {_MAX_REPEATS} runs have that name already")
-
-
-def _new_manifest(
-    options: Options, *, command: list[str], name: str, environ: Mapping[str, str]
-) -> Manifest:
-    cwd = os.getcwd()
-    return Manifest(
-        haiprof_version=__version__,
-        name=name,
-        command=mask_command(command),
-        options=options.as_json(),
-        cwd=cwd,
-        environment=at_launch(cwd, environ),
-        host=socket.gethostname(),
-        launcher_pid=os.getpid(),
-        start_wall_ns=time.time_ns(),
-    )
 
 
 def shared_identity(environ: Mapping[str, str]) -> str:

@@ -31,7 +31,10 @@ class NamedNumbers:
         lines = content.split(b"\n")
         if not self._fits(lines):
             self._line_count = len(lines)
-            self._places = [_find_line(lines, head) for head in self._heads]
+            self._places = [
+                next((at for at, line in enumerate(lines) if line.startswith(head)), None)
+                for head in self._heads
+            ]
         return [
             None if at is None else int(lines[at][len(head) :].split(None, 1)[0])
             for head, at in zip(self._heads, self._places, strict=True)
@@ -42,10 +45,6 @@ class NamedNumbers:
             at is None or lines[at].startswith(head)
             for head, at in zip(self._heads, self._places, strict=True)
         )
-
-
-def _find_line(lines: Sequence[bytes], head: bytes) -> int | None:
-    return next((at for at, line in enumerate(lines) if line.startswith(head)), None)
 
 
 Values = tuple[int | None, ...]

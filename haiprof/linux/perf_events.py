@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Protocol
 
+from haiprof.linux.procfs import read_int
 from haiprof.linux.readings import Entity, Reading, Status, Unavailable, os_status
 from haiprof.linux.topology import socket_of_cache, socket_of_cpu
 
@@ -215,10 +216,7 @@ def _meaning(code: int, root: Path, allowing: int, virtual: str) -> tuple[Status
 
 def paranoid(root: Path) -> int | None:
     """The sysctl kernel.perf_event_paranoid; None where there is none."""
-    try:
-        return int((root / "proc/sys/kernel/perf_event_paranoid").read_text())
-    except (OSError, ValueError):
-        return None
+    return read_int(root / "proc/sys/kernel/perf_event_paranoid")
 
 
 MOUNT = "mount -t resctrl resctrl /sys/fs/resctrl (root)"

@@ -73,7 +73,14 @@ class WatchedProcess:
         for source, ask in asked:
             code = ask()
             if code is not None:
-                return _exit_of(code, source)
+                # From a wait status, as waitpid(2) has it.
+                number = code & 0x7F
+                return ProcessExit(
+                    status=None if number else code >> 8 & 0xFF,
+                    signal=number or None,
+                    core=bool(number and code & 0x80),
+                    source=source,
+                )
         return ProcessExit(status=None, signal=None, core=False, source="gone")
 
     def close(self) -> None:
@@ -101,17 +108,6 @@ class WatchedProcess:
             if fields[_STATE] in b"ZX" and int(fields[19]) == self.start_ticks:
                 return int(fields[_ZOMBIE_CODE])
         return None
-
-
-def _exit_of(code: int, source: str) -> ProcessExit:
-    """From a wait status, as waitpid(2) has it."""
-    number = code & 0x7F
-    return ProcessExit(
-        status=None if number else code >> 8 & 0xFF,
-        signal=number or None,
-        core=bool(number and code & 0x80),
-        source=source,
-    )
 
 
 _FORGET_AFTER = 30  # refreshes after which every parent is read anew, in case a pid was reused

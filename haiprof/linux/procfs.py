@@ -22,6 +22,14 @@ def read_text(path: Path) -> str | None:
         return None
 
 
+def read_int(path: Path) -> int | None:
+    """The number that a file holds; None without the file, or where it holds something else."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def list_names(folder: Path) -> list[str]:
     """Names in a folder, in any order."""
     try:
@@ -200,28 +208,17 @@ def read_stat(root: Path, pid: int) -> list[bytes] | None:
 
 def _read_io(path: str) -> tuple[int, int, int, int] | Unavailable:
     try:
-        return _parse_io(read_small(path))
+        words = read_small(path).split()
+        values = dict(zip(words[0::2], map(int, words[1::2]), strict=False))
+        return (values[b"rchar:"], values[b"wchar:"],
+                values[b"read_bytes:"], values[b"write_bytes:"])  # fmt: skip
     except OSError as error:
         status = os_status(error)
         because = "" if status == "denied" else " (a kernel without CONFIG_TASK_IO_ACCOUNTING)"
         reason = f"/proc/PID/io: {error.strerror}{because}"
         return Unavailable(reason, status=status, remedy=OTHER_USER if not because else "")
-    except (ValueError, IndexError):
+    except (ValueError, KeyError):
         return Unavailable("/proc/PID/io: unexpected content", status="unsupported")
-
-
-def _parse_io(content: bytes) -> tuple[int, int, int, int]:
-    words = content.split()
-    values = dict(zip(words[0::2], words[1::2], strict=False))
-    try:
-        return (
-            int(values[b"rchar:"]),
-            int(values[b"wchar:"]),
-            int(values[b"read_bytes:"]),
-            int(values[b"write_bytes:"]),
-        )
-    except KeyError as error:
-        raise ValueError(f"no {error}") from None
 
 
 def process_state(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str | None]:

@@ -13,7 +13,7 @@ from haiprof.linux.procfs import list_names, read_text
 from haiprof.run_format.entities import plain_uuid
 
 _CPU = re.compile(r"cpu\d+\Z")
-_CPU_SOCKETS_NODE = re.compile(r"node\d+\Z")
+_NODE = re.compile(r"node(\d+)\Z")
 _CORE_PMU = re.compile(r"cpu(_core|_atom)?\Z|armv[89]_.*|apple_.*")
 _CPU_BYTES = 16 * 1024  # one CPU takes 3 KiB
 _CPU_LIMIT = 1 << 16  # Linux is built for 8,192 at most
@@ -91,9 +91,7 @@ def socket_of_cache(root: Path, sockets: Mapping[int, int]) -> dict[int, int]:
 
 def node_count(root: Path) -> int:
     """NUMA nodes of the machine."""
-    return sum(
-        bool(re.match(r"node\d+\Z", name)) for name in list_names(root / "sys/devices/system/node")
-    )
+    return sum(map(bool, map(_NODE.match, list_names(root / "sys/devices/system/node"))))
 
 
 def _cpu_numbers(root: Path, file: str) -> Iterator[tuple[int, int]]:
@@ -113,7 +111,6 @@ def _number(text: str) -> int:
         return 0
 
 
-_NODE = re.compile(r"node(\d+)\Z")
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\Z")
 
 

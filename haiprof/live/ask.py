@@ -186,16 +186,13 @@ def find_missing_ranks(run: RunPaths, known: Sequence[Member] | None = None) -> 
     sizes = [*(r.get("world_size") for r in reports.values()), *(p.world_size for p in here)]
     world = max((size for size in sizes if type(size) is int), default=0)
     lacking = [rank for rank in range(world) if rank not in hosts]
-    if len(lacking) > _room([name for name, _ in run.node_folders()], list(hosts.values())):
+    # How many ranks the nodes lack until all have as many as the fullest one.
+    count = Counter(host for host in hosts.values() if host is not None)
+    fullest = max(count.values(), default=0)
+    if len(lacking) > sum(fullest - count[node] for node, _ in run.node_folders()):
         return MissingRanks(late=_in_order(late), unknown=tuple(lacking))
     late |= {rank: Member(name=str(rank), rank=rank, host=None, pid=None) for rank in lacking}
     return MissingRanks(late=_in_order(late))
-
-
-def _room(nodes: Sequence[str], hosts: Sequence[object]) -> int:
-    """How many ranks the nodes lack until all have as many as the fullest one."""
-    count = Counter(host for host in hosts if host is not None)
-    return sum(max(count.values(), default=0) - count[node] for node in nodes)
 
 
 def _in_order(late: dict[int, Member]) -> tuple[Member, ...]:

@@ -300,23 +300,19 @@ def attach_job(job: RunningJob, request: AttachRequest, progress: Progress) -> A
             f"{job.id}: no rank answers", hint=f"haiprof snapshot {job.id} shows what they do"
         )
     if any(reply.get("recording") is True for reply in replies):
-        return _wait_for_part(job.run, request, progress)
+        # The job is being recorded: waits for the time, whose part is then judged.
+        progress("it is recorded already")
+        between, trace = collect(job.run, request.time_s, trace=request.trace, progress=progress)
+        return Attached(
+            run=str(job.run.root),
+            how=RECORDED,
+            between=between,
+            ranks=tuple(member.rank for member in members(job.run)),
+            refused={},
+            trace=trace,
+            seen=(),
+        )
     return _resume(job, request, progress)
-
-
-def _wait_for_part(run: RunPaths, request: AttachRequest, progress: Progress) -> Attached:
-    """The job is being recorded: waits for the time, whose part is then judged."""
-    progress("it is recorded already")
-    between, trace = collect(run, request.time_s, trace=request.trace, progress=progress)
-    return Attached(
-        run=str(run.root),
-        how=RECORDED,
-        between=between,
-        ranks=tuple(member.rank for member in members(run)),
-        refused={},
-        trace=trace,
-        seen=(),
-    )
 
 
 def _resume(job: RunningJob, request: AttachRequest, progress: Progress) -> Attached:

@@ -16,7 +16,15 @@ from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.safe_files import MadeFolder, write_file
 from haiprof.linux.process_files import status_fields
 from haiprof.linux.processes import Process, ranks_among, ranks_below
-from haiprof.linux.procfs import command_line, is_mine, own_pids, process_state, user_id
+from haiprof.linux.procfs import (
+    command_line,
+    is_mine,
+    link_name,
+    own_pids,
+    process_state,
+    read_int,
+    user_id,
+)
 from haiprof.run_format.layout import RunPaths
 
 _SYS_PTRACE = 19  # bit of CAP_SYS_PTRACE, linux/capability.h
@@ -55,11 +63,11 @@ def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> 
     if set(status.get("Uid", "").split()) != {str(os.getuid())}:
         return "it belongs to another user"
     for space, what in (("pid", "process"), ("mnt", "file")):
-        if _link(proc / str(pid) / "ns" / space) != _link(proc / me / "ns" / space):
+        if link_name(proc / str(pid) / "ns" / space) != link_name(proc / me / "ns" / space):
             return f"it is in another {what} namespace (a container): run haiprof in there"
     if int(own.get("CapEff", "0") or "0", 16) >> _SYS_PTRACE & 1:
         return None
-    scope = _yama_scope(proc)
+    scope = read_int(proc / "sys/kernel/yama/ptrace_scope")
     if scope:
         return (
             f"the kernel allows only root to do that (kernel.yama.ptrace_scope is {scope}): "
@@ -81,20 +89,6 @@ def _check_owner(pid: int, proc: Path) -> None:
 def _runs(pid: int, name: str, proc: Path) -> bool:
     words = command_line(pid, proc=proc)
     return any(word == name or os.path.basename(word) == name for word in words[:8])
-
-
-def _link(path: Path) -> str | None:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return None
-
-
-def _yama_scope(proc: Path) -> int:
-    try:
-        return int((proc / "sys/kernel/yama/ptrace_scope").read_text())
-    except (OSError, ValueError):
-        return 0
 
 
 RATE_HZ = 10

@@ -57,11 +57,22 @@ def running_jobs(log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> lis
 def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> RunningJob:
     """Finds a running job by name."""
     if os.path.lexists(Path(name) / MANIFEST_NAME):
-        return _of_directory(RunPaths(Path(name).absolute()), proc)
+        run = RunPaths(Path(name).absolute())
+        manifest = read_manifest(run)
+        owner = run.manifest.stat().st_uid
+        if owner != os.getuid():
+            raise UsageError(f"{run.root}: a job of another user (uid {owner})")
+        if not is_running(run, manifest, proc=proc):
+            raise RunNotFoundError(
+                f"{run.root}: this job does not run any more", hint=f"haiprof verdict {run.root}"
+            )
+        return RunningJob(run=run, manifest=manifest)
     jobs = running_jobs(log_dirs, proc=proc)
     fits = [job for job in jobs if name in (job.id, job.manifest.name)]
     own = [job for job in jobs if not job.manifest.environment.get("attached")]
-    fits = fits or [job for job in own if _runs_script(job.manifest, name)]
+    fits = fits or [
+        job for job in own if any(name in (w, os.path.basename(w)) for w in job.manifest.command)
+    ]
     if not fits and name.isdigit():
         roots = set(_runs_of_process(proc, int(name)))
         fits = [j for j in jobs if j.run.root in roots or j.manifest.launcher_pid == int(name)]
@@ -103,18 +114,6 @@ def _write_times_ns(folder: Path) -> list[int]:
         return []
 
 
-def _of_directory(run: RunPaths, proc: Path) -> RunningJob:
-    manifest = read_manifest(run)
-    owner = run.manifest.stat().st_uid
-    if owner != os.getuid():
-        raise UsageError(f"{run.root}: a job of another user (uid {owner})")
-    if not is_running(run, manifest, proc=proc):
-        raise RunNotFoundError(
-            f"{run.root}: this job does not run any more", hint=f"haiprof verdict {run.root}"
-        )
-    return RunningJob(run=run, manifest=manifest)
-
-
 def _running(run: RunPaths, proc: Path) -> RunningJob | None:
     try:
         manifest = read_manifest(run)
@@ -129,10 +128,6 @@ def _running(run: RunPaths, proc: Path) -> RunningJob | None:
 def _names(jobs: Sequence[RunningJob]) -> str:
     names = [f"{job.id} (pid {job.pid})" for job in jobs[:_NAMED]]
     return "; ".join([*names, f"and {len(jobs) - _NAMED} more"] if len(jobs) > _NAMED else names)
-
-
-def _runs_script(manifest: Manifest, name: str) -> bool:
-    return any(word == name or os.path.basename(word) == name for word in manifest.command)
 
 
 def launcher_lives(manifest: Manifest, proc: Path) -> bool:

@@ -161,7 +161,15 @@ def of_process(
     pid: int, progress: Callable[[str], None], *, by_agent: bool = True
 ) -> list[KinetoProcess]:
     """The ranks of the job that a process belongs to, without its launchers and helpers."""
-    environ, address = _check_process(pid)
+    if not is_mine(pid):
+        raise UsageError(f"process {pid}: it does not run, or belongs to another user")
+    environ = environment(pid)
+    address = address_for(environ)
+    if address is None:
+        raise UsageError(
+            f"process {pid}: it was started neither under haiprof nor with KINETO_USE_DAEMON",
+            hint="KINETO_USE_DAEMON=1 python train.py, with haiprof trace kineto-agent listening",
+        )
     limit, told = time.monotonic() + APPEAR_S, False
     while True:
         clients = _clients(address) if by_agent else {}
@@ -188,20 +196,6 @@ def _clients(address: str) -> dict[int, dict[str, object]]:
     """The processes that an agent knows, by process id."""
     said = ask_agent(address, {"do": "clients"}).get("clients")
     return {each["pid"]: each for each in said} if isinstance(said, list) else {}
-
-
-def _check_process(pid: int) -> tuple[dict[str, str], str]:
-    """Environment of a process that speaks the protocol, and the address that it asks."""
-    if not is_mine(pid):
-        raise UsageError(f"process {pid}: it does not run, or belongs to another user")
-    environ = environment(pid)
-    address = address_for(environ)
-    if address is None:
-        raise UsageError(
-            f"process {pid}: it was started neither under haiprof nor with KINETO_USE_DAEMON",
-            hint="KINETO_USE_DAEMON=1 python train.py, with haiprof trace kineto-agent listening",
-        )
-    return environ, address
 
 
 def _process(pid: int, client: Mapping[str, object], address: str, *, alone: bool) -> KinetoProcess:

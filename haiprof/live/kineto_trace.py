@@ -351,7 +351,10 @@ def trace_processes(
             break
         _remove(found)
         if apart:
-            roundup = _larger(roundup, found, spread_ns)
+            # A roundup of which all processes will most probably hear in time.
+            steps = [each.step_ns for each in found.done if each.step_ns]
+            needed = _SPREADS * spread_ns / min(steps) if steps else 0
+            roundup = max(2 * roundup, math.ceil(needed))
         progress(f"{_AGAIN[missed]}: again, at a multiple of {roundup}")
     return _await_compression(found, request, progress)
 
@@ -512,13 +515,6 @@ def _why_silent(process: KinetoProcess, asked: _Asked) -> str:
     if state == "delivered":
         return "it has the request, and made no trace: no optimizer stepped, or not often enough"
     return "it did not ask the agent"
-
-
-def _larger(roundup: int, found: KinetoTraces, spread_ns: int) -> int:
-    """A roundup of which all processes will most probably hear in time."""
-    steps = [each.step_ns for each in found.done if each.step_ns]
-    needed = _SPREADS * spread_ns / min(steps) if steps else 0
-    return max(2 * roundup, math.ceil(needed))
 
 
 def _remove(found: KinetoTraces) -> None:

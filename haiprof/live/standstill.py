@@ -169,6 +169,10 @@ def moves(states: Sequence[RankState]) -> bool | None:
     return any(before != after for before, after in pairs)
 
 
+def _suspect(state: RankState, reason: str, *, certain: bool) -> Suspect:
+    return Suspect(rank=state.rank, reason=reason, doing=doing(state), certain=certain)
+
+
 def _stopped_ranks(states: Sequence[RankState]) -> list[Suspect]:
     found = []
     for state in states:
@@ -180,7 +184,7 @@ def _stopped_ranks(states: Sequence[RankState]) -> list[Suspect]:
             why = "its process has ended, and its parent has not noticed"
         else:
             continue
-        found.append(Suspect(rank=state.rank, reason=why, doing=doing(state), certain=True))
+        found.append(_suspect(state, why, certain=True))
     return found
 
 
@@ -193,11 +197,10 @@ def _mute(states: Sequence[RankState]) -> list[Suspect]:
     if not waiting or any(state.pid is None for state in states):
         return []
     return [
-        Suspect(
-            rank=state.rank,
-            reason="its interpreter does not answer: native code holds the interpreter lock, while "
+        _suspect(
+            state,
+            "its interpreter does not answer: native code holds the interpreter lock, while "
             f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}",
-            doing=doing(state),
             certain=moves(states) is not True,
         )
         for state in states
@@ -226,18 +229,17 @@ def _tied_ranks(states: Sequence[RankState]) -> list[Suspect]:
         odd = known
         both = ranks_text([state.rank for state in known])
         why = f"{both} do different things, and it is not known which of them waits"
-    return [Suspect(rank=s.rank, reason=why, doing=doing(s), certain=False) for s in odd]
+    return [_suspect(state, why, certain=False) for state in odd]
 
 
 def _not_begun(states: Sequence[RankState]) -> list[Suspect]:
     """Ranks that have not reached their first backward pass, while others have."""
     begun = [state.rank for state in states if state.begun]
     return [
-        Suspect(
-            rank=state.rank,
-            reason="it has not come to its first backward pass, as "
+        _suspect(
+            state,
+            "it has not come to its first backward pass, as "
             f"{ranks_text(begun)} {'has' if len(begun) == 1 else 'have'}",
-            doing=doing(state),
             certain=moves(states) is False,
         )
         for state in states
@@ -251,11 +253,10 @@ def _elsewhere(states: Sequence[RankState]) -> list[Suspect]:
         return []
     waiting = [s.rank for s in states if any(_DISTRIBUTED in file for file, _, _ in s.stack or ())]
     return [
-        Suspect(
-            rank=state.rank,
-            reason=f"it does not wait in torch.distributed, as {ranks_text(waiting)} "
+        _suspect(
+            state,
+            f"it does not wait in torch.distributed, as {ranks_text(waiting)} "
             f"{'does' if len(waiting) == 1 else 'do'}",
-            doing=doing(state),
             certain=False,
         )
         for state in states
@@ -282,11 +283,10 @@ def _behind(states: Sequence[RankState]) -> list[Suspect]:
             waits_too = bool(unknown) and _waits(state)
             if count < most and len(waiting) < len(begun) and not waits_too:
                 found.append(
-                    Suspect(
-                        rank=state.rank,
-                        reason=f"it has begun {count} collectives of group {group}, "
+                    _suspect(
+                        state,
+                        f"it has begun {count} collectives of group {group}, "
                         f"{ranks_text(waiting)} {most}",
-                        doing=doing(state),
                         certain=moves(states) is False,
                     )
                 )
@@ -297,10 +297,9 @@ def _odd(states: Sequence[RankState]) -> list[Suspect]:
     stacks = {state.rank: state.stack for state in states if state.stack is not None}
     odd = odd_ranks(stacks)
     return [
-        Suspect(
-            rank=state.rank,
-            reason=f"it does something else than the other {len(stacks) - len(odd)} ranks",
-            doing=doing(state),
+        _suspect(
+            state,
+            f"it does something else than the other {len(stacks) - len(odd)} ranks",
             certain=False,
         )
         for state in states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from haiprof.agent.samplers.table import TableSampler
@@ -133,18 +133,15 @@ class DiskTotals:
     def __call__(self, content: bytes) -> Values:
         """The sums over all disks, None without any disk."""
         lines = {words[2]: words for words in map(bytes.split, content.splitlines())}
-        disks = self._disks(lines)
+        paths = [match for match in map(_NVME_PATH.match, lines) if match]
+        heads = {b"".join(path.groups()) for path in paths}
+        disks = [name for name in lines if name not in heads and self._counts(name)]
         if not disks:
             return (None,) * len(DISK_COLUMNS)
         counts = {name: [int(lines[name][field]) for field in _FIELDS] for name in disks}
         sums = self._sums.add(counts)
         scaled = (total * scale for total, scale in zip(sums, _SCALES, strict=True))
         return (*scaled, len(disks))
-
-    def _disks(self, names: Collection[bytes]) -> list[bytes]:
-        paths = [match for match in map(_NVME_PATH.match, names) if match]
-        heads = {b"".join(path.groups()) for path in paths}
-        return [name for name in names if name not in heads and self._counts(name)]
 
     def _counts(self, name: bytes) -> bool:
         if name not in self._counted:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from haiprof.agent.samplers.table import TableSampler
-from haiprof.linux.procfs import inode, link_name, read_text
+from haiprof.linux.procfs import inode, link_name, list_names, read_text
 from haiprof.linux.readings import (
     Clock,
     Entity,
@@ -163,21 +163,6 @@ def _ports_of(device: Path) -> list[Port]:
     return ports
 
 
-def port_details(port: Port) -> dict[str, object]:
-    """Constant properties for the record file's header; None where unknown."""
-    pci = port.folder.parent.parent / "device"
-    node = read_text(pci / "numa_node")
-    return {
-        "device": port.device,
-        "port": port.number,
-        "link_layer": read_text(port.folder / "link_layer"),
-        "rate_bytes_per_s": link_rate(read_text(port.folder / "rate") or ""),
-        "numa_node": int(node) if node and node.isdigit() else None,  # -1: firmware did not say
-        "netdev": read_text(port.folder / "gid_attrs/ndevs/0") or _only_name(pci / "net"),
-        "driver": link_name(pci / "driver"),
-    }
-
-
 def link_rate(text: str) -> float | None:
     """Bytes/s of `rate`, such as `100 Gb/sec (4X EDR)`."""
     match = _RATE.match(text)
@@ -233,14 +218,6 @@ class Attribute:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def _only_name(folder: Path) -> str | None:
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return None
-    return names[0] if len(names) == 1 else None
 
 
 _LOOK_EVERY = 60  # seconds, at the default interval, after which a new port is noticed
@@ -303,7 +280,18 @@ class _PortSampler(TableSampler):
     def _take_up(self, port: Port) -> Entity:
         index, self._next_index = self._next_index, self._next_index + 1
         self._ports[index] = port
-        facts = port_details(port)
+        pci = port.folder.parent.parent / "device"
+        node, nets = read_text(pci / "numa_node"), list_names(pci / "net")
+        only = nets[0] if len(nets) == 1 else None
+        facts = {
+            "device": port.device,
+            "port": port.number,
+            "link_layer": read_text(port.folder / "link_layer"),
+            "rate_bytes_per_s": link_rate(read_text(port.folder / "rate") or ""),
+            "numa_node": int(node) if node and node.isdigit() else None,  # -1: firmware did not say
+            "netdev": read_text(port.folder / "gid_attrs/ndevs/0") or only,
+            "driver": link_name(pci / "driver"),
+        }
         readings = (*self.first_readings(port), *self._counters(port, facts["driver"]))
         return Entity(key=(index,), name=port.name, readings=readings, details=facts)
 
@@ -318,15 +306,13 @@ class _PortSampler(TableSampler):
             if source is None:
                 lacking.append(column)
             else:
-                yield self._reading(port.folder / source.path, column, source.unit)
+                path = port.folder / source.path
+                file = Attribute(path, source.unit, keep=self.keep_open, pread=self._pread)
+                yield Reading(columns=(column,), origin=str(path), read=file.read, close=file.close)
         if lacking:
             who = f"the driver {driver or 'of this device'}"
             why = f"{who} has no such counter in {port.folder}"
             yield refused_reading(lacking, str(port.folder), Unavailable(why, status="unsupported"))
-
-    def _reading(self, path: Path, column: str, unit: int) -> Reading:
-        file = Attribute(path, unit, keep=self.keep_open, pread=self._pread)
-        return Reading(columns=(column,), origin=str(path), read=file.read, close=file.close)
 
 
 class InfinibandSampler(_PortSampler):

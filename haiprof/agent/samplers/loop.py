@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node, RankReports, Sampler
+from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node, RankReports, TableSampler
 from haiprof.base.options import MIN_INTERVAL_S, Options
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import NS_PER_S
@@ -73,7 +73,9 @@ Report = Callable[[Mapping[str, object]], None]
 class Stream:
     """Carries the records of one sampler to its file."""
 
-    def __init__(self, sampler: Sampler, interval_ns: int, *, clock: Clock, report: Report) -> None:
+    def __init__(
+        self, sampler: TableSampler, interval_ns: int, *, clock: Clock, report: Report
+    ) -> None:
         self.sampler = sampler
         self._interval_ns = interval_ns
         self.entities: Mapping[Key, Mapping[str, object]] = {}
@@ -201,7 +203,7 @@ class SamplingLoop:
         nvml: ModuleType | None = None,
         clock: Clock = time.perf_counter_ns,
         boot_clock: Clock = boot_ns,
-        samplers: Sequence[Sampler] | None = None,
+        samplers: Sequence[TableSampler] | None = None,
     ) -> None:
         self.failure: str | None = None
         """Why nothing was recorded."""
@@ -270,7 +272,7 @@ class SamplingLoop:
                 stream.close()
         return streams
 
-    def _choose(self) -> Sequence[Sampler]:
+    def _choose(self) -> Sequence[TableSampler]:
         if self._samplers is not None:
             return self._samplers
         from haiprof.agent.samplers.registry import (

@@ -139,24 +139,22 @@ def metrics_of(cpu: Cpu, root: Path) -> tuple[Metric, ...]:
     if cpu.vendor == "GenuineIntel" and cpu.family == 6:
         return _INTEL.get(cpu.model, _UNKNOWN_INTEL)
     if cpu.vendor == "AuthenticAMD":
-        return _amd(cpu, root)
+        # Server models by generation, as in Linux arch/x86/kernel/cpu/amd.c.
+        family, model = cpu.family, cpu.model
+        if family == 0x1A and model < 0x20:
+            return _ZEN5
+        if family == 0x19 and (0x10 <= model <= 0x1F or 0xA0 <= model <= 0xAF):
+            return _ZEN4
+        if (family == 0x17 and 0x30 <= model <= 0x3F) or (family == 0x19 and model <= 0x0F):
+            if node_count(root) == len(set(socket_of_cpu(root).values())):
+                return _ZEN2
+            reason = (
+                f"{cpu}: its DRAM events cover a socket only where that is one NUMA node (NPS1)"
+            )
+            raise Unavailable(reason, status="unsupported")
+        raise Unavailable(f"no memory controller events are known for {cpu}", status="unsupported")
     if (cpu.vendor, cpu.model) == ("0x41", 0xD4F):
         return _GRACE
-    raise Unavailable(f"no memory controller events are known for {cpu}", status="unsupported")
-
-
-def _amd(cpu: Cpu, root: Path) -> tuple[Metric, ...]:
-    """Server models by generation, as in Linux arch/x86/kernel/cpu/amd.c."""
-    family, model = cpu.family, cpu.model
-    if family == 0x1A and model < 0x20:
-        return _ZEN5
-    if family == 0x19 and (0x10 <= model <= 0x1F or 0xA0 <= model <= 0xAF):
-        return _ZEN4
-    if (family == 0x17 and 0x30 <= model <= 0x3F) or (family == 0x19 and model <= 0x0F):
-        if node_count(root) == len(set(socket_of_cpu(root).values())):
-            return _ZEN2
-        reason = f"{cpu}: its DRAM events cover a socket only where that is one NUMA node (NPS1)"
-        raise Unavailable(reason, status="unsupported")
     raise Unavailable(f"no memory controller events are known for {cpu}", status="unsupported")
 
 
@@ -363,12 +361,11 @@ def _values(
         _value(socket, columns[column]) for column in (READ, WRITE, TOTAL, REMOTE)
     )
     if isinstance(columns[TOTAL], Unavailable) and isinstance(columns[READ], _OpenColumn):
-        total = read if isinstance(read, Unavailable) else _plus(read, write)
+        if isinstance(read, Unavailable) or isinstance(write, Unavailable):
+            total = read if isinstance(read, Unavailable) else write
+        else:
+            total = read + write
     return read, write, total, remote
-
-
-def _plus(read: int, write: int | Unavailable) -> int | Unavailable:
-    return write if isinstance(write, Unavailable) else read + write
 
 
 def _value(socket: int, counters: _OpenColumn | Unavailable) -> int | Unavailable:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.linux.procfs import read_int
 from haiprof.linux.readings import (
     Clock,
     Entity,
@@ -114,7 +115,8 @@ class Nvml:
     @property
     def driver(self) -> Version:
         """The version as numbers that compare; empty where it is unknown."""
-        return parse_version(self.version)
+        parts = self.version.split(".")
+        return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 
     def close(self) -> None:
         """Releases the driver; may be called again."""
@@ -313,12 +315,6 @@ class NvmlSampler(TableSampler):
         self.missing.note(device.name, f"{reason}; no further values")
 
 
-def parse_version(words: str) -> Version:
-    """`580.159.04` as numbers that compare; empty where it is not one."""
-    parts = words.split(".")
-    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
-
-
 def sysfs_bus_id(bus_id: str) -> str:
     """NVML's `00000000:0F:00.0` as /sys has it: `0000:0f:00.0`."""
     domain, _, rest = bus_id.lower().partition(":")
@@ -327,11 +323,8 @@ def sysfs_bus_id(bus_id: str) -> str:
 
 def numa_node(root: Path, bus_id: str) -> int | None:
     """The NUMA node of a PCI device; None where the firmware did not say (-1)."""
-    try:
-        node = int((root / "sys/bus/pci/devices" / bus_id / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+    node = read_int(root / "sys/bus/pci/devices" / bus_id / "numa_node")
+    return node if node is not None and node >= 0 else None
 
 
 def text(words: str | bytes) -> str:
@@ -489,7 +482,10 @@ def field_readings(device: Device, fields: Iterable[Field]) -> Iterator[Reading]
     known = []
     for field in fields:
         if field.id is None:
-            yield refused_reading([field.column], _READ, _no_id(device))
+            version = device.nvml.version or "of unknown version"
+            reason = f"driver {version}: the id of this field is not known for it"
+            why = Unavailable(reason, status="unsupported", remedy="a newer NVIDIA driver")
+            yield refused_reading([field.column], _READ, why)
         else:
             known.append(field)
     try:
@@ -528,13 +524,3 @@ def _slowdown_ids(driver: Version) -> tuple[int | None, int | None, int | None]:
     if (575, 51) <= driver < (580, 66):
         return 251, 252, 253
     return None, None, None
-
-
-def _no_id(device: Device) -> Unavailable:
-    version = device.nvml.version or "of unknown version"
-    return Unavailable(
-        f"driver {version}: the id of this field is not known for it",
-        status="unsupported",
-        remedy="a newer NVIDIA driver",
-        lasting=True,
-    )

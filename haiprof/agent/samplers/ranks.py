@@ -184,8 +184,11 @@ class ProcessSampler(RankSampler):
         totals = family.update(self._tree.children, read, others=self._rank_pids)
         if totals is None:
             raise EntityGone
-        if totals.child_io_missing is not None:
-            self._note_child(process, totals.child_io_missing)
+        why = totals.child_io_missing
+        if why is not None:
+            for column in _IO_COLUMNS:
+                reason = f"{process.name}: a child is left out: {why.reason}"
+                self.missing.note(column, reason, why.status, why.remedy)
         io_bytes: tuple[int | Unavailable | None, ...] = totals.io_bytes or (totals.io_missing,) * 4
         return (
             totals.process_count,
@@ -197,11 +200,6 @@ class ProcessSampler(RankSampler):
             totals.minor_faults + totals.major_faults,
             totals.major_faults,
         )
-
-    def _note_child(self, process: RankProcess, why: Unavailable) -> None:
-        for column in _IO_COLUMNS:
-            reason = f"{process.name}: a child is left out: {why.reason}"
-            self.missing.note(column, reason, why.status, why.remedy)
 
 
 def parse_run_queue_wait(content: bytes) -> tuple[int | None]:

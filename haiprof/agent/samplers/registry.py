@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from haiprof.agent.samplers.cgroup import CgroupSampler
 from haiprof.agent.samplers.ethernet import EthernetSampler
@@ -17,9 +17,9 @@ from haiprof.agent.samplers.infiniband import InfinibandHealthSampler, Infiniban
 from haiprof.agent.samplers.memory_bandwidth import MemoryBandwidthSampler
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.remote_memory import RemoteMemorySampler
-from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, Sampler
+from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, TableSampler
 from haiprof.linux.readings import Status, Unavailable
-from haiprof.run_format.schema import Column, Table
+from haiprof.run_format.schema import Column
 
 SAMPLERS = (
     HostSampler,
@@ -42,17 +42,7 @@ SAMPLERS = (
 _NOTHING = "nothing of this source is here"
 
 
-class SamplerKind(Protocol):
-    """A sampler's class, as `SAMPLERS` lists them."""
-
-    name: str
-    table: Table
-
-    def for_node(self, node: Node) -> Sampler:
-        """The sampler of a node; not opened yet."""
-
-
-def survey(node: Node, kinds: Iterable[SamplerKind] = SAMPLERS) -> list[CounterState]:
+def survey(node: Node, kinds: Iterable[type[TableSampler]] = SAMPLERS) -> list[CounterState]:
     """Opens every sampler, reads each of its sources once, and closes it."""
     return [state for kind in kinds for state in _of_kind(kind, node)]
 
@@ -72,7 +62,7 @@ def counter_row(state: CounterState) -> dict[str, Any]:
     }
 
 
-def _of_kind(kind: SamplerKind, node: Node) -> list[CounterState]:
+def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
     try:
         missing, states = _ask(kind.for_node(node))
     except Exception as error:  # noqa: BLE001  one sampler must not stop the others
@@ -83,12 +73,12 @@ def _of_kind(kind: SamplerKind, node: Node) -> list[CounterState]:
     if whole is not None and not states:
         return _none_of(kind.name, columns.values(), whole)
     return [
-        *_expand(kind.name, columns, states),
+        *_check_values(states),
         *_unread(kind.name, columns, states=states, missing=missing),
     ]
 
 
-def _ask(sampler: Sampler) -> tuple[list[Missing], list[CounterState]]:
+def _ask(sampler: TableSampler) -> tuple[list[Missing], list[CounterState]]:
     """What is missing and what was read; the sampler is closed in any case."""
     try:
         missing = sampler.open()
@@ -100,15 +90,10 @@ def _ask(sampler: Sampler) -> tuple[list[Missing], list[CounterState]]:
         sampler.close()
 
 
-def _expand(
-    name: str, columns: Mapping[str, Column], states: Sequence[CounterState]
-) -> Iterator[CounterState]:
-    """States of single columns; one without a finite value is not called available."""
+def _check_values(states: Sequence[CounterState]) -> Iterator[CounterState]:
+    """The states; one without a finite value is not called available."""
     for state in states:
-        if state.metric == ALL_METRICS:
-            why = Missing(ALL_METRICS, state.reason or _NOTHING, state.status, state.remedy)
-            yield from _none_of(name, columns.values(), why, entity=state.entity)
-        elif state.status != "available":
+        if state.status != "available":
             yield replace(state, value=None, read_ns=None)
         elif state.value is None or not math.isfinite(state.value):
             reason = state.reason or f"{state.origin}: no value"
@@ -131,7 +116,7 @@ def _unread(
             entities.add(each.metric)
             yield from _none_of(name, columns.values(), each, entity=each.metric)
     spoken = {state.metric for state in states}
-    if ALL_METRICS in spoken or (not states and entities):
+    if not states and entities:
         return
     reasons = {each.metric: each for each in reversed(missing)}
     general = next(iter(missing), Missing(ALL_METRICS, _NOTHING)) if not states else None

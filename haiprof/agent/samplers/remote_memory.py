@@ -237,7 +237,11 @@ class RankCounters:
         """
         for _ in range(_TRIES):
             threads = self._threads()
-            self._check_room(len(threads))
+            count, spare = len(threads), self._spare()
+            needed = count * sum(isinstance(each, Event) for each in self._events.values())
+            if needed > spare:
+                reason = f"{count} threads need {needed} open files, haiprof may open {spare}"
+                raise Unavailable(reason, status="denied", remedy="a higher ulimit -n")
             opened = {column: self._open_event(column, threads) for column in self._events}
             if self._threads() <= threads:
                 return opened
@@ -269,13 +273,6 @@ class RankCounters:
             return {int(name) for name in os.listdir(f"{self._root}/proc/{self._process.pid}/task")}
         except OSError:
             raise EntityGone from None
-
-    def _check_room(self, thread_count: int) -> None:
-        needed = thread_count * sum(isinstance(each, Event) for each in self._events.values())
-        spare = self._spare()
-        if needed > spare:
-            reason = f"{thread_count} threads need {needed} open files, haiprof may open {spare}"
-            raise Unavailable(reason, status="denied", remedy="a higher ulimit -n")
 
 
 def _is_filtered(values: Mapping[str, Value | Unavailable]) -> bool:

@@ -1,4 +1,4 @@
-"""The interface of samplers, and the engine of most: entities, reads of columns, whole records."""
+"""The engine of samplers: entities, reads of columns, whole records, and what is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from haiprof.linux.readings import (
     Clock,
@@ -170,52 +170,6 @@ class Node:
     """What ranks reported, read once for all samplers."""
 
 
-class Sampler(Protocol):
-    """Reads one source; owned and called by one thread."""
-
-    name: str
-    """Name of the source and of its record file."""
-    recorder: str
-    """The recorder in `config.RECORDERS` that switches it."""
-    every: int
-    """It samples at every Nth interval of its recorder."""
-    table: Table
-    """What a record holds."""
-    read_limit_ns: int
-    """A sample that takes longer makes the loop sample less often."""
-
-    def open(self) -> list[Missing]:
-        """Finds the source."""
-
-    def header(self) -> Mapping[str, object]:
-        """What the record file's header says about the source; after `open`."""
-
-    def urgent(self) -> bool:
-        """Whether something new needs a sample before the next one is due."""
-
-    def sample(self) -> bytes:
-        """Whole records of the table, none or several; values that cannot be read are missing."""
-
-    def drain_missing(self) -> list[Missing]:
-        """What could not be read since the last call, each metric and reason once."""
-
-    def drain_lines(self) -> list[Mapping[str, object]]:
-        """What else happened since the last call, as lines for the node's events file.
-
-        Each has a `type`: `entity` for an entity that appeared later (with `key` and `name`), or
-        one that the sampler documents.
-        """
-
-    def states(self) -> list[CounterState]:
-        """Every counter with its present value and the cost of its read, or why there is none.
-
-        Called after `open`, by `haiprof doctor` only: it reads each source once more, timed.
-        """
-
-    def close(self) -> None:
-        """Closes files and libraries."""
-
-
 class MissingLog:
     """Collects what cannot be read, and returns each metric and reason once.
 
@@ -259,14 +213,20 @@ class _Bound:
 class TableSampler:
     """Samples entities into a table; a subclass names the source and finds the entities.
 
-    Subclasses also take what `Node` holds under the same name, for tests: `root`, `nvml`.
+    It is owned and called by one thread. Subclasses also take what `Node` holds under the same
+    name, for tests: `root`, `nvml`.
     """
 
     name: str
+    """Name of the source and of its record file."""
     recorder: str
+    """The recorder in `config.RECORDERS` that switches it."""
     table: Table
+    """What a record holds."""
     every = 1
+    """It samples at every Nth interval of its recorder."""
     read_limit_ns = 50_000_000
+    """A sample that takes longer makes the loop sample less often."""
 
     def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
         self.root = root
@@ -344,7 +304,7 @@ class TableSampler:
         return False
 
     def sample(self) -> bytes:
-        """One record per entity."""
+        """One record per entity; values that cannot be read are missing."""
         self.refresh()
         return b"".join([self._sample(*entry) for entry in list(self._entities.values())])
 
@@ -353,12 +313,16 @@ class TableSampler:
         return self.missing.drain()
 
     def drain_lines(self) -> list[Mapping[str, object]]:
-        """Lines for the events file since the last call."""
+        """What else happened since the last call, as lines for the node's events file.
+
+        Each has a `type`: `entity` for an entity that appeared later (with `key` and `name`), or
+        one that the sampler documents.
+        """
         lines, self._lines = self._lines, []
         return lines
 
     def states(self) -> list[CounterState]:
-        """Every column of every entity, each read timed."""
+        """Every column of every entity, read once more and timed: for `haiprof doctor`."""
         self.refresh()
         return [
             state

@@ -18,7 +18,7 @@ from typing import Literal
 
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.linux.process_files import status_fields
-from haiprof.linux.procfs import read_text
+from haiprof.linux.procfs import read_int, read_text
 from haiprof.linux.readings import Status, Unavailable, os_status
 
 Kind = Literal["launcher", "tool"]
@@ -236,7 +236,7 @@ def _capability(root: Path, caps: _Capabilities, name: str) -> Permission:
 def _ptrace(root: Path, caps: _Capabilities) -> Permission:
     """Source: Linux Documentation/admin-guide/LSM/Yama.rst."""
     path = root / "proc/sys/kernel/yama/ptrace_scope"
-    scope = _number(path)
+    scope = read_int(path)
     free = scope is None or scope == 0 or (scope < 3 and caps.has("SYS_PTRACE"))
     reasons = {
         1: "only descendants may be attached to",
@@ -257,7 +257,7 @@ def _ptrace(root: Path, caps: _Capabilities) -> Permission:
 def _perf(root: Path, caps: _Capabilities, *, limit: int, name: str, allows: str) -> Permission:
     """Source: Linux Documentation/admin-guide/sysctl/kernel.rst, perf_event_paranoid."""
     path = root / "proc/sys/kernel/perf_event_paranoid"
-    level = _number(path)
+    level = read_int(path)
     why: Unavailable | None = None
     if level is None:
         remedy = "boot a kernel with CONFIG_PERF_EVENTS"
@@ -311,8 +311,3 @@ def _psi(root: Path) -> Permission:
         )
     allows = "pressure: time in which tasks waited for CPU, memory, I/O"
     return _permission("psi", str(path.parent), allows, why)
-
-
-def _number(path: Path) -> int | None:
-    content = read_text(path) or ""
-    return int(content) if content.lstrip("-").isdigit() else None

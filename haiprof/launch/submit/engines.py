@@ -258,21 +258,17 @@ while left:
 
 def ray_driver(spec: JobSpec) -> str:
     """The driver, whole: what it starts is data in it, and never passes through a shell."""
+    gpus = {"GPU": spec.gpus_per_node} if spec.gpus_per_node else {}
     return _DRIVER.format(
         name=spec.name,
         nodes=spec.nodes,
         port=STATIC_PORT,
-        resources=_ray_resources(spec),
+        resources={"CPU": spec.cpus_per_node or 1, **gpus},
         environment=dict(spec.environment),
         haiprof=["haiprof", *haiprof_words(spec)],
         torchrun=["torchrun", *rank_words(spec)],
         script=script_words(spec),
     )
-
-
-def _ray_resources(spec: JobSpec) -> dict[str, int]:
-    gpus = {"GPU": spec.gpus_per_node} if spec.gpus_per_node else {}
-    return {"CPU": spec.cpus_per_node or 1, **gpus}
 
 
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -345,13 +341,6 @@ def skypilot(spec: JobSpec) -> str:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in spec.environment.items()]
     lines += [_HEAD] if spec.nodes > 1 else []
     task: dict[str, Any] = {"name": spec.name, "num_nodes": spec.nodes, "workdir": "."}
-    resources = _skypilot_resources(spec)
-    if resources:
-        task["resources"] = resources
-    return yaml_text({**task, "run": "\n".join([*lines, shell_line(words)]) + "\n"})
-
-
-def _skypilot_resources(spec: JobSpec) -> dict[str, Any]:
     resources: dict[str, Any] = {}
     if spec.gpus_per_node:
         if not spec.gpu_type:
@@ -363,4 +352,6 @@ def _skypilot_resources(spec: JobSpec) -> dict[str, Any]:
         resources["image_id"] = f"docker:{spec.image}"
     if spec.requeue:
         resources["job_recovery"] = {"max_restarts_on_errors": 3}
-    return resources
+    if resources:
+        task["resources"] = resources
+    return yaml_text({**task, "run": "\n".join([*lines, shell_line(words)]) + "\n"})

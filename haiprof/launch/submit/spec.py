@@ -32,7 +32,9 @@ def resolve_options(
     pyproject: Path = Path("pyproject.toml"),
 ) -> tuple[dict[str, str], Path]:
     """What the job's command line says, so that nothing has to travel beside it."""
-    texts = _of_environment(environ)
+    texts = {spec.name: environ[spec.env] for spec in OPTIONS if environ.get(spec.env)}
+    parsed = options_from_environment(environ)
+    texts |= {k: f"{v:g}" for k, v in parsed.items() if k.startswith("interval.")}
     for word in dotted:
         parse_dotted(word)
         name, _, text = word.partition("=")
@@ -46,12 +48,6 @@ def resolve_options(
     name = options.name or Path(program).name.removesuffix(".py")
     texts |= {"name": safe_name(name), "log-dir": options.address or str(options.log_dir)}
     return texts, options.log_dir
-
-
-def _of_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    texts = {spec.name: environ[spec.env] for spec in OPTIONS if environ.get(spec.env)}
-    parsed = options_from_environment(environ)
-    return texts | {k: f"{v:g}" for k, v in parsed.items() if k.startswith("interval.")}
 
 
 def _canonical(name: str) -> str:

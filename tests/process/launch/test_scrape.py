@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from haiprof.agent.prometheus_endpoint import Latest
 from haiprof.agent.samplers.loop import Stream
-from haiprof.agent.samplers.table import CounterState, Missing
+from haiprof.agent.samplers.table import CounterState, Missing, TableSampler
 from haiprof.base.errors import MissingExtraError, UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run import _check_extras
@@ -48,7 +48,7 @@ SECOND = 1_000_000_000
 UUID = "GPU-1b2c"
 
 
-class Told:
+class Told(TableSampler):
     """A sampler whose next records and events a test gives."""
 
     recorder = "gpu"
@@ -60,13 +60,13 @@ class Told:
         self.table = table
         self.rows: list[dict[str, float]] = []
         self.lines: list[Mapping[str, object]] = []
-        self._entities = list(entities)
+        self._told = list(entities)
 
     def open(self) -> list[Missing]:
         return []
 
-    def header(self) -> Mapping[str, object]:
-        return {"entities": self._entities}
+    def header(self) -> dict[str, object]:
+        return {"entities": self._told}
 
     def urgent(self) -> bool:
         return False

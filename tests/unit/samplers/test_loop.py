@@ -22,7 +22,7 @@ from haiprof.agent.samplers.table import (
     MissingLog,
     Node,
     RankReports,
-    Sampler,
+    TableSampler,
 )
 from haiprof.base.options import RECORDERS, Options
 from haiprof.base.units import NS_PER_S
@@ -37,7 +37,7 @@ from tests.unit.analysis.recorded import row_of, write_run
 NODE = "node1"
 
 
-class Scripted:
+class Scripted(TableSampler):
     """A sampler that does what a test says."""
 
     name = "host"
@@ -49,12 +49,12 @@ class Scripted:
     def __init__(self, sample: Callable[[int], bytes], missing: Sequence[Missing] = ()) -> None:
         self.sample_count = 0
         self.is_open = False
-        self._sample = sample
-        self._missing = list(missing)
+        self._script = sample
+        self._absent = list(missing)
 
     def open(self) -> list[Missing]:
         self.is_open = True
-        return self._missing
+        return self._absent
 
     def header(self) -> dict[str, object]:
         return {}
@@ -64,7 +64,7 @@ class Scripted:
 
     def sample(self) -> bytes:
         self.sample_count += 1
-        return self._sample(self.sample_count)
+        return self._script(self.sample_count)
 
     def drain_missing(self) -> list[Missing]:
         return []
@@ -93,7 +93,7 @@ def loop_for(
     recorder: tuple[str, ...] = ("host",),
     *,
     interval_s: float = 0.1,
-    samplers: Sequence[Sampler] | None = None,
+    samplers: Sequence[TableSampler] | None = None,
     nvml: FakeNvml | None = None,
 ) -> SamplingLoop:
     options = Options(recorder=recorder, interval_s=dict.fromkeys(RECORDERS, interval_s))
