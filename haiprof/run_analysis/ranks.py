@@ -13,7 +13,6 @@ from haiprof.base.intervals import Floats, Intervals, Ints, intersection, total,
 from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
 from haiprof.run_analysis.run_files import (
     RankFiles,
-    entries,
     integer,
     mapping,
     median,
@@ -37,15 +36,20 @@ from haiprof.run_format import schema
 _LIMIT_US = 1 << 52
 
 
-def compile_intervals(files: RankFiles) -> Intervals:
+def compile_intervals(files: RankFiles) -> Intervals | None:
     """Unix time in ns of all compilations, those of backward graphs included.
 
     Source: `torch._dynamo.utils.get_compilation_metrics`. One that compiles another counts once.
+
+    None where a line does not say when compilations began, as in recordings of older versions.
     """
+    lines = files.of_type("compile")
+    if any(not isinstance(line.get("spans"), list) for line in lines):
+        return None
     pairs = [
         (begin, length)
-        for line in files.of_type("compile")
-        for span in entries(line.get("spans"))
+        for line in lines
+        for span in line["spans"]
         if isinstance(span, list) and len(span) == 2
         for begin, length in [(integer(span[0]), integer(span[1]))]
         if begin is not None and length is not None
@@ -117,9 +121,10 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
         row["nograd_ns"] = int(found.nested.self_ns[inside].sum())
         compiled, shift = compile_intervals(files), segments.wall_offset_ns
         begun, ended = found.evaluation_start_ns, found.evaluation_end_ns
-        row["compile_ns"] = total(compiled)
-        evaluated = union(begun + shift, ended + shift)
-        row["eval_compile_ns"] = total(intersection(evaluated, compiled))
+        if compiled is not None:
+            row["compile_ns"] = total(compiled)
+            evaluated = union(begun + shift, ended + shift)
+            row["eval_compile_ns"] = total(intersection(evaluated, compiled))
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
     row.update(_recording(files, segments))
     row.update(_cost(files, segments))
@@ -197,6 +202,10 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
             if not seen and not _is_untrained(segments)
             for reason in [_why_missing(files, phase)]
         ]
+    if compile_intervals(files) is None:
+        notes.append(
+            "the time of compilations is not known: the recording does not say when they began"
+        )
     patches = files.of_type("patch_failed")
     notes += [f"{line.get('phase')} is not measured: {line.get('reason')}" for line in patches]
     faults = files.of_type("hook_error")
@@ -270,7 +279,7 @@ def rank_rows(
         cut = cut_segments(rank, between)
         inside = rank_row(rank.files, cut)
         counted = ("step_count", "eval_ns", "nograd_ns", "eval_compile_ns")
-        row |= {name: inside[name] for name in counted}
+        row |= {name: inside.get(name) for name in counted}
     # Small numbers are stored small: of a thousand ranks they are much.
     plain, collected = rank_positions(rank).sums()
     times = np.concatenate([plain, collected])
@@ -307,8 +316,9 @@ def rank_rows(
 def rank_positions(rank: RankSegments) -> StepPositions:
     """Where a rank's training thread was at each moment."""
     compiled, shift = compile_intervals(rank.files), rank.wall_offset_ns
-    own = Intervals(compiled.starts - shift, compiled.ends - shift)
-    return step_positions(rank.found, rank.events, own)
+    if compiled is not None:
+        compiled = Intervals(compiled.starts - shift, compiled.ends - shift)
+    return step_positions(rank.found, rank.events, compiled)
 
 
 COLUMN_LIMIT = 480
