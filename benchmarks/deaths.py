@@ -252,6 +252,13 @@ def judge(case: Case, logs: Path) -> Row:
     return Row(case.injected, headline, right and case.said in said, certain, proof, took)
 
 
+_FROM_OUTSIDE = ("signal", "time_limit", "cancelled")
+_OTHER_PROOFS = {
+    "mismatch": "the ranks' Flight Recorders, or the text of gloo's own check",
+    "never_started": "no rank of that number reported in",
+}
+
+
 def witnesses(death: Mapping[str, Any], run: Path) -> Iterator[str]:
     """What the run directory holds of the end of the ranks that the death began with."""
     events = [json.loads(line) for path in sorted(run.glob("nodes/*/events.jsonl"))
@@ -259,6 +266,11 @@ def witnesses(death: Mapping[str, Any], run: Path) -> Iterator[str]:
     if death.get("traceback"):
         yield f"its exception with {len(death['traceback'])} frames, kept by its hook"
     for event in events:
+        if event["type"] == "signal" and death.get("cause") in _FROM_OUTSIDE:
+            state = f", and Slurm says {event['slurm_state']}" if event.get("slurm_state") else ""
+            yield f"signal {event['signal']} that its launcher received, with its sender{state}"
+        if event["type"] == "reaction_result" and death.get("cause") == "hang":
+            yield "a snapshot taken while it lasted"
         if event["type"] == "process_end" and event["rank"] in death.get("ranks", ()):
             if event.get("signal") is not None:
                 yield f"wait status of rank {event['rank']}: signal {event['signal']}"
@@ -269,6 +281,8 @@ def witnesses(death: Mapping[str, Any], run: Path) -> Iterator[str]:
                 yield f"the kernel's count of OOM kills of its control group: {oom['kills']}"
             elif oom.get("in_cgroup"):
                 yield "the kernel's log: killed at the limit of a control group"
+    if death.get("cause") in _OTHER_PROOFS:
+        yield _OTHER_PROOFS[death["cause"]]
     if death.get("seen_at"):
         yield f"sampled stack: {death['seen_at']}"
 

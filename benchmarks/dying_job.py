@@ -136,8 +136,12 @@ def train(fault: str) -> None:
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
         )
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    elif "RANK" in os.environ:
+        # torchrun's store lives on over restarts: gloo finds the addresses of the start before.
+        store, rank_, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
+        own = dist.PrefixStore(f"start{restart}", store)
+        limit = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", store=own, rank=rank_, world_size=size, timeout=limit)
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8)
     model = DistributedDataParallel(layer) if dist.is_initialized() else layer

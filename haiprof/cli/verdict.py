@@ -231,5 +231,5 @@ def _open_run_or_job(target: str | None) -> RunFrames:
     except RunNotFoundError as error:
         raise RunNotFoundError(
             f"{target}: no such folder, and {error}",
-            hint="haiprof ls shows the runs recorded here, haiprof ls --running the running jobs",
+            hint="haiprof ls shows the runs recorded here, haiprof ls --live the running jobs",
         ) from None

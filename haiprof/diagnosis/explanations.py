@@ -270,8 +270,8 @@ def _link(question: Question) -> Explanation:
         between = "the network between the nodes" if hosts > 1 else "the link between the ranks"
         return Explanation(
             slug="link_bound",
-            title=f"exchanging gradients over a slow link, {question.amount}, after all ranks have "
-            "begun",
+            title=f"exchanging gradients over a slow link, {question.amount}, not counting the "
+            "wait for late ranks",
             remedy=f"measure {between} (haiprof doctor; iperf3, nccl-tests); send less: accumulate "
             "with no_sync(), compress with a communication hook (bf16_compress_hook), or larger "
             "batches",

@@ -193,9 +193,7 @@ def too_few_ranks(patterns: Patterns) -> tuple[str, ...]:
     if count >= FAR_MIN_RANKS:
         return ()
     ranks = "one rank" if count == 1 else f"{count} ranks"
-    return (
-        f"{ranks}: which rank differs from the others can be said from {FAR_MIN_RANKS} ranks on",
-    )
+    return (f"{ranks}: {FAR_MIN_RANKS} ranks are needed to say which one differs from the others",)
 
 
 def gpu_compute_report(patterns: Patterns) -> FunctionReport:

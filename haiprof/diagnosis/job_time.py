@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
+from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.lateness import Arrivals
 from haiprof.run_analysis.ledger import COLLECTION, TimeTable, spikes
 from haiprof.run_analysis.lines import wilson
@@ -469,9 +470,10 @@ def _spike_text(step: Ints, series: Floats, spiked: Bools) -> str:
     at = step[spiked]
     paid = float(series[spiked].mean())
     period = _period(at)
+    time = f"{paid / 1e6:.3g} ms" if paid < NS_PER_S else f"{paid / NS_PER_S:.3g} s"
     if period:
-        return f"every {_ordinal(period)} step, {paid / 1e6:.3g} ms"
-    return f"in {len(at)} of {len(series)} steps, {paid / 1e6:.3g} ms"
+        return f"every {_ordinal(period)} step, {time}"
+    return f"in {len(at)} of {len(series)} steps, {time}"
 
 
 def _ordinal(number: int) -> str:

@@ -40,6 +40,11 @@ SLURM_LIMIT_NS = 90 * NS_PER_S
 """Slurm sends SIGTERM at the time limit, checked every half minute or so."""
 _PLACES_LIMIT = 4
 """Of so many ranks each one's line is shown where none of them is to blame."""
+_WITHOUT_A_REASON = (
+    "signal", "time_limit", "cancelled", "interrupted", "unknown", "never_started", "hang", "gone",
+    "launcher",
+)  # fmt: skip
+"""Causes of a start that never trained which do not say why it did not."""
 _SAME_KILL_NS = NS_PER_S // 100
 """Signals to several ranks at once arrive within this time; launchers look ten times a second."""
 
@@ -52,8 +57,8 @@ class Fate:
     host: str | None
     pid: int | None
     role: str
-    """`cause`, `victim` (it waited for another one), `stopped` (by its launcher, after the first
-    failure), `clean`, `absent` (never seen), or `unknown`."""
+    """`cause`, `victim` (it waited for another one), `stopped` (by its launcher after the
+    first failure, or as the whole job was), `clean`, `absent` (never seen), or `unknown`."""
     what: str
     """For people."""
     line: str | None
@@ -155,21 +160,32 @@ def find_deaths(evidence: Evidence) -> list[Death]:
         if not final or has_failed or any(e.over and not e.clean for e in ends.values()):
             death = _Case(evidence, ends).judge()
             found.append(replace(death, generation=generation, final=final))
-    if len(found) > 1 and found[-1].final and not _has_trained(evidence, found[-1].generation):
-        # The end of a start that never trained: what began it is the death of the start before.
-        first = found[-2]
-        last = found[-1]
-        own = f"was seen; then {last.what}"
-        found[-1] = replace(
-            first,
-            headline=f"{first.headline}; its ranks were started again and no step of them {own}",
-            own_end=f"no step {own}",
-            remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may "
-            "have waited for each other in init_process_group",
-            generation=last.generation,
-            final=True,
-        )
+    last = found[-1] if len(found) > 1 else None
+    if last is None or not last.final or last.cause not in _WITHOUT_A_REASON:
+        return found
+    if not _has_trained(evidence, last.generation):
+        found[-1] = _add_what_began_it(evidence, found)
     return found
+
+
+def _add_what_began_it(evidence: Evidence, found: Sequence[Death]) -> Death:
+    """The end of starts that never trained: what began it is the death of the one before them."""
+    trained = [
+        at for at, death in enumerate(found[:-1]) if _has_trained(evidence, death.generation)
+    ]
+    at = trained[-1] if trained else len(found) - 2
+    first, last, count = found[at], found[-1], len(found) - 1 - at
+    times = f" {count} times" if count > 1 else ""
+    own = f"was seen; then {last.what}"
+    return replace(
+        first,
+        headline=f"{first.headline}; its ranks were started again{times} and no step of them {own}",
+        own_end=f"no step {own}",
+        remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may "
+        "have waited for each other in init_process_group",
+        generation=last.generation,
+        final=True,
+    )
 
 
 def _has_trained(evidence: Evidence, generation: int) -> bool:
@@ -209,6 +225,7 @@ class _Case:
         self.ahead_aborted_ns = min(ahead, default=None) if self.behind else None
         self.victims = {r: by for r, e in ends.items() if (by := self._wait_failure(e)) is not None}
         self.stopped: dict[int, str] = {}
+        self.is_ended_from_outside = False
         self._find_stopped()
 
     @cached_property
@@ -322,6 +339,7 @@ class _Case:
             return replace(found, headline=f"{found.headline}; then ended by {name}{sender}")
         cause, what = _outer_cause(came)
         what = f"{what} ({name}{sender})"
+        self.is_ended_from_outside = True
         stuck = self._hang_before(came.wall_ns, named=False)
         if stuck is not None:
             what += f"; before that, all ranks hung at {stuck.all_at}"
@@ -567,7 +585,9 @@ class _Case:
         error = end.error if end is not None else None
         died = died_ns if end is None else end.failed_ns
         fates = self._fates(ranks)
-        tail = _victims_text(fates, died)
+        tail = _victims_text(
+            [f for f in fates if f.rank in self.victims or f.rank in self.stopped], died
+        )
         nowhere = line is None and (error is None or not error.location)
         seen_at = self._seen_at(ranks, died) if nowhere else None
         phase = self.phases.get(ranks[0]) if ranks and nowhere else None
@@ -640,7 +660,9 @@ class _Case:
         elif end.over and end.clean:
             what, role = "ended with exit status 0", "clean"
         else:
-            what, role = what_happened(end) if end.over else "no end of it was seen", "unknown"
+            what = what_happened(end) if end.over else "no end of it was seen"
+            with_job = self.is_ended_from_outside and end.signal in ENDING
+            role = "stopped" if with_job else "unknown"
         waits = rank in self.victims or (rank in self.stopped and not cause)
         return Fate(
             rank=rank,

@@ -32,6 +32,7 @@ _WAITED = (
      "NCCL's watchdog"),
     (r"HeartbeatMonitor|heartbeat monitor", "NCCL's heartbeat monitor"),
     (r"monitoredBarrier", "the monitored barrier's timeout"),
+    (r"connectFullMesh failed|timed out connecting", "gloo, which could not connect the ranks"),
     (r"Timed out waiting \d+ ?ms for (?:recv|send|bound buffer|\w+) operation|"
      r"Application timeout caused pair closure|gloo.*[Tt]imed? ?out", "gloo's timeout"),
     (r"op\.preamble\.length <= op\.nbytes", "gloo's check of message sizes"),

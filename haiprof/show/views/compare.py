@@ -93,7 +93,7 @@ def headline_notes(found: Comparison, chosen: str) -> list[str]:
 
 
 def promise_text(promise: Promise) -> str:
-    """`train.py:40 log_step ...: promised 6.9 ms (5.9 to 8.0 ms), came 6.5 ms (6.1 to 6.9 ms)`."""
+    """`train.py:40 log_step ...: predicted gain 6.9 ms (5.9 to 8.0 ms), measured 6.5 ms (...)`."""
     titles = [one.title for one in promise.accounts]
     more = [f"{len(titles) - 2} more"] if len(titles) > 2 else []
     promised = _estimate(promise.promised_ns, promise.low_ns, promise.high_ns)
@@ -101,7 +101,8 @@ def promise_text(promise: Promise) -> str:
     is_much = abs(promise.others_ns) >= _OTHERS_RATIO * promise.promised_ns
     others = f", with {_signed_ns(promise.others_ns)} in others" if is_much else ""
     noisy = ": too noisy to tell" if promise.came_true is None else ""
-    return f"{'; '.join([*titles[:2], *more])}: promised {promised}, came {came}{others}{noisy}"
+    accounts = "; ".join([*titles[:2], *more])
+    return f"{accounts}: predicted gain {promised}, measured {came}{others}{noisy}"
 
 
 def notes(found: Comparison) -> list[str]:

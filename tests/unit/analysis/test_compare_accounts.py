@@ -91,8 +91,8 @@ def test_what_was_promised_for_a_line_that_is_gone_has_come(tmp_path: Path) -> N
     assert promise.came_true
     text = promise_text(promise)
     assert text.startswith("data.py:12 decode, input, ")
-    assert ": promised " in text
-    assert ", came 4.0" in text or ", came 3.9" in text
+    assert ": predicted gain " in text
+    assert ", measured 4.0" in text or ", measured 3.9" in text
     data = compare_data(found)
     assert data["promise"]["came_true"] is True
     assert data["accounts"][data["promise"]["accounts"][0]]["function"] == "decode"

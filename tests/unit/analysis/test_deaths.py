@@ -364,6 +364,33 @@ def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
     assert "no step was seen" in str(starts[1].why)
 
 
+def test_restarts_that_never_connect_tell_the_death_before_the_first_of_them(job: Job) -> None:
+    job.died(1, 0, "RuntimeError", "shard 17 is damaged")
+    job.over(0, 1, number=signal.SIGTERM)
+    job.over(2, 1, number=signal.SIGTERM)
+    text = "Gloo connectFullMesh failed with pair.cc:152 timed out connecting: Connection refused"
+    for attempt in (1, 2):
+        for rank in range(3):
+            job.raised(rank, 30 * attempt, "RuntimeError", text, attempt=attempt)
+            job.over(rank, 30 * attempt + 1, status=1, attempt=attempt)
+    job.ended(1)
+    *_, last = job.deaths()
+    assert found(last) == ("exception", (1,))
+    assert "shard 17" in last.headline
+    assert "started again 2 times and no step of them was seen" in last.headline
+    assert "gloo, which could not connect the ranks" in last.headline
+
+
+def test_ranks_that_end_with_a_job_that_somebody_ends_are_stopped(job: Job) -> None:
+    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 5 * S, "from_pid": 7})
+    for rank in range(3):
+        job.over(rank, 5.1, number=signal.SIGTERM)
+    job.ended(None, "SIGTERM")
+    death = job.death()
+    assert found(death) == ("signal", ())
+    assert [fate.role for fate in death.fates] == ["stopped"] * 3
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "cause"),
     [

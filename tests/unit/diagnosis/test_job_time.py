@@ -232,6 +232,7 @@ AT = np.arange(STEPS)
         (np.full(STEPS, 3.0), AT, "each step"),
         (131.0 * (AT % 20 == 19), AT[19::20], "every 20th step, 131 ms"),
         (131.0 * (AT % 20 == 19) + 1.0, AT[19::20], "every 20th step, 132 ms"),
+        (1310.0 * (AT % 20 == 19), AT[19::20], "every 20th step, 1.31 s"),
         (8.0 * (AT % 2), AT[1::2], "every 2nd step, 8 ms"),
         (CHANCE.ravel()[:STEPS], AT, "each step"),
         (8.0 * (AT % 3 == 1), AT[1::3], "every 3rd step, 8 ms"),
