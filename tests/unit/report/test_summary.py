@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from haiprof.show.rank_summary import one_rank_summary
 from haiprof.show.summary import overview_summary
 from haiprof.show.text import steps_text
 from haiprof.show.views.run import overview_view, rank_view
-from tests.unit.report.fake_run import START_NS, FakeRun, empty_run, two_rank_run
+from tests.unit.report.fake_run import START_NS, empty_run, two_rank_run
 from tests.unit.report.many_ranks import write_many
 
 
@@ -81,7 +82,7 @@ def test_overview_summary_of_nothing_recorded_is_empty(tmp_path: Path) -> None:
     assert (found.ranks, found.series, found.span) == ((), (), None)
 
 
-def disturbed_run(folder: Path) -> FakeRun:
+def disturbed_run(folder: Path) -> Any:
     """Two ranks with a slow first step, traced ones, a start-up, and memory that falls to 0."""
     data = two_rank_run(folder)
     for row in data.step_rows:

@@ -4,6 +4,7 @@ import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,17 +15,17 @@ from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.summary import overview_summary
 from haiprof.show.views.run import overview_view, rank_view
 from tests.unit.diagnosis.stories import verdict_of
-from tests.unit.report.fake_run import FakeRun, empty_run, two_rank_run
+from tests.unit.report.fake_run import empty_run, two_rank_run
 from tests.unit.report.fake_verdict import DRIFT, FORWARD_BOUND, fake_verdict
 
 WIDTHS = [60, 80, 104, 132, 200]
 
 
-def overview_text(data: FakeRun, width: int = 100) -> str:
+def overview_text(data: Any, width: int = 100) -> str:
     return view_text(overview_view(overview_summary(data), width=width), width=width)
 
 
-def header(data: FakeRun) -> RunHeader:
+def header(data: Any) -> RunHeader:
     return run_header(data.run, manifest_or_none(data.run))
 
 
