@@ -739,7 +739,9 @@ def _victims_text(fates: Sequence[Fate], died: int | None) -> str:
 def _outer_cause(came: Arrived) -> tuple[str, str]:
     """What a signal to the launcher means."""
     state = came.slurm_state or ""
-    by_slurm = "slurm" in (came.from_command or ("slurm" if came.slurm_job else ""))
+    words = (came.from_command or "").split()
+    program = words[0].rpartition("/")[2] if words else ("slurm" if came.slurm_job else "")
+    by_slurm = program.startswith("slurm")  # a script of the user's may lie in a folder of Slurm's
     left = None if came.slurm_end_ns is None else came.slurm_end_ns - came.wall_ns
     if state == "TIMEOUT" or (
         not state and by_slurm and left is not None and left < SLURM_LIMIT_NS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,6 +167,18 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
         yield grid
 
 
+def _fill_lines(parts: Sequence[Text], width: int) -> list[Text]:
+    """As many whole parts on each line as fit: none is torn from its mark."""
+    lines: list[Text] = []
+    for part in parts:
+        longer = Text("   ").join([lines[-1], part]) if lines else part
+        if lines and longer.cell_len <= width:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
+
+
 def _traced_device(
     verdict: Verdict, width: int, *, everything: bool = False
 ) -> Iterator[RenderableType]:
@@ -244,10 +256,10 @@ def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[Ren
         for name, value in shown.items()
     ]
     median = "" if ledger is None else f" (median {ledger.median_ns / ns:.3g})"
-    yield Text.assemble(
-        (f"step {(verdict.step_ns or 0.0) / ns:.3g} {unit}", "bold"), (median, "dim"), "   ",
-        Text("   ").join(numbers),
-    )  # fmt: skip
+    step = Text.assemble(
+        (f"step {(verdict.step_ns or 0.0) / ns:.3g} {unit}", "bold"), (median, "dim")
+    )
+    yield from _fill_lines([step, *numbers], min(width, MAX_WIDTH) - _INSIDE)
     facts = [steps_text(verdict.step_count, len(verdict.ranks))]
     facts += [work_text(verdict.work)] if verdict.work else []
     if verdict.compile_ns:

@@ -50,7 +50,7 @@ _UNIX_NS = 10**17
 def _since_first(found: pl.DataFrame) -> pl.DataFrame:
     """Points in time as times since the first of them."""
     points = [name for name in _POINTS if name in found.columns]
-    if "time_ns" in found.columns and (found["time_ns"] >= _UNIX_NS).all():
+    if "time_ns" in found.columns and (found["time_ns"] >= _UNIX_NS).any():
         points.append("time_ns")
     firsts = [first for name in points if (first := found[name].min()) is not None]
     if not firsts:

@@ -381,6 +381,16 @@ def test_restarts_that_never_connect_tell_the_death_before_the_first_of_them(job
     assert "gloo, which could not connect the ranks" in last.headline
 
 
+def test_sender_in_a_folder_named_after_slurm_is_not_slurm(job: Job) -> None:
+    command = "python /home/me/slurm-jobs/stop.py"
+    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 5 * S, "from_pid": 7,
+                       "from_command": command})  # fmt: skip
+    for rank in range(3):
+        job.over(rank, 5.1, number=signal.SIGTERM)
+    job.ended(None, "SIGTERM")
+    assert found(job.death()) == ("signal", ())
+
+
 def test_ranks_that_end_with_a_job_that_somebody_ends_are_stopped(job: Job) -> None:
     job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 5 * S, "from_pid": 7})
     for rank in range(3):

@@ -48,6 +48,16 @@ def test_card_is_short_unless_everything_is_asked_for(tmp_path: Path, width: int
     assert "--all" in short
 
 
+@pytest.mark.parametrize("width", [60, 72, 80, 100])
+def test_mark_of_a_position_stays_on_the_line_of_its_name(tmp_path: Path, width: int) -> None:
+    verdict = verdict_of(tmp_path / "run", lambda *_: (0.2, 5.0, 10.0, 2.0), ranks=2)
+    card = verdict_card(verdict, header(empty_run(tmp_path / "b")), width=width)
+    lines = [line.strip("│ ") for line in view_text(card, width=width).splitlines()]
+    positions = [line for line in lines if "forward" in line or "backward" in line]
+    assert positions
+    assert not any(line.endswith(("█", "▓", "░", "▒", "·")) for line in positions)
+
+
 def test_card_is_silent_about_what_a_job_on_cpus_cannot_have(tmp_path: Path) -> None:
     verdict = replace(
         fake_verdict(FORWARD_BOUND),
