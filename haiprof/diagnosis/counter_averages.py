@@ -53,8 +53,8 @@ _OF_NODES = {
     ),
 }
 _SERIES = ("memory_rss_bytes", "memory_used_bytes")
-_LOST = "run_queue_wait_ratio"
-"""A share of time that is lost, whenever that was: the mean tells how much, the median does not."""
+_LOST, _BUSY = "run_queue_wait_ratio", "utilization_ratio"
+"""Shares of time, whenever that was: the mean tells how much, the median does not."""
 _WANTED = frozenset(
     (s, m) for table in (_OF_RANKS, _OF_NODES) for s, ms in table.items() for m in ms
 )
@@ -74,6 +74,8 @@ class CounterAverages:
     """By metric of a process or GPU: each rank's median, where known."""
     core_waits: Mapping[int, float]
     """Each rank's mean share of time in which its main thread waited for a core."""
+    gpu_use: Mapping[int, float]
+    """Each rank's mean share of time in which its GPU ran a kernel."""
     points: pl.DataFrame
     """`rank`, `metric`, `time_ns`, `value`: memory of each rank and its GPU, thinned."""
     nodes: Mapping[str, Means]
@@ -92,7 +94,7 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
     of_ranks = {rank: (begin, end) for rank, begin, end in windows.rows()}
     of_hosts = {host: (begin, end) for host, begin, end in node_windows.rows()}
     medians: dict[str, dict[int, float]] = defaultdict(dict)
-    waits: dict[int, float] = {}
+    shares: dict[str, dict[int, float]] = {_LOST: {}, _BUSY: {}}
     points = [pl.DataFrame(schema=POINT_SCHEMA)]
     nodes: dict[str, Means] = {}
     for node in files.nodes:
@@ -114,8 +116,8 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
         for metric, parts in own.items():
             rows = pl.concat(parts).drop_nulls("value")
             medians[metric].update(rows.group_by("owner").agg(value.median()).rows())
-            if metric == _LOST:
-                waits.update(rows.group_by("owner").agg(value.mean()).rows())
+            if metric in shares:
+                shares[metric].update(rows.group_by("owner").agg(value.mean()).rows())
             if metric in _SERIES:
                 points.append(_thin(metric, rows))
         means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
@@ -126,7 +128,8 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
         nodes[node.host] = {each: means[each] for each in sorted(means, key=lambda e: e or "")}
     return CounterAverages(
         medians={metric: dict(sorted(ranks.items())) for metric, ranks in sorted(medians.items())},
-        core_waits=dict(sorted(waits.items())),
+        core_waits=dict(sorted(shares[_LOST].items())),
+        gpu_use=dict(sorted(shares[_BUSY].items())),
         points=pl.concat(points),
         nodes=nodes,
     )

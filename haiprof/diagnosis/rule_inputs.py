@@ -74,7 +74,7 @@ class RuleInputs:
     ranks: pl.DataFrame
     """Columns of `rank_frame`; of a rank that is judged, the attempt that is."""
     gpu_use: Mapping[int, float]
-    """Median GPU utilization in [0, 1] by rank, where known."""
+    """Mean GPU utilization in [0, 1] by rank, where known."""
     main_cores: Mapping[int, float]
     """Median CPU cores used by the process of the rank, without its children, where known."""
     busy_cores: Mapping[int, float]
@@ -188,7 +188,7 @@ def gather_inputs(
             [steps.clear(), *(part.head(1).filter(step=0) for part in parts.values())]
         ),
         ranks=pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt"),
-        gpu_use=counted.of("utilization_ratio"),
+        gpu_use=counted.gpu_use,
         main_cores=main_cores,
         busy_cores=counted.of("cpu_cores"),
         core_waits=counted.core_waits,
