@@ -36,12 +36,15 @@ def write_story(
     *,
     steps: int = 60,
     ranks: int = 1,
-    gpu: float | None = None,
+    gpu: float | Callable[[int], float] | None = None,
     cores: float | None = None,
     noise: float = 0.02,
     gap_ms: float | Callable[[int], float] = GAP_MS,
 ) -> Path:
-    """A run with these phase times, each shaken by a few percent; `gap_ms` may be of the step."""
+    """A run with these phase times, each shaken by a few percent.
+
+    `gap_ms` may be of the step, `gpu` (its utilization) of the sample.
+    """
     run = write_run(root)
     random = np.random.default_rng(7)
     end_ns = START_NS
@@ -64,9 +67,9 @@ def write_story(
     samples = np.linspace(START_NS, end_ns, 40).astype(int).tolist()
     if gpu is not None:
         rows_gpu = [
-            row_of(GPU, time_ns=t, gpu=r, utilization_ratio=gpu, memory_used_bytes=1 << 30,
-                   memory_total_bytes=1 << 34, power_watts=90.0)
-            for t in samples
+            row_of(GPU, time_ns=t, gpu=r, utilization_ratio=gpu(n) if callable(gpu) else gpu,
+                   memory_used_bytes=1 << 30, memory_total_bytes=1 << 34, power_watts=90.0)
+            for n, t in enumerate(samples)
             for r in range(ranks)
         ]  # fmt: skip
         gpus = [{"key": [r], "name": f"gpu {r}", "uuid": f"GPU-{r}"} for r in range(ranks)]

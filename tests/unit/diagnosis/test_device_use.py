@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from haiprof.diagnosis.job_time import DeviceUse
+from tests.unit.diagnosis.stories import judged, write_story
 
 STEPS = np.arange(4)
 PERIODS = np.array([100.0, 100.0, 100.0, 500.0])
@@ -29,3 +32,14 @@ def test_idle_time_is_where_events_saw_it_and_as_long_as_the_counter_says(
     use = DeviceUse(step=STEPS, bound_ns=np.array(bounds), busy_ratio=busy_ratio)
     assert use.idle_ns(STEPS, PERIODS) == pytest.approx(expected)
     assert use.is_known == (busy_ratio is not None or not np.isnan(bounds).all())
+
+
+def test_host_code_gains_no_more_than_the_gpu_stands_still_on_the_mean(tmp_path: Path) -> None:
+    """Its counter is 1 in three of four samples, so that its median says that it never does."""
+    write_story(tmp_path / "run", lambda *_: (10.0, 5.0, 10.0, 2.0), gpu=lambda n: float(n % 4 > 0))
+    ledger = judged(tmp_path / "run").ledger
+    assert ledger is not None
+    assert ledger.device_idle_ns == pytest.approx(0.25 * ledger.mean_ns, rel=0.1)
+    (batches,) = (account for account in ledger.largest() if account.position == "input")
+    assert batches.ns_per_step > 0.3 * ledger.mean_ns
+    assert batches.gain_ns == pytest.approx(ledger.device_idle_ns)
