@@ -67,5 +67,6 @@ def test_a_thread_that_holds_the_interpreter_lock_is_named(tmp_path: Path, other
 
 def test_a_thread_that_is_only_waited_for_holds_no_lock(tmp_path: Path) -> None:
     findings = judge(tmp_path, "batches")
-    assert "interpreter_lock" not in {finding.rule for finding in findings}
+    problems = {finding.rule for finding in findings if finding.severity != "info"}
+    assert "interpreter_lock" not in problems
     assert findings, "the loop waits for its batches, which is a finding of its own"

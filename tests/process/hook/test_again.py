@@ -79,7 +79,7 @@ print("HOOKS", len(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_ho
 
 
 def run_dirs(folder: Path, count: int) -> list[RunPaths]:
-    options = Options(time_s=0.3, log_dir=folder / "logs", recorder=("phases",))
+    options = Options(time_s=2.0, log_dir=folder / "logs", recorder=("phases",))
     made = [
         create_run(options, command=["train.py"], name=f"attach-{i}", environ={})
         for i in range(count)
