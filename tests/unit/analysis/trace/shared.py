@@ -123,6 +123,7 @@ def as_hta_sees(trace: Trace) -> Trace:
     if trace.steps.height > 1:
         known = with_launch(trace.gpu, trace.runtime)
         trace.__dict__["gpu"] = known.filter(pl.col("launch_ns") < last).drop("launch_ns")
+        trace.__dict__["annotations"] = trace.annotations.filter(pl.col("ts_ns") < last)
     return trace
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from tests.unit.analysis.trace.shared import (
     kernel,
     launch,
     ranks_of,
-    reference_frame,
     step,
     trace_of,
 )
@@ -78,23 +76,6 @@ def test_kernels_belong_to_the_innermost_annotation_of_their_stream(tmp_path: Pa
         (0, "other stream", 1, 5 * US),
         (0, "outer", 2, 10 * US),
     ]
-
-
-@pytest.mark.parametrize("name", ["tl_b200_r0of8_nccl", "tl_h100_qwen05_mem_stack",
-                                  "tl_mi300_ddp_resnet18", "hta_nsres_v100_r0of1"])  # fmt: skip
-def test_annotations_equal_hta(name: str) -> None:
-    trace = ranks_of(name)[0]
-    if trace.steps.height > 1:  # HTA leaves out what a GPU began after the last step's mark (D20)
-        last = trace.steps["start_ns"].max()
-        trace.__dict__["annotations"] = trace.annotations.filter(pl.col("ts_ns") < last)
-    found = annotation_breakdown(trace).filter(category=GPU)
-    theirs = reference_frame(name, "get_gpu_user_annotation_breakdown")
-    ours = {row["name"]: row for row in found.iter_rows(named=True)}
-    assert set(ours) == set(theirs["name"])
-    for row in theirs.iter_rows(named=True):
-        mine = ours[row["name"]]
-        for column in ("sum", "max", "min", "mean"):
-            assert mine[f"{column}_ns"] / US == pytest.approx(row[f"{column} (us)"], rel=1e-9)
 
 
 def test_every_gpu_event_is_in_one_annotation_row() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,37 +31,6 @@ COPIES = st.lists(
 def copy(at: float, duration: float, **more: object) -> Event:
     named = {"name": "Memcpy HtoD (Pinned -> Device)", "category": "gpu_memcpy", **more}
     return kernel(str(named.pop("name")), at, duration, **named)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dlrm_v100_8ranks",
-        "hta_cp_simple_add_a100",
-        "hta_diff_control_a100_r3of8",
-        "hta_nsres_v100_r0of1",
-        "hta_sampled_2ranks_ws128",
-        "tb_resnet50_nw0_v100",
-        "tl_b200_r0of8_nccl",
-        "tl_h100_qwen05_mem_stack",
-        "tl_mi300_ddp_resnet18",
-    ],
-)
-def test_summary_of_changes_equals_hta(name: str) -> None:
-    path = reference(f"{name}/get_memory_bw_summary.csv")
-    said = pl.read_csv(path, skip_rows=3, has_header=False, new_columns=HTA_COLUMNS)
-    compared = 0
-    for rank, trace in ranks_of(name).items():
-        ours = memory_bandwidth_summary(as_hta_sees(trace)).filter(pl.col("change_count") > 0)
-        theirs = said.filter(pl.col("rank") == rank)
-        assert ours["copy_kind"].to_list() == theirs["name"].to_list()
-        for mine, hta in zip(ours.rows(named=True), theirs.rows(named=True), strict=True):
-            values = [mine[f"change_{part}"] for part in CHANGES]
-            values[1:] = [math.nan if each is None else each / 1e9 for each in values[1:]]
-            expected = [math.nan if each is None else each for each in list(hta.values())[2:]]
-            assert values == pytest.approx(expected, rel=1e-9, nan_ok=True)
-            compared += 1
-    assert compared == len(said)
 
 
 def test_residues_of_float_sums_are_no_bandwidth_as_in_hta() -> None:

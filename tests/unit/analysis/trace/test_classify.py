@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import polars as pl
 import pytest
 
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY, with_kind
-from tests.unit.analysis.trace.shared import kernel, ranks_of, reference_frame, trace_of
+from tests.unit.analysis.trace.shared import kernel, trace_of
 
 # HTA classes by name only (D13): these are left out of its tables, or are communication there.
 MISNAMED = r"Memcpy|Memset|dma|Sync|^hip"
@@ -65,14 +64,3 @@ def test_a_kernel_with_a_collectives_arguments_is_communication(tmp_path: Path) 
     named = {"Collective name": "allreduce"}
     trace = trace_of(tmp_path, [kernel("own_kernel", 0, 1, **named), kernel("own_kernel", 2, 1)])
     assert with_kind(trace.gpu)["kind"].to_list() == [COMMUNICATION, COMPUTATION]
-
-
-@pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "hta_diff_control_a100_r3of8",
-                                  "tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18"])  # fmt: skip
-def test_kinds_are_htas_on_real_traces(name: str) -> None:
-    theirs = reference_frame(name, "get_gpu_kernel_breakdown_all.1").select("name", "kernel_type")
-    expected = dict(theirs.iter_rows())
-    for trace in ranks_of(name).values():
-        kinds = with_kind(trace.gpu).select(pl.col("name").cast(pl.String), "kind").unique()
-        for kernel_name, kind in kinds.filter(~pl.col("name").str.contains(MISNAMED)).iter_rows():
-            assert expected.get(kernel_name, kind.upper()) == kind.upper()

@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import re
+from collections.abc import Sequence
 from enum import Flag, auto
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.unit.analysis.trace.shared import (
     WITHOUT_D11,
     as_hta_sees,
     event,
+    events_of,
     kernel,
     launch,
     rank_file,
@@ -36,8 +38,10 @@ from tests.unit.analysis.trace.shared import (
 )
 
 FLOAT_STAMPS = "hta_nsres_v100_r0of1"  # HTA holds its ns as float us since 1970: to 0.25 us
-D10 = "hta_diff_test_v100_r1of2"  # overlapping kernels, whose gaps HTA takes for negative
+D10 = "hta_diff_test_v100_r1of2"  # its 31 overlapping kernels are gaps of -115 us in all for HTA
 GRAPHS = (D10, "tl_b200_r0of8_nccl")  # launches of CUDA graphs, which HTA does not know (D16)
+WITHOUT_D16 = [name for name in REAL_TRACES if name not in GRAPHS]
+LAUNCHES_OF_CUDA = [name for name in REAL_TRACES if "diff" not in name and "mi300" not in name]
 
 
 def as_hta(name: str) -> HtaMethods:
@@ -55,50 +59,55 @@ def described(name: str, table: str) -> pl.DataFrame:
     return pl.read_csv(path, skip_rows=3, has_header=False, new_columns=columns)
 
 
-def same(ours: object, theirs: object, tolerance: float) -> None:
-    if theirs is None:
-        assert ours is None
-    else:
-        assert ours == pytest.approx(theirs, abs=tolerance)
+def assert_same(
+    ours: pl.DataFrame, theirs: pl.DataFrame, keys: Sequence[str], **tolerance: float
+) -> None:
+    """Every row of HTA's is in ours; `tolerance` by the end of a column's name, else 0.01."""
+    assert ours.columns[: theirs.width] == theirs.columns
+    one_call = pl.col("^stddev$").fill_null(0)  # HTA has null or 0 for the deviation of one call
+    joined = theirs.with_columns(one_call).join(
+        ours.with_columns(one_call), on=keys, suffix="_ours"
+    )
+    assert joined.height == theirs.height
+    for column in theirs.columns:
+        if column not in keys:
+            near = next((v for end, v in tolerance.items() if column.endswith(end)), 0.01)
+            expected, found = (joined[name].cast(pl.Float64).to_list()
+                               for name in (column, f"{column}_ours"))  # fmt: skip
+            for hta, mine in zip(expected, found, strict=True):
+                assert mine == (None if hta is None else pytest.approx(hta, abs=near)), column
 
 
 @pytest.mark.parametrize("name", WITHOUT_D11)
 def test_temporal_breakdown(name: str) -> None:
-    ours, theirs = (
-        as_hta(name).get_temporal_breakdown(),
-        reference_frame(name, "get_temporal_breakdown"),
-    )
-    assert ours.columns == [*theirs.columns, "device"]
-    for mine, hta in zip(ours.rows(named=True), theirs.rows(named=True), strict=True):
-        for column in theirs.columns:
-            same(mine[column], hta[column], 0.1 if column.endswith("(us)") else 0.006)
+    ours = as_hta(name).get_temporal_breakdown()
+    assert_same(ours, reference_frame(name, "get_temporal_breakdown"), ["rank"], pctg=0.006,
+                **{"(us)": 0.1})  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WITHOUT_D11)
 def test_comm_comp_overlap(name: str) -> None:
-    ours, theirs = (
-        as_hta(name).get_comm_comp_overlap(),
-        reference_frame(name, "get_comm_comp_overlap"),
-    )
-    assert ours.columns == [*theirs.columns, "device"]
-    for mine, hta in zip(ours.iter_rows(), theirs.iter_rows(), strict=True):
-        same(mine[1], None if hta[1] is None else float(hta[1]), 0.006)
+    ours = as_hta(name).get_comm_comp_overlap()
+    assert_same(ours, reference_frame(name, "get_comm_comp_overlap"), ["rank"], pctg=0.006)
 
 
-@pytest.mark.parametrize("name", [n for n in WITHOUT_D11 if n not in (D10, FLOAT_STAMPS)])
+@pytest.mark.parametrize("name", WITHOUT_D11)
 def test_idle_time_breakdown(name: str) -> None:
     theirs = reference_frame(name, "get_idle_time_breakdown.0")
     ours, spread = as_hta(name).get_idle_time_breakdown(show_idle_interval_stats=True)
-    assert ours.columns == [*theirs.columns, "device"]
     assert spread is not None
     assert {"count", "mean", "std", "min", "25%", "50%", "75%", "max"} < set(spread.columns)
-    keys = ["rank", "stream", "idle_category"]
-    known = ours.join(theirs, on=keys, suffix="_hta")
-    unknown = ours.filter(idle_category="unknown").select("rank", "stream")
-    for row in known.join(unknown, on=["rank", "stream"], how="anti").iter_rows(named=True):
-        same(row["idle_time"], row["idle_time_hta"], 0.5)
-        if row["idle_time_ratio"] is not None:  # of no idle time HTA gives every cause none
-            same(row["idle_time_ratio"], row["idle_time_ratio_hta"], 0.006)
+    keys = ["rank", "stream"]
+    sums = [each.group_by(keys).agg(pl.col("idle_time").sum()) for each in (ours, theirs)]
+    ranks = pl.col("rank").is_in(theirs["rank"].unique().to_list())
+    assert_same(sums[0].filter(ranks), sums[1], keys, idle_time=115.5 if name == D10 else 0.5)
+    # What has no launch has the time of the file's first event in HTA, so any category; there
+    # gaps of FLOAT_STAMPS change sides, and no idle time at all gives every cause none.
+    unknown = ours.filter(idle_category="unknown")
+    known = theirs.join(unknown, on=keys, how="anti").filter(pl.col("idle_time") > 0)
+    if name not in (D10, FLOAT_STAMPS):
+        keys.append("idle_category")
+        assert_same(ours, known, keys, idle_time=0.5, ratio=0.006)
 
 
 @pytest.mark.parametrize("name", WITHOUT_D11)
@@ -107,74 +116,52 @@ def test_gpu_kernel_breakdown(name: str) -> None:
     theirs = reference_frame(name, "get_gpu_kernel_breakdown_all.1")
     by_type, by_name = as_hta(name).get_gpu_kernel_breakdown(duration_ratio=None, num_kernels=None)
     assert by_type.columns == types.columns
-    assert by_name.columns == theirs.columns
-    assert set(by_type["kernel_type"]) <= set(types["kernel_type"])
     assert by_type["percentage"].sum() == pytest.approx(100)
-    keys = ["kernel_type", "name", "rank"]
-    joined = by_name.join(theirs, on=keys, suffix="_hta")
-    assert joined.height == by_name.height == theirs.height
-    for column in theirs.columns:
-        if column not in keys:
-            alone = (
-                (pl.col("mean (us)") == pl.col("sum (us)")) if column == "stddev" else pl.lit(False)
-            )
-            worst = joined.filter(~alone).select(
-                (pl.col(column) - pl.col(f"{column}_hta")).abs().max()
-            )
-            assert (worst.item() or 0) < 0.01, column
+    events = [each for path in trace_files(traces(name)) for each in events_of(path)]
+    in_us = all(each.start % 1000 == 0 and each.end % 1000 == 0 for each in events)
+    lost_us = 0 if in_us else len(events)  # HTA cuts each piece to whole us (D3)
+    times = {kind.lower(): us for kind, us in by_type.select("kernel_type", "sum").iter_rows()}
+    for kind, time_us in types.select("kernel_type", "sum").iter_rows():
+        assert time_us - 0.5 < times.get(kind.lower(), 0) < time_us + 0.5 + 2 * lost_us
+    assert by_name.height == theirs.height
+    assert_same(by_name, theirs, ["kernel_type", "name", "rank"])
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in REAL_TRACES if n.startswith("tl_h100") or n.startswith("tl_mi300")]
-)
+@pytest.mark.parametrize("name", [n for n in REAL_TRACES if n.startswith("tl_") or "nsres" in n])
 def test_gpu_user_annotation_breakdown(name: str) -> None:
     theirs = reference_frame(name, "get_gpu_user_annotation_breakdown")
     ours = as_hta(name).get_gpu_user_annotation_breakdown()
-    assert ours.columns == theirs.columns
-    joined = ours.join(theirs, on=["name", "rank"], suffix="_hta")
-    assert joined.height == ours.height == theirs.height
-    for column in ("sum (us)", "max (us)", "min (us)", "mean (us)"):
-        worst = joined.select((pl.col(column) - pl.col(f"{column}_hta")).abs().max()).item()
-        assert worst < 0.5
+    assert ours.height == theirs.height
+    assert_same(ours, theirs, ["name", "rank"])
 
 
-@pytest.mark.parametrize("name", [n for n in REAL_TRACES if n not in GRAPHS])
+@pytest.mark.parametrize("name", WITHOUT_D16)
 def test_queue_length_summary(name: str) -> None:
+    """HTA leaves the order of changes within one us to chance, and so its mean and deviation."""
     theirs = described(name, "get_queue_length_summary")
     ours = as_hta(name).get_queue_length_summary()
     assert ours.columns == [*theirs.columns, "device"]
     columns = ["rank", "stream", "count", "min", "25%", "50%", "75%", "max"]
     assert ours.select(columns).rows() == theirs.select(columns).rows()
+    assert ours["std"].to_list() == pytest.approx(theirs["std"].to_list(), rel=0.05)
+    assert ((ours["mean"] - theirs["mean"]) > -1e-3).all()
 
 
-@pytest.mark.parametrize(
-    "name", ["dlrm_v100_8ranks", "hta_cp_simple_add_a100", "tb_resnet50_nw0_v100"]
-)
+@pytest.mark.parametrize("name", [n for n in REAL_TRACES if n != D10])
 def test_memory_bw_summary(name: str) -> None:
-    theirs = described(name, "get_memory_bw_summary").sort("rank", "name")
+    theirs = described(name, "get_memory_bw_summary").fill_nan(None)
     ours = as_hta(name).get_memory_bw_summary()
-    assert ours.columns == [*theirs.columns, "device"]
-    assert ours.select("rank", "name", "count").rows() == [
-        (rank, name, int(count))
-        for rank, name, count in theirs.select("rank", "name", "count").rows()
-    ]
-    for column in ("mean", "std", "max"):
-        for mine, hta in zip(ours[column], theirs[column], strict=True):
-            same(mine, hta, 1e-9)
+    assert ours.height == theirs.height
+    every = ("mean", "std", "min", "%", "max", "count")
+    assert_same(ours, theirs, ["rank", "name"], **dict.fromkeys(every, 1e-9))
 
 
-@pytest.mark.parametrize(
-    "name", ["dlrm_v100_8ranks", "hta_sampled_2ranks_ws128", "tl_h100_qwen05_mem_stack"]
-)
+@pytest.mark.parametrize("name", LAUNCHES_OF_CUDA)
 def test_cuda_kernel_launch_stats(name: str) -> None:
     theirs = reference_frame(name, "get_cuda_kernel_launch_stats.rank0")
     ours = as_hta(name).get_cuda_kernel_launch_stats(ranks=[0])[0]
-    assert ours.columns == theirs.columns
-    joined = ours.join(theirs, on="correlation", suffix="_hta")
-    assert joined.height == theirs.height
-    for column in theirs.columns[1:]:
-        worst = joined.select((pl.col(column) - pl.col(f"{column}_hta")).abs().max()).item()
-        assert worst < 0.002
+    delay = 0.51 if name == FLOAT_STAMPS else 0.001
+    assert_same(ours, theirs, ["correlation"], duration=1e-6, delay=delay)
 
 
 @pytest.mark.parametrize("name", REAL_TRACES)

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from haiprof.trace_analysis.device_time import gaps, gpu_events, idle_breakdown, union_of
 from tests.unit.analysis.trace.shared import (
     REAL_TRACES,
-    WITHOUT_D11,
-    as_hta_sees,
     event,
     kernel,
     launch,
     ranks_of,
-    reference_frame,
     trace_of,
 )
 
@@ -97,27 +94,6 @@ def test_idle_time_and_busy_time_make_each_streams_span(name: str) -> None:
 # It holds stamps as float us since 1970, a quarter of a us apart: 12 gaps of nsres change sides.
 D10_US = {"hta_diff_test_v100_r1of2": 115.5}
 FLOAT_STAMPS = "hta_nsres_v100_r0of1"
-
-
-@pytest.mark.parametrize("name", WITHOUT_D11)
-def test_idle_time_equals_hta_where_every_launch_is_known(name: str) -> None:
-    theirs = reference_frame(name, "get_idle_time_breakdown.0")
-    tolerance = D10_US.get(name, 0.5)
-    for rank, trace in ranks_of(name).items():
-        found = idle_breakdown(as_hta_sees(trace))
-        ours = {(stream, category): idle / US for stream, category, idle in found.select(
-            "stream", "idle_category", "idle_ns").iter_rows()}  # fmt: skip
-        # What has no launch has the time of the file's first event there, so any category.
-        lost = set(found.filter(idle_category="unknown").filter(pl.col("count") > 0)["stream"])
-        mine = theirs.filter(pl.col("rank") == rank)
-        for stream, idle in mine.group_by("stream").agg(pl.col("idle_time").sum()).iter_rows():
-            total = sum(own for (number, _), own in ours.items() if number == stream)
-            assert total == pytest.approx(idle, abs=tolerance)
-        for stream, category, idle in mine.select(
-            "stream", "idle_category", "idle_time"
-        ).iter_rows():
-            if stream not in lost and name != FLOAT_STAMPS:
-                assert ours[stream, category] == pytest.approx(idle, abs=tolerance)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=12))

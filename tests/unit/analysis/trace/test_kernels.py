@@ -12,9 +12,7 @@ from haiprof import TraceAnalysis
 from haiprof.trace_analysis.device_time import across_ranks, kernels, limit_kernels
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
-    WITHOUT_D11,
     Event,
-    as_hta_sees,
     event,
     events_of,
     kernel,
@@ -23,7 +21,6 @@ from tests.unit.analysis.trace.shared import (
     reference_frame,
     trace_of,
 )
-from tests.unit.analysis.trace.test_classify import MISNAMED
 
 US = 1000
 
@@ -93,24 +90,6 @@ def test_kernels_are_those_of_the_file(name: str) -> None:
         assert {row[0]: row[1:] for row in found.iter_rows()} == {
             key: (len(each), sum(each)) for key, each in expected.items()
         }
-
-
-@pytest.mark.parametrize("name", WITHOUT_D11)
-def test_kernels_equal_hta_on_the_events_that_hta_keeps(name: str) -> None:
-    theirs = reference_frame(name, "get_gpu_kernel_breakdown_all.1")
-    compared = 0
-    for rank, trace in ranks_of(name).items():
-        ours = {(row["name"], row["kind"].upper()): row
-                for row in kernels(as_hta_sees(trace)).iter_rows(named=True)}  # fmt: skip
-        expected = theirs.filter(pl.col("rank") == rank, ~pl.col("name").str.contains(MISNAMED))
-        for row in expected.iter_rows(named=True):
-            mine = ours[row["name"], row["kernel_type"]]
-            for column in ("sum", "max", "min", "mean"):
-                assert mine[f"{column}_ns"] / US == pytest.approx(row[f"{column} (us)"], rel=1e-9)
-            deviation = None if mine["count"] == 1 else pytest.approx(row["stddev"], abs=1e-6)
-            assert (mine["std_ns"] and mine["std_ns"] / US) == deviation
-            compared += 1
-    assert compared > 20
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.lists(st.integers(0, 50), min_size=1)),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,15 +17,12 @@ from haiprof.trace_analysis.device_time import (
 )
 from tests.unit.analysis.trace.shared import (
     REAL_TRACES,
-    WITHOUT_D11,
-    as_hta_sees,
     covered_by_hand,
     event,
     events_of,
     exact_intervals,
     kernel,
     ranks_of,
-    reference_frame,
     trace_of,
 )
 from tests.unit.analysis.trace.test_intervals import PAIRS, cells
@@ -78,30 +74,6 @@ def test_overlap_is_exact_on_real_traces(name: str) -> None:
             assert found["overlap_ratio"] == pytest.approx(published, abs=5e-6)
         else:
             assert found["overlap_ratio"] is None
-
-
-@pytest.mark.parametrize("name", WITHOUT_D11)
-def test_overlap_equals_hta_on_the_events_that_hta_keeps(name: str) -> None:
-    theirs = reference_frame(name, "get_comm_comp_overlap")
-    for rank, trace in ranks_of(name).items():
-        expected = theirs.filter(pl.col("rank") == rank)["comp_comm_overlap_pctg"][0]
-        found = overlap(as_hta_sees(trace))["overlap_ratio"][0]
-        assert found == (None if expected is None else pytest.approx(expected / 100, abs=6e-5))
-
-
-@pytest.mark.parametrize("name", WITHOUT_D11)
-def test_kernel_types_equal_hta_on_the_events_that_hta_keeps(name: str) -> None:
-    theirs = reference_frame(name, "get_gpu_kernel_breakdown_all.0")
-    parts = [kernel_types(as_hta_sees(trace)) for trace in ranks_of(name).values()]
-    added = pl.concat(parts).group_by("kernel_type").agg(pl.col("time_ns").sum() / US)
-    ours = {kind.lower(): time_us for kind, time_us in added.iter_rows()}
-    events = [each for trace in ranks_of(name).values() for each in events_of(trace.path)]
-    in_us = all(each.start % US == 0 and each.end % US == 0 for each in events)
-    for kind, time_us in theirs.select("kernel_type", "sum").iter_rows():
-        if in_us:
-            assert ours[kind.lower()] == time_us
-        else:  # HTA cuts each piece to whole us (D3), so that it loses up to 1 us on each
-            assert time_us - 0.5 < ours[kind.lower()] < time_us + 2 * len(events)
 
 
 @pytest.mark.parametrize("name", REAL_TRACES)

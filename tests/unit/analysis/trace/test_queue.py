@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from haiprof.trace_analysis.launches import full_queue, queue_length, queue_length_summary
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import (
-    as_hta_sees,
     event,
     kernel,
     launch,
@@ -24,61 +23,6 @@ HTA_COLUMNS = ["rank", "stream", "count", "mean", "std", "min", "25%", "50%", "7
 LAUNCHES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(-2, 20), st.integers(7, 8)), min_size=1, max_size=15
 )
-
-
-def hta_summary(name: str) -> pl.DataFrame:
-    path = reference(f"{name}/get_queue_length_summary.csv")
-    return pl.read_csv(path, skip_rows=3, has_header=False, new_columns=HTA_COLUMNS)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dlrm_v100_8ranks",
-        "hta_cp_simple_add_a100",
-        "hta_diff_control_a100_r3of8",
-        "hta_diff_test_v100_r1of2",
-        "hta_nsres_v100_r0of1",
-        "hta_sampled_2ranks_ws128",
-        "tb_resnet50_nw0_v100",
-        "tl_b200_r0of8_nccl",
-        "tl_h100_qwen05_mem_stack",
-        "tl_mi300_ddp_resnet18",
-    ],
-)
-def test_summary_of_changes_equals_hta(name: str) -> None:
-    """HTA leaves the order of changes within one us to chance: its mean lies between the extremes.
-
-    It knows no graph launches (D16), and orders the ns of one trace as floats of 0.25 us.
-    """
-    said = hta_summary(name)
-    compared = 0
-    for rank, trace in ranks_of(name).items():
-        seen = as_hta_sees(trace)
-        calls = trace.runtime.filter(pl.col("name").cast(pl.String) != "cudaGraphLaunch")
-        seen.__dict__["runtime"] = calls
-        ours, least = queue_length_summary(seen), least_means(queue_length(seen))
-        theirs = said.filter(pl.col("rank") == rank)
-        assert ours["stream"].to_list() == theirs["stream"].to_list()
-        for mine, hta in zip(ours.rows(named=True), theirs.rows(named=True), strict=True):
-            for part, column in (("count", "count"), ("min", "min"), ("max", "max"),
-                                 ("q25", "25%"), ("q50", "50%"), ("q75", "75%")):  # fmt: skip
-                assert mine[f"change_{part}"] == hta[column], part
-            slack = 1e-9 if name != "hta_nsres_v100_r0of1" else 1e-3
-            assert least[mine["stream"]] - slack <= hta["mean"] <= mine["change_mean"] + slack
-            assert mine["change_std"] == pytest.approx(hta["std"], rel=0.05)
-            compared += 1
-    assert compared == len(said)
-
-
-def least_means(series: pl.DataFrame) -> dict[int, float]:
-    """The mean over changes of each stream, had those that leave come first within one time."""
-    length = pl.col("queue_length")
-    changes = series.with_columns(by=length - length.shift(1, fill_value=0).over("stream"))
-    again = changes.sort("stream", "ts_ns", "by").with_columns(
-        pl.col("by").cum_sum().over("stream")
-    )
-    return dict(again.group_by("stream").agg(pl.col("by").mean()).rows())
 
 
 @settings(max_examples=examples(60))

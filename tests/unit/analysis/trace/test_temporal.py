@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
@@ -10,8 +9,6 @@ from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.device_time import gpu_events, temporal_breakdown, with_launch
 from tests.unit.analysis.trace.shared import (
     REAL_TRACES,
-    WITHOUT_D11,
-    as_hta_sees,
     covered_by_hand,
     event,
     events_of,
@@ -20,7 +17,6 @@ from tests.unit.analysis.trace.shared import (
     launch,
     rank_file,
     ranks_of,
-    reference_frame,
     step,
     trace_of,
     traces,
@@ -59,17 +55,6 @@ def test_temporal_breakdown_is_exact_on_real_traces(name: str) -> None:
             assert got[f"{part}_ns"] / US == pytest.approx(
                 theirs[rank][f"{part}_us"], abs=tolerance
             )
-
-
-@pytest.mark.parametrize("name", WITHOUT_D11)
-def test_temporal_breakdown_equals_hta_on_the_events_that_hta_keeps(name: str) -> None:
-    theirs = reference_frame(name, "get_temporal_breakdown")
-    columns = ("idle_time(us)", "compute_time(us)", "non_compute_time(us)", "kernel_time(us)")
-    for rank, trace in ranks_of(name).items():
-        expected = theirs.filter(pl.col("rank") == rank).select(columns).row(0)
-        ours = ("idle_ns", "compute_ns", "non_compute_ns", "span_ns")
-        found = temporal_breakdown(as_hta_sees(trace)).select(pl.col(ours) / US).row(0)
-        assert found == pytest.approx(expected, abs=0.1)
 
 
 def test_temporal_breakdown_of_one_folder_has_a_row_per_rank_with_ratios() -> None:
