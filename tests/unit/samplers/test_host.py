@@ -329,7 +329,8 @@ def test_host_on_this_machine_agrees_with_psutil() -> None:
     assert seconds(row["cpu_idle_ns"]) == pytest.approx(after.idle, abs=0.5)
     assert row["memory_total_bytes"] == memory.total
     assert row["memory_available_bytes"] == pytest.approx(memory.available, rel=0.1)
-    assert row["memory_shared_bytes"] == pytest.approx(memory.shared, rel=0.1)
+    shared = pytest.approx(memory.shared, rel=0.1, abs=64 << 20)  # other programs take it meanwhile
+    assert row["memory_shared_bytes"] == shared
     assert row["swap_total_bytes"] == psutil.swap_memory().total
     assert row["cpu_count"] == psutil.cpu_count()
     received = sum(nic.bytes_recv for name, nic in nics.items() if name != "lo")

@@ -253,7 +253,9 @@ def needs_move_pages() -> None:
 
 def test_placement_live_own_process_agrees_with_psutil(tmp_path: Path) -> None:
     needs_move_pages()
+    threads = [psutil.Process().num_threads()]
     sampler = opened(PlacementSampler(RunPaths(tmp_path), HOST, pid=os.getpid()))
+    threads.append(psutil.Process().num_threads())  # those of other tests end meanwhile
     states = {state.metric: state for state in sampler.states()}
     affinity = psutil.Process().cpu_affinity()
     assert states["allowed_cpu_count"].value == len(affinity)
@@ -263,5 +265,5 @@ def test_placement_live_own_process_agrees_with_psutil(tmp_path: Path) -> None:
         assert states["local_page_ratio"].value == 1.0
         assert states["cpu_node"].value == 0
     (line,) = [x for x in sampler.drain_lines() if x["type"] == "placement"]
-    assert line["thread_count"] == psutil.Process().num_threads()
+    assert min(threads) <= line["thread_count"] <= max(threads)
     assert line["gpu_uuid"] is None
