@@ -85,7 +85,7 @@ class DeviceTimer:
         if slot is None:  # evaluation: the interval must not be measured across it
             self._interval = _Interval([])
             return None
-        if len(self._interval.spans) > MAX_SPANS:
+        if len(self._interval.marks) > 2 * MAX_SPANS:
             self._interval = _Interval([])
         interval = self._interval
         start = len(interval.marks)
@@ -132,7 +132,7 @@ class DeviceTimer:
     def _record(self, interval: _Interval) -> bytes:
         """One record; spans inside others (closures, GradScaler) count once, for the inner."""
         sums = [0.0] * _SLOT_COUNT
-        if not interval.closed:
+        if not interval.closed or len(interval.marks) < 2:  # one mark tells no time
             self._lag_ns = _NAN
             return self._pack(interval.end_ns, *sums, _NAN, interval.missing, _NAN, _NAN)
         times = self._times_ns(interval.marks)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from haiprof.in_job import device
-from haiprof.in_job.device import MAX_PENDING, DeviceTimer
+from haiprof.in_job.device import MAX_PENDING, MAX_SPANS, DeviceTimer
 from haiprof.run_format.schema import BACKWARD, DATA, DEVICE, EVAL, FORWARD, OPTIMIZER, SCALER
 
 
@@ -179,6 +179,26 @@ def test_step_that_raised_leaves_no_mark_behind() -> None:
     timer.stream.catch_up()
     timer.step()
     assert all(row[1:5] == (1 * MS, 2 * MS, 4 * MS, 0.25 * MS) for row in timer.rows())
+
+
+def test_spans_that_never_end_take_bounded_memory() -> None:
+    timer = Timer()
+    for _ in range(3 * MAX_SPANS):
+        timer.device.begin(FORWARD)  # each raises, and the job goes on without an optimizer
+    timer.close()
+    timer.stream.catch_up()
+    timer.step()
+    assert len(timer.device._pool) <= 2 * MAX_SPANS
+
+
+def test_end_of_an_interval_alone_tells_no_time() -> None:
+    timer = Timer()
+    timer.step()
+    timer.device.begin(EVAL)
+    timer.close()
+    timer.stream.catch_up()
+    timer.close()
+    assert all(math.isnan(value) for value in (timer.rows()[1][5], *timer.rows()[1][7:]))
 
 
 def test_device_is_asked_nothing_while_a_graph_is_captured() -> None:
