@@ -24,6 +24,18 @@ TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")  # standalone: 
 TWO_RANKS = ("python", str(REPOSITORY / "tests/process/ranks.py"), "2")
 """In front of a script: without torchrun, where nobody looks at what starts the ranks."""
 TIMEOUT_S = 240
+SIMULATED_GPU = f"""
+import os, sys
+libraries = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages")
+if not os.path.exists(libraries):  # no line of the simulated GPU is one of the job's own
+    os.mkdir(libraries)
+    os.symlink({str(REPOSITORY / "benchmarks")!r}, os.path.join(libraries, "benchmarks"))
+sys.path.insert(0, libraries)
+import torch
+from benchmarks.gpu import simulated
+simulated.install(torch)
+"""
+"""The first lines of a script: a simulated GPU is in the place of torch.cuda's."""
 
 
 @dataclass(frozen=True, kw_only=True)

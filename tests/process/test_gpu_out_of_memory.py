@@ -12,22 +12,12 @@ from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.before_death import GpuMemoryAtEnd
 from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 from tests.conftest import Once
-from tests.process.jobs import REPOSITORY, Job, run_job
+from tests.process.jobs import SIMULATED_GPU, Job, run_job
 
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-SCRIPT = f"""
-import os, sys
-libraries = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages")
-if not os.path.exists(libraries):  # no line of the simulated GPU is one of the job's own
-    os.mkdir(libraries)
-    os.symlink({str(REPOSITORY / "benchmarks")!r}, os.path.join(libraries, "benchmarks"))
-sys.path.insert(0, libraries)
-import torch
-from benchmarks.gpu import simulated
-simulated.install(torch)
-how = sys.argv[1]
+SCRIPT = f"""{SIMULATED_GPU}how = sys.argv[1]
 torch.cuda.set_per_process_memory_fraction(256 / (80 << 10))  # 256 MiB
 take = simulated.allocate
 class Net(torch.nn.Module):
