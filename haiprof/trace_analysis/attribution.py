@@ -487,15 +487,14 @@ def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
     spans = owned.tree.spans
     matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()
     # The outermost matching row at or above each row; -1 where none matches.
-    found = np.full(len(owned.row), -1, dtype=np.int64)
+    row = np.full(len(owned.row), -1, dtype=np.int64)
     at = np.flatnonzero(owned.row >= 0)
     above = owned.row[at]
     while len(at):
         hit = matching[above]
-        found[at[hit]] = above[hit]
+        row[at[hit]] = above[hit]
         above = owned.tree.parent[above]
         at, above = at[above >= 0], above[above >= 0]
-    row = found
     known = row >= 0
     kernels = owned.gpu.filter(pl.Series(known)).with_columns(operator_row=pl.Series(row[known]))
     calls = kernels.group_by("operator_row", maintain_order=True).agg(

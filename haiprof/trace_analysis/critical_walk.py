@@ -56,44 +56,28 @@ def find_window(
     if steps is not None and annotation is not None:
         raise ValueError("give steps or an annotation, not both")
     if steps is not None:
-        marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
-        if marks.is_empty():
-            known = trace.steps["step"].to_list()
-            hint = "it has no steps: call the profiler's step(), or ask for the whole trace"
-            if known:
-                hint = f"it has the steps {min(known)} to {max(known)}"
-            raise MissingDataError(f"{trace.path}: no profiler step in {steps}", hint=hint)
-        first, after_last = steps
-        # Steps as ranges with their process.
-        ranges = _ranges(trace, "ProfilerStep#").unique("ts_ns", keep="first")
-        return _window(
-            ranges.join(marks.select(ts_ns="start_ns"), on="ts_ns", how="semi"),
-            f"profiler steps {first} to {after_last - 1}",
-        )
+        return _of_steps(trace, steps)
     if annotation is not None:
         return _of_annotation(trace, annotation, instance)
-    times = [
-        table.select(start="ts_ns", end=pl.col("ts_ns") + pl.col("dur_ns"))
-        for table in (trace.ops, trace.runtime, trace.gpu)
-    ]
-    spans = pl.concat(times)
-    if spans.is_empty():
-        raise MissingDataError(f"{trace.path}: no operators, calls or GPU events in it")
-    thread = host.busiest_thread()
-    on_thread = host.frame.filter(
-        pl.col("pid").eq_missing(thread[0])
-        & pl.col("tid").eq_missing(thread[1])
-        & ~pl.col("is_mark")
-    )
-    ends = (on_thread["ts_ns"] + on_thread["dur_ns"]).to_numpy()
-    start = int(spans["start"].to_numpy().min())
-    end = int(ends.max()) if len(ends) else start
-    return PathWindow(
-        start_ns=start,
-        host_end_ns=min(end, _last_gpu_end(trace, end)),
-        thread=thread,
-        label="the whole trace",
-    )
+    return _of_everything(trace, host)
+
+
+def _of_steps(trace: Trace, steps: tuple[int, int]) -> PathWindow:
+    marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
+    if marks.is_empty():
+        known = trace.steps["step"].to_list()
+        hint = "it has no steps: call the profiler's step(), or ask for the whole trace"
+        if known:
+            hint = f"it has the steps {min(known)} to {max(known)}"
+        raise MissingDataError(f"{trace.path}: no profiler step in {steps}", hint=hint)
+    first, after_last = steps
+    return _window(_marks_as_ranges(trace, marks), f"profiler steps {first} to {after_last - 1}")
+
+
+def _marks_as_ranges(trace: Trace, marks: pl.DataFrame) -> pl.DataFrame:
+    """Steps as ranges with their process."""
+    ranges = _ranges(trace, "ProfilerStep#").unique("ts_ns", keep="first")
+    return ranges.join(marks.select(ts_ns="start_ns"), on="ts_ns", how="semi")
 
 
 def _of_annotation(trace: Trace, annotation: str, instance: Instance) -> PathWindow:
@@ -130,6 +114,31 @@ def _window(ranges: pl.DataFrame, label: str) -> PathWindow:
         host_end_ns=int(ends.to_numpy().max()),
         thread=(first["pid"], first["tid"]),
         label=label,
+    )
+
+
+def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
+    times = [
+        table.select(start="ts_ns", end=pl.col("ts_ns") + pl.col("dur_ns"))
+        for table in (trace.ops, trace.runtime, trace.gpu)
+    ]
+    spans = pl.concat(times)
+    if spans.is_empty():
+        raise MissingDataError(f"{trace.path}: no operators, calls or GPU events in it")
+    thread = host.busiest_thread()
+    on_thread = host.frame.filter(
+        pl.col("pid").eq_missing(thread[0])
+        & pl.col("tid").eq_missing(thread[1])
+        & ~pl.col("is_mark")
+    )
+    ends = (on_thread["ts_ns"] + on_thread["dur_ns"]).to_numpy()
+    start = int(spans["start"].to_numpy().min())
+    end = int(ends.max()) if len(ends) else start
+    return PathWindow(
+        start_ns=start,
+        host_end_ns=min(end, _last_gpu_end(trace, end)),
+        thread=thread,
+        label="the whole trace",
     )
 
 
@@ -174,13 +183,8 @@ def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
     row = np.full(count, -1, dtype=np.int64)
     time = gpu.starts.copy()
     best = np.full(count, NEVER, dtype=np.int64)
-    # The start of the launch call, as HTA has it. For a call that took unusually long (it loaded a
-    # module, or the queue was full) the time in it is the host's: its end counts, or the kernel's
-    # start if that is earlier.
-    begun = np.minimum(gpu.launched, gpu.starts)
-    done = np.minimum(np.append(calls.ends, 0)[gpu.call], gpu.starts)
     for kind, (found_row, found_time) in (
-        (LAUNCH, (gpu.call, np.where(done - begun > USUAL_DELAY_NS, done, begun))),
+        (LAUNCH, _by_launch(calls, gpu)),
         (STREAM, _by_pairs(gpu, stream_order(gpu))),
         (EVENT, _by_pairs(gpu, recorded_waits(trace, gpu, calls))),
     ):
@@ -196,6 +200,17 @@ def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
     known = row >= 0
     time[known] = best[known]
     return Causes(why=why, row=row, time=time)
+
+
+def _by_launch(calls: RuntimeCalls, gpu: DeviceEvents) -> tuple[Ints, Ints]:
+    """The start of the launch call, as HTA has it.
+
+    For a call that took unusually long (it loaded a module, or the queue was full) the time in it
+    is the host's: its end counts, or the kernel's start if that is earlier.
+    """
+    begun = np.minimum(gpu.launched, gpu.starts)
+    done = np.minimum(np.append(calls.ends, 0)[gpu.call], gpu.starts)
+    return gpu.call, np.where(done - begun > USUAL_DELAY_NS, done, begun)
 
 
 def _by_pairs(gpu: DeviceEvents, pairs: Pairs) -> tuple[Ints, Ints]:
@@ -429,14 +444,7 @@ class Graph:
 
 def longest_path(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Stretches:
     """The critical path of a window."""
-    gpu, found = graph.gpu, graph.causes
-    order = np.lexsort((np.arange(len(gpu.line)), gpu.line))
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    before = np.append(-1, order[:-1])[: len(order)]
-    follows = (found.why[order] == STREAM) & (found.row[order] == before)
-    head = np.maximum.accumulate(np.where(follows, 0, np.arange(len(order))))
-    walk, runs = _Walk(start_ns), _Runs(order=order, position=position, head=head)
+    walk, runs = _Walk(start_ns), _runs(graph)
     used: set[tuple[int, int]] = set()
     thread, row, now = (graph.main, -1, end_ns) if end_row < 0 else (-1, end_row, end_ns)
     while now > start_ns:
@@ -445,6 +453,17 @@ def longest_path(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Stre
         else:
             thread, row, now = _along_thread(graph, walk, used, thread, now)
     return walk.finish()
+
+
+def _runs(graph: Graph) -> _Runs:
+    gpu, found = graph.gpu, graph.causes
+    order = np.lexsort((np.arange(len(gpu.line)), gpu.line))
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    before = np.append(-1, order[:-1])[: len(order)]
+    follows = (found.why[order] == STREAM) & (found.row[order] == before)
+    head = np.maximum.accumulate(np.where(follows, 0, np.arange(len(order))))
+    return _Runs(order=order, position=position, head=head)
 
 
 def _along_stream(
@@ -459,14 +478,7 @@ def _along_stream(
     rows = rows[max(begun, 0) :]  # nothing before the window
     ends = np.append(found.time[rows[1:]], now)
     begins = np.minimum(gpu.starts[rows], now)
-    # The events of a run and the delays between them.
-    count = len(rows)
-    kind, where = np.empty(2 * count - 1, np.int64), np.empty(2 * count - 1, np.int64)
-    begin, end = np.empty(2 * count - 1, np.int64), np.empty(2 * count - 1, np.int64)
-    kind[::2], where[::2], begin[::2], end[::2] = ON_GPU, rows, begins, ends
-    kind[1::2], where[1::2] = DELAY, rows[1:]
-    begin[1::2], end[1::2] = ends[:-1], begins[1:]
-    walk.chunks.append((kind, where, begin, end))
+    _add_run(walk, rows, begins, ends)
     head, now = int(rows[0]), int(begins[0])
     if now <= walk.start_ns:
         return -1, -1, walk.start_ns
@@ -480,6 +492,17 @@ def _along_stream(
     if why == LAUNCH:
         return int(graph.host.thread_of_row[graph.host.row_of_call[cause]]), -1, time
     return -1, cause, time
+
+
+def _add_run(walk: _Walk, rows: Ints, starts: Ints, ends: Ints) -> None:
+    """The events of a run and the delays between them."""
+    count = len(rows)
+    kind, where = np.empty(2 * count - 1, np.int64), np.empty(2 * count - 1, np.int64)
+    begin, end = np.empty(2 * count - 1, np.int64), np.empty(2 * count - 1, np.int64)
+    kind[::2], where[::2], begin[::2], end[::2] = ON_GPU, rows, starts, ends
+    kind[1::2], where[1::2] = DELAY, rows[1:]
+    begin[1::2], end[1::2] = ends[:-1], starts[1:]
+    walk.chunks.append((kind, where, begin, end))
 
 
 def _along_thread(

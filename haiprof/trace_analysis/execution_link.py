@@ -17,6 +17,7 @@ from haiprof.trace_analysis.device_dependencies import (
     COPY,
     DEVICE,
     STREAM,
+    RuntimeCalls,
     device_events,
     host_waits,
     runtime_calls,
@@ -130,11 +131,7 @@ class Identified:
 
 def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
     """Links the nodes of an execution trace to the operators of a timeline."""
-    name = pl.col("name")
-    host = pl.col("category").is_null()
-    linkable: npt.NDArray[np.bool_] = nodes.select(
-        host & ~name.str.starts_with(_ROOT) & (name != _NOT_IN_TIMELINE)
-    )["category"].to_numpy()
+    linkable = _linkable(nodes)
     notes, refused = [], {}
     for column in (RECORD_FUNCTION_ID, EXTERNAL_ID):
         row, differing = _by_id(nodes, tree, linkable, column)
@@ -150,14 +147,7 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
         )
     else:
         column, row = ORDER, _by_order(nodes, tree, linkable)
-    # Places of linked nodes that begin outside of their parent's operator on the same thread.
-    above = _row_of_parent(nodes, row)
-    at = np.flatnonzero((above >= 0) & (row >= 0))
-    thread = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
-    inner, outer = row[at], above[at]
-    begun = tree.starts[inner] >= tree.starts[outer] - ROUNDING_NS
-    running = tree.starts[inner] <= tree.ends[outer] + ROUNDING_NS
-    outside: Ints = at[(thread[inner] == thread[outer]) & ~(begun & running)]
+    outside = _outside_parent(nodes, tree, row)
     if column == ORDER:
         row[outside] = -1
         refused["outside the operator of its parent"] = len(outside)
@@ -169,6 +159,15 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
         refused={reason: count for reason, count in refused.items() if count},
         notes=tuple(notes),
     )
+
+
+def _linkable(nodes: pl.DataFrame) -> npt.NDArray[np.bool_]:
+    name = pl.col("name")
+    host = pl.col("category").is_null()
+    found: npt.NDArray[np.bool_] = nodes.select(
+        host & ~name.str.starts_with(_ROOT) & (name != _NOT_IN_TIMELINE)
+    )["category"].to_numpy()
+    return found
 
 
 def _by_id(
@@ -195,20 +194,7 @@ def _by_order(nodes: pl.DataFrame, tree: CallTree, linkable: npt.NDArray[np.bool
     row = np.full(len(nodes), -1, dtype=np.int64)
     threads = _threads(nodes.select("tid"), linkable)
     timelines = _threads(tree.spans.select("pid", "tid"), ~steps | np.isin(others, own))
-    # Threads of both, by how many calls of the same names they have: most first.
-    size = int(max(own.max(initial=0), others.max(initial=0))) + 1
-    shared = [
-        (int(np.minimum(np.bincount(own[one], minlength=size),
-                        np.bincount(others[other], minlength=size)).sum()), at, place)
-        for at, one in enumerate(threads) for place, other in enumerate(timelines)
-    ]  # fmt: skip
-    found, used, taken = [], set(), set()
-    for count, at, place in sorted(shared, key=lambda each: -each[0]):
-        if count and at not in used and place not in taken:
-            used.add(at)
-            taken.add(place)
-            found.append((threads[at], timelines[place]))
-    for one, unordered in found:
+    for one, unordered in _pair_threads(threads, timelines, own, others):
         other = _begin_order(unordered, tree)
         left, right = align_names(own[one], others[other])
         row[one[left]] = other[right]
@@ -232,6 +218,37 @@ def _begin_order(rows: Ints, tree: CallTree) -> Ints:
         return rows
     counted: Ints = rows[np.argsort(ids.to_numpy(), kind="stable")]
     return counted if (np.diff(tree.starts[counted]) >= -ROUNDING_NS).all() else rows
+
+
+def _pair_threads(
+    threads: list[Ints], timelines: list[Ints], own: Ints, others: Ints
+) -> list[tuple[Ints, Ints]]:
+    """Threads of both, by how many calls of the same names they have: most first."""
+    size = int(max(own.max(initial=0), others.max(initial=0))) + 1
+    shared = [
+        (int(np.minimum(np.bincount(own[one], minlength=size),
+                        np.bincount(others[other], minlength=size)).sum()), at, place)
+        for at, one in enumerate(threads) for place, other in enumerate(timelines)
+    ]  # fmt: skip
+    found, used, taken = [], set(), set()
+    for count, at, place in sorted(shared, key=lambda each: -each[0]):
+        if count and at not in used and place not in taken:
+            used.add(at)
+            taken.add(place)
+            found.append((threads[at], timelines[place]))
+    return found
+
+
+def _outside_parent(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> Ints:
+    """Places of linked nodes that begin outside of their parent's operator on the same thread."""
+    above = _row_of_parent(nodes, row)
+    at = np.flatnonzero((above >= 0) & (row >= 0))
+    thread = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
+    inner, outer = row[at], above[at]
+    begun = tree.starts[inner] >= tree.starts[outer] - ROUNDING_NS
+    running = tree.starts[inner] <= tree.ends[outer] + ROUNDING_NS
+    found: Ints = at[(thread[inner] == thread[outer]) & ~(begun & running)]
+    return found
 
 
 def _row_of_parent(nodes: pl.DataFrame, row: Ints) -> Ints:
@@ -281,7 +298,19 @@ def sync_dependencies(
     calls = runtime_calls(trace)
     if not len(numbers) or not len(calls.find(BLOCKING)):
         return pl.Series("sync_dependencies", found, dtype=_LISTS)
-    # `pid`, `tid`, `after` (the end) of calls that waited, and the GPU `event`.
+    held = _waits(trace, calls).join(numbers, on="event").sort("after")
+    begun = _begins(tree, row)
+    after = held.join_asof(
+        begun, left_on="after", right_on="start", by=["pid", "tid"], strategy="forward",
+        check_sortedness=False,
+    )  # fmt: skip
+    for place, node in after.drop_nulls("place").select("place", "node").unique().iter_rows():
+        found[place].append(node)
+    return pl.Series("sync_dependencies", [sorted(each) for each in found], dtype=_LISTS)
+
+
+def _waits(trace: Trace, calls: RuntimeCalls) -> pl.DataFrame:
+    """`pid`, `tid`, `after` (the end) of calls that waited, and the GPU `event`."""
     gpu = device_events(trace, calls)
     parts = [np.empty((0, 2), dtype=np.int64)]
     for why, call, event, _ in host_waits(trace, gpu, calls):
@@ -291,19 +320,16 @@ def sync_dependencies(
     pairs: Ints = np.concatenate(parts)
     ended = calls.frame.select("pid", "tid", after=pl.col("ts_ns") + pl.col("dur_ns"))
     events = gpu.frame["event"].gather(pairs[:, 1])
-    held = ended[pairs[:, 0]].with_columns(event=events).join(numbers, on="event").sort("after")
+    return ended[pairs[:, 0]].with_columns(event=events)
+
+
+def _begins(tree: CallTree, row: Ints) -> pl.DataFrame:
+    """`pid`, `tid`, `start` and `place` of linked nodes, by start."""
     linked = np.flatnonzero(row >= 0)
     spans = tree.spans.select("pid", "tid")[row[linked]]
-    begun = spans.with_columns(
+    return spans.with_columns(
         start=pl.Series(tree.starts[row[linked]]), place=pl.Series(linked)
     ).sort("start", "place")
-    after = held.join_asof(
-        begun, left_on="after", right_on="start", by=["pid", "tid"], strategy="forward",
-        check_sortedness=False,
-    )  # fmt: skip
-    for place, node in after.drop_nulls("place").select("place", "node").unique().iter_rows():
-        found[place].append(node)
-    return pl.Series("sync_dependencies", [sorted(each) for each in found], dtype=_LISTS)
 
 
 _SPAN = (
@@ -367,10 +393,7 @@ def link(pair: Pair) -> Linked:
     for a link whatever the names say, and sorts the whole file once more for each GPU event.
     """
     nodes = pair.execution.nodes.filter(pl.col("category").is_null())
-    ranges = pair.trace.annotations.filter(
-        pl.col("category").cast(pl.String) != "gpu_user_annotation"
-    )
-    tree = nest(pl.concat([ranges.select(_SPAN), pair.trace.ops.select(_SPAN)]).sort("event"))
+    tree = nest(_spans(pair.trace))
     found = identify(nodes, tree)
     timed = _add_times(nodes, tree, found)
     gpu, numbers, reasons = _gpu_nodes(pair.trace, timed, tree, found)
@@ -379,6 +402,12 @@ def link(pair: Pair) -> Linked:
         sync_dependencies=sync_dependencies(pair.trace, joined, numbers, tree, found.row)
     )
     return Linked(pair=pair, nodes=joined, share=_share(pair, tree, found, gpu, reasons))
+
+
+def _spans(trace: Trace) -> pl.DataFrame:
+    """Operators and record_function ranges on the CPU, in the file's order."""
+    ranges = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")
+    return pl.concat([ranges.select(_SPAN), trace.ops.select(_SPAN)]).sort("event")
 
 
 def _add_times(nodes: pl.DataFrame, tree: CallTree, found: Identified) -> pl.DataFrame:
@@ -421,11 +450,16 @@ def _gpu_nodes(
     }
     kept = np.flatnonzero(holder >= 0)
     ordered = gpu[kept].with_columns(at=pl.Series(holder[kept])).sort("ts_ns", "event")
-    # Copies of the nodes that launched, with what the GPU did.
+    made = _as_nodes(ordered, nodes)
+    return made, pl.DataFrame([ordered["event"], made["node"]]), reasons
+
+
+def _as_nodes(ordered: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
+    """Copies of the nodes that launched, with what the GPU did."""
     first = int(nodes["node"].max() or 0) + 1  # type: ignore[arg-type]
     around = nodes[ordered["at"].to_numpy()]
     group = pl.coalesce(pl.Series(ordered["process_group"].cast(pl.String)), "process_group")
-    made = around.with_columns(
+    return around.with_columns(
         parent=pl.col("node"),
         node=pl.Series(range(first, first + len(ordered)), dtype=pl.Int64),
         name=ordered["name"].cast(pl.String),
@@ -439,7 +473,6 @@ def _gpu_nodes(
         thread_dependency=pl.lit(None, dtype=pl.Int64),
         **{name: ordered[name] for name in ("stream", "device", "bytes")},
     ).select(pl.col(name).cast(kind) for name, kind in NODE_SCHEMA.items())
-    return made, pl.DataFrame([ordered["event"], made["node"]]), reasons
 
 
 def _share(

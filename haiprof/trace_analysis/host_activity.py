@@ -325,23 +325,7 @@ class Host:
         steps = self.trace.steps["start_ns"].to_numpy()
         every = np.unique(np.concatenate([edges, steps]))
         known = inside[np.searchsorted(edges, np.append(np.iinfo(np.int64).min, every), "right")]
-        # Positions of every piece of time: of those without a mark from what is before and after.
-        begins_step = np.append(False, np.isin(every, steps))
-        has_forward, marked = bool((known == FORWARD).any()), bool((known >= 0).any())
-        found, before, after = known.copy(), np.full_like(known, _START), np.full_like(known, _END)
-        last = _START
-        for at in range(len(known)):
-            last = _START if begins_step[at] else last
-            before[at] = last
-            last = int(known[at]) if known[at] >= 0 else last
-        coming = _END
-        for at in range(len(known) - 1, -1, -1):
-            coming = int(known[at]) if known[at] >= 0 else coming
-            after[at] = coming
-            coming = _END if begins_step[at] else coming
-        for at in np.flatnonzero(known < 0).tolist():
-            found[at] = _gap(int(before[at]), int(after[at]), marked, has_forward)
-        return every, found
+        return every, _between_marks(known, np.append(False, np.isin(every, steps)))
 
     def position_at(self, times: Ints) -> Ints:
         """Positions at some times, as indices into POSITIONS."""
@@ -446,6 +430,30 @@ def _backward_passes(host: Host, others: Ints) -> tuple[Ints, Ints, Ints]:
     }).group_by("pass").agg(pl.col("start").min(), pl.col("end").max()).sort("start")  # fmt: skip
     starts, ends = passes["start"].to_numpy(), passes["end"].to_numpy()
     return starts, ends, np.full(len(starts), BACKWARD)
+
+
+def _between_marks(known: Ints, begins_step: Bools) -> Ints:
+    """Positions of every piece of time: of those without a mark from what is before and after.
+
+    Args:
+        known: Position of each piece, -1 without a mark.
+        begins_step: Whether a step begins with the piece.
+    """
+    has_forward, marked = bool((known == FORWARD).any()), bool((known >= 0).any())
+    found, before, after = known.copy(), np.full_like(known, _START), np.full_like(known, _END)
+    last = _START
+    for at in range(len(known)):
+        last = _START if begins_step[at] else last
+        before[at] = last
+        last = int(known[at]) if known[at] >= 0 else last
+    coming = _END
+    for at in range(len(known) - 1, -1, -1):
+        coming = int(known[at]) if known[at] >= 0 else coming
+        after[at] = coming
+        coming = _END if begins_step[at] else coming
+    for at in np.flatnonzero(known < 0).tolist():
+        found[at] = _gap(int(before[at]), int(after[at]), marked, has_forward)
+    return found
 
 
 def _gap(before: int, after: int, marked: bool, has_forward: bool) -> int:

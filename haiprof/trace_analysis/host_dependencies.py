@@ -196,31 +196,37 @@ def hand_overs(host: HostEvents, main: Thread) -> list[HandOvers]:
     found = []
     for pair in host.backward_threads:
         for waiting in dict.fromkeys((pair.forward or main, main)):
-            # Pauses of a thread in which another one was done with something. In a pause the
-            # thread begins and ends nothing, and is in no operator that calls no other one: in
-            # such a one it works. Of the working thread the outermost operators count.
-            left, back = _pauses(*host.work_of(waiting))
-            starts, ends = host.work_of(pair.backward)
-            reach = np.maximum.accumulate(ends)
-            outermost = np.append(True, starts[1:] >= reach[:-1])[: len(starts)]
-            starts, reach = starts[outermost], reach[np.append(outermost[1:], True)[: len(starts)]]
-            before = np.searchsorted(reach, left, side="right") - 1
-            last = np.searchsorted(reach, back, side="right") - 1
-            held = last > before
-            before, last = before[held], last[held]
-            waits = HandOvers(
-                waiting=waiting,
-                working=pair.backward,
-                left=left[held],
-                rested=np.where(before >= 0, reach[before], NEVER),
-                began=starts[before + 1],
-                ended=reach[last],
-                back=back[held],
-            )
+            waits = _waits(host, waiting, pair.backward)
             if waiting != pair.backward and len(waits.left):
                 found.append(waits)
                 break
     return found
+
+
+def _waits(host: HostEvents, waiting: Thread, working: Thread) -> HandOvers:
+    """Pauses of a thread in which another one was done with something.
+
+    In a pause the thread begins and ends nothing, and is in no operator that calls no other one: in
+    such a one it works. Of the working thread the outermost operators count.
+    """
+    left, back = _pauses(*host.work_of(waiting))
+    starts, ends = host.work_of(working)
+    reach = np.maximum.accumulate(ends)
+    outermost = np.append(True, starts[1:] >= reach[:-1])[: len(starts)]
+    starts, reach = starts[outermost], reach[np.append(outermost[1:], True)[: len(starts)]]
+    before = np.searchsorted(reach, left, side="right") - 1
+    last = np.searchsorted(reach, back, side="right") - 1
+    held = last > before
+    before, last = before[held], last[held]
+    return HandOvers(
+        waiting=waiting,
+        working=working,
+        left=left[held],
+        rested=np.where(before >= 0, reach[before], NEVER),
+        began=starts[before + 1],
+        ended=reach[last],
+        back=back[held],
+    )
 
 
 def _pauses(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
