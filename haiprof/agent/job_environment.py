@@ -78,7 +78,6 @@ class Surroundings:
                 names.append(entry[3:].decode("utf-8", "replace"))
                 if entry[:1] in b"RC":
                     next(entries, None)
-        names = names
         if not names:
             return {"dirty": False, "changed_files": [], "changes_digest": None}
         difference = self._git(root, _DIFF)

@@ -275,17 +275,19 @@ def nothing_text(ledger: Ledger | None) -> str:
     """What the step consists of, where nothing stands out."""
     if ledger is None:
         return f"{_NOTHING}: no step was evaluated"
-    needed = sum(account.ns_per_step for account in ledger.accounts if account.needed)
-    share = ratio_text((needed + ledger.residual_ns) / max(ledger.mean_ns, 1.0))
-    text = f"{_NOTHING}: {share} of the step is the model's own work"
-    if ledger.device_idle_ns is not None:
-        share = ratio_text(1 - ledger.device_idle_ns / max(ledger.mean_ns, 1.0))
+    mean = max(ledger.mean_ns, 1.0)
+    if ledger.device_idle_ns is None:
+        needed = sum(account.ns_per_step for account in ledger.accounts if account.needed)
+        share = ratio_text((needed + ledger.residual_ns) / mean)
+        text = f"{_NOTHING}: {share} of the step is the model's own work"
+    else:
         least = "at least" if ledger.device_idle_is_bound else "about"
+        share = ratio_text(1 - ledger.device_idle_ns / mean)
         text = f"{_NOTHING}: the device is busy for {least} {share} of the step"
     if not ledger.opportunities:
         return text
     most = ledger.largest()[0]
-    share = ratio_text(most.gain_ns / max(ledger.mean_ns, 1.0))
+    share = ratio_text(most.gain_ns / mean)
     return f"{text}; largest opportunity: {most.where} {share}"
 
 

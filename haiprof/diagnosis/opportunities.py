@@ -209,10 +209,11 @@ def code_place(tree: CodeTree, stack: int) -> CodePlace | None:
     """The innermost line of the job in a stack, and the job's lines that lead there."""
     way: list[tuple[str, int, str]] = []
     while stack:
-        frame = tree.frames[tree.place[stack]]
-        caller = (frame.file, frame.line, written_in(frame.function))
-        if not tree.library[tree.place[stack]] and caller not in way[:1]:  # no comprehension of it
-            way.append(caller)
+        if not tree.library[tree.place[stack]]:
+            frame = tree.frames[tree.place[stack]]
+            caller = (frame.file, frame.line, written_in(frame.function))
+            if caller not in way[:1]:  # no comprehension of that line
+                way.append(caller)
         stack = int(tree.parent[stack])
     if not way:
         return None

@@ -237,17 +237,18 @@ def _keep_needed_link(
     gradient_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
     bytes_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
     most_ns, usual_ns = (bytes_ns + latency for latency in (LINK_LATENCY_NS, LINK_USUAL_NS))
-    for place, each in enumerate(found):
+    kept = []
+    for each in found:
         whole = time.mean_of(table, each.rows)
         if each.activity != LINK_WAIT or not whole:
+            kept.append(each)
             continue
-        share = 1.0 if whole <= most_ns else usual_ns / whole
-        found[place] = replace(each, unsure_ns=most_ns - usual_ns)
-        table, new = table.split(each.rows, share)
+        is_long = whole > most_ns
+        table, new = table.split(each.rows, usual_ns / whole if is_long else 1.0)
         needed = np.append(needed, np.ones(len(new), dtype=np.bool_))
-        if share == 1.0:
-            return table, needed, [*found[:place], *found[place + 1 :]]
-    return table, needed, found
+        if is_long:
+            kept.append(replace(each, unsure_ns=most_ns - usual_ns))
+    return table, needed, kept
 
 
 def _alone(table: TimeTable, time: JobTime, found: Sequence[Opportunity]) -> list[int | None]:

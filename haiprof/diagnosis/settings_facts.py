@@ -37,8 +37,8 @@ choice."""
 LEFT_ON_RATIO = 0.50
 """A profiler with a schedule is on for a part of the time; one that was left on for most. Own
 choice."""
-FLOAT64_RATIO = 0.50
-"""Most of what is trained: a few parameters in float64 (a running sum) cost nothing. Own choice."""
+DTYPE_RATIO = 0.50
+"""Most of what is trained: a few parameters of a type (a running sum) cost nothing. Own choice."""
 LOOP_MIN_TENSORS = 20
 """Fewer tensors make no long loop. Own choice."""
 THREADS_PER_CORE = 2.0
@@ -345,7 +345,7 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
     """
     share = max(_dtype_ratio(each, "float64") for each in inputs.settings.values())
     batches = sum("float64" in each.input_dtypes for each in inputs.settings.values())
-    if share < FLOAT64_RATIO:
+    if share < DTYPE_RATIO:
         return None if not batches else _Found(
             cause="batches",
             title="float64: the model is called with batches that have twice the bytes of float32",
@@ -392,7 +392,7 @@ def half_precision(inputs: RuleInputs) -> _Found | str | None:
         dtype: each
         for each in known
         for dtype in ("float16", "bfloat16")
-        if (each.autocast == dtype or _dtype_ratio(each, dtype) >= FLOAT64_RATIO)
+        if (each.autocast == dtype or _dtype_ratio(each, dtype) >= DTYPE_RATIO)
         and dtype not in str(each.flags["cpu_half"]).split()
     }
     if not lacking:
@@ -645,8 +645,7 @@ def threads_over_cores(inputs: RuleInputs) -> _Found | None:
     cores = settings.usable_cores or 1.0
     limited = (settings.cpu_limit_cores or cores + 1) <= cores
     where = "the CPU limit of its control group" if limited else "its CPU affinity"
-    groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
-    sharing = next((len(group) for group in groups if rank in {p.rank for p in group}), 1)
+    sharing = _sharing_counts(inputs).get(rank, 1)
     return _Found(
         title=f"{settings.operator_threads} threads per operator on {cores:g} cores",
         rows=[
@@ -669,8 +668,7 @@ def threads_under_cores(inputs: RuleInputs) -> _Found | None:
 
     torchrun sets OMP_NUM_THREADS=1 where a node has several ranks and it is not set.
     """
-    groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
-    sharing = {p.rank: len(group) for group in groups for p in group}
+    sharing = _sharing_counts(inputs)
     own = {
         rank: (each.operator_threads or 0, int((each.usable_cores or 0) // sharing.get(rank, 1)))
         for rank, each in inputs.settings.items()
@@ -688,6 +686,12 @@ def threads_under_cores(inputs: RuleInputs) -> _Found | None:
         "it is not set",
         missing=("what it gains: small operators gain nothing",),
     )  # fmt: skip
+
+
+def _sharing_counts(inputs: RuleInputs) -> dict[int, int]:
+    """By rank: how many ranks, it included, share its cores; of ranks whose placement is known."""
+    groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
+    return {placement.rank: len(group) for group in groups for placement in group}
 
 
 def _threads_per_core(settings: RankSettings) -> float:

@@ -258,7 +258,8 @@ FIELDS = {
     "starts": "each start of the job's ranks and how it ended; empty where one did not die",
     "goodput": "share of the run's wall time in steps that counted; null where nothing died",
     "step": "the mean step: `mean_ns` (with what is paid between steps), `median_ns` (without), "
-    "`count`, `residual_ns`, `positions` (ns by position, exact); null without steps",
+    "`count`, `residual_ns`, `device_idle_ns` (no host code gains more; null: not known), "
+    "`device_idle_is_bound`, `positions` (ns by position, exact); null without steps",
     "ledger": "accounts of the mean step; their `ns_per_step` and the residual add up to `mean_ns`",
     "opportunities": "rows of `ledger` that a change would remove, largest gain first",
     "device": "the same of the GPUs' time in the last trace window: `step`, `ledger`, "
