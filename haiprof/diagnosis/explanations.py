@@ -62,6 +62,7 @@ SLUGS = {
     "compile": "recompiles",
 }
 """By position; what lies between the phases is `outside_the_model`."""
+_RECEIVING = "_MultiProcessingDataLoaderIter."
 _MIN_SAMPLES = 4
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
@@ -180,6 +181,16 @@ def _input(question: Question) -> Explanation:
     inputs, account = question.inputs, question.account
     if account.activity == "unknown":  # nobody saw who makes it
         return _waits_for_loader(question)
+    if any(_RECEIVING in name for name in account.callees):
+        return Explanation(
+            slug="dataloader_bound",
+            cause="receiving",
+            title="the training thread takes batches over from the DataLoader's workers, "
+            f"{question.amount}",
+            remedy="hand over fewer and larger tensors: one stacked tensor in place of a list, "
+            "larger batches, torch.multiprocessing.set_sharing_strategy('file_system'); where "
+            "batches are cheap to make, num_workers=0 costs less",
+        )
     why = loader_cause(inputs, min(question.share, 1.0))
     told = why if why is not None and why.slug in ("epoch_restart", "slow_samples") else None
     waits = account.activity.startswith("wait")
@@ -242,14 +253,15 @@ def _collections(question: Question) -> Explanation:
     inputs = question.inputs
     pauses = inputs.pauses.filter(pl.col("phase") == GC_PHASE)
     longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
-    total = max(float(pauses["duration_ns"].sum()), 1.0)
-    asked = max((s.looks.collect_ns or 0 for s in inputs.settings.values()), default=0) > total / 2
+    account, asked = question.account, question.account.file is not None
+    name = (account.file or "").rpartition("/")[2]
+    by = f", called by {account.function} ({name}:{account.line})" if asked else ""
     device = ", and GPU memory only if a reference cycle holds tensors" * inputs.uses_gpu
     return Explanation(
         slug="garbage_collection",
         cause="explicit" if asked else None,
         title=f"garbage collection stops training, {question.amount}, up to "
-        f"{duration_text(longest)} at once",
+        f"{duration_text(longest)} at once{by}",
         remedy="remove gc.collect() from the loop, or call it every few hundred steps; it frees "
         f"nothing but reference cycles{device}"
         if asked

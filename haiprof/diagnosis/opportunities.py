@@ -129,9 +129,8 @@ def _is_models_own(table: TimeTable) -> Bools:
     """The same, where what such work waits for a core is its own."""
     place = table.tree.place[table.stack]
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
-    of_optimizer = np.array(
-        [*(_OPTIMIZER_FILES in frame.file for frame in table.tree.frames), False]
-    )[place]
+    optimizers = np.array([*(_OPTIMIZER_FILES in frame.file for frame in table.tree.frames), False])
+    of_optimizer = table.tree.calls_libraries(optimizers)[table.stack]
     inside = np.isin(table.position, MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
@@ -155,7 +154,8 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     # A collective that the job itself calls has a line; so has waiting for a core amid code that a
     # change removes, and for the batches of an evaluation.
     has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
-    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table)
+    no_line = np.isin(table.work, (LOADER_WAIT, NO_CORE))
+    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table) & ~no_line
     has_line |= (table.activity == LOADER_WAIT) & (table.position == EVALUATION)
     for activity in NO_LINE:
         rows = np.flatnonzero(free & (table.activity == activity) & ~has_line)

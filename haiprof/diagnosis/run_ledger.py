@@ -21,6 +21,7 @@ from haiprof.diagnosis.job_time import (
     peer_waits,
 )
 from haiprof.diagnosis.opportunities import (
+    CodePlace,
     Opportunity,
     find_opportunities,
     needed_rows,
@@ -40,6 +41,7 @@ from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.lateness import Arrivals
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
+    COLLECTION,
     LINK_WAIT,
     NO_LINE,
     PEER_WAIT,
@@ -49,8 +51,14 @@ from haiprof.run_analysis.ledger import (
     TimeTable,
     time_table,
 )
-from haiprof.run_analysis.lines import common_callees, functions_of, innermost_frame
+from haiprof.run_analysis.lines import (
+    common_callees,
+    functions_of,
+    innermost_frame,
+    written_in,
+)
 from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.step_frame import GC_PHASE
 
 SAMPLED_RANKS = 8
 """Samples of so many ranks are read: the slowest, and others at equal distances."""
@@ -160,7 +168,10 @@ def run_ledger(
     ]
     table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     needed = needed_rows(table)
-    found = find_opportunities(table, needed)
+    found = [
+        replace(each, at=_asked_collections(inputs)) if each.activity == COLLECTION else each
+        for each in find_opportunities(table, needed)
+    ]
     alone = _alone(table, time, found)
     avoidable = _avoidable(table, time, found, alone)
     left = time.own_ns - np.minimum(avoidable[:, time.covered], time.own_ns)
@@ -187,6 +198,20 @@ def run_ledger(
     return RunLedger(
         ledger=replace(ledger, median_ns=median), samples=samples, late=late,
         time=time, table=table, rows=rows,
+    )  # fmt: skip
+
+
+def _asked_collections(inputs: RuleInputs) -> CodePlace | None:
+    """The line that calls gc.collect(), where most of all collections' time is its doing."""
+    pauses = inputs.pauses.filter(pl.col("phase") == GC_PHASE)["duration_ns"].sum()
+    looks = [settings.looks for settings in inputs.settings.values()]
+    most = max(looks, key=lambda look: look.collect_ns or 0, default=None)
+    asked = sum(look.collect_ns or 0 for look in looks) > pauses / 2
+    if most is None or not asked or most.collect_file is None or most.collect_line is None:
+        return None
+    return CodePlace(
+        file=most.collect_file, line=most.collect_line,
+        function=written_in(most.collect_function or "<module>"),
     )  # fmt: skip
 
 
@@ -478,10 +503,11 @@ def _expression(table: TimeTable, found: Opportunity, file: str, line: int) -> s
     """What of a line is most of what it does; None where that was not recorded."""
     rows = found.rows[table.activity[found.rows] == found.activity]
     frame = innermost_frame(table.tree)[table.stack[rows]]
+    rows, frame = rows[frame >= 0], frame[frame >= 0]
     time: dict[str, float] = {}
     for at, ns in zip(frame.tolist(), table.ns[rows].tolist(), strict=True):
         own = table.tree.frames[at]
-        if at >= 0 and (own.file, own.line) == (file, line) and own.expression:
+        if (own.file, own.line) == (file, line) and own.expression:
             time[own.expression] = time.get(own.expression, 0.0) + ns
     return max(time, key=lambda text: (time[text], text), default=None)
 

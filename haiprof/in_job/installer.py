@@ -83,7 +83,7 @@ class Installer:
             self.roots.living,
             self.optimizers.living,
             own_profiler=lambda: self.recorder.installed.must_stay(),
-            collected=lambda: (self._pauses.asked_count, self._pauses.asked_ns),
+            pauses=self._pauses,
         )
         self._sizes = InputSizes(recorder.lines)
         self._watches_memory = False

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path, PurePosixPath
+from types import CodeType, FrameType
 from typing import Any
 
+from haiprof.base.code_places import is_library
 from haiprof.base.control_group_limits import parse_cpu_limit, parse_memory_limit
 from haiprof.in_job.identity import has_process_group
 from haiprof.in_job.object_settings import model_settings, optimizer_settings
@@ -44,7 +46,7 @@ class Settings:
     optimizers: Callable[[], Iterable[Any]]
     _: KW_ONLY
     own_profiler: Callable[[], bool]
-    collected: Callable[[], tuple[int, int]]
+    pauses: CollectorPauses
 
     def __post_init__(self) -> None:
         """Begins with nothing seen."""
@@ -119,13 +121,16 @@ class Settings:
 
     def seen_line(self) -> dict[str, Any]:
         """The counts so far; see `run_format.setting_lines.SEEN_FIELDS`."""
-        count, spent_ns = self.collected()
+        file, line, function = self.pauses.asked_at()
         return {
             "type": SEEN,
             "time_ns": _now(),
             **{f"{name}_count": count for name, count in self._counts.items()},
-            "collect_count": count,
-            "collect_ns": spent_ns,
+            "collect_count": self.pauses.asked_count,
+            "collect_ns": sum(self.pauses.asked_ns.copy().values()),
+            "collect_file": file,
+            "collect_line": line,
+            "collect_function": function,
         }
 
     def _profiles(self) -> bool:
@@ -236,11 +241,12 @@ class CollectorPauses:
     def __init__(self, recorder: Recorder) -> None:
         self.asked_count = 0
         """Whole collections that the job asked for so far."""
-        self.asked_ns = 0
+        self.asked_ns: dict[tuple[CodeType, int], int] = {}
+        """Time of these, by the line that called."""
         self._recorder = recorder
         self._put = recorder.spans.put
         self._start = 0
-        self._is_asked = False
+        self._asks: tuple[CodeType, int] | None = None
 
     def on_collection(self, phase: str, info: dict[str, int]) -> None:
         """What gc.callbacks calls before and after each collection."""
@@ -249,20 +255,36 @@ class CollectorPauses:
             return
         try:
             if phase == "start":
-                self._is_asked = info["generation"] == _WHOLE and _is_asked()
+                asked = info["generation"] == _WHOLE and _is_asked()
+                self._asks = _calling_line(sys._getframe(1)) if asked else None
                 self._start = _now()
                 return
             start, end, self._start = self._start, _now(), 0
             if not start:
                 return
-            if self._is_asked:
-                self._is_asked = False
+            if self._asks is not None:
                 self.asked_count += 1
-                self.asked_ns += end - start
+                self.asked_ns[self._asks] = self.asked_ns.get(self._asks, 0) + end - start
+                self._asks = None
             if end - start > PAUSE_MIN_NS:
                 self._put(start, end, GC | info["generation"] << TAG_BITS)
         except Exception as error:
             recorder.fault("gc", error)
+
+    def asked_at(self) -> tuple[str, int, str] | tuple[None, None, None]:
+        """File, line and function that asked for most of it; None each where none did."""
+        found = self.asked_ns.copy()
+        if not found:
+            return None, None, None
+        code, line = max(found, key=lambda at: found[at])
+        return code.co_filename, line, getattr(code, "co_qualname", code.co_name)
+
+
+def _calling_line(frame: FrameType) -> tuple[CodeType, int]:
+    """The innermost line of the job's own code; the outermost one where there is none."""
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
 
 
 def _is_asked() -> bool:

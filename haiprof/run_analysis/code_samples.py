@@ -65,6 +65,16 @@ class CodeTree:
             outwards = self.parent[outwards]
         return found
 
+    def calls_libraries(self, frames: Bools) -> Bools:
+        """Per stack: whether it is in one of these frames, or in what libraries do below it."""
+        found, library = frames[self.place], np.append(self.library, False)
+        inside, outwards = library[self.place], self.parent
+        while (inside & (outwards > 0)).any():
+            found = found | (inside & frames[self.place[outwards]])
+            inside = inside & library[self.place[outwards]]
+            outwards = self.parent[outwards]
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSamples:

@@ -15,7 +15,14 @@ import numpy as np
 
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
-from haiprof.run_analysis.code_samples import TRAINING_PHASES, CodeSamples, CodeTree, spacing_ns
+from haiprof.run_analysis.code_samples import (
+    TRAINING_PHASES,
+    WORKER,
+    WORKER_WAITING,
+    CodeSamples,
+    CodeTree,
+    spacing_ns,
+)
 from haiprof.run_analysis.lines import functions_of
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import Frame
@@ -64,6 +71,8 @@ _WAITS = (
     ("torch/cuda/streams.py", DEVICE_WAIT),
 )  # fmt: skip
 """Modules of Python and torch whose functions wait while they hold no lock."""
+_SEEN_IN_CODE = (LOCK_WAIT, PIPE_WAIT, SOCKET_WAIT, PROCESS_WAIT)
+"""Of these waits: those that the state of the thread refutes, where it was on a core or ready."""
 _WAIT_OF_NAME = {
     "file": FILE_WAIT, "socket": SOCKET_WAIT, "pipe": PIPE_WAIT, "lock": LOCK_WAIT,
     "sleep": SLEEP, "fault": FAULTS, "poll": OTHER_WAIT, "other": OTHER_WAIT,
@@ -80,6 +89,11 @@ _STEP_WRAPPER = "profile_hook_step.<locals>.wrapper"
 _DISPATCH_RATIO = 1 / 3
 """Of an operator that takes a microsecond, what Python needs to call it: it holds the interpreter
 lock so long. Measured on `torch.add` of ten numbers, CPython 3.11."""
+_MOST = 0.95
+"""No more of a position's work is called waiting for a core."""
+_RIDGE = 0.02
+"""Of the mean square of a position's time: enough that positions which always come together, as in
+a step between two looks, have the same share. Own choice."""
 _SPIKE = 2.0
 """A period in which a position takes so many times its median is sampled for itself: what is paid
 at every Nth step is not spread over all of them."""
@@ -261,6 +275,7 @@ def _rank_rows(
     rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
     rows["work"] = rows["activity"]
     rows = _split(rows, _no_core_share(samples, rows, rank), NO_CORE)
+    rows = _split(rows, _contended_share(rows), NO_CORE, "work")
     rows = _split(rows, _tail_share(rows, rank), LINK_WAIT)
     rows = _split(rows, _peer_share(rows, rank), PEER_WAIT)
     rows["work"] = np.where(rows["activity"] == NO_CORE, rows["work"], rows["activity"])
@@ -301,14 +316,14 @@ def _guess_activity(
     return np.where(guessed & ~inside & inside.any(), PYTHON, activity)
 
 
-def _split(rows: _Rows, share: Floats, activity: int) -> _Rows:
+def _split(rows: _Rows, share: Floats, activity: int, column: str = "activity") -> _Rows:
     """The same time in which a share of each row has another activity."""
     extra = share > 0
     moved = rows["ns"] * share
-    found = {name: np.concatenate([column, column[extra]]) for name, column in rows.items()}
+    found = {name: np.concatenate([values, values[extra]]) for name, values in rows.items()}
     found["ns"] = np.concatenate([rows["ns"] - moved, moved[extra]])
     found["count"] = np.concatenate([rows["count"] * (1 - share), (rows["count"] * share)[extra]])
-    found["activity"][len(share) :] = activity
+    found[column][len(share) :] = activity
     return found
 
 
@@ -341,23 +356,89 @@ def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) 
 
 
 def _no_core_share(samples: CodeSamples, rows: _Rows, rank: RankSamples) -> Floats:
-    """Per row: for how much of it the thread was ready to run but had no CPU core."""
+    """Per row: for how much of it the thread was ready to run but had no CPU core.
+
+    Of waiting for batches: for how much of their time the workers that make them had none.
+    """
     on_core = np.isin(rows["activity"], ON_CORE)
+    able = np.bincount(rows["cell"][on_core], rows["ns"][on_core], len(POSITIONS))
+    lost = np.full(len(POSITIONS), rank.no_core_ratio or 0.0) * rows["ns"].sum() * able
+    lost /= max(float(able.sum()), 1.0)
     known = rows["sample"][samples.queue_ns[rows["sample"]] >= 0]
-    lost = rank.no_core_ratio or 0.0
     if len(known) > 1:  # each tells of the time since the one before
-        queued = float(samples.queue_ns[known[1:]].sum())
-        lost = queued / max(float(np.ptp(samples.time_ns[known])), 1.0)
-    whole, able = float(rows["ns"].sum()), float(rows["ns"][on_core].sum())
-    return np.where(on_core, min(lost * whole / max(able, 1.0), 0.95), 0.0)
+        inside = rank.positions.between(samples.time_ns[known] - rank.wall_offset_ns)
+        whole = np.bincount(rows["cell"], rows["ns"], len(POSITIONS))
+        lost = _without_core(inside, samples.queue_ns[known[1:]], able > 0) * whole
+    own = np.where(on_core, np.minimum(lost / np.maximum(able, 1.0), _MOST)[rows["cell"]], 0.0)
+    waits = rows["activity"] == LOADER_WAIT
+    return np.where(waits, _workers_without_core(samples, rank.time.rank), own)
+
+
+def _contended_share(rows: _Rows) -> Floats:
+    """Per row: what of waiting for a core has its cause in others, whatever this code is.
+
+    Code that is removed takes the waiting with it that its time on a core brings on average. What
+    its position waits beyond that comes from who has the core then, and is met by other code.
+    """
+    lost = rows["activity"] == NO_CORE
+    on_core = np.isin(rows["activity"], ON_CORE)
+    waited, worked = (
+        np.bincount(rows["cell"][own], rows["ns"][own], len(POSITIONS)) for own in (lost, on_core)
+    )
+    usual = waited.sum() / max(float(worked.sum()), 1.0)
+    brought = np.minimum(usual * worked / np.maximum(waited, 1.0), 1.0)
+    return np.where(lost & (rows["work"] != LOADER_WAIT), 1.0 - brought[rows["cell"]], 0.0)
+
+
+def _without_core(inside: Ints, queued: Ints, able: Bools) -> Floats:
+    """[position]: the share of its time without a core, by what passed between looks.
+
+    Linear regression of the time without a core on the time in each position, drawn slightly to the
+    same share everywhere (ridge regression, Hoerl and Kennard 1970), then scaled to the exact sum.
+
+    Args:
+        inside: [position, gap] ns, from `StepPositions.between`.
+        queued: [gap] ns without a core.
+        able: [position]: whether the thread could use a core there.
+    """
+    used = np.flatnonzero(able & (inside.sum(axis=1) > 0))
+    gaps, total = inside[used].T.astype(np.float64), float(inside.sum())
+    found = np.zeros(len(inside))
+    if not len(used) or not queued.any():
+        return found
+    usual = queued.sum() / gaps.sum()
+    squares = gaps.T @ gaps
+    ridge = _RIDGE * np.trace(squares) / len(used) * np.eye(len(used))
+    more = np.linalg.solve(squares + ridge, gaps.T @ (queued - usual * gaps.sum(axis=1)))
+    found[used] = np.clip(usual + more, 0.0, 1.0)
+    explained = float((found * inside.sum(axis=1)).sum()) / max(total, 1.0)
+    scale = queued.sum() / max(total, 1.0) / explained if explained else 0.0
+    return found * scale
+
+
+def _workers_without_core(samples: CodeSamples, rank: int) -> float:
+    """Of the time in which a rank's workers make batches and hand them over: without a core."""
+    own = (samples.rank == rank) & (samples.worker >= 0)
+    waiting = own & (samples.phase == WORKER_WAITING)
+    queue = float(samples.queue_ns[own & (samples.queue_ns > 0)].sum())
+    handing = float(samples.cpu_ns[waiting & (samples.cpu_ns > 0)].sum()) + float(
+        samples.queue_ns[waiting & (samples.queue_ns > 0)].sum()
+    )
+    whole = float(samples.weight_ns[own & (samples.phase == WORKER)].sum()) + handing
+    return min(queue / whole, _MOST) if whole else 0.0
 
 
 def _tail_share(rows: _Rows, rank: RankSamples) -> Floats:
-    """Per row: what of backward is not the rank's own work, but comes after its last collective."""
-    inside = (rows["position"] == BACKWARD) & np.isin(
-        rows["activity"], (*ON_CORE, LOCK_WAIT, SOCKET_WAIT, OTHER_WAIT)
+    """Per row: what of backward is not the rank's own work, but comes after its last collective.
+
+    A thread that holds the interpreter lock does not wait for the link.
+    """
+    inside = rows["position"] == BACKWARD
+    able = inside & np.isin(
+        rows["activity"], (OPERATORS, NATIVE, LOCK_WAIT, SOCKET_WAIT, OTHER_WAIT)
     )
-    return np.where(inside, rank.tail_ratio or 0.0, 0.0)
+    tail = (rank.tail_ratio or 0.0) * float(rows["ns"][inside].sum())
+    return np.where(able, min(tail / max(float(rows["ns"][able].sum()), 1.0), 1.0), 0.0)
 
 
 def _peer_share(rows: _Rows, rank: RankSamples) -> Floats:
@@ -422,6 +503,8 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     place = tree.place
     found = by_frame[place][samples.stack]
     waits = _wait_table()[samples.wait]
+    ready = (samples.wait == WAITS.index("none")) & np.isin(found, _SEEN_IN_CODE)
+    found = np.where(ready, NATIVE, found)
     held = samples.lock_wait == LOCK_HELD
     found = np.where(held & (found != UNKNOWN), PYTHON, found)
     of_torch = np.array([*(p == "torch" for p in packages), False])[place][samples.stack]
@@ -429,7 +512,9 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
     workers = np.array([*(_WORKER_LOADER in f.function for f in tree.frames), False])
-    found = np.where(tree.holds(workers)[samples.stack], LOADER_WAIT, found)
+    in_loader = tree.holds(workers)[samples.stack]
+    takes_over = (samples.wait == WAITS.index("none")) & np.isin(found, ON_CORE)
+    found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(tree.within(_COLLECTIVES)[samples.stack], LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
 

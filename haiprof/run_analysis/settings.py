@@ -79,6 +79,9 @@ class Looks:
     no_sync_count: int | None
     collect_count: int | None
     collect_ns: int | None
+    collect_file: str | None
+    collect_line: int | None
+    collect_function: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,18 @@ class StepPositions:
         place = np.searchsorted(self.start_ns, time_ns, side="right") - 1
         return np.where(time_ns < self.end_ns, place, -1)
 
+    def between(self, time_ns: Ints) -> Ints:
+        """[position, gap]: how long each position was between each moment and the next one."""
+        length = np.diff(self.start_ns, append=self.end_ns)
+        place = np.clip(self.at(time_ns), 0, None)
+        passed = np.clip(time_ns - self.start_ns[place], 0, length[place])
+        found = []
+        for number in range(len(POSITIONS)):
+            own = self.position == number
+            before = np.cumsum(np.where(own, length, 0))[place] - own[place] * length[place]
+            found.append(np.diff(before + own[place] * passed))
+        return np.array(found)
+
     def sums(self) -> tuple[Ints, Ints]:
         """[position, step]: nanoseconds of each period without collections, and in these."""
         length = np.diff(self.start_ns, append=self.end_ns)

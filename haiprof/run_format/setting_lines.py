@@ -73,5 +73,8 @@ SEEN_FIELDS = {
     "no_sync_count": "looks at which a DistributedDataParallel was in no_sync",
     "collect_count": "calls of gc.collect() by the job so far",
     "collect_ns": "time in them",
+    "collect_file": "file of the job's line that took most of it; null without any",
+    "collect_line": "that line",
+    "collect_function": "its function",
 }
 """The fields of the line `settings_seen`; counts of the whole recording."""

@@ -179,6 +179,9 @@ def test_switches_are_recorded(run: Run) -> None:
     assert settings.operator_threads == 1
     assert settings.on_ratio("anomaly") == 1.0
     assert settings.looks.collect_count
+    line = 1 + (COMMON + COSTLY).splitlines().index("    gc.collect()")
+    assert settings.looks.collect_line == line
+    assert (settings.looks.collect_file or "").endswith(".py")
 
 
 def test_costly_settings_are_findings(run: Run) -> None:

@@ -106,6 +106,44 @@ def test_without_a_core_is_what_counters_say_and_only_of_what_would_run() -> Non
     assert shares(table, "input") == {"wait: loader": 1}
 
 
+@pytest.mark.parametrize(
+    ("stack", "wait", "expected"),
+    [
+        ((MAIN, LOG, of_python("socket.py")), "0", "native"),
+        ((MAIN, LOG, of_python("socket.py")), "s", "wait: socket"),
+        ((MAIN, LOADER, GET), "p", "wait: loader"),
+        ((MAIN, LOADER, GET), "-", "wait: loader"),
+        ((MAIN, LOADER, GET, of_python("multiprocessing/connection.py")), "0", "native"),
+        ((MAIN, LOADER, (f"{SITE}/torch/multiprocessing/reductions.py", 9, "rebuild")), "0",
+         "operators"),
+    ],
+)  # fmt: skip
+def test_a_thread_that_is_ready_to_run_waits_for_nothing(
+    stack: Any, wait: str, expected: str
+) -> None:
+    part = Part(position="input", stack=stack, ms=6, wait=wait)
+    assert shares(table_of(part), "input") == {expected: 1}
+
+
+def test_waiting_for_a_core_is_where_the_kernel_counted_it() -> None:
+    """Three in four of its time in forward, none in backward."""
+    table = table_of(
+        Part(position="forward", stack=(MAIN, MODULE, LINEAR), ms=6, queued=0.75),
+        Part(position="backward", stack=(MAIN, ENGINE), ms=6, queued=0.0),
+    )
+    assert shares(table, "forward")["no core"] == pytest.approx(0.75, abs=0.05)
+    assert shares(table, "backward").get("no core", 0.0) == pytest.approx(0, abs=0.05)
+
+
+def test_python_in_a_backward_is_not_the_link() -> None:
+    """A hook holds the interpreter lock: the rest of backward holds all of its waiting."""
+    hook = (MAIN, ENGINE, job(90, "hook"))
+    table = table_of(("backward", (MAIN, ENGINE), 6), ("backward", hook, 2, "h"), tail_ratio=0.25)
+    assert shares(table, "backward") == pytest.approx(
+        {"operators": 0.5, "python": 0.25, "wait: link": 0.25}
+    )
+
+
 def test_what_follows_the_last_collective_of_a_backward_is_the_link() -> None:
     """A quarter of backward; of that, until the last rank was there, others are the reason."""
     parts: Any = (("forward", (MAIN, MODULE, LINEAR), 4), ("backward", (MAIN, ENGINE), 8))

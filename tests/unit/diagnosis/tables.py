@@ -16,7 +16,12 @@ from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.ledger import ACTIVITIES, RankSamples, RankTime, TimeTable, time_table
 from haiprof.run_analysis.run_files import Frame
 from haiprof.run_analysis.step_positions import StepPositions
-from haiprof.run_format.stack_lines import LOCK_STATES, LOCK_UNKNOWN
+from haiprof.run_format.stack_lines import (
+    LOCK_STATES,
+    LOCK_UNKNOWN,
+    WAIT_LETTERS,
+    WAIT_UNKNOWN,
+)
 from tests.unit.analysis.sampled import Stack
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
@@ -53,6 +58,10 @@ class Part:
     ms: int
     lock: str = "0"
     """Letters of LOCK_STATES, in turn."""
+    wait: str = "-"
+    """What it waited for, a letter of WAIT_LETTERS."""
+    queued: float | None = None
+    """Share of its time in which it was ready, but had no core; None: not known."""
     collecting: bool = False
 
 
@@ -96,7 +105,7 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
     parts = parts_of(given)
     tree, numbers = tree_of([part.stack for part in parts])
     begins, rows, now = [], [], 0
-    samples: list[tuple[int, int, int]] = []
+    samples: list[tuple[int, ...]] = []
     for step in range(steps):
         for place, part in enumerate(parts):
             begins.append(now)
@@ -104,7 +113,9 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
             for ms in range(part.ms):
                 letter = part.lock[(step * part.ms + ms) % len(part.lock)]
                 lock = LOCK_STATES.index(letter) if letter != "-" else LOCK_UNKNOWN
-                samples.append((now + NS_PER_MS // 2, numbers[place], lock))
+                wait = WAIT_LETTERS.index(part.wait) if part.wait != "-" else WAIT_UNKNOWN
+                queue = -1 if part.queued is None else int(part.queued * NS_PER_MS)
+                samples.append((now + NS_PER_MS - 1, numbers[place], lock, wait, queue))
                 now += NS_PER_MS
     position, collecting, period = (np.array(column) for column in zip(*rows, strict=True))
     cut = StepPositions(
@@ -118,13 +129,14 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
     return time_table(samples_of(tree, samples), ranks)
 
 
-def samples_of(tree: CodeTree, rows: Sequence[tuple[int, int, int]]) -> CodeSamples:
-    """Samples of a training thread: time, stack, and how it stood to the lock."""
-    time, stack, lock = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+def samples_of(tree: CodeTree, rows: Sequence[tuple[int, ...]]) -> CodeSamples:
+    """Samples of a training thread: time, stack, how it stood to the lock, wait and queue."""
+    time, stack, lock, wait, queue = np.array(rows, dtype=np.int64).reshape(-1, 5).T
     unknown = np.full(len(time), -1)
     columns = {f.name: unknown for f in fields(CodeSamples) if f.name not in ("tree", "notes")}
     columns |= {
         "rank": unknown + 1, "time_ns": time, "stack": stack, "lock_wait": lock,
+        "wait": wait, "queue_ns": queue,
         "slow": unknown > 0, "phase": np.full(len(time), CODE_PHASES.index("other")),
         "weight_ns": np.ones(len(time)),
     }  # fmt: skip

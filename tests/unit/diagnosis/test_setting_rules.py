@@ -282,10 +282,12 @@ def test_notes_of_a_short_run_stand_in_the_order_of_what_they_cost(root: Path) -
 def test_pauses_that_the_job_asked_for_are_told_as_its_own(root: Path) -> None:
     step = ((schema.FORWARD, 5), (schema.BACKWARD, 9), (schema.OPTIMIZER, 2), (schema.GC, 8))
     write_rank(write_run(root), spans_from(repeated(step, 100)))
-    told(root, seen={"collect_count": 100, "collect_ns": 8 * NS_PER_S // 10})
+    line = {"collect_file": "/job/train.py", "collect_line": 7, "collect_function": "tidy"}
+    told(root, seen={"collect_count": 100, "collect_ns": 8 * NS_PER_S // 10} | line)
     finding = next(f for f in judged(root).findings if f.rule == "garbage_collection")
     assert finding.cause == "explicit"
     assert "gc.collect()" in finding.remedy
+    assert "tidy (train.py:7)" in finding.title
 
 
 def test_compiling_evaluation_is_compilation(root: Path) -> None:
