@@ -55,6 +55,7 @@ def _hand_out_kept_batches() -> None:
         except TypeError:
             length = float("inf")
         if self.handed > length:
+            self.handed = 0  # with persistent workers it is asked again
             raise StopIteration
         return batches[self.handed % KEPT_BATCHES]
 

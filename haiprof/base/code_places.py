@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python\d[^/\\]*[/\\]")
+_LIBRARY = re.compile(
+    r"[/\\](?:(?:site|dist)-packages|torchinductor[^/\\]*|lib(?:64)?[/\\]python\d[^/\\]*)[/\\]"
+)
 _TYPED = ("<string>", "<stdin>")
 """Code of `python -c` and of a prompt is the user's; dataclasses write dunder methods there."""
 _INSTALLED = re.compile(

@@ -141,7 +141,7 @@ def gpu_waits_for_host(inputs: RuleInputs) -> Judgement:
 
 
 RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
-    standstill, first_batch, window_facts.host_bound, gpu_waits_for_host,
+    standstill, first_batch, gpu_waits_for_host,
     memory_facts.memory_creep, memory_facts.memory_pressure, memory_facts.gpu_memory_limit,
     memory_facts.allocator_retries, numa_placement,
     settings_facts.anomaly_detection, settings_facts.profiler_left_on,
@@ -150,8 +150,6 @@ RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
     settings_facts.ddp_arguments, settings_facts.fsdp_units, settings_facts.fast_paths_off,
     settings_facts.half_precision, settings_facts.threads_over_cores,
     settings_facts.threads_under_cores, settings_facts.settings_differ,
-    window_facts.slow_kernels, window_facts.slow_link, window_facts.exposed_communication,
-    window_facts.synchronising_calls, window_facts.pageable_copies, window_facts.launch_bound,
-    window_facts.tensor_cores_unused, window_facts.small_batches,
+    window_facts.slow_kernels, window_facts.slow_link,
 )  # fmt: skip
 """In the order in which they are asked; the name of each is its slug in documents."""

@@ -20,7 +20,7 @@ from haiprof.diagnosis.rule_inputs import (
     usual_share,
     usual_split,
 )
-from haiprof.diagnosis.thresholds import MIN_STEPS, TF32_CAPABILITY
+from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
 from haiprof.diagnosis.verdict import (
     Abstention,
     Finding,
@@ -54,10 +54,11 @@ MODEL = ("forward", "backward")
 STEP = (*MODEL, "optimizer")
 MEASURED = "benchmarks/results/settings_price.md"
 UNKNOWN = "its cost here: not measured on this kind of device"
-_GPU_FLOAT64_RATIO = 0.5
-"""No GPU does more than half as many float64 operations as float32 ones, and most do 1/32 or 1/64
-(CUDA C++ Programming Guide, throughput of native arithmetic instructions); both move twice the
-bytes."""
+_FLOAT64_RATIO = 0.5
+"""float64 moves twice the bytes; a vector instruction of a CPU computes half as many numbers, a GPU
+at most half as many, and most do 1/32 or 1/64 (Intel SDM, packed double precision; CUDA C++
+Programming Guide, throughput of native arithmetic instructions). Measured: 2.0 times as long for
+large products, 3.3 for convolutions (settings_price.md)."""
 _STACK_WRITERS = ("/traceback.py", "/linecache.py")
 """Where Python writes the stack of each operator that autograd is to name in its errors."""
 
@@ -355,16 +356,34 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
             confidence=0.6,
             missing=("how much is computed in float64 before it is cast",),
         )  # fmt: skip
-    busy, lost = max(inputs.gpu_use.values(), default=None), None
-    if inputs.uses_gpu and busy is not None:
-        lost = touched_ratio(inputs, STEP) * busy * _GPU_FLOAT64_RATIO
+    gpu = max(inputs.gpu_use.values(), default=None)
+    busy = gpu if inputs.uses_gpu else _computing_ratio(inputs)
+    lost = None if busy is None else touched_ratio(inputs, STEP) * busy * _FLOAT64_RATIO
+    if lost is not None and not inputs.uses_gpu:
+        lost = max(lost, PRICES["float64"].lost_ratio(inputs))
     return _Found(
         title=f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
-        rows=[("float64, of what is trained", share, "ratio")],
-        price=None if inputs.uses_gpu else PRICES["float64"],  # of the host's time
+        rows=[
+            ("float64, of what is trained", share, "ratio"),
+            ("the GPU computes" if inputs.uses_gpu else "computing, of forward", busy, "ratio"),
+            (
+                "forward, backward and optimizer, share of the step",
+                touched_ratio(inputs, STEP),
+                "ratio",
+            ),
+        ],
+        phases=() if inputs.uses_gpu else STEP,
         lost_ratio=lost,
         missing=("how busy the GPU is",) if inputs.uses_gpu and busy is None else (),
     )
+
+
+def _computing_ratio(inputs: RuleInputs) -> float:
+    """Of forward, what is not the mere calling of an operator for each parameter."""
+    forward = usual_split(inputs.of_rank(typical_rank(inputs)))["forward"]
+    tensors = [m.tensor_count or 0 for each in inputs.settings.values() for m in each.models]
+    called_ns = max(tensors, default=0) * OPERATOR_CALL_NS
+    return max(1 - called_ns / forward, 0.0) if forward else 0.0
 
 
 def _dtype_ratio(settings: RankSettings, dtype: str) -> float:

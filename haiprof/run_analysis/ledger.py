@@ -62,7 +62,8 @@ JOB = "job"
 _PACKAGE = re.compile(
     r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+?)(?:\.py)?(?:[/\\]|\Z)", re.DOTALL
 )
-_TORCH = re.compile(r"[/\\]torch[/\\]")
+_TORCH = re.compile(r"[/\\]torch(?:inductor[^/\\]*)?[/\\]|\A<eval_with_key>")
+"""Also what torch.compile and torch.fx write: files of Inductor's cache, code without a file."""
 _WAITS = (
     ("threading.py", LOCK_WAIT), ("queue.py", LOCK_WAIT), ("synchronize.py", LOCK_WAIT),
     ("multiprocessing/connection.py", PIPE_WAIT), ("selectors.py", SOCKET_WAIT),

@@ -74,10 +74,7 @@ _AROUND_COMMAND = 16
 _EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
 _DEVICE, _NO_GPU = "device time", "the ranks used no GPU"  # as `diagnosis.run_notes` has them
 _NEVER = ("one rank", "torch.compile was not used")
-_GPU_RULES = (
-    "slow_kernels", "slow_link", "exposed_communication", "synchronising_calls", "pageable_copies",
-    "launch_bound", "tensor_cores_unused", "small_batches",
-)  # fmt: skip
+_GPU_RULES = ("slow_kernels", "slow_link")
 _SEVERITY_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from haiprof.trace_analysis.arrivals import (
 )
 from haiprof.trace_analysis.collectives import clock_base_ns
 from haiprof.trace_analysis.device_time import Steps
-from haiprof.trace_analysis.function_evidence import Evidence, Operators, pattern_window
-from haiprof.trace_analysis.function_patterns import RankFunctions, WorkerPattern, function_events
+from haiprof.trace_analysis.function_patterns import RankFunctions, function_events, pattern_window
 from haiprof.trace_analysis.kernel_names import COMMUNICATION, transfer_type
 from haiprof.trace_analysis.matching import (
     clock_offsets,
@@ -56,8 +54,6 @@ class Patterns:
     """From `arrival_lateness`: who begins collectives later than the others."""
     who_is_late: str
     """The same in words, or why it is not known."""
-    signs: Mapping[int, Evidence]
-    """By rank; empty where only the functions were kept."""
     moved_clocks: tuple[int, ...]
     """Ranks whose clock was corrected although the trace names no host: a link that is slow in
     every collective would look the same."""
@@ -104,11 +100,6 @@ def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
         else tuple(offsets.filter("corrected")["rank"].to_list()),
         lateness=lateness,
         who_is_late=who_is_late(lateness, waits),
-        signs={
-            rank: worker.signs
-            for rank, worker in workers.items()
-            if isinstance(worker, WorkerPattern)
-        },
     )
 
 
@@ -157,18 +148,16 @@ def _sum(name: str) -> pl.Expr:
 
 
 _FRAMES = ("functions", "totals", "collectives")
-_SIGNS = ("short", "waits", "pageable", "matrix")
-_NUMBERS = "numbers"
 
 
 def cached_patterns(
     paths: Sequence[Path],
     options: Mapping[str, Any],
-    compute: Callable[[Sequence[Path]], Sequence[WorkerPattern]],
-) -> list[WorkerPattern]:
+    compute: Callable[[Sequence[Path]], Sequence[RankFunctions]],
+) -> list[RankFunctions]:
     """The pattern of each trace, computed where it is not cached."""
     entries = {path: cache_entry(path, "patterns", options) for path in paths}
-    patterns: dict[Path, WorkerPattern] = {}
+    patterns: dict[Path, RankFunctions] = {}
     for path, entry in entries.items():
         pattern = None if entry is None else _read(entry)
         if pattern is not None:
@@ -182,32 +171,17 @@ def cached_patterns(
     return [patterns[path] for path in paths]
 
 
-def as_answers(pattern: WorkerPattern) -> dict[str, Answer]:
-    """A pattern as frames by name, the last of them with all single numbers as JSON."""
-    signs = pattern.signs
-    assert signs is not None  # of a trace; `worker_pattern` collects them
-    frames: dict[str, Answer] = {name: getattr(pattern, name) for name in _FRAMES}
-    frames |= {name: getattr(signs, name) for name in _SIGNS}
-    names = [name for name in Evidence.__dataclass_fields__ if name not in (*_SIGNS, "operators")]
-    numbers = {name: getattr(signs, name) for name in names}
-    content = {**numbers, "operators": asdict(signs.operators)}
-    text = json.dumps(content, default=np.generic.item)  # numpy's integers
-    return {**frames, _NUMBERS: pl.DataFrame({_NUMBERS: [text]})}
+def as_answers(pattern: RankFunctions) -> dict[str, Answer]:
+    """A pattern as frames by name."""
+    return {name: getattr(pattern, name) for name in _FRAMES}
 
 
-def from_answers(answers: Mapping[str, Answer]) -> WorkerPattern:
+def from_answers(answers: Mapping[str, Answer]) -> RankFunctions:
     """The pattern that `as_answers` was given."""
-    frames = {name: _frame(answers[name]) for name in (*_FRAMES, *_SIGNS, _NUMBERS)}
-    numbers: dict[str, Any] = json.loads(frames[_NUMBERS].item())
-    capability = numbers.pop("compute_capability")
-    numbers |= {name: frames[name] for name in _SIGNS}
-    numbers["operators"] = Operators(**numbers["operators"])
-    numbers["compute_capability"] = None if capability is None else tuple(capability)
-    signs = Evidence(**numbers)
-    return WorkerPattern(**{name: frames[name] for name in _FRAMES}, signs=signs)
+    return RankFunctions(**{name: _frame(answers[name]) for name in _FRAMES})
 
 
-def _read(entry: CacheEntry) -> WorkerPattern | None:
+def _read(entry: CacheEntry) -> RankFunctions | None:
     answers = read_answers(entry)
     try:
         return None if answers is None else from_answers(answers)

@@ -194,7 +194,7 @@ class RankQuestions(RankTraces):
             progress: Called with how many files are done.
 
         Returns:
-            `functions`, `totals` (a row per rank) and `signs`; `haiprof.diagnosis.workers` makes
+            `functions` and `totals` (a row per rank); `haiprof.diagnosis.function_reports` makes
             PerfTracker's five reports of them.
         """
         from haiprof.trace_analysis.function_patterns import worker_pattern

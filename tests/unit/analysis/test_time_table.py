@@ -173,6 +173,8 @@ def test_each_position_keeps_its_exact_time_however_seldom_it_was_sampled() -> N
         ("/src/pytorch/torch/nn/functional.py", True, "torch"),
         (f"{PYTHON}/json/encoder.py", True, "python"),
         ("/usr/lib/python3/dist-packages/yaml/loader.py", True, "yaml"),
+        ("/tmp/torchinductor_me/ab/cabc.py", True, "torch"),
+        ("<eval_with_key>.1", True, "torch"),
     ],
 )
 def test_whose_code_a_file_is(file: str, library: bool, package: str) -> None:

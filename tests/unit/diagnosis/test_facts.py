@@ -26,7 +26,6 @@ from tests.unit.diagnosis.stories import (
     judged,
     note,
     placed,
-    report,
     verdict_of,
     write_beside,
     write_line,
@@ -250,21 +249,6 @@ def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
         note(root, 0, type="allocator", time_ns=START_NS + place * 10 * NS_PER_S,
              retry_count=count, oom_count=0)  # fmt: skip
     assert ("allocator_retries" in rules(judged(root))) is fires
-
-
-@pytest.mark.parametrize(
-    ("threads", "cores", "fires"),
-    [(2, 1.0, True), (2, 1.8, False), (1, 1.0, False), (2, 0.5, False)],
-)
-def test_host_bound(root: Path, threads: int, cores: float, fires: bool) -> None:
-    write_story(root, lambda *_: BALANCED, steps=800)
-    report(root, 0, operator_threads=threads)
-    counters(root, lambda t: {"cpu_ns": int(cores * (t + 2) * NS_PER_S),
-                              "cpu_main_ns": int(cores * (t + 2) * NS_PER_S)})  # fmt: skip
-    placed(root)
-    verdict = judged(root)
-    assert ("host_bound" in rules(verdict)) is fires
-    assert ("spin" in dict(verdict.abstained).get("host_bound", "")) is (cores == 1.8)
 
 
 def test_slow_rank_is_joined_to_its_throttled_gpu(root: Path) -> None:

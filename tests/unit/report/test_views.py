@@ -62,13 +62,13 @@ def test_card_is_silent_about_what_a_job_on_cpus_cannot_have(tmp_path: Path) -> 
     verdict = replace(
         fake_verdict(FORWARD_BOUND),
         not_measured=(("device time", "the ranks used no GPU"), ("GPU", "no driver"), ("x", "y")),
-        abstained=(("launch_bound", "no traces"), ("late_rank", "one rank"), ("z", "why not")),
+        abstained=(("slow_kernels", "no traces"), ("late_rank", "one rank"), ("z", "why not")),
     )
     card = verdict_card(verdict, header(empty_run(tmp_path)), everything=True)
     text = view_text(card, width=100)
     assert "why not" in text
     assert "x: y" in text
-    for words in ("no GPU", "no driver", "one rank", "launch bound"):
+    for words in ("no GPU", "no driver", "one rank", "slow kernels"):
         assert words not in text
 
 

@@ -12,7 +12,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from haiprof import TraceAnalysis
-from haiprof.trace_analysis.function_patterns import WorkerPattern, worker_pattern
+from haiprof.trace_analysis.function_patterns import RankFunctions, worker_pattern
 from haiprof.trace_analysis.pattern_gathering import as_answers, cached_patterns, from_answers
 from haiprof.trace_analysis.report_cache import pack_answers, unpack_answers
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -48,7 +48,7 @@ def test_only_traces_that_are_new_are_computed(empty_cache: Path) -> None:
     paths = [file.path for file in TraceAnalysis(traces(REAL_TRACES[0])).files.values()]
     computed: list[Path] = []
 
-    def compute(left: Sequence[Path]) -> list[WorkerPattern]:
+    def compute(left: Sequence[Path]) -> list[RankFunctions]:
         computed.extend(left)
         return [worker_pattern(Trace(path)) for path in left]
 

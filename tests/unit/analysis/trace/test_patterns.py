@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.function_evidence import (
+from haiprof.trace_analysis.function_patterns import (
+    KEPT_RATIO,
     PatternWindow,
+    RankFunctions,
     Spans,
     busy,
     free_below,
     function_times,
     join_spans,
     kind_ns,
+    worker_pattern,
 )
-from haiprof.trace_analysis.function_patterns import KEPT_RATIO, WorkerPattern, worker_pattern
 from haiprof.trace_analysis.kernel_names import (
     PRIORITY,
     PYTHON,
@@ -198,11 +200,11 @@ def test_function_times_equal_a_count_of_each_nanosecond(kinds: list[Any]) -> No
         above = join_spans(above, busy(spans))
 
 
-def pattern(folder: Path, events: list[Any], **metadata: Any) -> WorkerPattern:
+def pattern(folder: Path, events: list[Any], **metadata: Any) -> RankFunctions:
     return worker_pattern(trace_of(folder, events, **metadata))
 
 
-def row_of(found: WorkerPattern, kind: str) -> dict[str, Any]:
+def row_of(found: RankFunctions, kind: str) -> dict[str, Any]:
     return found.functions.filter(pl.col("kind") == kind).row(0, named=True)
 
 
@@ -282,37 +284,6 @@ def test_calls_shorter_than_the_traces_resolution_are_counted(tmp_path: Path) ->
     assert row["count"] == 10
     assert row["total_ns"] == 5 * US
     assert row["median_ns"] == US / 2
-
-
-def test_signs_name_the_place(tmp_path: Path) -> None:
-    found = pattern(tmp_path, [
-        event("train.py(7): step", "python_function", 0, 100),
-        event("torch/_tensor.py(1): item", "python_function", 9, 35),
-        event("nn.Module: Net_0", "python_function", 1, 5),
-        event("aten::item", "cpu_op", 10, 30),
-        event("aten::_local_scalar_dense", "cpu_op", 11, 28),
-        launch(1, 2, 1), kernel("k", 4, 10, correlation=1),
-        launch(2, 12, 20, name="cudaStreamSynchronize"),
-        launch(3, 60, 1), kernel("k", 62, 10, correlation=3),
-    ])  # fmt: skip
-    waits = found.signs.waits.row(0, named=True)
-    assert (waits["call"], waits["operator"], waits["line"]) == (
-        "cudaStreamSynchronize", "aten::item", "train.py(7): step"
-    )  # fmt: skip
-    # From 12 the kernel still runs until 14; the next begins at 62.
-    assert (waits["time_ns"], waits["idle_ns"]) == (20 * US, 48 * US)
-    assert found.signs.launch_count == 2
-    assert found.signs.short_count == 0
-    assert found.signs.gpu_idle_ratio == pytest.approx(0.8)
-
-
-def test_waiting_for_a_batch_is_no_synchronising_call(tmp_path: Path) -> None:
-    loader = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
-    found = pattern(tmp_path, [
-        kernel("k", 0, 10), launch(2, 8, 4, name="cudaStreamSynchronize"),
-        event(loader, "user_annotation", 14, 80), kernel("k", 100, 10),
-    ])  # fmt: skip
-    assert found.signs.waits["idle_ns"].to_list() == [(100 - 10 - 80) * US]
 
 
 @pytest.mark.parametrize(
