@@ -222,7 +222,9 @@ def test_a_setting_costs_its_least_price(root: Path) -> None:
     assert (anomaly.severity, anomaly.gain is None) == ("warning", False)
     double = on_gpu(root.with_name("gpu"), model={"dtypes": {"float64": 1000}})["double_precision"]
     assert double.lost_ratio == pytest.approx(0.45, abs=0.03)
-    double = on_cpus(root.with_name("cpus"), model={"dtypes": {"float64": 1000}})["double_precision"]
+    double = on_cpus(root.with_name("cpus"), model={"dtypes": {"float64": 1000}})[
+        "double_precision"
+    ]
     assert double.lost_ratio == pytest.approx(0.48, abs=0.03), "half of what is not calling"
     ddp = {"passes": 1, "no_sync_count": 0, "find_unused_parameters": True}
     unused = with_ddp(root.with_name("ddp"), **ddp)["ddp_arguments"]
