@@ -59,9 +59,10 @@ def tracked_run(
     """
     judged = select_judged_steps(steps)
     columns = {"step": "step_ns", **{phase: f"{phase}_host_ns" for phase in _PHASES}}
-    medians = {f"median_{name}_ms": judged[column].median() for name, column in columns.items()}
-    step = verdict["step"] or {}
-    values = {**medians, "mean_step_ms": step.get("mean_ns")}
+    medians = judged.select(
+        pl.col(column).median().alias(f"median_{name}_ms") for name, column in columns.items()
+    ).to_dicts()[0]
+    values = {**medians, "mean_step_ms": (verdict["step"] or {}).get("mean_ns")}
     by_step = (
         steps.group_by("step")
         .agg(pl.col("start_ns").min() // NS_PER_MS, pl.col("step_ns").median() / NS_PER_MS)
@@ -73,7 +74,7 @@ def tracked_run(
         name=Path(verdict["run"]).name,
         texts={"verdict": verdict["headline"], **texts},
         values={
-            **{name: float(ns) / NS_PER_MS for name, ns in values.items() if ns is not None},
+            **{name: ns / NS_PER_MS for name, ns in values.items() if ns is not None},
             "problems": verdict["problem_count"],
         },
         series=by_step.gather_every(-(-by_step.height // MOST_POINTS) or 1).rows(),
