@@ -1,42 +1,35 @@
-"""The compiled parts of haiprof; without a compiler they are left out, and plain Python does it."""
+"""The compiled parts of haiprof; without a compiler they are left out, and plain Python does it.
+
+All are on the stable ABI of CPython 3.10, so that one wheel fits each later version too. With
+HAIPROF_PURE set nothing is compiled, and the wheel fits every machine.
+"""
+
+import os
 
 from setuptools import Extension, setup
 
+_PARTS = {
+    "trace_format.kineto._native": ["trace_format/kineto/native.c"],
+    "trace_format._plain_pickle": ["trace_format/plain_pickle.c"],
+    "in_job._spans": ["in_job/spans.c", "in_job/calls.c"],
+    "in_job._frames": ["in_job/frames.c", "in_job/sample_clock.c"],
+    "in_job._terminate": ["in_job/terminate.cpp"],
+}
+
 setup(
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     ext_modules=[
         Extension(
-            "haiprof.trace_format.kineto._native",
-            ["haiprof/trace_format/kineto/native.c"],
-            optional=True,
-        ),
-        Extension(
-            "haiprof.trace_format._plain_pickle",
-            ["haiprof/trace_format/plain_pickle.c"],
+            f"haiprof.{name}",
+            [f"haiprof/{source}" for source in sources],
+            depends=["haiprof/in_job/spans.h", "haiprof/in_job/sampling.h"],
+            extra_compile_args=["-fvisibility=hidden"],
+            libraries=["dl"],  # of its own before glibc 2.34
             define_macros=[("Py_LIMITED_API", "0x030A0000")],
             py_limited_api=True,
             optional=True,
-        ),
-        Extension(
-            "haiprof.in_job._terminate",
-            ["haiprof/in_job/terminate.cpp"],
-            extra_compile_args=["-std=gnu++17", "-fvisibility=hidden"],
-            language="c++",
-            optional=True,
-        ),
-        *(
-            Extension(  # loaded by the job's interpreter, which need not be haiprof's own
-                f"haiprof.in_job._{name}",
-                [f"haiprof/in_job/{source}.c" for source in sources],
-                depends=["haiprof/in_job/spans.h", "haiprof/in_job/sampling.h"],
-                extra_compile_args=["-fvisibility=hidden"],
-                define_macros=[("Py_LIMITED_API", "0x030A0000")],
-                py_limited_api=True,
-                optional=True,
-            )
-            for name, sources in (
-                ("spans", ("spans", "calls")),
-                ("frames", ("frames", "sample_clock")),
-            )
-        ),
-    ]
+        )
+        for name, sources in _PARTS.items()
+        if not os.environ.get("HAIPROF_PURE")
+    ],
 )

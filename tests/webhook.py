@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +15,13 @@ from typing import Any
 class Webhook:
     """Listens at `url` within the `with`."""
 
-    def __init__(self, *, answers: bool = True, statuses: Iterable[int] = ()) -> None:
+    def __init__(
+        self, *, answers: bool = True, statuses: Iterable[int] = (), identity: Path | None = None
+    ) -> None:
+        """`identity`: a certificate for 127.0.0.1 with its key; it is https then."""
         self.bodies: list[dict[str, Any]] = []
         self.types: list[str | None] = []
+        self.tokens: list[str | None] = []
         left, over = iter(statuses), threading.Event()
         outer = self
 
@@ -23,6 +29,7 @@ class Webhook:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 outer.types.append(self.headers["Content-Type"])
+                outer.tokens.append(self.headers["Authorization"])
                 outer.bodies.append(json.loads(body))
                 if not answers:
                     over.wait()
@@ -37,7 +44,13 @@ class Webhook:
 
         self._over = over
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/services/T0/B0"
+        if identity is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(identity)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self.url = (
+            f"http{'s' * bool(identity)}://127.0.0.1:{self._server.server_port}/services/T0/B0"
+        )
 
     def __enter__(self) -> Webhook:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()

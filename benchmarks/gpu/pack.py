@@ -37,7 +37,7 @@ def collect(folder: Path, python: str = PYTHON) -> int:
     for each in PLATFORMS:
         command += ["--platform", each]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    print(build_wheel(folder, python))
+    print(build_wheel(folder))
     for wheel in folder.iterdir():
         if wheel.stat().st_size > LARGE_BYTES:
             pack_anew(wheel)
@@ -83,33 +83,19 @@ def pack_anew(wheel: Path) -> None:
     wheel.unlink()
 
 
-def build_wheel(folder: Path, version: str) -> str:
-    """Haiprof's own wheel with its compiled part, where that Python is here; what became of it.
+def build_wheel(folder: Path) -> str:
+    """Haiprof's own wheel with its compiled parts, for every Python; what became of it.
 
     It is built from a copy, so that the tree stays as it is.
     """
-    python = find_python(version)
-    if python is None:
-        return f"no Python {version} here: the tree is used as it is, traces load slower"
     with tempfile.TemporaryDirectory() as copy:
-        for name in ("pyproject.toml", "setup.py", "README.md", "haiprof"):
+        for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "haiprof"):
             source = REPOSITORY / name
             skip = shutil.ignore_patterns("__pycache__", "*.so")
             (shutil.copytree(source, Path(copy) / name, ignore=skip) if source.is_dir()
              else shutil.copyfile(source, Path(copy) / name))  # fmt: skip
-        command = [python, "-m", "pip", "wheel", "--no-deps", "-w", str(folder), copy]
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(folder), copy]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return f"haiprof's wheel could not be built: {done.stderr.strip()[-400:]}"
-    return f"haiprof's wheel built by {python}"
-
-
-def find_python(version: str) -> str | None:
-    """An interpreter of a version: on PATH, or pyenv's."""
-    places = [shutil.which(f"python{version}")]
-    places += [str(p) for p in Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}")]
-    for place in filter(None, places):
-        done = subprocess.run([place, "-c", "import sys"], capture_output=True, check=False)
-        if done.returncode == 0:
-            return place
-    return None
+    return "haiprof's wheel is built"

@@ -11,13 +11,17 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from haiprof.base.messages import print_message
 from haiprof.base.options import is_notify_url
 from haiprof.base.units import duration_text
 from haiprof.base.version import __version__
 from haiprof.run_format.secrets import mask_text
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 QUEUE_LIMIT = 16
 """Events that wait for a slow receiver; later ones are dropped and counted."""
@@ -135,7 +139,7 @@ class Notifier:
                 wait_s *= 2
             try:
                 failure, is_final = (
-                    _post(self._target, body) if is_notify_url(self._target)
+                    post(self._target, body) if is_notify_url(self._target)
                     else self._run(body)
                 )  # fmt: skip
             except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -162,11 +166,19 @@ class Notifier:
         return (f"the command ended with status {status}" if status else ""), False
 
 
-def _post(url: str, body: bytes) -> tuple[str, bool]:
-    """Why it failed, or an empty text; and whether another attempt would fail the same way."""
+def post(
+    url: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({}),
+    context: SSLContext | None = None,
+) -> tuple[str, bool]:  # fmt: skip
+    """Posts JSON; why it failed, or an empty text, and whether it would fail again the same way.
+
+    Raises:
+        OSError: Nobody answers there, or not in time.
+        ValueError: It is no URL.
+    """
     from http.client import HTTPException
     from urllib.error import HTTPError  # these load what a job's own files may be named like
-    from urllib.request import HTTPRedirectHandler, Request, build_opener
+    from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
     class NoRedirect(HTTPRedirectHandler):
         """A redirected POST would become a GET without its body, perhaps to another host."""
@@ -174,9 +186,9 @@ def _post(url: str, body: bytes) -> tuple[str, bool]:
         def redirect_request(self, *_: object) -> None:
             return None
 
-    headers = {"Content-Type": "application/json", "User-Agent": f"haiprof/{__version__}"}
-    request = Request(url, data=body, headers=headers, method="POST")
-    opener = build_opener(NoRedirect)
+    own = {"Content-Type": "application/json", "User-Agent": f"haiprof/{__version__}"}
+    request = Request(url, data=body, headers={**own, **headers}, method="POST")
+    opener = build_opener(NoRedirect, *([HTTPSHandler(context=context)] if context else ()))
     try:
         opener.open(request, timeout=ATTEMPT_LIMIT_S).close()
     except HTTPError as error:

@@ -58,6 +58,9 @@ KEPT_BATCHES = "kept"
 """The mode of such a trial in which a loader costs nothing; a number is how many workers."""
 ENV_KINETO_DAEMON = "KINETO_USE_DAEMON"  # Kineto's own: a process asks a daemon for traces
 ENV_KINETO_FOLDER = "KINETO_IPC_SOCKET_DIR"  # Kineto's own: where the daemon's socket is
+ENV_TRAINJOB = ("KUBEFLOW_TRAINER_SERVER_", "KUBEFLOW_TRAINER_STATUS_")
+"""Prefixes of Kubeflow Trainer's variables: the released ones, and those of its proposal."""
+ENV_NO_KUBEFLOW = "DISABLE_KUBEFLOW_INTEGRATION"  # transformers': its Trainer posts no status
 ENV_FLIGHT_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """PyTorch's own: entries of its Flight Recorder, from torch 2.9 on and before."""
 ENV_FLIGHT_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

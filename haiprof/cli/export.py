@@ -59,7 +59,7 @@ def export(
 
     Other forms have options of their own, which `haiprof export --to FORM --help` shows:
     tensorboard and scalars, perfetto, merged (one trace with all ranks), linked (execution traces
-    with times), chakra.
+    with times), chakra, wandb, mlflow.
 
     For example:
 

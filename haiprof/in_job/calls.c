@@ -9,19 +9,20 @@
  * CPython and 1,400 misses of the instruction cache for the wrappers in Python.
  */
 
+#define _GNU_SOURCE
 #include "spans.h"
+
+#include <dlfcn.h>
 
 enum { CLOSED = -1 }; /* as in patches.py */
 enum { UNKNOWN = 0, NOT_TIMED = 1, TIMED = 2 };
 
-/* Of the stable ABI since 3.12, and exported since 3.11. A slot of this flag is older: bit 11. */
-extern PyObject *PyObject_Vectorcall(PyObject *, PyObject *const *, size_t, PyObject *)
-    __attribute__((weak));
-extern PyObject *PyVectorcall_Call(PyObject *, PyObject *, PyObject *);
-#define HAS_VECTORCALL (1UL << 11)
+#define HAS_VECTORCALL (1UL << 11) /* the flag of a type with such a slot */
 #define COUNT_ARGUMENTS(flags) ((Py_ssize_t)((flags) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
 
 typedef PyObject *(*Vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+/* PyObject_Vectorcall is of the stable ABI since 3.12, and exported since 3.11. */
+static Vectorcall call_vector;
 
 /* What wrappers look at first at every call, in a place where C finds it too. */
 
@@ -78,8 +79,8 @@ typedef struct {
 static PyObject *
 pass_on(PyObject *target, PyObject *const *arguments, size_t flags, PyObject *names)
 {
-    if (PyObject_Vectorcall != NULL) {
-        return PyObject_Vectorcall(target, arguments, flags, names);
+    if (call_vector != NULL) {
+        return call_vector(target, arguments, flags, names);
     }
     Py_ssize_t count = COUNT_ARGUMENTS(flags), named = names == NULL ? 0 : PyTuple_Size(names);
     PyObject *values = PyTuple_New(count), *by_name = named ? PyDict_New() : NULL, *result = NULL;
@@ -356,11 +357,11 @@ static PyGetSetDef timed_attributes[] = {
 };
 
 static PyType_Slot timed_slots[] = {
+    {Py_tp_call, NULL}, /* PyVectorcall_Call, exported since 3.8, of the stable ABI since 3.12 */
     {Py_tp_doc, "TimedCall(kind, original, wrapper, gate, spans[, entries, is_grad_enabled])"},
     {Py_tp_new, timed_new},
     {Py_tp_dealloc, timed_free},
     {Py_tp_traverse, timed_traverse},
-    {Py_tp_call, PyVectorcall_Call},
     {Py_tp_descr_get, timed_bind},
     {Py_tp_members, timed_members},
     {Py_tp_methods, timed_methods},
@@ -483,6 +484,12 @@ static PyType_Spec step_spec = {
 int
 add_call_types(PyObject *module)
 {
+    *(void **)&call_vector = dlsym(RTLD_DEFAULT, "PyObject_Vectorcall");
+    timed_slots[0].pfunc = dlsym(RTLD_DEFAULT, "PyVectorcall_Call");
+    if (timed_slots[0].pfunc == NULL) {
+        PyErr_SetString(PyExc_ImportError, "this interpreter exports no PyVectorcall_Call");
+        return -1;
+    }
     return add_type(module, "Gate", &gate_spec) || add_type(module, "TimedCall", &timed_spec) ||
         add_type(module, "StepEnds", &step_spec);
 }

@@ -60,9 +60,6 @@ typedef struct {
     atomic_int locked;
 } Lock;
 
-#pragma weak _PyRuntime
-extern char _PyRuntime[];
-
 static unsigned long runtime_begin, runtime_end;
 static Lock *lock;          /* NULL where it was not found */
 static PyThreadState *main_thread;
@@ -113,9 +110,10 @@ find_runtime(void)
 #ifdef __GLIBC__
     Dl_info info;
     const ElfW(Sym) *symbol = NULL;
-    if (_PyRuntime && dladdr1(_PyRuntime, &info, (void **)&symbol, RTLD_DL_SYMENT) && symbol &&
-        info.dli_saddr == _PyRuntime) {
-        runtime_begin = (unsigned long)_PyRuntime;
+    const void *runtime = dlsym(RTLD_DEFAULT, "_PyRuntime");
+    if (runtime && dladdr1(runtime, &info, (void **)&symbol, RTLD_DL_SYMENT) && symbol &&
+        info.dli_saddr == runtime) {
+        runtime_begin = (unsigned long)runtime;
         runtime_end = runtime_begin + symbol->st_size;
     }
 #endif

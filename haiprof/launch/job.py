@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
-from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, SHARES, Options
+from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, ENV_TRAINJOB, SHARES, Options
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S, duration_text, visible
 from haiprof.launch.companion_line import Line, Pulse, close_stderr
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from haiprof.agent.process_ends import ProcessEnds
     from haiprof.agent.reactions import Reactor
     from haiprof.agent.trace_finisher import Finisher
+    from haiprof.agent.trainjob_status import TrainJobStatus
 
 TICK_S = 0.5
 VERDICT_TIMEOUT_S = 120.0
@@ -78,6 +79,7 @@ class Job:
         self._reactor: Reactor | None = None
         self._ends: ProcessEnds | None = None
         self._notifier: Notifier | None = None
+        self._trainjob: TrainJobStatus | None = None
         self._death_is_sent = False
         self._copies: RunCopies | None = None
 
@@ -115,6 +117,7 @@ class Job:
         self._guard(self._stop_agent)
         self._guard(lambda: self._conclude(outcome))
         self._guard(lambda: self._notify_end(outcome))
+        self._guard(self._close_trainjob)
         if self._copies is not None and self.supervisor is not None:
             self._copies.finish(self.supervisor.asked_to_end, quiet=self.options.quiet)
 
@@ -242,6 +245,11 @@ class Job:
                 "host": self._agent.host,
             }
             self._notifier = Notifier(self.options.notify, identity, in_child=self._in_child())
+        trainer = next((each for each in ENV_TRAINJOB if os.environ.get(f"{each}URL")), None)
+        if self.created and trainer is not None:
+            from haiprof.agent.trainjob_status import TrainJobStatus
+
+            self._trainjob = TrainJobStatus(os.environ, trainer, self.manifest.command)
         if self._nsys is not None and self._agent.elected:
             self._start_burst(self._nsys, self._agent.host)
         if self.options.traces:
@@ -294,6 +302,14 @@ class Job:
                 seconds=round(ns / NS_PER_S, 3), verdict=found or None,
             )  # fmt: skip
         notifier.close(lambda: supervisor is not None and supervisor.asked_to_end())
+
+    def _close_trainjob(self) -> None:
+        supervisor = self.supervisor
+        if self._trainjob is not None:
+            self._trainjob.close(
+                lambda: supervisor is not None and supervisor.asked_to_end(),
+                self._read_verdict(), succeeded=self.manifest.exit_status == 0,
+            )  # fmt: skip
 
     def _read_verdict(self) -> dict[str, Any]:
         """Headline, death, and titles of the problems; empty where there is no verdict."""
@@ -367,6 +383,8 @@ class Job:
             self._ends.tick(agent.live_ranks())
         if self._reactor is not None:
             self._guard(partial(self._reactor.tick, agent), loses="_reactor")
+        if self._trainjob is not None:
+            self._guard(partial(self._trainjob.tick, agent), loses="_trainjob")
         if self._verdict is not None:
             return
         agent.tick()
@@ -410,7 +428,7 @@ class Job:
         self._finish(self._scalars)
         if self._finisher is not None and self.supervisor is not None:
             self._finisher.finish(self.supervisor.asked_to_end, quiet=self.options.quiet)
-        if not self.created or (self.options.quiet and not self.options.notify):
+        if not self.created or (self.options.quiet and not (self.options.notify or self._trainjob)):
             return
         died = bool(ended.signal or ended.exit_status)
         if not self.run.rank_folders() and not (died and self.run.uncaught_files()):

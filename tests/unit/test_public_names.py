@@ -55,6 +55,7 @@ def test_commands_are_frozen() -> None:
         "mcp",
         "memory-timeline",
         "merge",
+        "mlflow",
         "modules",
         "overview",
         "perfetto",
@@ -77,6 +78,7 @@ def test_commands_are_frozen() -> None:
         "try-loader",
         "verdict",
         "view",
+        "wandb",
         "what-if",
     ]
 

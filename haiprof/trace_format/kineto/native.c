@@ -5,14 +5,14 @@
  * of a character code, text that is no JSON) makes `scan` take nothing and return None, and Python
  * reads the piece. So there is nothing here that repairs, and results cannot differ: the tests hold
  * the two against each other. A piece is a bytes object, so its text ends with a zero byte, which
- * no rule below accepts: that is what keeps every loop within it.
+ * no rule below accepts: that is what keeps every loop within it. Only the stable ABI is used.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 2 /* as native.py has it: one that was built of older text is not used */
+#define VERSION 2 /* as load.py has it: one that was built of older text is not used */
 #define MAX_DEPTH 64
 #define MAX_TABLES 16
 #define MAX_COLUMNS 32
@@ -592,7 +592,7 @@ static PyObject *Scanner_scan(Scanner *self, PyObject *args) {
     for (int at = 0; found && at < self->category_count; at++) {
         PyObject *one = PyLong_FromUnsignedLong(counts[at]);
         if (!one) { Py_CLEAR(found); break; }
-        PyTuple_SET_ITEM(found, at, one);
+        PyTuple_SetItem(found, at, one);
     }
     /* Whether Python would go on reading times as they are written. */
     return found ? Py_BuildValue("NO", found, r.fractions && r.latest_ns > EXACT_ABOVE_NS ? Py_True
@@ -647,18 +647,18 @@ static int set_table(Table *t, PyObject *spec) {
     strncpy(t->phases, phases, sizeof t->phases - 1);
     memset(t->buckets, 0xff, sizeof t->buckets);
     memset(t->heads, 0xff, sizeof t->heads);
-    if (PyTuple_GET_SIZE(columns) > MAX_COLUMNS) return 0;
-    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(columns); at++) {
+    if (PyTuple_Size(columns) > MAX_COLUMNS) return 0;
+    for (Py_ssize_t at = 0; at < PyTuple_Size(columns); at++) {
         int kind, head;
         PyObject *keys;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(columns, at), "iiO!", &kind, &head, &PyTuple_Type, &keys))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(columns, at), "iiO!", &kind, &head, &PyTuple_Type, &keys))
             return 0;
         t->columns[at].kind = (enum kind)kind;
         t->column_count++;
         if (head >= 0 && head < HEADS) t->heads[head] = (int)at;
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keys); k++) {
+        for (Py_ssize_t k = 0; k < PyTuple_Size(keys); k++) {
             if (t->key_count == 2 * MAX_COLUMNS) return 0;
-            if (!chain(t->keys, t->buckets, t->key_count, PyTuple_GET_ITEM(keys, k), (int)at)) return 0;
+            if (!chain(t->keys, t->buckets, t->key_count, PyTuple_GetItem(keys, k), (int)at)) return 0;
             t->key_count++;
         }
     }
@@ -673,13 +673,13 @@ static int Scanner_init(Scanner *self, PyObject *args, PyObject *Py_UNUSED(kwarg
     self->spec = Py_NewRef(args);
     self->names = Py_NewRef(names);
     memset(self->category_buckets, 0xff, sizeof self->category_buckets);
-    int fits = PyTuple_GET_SIZE(tables) <= MAX_TABLES && PyTuple_GET_SIZE(categories) <= 64;
-    for (Py_ssize_t at = 0; fits && at < PyTuple_GET_SIZE(tables); at++, self->table_count++)
-        fits = set_table(&self->tables[at], PyTuple_GET_ITEM(tables, at));
-    for (Py_ssize_t at = 0; fits && at < PyTuple_GET_SIZE(categories); at++, self->category_count++) {
+    int fits = PyTuple_Size(tables) <= MAX_TABLES && PyTuple_Size(categories) <= 64;
+    for (Py_ssize_t at = 0; fits && at < PyTuple_Size(tables); at++, self->table_count++)
+        fits = set_table(&self->tables[at], PyTuple_GetItem(tables, at));
+    for (Py_ssize_t at = 0; fits && at < PyTuple_Size(categories); at++, self->category_count++) {
         PyObject *key;
         int table;
-        fits = PyArg_ParseTuple(PyTuple_GET_ITEM(categories, at), "Si", &key, &table)
+        fits = PyArg_ParseTuple(PyTuple_GetItem(categories, at), "Si", &key, &table)
             && table < self->table_count
             && chain(self->categories, self->category_buckets, (int)at, key, 0);
         if (fits) self->category_tables[at] = table;
@@ -701,7 +701,9 @@ static void Scanner_dealloc(Scanner *self) {
     PyMem_Free(self->interned);
     Py_XDECREF(self->spec);
     Py_XDECREF(self->names);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
 }
 
 static PyMethodDef methods[] = {
@@ -713,16 +715,17 @@ static PyMethodDef methods[] = {
     {NULL},
 };
 
-static PyTypeObject ScannerType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "haiprof.trace_format.kineto._native.Scanner",
-    .tp_doc = "Scanner(tables, categories, names): see native.py.",
-    .tp_basicsize = sizeof(Scanner),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Scanner_init,
-    .tp_dealloc = (destructor)Scanner_dealloc,
-    .tp_methods = methods,
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Scanner(tables, categories, names): see load.py."},
+    {Py_tp_init, Scanner_init},
+    {Py_tp_dealloc, Scanner_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    "haiprof.trace_format.kineto._native.Scanner", sizeof(Scanner), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, slots,
 };
 
 static PyModuleDef module = {
@@ -745,8 +748,9 @@ static int draw_secret(void) {
 
 PyMODINIT_FUNC PyInit__native(void) {
     if (draw_secret() < 0) return NULL;
-    PyObject *found = PyModule_Create(&module);
-    if (found && (PyModule_AddType(found, &ScannerType) < 0
+    PyObject *found = PyModule_Create(&module), *type = PyType_FromSpec(&spec);
+    if (found && (!type || PyModule_AddType(found, (PyTypeObject *)type) < 0
                   || PyModule_AddIntConstant(found, "VERSION", VERSION) < 0)) Py_CLEAR(found);
+    Py_XDECREF(type);
     return found;
 }

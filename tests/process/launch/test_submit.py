@@ -32,7 +32,7 @@ from haiprof.launch.submit.spec import (
 from haiprof.launch.submit.submission import FORMS, SlurmJob, emit, follow, submit_slurm
 from haiprof.live.find import running_jobs
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.manifest import find_runs, read_manifest
+from haiprof.run_format.manifest import find_runs, has_ended, read_manifest
 from tests.process.jobs import PYTHON, environment
 from tests.sampling import examples
 
@@ -620,19 +620,48 @@ def test_status_and_refusals_of_slurm_come_back(work: Path) -> None:
     assert refused.stderr.count("\n") == 1
 
 
-@pytest.mark.proof
-@pytest.mark.usefixtures("slurm")
-def test_printed_script_runs_under_sbatch(work: Path) -> None:
-    done = submitted("train.py", "--nodes", "2", "--emit", "slurm", "--", *HOSTILE)
+def sbatch(work: Path, *options: str, nodes: int = 2) -> str:
+    """Submits the printed script, and returns the job's id."""
+    done = submitted("train.py", "--nodes", str(nodes), "--emit", "slurm", *options, "--", *HOSTILE)
     (work / "job.sh").write_text(done.stdout)
     command = ["sbatch", "--parsable", "--export=NONE", "--output=out.txt", "job.sh"]
     ran = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    log = work / "out.txt"
-    status = follow(
-        log, SlurmJob(id=ran.stdout.strip(), log=log, target=work).status, None, poll_s=0.5
-    )
+    return ran.stdout.strip()
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("slurm")
+def test_printed_script_runs_under_sbatch(work: Path) -> None:
+    job, log = sbatch(work), work / "out.txt"
+    status = follow(log, SlurmJob(id=job, log=log, target=work).status, None, poll_s=0.5)
     shown = log.read_text()
     assert status == 0, shown
     assert arguments_in(shown) == [list(HOSTILE)] * 2
     (root,) = find_runs(work / "haiprof-logs")
     assert len(read_manifest(RunPaths(root)).ranks) == 2
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("slurm")
+def test_requeued_job_records_a_run_of_its_own_beside_the_first(work: Path) -> None:
+    endless = 'os.environ["STEPS"] = "40" if "SLURM_RESTART_COUNT" in os.environ else "99999"'
+    (work / "train.py").write_text(f"import os\n{endless}\n{_TRAIN}")
+    job = sbatch(work, "--requeue")
+    runs = [RunPaths(work / "haiprof-logs" / f"train-{job}.0{end}") for end in ("", ".r1")]
+    wait_until(lambda: len(runs[0].rank_folders()) == 2)
+    subprocess.run(["scontrol", "requeue", job], check=True)
+    wait_until(lambda: runs[1].root.exists() and has_ended(runs[1]), 180)
+    first, second = map(read_manifest, runs)
+    assert (second.exit_status, [rank["rank"] for rank in second.ranks]) == (0, [0, 1])
+    assert (first.exit_status, first.signal) != (0, None)
+    assert sorted(find_runs(work / "haiprof-logs")) == [run.root for run in runs]
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("slurm")
+def test_elements_of_an_array_record_a_run_each(work: Path) -> None:
+    sbatch(work, "--sbatch", "array=0-1", nodes=1)
+    logs = work / "haiprof-logs"
+    wait_until(lambda: logs.is_dir() and sum(has_ended(RunPaths(r)) for r in find_runs(logs)) == 2)
+    ended = [read_manifest(RunPaths(root)) for root in find_runs(logs)]
+    assert [(run.exit_status, len(run.ranks)) for run in ended] == [(0, 1), (0, 1)]

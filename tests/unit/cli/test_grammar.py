@@ -88,6 +88,7 @@ def test_every_command_is_in_one_group_and_has_two_examples() -> None:
 
 SHOWS_NO_DATA = {
     "report", "view", "tensorboard", "perfetto", "export", "kineto-agent", "mcp", "skill",
+    "wandb", "mlflow",
 }  # fmt: skip
 """Commands that write files or serve pages: nothing that could be JSON."""
 READS_TRACES = set(GROUPS["Read traces of torch.profiler"]) - {"trace-now", "kineto-agent"} | {
