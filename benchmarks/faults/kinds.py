@@ -213,7 +213,7 @@ FAULTS = (
     Kind(name="checkpoints", pieces=nth(SAVED), every=NTH),
     Kind(name="checkpoints of rank 0", styles=PLAIN, ranks=(2,), rank="first", pieces=nth(SAVED, " and RANK == 0"), every=NTH),
     Kind(name="gzip saves", pieces=nth("import gzip\n\nwith gzip.open(FOLDER / 'state.gz', 'wb', 6) as file:\n    file.write(torch.randn(int(LOSE * 1e7)).numpy().tobytes())  # FAULT"), every=NTH),
-    Kind(name="pictures", pieces=nth("import zlib\n\nimport numpy as np\n\npicture = (np.add.outer(np.arange(max(int(LOSE * 3e4), 8)), np.arange(512)) % 251).astype(np.uint8)\n(FOLDER / 'picture.z').write_bytes(zlib.compress(picture.tobytes(), 9))  # FAULT"), every=NTH),
+    Kind(name="pictures", pieces=nth("import zlib\n\nimport numpy as np\n\npicture = (np.add.outer(np.arange(max(int(LOSE * 3e4), 8)), np.arange(512)) % 251).astype(np.uint8)  # FAULT\n(FOLDER / 'picture.z').write_bytes(zlib.compress(picture.tobytes(), 9))  # FAULT"), every=NTH),
     Kind(name="evaluation", styles=LOOPS, ranks=(1,), pieces=nth(EVALUATED), every=NTH),
     Kind(name="metric every Nth step", pieces=nth(BURN), every=NTH),
     Kind(name="wait every Nth step", pieces=nth(SLEEP), every=NTH),
