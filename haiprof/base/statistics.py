@@ -6,29 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, lgamma, log
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
 from haiprof.base.intervals import Floats, Ints
-
-
-def at_least_p_value(hits: int, trials: int, chance: float) -> float:
-    """How likely so many hits or more are, where each trial hits with that chance."""
-    if hits <= 0 or chance >= 1.0:
-        return 1.0
-    if chance <= 0.0:
-        return 0.0
-    whole = lgamma(trials + 1)
-    terms = (
-        whole - lgamma(k + 1) - lgamma(trials - k + 1)
-        + k * log(chance) + (trials - k) * log(1.0 - chance)
-        for k in range(hits, trials + 1)
-    )  # fmt: skip
-    return min(sum(map(exp, terms)), 1.0)
-
 
 CONFIDENCE = 0.99
 REPLICATES = 1000
