@@ -106,8 +106,9 @@ class TrainJobStatus:
         status = self._status()
         if succeeded:
             status |= {"progressPercentage": 100, "estimatedRemainingSeconds": 0}
-        said = {"haiprof_verdict": verdict.get("headline") or "no verdict",
-                "haiprof_problems": len(verdict.get("problems") or ())}  # fmt: skip
+        said: dict[str, object] = {"haiprof_verdict": verdict.get("headline") or "no verdict"}
+        if verdict.get("headline"):
+            said["haiprof_problems"] = len(verdict.get("problems") or ())
         status["metrics"] += _metrics(said)
         self._put(status)
         deadline_s = time.monotonic() + CLOSE_S
@@ -156,6 +157,8 @@ class TrainJobStatus:
                 self._changed.notify_all()
 
     def _send(self, body: bytes) -> str:
+        if not self._url.startswith("https://"):  # others would see the token
+            return "its address is not https"
         try:  # Kubernetes renews the token's file
             token = Path(self._token).read_text(encoding="utf-8").strip() if self._token else ""
             context = ssl.create_default_context(cafile=self._ca or None)
