@@ -59,7 +59,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def told(root: Path, rank: int = 0, *, seen: dict[str, int] | None = None, **changes: Any) -> None:
+def told(
+    root: Path, rank: int = 0, *, seen: dict[str, object] | None = None, **changes: Any
+) -> None:
     """Settings of a rank; `flags`, `model` and `optimizer` change some of their entries."""
     line = copy.deepcopy(LINE)
     line["flags"].update(changes.pop("flags", {}))

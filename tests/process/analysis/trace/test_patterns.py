@@ -20,4 +20,3 @@ def test_every_pool_gives_the_same(tmp_path: Path) -> None:
     there = TraceAnalysis(tmp_path, pool=LocalProcesses(2)).patterns()
     assert here.functions.equals(there.functions)
     assert here.totals.equals(there.totals)
-    assert here.signs[1].waits.equals(there.signs[1].waits)
