@@ -446,8 +446,8 @@ class RunFrames:
 
     @cached_property
     def _evidence(self) -> Evidence:
-        last = self.steps().group_by("rank", "attempt").agg(pl.col("step").max())
-        steps = {(rank, attempt): step for rank, attempt, step in last.rows()}
+        parts = {key: self._within(rows.steps, "step_ns") for key, rows in self._rows.items()}
+        steps = {key: int(part["step"][-1]) for key, part in parts.items() if part.height}
         return gather_evidence(self.files, self.collectives, steps)
 
     @cached_property
