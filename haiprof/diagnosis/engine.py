@@ -353,6 +353,6 @@ def _next_command(run: str, inputs: RuleInputs, findings: tuple[Finding, ...]) -
     if not inputs.steps.height:
         return f"haiprof verdict overview {run}"
     named = next((finding.rank for finding in findings if finding.rank is not None), None)
-    means = inputs.steps.group_by("rank").agg(pl.col("step_ns").mean())
-    slowest = means.sort("step_ns", "rank", descending=[True, False])["rank"][0]
+    means = {rank: number(part["step_ns"].mean()) or 0.0 for rank, part in inputs.by_rank.items()}
+    slowest = min(means, key=lambda rank: (-means[rank], rank))
     return f"haiprof verdict rank {run} {slowest if named is None else named}"
