@@ -92,9 +92,10 @@ _DISPATCH_RATIO = 1 / 3
 lock so long. Measured on `torch.add` of ten numbers, CPython 3.11."""
 _MOST = 0.95
 """No more of a position's work is called waiting for a core."""
-_RIDGE = 0.02
-"""Of the mean square of a position's time: enough that positions which always come together, as in
-a step between two looks, have the same share. Own choice."""
+_UNLIKE = 0.2
+"""What the shares of positions without a core differ by, before anything is known of them: where
+samples do not tell positions apart, as with several steps between two of them, their shares are
+alike. Own choice."""
 _SPIKE = 2.0
 """A period in which a position takes so many times its median is sampled for itself: what is paid
 at every Nth step is not spread over all of them."""
@@ -274,12 +275,11 @@ def _rank_rows(
         "count": np.ones(len(at)),
     }
     rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
-    rows["work"] = rows["activity"]
-    rows = _split(rows, _no_core_share(samples, rows, rank), NO_CORE)
-    rows = _split(rows, _contended_share(rows), NO_CORE, "work")
     rows = _split(rows, _tail_share(rows, rank), LINK_WAIT)
     rows = _split(rows, _peer_share(rows, rank), PEER_WAIT)
-    rows["work"] = np.where(rows["activity"] == NO_CORE, rows["work"], rows["activity"])
+    rows["work"] = rows["activity"].copy()
+    rows = _split(rows, _no_core_share(samples, rows, rank), NO_CORE)
+    rows = _split(rows, _contended_share(rows), NO_CORE, "work")
     rest = list(zip(*unseen, strict=True)) or [(), (), (), ()]
     none = np.zeros(len(unseen))
     others = {
@@ -362,14 +362,16 @@ def _no_core_share(samples: CodeSamples, rows: _Rows, rank: RankSamples) -> Floa
     Of waiting for batches: for how much of their time the workers that make them had none.
     """
     on_core = np.isin(rows["activity"], ON_CORE)
+    whole = np.bincount(rows["cell"], rows["ns"], len(POSITIONS))
     able = np.bincount(rows["cell"][on_core], rows["ns"][on_core], len(POSITIONS))
-    lost = np.full(len(POSITIONS), rank.no_core_ratio or 0.0) * rows["ns"].sum() * able
-    lost /= max(float(able.sum()), 1.0)
-    known = rows["sample"][samples.queue_ns[rows["sample"]] >= 0]
+    lost_ns = (rank.no_core_ratio or 0.0) * whole.sum()
+    known = np.unique(rows["sample"])  # a sample may have several rows by now
+    known = known[samples.queue_ns[known] >= 0]
     if len(known) > 1:  # each tells of the time since the one before
-        inside = rank.positions.between(samples.time_ns[known] - rank.wall_offset_ns)
-        whole = np.bincount(rows["cell"], rows["ns"], len(POSITIONS))
-        lost = _without_core(inside, samples.queue_ns[known[1:]], able > 0) * whole
+        queued = float(samples.queue_ns[known[1:]].sum())
+        lost_ns = whole.sum() * queued / max(float(np.ptp(samples.time_ns[known])), 1.0)
+    lost = able * _off_core(samples, rank, able / np.maximum(whole, 1.0))
+    lost *= lost_ns / max(float(lost.sum()), 1.0)
     own = np.where(on_core, np.minimum(lost / np.maximum(able, 1.0), _MOST)[rows["cell"]], 0.0)
     waits = rows["activity"] == LOADER_WAIT
     return np.where(waits, _workers_without_core(samples, rank.time.rank), own)
@@ -391,30 +393,33 @@ def _contended_share(rows: _Rows) -> Floats:
     return np.where(lost & (rows["work"] != LOADER_WAIT), 1.0 - brought[rows["cell"]], 0.0)
 
 
-def _without_core(inside: Ints, queued: Ints, able: Bools) -> Floats:
-    """[position]: the share of its time without a core, by what passed between looks.
+def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats) -> Floats:
+    """[position]: of the time in which a thread could use a core, what it had none for, relatively.
 
-    Linear regression of the time without a core on the time in each position, drawn slightly to the
-    same share everywhere (ridge regression, Hoerl and Kennard 1970), then scaled to the exact sum.
+    Linear regression of the time without CPU use between two samples on the time in each position,
+    waits left out. It is drawn to the same share everywhere as far as the noise asks for it (ridge
+    regression as Bayes' rule has it: Hsiang 1975). Only its proportions count.
 
     Args:
-        inside: [position, gap] ns, from `StepPositions.between`.
-        queued: [gap] ns without a core.
-        able: [position]: whether the thread could use a core there.
+        samples: Of all ranks.
+        rank: Of which rank.
+        able: [position]: for which share of it the thread waits for nothing.
     """
-    used = np.flatnonzero(able & (inside.sum(axis=1) > 0))
-    gaps, total = inside[used].T.astype(np.float64), float(inside.sum())
-    found = np.zeros(len(inside))
-    if not len(used) or not queued.any():
-        return found
-    usual = queued.sum() / gaps.sum()
-    squares = gaps.T @ gaps
-    ridge = _RIDGE * np.trace(squares) / len(used) * np.eye(len(used))
-    more = np.linalg.solve(squares + ridge, gaps.T @ (queued - usual * gaps.sum(axis=1)))
-    found[used] = np.clip(usual + more, 0.0, 1.0)
-    explained = float((found * inside.sum(axis=1)).sum()) / max(total, 1.0)
-    scale = queued.sum() / max(total, 1.0) / explained if explained else 0.0
-    return found * scale
+    own = (samples.rank == rank.time.rank) & (samples.worker < 0)
+    at = np.flatnonzero(own & (samples.phase < len(TRAINING_PHASES)))
+    at = at[np.argsort(samples.time_ns[at], kind="stable")]
+    time_ns, cpu_ns = samples.time_ns[at] - rank.wall_offset_ns, samples.cpu_ns[at][1:]
+    inside, passed = rank.positions.between(time_ns), np.diff(time_ns)
+    known = (cpu_ns >= 0) & (passed > 0) & (inside.sum(axis=0) == passed)
+    gaps = (inside * able[:, None])[:, known].T
+    off = gaps.sum(axis=1) - np.minimum(cpu_ns, passed)[known]
+    usual = max(float(off.sum()) / max(float(gaps.sum()), 1.0), 0.0)
+    unlike = off - usual * gaps.sum(axis=1)
+    if not len(off) or not usual:
+        return np.ones(len(able))
+    ridge = max(float((unlike**2).mean()), 1.0) / _UNLIKE**2 * np.eye(len(able))
+    found: Floats = usual + np.linalg.solve(gaps.T @ gaps + ridge, gaps.T @ unlike)
+    return np.clip(found, 0.0, 1.0)
 
 
 def _workers_without_core(samples: CodeSamples, rank: int) -> float:

@@ -115,7 +115,8 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
                 lock = LOCK_STATES.index(letter) if letter != "-" else LOCK_UNKNOWN
                 wait = WAIT_LETTERS.index(part.wait) if part.wait != "-" else WAIT_UNKNOWN
                 queue = -1 if part.queued is None else int(part.queued * NS_PER_MS)
-                samples.append((now + NS_PER_MS - 1, numbers[place], lock, wait, queue))
+                cpu = -1 if part.queued is None else NS_PER_MS - queue
+                samples.append((now + NS_PER_MS - 1, numbers[place], lock, wait, queue, cpu))
                 now += NS_PER_MS
     position, collecting, period = (np.array(column) for column in zip(*rows, strict=True))
     cut = StepPositions(
@@ -130,13 +131,13 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
 
 
 def samples_of(tree: CodeTree, rows: Sequence[tuple[int, ...]]) -> CodeSamples:
-    """Samples of a training thread: time, stack, how it stood to the lock, wait and queue."""
-    time, stack, lock, wait, queue = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    """Samples of a training thread: time, stack, how it stood to the lock, wait, queue, CPU time."""
+    time, stack, lock, wait, queue, cpu = np.array(rows, dtype=np.int64).reshape(-1, 6).T
     unknown = np.full(len(time), -1)
     columns = {f.name: unknown for f in fields(CodeSamples) if f.name not in ("tree", "notes")}
     columns |= {
         "rank": unknown + 1, "time_ns": time, "stack": stack, "lock_wait": lock,
-        "wait": wait, "queue_ns": queue,
+        "wait": wait, "queue_ns": queue, "cpu_ns": cpu,
         "slow": unknown > 0, "phase": np.full(len(time), CODE_PHASES.index("other")),
         "weight_ns": np.ones(len(time)),
     }  # fmt: skip
