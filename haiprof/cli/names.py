@@ -62,6 +62,9 @@ COMMANDS = {
                        "faster", "what_if:what_if"),
     "memory-timeline": Command("trace memory", "[TRACES]", "memory over time, and its peak by "
                                "operator", "trace_memory:memory_timeline"),
+    "flight-recorder": Command("trace flight-recorder", "DUMPS...", "dumps of the Flight Recorder: "
+                               "which collective does not match, and on which ranks",
+                               "flight_recorder:flight_recorder"),
     "trace-check": Command("trace check", "[TRACES]", "recording errors in traces",
                            "trace_check:trace_check"),
     "query": Command("trace query", "[TRACES|RUN] SQL", "SQL over the tables of traces or a run",
@@ -111,8 +114,8 @@ GROUPS = {
     "Look into a running job": ("snapshot", "attach", "top"),
     "Read traces of torch.profiler": (
         "trace-now", "trace-report", "trace-table", "functions", "modules", "efficiency",
-        "critical-path", "what-if", "memory-timeline", "trace-check", "query", "kineto-agent",
-        "trace-diff",
+        "critical-path", "what-if", "memory-timeline", "flight-recorder", "trace-check", "query",
+        "kineto-agent", "trace-diff",
     ),
     "Use other tools": (
         "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "wandb",

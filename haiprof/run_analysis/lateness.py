@@ -177,15 +177,14 @@ def collective_frame(
     with pause_collector():
         for rank, path, is_torchs in found:
             try:
-                flight = None if is_torchs else read_flight(path)
-                entries = read_torch_dump(path) if flight is None else flight.entries
+                flight = read_torch_dump(path) if is_torchs else read_flight(path)
             except TraceFormatError as error:
                 notes.append(str(error))
                 continue
-            if flight is not None and flight.wall_ns < since_wall_ns:
+            if flight.wall_ns is not None and flight.wall_ns < since_wall_ns:
                 continue
             frames.append(
-                entries.select(
+                flight.entries.select(
                     rank=pl.lit(rank.rank, pl.Int64),
                     attempt=pl.lit(rank.attempt, pl.Int64),
                     host=pl.lit(text(rank.report.get("host")), pl.String),

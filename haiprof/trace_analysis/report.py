@@ -30,6 +30,7 @@ from haiprof.trace_analysis.launches import (
     queue_length_summary,
 )
 from haiprof.trace_analysis.operator_efficiency import step_efficiency
+from haiprof.trace_analysis.other_records import gpu_counters, graph_nodes, os_calls
 from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.questions.base import NamedFiles
@@ -66,6 +67,9 @@ _OF_STEPS: tuple[Question[Any], ...] = (
     collective_kernels,
     communication_parts,
     host_operators,
+    gpu_counters,
+    graph_nodes,
+    os_calls,
 )
 _ONE_RANK = "the trace of one rank: who waited for whom needs the traces of several"
 _NO_COLLECTIVE = "no collective that several of the ranks have in common"
@@ -131,6 +135,9 @@ SECTIONS: Mapping[str, _Section] = {
     "queue": _queues,
     "efficiency": TraceQuestions.step_efficiency,
     "memory_bandwidth": TraceQuestions.memory_bandwidth_summary,
+    "gpu_counters": TraceQuestions.gpu_counters,
+    "graph_nodes": TraceQuestions.graph_nodes,
+    "os_calls": TraceQuestions.os_calls,
     "rank_collectives": TraceQuestions.rank_collectives,
     "communication_parts": TraceQuestions.communication_parts,
     "process_groups": TraceQuestions.process_groups,

@@ -133,6 +133,9 @@ _TRACE_TABLES = {
     "memory": "allocations and frees (profile_memory)",
     "sync": "synchronisations (enable_cuda_sync_events)",
     "links": "both ends of the arrows from forward to backward operators",
+    "gpu_counters": "samples of a GPU's counters (PyTorch's CUPTI collector, Nsight Systems)",
+    "graph_nodes": "nodes of CUDA graphs that are no work of the GPU: events, calls on the host",
+    "os_calls": "calls of the operating system (Nsight Systems)",
 }
 _PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
 _Schema = Mapping[str, "pl.DataType | type[pl.DataType]"]

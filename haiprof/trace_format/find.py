@@ -180,7 +180,7 @@ Source = str | Path | Iterable[str | Path] | Mapping[int, str | Path]
 def trace_files(source: str | Path) -> list[Path]:
     """The trace files that a path means, by name; of a run those of all windows."""
     path = Path(source)
-    if path.is_file():
+    if path.is_file() or is_parquet_export(path):
         return [path]
     if not path.is_dir():
         raise TraceFormatError(f"{path}: no such file or folder")
@@ -205,6 +205,11 @@ def trace_files(source: str | Path) -> list[Path]:
     if not found:
         raise TraceFormatError(f"{folder}: no trace in it", hint=_why_none(folder, there))
     return found
+
+
+def is_parquet_export(path: Path) -> bool:
+    """Whether it is a folder of Parquet files, as Nsight Systems exports one."""
+    return (path / "StringIds.parquet").is_file()
 
 
 def merged_files(folder: Path) -> list[Path]:
@@ -258,7 +263,9 @@ def _why_none(folder: Path, passed_over: Sequence[Path]) -> str:
         return f"{len(waiting)} of the running job are being compressed, raw in {folder}/.parts"
     if os.path.lexists(folder / MANIFEST_NAME):
         return "this run recorded none; haiprof --trace train.py records some steps"
-    return "traces end in .json or .json.gz (Nsight's in .sqlite), one file per rank"
+    return (
+        "traces end in .json or .json.gz (Nsight's in .sqlite, or folders of Parquet), one per rank"
+    )
 
 
 def _is_trace(entry: os.DirEntry[str]) -> bool:
@@ -268,6 +275,8 @@ def _is_trace(entry: os.DirEntry[str]) -> bool:
     anew = anew or name.startswith((f"{MERGED_NAME}.", f"{LINKED_NAME}."))
     of_haiprof = name.endswith((SIDECAR_SUFFIX, ET_RAW_SUFFIX, ET_SUFFIX))
     own = plain and not anew and not of_haiprof
+    if own and entry.is_dir():
+        return is_parquet_export(Path(entry.path))
     return own and name.endswith((*TRACE_ENDINGS, NSIGHT_ENDING)) and entry.is_file()
 
 

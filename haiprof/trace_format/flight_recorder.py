@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
+from haiprof.run_format.stack_frames import frame_text, own_frame
 from haiprof.run_format.unpack import read_text
 from haiprof.trace_format.execution import JsonError
 from haiprof.trace_format.memory_snapshot import read_plain_pickle
@@ -20,6 +22,7 @@ SIZE_LIMIT_BYTES = 1 << 28
 """Of the unpacked text: a ring of 100,000 entries is 50 MB."""
 
 TORCH_DUMP_LIMIT_BYTES = 64_000_000
+_RANKS_CHARS, _FRAMES = 1 << 20, 64
 
 FLIGHT_SCHEMA = {
     "group": pl.String,
@@ -45,6 +48,7 @@ class _Entry(msgspec.Struct, gc=False):
     process_group: list[str] = []
     input_sizes: list[list[int]] = []
     input_dtypes: list[str] | str = []
+    frames: list[dict[str, str | int]] = []
     time_created_ns: int = 0
     time_discovered_started_ns: int | None = 0
     time_discovered_completed_ns: int | None = 0
@@ -65,10 +69,12 @@ class _Dump(msgspec.Struct):
 class Flight:
     """What one rank's Flight Recorder held at one time."""
 
-    wall_ns: int
-    """Unix time of the dump."""
+    wall_ns: int | None
+    """Unix time of the dump; None in one of torch's own."""
     groups: Mapping[str, Sequence[int]]
     """Global ranks of each process group, by the group's name, where the job knew them."""
+    lines: Sequence[str | None] = ()
+    """Of a dump of torch's own: the line of the job's code that enqueued each entry."""
     entries: pl.DataFrame
     """Columns of FLIGHT_SCHEMA, in the order in which they were enqueued.
 
@@ -92,17 +98,42 @@ def read_flight(path: Path) -> Flight:
     return Flight(wall_ns=dump.wall_ns, groups=dump.groups, entries=entries)
 
 
-def read_torch_dump(path: Path) -> pl.DataFrame:
+def read_torch_dump(path: Path) -> Flight:
     """Reads a dump as PyTorch's own watchdog writes it: a pickle of plain values, or JSON."""
     try:
         if path.stat().st_size > TORCH_DUMP_LIMIT_BYTES:
             raise OverflowError("it is larger than 64 MB")
         content = path.read_bytes()
         found = json.loads(content) if content[:1] == b"{" else read_plain_pickle(content)
-        entries = found.get("entries", []) if isinstance(found, dict) else None
-        return _frame(msgspec.convert(entries, type=list[_Entry], strict=False))
+        if not isinstance(found, dict) or not {"entries", "pg_config"} & set(found):
+            raise TypeError("it has no entries")
+        entries = msgspec.convert(found.get("entries", []), type=list[_Entry], strict=False)
+        return Flight(
+            wall_ns=None,
+            groups=dict(_members(found.get("pg_config"))),
+            entries=_frame(entries),
+            lines=[_line(entry) for entry in entries],
+        )
     except Exception as error:  # noqa: BLE001  damaged pickles raise errors of any type
         raise TraceFormatError(f"{path}: no dump of the Flight Recorder: {error}") from None
+
+
+def _members(config: object) -> Iterator[tuple[str, list[int]]]:
+    """Ranks by group from `pg_config`, where they are a text: `[0, 1]`."""
+    for name, group in config.items() if isinstance(config, dict) else ():
+        ranks = group.get("ranks") if isinstance(group, dict) else None
+        numbers = [int(each) for each in re.findall(r"\d{1,7}", str(ranks)[:_RANKS_CHARS])]
+        if numbers:
+            yield str(name), numbers
+
+
+def _line(entry: _Entry) -> str | None:
+    stack = [
+        (str(f.get("filename", "")), int(f.get("line", 0)), str(f.get("name", "")))
+        for f in reversed(entry.frames[:_FRAMES])
+    ]
+    frame = own_frame(stack)
+    return None if frame is None else frame_text(frame)
 
 
 def _first_dtype(dtypes: list[str] | str) -> str | None:

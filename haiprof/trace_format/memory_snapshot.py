@@ -238,21 +238,107 @@ def sum_by_line(snapshot: MemorySnapshot) -> pl.DataFrame:
     blocks that were allocated before a history was recorded; `file` of that line;
     `block_count`; `size_bytes`.
     """
+    used = snapshot.blocks.filter(pl.col("state").str.starts_with("active"))
+    return (
+        used.join(_lines(snapshot), on="stack", how="left")
+        .group_by("device", "line", "file")
+        .agg(block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum())
+        .sort("device", -pl.col("size_bytes"), "line", nulls_last=True)
+    )
+
+
+_TAKEN, _RETURNED = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
+_FREED = ("free", "free_completed")
+"""When a block can be used again: `free_requested` alone may wait for another stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHistory:
+    """What the allocator held while its history was recorded, in bytes as they were asked for."""
+
+    levels: pl.DataFrame
+    """One row per event, oldest first: `device`, `order` (0 is the first event of the device),
+    `ts_ns` (Unix time; `order` where torch recorded none), `allocated_bytes` and `reserved_bytes`
+    after it."""
+    by_line: pl.DataFrame
+    """Per device and line, most at the peak first: `device`, `line` (null where no frame of the
+    job's own code was recorded; `is_older` where that is as the block is older than the history),
+    and what its blocks held: `start_bytes`, `peak_bytes`, `end_bytes`, `peak_block_count`, and
+    `growth_bytes` from start to end."""
+
+
+def memory_history(snapshot: MemorySnapshot) -> MemoryHistory:
+    """Follows the history to the snapshot, whose blocks are what is left at its end.
+
+    A history is a ring: what it has lost is known by what was freed later, or is still there.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp, `record_trace`; torch/cuda/_memory_viz.py draws it.
+    """
+    action, size = pl.col("action"), pl.col("size_bytes")
+    events = snapshot.events.with_columns(order=pl.int_range(pl.len()).over("device"))
+    place = ["device", "address"]
+    own = events.filter(action.is_in(["alloc", *_FREED]))
+    lives = own.select(
+        *place, "size_bytes",
+        born=pl.when(action == "alloc").then("order").otherwise(-1),
+        gone=pl.when(action == "alloc").then(pl.col("order").shift(-1).over(place))
+        .otherwise("order"),
+        stack=pl.when(action == "alloc").then("stack"),
+        is_life=(action == "alloc") | pl.col("order").shift(1).over(place).is_null(),
+    ).filter("is_life").drop("is_life")  # fmt: skip
+    older = snapshot.blocks.filter(pl.col("state").str.starts_with("active")).join(
+        own, on=place, how="anti"
+    ).select(*place, size_bytes=pl.coalesce("requested_bytes", "size_bytes"),
+             born=pl.lit(-1, pl.Int64), gone=pl.lit(None, pl.Int64), stack="stack")  # fmt: skip
+    lives = pl.concat([lives.with_columns(pl.col("born", "gone").cast(pl.Int64)), older])
+    changes = pl.concat([
+        lives.select("device", order="born", change="size_bytes"),
+        lives.drop_nulls("gone").select("device", order="gone", change=-size),
+    ]).group_by("device", "order").agg(pl.col("change").sum())  # fmt: skip
+    start = lives.filter(pl.col("born") < 0).group_by("device").agg(start_bytes=size.sum())
+    end = snapshot.segments.group_by("device").agg(end_bytes=size.sum())
+    reserved = pl.when(action.is_in(_TAKEN)).then(size).when(action.is_in(_RETURNED)).then(-size)
+    levels = (
+        events.join(changes, on=["device", "order"], how="left", maintain_order="left")
+        .join(start, on="device", how="left", maintain_order="left")
+        .join(end, on="device", how="left", maintain_order="left")
+        .with_columns(taken=reserved.otherwise(0))
+        .select(
+            "device",
+            "order",
+            ts_ns=pl.coalesce("time_ns", "order"),
+            allocated_bytes=pl.col("start_bytes").fill_null(0)
+            + pl.col("change").fill_null(0).cum_sum().over("device"),
+            reserved_bytes=pl.col("end_bytes").fill_null(0)
+            - pl.col("taken").cum_sum(reverse=True).over("device")
+            + pl.col("taken"),
+        )
+    )
+    peaks = levels.group_by("device").agg(
+        peak=pl.col("order").get(pl.col("allocated_bytes").arg_max())
+    )
+    named = lives.join(_lines(snapshot), on="stack", how="left").join(peaks, on="device")
+    gone = pl.col("gone").is_null()
+    at_peak = (pl.col("born") <= pl.col("peak")) & (gone | (pl.col("gone") > pl.col("peak")))
+    older_than = (pl.col("born") < 0) & pl.col("line").is_null()
+    by_line = named.group_by("device", "line", is_older=older_than).agg(
+        start_bytes=size.filter(pl.col("born") < 0).sum(), peak_bytes=size.filter(at_peak).sum(),
+        end_bytes=size.filter(gone).sum(), peak_block_count=at_peak.sum().cast(pl.Int64),
+    ).with_columns(growth_bytes=pl.col("end_bytes") - pl.col("start_bytes"))  # fmt: skip
+    ordered = by_line.sort("device", -pl.col("peak_bytes"), "line", nulls_last=True)
+    return MemoryHistory(levels=levels, by_line=ordered)
+
+
+def _lines(snapshot: MemorySnapshot) -> pl.DataFrame:
+    """By place in `stacks`: the `line` of the job's own code, and its `file`."""
     own = [own_frame(stack) for stack in snapshot.stacks]
-    names = pl.DataFrame(
+    return pl.DataFrame(
         {
             "stack": range(len(own)),
             "line": [None if frame is None else frame_text(frame) for frame in own],
             "file": [None if frame is None else frame[0] for frame in own],
         },
         schema={"stack": pl.Int64, "line": pl.String, "file": pl.String},
-    )
-    used = snapshot.blocks.filter(pl.col("state").str.starts_with("active"))
-    return (
-        used.join(names, on="stack", how="left")
-        .group_by("device", "line", "file")
-        .agg(block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum())
-        .sort("device", -pl.col("size_bytes"), "line", nulls_last=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads an export of Nsight Systems (.sqlite) into the tables of a trace."""
+"""Reads an export of Nsight Systems (SQLite, Parquet folder) into the tables of a trace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
+from haiprof.trace_format.find import is_parquet_export
 from haiprof.trace_format.kineto.columns import Names
-from haiprof.trace_format.kineto.events import ANNOTATIONS, GPU, OPS, RUNTIME, TABLES
+from haiprof.trace_format.kineto.events import (
+    ANNOTATIONS,
+    GPU,
+    GPU_COUNTERS,
+    OPS,
+    OS_CALLS,
+    RUNTIME,
+    TABLES,
+)
 from haiprof.trace_format.kineto.load import LoadReport
 
 Sink = Callable[[str, pl.DataFrame], None]
@@ -26,14 +35,22 @@ _OPERATOR = re.compile(r"(.+?)((?:, (?:seq|op_id|sizes|input_op_ids) = .*)|$)", 
 """A range of emit_nvtx: `aten::mm, seq = 5, op_id = 9, sizes = [[2, 3]]`."""
 _DETAIL = re.compile(r", (seq|op_id|sizes) = (.*?)(?=, (?:seq|op_id|sizes|input_op_ids) = |$)")
 _STEP = re.compile(r"(?i)^(?:train(?:ing)?[ _])?(?:step|iter(?:ation)?)[ _:#-]*(\d+)$")
+_UNREADABLE = (
+    sqlite3.Error, OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError,
+    pl.exceptions.PolarsError, pl.exceptions.PanicException,
+)  # fmt: skip
+"""What tables raise that lack a column, hold a text for a number, or are damaged."""
 _TID_BITS = 1 << 24
 _ACTIVITY = "CUPTI_ACTIVITY_KIND_"
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+_PARQUET = ".parquet"
 _MEMORIES = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device"}
 
 
 def is_nsight_export(path: Path) -> bool:
-    """Whether a file is an SQLite database, as nsys exports one."""
+    """Whether it is an SQLite database, or a folder of Parquet files, as nsys exports them."""
+    if is_parquet_export(path):
+        return True
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -41,25 +58,78 @@ def is_nsight_export(path: Path) -> bool:
         return False
 
 
+def export_files(folder: Path) -> list[Path]:
+    """The files of an export in Parquet."""
+    return sorted(path for path in folder.iterdir() if path.name.endswith(_PARQUET))
+
+
+class _Database:
+    """The tables of an SQLite export."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        self.close = self._file.close
+        kinds = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+        self.tables = {name for (name,) in self._file.execute(kinds)}
+
+    def rows(self, table: str) -> Iterator[dict[str, Any]]:
+        cursor = self._file.execute(f'SELECT * FROM "{table}"')
+        columns = [each[0] for each in cursor.description]
+        for row in cursor:
+            yield dict(zip(columns, row, strict=True))
+
+    def count(self, table: str) -> int:
+        return int(self._file.execute(f'SELECT count(*) FROM "{table}"').fetchone()[0])
+
+
+class _ParquetFolder:
+    """The tables of an export in Parquet, a file each."""
+
+    def __init__(self, path: Path) -> None:
+        self._files = {file.name.removesuffix(_PARQUET): file for file in export_files(path)}
+        self.tables = set(self._files)
+
+    def close(self) -> None:
+        pass
+
+    def rows(self, table: str) -> Iterator[dict[str, Any]]:
+        file = self._files[table]
+        known = pl.read_parquet_schema(file)
+        plain = [name for name, kind in known.items() if kind.is_numeric() or kind == pl.String]
+        count = self.count(table)
+        for first in range(0, count, _ROWS):
+            part = pl.scan_parquet(file).select(plain).slice(first, _ROWS).collect()
+            yield from part.iter_rows(named=True)
+
+    def count(self, table: str) -> int:
+        return int(pl.scan_parquet(self._files[table]).select(pl.len()).collect().item())
+
+
 def read_nsight(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadReport]:
     """Reads a file once, as `load.read_trace` does: kernels, copies, calls and NVTX ranges.
 
     Ranges of emit_nvtx are operators, those that number steps are profiler steps, and the others
-    annotations. Correlations count by process, and are made unique. What else the export holds
-    (OS runtime, samples, counters) is counted and not read.
+    annotations; calls of the operating system and the GPU's metrics have tables of their own.
+    Correlations count by process, and are made unique. What else the export holds (samples,
+    scheduling, cuDNN's calls) is counted and not read.
 
     Source: NVIDIA, Nsight Systems User Guide, "SQLite schema reference" (2026.1, schema 3.25).
     """
-    reader = _Reader(path)
+    reader = None
     try:
+        reader = _Reader(path)
         kept = reader.read(sink)
         metadata, not_used = reader.metadata(), reader.not_used()
-    except sqlite3.Error as error:
-        raise TraceFormatError(f"{path}: not an export of Nsight Systems: {error}") from None
+    except _UNREADABLE as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise TraceFormatError(f"{path}: not an export of Nsight Systems: {why[:200]}") from None
     finally:
-        reader.close()
+        if reader is not None:
+            reader.close()
+    files = export_files(path) if path.is_dir() else [path]
     report = LoadReport(
-        path=str(path), text_bytes=path.stat().st_size, event_count=reader.count,
+        path=str(path), text_bytes=sum(file.stat().st_size for file in files),
+        event_count=reader.count,
         kept={table: kept.get(table, 0) for table in TABLES}, redundant={}, not_used=not_used,
         bad_time_count=reader.bad_time, lost_count=0, repaired_count=0, truncated_bytes=None,
         odd_arguments_count=0, examples=(), file_notes=(),
@@ -73,7 +143,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path, self.names = path, Names(path)
         self.count = self.bad_time = 0
-        self._file = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        self._file = (_ParquetFolder if path.is_dir() else _Database)(path)
         self._processes: dict[int, int] = {}
         self._texts: dict[int, str] = {}
         self._times: list[int] = []
@@ -84,17 +154,19 @@ class _Reader:
 
     def read(self, sink: Sink) -> dict[str, int]:
         """Passes on all tables, and returns how many rows each has."""
-        tables = self._tables()
-        if not any(name in tables for name in (f"{_ACTIVITY}KERNEL", f"{_ACTIVITY}RUNTIME")):
+        if not any(
+            name in self._file.tables for name in (f"{_ACTIVITY}KERNEL", f"{_ACTIVITY}RUNTIME")
+        ):
             raise TraceFormatError(
-                f"{self.path}: a database without CUDA activity",
+                f"{self.path}: an export without CUDA activity",
                 hint="nsys profile --trace=cuda,nvtx, then nsys export --type sqlite",
             )
-        self._texts = dict(self._file.execute("SELECT id, value FROM StringIds"))
+        self._texts = {row["id"]: row["value"] for row in self._rows("StringIds")}
         kept: dict[str, int] = {}
         for table, rows in (
             (GPU, self._kernels()), (GPU, self._copies()), (GPU, self._sets()),
-            (RUNTIME, self._calls()), (None, self._ranges()),
+            (RUNTIME, self._calls()), (None, self._ranges()), (OS_CALLS, self._os_calls()),
+            (GPU_COUNTERS, self._metrics()),
         ):  # fmt: skip
             for part in _batches(rows):
                 for name in (table,) if table else (OPS, ANNOTATIONS):
@@ -105,7 +177,7 @@ class _Reader:
     def metadata(self) -> dict[str, Any]:
         """GPUs by name, and what times are counted from, as Kineto's metadata."""
         found: dict[str, Any] = {"nsys": True}
-        if "TARGET_INFO_GPU" in self._tables():
+        if "TARGET_INFO_GPU" in self._file.tables:
             known = self._rows("TARGET_INFO_GPU")
             found["deviceProperties"] = [
                 {"id": row.get("cuDevice") if row.get("cuDevice") is not None else row.get("id", 0),
@@ -122,29 +194,17 @@ class _Reader:
 
     def not_used(self) -> dict[str, int]:
         """How many rows of other tables of events there are."""
-        others = ("OSRT_API", f"{_ACTIVITY}SYNCHRONIZATION", f"{_ACTIVITY}OVERHEAD",
-                  "SCHED_EVENTS", "COMPOSITE_EVENTS", "GPU_METRICS", "PROFILER_OVERHEAD",
+        others = (f"{_ACTIVITY}SYNCHRONIZATION", f"{_ACTIVITY}OVERHEAD",
+                  "SCHED_EVENTS", "COMPOSITE_EVENTS", "PROFILER_OVERHEAD",
                   "CUDNN_EVENTS", "CUBLAS_EVENTS", "CUDA_GRAPH_NODE_EVENTS")  # fmt: skip
-        there = self._tables()
-        counts = {name: self._file.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0]
-                  for name in others if name in there}  # fmt: skip
+        counts = {name: self._file.count(name) for name in others if name in self._file.tables}
         found = {name: count for name, count in counts.items() if count}
         self.count += sum(found.values())
         return found
 
-    def _tables(self) -> set[str]:
-        return {name for (name,) in self._file.execute(
-            "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
-        )}  # fmt: skip
-
     def _rows(self, table: str) -> Iterator[dict[str, Any]]:
         """Rows of a table by column; none where it is missing."""
-        if table not in self._tables():
-            return
-        cursor = self._file.execute(f'SELECT * FROM "{table}"')
-        columns = [each[0] for each in cursor.description]
-        for row in cursor:
-            yield dict(zip(columns, row, strict=True))
+        return self._file.rows(table) if table in self._file.tables else iter(())
 
     def _process(self, row: dict[str, Any]) -> tuple[int, int]:
         """Its number in the file, and its id."""
@@ -198,6 +258,21 @@ class _Reader:
                 "correlation": self._correlation(row),
             }  # fmt: skip
 
+    def _os_calls(self) -> Iterator[dict[str, Any]]:
+        for row in self._rows("OSRT_API"):
+            name = self._texts.get(row["nameId"], "")
+            yield {**_times(row), "name": name, "category": "os_runtime", **self._thread(row)}
+
+    def _metrics(self) -> Iterator[dict[str, Any]]:
+        names = {(row["typeId"], row["metricId"]): row["metricName"]
+                 for row in self._rows("TARGET_INFO_GPU_METRICS")}  # fmt: skip
+        for row in self._rows("GPU_METRICS"):
+            name = names.get((row["typeId"], row["metricId"]))
+            yield {
+                "ts_ns": row["timestamp"], "dur_ns": 0, "name": name, "category": "gpu_counter",
+                "device": row["typeId"] & 0xFF, "value": row["value"],
+            }  # fmt: skip
+
     def _ranges(self) -> Iterator[dict[str, Any]]:
         for row in self._rows("NVTX_EVENTS"):
             text = row.get("text") or self._texts.get(row.get("textId"))  # type: ignore[arg-type]
@@ -215,7 +290,8 @@ class _Reader:
         self.count += len(rows)
         if not good:
             return 0
-        self._times.append(min(row["ts_ns"] for row in good))
+        if table in (GPU, RUNTIME):  # calls of the system may be from before the session
+            self._times.append(min(row["ts_ns"] for row in good))
         first = self.count - len(rows)
         columns = {"event": pl.Series("event", range(first, first + len(good)), dtype=pl.Int64)}
         kinds = {"i64": pl.Int64, "f64": pl.Float64, "str": pl.UInt32}

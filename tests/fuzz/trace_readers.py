@@ -36,7 +36,7 @@ from haiprof.trace_format.kineto.decode import add_marks, with_number
 from haiprof.trace_format.kineto.events import TABLE_OF_CATEGORY, TABLES, TEXTS
 from haiprof.trace_format.kineto.load import NativeColumns
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
+from haiprof.trace_format.memory_snapshot import memory_history, read_memory_snapshot, sum_by_line
 from haiprof.trace_format.merge import RankEvents, RankPlan
 from haiprof.trace_format.merge_inputs import TraceInput, trace_input
 from tests.fuzz.scratch import folder, put
@@ -258,7 +258,9 @@ def memory_seeds() -> list[bytes]:
 def read_snapshot(data: bytes) -> object:
     """What `torch.cuda.memory._dump_snapshot` writes."""
     found = read_memory_snapshot(put("snapshot.pickle", data))
-    return sum_by_line(found).height > 1, found.events.height > 1, len(found.stacks) > 1
+    history = memory_history(found)
+    assert history.levels.height == found.events.height
+    return sum_by_line(found).height > 1, found.events.height > 1, history.by_line.height > 1
 
 
 @cache

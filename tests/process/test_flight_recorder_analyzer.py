@@ -122,7 +122,7 @@ def test_ranks_contradict_each_other_where_the_analyzer_of_torch_says_so(tmp_pat
     ours = {}
     for name in STORIES:
         frames = [
-            read_torch_dump(tmp_path / "dumps" / name / f"rank_{rank}").with_columns(
+            read_torch_dump(tmp_path / "dumps" / name / f"rank_{rank}").entries.with_columns(
                 rank=pl.lit(rank, pl.Int64)
             )
             for rank in range(2)

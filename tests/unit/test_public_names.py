@@ -47,6 +47,7 @@ def test_commands_are_frozen() -> None:
         "efficiency",
         "export",
         "fetch",
+        "flight-recorder",
         "functions",
         "kineto-agent",
         "lines",

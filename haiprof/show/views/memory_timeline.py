@@ -16,10 +16,15 @@ from haiprof.base.units import bytes_text, duration_text
 from haiprof.show.figures.style import SKY
 from haiprof.show.frame_table import frame_table
 from haiprof.show.terminal import Sparkline
-from haiprof.show.views.blocks import missing_block, section
+from haiprof.show.views.blocks import bullets, missing_block, section
 from haiprof.trace_analysis.memory_timeline import CATEGORIES
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
+from haiprof.trace_format.memory_snapshot import (
+    MemoryHistory,
+    memory_history,
+    read_memory_snapshot,
+    sum_by_line,
+)
 
 _COLUMNS = (
     ("name", "category"), ("at_peak_bytes", "at the peak"), ("share_ratio", "share"),
@@ -68,6 +73,13 @@ _FAILED = (
     ("device", "GPU"), ("name", "allocated at"), ("size_bytes", "asked for"),
     ("device_free_bytes", "free on the device"),
 )  # fmt: skip
+_HELD = (
+    ("device", "GPU"), ("name", "allocated at"), ("peak_block_count", "blocks at the peak"),
+    ("peak_bytes", "at the peak"), ("start_bytes", "at the start"), ("end_bytes", "at the end"),
+    ("growth_bytes", "growth"),
+)  # fmt: skip
+_NO_HISTORY = "the snapshot holds no history: torch.cuda.memory._record_memory_history records one"
+_NO_LINE = "(no line of your code)"
 _MEMORY_SNAPSHOT_BEFORE = "(before the history began)"
 
 
@@ -80,6 +92,8 @@ class SnapshotAnswers:
     failed: pl.DataFrame
     """Allocations in its history that failed, oldest first."""
     event_count: int
+    history: MemoryHistory
+    """What it held over time; empty where no history was recorded."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, whole."""
@@ -87,6 +101,8 @@ class SnapshotAnswers:
         return {
             **{name: frame.to_dicts() for name, frame in frames.items()},
             "event_count": self.event_count,
+            "timeline": self.history.levels.to_dicts(),
+            "history_by_line": self.history.by_line.to_dicts(),
         }
 
 
@@ -115,6 +131,7 @@ def snapshot_answers(path: Path) -> SnapshotAnswers:
         by_line=by_line,
         failed=failed.select("device", "time_ns", "line", "size_bytes", "device_free_bytes"),
         event_count=found.events.height,
+        history=memory_history(found),
     )
 
 
@@ -124,13 +141,45 @@ def snapshot_view(answers: SnapshotAnswers) -> RenderableType:
     parts = [
         section("GPU memory in the snapshot", *frame_table(answers.devices, _DEVICES, limit=16))
     ]
+    parts += _history_parts(answers.history)
     if answers.by_line.height:
         lines = answers.by_line.with_columns(named)
         parts.append(section("In use, by line of your code", *frame_table(lines, _LINES, limit=20)))
     if answers.failed.height:
         failed = answers.failed.with_columns(named)
         parts.append(section("Allocations that failed", *frame_table(failed, _FAILED, limit=8)))
-    return Group(*parts)
+    missing = {} if answers.event_count else {"memory over time": _NO_HISTORY}
+    return Group(*parts, missing_block(missing))
+
+
+def _history_parts(history: MemoryHistory) -> Iterator[RenderableType]:
+    """Memory over time, and who held it at its peak."""
+    if history.levels.is_empty():
+        return
+    on_gpu = history.levels.with_columns(rank=pl.lit(None, pl.Int64), device_type=pl.lit("GPU"))
+    sentences = [_history_text(own) for _, own in on_gpu.group_by("device", maintain_order=True)]
+    yield section("Memory over time", _lines(on_gpu), *bullets(sentences))
+    before = pl.when("is_older").then(pl.lit(_MEMORY_SNAPSHOT_BEFORE)).otherwise(pl.lit(_NO_LINE))
+    named = history.by_line.with_columns(name=pl.coalesce("line", before))
+    yield section("Held at the peak, by line of your code", *frame_table(named, _HELD, limit=12))
+    grown = named.filter(pl.col("growth_bytes") > 0).sort(-pl.col("growth_bytes"), "name")
+    if grown.height:
+        title = "Allocated in the history and still held at its end"
+        yield section(title, *frame_table(grown, _HELD, limit=8))
+
+
+def _history_text(own: pl.DataFrame) -> str:
+    """The history of one GPU in a sentence; the lowest levels tell growth from working memory."""
+    held = own["allocated_bytes"]
+    peak = held.arg_max() or 0
+    quarters = own.with_columns(part=pl.int_range(pl.len()) * 4 // pl.len())
+    lows = quarters.group_by("part", maintain_order=True).agg(pl.col("allocated_bytes").min())
+    levels = ", ".join(map(bytes_text, lows["allocated_bytes"]))
+    return (
+        f"GPU {own['device'][0]}: {own.height:,} events; {bytes_text(held[0])} after the first one,"
+        f" at most {bytes_text(held[peak])} after event {peak + 1:,}, {bytes_text(held[-1])} at the"
+        f" end; the lowest level in each quarter of the events: {levels}"
+    )
 
 
 _BUCKETS = 100
@@ -252,8 +301,10 @@ def _lines(timeline: pl.DataFrame) -> RenderableType:
     table.add_column("", ratio=1, no_wrap=True)
     table.add_column("max", justify="right", no_wrap=True)
     for key, own in timeline.group_by(_DEVICE, maintain_order=True):
-        span = int(own["ts_ns"][-1]) - int(own["ts_ns"][0])
-        title = f"{_device(key)}, {duration_text(span)}"
+        title = _device(key)
+        if own["ts_ns"][0]:  # 0 is a history without times, which are places
+            span = int(own["ts_ns"][-1]) - int(own["ts_ns"][0])
+            title += f", {duration_text(span)}"
         # Totals if they were recorded, else the change since the start.
         totals = [c for c in ("allocated_bytes", "reserved_bytes") if own[c].count()]
         for column in totals or ["since_start_bytes"]:
@@ -284,4 +335,8 @@ def _buckets(own: pl.DataFrame, column: str) -> list[float | None]:
 
 def _device(key: tuple[object, ...]) -> str:
     rank, kind, number = key
-    return f"rank {rank}, {kind}" + ("" if number is None else f" {number}")
+    return (
+        ("" if rank is None else f"rank {rank}, ")
+        + str(kind)
+        + ("" if number is None else f" {number}")
+    )

@@ -285,6 +285,35 @@ VIEWS = (
         ),
     ),
     View(
+        title="GPU counters",
+        of=("gpu_counters",),
+        rows=lambda tables: tables["gpu_counters"],
+        columns=(
+            ("rank", "rank"), ("device", "device"), ("name", "counter"),
+            ("sample_count", "samples"), ("mean_value", "mean"), ("min_value", "lowest"),
+            ("max_value", "highest"),
+        ),
+    ),
+    View(
+        title="Nodes of CUDA graphs that are no GPU work",
+        of=("graph_nodes",),
+        rows=lambda tables: tables["graph_nodes"],
+        columns=(
+            ("rank", "rank"), ("device", "device"), ("name", "node"), ("count", "count"),
+            ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"),
+        ),
+        legend="the stream waits for a node on the host (HostNode)",
+    ),
+    View(
+        title="Calls of the operating system by threads that launch work",
+        of=("os_calls",),
+        rows=lambda tables: tables["os_calls"].filter("is_launching"),
+        columns=(
+            ("rank", "rank"), ("name", "call"), ("count", "calls"), ("sum_ns", "time"),
+            ("mean_ns", "mean"), ("max_ns", "longest"),
+        ),
+    ),
+    View(
         title="Communication by part of the job",
         of=("communication_parts",),
         rows=communication_parts,

@@ -34,11 +34,12 @@ from haiprof.base.safe_files import (
     remove_file,
     whole_file,
 )
+from haiprof.trace_format.find import is_parquet_export
 from haiprof.trace_format.kineto.columns import by_start, finish_table, merge_parts
 from haiprof.trace_format.kineto.events import TABLES, TRACE_VERSION
 from haiprof.trace_format.kineto.load import LoadReport, read_trace
 from haiprof.trace_format.launch_checks import Finding
-from haiprof.trace_format.nsight import is_nsight_export, read_nsight
+from haiprof.trace_format.nsight import export_files, is_nsight_export, read_nsight
 
 _ENTRY = re.compile(r"[0-9a-z-]{8,80}\.(columns|answers|findings)")
 _UNFINISHED_S = 24 * 3600.0
@@ -210,6 +211,10 @@ def _read_cached(name: str, place: int, length: int) -> bytes:
 def content_key(path: Path) -> str:
     """Identifies a file's content without reading all of it."""
     try:
+        if is_parquet_export(path):  # a folder is its files
+            keys = [content_key(file) for file in export_files(path)]
+            found = hashlib.blake2b("\n".join(keys).encode(), digest_size=12)
+            return f"{TRACE_VERSION}-{found.hexdigest()}"
         if not stat.S_ISREG(os.stat(path).st_mode):
             kind = "a folder" if path.is_dir() else "no regular file"
             raise TraceFormatError(f"{path}: it is {kind}, not a trace")

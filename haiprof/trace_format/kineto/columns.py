@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import polars as pl
 
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Floats, Ints
-from haiprof.trace_format.kineto.events import NO_JSON, TABLES, TraceColumn, argument_names
+from haiprof.trace_format.kineto.events import GPU, NO_JSON, TABLES, TraceColumn, argument_names
 
 TIME_LIMIT_NS = 1 << 61
 """73 years before or after the clock's zero: beyond the Unix time of any trace."""
@@ -295,6 +296,50 @@ def by_start(ts_ns: Ints, dur_ns: Ints) -> Ints:
     return order
 
 
+_BARE_COPY = "Memcpy"
+_COPY_KINDS = ("HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "PtoP")
+_MEMORIES = ("pageable", "pinned", "device", "array", "managed", "unknown")
+
+
+def name_copies(names: Names) -> None:
+    """Adds what copies are called after whose kind PyTorch's own collector states beside them."""
+    known = set(names.texts())
+    if _BARE_COPY in known:
+        kinds, memories = (
+            [each for each in of if each in known] for of in (_COPY_KINDS, _MEMORIES)
+        )
+        for kind, source, target in product(kinds, memories, memories):
+            _ = names[_copy_name(kind, source, target)]
+
+
+def _copy_name(kind: str, source: str, target: str) -> str:
+    """As Kineto writes it."""
+    return f"{_BARE_COPY} {kind} ({source.capitalize()} -> {target.capitalize()})"
+
+
+def _complete_copies(gpu: pl.DataFrame) -> pl.DataFrame:
+    """Copies that say only in their arguments what they copy, with name and bandwidth.
+
+    Source: torch/profiler/_cuspy/trace.py names every copy `Memcpy`.
+    """
+    parts = ("copy_kind", "source_kind", "target_kind")
+    bare = pl.all_horizontal(pl.col(*parts).is_not_null()) & (
+        pl.col("name").cast(pl.String) == _BARE_COPY
+    )
+    names = gpu["name"].dtype
+    memories = [pl.col(name).cast(pl.String).str.to_titlecase() for name in parts[1:]]
+    name = pl.format(
+        f"{_BARE_COPY} {{}} ({{}} -> {{}})", pl.col(parts[0]).cast(pl.String), *memories
+    )
+    rate = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") * 1e9 / pl.col("dur_ns"))
+    return gpu.with_columns(
+        name=pl.when(bare).then(name.cast(names, strict=False)).otherwise("name").fill_null("name"),
+        bandwidth_bytes_per_s=pl.when(bare)
+        .then(pl.coalesce("bandwidth_bytes_per_s", rate))
+        .otherwise("bandwidth_bytes_per_s"),
+    )  # fmt: skip
+
+
 def finish_table(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame:
     """A table with all its columns, and with its texts in place of codes."""
     coded = [each.name for each in TABLES[table] if each.type == "str" and each.name in part]
@@ -302,10 +347,11 @@ def finish_table(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame
     # One for all columns of a type, since they share its memory.
     nulls = {kind: pl.Series(dtype=texts if kind == "str" else stored)
              .extend_constant(None, part.height) for kind, stored in _STORED.items()}  # fmt: skip
-    return pl.DataFrame([
+    whole = pl.DataFrame([
         known[each.name] if each.name in part else nulls[each.type].alias(each.name)
         for each in TABLES[table]
     ])  # fmt: skip
+    return _complete_copies(whole) if table == GPU and "copy_kind" in part else whole
 
 
 def _as_text_of(name: str, texts: pl.Enum) -> pl.Expr:

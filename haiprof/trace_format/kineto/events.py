@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -9,11 +10,12 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-TRACE_VERSION = 7  # of the tables below; a cache of another version is built again
+TRACE_VERSION = 8  # of the tables below; a cache of another version is built again
 
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
 )  # fmt: skip
+GPU_COUNTERS, GRAPH_NODES, OS_CALLS = "gpu_counters", "graph_nodes", "os_calls"
 
 # Categories of Kineto, with those of before 2022 (Operator, Kernel, Runtime, Memcpy, Memset).
 TABLE_OF_CATEGORY = {
@@ -42,6 +44,10 @@ TABLE_OF_CATEGORY = {
     "cpu_instant_event": MEMORY,
     "cuda_sync": SYNC,
     "fwdbwd": LINKS,
+    "gpu_counter": GPU_COUNTERS,
+    "graph_event_node": GRAPH_NODES,
+    "graph_host_node": GRAPH_NODES,
+    "os_runtime": OS_CALLS,
 }
 GPU_BACKENDS = "nccl2?|ncclx|rccl|xccl|hccl|mccl"
 HOST_BACKENDS = "gloo|mpi|ucc"
@@ -115,6 +121,10 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn(
             "graph_node", "i64", "graph node id", "node of the CUDA graph that launched it"
         ),
+        TraceColumn("graph", "i64", "graph id", "CUDA graph of that node"),
+        TraceColumn("copy_kind", "str", "copy kind", "HtoD, DtoH, ...: where the name lacks it"),
+        TraceColumn("source_kind", "str", "src kind", "memory that a copy reads, likewise"),
+        TraceColumn("target_kind", "str", "dst kind", "memory that it writes, likewise"),
         *_COLLECTIVE,
         TraceColumn("grid", "str", "grid", "blocks of a kernel's launch, as JSON", is_json=True),
         TraceColumn("block", "str", "block", "threads of a block, as JSON", is_json=True),
@@ -165,6 +175,20 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("phase", "str", ".ph", "s at the forward operator, f at the backward one"),
         TraceColumn("id", "i64", ".id", "the same at both ends"),
     ),
+    GPU_COUNTERS: (
+        *COMMON,
+        TraceColumn("device", "i64", "device", "GPU number in the process"),
+        TraceColumn("value", "f64", "value", "in the unit that the name states"),
+    ),
+    GRAPH_NODES: (
+        *COMMON,
+        _CORRELATION,
+        TraceColumn("device", "i64", "device", "GPU number in the process"),
+        TraceColumn("stream", "i64", "stream", "CUDA stream"),
+        TraceColumn("graph", "i64", "graph id", "CUDA graph"),
+        TraceColumn("graph_node", "i64", "graph node id", "node of that graph"),
+    ),
+    OS_CALLS: COMMON,
 }
 
 
@@ -184,7 +208,8 @@ OTHER_CATEGORY = len(CATEGORIES)
 """The index of all others."""
 
 
-PHASES = dict.fromkeys(TABLES, "X") | {MEMORY: "iI", LINKS: "stf"}
+PHASES = dict.fromkeys(TABLES, "X") | {MEMORY: "iI", LINKS: "stf", GPU_COUNTERS: "C"}
+WITHOUT_DURATION = (MEMORY, LINKS, GPU_COUNTERS)
 """How events of a table are marked, as profilers write them: a letter each."""
 
 
@@ -244,7 +269,7 @@ def _whole_event(category: str) -> type[msgspec.Struct]:
         arguments = _ARGUMENTS[table]
         fields = [("ph", phases), ("name", str, ""), ("ts", msgspec.Raw), ("pid", Number, None),
                   ("tid", Number, None), ("args", arguments, arguments())]  # fmt: skip
-        default = (_ZERO,) if table in (MEMORY, LINKS) else ()
+        default = (_ZERO,) if table in WITHOUT_DURATION else ()
         fields += [("dur", msgspec.Raw, *default)]
         fields += [("id", Number, None)] if table == LINKS else []
     return msgspec.defstruct("Event", fields, tag=category, tag_field="cat", gc=False, kw_only=True)
@@ -265,6 +290,26 @@ JSON_KEYS = {
     for key in column.field.split("|")
 }
 """Arguments that may be any JSON value."""
+
+
+_COUNTERS_OF = re.compile(r"GPU (\d{1,6}) Counters")
+_VALUES = msgspec.json.Decoder(dict[str, float])
+
+
+def read_gpu_counter(head: Head) -> Head | None:
+    """A counter of PyTorch's own CUPTI collector; None for any other event.
+
+    Source: torch/profiler/_cuspy/trace.py, `_build_chrome_counters`: one value without a name.
+    """
+    found = _COUNTERS_OF.fullmatch(head.pid) if head.ph == "C" and type(head.pid) is str else None
+    if found is None:
+        return None
+    try:
+        (value,) = _VALUES.decode(head.args).values()
+    except (ValueError, RecursionError):  # no number, or several
+        return None
+    args = msgspec.json.encode({"device": int(found[1]), "value": value})
+    return msgspec.structs.replace(head, pid=None, args=msgspec.Raw(args))
 
 
 HALVES = frozenset("BE")

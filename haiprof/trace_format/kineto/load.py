@@ -21,24 +21,27 @@ from haiprof.trace_format.kineto.columns import (
     Names,
     TableBatch,
     event_times,
+    name_copies,
 )
 from haiprof.trace_format.kineto.decode import Damage, arguments, decode, decode_whole
 from haiprof.trace_format.kineto.events import (
     CATEGORIES,
     CATEGORY_OF_TYPE,
+    GPU_COUNTERS,
     HALVES,
     HEADS,
-    LINKS,
     MEMORY,
     OTHER_CATEGORY,
     PHASES,
     REDUNDANT_CATEGORIES,
     TABLE_OF_CATEGORY,
     TABLES,
+    WITHOUT_DURATION,
     Half,
     Head,
     OpenHalves,
     TraceColumn,
+    read_gpu_counter,
 )
 from haiprof.trace_format.kineto.text import TraceText
 
@@ -77,7 +80,7 @@ def _column(column: TraceColumn) -> tuple[int, int, tuple[bytes, ...]]:
 
 
 _SPEC = tuple(
-    (PHASES[table], table not in (MEMORY, LINKS), tuple(map(_column, columns)))
+    (PHASES[table], table not in WITHOUT_DURATION, tuple(map(_column, columns)))
     for table, columns in _COLUMNS.items()
 )
 _CATEGORIES = tuple(
@@ -153,7 +156,7 @@ _HALF_PHASES = frozenset("BEben")
 """Halves of an event; Kineto writes none. Those of asynchronous ones (b, e, n) are not used."""
 _ENDS = "E, the ends of B"
 _KINDS_LIMIT = 1000  # of events that no table holds, by phase and category
-_MEMORY = _TABLE_NAMES.index(MEMORY)
+_MEMORY, _COUNTERS = map(_TABLE_NAMES.index, (MEMORY, GPU_COUNTERS))
 _TABLE_OF_CATEGORY = np.array(
     [_TABLE_NAMES.index(table) for table in TABLE_OF_CATEGORY.values()]
     + [-1] * (len(REDUNDANT_CATEGORIES) + 1),
@@ -257,6 +260,7 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
         _count_unused(half.head, reading)
     reading.flush()
     _flush(native, reading)
+    name_copies(reading.names)
     report = _report(reading)
     _refuse_strangers(report)
     return reading.text.metadata, reading.names.texts(), report
@@ -338,6 +342,8 @@ def _sort_events(heads: list[Any], first: int) -> _Events:
     for at in np.flatnonzero(categories == OTHER_CATEGORY).tolist():
         if heads[at].name == _MEMORY_NAME and not heads[at].cat:
             tables[at] = _MEMORY
+        elif (counter := read_gpu_counter(heads[at])) is not None:
+            tables[at], heads[at] = _COUNTERS, counter
         elif heads[at].ph in HALVES:
             halves.append((at, heads[at]))
         else:

@@ -35,9 +35,12 @@ from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.events import (
     ANNOTATIONS,
     GPU,
+    GPU_COUNTERS,
+    GRAPH_NODES,
     LINKS,
     MEMORY,
     OPS,
+    OS_CALLS,
     PYTHON,
     RUNTIME,
     SYNC,
@@ -180,6 +183,21 @@ class Trace:
     def links(self) -> pl.DataFrame:
         """Arrows from forward to backward operators."""
         return self._table(LINKS)
+
+    @cached_property
+    def gpu_counters(self) -> pl.DataFrame:
+        """Samples of the GPU's counters, by time."""
+        return self._table(GPU_COUNTERS)
+
+    @cached_property
+    def graph_nodes(self) -> pl.DataFrame:
+        """Nodes of CUDA graphs that are no work of the GPU: events, calls on the host."""
+        return self._table(GRAPH_NODES)
+
+    @cached_property
+    def os_calls(self) -> pl.DataFrame:
+        """Calls of the operating system that Nsight Systems recorded, by start."""
+        return self._table(OS_CALLS)
 
     @cached_property
     def steps(self) -> pl.DataFrame:

@@ -151,7 +151,10 @@ _SEPARATOR = re.compile(rb"[\s,]*")
 _HINTS = (
     (rb'"nodes"\s*:', "it is an execution trace (ExecutionTraceObserver), not a profiler's"),
     (rb'"segments"\s*:|"device_traces"\s*:', "it is a memory snapshot, not a profiler's trace"),
-    (rb"\A\x80[\x02-\x05]", "it is a pickle: haiprof memory-timeline reads memory snapshots"),
+    (rb"\A\x80[\x02-\x05]", "it is a pickle: haiprof trace memory reads memory snapshots, "
+                           "haiprof trace flight-recorder dumps of the Flight Recorder"),
+    (rb'"pg_config"\s*:|"pg_status"\s*:', "it is a dump of the Flight Recorder: haiprof trace "
+                                          "flight-recorder reads it"),
     (rb'"rocprofiler-sdk-tool"', "it is a result of rocprofv3, which haiprof does not read"),
     (rb"\A\x0a[^\s{\[]", "it is a protobuf, which haiprof does not read: Perfetto's own "
                          "(.pftrace), or an XPlane of JAX or TensorFlow (xplane.pb)"),

@@ -91,7 +91,9 @@ SHOWS_NO_DATA = {
     "wandb", "mlflow",
 }  # fmt: skip
 """Commands that write files or serve pages: nothing that could be JSON."""
-READS_TRACES = set(GROUPS["Read traces of torch.profiler"]) - {"trace-now", "kineto-agent"} | {
+READS_TRACES = set(GROUPS["Read traces of torch.profiler"]) - {
+    "trace-now", "kineto-agent", "flight-recorder",
+} | {
     "perfetto", "merge", "link", "chakra",
 }  # fmt: skip
 ASKS_ONE_RANK = {"rank", "lines", "trace-report", "memory-timeline", "critical-path", "perfetto",

@@ -16,7 +16,7 @@ STEP = ["all_reduce", "broadcast", "all_gather", "scatter", "gather", "reduce", 
 
 @pytest.mark.parametrize("suffix", ["pickle", "json"])
 def test_dump_of_torch_is_read_as_it_was_issued(suffix: str) -> None:
-    entries = read_torch_dump(DUMPS / f"gloo_0.{suffix}")
+    entries = read_torch_dump(DUMPS / f"gloo_0.{suffix}").entries
     assert entries["group_name"].to_list() == ["default_pg"] * 7 + ["pair", "default_pg"]
     assert entries["kind"].to_list() == [*STEP, "all_reduce", "all_reduce"]
     assert entries["sequence"].to_list() == [*range(1, 8), 1, 8]
@@ -28,8 +28,8 @@ def test_dump_of_torch_is_read_as_it_was_issued(suffix: str) -> None:
 
 def test_both_forms_of_a_dump_say_the_same() -> None:
     for rank in range(2):
-        pickled = read_torch_dump(DUMPS / f"gloo_{rank}.pickle")
-        assert pickled.equals(read_torch_dump(DUMPS / f"gloo_{rank}.json"))
+        pickled = read_torch_dump(DUMPS / f"gloo_{rank}.pickle").entries
+        assert pickled.equals(read_torch_dump(DUMPS / f"gloo_{rank}.json").entries)
 
 
 def test_scatter_without_inputs_on_all_but_one_rank_is_no_contradiction(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
 from haiprof.base.errors import TraceFormatError
 from haiprof.cli import main
 from haiprof.trace_format.memory_snapshot import (
+    MemorySnapshot,
+    memory_history,
     read_memory_snapshot,
     read_plain_pickle,
     sum_by_line,
@@ -89,6 +91,66 @@ def test_command_shows_lines_pieces_and_the_refusal(
     assert "test_memory_snapshot.py" in said
     assert "(before the history began)" in said
     assert "60.0 MiB" in said
+
+
+# -- its history -----------------------------------------------------------------------------------
+
+
+def history(tmp_path: Path, allocator: Allocator) -> MemorySnapshot:
+    return read_memory_snapshot(write(tmp_path / "s.pickle", allocator.snapshot()))
+
+
+def test_history_gives_peak_and_who_held_it(tmp_path: Path, allocator: Allocator) -> None:
+    found = memory_history(history(tmp_path, allocator))
+    held = found.levels["allocated_bytes"].to_list()
+    assert max(held) == (4 + 3 * 2 + 12) * MIB + 512
+    assert held[-1] == allocator.allocated
+    assert found.levels["reserved_bytes"].to_list()[-1] == allocator.reserved
+    lines = {is_older: row for is_older, *row in found.by_line.drop("device", "line").rows()}
+    assert lines[True] == [4 * MIB, 4 * MIB, 4 * MIB, 1, 0], "from before the history"
+    assert lines[False] == [0, 18 * MIB + 512, 6 * MIB + 512, 5, 6 * MIB + 512]
+
+
+def test_ring_that_lost_its_beginning_gives_the_same_levels(tmp_path: Path) -> None:
+    ring = {}
+    for size in (1000, 12):
+        allocator = Allocator(64 * MIB)
+        allocator.record_history(max_entries=size)
+        blocks = [take(allocator, MIB) for _ in range(8)]
+        for block in blocks[:6]:
+            allocator.free(block)
+        take(allocator, 3 * MIB)
+        ring[size] = memory_history(history(tmp_path, allocator)).levels["allocated_bytes"]
+    assert len(ring[12]) == 12
+    assert ring[12].to_list() == ring[1000].to_list()[-12:]
+
+
+def test_command_shows_the_history(
+    tmp_path: Path, allocator: Allocator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "s.pickle", allocator.snapshot())
+    assert main(["memory-timeline", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Held at the peak, by line of your code" in said
+    assert "at most 22.0 MiB after event" in said
+    assert main(["memory-timeline", str(write(path, allocator.segment_list()))]) == 0
+    assert "no history" in capsys.readouterr().out
+
+
+def test_history_without_times_and_with_odd_entries_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = [
+        {"action": "alloc", "addr": 8, "size": 5}, {"action": "alloc", "addr": 8, "size": 7},
+        {"action": 3, "size": 1}, {"action": "free_completed", "size": 2}, {},
+    ]  # fmt: skip
+    path = write(tmp_path / "s.pickle", {"segments": [], "device_traces": [odd, [], 4]})
+    found = memory_history(read_memory_snapshot(path))
+    assert found.levels["allocated_bytes"].to_list() == [7, 9, 9, 7, 7]
+    assert main(["memory-timeline", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the lowest level in each quarter of the events: 7 B, 9 B, 7 B, 7 B" in said
+    assert "(no line of your code)" in said
 
 
 # -- what is no snapshot ---------------------------------------------------------------------------

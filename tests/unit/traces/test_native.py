@@ -92,7 +92,7 @@ def test_events_of_every_category_are_taken(
 
 
 def event_of(category: str, place: int = 0) -> Event:
-    phase = {"fwdbwd": "s", "cpu_instant_event": "i"}.get(category, "X")
+    phase = {"fwdbwd": "s", "cpu_instant_event": "i", "gpu_counter": "C"}.get(category, "X")
     args = {
         key: value
         for column in TABLES[TABLE_OF_CATEGORY[category]]

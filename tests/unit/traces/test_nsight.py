@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
@@ -27,6 +28,9 @@ TABLES = {
     f"{ACTIVITY}RUNTIME": "start, end, globalTid, correlationId, nameId",
     "NVTX_EVENTS": "start, end, eventType, text, globalTid, textId",
     "OSRT_API": "start, end, globalTid, nameId",
+    "GPU_METRICS": "timestamp, typeId, metricId, value",
+    "TARGET_INFO_GPU_METRICS": "typeId, metricId, metricName",
+    "CUDNN_EVENTS": "start, end",
     "TARGET_INFO_GPU": "id, name, cuDevice",
     "TARGET_INFO_SESSION_START_TIME": "utcEpochNs, systemClockNs",
 }  # fmt: skip
@@ -50,24 +54,42 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         (850, 1700, 60, None, PROCESS + 111, 6),
         (870, None, 34, "a mark", PROCESS + 111, None),
     ],
-    "OSRT_API": [(10, 20, PROCESS + 111, 5)],
+    "OSRT_API": [(1600, 1900, PROCESS + 111, 5), (10, 20, PROCESS + 7, 5)],
+    "GPU_METRICS": [(2000, 1 << 44, 3, 40.0), (3000, 1 << 44, 3, 60.0)],
+    "TARGET_INFO_GPU_METRICS": [(1 << 44, 3, "SM Active")],
+    "CUDNN_EVENTS": [(1, 2)],
     "TARGET_INFO_GPU": [(0, "NVIDIA H100 80GB HBM3", 0)],
     "TARGET_INFO_SESSION_START_TIME": [(1_000_000_000, 500)],
 }  # fmt: skip
 
 
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    path = tmp_path / "report.sqlite"
+def as_sqlite(path: Path) -> Path:
     file = sqlite3.connect(path)
     for name, columns in TABLES.items():
-        quoted = columns.replace("end,", '"end",')
+        quoted = columns.replace("end,", '"end",').replace(" end", ' "end"')
         file.execute(f"CREATE TABLE {name} ({quoted})")
         marks = ", ".join("?" * len(columns.split(",")))
         file.executemany(f"INSERT INTO {name} VALUES ({marks})", ROWS[name])
     file.commit()
     file.close()
     return path
+
+
+def as_parquet(path: Path) -> Path:
+    path.mkdir()
+    for name, columns in TABLES.items():
+        names = columns.split(", ")
+        frame = pl.DataFrame(ROWS[name], schema=names, orient="row")
+        frame.write_parquet(path / f"{name}.parquet")
+    return path
+
+
+FORMS = {"report.sqlite": as_sqlite, "report_pqtdir": as_parquet}
+
+
+@pytest.fixture(params=FORMS)
+def export(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return FORMS[request.param](tmp_path / request.param)
 
 
 def test_an_export_has_the_columns_of_a_trace(export: Path) -> None:
@@ -89,7 +111,11 @@ def test_an_export_has_the_columns_of_a_trace(export: Path) -> None:
     assert trace.annotations["name"].cast(str).to_list() == ["ProfilerStep#3", "forward"]
     assert trace.steps["step"].to_list() == [3]
     assert trace.metadata["baseTimeNanoseconds"] == 1_000_000_000 - 500
-    assert trace.report.not_used == {"OSRT_API": 1}
+    assert trace.report.not_used == {"CUDNN_EVENTS": 1}
+    calls = trace.os_calls.select("name", "ts_ns", "dur_ns", "tid").rows()
+    assert calls == [("poll", 10, 10, 7), ("poll", 1600, 300, 111)]
+    counters = trace.gpu_counters.select("name", "ts_ns", "device", "value").rows()
+    assert counters == [("SM Active", 2000, 0, 40.0), ("SM Active", 3000, 0, 60.0)]
 
 
 def test_correlations_of_processes_are_told_apart(export: Path) -> None:
@@ -118,7 +144,7 @@ def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "other.sqlite"
     with sqlite3.connect(path) as file:
         file.execute("CREATE TABLE things (id)")
-    with pytest.raises(TraceFormatError, match="a database without CUDA activity"):
+    with pytest.raises(TraceFormatError, match="an export without CUDA activity"):
         _ = Trace(path).gpu
 
 
@@ -128,7 +154,7 @@ def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
         ("report.nsys-rep", b"\x00\x01binary", "nsys export --type sqlite"),
         ("host.xplane.pb", b"\x0a\x93\x02/host:CPU", "XPlane of JAX"),
         ("results.json", b'{"rocprofiler-sdk-tool": [{}]}', "rocprofv3"),
-        ("snapshot.pickle", b"\x80\x04\x95", "memory-timeline"),
+        ("snapshot.pickle", b"\x80\x04\x95", "trace memory"),
         ("jax.trace.json", json.dumps({"traceEvents": [
             {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
             {"ph": "X", "pid": 1, "tid": 2, "ts": 1.0, "dur": 2.0, "name": "fusion.3"},
@@ -143,3 +169,37 @@ def test_what_is_not_read_is_refused_by_the_name_of_its_format(
     with pytest.raises(TraceFormatError) as caught:
         _ = Trace(path).gpu
     assert said in f"{caught.value} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_damaged_export_is_one_error_that_names_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = FORMS[name](tmp_path / name)
+    files = [path] if path.is_file() else [path / f"{ACTIVITY}KERNEL.parquet"]
+    whole = files[0].read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:200], b""):
+        files[0].write_bytes(content)
+        assert main(["trace-report", str(path)]) != 0
+        error = capsys.readouterr().err
+        assert str(path) in error
+        assert "internal error" not in error
+
+
+def test_folder_with_an_export_in_parquet_is_read(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "report_pqtdir")
+    assert TraceAnalysis(tmp_path).os_calls()["name"].to_list() == ["poll", "poll"]
+
+
+@pytest.mark.parametrize("columns", ["start, correlationId", "start, end, name"])
+def test_tables_without_their_columns_are_one_error(tmp_path: Path, columns: str) -> None:
+    path = tmp_path / "other.sqlite"
+    with sqlite3.connect(path) as file:
+        file.execute("CREATE TABLE StringIds (id, value)")
+        quoted = columns.replace("end", '"end"')
+        file.execute(f"CREATE TABLE {ACTIVITY}KERNEL ({quoted})")
+        file.execute(
+            f"INSERT INTO {ACTIVITY}KERNEL VALUES ({', '.join('1' * (columns.count(',') + 1))})"
+        )
+    with pytest.raises(TraceFormatError, match="not an export of Nsight Systems"):
+        _ = Trace(path).gpu
