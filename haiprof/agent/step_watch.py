@@ -464,7 +464,7 @@ class Watch:
         }
         if now < self._scan_at_ns:
             return []
-        self._scan_at_ns = now + self._ask_every_ns
+        self._scan_at_ns = now + min(self._ask_every_ns, IDLE_START_NS // 4)
         found = node.starting()
         stopped = found and all(self._is_stopped(process.pid) for process in found)
         before = {} if stopped else self._starting
