@@ -270,3 +270,20 @@ def test_command_on_runs_names_what_reads_a_trace(
         status, _, err = run(capsys, command, path)
         assert status != 0
         assert f"haiprof verdict {path}" in err, command
+
+
+def test_headline_and_row_of_ranks_that_differ_say_one_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = [
+        {**each, "dur": 38} if (each.get("name"), each.get("dur")) == ("gemm", 58) else each
+        for each in steps_with_item()
+    ]
+    for rank, events in enumerate((steps_with_item(), late)):
+        rank_file(tmp_path, rank, events)
+    account = data(capsys, tmp_path)["ledger"][0]
+    assert account["gain_ns"] < account["ns_per_step"], "the step ends with the slowest rank"
+    _, out, _ = run(capsys, "verdict", tmp_path)
+    text = " ".join(out.split())
+    assert "): 40.0 µs of 100 µs a step" in text
+    assert "40.0 µs, 40 % of the step, each step, the mean of 2 ranks →" in text
