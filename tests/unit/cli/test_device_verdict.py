@@ -287,3 +287,24 @@ def test_headline_and_row_of_ranks_that_differ_say_one_number(
     text = " ".join(out.split())
     assert "): 40.0 µs of 100 µs a step" in text
     assert "40.0 µs, 40 % of the step, each step, the mean of 2 ranks →" in text
+
+
+def test_compare_of_traces_without_a_gpu_speaks_of_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [
+        rank_file(
+            tmp_path / name,
+            0,
+            [step(1, 0, 1000), event("aten::mm", "cpu_op", 10, us)],
+            world_size=1,
+        )
+        for name, us in (("a", 400), ("b", 600))
+        if not (tmp_path / name).mkdir()
+    ]
+    _, same, _ = run(capsys, "compare", paths[0], paths[0])
+    _, other, _ = run(capsys, "compare", *paths)
+    assert same.startswith("the host's operators take equally long: 0.40 ms\n")
+    assert other.startswith("the host's operators take 0.40 to 0.60 ms\n")
+    assert "What the host did" in same
+    assert "GPU" not in same + other
