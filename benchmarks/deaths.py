@@ -130,6 +130,11 @@ CASES = (
          options=("--hang-limit=3",), extra={"DYING_TIMEOUT_S": "25"}),
     Case(name="osexit", injected="os._exit(7)", cause="exit", said="status 7"),
     Case(name="exit3", injected="sys.exit(3)", cause="exit", said="status 3"),
+    Case(name="osexit-thread", injected="os._exit(3) in a thread", cause="exit", said="status 3"),
+    Case(name="exit3-thread", injected="sys.exit(3) in a thread, which ends only that thread: the "
+         "rank waits for it", cause="hang", said="rank 1"),
+    Case(name="cuda", injected="out of memory on the GPU (torch.OutOfMemoryError with its text, no "
+         "GPU)", cause="out_of_memory", said="out of GPU memory"),
     Case(name="exit0", injected="os._exit(0) in the middle", cause="early_exit", said="rank 1"),
     Case(name="uneven", injected="uneven batches: a rank has done after 30 steps",
          cause="early_exit", said="rank 1"),
@@ -175,6 +180,9 @@ CASES = (
          said="its ranks were started again", options=("--hang-limit=4",),
          words=(*TORCHRUN[:-1], "--nproc-per-node=3", "--max-restarts=1", SCRIPT, "never-meet"),
          meddle=lambda job: signal_after(job, 70, signal.SIGTERM)),
+    Case(name="never-meet-first", injected="ranks that never meet in their first start: SIGTERM "
+         "once the hang is noticed", cause="signal", ranks=(), said="ranks hung at dying_job.py",
+         options=("--hang-limit=10",), meddle=lambda job: signal_after(job, 70, signal.SIGTERM)),
     Case(name="term", injected="SIGTERM to a rank from outside", cause="killed", said="SIGTERM"),
     Case(name="term-launcher", injected="SIGTERM to the launcher (`kill PID`)", cause="signal",
          ranks=(), said="SIGTERM", words=torchrun("wait"), meddle=send(signal.SIGTERM)),

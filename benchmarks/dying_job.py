@@ -92,6 +92,26 @@ def die_in_a_thread() -> None:
     batches.get()
 
 
+def run_out_of_gpu_memory() -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
+        "of which 1.20 GiB is free. Of the allocated memory 71.00 GiB is allocated by PyTorch, and "
+        "5.10 GiB is reserved by PyTorch but unallocated."
+    )
+
+
+def exit_in_a_thread() -> None:
+    reader = threading.Thread(target=lambda: os._exit(3), name="reader")
+    reader.start()
+    reader.join()
+
+
+def leave_a_thread() -> None:
+    batches: queue.Queue[int] = queue.Queue()
+    threading.Thread(target=lambda: sys.exit(3), name="reader").start()
+    batches.get()
+
+
 def skip_a_step() -> bool:
     try:
         raise ValueError("nan in loss")
@@ -105,6 +125,9 @@ FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "osexit": lambda: os._exit(7),
     "exit3": lambda: sys.exit(3),
+    "exit3-thread": leave_a_thread,
+    "osexit-thread": exit_in_a_thread,
+    "cuda": run_out_of_gpu_memory,
     "exit0": lambda: os._exit(0),
     "segv": lambda: ctypes.string_at(0),
     "abort": os.abort,
@@ -130,7 +153,7 @@ def train(fault: str) -> None:
         wait_for_file()
     if fault == "import" and rank == 1:
         raise ImportError("no module named flash_attn")
-    if fault == "never-meet" and restart:
+    if fault == "never-meet-first" or (fault == "never-meet" and restart):
         # Each waits in a store of its own for the others, as after a wrong address.
         store = f"file://{os.environ['DYING_SAVE']}.{rank}"
         dist.init_process_group(

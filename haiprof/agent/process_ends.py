@@ -12,12 +12,13 @@ import os
 import re
 import select
 import signal
+import stat
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from haiprof.agent.relay import LiveRank
 from haiprof.linux.cgroups import (
@@ -33,6 +34,7 @@ from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
 from haiprof.linux.procfs import command_line, environment
 from haiprof.linux.readings import Unavailable
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.writer import append_line
 
 FIRST_SCAN_S, SCAN_GROWTH, MAX_SCAN_S = 0.5, 1.4, 10.0
@@ -47,8 +49,19 @@ SETTLE_S = 0.3
 OOM_WAIT_S = 0.2
 """So long the kernel's log may be behind the death that it tells of."""
 SLURM_WAIT_S = 3.0
+_TAIL_BYTES, _TAIL_LINES, _LINE_CHARS = 1 << 14, 60, 400
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+class _Stderr(NamedTuple):
+    """The file that a process prints its errors to."""
+
+    path: str
+    device: int
+    inode: int
+    begun: int
+    """How long it was when the process was first seen."""
 
 
 class ProcessEnds:
@@ -73,6 +86,7 @@ class ProcessEnds:
         self._labels: dict[int, int] = {}
         self._reported: dict[int, tuple[int, int]] = {}
         self._cgroups: dict[int, Cgroup] = {}
+        self._stderr: dict[int, _Stderr] = {}
         self._kills: dict[Path, int] = {}
         self._log = KernelLog()
         self._others = 0
@@ -103,6 +117,8 @@ class ProcessEnds:
             for pid in found:
                 if pid not in self._seen:
                     self._watch(pid)
+            for pid in list(self._watched):  # a shell redirects its stderr before it runs the job
+                self._find_stderr(pid)
             self._seen &= known | self._watched.keys()
             self._scan_at = now + self._scan_gap_s
             self._scan_gap_s = min(self._scan_gap_s * SCAN_GROWTH, MAX_SCAN_S)
@@ -132,12 +148,20 @@ class ProcessEnds:
         label = _label(environment(pid, proc=self._root / "proc"))
         if label is not None:
             self._labels[pid] = label
+        self._find_stderr(pid)
         cgroup = memory_cgroup(pid, root=self._root)
         if cgroup is not None:
             self._cgroups[pid] = cgroup
             self._kills.setdefault(cgroup.folder, oom_kill_count(cgroup) or 0)
         self._watched[pid] = process
         self._epoll.register(process.fd, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def _find_stderr(self, pid: int) -> None:
+        """Notes the file that a process prints its errors to, if it is one."""
+        if pid not in self._stderr:
+            found = _stderr_file(pid, self._root / "proc")
+            if found is not None:
+                self._stderr[pid] = found
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -171,9 +195,9 @@ class ProcessEnds:
     ) -> dict[str, Any] | None:
         """The line about one end; None where it is of no interest."""
         pid = process.pid
-        rank, attempt = self._reported.get(pid, (self._labels.get(pid), None))
-        above = self._reported.get(process.parent or 0, (self._labels.get(process.parent or 0),))
-        helper = attempt is None and rank is not None and above[0] == rank
+        rank, attempt = self._rank_of(pid), self._reported.get(pid, (None, None))[1]
+        above = self._rank_of(process.parent or 0)
+        helper = attempt is None and rank is not None and above == rank
         if (rank is None and pid != self._job_pid) or helper:
             if how.signal is None or self._others >= OTHERS_LIMIT:
                 return None
@@ -197,7 +221,31 @@ class ProcessEnds:
             line["oom"] = self._oom(pid)
         if how.signal is not None or how.status:
             line["shm"] = _shared_memory()
+        if how.status:
+            line["stderr"] = self._last_lines(pid, rank)
         return line
+
+    def _last_lines(self, pid: int, rank: int | None) -> list[str]:
+        """What a process printed last, where its stderr is a file, as far as it is its own.
+
+        In a file that others print to as well, only torch's `[rank1]:` tells whose a line is.
+        """
+        own = self._stderr.get(pid)
+        if own is None:
+            return []
+        others = (self._rank_of(other) for other, each in self._stderr.items()
+                  if other != pid and each[1:3] == own[1:3])  # fmt: skip
+        shared = any(rank is None or other not in (None, rank) for other in others)
+        lines = [line[:_LINE_CHARS] for line in _read_tail(own).splitlines()]
+        if shared:
+            mark = f"[rank{rank}]:"
+            lines = [
+                line.removeprefix(mark).removeprefix(" ") for line in lines if line.startswith(mark)
+            ]
+        return [mask_text(line) for line in lines[-_TAIL_LINES:]]
+
+    def _rank_of(self, pid: int) -> int | None:
+        return self._reported.get(pid, (self._labels.get(pid),))[0]
 
     def _oom(self, pid: int) -> dict[str, Any] | None:
         """What the kernel says of a kill for want of memory; None where it says nothing of one."""
@@ -225,6 +273,36 @@ class ProcessEnds:
             append_line(self._events, line)
             if self._on_end is not None:
                 self._on_end(line)
+
+
+def _stderr_file(pid: int, proc: Path) -> _Stderr | None:
+    """Of a process; None where its stderr is no file (a terminal, a pipe), or cannot be seen."""
+    link = proc / str(pid) / "fd/2"
+    try:
+        found = link.stat()
+        path = os.readlink(link)
+    except OSError:
+        return None
+    is_file = stat.S_ISREG(found.st_mode)
+    return _Stderr(path, found.st_dev, found.st_ino, found.st_size) if is_file else None
+
+
+def _read_tail(printed: _Stderr) -> str:
+    """What was printed since the process was first seen, the end of it."""
+    try:
+        file = os.open(printed.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        found = os.fstat(file)
+        if (found.st_dev, found.st_ino) != (printed.device, printed.inode):
+            return ""
+        begin = max(printed.begun, found.st_size - _TAIL_BYTES)
+        return os.pread(file, _TAIL_BYTES, begin).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
 def note_job_end(

@@ -21,7 +21,7 @@ from haiprof.agent.relay import LiveRank
 from haiprof.base.medians import mean_median
 from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
-from haiprof.linux.procfs import process_state
+from haiprof.linux.procfs import TICK_NS, process_state, read_stat
 from haiprof.run_format.control import read_object
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.schema import (
@@ -64,6 +64,10 @@ PATIENCE = 5
 """Multiple of a limit in seconds before the first step (compiling and loading take long), and where
 only optimizer steps are seen (an evaluation takes long); at most `EARLY_HANG_NS` unless the limit
 itself is longer."""
+IDLE_START_NS = 120 * NS_PER_S
+"""How long the processes of a start may use no CPU, unless the limit is in seconds: most wait for
+each other in init_process_group then, whose own timeout is 10 to 30 minutes."""
+_IDLE_CORES = 0.02
 BEFORE_TIMEOUT = 0.75
 """Share of a process group's timeout after which a silence is looked at, while ranks still live."""
 ASK_NS = 60 * NS_PER_S
@@ -116,6 +120,17 @@ class Alarm:
 class _Usual(NamedTuple):
     median_ns: float
     error_ns: float
+
+
+class _Start(NamedTuple):
+    """A process that has torch, and no step."""
+
+    since_ns: int
+    """When it was first seen so."""
+    idle_ns: int
+    """Since when it has used no CPU."""
+    looked_ns: int
+    cpu_ns: int
 
 
 @dataclass
@@ -372,8 +387,8 @@ class Watch:
         self._ask_every_ns = min(patient_ns(hang_limit) // 10, ASK_NS)
         self._ask_at_ns = self._scan_at_ns = 0
         self._ranks: dict[tuple[int, int], RankWatch] = {}
-        self._starting: dict[int, int] = {}
-        """By process id: when it was first seen to have torch, and no step."""
+        self._starting: dict[int, _Start] = {}
+        """By process id."""
         self._began_ns = clock()
         self._start_ns: int | None = None
         """How long the first start took until a rank reported in; None before."""
@@ -441,36 +456,60 @@ class Watch:
 
     def _waited_for(self, node: Node, now: int, pause_ns: int) -> list[Alarm]:
         """Whether too much time has passed since the last process began, while no rank trains."""
-        self._starting = {pid: since + pause_ns for pid, since in self._starting.items()}
+        self._starting = {
+            pid: start._replace(
+                since_ns=start.since_ns + pause_ns, idle_ns=start.idle_ns + pause_ns
+            )
+            for pid, start in self._starting.items()
+        }
         if now < self._scan_at_ns:
             return []
-        self._scan_at_ns = now + self._ask_every_ns
+        self._scan_at_ns = now + min(self._ask_every_ns, IDLE_START_NS // 4)
         found = node.starting()
         stopped = found and all(self._is_stopped(process.pid) for process in found)
         before = {} if stopped else self._starting
-        self._starting = {process.pid: before.get(process.pid, now) for process in found}
-        silent_ns = now - max(self._starting.values(), default=now)
-        limit_ns = self._start_limit_ns()
-        if silent_ns <= limit_ns:
+        self._starting = {
+            process.pid: self._look_at_start(process.pid, before.get(process.pid), now)
+            for process in found
+        }
+        since_ns = max((start.since_ns for start in self._starting.values()), default=now)
+        idle_ns = now - max((start.idle_ns for start in self._starting.values()), default=now)
+        silent_ns, limit_ns = now - since_ns, self._start_limit_ns()
+        idle = idle_ns > (round(self._hang_limit.seconds * NS_PER_S) or IDLE_START_NS)
+        if silent_ns <= limit_ns and not idle:
             self._hangs = False
             return []
         if self._hangs:
             return []
         self._hangs = True
-        earlier = "" if self._start_ns is None else \
-            f"; the start before took {duration_text(self._start_ns)}"  # fmt: skip
         said = "1 process has" if len(found) == 1 else f"{len(found)} processes have"
+        why = f"limit {duration_text(limit_ns)}"
+        if self._start_ns is not None:
+            why += f"; the start before took {duration_text(self._start_ns)}"
+        if idle:
+            why = (
+                f"at most {ratio_text(_IDLE_CORES)} of a core was used for {duration_text(idle_ns)}"
+            )
         return [
             Alarm(
                 trigger="hang",
                 rank=found[0].rank,
                 step=None,
-                since_mono_ns=now - silent_ns,
+                since_mono_ns=now - (idle_ns if idle else silent_ns),
                 reason=f"no first step for {duration_text(silent_ns)} since {said} loaded torch "
-                f"(limit {duration_text(limit_ns)}{earlier})",
+                f"({why})",
                 numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
             )
         ]
+
+    def _look_at_start(self, pid: int, before: _Start | None, now: int) -> _Start:
+        fields = read_stat(self._proc.parent, pid) or [b"0"] * 13
+        cpu_ns = sum(map(int, fields[11:13])) * TICK_NS
+        if before is None:
+            return _Start(since_ns=now, idle_ns=now, looked_ns=now, cpu_ns=cpu_ns)
+        busy = cpu_ns - before.cpu_ns > _IDLE_CORES * (now - before.looked_ns)
+        idle_ns = now if busy else before.idle_ns
+        return before._replace(idle_ns=idle_ns, looked_ns=now, cpu_ns=cpu_ns)
 
     def _start_limit_ns(self) -> int:
         """How long a start may take: ranks that are started again had shown how long they need."""

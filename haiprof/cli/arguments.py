@@ -105,7 +105,8 @@ def the_job(name: str | None, named: list[Path] | None) -> RunningJob:
         UsageError: Several fit, or none is named and several run.
     """
     from haiprof.base.errors import RunNotFoundError, UsageError
-    from haiprof.live.find import find_job, running_jobs
+    from haiprof.base.messages import print_message
+    from haiprof.live.find import find_job, job_names, running_jobs
 
     if name is not None:
         return find_job(name, log_dirs(named))
@@ -116,8 +117,9 @@ def the_job(name: str | None, named: list[Path] | None) -> RunningJob:
             hint="start one: haiprof train.py; or name a run directory",
         )
     if len(jobs) > 1:
-        known = ", ".join(job.id for job in jobs)
-        raise UsageError(f"several jobs run: {known}", hint="name one of them")
+        raise UsageError(f"several jobs run: {job_names(jobs)}", hint="name one of them")
+    print_message(f"{job_names(jobs)}: the only running job found here; others are chosen by name, "
+                  "process id or run directory, and listed by haiprof ls --live")  # fmt: skip
     return jobs[0]
 
 

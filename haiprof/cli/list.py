@@ -30,8 +30,7 @@ LIMIT_S = 0.5
 def list_runs(directory: LogDir = None, everything: All = False, as_json: AsJson = False) -> None:
     """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
 
-    `haiprof ls --live` watches the jobs that run now, `haiprof ls --running` lists them once; each
-    has a --help of its own.
+    `haiprof ls --live` watches the jobs that run now, and has a --help of its own.
 
     For example:
 

@@ -38,8 +38,7 @@ COMMANDS = {
                     "view:view"),
     "list": Command("ls", "[DIR]", "the recorded runs; --live: the jobs that run now",
                     "list:list_runs"),
-    "ps": Command("ls --running", "", "the jobs that run now, once", "ps:ps"),
-    "top": Command("ls --live", "[JOB]", "the jobs that run now, in the terminal until you quit",
+    "top": Command("ls --live", "[JOB]", "the jobs that run now; --once: one look",
                    "top:top"),
     "snapshot": Command("snapshot", "[JOB]", "what every rank does now, and which one blocks",
                         "snapshot:snapshot"),
@@ -103,6 +102,7 @@ COMMANDS = {
                    "mcp:mcp"),
     "skill": Command("skill", "[DIR]", "writes SKILL.md: how an agent works with haiprof",
                      "skill:skill"),
+    "ps": Command("ls --running", "", "", "ps:ps"),
     "diagnose": Command("verdict", "", "", "verdict:verdict"),
 }  # fmt: skip
 """By the name of the last release, which still works; code uses these names, too."""
@@ -122,11 +122,11 @@ GROUPS = {
         "mlflow", "put", "mcp", "skill",
     ),
     "Prepare": ("submit", "try-loader", "doctor"),
-    "Other forms": ("view", "ps", "fetch"),
+    "Other forms": ("view", "fetch"),
 }  # fmt: skip
 """The commands by what one wants to do, as `haiprof --help-all` lists them."""
 
-OTHER_NAMES = ("diagnose",)
+OTHER_NAMES = ("diagnose", "ps")
 """Of a command that is in a group."""
 _BY_WORDS = {command.words: name for name, command in reversed(COMMANDS.items())}
 GROUP_NAMES = ("trace",)

@@ -1,4 +1,4 @@
-"""`haiprof ls --running`: the jobs that run under haiprof now."""
+"""`haiprof ls --live --once`: the jobs that run under haiprof now."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = 
 
     For example:
 
-      haiprof ls --running                            this node, and ./haiprof-logs
-      haiprof ls --running --log-dir /shared/logs     also the jobs that write there
-      haiprof ls --running --verdict                  with what makes each of them slow
-      haiprof ls --running --json | jq '.jobs[] | {id, step, step_ns}'
+      haiprof ls --live --once                        this node, and ./haiprof-logs
+      haiprof ls --live --once --log-dir /shared/logs also the jobs that write there
     """
     from haiprof.live.find import running_jobs
 

@@ -191,7 +191,7 @@ def _submit(spec: JobSpec, on: str, log_dir: Path, output: Output, *, wait: bool
     if output.json:
         output.show(lambda _: "", result)
     if status is None:
-        output.hint(f"next: haiprof ls --running; tail -f {shlex.quote(str(job.log))}")
+        output.hint(f"next: haiprof ls --live; tail -f {shlex.quote(str(job.log))}")
     output.hint(f"{'' if status is not None else 'then: '}haiprof verdict {job.target}")
     return status or 0
 

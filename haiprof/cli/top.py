@@ -19,36 +19,49 @@ if TYPE_CHECKING:
     from haiprof.show.views.jobs import Selection
 
 REFRESH_S = 1.0
+Once = Annotated[
+    bool, Opt("--once", "Print one frame and end, as where the output is no terminal.")
+]
 Follow = Annotated[bool, Opt("--follow", "With --json: one line each second until the job ends.")]
 
 
 def top(
-    job: JobName = None, follow: Follow = False, log_dir: LogDirs = None, as_json: AsJson = False
+    job: JobName = None,
+    once: Once = False,
+    follow: Follow = False,
+    log_dir: LogDirs = None,
+    as_json: AsJson = False,
 ) -> None:
     """Watch running jobs: steps, their time and split, CPU and GPU, each rank, the verdict so far.
 
-    Keys: up and down choose a job or a rank, enter looks at it, q goes back and leaves. Where the
-    output is no terminal, one frame is printed.
+    Looks at the processes of this node, and below the log directory for jobs of other nodes. Keys:
+    up and down choose a job or a rank, enter looks at it, q goes back and leaves.
 
     For example:
 
       haiprof ls --live                      all jobs of this node
+      haiprof ls --live --once               them once, with their process ids
       haiprof ls --live train.py             one of them, its ranks
       haiprof ls --live train.py --json --follow | jq .step_ns
     """
     from haiprof.cli.own_command import own_command
+    from haiprof.cli.ps import ps
     from haiprof.live.find import find_job
     from haiprof.live.follow import Watch
     from haiprof.show.views.jobs import JOBS, RANKS, Selection
 
+    is_live = not (as_json or once) and sys.stdout.isatty()
+    if job is None and not (is_live or as_json):
+        ps(log_dir=log_dir)
+        return
     found = None if job is None else find_job(job, log_dirs(log_dir))
-    wants_verdicts = _is_live(as_json) or follow
+    wants_verdicts = is_live or follow
     watch = Watch(log_dirs(log_dir), found, subcommand=own_command if wants_verdicts else None)
     selection = Selection(level=JOBS if found is None else RANKS, alone=found is not None)
     try:
         if as_json and follow:
             _lines(watch)
-        elif _is_live(as_json):
+        elif is_live:
             _live(watch, selection, stdout_console())
         else:
             _once(watch, selection, as_json)
@@ -56,12 +69,8 @@ def top(
         watch.stop()
 
 
-def _is_live(as_json: bool) -> bool:
-    return not as_json and sys.stdout.isatty()
-
-
 def _once(watch: Watch, selection: Selection, as_json: bool) -> None:
-    """One frame, as `ps` would print it."""
+    """One frame."""
     from haiprof.show.terminal import shows_colors
     from haiprof.show.views.jobs import top_view
 

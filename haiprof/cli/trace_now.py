@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 DEFAULT_FOLDER = Path("haiprof-traces")
 
 
-def find_kineto_job(job: str | None, named: list[Path] | None, *, backend: str) -> KinetoJob | None:
+def find_kineto_job(name: str, named: list[Path] | None, *, backend: str) -> KinetoJob | None:
     """The job, where it is traced through Kineto's side; None where haiprof's hook traces it."""
     from haiprof.live.kineto_processes import kineto_job
 
-    name = job if job is not None else str(the_job(None, named).run.root)
     return kineto_job(name, log_dirs(named), backend=backend, progress=print_message)
 
 
@@ -130,6 +129,7 @@ def trace_now(
         "memory": memory, "flops": flops, "modules": modules, "sync": sync,
         "execution_trace": execution_trace,
     }  # fmt: skip
+    job = str(the_job(None, log_dir).run.root) if job is None else job
     wanted = parse_ranks(ranks)
     wanted_ranks = None if wanted is None else tuple(sorted(wanted))
     kineto_job = find_kineto_job(job, log_dir, backend=backend)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
-from haiprof.base.units import NS_PER_S
+from haiprof.base.units import duration_text
 from haiprof.run_analysis.lateness import Arrivals
 from haiprof.run_analysis.ledger import COLLECTION, TimeTable, spikes
 from haiprof.run_analysis.lines import wilson
@@ -469,8 +469,7 @@ def _block_count(series: Floats) -> int:
 def _spike_text(step: Ints, series: Floats, spiked: Bools) -> str:
     at = step[spiked]
     paid = float(series[spiked].mean())
-    period = _period(at)
-    time = f"{paid / 1e6:.3g} ms" if paid < NS_PER_S else f"{paid / NS_PER_S:.3g} s"
+    period, time = _period(at), duration_text(paid)
     if period:
         return f"every {_ordinal(period)} step, {time}"
     return f"in {len(at)} of {len(series)} steps, {time}"

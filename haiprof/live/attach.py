@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -379,7 +380,9 @@ def attach_sampling(
     agent.start()
     began = time.time_ns()
     try:
-        progress(f"looking at {len(processes)} processes from outside for {request.time_s:g} s")
+        named = "; ".join(f"{p.pid} ({shlex.join(p.command)[:60]})" for p in processes[:4])
+        more = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
+        progress(f"looking from outside for {request.time_s:g} s at {named}{more}")
         began_s = time.monotonic()
         seen = sample_stacks(processes, run, seconds=request.time_s)
         left = request.time_s - (time.monotonic() - began_s)

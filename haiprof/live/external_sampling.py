@@ -42,7 +42,7 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
         raise RunNotFoundError(
             f"{name}: no process of yours that has PyTorch loaded"
             + ("" if name.isdigit() else ", and no job of that name"),
-            hint="haiprof ls --running lists jobs under haiprof; or name a process id",
+            hint="haiprof ls --live lists jobs under haiprof; or name a process id",
         )
     return ranks
 
@@ -81,7 +81,7 @@ def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> 
 def _check_owner(pid: int, proc: Path) -> None:
     uid = user_id(pid, proc=proc)
     if uid is None:
-        raise RunNotFoundError(f"no process {pid}", hint="haiprof ls --running lists running jobs")
+        raise RunNotFoundError(f"no process {pid}", hint="haiprof ls --live lists running jobs")
     if uid != os.getuid():
         raise UsageError(f"process {pid} belongs to another user (uid {uid})")
 

@@ -78,12 +78,12 @@ def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc"))
         fits = [j for j in jobs if j.run.root in roots or j.manifest.launcher_pid == int(name)]
     if len(fits) == 1:
         return fits[0]
-    known = _names(fits or jobs)
+    known = job_names(fits or jobs)
     if fits:
         raise UsageError(f"{name!r} is the name of several running jobs: {known}")
     raise RunNotFoundError(
         f"no running job {name!r}" + (f"; running: {known}" if known else ""),
-        hint="haiprof ls --running lists them; name a run directory for one on another node",
+        hint="haiprof ls --live lists them; name a run directory for one on another node",
     )
 
 
@@ -125,7 +125,8 @@ def _running(run: RunPaths, proc: Path) -> RunningJob | None:
     return RunningJob(run=run, manifest=manifest)
 
 
-def _names(jobs: Sequence[RunningJob]) -> str:
+def job_names(jobs: Sequence[RunningJob]) -> str:
+    """`train-20261121-201146-0ac3 (pid 4711); ...`: what names running jobs, a few of them."""
     names = [f"{job.id} (pid {job.pid})" for job in jobs[:_NAMED]]
     return "; ".join([*names, f"and {len(jobs) - _NAMED} more"] if len(jobs) > _NAMED else names)
 

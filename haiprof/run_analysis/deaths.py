@@ -16,6 +16,7 @@ from haiprof.run_analysis.end_evidence import (
     accused_ranks,
     behind,
     inner_error,
+    is_certain,
     is_launchers,
     kind_of,
     knows_exit,
@@ -371,7 +372,7 @@ class _Case:
         who = f"all {len(ranks)} ranks" if every else who
         together = " together, of the same" if len(ranks) > 1 else ""
         return self._death(kind, ranks, f"{who} {verb}{together}: {what}", what=what, end=first,
-                           certain=kind != "exit" or knows_exit(first))  # fmt: skip
+                           certain=is_certain(first))  # fmt: skip
 
     def _alike(self, end: ProcessEnd, first: ProcessEnd) -> bool:
         """Whether two ends are the same failure at nearly the same time."""
@@ -555,7 +556,8 @@ class _Case:
         """No rank failed: the launcher itself did, or the job before any rank was known."""
         manifest = self.evidence.files.manifest
         for end in self.evidence.ends:
-            if end.rank is None and end.error is not None and not is_launchers(end.error):
+            own = end.error is not None and not end.is_printed and not is_launchers(end.error)
+            if end.rank is None and own:
                 what = what_happened(end)
                 own = end.ran_out_of_gpu_memory or end.is_terminated
                 cause = kind_of(end) if own else "launcher"
@@ -565,7 +567,8 @@ class _Case:
             if first and end.over and not end.clean:
                 what = what_happened(end)
                 headline = f"the job died before a rank had reported in: {what}"
-                return self._death(kind_of(end), (), headline, what=what, end=end)
+                return self._death(kind_of(end), (), headline, what=what, end=end,
+                                   certain=is_certain(end))  # fmt: skip
         return None
 
     # -- putting it together --------------------------------------------------------------------

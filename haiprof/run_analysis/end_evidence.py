@@ -12,7 +12,7 @@ import polars as pl
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.process_ends import Error, ProcessEnd
+from haiprof.run_analysis.process_ends import FILE_LINE, Error, ProcessEnd
 from haiprof.run_analysis.run_files import (
     RankFiles,
     RunFiles,
@@ -52,9 +52,6 @@ _LAUNCHERS_ERRORS = (
     "CalledProcessError", "RendezvousClosedError",
 )  # fmt: skip
 _ACCUSED = re.compile(r"[Rr]anks? ([\d, ]+?) (?:failed to pass|did not pass|failed to report)")
-_FILE_LINE = re.compile(
-    r'File "([^"\n]+)", line (\d+), in (\S+)(?:[ \t]*\n[ \t]+(?!File ")(\S[^\n]*))?'
-)
 _ERROR = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit)\b")
 _OUT_OF_MEMORY = re.compile(
     r"MemoryError|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|out of memory|"
@@ -131,7 +128,8 @@ def what_happened(end: ProcessEnd) -> str:
         exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
         via = f", and exited with status {end.status}" if exits and end.status else ""
         way = f"it aborted itself{_by_signal(end)}: " if end.is_terminated else ""
-        return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
+        by = "; known by its last lines on stderr" if end.is_printed else ""
+        return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}{by}"
     if end.oom:
         oom = end.oom or {}
         held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
@@ -148,8 +146,15 @@ def what_happened(end: ProcessEnd) -> str:
         way = (
             "" if end.closed else " without Python's own exit (os._exit, native code, or no memory)"
         )
-        return f"it ended with exit status {end.status}{way}; why is not known"
+        last = next((line.strip() for line in reversed(end.printed) if line.strip()), "")
+        said = f"; its last line on stderr: {last[:160]}" if last else ""
+        return f"it ended with exit status {end.status}{way}; why is not known{said}"
     return "it is gone and left no report: killed, or its machine was lost"
+
+
+def is_certain(end: ProcessEnd) -> bool:
+    """Whether the cause of an end was seen: what was printed may be about something else."""
+    return not end.is_printed and (kind_of(end) != "exit" or knows_exit(end))
 
 
 def knows_exit(end: ProcessEnd) -> bool:
@@ -177,7 +182,7 @@ def inner_error(error: Error) -> tuple[str, str, str]:
     said = next((line for line in reversed(lines) if _ERROR.match(line)), "")
     places = [
         (file, line, function, source)
-        for file, line, function, source in _FILE_LINE.findall(error.message)
+        for file, line, function, source in FILE_LINE.findall(error.message)
         if not is_library(file, function)
     ]
     if not places:

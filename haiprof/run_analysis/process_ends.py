@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -29,7 +30,12 @@ from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame,
 
 _UNCAUGHT_LIMIT = 1 << 20
 _ENTRY_LIMIT, _CHAIN_LIMIT = 8, 8
+_LINE_LIMIT, _LINE_CHARS = 60, 400
 _FIELD_CHARS = 8_000
+FILE_LINE = re.compile(
+    r'File "([^"\n]+)", line (\d{1,9}), in (\S+)(?:[ \t]*\n[ \t]+(?!File ")(\S[^\n]*))?'
+)
+"""A frame of a printed traceback: file, line, function, and the source below it."""
 _SAME_FAILURE_NS = 60_000_000_000
 """An allocation that failed longer before an exception was another one, which the job caught."""
 
@@ -66,7 +72,8 @@ class Uncaught:
     """Exceptions of one process, in the order in which they came."""
 
     how: str
-    """`exception`, `exit` (SystemExit), `terminate` (C++), or `thread`, which ends no process."""
+    """`exception`, `exit` (SystemExit), `terminate` (C++), `thread`, which ends no process, or
+    `printed`: only its last lines on stderr tell of it."""
     thread: str | None
     wall_ns: int | None
     errors: tuple[Error, ...]
@@ -110,6 +117,8 @@ class ProcessEnd:
     shm: Mapping[str, Any] | None = None
     """`used_bytes` and `total_bytes` of /dev/shm after it ended."""
     uncaught: tuple[Uncaught, ...] = ()
+    printed: tuple[str, ...] = ()
+    """Its last lines on stderr, where that is a file and they are known to be its own."""
     gpu_memory: GpuOutOfMemory | None = None
     """The last allocation on its GPU that failed, whether it died of that or not."""
     step: int | None = None
@@ -125,6 +134,11 @@ class ProcessEnd:
     def is_terminated(self) -> bool:
         """Whether a C++ exception ended it that nothing caught."""
         return self.failure is not None and self.failure.how == "terminate"
+
+    @property
+    def is_printed(self) -> bool:
+        """Whether only its last lines on stderr tell of the exception that ended it."""
+        return self.failure is not None and self.failure.how == "printed"
 
     @property
     def ran_out_of_gpu_memory(self) -> bool:
@@ -201,7 +215,7 @@ def process_ends(files: RunFiles) -> list[ProcessEnd]:
             _take_end(found, node.host, line)
     ends = [ProcessEnd(host=host, pid=pid, uncaught=draft.uncaught, **_known_fields(draft.facts))
             for (host, pid), draft in found.items()]  # fmt: skip
-    ends = [_add_torch_numbers(end) for end in ends]
+    ends = [_add_torch_numbers(_add_printed(end)) for end in ends]
     ends = _place_generations([_without_helpers(end, ends) for end in ends])
     return sorted(ends, key=lambda e: (e.rank is None, e.rank or 0, e.generation, e.host, e.pid))
 
@@ -344,6 +358,12 @@ def _take_end(found: dict[tuple[str, int], _Draft], host: str, line: Mapping[str
         core=line.get("core") is True,
         **{name: line[name] for name in ("oom", "shm") if isinstance(line.get(name), dict)},
     )
+    if "stderr" in line:
+        facts["printed"] = tuple(
+            each[:_LINE_CHARS]
+            for each in entries(line["stderr"])[-_LINE_LIMIT:]
+            if isinstance(each, str)
+        )
     facts.setdefault("rank", integer(line.get("rank")))
     facts["parent"] = facts.get("parent") or integer(line.get("parent"))
     facts["helper"] = facts.get("helper") or line.get("helper") is True
@@ -356,6 +376,33 @@ def _known_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
     if not facts.get("known_generation"):
         kept["generation"] = -1
     return kept
+
+
+_PRINTED_ERROR = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?$")
+
+
+def _add_printed(end: ProcessEnd) -> ProcessEnd:
+    """Adds the last traceback on stderr, where a process failed and nothing else tells of what."""
+    begun = [at for at, line in enumerate(end.printed) if line.startswith("Traceback (most recent")]
+    if not begun or not end.status or end.exited or end.failure is not None:
+        return end
+    lines = end.printed[begun[-1] + 1 :]
+    at = next((at for at, line in enumerate(lines) if not line.startswith(" ")), None)
+    said = None if at is None else _PRINTED_ERROR.match(lines[at])
+    if at is None or said is None:
+        return end
+    places = [
+        ((file, int(line), function), source)
+        for file, line, function, source in FILE_LINE.findall("\n".join(lines[:at]))
+    ]
+    frames = tuple(frame for frame, _ in places)
+    own = own_frame(frames)
+    source = next((source for frame, source in places if frame == own), "")
+    message = "\n".join([said[2] or "", *lines[at + 1 :]]).strip()
+    error = Error(type=said[1], message=message[:_FIELD_CHARS], line=own, source=source,
+                  frames=frames)  # fmt: skip
+    printed = Uncaught(how="printed", thread=None, wall_ns=None, errors=(error,))
+    return replace(end, uncaught=(*end.uncaught, printed))
 
 
 def _add_torch_numbers(end: ProcessEnd) -> ProcessEnd:

@@ -25,7 +25,7 @@ SHOWN_FATES = 12
 _FRAMES = 12
 WORDS = {
     "exception": "exception", "out_of_memory": "out of memory", "killed": "killed",
-    "crash": "crash", "exit": "exit", "early_exit": "early exit", "hang": "hang",
+    "crash": "crash", "exit": "exit status", "early_exit": "early exit", "hang": "hang",
     "mismatch": "collective mismatch", "node_lost": "node lost", "never_started": "not started",
     "shared_memory_full": "/dev/shm full", "disk_full": "disk full", "time_limit": "time limit",
     "cancelled": "cancelled", "signal": "signal", "interrupted": "interrupted",
@@ -38,8 +38,8 @@ def death_block(verdict: Verdict) -> RenderableType:
     """What stands below the headline of a run that died."""
     death = verdict.death
     assert death is not None
-    head = Text("critical", style="bold red")
-    head.append(f"  {WORDS.get(death.cause, death.cause)}", style="bold")
+    head = Text("cause", style="bold red")
+    head.append(f"     {WORDS.get(death.cause, death.cause)}", style="bold")
     head.append("" if death.certain else "  likely, not proved", style="dim")
     parts: list[RenderableType] = [head]
     if death.source:
@@ -73,7 +73,7 @@ def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
     order = ("cause", "victim", "stopped", "absent", "unknown", "clean")
     found: dict[tuple[str, str], list[Fate]] = {}
     for fate in sorted(death.fates, key=lambda f: (order.index(f.role), f.ended_ns or 0)):
-        found.setdefault((fate.role, _fate_text(fate)), []).append(fate)
+        found.setdefault((fate.role, _fate_text(fate, death.headline)), []).append(fate)
     for (role, what), fates in found.items():
         times = [f.ended_ns - death.died_ns for f in fates if f.ended_ns and death.died_ns]
         later = max(times, default=0)
@@ -81,13 +81,14 @@ def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
         yield ranks_text([f.rank for f in fates]), role, what + when
 
 
-def _fate_text(fate: Fate) -> str:
-    text = fate.what
-    if fate.waited_in and fate.role != "cause":
-        text = f"waited in {fate.waited_in}, {text}"
-    if fate.role == "cause" and fate.step is not None:
-        text += f", last step recorded {fate.step}"
-    return text
+def _fate_text(fate: Fate, headline: str) -> str:
+    is_cause = fate.role == "cause"
+    parts = [
+        f"waited in {fate.waited_in}" if fate.waited_in and not is_cause else "",
+        "" if is_cause and fate.what in headline else fate.what,  # said once
+        f"last step recorded {fate.step}" if is_cause and fate.step is not None else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _death_lines(verdict: Verdict) -> Iterator[str]:

@@ -138,7 +138,7 @@ def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
         start_ns=start,
         host_end_ns=min(end, _last_gpu_end(trace, end)),
         thread=thread,
-        label="the whole trace",
+        label="from the first to the last event",
     )
 
 

@@ -43,6 +43,8 @@ class DeviceComparison:
     after_busy_ns: float
     before_step_ns: float
     after_step_ns: float
+    on_device: bool
+    """Whether both are of GPUs; else the host's training threads are compared."""
     is_different: bool
     """Whether the busy time differs, by more than chance where several steps tell."""
     rows: tuple[ComparedRow, ...]
@@ -64,14 +66,17 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
         old, new = (each.get(activity, 0.0) for each in activities)
         of = IDLE_TIME if activity.startswith(IDLE) else OTHER
         rows.append(ComparedRow(of=of, role=activity, before_ns=old, after_ns=new))
-    old, new = (
-        sum(account.ns_per_step for account in each.ledger.accounts if _is_busy(account))
+    on_device = before.on_device and after.on_device
+    busy = [
+        [a for a in each.ledger.accounts if (_is_busy(a) if on_device else a.needed)]
         for each in sides
-    )
-    unsure = sum(_half_width(each.ledger.accounts) for each in sides)
+    ]
+    old, new = (sum(account.ns_per_step for account in each) for each in busy)
+    unsure = sum(map(_half_width, busy))
     return DeviceComparison(
         before_busy_ns=old, after_busy_ns=new,
         before_step_ns=before.ledger.mean_ns, after_step_ns=after.ledger.mean_ns,
+        on_device=on_device,
         is_different=abs(new - old) > max(unsure, _EQUAL_RATIO * max(old, new)),
         rows=tuple(sorted(rows, key=lambda row: -abs(row.difference_ns))),
     )  # fmt: skip
@@ -117,7 +122,5 @@ def _by_activity(accounts: Iterable[Account]) -> dict[str, float]:
 
 
 def _half_width(accounts: Iterable[Account]) -> float:
-    """Half of the interval in which the busy time lies, accounts taken as independent."""
-    return math.sqrt(sum(
-        ((account.high_ns - account.low_ns) / 2) ** 2 for account in accounts if _is_busy(account)
-    ))  # fmt: skip
+    """Half of the interval in which their sum lies, accounts taken as independent."""
+    return math.sqrt(sum(((each.high_ns - each.low_ns) / 2) ** 2 for each in accounts))

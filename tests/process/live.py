@@ -144,7 +144,7 @@ class LiveJob:
         return found
 
     def listed(self) -> dict[str, Any]:
-        """What `haiprof ls --running` says of it."""
+        """What `haiprof ls --live` says of it."""
         jobs = self.ask("ps")["jobs"]
         own: dict[str, Any] = next(job for job in jobs if job["path"] == str(self.run.root))
         return own

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.run_analysis.deaths import Death
-from tests.process.jobs import REPOSITORY, TWO_RANKS, Job, run_job
+from tests.process.jobs import PYTHON, REPOSITORY, TWO_RANKS, Job, run_job
 from tests.sampling import first_of
 
 pytestmark = pytest.mark.slow
@@ -203,3 +203,50 @@ def test_rank_below_torchrun_that_is_killed_is_named_and_not_its_victim(tmp_path
     assert {fate.rank: fate.role for fate in death.fates}[0] in ("victim", "stopped")
     lines = [line for line in job.stderr.splitlines() if line.startswith("haiprof:")]
     assert "rank 1 died first: killed (SIGKILL)" in lines[-1], "the cause is the last line"
+
+
+PRINTS = """
+import os, sys, time
+import torch
+parameter = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([parameter], lr=.1)
+def allocate():
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+for number in range(20):
+    parameter.sum().backward()
+    optimizer.step()
+    time.sleep(.1)
+print("license server lost", file=sys.stderr, flush=True)
+os._exit(3) if sys.argv[1] == "exit" else allocate()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "cause", "said"),
+    [
+        (
+            "python -I",
+            "out_of_memory",
+            "prints.py:7 in allocate); known by its last lines on stderr",
+        ),
+        ("python", "exit", "why is not known; its last line on stderr: license server lost"),
+    ],
+)
+def test_last_lines_on_stderr_tell_of_a_death_that_nothing_else_tells_of(
+    tmp_path: Path, command: str, cause: str, said: str
+) -> None:
+    script = tmp_path / "prints.py"
+    script.write_text(PRINTS)
+    line = f"exec {command.replace('python', PYTHON)} {script} {cause} 2> printed"
+    bare, job = (
+        run_job(["sh", "-c", line], folder=tmp_path / name, haiprof=name == "haiprof")
+        for name in ("bare", "haiprof")
+    )
+    death = died(job)
+    assert death is not None
+    assert death.cause == cause
+    assert not death.certain
+    assert said in death.headline
+    assert job.returncode == bare.returncode
+    printed = [(each.folder / "printed").read_bytes() for each in (bare, job)]
+    assert printed[0] == printed[1]

@@ -326,7 +326,7 @@ def test_caller_that_gives_up_must_mean_the_group(tmp_path: Path) -> None:
 
 
 def _listed_pids(one: Launched) -> list[int]:
-    """What `haiprof ls --running` tells somebody to signal."""
+    """What `haiprof ls --live` tells somebody to signal."""
     done = run_command(["ps", "--json", "--log-dir", str(one.logs)], folder=one.folder)
     assert done.returncode == 0, done.stderr
     jobs = json.loads(done.stdout)["jobs"]

@@ -406,7 +406,7 @@ class SubmittedJob:
 
     on: str
     id: str
-    """As `haiprof ls --running` (here) or Slurm calls it."""
+    """As `haiprof ls --live` (here) or Slurm calls it."""
     log: Path
     target: Path
     """What `haiprof verdict` takes: the run directory, or the log directory where it is below."""

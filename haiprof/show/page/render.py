@@ -265,7 +265,7 @@ def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
         yield "collectives", "Collectives"
     pictures = [each for each in traces.pictures if each.name != "trace-memory"]
     if pictures or any(table.rows for table in traces.kernels) or traces.notes:
-        yield "kernels", "Kernels"
+        yield "kernels", traces.title
     if traces.operators:
         yield "operators", "Operators"
     if traces.functions:

@@ -74,7 +74,8 @@ def phase_table(steps: pl.DataFrame) -> PageTable:
         times, device = steps[f"{phase}_host_ns"], steps[f"{phase}_device_ns"]
         spread = [times.quantile(q) for q in (0.05, 0.5, 0.95)]
         known = [number(value) for value in (*spread, times.max(), device.median())]
-        rows.append((phase, *map(duration_text, known)))
+        if times.count() or device.count():
+            rows.append((phase, *map(duration_text, known)))
     shown = len(head) - all(row[-1] == MISSING for row in rows)
     return text_table(
         "Times of phases", head[:shown], [row[:shown] for row in rows], left=("phase",)

@@ -103,6 +103,11 @@ class TraceSections:
     missing: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """Of the section with the tables and pictures: a job without a GPU has no kernels."""
+        return "Kernels" if self.operators else "Traced steps"
+
 
 def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
     """Reads the last window of a run's traces; failures are noted, never raised."""
@@ -131,12 +136,14 @@ def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
     missing += [each for report in reports for each in report.missing.items()]
     kernels = tuple(table for report in reports for table in report_tables(report))
     functions = try_to_read("functions", lambda: _sections(function_reports(questions.patterns())))
+    missing += [(f"functions, {each.title}", why) for each in functions if not each.tables
+                for why in each.missing]  # fmt: skip
     memory = try_to_read("memory", read_memory)
     return TraceSections(
         kernels=kernels,
         pictures=page_pictures(questions)[0] if kernels else (),
         operators=try_to_read("operators", lambda: _operator_tables(questions)),
-        functions=functions,
+        functions=tuple(each for each in functions if each.tables),
         memory=memory,
         missing=tuple((what.replace("_", " "), _short(why, run)) for what, why in missing),
         notes=tuple(_short(note, run) for report in reports for note in report.notes),
@@ -155,22 +162,21 @@ def _short(text: str, run: RunPaths) -> str:
 
 
 def _operator_tables(questions: TraceQuestions) -> Iterator[PageTable]:
-    """Operators by own time, and nn.Modules by the GPU time that they launched, over all ranks.
+    """Operators and nn.Modules by the GPU time that they launched; none without a GPU.
 
-    The GPU's columns are shown only where a GPU was traced.
+    Operators by their time on the host are in the report's tables.
     """
     by_operator, launched = questions.operator_kernels(), questions.kernel_operators()
-    columns = [("operator", "operator"), ("call_count", "calls"), ("cpu_self_ns", "CPU, itself"),
-               ("cpu_total_ns", "CPU, with what it calls")]  # fmt: skip
-    order = "cpu_self_ns"
-    if launched.height:
-        columns += [("kernel_count", "kernels"), ("gpu_self_ns", "GPU, itself"),
-                    ("gpu_total_ns", "GPU, with what it calls")]  # fmt: skip
-        order = "gpu_self_ns"
+    columns = [
+        ("operator", "operator"), ("call_count", "calls"), ("cpu_self_ns", "CPU, itself"),
+        ("cpu_total_ns", "CPU, with what it calls"), ("kernel_count", "kernels"),
+        ("gpu_self_ns", "GPU, itself"), ("gpu_total_ns", "GPU, with what it calls"),
+    ]  # fmt: skip
     names = [name for name, _ in columns[1:]]
     summed = by_operator.drop_nulls("operator").group_by("operator").agg(pl.col(names).sum())
-    ordered = summed.sort(order, "cpu_self_ns", "operator", descending=[True, True, False])
-    if ordered.height:
+    order = ("gpu_self_ns", "cpu_self_ns", "operator")
+    ordered = summed.sort(*order, descending=[True, True, False])
+    if ordered.height and launched.height:
         yield page_table("Operators", ordered, columns, limit=_OPERATOR_LIMIT, note=_SUMMED)
     modules = launched.drop_nulls("module").group_by("module")
     times = modules.agg(kernel_count=pl.len(), gpu_ns=pl.col("dur_ns").sum())

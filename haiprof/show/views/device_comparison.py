@@ -32,11 +32,12 @@ def device_comparison_view(found: DeviceComparison, *, width: int) -> Renderable
             _change_text(row.difference_ns),
             _shorten(printable(_row_text(row)), width - _NUMBERS_WIDTH),
         )  # fmt: skip
+    device = "device" if found.on_device else "host"
     step = f"step {span_text(found.before_step_ns, found.after_step_ns)}"
     return Group(
         Text(printable(comparison_headline(found)), style="bold"),
-        Text(f"per step of the device; {step}", style="dim"),
-        section("What the device did, the largest change first", table),
+        Text(f"per step; {step}", style="dim"),
+        section(f"What the {device} did, the largest change first", table),
     )
 
 
@@ -47,9 +48,11 @@ def device_comparison_data(found: DeviceComparison) -> dict[str, Any]:
 
 def comparison_headline(found: DeviceComparison) -> str:
     """`GPU busy 2.00 to 0.04 ms: aten::convolution`."""
+    span = span_text(found.before_busy_ns, found.after_busy_ns)
     if not found.is_different:
-        return f"GPU equally busy: {span_text(found.before_busy_ns, found.after_busy_ns)}"
-    busy = f"GPU busy {span_text(found.before_busy_ns, found.after_busy_ns)}"
+        same = "GPU equally busy" if found.on_device else "the host's operators take equally long"
+        return f"{same}: {span}"
+    busy = f"GPU busy {span}" if found.on_device else f"the host's operators take {span}"
     whole = found.after_busy_ns - found.before_busy_ns
     named = [
         _name_row(row) for row in found.rows

@@ -137,12 +137,14 @@ def headline(found: DeviceLedger) -> str:
         of = f"of {duration_text(ledger.mean_ns)} a step"
         if isinstance(largest, DeviceOperator):
             return f"{_phrase(found, largest)}: {duration_text(largest.ns_per_step)} {of}"
-        said = f"{_phrase(found, largest, subject)}: {duration_text(largest.gain_ns)} {of}"
+        said = f"{_phrase(found, largest, subject)}: {duration_text(largest.ns_per_step)} {of}"
         operator = next(iter(each for each in found.operators if 2 * each.gain_ns > largest.gain_ns
                              and each.gain_ns >= PROBLEM_RATIO * ledger.mean_ns), None)  # fmt: skip
         return said if operator is None else f"{said}; {_phrase(found, operator)}"
     gain = largest.gain_ns if largest is not None else 0.0
-    what = "" if largest is None else f"{_phrase(found, largest)}, {_share(gain, ledger.mean_ns)}"
+    what = ""
+    if largest is not None:
+        what = f"{_phrase(found, largest)}, {_share(largest.ns_per_step, ledger.mean_ns)}"
     if gain >= PROBLEM_RATIO * ledger.mean_ns:
         return f"No problem is certain: {busy}; the largest that may be: {what} of the step"
     if most and (found.peak is None or most.endswith(_UNKNOWN)):
@@ -310,6 +312,8 @@ def _opportunity(
         remedy = remedy_of(each.activity)
         do, when = remedy.do if remedy else None, each.when
         change = f"without it {duration_text(mean - each.gain_ns)}"
+    if len(found.ranks) > 1:
+        when += f", the mean of {len(found.ranks)} ranks"
     share = f"{duration_text(each.ns_per_step)}, {_share(each.ns_per_step, mean)} of the step"
     yield line
     yield Padding(Text(f"{share}, {when} → {change}{between}"), (0, 0, 0, INDENT + 1))

@@ -35,11 +35,11 @@ def doctor_view(
     """The whole view."""
     missing, here = _missing(counters), _available(counters)
     parts = [_every_counter(counters)] if every_row else [*missing, *here]
-    denied = [each for each in permissions if each.reason]
-    allowed = [each for each in permissions if not each.reason]
+    denied = [each for each in permissions if each.status != "available"]
+    allowed = [each for each in permissions if each.status == "available"]
     return Group(
         _head(node, counters),
-        *_permissions("Permissions denied", denied),
+        *_permissions("Permissions denied or absent", denied),
         *parts,
         *_tools(tools),
         *_permissions("Permissions", allowed),

@@ -302,6 +302,51 @@ def test_exit_status_without_a_witness_is_of_unknown_cause(
     assert "sys.exit" not in death.headline + death.remedy
 
 
+TRACEBACK = [
+    "step 7", "Traceback (most recent call last):", '  File "/home/me/train.py", line 88, in step',
+    "    x = y()", "        ^^^", '  File "/x/site-packages/torch/_tensor.py", line 5, in backward',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("printed", "cause", "said"),
+    [
+        (
+            [*TRACEBACK, "torch.Error: bad", "second line"],
+            "exception",
+            "Error: bad (train.py:88 in",
+        ),
+        ([*TRACEBACK, "MemoryError"], "out_of_memory", "MemoryError (train.py:88 in step)"),
+        (
+            [*TRACEBACK, "and then: nothing it raised"],
+            "exit",
+            "stderr: and then: nothing it raised",
+        ),
+        (TRACEBACK, "exit", "why is not known"),
+        (["no license", ""], "exit", "why is not known; its last line on stderr: no license"),
+        ([7, None], "exit", "why is not known"),
+    ],
+)
+def test_last_lines_on_stderr_are_a_likely_witness(
+    job: Job, printed: list[object], cause: str, said: str
+) -> None:
+    job.over(1, 0, status=1, stderr=printed)
+    job.over(0, 1, number=signal.SIGTERM)
+    job.over(2, 1, number=signal.SIGTERM)
+    death = job.death()
+    assert found(death) == (cause, (1,))
+    assert not death.certain
+    assert said in death.headline
+    assert cause == "exit" or (death.line, death.source) == ("train.py:88 in step", "x = y()")
+
+
+def test_what_a_rank_raised_itself_is_surer_than_what_it_printed(job: Job) -> None:
+    job.raised(1, 0, "ValueError", "bad sample")
+    job.over(1, 1, status=1, stderr=[*TRACEBACK, "MemoryError"])
+    assert job.death().cause == "exception"
+    assert job.death().certain
+
+
 def test_exit_that_no_exception_led_to_is_proved(job: Job) -> None:
     exits(job, 1, uncaught=False)
     job.over(1, 0, status=3)

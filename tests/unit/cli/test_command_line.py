@@ -126,6 +126,7 @@ def test_every_command_is_found_by_both_names(name: str) -> None:
         ("report RUN --serve --port 1", "view", "RUN --port 1"),
         ("ls --live train.py", "top", "train.py"),
         ("ls --running", "ps", ""),
+        ("ls --live --once", "top", "--once"),
         ("compare a b --traces", "trace-diff", "a b"),
         ("export RUN --to csv -o f", "export", "--format csv RUN -o f"),
         ("export --to=chakra RUN", "chakra", "RUN"),

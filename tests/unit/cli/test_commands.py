@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 import haiprof
+from haiprof.base.errors import UsageError
 from haiprof.cli import main
+from haiprof.cli.arguments import the_job
 from haiprof.cli.names import COMMANDS
+from haiprof.live.find import RunningJob
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import read_manifest
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 
 STEPS = 40
@@ -186,3 +190,20 @@ def test_scalars_without_tensorboard_name_the_extra(
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     assert main(["scalars", str(run.root)]) == 6
     assert "pip install 'haiprof[tensorboard]'" in capsys.readouterr().err
+
+
+def test_job_that_is_not_named_is_told_and_of_several_one_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [
+        RunningJob(run=(run := write_run(tmp_path / name)), manifest=read_manifest(run))
+        for name in ("train-1", "train-2")
+    ]
+    monkeypatch.setattr("haiprof.live.find.running_jobs", lambda _: jobs[:1])
+    assert the_job(None, None) is jobs[0]
+    said = capsys.readouterr().err
+    assert "train-1 (pid " in said
+    assert "haiprof ls --live" in said
+    monkeypatch.setattr("haiprof.live.find.running_jobs", lambda _: jobs)
+    with pytest.raises(UsageError, match=r"train-1 \(pid .*train-2 \(pid "):
+        the_job(None, None)

@@ -270,3 +270,41 @@ def test_command_on_runs_names_what_reads_a_trace(
         status, _, err = run(capsys, command, path)
         assert status != 0
         assert f"haiprof verdict {path}" in err, command
+
+
+def test_headline_and_row_of_ranks_that_differ_say_one_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = [
+        {**each, "dur": 38} if (each.get("name"), each.get("dur")) == ("gemm", 58) else each
+        for each in steps_with_item()
+    ]
+    for rank, events in enumerate((steps_with_item(), late)):
+        rank_file(tmp_path, rank, events)
+    account = data(capsys, tmp_path)["ledger"][0]
+    assert account["gain_ns"] < account["ns_per_step"], "the step ends with the slowest rank"
+    _, out, _ = run(capsys, "verdict", tmp_path)
+    text = " ".join(out.split())
+    assert "): 40.0 µs of 100 µs a step" in text
+    assert "40.0 µs, 40 % of the step, each step, the mean of 2 ranks →" in text
+
+
+def test_compare_of_traces_without_a_gpu_speaks_of_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [
+        rank_file(
+            tmp_path / name,
+            0,
+            [step(1, 0, 1000), event("aten::mm", "cpu_op", 10, us)],
+            world_size=1,
+        )
+        for name, us in (("a", 400), ("b", 600))
+        if not (tmp_path / name).mkdir()
+    ]
+    _, same, _ = run(capsys, "compare", paths[0], paths[0])
+    _, other, _ = run(capsys, "compare", *paths)
+    assert same.startswith("the host's operators take equally long: 0.40 ms\n")
+    assert other.startswith("the host's operators take 0.40 to 0.60 ms\n")
+    assert "What the host did" in same
+    assert "GPU" not in same + other

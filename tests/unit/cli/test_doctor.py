@@ -37,6 +37,10 @@ PERMISSIONS = (
         allows="memory bandwidth", reason="perf_event_paranoid is 4, above 0",
         remedy="sysctl kernel.perf_event_paranoid=0",
     ),
+    Permission(
+        name="ptrace", status="available", value=None, source="/proc/sys/kernel/yama",
+        allows="stacks", reason="the kernel has no Yama",
+    ),
 )  # fmt: skip
 
 
@@ -152,5 +156,6 @@ def test_short_names_leave_the_unit_to_the_value() -> None:
 
 def test_what_stands_in_the_way_comes_first() -> None:
     text = shown(USED, DENIED)
-    places = [text.index(word) for word in ("Permissions denied", "Not available", "memory_used")]
+    order = ("Permissions denied or absent", "Not available", "memory_used", "ptrace")
+    places = [text.index(word) for word in order]
     assert places == sorted(places)

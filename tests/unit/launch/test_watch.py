@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.relay import LiveRank
-from haiprof.agent.step_watch import EARLY_HANG_NS, HANG_FLOOR_NS, Alarm, Watch
+from haiprof.agent.step_watch import EARLY_HANG_NS, HANG_FLOOR_NS, IDLE_START_NS, Alarm, Watch
 from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.linux.processes import Process
+from haiprof.linux.procfs import TICK_NS
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.schema import (
@@ -74,6 +75,7 @@ class World:
         self.now = 1_000 * NS_PER_S
         self._looked = self.now
         self.proc = folder / "proc"
+        self.starts_work, self.states = True, dict[int, str]()
         self.ranks = [Rank(folder / str(rank), rank, 100 + rank) for rank in range(ranks)]
         for rank in self.ranks:
             self.set_state(rank.pid, "S")
@@ -88,10 +90,14 @@ class World:
     def set_state(self, pid: int, letter: str) -> None:
         folder = self.proc / str(pid)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "stat").write_text(f"{pid} (python) {letter} 1 1" + " 0" * 47)
+        self.states[pid] = letter
+        ticks = self.now // TICK_NS if self.starts_work else 0
+        (folder / "stat").write_text(f"{pid} (python) {letter} 1 1" + f" {ticks}" * 47)
 
     def look(self) -> None:
         self._looked = self.now
+        for start in self.starts:
+            self.set_state(start.pid, self.states[start.pid])
         self.alarms += self.watch.look(self)
 
     def live_ranks(self) -> list[LiveRank]:
@@ -309,6 +315,23 @@ def test_first_step_may_take_longer_than_others(
         assert world.triggers == ["hang"]
         assert "no first step for" in world.alarms[0].reason
         assert world.alarms[0].step is None
+
+
+@pytest.mark.parametrize(
+    ("hang", "limit_s"), [(HangLimit(), IDLE_START_NS / NS_PER_S), (HangLimit(seconds=10), 10)]
+)
+def test_processes_that_use_no_cpu_before_any_first_step_hang(
+    tmp_path: Path, hang: HangLimit, limit_s: float
+) -> None:
+    world = World(tmp_path, ranks=0, hang=hang)
+    world.start(7, 8)
+    world.wait(round(2 * limit_s) * NS_PER_S)
+    world.starts_work = False
+    world.wait(round(limit_s / 2) * NS_PER_S)
+    assert world.triggers == []
+    world.wait(130 * NS_PER_S)
+    assert world.triggers == ["hang"], "once"
+    assert "of a core" in world.alarms[0].reason
 
 
 def test_processes_that_come_and_go_or_are_stopped_do_not_wait_for_a_first_step(

@@ -22,7 +22,7 @@ from haiprof.show.page.render import report_html
 from tests.unit.analysis.recorded import CLOCK, write_run
 from tests.unit.analysis.test_flame_graph import LOAD, MAIN, OPEN, record
 from tests.unit.analysis.test_windows import STEP_NS, part, recorded, traced_run
-from tests.unit.analysis.trace.shared import rank_file
+from tests.unit.analysis.trace.shared import event, rank_file, step
 from tests.unit.analysis.trace.test_attribution import model
 from tests.unit.report.many_ranks import write_flight, write_many
 from tests.unit.report.page_parts import PageParts, parts_of
@@ -276,3 +276,16 @@ def test_operators_and_modules_of_the_traces_are_tables(tmp_path: Path) -> None:
     assert [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in operators.rows[0]] == most
     assert ("Linear_0", "4", "12.0 µs") in modules.rows
     assert "Linear_0" in parts_of(report_html(content)).by_id("operators").text
+
+
+def test_traces_of_a_job_without_a_gpu_have_no_kernels_and_no_empty_parts(tmp_path: Path) -> None:
+    root = write_many(tmp_path / "run", ranks=1, steps=60)
+    (root / "traces").mkdir()
+    rank_file(
+        root / "traces", 0, [step(1, 0, 1000), event("aten::mm", "cpu_op", 10, 400)], world_size=1
+    )
+    page = parts_of(report_html(page_content(Analyzer(root))))
+    assert "Traced steps" in page.by_id("kernels").text
+    assert not any(each.attributes.get("id") == "operators" for each in page.elements), "said once"
+    assert page.by_id("functions").text.count("GPU compute") == 1, "where the word is explained"
+    assert "functions, GPU compute" in page.by_id("environment").text

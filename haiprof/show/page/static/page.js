@@ -206,6 +206,11 @@
     let top = 0;
     for (let i = 0; i < values.length; i++) {
       if (values[i] > top && seconds[i] >= begin && seconds[i] <= end && !isTraced(seconds[i])) top = values[i];
+      for (const edge of [begin, end]) {  // where a line leaves the figure
+        const part = (edge - seconds[i - 1]) / (seconds[i] - seconds[i - 1]);
+        const value = values[i - 1] + part * (values[i] - values[i - 1]);
+        if (part > 0 && part < 1 && value > top) top = value;
+      }
     }
     return top;
   }
