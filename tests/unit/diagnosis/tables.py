@@ -131,7 +131,7 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
 
 
 def samples_of(tree: CodeTree, rows: Sequence[tuple[int, ...]]) -> CodeSamples:
-    """Samples of a training thread: time, stack, how it stood to the lock, wait, queue, CPU time."""
+    """Samples of a training thread: time, stack, stand to the lock, wait, queue, CPU time."""
     time, stack, lock, wait, queue, cpu = np.array(rows, dtype=np.int64).reshape(-1, 6).T
     unknown = np.full(len(time), -1)
     columns = {f.name: unknown for f in fields(CodeSamples) if f.name not in ("tree", "notes")}
