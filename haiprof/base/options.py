@@ -464,12 +464,17 @@ def options_from_pyproject(path: Path) -> dict[str, object]:
     return values
 
 
-def _toml_table(path: Path, content: bytes) -> dict[str, object]:
+def read_toml(path: Path, content: bytes) -> dict[str, object]:
+    """A document; raises UsageError where it is none."""
     name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
     try:
-        tool = importlib.import_module(name).loads(content.decode()).get("tool", {})
+        return dict(importlib.import_module(name).loads(content.decode()))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _toml_table(path: Path, content: bytes) -> dict[str, object]:
+    tool = read_toml(path, content).get("tool", {})
     table = tool.get("haiprof", {}) if isinstance(tool, dict) else {}
     if not isinstance(table, dict):
         raise UsageError(f"{path}: [tool.haiprof] must be a table")

@@ -153,6 +153,14 @@ PeakOption = Annotated[
         env=ENV_PEAK,
     ),
 ]
+FormulasOption = Annotated[
+    Path | None,
+    Opt(
+        "--formulas FILE",
+        "Your own formulas of FLOPs and bytes, a TOML file (docs/traces.md): operators that "
+        "haiprof does not know, or counts otherwise.",
+    ),
+]
 Rank = Annotated[int | None, Opt("--rank R", "Only this rank.", low=0)]
 Window = Annotated[
     int | None,

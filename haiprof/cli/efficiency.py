@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from haiprof.cli.arguments import (
     AsJson,
+    FormulasOption,
     PeakOption,
     ReadProgress,
     StepRange,
@@ -19,6 +20,7 @@ def efficiency(
     traces: Traces,
     steps: StepRange = None,
     peak: PeakOption = None,
+    formulas: FormulasOption = None,
     window: Window = None,
     as_json: AsJson = False,
 ) -> None:
@@ -32,18 +34,20 @@ def efficiency(
 
       haiprof trace efficiency traces/ --steps 10:13
       haiprof trace efficiency trace.json.gz --peak bf16=989.4,memory=3.35
+      haiprof trace efficiency traces/ --formulas my_kernels.toml
       haiprof trace efficiency traces/ --json | jq '.steps[].mfu_ratio'
     """
     from haiprof.show.views.functions import efficiency_view
     from haiprof.trace_analysis.operator_efficiency import parse_peak
+    from haiprof.trace_analysis.own_formulas import read_formulas
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
-    chosen, peaks = parse_steps(steps), parse_peak(peak)
+    chosen, peaks, own = parse_steps(steps), parse_peak(peak), read_formulas(formulas)
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
     with ReadProgress(quiet=as_json):
-        whole = analysis.step_efficiency(chosen, peaks=peaks)
-        operators = analysis.efficiency(chosen, peaks=peaks)
+        whole = analysis.step_efficiency(chosen, peaks=peaks, formulas=own)
+        operators = analysis.efficiency(chosen, peaks=peaks, formulas=own)
     faults = print_faults(output, analysis, "efficiency")
     output.show(
         lambda _: efficiency_view(whole, operators),

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import EXPLAIN_STEPS
-from haiprof.cli.arguments import AsJson, Everything, Form, OutputForm, PeakOption, the_job
+from haiprof.cli.arguments import (
+    AsJson,
+    Everything,
+    Form,
+    FormulasOption,
+    OutputForm,
+    PeakOption,
+    the_job,
+)
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
@@ -74,7 +82,8 @@ def verdict(
     target: Target = None, as_json: AsJson = False, save: Save = False,
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
-    everything: Everything = False, peak: PeakOption = None, form: OutputForm = Form.TEXT,
+    everything: Everything = False, peak: PeakOption = None,
+    formulas: FormulasOption = None, form: OutputForm = Form.TEXT,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
@@ -114,7 +123,7 @@ def verdict(
                 f"{traces}: traces, and no run: only --json and --all go with them",
                 hint="name a run directory, or leave the other options out",
             )
-        _show_traces(traces, output, everything=everything, peak=peak)
+        _show_traces(traces, output, everything=everything, peak=peak, formulas=formulas)
         return
     since = None
     if collect:
@@ -163,14 +172,18 @@ def verdict(
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
 
-def _show_traces(path: Path, output: Output, *, everything: bool, peak: str | None) -> None:
+def _show_traces(
+    path: Path, output: Output, *, everything: bool, peak: str | None, formulas: Path | None
+) -> None:
     from haiprof.cli.arguments import ReadProgress
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
     from haiprof.trace_analysis.operator_efficiency import parse_peak
+    from haiprof.trace_analysis.own_formulas import read_formulas
 
+    own = read_formulas(formulas)
     with ReadProgress(quiet=output.json) as waiting:
-        found = device_ledger(path, peaks=parse_peak(peak), progress=waiting)
+        found = device_ledger(path, peaks=parse_peak(peak), progress=waiting, formulas=own)
     output.show(
         lambda width: device_ledger_view(found, path.name, width=width, everything=everything),
         device_ledger_data(found, path),

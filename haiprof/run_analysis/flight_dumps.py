@@ -44,7 +44,8 @@ def judge_dumps(paths: Sequence[Path]) -> FlightVerdict:
         MissingDataError: There is no dump.
         TraceFormatError: Two files are of one rank, or a name does not say its rank.
     """
-    frames, notes, members = [], [], {}
+    frames, notes = [], list[str]()
+    members: dict[str, Sequence[int]] = {}
     with pause_collector():
         for rank, path in _by_rank(paths).items():
             try:

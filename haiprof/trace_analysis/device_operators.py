@@ -24,6 +24,7 @@ from haiprof.trace_analysis.operator_efficiency import (
     with_tensor_cores,
 )
 from haiprof.trace_analysis.operator_work import ATTENTION, CONVOLUTION, GEMM, MOE
+from haiprof.trace_analysis.own_formulas import OwnFormulas
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 REACHED = {
@@ -62,17 +63,20 @@ class RankOperators:
     """None where the device's peak is not known."""
 
 
-def rank_operators(trace: Trace, *, peaks: Mapping[str, float] | None = None) -> RankOperators:
+def rank_operators(
+    trace: Trace, *, peaks: Mapping[str, float] | None = None, formulas: OwnFormulas | None = None
+) -> RankOperators:
     """Computing time of each operator in each step; a question for a pool.
 
     Args:
         trace: Of the rank.
         peaks: In place of the table's: FLOP/s by precision, and bytes/s of `memory`.
+        formulas: Of one's own, by operator.
     """
     owned = with_operator(trace, captures=True)
     tree, device = owned.tree, device_name(trace)
     peak = peak_of(device, peaks)
-    calls = calls_with_work(trace, tree, None)
+    calls = calls_with_work(trace, tree, None, formulas)
     call = nearest_rows(tree, owned.row, calls["row"].to_numpy())
     names = tree.spans["name"].cast(pl.String)
     row = pl.Series(np.where(call >= 0, call, owned.row))

@@ -41,6 +41,7 @@ from haiprof.trace_analysis.host_activity import (
     parse_place,
 )
 from haiprof.trace_analysis.matching import on_one_clock
+from haiprof.trace_analysis.own_formulas import OwnFormulas
 from haiprof.trace_analysis.pool import Progress
 from haiprof.trace_analysis.questions.base import RankTraces
 
@@ -128,7 +129,7 @@ class DeviceLedger:
 
 def device_ledger(
     path: str | Path, *, window: int | None = None, peaks: Mapping[str, float] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, formulas: OwnFormulas | None = None,
 ) -> DeviceLedger:  # fmt: skip
     """The ledger of the device's time line of some traces.
 
@@ -137,24 +138,23 @@ def device_ledger(
         window: Of a run with several trace windows, this one; None takes the last.
         peaks: What the device can do, in place of the table's: FLOP/s by precision, `memory`.
         progress: Told of files read.
+        formulas: Of one's own, by operator, as `own_formulas.read_formulas` reads them.
 
     Raises:
         TraceFormatError: There is no trace, or one cannot be read.
         MissingDataError: Nothing in them has a duration.
     """
-    return _Traces(path, window=window).ledger(peaks, progress)
+    return _Traces(path, window=window).ledger({"peaks": peaks, "formulas": formulas}, progress)
 
 
 class _Traces(RankTraces):
     """Asks each rank's trace, and compares the ranks."""
 
-    def ledger(
-        self, peaks: Mapping[str, float] | None = None, progress: Progress | None = None
-    ) -> DeviceLedger:
+    def ledger(self, options: Mapping[str, Any], progress: Progress | None = None) -> DeviceLedger:
         """The ledger of all of them."""
         paths = [file.path for file in self.files.values()]
         ranks = dict(zip(self.files, self._ask(rank_ledger, paths, {}, progress), strict=True))
-        operators = self._ask(rank_operators, paths, {"peaks": peaks}, progress)
+        operators = self._ask(rank_operators, paths, options, progress)
         rows = pl.concat(
             each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
             for rank, each in ranks.items()

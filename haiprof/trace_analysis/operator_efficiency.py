@@ -25,11 +25,13 @@ from haiprof.trace_analysis.operator_work import (
     MOE,
     NEED_VALUES,
     OPTIMIZER,
+    Formula,
     Work,
     arguments_of,
     values_of,
     work_of,
 )
+from haiprof.trace_analysis.own_formulas import OwnFormulas, formula_of
 from haiprof.trace_format.kineto.columns import Flags
 from haiprof.trace_format.kineto.rank_trace import Trace, concrete_values
 
@@ -198,21 +200,23 @@ class _Calls:
 
 
 def operator_efficiency(
-    trace: Trace, steps: Steps = None, *, peaks: Mapping[str, float] | None = None
-) -> pl.DataFrame:
+    trace: Trace, steps: Steps = None, *, peaks: Mapping[str, float] | None = None,
+    formulas: OwnFormulas | None = None,
+) -> pl.DataFrame:  # fmt: skip
     """Operators by name and shape: their work, what they achieved, and what is possible.
 
     Args:
         trace: Of one rank.
         steps: First profiler step and the one after the last; None takes all.
         peaks: FLOP/s by precision and bytes/s as `memory`; None takes the table's.
+        formulas: Of one's own, by operator, as `own_formulas.read_formulas` reads them.
 
     Returns:
         One row per operator, shapes and kernel: `operator`, `kind`, `shapes`, `precision`,
         `kernel`, `count`, `time_ns`, `flops`, `bytes`, `flops_per_s`, `bytes_per_s`,
         `flops_per_byte`, `bound`, `roofline_ratio`, `recomputed_ratio`.
     """
-    found = _known_calls(trace, steps, peaks)
+    found = _known_calls(trace, steps, peaks, formulas)
     keys = ["operator", "kind", "shapes", "precision", "kernel"]
     again = pl.col("flops").filter(pl.col("is_recomputed")).sum()
     is_timed, is_exact = pl.col("time_ns") > 0, pl.col("most_bytes").is_null()
@@ -267,14 +271,16 @@ def _with_roofline(rows: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
 
 
 def step_efficiency(
-    trace: Trace, steps: Steps = None, *, peaks: Mapping[str, float] | None = None
-) -> pl.DataFrame:
+    trace: Trace, steps: Steps = None, *, peaks: Mapping[str, float] | None = None,
+    formulas: OwnFormulas | None = None,
+) -> pl.DataFrame:  # fmt: skip
     """MFU and HFU over profiler steps, and what share of the kernels they rest on.
 
     Args:
         trace: Of one rank.
         steps: First profiler step and the one after the last; None takes all.
         peaks: As in `efficiency`.
+        formulas: As in `efficiency`.
 
     Returns:
         One row per rank: `device_name`, `step_count`, `wall_ns`, `model_flops`, `executed_flops`,
@@ -284,7 +290,7 @@ def step_efficiency(
     Source: MFU and HFU as in PaLM (arXiv 2204.02311, appendix B); of causal attention only the
     half that is not masked counts.
     """
-    found = _known_calls(trace, steps, peaks)
+    found = _known_calls(trace, steps, peaks, formulas)
     matrix = found.calls.filter(pl.col("kind").is_in(MATRIX))
     once = pl.when(pl.col("is_recomputed")).then(0).otherwise(pl.col("model_flops"))
     low, high, count = traced_window(trace, steps)
@@ -340,7 +346,9 @@ def _seconds_at_peak(
     return (totals[0], totals[1]), None
 
 
-def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) -> _Calls:
+def _known_calls(
+    trace: Trace, steps: Steps, peaks: Mapping[str, float] | None, formulas: OwnFormulas | None
+) -> _Calls:
     if trace.ops["input_dims"].null_count() == len(trace.ops):
         raise MissingDataError(
             f"{trace.path}: no shapes of operators in it, their FLOPs are unknown",
@@ -348,7 +356,7 @@ def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) 
         )
     owned = with_operator(trace, steps)
     low, high, _ = (*step_window(trace, steps), None) if steps else traced_window(trace)
-    known = calls_with_work(trace, owned.tree, (low, high))
+    known = calls_with_work(trace, owned.tree, (low, high), formulas)
     row = nearest_rows(owned.tree, owned.row, known["row"].to_numpy())
     has_gpu = len(trace.gpu) > 0
     own = owned.gpu.select("dur_ns", "ts_ns", pl.col("name").cast(pl.String), row=pl.Series(row))
@@ -394,22 +402,27 @@ def with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def calls_with_work(trace: Trace, tree: CallTree, window: tuple[int, int] | None) -> pl.DataFrame:
+def calls_with_work(
+    trace: Trace, tree: CallTree, window: tuple[int, int] | None,
+    formulas: OwnFormulas | None = None,
+) -> pl.DataFrame:  # fmt: skip
     """Calls of known work that began in the window; None is everything."""
+    own = {name: formula_of(texts) for name, texts in (formulas or {}).items()}
+    table = {**FORMULAS, **own}
     spans = tree.spans.with_row_index("row")
     if window is not None:
         spans = spans.filter(pl.col("ts_ns").is_between(*window, closed="left"))
     known = spans["name"].unique().cast(pl.String)
-    known = known.filter(known.is_in(list(FORMULAS)))
+    known = known.filter(known.is_in(list(table)))
     calls = spans.filter(pl.col("name").is_in(known.implode())).select(
         pl.col("row").cast(pl.Int64), "event", "dur_ns", "sequence_number",
         pl.col("name", "input_dims", "input_types").cast(pl.String),
     )  # fmt: skip
-    needing = calls.filter(pl.col("name").is_in(NEED_VALUES))
+    needing = calls.filter(pl.col("name").is_in([*NEED_VALUES, *own]))
     values = concrete_values(trace.path, needing.select("event", "name"))
     calls = calls.join(values, on="event", how="left")
     keys = ["name", "input_dims", "input_types", "values"]
-    worked = [_row(key) for key in calls.select(keys).unique().iter_rows()]
+    worked = [_row(key, table) for key in calls.select(keys).unique().iter_rows()]
     work = pl.DataFrame(worked, orient="row", schema={
         **dict.fromkeys(keys, pl.String), **_WORK_SCHEMA,
     })  # fmt: skip
@@ -417,7 +430,7 @@ def calls_with_work(trace: Trace, tree: CallTree, window: tuple[int, int] | None
         pl.col("flops").is_not_null()
     )
     # Whether a call is composed of others whose work is known.
-    composed = calls["name"].is_in(list(COMPOSED)).to_numpy()
+    composed = calls["name"].is_in(list(COMPOSED - set(own))).to_numpy()
     rows = calls["row"].to_numpy()
     holds = np.zeros(len(tree.parent), dtype=np.bool_)
     above = tree.parent[rows[~composed]]
@@ -436,25 +449,26 @@ def calls_with_work(trace: Trace, tree: CallTree, window: tuple[int, int] | None
                 up = tree.parent[up]
     found: Flags = composed & holds[rows]
     calls = calls.filter(~pl.Series(found))
-    outer = _inside_of(tree, calls)
+    outer = _inside_of(tree, calls, list(own))
     backward = tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD).to_numpy()
     inside = nearest_rows(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
     again = pl.Series(inside) & (calls["sequence_number"].fill_null(-1) >= 0)
     return calls.with_columns(is_recomputed=again).filter(~pl.Series(outer))
 
 
-def _row(key: tuple[Any, ...]) -> tuple[Any, ...]:
+def _row(key: tuple[Any, ...], formulas: Mapping[str, Formula]) -> tuple[Any, ...]:
     name, dims, types, values = key
-    work: Work | None = work_of(name, arguments_of(dims, types), values_of(values))
+    work: Work | None = work_of(name, arguments_of(dims, types), values_of(values), formulas)
     if work is None:
         return (*key, *[None] * len(_WORK_SCHEMA))
     own = (work.kind, work.flops, work.model_flops, work.bytes, work.precision)
     return (*key, *own, work.most_bytes if work.most_bytes != work.bytes else None, work.rows)
 
 
-def _inside_of(tree: CallTree, calls: pl.DataFrame) -> Flags:
+def _inside_of(tree: CallTree, calls: pl.DataFrame, own: list[str]) -> Flags:
     """Whether a call is part of one that counts as a whole: a convolution, a list of tensors."""
     as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, MOE, OPTIMIZER])
+    as_whole |= pl.col("name").is_in(own)
     whole = calls.filter(as_whole)["row"].to_numpy()
     above = tree.parent[calls["row"].to_numpy()]
     found: Flags = nearest_rows(tree, above, whole) >= 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 ITEM_BYTES = {
@@ -165,14 +165,17 @@ class Call:
         return [part.strip() == "True" for part in self.values[at].strip("[]()").split(",")]
 
 
-def work_of(name: str, arguments: Sequence[Argument], values: Sequence[str] = ()) -> Work | None:
+def work_of(
+    name: str, arguments: Sequence[Argument], values: Sequence[str] = (),
+    formulas: Mapping[str, Formula] | None = None,
+) -> Work | None:  # fmt: skip
     """The work of one call; None where it is not known."""
-    formula = FORMULAS.get(name)
+    formula = (FORMULAS if formulas is None else formulas).get(name)
     if formula is None:
         return None
     try:
         found = formula(Call(arguments, values))
-    except (LookupError, ValueError, TypeError, ZeroDivisionError):
+    except (LookupError, ValueError, TypeError, ArithmeticError):
         return None
     if not 0 <= found.flops < _LIMIT or (found.bytes or 0) >= _LIMIT:
         return None
@@ -245,6 +248,31 @@ def _linear(call: Call) -> Work:
     out = Tensor((*data.shape[:-1], columns), data.type)
     return Work(GEMM, 2 * out.count * inner, _size(data, weight, out), PRECISIONS.get(data.type),
                 rows=math.prod(data.shape[:-1]))  # fmt: skip
+
+
+def _quantised_linear(call: Call) -> Work:
+    """vllm::gemm_with_dynamic_quant: (rows, inner) by (columns, inner), packed or not."""
+    data, weight = [each for each in call.tensors() if len(each.shape) == 2][:2]
+    if data.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
+        raise ValueError("no product of these shapes")
+    out = Tensor((data.shape[0], weight.shape[0]), data.type)
+    return Work(GEMM, 2 * out.count * data.shape[1], _size(data, weight, out), None,
+                rows=data.shape[0])  # fmt: skip
+
+
+def _te_gemm(call: Call) -> Work:
+    """tex_ts::te_gemm_ts of Transformer Engine 1: A at 0, B at 5, transposed or not at 4 and 9."""
+    left, right, out = call.tensor(0), call.tensor(5), call.tensor(10)
+    transposed = [call.values[at] in ("1", "True") for at in (4, 9)]
+    (inner, rows), (columns, again) = left.shape, right.shape
+    if transposed[0]:
+        inner, rows = rows, inner
+    if transposed[1]:
+        columns, again = again, columns
+    if inner != again:
+        raise ValueError("no product of these shapes")
+    return Work(GEMM, 2 * rows * columns * inner, _size(left, right, out),
+                PRECISIONS.get(left.type), rows=columns)  # fmt: skip
 
 
 def _at(numbers: list[int], place: int) -> int:
@@ -504,6 +532,14 @@ FORMULAS: dict[str, Formula] = {
     "flash_attn::_flash_attn_backward": _attention(1, 11, backward=True, heads_last=True),
     "aiter::_flash_attn_forward": _attention(0, 5, heads_last=True),
     "aiter::_flash_attn_backward": _attention(1, 12, backward=True, heads_last=True),
+    **dict.fromkeys(("FlashAttnFunc", "aiter::mha_fwd", "aiter::fmha_v3_fwd"),
+                    _attention(0, 5, heads_last=True)),
+    "flash_attn_3::fwd": _attention(0, 24, heads_last=True),
+    "aiter::wrapper_fmha_v3_fwd": _attention(1, 6, heads_last=True),
+    "aiter::mha_bwd": _attention(1, 8, backward=True, heads_last=True),
+    "aiter::wrapper_fmha_v3_bwd": _attention(1, 9, backward=True, heads_last=True),
+    "trtllm::cublas_scaled_mm": _gemm(0), "vllm::gemm_with_dynamic_quant": _quantised_linear,
+    "tex_ts::te_gemm_ts": _te_gemm,
     **_both(_ONE, _elementwise(1, 2)), **_both(_UNARY, _elementwise(1, 1)),
     **_both(("addcmul", "addcdiv"), _elementwise(3, 3)),
     **_both(("lerp",), _elementwise(3, 3)),
@@ -539,6 +575,8 @@ Convolutions, attention and lists of tensors count at the level of ATen, not onc
 operators inside, such as cuDNN's. Per element: normalisation 7 forward and 14 backward, softmax 5
 and 4, other functions 1; none of them counts for MFU."""
 NEED_VALUES = tuple(
-    name for name in FORMULAS if re.search(r"conv|scaled_dot_product|flash_att", name)
+    name
+    for name in FORMULAS
+    if re.search(r"conv|scaled_dot_product|flash_att|FlashAttn|mha|te_gemm", name)
 )
 """Whose work depends on arguments that are no tensors."""

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 THIRD_PARTY: dict[str, set[str]] = {
     "base": {"fsspec", "numpy", "tomli"},
-    "trace_format": {"msgspec", "numpy", "polars"},
+    "trace_format": {"msgspec", "numpy", "polars", "zlib_ng"},
     "in_job": {"torch"},
     "agent": {"prometheus_client", "pynvml"},
     "launch": {"submitit", "yaml"},
