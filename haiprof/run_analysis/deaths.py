@@ -666,7 +666,10 @@ class _Case:
             what = what_happened(end) if end.over else "no end of it was seen"
             with_job = self.is_ended_from_outside and end.signal in ENDING
             role = "stopped" if with_job else "unknown"
-        waits = rank in self.victims or (rank in self.stopped and not cause)
+        waits = rank in self.victims or (
+            rank in self.stopped and rank not in self.behind
+            and not cause and not self.is_ended_from_outside
+        )  # fmt: skip
         return Fate(
             rank=rank,
             host=None if end is None else end.host,

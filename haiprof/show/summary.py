@@ -377,7 +377,9 @@ def _job_step_ns(by_rank: Mapping[Any, pl.DataFrame]) -> float | None:
 
 
 def _reaction_line(row: Mapping[str, Any]) -> str:
-    return f"{moment_text(row['noticed_ns'])}  {row['reason']}: {row['outcome']}"
+    """With the time that the verdict says: of a hang when it was noticed, else since when it is."""
+    time_ns = row["since_ns"] if row["trigger"] == "slow" else row["noticed_ns"]
+    return f"{moment_text(time_ns)}  {row['reason']}: {row['outcome']}"
 
 
 def _sort_stats(stats: Metrics) -> list[tuple[Owner, Mapping[str, MetricStat]]]:

@@ -501,6 +501,19 @@ def test_signal_of_slurm_is_told_by_its_time_limit(job: Job, left_s: int, cause:
     assert found(job.death()) == (cause, ())
 
 
+def test_rank_that_others_wait_for_or_that_somebody_ends_is_not_said_to_have_waited(
+    job: Job,
+) -> None:
+    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0, "from_pid": 7})
+    job.began(0, "all_reduce", "all_reduce")
+    job.began(1, "all_reduce")
+    for rank in range(2):
+        job.over(rank, 0.1, number=signal.SIGTERM)
+    job.over(2, 0, status=1)
+    job.ended(None, "SIGTERM")
+    assert [fate.waited_in for fate in job.death().fates] == [None, None, None]
+
+
 def test_signal_after_a_failure_is_not_its_cause(job: Job) -> None:
     job.raised(1, 0, "ValueError", "bad")
     job.line("node0", {"type": "signal", "signal": 2, "wall_ns": T0 + 9 * S})

@@ -292,16 +292,11 @@ def test_headline_and_row_of_ranks_that_differ_say_one_number(
 def test_compare_of_traces_without_a_gpu_speaks_of_the_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = [
-        rank_file(
-            tmp_path / name,
-            0,
-            [step(1, 0, 1000), event("aten::mm", "cpu_op", 10, us)],
-            world_size=1,
-        )
-        for name, us in (("a", 400), ("b", 600))
-        if not (tmp_path / name).mkdir()
-    ]
+    paths = []
+    for name, us in (("a", 400), ("b", 600)):
+        (tmp_path / name).mkdir()
+        events = [step(1, 0, 1000), event("aten::mm", "cpu_op", 10, us)]
+        paths.append(rank_file(tmp_path / name, 0, events, world_size=1))
     _, same, _ = run(capsys, "compare", paths[0], paths[0])
     _, other, _ = run(capsys, "compare", *paths)
     assert same.startswith("the host's operators take equally long: 0.40 ms\n")

@@ -13,6 +13,7 @@ from haiprof.__main__ import main
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
+from haiprof.show.text import moment_text
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import sql_tables
 from tests.unit.diagnosis.stories import write_story
@@ -46,7 +47,9 @@ def judged(root: Path, *lines: dict[str, Any], at_end: bool = True) -> Verdict:
     at = end + 1 if at_end else (start + end) // 2
     with (root / "nodes" / "node0" / "events.jsonl").open("a") as file:
         for line in lines:
-            file.write(json.dumps({"wall_ns": at, "since_wall_ns": at, **line}) + "\n")
+            file.write(
+                json.dumps({"wall_ns": at, "since_wall_ns": at - 90 * NS_PER_S, **line}) + "\n"
+            )
     return diagnose(Analyzer(root))
 
 
@@ -144,4 +147,6 @@ def test_reactions_are_a_frame_a_table_and_a_part_of_the_overview(
     assert main(["overview", str(run)]) == 0
     shown = capsys.readouterr().out
     assert "Noticed" in shown
+    assert moment_text(frame["noticed_ns"][0]) in shown
+    assert moment_text(frame["since_ns"][1]) in shown, "as the verdict says it"
     assert "steps 420 to 424 were traced" in shown
