@@ -55,7 +55,7 @@ QUEUE, UNKNOWN = f"{IDLE}between kernels", f"{IDLE}host not recorded"
 KERNEL_KINDS = (
     ("mixture of experts", r"(?<![a-z])moe(?![a-z])|fused_experts"),
     ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff"),
-    ("convolution", r"conv|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
+    ("convolution", r"conv(?!ert)|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
     ("normalisation", r"norm|softmax|\bbn_|::bn"),
     ("gemm", r"gemm|gemv|cutlass|cublas|nvjet|cijk_|xmma|gmma|hmma|matmul|884|1688|16816|splitk"
              r"|[ab]?b?mm\b|bmm_|aten::linear|dot_kernel"),

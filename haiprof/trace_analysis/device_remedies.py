@@ -37,7 +37,8 @@ REMEDIES = (
            "often"),
     Remedy("idle: allocation", "allocator", "idle while device memory is allocated or freed",
            "allocate in the first steps only: constant shapes, no empty_cache() in the step, "
-           "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+           "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; inside a convolution its library "
+           "does it: torch.backends.cudnn.benchmark=True, on ROCm MIOPEN_FIND_MODE=FAST"),
     Remedy("idle: runtime calls", "runtime_calls", "idle while the host is in the GPU's runtime",
            "warm up before the measured steps; CUDA graphs need few such calls"),
     Remedy("idle: between kernels", "kernel_gaps", "idle between kernels that are launched",
