@@ -264,8 +264,8 @@ FIELDS = {
     "opportunities": "rows of `ledger` that a change would remove, largest gain first",
     "device": "the same of the GPUs' time in the last trace window: `step`, `ledger`, "
     "`opportunities`, `ranks`, `device_name`, `peak` (who states it), `operators` with what they "
-    "reach and `do`, `explanations` (of each account: what to do), `late`; null where no GPU was "
-    "traced",
+    "reach and `do`, `gaps` (the longest idle times), `explanations` (of each account: "
+    "what to do), `late`; null where no GPU was traced",
     "run_time": "the run's wall time in ns by what passed, from start to end; empty without an end",
     "problem_count": "findings that are problems: warnings and critical ones",
     "step_ns": "mean training step after warm-up, traced ones left out; null without steps",
@@ -349,6 +349,7 @@ def device_document(found: DeviceLedger) -> dict[str, Any]:
             asdict(each) | {"do": operator_remedy(each.kind, each.precision, each.row_count)}
             for each in found.operators
         ],
+        "gaps": found.gaps.to_dicts(),
         "explanations": {each.key: each.do for each in reversed(REMEDIES)},
         "late": found.late,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import polars as pl
 
 from haiprof.show.frame_table import PageTable, page_table
 from haiprof.show.views import device_ledger as view
+from haiprof.show.views.functions import kernel_label
 from haiprof.trace_analysis.device_verdict import DeviceLedger
 
 _OPERATOR_LIMIT, _OPPORTUNITY_LIMIT = 15, 8
@@ -22,6 +24,27 @@ _OF_OPERATORS = (
     "computing or its memory's bandwidth, whichever takes longer. To win: at what such "
     "operators usually reach. A dash: FLOPs, bytes or the GPU's peak are not known."
 )
+
+_GAP_LIMIT = 12
+_GAPS = (
+    ("start_ns", "begins at"), ("rank", "rank"), ("idle_ns", "idle"), ("activity", "the host"),
+    ("activity_ns", "for"), ("code", "in"), ("kernel", "until"),
+)  # fmt: skip
+_OF_GAPS = (
+    "One by one. What the host did most of that time, and the kernel that ended it; times are "
+    "since the first step began."
+)
+_PLACE = r"^.*?([^/]+)\((\d+)\): (.*)$"
+"""Of a line of code as PyTorch names it: file, line and function."""
+_NAME_LENGTH = 32
+_HOST_DID = {
+    "operators": "launches operators", "python": "runs Python",
+    "outside operators": "nothing recorded",
+    "between kernels": "has launched the next", "wait: device": "waited for the device",
+    "wait: loader": "waits for input", "wait: collective": "waits in a collective",
+    "allocation": "allocates or frees", "runtime calls": "calls the runtime",
+    "host not recorded": "not recorded",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +80,38 @@ def device_part(found: DeviceLedger | None) -> DevicePart | None:
             (view.is_problem(found, each), *view.opportunity_texts(found, each))
             for each in worth[:_OPPORTUNITY_LIMIT]
         ),
-        tables=(_operators(found),) if found.operators else (),
+        tables=tuple(_tables(found)),
         notes=tuple(view.notes(found, worth)),
     )  # fmt: skip
+
+
+def _tables(found: DeviceLedger) -> Iterator[PageTable]:
+    if found.operators:
+        yield _operators(found)
+    if found.on_device and len(found.gaps):
+        yield _gaps(found)
+
+
+def _gaps(found: DeviceLedger) -> PageTable:
+    """Idle times one by one, with what the host did and which kernel ended them."""
+    name = pl.col("operator").str.strip_chars("<>")
+    rows = found.gaps.head(_GAP_LIMIT).with_columns(
+        pl.col("activity").str.strip_prefix("idle: ").replace(_HOST_DID),
+        code=pl.concat_str(
+            pl.col("code").str.split("\n").list.last().str.replace(_PLACE, "$1:$2 $3"),
+            name,
+            separator=" · ",
+            ignore_nulls=True,
+        ),
+        kernel=pl.col("kernel").map_elements(_short_label, pl.String),
+        rank=pl.col("rank") if len(found.ranks) > 1 else None,
+    )
+    return page_table("The longest idle times", rows, _GAPS, limit=_GAP_LIMIT, note=_OF_GAPS)
+
+
+def _short_label(name: str) -> str:
+    label = kernel_label(name)
+    return label if len(label) <= _NAME_LENGTH else f"{label[: _NAME_LENGTH - 1]}…"
 
 
 def _operators(found: DeviceLedger) -> PageTable:

@@ -240,6 +240,9 @@ def test_report_of_a_trace_is_the_page_of_that_trace(
     assert found["headline"] in page.replace("\N{NO-BREAK SPACE}", " ")
     assert found["explanations"]["synchronising_call"] in page
     assert "Operators by GPU time" in page
+    assert "The longest idle times" in page
+    longest = {name: found["gaps"][0][name] for name in ("idle_ns", "activity", "kernel")}
+    assert longest == {"idle_ns": 30_000, "activity": "idle: wait: device", "kernel": "gemm"}
     assert "gemm" in page
     assert run(capsys, "report", path)[0] == 2, "a file of the user is not replaced"
 
