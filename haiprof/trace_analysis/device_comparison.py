@@ -68,7 +68,10 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
         sum(account.ns_per_step for account in each.ledger.accounts if _is_busy(account))
         for each in sides
     )
-    unsure = sum(_half_width(each.ledger.accounts) for each in sides)
+    unsure = sum(
+        math.hypot(*((a.high_ns - a.low_ns) / 2 for a in each.ledger.accounts if _is_busy(a)))
+        for each in sides
+    )  # accounts are taken as independent
     return DeviceComparison(
         before_busy_ns=old, after_busy_ns=new,
         before_step_ns=before.ledger.mean_ns, after_step_ns=after.ledger.mean_ns,
@@ -114,10 +117,3 @@ def _by_activity(accounts: Iterable[Account]) -> dict[str, float]:
         if not account.needed:
             found[account.activity] = found.get(account.activity, 0.0) + account.ns_per_step
     return found
-
-
-def _half_width(accounts: Iterable[Account]) -> float:
-    """Half of the interval in which the busy time lies, accounts taken as independent."""
-    return math.sqrt(sum(
-        ((account.high_ns - account.low_ns) / 2) ** 2 for account in accounts if _is_busy(account)
-    ))  # fmt: skip
