@@ -99,7 +99,6 @@ _MEMORY_BOUND = (
     "fuse it with its neighbours (torch.compile), so that its tensors are read once; see that they "
     "are contiguous and of 16 bits where that is enough"
 )
-_SMALL_BATCH = "a larger batch: the weights are read for {rows:,} rows alone"
 _SMALL_ROWS = 128
 """Fewer rows than this leave a GPU of today waiting for the weights."""
 
@@ -108,7 +107,7 @@ def operator_remedy(kind: str, precision: str | None, rows: int | None) -> str:
     """What to do about an operator that is far from the roofline."""
     found = OPERATOR_REMEDIES.get(kind, _MEMORY_BOUND)
     if is_small_batch(kind, rows):
-        return f"{_SMALL_BATCH.format(rows=rows)}; else {found}"
+        return f"a larger batch: the weights are read for {rows:,} rows alone; else {found}"
     if precision == "fp32" and kind in ("gemm", "convolution", "attention"):
         return f"{_FEWER_BITS}torch.set_float32_matmul_precision('high'); {found}"
     return found
