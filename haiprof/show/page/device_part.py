@@ -96,7 +96,7 @@ def _gaps(found: DeviceLedger) -> PageTable:
     """Idle times one by one, with what the host did and which kernel ended them."""
     name = pl.col("operator").str.strip_chars("<>")
     rows = found.gaps.head(_GAP_LIMIT).with_columns(
-        pl.col("activity").str.strip_prefix("idle: ").replace(_HOST_DID),
+        pl.col("activity").str.strip_prefix("idle: ").replace([*_HOST_DID], [*_HOST_DID.values()]),
         code=pl.concat_str(
             pl.col("code").str.split("\n").list.last().str.replace(_PLACE, "$1:$2 $3"),
             name,
