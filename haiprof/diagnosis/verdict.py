@@ -263,7 +263,9 @@ FIELDS = {
     "ledger": "accounts of the mean step; their `ns_per_step` and the residual add up to `mean_ns`",
     "opportunities": "rows of `ledger` that a change would remove, largest gain first",
     "device": "the same of the GPUs' time in the last trace window: `step`, `ledger`, "
-    "`opportunities`, `ranks`, `device_name`; null where no GPU was traced",
+    "`opportunities`, `ranks`, `device_name`, `peak` (who states it), `operators` with what they "
+    "reach and `do`, `gaps` (the longest idle times), `explanations` (of each account: "
+    "what to do), `late`; null where no GPU was traced",
     "run_time": "the run's wall time in ns by what passed, from start to end; empty without an end",
     "problem_count": "findings that are problems: warnings and critical ones",
     "step_ns": "mean training step after warm-up, traced ones left out; null without steps",
@@ -323,13 +325,7 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
     ledger = verdict.ledger
     content = asdict(verdict) | {
         **ledger_document(ledger),
-        "device": None
-        if (traced := verdict.device) is None
-        else {
-            **ledger_document(traced.ledger),
-            "ranks": list(traced.ranks),
-            "device_name": traced.device_name,
-        },
+        "device": verdict.device and device_document(verdict.device),
         "problem_count": sum(found.severity != "info" for found in verdict.findings),
         "schema": SCHEMA,
         "since_ns": since_ns,
@@ -338,6 +334,25 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
         "not_measured": [{"what": what, "why": why} for what, why in verdict.not_measured],
     }
     return {name: content[name] for name in FIELDS}
+
+
+def device_document(found: DeviceLedger) -> dict[str, Any]:
+    """The ledger of the devices, what their operators reach, and what to do about each account."""
+    from haiprof.trace_analysis.device_remedies import REMEDIES, operator_remedy
+
+    return {
+        **ledger_document(found.ledger),
+        "ranks": list(found.ranks),
+        "device_name": found.device_name,
+        "peak": found.peak,
+        "operators": [
+            asdict(each) | {"do": operator_remedy(each.kind, each.precision, each.row_count)}
+            for each in found.operators
+        ],
+        "gaps": found.gaps.to_dicts(),
+        "explanations": {each.key: each.do for each in reversed(REMEDIES)},
+        "late": found.late,
+    }
 
 
 def ledger_document(ledger: Ledger | None) -> dict[str, Any]:

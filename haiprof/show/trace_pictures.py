@@ -28,6 +28,8 @@ class TracePicture:
     figure: go.Figure
     columns: tuple[str, ...]
     """Those of the frame that a terminal has room for."""
+    says: str = ""
+    """What to see in it."""
 
 
 _NO_GPU = "no GPU event in it"
@@ -42,6 +44,8 @@ class Drawing:
     """A method of `TraceQuestions`, or a function of the traces and steps."""
     figure: Callable[..., go.Figure]
     columns: tuple[str, ...]
+    says: str = ""
+    """What to see in it."""
     needs: str = ""
     """The column without whose values there is nothing to draw."""
     why: str = _NO_GPU
@@ -69,7 +73,9 @@ class Drawing:
             raise MissingDataError(f"{traces.path}: {self.why}", hint=hint)
         figure = self.figure(found, share=True) if share else self.figure(found)
         title = f"{self.title}, as shares" if share and self.has_shares else self.title
-        return TracePicture(title=title, frame=found, figure=figure, columns=self.columns)
+        return TracePicture(
+            title=title, frame=found, figure=figure, columns=self.columns, says=self.says
+        )  # fmt: skip
 
 
 def one_kernel(
@@ -92,6 +98,8 @@ def one_kernel(
         frame=found,
         figure=figures.one_kernel_figure(found),
         columns=("rank", "name", "count", "mean_ns", "min_ns", "max_ns"),
+        says="The mean of its calls, with the shortest and the longest: a rank that is slower in "
+        "the same kernel has a slower GPU, or other sizes.",
     )
 
 
@@ -127,6 +135,8 @@ def launches(
         frame=found,
         figure=figure,
         columns=("rank", "call", "cpu_duration_ns", "launch_delay_ns", "gpu_duration_ns"),
+        says="A long delay from call to kernel is a queue: the host is ahead. Many kernels that "
+        "are shorter than their call leave the GPU waiting for the host.",
     )
 
 
@@ -155,6 +165,7 @@ def critical_path(
         frame=found,
         figure=figures.critical_path_figure(found, title=title),
         columns=("bound_by", "duration_ns", "share_ratio", "segment_count"),
+        says="Only what is on this path makes the step longer: shorten its largest part.",
     )
 
 
@@ -170,55 +181,76 @@ def _what_if(
 
 PICTURES: Mapping[str, Callable[..., TracePicture]] = {
     "temporal": Drawing(
+        says="Grey is time in which the GPU had nothing to do; a rank with more of it "
+             "than the others waits for its own host.",
         title="GPU time by rank", ask="temporal_breakdown", figure=figures.temporal_figure,
         columns=("rank", "device", "span_ns", "compute_ratio", "non_compute_ratio", "idle_ratio"),
         needs="span_ns", has_shares=True,
     ),
     "idle": Drawing(
+        says="What each stream waited for between two kernels. Waiting for the host: "
+             "nothing was launched in time.",
         title="Idle time of streams", ask="idle_time_breakdown", figure=figures.idle_figure,
         columns=("rank", "stream", "idle_category", "idle_ns", "idle_ratio", "count", "median_ns",
                  "max_ns"),
         needs="idle_ns", has_shares=True,
     ),
     "kernel_types": Drawing(
+        says="Busy time of the GPU by what ran at once. Communication that overlaps "
+             "computing costs nothing.",
         title="Kernel types", ask="kernel_type_breakdown", figure=figures.kernel_type_figure,
         columns=("rank", "kernel_type", "time_ns", "time_ratio"), needs="time_ns",
     ),
     "kernels": Drawing(
+        says="The largest parts are where a faster kernel helps most; ranks should look "
+             "alike.",
         title="Top kernels", ask="kernel_breakdown", figure=figures.top_kernels_figure,
         columns=("rank", "name", "count", "sum_ns", "mean_ns", "max_ns"), needs="sum_ns",
         options={"num_kernels": TOP_KERNELS},
     ),
     "kernel": one_kernel,
     "overlap": Drawing(
+        says="Exposed communication makes the step longer; what computing hides does not.",
         title="Communication overlap", ask=_overlap, figure=figures.overlap_figure,
         columns=("rank", "compute_ns", "communication_ns", "overlap_ns", "overlap_ratio"),
     ),
     "launches": launches,
     "queue_length": Drawing(
+        says="Kernels that are launched and wait. At 0 the GPU has nothing to do; a queue "
+             "that grows means that the host is ahead.",
         title="Launch queues", ask="queue_length", figure=figures.queue_figure,
         columns=("rank", "stream", "ts_ns", "queue_length"), needs="queue_length",
     ),
     "memory_bandwidth": Drawing(
+        says="Pageable copies between host and device are several times slower than "
+             "pinned ones.",
         title="Bandwidth of copies", ask="memory_bandwidth", figure=figures.bandwidth_figure,
         columns=("rank", "copy_kind", "ts_ns", "bandwidth_bytes_per_s"),
         needs="ts_ns", why="no copy of known size in it",
     ),
     "collectives": Drawing(
+        says="A rank that waits much is early; the one that waits least is the one that "
+             "the others wait for.",
         title="Collectives", ask="collective_waits", figure=figures.collective_figure,
         columns=("rank", "kind", "name", "late_ns", "wait_ns", "transfer_ns"),
         needs="rank", why="no collective in it",
     ),
     "lateness": Drawing(
+        says="The late rank stands out; the bars of ranks that are alike overlap in their "
+             "intervals.",
         title="Lateness", ask="arrival_lateness", figure=figures.arrival_figure,
         columns=("rank", "late_ns", "low_ns", "high_ns", "collective_count"),
     ),
     "memory": Drawing(
+        says="It rises and falls within a step; what is higher after each step may be a leak. "
+             "Reserved far above tensors may be fragmentation.",
         title="Memory", ask=_memory, figure=figures.memory_figure,
         columns=("rank", "device_type", "ts_ns", "allocated_bytes", "reserved_bytes"),
     ),
     "critical_path": critical_path,
     "what_if": Drawing(
+        says="A bar is how much shorter the step becomes; a kernel that is long but "
+             "hidden by others has none.",
         title="What if", ask=_what_if, figure=figures.what_if_figure,
         columns=("change", "predicted_step_ns", "saved_ratio"),
     ),
@@ -240,7 +272,7 @@ def all_pictures(
             names = (f"{name}_share", name) if drawing else (name,)
             missing.update((each.replace("_", " "), str(error)) for each in names)
             continue
-        if drawing:
+        if drawing and made.frame["rank"].n_unique() > 1:  # of one rank both look alike
             figure = drawing.figure(made.frame, share=True)
             title = f"{made.title}, as shares"
             drawn[f"{name}_share"] = replace(made, title=title, figure=figure)

@@ -222,7 +222,7 @@ def process_groups(rows: pl.DataFrame) -> pl.DataFrame:
     grouped = rows.group_by("process_group", "part", "kind", "group_size").agg(
         pl.len().cast(pl.Int64).alias("collective_count"),
         timed.sum().cast(pl.Int64).alias("timed_count"),
-        *(_sum_of(name, timed) for name in ("bytes", "transfer_ns")),
+        pl.when(timed.any()).then(pl.col("bytes", "transfer_ns").filter(timed).sum()),
         (pl.col("bus_bandwidth_bytes_per_s") / pl.col("algorithm_bandwidth_bytes_per_s"))
         .drop_nulls()
         .first()
@@ -237,12 +237,6 @@ def process_groups(rows: pl.DataFrame) -> pl.DataFrame:
         .drop("factor")
         .sort("process_group", "kind", "group_size")
     )
-
-
-def _sum_of(name: str, which: pl.Expr) -> pl.Expr:
-    """The sum; null where there is no value."""
-    found = pl.col(name).filter(which)
-    return pl.when(found.len() > 0).then(found.sum()).alias(name)
 
 
 def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:

@@ -446,7 +446,8 @@ def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
             continue
         computing = union_of(on_device.filter(pl.col("kind") == COMPUTATION))
         exposed = total(difference(ran, computing))
-        span = _span_ns(on_device)
+        ends = on_device["ts_ns"] + on_device["dur_ns"]
+        span = int(ends.max()) - int(on_device["ts_ns"].min())  # type: ignore[arg-type]
         rows.append((*row, exposed, exposed / span if span else None))
     found = pl.DataFrame(rows, schema=PARTS_SCHEMA, orient="row")
     return found.sort("device", -pl.col("time_ns"), "part", nulls_last=True)
@@ -463,8 +464,3 @@ def waits_by_part(parts: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
     summed = known.group_by(keys).agg(pl.col("wait_ns").sum(), waited_count=pl.len().cast(pl.Int64))
     joined = parts.join(summed, on=keys, how="left", nulls_equal=True, maintain_order="left")
     return joined.with_columns(pl.col("waited_count").fill_null(0))
-
-
-def _span_ns(events: pl.DataFrame) -> int:
-    ends = events["ts_ns"] + events["dur_ns"]
-    return int(ends.max() or 0) - int(events["ts_ns"].min() or 0)  # type: ignore[arg-type]

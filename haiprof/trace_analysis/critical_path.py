@@ -407,7 +407,9 @@ def _caveats(
             f"the GPU was done only {duration_text(slack)} before the host: its work is almost as "
             "critical"
         )
-    early = _before_window(gpu, window, rows)
+    events = gpu.frame["event"].to_numpy()[gpu.launched < window.start_ns]
+    earlier = pl.col("event").is_in(pl.Series(events).implode()) & pl.col("device").is_not_null()
+    early = int(rows.filter(earlier)["duration_ns"].sum())
     if early:
         found.append(f"{duration_text(early)} are GPU work that was launched before the window")
     skewed = gpu.launched > gpu.starts
@@ -426,13 +428,6 @@ def _caveats(
             "and whose stream was free: they waited for something that is not in the trace"
         )
     return found
-
-
-def _before_window(gpu: DeviceEvents, window: PathWindow, rows: pl.DataFrame) -> int:
-    """How much of the path is GPU work launched before the window."""
-    events = gpu.frame["event"].to_numpy()[gpu.launched < window.start_ns]
-    earlier = pl.col("event").is_in(pl.Series(events).implode()) & pl.col("device").is_not_null()
-    return int(rows.filter(earlier)["duration_ns"].sum())
 
 
 CATEGORY = "critical_path"

@@ -71,13 +71,9 @@ def _of_steps(trace: Trace, steps: tuple[int, int]) -> PathWindow:
             hint = f"it has the steps {min(known)} to {max(known)}"
         raise MissingDataError(f"{trace.path}: no profiler step in {steps}", hint=hint)
     first, after_last = steps
-    return _window(_marks_as_ranges(trace, marks), f"profiler steps {first} to {after_last - 1}")
-
-
-def _marks_as_ranges(trace: Trace, marks: pl.DataFrame) -> pl.DataFrame:
-    """Steps as ranges with their process."""
     ranges = _ranges(trace, "ProfilerStep#").unique("ts_ns", keep="first")
-    return ranges.join(marks.select(ts_ns="start_ns"), on="ts_ns", how="semi")
+    own = ranges.join(marks.select(ts_ns="start_ns"), on="ts_ns", how="semi")
+    return _window(own, f"profiler steps {first} to {after_last - 1}")
 
 
 def _of_annotation(trace: Trace, annotation: str, instance: Instance) -> PathWindow:

@@ -72,7 +72,9 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
         for each in sides
     ]
     old, new = (sum(account.ns_per_step for account in each) for each in busy)
-    unsure = sum(map(_half_width, busy))
+    unsure = sum(
+        math.hypot(*((a.high_ns - a.low_ns) / 2 for a in each)) for each in busy
+    )  # accounts are taken as independent
     return DeviceComparison(
         before_busy_ns=old, after_busy_ns=new,
         before_step_ns=before.ledger.mean_ns, after_step_ns=after.ledger.mean_ns,
@@ -119,8 +121,3 @@ def _by_activity(accounts: Iterable[Account]) -> dict[str, float]:
         if not account.needed:
             found[account.activity] = found.get(account.activity, 0.0) + account.ns_per_step
     return found
-
-
-def _half_width(accounts: Iterable[Account]) -> float:
-    """Half of the interval in which their sum lies, accounts taken as independent."""
-    return math.sqrt(sum(((each.high_ns - each.low_ns) / 2) ** 2 for each in accounts))

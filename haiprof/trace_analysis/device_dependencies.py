@@ -306,10 +306,14 @@ def host_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator
     """
     if not len(gpu.starts):
         return
+    syncs, frees = calls.find(DEVICE_SYNC), calls.find(FREE)
+    begun = gpu.launch_order(np.arange(len(gpu.starts)))
+    freed = gpu.latest_within(calls.starts[frees], calls.ends[frees])
+    waited = gpu.last_before(begun, calls.starts[syncs])
     for found in (
         *_own_copies(gpu, calls),
-        _device_syncs(gpu, calls),
-        _frees(gpu, calls),
+        HostWaits(DEVICE, syncs, waited, np.zeros(len(syncs), np.bool_)),
+        HostWaits(MEMORY_FREE, frees, freed, np.ones(len(frees), np.bool_)),
         _stream_syncs(trace, gpu, calls),
         _full_queue(gpu, calls),
     ):
@@ -319,18 +323,6 @@ def host_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator
         event[wrong] = gpu.latest_within(calls.starts[call[wrong]], calls.ends[call[wrong]])
         assumed[wrong] = True
         yield HostWaits(found.why, call, event, assumed)
-
-
-def _device_syncs(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
-    syncs, begun = calls.find(DEVICE_SYNC), gpu.launch_order(np.arange(len(gpu.starts)))
-    event = gpu.last_before(begun, calls.starts[syncs])
-    return HostWaits(DEVICE, syncs, event, np.zeros(len(syncs), np.bool_))
-
-
-def _frees(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
-    frees = calls.find(FREE)
-    event = gpu.latest_within(calls.starts[frees], calls.ends[frees])
-    return HostWaits(MEMORY_FREE, frees, event, np.ones(len(frees), np.bool_))
 
 
 def _own_copies(gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:

@@ -55,7 +55,7 @@ QUEUE, UNKNOWN = f"{IDLE}between kernels", f"{IDLE}host not recorded"
 KERNEL_KINDS = (
     ("mixture of experts", r"(?<![a-z])moe(?![a-z])|fused_experts"),
     ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff"),
-    ("convolution", r"conv|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
+    ("convolution", r"conv(?!ert)|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
     ("normalisation", r"norm|softmax|\bbn_|::bn"),
     ("gemm", r"gemm|gemv|cutlass|cublas|nvjet|cijk_|xmma|gmma|hmma|matmul|884|1688|16816|splitk"
              r"|[ab]?b?mm\b|bmm_|aten::linear|dot_kernel"),
@@ -75,6 +75,11 @@ _DIRECTIONS = {
 _NEVER_BLOCKS = r"Pinned|DtoD|PtoP|[Mm]emset"
 """In the names of copies that the host does not wait for, whatever memory it is."""
 _STEP_COLUMNS = ("step", "number", "start_ns", "end_ns", "own_ns", "mark_ns")
+GAPS_SCHEMA = {
+    "device": pl.Int64, "start_ns": pl.Int64, "idle_ns": pl.Int64, "activity": pl.String,
+    "activity_ns": pl.Int64, "code": pl.String, "operator": pl.String, "kernel": pl.String,
+}  # fmt: skip
+_GAP_COUNT = 12
 ROWS_SCHEMA = {
     "device": pl.Int64, "step": pl.Int64, "position": pl.String, "activity": pl.String,
     "code": pl.String, "callee": pl.String, "operator": pl.String, "event": pl.Int64,
@@ -94,6 +99,9 @@ class RankLedger:
     steps: pl.DataFrame
     """`step`, its `number` (null without profiler steps), `start_ns` and `end_ns` on the device, to
     the next one's begin; `own_ns` without what lies between, `mark_ns` as the host marked it."""
+    gaps: pl.DataFrame
+    """The longest idle times of each device, columns of GAPS_SCHEMA: since its first step, what
+    the host did most of it and for how long, and the `kernel` that ended it."""
     devices: tuple[int, ...]
     kernel_count: int
     linked_count: int
@@ -146,9 +154,11 @@ def rank_ledger(trace: Trace) -> RankLedger:
         line.activity[works] = [kinds[name] for name in names]
         lanes = {HOST_LANE: line}
     rows = [_accounts(host, lane, time, steps) for lane, time in lanes.items()]
+    gaps = [_longest_gaps(host, lane, time, steps, gpu) for lane, time in lanes.items()]
     return RankLedger(
         rows=pl.concat([pl.DataFrame(schema=ROWS_SCHEMA), *rows]),
         steps=steps,
+        gaps=pl.concat([pl.DataFrame(schema=GAPS_SCHEMA), *gaps]),
         devices=tuple(lanes),
         kernel_count=len(gpu),
         linked_count=len(gpu) - gpu["call"].null_count(),
@@ -401,3 +411,34 @@ def _accounts(host: Host, device: object, time: _Time, steps: pl.DataFrame) -> p
         operator=pl.Series(host.texts(summed["operator"]), dtype=pl.String),
     ).select(pl.col(name).cast(kind) for name, kind in ROWS_SCHEMA.items())
     return named.group_by(named.columns[:-1], maintain_order=True).agg(pl.col("ns").sum())
+
+
+def _longest_gaps(
+    host: Host, device: int, time: _Time, steps: pl.DataFrame, gpu: pl.DataFrame
+) -> pl.DataFrame:
+    """The longest idle times of a device within its steps, one by one."""
+    first, last = int(steps["start_ns"][0]), int(steps["end_ns"][-1])
+    idle = np.char.startswith(time.activity.astype(str), IDLE)
+    idle &= (time.ends > time.starts) & (time.starts >= first) & (time.ends <= last)
+    at = np.flatnonzero(idle)[np.argsort(time.starts[idle], kind="stable")]
+    pieces = pl.DataFrame({
+        "start_ns": time.starts[at], "end_ns": time.ends[at],
+        "activity": time.activity[at].astype(str), "row": time.row[at],
+        "at": time.at[at], "ns": time.ends[at] - time.starts[at],
+    }).with_columns(
+        gap=(pl.col("start_ns") != pl.col("end_ns").shift(1)).fill_null(value=True).cum_sum()
+    )  # fmt: skip
+    spent = pieces.with_columns(activity_ns=pl.col("ns").sum().over("gap", "activity"))
+    gaps = spent.sort("activity_ns", "ns", descending=True).group_by("gap").agg(
+        pl.col("activity", "activity_ns", "row", "at").first(), idle_ns=pl.col("ns").sum(),
+        start_ns=pl.col("start_ns").min(), end_ns=pl.col("end_ns").max(),
+    ).sort("idle_ns", "start_ns", descending=[True, False]).head(_GAP_COUNT)  # fmt: skip
+    after = gpu.filter(device=device).select(end_ns="ts_ns", kernel=pl.col("name").cast(pl.String))
+    row = gaps["row"].to_numpy()
+    named = gaps.with_columns(
+        device=device,
+        start_ns=pl.col("start_ns") - first,
+        code=host.chains(host.place_rows(row, gaps["at"].to_numpy())),
+        operator=pl.Series(host.name_at(host.tree.climb(row, host.is_operator)), dtype=pl.String),
+    ).join(after.unique("end_ns", keep="first"), on="end_ns", how="left", maintain_order="left")
+    return named.select(pl.col(name).cast(kind) for name, kind in GAPS_SCHEMA.items())  # fmt: skip

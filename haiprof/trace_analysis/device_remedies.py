@@ -37,7 +37,8 @@ REMEDIES = (
            "often"),
     Remedy("idle: allocation", "allocator", "idle while device memory is allocated or freed",
            "allocate in the first steps only: constant shapes, no empty_cache() in the step, "
-           "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+           "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; inside a convolution its library "
+           "does it: torch.backends.cudnn.benchmark=True, on ROCm MIOPEN_FIND_MODE=FAST"),
     Remedy("idle: runtime calls", "runtime_calls", "idle while the host is in the GPU's runtime",
            "warm up before the measured steps; CUDA graphs need few such calls"),
     Remedy("idle: between kernels", "kernel_gaps", "idle between kernels that are launched",
@@ -98,7 +99,6 @@ _MEMORY_BOUND = (
     "fuse it with its neighbours (torch.compile), so that its tensors are read once; see that they "
     "are contiguous and of 16 bits where that is enough"
 )
-_SMALL_BATCH = "a larger batch: the weights are read for {rows:,} rows alone"
 _SMALL_ROWS = 128
 """Fewer rows than this leave a GPU of today waiting for the weights."""
 
@@ -107,7 +107,7 @@ def operator_remedy(kind: str, precision: str | None, rows: int | None) -> str:
     """What to do about an operator that is far from the roofline."""
     found = OPERATOR_REMEDIES.get(kind, _MEMORY_BOUND)
     if is_small_batch(kind, rows):
-        return f"{_SMALL_BATCH.format(rows=rows)}; else {found}"
+        return f"a larger batch: the weights are read for {rows:,} rows alone; else {found}"
     if precision == "fp32" and kind in ("gemm", "convolution", "attention"):
         return f"{_FEWER_BITS}torch.set_float32_matmul_precision('high'); {found}"
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,6 +123,8 @@ class DeviceLedger:
     device_name: str | None = None
     peak: str | None = None
     """Who states the peak that operators are held against; None where it is not known."""
+    gaps: pl.DataFrame = field(default_factory=pl.DataFrame)
+    """The longest idle times, longest first: `rank` and what `device_ledger.GAPS_SCHEMA` has."""
     late: str | None = None
     """Who comes last to collectives, in words; None where nobody waited, or nothing tells."""
 
@@ -322,6 +324,10 @@ def _as_ledger(
         total_ns=total,
         account_ns=tuple(keys["ns"].gather(order).to_list()),
         mark_ns=float(np.mean(marks.to_numpy())) if len(marks) else None,
+        gaps=pl.concat(
+            each.gaps.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
+            for rank, each in ranks.items()
+        ).sort("idle_ns", descending=True, maintain_order=True),
         kernel_count=sum(each.kernel_count for each in ranks.values()),
         linked_count=sum(each.linked_count for each in ranks.values()),
         operators=_operators(parts, times, own, count),

@@ -48,17 +48,13 @@ def with_call(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
 def launched_events(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """GPU events whose launch is in the trace, with the call: columns of `with_call`."""
     found = with_call(gpu_events(trace, steps), trace.runtime).drop_nulls("call")
-    if found.is_empty() and len(trace.gpu) and not _any_launch(trace):
+    known = trace.runtime.filter(pl.col("correlation") > 0)["correlation"].implode()
+    if found.is_empty() and len(trace.gpu) and not trace.gpu["correlation"].is_in(known).any():
         raise MissingDataError(
             f"{trace.path}: {len(trace.gpu)} GPU events and no call that launched one of them",
             hint="record both: ProfilerActivity.CPU and ProfilerActivity.CUDA",
         )
     return found
-
-
-def _any_launch(trace: Trace) -> bool:
-    known = trace.runtime.filter(pl.col("correlation") > 0)
-    return len(trace.gpu.join(known, on="correlation", how="semi")) > 0
 
 
 def launch_statistics(

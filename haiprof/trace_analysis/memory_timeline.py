@@ -88,7 +88,7 @@ def memory_by_operator(trace: Trace) -> pl.DataFrame:
     return found.join(_leftovers(events), on=on, how="left", nulls_equal=True).select(
         *on, "allocation_count", "allocated_bytes", "free_count", "freed_bytes",
         "self_increase_bytes", "increase_bytes",
-        *_zero_if(["kept_count", "kept_bytes"], known=_has_addresses(events)),
+        pl.when(_has_addresses(events)).then(pl.col("kept_count", "kept_bytes").fill_null(0)),
     ).sort(
         "self_increase_bytes", *on, descending=[True, False, False, False], nulls_last=True
     )  # fmt: skip
@@ -183,12 +183,6 @@ def _with_operators(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
 
 def _has_addresses(events: pl.DataFrame) -> bool:
     return events["address"].null_count() == 0
-
-
-def _zero_if(names: list[str], *, known: bool) -> list[pl.Expr]:
-    """Missing values become 0 where the trace could show them, else null."""
-    return [pl.col(name).fill_null(0) if known else pl.lit(None, pl.Int64).alias(name)
-            for name in names]  # fmt: skip
 
 
 def _allocations(trace: Trace, events: pl.DataFrame) -> pl.DataFrame:

@@ -10,7 +10,7 @@ import polars as pl
 from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
-from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_US
+from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_US, duration_text
 from haiprof.show.figures.panels import points_per_series, thin_points
 from haiprof.show.figures.style import (
     AXIS,
@@ -178,21 +178,21 @@ def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
 
 
 def what_if_figure(found: pl.DataFrame) -> go.Figure:
-    """The step as it is, and as each change would make it."""
-    now_ns = [found["reproduced_step_ns"][0]] if found.height else []
+    """By how much each change would make the step shorter."""
+    now = pl.col("reproduced_step_ns")
+    shown = found.with_columns(saved_ns=now - pl.col("predicted_step_ns"))
+    step = f" ({duration_text(found['reproduced_step_ns'][0])} as it is)" if found.height else ""
+    names = [name if len(name) <= _NAME_LENGTH else f"{name[:34]}…{name[-13:]}"
+             for name in found["change"]]  # fmt: skip
     figure = _time_bars(
-        ["as it is", *found["change"]][: len(now_ns) + found.height],
-        [*now_ns, *found["predicted_step_ns"]],
-        [0.0] * len(now_ns) + found["saved_ratio"].to_list(),
-        colors=[GREY] * len(now_ns) + [BLUE] * found.height,
-        share="shorter by %{customdata:.3g} %",
-        title="<b>What would make the step shorter</b>",
-    )
-    _, size = time_unit(now_ns[0] if now_ns else None)
+        names, shown["saved_ns"].to_list(), found["saved_ratio"].to_list(),
+        colors=[BLUE] * found.height, share="%{customdata:.3g} % of the step",
+        title=f"<b>What would make the step shorter, by how much{step}</b>",
+    )  # fmt: skip
+    _, size = time_unit(max(shown["saved_ns"].to_list(), default=None))
     above, below = (
-        [0.0] * len(now_ns)
-        + ((found[name] - found["predicted_step_ns"]).abs() / size).fill_null(0).to_list()
-        for name in ("high_step_ns", "low_step_ns")
+        ((found[name] - found["predicted_step_ns"]).abs() / size).fill_null(0).to_list()
+        for name in ("low_step_ns", "high_step_ns")
     )
     figure.update_traces(
         error_x={"type": "data", "symmetric": False, "array": above, "arrayminus": below}
@@ -210,7 +210,7 @@ def _time_bars(
     title: str,
 ) -> go.Figure:
     """A bar of time per name, the first on top and the unit's measure, with what its ratio says."""
-    unit, size = time_unit(times_ns[0] if times_ns else None)
+    unit, size = time_unit(max(times_ns, default=None))
     figure = go.Figure(
         go.Bar(
             y=names, x=[time / size for time in times_ns], orientation="h",
@@ -301,7 +301,9 @@ def one_kernel_figure(found: pl.DataFrame) -> go.Figure:
     )  # fmt: skip
     name = kernel_label(ordered["name"][0]) if ordered.height else "no such kernel"
     figure.update_layout(**figure_layout(f"<b>{name}</b> by rank", height=_TRACE_KERNELS_HEIGHT_PX))
-    figure.update_xaxes(title="rank", tickformat="d", **AXIS)
+    figure.update_xaxes(
+        title="rank", tickformat="d", dtick=1 if ordered.height < 20 else None, **AXIS
+    )
     figure.update_yaxes(rangemode="tozero", ticksuffix=" µs", **AXIS)
     return figure
 

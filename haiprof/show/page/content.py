@@ -30,6 +30,7 @@ from haiprof.show.flame import RunFlames, run_flames
 from haiprof.show.frame_table import PageTable, text_table
 from haiprof.show.page import run_sections as parts
 from haiprof.show.page.counter_data import counter_data, map_data, step_data, traced_times
+from haiprof.show.page.device_part import DevicePart, device_part
 from haiprof.show.page.ledger_part import LedgerPart, ledger_part
 from haiprof.show.page.memory_part import MemoryPart, memory_part
 from haiprof.show.page.trace_sections import (
@@ -197,6 +198,8 @@ class PageContent:
     header: RunHeader
     verdict: Verdict
     ledger: LedgerPart | None
+    device: DevicePart | None
+    """Of the GPUs in the last traced window."""
     summary: OverviewSummary
     ranks: PageTable
     nodes: PageTable
@@ -255,6 +258,7 @@ def page_content(
         header=summary.run,
         verdict=verdict,
         ledger=ledger,
+        device=device_part(verdict.device),
         summary=summary,
         ranks=ranks,
         nodes=nodes,

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from haiprof.base.errors import HaiprofError
 from haiprof.base.units import MISSING, SPACES, bytes_text, duration_text, visible
 from haiprof.base.version import __version__
 from haiprof.diagnosis.verdict import Verdict
@@ -22,10 +23,12 @@ from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
 from haiprof.show.page.content import MARKS, PageContent, page_content
 from haiprof.show.page.counter_data import json_for_script, squeeze
+from haiprof.show.page.device_part import device_part
 from haiprof.show.page.run_sections import file_size
 from haiprof.show.page.trace_sections import figure_data, page_pictures, report_tables
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.text import count_text, printable
+from haiprof.trace_analysis.device_verdict import device_ledger
 from haiprof.trace_analysis.files import fault_lines
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import TraceReport
@@ -242,6 +245,8 @@ def _mark_as_safe(own: str) -> str:
 
 def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
     yield "verdict", "Verdict"
+    if content.device:
+        yield "device", "GPUs' time"
     if content.death:
         yield "death", "The end"
     if content.comparison:
@@ -289,13 +294,23 @@ def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:
 def trace_page_html(report: TraceReport, traces: TraceQuestions) -> str:
     """Pictures and tables of traces as a page that needs no network."""
     pictures, missing = page_pictures(traces, report.steps)
+    try:
+        part = device_part(device_ledger(report.path))
+    except HaiprofError as error:
+        part = None
+        missing = (*missing, ("verdict", str(error)))
     events = count_text(int(report.tables["files"]["event_count"].sum()), "event")
     facts = f"{count_text(len(report.ranks), 'rank')} · {events}"
     reasons = [(name.replace("_", " "), why) for name, why in report.missing.items()]
     data = {"style": {"font": FONT}, "figures": figure_data(pictures)}
     return _template("trace.html").render(
         header={"name": report.path.name, "facts": facts},
-        sections=[("pictures", "Pictures"), ("tables", "Tables")],
+        sections=[
+            *([("verdict", "Verdict")] if part else []),
+            ("pictures", "Pictures"),
+            ("tables", "Tables"),
+        ],
+        part=part,
         version=__version__,
         faults=fault_lines(report.tables["checks"], EVERYTHING),
         pictures=pictures,

@@ -43,6 +43,8 @@ class PagePicture:
 
     name: str
     title: str
+    says: str
+    """What to see in it."""
     height: int
     figure: Any
     """Plain JSON values, as plotly's script takes them."""
@@ -57,6 +59,7 @@ def page_pictures(
         PagePicture(
             name=f"trace-{name.replace('_', '-')}",
             title=printable(picture.title),
+            says=picture.says,
             height=picture.figure.layout.height - _TITLE_PX,
             figure=plain_figure(picture.figure),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from rich.text import Text
 
 from haiprof.base.ledger import PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
-from haiprof.diagnosis.verdict import ledger_document
-from haiprof.show.figures.style import BLUE, GREY, ORANGE, PURPLE, SKY, YELLOW
+from haiprof.diagnosis.verdict import device_document
+from haiprof.show.figures.style import BLUE, DARK_GREY, GREY, ORANGE, PURPLE, SKY, YELLOW
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import INDENT, bullets
 from haiprof.trace_analysis.device_operators import SHORT_NS
 from haiprof.trace_analysis.device_remedies import (
     OPERATOR_REMEDIES,
-    REMEDIES,
     is_small_batch,
     operator_remedy,
     remedy_of,
@@ -47,7 +45,7 @@ _GROUPS = (
     ("other", "", GREY, "░"),
 )
 """Parts of the bar: name, what begins its activities, colour, and filling without colours."""
-_GAPS = ("between kernels", "idle: between kernels", GREY, "·")
+_GAPS = ("between kernels", "idle: between kernels", DARK_GREY, "·")
 _SPACES = re.compile(r"\s+")
 _IMPOSSIBLE_RATIO = 1.05
 """What is so far above the roofline was not recorded right."""
@@ -68,11 +66,7 @@ def device_ledger_view(
         width: Columns of the terminal.
         everything: Whether all opportunities above 0.1 % are shown.
     """
-    ledger = found.ledger
-    kinds = "device" if found.on_device else "host"
-    title = f"{name}: ledger of the {kinds}'s time, {ledger.rests_on}"
-    worth = [each for each in opportunities(found)
-             if everything or each.gain_ns >= _WORTH_RATIO * ledger.mean_ns]  # fmt: skip
+    title, worth = f"{name}: {rests_on(found)}", worth_showing(found, everything=everything)
     parts: list[RenderableType] = [
         Text(printable(headline(found)), style="bold"),
         Text(printable(title), style="dim"),
@@ -81,34 +75,41 @@ def device_ledger_view(
     ]
     for place, each in enumerate(worth[: _MANY if everything else _FEW], start=1):
         parts += [Text(), *_opportunity(found, each, place)]
-    notes = [
-        *([found.late] if found.late else []), *_operator_notes(found, worth), *_marks_note(found),
-        *ledger.missing,
-    ]  # fmt: skip
-    if notes:
-        parts += [Text(), *bullets(notes)]
-    return Group(*parts)
+    said = list(notes(found, worth))
+    return Group(*parts, *([Text(), *bullets(said)] if said else []))
+
+
+def rests_on(found: DeviceLedger) -> str:
+    """Whose time the ledger is, and what it was made of."""
+    kinds = "device" if found.on_device else "host"
+    return f"ledger of the {kinds}'s time, {found.ledger.rests_on}"
+
+
+def worth_showing(
+    found: DeviceLedger, *, everything: bool = False
+) -> list[Account | DeviceOperator]:
+    """The opportunities that are shown, in their order."""
+    least = 0 if everything else _WORTH_RATIO * found.ledger.mean_ns
+    return [each for each in opportunities(found) if each.gain_ns >= least]
+
+
+def notes(found: DeviceLedger, shown: list[Account | DeviceOperator]) -> Iterator[str]:
+    """Who is late, what is not known of operators, marks, and what the traces lack."""
+    yield from [found.late] if found.late else []
+    yield from _operator_notes(found, shown)
+    yield from (*_marks_note(found), *found.ledger.missing)
 
 
 def device_ledger_data(found: DeviceLedger, path: Path) -> dict[str, Any]:
     """The same as JSON, with the fields that the ledger of a run has."""
-    document = ledger_document(found.ledger)
+    document = device_document(found)
     return {
         "path": str(path),
         "headline": headline(found),
         "time_line": "device" if found.on_device else "host",
-        "ranks": list(found.ranks),
         "world_size": found.world_size,
         **document | {"step": document["step"] | {"mark_ns": found.mark_ns}},
-        "operators": [
-            asdict(each) | {"do": operator_remedy(each.kind, each.precision, each.row_count)}
-            for each in found.operators
-        ],
-        "device_name": found.device_name,
-        "peak": found.peak,
-        "problem_count": sum(_is_problem(found, each) for each in opportunities(found)),
-        "explanations": {each.key: each.do for each in reversed(REMEDIES)},
-        "late": found.late,
+        "problem_count": sum(is_problem(found, each) for each in opportunities(found)),
         "gpu_event_count": found.kernel_count,
         "linked_count": found.linked_count,
     }  # fmt: skip
@@ -118,10 +119,11 @@ def opportunities(found: DeviceLedger) -> list[Account | DeviceOperator]:
     """Accounts and operators that could take less time: problems first, the largest gain first."""
     every: list[Account | DeviceOperator] = [*found.ledger.largest()]
     every += [each for each in found.operators if each.gain_ns > 0]
-    return sorted(every, key=lambda each: (not _is_problem(found, each), -each.gain_ns))
+    return sorted(every, key=lambda each: (not is_problem(found, each), -each.gain_ns))
 
 
-def _is_problem(found: DeviceLedger, each: Account | DeviceOperator) -> bool:
+def is_problem(found: DeviceLedger, each: Account | DeviceOperator) -> bool:
+    """Whether the step becomes 5 % shorter at least."""
     return each.gain_low_ns >= PROBLEM_RATIO * found.ledger.mean_ns
 
 
@@ -133,7 +135,7 @@ def headline(found: DeviceLedger) -> str:
     largest = next(iter(opportunities(found)), None)
     most = "" if isinstance(largest, DeviceOperator) else _largest_operator(found)
     busy = f"{work} {_share(needed, ledger.mean_ns)} of the step{most}"
-    if largest is not None and _is_problem(found, largest):
+    if largest is not None and is_problem(found, largest):
         of = f"of {duration_text(ledger.mean_ns)} a step"
         if isinstance(largest, DeviceOperator):
             return f"{_phrase(found, largest)}: {duration_text(largest.ns_per_step)} {of}"
@@ -160,19 +162,14 @@ def _largest_operator(found: DeviceLedger) -> str:
     most = max(found.operators, key=lambda each: each.ns_per_step, default=None)
     if most is None or 2 * most.ns_per_step < found.ledger.mean_ns:
         return ""
-    return f", most of it {_rates_text(most)}"
+    return f", most of it {rates_text(most)}"
 
 
-def _rates_text(each: DeviceOperator) -> str:
+def rates_text(each: DeviceOperator) -> str:
     """An operator with what it reaches: `aten::mm bf16 at 31.6 TFLOP/s, 2.4 % of the peak`."""
-    name = f"{each.name} {_shapes_text(each.shapes)}".strip()
+    name = f"{each.name} {shapes_text(each.shapes)}".strip()
     name = f"{name} {each.precision}" if each.precision else name
-    is_matrix = each.kind in OPERATOR_REMEDIES
-    rates = []
-    if each.flops_per_s and (is_matrix or each.bound == "compute"):
-        rates.append(f"{each.flops_per_s / 1e12:.3g} TFLOP/s")
-    if each.bytes_per_s and not (each.bound == "compute" or (each.is_open and rates)):
-        rates.append(f"{each.bytes_per_s / 1e12:.3g} TB/s")
+    rates = rate_texts(each)
     if not rates:
         return f"{name}{_UNKNOWN}"
     rate, ratio = " and ".join(rates), each.roofline_ratio
@@ -185,7 +182,17 @@ def _rates_text(each: DeviceOperator) -> str:
     return f"{name} at {rate}, {least}{ratio_text(ratio)} of {of}"
 
 
-def _shapes_text(shapes: str | None) -> str:
+def rate_texts(each: DeviceOperator) -> list[str]:
+    """What an operator reaches of computing, of the memory's bandwidth, or of both."""
+    is_matrix, rates = each.kind in OPERATOR_REMEDIES, []
+    if each.flops_per_s and (is_matrix or each.bound == "compute"):
+        rates.append(f"{each.flops_per_s / 1e12:.3g} TFLOP/s")
+    if each.bytes_per_s and not (each.bound == "compute" or (each.is_open and rates)):
+        rates.append(f"{each.bytes_per_s / 1e12:.3g} TB/s")
+    return rates
+
+
+def shapes_text(shapes: str | None) -> str:
     """`[4096,4096] x2`: equal shapes that follow each other are written once."""
     plain = _SPACES.sub("", shapes or "").replace("(", "[").replace(")", "]")
     each = [text for text in re.findall(r"\[[\d,]*\]", plain) if text != "[]"]
@@ -211,7 +218,7 @@ def _operator_notes(found: DeviceLedger, shown: list[Account | DeviceOperator]) 
                 f"{each.row_count:,} rows: a larger batch reads its weights no more often"
             )
         elif (each.roofline_ratio or 0.0) > _IMPOSSIBLE_RATIO:
-            yield _rates_text(each)
+            yield rates_text(each)
         elif each.flops_per_s is None and each.bytes_per_s is None:
             yield (
                 f"{each.name} ({each.kind}) takes {_share(each.ns_per_step, mean)} of the step: "
@@ -229,7 +236,7 @@ def _operator_notes(found: DeviceLedger, shown: list[Account | DeviceOperator]) 
 def _phrase(found: DeviceLedger, each: Account | DeviceOperator, subject: str = "") -> str:
     """Position, what is done there, by whom, and the code."""
     if isinstance(each, DeviceOperator):
-        return _rates_text(each)
+        return rates_text(each)
     remedy = remedy_of(each.activity)
     says = remedy.says if remedy else each.activity
     if subject:
@@ -242,7 +249,7 @@ def _phrase(found: DeviceLedger, each: Account | DeviceOperator, subject: str = 
 def _at(account: Account) -> str:
     place = account.code_place or account.function
     inner = account.callees[-1] if account.callees else None
-    words = [word for word in (place, inner and f"<{_short(inner)}>") if word]
+    words = [word for word in (place, inner and f"<{_short(inner.strip('<>'))}>") if word]
     return f" ({' '.join(words)})" if words else ""
 
 
@@ -254,7 +261,7 @@ def _share(part: float, whole: float) -> str:
     return ratio_text(part / whole) if whole else ratio_text(0.0)
 
 
-def _bar_parts(found: DeviceLedger) -> dict[tuple[str, str, str], float]:
+def bar_parts(found: DeviceLedger) -> dict[tuple[str, str, str], float]:
     """Time of each part of the bar, in the order of `_GROUPS`."""
     groups = {(name, color, fill): 0.0 for name, _, color, fill in (*_GROUPS, _GAPS)}
     for account in found.ledger.accounts:
@@ -267,7 +274,7 @@ def _bar_parts(found: DeviceLedger) -> dict[tuple[str, str, str], float]:
 
 def _two_lines(found: DeviceLedger, width: int) -> Iterator[RenderableType]:
     """The bar, and its numbers."""
-    ledger, groups = found.ledger, _bar_parts(found)
+    ledger, groups = found.ledger, bar_parts(found)
     bar, done, ends = Text(no_wrap=True), 0.0, 0
     numbers = Text("step ", style="")
     numbers.append(duration_text(ledger.mean_ns), style="bold")
@@ -276,7 +283,7 @@ def _two_lines(found: DeviceLedger, width: int) -> Iterator[RenderableType]:
         end = round(done / ledger.mean_ns * width)
         bar.append(fill * (end - ends), style=color)
         ends = end
-        inner = _kinds(found.ledger.accounts, ns) if name in ("computing", "operators") else ""
+        inner = kinds_text(found.ledger.accounts, ns) if name in ("computing", "operators") else ""
         numbers.append("  ")
         numbers.append(fill, style=color)
         numbers.append(f" {name} {duration_text(ns)}, {_share(ns, ledger.mean_ns)}{inner}")
@@ -284,7 +291,7 @@ def _two_lines(found: DeviceLedger, width: int) -> Iterator[RenderableType]:
     yield numbers
 
 
-def _kinds(accounts: tuple[Account, ...], whole: float) -> str:
+def kinds_text(accounts: tuple[Account, ...], whole: float) -> str:
     """The kinds of work that most of computing is."""
     kinds: dict[str, float] = {}
     for account in accounts:
@@ -295,28 +302,35 @@ def _kinds(accounts: tuple[Account, ...], whole: float) -> str:
     return f" ({', '.join(f'{kind} {_share(kinds[kind], whole)}' for kind in most)})"
 
 
-def _opportunity(
-    found: DeviceLedger, each: Account | DeviceOperator, place: int
-) -> Iterator[RenderableType]:
-    """An opportunity in three lines: what and where, its time and gain, and what to do."""
+def opportunity_texts(
+    found: DeviceLedger, each: Account | DeviceOperator
+) -> tuple[str, str, str, str | None]:
+    """An opportunity: what and where, its time, the step without it, and what to do."""
     mean = found.ledger.mean_ns
-    line = Text(f"{place}  ", style="bold")
-    line.append(printable(_phrase(found, each)))
     spread = [duration_text(mean - gain) for gain in (each.gain_high_ns, each.gain_low_ns)]
     between = f" ({spread[0]} to {spread[1]})" if spread[0] != spread[1] else ""
+    left = f"{duration_text(mean - each.gain_ns)}{between}"
     if isinstance(each, DeviceOperator):
         do: str | None = operator_remedy(each.kind, each.precision, each.row_count)
         when = f"{count_text(round(each.kernel_count), 'kernel')} a step"
-        change = f"at what such operators usually reach {duration_text(mean - each.gain_ns)}"
+        left = f"at what such operators usually reach {left}"
     else:
         remedy = remedy_of(each.activity)
-        do, when = remedy.do if remedy else None, each.when
-        change = f"without it {duration_text(mean - each.gain_ns)}"
+        do, when, left = remedy.do if remedy else None, each.when, f"without it {left}"
     if len(found.ranks) > 1:
         when += f", the mean of {len(found.ranks)} ranks"
-    share = f"{duration_text(each.ns_per_step)}, {_share(each.ns_per_step, mean)} of the step"
-    yield line
-    yield Padding(Text(f"{share}, {when} → {change}{between}"), (0, 0, 0, INDENT + 1))
+    share = _share(each.ns_per_step, mean)
+    time = f"{duration_text(each.ns_per_step)}, {share} of the step, {when}"
+    return printable(_phrase(found, each)), time, left, do
+
+
+def _opportunity(
+    found: DeviceLedger, each: Account | DeviceOperator, place: int
+) -> Iterator[RenderableType]:
+    """An opportunity in three lines."""
+    says, time, left, do = opportunity_texts(found, each)
+    yield Text.assemble((f"{place}  ", "bold"), says)
+    yield Padding(Text(f"{time} → {left}"), (0, 0, 0, INDENT + 1))
     if do:
         yield Padding(Text(f"do: {do}", style="dim"), (0, 0, 0, INDENT + 1))
 

@@ -338,9 +338,9 @@ def rank_graph(
     transfer of collectives as in Lin et al. (OSDI 2025).
     """
     rank = _rank(trace, steps)
-    threads = rank.threads
+    threads, kernels = rank.threads, rank.kernels
     parts = [
-        _kernel_work(rank),
+        _Edges(sources=rank.starts, targets=rank.ends, lengths=kernels.ends - kernels.starts),
         _Edges(sources=threads.sources, targets=threads.targets, lengths=threads.lengths),
         *_waiting(trace, rank),
     ]
@@ -425,11 +425,6 @@ def _with_waits_for_collectives(
             [waited, rows.select("call", "kernel", begin_ns="ts_ns")], how="diagonal_relaxed"
         ),
     )
-
-
-def _kernel_work(rank: _Rank) -> _Edges:
-    lengths = rank.kernels.ends - rank.kernels.starts
-    return _Edges(sources=rank.starts, targets=rank.ends, lengths=lengths)
 
 
 def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:

@@ -68,14 +68,11 @@ def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
 def _kernels(found: pl.DataFrame) -> list[Change]:
     """The kernels with the most time; those that differ in template arguments are one."""
     work = found.filter(pl.col("kind") != COMMUNICATION).drop_nulls("name")
-    names: dict[str, set[str]] = {}
-    time_ns: dict[str, int] = {}
-    for name, sum_ns in work.select(pl.col("name").cast(pl.String), "sum_ns").iter_rows():
-        short = short_kernel_name(name)
-        names.setdefault(short, set()).add(name)
-        time_ns[short] = time_ns.get(short, 0) + sum_ns
-    largest = sorted(time_ns, key=lambda short: (-time_ns[short], short))[:NAME_COUNT]
-    return [_exact_names(KERNEL, names[short], short) for short in largest if time_ns[short]]
+    name = pl.col("name").cast(pl.String)
+    short = name.map_elements(short_kernel_name, pl.String)
+    sums = work.group_by(short=short).agg(name.unique(), pl.col("sum_ns").sum())
+    largest = sums.sort(-pl.col("sum_ns"), "short").filter(pl.col("sum_ns") > 0).head(NAME_COUNT)
+    return [_exact_names(KERNEL, *row) for row in largest.select("name", "short").iter_rows()]
 
 
 def _late_ranks(analysis: TraceQuestions, steps: Steps) -> Sequence[Change]:

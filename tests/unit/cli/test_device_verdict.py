@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,14 @@ def test_report_of_a_trace_is_the_page_of_that_trace(
     assert (status, err.count("error")) == (0, 0)
     written = path.name.partition(".json")[0] + ".html"
     assert written in err
-    assert "gemm" in (tmp_path / written).read_text()
+    page, found = html.unescape((tmp_path / written).read_text()), data(capsys, path)
+    assert found["headline"] in page.replace("\N{NO-BREAK SPACE}", " ")
+    assert found["explanations"]["synchronising_call"] in page
+    assert "Operators by GPU time" in page
+    assert "The longest idle times" in page
+    longest = {name: found["gaps"][0][name] for name in ("idle_ns", "activity", "kernel")}
+    assert longest == {"idle_ns": 30_000, "activity": "idle: wait: device", "kernel": "gemm"}
+    assert "gemm" in page
     assert run(capsys, "report", path)[0] == 2, "a file of the user is not replaced"
 
 

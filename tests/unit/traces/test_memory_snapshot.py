@@ -138,8 +138,9 @@ def test_command_shows_the_history(
 
 
 def test_history_without_times_and_with_odd_entries_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     odd = [
         {"action": "alloc", "addr": 8, "size": 5}, {"action": "alloc", "addr": 8, "size": 7},
         {"action": 3, "size": 1}, {"action": "free_completed", "size": 2}, {},
