@@ -26,7 +26,9 @@ _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules=
 
 def at_launch(cwd: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """The cheap part of it, known before the job starts."""
-    return {"git": git_head(cwd), "variables": named_variables(environ)}
+    found = {"git": git_head(cwd), "variables": named_variables(environ)}
+    job = environ.get("SLURM_JOB_ID")
+    return {**found, "slurm_job": job} if job else found
 
 
 class Surroundings:

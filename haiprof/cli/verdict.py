@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +20,7 @@ from haiprof.cli.arguments import (
     PeakOption,
     the_job,
 )
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
 from haiprof.cli.target import (
@@ -71,8 +72,15 @@ SvgFile = Annotated[Path | None, Opt("--svg FILE", "Write the card as a picture.
 Last = Annotated[
     float | None, Opt("--last SECONDS", "Only the last seconds of what was recorded.", low=0.1)
 ]
-
-
+AdviceAlone = Annotated[
+    bool,
+    Opt(
+        "--advice",
+        "Only what a job script should do after a death, in the first line and as exit status: "
+        "10 RESTART, 11 RESTART WITHOUT (nodes as Slurm's --exclude takes them), 12 STOP, 0 "
+        "where nothing died.",
+    ),
+]
 ExitReport = Annotated[
     Path | None, Opt("--exit-report FILE", "Write how the job ended as Markdown, for a ticket.")
 ]
@@ -82,7 +90,7 @@ def verdict(
     target: Target = None, as_json: AsJson = False, save: Save = False,
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
-    everything: Everything = False, peak: PeakOption = None,
+    advice: AdviceAlone = False, everything: Everything = False, peak: PeakOption = None,
     formulas: FormulasOption = None, form: OutputForm = Form.TEXT,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
@@ -107,6 +115,7 @@ def verdict(
       haiprof verdict --last 60                   of the run's last minute alone
       haiprof verdict --svg card.svg              the card as a picture
       haiprof verdict --exit-report ticket.md     how it ended, for a ticket
+      haiprof verdict --advice || status=$?       in a job script: start it again, or not
       haiprof verdict --format markdown >> "$GITHUB_STEP_SUMMARY"
       haiprof verdict --json | jq '.findings[0].remedy'
       haiprof verdict traces/                     of torch.profiler: the device's time, by account
@@ -115,10 +124,14 @@ def verdict(
     """
     output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
+    if advice and (save or svg or folder or exit_report or collect or last is not None):
+        raise UsageError(
+            "--advice is of a whole run, and of how it ended: only --json goes with it"
+        )
     if folder is not None and last is not None:
         raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
     if not collect and (traces := named_traces(target)) is not None:
-        if save or svg or folder or exit_report or last is not None:
+        if save or svg or folder or exit_report or advice or last is not None:
             raise UsageError(
                 f"{traces}: traces, and no run: only --json and --all go with them",
                 hint="name a run directory, or leave the other options out",
@@ -140,6 +153,9 @@ def verdict(
     from haiprof.show.markdown import verdict_markdown
     from haiprof.show.run_header import manifest_or_none, run_header
 
+    if advice:
+        _show_advice(analyzer, output)
+        return
     analyzer = analyzer if last is None else analyzer.last(last)
     found = diagnose(analyzer, trace_limit_bytes=_trace_limit() if save else None, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
@@ -170,6 +186,18 @@ def verdict(
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
+
+
+def _show_advice(analyzer: RunFrames, output: Output) -> None:
+    """The advice alone: deaths are looked at, and nothing else."""
+    from haiprof.diagnosis.restart_advice import restart_advice
+    from haiprof.show.death_block import advice_view
+
+    found = restart_advice(analyzer)
+    output.show(lambda _: advice_view(found),
+                {"advice": None if found is None else asdict(found)})  # fmt: skip
+    if found is not None:
+        raise ExitStatus(found.exit_status)
 
 
 def _show_traces(

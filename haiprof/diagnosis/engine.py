@@ -19,6 +19,7 @@ from haiprof.diagnosis.explanations import (
     stragglers,
 )
 from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
+from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import RULES
 from haiprof.diagnosis.run_ledger import PricedSetting, RunLedger, run_ledger
@@ -77,6 +78,7 @@ def judge(
         name=manifest.name if manifest else analyzer.run.root.name,
         headline=death.headline if death else _headline(analyzer, inputs, findings, ledger),
         death=death,
+        advice=restart_advice(analyzer),
         memory_at_end=analyzer.memory_at_end() if death else (),
         gpu_memory_at_end=analyzer.gpu_memory_at_end() if death else (),
         starts=tuple(analyzer.starts()) if deaths else (),

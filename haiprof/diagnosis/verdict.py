@@ -10,6 +10,7 @@ from haiprof.base.errors import HaiprofError
 from haiprof.base.ledger import Ledger
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import ratio_text, visible
+from haiprof.diagnosis.restart_advice import Advice
 from haiprof.diagnosis.traced_window import StepWork
 from haiprof.run_analysis.before_death import GpuMemoryAtEnd, MemoryAtEnd
 from haiprof.run_analysis.deaths import Death
@@ -228,6 +229,8 @@ class Verdict:
     """Unix time of the job's end; None where it still ran, or its end was not noted."""
     death: Death | None = None
     """Why the job died; None where it has not."""
+    advice: Advice | None = None
+    """Start again, without some nodes, or stop; None where nothing died."""
     memory_at_end: tuple[MemoryAtEnd, ...] = ()
     """Memory of the ranks that the death began with, where it may be the reason."""
     gpu_memory_at_end: tuple[GpuMemoryAtEnd, ...] = ()
@@ -253,6 +256,8 @@ FIELDS = {
     "name": "the job's name",
     "headline": "one line: the first problem, that nothing stands out, or why nothing is known",
     "death": "why the job died: rank, cause, how, line, the others; null where it has not",
+    "advice": "what a job script should do after the death: `action` (RESTART, RESTART WITHOUT, "
+    "STOP), `nodes`, `reason`, `text`, `exit_status`, `attempts`; null where nothing died",
     "memory_at_end": "memory of the ranks that the death began with, where it may be the reason",
     "gpu_memory_at_end": "GPU memory of the same ranks, where it ran out: docs/deaths.md",
     "starts": "each start of the job's ranks and how it ended; empty where one did not die",

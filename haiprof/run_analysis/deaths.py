@@ -42,8 +42,8 @@ SLURM_LIMIT_NS = 90 * NS_PER_S
 _PLACES_LIMIT = 4
 """Of so many ranks each one's line is shown where none of them is to blame."""
 _WITHOUT_A_REASON = (
-    "signal", "time_limit", "cancelled", "interrupted", "unknown", "never_started", "hang", "gone",
-    "launcher",
+    "signal", "time_limit", "preempted", "cancelled", "interrupted", "unknown", "never_started",
+    "hang", "gone", "launcher",
 )  # fmt: skip
 """Causes of a start that never trained which do not say why it did not."""
 _SAME_KILL_NS = NS_PER_S // 100
@@ -81,8 +81,8 @@ class Death:
     headline: str
     cause: str
     """`exception`, `out_of_memory`, `killed`, `crash`, `exit`, `early_exit`, `hang`, `mismatch`,
-    `node_lost`, `never_started`, `shared_memory_full`, `disk_full`, `time_limit`, `cancelled`,
-    `signal`, `interrupted`, `launcher`, `gone`, or `unknown`."""
+    `node_lost`, `never_started`, `shared_memory_full`, `disk_full`, `time_limit`, `preempted`,
+    `cancelled`, `signal`, `interrupted`, `launcher`, `gone`, or `unknown`."""
     ranks: tuple[int, ...]
     """Who it began with; empty where it came from outside, or is not known."""
     certain: bool
@@ -754,7 +754,7 @@ def _outer_cause(came: Arrived) -> tuple[str, str]:
     ):
         return "time_limit", "Slurm's time limit was reached"
     if state == "PREEMPTED":
-        return "cancelled", "Slurm preempted it: another job had precedence"
+        return "preempted", "Slurm preempted it: another job had precedence"
     if state == "CANCELLED" or (by_slurm and left is not None):
         return "cancelled", "Slurm ended it before its time limit: scancel, or its site's rules"
     if by_slurm:
@@ -793,6 +793,7 @@ _REMEDIES: Mapping[str, str] = {
     "node_lost": "look at that node's console and the scheduler's log: power, network, kernel",
     "never_started": "look at the output of that rank's launcher: import, rendezvous, placement",
     "time_limit": "ask for more time, or save and requeue before it: --signal, --requeue",
+    "preempted": "let Slurm start it again: --requeue, and checkpoints from which it resumes",
     "cancelled": "find out who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
     "signal": "ask the sender; haiprof passed the signal on to the job",
     "interrupted": "no action: the job was stopped by Ctrl-C or SIGINT",

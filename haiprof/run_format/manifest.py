@@ -37,7 +37,7 @@ class Manifest:
     environment: dict[str, Any] = field(default_factory=dict)
     """`git` (`root`, `branch`, `commit`, `dirty`, `changed_files`, `changes_digest`, or `reason`),
     `variables` (only listed ones), `script`, `machine`; the last two and `dirty` come once the job
-    runs."""
+    runs; `slurm_job` under Slurm."""
     host: str = ""
     """Host of the launcher that created the run."""
     launcher_pid: int = 0

@@ -17,6 +17,7 @@ from haiprof.show.run_header import RunHeader
 from haiprof.show.text import moment_text, printable
 
 if TYPE_CHECKING:
+    from haiprof.diagnosis.restart_advice import Advice
     from haiprof.diagnosis.verdict import Verdict
     from haiprof.run_analysis.deaths import Death, Fate
     from haiprof.run_analysis.restarts import Start
@@ -28,8 +29,8 @@ WORDS = {
     "crash": "crash", "exit": "exit status", "early_exit": "early exit", "hang": "hang",
     "mismatch": "collective mismatch", "node_lost": "node lost", "never_started": "not started",
     "shared_memory_full": "/dev/shm full", "disk_full": "disk full", "time_limit": "time limit",
-    "cancelled": "cancelled", "signal": "signal", "interrupted": "interrupted",
-    "launcher": "launcher", "gone": "gone", "unknown": "not known",
+    "preempted": "preempted", "cancelled": "cancelled", "signal": "signal",
+    "interrupted": "interrupted", "launcher": "launcher", "gone": "gone", "unknown": "not known",
 }  # fmt: skip
 """Causes in a word, by their slugs."""
 
@@ -49,7 +50,24 @@ def death_block(verdict: Verdict) -> RenderableType:
     parts += [_indent(Text(line, style="dim")) for line in _death_lines(verdict)]
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
+    if verdict.advice is not None:
+        grid.add_row(
+            Text("  then:", style="bold green"), Text(printable(_advice_text(verdict.advice)))
+        )
     return Group(*parts, grid)
+
+
+def _advice_text(advice: Advice) -> str:
+    return f"{advice.headline}: {advice.text}"
+
+
+def advice_view(advice: Advice | None) -> RenderableType:
+    """The advice alone, in its first line what a script reads, then all deaths that it rests on."""
+    if advice is None:
+        return Text("NOTHING: no death of this job is known")
+    starts = (f"  {a.run}, start {a.generation + 1}: {a.headline}" for a in advice.attempts)
+    first = Text(printable(advice.headline), no_wrap=True, overflow="ignore")
+    return Group(first, *(Text(printable(line)) for line in (f"  {advice.text}", *starts)))
 
 
 def _indent(part: RenderableType) -> RenderableType:
@@ -148,4 +166,7 @@ def exit_report(verdict: Verdict, run: RunHeader) -> str:
         frames = [markdown_code(frame) for frame in death.traceback[-_FRAMES:]]
         said = [markdown_code(line) for line in (death.message or "").splitlines()[:20]]
         lines += ["", "```", *frames, *said, "```"]
-    return "\n".join([*lines, "", f"**Do:** {markdown_text(death.remedy)}"]) + "\n"
+    lines += ["", f"**Do:** {markdown_text(death.remedy)}"]
+    if verdict.advice is not None:
+        lines += ["", f"**Then:** {markdown_text(_advice_text(verdict.advice))}"]
+    return "\n".join(lines) + "\n"

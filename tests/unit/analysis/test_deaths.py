@@ -488,12 +488,17 @@ def test_thread_that_died_is_told_of_the_rank_that_hung(job: Job) -> None:
 # -- from outside ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("left_s", "cause"), [(5, "time_limit"), (5000, "cancelled")])
-def test_signal_of_slurm_is_told_by_its_time_limit(job: Job, left_s: int, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("left_s", "state", "cause"),
+    [(5, None, "time_limit"), (5000, None, "cancelled"), (5000, "PREEMPTED", "preempted")],
+)
+def test_signal_of_slurm_is_told_by_its_state_or_time_limit(
+    job: Job, left_s: int, state: str | None, cause: str
+) -> None:
     job.line("node0", {
         "type": "signal", "signal": 15, "wall_ns": T0, "from_pid": 77, "from_uid": 0,
         "from_command": "slurmstepd: [12.batch]", "slurm_job": "12",
-        "slurm_end_s": T0 // S + left_s,
+        "slurm_end_s": T0 // S + left_s, "slurm_state": state,
     })  # fmt: skip
     for rank in range(3):
         job.over(rank, 0.1, number=signal.SIGTERM)

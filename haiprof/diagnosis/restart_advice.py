@@ -1,0 +1,183 @@
+"""After a death: start the job again, start it without some nodes, or stop."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from haiprof.base.errors import HaiprofError
+from haiprof.base.units import visible
+from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest, read_manifest, run_folders
+
+Action = Literal["RESTART", "RESTART WITHOUT", "STOP"]
+_Judgement = tuple[Action, tuple[str, ...], str, str]
+"""Action, nodes, reason, text."""
+EXIT_STATUS: dict[Action, int] = {"RESTART": 10, "RESTART WITHOUT": 11, "STOP": 12}
+"""Of `haiprof verdict --advice`; 0: nothing died. Errors of haiprof are below 10."""
+_EARLIER_RUNS = 8
+_IDLE_DEATHS = 3
+"""So many deaths in a row without a step are no accident."""
+_ASKED = ("interrupted", "cancelled")
+_FULL = ("disk_full", "shared_memory_full")
+_OF_CODE = ("exception", "exit", "crash", "early_exit", "mismatch", "hang")
+"""Causes that stand at a line of the user's code."""
+_WITHOUT_LINE = ("early_exit", "mismatch")
+"""Causes that no machine has, which need no line to be the same again."""
+_OF_NODES = ("killed", "crash", "hang", "gone", "node_lost", "never_started")
+"""Causes that a sick node has."""
+_HARDWARE = re.compile(
+    r"uncorrectable ECC|fallen off the bus|NVLink error|CUDA-capable device\(s\) is/are busy or "
+    r"unavailable|hardware error",
+    re.IGNORECASE,
+)
+"""Texts of CUDA's and the kernel's that only a broken device causes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the job's ranks that died."""
+
+    run: str
+    """The run directory's name."""
+    generation: int
+    cause: str
+    """As in `deaths.Death`."""
+    line: str | None
+    step: int | None
+    """The last one of the rank that it began with; None where that is not known."""
+    has_trained: bool
+    """Whether any rank is known to have ended a step."""
+    is_hardware: bool
+    """Whether the exception says that a device is broken."""
+    hosts: tuple[str, ...]
+    """Of the ranks that it began with, where that is known."""
+    died_ns: int | None
+    headline: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What a job script should do after a death."""
+
+    action: Action
+    nodes: tuple[str, ...]
+    """Nodes to leave out; empty where the advice is another one."""
+    reason: str
+    """Slug of the rule that gave it."""
+    text: str
+    exit_status: int
+    attempts: tuple[Attempt, ...]
+    """Deaths of this job, of this run and earlier ones, oldest first; the last one is judged."""
+
+    @property
+    def headline(self) -> str:
+        """`RESTART WITHOUT node-2,node-5`: nodes as Slurm's `--exclude` takes them."""
+        return f"{self.action} {','.join(self.nodes)}".rstrip()
+
+
+def restart_advice(frames: RunFrames) -> Advice | None:
+    """The advice after a run's last death; None where it has not died, or only a part was read."""
+    deaths = frames.deaths()
+    if not any(death.final for death in deaths):
+        return None
+    attempts = [*_earlier_attempts(frames), *(_attempt(frames, death) for death in deaths)]
+    hosts = frozenset(fate.host for fate in deaths[-1].fates if fate.host is not None)
+    return advise(attempts, hosts)
+
+
+def advise(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Advice:
+    """The advice after the last of these deaths, by the first rule that has one.
+
+    Args:
+        attempts: At least one death, oldest first.
+        hosts: The nodes of the last start.
+    """
+    action, nodes, reason, text = next(_judge(attempts, hosts))
+    return Advice(action=action, nodes=nodes, reason=reason, text=text,
+                  exit_status=EXIT_STATUS[action], attempts=tuple(attempts))  # fmt: skip
+
+
+def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judgement]:
+    *earlier, last = attempts
+    alike = [each for each in earlier if each.cause == last.cause]
+    if last.cause in _ASKED:
+        yield "STOP", (), "asked", "somebody ended it on purpose"
+    if last.cause in _FULL:
+        yield "STOP", (), last.cause, "a restart finds it as full as it was"
+    same = [each for each in alike if _is_near(each.step, last.step)]
+    if last.cause == "out_of_memory" and same:
+        text = f"out of memory at the same step, {last.step}, in {len(same) + 1} starts"
+        yield "STOP", (), "same_memory", text
+    others_are_left = bool(hosts - set(last.hosts))
+    if others_are_left and last.hosts and (last.cause == "node_lost" or last.is_hardware):
+        text = "the node was lost" if last.cause == "node_lost" else "its device is broken"
+        yield "RESTART WITHOUT", last.hosts, "broken_node", text
+    before = {h for a in earlier if a.cause in _OF_NODES or a.is_hardware for h in a.hosts}
+    again = tuple(host for host in last.hosts if host in before)
+    if others_are_left and again and last.cause in _OF_NODES:
+        yield "RESTART WITHOUT", again, "same_node", "ranks there were the first to die before"
+    same = [a for a in alike if a.line == last.line and (a.line or a.cause in _WITHOUT_LINE)]
+    if last.cause in _OF_CODE and same:
+        place = f"at the same line, {last.line}," if last.line else f"of the same ({last.cause})"
+        yield "STOP", (), "same_line", f"it died {place} in {len(same) + 1} starts"
+    idle = attempts[-_IDLE_DEATHS:]
+    if len(idle) == _IDLE_DEATHS and not any(each.has_trained for each in idle):
+        yield "STOP", (), "never_trained", f"no step ended in the last {_IDLE_DEATHS} starts"
+    none = f"none of {len(earlier)} earlier deaths was like it" if earlier else "its first death"
+    yield "RESTART", (), "not_repeated", f"{none}: nothing says that the next start must die"
+
+
+def _is_near(one: int | None, other: int | None) -> bool:
+    """Whether two steps are the same; of a killed rank the last one may not be written."""
+    return one is not None and other is not None and abs(one - other) < 2
+
+
+def _attempt(frames: RunFrames, death: Death) -> Attempt:
+    hosts = {fate.host for fate in death.fates if fate.rank in death.ranks}
+    return Attempt(
+        run=frames.run.root.name,
+        generation=death.generation,
+        cause=death.cause,
+        line=death.line,
+        step=death.step,
+        has_trained=any(fate.step for fate in death.fates),
+        is_hardware=_HARDWARE.search(death.message or "") is not None,
+        hosts=tuple(sorted(host for host in hosts if host is not None)),
+        died_ns=death.died_ns,
+        headline=visible(death.headline),
+    )
+
+
+def _earlier_attempts(frames: RunFrames) -> list[Attempt]:
+    """Deaths of earlier runs of the same job beside this one; runs that cannot be read are none."""
+    own = frames.files.manifest
+    if own is None or _identity(own) is None:
+        return []
+    runs: list[tuple[int, Path]] = []
+    for folder in run_folders(frames.run.root.parent):
+        with contextlib.suppress(HaiprofError):
+            if folder.name.startswith(f"{own.name}-"):
+                other = read_manifest(RunPaths(folder))
+                if _identity(other) == _identity(own) and other.start_wall_ns < own.start_wall_ns:
+                    runs.append((other.start_wall_ns, folder))
+    attempts = []
+    for _, folder in sorted(runs)[-_EARLIER_RUNS:]:
+        with contextlib.suppress(HaiprofError):
+            earlier = RunFrames(folder)
+            attempts += [_attempt(earlier, death) for death in earlier.deaths()]
+    return attempts
+
+
+def _identity(manifest: Manifest) -> tuple[object, ...] | None:
+    """What all runs of a job have in common: `--run-id`, or Slurm's job, which a requeue keeps."""
+    if manifest.options.get("run_id"):
+        return manifest.name, manifest.options["run_id"]
+    job = manifest.environment.get("slurm_job")
+    return None if not job else (manifest.name, job, *manifest.command)
