@@ -34,19 +34,19 @@ from haiprof.run_format.stack_lines import (
 )
 
 DEFAULT_HZ = 100.0
-CPU_RATIO, LATER_CPU_RATIO = 0.002, 0.0005
-"""Of a core, what the sampling thread may take before steps and in the first minute of them, and
-later. Waking up alone takes 5 us on hardware, and 25 us on a virtual machine."""
+CPU_RATIO = 0.002
+"""Of a core, what the sampling thread may take before steps and on average in their first minute.
+Waking up alone takes 5 us on hardware, and 25 us on a virtual machine."""
 PACE = (
-    (10.0, 1.0, 3 * CPU_RATIO),
-    (60.0, 1.0, 3 / 5 * CPU_RATIO),
-    (600.0, 0.2, LATER_CPU_RATIO),
-    (3600.0, 0.05, LATER_CPU_RATIO),
-    (float("inf"), 0.01, LATER_CPU_RATIO),
+    (10.0, 1.0, 3.0),
+    (60.0, 1.0, 0.6),
+    (600.0, 0.2, 0.25),
+    (3600.0, 0.05, 0.25),
+    (float("inf"), 0.01, 0.25),
 )
-"""Up to an age of its training in seconds: the share of the rate, and of a core. By default 100 Hz,
-then 20, 5 and 1 Hz. Half of the first minute's share is spent in its first ten seconds, so that
-short runs have samples enough. A day is 120,000 samples then."""
+"""Up to an age of its training in seconds: the share of the rate, and of `CPU_RATIO`. By default
+100 Hz, then 20, 5 and 1 Hz. Half of the first minute's share is spent in its first ten seconds, so
+that short runs have samples enough. A day is 120,000 samples then."""
 BEFORE_STEPS = 0.2
 """And before its first step, which may be long after the first fetch of a batch."""
 HELD_RATIO = 0.001
@@ -314,7 +314,8 @@ class StackSampler:
         pace, cpu_ratio = BEFORE_STEPS, CPU_RATIO
         if self._steps_began_ns is not None:
             age_s = (_now() - self._steps_began_ns) / _NS_PER_S
-            pace, cpu_ratio = next(row[1:] for row in PACE if age_s < row[0])
+            pace, part = next(row[1:] for row in PACE if age_s < row[0])
+            cpu_ratio = part * CPU_RATIO
         cpu_ns, held_ns = self._costs_ns
         return int(max(_NS_PER_S / (self.hz * pace), cpu_ns / cpu_ratio, held_ns / HELD_RATIO))
 

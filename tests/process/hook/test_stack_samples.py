@@ -56,10 +56,18 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def job() -> tuple[dict[str, float], Counter[tuple[str, str]]]:
-    """Seconds of each function by its own clock; samples by function and state of the lock."""
+    """Seconds of each function by its own clock; samples by function and state of the lock.
+
+    Where other tests have the cores, samples come late, and say so: of three runs the one counts
+    whose samples were late least.
+    """
     command = [sys.executable, "-c", _JOB]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    took, line = json.loads(ended.stdout)
+    runs = [
+        json.loads(subprocess.run(command, capture_output=True, text=True, timeout=120,
+                                  check=True).stdout)
+        for _ in range(3)
+    ]  # fmt: skip
+    took, line = min(runs, key=lambda run: sum(run[1]["late_us"]) / len(run[1]["late_us"]))
     samples = Counter(
         (function, letter)
         for stack, letter in zip(line["stack"], line["lock_wait"], strict=True)
