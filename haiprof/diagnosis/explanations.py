@@ -21,6 +21,7 @@ from haiprof.diagnosis.opportunities import RECOMPUTED
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import CodeLine, Evidence, place_text
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
+from haiprof.run_analysis.ledger import WORKER_LOADER
 from haiprof.run_analysis.lines import FunctionTime, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 
@@ -62,7 +63,6 @@ SLUGS = {
     "compile": "recompiles",
 }
 """By position; what lies between the phases is `outside_the_model`."""
-_RECEIVING = "_MultiProcessingDataLoaderIter."
 _MIN_SAMPLES = 4
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
@@ -181,7 +181,7 @@ def _input(question: Question) -> Explanation:
     inputs, account = question.inputs, question.account
     if account.activity == "unknown":  # nobody saw who makes it
         return _waits_for_loader(question)
-    if any(_RECEIVING in name for name in account.callees):
+    if any(WORKER_LOADER in name for name in account.callees):
         return Explanation(
             slug="dataloader_bound",
             cause="receiving",
@@ -254,8 +254,7 @@ def _collections(question: Question) -> Explanation:
     pauses = inputs.pauses.filter(pl.col("phase") == GC_PHASE)
     longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
     account, asked = question.account, question.account.file is not None
-    name = (account.file or "").rpartition("/")[2]
-    by = f", called by {account.function} ({name}:{account.line})" if asked else ""
+    by = f", called by {_function_text(account)}" if asked else ""
     device = ", and GPU memory only if a reference cycle holds tensors" * inputs.uses_gpu
     return Explanation(
         slug="garbage_collection",
@@ -439,10 +438,15 @@ def _code_text(account: Account, lead: str = ": ") -> str:
     inside = f" in {account.callees[0]}" if account.callees else ""
     if account.file is None:
         return f"{lead}{does}"
-    name = account.file.rpartition("/")[2]
+    return f"{lead}{_function_text(account)}, {does}{inside}"
+
+
+def _function_text(account: Account) -> str:
+    """`ema_update (train.py:15)`, with the expression where one is known."""
+    name = (account.file or "").rpartition("/")[2]
     code = f" {' '.join(account.expression.split())}" if account.expression else ""
     function = "the script" if account.function == "<module>" else account.function
-    return f"{lead}{function} ({name}:{account.line}{code}), {does}{inside}"
+    return f"{function} ({name}:{account.line}{code})"
 
 
 _BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {

@@ -85,7 +85,8 @@ _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 """Calls that wait until the device has done what is queued, where there is one (PyTorch, CUDA
 semantics, asynchronous execution)."""
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
-_WORKER_LOADER = "_MultiProcessingDataLoaderIter."
+WORKER_LOADER = "_MultiProcessingDataLoaderIter."
+"""Begins the names of what takes batches from workers."""
 _STEP_WRAPPER = "profile_hook_step.<locals>.wrapper"
 _DISPATCH_RATIO = 1 / 3
 """Of an operator that takes a microsecond, what Python needs to call it: it holds the interpreter
@@ -509,17 +510,17 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     place = tree.place
     found = by_frame[place][samples.stack]
     waits = _wait_table()[samples.wait]
-    ready = (samples.wait == WAITS.index("none")) & np.isin(found, _SEEN_IN_CODE)
-    found = np.where(ready, NATIVE, found)
+    ready = samples.wait == WAITS.index("none")
+    found = np.where(ready & np.isin(found, _SEEN_IN_CODE), NATIVE, found)
     held = samples.lock_wait == LOCK_HELD
     found = np.where(held & (found != UNKNOWN), PYTHON, found)
     of_torch = np.array([*(p == "torch" for p in packages), False])[place][samples.stack]
     waits = np.where(of_torch & np.isin(waits, (LOCK_WAIT, OTHER_WAIT)), -1, waits)  # its threads
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
-    workers = np.array([*(_WORKER_LOADER in f.function for f in tree.frames), False])
+    workers = np.array([*(WORKER_LOADER in f.function for f in tree.frames), False])
     in_loader = tree.holds(workers)[samples.stack]
-    takes_over = (samples.wait == WAITS.index("none")) & np.isin(found, ON_CORE)
+    takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(tree.within(_COLLECTIVES)[samples.stack], LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)

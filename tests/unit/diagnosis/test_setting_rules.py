@@ -294,6 +294,10 @@ def test_pauses_that_the_job_asked_for_are_told_as_its_own(root: Path) -> None:
     assert finding.cause == "explicit"
     assert "gc.collect()" in finding.remedy
     assert "tidy (train.py:7)" in finding.title
+    told(root, seen={"collect_count": 100, "collect_ns": 8 * NS_PER_S // 10} | line
+         | {"collect_function": "<module>"})  # fmt: skip
+    finding = next(f for f in judged(root).findings if f.rule == "garbage_collection")
+    assert "called by the script (train.py:7)" in finding.title
 
 
 def test_compiling_evaluation_is_compilation(root: Path) -> None:
