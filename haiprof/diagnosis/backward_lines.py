@@ -103,13 +103,7 @@ def _in_engine(table: TimeTable) -> Bools:
     """Per row: whether autograd's engine runs in it, and no code of the job below that."""
     tree = table.tree
     engine = np.array([*(_ENGINE in frame.file for frame in tree.frames), False])
-    library = np.append(tree.library, False)
-    found = np.zeros(len(tree.place), dtype=np.bool_)
-    stack = np.arange(len(tree.place))
-    while (own := library[tree.place[stack]] & (stack > 0)).any():
-        found |= own & engine[tree.place[stack]]
-        stack = np.where(own, tree.parent[stack], stack)
-    of_row: Bools = found[table.stack]
+    of_row: Bools = tree.calls_libraries(engine & np.append(tree.library, False))[table.stack]
     return of_row
 
 

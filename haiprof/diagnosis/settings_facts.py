@@ -220,11 +220,7 @@ def _stack_writing_ratio(inputs: RuleInputs) -> float | None:
     chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
     if int(chosen.sum()) < MIN_COUNT:
         return None
-    tree = samples.tree
-    writes = np.array([f.file.endswith(_STACK_WRITERS) for f in tree.frames] or [False])
-    inside = np.zeros(len(tree.parent), dtype=np.bool_)
-    for stack in range(1, len(tree.parent)):  # callers come before the called
-        inside[stack] = inside[tree.parent[stack]] or writes[tree.place[stack]]
+    inside = samples.tree.within(_STACK_WRITERS)
     weight = samples.weight_ns[chosen]
     whole = float(weight.sum())
     return float(weight[inside[samples.stack[chosen]]].sum()) / whole if whole else None
@@ -356,9 +352,9 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
             confidence=0.6,
             missing=("how much is computed in float64 before it is cast",),
         )  # fmt: skip
-    gpu = max(inputs.gpu_use.values(), default=None)
+    touched, gpu = touched_ratio(inputs, STEP), max(inputs.gpu_use.values(), default=None)
     busy = gpu if inputs.uses_gpu else _computing_ratio(inputs)
-    lost = None if busy is None else touched_ratio(inputs, STEP) * busy * _FLOAT64_RATIO
+    lost = None if busy is None else touched * busy * _FLOAT64_RATIO
     if lost is not None and not inputs.uses_gpu:
         lost = max(lost, PRICES["float64"].lost_ratio(inputs))
     return _Found(
@@ -366,11 +362,7 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
         rows=[
             ("float64, of what is trained", share, "ratio"),
             ("the GPU computes" if inputs.uses_gpu else "computing, of forward", busy, "ratio"),
-            (
-                "forward, backward and optimizer, share of the step",
-                touched_ratio(inputs, STEP),
-                "ratio",
-            ),
+            ("forward, backward and optimizer, share of the step", touched, "ratio"),
         ],
         phases=() if inputs.uses_gpu else STEP,
         lost_ratio=lost,

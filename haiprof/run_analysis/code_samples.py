@@ -52,7 +52,7 @@ class CodeTree:
         lines = [first.setdefault(frame[:3], at) for at, frame in enumerate(self.frames)]
         return np.array([*lines, -1])[self.place]
 
-    def within(self, file: str) -> Bools:
+    def within(self, file: str | tuple[str, ...]) -> Bools:
         """Per stack: whether a frame of a file whose path ends so is in it."""
         return self.holds(np.array([*(frame.file.endswith(file) for frame in self.frames), False]))
 
