@@ -50,18 +50,14 @@ def compile_bytecode(root: Path) -> None:
 
 def cpu_s(root: Path, words: list[str], folder: Path) -> float:
     """User and system time of one command and its children."""
+    return python_s(PROGRAM.format(root=str(root)), *words, folder=folder)
+
+
+def python_s(code: str, *words: str, folder: Path | None = None) -> float:
+    """User and system time of a Python process and its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", PROGRAM.format(root=str(root)), *words]
+    command = [sys.executable, "-c", code, *words]
     subprocess.run(command, capture_output=True, cwd=folder, env=environment())
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def import_s() -> float:
-    """CPU time of Python with the two libraries."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", "import numpy, polars"]
-    subprocess.run(command, check=True, env=environment())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -112,14 +108,12 @@ def main() -> None:
                  "unjudged": unjudged, "out": folder}  # fmt: skip
         for root in filter(None, (REPOSITORY, options.before)):
             compile_bytecode(root)
-        print("CPU seconds of each command on a small run; "
-              f"`many` and `unjudged` hold {options.many} runs.")  # fmt: skip
-        print("`run` has one trace window, `untraced` none. First and second: the second time an")
-        print(
-            "answer may have been kept. Last line: numpy and polars alone, which nearly all load.\n"
-        )
-        print("Made by `benchmarks/commands.py` on a machine with "
-              f"{os.cpu_count()} cores, shared with other work.\n")  # fmt: skip
+        print(f"""CPU seconds of each command on a small run; `many` and `unjudged` hold
+{options.many} runs. `run` has one trace window, `untraced` none. First and second: the second time
+an answer may have been kept. Last line: numpy and polars alone, which nearly all load.
+
+Made by `benchmarks/commands.py` on a machine with {os.cpu_count()} cores, shared with other work.
+""")
         print("| command | before | first | second |\n|---|---:|---:|---:|")
         for command in COMMANDS:
             words = command.format(**names).split()
@@ -128,7 +122,7 @@ def main() -> None:
             shown = command.replace("{", "").replace("}", "")
             print(f"| `haiprof {shown}`".rstrip() + f" | {before} | {first:.2f} | {second:.2f} |",
                   flush=True)  # fmt: skip
-        floor = [f"{import_s():.2f}" for _ in range(3)]
+        floor = [f"{python_s('import numpy, polars'):.2f}" for _ in range(3)]
         print("| `import numpy, polars` | " + " | ".join(floor) + " |")
 
 

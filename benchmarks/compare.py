@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-Measure = Callable[[], float]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

@@ -99,6 +99,12 @@ def small_shm(fault: str) -> tuple[str, ...]:
     return ("unshare", "-m", "sh", "-c", line)
 
 
+def small_disk(fault: str) -> tuple[str, ...]:
+    """The job where /mnt has 1 MB."""
+    line = "mount -t tmpfs -o size=1m none /mnt && exec " + " ".join(torchrun(fault))
+    return ("unshare", "-m", "sh", "-c", line)
+
+
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[None]:
     """A control group of version 1 with a limit, into which the job moves itself."""
@@ -151,6 +157,23 @@ CASES = (
     Case(name="worker", injected="a DataLoader worker waits for a lock (one process, then Ctrl-C)",
          cause="hang", ranks=(0,), words=alone("worker"), options=("--hang-limit=3",),
          said="wait_for_file", meddle=lambda job: signal_after(job, 70, signal.SIGINT)),
+    Case(name="worker-raise", injected="an exception in a DataLoader worker (one process)",
+         cause="exception", ranks=(0,), words=alone("worker-raise"),
+         said="raised RuntimeError: bad sample 17 (dying_job.py"),
+    Case(name="worker-kill", injected="SIGKILL of a DataLoader worker (one process)",
+         cause="killed", ranks=(0,), words=alone("worker-kill"), said="its DataLoader worker"),
+    Case(name="cpu", injected="the limit of CPU time (RLIMIT_CPU)", cause="killed",
+         said="ulimit -t"),
+    Case(name="bad-alloc", injected="operator new of C++ finds no memory", cause="out_of_memory",
+         said="std::bad_alloc"),
+    Case(name="disk", injected="torch.save onto a full disk", cause="disk_full",
+         words=small_disk("disk"), said="a full disk"),
+    Case(name="interrupt", injected="KeyboardInterrupt in a rank", cause="interrupted",
+         said="in interrupt"),
+    Case(name="exit-text", injected="sys.exit('no such dataset')", cause="exit",
+         said="(sys.exit) at dying_job.py"),
+    Case(name="kill-launcher", injected="a rank kills torchrun (SIGKILL)", cause="killed",
+         ranks=(), said="left its ranks"),
     Case(name="other", injected="another collective than the others", cause="mismatch",
          ranks=(), said="broadcast"),
     Case(name="size", injected="another size than the others: gloo's check ends the process",

@@ -3,11 +3,14 @@
     python benchmarks/diagnose_scale.py
     python benchmarks/diagnose_scale.py --ranks 1024 --steps 3600 --seconds 3600
     python benchmarks/diagnose_scale.py --deaths
+    python benchmarks/diagnose_scale.py --ranks 1024 --steps 300 --seconds 300 --command "report ."
+    python benchmarks/diagnose_scale.py --ranks 1024 --steps 1000 --seconds 1000 --command "ls .."
 
 With `--deaths` one rank raises and NCCL's watchdog ends the others: each rank leaves PyTorch's dump
 of 2,000 collectives with stacks. Run directories are made up (tests/unit/report/many_ranks.py),
 with counters once a second. Each diagnosis is a process of its own, timed from its start; the
-seconds after the imports stand beside that.
+seconds after the imports stand beside that. With `--command` that command of haiprof is timed in
+place of the diagnosis, in the run's folder, with the processor time and peak memory of its process.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import argparse
 import json
 import os
 import pickle
+import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -105,13 +110,32 @@ def _collective(number: int, frames: list[dict[str, object]]) -> dict[str, objec
     }  # fmt: skip
 
 
-def measure(ranks: int, steps: int, seconds: int, *, death: bool = False) -> None:
+def measure_command(root: Path, command: str) -> None:
+    """A command of haiprof, in a fresh process."""
+    line = [sys.executable, "-m", "haiprof", *shlex.split(command)]
+    began = time.perf_counter()
+    subprocess.run(line, check=True, capture_output=True, cwd=root)
+    whole = time.perf_counter() - began
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"haiprof {command}: {whole:.2f} s, {used.ru_utime + used.ru_stime:.2f} s of CPU, peak"
+        f" {used.ru_maxrss * 1024 / 1e6:.0f} MB, load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+
+
+def measure(
+    ranks: int, steps: int, seconds: int, *, death: bool = False, command: str | None = None
+) -> None:
     """One case, in a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         write_many(root, ranks=ranks, steps=steps, per_host=PER_NODE, samples=seconds)
         if death:
             write_death(RunPaths(root), ranks, seconds * 10**9)
+        if command is not None:
+            measure_command(root, command)
+            return
         size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
         load = os.getloadavg()[0]
         began = time.perf_counter()
@@ -134,12 +158,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3_600)
     parser.add_argument("--seconds", type=int, default=3_600, help="of counters, one each")
     parser.add_argument("--deaths", action="store_true")
+    parser.add_argument("--command", help="of haiprof, such as `report .`; in place of a diagnosis")
     options = parser.parse_args()
     cases = [(options.ranks, options.steps, options.seconds)] if options.ranks else CASES
     if options.deaths:
         cases = [(ranks, 1_000, 100) for ranks in ([options.ranks] if options.ranks else (8, 1024))]
     for case in cases:
-        measure(*case, death=options.deaths)
+        measure(*case, death=options.deaths, command=options.command)
 
 
 if __name__ == "__main__":

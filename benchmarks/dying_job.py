@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -29,17 +30,17 @@ TIMEOUT_S = float(os.environ.get("DYING_TIMEOUT_S", "6"))
 
 
 class Samples(Dataset):  # type: ignore[type-arg]
-    """Noise; of `size` numbers each, and one of them may never come."""
+    """Noise; of `size` numbers each, and from one on a worker may fail."""
 
-    def __init__(self, size: int, stuck: bool) -> None:
-        self.size, self.stuck = size, stuck
+    def __init__(self, size: int, fault: str) -> None:
+        self.size, self.fault = size, fault
 
     def __len__(self) -> int:
         return 100_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if self.stuck and index > 100:
-            wait_for_file()
+        if index > 100 and self.fault in IN_WORKER:
+            IN_WORKER[self.fault]()
         return torch.zeros(self.size)
 
 
@@ -119,6 +120,23 @@ def skip_a_step() -> bool:
         return True
 
 
+def use_cpu_time() -> None:
+    used = int(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (used + 2, used + 60))
+    while True:
+        pass
+
+
+def allocate_in_cpp() -> None:
+    new = ctypes.CDLL("libstdc++.so.6")._Znwm
+    new.argtypes = [ctypes.c_size_t]
+    new(1 << 60)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 FAULTS = {
     "raise": raise_error,
     "never-meet": raise_error,
@@ -143,6 +161,17 @@ FAULTS = {
     "size": lambda: dist.all_reduce(torch.ones(999)),
     "swallow": skip_a_step,
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "cpu": use_cpu_time,
+    "bad-alloc": allocate_in_cpp,
+    "interrupt": interrupt,
+    "exit-text": lambda: sys.exit("no such dataset"),
+    "disk": lambda: torch.save(torch.zeros(4 << 20), "/mnt/checkpoint.pt"),
+    "kill-launcher": lambda: os.kill(os.getppid(), signal.SIGKILL),
+}
+IN_WORKER = {
+    "worker": wait_for_file,
+    "worker-raise": raise_error,
+    "worker-kill": FAULTS["kill"],
 }
 
 
@@ -172,10 +201,9 @@ def train(fault: str) -> None:
     at = 2 * AT if fault == "never-meet" else AT
     steps = AT if fault == "uneven" and rank == 1 else STEPS
     big = fault == "shm"
-    stuck = fault == "worker"
-    workers = 2 if big or stuck else 0
+    workers = 2 if big or fault in IN_WORKER else 0
     size = 4_000_000 if big else 8
-    batches = iter(DataLoader(Samples(size, stuck), batch_size=4, num_workers=workers))
+    batches = iter(DataLoader(Samples(size, fault), batch_size=4, num_workers=workers))
     for step in range(steps):
         batch = next(batches)[:, :8].contiguous()
         if step == at and rank == 1 and fault in FAULTS and restart < 2 and FAULTS[fault]():

@@ -38,7 +38,7 @@ class Expected:
 
     case: str
     words: tuple[str, ...]
-    """All of them."""
+    """All of them; of a single trace the operator, which is the first, begins what is said."""
 
 
 EXPECTED = (
@@ -57,16 +57,17 @@ EXPECTED = (
     Expected("moe_01", ("fused_moe", "at least 36 % of the memory's bandwidth")),
     Expected("moe_02", ("fused_moe", "26 % of the bf16 peak")),
     Expected("moe_03", ("fused_moe", "25 % of the bf16 peak")),
-    Expected("moe_04", ("GPU is idle", "fused_moe", "27 % of the bf16 peak")),
+    Expected("moe_04", ("fused_moe", "27 % of the bf16 peak")),
     Expected("moe_05", ("fused_moe", "57 % of the bf16 peak")),
-    Expected("moe_06", ("GPU is idle", "launches operators")),
+    Expected("moe_06", ("fused_moe", "a small batch", "GPU is idle", "launches operators")),
     Expected("sdpa_01", ("scaled_dot_product", "20 % of the bf16 peak")),
     Expected("sdpa_02", ("scaled_dot_product", "18 % of the bf16 peak")),
-    Expected("sdpa_03", ("scaled_dot_product", "12 % of the memory's bandwidth")),
+    Expected("sdpa_03", ("scaled_dot_product", "12 % of the memory's bandwidth", "queued")),
     Expected("sdpa_04", ("scaled_dot_product", "6.4 % of the bf16 peak")),
 )
-"""The faults by name and by arithmetic of the shapes and times; moe_05 does what AMD says that an
-MI300X reaches, moe_06 computes faster than its memory could bring the weights."""
+"""The faults by name and by arithmetic of the shapes and times; moe_05 has none: it computes
+739 TFLOP/s, and AMD says that an MI300X reaches 708 at most (TraceLens, MI300X.json); moe_06
+computes faster than its memory could bring the weights."""
 EXPECTED_PAIRS = (
     Expected("test01", ("GPU busy 1.16 to 0.80 ms", "aiter::ck_moe_stage1", "fused_moe_kernel")),
     Expected("test02", ("GPU busy 0.28 to 0.12 ms", "aten::bmm", "aten::softmax")),
@@ -105,10 +106,11 @@ def first_said(*words: str) -> str:
     return " ".join(said.partition("\n\n")[0].split())
 
 
-def judge(expected: Expected, said: str) -> str:
+def judge(expected: Expected, said: str, *, is_single: bool = False) -> str:
     """A row of the result."""
     head = said.partition(".json: ledger")[0]
-    right = all(word in said for word in expected.words)
+    begin = said.partition(" ")[0] if is_single else said
+    right = expected.words[0] in begin and all(word in said for word in expected.words)
     return f"| {expected.case} | {'right' if right else '**wrong**'} | {head[:240]} |"
 
 
@@ -119,7 +121,7 @@ def single_rows(source: Path) -> list[str]:
         by_case = {each.case: each for each in EXPECTED}
         return [
             judge(by_case["_".join(path.stem.split("_")[:2])],
-                  first_said("verdict", str(path), "--peak", GPU))
+                  first_said("verdict", str(path), "--peak", GPU), is_single=True)
             for path in paths
         ]  # fmt: skip
 

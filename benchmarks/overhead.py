@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -99,7 +100,8 @@ def same_process(kind: str, pairs: int, *, folder: Path, cpu_time: bool) -> dict
     command = [PYTHON, str(LOOP), kind, "--steps", str(pairs), "--out", str(out)]
     command += ["--in-process", str(folder / f"run-{kind}")]
     command += ["--cpu-time"] if cpu_time else []
-    subprocess.run(command, check=True, cwd=HERE.parent, env=_with_package())
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    subprocess.run(command, check=True, cwd=HERE.parent, env=environ)
     blocks = json.loads(out.read_text())
     medians = {
         name: [statistics.median(block) / 1e3 for block in rows] for name, rows in blocks.items()
@@ -109,12 +111,6 @@ def same_process(kind: str, pairs: int, *, folder: Path, cpu_time: bool) -> dict
     title = f"{kind}: {what} of a block, hook put in and taken out in one process"
     print(table(rows, title=title, unit="us"))
     return {"median": [asdict(row) for row in rows]}
-
-
-def _with_package() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(HERE.parent)}
 
 
 def main() -> None:

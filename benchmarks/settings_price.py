@@ -25,7 +25,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,13 +70,6 @@ def make_job(kind: str, *, dtype: torch.dtype = torch.float32, **optimizer: bool
 
 
 @contextmanager
-def profiled() -> Iterator[None]:
-    """torch.profiler as a job has it that left it on."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        yield
-
-
-@contextmanager
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
@@ -102,11 +95,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
 
 
 def block(work: Callable[[], None], clock: Callable[[], float]) -> float:
@@ -143,9 +131,10 @@ def row(name: str, kind: str, of: str, clock: str, ratios: list[float]) -> None:
 def switches(rounds: int, only: str) -> None:
     """What is switched on and off in one process."""
     cores = len(os.sched_getaffinity(0))
+    cpu = [torch.profiler.ProfilerActivity.CPU]
     table = (
         ("anomaly", "small large convolutions", torch.autograd.detect_anomaly, 1),
-        ("profiler", "small large convolutions", profiled, 1),
+        ("profiler", "small large convolutions", lambda: torch.profiler.profile(activities=cpu), 1),
         ("deterministic", "small large convolutions", deterministic, 1),
         ("mkldnn off", "small large convolutions", lambda: torch.backends.mkldnn.flags(False), 1),
         ("float16", "small large convolutions", lambda: torch.autocast("cpu", torch.float16), 1),
@@ -172,7 +161,7 @@ def kinds_of_work(rounds: int, only: str) -> None:
         base = make_job(kind)
         if only in "float64":
             other = make_job(kind, dtype=torch.float64)
-            found = pairs(base.step, other.step, rounds=rounds, clock="CPU", around=nothing)
+            found = pairs(base.step, other.step, rounds=rounds, clock="CPU", around=nullcontext)
             row("float64", kind, "the step", "CPU", found)
         if only in "optimizer" and kind != "convolutions":
             base.model_work()
@@ -180,7 +169,7 @@ def kinds_of_work(rounds: int, only: str) -> None:
                 other = make_job(kind, **kwargs)  # type: ignore[arg-type]
                 other.model_work()
                 step, loop = other.optimizer.step, base.optimizer.step
-                found = pairs(step, loop, rounds=rounds, clock="CPU", around=nothing)
+                found = pairs(step, loop, rounds=rounds, clock="CPU", around=nullcontext)
                 row(f"optimizer's loop against {name}", kind, "the optimizer", "CPU", found)
         if only in "gc.collect" and kind == "small":
 
@@ -188,7 +177,7 @@ def kinds_of_work(rounds: int, only: str) -> None:
                 job.step()
                 gc.collect()
 
-            found = pairs(base.step, collecting, rounds=rounds, clock="CPU", around=nothing)
+            found = pairs(base.step, collecting, rounds=rounds, clock="CPU", around=nullcontext)
             row("gc.collect() each step", kind, "the step", "CPU", found)
 
 

@@ -15,14 +15,13 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from compare import against, interleaved, save, table
-from loop import stepper
+from loop import stepper, timed
 
 from haiprof.in_job.installer import Installer
 from haiprof.in_job.recorder import Recorder
@@ -34,16 +33,6 @@ LENGTH = {"mlp": 60, "transformer": 8}
 SETS = {"plain": (), "stacks": ("stacks",), "shapes and stacks": ("stacks", "shapes")}
 TORCH_NAMES = {"stacks": "with_stack", "shapes": "record_shapes"}
 NEVER = 10**9
-
-
-def timed(step: Callable[[], None], count: int) -> list[int]:
-    """The time of each step, ns."""
-    found = []
-    for _ in range(count):
-        began = time.perf_counter_ns()
-        step()
-        found.append(time.perf_counter_ns() - began)
-    return found
 
 
 def bare_torch(step: Callable[[], None], length: int, what: tuple[str, ...]) -> dict[str, float]:

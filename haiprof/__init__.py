@@ -18,7 +18,7 @@ _mark_step: Callable[[], None] | None = None  # set by the hook, in a job that r
 
 
 def step() -> None:
-    """Says that a step of this loop ends here; never needed, and nothing without haiprof.
+    """Marks the end of a step of this loop: optional, and without haiprof it does nothing.
 
     A process that calls it has these steps and no others, whatever else it does: call it once at
     the end of each. Under haiprof it costs about a microsecond, else a tenth of one.

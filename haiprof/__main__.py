@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUP_NAMES, nearest, resolve
+from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUP_NAMES, nearest, resolve, second_words
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "python")
 _GC_THRESHOLD = 20_000
@@ -94,7 +94,6 @@ def is_mistyped(word: str) -> bool:
 def _refuse(words: list[str]) -> int:
     """Says what was meant; no job is begun and no run directory made."""
     from haiprof.base.messages import print_message
-    from haiprof.cli.launch_help import second_words
 
     word = words[0]
     if word in GROUP_NAMES:

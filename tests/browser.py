@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -32,14 +31,13 @@ _FLAGS = (
 )  # fmt: skip
 _LOOPBACK = ("127.0.0.1", "localhost")
 _WAIT_S = 60.0
-_DEVTOOLS = re.compile(r"ws://127\.0\.0\.1:(\d+)/")
 
 chromium = next((found for found in map(shutil.which, _NAMES) if found), None)
 
 
 @dataclass
 class Page:
-    """One tab: `with open_page(url) as page`, or the fixture `browser`."""
+    """One tab; the fixture `browser` opens it."""
 
     _socket: Any
     requests: list[str] = field(default_factory=list)
@@ -117,6 +115,9 @@ class Page:
         path.write_bytes(base64.b64decode(found["data"]))
         return path
 
+    def close(self) -> None:
+        self._socket.close()
+
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """One command of the DevTools protocol; events on the way are noted."""
         number = next(self._numbers)
@@ -146,72 +147,72 @@ class Page:
             self.errors.append(params["entry"]["text"])
 
 
-@contextlib.contextmanager
-def open_browser() -> Iterator[Callable[[str], Page]]:
-    """Starts Chromium; the function opens a page in a new tab. The test skips where none is."""
-    if chromium is None:
-        pytest.skip("no Chromium: apt-get install chromium")
-    websocket = pytest.importorskip("websocket", reason="websocket-client drives the browser")
-    profile = tempfile.mkdtemp(prefix="haiprof-chromium-")
-    command = [chromium, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        env={**os.environ, "HOME": profile},
-    )  # fmt: skip
-    sockets: list[Any] = []
-    try:
-        port = _devtools_port(process)
+class Chromium:
+    """A running Chromium, driven by its own DevTools."""
+
+    def __init__(self, port: int) -> None:
+        self._websocket = pytest.importorskip("websocket", reason="websocket-client drives it")
+        self._port = port
+        with urlopen(f"http://127.0.0.1:{port}/json/version") as answer:
+            self._whole = Page(self._connect(json.load(answer)["webSocketDebuggerUrl"]))
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[Callable[[str], Page]]:
+        """Opens pages in tabs that share cookies with each other alone; closes them at its end."""
+        context = self._whole.call("Target.createBrowserContext")["browserContextId"]
+        pages: list[Page] = []
 
         def open_(url: str) -> Page:
-            target = _new_tab(websocket, port)
-            socket = websocket.create_connection(target, timeout=_WAIT_S, max_size=None)
-            sockets.append(socket)
-            page = Page(socket)
+            where = {"url": "about:blank", "browserContextId": context}
+            target = self._whole.call("Target.createTarget", **where)["targetId"]
+            page = Page(self._connect(f"ws://127.0.0.1:{self._port}/devtools/page/{target}"))
+            pages.append(page)
             for domain in ("Page", "Runtime", "Network", "Log"):
                 page.call(f"{domain}.enable")
             page.open(url)
             return page
 
-        yield open_
+        try:
+            yield open_
+        finally:
+            for page in pages:
+                page.close()
+            self._whole.call("Target.disposeBrowserContext", browserContextId=context)
+
+    def close(self) -> None:
+        self._whole.close()
+
+    def _connect(self, address: str) -> Any:
+        return self._websocket.create_connection(address, timeout=_WAIT_S, max_size=None)
+
+
+@pytest.fixture(scope="session")
+def running_chromium() -> Iterator[Chromium]:
+    """One for all tests of a worker, which skip where none is."""
+    if chromium is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    profile = tempfile.mkdtemp(prefix="haiprof-chromium-")
+    process = subprocess.Popen(
+        [chromium, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
+        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**os.environ, "HOME": profile},
+    )  # fmt: skip
+    told, end_s = Path(profile, "DevToolsActivePort"), time.monotonic() + _WAIT_S
+    try:
+        while not (told.exists() and told.read_text()):
+            assert process.poll() is None, "Chromium ended before it listened"
+            assert time.monotonic() < end_s, "Chromium does not listen"
+            time.sleep(0.05)
+        running = Chromium(int(told.read_text().split()[0]))
+        yield running
+        running.close()
     finally:
-        for socket in sockets:
-            socket.close()
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
         process.kill()
         process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
         shutil.rmtree(profile, ignore_errors=True)
 
 
-def _devtools_port(process: subprocess.Popen[str]) -> int:
-    assert process.stderr is not None
-    for line in process.stderr:
-        found = _DEVTOOLS.search(line)
-        if found:
-            return int(found[1])
-    raise AssertionError("Chromium ended before it listened")
-
-
-def _new_tab(websocket: Any, port: int) -> str:
-    """The address of a new, empty tab."""
-    with urlopen(f"http://127.0.0.1:{port}/json/version") as answer:
-        whole = websocket.create_connection(json.load(answer)["webSocketDebuggerUrl"])
-    whole.send(
-        json.dumps({"id": 1, "method": "Target.createTarget", "params": {"url": "about:blank"}})
-    )
-    target = None
-    while target is None:
-        message = json.loads(whole.recv())
-        target = message.get("result", {}).get("targetId") if message.get("id") == 1 else None
-    whole.close()
-    return f"ws://127.0.0.1:{port}/devtools/page/{target}"
-
-
 @pytest.fixture
-def browser() -> Iterator[Callable[[str], Page]]:
-    """`browser(url)` opens a page; import this fixture where it is used."""
-    with open_browser() as open_:
+def browser(running_chromium: Chromium) -> Iterator[Callable[[str], Page]]:
+    """`browser(url)` opens a page in a new tab."""
+    with running_chromium.session() as open_:
         yield open_

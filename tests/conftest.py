@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import pickle
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +17,10 @@ import pytest
 from hypothesis import settings
 
 from tests import proofs, sampling
+from tests.browser import browser, running_chromium
 from tests.one_slurm import one_machine_slurm
 
+__all__ = ["browser", "running_chromium"]  # fixtures
 Once = Callable[[tuple[object, ...], Callable[[Path], Any]], Any]
 
 
@@ -60,6 +63,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for item in session.items:
         if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
             raise pytest.UsageError("this pytest-xdist does not group tests with this pytest")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Takes xdist's "@group" off a test's name: `--last-failed` does not know it with that."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # there xdist itself looks at the name
+        report.nodeid = re.sub(r"@[^\]]*$", "", report.nodeid)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,11 +14,7 @@ Item = TypeVar("Item")
 
 
 def order_proofs(
-    items: Sequence[Item],
-    ranks: Sequence[int],
-    files: Sequence[Hashable],
-    *,
-    commit: str,
+    items: Sequence[Item], ranks: Sequence[int], files: Sequence[Hashable], *, commit: str
 ) -> list[Item]:
     """The proofs of the first rank, then those of the next, each beginning where the commit says.
 

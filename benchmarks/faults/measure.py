@@ -28,8 +28,8 @@ CGROUPS = (Path("/sys/fs/cgroup/cpu/haiprof_faults"), Path("/sys/fs/cgroup/haipr
 CLOCK = Path(__file__).with_name("step_clock.py")
 LIMIT_S = 240
 QUOTA_US, PERIOD_US = 50_000, 100_000
-MOST_PAIRS = 3
-WANTED_SPREAD = 0.02
+MOST_PAIRS = 5
+WANTED_SPREAD = 0.04
 WARM_STEPS = 5
 
 

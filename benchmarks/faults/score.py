@@ -179,7 +179,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         promises = [r for r in faults if r["promised"] is not None]
         errors = [abs(r["promised"] - r["truth"]["gain"]) for r in promises]
         kept = [is_kept(r["promised"], r["truth"]["gain"]) for r in promises]
-        firsts = [k for k, r in zip(kept, promises, strict=True) if r["first"]]
+        firsts = [(k, r) for k, r in zip(kept, promises, strict=True) if r["first"]]
+        sure = [k for k, r in firsts if r["truth"]["spread"] / 2 <= POINTS]
         judged_healthy = ("silent", "true", "false")
         healthy = [r for r in some if not r["fault"] and r["outcome"] in judged_healthy]
         repeated = [r["same"] for r in some if r.get("same") is not None]
@@ -195,7 +196,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         middle = f"{statistics.median(errors):.1%}" if errors else "-"
         lines += [
             f"- {where}: promised gain within 3 points or a fifth {of(kept)}, of those said first "
-            f"{of(firsts)}; median error {middle} of a step",
+            f"{of([k for k, _ in firsts])}, of these where pairs agree to 3 points {of(sure)}; "
+            f"median error {middle} of a step",
             f"- {where}: healthy jobs with a problem whose removal brings not what was promised "
             f"{of([r['outcome'] == 'false' for r in healthy])}",
             f"- {where}: the same first account in every recording {of(repeated)}",

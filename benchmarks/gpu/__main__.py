@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.gpu import carried  # noqa: E402
-from benchmarks.gpu.items import ITEMS  # noqa: E402
+from benchmarks.gpu.bench import ITEMS  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu"
 
@@ -30,9 +30,7 @@ def main() -> int:
             print(f"{item.name:28} {item.question}")
         return 0
     if options.pack is not None:
-        from benchmarks.gpu import pack
-
-        return pack.collect(options.pack, options.python)
+        return carried.collect(options.pack, options.python)
     unknown = sorted(set(options.only) - {item.name for item in ITEMS})
     if unknown:
         print(f"no item {', '.join(unknown)}: --list names them all", file=sys.stderr)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 Kind = Literal["must", "goal", "published"]
 """`must`: haiprof's own promise, whatever the hardware; a fake holds it too. `goal`: haiprof's own
@@ -135,3 +137,118 @@ def value_text(value: Value, unit: str = "") -> str:
     """A measured value as people read it."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     return _plain(value) + (f" {unit}" if unit and known else "")
+
+
+_KINDS = ("must", "goal", "published")
+
+
+def _value(text: str) -> Value:
+    try:
+        found: Value = ast.literal_eval(text)
+    except ValueError:
+        return text
+    return found
+
+
+def _expect(line: str) -> Expect:
+    head, words, source = (part.strip() for part in line.split(" | "))
+    kind, figure, expected, *unit = head.split()
+    assert kind in _KINDS, line
+    equals = _value(expected[1:]) if expected.startswith("=") else None
+    low, _, high = ("", "", "") if equals is not None else expected.partition("..")
+    return Expect(
+        figure=figure,
+        words=words,
+        source=source,
+        kind=cast(Kind, kind),
+        unit=" ".join(unit),
+        equals=equals,
+        low=ast.literal_eval(low or "None"),
+        high=ast.literal_eval(high or "None"),
+    )
+
+
+def _item(lines: list[str]) -> Item:
+    head, question = lines[0].split(" | ")
+    name, function, seconds, *variables = head.split()
+    return Item(
+        name=name, question=question, function=f"benchmarks.gpu.{function}", limit_s=float(seconds),
+        expects=tuple(map(_expect, lines[1:])), environment=dict(v.split("=") for v in variables),
+    )  # fmt: skip
+
+
+def _read() -> tuple[Item, ...]:
+    items: list[list[str]] = []
+    for line in Path(__file__).with_name("items.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("  "):
+            items[-1].append(line)
+        elif line and not line.startswith("#"):
+            items.append([line])
+    return tuple(map(_item, items))
+
+
+ITEMS = _read()
+
+
+MARKS = {"pass": "pass", "fail": "**FAIL**", "differs": "differs", "skipped": "skipped",
+         "missing": "**no value**", "fake": "measured"}  # fmt: skip
+
+
+def judge(item: Item, result: Mapping[str, Any], *, fake: bool) -> list[dict[str, Any]]:
+    """One row per figure that was expected."""
+    rows = []
+    for expect in item.expects:
+        value = result["figures"].get(expect.figure)
+        reason = result["skipped"].get(expect.figure)
+        if expect.figure in result["figures"] and value is not None:
+            if fake and expect.kind != "must":
+                outcome = "fake"
+            elif expect.holds(value):
+                outcome = "pass"
+            else:
+                outcome = "differs" if expect.kind == "published" else "fail"
+        elif reason is not None:
+            outcome = "skipped"
+        else:
+            outcome, reason = "missing", result["reason"] or "the item did not tell"
+        rows.append(
+            {"figure": expect.figure, "words": expect.words, "expected": expect.text(),
+             "measured": value, "unit": expect.unit, "outcome": outcome, "reason": reason,
+             "source": expect.source}
+        )  # fmt: skip
+    return rows
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """All of it."""
+    items: Sequence[Mapping[str, Any]] = content["items"]
+    outcomes = Counter(row["outcome"] for item in items for row in item["rows"])
+    bad = [item for item in items if item["state"] not in ("done", "not reached")]
+    lines = ["# gpu-check", "", *_head(content["machine"]), ""]
+    lines += [", ".join(f"{n} {word}" for word, n in sorted(outcomes.items())) + ".", ""]
+    lines += [f"- {item['name']}: {item['state']}: {item['reason']}" for item in bad]
+    for item in items:
+        took = f" ({item['seconds']:.0f} s)" if item["seconds"] else ""
+        lines += ["", f"## {item['name']}{took}", "", item["question"]]
+        if item["state"] != "done":
+            lines += ["", f"{item['state']}: {item['reason']}"]
+        if item["state"] != "not reached":
+            lines += ["", "| | expected | measured | | source |", "|---|---|---|---|---|"]
+            lines += [_row(row) for row in item["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def _head(machine: Mapping[str, Any]) -> list[str]:
+    words = [f"{name}: {value}" for name, value in machine.items() if value not in (None, "")]
+    simulated = "**Simulated: nothing here is a measurement.** " if machine.get("fake") else ""
+    return [simulated + "; ".join(words)]
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    measured = (
+        row["reason"] if row["measured"] is None else value_text(row["measured"], row["unit"])
+    )
+    cells = (row["words"], row["expected"], measured, MARKS[row["outcome"]], row["source"])
+    return (
+        "| " + " | ".join(str(c).replace("|", "/").replace("\n", " ")[:300] for c in cells) + " |"
+    )

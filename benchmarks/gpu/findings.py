@@ -6,8 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.device import Gpu, open_gpu
-from benchmarks.gpu.loops import decoder
+from benchmarks.gpu.device import Gpu, decoder, open_gpu
 from benchmarks.gpu.recording import Job, run_job
 
 TRACED = ("--steps", "12:17", "--trace-sync")

@@ -8,9 +8,8 @@ from typing import Any
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.device import Gpu, open_gpu
-from benchmarks.gpu.overhead import state_of
+from benchmarks.gpu.overhead import kernels_by_step, state_of
 from benchmarks.gpu.recording import device_rows, hooked, lines_of, raw_traces, read_trace
-from benchmarks.gpu.truth import kernels_by_step
 
 
 class Graphed:

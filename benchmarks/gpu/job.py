@@ -19,8 +19,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from benchmarks.gpu.device import Gpu, busy_wait, open_gpu
-from benchmarks.gpu.loops import decoder, mean_us, products, timed
+from benchmarks.gpu.device import Gpu, busy_wait, decoder, mean_us, open_gpu, products, timed
 
 Facts = dict[str, Any]
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.bench import Bench, Item
-from benchmarks.gpu.table import judge, markdown
+from benchmarks.gpu.bench import Bench, Item, judge, markdown
 
 RESULT, TABLE, LOG, ARCHIVE = (
     "gpu-check.json", "gpu-check.md", "gpu-check.log", "gpu-check-recordings.tar.gz"

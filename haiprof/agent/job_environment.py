@@ -26,9 +26,11 @@ _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules=
 
 def at_launch(cwd: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """The cheap part of it, known before the job starts."""
-    found = {"git": git_head(cwd), "variables": named_variables(environ)}
+    found: dict[str, Any] = {"git": git_head(cwd), "variables": named_variables(environ)}
     job = environ.get("SLURM_JOB_ID")
-    return {**found, "slurm_job": job} if job else found
+    if job:
+        found |= {"slurm_job": job, "slurm_restart": environ.get("SLURM_RESTART_COUNT") or "0"}
+    return found
 
 
 class Surroundings:

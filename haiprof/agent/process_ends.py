@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import select
 import signal
 import stat
@@ -24,7 +25,6 @@ from haiprof.agent.relay import LiveRank
 from haiprof.linux.cgroups import (
     Cgroup,
     KernelLog,
-    OomKill,
     TightestLimit,
     memory_cgroup,
     memory_limit,
@@ -49,6 +49,7 @@ SETTLE_S = 0.3
 OOM_WAIT_S = 0.2
 """So long the kernel's log may be behind the death that it tells of."""
 SLURM_WAIT_S = 3.0
+_OF_KILL = ("anonymous_bytes", "file_bytes", "shared_bytes", "in_cgroup")
 _TAIL_BYTES, _TAIL_LINES, _LINE_CHARS = 1 << 14, 60, 400
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -87,6 +88,9 @@ class ProcessEnds:
         self._reported: dict[int, tuple[int, int]] = {}
         self._cgroups: dict[int, Cgroup] = {}
         self._stderr: dict[int, _Stderr] = {}
+        self._address_limits: dict[int, int | None] = {}
+        """Bytes of address space that a process may have (`ulimit -v`), by process id; None where
+        there is no limit, also where an earlier process of that id had one."""
         self._kills: dict[Path, int] = {}
         self._log = KernelLog()
         self._others = 0
@@ -119,6 +123,7 @@ class ProcessEnds:
                     self._watch(pid)
             for pid in list(self._watched):  # a shell redirects its stderr before it runs the job
                 self._find_stderr(pid)
+                self._find_address_limit(pid)
             self._seen &= known | self._watched.keys()
             self._scan_at = now + self._scan_gap_s
             self._scan_gap_s = min(self._scan_gap_s * SCAN_GROWTH, MAX_SCAN_S)
@@ -135,8 +140,6 @@ class ProcessEnds:
         os.close(self._wake)
         self._log.close()
 
-    # -- who is watched -------------------------------------------------------------------------
-
     def _watch(self, pid: int) -> None:
         if pid in self._watched or len(self._watched) >= WATCHED_LIMIT:
             return
@@ -149,6 +152,7 @@ class ProcessEnds:
         if label is not None:
             self._labels[pid] = label
         self._find_stderr(pid)
+        self._find_address_limit(pid)
         cgroup = memory_cgroup(pid, root=self._root)
         if cgroup is not None:
             self._cgroups[pid] = cgroup
@@ -163,7 +167,10 @@ class ProcessEnds:
             if found is not None:
                 self._stderr[pid] = found
 
-    # -- the thread -----------------------------------------------------------------------------
+    def _find_address_limit(self, pid: int) -> None:
+        with contextlib.suppress(OSError):
+            limit, _ = resource.prlimit(pid, resource.RLIMIT_AS)
+            self._address_limits[pid] = None if limit == resource.RLIM_INFINITY else limit
 
     def _wait(self) -> None:
         while not self._stop.is_set():
@@ -221,6 +228,7 @@ class ProcessEnds:
             line["oom"] = self._oom(pid)
         if how.signal is not None or how.status:
             line["shm"] = _shared_memory()
+            line["address_limit_bytes"] = self._address_limits.get(pid)
         if how.status:
             line["stderr"] = self._last_lines(pid, rank)
         return line
@@ -266,7 +274,7 @@ class ProcessEnds:
         return {
             "limit_bytes": None if cgroup is None else _limit(cgroup),
             "cgroup": None if cgroup is None else str(cgroup.path), "kills": max(grown, 0),
-                **_kill_json(own)}  # fmt: skip
+            **{name: getattr(own, name) for name in _OF_KILL if own is not None}}  # fmt: skip
 
     def _note(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
@@ -332,7 +340,7 @@ def note_signal(run: RunPaths, host: str, said: Mapping[str, Any], *, ask_slurm:
 
 
 def _slurm_state(job: str) -> str | None:
-    """What Slurm says of a job that it ends: `TIMEOUT`, `CANCELLED`, `PREEMPTED`; or None."""
+    """What Slurm says of a job that it ends: `TIMEOUT`, `REQUEUED`, `PREEMPTED`, ...; or None."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "job", job, "-o"],
@@ -343,6 +351,9 @@ def _slurm_state(job: str) -> str | None:
     ran, limit = (_slurm_seconds(done.stdout, name) for name in ("RunTime", "TimeLimit"))
     if ran is not None and limit is not None and ran >= limit:
         return "TIMEOUT"  # a job that is being ended is `COMPLETING`, whatever the reason
+    restarts = re.search(r"\bRestarts=(\d+)", done.stdout)  # counted before the job is ended
+    if restarts and int(restarts[1]) > int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        return "REQUEUED"
     match = re.search(r"\bJobState=([A-Z_]+)", done.stdout)
     return match[1] if match else None
 
@@ -399,12 +410,3 @@ def _shared_memory() -> dict[str, int] | None:
         return None
     total, free = found.f_blocks * found.f_frsize, found.f_bfree * found.f_frsize
     return {"used_bytes": total - free, "total_bytes": total}
-
-
-def _kill_json(kill: OomKill | None) -> dict[str, Any]:
-    if kill is None:
-        return {}
-    return {
-        "anonymous_bytes": kill.anonymous_bytes, "file_bytes": kill.file_bytes,
-        "shared_bytes": kill.shared_bytes, "in_cgroup": kill.in_cgroup,
-    }  # fmt: skip

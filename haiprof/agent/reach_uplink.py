@@ -153,7 +153,18 @@ def read_token(path: Path) -> bytes:
         reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
         raise UsageError(f"{path}: cannot read the token: {reason}") from None
     try:
-        _check_owner(path, os.fstat(descriptor))
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise UsageError(f"{path}: cannot read the token: not a regular file")
+        if state.st_uid not in (0, os.geteuid()):
+            raise UsageError(
+                f"{path}: this token belongs to another user (uid {state.st_uid})",
+                hint="name a file of your own: --reach-token FILE",
+            )
+        if state.st_mode & 0o077:
+            raise UsageError(
+                f"{path}: others may read or write this token", hint=f"chmod 600 {path}"
+            )
         text = os.read(descriptor, _LIMIT_BYTES + 1).decode("ascii", "replace")
     finally:
         os.close(descriptor)
@@ -164,18 +175,6 @@ def read_token(path: Path) -> bytes:
             hint="remove it or name another file: the node that listens writes a new one",
         )
     return bytes.fromhex(token[1])
-
-
-def _check_owner(path: Path, state: os.stat_result) -> None:
-    if not stat.S_ISREG(state.st_mode):
-        raise UsageError(f"{path}: cannot read the token: not a regular file")
-    if state.st_uid not in (0, os.geteuid()):
-        raise UsageError(
-            f"{path}: this token belongs to another user (uid {state.st_uid})",
-            hint="name a file of your own: --reach-token FILE",
-        )
-    if state.st_mode & 0o077:
-        raise UsageError(f"{path}: others may read or write this token", hint=f"chmod 600 {path}")
 
 
 FIRST_PAUSE_S = 0.5

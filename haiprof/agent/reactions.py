@@ -101,8 +101,6 @@ class Reactor:
         else:
             self._finish(action)
 
-    # -- one reaction --------------------------------------------------------------------------
-
     def _react(self, alarm: Alarm) -> None:
         claim = self._claim(alarm)
         if claim is None:
@@ -204,8 +202,6 @@ class Reactor:
             content = {"state": "done", **counts}
         self._note_result(action, content)
 
-    # -- results - -------------------------------------------------------------------
-
     def _note_result(self, action: _Action, content: Mapping[str, Any]) -> None:
         line = {"type": "reaction_result", "name": action.name, "wall_ns": time.time_ns()}
         self._append({**line, **content})
@@ -303,11 +299,10 @@ def _only_rank(ranks: object) -> list[dict[str, Any]]:
     frames = parse_frames(only.get("stack")) or ()
     if not frames or only.get("process_state") in ("T", "t"):
         return []
-    doing = _line_text(frames)
-    worker = only.get("worker")
+    doing, beside = _line_text(frames), only.get("worker") or only.get("beside")
     return [{
         "rank": only.get("rank"), "reason": "it is the only rank, and no step of it ends",
-        "doing": f"{doing}; {worker}" if isinstance(worker, str) and worker else doing,
+        "doing": f"{doing}; {beside}" if isinstance(beside, str) and beside else doing,
         "certain": True,
     }]  # fmt: skip
 

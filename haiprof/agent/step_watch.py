@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from haiprof.agent.relay import LiveRank
-from haiprof.base.medians import mean_median
+from haiprof.base.medians import MAD_TO_SIGMA, mean_median
 from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.linux.procfs import TICK_NS, process_state, read_stat
@@ -83,7 +83,7 @@ place, all but the last two after they have repeated so often."""
 _READ_LIMIT_BYTES = 1 << 20
 _KEPT_STEPS = 3000
 _KEPT_WINDOWS = 8
-_MEDIAN_ERROR = 1.2533 * 1.4826
+_MEDIAN_ERROR = 1.2533 * MAD_TO_SIGMA
 """Standard error of a median, from the median absolute deviation, times the root of the count."""
 
 _WITHIN = {EVAL: 1, NOGRAD: 2, SAVE: 4, DATA_END: 8, DATA_ITER: 8}

@@ -6,10 +6,11 @@ import atexit
 import html
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from haiprof.api.frames import Frame, with_frames
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.log_addresses import is_address
 from haiprof.diagnosis.verdict import Verdict
@@ -56,7 +57,7 @@ def _fetch(address: str) -> Path:
     return fetch_run(address, folder.path)
 
 
-class Description(pl.DataFrame):
+class Description(Frame):
     """The columns of a frame, printed whole."""
 
     def __str__(self) -> str:
@@ -66,11 +67,18 @@ class Description(pl.DataFrame):
 
     __repr__ = __str__
 
+    def _repr_html_(self, **more: Any) -> str:  # noqa: ANN401
+        """The same for a notebook."""
+        with pl.Config(tbl_rows=-1, fmt_str_lengths=1_000):
+            return super()._repr_html_(**more)
 
+
+@with_frames
 class Analyzer(RunFrames):
     """A run that was recorded, or still is; everything is read at the first question.
 
-    Frames are polars'. `show_*` draws figures in a notebook and prints tables in a terminal.
+    Frames are polars'; their `to_pandas()` needs `pip install 'haiprof[pandas]'`. `show_*` draws
+    figures in a notebook and prints tables in a terminal.
 
     Args:
         path: A run directory, or a log directory whose newest run is meant; or the address of
@@ -128,7 +136,7 @@ class Analyzer(RunFrames):
         if rank is not None:
             if rank not in self.ranks()["rank"]:
                 known = ", ".join(map(str, sorted(set(self.ranks()["rank"]))))
-                raise MissingDataError(f"the run has no rank {rank}", hint=f"it has {known}")
+                raise MissingDataError(f"the run has no rank {rank}", hint=f"its ranks: {known}")
             found = found.filter(pl.col("rank") == rank)
         if since is not None:
             found = found.filter(pl.col("step") >= since)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from haiprof.api.frames import returning_frames, with_frames
 from haiprof.compat.hta import HTA_NAMES, HtaMethods
 from haiprof.compat.hta_source import HtaFiles, hta_source
-from haiprof.show.show import trace_picture
 from haiprof.trace_analysis.device_time import CONSECUTIVE_KERNEL_DELAY_NS, TOP_KERNELS, Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.pool import Pool
@@ -16,6 +16,13 @@ from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.what_if.replay_parts import Change
+
+
+def trace_picture(*args: Any, **options: Any) -> None:  # noqa: ANN401 - show's own
+    """Shows a picture; what draws is loaded for the first one."""
+    from haiprof.show import show
+
+    show.trace_picture(*args, **options)
 
 
 class ShownTraces(TraceQuestions):
@@ -152,6 +159,7 @@ class ShownTraces(TraceQuestions):
         return write_text(Path(path), trace_page_html(report, self))
 
 
+@with_frames
 class TraceAnalysis(ShownTraces):
     """The traces of one window of a job, a file per rank; each is read at the first question.
 
@@ -198,4 +206,4 @@ class TraceAnalysis(ShownTraces):
                 raise AttributeError(
                     f"{name} is HTA's: TraceAnalysis(path, compat='hta') has it, in HTA's columns"
                 )
-            return getattr(HtaMethods(self), name)
+            return returning_frames(getattr(HtaMethods(self), name))

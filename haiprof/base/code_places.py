@@ -1,9 +1,11 @@
-"""Whose code a frame is: the user's own, or a library's."""
+"""Whose code a frame is: the user's own, or a library's; how its place is written."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+from haiprof.base.units import visible
 
 _LIBRARY = re.compile(
     r"[/\\](?:(?:site|dist)-packages|torchinductor[^/\\]*|lib(?:64)?[/\\]python\d[^/\\]*)[/\\]"
@@ -13,6 +15,14 @@ _TYPED = ("<string>", "<stdin>")
 _INSTALLED = re.compile(
     r".*[/\\](?:(?:site|dist)-packages|lib(?:64)?[/\\]python\d[^/\\]*)[/\\](.*)", re.DOTALL
 )
+_PLACE_LIMIT = 200
+
+
+def place_text(file: str, line: int | None, function: str) -> str:
+    """`train.py:88 load_image`; the names are whatever the run directory or trace holds."""
+    name = file.rpartition("/")[2]
+    text = f"{name} {function}" if line is None else f"{name}:{line} {function}"
+    return visible(" ".join(text[:_PLACE_LIMIT].split()))
 
 
 def is_library(file: str, function: str = "", *, libraries: Sequence[str] = ()) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from haiprof.base.code_places import place_text
 
 POSITIONS = (
     "input", "prepare", "forward", "loss", "backward", "gradients", "optimizer", "after_step",
@@ -14,6 +17,32 @@ POSITIONS = (
 PROBLEM_RATIO = 0.05
 """The one limit: an opportunity whose gain is, with 95 % certainty, at least this share of the step
 is called a problem. What is below is a fact."""
+
+_WHOLE_RATIO = 0.8
+"""Of an account, an expression with so much of it stands for all."""
+GROWING = "growing"
+"""When an account is paid that takes longer the longer the run lasts."""
+_DOES = {
+    "operators": "torch operators",
+    "python": "Python",
+    "wait: lock": "waiting for a lock or another thread",
+    "wait: file": "waiting for a file",
+    "wait: socket": "waiting for a network peer",
+    "wait: pipe": "waiting for another process",
+    "wait: process": "waiting for another process",
+    "wait: sleep": "sleeping",
+    "wait: device": "waiting for the device",
+    "wait: other": "waiting",
+    "wait: loader": "waiting for batches",
+    "wait: peer": "waiting for other ranks",
+    "wait: link": "exchanging data between ranks",
+    "wait: interpreter lock": "waiting for the interpreter lock",
+    "no core": "waiting for a CPU core",
+    "page faults": "page faults",
+    "garbage collection": "garbage collection",
+    "unknown": "time that was not sampled",
+}
+"""Activities in words; native code is that of a package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +63,8 @@ class Account:
     """The innermost line of the job's own code; None where none was sampled."""
     expression: str | None = None
     """The part of that line that ran, where it was recorded (Python 3.11 and newer)."""
+    expression_ratio: float | None = None
+    """Its share of the account's time."""
     callees: tuple[str, ...] = ()
     """Functions of libraries below that line in which most of the time passes, outermost first."""
     callers: tuple[str, ...] = ()
@@ -62,11 +93,29 @@ class Account:
         return self.position.replace("_", " ") + (" and others" if self.elsewhere else "")
 
     @property
+    def code(self) -> str:
+        """Its expression in one line, with how much of the account it is; empty where unknown."""
+        text = " ".join((self.expression or "").split())
+        ratio = 1.0 if self.expression_ratio is None else self.expression_ratio
+        if not text or ratio >= _WHOLE_RATIO:
+            return text
+        return f"{'mostly' if ratio > 0.5 else 'among others'} {text}"
+
+    @property
+    def does(self) -> str:
+        """What the thread did, in words: `Python`, `waiting for a file`, `numpy`."""
+        package = None if self.package in (None, "job") else self.package
+        return _DOES.get(self.activity, package or "native code")
+
+    @property
+    def paid(self) -> str:
+        """`paid every 20th step, 131 ms`."""
+        return "longer and longer" if self.when == GROWING else f"paid {self.when}"
+
+    @property
     def code_place(self) -> str | None:
-        """`train.py:88 load_image`; None where no line is known."""
-        if self.file is None:
-            return None
-        return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
+        """`train.py:88 load_image`; None where no code is known."""
+        return place_text(self.file, self.line, self.function or "") if self.file else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +145,7 @@ class Ledger:
     rests_on: str = ""
     """What the numbers are made of, for people: `samples`, `a trace of 5 steps`."""
     missing: tuple[str, ...] = ()
-    """Columns that the recording lacks, each with its reason."""
+    """Why columns of it are empty: of a run no code, of a trace what its device does not tell."""
 
     @property
     def sum_error_ns(self) -> float:
@@ -115,3 +164,18 @@ class Ledger:
     def largest(self) -> Sequence[Account]:
         """The accounts that are opportunities, the largest gain first."""
         return [self.accounts[row] for row in self.opportunities]
+
+
+STEP_FIELDS = ("mean_ns", "median_ns", "count", "residual_ns", "device_idle_ns",
+               "device_idle_is_bound", "positions", "rests_on", "missing")  # fmt: skip
+
+
+def ledger_document(ledger: Ledger | None) -> dict[str, Any]:
+    """A ledger as `step`, `ledger` and `opportunities`."""
+    if ledger is None:
+        return {"step": None, "ledger": [], "opportunities": []}
+    return {
+        "step": {name: getattr(ledger, name) for name in STEP_FIELDS},
+        "ledger": [asdict(each) | {"ranks": list(each.ranks)} for each in ledger.accounts],
+        "opportunities": list(ledger.opportunities),
+    }

@@ -140,7 +140,16 @@ class Options(TraceOptions, ReactOptions):
             raise UsageError(
                 f"memory-history {self.memory_history!r}: expected {', '.join(MEMORY_HISTORY)}"
             )
-        self._check_burst()
+        low, high = BURST_HZ_RANGE
+        if not low <= self.burst_hz <= high:
+            raise UsageError(f"burst-hz must be {low} to {high}")
+        if not math.isfinite(self.burst_time_s) or self.burst_time_s <= 0:
+            raise UsageError("burst-time must be more than 0 seconds")
+        if self.burst_hz * self.burst_time_s > BURST_SAMPLE_LIMIT:
+            raise UsageError(
+                f"burst-hz times burst-time is {self.burst_hz * self.burst_time_s:g} samples",
+                hint=f"at most {BURST_SAMPLE_LIMIT}: a shorter burst, or fewer samples per second",
+            )
         if not 0 <= self.prometheus_port <= _PORT_LIMIT:
             raise UsageError(f"prometheus-port must be 1 to {_PORT_LIMIT}, or 0 for none")
         if self.kineto and self.traces:
@@ -153,20 +162,13 @@ class Options(TraceOptions, ReactOptions):
             time_s=self.time_s,
             warmup_s=self.warmup_s,
             phases="phases" in self.recorder,
-            reacts=self.reacts_with_trace and self.react_times > 0,
         )
 
-    def _check_burst(self) -> None:
-        low, high = BURST_HZ_RANGE
-        if not low <= self.burst_hz <= high:
-            raise UsageError(f"burst-hz must be {low} to {high}")
-        if not math.isfinite(self.burst_time_s) or self.burst_time_s <= 0:
-            raise UsageError("burst-time must be more than 0 seconds")
-        if self.burst_hz * self.burst_time_s > BURST_SAMPLE_LIMIT:
-            raise UsageError(
-                f"burst-hz times burst-time is {self.burst_hz * self.burst_time_s:g} samples",
-                hint=f"at most {BURST_SAMPLE_LIMIT}: a shorter burst, or fewer samples per second",
-            )
+    @property
+    def traces(self) -> bool:
+        """Whether a window is traced; how to trace may be said of reactions alone."""
+        reacts = self.reacts_with_trace and self.react_times > 0
+        return super().traces or (self.says_how and not reacts)
 
     def interval(self, recorder: str) -> float:
         """Seconds between two samples of one recorder."""
@@ -309,7 +311,7 @@ OPTIONS = (
     OptionSpec("trace-steps", "trace_steps", int, "HAIPROF_TRACE_STEPS", "N",
                f"trace N steps (default: {DEFAULT_STEPS})"),
     OptionSpec("trace-stacks", "trace_stacks", _switch, "HAIPROF_TRACE_STACKS", "",
-               "with Python call stacks"),
+               "with Python call stacks; implies --trace"),
     OptionSpec("trace-shapes", "trace_shapes", _switch, "HAIPROF_TRACE_SHAPES", "",
                "with the shapes of operators' inputs"),
     OptionSpec("trace-memory", "trace_memory", _switch, "HAIPROF_TRACE_MEMORY", "",
@@ -350,7 +352,7 @@ OPTIONS = (
     OptionSpec("run-id", "run_id", str, "HAIPROF_RUN_ID", "ID",
                "give all nodes of a job the same ID: they share one run directory"),
     OptionSpec("burst", "burst", _switch, "HAIPROF_BURST", "",
-               "GPU metrics every 100 us for 5 s, by Nsight Systems (nsys)"),
+               "GPU metrics every 100 µs for 5 s, by Nsight Systems (nsys)"),
     OptionSpec("burst-hz", "burst_hz", int, "HAIPROF_BURST_HZ", "HZ",
                f"samples per second of a burst (default: {Options.burst_hz})"),
     OptionSpec("burst-time", "burst_time_s", _seconds, "HAIPROF_BURST_TIME", "SECONDS",
@@ -369,7 +371,7 @@ OPTIONS = (
     OptionSpec("prometheus-allow", "prometheus_allow", _users, "HAIPROF_PROMETHEUS_ALLOW", "USERS",
                "other users who may read them: names, uids, or all"),
     OptionSpec("kineto", "kineto", _switch, "HAIPROF_KINETO", "",
-               "let `trace now` work through Kineto, without Python (12 us per step)"),
+               "let `trace now` work through Kineto, without Python (12 µs per step)"),
     OptionSpec("react", "react", str, "HAIPROF_REACT", "WHAT",
                "automatic action: snapshot (of a hang, default), trace (of a slowdown), both, off"),
     OptionSpec("slow-limit", "slow_limit", parse_slow_limit, "HAIPROF_SLOW_LIMIT", "PERCENT",

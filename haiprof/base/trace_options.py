@@ -26,8 +26,8 @@ class TraceOptions:
     """Which steps of the job torch.profiler records beside haiprof's phases, and what of them."""
 
     trace: bool = False
-    """A torch.profiler window of every rank; `steps`, `execution_trace`, `keep_slow` and `explain`
-    imply it."""
+    """A torch.profiler window of every rank; `steps`, `execution_trace`, `keep_slow`, `explain` and
+    what says how to trace imply it."""
     steps: tuple[int, int] | None = None
     """First step and the one after the last, counted from 0 at the rank's first training step."""
     trace_steps: int | None = None
@@ -67,6 +67,11 @@ class TraceOptions:
         """Whether anything is traced."""
         implied = self.steps is not None or self.execution_trace or self.keep_slow or self.explain
         return self.trace or implied
+
+    @property
+    def says_how(self) -> bool:
+        """Whether it is said how to trace."""
+        return self.trace_steps is not None or any(getattr(self, f"trace_{x}") for x in _WHAT)
 
     def window(self, *, time_s: float, warmup_s: float) -> dict[str, object] | None:
         """The options that the hook reads, as JSON; None without tracing.
@@ -134,13 +139,15 @@ class TraceOptions:
         given = [f"--{name}" for name in _WHAT if getattr(self, f"trace_{name}")]
         return [*given, *(["--execution-trace"] if self.execution_trace else [])]
 
-    def check_trace(
-        self, *, time_s: float, warmup_s: float, phases: bool, reacts: bool = False
-    ) -> None:
+    def check_trace(self, *, time_s: float, warmup_s: float, phases: bool) -> None:
         """Checks the values."""
         self._check_values()
         if not self.traces:
-            self._check_nothing_is_lost(reacts=reacts)
+            when = {"repeat": self.repeat != 1, "repeat-every": self.repeat_every is not None}
+            for name in (name for name, given in when.items() if given):
+                raise UsageError(
+                    f"--{name} says how to trace, but no trace is asked for", hint="add --trace"
+                )
             return
         if not phases:
             raise UsageError(
@@ -178,16 +185,6 @@ class TraceOptions:
             raise UsageError("slow-cost must be more than 0: a share of the run's time")
         if not math.isfinite(self.trace_limit_mb) or self.trace_limit_mb < 1:
             raise UsageError("trace-limit must be 1 MB or more")
-
-    def _check_nothing_is_lost(self, *, reacts: bool) -> None:
-        """An option that only tracing has, without tracing."""
-        how = {f"trace-{name}": getattr(self, f"trace_{name}") for name in _WHAT}
-        how["trace-steps"] = self.trace_steps is not None
-        when = {"repeat": self.repeat != 1, "repeat-every": self.repeat_every is not None}
-        for name, given in {**({} if reacts else how), **when}.items():
-            if given:
-                hint = "add --trace, or --react trace" if name in how else "add --trace"
-                raise UsageError(f"--{name} says how to trace, and nothing is", hint=hint)
 
     def _check_which_steps(self, *, time_s: float, warmup_s: float) -> None:
         others = {

@@ -27,6 +27,29 @@ def visible(text: str, *, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else "\ufffd" for c in text)
 
 
+def shorten(text: str, limit: int = 160) -> str:
+    """A text that may be cut, and shows it."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def digits_text(value: float) -> str:
+    """Three significant digits, never an exponent: `"412"`, `"37.0"`, `"0.0811"`.
+
+    The page's own script has the same rules: `show/page/static/units.js`.
+    """
+    exponent = int(f"{value:.2e}".partition("e")[2])
+    return f"{value:.{min(6, max(0, 2 - exponent))}f}" if value else "0"
+
+
+def number_text(value: float | None) -> str:
+    """A count or what is like one, two decimals at most: `"412"`, `"0.40"`; missing as a dash."""
+    if value is None:
+        return MISSING
+    if isinstance(value, int):
+        return f"{value}"
+    return f"{value:.2f}" if abs(value) < 0.9995 else digits_text(value)
+
+
 def duration_text(ns: float | None) -> str:
     """A duration in ns as text with three significant digits: `"12.3 ms"`; missing as a dash."""
     if ns is None:
@@ -35,10 +58,10 @@ def duration_text(ns: float | None) -> str:
         return "0 s"
     for limit, scale, unit in ((1e3, 1, "ns"), (1e6, 1e3, "µs"), (1e9, 1e6, "ms")):
         if abs(ns) < limit * 0.9995:
-            return f"{_three_digits(ns / scale)} {unit}"
+            return f"{digits_text(ns / scale)} {unit}"
     seconds = ns / NS_PER_S
     if seconds < 600:
-        return f"{_three_digits(seconds)} s"
+        return f"{digits_text(seconds)} s"
     return f"{seconds / 60:.0f} min" if seconds < 36_000 else f"{seconds / 3600:.1f} h"
 
 
@@ -51,7 +74,7 @@ def bytes_text(count: float | None) -> str:
         if abs(value) < 1024 or unit == _BYTE_UNITS[-1]:
             break
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{_three_digits(value)} {unit}"
+    return f"{value:.0f} {unit}" if unit == "B" else f"{digits_text(value)} {unit}"
 
 
 def rate_text(bytes_per_s: float | None) -> str:
@@ -65,13 +88,6 @@ def ratio_text(ratio: float | None) -> str:
         return MISSING
     percent = ratio * 100
     return f"{percent:.1f} %" if abs(percent) < 9.95 else f"{percent:.0f} %"
-
-
-def _three_digits(value: float) -> str:
-    size = abs(value)
-    if size >= 99.95:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
 def ranks_text(ranks: Collection[int]) -> str:

@@ -40,8 +40,8 @@ _OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submi
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
 _LOG_DIR = Parameter(
     name="log_dir", kind=Path, several=False, default=None,
-    declared=Opt("--log-dir DIR", "The log directory whose newest run is taken, instead of the "
-                 "default one.", callback=name_log_dir),
+    declared=Opt("--log-dir DIR", "The log directory, instead of the default one; where a run "
+                 "is read, its newest.", callback=name_log_dir),
 )  # fmt: skip
 _INTERRUPTED = 130
 _MIN_WIDTH, _MAX_WIDTH = 60, 100

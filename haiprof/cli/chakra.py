@@ -79,7 +79,7 @@ def chakra(
     if chosen is not None and chosen[1] - chosen[0] != 1:
         raise UsageError(f"--steps {steps}: a graph shows one step", hint="--steps 102")
     if (folder is None) == (graph_file is None):
-        raise UsageError("name -o DIR for Chakra files or --graph FILE for a picture")
+        raise UsageError("give -o DIR (Chakra files) or --graph FILE (a picture)")
     if graph_file is not None:
         check_ending(graph_file)
     output = Output(json=as_json)

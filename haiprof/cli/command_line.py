@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from haiprof.base.errors import UsageError
+from haiprof.cli.names import second_words
 
 HELP = ("--help", "-h")
 _KINDS = {str: "a text", Path: "a path", int: "a whole number", float: "a number"}
@@ -45,10 +46,15 @@ class Opt:
     group: str = field(default="Options", kw_only=True)
 
     @property
-    def flags(self) -> list[str]:
-        """Its names, without the one that switches it off."""
+    def own_flags(self) -> list[str]:
+        """Its names in this release, without the one that switches it off."""
         words = self.spelling.partition("/--no-")[0].split()
-        return [*(word for word in words if word.startswith("-")), *self.old]
+        return [word for word in words if word.startswith("-")]
+
+    @property
+    def flags(self) -> list[str]:
+        """These, and those of the last release."""
+        return [*self.own_flags, *self.old]
 
     @property
     def off(self) -> str:
@@ -105,7 +111,7 @@ class Parameter:
 
     def _value(self, text: str) -> Any:  # noqa: ANN401
         declared = self.declared
-        name = declared.flags[-1] if isinstance(declared, Opt) else declared.spelling
+        name = declared.own_flags[-1] if isinstance(declared, Opt) else declared.spelling
         if self.is_switch:
             return text != getattr(declared, "off", "")
         try:
@@ -235,6 +241,8 @@ def own_words(parameters: Sequence[Parameter], words: Sequence[str]) -> list[str
 
 
 def _no_option(command: str, name: str, known: Sequence[str]) -> UsageError:
+    others = (word for word in second_words(command.split()[0]) if word.startswith("-"))
+    known = [*known, *others]  # `ls --live` is a command of its own
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"haiprof {command} --help"
     return UsageError(f"{command}: no option {name!r}", hint=hint)

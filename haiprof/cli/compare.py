@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.base.errors import MissingDataError, RunNotFoundError, UsageError
 from haiprof.cli.arguments import AsJson, Form, OutputForm
 from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
-from haiprof.cli.target import named_traces, open_target
+from haiprof.cli.target import named_traces, open_target, whole_path
 from haiprof.cli.trace_diff import SLOWER, parse_percent, trace_diff
 
 LAST_GOOD = "last-good"
@@ -159,11 +159,19 @@ def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None
 
     Raises:
         UsageError: Neither two runs nor one with --baseline.
+        RunNotFoundError: No run begins as the first one is named.
     """
     if len(runs) <= 1 and baseline is not None:
         return baseline, (runs[0] if runs else None)
     if len(runs) == 2 and baseline is None:
-        named = str(runs[0])
+        try:
+            named = str(whole_path(runs[0]))
+        except RunNotFoundError as first:
+            try:
+                whole_path(runs[1])
+            except RunNotFoundError as second:
+                raise RunNotFoundError(f"{first}; {second}", hint=first.hint) from None
+            raise
         return (f"./{named}" if named == LAST_GOOD else named), runs[1]  # here it is a folder
     raise UsageError(
         "compare: name a baseline and a run, or a run with --baseline",

@@ -10,6 +10,7 @@ from typing import Annotated
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import RunDir
 from haiprof.cli.command_line import Opt
+from haiprof.cli.names import TABLES, nearest, second_words
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
 
@@ -37,7 +38,25 @@ _FORMAT_HELP = (
     "csv and parquet: a table, rates per second. prometheus: last values, text format. "
     "otlp-json: every sample. The last two hold counters as they were read."
 )
-FormatOption = Annotated[Format, Opt("--to FORMAT", _FORMAT_HELP, old=("--format",))]
+
+
+def _known_format(text: str) -> Format:
+    """The format of that name.
+
+    Raises:
+        UsageError: There is none: all that `--to` takes are named, other commands' too.
+    """
+    forms = second_words("export")
+    if text in TABLES:
+        return Format(text)
+    near = nearest(text, forms)
+    raise UsageError(
+        f"--to: expected one of {', '.join(forms)}, got {text!r}",
+        hint=f"did you mean haiprof export --to {near}?" if near else "haiprof export --help",
+    )
+
+
+FormatOption = Annotated[str, Opt("--to FORMAT", _FORMAT_HELP, old=("--format",))]
 TableOption = Annotated[Table, Opt("--what VALUE", "The table, for csv and parquet.")]
 OutputFile = Annotated[
     Path | None,
@@ -49,7 +68,7 @@ Lines = Annotated[bool, Opt("--lines", "otlp-json: a line for each node and rank
 
 def export(
     directory: RunDir = None,
-    format_: FormatOption = Format.CSV,
+    to: FormatOption = "csv",
     what: TableOption = Table.COUNTERS,
     output: OutputFile = None,
     force: Force = False,
@@ -70,7 +89,15 @@ def export(
     """
     from haiprof.compat.exports import Export, write_export
 
-    _check(format_, what, output, lines)
+    format_ = _known_format(to)
+    if format_ is Format.PARQUET and output is None:
+        raise UsageError("parquet is not text: it needs a file", hint="-o FILE.parquet")
+    if format_ not in _TABULAR and what is not Table.COUNTERS:
+        raise UsageError(
+            f"{format_.value} holds counters only", hint=f"--to csv --what {what.value}"
+        )
+    if lines and format_ is not Format.OTLP_JSON:
+        raise UsageError("--lines is for --to otlp-json")
     analyzer = open_target(directory)
     wanted = Export(format=format_.value, what=what.value, lines=lines)
     written = write_export(analyzer, wanted, output, force=force, stdout=sys.stdout.buffer)
@@ -78,19 +105,3 @@ def export(
         Output().hint(note)
     if output is not None:
         Output().hint(f"wrote {written.count} {written.unit} to {output}")
-
-
-def _check(format_: Format, what: Table, output: Path | None, lines: bool) -> None:
-    """Refuses contradictory options.
-
-    Raises:
-        UsageError: They contradict each other.
-    """
-    if format_ is Format.PARQUET and output is None:
-        raise UsageError("parquet is not text: it needs a file", hint="-o FILE.parquet")
-    if format_ not in _TABULAR and what is not Table.COUNTERS:
-        raise UsageError(
-            f"{format_.value} holds counters only", hint=f"--format csv --what {what.value}"
-        )
-    if lines and format_ is not Format.OTLP_JSON:
-        raise UsageError("--lines is for --format otlp-json")

@@ -8,7 +8,7 @@ from haiprof.base.options import INTERVAL_HELP, OPTIONS, OptionSpec
 from haiprof.base.trace_options import TraceOptions
 from haiprof.base.version import __version__
 from haiprof.cli.command_line import table, wrap
-from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUPS, TABLES
+from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUPS, second_words
 
 SHELLS = ("bash", "zsh", "fish")
 MIN_WIDTH, MAX_WIDTH = 60, 100
@@ -32,8 +32,7 @@ _MORE_USAGE = (
 _FREQUENT = ("time", "warmup", "steps", "trace-stacks", "log-dir", "name")
 _MORE_ROWS = [
     ("verdict overview | rank | lines", "the same run by rank, and by line of your code"),
-    ("trace now", COMMANDS["trace-now"].text),
-    ("trace report | functions | ...", "traces of torch.profiler: haiprof trace --help"),
+    ("trace now | report | ...", "trace a running job; read traces: haiprof trace --help"),
     ("copy A B", COMMANDS["put"].text),
     ("help COMMAND", "options and examples; everything: haiprof --help-all"),
 ]
@@ -89,13 +88,6 @@ complete -o filenames -F _haiprof haiprof
 _ZSH = """\
 autoload -U +X bashcompinit && bashcompinit
 """
-
-
-def second_words(first: str) -> list[str]:
-    """What may follow the first word of a command: `report` and others of `trace`."""
-    found = [command.words.split() for command in COMMANDS.values()]
-    tables = TABLES if first == "export" else ()
-    return list(dict.fromkeys([*(w[-1] for w in found if w[0] == first and len(w) > 1), *tables]))
 
 
 def completion_script(shell: str) -> str:

@@ -288,16 +288,14 @@ def in_ms(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     found = {}
     for key, inner in value.items():
         several = inner.values() if isinstance(inner, Mapping) else [inner]
-        if key.endswith("_ns") and all(_is_duration(one) for one in several):
+        if key.endswith("_ns") and all(
+            isinstance(one, (int, float)) and abs(one) < _LONGEST_NS for one in several
+        ):
             inner = ({name: one and one / 1e6 for name, one in inner.items()}
                      if isinstance(inner, Mapping) else inner / 1e6)  # fmt: skip
             key = f"{key[:-3]}_ms"
         found[key] = in_ms(inner)
     return found
-
-
-def _is_duration(value: Any) -> bool:  # noqa: ANN401
-    return isinstance(value, (int, float)) and abs(value) < _LONGEST_NS
 
 
 def _dump(value: Any) -> str:  # noqa: ANN401

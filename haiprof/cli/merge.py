@@ -65,6 +65,7 @@ def merge(
       haiprof export --to merged traces/ --ranks 0,3-5 --steps 100:102 -o some.json.gz
       haiprof export --to merged rank0.json rank1.json -o - | jq '.traceEvents | length'
     """
+    from haiprof.show.servers import has_viewer
     from haiprof.show.views.trace_files import merge_view
     from haiprof.trace_analysis.merge import MergeOptions, default_output, merge_traces
 
@@ -95,7 +96,9 @@ def merge(
             print_message(note)
         return
     out.show(lambda _: merge_view(report), report.as_json())
-    out.hint(f"next: haiprof export --to perfetto {shlex.quote(str(output))}")
+    name = shlex.quote(str(output))
+    viewer = f"haiprof export --to perfetto {name}"
+    out.hint(f"next: {viewer if has_viewer() else f'open {name} at https://ui.perfetto.dev'}")
 
 
 class _WriteProgress:

@@ -32,6 +32,8 @@ COMMANDS = {
                        "compare:compare"),
     "trace-diff": Command("compare --traces", "BEFORE AFTER", "the traces of two runs, by kernel "
                           "and operator", "trace_diff:trace_diff"),
+    "goodput": Command("goodput", "[JOB|RUN...]", "where a job's wall time went, over restarts and "
+                       "runs", "goodput:goodput"),
     "report": Command("report", "[DIR|TRACES]", "all of it as one HTML page; --serve: in a browser",
                       "report:report"),
     "view": Command("report --serve", "[DIR]", "the page on this machine, also while the job runs",
@@ -96,6 +98,8 @@ COMMANDS = {
                       "submit:submit"),
     "try-loader": Command("try-loader", "COMMAND", "steps per second with other DataLoaders, tried "
                           "in short runs", "try_loader:try_loader"),
+    "preflight": Command("preflight", "[COMMAND]", "before a job: slow ranks, nodes and links",
+                         "preflight:preflight"),
     "doctor": Command("doctor", "", "what can be measured on this node, and what prevents the rest",
                       "doctor:doctor"),
     "mcp": Command("mcp", "", "runs and traces as tools for agents, read-only, over stdio",
@@ -110,7 +114,8 @@ COMMANDS = {
 TABLES = ("csv", "parquet", "prometheus", "otlp-json")
 """What `export --to` writes itself."""
 GROUPS = {
-    "Read a run": ("verdict", "overview", "rank", "lines", "compare", "report", "list"),
+    "Read a run": ("verdict", "overview", "rank", "lines", "compare", "goodput", "report",
+                   "list"),
     "Look into a running job": ("snapshot", "attach", "top"),
     "Read traces of torch.profiler": (
         "trace-now", "trace-report", "trace-table", "functions", "modules", "efficiency",
@@ -121,7 +126,7 @@ GROUPS = {
         "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "wandb",
         "mlflow", "put", "mcp", "skill",
     ),
-    "Prepare": ("submit", "try-loader", "doctor"),
+    "Prepare": ("submit", "try-loader", "preflight", "doctor"),
     "Other forms": ("view", "fetch"),
 }  # fmt: skip
 """The commands by what one wants to do, as `haiprof --help-all` lists them."""
@@ -160,6 +165,13 @@ def resolve(words: Sequence[str]) -> tuple[str, list[str]] | None:
     return (name, rest) if name in COMMANDS else None
 
 
+def second_words(first: str) -> list[str]:
+    """What may follow the first word of a command: `report` and others of `trace`."""
+    found = [command.words.split() for command in COMMANDS.values()]
+    tables = TABLES if first == "export" else ()
+    return list(dict.fromkeys([*(w[-1] for w in found if w[0] == first and len(w) > 1), *tables]))
+
+
 def _copy(rest: list[str]) -> tuple[str, list[str]]:
     """`copy ADDRESS [DIR]` fetches a run, `copy [RUN] ADDRESS` puts one."""
     named = [word for word in rest if not word.startswith("-")]
@@ -179,7 +191,7 @@ def _export(rest: list[str]) -> tuple[str, list[str]]:
         form = form if equals else "".join(rest[place + 1 : place + 2])
         others = rest[:place] + rest[place + count :]
         name = _BY_WORDS.get(f"export --to {form}")
-        return (name, others) if name else ("export", ["--format", form, *others])
+        return (name, others) if name else ("export", ["--to", form, *others])
     return "export", rest
 
 

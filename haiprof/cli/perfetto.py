@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import Rank
-from haiprof.cli.browser import page_opener
+from haiprof.cli.browser import NoBrowser, page_opener
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.target import run_or_traces
 from haiprof.cli.tensorboard import Port
@@ -28,7 +28,11 @@ Window = Annotated[
 
 
 def perfetto(
-    source: TraceOrRun = None, rank: Rank = None, window: Window = None, port: Port = 9010
+    source: TraceOrRun = None,
+    rank: Rank = None,
+    window: Window = None,
+    port: Port = 9010,
+    no_browser: NoBrowser = False,
 ) -> None:
     """Show a trace in Perfetto's UI, which is served from this machine: no network is needed.
 
@@ -48,7 +52,7 @@ def perfetto(
     trace = trace_to_show(run, traces, rank=rank, window=window)
     viewer = viewer_folder(trace)
 
-    with page_opener() as open_page, with_range_lanes(trace) as shown:
+    with page_opener(no_browser) as open_page, with_range_lanes(trace) as shown:
 
         def ready(serving: Serving) -> None:
             if port not in (0, serving.port):

@@ -69,8 +69,9 @@ def report(
                 f"{output.parent}: cannot be made: {error.strerror or error}",
                 hint="name another file: -o report.html",
             ) from None
+    wrote = "replaced" if output.exists() else "wrote"
     write_report(content, output, below=below)
-    print_message(f"wrote {output} ({bytes_text(output.stat().st_size)})")
+    print_message(f"{wrote} {output} ({bytes_text(output.stat().st_size)})")
     print_message(
         f"next: open it in a browser, or haiprof report --serve {shown_path(analyzer.run.root)}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import itertools
 import os
 import shlex
@@ -99,11 +100,36 @@ def open_target(path: Path | None) -> RunFrames:
     from haiprof.run_analysis.run_frames import RunFrames
 
     if path is not None and path.is_file():
+        is_trace = named_traces(path) is not None
         raise RunNotFoundError(
             f"{path}: a file, where a run directory is expected",
-            hint=f"of a trace: haiprof verdict {shlex.quote(str(path))}",
-        )
-    return RunFrames(existing_log_dir() if path is None else path)
+            hint=f"of a trace: haiprof verdict {shlex.quote(str(path))}" if is_trace else
+            "haiprof ls shows the runs recorded here",
+        )  # fmt: skip
+    return RunFrames(existing_log_dir() if path is None else whole_path(path))
+
+
+def whole_path(path: Path) -> Path:
+    """The path of a run that is named by its name, or by as much of it as tells it.
+
+    Raises:
+        RunNotFoundError: Nothing begins so, or more than one.
+    """
+    from haiprof.run_format.layout import MANIFEST_NAME
+
+    if os.path.lexists(path):
+        return path
+    folders = [path.parent, *([default_log_dir()] if path.name == str(path) else [])]
+    begin = f"{glob.escape(path.name)}*/{MANIFEST_NAME}"
+    named = [each.parent for folder in folders for each in folder.glob(begin)]
+    named = [each for each in named if each.name == path.name] or named
+    if len(named) != 1:
+        raise RunNotFoundError(
+            f"{path}: {f'{len(named)} runs begin so' if named else 'no such run'}",
+            hint=f"of one rank: haiprof verdict rank {path}" if str(path).isdecimal() else
+            "haiprof ls shows the runs recorded here",
+        )  # fmt: skip
+    return named[0]
 
 
 def run_or_traces(path: Path | None) -> tuple[RunPaths | None, Path]:
@@ -171,7 +197,7 @@ _ON_JOBS = frozenset({"ps", "top", "attach", "snapshot", "trace-now"})
 """Commands on jobs that run: these are recorded into a folder of this machine first."""
 _WRITE_INTO_RUN = frozenset({"report", "merge", "scalars"})
 """Commands that write into the run directory, where no other file is named."""
-_TAKE_ADDRESSES = frozenset({"put", "fetch", "submit", "try-loader"})
+_TAKE_ADDRESSES = frozenset({"put", "fetch", "submit", "try-loader", "preflight"})
 _OF_OTHERS = ("--cluster",)
 """Options whose addresses are not of runs."""
 

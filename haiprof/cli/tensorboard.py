@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from haiprof.base.messages import print_message
+from haiprof.cli.browser import NoBrowser, page_opener
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.target import run_or_traces
 
@@ -27,7 +28,12 @@ Port = Annotated[
 Host = Annotated[str, Opt("--host ADDRESS", "Address to listen on.")]
 
 
-def tensorboard(source: RunOrTraces = None, port: Port = 6006, host: Host = "127.0.0.1") -> None:
+def tensorboard(
+    source: RunOrTraces = None,
+    port: Port = 6006,
+    host: Host = "127.0.0.1",
+    no_browser: NoBrowser = False,
+) -> None:
     """Start TensorBoard on a run: its scalars, also while the job runs, and its traces.
 
     It ends with Ctrl-C and leaves nothing behind but the run's own scalars. Only you and root can
@@ -44,11 +50,14 @@ def tensorboard(source: RunOrTraces = None, port: Port = 6006, host: Host = "127
 
     run, traces = run_or_traces(source)
 
-    def ready(serving: Serving) -> None:
-        if port not in (0, serving.port):
-            print_message(f"port {port} is in use: {serving.port} is taken")
-        for note in serving.notes:
-            print_message(note)
-        print_message(f"TensorBoard is at {serving.url} for {serving.readers} (Ctrl-C ends it)")
+    with page_opener(no_browser) as open_page:
 
-    serve_tensorboard(run, traces, host=host, port=port, ready=ready)
+        def ready(serving: Serving) -> None:
+            if port not in (0, serving.port):
+                print_message(f"port {port} is in use: {serving.port} is taken")
+            for note in serving.notes:
+                print_message(note)
+            print_message(f"TensorBoard is at {serving.url} for {serving.readers} (Ctrl-C ends it)")
+            open_page(serving.url)
+
+        serve_tensorboard(run, traces, host=host, port=port, ready=ready)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from dataclasses import asdict
@@ -204,6 +205,7 @@ def _show_traces(
     path: Path, output: Output, *, everything: bool, peak: str | None, formulas: Path | None
 ) -> None:
     from haiprof.cli.arguments import ReadProgress
+    from haiprof.run_format.layout import MANIFEST_NAME
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
     from haiprof.trace_analysis.operator_efficiency import parse_peak
@@ -216,6 +218,9 @@ def _show_traces(
         lambda width: device_ledger_view(found, path.name, width=width, everything=everything),
         device_ledger_data(found, path),
     )
+    if not found.on_device and (path.parent / MANIFEST_NAME).is_file():
+        run = shlex.quote(str(path.parent))
+        output.hint(f"haiprof verdict {run}: the whole run, with the lines of its samples")
     output.hint(f"next: haiprof trace report {shlex.quote(str(path))}")
 
 
@@ -263,6 +268,12 @@ def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
 
 def _open_run_or_job(target: str | None) -> RunFrames:
     """The run of a directory, of the default log directory, or of a running job of that name."""
+    if target is not None and Path(target).is_file():
+        with contextlib.suppress(RunNotFoundError, UsageError, OSError):  # a running job's script
+            job = the_job(target, None)
+            scripts = [Path(job.manifest.cwd, word) for word in job.manifest.command]
+            if any(os.path.samefile(target, each) for each in scripts if each.is_file()):
+                return open_target(job.run.root)
     if target is None or os.sep in target or Path(target).exists():
         return open_target(None if target is None else Path(target))
     if (default_log_dir() / target).is_dir():
@@ -270,6 +281,8 @@ def _open_run_or_job(target: str | None) -> RunFrames:
     try:
         return open_target(the_job(target, None).run.root)
     except RunNotFoundError as error:
+        with contextlib.suppress(RunNotFoundError):  # as much of a run's name as tells it
+            return open_target(Path(target))
         raise RunNotFoundError(
             f"{target}: no such folder, and {error}",
             hint="haiprof ls shows the runs recorded here, haiprof ls --live the running jobs",

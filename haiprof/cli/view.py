@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import RunDir
-from haiprof.cli.browser import page_opener
-from haiprof.cli.command_line import Opt
+from haiprof.cli.browser import NoBrowser, page_opener
 from haiprof.cli.report import Baseline, ReadTraces
 from haiprof.cli.target import open_target
 from haiprof.cli.tensorboard import Host, Port
 
 if TYPE_CHECKING:
     from haiprof.show.page.server import Serving
-
-NoBrowser = Annotated[bool, Opt("--no-browser", "Only print the address.")]
 
 
 def view(
@@ -41,14 +38,13 @@ def view(
 
     analyzer = open_target(directory)
 
-    with page_opener() as open_page:
+    with page_opener(no_browser) as open_page:
 
         def ready(serving: Serving) -> None:
             if port not in (0, serving.port):
                 print_message(f"port {port} is in use: {serving.port} is taken")
             print_message(f"{analyzer.run.root.name} is at {serving.url} (Ctrl-C ends it)")
-            if not no_browser:
-                open_page(serving.url)
+            open_page(serving.url)
 
         serve_page(
             analyzer.run, host=host, port=port, read_traces=read_traces, baseline=baseline,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.show.show import display_figure, in_notebook
 from haiprof.trace_analysis.critical_path import DATA_LOADING
 from haiprof.trace_analysis.device_time import UNKNOWN, Steps, gpu_events
 from haiprof.trace_analysis.kernel_names import short_kernel_name
@@ -561,6 +560,8 @@ def _draw(
     visualize: bool | None, figure: Callable[[ModuleType], Any], renderer: str | None = None
 ) -> None:
     """Draws where it is wanted: None is in a notebook, as HTA does."""
+    from haiprof.show.show import display_figure, in_notebook
+
     notebook = in_notebook()
     if visualize is False or (visualize is None and not notebook):
         return

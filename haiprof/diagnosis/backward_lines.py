@@ -30,11 +30,8 @@ def give_lines(
 ) -> tuple[TimeTable, Bools]:
     """The same table in which what autograd's engine does has the lines of its forward.
 
-    Args:
-        table: The time table.
-        needed: Per row: whether it is the model's own work.
-        lines: Of a window, by rank: `haiprof.trace_analysis.operator_lines`.
-        time: The job's steps.
+    `lines` are of a window, by rank (`trace_analysis.operator_lines`); `needed` is the model's own
+    work, per row.
     """
     rows = np.flatnonzero(needed & (table.position == BACKWARD) & _in_engine(table))
     if not len(rows):

@@ -16,50 +16,36 @@ POINT_COUNT = 240
 """Points that a series is thinned to, by medians: enough for a trend, and few at 1,024 ranks."""
 _OF_RANKS = {
     "gpu": (
-        "utilization_ratio",
-        "memory_used_bytes",
-        "throttle_power_ratio",
-        "throttle_thermal_ratio",
-        "throttle_sw_thermal_ratio",
-        "throttle_hw_thermal_ratio",
-        "throttle_power_brake_ratio",
+        "utilization_ratio", "memory_used_bytes", "throttle_power_ratio", "throttle_thermal_ratio",
+        "throttle_sw_thermal_ratio", "throttle_hw_thermal_ratio", "throttle_power_brake_ratio",
     ),
     "process": (
-        "cpu_main_cores",
-        "cpu_cores",
-        "run_queue_wait_ratio",
-        "memory_rss_bytes",
-        "read_bytes_per_s",
-        "storage_read_bytes_per_s",
-        "page_fault_count_per_s",
+        "cpu_main_cores", "cpu_cores", "run_queue_wait_ratio", "memory_rss_bytes",
+        "read_bytes_per_s", "storage_read_bytes_per_s", "page_fault_count_per_s",
         "major_page_fault_count_per_s",
     ),
-}
+}  # fmt: skip
 _OF_NODES = {
     "host": (
-        "cpu_count",
-        "cpu_utilization_ratio",
-        "cpu_steal_ratio",
-        "memory_total_bytes",
-        "memory_available_bytes",
-        "swap_in_bytes_per_s",
-        "pressure_memory_some_ratio",
+        "cpu_count", "cpu_utilization_ratio", "cpu_steal_ratio", "memory_total_bytes",
+        "memory_available_bytes", "swap_in_bytes_per_s", "pressure_memory_some_ratio",
     ),
     "cgroup": (
-        "cpu_limit_cores",
-        "cpu_period_count_per_s",
-        "cpu_throttled_period_count_per_s",
+        "cpu_limit_cores", "cpu_period_count_per_s", "cpu_throttled_period_count_per_s",
         "memory_limit_bytes",
     ),
-}
+}  # fmt: skip
 _SERIES = ("memory_rss_bytes", "memory_used_bytes")
-_LOST, _BUSY = "run_queue_wait_ratio", "utilization_ratio"
-"""Shares of time, whenever that was: the mean tells how much, the median does not."""
+_SHARES = ("run_queue_wait_ratio", "utilization_ratio", "cpu_cores", "cpu_main_cores")
+"""Of time, whenever that was: the mean tells how much, the median does not."""
 _WANTED = frozenset(
     (s, m) for table in (_OF_RANKS, _OF_NODES) for s, ms in table.items() for m in ms
 )
 _SOURCES = (*_OF_RANKS, *_OF_NODES)
-POINT_SCHEMA = {"rank": pl.Int64, "metric": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
+_METRIC = pl.Enum(_SERIES)
+POINT_SCHEMA = pl.Schema(
+    {"rank": pl.Int64(), "metric": _METRIC, "time_ns": pl.Int64(), "value": pl.Float64()}
+)
 TimeRange = tuple[int, int]
 """First and last Unix time in ns."""
 _NEVER: TimeRange = (1, 0)
@@ -70,20 +56,16 @@ Means = Mapping[str | None, Mapping[str, float | None]]
 class CounterAverages:
     """Counters in the time of the judged steps."""
 
-    medians: Mapping[str, Mapping[int, float]]
-    """By metric of a process or GPU: each rank's median, where known."""
-    core_waits: Mapping[int, float]
-    """Each rank's mean share of time in which its main thread waited for a core."""
-    gpu_use: Mapping[int, float]
-    """Each rank's mean share of time in which its GPU ran a kernel."""
+    of_ranks: Mapping[str, Mapping[int, float]]
+    """By metric of a process or GPU: each rank's mean of shares of time, its median of others."""
     points: pl.DataFrame
     """`rank`, `metric`, `time_ns`, `value`: memory of each rank and its GPU, thinned."""
     nodes: Mapping[str, Means]
     """By host and entity (None: the node itself): mean of each metric of host and cgroup."""
 
     def of(self, metric: str) -> Mapping[int, float]:
-        """Median by rank of one metric."""
-        return self.medians.get(metric, {})
+        """By rank, of one metric."""
+        return self.of_ranks.get(metric, {})
 
 
 def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) -> CounterAverages:
@@ -93,8 +75,7 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
     """
     of_ranks = {rank: (begin, end) for rank, begin, end in windows.rows()}
     of_hosts = {host: (begin, end) for host, begin, end in node_windows.rows()}
-    medians: dict[str, dict[int, float]] = defaultdict(dict)
-    shares: dict[str, dict[int, float]] = {_LOST: {}, _BUSY: {}}
+    averages: dict[str, dict[int, float]] = defaultdict(dict)
     points = [pl.DataFrame(schema=POINT_SCHEMA)]
     nodes: dict[str, Means] = {}
     for node in files.nodes:
@@ -115,9 +96,8 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
         value = pl.col("value")
         for metric, parts in own.items():
             rows = pl.concat(parts).drop_nulls("value")
-            medians[metric].update(rows.group_by("owner").agg(value.median()).rows())
-            if metric in shares:
-                shares[metric].update(rows.group_by("owner").agg(value.mean()).rows())
+            average = value.mean() if metric in _SHARES else value.median()
+            averages[metric].update(rows.group_by("owner").agg(average).rows())
             if metric in _SERIES:
                 points.append(_thin(metric, rows))
         means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
@@ -127,9 +107,7 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
                 means[entity][metric] = mean
         nodes[node.host] = {each: means[each] for each in sorted(means, key=lambda e: e or "")}
     return CounterAverages(
-        medians={metric: dict(sorted(ranks.items())) for metric, ranks in sorted(medians.items())},
-        core_waits=dict(sorted(shares[_LOST].items())),
-        gpu_use=dict(sorted(shares[_BUSY].items())),
+        of_ranks={metric: dict(sorted(own.items())) for metric, own in sorted(averages.items())},
         points=pl.concat(points),
         nodes=nodes,
     )
@@ -162,5 +140,5 @@ def _thin(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
     points = rows.group_by("owner", "part").agg(
         pl.col("time_ns").median().cast(pl.Int64), pl.col("value").median()
     )
-    names = {"rank": pl.col("owner"), "metric": pl.lit(metric)}
+    names = {"rank": pl.col("owner"), "metric": pl.lit(metric, _METRIC)}
     return points.sort("owner", "time_ns").select(**names, time_ns="time_ns", value="value")

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import polars as pl
 
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
@@ -30,20 +31,30 @@ from haiprof.diagnosis.run_notes import (
     traced_lines,
     why_no_steps,
 )
+from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
+from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.traced_window import step_work, traced_device
 from haiprof.diagnosis.verdict import SEVERITIES, Abstention, Cost, Events, Finding, Gain, Severity
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
+from haiprof.run_analysis.ledger import DISPATCH_RATIO, JOB
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
 from haiprof.run_analysis.step_tokens import WORDS
+from haiprof.run_format.stack_lines import LOCK_HELD
 
 STANDSTILL, FIRST_BATCH = "standstill", "first_batch"
 """It comes first: a job that stands still loses all of its time from then on."""
 CRITICAL_RATIO = 4 * PROBLEM_RATIO
 """A problem that costs so much of the step is shown in red."""
+_OF_SLOW_PARTS = ("ranks_uneven", "blocking_collectives")
+"""What else is seen of a part of the job that the others wait for."""
+_BETWEEN_RANKS = {
+    "wait: link": "exchanges data between ranks", "wait: peer": "waits for other ranks"
+}  # fmt: skip
+"""Activities that are no work of the model's, however needed."""
 _LISTED_RATIO = PROBLEM_RATIO / 5
 """Opportunities below this are in the ledger alone."""
 _LISTED = 10
@@ -65,27 +76,30 @@ def judge(
     """The same, with what its ledger is made of; None without judged steps."""
     inputs = gather_inputs(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)
     manifest = analyzer.files.manifest
-    deaths = analyzer.deaths()
+    deaths, wall_time = analyzer.deaths(), analyzer.goodput()
     death = next((each for each in deaths if each.final), None)
     facts, abstained, checked = _judge_facts(inputs)
     found = run_ledger(analyzer, inputs, _price_settings(facts))
     ledger = None if found is None else found.ledger
+    part = None if found is None else slow_part(analyzer, inputs.layout, found)
+    if part is not None:
+        facts.append(_grade(part, few=inputs.steps.height < CRITICAL_MIN_STEPS))
     findings = _findings(inputs, found, facts)
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     verdict = Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
-        headline=death.headline if death else _headline(analyzer, inputs, findings, ledger),
+        headline=death.headline if death else _headline(analyzer, inputs, findings, found),
         death=death,
         advice=restart_advice(analyzer),
         memory_at_end=analyzer.memory_at_end() if death else (),
         gpu_memory_at_end=analyzer.gpu_memory_at_end() if death else (),
-        starts=tuple(analyzer.starts()) if deaths else (),
-        goodput=analyzer.goodput() if deaths else None,
+        starts=wall_time.starts if deaths else (),
+        goodput=wall_time if deaths and wall_time.has_ended else None,
         ledger=ledger,
         device=traced_device(analyzer.run, inputs.traces),
-        run_time=analyzer.run_time(),
+        run_time=wall_time.accounts if wall_time.has_ended else {},
         split=_split(ledger, inputs),
         step_ns=step_ns,
         work=step_work(analyzer.run, step_ns, limit_bytes=trace_limit_bytes),
@@ -96,8 +110,10 @@ def judge(
         findings=findings,
         abstained=abstained,
         checked=checked,
-        not_measured=not_measured(analyzer, inputs),
-        evaluation_ns=_largest(inputs.ranks["eval_ns"] - _compiled_in_evaluation(inputs)),
+        not_measured=not_measured(analyzer, inputs, ledger),
+        evaluation_ns=_largest(
+            inputs.ranks["eval_ns"] - inputs.ranks["eval_compile_ns"].fill_null(0)
+        ),
         compile_ns=_largest(inputs.ranks["compile_ns"]),
         events=_events(analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi")),
         machine=machine_text(inputs),
@@ -129,15 +145,16 @@ def _judge_facts(
         return [], tuple((rule.__name__, "no steps") for rule in RULES), ()
     judged = [rule(inputs) for rule in RULES]
     checked = [rule.__name__ for rule, each in zip(RULES, judged, strict=True) if each is None]
-    facts = [_grade(each) for each in judged if isinstance(each, Finding)]
-    if inputs.steps.height < CRITICAL_MIN_STEPS:
-        facts = [_less_sure(found) for found in facts]
+    few = inputs.steps.height < CRITICAL_MIN_STEPS
+    facts = [_grade(each, few=few) for each in judged if isinstance(each, Finding)]
     abstained = tuple((x.rule, x.why) for x in judged if isinstance(x, Abstention))
     return facts, abstained, tuple(checked)
 
 
-def _grade(found: Finding) -> Finding:
+def _grade(found: Finding, *, few: bool) -> Finding:
     """A fact with a share of the time is a problem above the one limit, as an opportunity is."""
+    if few and found.rule != STANDSTILL:  # which is seen at once, and needs no steps
+        found = replace(found, confidence=min(found.confidence, FEW_STEPS_SURE))
     if found.lost_ratio is None or found.severity == "info":
         return found
     if found.lost_ratio < PROBLEM_RATIO:
@@ -145,19 +162,10 @@ def _grade(found: Finding) -> Finding:
     return replace(found, severity="critical" if found.lost_ratio >= CRITICAL_RATIO else "warning")
 
 
-def _less_sure(found: Finding) -> Finding:
-    if found.rule == STANDSTILL:  # which is seen at once, and needs no steps
-        return found
-    return replace(found, confidence=min(found.confidence, FEW_STEPS_SURE))
-
-
 def _price_settings(facts: Sequence[Finding]) -> list[PricedSetting]:
     """Facts that cost a known share of some phases."""
-    return [
-        PricedSetting(slug=fact.rule, ratio=fact.lost_ratio, phases=fact.phases)
-        for fact in facts
-        if fact.lost_ratio and fact.phases
-    ]
+    return [PricedSetting(slug=fact.rule, ratio=fact.lost_ratio, phases=fact.phases)
+            for fact in facts if fact.lost_ratio and fact.phases]  # fmt: skip
 
 
 def _findings(
@@ -174,19 +182,18 @@ def _findings(
             replace(_finding(inputs, found, account, priced), account=row)
             for row, account in listed[:_LISTED]
         ]
+    if any(fact.rule == SLOW_PART for fact in facts):
+        rows = [row for row in rows if row.rule not in _OF_SLOW_PARTS]
     named = {row.rule for row in rows}
-    others = [_with_lines(fact, found) for fact in facts if fact.rule not in named]
-    everything = [*rows, *others]
-    return tuple(sorted(everything, key=_weight))
-
-
-def _with_lines(fact: Finding, found: RunLedger | None) -> Finding:
-    """The first batch is before all judged steps: its code is in no account."""
-    if fact.rule != FIRST_BATCH or found is None:
-        return fact
-    samples = found.samples
-    first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
-    return replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
+    for fact in facts:
+        if fact.rule in named:
+            continue
+        if fact.rule == FIRST_BATCH and found is not None:  # before all judged steps: in no account
+            samples = found.samples
+            first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
+            fact = replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
+        rows.append(fact)
+    return tuple(sorted(rows, key=_weight))
 
 
 def _weight(finding: Finding) -> tuple[bool, int, float]:
@@ -218,7 +225,9 @@ def _finding(
         inputs=inputs, samples=found.samples, account=account, mean_ns=ledger.mean_ns
     )
     if account.explanation == "ranks_uneven" and found.late is not None:
-        said = stragglers(question, found.late.extra_ns)
+        extra_ns = found.late.extra_ns  # of which others may still have to wait for someone else
+        gain_ns = account.gain_ns
+        said = stragglers(question, gain_ns if gain_ns < extra_ns / 2 else extra_ns)
     else:
         said = explain(question)
     line = account_line(account, ledger.mean_ns)
@@ -264,13 +273,37 @@ def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
 
 
 def _headline(
-    analyzer: RunFrames, inputs: RuleInputs, findings: tuple[Finding, ...], ledger: Ledger | None
+    analyzer: RunFrames, inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedger | None
 ) -> str:
     if not inputs.step_count:
         return f"no training steps: {why_no_steps(analyzer, inputs)[0]}"
     if findings and findings[0].severity != "info":
         return findings[0].title
-    return nothing_text(ledger)
+    if found is None:
+        return nothing_text(None)
+    calls = _calls_of_operators(found) if inputs.traces.lines is None else ""
+    return nothing_text(found.ledger) + calls
+
+
+def _calls_of_operators(found: RunLedger) -> str:
+    """Where the model's own lines call operators so small that calling them takes as long.
+
+    While it calls an operator a thread holds the interpreter lock: of operators that take a
+    microsecond for a third of the time (`haiprof.run_analysis.ledger`).
+    """
+    for account, rows in zip(found.ledger.accounts, found.rows, strict=True):
+        of_model = account.needed and account.position in ("forward", "loss")
+        if not of_model or account.package != JOB or account.file is None:
+            continue
+        seen = np.unique(found.table.sample[rows])
+        held = float((found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD).mean())
+        share = account.low_ns / max(found.ledger.mean_ns, 1.0)
+        if held >= DISPATCH_RATIO and share >= PROBLEM_RATIO:
+            return (
+                f"; {account.code_place} calls small operators one by one in {account.where}: "
+                "haiprof --explain says what that costs"
+            )
+    return ""
 
 
 def nothing_text(ledger: Ledger | None) -> str:
@@ -279,9 +312,17 @@ def nothing_text(ledger: Ledger | None) -> str:
         return f"{_NOTHING}: no step was evaluated"
     mean = max(ledger.mean_ns, 1.0)
     if ledger.device_idle_ns is None:
-        needed = sum(account.ns_per_step for account in ledger.accounts if account.needed)
-        share = ratio_text((needed + ledger.residual_ns) / mean)
-        text = f"{_NOTHING}: {share} of the step is the model's own work"
+        own = [a for a in ledger.accounts if a.needed and a.activity not in _BETWEEN_RANKS]
+        own_ns = sum(account.ns_per_step for account in own)
+        share = ratio_text((own_ns + ledger.residual_ns) / mean)
+        what = "is the model's own work"
+        if own_ns < ledger.residual_ns:
+            what = "passes in the model, whose code was not sampled"
+        text = f"{_NOTHING}: {share} of the step {what}"
+        for activity, does in _BETWEEN_RANKS.items():
+            spent_ns = sum(a.ns_per_step for a in ledger.accounts if a.activity == activity)
+            if spent_ns >= PROBLEM_RATIO * mean:
+                text += f", {ratio_text(spent_ns / mean)} {does}"
     else:
         least = "at least" if ledger.device_idle_is_bound else "about"
         share = ratio_text(1 - ledger.device_idle_ns / mean)
@@ -290,7 +331,7 @@ def nothing_text(ledger: Ledger | None) -> str:
         return text
     most = ledger.largest()[0]
     share = ratio_text(most.gain_ns / mean)
-    return f"{text}; largest opportunity: {most.where} {share}"
+    return f"{text}; largest opportunity: {most.does} in {most.where}, {share}"
 
 
 def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]:
@@ -338,10 +379,6 @@ def _cost(analyzer: RunFrames, inputs: RuleInputs) -> Cost:
         threads_cpu_ratio=number(inputs.ranks["beside_cpu_ratio"].max()),
         agent_cpu_ratio=max(agents, default=None),
     )
-
-
-def _compiled_in_evaluation(inputs: RuleInputs) -> pl.Series:
-    return inputs.ranks["eval_compile_ns"].fill_null(0)
 
 
 def _largest(values: pl.Series) -> int | None:

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from haiprof.base.ledger import Account
+from haiprof.base.code_places import place_text
+from haiprof.base.ledger import GROWING, PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.backward_lines import SMALL_OPERATORS
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
 from haiprof.diagnosis.opportunities import RECOMPUTED
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.verdict import CodeLine, Evidence, place_text
+from haiprof.diagnosis.verdict import CodeLine, Evidence
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
-from haiprof.run_analysis.ledger import WORKER_LOADER
+from haiprof.run_analysis.ledger import ACTIVITIES, UNKNOWN, WORKER_LOADER, WORKER_START
 from haiprof.run_analysis.lines import FunctionTime, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 
@@ -40,19 +41,7 @@ WHERE = {
     "between_steps": "between steps",
 }
 """How a title names a position."""
-_DOES = {
-    "operators": "torch operators",
-    "python": "Python",
-    "wait: lock": "waiting for a lock or another thread",
-    "wait: file": "waiting for a file",
-    "wait: socket": "waiting for a network peer",
-    "wait: pipe": "waiting for another process",
-    "wait: process": "waiting for another process",
-    "wait: sleep": "sleeping",
-    "wait: device": "waiting for the device",
-    "wait: other": "waiting",
-    "unknown": "time that was not sampled",
-}
+_UNKNOWN = ACTIVITIES[UNKNOWN]
 SLUGS = {
     "input": "dataloader_bound",
     "forward": "forward_bound",
@@ -101,6 +90,12 @@ class Question:
         return self.account.gain_ns / max(self.mean_ns, 1.0)
 
     @property
+    def bound(self) -> str:
+        """What training is called that loses so much to its input; empty for a mere fact."""
+        is_bound = self.account.gain_low_ns >= PROBLEM_RATIO * self.mean_ns
+        return "dataloader-bound: " if is_bound else ""
+
+    @property
     def amount(self) -> str:
         """`6.9 ms of a step, 18 %`."""
         whole = _whole_of(self.account) or "a step"
@@ -124,7 +119,7 @@ def explain(question: Question) -> Explanation:
     said = function(question)
     if not account.ranks or len(question.inputs.world) < 2 or said.title.startswith("rank"):
         return said
-    return replace(said, title=f"{ranks_text(account.ranks)} alone: {said.title}")
+    return replace(said, title=f"{question.inputs.name_ranks(account.ranks)} alone: {said.title}")
 
 
 def _small_operators(question: Question) -> Explanation:
@@ -148,6 +143,8 @@ def _small_operators(question: Question) -> Explanation:
 def _waits_for_loader(question: Question) -> Explanation:
     inputs = question.inputs
     why = loader_cause(inputs, min(question.share, 1.0))
+    loading = question.samples.take(question.samples.phase == WORKER)
+    lines = code_lines(loading, "the workers' loading", 1.0)
     if why is None or why.slug in ("few_workers", "no_workers", "cores_full"):
         starved = starvation(inputs)
         theirs = lost_to_waiting(inputs) >= min(question.share, 1.0) / 2
@@ -158,13 +155,12 @@ def _waits_for_loader(question: Question) -> Explanation:
                 f"{question.amount}",
                 remedy=starved.remedy,
                 evidence=starved.evidence,
+                code_lines=lines,
             )
-    loading = question.samples.take(question.samples.phase == WORKER)
-    lines = code_lines(loading, "the workers' loading", 1.0)
     return Explanation(
         slug="dataloader_bound",
         cause=why.slug if why else None,
-        title=f"dataloader-bound: training waits for batches, {question.amount}"
+        title=f"{question.bound}training waits for batches, {question.amount}"
         + (f", {why.title}" if why else ""),
         remedy=why.remedy
         if why
@@ -179,8 +175,16 @@ def _waits_for_loader(question: Question) -> Explanation:
 def _input(question: Question) -> Explanation:
     """The batch is made on the training thread."""
     inputs, account = question.inputs, question.account
-    if account.activity == "unknown":  # nobody saw who makes it
+    if account.activity == _UNKNOWN:  # nobody saw who makes it
         return _waits_for_loader(question)
+    if any(WORKER_START in name for name in account.callees):
+        return Explanation(
+            slug="dataloader_bound",
+            cause="worker_start",
+            title=f"starting the DataLoader's workers, {question.amount}, {account.paid}",
+            remedy="keep the workers alive between epochs: DataLoader(..., "
+            "persistent_workers=True); or fewer workers, or longer epochs (a sampler that repeats)",
+        )
     if any(WORKER_LOADER in name for name in account.callees):
         return Explanation(
             slug="dataloader_bound",
@@ -193,18 +197,28 @@ def _input(question: Question) -> Explanation:
         )
     why = loader_cause(inputs, min(question.share, 1.0))
     told = why if why is not None and why.slug in ("epoch_restart", "slow_samples") else None
+    if told is None and min(inputs.last_attempts.loader_workers.values(), default=0) > 0:
+        return Explanation(
+            slug="dataloader_bound",
+            cause="receiving",
+            title="what the training thread itself does to get a batch, beside the DataLoader's "
+            f"workers: {question.amount}{_code_text(account)}",
+            remedy="move what this line does into the dataset, where the workers do it; hand over "
+            "fewer and larger tensors",
+        )
     waits = account.activity.startswith("wait")
+    known = why if why is not None and (why.slug == "storage") == waits else told
     return Explanation(
         slug="dataloader_bound",
-        cause=told.slug if told else "storage" if waits else "no_workers",
-        title=f"dataloader-bound: batches are made on the training thread, {question.amount}"
+        cause=known.slug if known else "storage" if waits else "no_workers",
+        title=f"{question.bound}batches are made on the training thread, {question.amount}"
         + (f", {told.title}" if told else f"{_code_text(account)}"),
-        remedy=told.remedy
-        if told
-        else "load batches in worker processes: DataLoader(..., num_workers=4, "
-        "persistent_workers=True)"
-        "; or do less per sample: decode and tokenize once, ahead of training",
-        evidence=told.evidence if told else (),
+        remedy=known.remedy
+        if known
+        else "load batches in worker processes: DataLoader(..., num_workers=1, "
+        "persistent_workers=True), or more where there are cores; or do less per sample: decode "
+        "and tokenize once, ahead of training",
+        evidence=known.evidence if known else (),
     )
 
 
@@ -281,8 +295,8 @@ def _link(question: Question) -> Explanation:
         between = "the network between the nodes" if hosts > 1 else "the link between the ranks"
         return Explanation(
             slug="link_bound",
-            title=f"exchanging gradients over a slow link, {question.amount}, not counting the "
-            "wait for late ranks",
+            title="exchanging gradients takes longer than their bytes need on a good link, "
+            f"{question.amount}, not counting the wait for late ranks",
             remedy=f"measure {between} (haiprof doctor; iperf3, nccl-tests); send less: accumulate "
             "with no_sync(), compress with a communication hook (bf16_compress_hook), or larger "
             "batches",
@@ -320,8 +334,8 @@ def stragglers(question: Question, extra_ns: float) -> Explanation:
     return Explanation(
         slug="ranks_uneven",
         cause=state.cause if state else account.position,
-        title=f"{ranks_text(account.ranks)} {are}: {duration_text(extra_ns)} longer per step than "
-        f"the others, most of it {where}{code}{state.text if state else ''}",
+        title=f"{inputs.name_ranks(account.ranks)} {are}: {duration_text(extra_ns)} longer per "
+        f"step than the others, most of it {where}{code}{state.text if state else ''}",
         remedy=state.remedy
         if state
         else f"compare rank {account.ranks[0]} with another: its data shard, its host's load, its "
@@ -348,7 +362,7 @@ def _evaluation(question: Question) -> Explanation:
     who = f"{ranks_text(account.ranks)} evaluates alone while the others wait: " if alone else ""
     return Explanation(
         slug="evaluation_heavy",
-        title=f"{who}evaluation takes {question.amount}, paid {account.when}",
+        title=f"{who}evaluation takes {question.amount}, {account.paid}",
         remedy="let all ranks evaluate a part each, less often or on fewer batches"
         if alone
         else "evaluate less often or on fewer batches; its batch can be larger, as no gradients "
@@ -361,7 +375,7 @@ def _checkpoint(question: Question) -> Explanation:
     mean = float(saves["duration_ns"].mean() or 0.0)  # type: ignore[arg-type]
     return Explanation(
         slug="checkpoint_stalls",
-        title=f"saving checkpoints stops training, {question.amount}, paid {question.account.when}",
+        title=f"saving checkpoints stops training, {question.amount}, {question.account.paid}",
         remedy="save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
         evidence=(
@@ -374,8 +388,8 @@ def _checkpoint(question: Question) -> Explanation:
 def _compile(question: Question) -> Explanation:
     return Explanation(
         slug="recompiles",
-        title=f"torch.compile compiles while the job trains, {question.amount}, paid "
-        f"{question.account.when}",
+        title=f"torch.compile compiles while the job trains, {question.amount}, "
+        f"{question.account.paid}",
         remedy="TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
         "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
         "Python number or object that changes each step: make it a tensor",
@@ -389,7 +403,7 @@ _DO = {
     "autograd.Function written in Python, anomaly detection, create_graph=True",
     "optimizer": "do it once for all parameters in place of one by one (foreach=True, fused=True), "
     "or every N steps",
-    "gradients": "do it every N steps, or for all gradients at once "
+    "gradients": "for all gradients at once, or, where it is for a log, every N steps "
     "(torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_norm)",
     "prepare": "do it in the dataset, beside training (DataLoader workers)",
 }
@@ -411,42 +425,48 @@ _OF_ACTIVITY = {
     "wait: process": "start it less often, or do not wait for it in the loop",
     "wait: device": "keep the value on the device: no .item(), .cpu() or print of a tensor in each "
     "step",
+    _UNKNOWN: "record more steps: samples of the stack tell what runs there",
 }
 
 
 def _code(question: Question) -> Explanation:
     """A line of the job's."""
     account = question.account
-    where = WHERE.get(account.position, account.position)
-    when = "" if account.when == "each step" else f", paid {account.when}"
+    where, do = WHERE.get(account.position, account.position), _DO.get(account.position, _OUTSIDE)
+    if account.position == "prepare" and not question.inputs.has_loader:
+        where, do = "between optimizer and forward", f"{_OUTSIDE}; of batches: {do}"
+    when = "" if account.when == "each step" else f", {account.paid}"
     called = " ".join(account.callees)
     by_call = next((do for part, do in _OF_CALL if part in called), None)
     does = _OF_ACTIVITY.get(account.activity)
     if account.position == "forward" and account.package == "numpy":
         by_call = "use tensor operators in place of numpy, or do it ahead, in the dataset"
+    if account.when == GROWING:
+        by_call = "find what grows: a list, a history or a graph to which each step adds; keep a "
+        by_call += "running value or the last N entries"
     return Explanation(
         slug=SLUGS.get(account.position, "outside_the_model"),
         cause="waits" if account.activity.startswith("wait") else account.activity,
         title=f"{where}: {_code_text(account, lead='')}, {question.amount}{when}",
-        remedy=by_call or does or _DO.get(account.position, _OUTSIDE),
+        remedy=by_call or does or do,
     )
 
 
 def _code_text(account: Account, lead: str = ": ") -> str:
     """`ema_update (train.py:15), Python in copy.deepcopy`."""
-    does = _DOES.get(account.activity, account.package or account.activity)
     inside = f" in {account.callees[0]}" if account.callees else ""
     if account.file is None:
-        return f"{lead}{does}"
-    return f"{lead}{_function_text(account)}, {does}{inside}"
+        return f"{lead}{account.does}"
+    return f"{lead}{_function_text(account)}, {account.does}{inside}"
 
 
 def _function_text(account: Account) -> str:
     """`ema_update (train.py:15)`, with the expression where one is known."""
     name = (account.file or "").rpartition("/")[2]
-    code = f" {' '.join(account.expression.split())}" if account.expression else ""
+    code = f" {account.code}" if account.code else ""
     function = "the script" if account.function == "<module>" else account.function
-    return f"{function} ({name}:{account.line}{code})"
+    line = "" if account.line is None else f":{account.line}"
+    return f"{function} ({name}{line}{code})"
 
 
 _BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -70,63 +71,46 @@ _NO_PYTHON = (
 )
 
 
-def _runtime_report(patterns: Patterns) -> FunctionReport:
-    """Calls of the CUDA or HIP runtime and driver while no GPU event runs.
+def _runtime_line(name: str, rows: pl.DataFrame, far: list[int]) -> str:
+    advice = next((text for sign, text in _ADVICE if sign in name), "")
+    apart = f"; far from the others: {ranks_text(far)}" if far else ""
+    return (
+        f"{name}: {mean_text(rows)} of the time on {ranks_text(sorted_ranks(rows))}, the GPU "
+        f"idle{apart}{advice}"
+    )
 
-    Source: PerfTracker (seed 001), CUDA Runtime.
+
+def _python_line(name: str, rows: pl.DataFrame, far: list[int]) -> str:
+    leaf = " > ".join(name.split("|")[-2:])
+    if not far:
+        return f"{leaf}: {mean_text(rows)} of the time on {ranks_text(sorted_ranks(rows))}"
+    apart = rows.filter("is_far")
+    most, usual = apart.select(pl.col(BETA).max(), pl.col(f"others_{BETA}").first()).row(0)
+    return (
+        f"{ranks_text(far)}: {leaf} takes {ratio_text(most)} of the time with nothing "
+        f"above it, on most ranks {ratio_text(usual)}"
+    )
+
+
+def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
+    """Functions of the host while no GPU event runs; a rank without the function counts as 0.
+
+    Calls of the CUDA or HIP runtime and driver, or Python functions and operators by call stack
+    (`root|...|leaf`). Source: PerfTracker (seed 001), CUDA Runtime and Python functions, where
+    operators are part of a stack, too.
     """
-    report = _host_report(patterns, RUNTIME, "CUDA runtime", _NO_RUNTIME)
-    lines = []
-    for name, rows, far in _first_functions(report):
-        advice = next((text for sign, text in _ADVICE if sign in name), "")
-        apart = f"; far from the others: {ranks_text(far)}" if far else ""
-        lines.append(
-            f"{name}: {mean_text(rows)} of the time on {ranks_text(sorted_ranks(rows))}, the GPU "
-            f"idle{apart}{advice}"
-        )
-    return replace(report, meaning=tuple(lines))
-
-
-def _python_report(patterns: Patterns) -> FunctionReport:
-    """Python functions and operators by call stack (`root|...|leaf`) while nothing above runs.
-
-    Source: PerfTracker (seed 001), Python functions; operators are part of a stack there too.
-    """
-    what = "Python functions" if patterns.totals["has_python"].any() else "Operators"
-    report = _host_report(patterns, PYTHON, f"{what} by call stack", _NO_PYTHON)
-    lines = []
-    for stack, rows, far in _first_functions(report):
-        leaf = " > ".join(stack.split("|")[-2:])
-        line = f"{leaf}: {mean_text(rows)} of the time on {ranks_text(sorted_ranks(rows))}"
-        if far:
-            apart = rows.filter("is_far")
-            most, usual = apart.select(
-                pl.col(BETA).max(), pl.col(f"others_{BETA}").first()
-            ).row(0)  # fmt: skip
-            line = (
-                f"{ranks_text(far)}: {leaf} takes {ratio_text(most)} of the time with nothing "
-                f"above it, on most ranks {ratio_text(usual)}"
-            )
-        lines.append(line)
-    abnormal = report.tables[ABNORMAL]
-    facts = {**report.facts, "far": sorted_ranks(abnormal.filter("is_far"))}
-    return replace(report, meaning=tuple(lines), facts=facts)
-
-
-def _first_functions(report: FunctionReport) -> Iterable[tuple[str, pl.DataFrame, list[int]]]:
-    """The first abnormal functions: name, rows, and the ranks that are far from the others."""
-    groups = list(report.tables[ABNORMAL].group_by("name", maintain_order=True))
-    for (name, *_), rows in groups[:_LINE_LIMIT]:
-        yield str(name), rows, sorted_ranks(rows.filter("is_far"))
-
-
-def _host_report(patterns: Patterns, kind: str, title: str, nothing: str) -> FunctionReport:
-    """Functions of the host; of their shares a rank without the function counts as 0."""
     functions = patterns.functions.filter(pl.col("kind") == kind)
     abnormal = _abnormal_host(functions)
-    missing = list(too_few_ranks(patterns))
-    if kind == PYTHON and not patterns.totals["has_python"].all():
-        missing.append(_NO_STACKS)
+    missing, line, title, nothing = list(too_few_ranks(patterns)), _runtime_line, "", _NO_RUNTIME
+    facts = {"abnormal": sorted_ranks(abnormal)}
+    if kind == RUNTIME:
+        title = "CUDA runtime"
+    else:
+        what = "Python functions" if patterns.totals["has_python"].any() else "Operators"
+        line, title, nothing = _python_line, f"{what} by call stack", _NO_PYTHON
+        facts["far"] = sorted_ranks(abnormal.filter("is_far"))
+        if not patterns.totals["has_python"].all():
+            missing.append(_NO_STACKS)
     if functions[BETA].null_count():
         missing.append(NO_GPU)
     table = by_function(
@@ -136,12 +120,15 @@ def _host_report(patterns: Patterns, kind: str, title: str, nothing: str) -> Fun
         over_ranks("share_ratio", patterns),
         order=[-pl.col("share_ratio")],
     )
+    first = list(abnormal.group_by("name", maintain_order=True))[:_LINE_LIMIT]
     return FunctionReport(
         kind=kind,
         title=title,
         tables={ABNORMAL: abnormal, FUNCTIONS: table},
-        facts={"abnormal": sorted_ranks(abnormal)},
-        meaning=(),
+        facts=facts,
+        meaning=tuple(
+            line(str(name), rows, sorted_ranks(rows.filter("is_far"))) for (name, *_), rows in first
+        ),
         missing=(nothing,) if functions.is_empty() else tuple(missing),
     )
 
@@ -178,8 +165,8 @@ REPORTS: Mapping[str, Callable[[Patterns], FunctionReport]] = {
     GPU_COMPUTE: gpu_compute_report,
     MEMORY: memory_report,
     COMMUNICATION: communication_report,
-    RUNTIME: _runtime_report,
-    PYTHON: _python_report,
+    RUNTIME: partial(_host_report, kind=RUNTIME),
+    PYTHON: partial(_host_report, kind=PYTHON),
 }
 """By the kind of function that each is about, in PerfTracker's order."""
 

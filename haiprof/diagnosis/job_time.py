@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import POSITIONS
+from haiprof.base.ledger import GROWING, POSITIONS
 from haiprof.base.units import duration_text
 from haiprof.run_analysis.lateness import Arrivals
-from haiprof.run_analysis.ledger import COLLECTION, TimeTable, spikes
+from haiprof.run_analysis.ledger import COLLECTION, NO_CORE, TimeTable, spikes
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import BACKWARD
@@ -30,6 +30,8 @@ _SPIKE_RATIO = 0.5
 """So much of an account must lie in spikes, or so many gaps between them be alike."""
 _GROWN = 1.5
 """An account that is so many times larger in its second part than in its first one has changed."""
+_DISTURBED = 0.1
+"""Positions that wait for a core so long are longer or shorter as others come and go."""
 _PARTS = 8
 """A change is looked for in parts of the run of this number."""
 
@@ -52,17 +54,19 @@ class JobTime:
     """[used position, rank, step]: where that is much longer than usual."""
     collected_ns: Singles
     """[rank, step]: in collections."""
-    period_ns: Floats
+    period_ns: Singles
     """[rank, step]: from a step's begin to the next one's."""
     totals_ns: Floats
     """[rank, usual, spike or collections, position]: over all steps."""
     waits_for_all: bool
     """Whether ranks wait for the slowest."""
-    peer_ns: Floats
+    peer_ns: Singles
     """[rank, step]: waiting for later ranks."""
     covered: Bools
     """[step]: where that is known."""
-    idle_ns: Floats | None = None
+    slowest: int
+    """The rank whose own time is the longest on the mean."""
+    idle_ns: Singles | None = None
     """[rank, step]: for how long the device had nothing to do; None without a device."""
     is_idle_bound: bool = False
     """Whether that is no more than a bound from above for some rank."""
@@ -72,20 +76,18 @@ class JobTime:
     """By rank: another one whose samples tell of it, where it has none of its own."""
 
     @property
-    def own_ns(self) -> Floats:
+    def own_ns(self) -> Singles:
         """[rank, covered step]: the period less waiting for peers."""
-        own: Floats = (self.period_ns - self.peer_ns)[:, self.covered]
-        return own
+        return self.of_covered(self.period_ns) - self.of_covered(self.peer_ns)
 
-    @property
-    def slowest(self) -> int:
-        """The rank whose own time is the longest on the mean."""
-        return self.ranks[int((self.period_ns - self.peer_ns).mean(axis=1).argmax())]
+    def of_covered(self, values: Singles) -> Singles:
+        """[rank, covered step] of [rank, step]; a view where that is all of them."""
+        return values if self.covered.all() else values[:, self.covered]
 
     @property
     def mean_ns(self) -> float:
         """The mean period of the ranks."""
-        return float(self.period_ns.mean())
+        return float(self.totals_ns.sum()) / self.period_ns.size
 
     @property
     def positions(self) -> dict[str, float]:
@@ -93,7 +95,7 @@ class JobTime:
         means = self.totals_ns.sum(axis=(0, 1)) / self.period_ns.size
         return {name: float(ns) for name, ns in zip(POSITIONS, means, strict=True) if ns}
 
-    def gains(self, parts: Floats) -> Floats:
+    def gains(self, parts: Singles) -> Floats:
         """[step]: what the job's step becomes shorter by without some part of it.
 
         max_r T[r,k] - max_r (T[r,k] - a[r,k]), where T is a rank's own time, its period less
@@ -107,24 +109,28 @@ class JobTime:
         if self.idle_ns is not None:
             parts = np.minimum(parts, self.idle_ns)
         if not self.waits_for_all or len(self.ranks) < 2:
-            mean: Floats = parts.mean(axis=0)
+            mean: Floats = parts.mean(axis=0, dtype=np.float64)
             return mean
         own = self.own_ns
-        gained: Floats = own.max(axis=0) - (own - parts[:, self.covered]).max(axis=0)
-        return gained
+        slowest = own.max(axis=0)
+        own -= self.of_covered(parts)
+        gained: Singles = slowest - own.max(axis=0)
+        return gained.astype(np.float64)
 
-    def series_of(self, table: TimeTable, rows: Ints) -> Floats:
+    def series_of(self, table: TimeTable, rows: Ints) -> Singles:
         """[rank, step]: the time of some rows; unsampled ranks are as those that were sampled."""
-        share = self._share(table, rows)
-        found = np.zeros(self.period_ns.shape)
+        share = self._share(table, rows).astype(np.float32)
+        found = np.zeros(self.period_ns.shape, dtype=np.float32)
         for row, position in enumerate(self.used):
             usual, spike = share[:, 0, position, None], share[:, 1, position, None]
             if usual.any() or spike.any():
-                found += np.where(self.spike[row], spike, usual) * self.cell_ns[row]
+                part = np.where(self.spike[row], spike, usual)
+                part *= self.cell_ns[row]
+                found += part
         collected = self.totals_ns[:, 2]
-        part = (share[:, 2] * collected).sum(axis=1) / np.maximum(collected.sum(axis=1), 1.0)
-        if part.any():
-            found += part[:, None] * self.collected_ns
+        paused = (share[:, 2] * collected).sum(axis=1) / np.maximum(collected.sum(axis=1), 1.0)
+        if paused.any():
+            found += paused[:, None].astype(np.float32) * self.collected_ns
         return found
 
     def mean_of(self, table: TimeTable, rows: Ints) -> float:
@@ -175,7 +181,7 @@ class JobTime:
         if len(series) < _COVERED_MIN or not series.sum():
             return "each step"
         spiked = _find_spikes(series)
-        if spiked.any():
+        if spiked.any() and not self._are_spikes_waits(table, rows):
             return _spike_text(self.step[: len(series)], series, spiked)
         cells = self._same_cells(table, rows) & (table.step >= 0)
         exact = sum(
@@ -186,6 +192,16 @@ class JobTime:
         return _change_text(
             self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact
         )
+
+    def _are_spikes_waits(self, table: TimeTable, rows: Ints) -> bool:
+        """Whether most of the long periods of its positions is waiting for a core, and it is not.
+
+        Such periods are the machine's: what runs in them runs in the others, too.
+        """
+        lost = table.activity == NO_CORE
+        long = self._same_cells(table, rows) & table.spike
+        own = float(table.ns[rows[lost[rows]]].sum()) > 0.5 * float(table.ns[rows].sum())
+        return not own and bool(table.ns[long & lost].sum() > 0.5 * table.ns[long].sum())
 
     def _same_cells(self, table: TimeTable, rows: Ints) -> Bools:
         """Samples of the cells that some rows lie in."""
@@ -261,8 +277,8 @@ def job_time(
     shape = (len(ranks), len(common))
     cells = np.zeros((len(used), *shape), dtype=np.float32)
     spiked = np.zeros((len(used), *shape), dtype=np.bool_)
-    collected, period = np.zeros(shape, dtype=np.float32), np.zeros(shape)
-    totals, idle = np.zeros((len(ranks), 3, _COUNT)), np.zeros(shape)
+    collected, period, idle = (np.zeros(shape, dtype=np.float32) for _ in range(3))
+    totals = np.zeros((len(ranks), 3, _COUNT))
     for row, rank in enumerate(ranks):
         chosen = steps[rank][:count] if alone else common
         plain, pauses = (times[used][:, chosen] for times in load(rank))
@@ -290,6 +306,7 @@ def job_time(
         waits_for_all=len(ranks) > 1 and (peers is not None or alike),
         peer_ns=peer,
         covered=covered,
+        slowest=ranks[int((means - peer.mean(axis=1)).argmax())],
         idle_ns=None if device is None else idle,
         is_idle_known=bool(device) and all(each.is_known for each in (device or {}).values()),
         is_idle_bound=any(each.busy_ratio is None for each in (device or {}).values()),
@@ -307,7 +324,7 @@ class Stragglers:
     """By rank: that of each position."""
 
 
-def find_stragglers(time: JobTime, own_ns: Floats) -> Stragglers | None:
+def find_stragglers(time: JobTime, own_ns: Singles, avoidable_ns: Floats) -> Stragglers | None:
     """The ranks that need longer than the others, steadily; None where there are none.
 
     On the mean the slowest needs at least half of what the slowest of each step needs beyond the
@@ -317,15 +334,20 @@ def find_stragglers(time: JobTime, own_ns: Floats) -> Stragglers | None:
     Args:
         time: All ranks.
         own_ns: [rank, covered step]: each rank's own time, without what was found avoidable.
+        avoidable_ns: [rank, position]: the mean of that.
     """
     count = len(time.ranks)
     if not time.waits_for_all or count < 2:
         return None
     means = own_ns.mean(axis=1)
     place = int(means.argmax())
-    middle = np.sort(np.delete(own_ns, place, axis=0), axis=0)[(count - 2) // 2]
+    others = own_ns.copy()
+    others[place] = np.inf
+    others.partition((count - 2) // 2, axis=0)
+    middle = others[(count - 2) // 2]
     beyond = own_ns[place] - middle
-    lost = own_ns.max(axis=0) - np.sort(own_ns, axis=0)[(count - 1) // 2]
+    others = np.partition(own_ns, (count - 1) // 2, axis=0)
+    lost = own_ns.max(axis=0) - others[(count - 1) // 2]
     extra = float(beyond.mean())
     if extra <= lost.mean() / 2 or not _is_steady(beyond):
         return None
@@ -335,22 +357,26 @@ def find_stragglers(time: JobTime, own_ns: Floats) -> Stragglers | None:
         ranks=tuple(time.ranks[row] for row in late.tolist()),
         extra_ns=extra,
         by_position={
-            time.ranks[row]: _longer(time, row, late, float(means[row] - middle.mean()))
+            time.ranks[row]: _longer(
+                time, row, late, avoidable_ns, float(means[row] - middle.mean())
+            )
             for row in late.tolist()
         },
     )
 
 
-def _longer(time: JobTime, place: int, late: Ints, extra_ns: float) -> Floats:
+def _longer(time: JobTime, place: int, late: Ints, avoidable_ns: Floats, extra_ns: float) -> Floats:
     """[position]: what one of the late ranks needs beyond the middle one of the others."""
     longer = np.zeros(_COUNT)
     for row, position in enumerate(time.used):
         cells = time.cell_ns[row]
         if position == BACKWARD:
             cells = np.maximum(cells - time.peer_ns, 0.0)
-        cells = cells[:, time.covered]
+        cells = time.of_covered(cells)
         others = np.median(np.delete(cells, late, axis=0), axis=0)
-        longer[position] = max(float((cells[place] - others).mean()), 0.0)
+        usual = np.median(np.delete(avoidable_ns[:, position], late))
+        beyond = float((cells[place] - others).mean()) - (avoidable_ns[place, position] - usual)
+        longer[position] = max(beyond, 0.0)
     return longer * min(extra_ns / max(float(longer.sum()), 1.0), 1.0)
 
 
@@ -373,7 +399,7 @@ def _peer_waits(
     backward: Singles,
     peers: Mapping[int, Mapping[int, int]] | None,
     tails: Mapping[int, float],
-) -> tuple[Floats, Bools]:
+) -> tuple[Singles, Bools]:
     """[rank, step] and the steps where it is known: by collectives, else by lengths of backward."""
     if peers is not None:
         covered = np.array(
@@ -381,10 +407,9 @@ def _peer_waits(
         )
         if covered.sum() >= _COVERED_MIN:
             waits = [[peers[rank].get(number, 0) for number in step.tolist()] for rank in ranks]
-            return np.array(waits, dtype=np.float64), covered
-    waiting = backward * np.array([[tails.get(rank, 1.0)] for rank in ranks])
-    waits = (waiting - waiting.min(axis=0)).astype(np.float64)
-    return waits, np.ones(len(step), dtype=np.bool_)
+            return np.array(waits, dtype=np.float32), covered
+    waiting = backward * np.array([[tails.get(rank, 1.0)] for rank in ranks], dtype=np.float32)
+    return waiting - waiting.min(axis=0), np.ones(len(step), dtype=np.bool_)
 
 
 def peer_waits(groups: Sequence[Arrivals], starts: Mapping[int, Ints]) -> dict[int, dict[int, int]]:
@@ -505,13 +530,17 @@ def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     low, high = wilson(seen[:, 0], np.maximum(seen[:, 1], 1.0))
     share = seen[:, 0] / np.maximum(seen[:, 1], 1.0)
     before, after = float(exact_ns[:cut].mean()), float(exact_ns[cut:].mean())
+    if cells.ns[cells.activity == NO_CORE].sum() > _DISTURBED * cells.ns.sum():
+        before = after = 1.0  # who has the cores may have changed: its share alone tells
     if after * share[1] <= _GROWN * before * share[0] or after * low[1] <= before * high[0]:
         return "each step"
     parts = np.array([each[at : at + part].sum() for at in range(0, count - part + 1, part)])
-    rises = np.diff(parts)
-    if (rises > 0).mean() >= 0.7 and rises.max() < np.ptp(parts) / 2:
-        return "growing"
+    number = np.arange(len(parts))
+    line = np.polyval(np.polyfit(number, parts, 1), number)
     later = min(-(-cut // part), len(parts) - 1)  # the last part may be less than a whole one
+    two = np.where(number < later, parts[:later].mean(), parts[later:].mean())
+    if ((parts - line) ** 2).sum() < ((parts - two) ** 2).sum():
+        return GROWING
     spread = parts[: cut // part].std(), parts[later:].std()
     mean = each[:cut].mean(), each[cut:].mean()
     if max(spread) < 0.5 * part * (mean[1] - mean[0]):

@@ -202,6 +202,14 @@ def _storage(inputs: RuleInputs, loading: _Loading) -> Cause | None:
     )
 
 
+def _more(loading: _Loading) -> int:
+    """How many workers to try: twice as many, four at first, no more than there are cores for."""
+    workers = loading.workers or 0
+    wanted = 2 * workers or 4
+    room = wanted if loading.free_cores is None else workers + max(int(loading.free_cores), 1)
+    return min(wanted, room)
+
+
 def _workers(loading: _Loading, *, on_gpu: bool) -> Cause | None:
     """The samples cost CPU time: more workers, where there are cores for them."""
     workers = loading.workers
@@ -218,15 +226,16 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Cause | None:
     elif workers == 0:
         slug, title = "no_workers", "made on the training thread"
         remedy = (
-            "load batches in worker processes: DataLoader(..., num_workers=4, "
-            "persistent_workers=True); or do less per sample"
+            f"load batches in worker processes: DataLoader(..., num_workers={_more(loading)}, "
+            "persistent_workers=True); or do less per sample: decode and tokenize once, ahead of "
+            "training"
         )
     else:
         slug = "few_workers"
         title = f"{workers} {'worker is' if workers == 1 else 'workers are'} too few"
         remedy = (
-            f"give the DataLoader more workers (num_workers={2 * workers}), or do less per sample: "
-            "decode and tokenize once, ahead of training"
+            f"give the DataLoader more workers (num_workers={_more(loading)}), or do less per "
+            "sample: decode and tokenize once, ahead of training"
         )
     return Cause(
         slug=slug,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import polars as pl
 
 from haiprof.base.medians import lower_median
-from haiprof.base.units import NS_PER_S, ranks_text, ratio_text
-from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.base.units import NS_PER_S, number_text, ranks_text, ratio_text
+from haiprof.diagnosis.rule_inputs import RuleInputs, fact
 from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
-from haiprof.diagnosis.verdict import Abstention, Evidence, Finding, Judgement, evidence_rows
-from haiprof.run_analysis.settings import Placement, sharing_groups
+from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
+from haiprof.run_analysis.settings import Placement
 
 DRIFT_PHASE_RATIO = 0.50
 """A phase is named where it makes this share of the growth. Own choice."""
@@ -51,7 +51,7 @@ class Cause:
     evidence: tuple[Evidence, ...] = ()
     missing: tuple[str, ...] = ()
     is_choice: bool = True
-    """Whether somebody could change it; not where the node has no more cores to give."""
+    """Whether somebody could change it; not where each core of the node has its rank."""
 
 
 def starvation(inputs: RuleInputs) -> Cause | None:
@@ -87,7 +87,7 @@ def _limit(inputs: RuleInputs, rank: int) -> Cause | None:
     stopped = node.throttled_ratio if node is not None else None
     if node is None or not stopped or stopped < inputs.core_waits[rank]:
         return None
-    limit = "" if node.limit_cores is None else f" of {node.limit_cores:.3g} cores"
+    limit = "" if node.limit_cores is None else f" of {node.limit_cores:g} cores"
     return Cause(
         slug="cpu_throttled",
         title=f"the job's control group reaches its CPU limit{limit} in {ratio_text(stopped)} of "
@@ -103,9 +103,7 @@ def _limit(inputs: RuleInputs, rank: int) -> Cause | None:
 
 def _own_doing(inputs: RuleInputs, rank: int) -> Cause | None:
     """The ranks on these cores want more of them than there are."""
-    groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
-    group = next((g for g in groups if rank in {p.rank for p in g}), ())
-    cores = len(frozenset[int]().union(*(p.allowed_cpus or frozenset() for p in group)))
+    group, cores = shared_cores(inputs, rank)
     ranks = [placement.rank for placement in group]
     if not cores or not all(r in inputs.busy_cores and r in inputs.core_waits for r in ranks):
         return None
@@ -113,7 +111,8 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Cause | None:
     wanted = busy + sum(inputs.core_waits[r] for r in ranks)
     host = hosts_of(inputs).get(rank)
     others = used_by_others(inputs, host) if host is not None else None
-    if wanted <= cores or (others or 0.0) > busy:
+    too_many = len(ranks) > cores
+    if (wanted <= cores and not too_many) or (others or 0.0) > busy:
         return None
     node = inputs.node_cpus.get(group[0].host)
     on_node = node.core_count if node is not None else None
@@ -132,7 +131,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Cause | None:
             ("cores they use", busy, "cores"),
             ("cores they could use at least", wanted, "cores"),
         ),
-        is_choice=spare,
+        is_choice=spare or too_many,
     )
 
 
@@ -165,7 +164,7 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Cause | None:
         return None
     return Cause(
         slug="busy_neighbours",
-        title=f"other processes use the CPUs ({used:.2g} cores)",
+        title=f"other processes use the CPUs ({number_text(used)} cores)",
         remedy="see what else runs there (top, haiprof ls, other containers of the node), and give "
         "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
         "move the neighbour",
@@ -174,6 +173,12 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Cause | None:
             ("cores used by the rank", inputs.busy_cores.get(rank), "cores"),
         ),
     )
+
+
+def shared_cores(inputs: RuleInputs, rank: int) -> tuple[tuple[Placement, ...], int]:
+    """The ranks on a rank's cores, itself included, and how many cores; none where not known."""
+    group = next((g for g in inputs.core_groups if rank in {p.rank for p in g}), ())
+    return group, len(frozenset[int]().union(*(p.allowed_cpus or frozenset() for p in group)))
 
 
 def hosts_of(inputs: RuleInputs) -> dict[int, str]:
@@ -195,7 +200,7 @@ def used_by_others(inputs: RuleInputs, host: str) -> float | None:
 def machine_text(inputs: RuleInputs) -> str | None:
     """What the cores of the job's busiest node did while it trained; None where nothing is known.
 
-    It changes all accounts alike: `2 cores: the job 1.3, others 0.6; ranks could run and had no
+    It changes all accounts alike: `2 cores: the job 1.30, others 0.60; ranks could run and had no
     core 12 % of the time`.
     """
     wait, rank = max(((w, r) for r, w in inputs.core_waits.items()), default=(None, None))
@@ -206,7 +211,7 @@ def machine_text(inputs: RuleInputs) -> str | None:
     if host is not None and others is not None:
         used = sum(inputs.busy_cores.get(r, 0.0) for r, h in hosts.items() if h == host)
         cores = inputs.node_cpus[host].core_count
-        parts.append(f"{cores} cores: the job {used:.2g}, others {others:.2g}")
+        parts.append(f"{cores} cores: the job {number_text(used)}, others {number_text(others)}")
     if wait is not None:
         parts.append(
             f"rank {rank} was ready to run but had no CPU core {ratio_text(wait)} of the time"
@@ -265,11 +270,11 @@ def _find_larger_inputs(inputs: RuleInputs, rank: int) -> RankState | None:
     times = sizes[rank] / lower_median(sizes.values())
     return RankState(
         cause="larger_inputs",
-        text=f", its inputs are {times:.2g} times as large as theirs",
+        text=f", its inputs are {number_text(times)} times as large as theirs",
         remedy="give all ranks inputs of equal cost: check how the sampler distributes samples "
         "over ranks (DistributedSampler), group samples by length, or cap tokens per batch",
         evidence=(Evidence(name=f"rank {rank}: size of its inputs, of the others'",
-                           value=times, unit="ratio"),),
+                           value=times, unit="times"),),
     )  # fmt: skip
 
 
@@ -379,7 +384,8 @@ _MISPLACED = {
 """Ways to be misplaced, the heaviest first."""
 
 
-def numa_placement(inputs: RuleInputs) -> Judgement:
+@fact
+def numa_placement(inputs: RuleInputs) -> Finding | str | None:
     """A rank's cores, its memory, its GPU or its network adapters are on different NUMA nodes.
 
     The heaviest way is told, with all ranks that have it. A machine with one node, and a rank that
@@ -389,9 +395,8 @@ def numa_placement(inputs: RuleInputs) -> Judgement:
     """
     placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
     if not any(placement.cpu_nodes for placement in placed):
-        why = "the NUMA nodes of the ranks' cores are not known"
-        why = why if placed else "no placement of a rank was recorded"
-        return Abstention(rule="numa_placement", why=why)
+        unknown = "the NUMA nodes of the ranks' cores are not known"
+        return unknown if placed else "no placement of a rank was recorded"
     ways = [(_misplacement(placement), placement) for placement in placed if placement.cpu_nodes]
     worst = next((way for way in _MISPLACED if way in dict(ways)), None)
     if worst is None:
@@ -403,7 +408,6 @@ def numa_placement(inputs: RuleInputs) -> Judgement:
                                ("their ", "its ")):  # fmt: skip
             title = title.replace(plural, single)
     return Finding(
-        rule="numa_placement",
         severity="warning" if worst in ("cores", "memory") else "info",
         title=f"{ranks_text([placement.rank for placement in found])} {title}",
         evidence=tuple(_placement_evidence(p, worst) for p in found[:_NAMED_RANKS]),

@@ -11,8 +11,8 @@ import polars as pl
 from haiprof.base.intervals import Floats
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
-from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.verdict import Abstention, Finding, Judgement, evidence_rows
+from haiprof.diagnosis.rule_inputs import RuleInputs, fact
+from haiprof.diagnosis.verdict import Finding, evidence_rows
 from haiprof.run_analysis.gpu_memory import (
     LEAK_REMEDY,
     GpuMemorySeries,
@@ -60,7 +60,8 @@ _NO_LINE = "which line keeps it: two snapshots of tracemalloc, some hundred step
 _NO_ALLOCATOR = "no counts of a GPU's allocator"
 
 
-def memory_creep(inputs: RuleInputs) -> Judgement:
+@fact
+def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     """Memory grows for as long as the job trains.
 
     It grows by a tenth, beyond chance, and still does at the end. No line of code is named: stacks
@@ -68,30 +69,33 @@ def memory_creep(inputs: RuleInputs) -> Judgement:
     what stays, and it makes Python code slower by a multiple.
     """
     if max(steps.height for steps in inputs.by_rank.values()) < CREEP_MIN_STEPS:
-        return Abstention(rule="memory_creep", why=f"fewer than {CREEP_MIN_STEPS} steps")
+        return f"fewer than {CREEP_MIN_STEPS} steps"
     # What the allocator of a GPU counts is judged by `gpu_memory_limit`.
-    counted = pl.col("rank").is_in(list(inputs.last_attempts.gpu_memory))
-    is_judged = pl.col("metric").is_in(list(_GROWN)) & ~((pl.col("metric") == _GPU) & counted)
-    series = inputs.counted.points.filter(is_judged)
+    counted, points = inputs.last_attempts.gpu_memory, inputs.counted.points
+    runs = points.select(pl.struct("rank", "metric").rle().alias("run")).unnest("run")
+    begins = (runs["len"].cum_sum() - runs["len"]).to_list()  # they stand one behind another
     long = [
-        (int(rank), str(metric), _by_step(inputs, int(rank), rows))
-        for (rank, metric), rows in series.group_by("rank", "metric", maintain_order=True)
-        if rows.height >= TREND_MIN_POINTS
+        (of["rank"], of["metric"], _by_step(inputs, of["rank"], points.slice(begin, length)))
+        for begin, length, of in zip(begins, runs["len"], runs["value"], strict=True)
+        if length >= TREND_MIN_POINTS and not (of["metric"] == _GPU and of["rank"] in counted)
     ]
     if not long:
-        why = f"fewer than {TREND_MIN_POINTS} samples of memory"
-        return Abstention(rule="memory_creep", why=why)
-    found = [(_growth_ratio(each[2]), -each[0], each) for each in long if _grows(each[2])]
+        return f"fewer than {TREND_MIN_POINTS} samples of memory"
+    found = [
+        (float(values[-1] - values[0]) / max(float(values[0]), 1.0), -rank, (rank, metric, values))
+        for rank, metric, values in long
+        if _grows(values)
+    ]
     if not found:
         return None
     share, _, (rank, metric, values) = max(found, key=lambda each: each[:2])
     per_step = float(values[-1] - values[0]) / max(inputs.of_rank(rank).height, 1)
-    left_ns = _until_limit_ns(inputs, series, rank) if metric == _HOST else None
+    is_ahead = metric == _HOST and not inputs.ran_out_of_memory()
+    left_ns = _until_limit_ns(inputs, rank) if is_ahead else None
     soon = left_ns is not None and left_ns < _SOON_NS
     what, remedy = _GROWN[metric]
     until = ("until its limit, at this rate", left_ns, "ns")
     return Finding(
-        rule="memory_creep",
         severity="critical" if left_ns is not None and left_ns < _ENDS_NS else "warning",
         title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far"
@@ -121,10 +125,6 @@ def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> Floats:
     return np.interp(np.linspace(steps[0], steps[-1], len(steps)), steps, values)
 
 
-def _growth_ratio(values: Floats) -> float:
-    return float(values[-1] - values[0]) / max(float(values[0]), 1.0)
-
-
 def _grows(values: Floats) -> bool:
     third = max(len(values) // 3, 1)
     first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
@@ -133,7 +133,7 @@ def _grows(values: Floats) -> bool:
     return bool(values[-1] - values[-third - 1] >= CREEP_LAST_RATIO * (values[-1] - values[0]))
 
 
-def _until_limit_ns(inputs: RuleInputs, series: pl.DataFrame, rank: int) -> float | None:
+def _until_limit_ns(inputs: RuleInputs, rank: int) -> float | None:
     """When the host memory of a rank's node is used up, if its ranks go on to grow as they did.
 
     The limit is that of the tightest control group, else the node's memory; None: neither is known.
@@ -146,7 +146,8 @@ def _until_limit_ns(inputs: RuleInputs, series: pl.DataFrame, rank: int) -> floa
     if limit is None:
         return None
     there = [other for other, host in hosts.items() if host == hosts.get(rank)]
-    own = series.filter((pl.col("metric") == _HOST) & pl.col("rank").is_in(there)).sort("time_ns")
+    points = inputs.counted.points
+    own = points.filter((pl.col("metric") == _HOST) & pl.col("rank").is_in(there)).sort("time_ns")
     first, last = pl.all().first().name.prefix("first_"), pl.all().last()
     ends = own.group_by("rank").agg(first, last)
     rates = (ends["value"] - ends["first_value"]) / (ends["time_ns"] - ends["first_time_ns"]).clip(
@@ -156,14 +157,14 @@ def _until_limit_ns(inputs: RuleInputs, series: pl.DataFrame, rank: int) -> floa
     return max(left, 0.0) / rate if rate > 0 else None
 
 
-def memory_pressure(inputs: RuleInputs) -> Judgement:
+@fact
+def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
     """The node has too little memory: tasks wait for it a tenth of the time, or it swaps."""
     nodes = {host: means.get(None, {}) for host, means in inputs.counted.nodes.items()}
     signs = ("pressure_memory_some_ratio", "swap_in_bytes_per_s")
     judged = {h: n for h, n in nodes.items() if any(n.get(sign) is not None for sign in signs)}
     if not judged:
-        why = "neither memory pressure nor swapping was recorded"
-        return Abstention(rule="memory_pressure", why=why)
+        return "neither memory pressure nor swapping was recorded"
     host = max(judged, key=lambda h: (judged[h].get(signs[0]) or 0.0, h))
     node = judged[host]
     pressure, swapped = (node.get(sign) for sign in signs)
@@ -175,7 +176,6 @@ def memory_pressure(inputs: RuleInputs) -> Judgement:
     faults = inputs.counted.of("major_page_fault_count_per_s")
     what = f"tasks wait for memory {ratio_text(pressure)} of the time" if not swaps else "it swaps"
     return Finding(
-        rule="memory_pressure",
         severity="critical" if swaps else "warning",
         title=f"memory is short on {host}: {what}",
         evidence=evidence_rows(
@@ -192,7 +192,8 @@ def memory_pressure(inputs: RuleInputs) -> Judgement:
     )  # fmt: skip
 
 
-def gpu_memory_limit(inputs: RuleInputs) -> Judgement:
+@fact
+def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
     """The GPU's memory ran out and the job went on, grows from step to step, or is nearly full."""
     caught = _of_world(inputs, inputs.last_attempts.caught)
     if caught:
@@ -205,7 +206,6 @@ def gpu_memory_limit(inputs: RuleInputs) -> Judgement:
             "limit": failed.limit_bytes,
         }
         return Finding(
-            rule="gpu_memory_limit",
             title=f"rank {rank} ran {failed.text}; it went on",
             evidence=evidence_rows(
                 ("allocations that failed", float(failed.count), "count"),
@@ -218,7 +218,7 @@ def gpu_memory_limit(inputs: RuleInputs) -> Judgement:
     series = _of_world(inputs, inputs.last_attempts.gpu_memory)
     counted = {rank: each for rank, each in series.items() if each.limit_bytes > 0}
     if not counted:
-        return Abstention(rule="gpu_memory_limit", why=_NO_ALLOCATOR)
+        return _NO_ALLOCATOR
     grown = {rank: growth for rank, s in counted.items() if (growth := growth_per_step(s))}
     if grown:
         rank = max(grown, key=lambda r: (grown[r] / counted[r].limit_bytes, -r))
@@ -240,7 +240,6 @@ def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> F
     left_ns = steps_left * float(series.time_ns[-1] - series.time_ns[0]) / steps
     begins = float(series.allocated_bytes[-1])
     return Finding(
-        rule="gpu_memory_limit",
         title=f"GPU memory grows by {bytes_text(growth)} per step on rank {rank}: its limit is "
         f"{duration_text(left_ns)} away",
         evidence=evidence_rows(
@@ -261,7 +260,6 @@ def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> F
 def _full(rank: int, series: GpuMemorySeries) -> Finding:
     peak, limit = float(series.peak_bytes.max()), float(series.limit_bytes)
     return Finding(
-        rule="gpu_memory_limit",
         severity="info",
         title=f"GPU memory is nearly full on rank {rank}: {ratio_text(peak / limit)} of it was "
         "allocated at the peak",
@@ -277,18 +275,18 @@ def _full(rank: int, series: GpuMemorySeries) -> Finding:
     )
 
 
-def allocator_retries(inputs: RuleInputs) -> Judgement:
+@fact
+def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
     """The GPU's memory is so full that the allocator gives its cache back to find room."""
     counted = _of_world(inputs, inputs.last_attempts.allocator)
     if not counted:
-        return Abstention(rule="allocator_retries", why=_NO_ALLOCATOR)
+        return _NO_ALLOCATOR
     rank = max(counted, key=lambda r: (counted[r][0], -r))
     retries, failures, elapsed_ns = counted[rank]
     if retries < ALLOCATOR_RETRY_MIN_COUNT:
         return None
     per_minute = retries / max(elapsed_ns / NS_PER_S / 60, 1e-9)
     return Finding(
-        rule="allocator_retries",
         title=f"GPU memory is full on rank {rank}: the allocator emptied its cache {retries} times",
         evidence=evidence_rows(
             ("allocations tried again", float(retries), "count"),

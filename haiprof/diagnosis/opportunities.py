@@ -25,7 +25,12 @@ from haiprof.run_analysis.ledger import (
     UNKNOWN,
     TimeTable,
 )
-from haiprof.run_analysis.lines import functions_of, innermost_stack, written_in
+from haiprof.run_analysis.lines import (
+    functions_of,
+    innermost_stack,
+    is_part_of_function,
+    written_in,
+)
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import (
     AFTER_STEP,
@@ -94,7 +99,8 @@ class _Function:
 
     key: int
     outer: _Line | None
-    lines: dict[int, _Line] = field(default_factory=dict)
+    lines: dict[tuple[int, int], _Line] = field(default_factory=dict)
+    """By line and statement."""
     rows: list[int] = field(default_factory=list)
     """All rows in it and below."""
 
@@ -244,7 +250,7 @@ def _grow(table: TimeTable, numbers: Ints) -> _Function:
     tree = table.tree
     root = _Function(key=-1, outer=None)
     script = _Line(frame=-1, stack=0, function=root)
-    root.lines[-1] = script
+    root.lines[-1, 0] = script
     lines: dict[int, _Line] = {0: script}
     order = np.argsort(table.stack, kind="stable")
     stacks, first = np.unique(table.stack[order], return_index=True)
@@ -267,12 +273,13 @@ def _line_of(tree: CodeTree, numbers: Ints, lines: dict[int, _Line], stack: int)
     line = lines[stack]
     for inner in reversed(way):
         frame = int(tree.place[inner])
-        if not tree.library[frame]:
-            key = int(numbers[frame])
+        key = int(numbers[frame])
+        is_own = key == line.function.key and is_part_of_function(tree.frames[frame].function)
+        if not tree.library[frame] and not is_own:  # a comprehension is its line's
             function = line.calls.get(key)
             if function is None:
                 function = line.calls[key] = _Function(key=key, outer=line)
-            at = tree.frames[frame].line
+            at = tree.frames[frame].line, tree.frames[frame].statement
             if at not in function.lines:
                 function.lines[at] = _Line(frame=frame, stack=inner, function=function)
             line = function.lines[at]

@@ -6,15 +6,13 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import visible
 from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.job_runs import runs_beside
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.manifest import Manifest, read_manifest, run_folders
 
 Action = Literal["RESTART", "RESTART WITHOUT", "STOP"]
 _Judgement = tuple[Action, tuple[str, ...], str, str]
@@ -93,12 +91,7 @@ def restart_advice(frames: RunFrames) -> Advice | None:
 
 
 def advise(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Advice:
-    """The advice after the last of these deaths, by the first rule that has one.
-
-    Args:
-        attempts: At least one death, oldest first.
-        hosts: The nodes of the last start.
-    """
+    """The advice after the last of these deaths, on these nodes, by the first rule that has one."""
     action, nodes, reason, text = next(_judge(attempts, hosts))
     return Advice(action=action, nodes=nodes, reason=reason, text=text,
                   exit_status=EXIT_STATUS[action], attempts=tuple(attempts))  # fmt: skip
@@ -108,10 +101,17 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     *earlier, last = attempts
     alike = [each for each in earlier if each.cause == last.cause]
     if last.cause in _ASKED:
-        yield "STOP", (), "asked", "somebody ended it on purpose"
+        yield (
+            "STOP",
+            (),
+            "asked",
+            "it was interrupted or cancelled: start it again if that was not meant",
+        )
     if last.cause in _FULL:
         yield "STOP", (), last.cause, "a restart finds it as full as it was"
-    same = [each for each in alike if _is_near(each.step, last.step)]
+    # Of a killed rank the last step may not be written.
+    near = range(0) if last.step is None else range(last.step - 1, last.step + 2)
+    same = [each for each in alike if each.step in near]
     if last.cause == "out_of_memory" and same:
         text = f"out of memory at the same step, {last.step}, in {len(same) + 1} starts"
         yield "STOP", (), "same_memory", text
@@ -131,12 +131,7 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     if len(idle) == _IDLE_DEATHS and not any(each.has_trained for each in idle):
         yield "STOP", (), "never_trained", f"no step ended in the last {_IDLE_DEATHS} starts"
     none = f"none of {len(earlier)} earlier deaths was like it" if earlier else "its first death"
-    yield "RESTART", (), "not_repeated", f"{none}: nothing says that the next start must die"
-
-
-def _is_near(one: int | None, other: int | None) -> bool:
-    """Whether two steps are the same; of a killed rank the last one may not be written."""
-    return one is not None and other is not None and abs(one - other) < 2
+    yield "RESTART", (), "not_repeated", f"{none}: whether it fails again is not known"
 
 
 def _attempt(frames: RunFrames, death: Death) -> Attempt:
@@ -158,26 +153,13 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
 def _earlier_attempts(frames: RunFrames) -> list[Attempt]:
     """Deaths of earlier runs of the same job beside this one; runs that cannot be read are none."""
     own = frames.files.manifest
-    if own is None or _identity(own) is None:
+    if own is None:
         return []
-    runs: list[tuple[int, Path]] = []
-    for folder in run_folders(frames.run.root.parent):
-        with contextlib.suppress(HaiprofError):
-            if folder.name.startswith(f"{own.name}-"):
-                other = read_manifest(RunPaths(folder))
-                if _identity(other) == _identity(own) and other.start_wall_ns < own.start_wall_ns:
-                    runs.append((other.start_wall_ns, folder))
+    runs = [r for r in runs_beside(frames.run, own) if r.start_ns < own.start_wall_ns]
     attempts = []
-    for _, folder in sorted(runs)[-_EARLIER_RUNS:]:
+    over = max((run.start_ns for run in runs if run.went_well), default=-1)
+    for run in [run for run in runs[-_EARLIER_RUNS:] if run.start_ns > over]:
         with contextlib.suppress(HaiprofError):
-            earlier = RunFrames(folder)
+            earlier = RunFrames(run.folder)
             attempts += [_attempt(earlier, death) for death in earlier.deaths()]
     return attempts
-
-
-def _identity(manifest: Manifest) -> tuple[object, ...] | None:
-    """What all runs of a job have in common: `--run-id`, or Slurm's job, which a requeue keeps."""
-    if manifest.options.get("run_id"):
-        return manifest.name, manifest.options["run_id"]
-    job = manifest.environment.get("slurm_job")
-    return None if not job else (manifest.name, job, *manifest.command)

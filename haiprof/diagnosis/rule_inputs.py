@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 
 import polars as pl
 
-from haiprof.base.units import NS_PER_S
+from haiprof.base.units import NS_PER_S, ranks_text
 from haiprof.diagnosis.counter_averages import CounterAverages, count
 from haiprof.diagnosis.thresholds import SHORT_RUN_S, UNTRACED_MIN_RATIO, warm_up_steps
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
+from haiprof.diagnosis.verdict import Abstention, Finding, Judgement
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.counters import host_windows, training_spans
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu_memory_series
+from haiprof.run_analysis.parallelism import Layout, find_layout
 from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.run_files import median as median
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_analysis.settings import Placement, RankSettings, placements
+from haiprof.run_analysis.settings import Placement, RankSettings, placements, sharing_groups
 from haiprof.run_analysis.step_frame import STEP_PHASES, last_attempts, untrained_boundary
 
 _SIZE_SCHEMA = {
@@ -48,8 +50,6 @@ class LastAttempts:
 
     loader_workers: Mapping[int, int]
     """Workers of the loader that each rank iterated first, where known."""
-    operator_threads: Mapping[int, int]
-    """Threads that torch computes one operator with on the CPU."""
     input_sizes: pl.DataFrame
     """`rank`, `root` (which module), `time_ns` (Unix time), `number_count`: numbers in what it was
     called with from then on, looked at once a second; only those that changed have a row."""
@@ -104,12 +104,16 @@ class RuleInputs:
     """What each rank was run with, where that was recorded."""
     last_attempts: LastAttempts
     """What ranks said of their loaders, compilations and allocators."""
-    backward_work: pl.DataFrame
-    """What ranks themselves do in backward; columns of `run_analysis.backward_work`."""
+    backward_tail: Callable[[int], float | None]
+    """Of a rank: the share of its backward after the last collective that it began there."""
     traces: TracedWindow
     """What the run's traces say of a window of steps, or why they say nothing."""
     reactions: tuple[Reaction, ...]
     """What haiprof did by itself: hangs and slower steps that were noticed while the job ran."""
+    layout: Layout | None
+    """Its stages and shards; None where no process groups tell of any."""
+    ran_out_of_memory: Callable[[], bool]
+    """Whether the job died of it: then no limit lies ahead. Found when it is asked for."""
     marked_by: str | None
     """What marks a step where that is no training (`step_boundaries.WORDS`); None elsewhere."""
 
@@ -117,6 +121,10 @@ class RuleInputs:
     """Steps of each rank, in order."""
     load_samples: Callable[[int], CodeSamples]
     """Sampled stacks of a rank's judged attempt; read when they are asked for."""
+
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        """`rank 3`; where the job's layout is known, the stage or shard that they are, or its."""
+        return ranks_text(ranks) if self.layout is None else self.layout.names(ranks)
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -126,6 +134,16 @@ class RuleInputs:
     def of_rank(self, rank: int) -> pl.DataFrame:
         """Steps of one rank, in order."""
         return self.by_rank[rank]
+
+    @property
+    def core_groups(self) -> list[tuple[Placement, ...]]:
+        """Ranks whose cores overlap, together: `sharing_groups` of those that have steps."""
+        return sharing_groups(self.placements[r] for r in self.world if r in self.placements)
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a DataLoader was seen in the steps: it tells where the next batch begins."""
+        return bool(self.steps["dataloader_host_ns"].count())
 
     @property
     def is_short(self) -> bool:
@@ -152,18 +170,28 @@ class RuleInputs:
         return int(str(self.steps["start_ns"].min())), int(str(ends.max()))
 
 
-def _judged_files(files: RunFiles, spans: pl.DataFrame) -> RunFiles:
-    """The run without the processes of other attempts: their counters are another job's."""
-    judged = set(spans.select("rank", "attempt").rows())
-    return replace(files, ranks=tuple(r for r in files.ranks if (r.rank, r.attempt) in judged))
+Find = Callable[[RuleInputs], Finding | str | None]
+"""Looks for a fact: a finding, why that cannot be told, or None where nothing is amiss."""
+
+
+def fact(find: Find) -> Callable[[RuleInputs], Judgement]:
+    """A rule of that function: its name is the rule's."""
+
+    @wraps(find)
+    def rule(inputs: RuleInputs) -> Judgement:
+        found = find(inputs)
+        if isinstance(found, str):
+            return Abstention(rule=find.__name__, why=found)
+        return found and replace(found, rule=find.__name__)
+
+    return rule
 
 
 def gather_inputs(
     analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
 ) -> RuleInputs:
     """Gathers what rules judge by from the frames of a run, and from its traces up to a size."""
-    found = analyzer.steps()
-    steps = found.drop("skipped", "boundary", "confidence", "optimizer_step_count")
+    steps = analyzer.steps()
     restarted = bool((steps["attempt"] > 0).any())
     parts = _by_rank(last_attempts(steps) if restarted else steps)
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
@@ -175,7 +203,9 @@ def gather_inputs(
     spans = training_spans(by_rank.values())
     windows = host_windows(spans, analyzer.ranks())
     pauses = _of_judged(analyzer.pauses(), spans)
-    counted = count(_judged_files(analyzer.files, spans), spans.drop("attempt"), windows)
+    own = set(spans.select("rank", "attempt").rows())  # counters of other attempts: another job's
+    ours = tuple(r for r in analyzer.files.ranks if (r.rank, r.attempt) in own)
+    counted = count(replace(analyzer.files, ranks=ours), spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")
     node_cpus = {h: _node_cpu(list(counted.nodes.get(h, {}).values())) for h in windows["host"]}
     ranks = analyzer.ranks()
@@ -188,10 +218,10 @@ def gather_inputs(
             [steps.clear(), *(part.head(1).filter(step=0) for part in parts.values())]
         ),
         ranks=pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt"),
-        gpu_use=counted.gpu_use,
+        gpu_use=counted.of("utilization_ratio"),
         main_cores=main_cores,
         busy_cores=counted.of("cpu_cores"),
-        core_waits=counted.core_waits,
+        core_waits=counted.of("run_queue_wait_ratio"),
         counted=counted,
         placements=placements(analyzer.files),
         node_cpus=node_cpus,
@@ -203,10 +233,14 @@ def gather_inputs(
         last_attempts=_read_last_attempts(
             analyzer.files, dict(spans.select("rank", "attempt").rows())
         ),
-        backward_work=analyzer.backward_work(),
+        backward_tail=analyzer.backward_tail,
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
         reactions=tuple(reactions(analyzer.files)),
-        marked_by=untrained_boundary(found),
+        layout=find_layout(analyzer.files),
+        ran_out_of_memory=lambda: any(
+            death.final and death.cause == "out_of_memory" for death in analyzer.deaths()
+        ),
+        marked_by=untrained_boundary(steps),
         load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
     )
 
@@ -308,12 +342,10 @@ def _read_last_attempts(files: RunFiles, judged: Mapping[int, int]) -> LastAttem
     }
     loaders = {n: integer(line.get("workers")) for n, rank in last.items()
                for line in rank.of_type("dataloader")[:1]}  # fmt: skip
-    threads = {n: integer(rank.report.get("operator_threads")) for n, rank in last.items()}
     sizes = [row for number, rank in last.items() for row in _input_sizes(number, rank)]
     allocators = {number: _allocator(rank) for number, rank in last.items()}
     return LastAttempts(
         loader_workers={n: count for n, count in loaders.items() if count is not None},
-        operator_threads={n: count for n, count in threads.items() if count is not None},
         input_sizes=pl.DataFrame(sizes, schema=_SIZE_SCHEMA, orient="row"),
         allocator={n: counts for n, counts in allocators.items() if counts is not None},
         gpu_memory=gpu_memory_series(files),
@@ -341,17 +373,6 @@ def _allocator(rank: RankFiles) -> tuple[int, int, int] | None:
     first, last = ([integer(line.get(name)) for name in names] for line in (lines[0], lines[-1]))
     grown = [b - a for a, b in zip(first, last, strict=True) if a is not None and b is not None]
     return (grown[0], grown[1], grown[2]) if len(grown) == len(names) else None
-
-
-def own_backward_ns(inputs: RuleInputs, backward_ns: float) -> float | None:
-    """Of that time in backward per step the typical rank's own work; None where not known."""
-    if len(inputs.world) < 2:
-        return backward_ns
-    known = inputs.backward_work.sort("own_ns")["own_ns"]
-    if known.is_empty():
-        return None
-    passes = median(inputs.steps["micro_step_count"]) or 1.0
-    return min(float(known[(len(known) - 1) // 2]) * passes, backward_ns)
 
 
 def usual_share(inputs: RuleInputs, phase: str) -> float | None:

@@ -1,30 +1,119 @@
-"""Facts beside the ledger: the rules in order, and those on a run's start, hangs and placement."""
+"""Facts beside the ledger: the rules in order, those on start and hangs, and on slow GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING
 
 import polars as pl
 
-from haiprof.base.units import duration_text, ratio_text
-from haiprof.diagnosis import memory_facts, settings_facts, window_facts
-from haiprof.diagnosis.machine_causes import numa_placement
-from haiprof.diagnosis.rule_inputs import RuleInputs, median, usual_share
-from haiprof.diagnosis.thresholds import (
-    CRITICAL_MIN_STEPS,
-    DATALOADER_WARNING_RATIO,
-    GPU_IDLE_RATIO,
+from haiprof.base.units import duration_text, rate_text, ratio_text
+from haiprof.diagnosis import memory_facts, settings_facts
+from haiprof.diagnosis.gpu_functions import (
+    ABNORMAL,
+    RANKS,
+    SLOW,
+    communication_report,
+    gpu_compute_report,
+    memory_report,
 )
-from haiprof.diagnosis.verdict import Abstention, Finding, Judgement, evidence_rows
+from haiprof.diagnosis.machine_causes import numa_placement
+from haiprof.diagnosis.rule_inputs import RuleInputs, fact, median
+from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
+from haiprof.diagnosis.verdict import Finding, Judgement, evidence_rows
 from haiprof.run_analysis.reactions import Reaction
 
-CPU_FULL_CORES = 0.9
-"""One Python thread at its limit, as its launches are serial."""
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.pattern_gathering import Patterns
+
+
+_NO_GRIDS = "whether it got larger inputs: kernels' grids are not in the traces"
+
+
+def _over_ranks(
+    judge: Callable[[Patterns], Finding | None],
+) -> Callable[[RuleInputs], Judgement]:
+    """A rule of a function on traces of GPUs, of as many ranks as it takes to call one slow."""
+
+    @wraps(judge)
+    def find(inputs: RuleInputs) -> Finding | str | None:
+        patterns = inputs.traces.of_gpus()
+        if isinstance(patterns, str):
+            return patterns
+        count = int(patterns.totals["has_gpu"].sum())
+        few = f"GPU traces of {count} ranks; it takes {FAR_MIN_RANKS}"
+        return few if count < FAR_MIN_RANKS else judge(patterns)
+
+    return fact(find)
+
+
+@_over_ranks
+def slow_kernels(patterns: Patterns) -> Finding | None:
+    """One rank's GPU takes longer for the same kernels."""
+    report = gpu_compute_report(patterns)
+    slow = report.tables[RANKS].filter(pl.col("is_slow")).sort("pace_ratio", descending=True)
+    if slow.is_empty():
+        return None
+    rank, pace, window = slow.select("rank", "pace_ratio", "window_ns").row(0)
+    own = report.tables[ABNORMAL].filter(pl.col("rank") == rank)
+    excess = int(own["excess_ns"].sum())
+    # Grids tell larger inputs from a slow GPU: ranks with those are not called slow.
+    has_grids = patterns.functions["median_block_count"].count() > 0
+    return Finding(
+        title=f"rank {rank} computes slowly: its kernels take {pace:.2f} times the others' time",
+        evidence=evidence_rows(
+            ("time of its kernels by the others' time", pace, ""),
+            ("kernels that are slow there", own.height, "count"),
+            ("what that costs", excess, "ns"),
+            ("the same, share of the window", excess / window, "ratio"),
+        ),
+        remedy=f"look at the GPU of rank {rank}: clock, power cap, temperature, throttling "
+        "(`haiprof verdict rank RUN RANK`), other processes on it; else use another GPU",
+        confidence=0.8,
+        missing=() if has_grids else (_NO_GRIDS,),
+        rank=rank,
+        scope="window",
+    )
+
+
+@_over_ranks
+def slow_link(patterns: Patterns) -> Finding | None:
+    """One rank's transfers are slower than the others': its link, or its bus to the host."""
+    rates = ("bandwidth_bytes_per_s", "others_bandwidth_bytes_per_s")
+    talk = communication_report(patterns).tables[ABNORMAL]
+    copies = memory_report(patterns).tables[ABNORMAL].filter(pl.col("why") == SLOW)
+    copies = copies.drop_nulls(rates)
+    if talk.is_empty() and copies.is_empty():
+        return None
+    found, what = (talk, "type") if len(talk) else (copies, "name")
+    rank, name, own, usual, share = found.select("rank", what, *rates, "bottleneck_ratio").row(0)
+    return Finding(
+        title=f"rank {rank} transfers slowly: {name} at {rate_text(own)}, elsewhere "
+        f"{rate_text(usual)}",
+        evidence=evidence_rows(
+            (f"bandwidth of rank {rank}", own, "bytes/s"),
+            ("the ranks' median", usual, "bytes/s"),
+            ("its transfers, share of the window", share, "ratio"),
+        ),
+        remedy="check the rank's links: nvidia-smi nvlink -s, PCIe width, the port's error "
+        "counters (`haiprof verdict overview` shows them), and who else uses them"
+        if len(talk)
+        else "check the rank's PCIe generation and width (nvidia-smi -q -d PERFORMANCE), and that "
+        "its process runs on the NUMA node of its GPU",
+        confidence=0.7,
+        missing=("which link: NVLink, PCIe or network",) if len(talk) else (),
+        rank=rank,
+        scope="window",
+    )
+
+
 FIRST_BATCH_RATIO = 0.10
 """Of the recorded training time: TraceML's 10 % for waiting for input."""
 
 
-def standstill(inputs: RuleInputs) -> Judgement:
+@fact
+def standstill(inputs: RuleInputs) -> Finding | str | None:
     """The job hung, and a snapshot names the rank that blocked it.
 
     Where the job was saving, or collectives went on, it did not stand still.
@@ -44,7 +133,6 @@ def standstill(inputs: RuleInputs) -> Judgement:
     if isinstance(resumed_ns, int):
         rows.append(("until the next step ended", float(resumed_ns - hang.since_wall_ns), "ns"))
     return Finding(
-        rule="standstill",
         severity="warning" if resumed_ns is not None or not suspect.certain else "critical",
         title=f"the job hung: {_held_up_by(hang)}",
         evidence=evidence_rows(*rows),
@@ -74,7 +162,8 @@ def _to_resume(reason: str, doing: str, path: str | None) -> str:
     return f"{where}: {reason}{see}"
 
 
-def first_batch(inputs: RuleInputs) -> Judgement:
+@fact
+def first_batch(inputs: RuleInputs) -> Finding | str | None:
     """Training starts late: the first batch takes long.
 
     The first wait for the loader is a tenth of the time in training steps. Beside others that take
@@ -83,16 +172,15 @@ def first_batch(inputs: RuleInputs) -> Judgement:
     """
     waits = inputs.first_steps.select("rank", ns="dataloader_host_ns").drop_nulls()
     if waits.is_empty():
-        return Abstention(rule="first_batch", why="no torch DataLoader ran in a training step")
+        return "no torch DataLoader ran in a training step"
     if inputs.steps.height < CRITICAL_MIN_STEPS:
-        return Abstention(rule="first_batch", why=f"fewer than {CRITICAL_MIN_STEPS} steps")
+        return f"fewer than {CRITICAL_MIN_STEPS} steps"
     rank, first = waits.sort(-pl.col("ns"), "rank").row(0)
     share = first / max(inputs.training_ns, 1.0)
     if share < FIRST_BATCH_RATIO:
         return None
     alone = share * (1.0 - inputs.core_waits.get(rank, 0.0))
     return Finding(
-        rule="first_batch",
         cause="cores_full" if alone < FIRST_BATCH_RATIO else None,
         title=f"the first batch took {duration_text(first)}, {ratio_text(share)} of the time "
         "recorded",
@@ -111,45 +199,15 @@ def first_batch(inputs: RuleInputs) -> Judgement:
     )
 
 
-def gpu_waits_for_host(inputs: RuleInputs) -> Judgement:
-    """The GPU is idle because one Python thread cannot launch work fast enough."""
-    if not inputs.gpu_use:
-        return Abstention(rule="gpu_waits_for_host", why="no GPU utilization of a rank")
-    both = sorted(set(inputs.gpu_use) & set(inputs.main_cores))
-    if not both:
-        return Abstention(rule="gpu_waits_for_host", why="no CPU use of a rank with a GPU")
-    rank = min(both, key=lambda r: inputs.gpu_use[r])
-    gpu, cores = inputs.gpu_use[rank], inputs.main_cores[rank]
-    loader = usual_share(inputs, "dataloader") or 0.0
-    if gpu >= GPU_IDLE_RATIO or cores < CPU_FULL_CORES or loader >= DATALOADER_WARNING_RATIO:
-        return None
-    return Finding(
-        rule="gpu_waits_for_host",
-        title=f"the GPU waits for the host: used {ratio_text(gpu)}, while the process fills "
-        f"{cores:.1f} cores",
-        evidence=evidence_rows(
-            ("GPU utilization", gpu, "ratio"),
-            ("CPU cores used by the process", cores, "cores"),
-            ("waiting for batches, share of the step", loader, "ratio"),
-        ),
-        remedy="launch fewer and larger kernels: torch.compile (mode='reduce-overhead'), fused "
-        "optimizers, larger batches; remove .item() and print of tensors from the loop",
-        confidence=0.7,
-        missing=("which Python code runs meanwhile",),
-        rank=rank,
-    )
-
-
 RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
-    standstill, first_batch, gpu_waits_for_host,
-    memory_facts.memory_creep, memory_facts.memory_pressure, memory_facts.gpu_memory_limit,
-    memory_facts.allocator_retries, numa_placement,
+    standstill, first_batch, memory_facts.memory_creep, memory_facts.memory_pressure,
+    memory_facts.gpu_memory_limit, memory_facts.allocator_retries, numa_placement,
     settings_facts.anomaly_detection, settings_facts.profiler_left_on,
     settings_facts.costly_switches, settings_facts.double_precision,
     settings_facts.deterministic_mode, settings_facts.mkldnn_off, settings_facts.optimizer_loop,
     settings_facts.ddp_arguments, settings_facts.fsdp_units, settings_facts.fast_paths_off,
     settings_facts.half_precision, settings_facts.threads_over_cores,
     settings_facts.threads_under_cores, settings_facts.settings_differ,
-    window_facts.slow_kernels, window_facts.slow_link,
+    slow_kernels, slow_link,
 )  # fmt: skip
 """In the order in which they are asked; the name of each is its slug in documents."""

@@ -8,18 +8,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
+from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
+from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.backward_lines import give_lines, small_operators
 from haiprof.diagnosis.job_time import (
     DeviceUse,
     JobTime,
+    Singles,
     Stragglers,
     find_stragglers,
     job_time,
     peer_waits,
 )
+from haiprof.diagnosis.machine_causes import hosts_of, shared_cores, used_by_others
 from haiprof.diagnosis.opportunities import (
     CodePlace,
     Opportunity,
@@ -36,7 +40,6 @@ from haiprof.diagnosis.thresholds import (
     SAME_WORK_CORRELATION,
     SIZES_MIN_COUNT,
 )
-from haiprof.diagnosis.verdict import place_text
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.lateness import Arrivals
 from haiprof.run_analysis.ledger import (
@@ -55,8 +58,11 @@ from haiprof.run_analysis.lines import (
     common_callees,
     functions_of,
     innermost_frame,
+    innermost_written_stack,
     written_in,
 )
+from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
 
@@ -103,7 +109,9 @@ class RunLedger:
         """
         parts = self.time.series_of(self.table, self.rows[account])
         of = self.ledger.accounts[account].ranks
-        found: Floats = parts[self.time.ranks.index(of[0])] if of else parts.mean(axis=0)
+        found: Floats = (
+            parts[self.time.ranks.index(of[0])] if of else parts.mean(axis=0, dtype=np.float64)
+        )
         return found
 
     def of_samples(self) -> tuple[Ints, Floats]:
@@ -162,22 +170,21 @@ def run_ledger(
     )  # fmt: skip
     chosen = _sampled_ranks(time) | (set(also) & set(time.ranks))
     samples = analyzer.code_samples(chosen)
-    parts = [
-        _rank_samples(analyzer, rank, steps[rank], time, inputs.core_waits)
-        for rank in sorted(chosen)
-    ]
+    parts = [_rank_samples(analyzer, rank, steps[rank], time, inputs) for rank in sorted(chosen)]
     table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
+    # A rank that was killed before it wrote its samples is as those that were sampled.
+    sampled = np.isin(table.rank, table.rank[table.count > 0])
+    table = table.take(sampled) if sampled.any() else table
     needed = needed_rows(table)
     found = [
         replace(each, at=_asked_collections(inputs)) if each.activity == COLLECTION else each
         for each in find_opportunities(table, needed)
     ]
     alone = _alone(table, time, found)
-    avoidable = _avoidable(table, time, found, alone)
-    left = time.own_ns - np.minimum(avoidable[:, time.covered], time.own_ns)
-    late = find_stragglers(time, left)
+    left, by_position, goes = _subtract_found(table, time, found, alone)
+    late = find_stragglers(time, left, by_position)
     if late is not None:
-        table, needed, more = _split_stragglers(table, needed, time, late, found, alone)
+        table, needed, more = _split_stragglers(table, needed, time, late, found, goes)
         found += more
         time = replace(time, like=dict.fromkeys(late.ranks, time.slowest))
     elif time.waits_for_all and _inputs_differ(inputs.last_attempts.input_sizes, left):
@@ -196,9 +203,19 @@ def run_ledger(
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
     ledger, rows = _ledger(table, time, found, needed, left, late)
     return RunLedger(
-        ledger=replace(ledger, median_ns=median), samples=samples, late=late,
+        ledger=replace(ledger, median_ns=median, missing=_missing(analyzer, table)),
+        samples=samples, late=late,
         time=time, table=table, rows=rows,
     )  # fmt: skip
+
+
+def _missing(analyzer: RunFrames, table: TimeTable) -> tuple[str, ...]:
+    """Why no code is known; empty where any is."""
+    if _sample_count(table):
+        return ()
+    failed = [line for rank in analyzer.files.ranks for line in rank.of_type("stacks_failed")]
+    why = [text(line.get("reason")) for line in failed[:1]]
+    return (next(filter(None, why), "no stack was sampled in the evaluated steps"),)
 
 
 def _asked_collections(inputs: RuleInputs) -> CodePlace | None:
@@ -286,20 +303,36 @@ def _alone(table: TimeTable, time: JobTime, found: Sequence[Opportunity]) -> lis
     return ranks
 
 
-def _avoidable(
+def _subtract_found(
     table: TimeTable, time: JobTime, found: Sequence[Opportunity], alone: Sequence[int | None]
-) -> Floats:
-    """[rank, step]: what was found avoidable; of what several ranks have, what the middle one has.
+) -> tuple[Singles, Floats, list[Bools]]:
+    """What is left of the ranks' own time without the opportunities that were found.
 
-    What one rank has beyond that is lost to all, whatever it does in it.
+    What several ranks have goes whole, where a rank has no more than twice of what the middle one
+    has; else as much as that one has: what it has beyond that is lost to all.
+
+    Returns:
+        [rank, covered step]; [rank, position]: the mean of what goes; per opportunity, of each rank
+        whether all that it has goes.
     """
-    total = np.zeros(time.period_ns.shape)
+    total = np.zeros(time.period_ns.shape, dtype=np.float32)
+    by_position = np.zeros((len(time.ranks), len(POSITIONS)))
+    goes = []
     for each, rank in zip(found, alone, strict=True):
+        parts = time.series_of(table, each.rows)
+        means = parts.mean(axis=1)
+        whole = means <= 2 * lower_median(means.tolist())
+        goes.append(np.ones(len(means), np.bool_) if rank is not None else whole)
         if each.activity == PEER_WAIT:  # own time is without it
             continue
-        parts = time.series_of(table, each.rows)
-        total += parts if rank is not None else np.minimum(parts, np.median(parts, axis=0))
-    return total
+        if not goes[-1].all():
+            more = ~goes[-1]
+            parts[more] = np.minimum(parts[more], np.median(parts, axis=0))
+        total += parts
+        by_position[:, each.position] += parts.mean(axis=1)
+    left = time.own_ns
+    left -= time.of_covered(total)
+    return np.maximum(left, 0, out=left), by_position, goes
 
 
 def _split_stragglers(
@@ -308,18 +341,17 @@ def _split_stragglers(
     time: JobTime,
     late: Stragglers,
     found: Sequence[Opportunity],
-    alone: Sequence[int | None],
+    goes: Sequence[Bools],
 ) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
     """What the stragglers' work takes beyond the others', as one opportunity.
 
     It has a line where most of it is in one account that the others have, too.
     """
     account = np.full(len(table.ns), -1)
-    for number, (each, rank) in enumerate(zip(found, alone, strict=True)):
-        if rank is not None or each.activity == PEER_WAIT:
-            account[each.rows] = -2  # a matter of its own
-        else:
-            account[each.rows] = number
+    for number, (each, going) in enumerate(zip(found, goes, strict=True)):
+        stays = np.isin(table.rank[each.rows], np.array(time.ranks)[going])
+        stays |= each.activity == PEER_WAIT
+        account[each.rows] = np.where(stays, -2, number)
     moved: list[Ints] = []
     time_of = np.zeros(len(found) + 1)  # the last one: work that is in no account
     for rank, by_position in late.by_position.items():
@@ -358,7 +390,7 @@ def _split_setting(
     return table, needed, [replace(opportunity(table, new, None), key=setting.slug)]
 
 
-def _inputs_differ(sizes: pl.DataFrame, own_ns: Floats) -> bool:
+def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
     """Whether ranks are given inputs of unlike sizes, each at steps of its own.
 
     Sizes are looked at once a second, and so seldom on two ranks at the same step: whether a step
@@ -386,7 +418,7 @@ def _sampled_ranks(time: JobTime) -> set[int]:
 
 
 def _rank_samples(
-    analyzer: RunFrames, rank: int, step: Ints, time: JobTime, core_waits: Mapping[int, float]
+    analyzer: RunFrames, rank: int, step: Ints, time: JobTime, inputs: RuleInputs
 ) -> RankSamples:
     row = time.ranks.index(rank)
     waits = time.peer_ns[row, time.covered].sum() / time.period_ns[row, time.covered].sum()
@@ -398,11 +430,28 @@ def _rank_samples(
         ),
         positions=positions,
         wall_offset_ns=offset,
-        no_core_ratio=core_waits.get(rank),
+        no_core_ratio=inputs.core_waits.get(rank),
         tail_ratio=analyzer.backward_tail(rank),
         peer_ratio=float(waits) if time.waits_for_all else None,
+        free_ratio=_free_ratio(inputs, rank),
         busy=analyzer.busy_times(rank) if time.idle_ns is not None else None,
     )
+
+
+def _free_ratio(inputs: RuleInputs, rank: int) -> float | None:
+    """Of the time: how long cores that are fewer than their ranks had nothing to do.
+
+    None where they are not fewer, or nobody counted. While all wait for a slow link none of them
+    uses a core; what they exchange over their node's memory takes cores, for which they wait.
+    """
+    group, cores = shared_cores(inputs, rank)
+    busy = [inputs.busy_cores.get(placed.rank) for placed in group]
+    known = [each for each in busy if each is not None]
+    if len(group) <= cores or len(known) < len(busy):
+        return None
+    host = hosts_of(inputs).get(rank)
+    others = used_by_others(inputs, host) if host is not None else None
+    return max(1.0 - (sum(known) + (others or 0.0)) / cores, 0.0)
 
 
 def _ledger(
@@ -410,16 +459,17 @@ def _ledger(
     time: JobTime,
     found: Sequence[Opportunity],
     needed: np.ndarray,
-    left: Floats,
+    left: Singles,
     late: Stragglers | None,
 ) -> tuple[Ledger, tuple[Ints, ...]]:
     """The ledger, and the rows of the table by account."""
-    priced = [(_account(table, time, each, left, late), each.rows) for each in found]
+    code = table.tree.place[innermost_written_stack(table.tree)]
+    priced = [(_account(table, code, time, each, left, late), each.rows) for each in found]
     priced.sort(key=lambda one: -one[0].gain_ns)
     rest = np.ones(len(table.ns), dtype=np.bool_)
     for each in found:
         rest[each.rows] = False
-    others, unseen = _other_accounts(table, time, np.flatnonzero(rest), needed)
+    others, unseen = _other_accounts(table, code, time, np.flatnonzero(rest), needed)
     accounts = tuple(account for account, _ in (*priced, *others))
     mean = time.mean_ns
     residual = mean - sum(account.ns_per_step for account in accounts)
@@ -445,16 +495,21 @@ def _sample_count(table: TimeTable) -> int:
 
 
 def _account(
-    table: TimeTable, time: JobTime, found: Opportunity, left: Floats, late: Stragglers | None
+    table: TimeTable,
+    code: Ints,
+    time: JobTime,
+    found: Opportunity,
+    left: Singles,
+    late: Stragglers | None,
 ) -> Account:
     parts = time.series_of(table, found.rows)
-    mean = parts.mean(axis=0)
+    mean = parts.mean(axis=0, dtype=np.float64)
     low, high = time.interval(table, found.rows, mean)
     shown = found.rows[~table.hidden[found.rows]]  # behind the device it holds nothing up
     gains = time.gains(parts if len(shown) == len(found.rows) else time.series_of(table, shown))
     if found.activity == PEER_WAIT:  # others' lateness: it is theirs, unless they take turns
         uneven = found.key is not None
-        gains = left.max(axis=0) - left.mean(axis=0) if uneven else np.zeros(1)
+        gains = left.max(axis=0) - left.mean(axis=0, dtype=np.float64) if uneven else np.zeros(1)
     gain = float(gains.mean())
     gain_low, gain_high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
     gain_low = max(gain_low - found.unsure_ns, 0.0)
@@ -481,13 +536,15 @@ def _account(
     if found.at is None:
         return account
     at = found.at
+    expression, ratio, rows = _find_expression(table, code, found.rows, at.file, at.line)
     return replace(
         account,
         file=at.file,
         line=at.line,
         function=at.function,
-        expression=_expression(table, found, at.file, at.line),
-        callees=common_callees(table.tree, table.stack[found.rows], table.ns[found.rows]),
+        expression=expression,
+        expression_ratio=ratio,
+        callees=common_callees(table.tree, table.stack[rows], table.ns[rows]),
         callers=tuple(place_text(*caller) for caller in at.callers),
     )
 
@@ -499,17 +556,31 @@ def _elsewhere(table: TimeTable, found: Opportunity) -> tuple[str, ...]:
     return tuple(POSITIONS[at] for at in large if at != found.position)
 
 
-def _expression(table: TimeTable, found: Opportunity, file: str, line: int) -> str | None:
-    """What of a line is most of what it does; None where that was not recorded."""
-    rows = found.rows[table.activity[found.rows] == found.activity]
-    frame = innermost_frame(table.tree)[table.stack[rows]]
-    rows, frame = rows[frame >= 0], frame[frame >= 0]
-    time: dict[str, float] = {}
-    for at, ns in zip(frame.tolist(), table.ns[rows].tolist(), strict=True):
-        own = table.tree.frames[at]
-        if (own.file, own.line) == (file, line) and own.expression:
-            time[own.expression] = time.get(own.expression, 0.0) + ns
-    return max(time, key=lambda text: (time[text], text), default=None)
+def _find_expression(
+    table: TimeTable, code: Ints, rows: Ints, file: str, line: int
+) -> tuple[str | None, float | None, Ints]:
+    """What of a line is most of what some rows do, its share of them, and its rows.
+
+    None where that was not recorded; the rows of the line then, or all.
+
+    Args:
+        table: The time table.
+        code: By stack: the frame of the job's that it is in, outside of comprehensions; -1: none.
+        rows: Of the table.
+        file: Of the line, as in the frames.
+        line: Its number.
+    """
+    frame, ns = code[table.stack[rows]], table.ns[rows]
+    seen = {at: table.tree.frames[at] for at in np.unique(frame[frame >= 0]).tolist()}
+    of_line = {at: own.expression for at, own in seen.items() if own[:2] == (file, line)}
+    if not of_line:
+        return None, None, rows
+    time = dict.fromkeys(of_line.values(), 0.0)
+    for at, name in of_line.items():
+        time[name] += float(ns[frame == at].sum())
+    most = max(time, key=lambda name: (name != "", time[name], name))
+    chosen = rows[np.isin(frame, [at for at, name in of_line.items() if not most or name == most])]
+    return (most, time[most] / max(float(ns.sum()), 1.0), chosen) if most else (None, None, chosen)
 
 
 def _package(table: TimeTable, rows: Ints) -> str | None:
@@ -521,7 +592,7 @@ def _package(table: TimeTable, rows: Ints) -> str | None:
 
 
 def _other_accounts(
-    table: TimeTable, time: JobTime, rows: Ints, needed: np.ndarray
+    table: TimeTable, code: Ints, time: JobTime, rows: Ints, needed: np.ndarray
 ) -> tuple[list[tuple[Account, Ints]], float]:
     """What no opportunity holds, by position, activity, package and function; and the residual.
 
@@ -547,22 +618,29 @@ def _other_accounts(
     found = []
     for number in range(int(group.max(initial=-1)) + 1):
         own = np.flatnonzero(group == number)
-        account = _plain_account(table, time, rows[own], keys[:, own[0]], names, frame[own])
+        account = _plain_account(table, code, time, rows[own], keys[:, own[0]], names, frame[own])
         found.append((account, rows[own]))
     return sorted(found, key=lambda one: -one[0].ns_per_step), unseen
 
 
 def _plain_account(
-    table: TimeTable, time: JobTime, rows: Ints, key: Ints, names: Sequence[str], frame: Ints
+    table: TimeTable,
+    code: Ints,
+    time: JobTime,
+    rows: Ints,
+    key: Ints,
+    names: Sequence[str],
+    frame: Ints,
 ) -> Account:
     mean = time.mean_of(table, rows)
     low, high = time.interval(table, rows, np.array([mean]))
     named = key[3] >= 0
-    at = None
+    at, expression, ratio, inside = None, None, None, rows
     if named:
         at = table.tree.frames[
             int(np.bincount(frame[frame >= 0], table.ns[rows[frame >= 0]]).argmax())
         ]
+        expression, ratio, inside = _find_expression(table, code, rows, at.file, at.line)
     return Account(
         ranks=(),
         position=POSITIONS[key[0]],
@@ -571,8 +649,9 @@ def _plain_account(
         file=at.file if at else None,
         line=at.line if at else None,
         function=at.function if at else None,
-        expression=(at.expression or None) if at else None,
-        callees=common_callees(table.tree, table.stack[rows], table.ns[rows]) if at else (),
+        expression=expression,
+        expression_ratio=ratio,
+        callees=common_callees(table.tree, table.stack[inside], table.ns[inside]) if at else (),
         ns_per_step=mean,
         low_ns=low,
         high_ns=high,

@@ -10,6 +10,7 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.base.ledger import Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -42,10 +43,13 @@ _NO_OPTIMIZER = (
 )
 
 
-def not_measured(analyzer: RunFrames, inputs: RuleInputs) -> tuple[tuple[str, str], ...]:
-    """(what, why): phases that are null, counters that are missing, processes unseen."""
+def not_measured(
+    analyzer: RunFrames, inputs: RuleInputs, ledger: Ledger | None
+) -> tuple[tuple[str, str], ...]:
+    """(what, why): phases that are null, code, counters that are missing, processes unseen."""
     hooks = [("phases of a process", f"hook: {line}") for line in analyzer.files.hook_failures]
-    gaps = [*_phases(inputs), *_device(inputs), *_counters(analyzer), *hooks[:_NAMED]]
+    code = [("code", why) for why in (ledger.missing if ledger is not None else ())]
+    gaps = [*_phases(inputs), *code, *_device(inputs), *_counters(analyzer), *hooks[:_NAMED]]
     gaps += _processes(analyzer)
     return tuple(dict.fromkeys(gaps))
 
@@ -238,7 +242,12 @@ def _most(values: pl.Series) -> float | None:
 
 def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> tuple[str, ...]:
     """What haiprof noticed and did while the job ran, in a line each."""
-    return tuple(_slow_text(r, run) if r.trigger == "slow" else _hang_text(r) for r in reactions)
+    texts = []
+    for each in reactions:
+        said = outcome_text(each) + (f"; {each.path}" if each.path else "")
+        hang = f"{each.reason} at {_clock_text(each.wall_ns)}: {said}"
+        texts.append(_slow_text(each, run) if each.trigger == "slow" else hang)
+    return tuple(texts)
 
 
 def _slow_text(reaction: Reaction, run: RunPaths) -> str:
@@ -254,11 +263,6 @@ def _slow_text(reaction: Reaction, run: RunPaths) -> str:
     if reaction.window is None:
         return line
     return f"{line}: haiprof trace report {shown_path(run.root)} --window {reaction.window}"
-
-
-def _hang_text(reaction: Reaction) -> str:
-    said = f"{outcome_text(reaction)}; {reaction.path}" if reaction.path else outcome_text(reaction)
-    return f"{reaction.reason} at {_clock_text(reaction.wall_ns)}: {said}"
 
 
 def _clock_text(wall_ns: int) -> str:

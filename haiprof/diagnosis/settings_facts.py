@@ -13,23 +13,18 @@ import numpy as np
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.rule_inputs import (
+    Find,
     RuleInputs,
+    fact,
     median,
-    own_backward_ns,
     typical_rank,
     usual_share,
     usual_split,
 )
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
-from haiprof.diagnosis.verdict import (
-    Abstention,
-    Finding,
-    Judgement,
-    Severity,
-    evidence_rows,
-)
+from haiprof.diagnosis.verdict import Finding, Judgement, Severity, evidence_rows
 from haiprof.run_analysis.code_samples import CODE_PHASES
-from haiprof.run_analysis.settings import RankSettings, differences, sharing_groups
+from haiprof.run_analysis.settings import RankSettings, differences
 
 SWITCHED_ON_RATIO = 0.10
 """Of the looks, one a second, at which a switch was on: below it, it was tried for a moment. Own
@@ -104,42 +99,12 @@ def touched_ratio(inputs: RuleInputs, phases: tuple[str, ...]) -> float:
     return min(sum(usual_share(inputs, phase) or 0.0 for phase in phases), 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What is on; remedy and confidence where they are not those of the setting's row."""
-
-    title: str
-    rows: Sequence[tuple[str, float | None, str]] = ()
-    """Evidence beside the price."""
-    price: Price | None = None
-    on: float = 1.0
-    """Share of the time for which it is on."""
-    lost_ratio: float | None = None
-    """Where it is known better than by the price, and on GPUs, where no price is measured."""
-    phases: tuple[str, ...] = ()
-    """The phases whose operators `lost_ratio` is the price of, where there is no price."""
-    missing: tuple[str, ...] | None = None
-    """None: the price, where it is not known."""
-    remedy: str | None = None
-    confidence: float | None = None
-    rank: int | None = None
-    cause: str | None = None
-
-
-_Find = Callable[[RuleInputs], _Found | str | None]
-"""Looks for a setting: what is on, why that cannot be told, or None where nothing is amiss."""
-
-
 def _setting(
-    remedy: str, confidence: float, *, device: Literal["cpu", "cuda"] | None = None,
-    ranks: int = 1, severity: Severity = "info",
-) -> Callable[[_Find], Callable[[RuleInputs], Judgement]]:  # fmt: skip
-    """A row of the table: makes a rule of the function that looks for a setting.
+    *, device: Literal["cpu", "cuda"] | None = None, ranks: int = 1
+) -> Callable[[Find], Callable[[RuleInputs], Judgement]]:
+    """A rule that abstains where a run has no settings, other devices, too few ranks or steps."""
 
-    The rule abstains where a run has no settings, other devices, too few ranks or too few steps.
-    """
-
-    def abstain(inputs: RuleInputs) -> str | None:
+    def why_not(inputs: RuleInputs) -> str | None:
         if not inputs.settings:
             return "no settings were recorded"
         if device is not None and inputs.uses_gpu != (device == "cuda"):
@@ -148,44 +113,41 @@ def _setting(
             return "one rank"
         return f"fewer than {MIN_STEPS} steps" if inputs.steps.height < MIN_STEPS else None
 
-    def row(find: _Find) -> Callable[[RuleInputs], Judgement]:
-        @wraps(find)
-        def rule(inputs: RuleInputs) -> Judgement:
-            found = abstain(inputs) or find(inputs)
-            if isinstance(found, str):
-                return Abstention(rule=find.__name__, why=found)
-            if found is None:
-                return None
-            price = None if inputs.uses_gpu else found.price
-            lost = found.lost_ratio
-            if price is not None and lost is None:
-                lost = price.lost_ratio(inputs, on=found.on)
-            unknown = (UNKNOWN,) if lost is None else ()
-            return Finding(
-                rule=find.__name__,
-                cause=found.cause,
-                title=found.title,
-                evidence=evidence_rows(*found.rows, *(price.rows(inputs) if price else ())),
-                remedy=found.remedy or remedy,
-                confidence=found.confidence or confidence,
-                severity=severity,
-                lost_ratio=lost,
-                phases=found.price.phases if found.price else found.phases,
-                missing=unknown if found.missing is None else found.missing,
-                rank=found.rank,
-            )
-
-        return rule
-
-    return row
+    return lambda find: fact(wraps(find)(lambda inputs: why_not(inputs) or find(inputs)))
 
 
-@_setting(
-    "remove torch.autograd.set_detect_anomaly(True) or detect_anomaly(), in Lightning "
-    "Trainer(detect_anomaly=True): it is for finding a NaN, not for training",
-    0.9,
-)
-def anomaly_detection(inputs: RuleInputs) -> _Found | None:
+def _found(
+    inputs: RuleInputs,
+    title: str,
+    remedy: str,
+    confidence: float,
+    *rows: tuple[str, float | None, str],
+    price: Price | None = None,
+    on: float = 1.0,
+    lost_ratio: float | None = None,
+    phases: tuple[str, ...] = (),
+    missing: tuple[str, ...] | None = None,
+    rank: int | None = None,
+    cause: str | None = None,
+    severity: Severity = "info",
+) -> Finding:
+    """What is on, with its price: on GPUs none was measured, and `lost_ratio` is what is known."""
+    if price is not None:
+        phases = price.phases
+    if price is not None and not inputs.uses_gpu:
+        lost_ratio = price.lost_ratio(inputs, on=on) if lost_ratio is None else lost_ratio
+        rows = (*rows, *price.rows(inputs))
+    if missing is None:
+        missing = (UNKNOWN,) if lost_ratio is None else ()
+    return Finding(
+        title=title, evidence=evidence_rows(*rows), remedy=remedy, confidence=confidence,
+        severity=severity, lost_ratio=lost_ratio, phases=phases, missing=missing, rank=rank,
+        cause=cause,
+    )  # fmt: skip
+
+
+@_setting()
+def anomaly_detection(inputs: RuleInputs) -> Finding | None:
     """Autograd's anomaly detection is on while the job trains.
 
     Each operator then has its Python stack written down as text, and each gradient is looked
@@ -199,14 +161,16 @@ def anomaly_detection(inputs: RuleInputs) -> _Found | None:
     ratio, seen = max(on.values()), _stack_writing_ratio(inputs)
     known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
     known += [] if seen is None else [seen]
-    return _Found(
-        title="anomaly detection is on"
+    return _found(
+        inputs,
+        "anomaly detection is on"
         + (f": writing stacks down takes {ratio_text(seen)} of the step" if seen else ""),
-        rows=[
-            ("share of checks that found it on", ratio, "ratio"),
-            ("writing stacks, of the step (samples)", seen, "ratio"),
-            ("forward and backward, share of the step", touched_ratio(inputs, MODEL), "ratio"),
-        ],
+        "remove torch.autograd.set_detect_anomaly(True) or detect_anomaly(), in Lightning "
+        "Trainer(detect_anomaly=True): it is for finding a NaN, not for training",
+        0.9,
+        ("share of checks that found it on", ratio, "ratio"),
+        ("writing stacks, of the step (samples)", seen, "ratio"),
+        ("forward and backward, share of the step", touched_ratio(inputs, MODEL), "ratio"),
         lost_ratio=max(known, default=None),
         phases=MODEL,
         rank=ranks[0] if len(ranks) == 1 < len(inputs.world) else None,
@@ -226,12 +190,8 @@ def _stack_writing_ratio(inputs: RuleInputs) -> float | None:
     return float(weight[inside[samples.stack[chosen]]].sum()) / whole if whole else None
 
 
-@_setting(
-    "give it a schedule (torch.profiler.schedule(wait=.., warmup=.., active=..)) or remove it; "
-    "haiprof run --trace records a few steps and leaves the others alone",
-    0.8,
-)
-def profiler_left_on(inputs: RuleInputs) -> _Found | None:
+@_setting()
+def profiler_left_on(inputs: RuleInputs) -> Finding | None:
     """A profiler of the job's own records all the time.
 
     It was on at half of the looks, which one with a schedule is not. haiprof's own trace windows
@@ -242,18 +202,22 @@ def profiler_left_on(inputs: RuleInputs) -> _Found | None:
     if not ranks:
         return None
     ratio, some = max(on.values()), len(ranks) < len(inputs.world)
-    return _Found(
-        title=f"the job's own profiler is on {ratio_text(ratio)} of the time"
+    return _found(
+        inputs,
+        f"the job's own profiler is on {ratio_text(ratio)} of the time"
         + (f", on {ranks_text(ranks)}" if some else ""),
-        rows=[("share of checks that found it on", ratio, "ratio")],
+        "give it a schedule (torch.profiler.schedule(wait=.., warmup=.., active=..)) or remove it; "
+        "haiprof run --trace records a few steps and leaves the others alone",
+        0.8,
+        ("share of checks that found it on", ratio, "ratio"),
         price=PRICES["profiler"],
         on=ratio,
         rank=ranks[0] if some and len(ranks) == 1 else None,
     )
 
 
-@_setting("", 0.8)
-def costly_switches(inputs: RuleInputs) -> _Found | None:
+@_setting()
+def costly_switches(inputs: RuleInputs) -> Finding | None:
     """Switches for finding errors are on, or a fast path between GPUs is switched off."""
     ranks = inputs.settings.values()
     on = {
@@ -265,10 +229,12 @@ def costly_switches(inputs: RuleInputs) -> _Found | None:
         return None
     prices = {n: PRICES[n].lost_ratio(inputs) for n in on if n in PRICES and not inputs.uses_gpu}
     unknown = [name for name in on if name not in prices]
-    return _Found(
-        title="; ".join(f"{name}: {does}" for name, does in on.items()),
-        rows=[(f"{name}: of the step at least", prices.get(name), "ratio") for name in on],
-        remedy=f"leave out {', '.join(on)}",
+    return _found(
+        inputs,
+        "; ".join(f"{name}: {does}" for name, does in on.items()),
+        f"leave out {', '.join(on)}",
+        0.8,
+        *[(f"{name}: of the step at least", prices.get(name), "ratio") for name in on],
         lost_ratio=max(prices.values(), default=None),
         phases=MODEL,
         missing=(f"{UNKNOWN} ({', '.join(unknown)})",) if unknown else (),
@@ -329,12 +295,8 @@ _SWITCHES: tuple[
 By what each does: PyTorch's and NCCL's lists of environment variables, Python's -X options."""
 
 
-@_setting(
-    "train in float32: model.float(), and no torch.set_default_dtype(torch.float64); arrays of "
-    "numpy are float64, so that batches made from them need .float()",
-    0.8,
-)
-def double_precision(inputs: RuleInputs) -> _Found | None:
+@_setting()
+def double_precision(inputs: RuleInputs) -> Finding | None:
     """The model is trained in float64.
 
     Half of the parameters of what is trained are. A note where only batches are: whatever they
@@ -343,27 +305,34 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
     share = max(_dtype_ratio(each, "float64") for each in inputs.settings.values())
     batches = sum("float64" in each.input_dtypes for each in inputs.settings.values())
     if share < DTYPE_RATIO:
-        return None if not batches else _Found(
-            cause="batches",
-            title="float64: the model is called with batches that have twice the bytes of float32",
-            rows=[("ranks with such batches", float(batches), "count")],
-            remedy="make batches float32 where they are made (arrays of numpy are float64): "
-            ".float(), np.float32; copies and transfers take half the time then",
-            confidence=0.6,
-            missing=("how much is computed in float64 before it is cast",),
-        )  # fmt: skip
+        return (
+            None
+            if not batches
+            else _found(
+                inputs,
+                "float64: the model is called with batches that have twice the bytes of float32",
+                "make batches float32 where they are made (arrays of numpy are float64): "
+                ".float(), np.float32; copies and transfers take half the time then",
+                0.6,
+                ("ranks with such batches", float(batches), "count"),
+                cause="batches",
+                missing=("how much is computed in float64 before it is cast",),
+            )
+        )
     touched, gpu = touched_ratio(inputs, STEP), max(inputs.gpu_use.values(), default=None)
     busy = gpu if inputs.uses_gpu else _computing_ratio(inputs)
     lost = None if busy is None else touched * busy * _FLOAT64_RATIO
     if lost is not None and not inputs.uses_gpu:
         lost = max(lost, PRICES["float64"].lost_ratio(inputs))
-    return _Found(
-        title=f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
-        rows=[
-            ("float64, of what is trained", share, "ratio"),
-            ("the GPU computes" if inputs.uses_gpu else "computing, of forward", busy, "ratio"),
-            ("forward, backward and optimizer, share of the step", touched, "ratio"),
-        ],
+    return _found(
+        inputs,
+        f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
+        "train in float32: model.float(), and no torch.set_default_dtype(torch.float64); arrays of "
+        "numpy are float64, so that batches made from them need .float()",
+        0.8,
+        ("float64, of what is trained", share, "ratio"),
+        ("the GPU computes" if inputs.uses_gpu else "computing, of forward", busy, "ratio"),
+        ("forward, backward and optimizer, share of the step", touched, "ratio"),
         phases=() if inputs.uses_gpu else STEP,
         lost_ratio=lost,
         missing=("how busy the GPU is",) if inputs.uses_gpu and busy is None else (),
@@ -385,13 +354,8 @@ def _dtype_ratio(settings: RankSettings, dtype: str) -> float:
     return sum(dtypes.get(dtype, 0) for dtypes in trained) / whole if whole else 0.0
 
 
-@_setting(
-    "compute in float32, or in bfloat16 where /proc/cpuinfo has avx512_bf16, amx_bf16 or bf16",
-    0.9,
-    device="cpu",
-    severity="warning",
-)
-def half_precision(inputs: RuleInputs) -> _Found | str | None:
+@_setting(device="cpu")
+def half_precision(inputs: RuleInputs) -> Finding | str | None:
     """Operators in a 16-bit format that the CPU has no arithmetic for: each number is converted.
 
     What autocast makes of operators where the model is called, or most of its parameters are.
@@ -410,18 +374,18 @@ def half_precision(inputs: RuleInputs) -> _Found | str | None:
         return None
     dtype, settings = next(iter(lacking.items()))
     how = "autocast" if settings.autocast == dtype else "parameters"
-    return _Found(
-        title=f"{dtype} ({how}) on a CPU that has no arithmetic for it",
+    return _found(
+        inputs,
+        f"{dtype} ({how}) on a CPU that has no arithmetic for it",
+        "compute in float32, or in bfloat16 where /proc/cpuinfo has avx512_bf16, amx_bf16 or bf16",
+        0.9,
         price=PRICES.get(dtype),
+        severity="warning",
     )
 
 
-@_setting(
-    "leave it off where runs need not repeat to the bit; with it, "
-    "torch.utils.deterministic.fill_uninitialized_memory = False saves filling new tensors",
-    0.6,
-)
-def deterministic_mode(inputs: RuleInputs) -> _Found | None:
+@_setting()
+def deterministic_mode(inputs: RuleInputs) -> Finding | None:
     """Only deterministic algorithms are allowed, which is slower.
 
     On CPUs it costs next to nothing where no index operation is used: it is said there where the
@@ -435,16 +399,18 @@ def deterministic_mode(inputs: RuleInputs) -> _Found | None:
     if not on or not (inputs.uses_gpu or price.lost_ratio(inputs)):
         return None
     switches = " and ".join(titles[name] for name in sorted(on))
-    return _Found(title=f"deterministic algorithms only: {switches}", price=price)
+    return _found(
+        inputs,
+        f"deterministic algorithms only: {switches}",
+        "leave it off where runs need not repeat to the bit; with it, "
+        "torch.utils.deterministic.fill_uninitialized_memory = False saves filling new tensors",
+        0.6,
+        price=price,
+    )
 
 
-@_setting(
-    "remove torch.backends.mkldnn.enabled = False (or mkldnn.flags(enabled=False))",
-    0.7,
-    device="cpu",
-    severity="warning",
-)
-def mkldnn_off(inputs: RuleInputs) -> _Found | None:
+@_setting(device="cpu")
+def mkldnn_off(inputs: RuleInputs) -> Finding | None:
     """Convolutions on CPUs run without oneDNN.
 
     Matrix products in float32 are MKL's or OpenBLAS' either way: without convolutions it is silent.
@@ -454,15 +420,19 @@ def mkldnn_off(inputs: RuleInputs) -> _Found | None:
         return None
     price = PRICES["mkldnn_convolutions"]
     lost = ratio_text(price.lost_ratio(inputs))
-    return _Found(
-        title=f"oneDNN is switched off: convolutions take at least {price.least:.1f}x as long, "
+    return _found(
+        inputs,
+        f"oneDNN is switched off: convolutions take at least {price.least:.1f}x as long, "
         f"{lost} of the step",
+        "remove torch.backends.mkldnn.enabled = False (or mkldnn.flags(enabled=False))",
+        0.7,
         price=price,
+        severity="warning",
     )
 
 
-@_setting("leave foreach out, or pass fused=True", 0.7, device="cuda")
-def optimizer_loop(inputs: RuleInputs) -> _Found | None:
+@_setting(device="cuda")
+def optimizer_loop(inputs: RuleInputs) -> Finding | None:
     """The optimizer updates parameters one by one on a GPU, where one call could update all.
 
     Left alone, torch takes foreach there by itself; on CPUs the loop is what it takes, and no
@@ -478,42 +448,46 @@ def optimizer_loop(inputs: RuleInputs) -> _Found | None:
     share = usual_share(inputs, "optimizer") or 0.0
     if count < LOOP_MIN_TENSORS or share < PROBLEM_RATIO:
         return None
-    return _Found(
-        title=f"{name} updates {count} tensors one by one (foreach=False), "
+    return _found(
+        inputs,
+        f"{name} updates {count} tensors one by one (foreach=False), "
         f"{ratio_text(share)} of the step",
-        rows=[
-            ("tensors", float(count), "count"), ("optimizer, share of the step", share, "ratio")
-        ],
-    )  # fmt: skip
+        "leave foreach out, or pass fused=True",
+        0.7,
+        ("tensors", float(count), "count"),
+        ("optimizer, share of the step", share, "ratio"),
+    )
 
 
-@_setting(
-    "all but the last backward of a step under `with model.no_sync():`, its forward too",
-    0.8,
-)
-def ddp_arguments(inputs: RuleInputs) -> _Found | str | None:
+@_setting()
+def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
     """DistributedDataParallel reduces gradients more often, or looks for more, than it must.
 
     One look a second falls into no_sync with a known chance, where it is used: it is missing where
     none of so many looks found it. Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.
     """
-    wrapped = [each for each in inputs.settings.values() if _is_wrapped_once(each)]
+    # One wrapped model and one optimizer: several have backward passes of their own.
+    wrapped = [
+        each
+        for each in inputs.settings.values()
+        if sum(m.ddp is not None for m in each.models) == 1 == len(each.optimizers)
+    ]
     if not wrapped or len(inputs.world) < 2:
         return "no DistributedDataParallel of several ranks"
     count = median(inputs.steps["micro_step_count"]) or 1.0
     if count >= 2 and all(_never_skips_sync(inputs, each, count) for each in wrapped):
         split = usual_split(inputs.of_rank(typical_rank(inputs)))
         backward, whole = split["backward"], sum(value or 0.0 for value in split.values())
-        own = None if backward is None else own_backward_ns(inputs, backward)
-        spare = None if own is None or backward is None else (backward - own) * (count - 1) / count
-        return _Found(
+        tail = inputs.backward_tail(typical_rank(inputs))
+        spare = None if tail is None or backward is None else backward * tail * (count - 1) / count
+        return _found(
+            inputs,
+            f"gradients of {count:.0f} micro-steps are accumulated, and reduced after each one",
+            "all but the last backward of a step under `with model.no_sync():`, its forward too",
+            0.8,
+            ("backward passes of a step", count, "count"),
+            ("waiting and reducing that no_sync spares", spare, "ns"),
             cause="no_sync",
-            title=f"gradients of {count:.0f} micro-steps are accumulated, and reduced after "
-            "each one",
-            rows=[
-                ("backward passes of a step", count, "count"),
-                ("waiting and reducing that no_sync spares", spare, "ns"),
-            ],
             lost_ratio=None if spare is None or not whole else spare / whole,
             phases=("backward",),
         )
@@ -522,22 +496,17 @@ def ddp_arguments(inputs: RuleInputs) -> _Found | str | None:
     if unused and not any(each.get("static_graph") is True for each in ddp):
         price = PRICES["find_unused_parameters"]
         lost = "" if inputs.uses_gpu else ratio_text(price.lost_ratio(inputs))
-        return _Found(
-            cause="find_unused_parameters",
-            title="find_unused_parameters=True: the graph is walked after each forward"
+        return _found(
+            inputs,
+            "find_unused_parameters=True: the graph is walked after each forward"
             + (f", at least {lost} of the step" if lost else ""),
-            remedy="leave it out where every parameter gets a gradient in every step; where the "
+            "leave it out where every parameter gets a gradient in every step; where the "
             "unused ones are always the same, static_graph=True does without",
-            confidence=0.5,
+            0.5,
+            cause="find_unused_parameters",
             price=price,
         )
     return None
-
-
-def _is_wrapped_once(settings: RankSettings) -> bool:
-    """One wrapped model and one optimizer: several have backward passes of their own."""
-    wrapped = [model for model in settings.models if model.ddp is not None]
-    return len(wrapped) == 1 and len(settings.optimizers) == 1
 
 
 def _never_skips_sync(inputs: RuleInputs, settings: RankSettings, count: float) -> bool:
@@ -548,13 +517,8 @@ def _never_skips_sync(inputs: RuleInputs, settings: RankSettings, count: float) 
     return (1 - inside) ** looks.look_count <= NO_SYNC_MISSED_RATIO
 
 
-@_setting(
-    "a unit for each block: fully_shard(block) for every layer before the model itself, or "
-    "FullyShardedDataParallel(auto_wrap_policy=...); it also takes less memory",
-    0.6,
-    ranks=2,
-)
-def fsdp_units(inputs: RuleInputs) -> _Found | None:
+@_setting(ranks=2)
+def fsdp_units(inputs: RuleInputs) -> Finding | None:
     """FSDP shards the model as one unit, so that all parameters are gathered at once.
 
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.2 and 3.3: parameters of a unit are
@@ -564,19 +528,22 @@ def fsdp_units(inputs: RuleInputs) -> _Found | None:
     for model in models:
         count = model.tensor_count or 0
         if model.fsdp_unit_count == 1 and count >= LOOP_MIN_TENSORS:
-            return _Found(
-                title=f"FSDP wraps the whole of {model.name} as one unit: all parameters are "
+            return _found(
+                inputs,
+                f"FSDP wraps the whole of {model.name} as one unit: all parameters are "
                 "gathered before forward, and nothing computes meanwhile",
-                rows=[
-                    ("units", 1.0, "count"),
-                    ("parameters, each a tensor", float(count), "count"),
-                ],
+                "a unit for each block: fully_shard(block) for every layer before the model "
+                "itself, or FullyShardedDataParallel(auto_wrap_policy=...); it also takes less "
+                "memory",
+                0.6,
+                ("units", 1.0, "count"),
+                ("parameters, each a tensor", float(count), "count"),
             )
     return None
 
 
-@_setting("", 0.5, device="cuda")
-def fast_paths_off(inputs: RuleInputs) -> _Found | None:
+@_setting(device="cuda")
+def fast_paths_off(inputs: RuleInputs) -> Finding | None:
     """Faster arithmetic that the GPU has is not switched on: TF32, cuDNN's search for algorithms.
 
     Both change results in the last digits, or from run to run, so that they are the user's choice;
@@ -588,7 +555,7 @@ def fast_paths_off(inputs: RuleInputs) -> _Found | None:
     if not found:
         return None
     titles, remedies = ("; ".join(texts) for texts in zip(*found, strict=True))
-    return _Found(title=titles, remedy=remedies)
+    return _found(inputs, titles, remedies, 0.5)
 
 
 def _without_tf32(settings: RankSettings) -> bool:
@@ -640,14 +607,17 @@ _PATHS = (
 """What is off, what switches it on, and whether it is off on a rank."""
 
 
-@_setting("", 0.7, device="cpu")
-def threads_over_cores(inputs: RuleInputs) -> _Found | None:
+@_setting(device="cpu")
+def threads_over_cores(inputs: RuleInputs) -> Finding | None:
     """Operators are computed by more threads than the rank has cores.
 
     A rank on CPUs has twice as many threads per operator as cores or CPU quota. The threads of an
     operator wait for the last one of them (OpenMP's barrier), which then stands in line for a core.
     """
-    found = {rank: _threads_per_core(each) for rank, each in inputs.settings.items()}
+    found = {
+        rank: (each.operator_threads or 0) / ceil(each.usable_cores) if each.usable_cores else 0.0
+        for rank, each in inputs.settings.items()
+    }
     rank = max(found, key=lambda r: (found[r], -r))
     over = [r for r, factor in found.items() if factor >= THREADS_PER_CORE]
     if rank not in over:
@@ -657,15 +627,15 @@ def threads_over_cores(inputs: RuleInputs) -> _Found | None:
     limited = (settings.cpu_limit_cores or cores + 1) <= cores
     where = "the CPU limit of its control group" if limited else "its CPU affinity"
     sharing = _sharing_counts(inputs).get(rank, 1)
-    return _Found(
-        title=f"{settings.operator_threads} threads per operator on {cores:g} cores",
-        rows=[
-            ("threads per operator", float(settings.operator_threads or 0), "count"),
-            (f"cores, by {where}", cores, "cores"),
-        ],
-        remedy=f"OMP_NUM_THREADS={max(int(cores) // sharing, 1)} or torch.set_num_threads"
+    return _found(
+        inputs,
+        f"{settings.operator_threads} threads per operator on {cores:g} cores",
+        f"OMP_NUM_THREADS={max(int(cores) // sharing, 1)} or torch.set_num_threads"
         + (f", as {sharing} ranks share the cores" if sharing > 1 else "")
         + (": torch counts the machine's cores, and knows no limit" if limited else ""),
+        0.7,
+        ("threads per operator", float(settings.operator_threads or 0), "count"),
+        (f"cores, by {where}", cores, "cores"),
         missing=(
             "what it costs: it depends on what else wants the cores, and on how threads wait",
         ),
@@ -673,8 +643,8 @@ def threads_over_cores(inputs: RuleInputs) -> _Found | None:
     )
 
 
-@_setting("", 0.7, device="cpu")
-def threads_under_cores(inputs: RuleInputs) -> _Found | None:
+@_setting(device="cpu")
+def threads_under_cores(inputs: RuleInputs) -> Finding | None:
     """Operators are computed by fewer threads than the rank has cores for.
 
     torchrun sets OMP_NUM_THREADS=1 where a node has several ranks and it is not set.
@@ -689,35 +659,31 @@ def threads_under_cores(inputs: RuleInputs) -> _Found | None:
     if rank is None or own[rank][1] < FEW_THREADS * own[rank][0]:
         return None
     threads, cores = own[rank]
-    return _Found(
-        title=f"operators use {threads} of {cores} cores",
-        rows=[("threads per operator", float(threads), "count"),
-              ("cores of the rank", float(cores), "cores")],
-        remedy=f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): torchrun sets 1 where "
+    return _found(
+        inputs,
+        f"operators use {threads} of {cores} cores",
+        f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): torchrun sets 1 where "
         "it is not set",
+        0.7,
+        ("threads per operator", float(threads), "count"),
+        ("cores of the rank", float(cores), "cores"),
         missing=("what it gains: small operators gain nothing",),
-    )  # fmt: skip
+    )
 
 
 def _sharing_counts(inputs: RuleInputs) -> dict[int, int]:
     """By rank: how many ranks, it included, share its cores; of ranks whose placement is known."""
-    groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
-    return {placement.rank: len(group) for group in groups for placement in group}
+    return {placement.rank: len(group) for group in inputs.core_groups for placement in group}
 
 
-def _threads_per_core(settings: RankSettings) -> float:
-    cores = settings.usable_cores
-    return (settings.operator_threads or 0) / ceil(cores) if cores else 0.0
-
-
-def settings_differ(inputs: RuleInputs) -> Judgement:
+@fact
+def settings_differ(inputs: RuleInputs) -> Finding | str | None:
     """A rank was run with other settings than the others.
 
     What it costs is said by the rule on that setting, or by the one on the slow rank.
     """
     if len(inputs.settings) < 2:
-        why = "settings of fewer than two ranks were recorded"
-        return Abstention(rule="settings_differ", why=why)
+        return "settings of fewer than two ranks were recorded"
     found = differences(inputs.settings)
     if not found:
         return None
@@ -728,7 +694,6 @@ def settings_differ(inputs: RuleInputs) -> Judgement:
         for each in found
     ]
     return Finding(
-        rule="settings_differ",
         title=f"{ranks_text(ranks)} with other settings: " + "; ".join(texts),
         evidence=evidence_rows(("settings that differ", float(len(found)), "count")),
         remedy="use the same settings on all ranks; what is set under `if rank == 0` may make the "

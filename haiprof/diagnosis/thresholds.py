@@ -20,15 +20,9 @@ SHORT_RUN_S = 1.0
 """Seconds of judged steps below which findings are notes: counters are read once or twice a second,
 so nothing is known of who had the cores. Own choice."""
 
-DATALOADER_WARNING_RATIO = 0.10
-"""TraceML INPUT_BOUND: 10 % of the step is a warning, 20 % critical (diagnostics/DIAGNOSIS.md)."""
 MIN_STEPS = 2
 CRITICAL_MIN_STEPS = 20
 """TraceML: two steps to warn, twenty to call it critical."""
-
-GPU_IDLE_RATIO = 0.50
-"""Below it the GPU waits for most of the time. TraceML calls 30-70 % moderate; the published case
-had 30 %. NVML counts a sample as used when any kernel ran, so true use is lower still."""
 
 FAR_MAD_FACTOR = 5.0
 """A rank is far from the others where its distance is above the median plus this many MADs; a
@@ -87,3 +81,9 @@ and a network of 10 Gb/s. Nothing is promised beyond it."""
 LINK_LATENCY_NS, LINK_USUAL_NS = 3_000_000, 1_000_000
 """And how long an exchange of few bytes may take, and as a rule takes: gloo between processes on
 two busy cores needs 1 to 3 ms, scheduling included (measured)."""
+PREFLIGHT_RATIO = 0.3
+"""Source: two healthy ranks on a machine with other jobs differed by 24 % in plain Python."""
+PREFLIGHT_LINK_RATIO = 0.5
+"""Source: a link that lost half its lanes, or fell to the next lower Ethernet rate."""
+PREFLIGHT_MADS = 5.0
+"""Source: beyond 3.5 is an outlier (Iglewicz and Hoaglin, 1993); few peers estimate MAD badly."""

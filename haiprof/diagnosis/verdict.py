@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from haiprof.base.code_places import place_text
 from haiprof.base.errors import HaiprofError
-from haiprof.base.ledger import Ledger
+from haiprof.base.ledger import Ledger, ledger_document
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import ratio_text, visible
 from haiprof.diagnosis.restart_advice import Advice
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # it reads traces, which most runs do not have
 
 Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
-_PLACE_LIMIT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,6 @@ class Evidence:
 def evidence_rows(*rows: tuple[str, float | None, str]) -> tuple[Evidence, ...]:
     """Evidence from its fields: name, value and unit."""
     return tuple(Evidence(name=name, value=value, unit=unit) for name, value, unit in rows)
-
-
-def place_text(file: str, line: int, function: str) -> str:
-    """`train.py:88 load_image`; the names are whatever the run directory holds."""
-    text = f"{file.rpartition('/')[2]}:{line} {function}"
-    return visible(" ".join(text[:_PLACE_LIMIT].split()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,39 +95,28 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One cause that a rule found."""
+    """One cause that a rule found; FINDING_FIELDS says what its fields mean."""
 
-    rule: str
-    """Slug of the rule."""
     title: str
-    """The cause in one line."""
     evidence: tuple[Evidence, ...]
     remedy: str
-    """What to change."""
     confidence: float
-    """In [0, 1]."""
+    rule: str = ""
+    """Slug of the rule; `rule_inputs.fact` fills it in."""
     severity: Severity = "warning"
     """Where the time is known, what follows from it takes the place of what a rule says."""
     lost_ratio: float | None = None
-    """Share of the time that it costs, in [0, 1]; None where that is not known.
-
-    Findings are ordered by it, and with the confidence it gives the severity."""
+    """Findings are ordered by it, and with the confidence it gives the severity."""
     gain: Gain | None = None
-    """What the step becomes without it; None of facts that are no opportunity."""
     account: int | None = None
-    """The account of the ledger that it is about; None of facts beside it."""
     missing: tuple[str, ...] = ()
-    """What could not be measured and would make it surer."""
     rank: int | None = None
     """The rank it is about; None where it is about all."""
     scope: Literal["run", "window"] = "run"
-    """What proves it: all steps of the run, or the few of a traced window."""
     cause: str | None = None
-    """Slug of why, where the rule tells several causes apart (`epoch_restart`)."""
     phases: tuple[str, ...] = ()
     """Of a setting: the phases whose operators `lost_ratio` is the price of."""
     code_lines: tuple[CodeLine, ...] = ()
-    """The job's own code that it is about, most time first."""
 
     @property
     def numbers(self) -> tuple[Evidence, ...]:
@@ -182,71 +165,43 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was found in one run."""
+    """What was found in one run; a field that FIELDS has too means what is said there."""
 
     run: str
-    """The run directory."""
     name: str
-    """The job's name."""
     headline: str
-    """One line: the first problem, that nothing stands out, or that there is nothing to judge."""
     split: Mapping[str, float | None]
-    """Host time in ns per phase of the mean step; None where a phase is not measured."""
     step_ns: float | None
-    """The mean step after warm-up, with what is paid between steps: the sum of `split`."""
     work: StepWork | None
-    """FLOPs and MFU of the mean step; None where no window was traced with shapes."""
     step_count: int
-    """Steps of all ranks, of the last attempt of each."""
     ranks: tuple[int, ...]
-    """Ranks that have steps."""
     findings: tuple[Finding, ...]
-    """A hang first, then opportunities by their gain, then facts."""
     abstained: tuple[tuple[str, str], ...]
     """(rule, why it could not be judged)."""
     not_measured: tuple[tuple[str, str], ...]
     """(what, why)."""
     evaluation_ns: int | None
-    """Time in evaluations without compiling, the rank with the most; None where none is known."""
     compile_ns: int | None
-    """Time in which torch.compile worked, the rank with the most; None where none tells."""
     events: Mapping[str, Events]
-    """`gc` and `save`, where there were any."""
     cost: Cost
     next_command: str
-    """What to run next."""
     notes: tuple[str, ...]
-    """What was damaged or left out while reading."""
     ledger: Ledger | None = None
     """The accounts of the mean step; None without judged steps."""
     device: DeviceLedger | None = None
-    """The accounts of the GPUs' time in the last trace window; None where none was traced."""
     run_time: Mapping[str, int] = field(default_factory=dict)
-    """The run's wall time in ns by what passed, from start to end; empty where it has no end."""
     most_steps: int = 0
-    """Steps of the rank that has most, in all its attempts, as `haiprof ls` shows them."""
     end_wall_ns: int | None = None
-    """Unix time of the job's end; None where it still ran, or its end was not noted."""
     death: Death | None = None
-    """Why the job died; None where it has not."""
     advice: Advice | None = None
-    """Start again, without some nodes, or stop; None where nothing died."""
     memory_at_end: tuple[MemoryAtEnd, ...] = ()
-    """Memory of the ranks that the death began with, where it may be the reason."""
     gpu_memory_at_end: tuple[GpuMemoryAtEnd, ...] = ()
-    """GPU memory of the same ranks, where it ran out."""
     starts: tuple[Start, ...] = ()
-    """Each start of the job's ranks, and why it ended; empty where the only one did not die."""
     goodput: Goodput | None = None
-    """The share of the run's wall time in steps that counted."""
     checked: tuple[str, ...] = ()
-    """Rules beside the ledger that had their data and found nothing."""
     machine: str | None = None
-    """What the cores of the busiest node did while it trained; None where that is not known."""
     traces: tuple[str, ...] = ()
-    """What was traced, and why the rest was not; empty where no trace was asked for."""
     reactions: tuple[str, ...] = ()
-    """What haiprof noticed while the job ran, and did by itself."""
 
 
 SCHEMA = "haiprof.diagnosis.1"
@@ -261,7 +216,8 @@ FIELDS = {
     "memory_at_end": "memory of the ranks that the death began with, where it may be the reason",
     "gpu_memory_at_end": "GPU memory of the same ranks, where it ran out: docs/deaths.md",
     "starts": "each start of the job's ranks and how it ended; empty where one did not die",
-    "goodput": "share of the run's wall time in steps that counted; null where nothing died",
+    "goodput": "of the run's wall time the share in steps that counted, as in `haiprof goodput`: "
+    "`ratio`, `ratio_high`, `wall_ns`, `lost_steps` (at least, at most); null where nothing died",
     "step": "the mean step: `mean_ns` (with what is paid between steps), `median_ns` (without), "
     "`count`, `residual_ns`, `device_idle_ns` (no host code gains more; null: not known), "
     "`device_idle_is_bound`, `positions` (ns by position, exact); null without steps",
@@ -271,7 +227,8 @@ FIELDS = {
     "`opportunities`, `ranks`, `device_name`, `peak` (who states it), `operators` with what they "
     "reach and `do`, `gaps` (the longest idle times), `explanations` (of each account: "
     "what to do), `late`; null where no GPU was traced",
-    "run_time": "the run's wall time in ns by what passed, from start to end; empty without an end",
+    "run_time": "the run's wall time in ns by account, as in `haiprof goodput`; they add up to it; "
+    "empty without an end",
     "problem_count": "findings that are problems: warnings and critical ones",
     "step_ns": "mean training step after warm-up, traced ones left out; null without steps",
     "work": "floating-point work of one rank in the mean step, from a window traced with shapes: "
@@ -321,16 +278,19 @@ FINDING_FIELDS = {
     "scope": "`run`: all evaluated steps prove it; `window`: the steps of a trace",
 }
 """Every field of one finding."""
-STEP_FIELDS = ("mean_ns", "median_ns", "count", "residual_ns", "device_idle_ns",
-               "device_idle_is_bound", "positions", "rests_on", "missing")  # fmt: skip
 
 
 def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, Any]:
     """The verdict as documented in docs/diagnosis.md; `since_ns`: only later steps were judged."""
-    ledger = verdict.ledger
+    ledger, device = verdict.ledger, None
+    if verdict.device is not None:
+        from haiprof.trace_analysis.device_verdict import device_document
+
+        device = device_document(verdict.device)
     content = asdict(verdict) | {
         **ledger_document(ledger),
-        "device": verdict.device and device_document(verdict.device),
+        "device": device,
+        "goodput": None if verdict.goodput is None else verdict.goodput.summary(),
         "problem_count": sum(found.severity != "info" for found in verdict.findings),
         "schema": SCHEMA,
         "since_ns": since_ns,
@@ -339,36 +299,6 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
         "not_measured": [{"what": what, "why": why} for what, why in verdict.not_measured],
     }
     return {name: content[name] for name in FIELDS}
-
-
-def device_document(found: DeviceLedger) -> dict[str, Any]:
-    """The ledger of the devices, what their operators reach, and what to do about each account."""
-    from haiprof.trace_analysis.device_remedies import REMEDIES, operator_remedy
-
-    return {
-        **ledger_document(found.ledger),
-        "ranks": list(found.ranks),
-        "device_name": found.device_name,
-        "peak": found.peak,
-        "operators": [
-            asdict(each) | {"do": operator_remedy(each.kind, each.precision, each.row_count)}
-            for each in found.operators
-        ],
-        "gaps": found.gaps.to_dicts(),
-        "explanations": {each.key: each.do for each in reversed(REMEDIES)},
-        "late": found.late,
-    }
-
-
-def ledger_document(ledger: Ledger | None) -> dict[str, Any]:
-    """A ledger as `step`, `ledger` and `opportunities`."""
-    if ledger is None:
-        return {"step": None, "ledger": [], "opportunities": []}
-    return {
-        "step": {name: getattr(ledger, name) for name in STEP_FIELDS},
-        "ledger": [asdict(each) | {"ranks": list(each.ranks)} for each in ledger.accounts],
-        "opportunities": list(ledger.opportunities),
-    }
 
 
 def _finding(finding: Finding, ledger: Ledger | None) -> dict[str, Any]:

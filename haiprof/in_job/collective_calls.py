@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -17,6 +18,7 @@ CALLS = (
     "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
     "scatter_object_list",
 )  # fmt: skip
+_MEETING = "init_process_group"
 _CALLERS = 2  # frames between the caller and ours: torch's own decorator
 
 
@@ -50,15 +52,33 @@ def wrap_calls(module: Any, state: State, places: Places) -> list[Callable[[], N
     Dynamo knows collectives that it can trace, stay the objects that they were.
     """
     undos: list[Callable[[], None]] = []
-    for name in CALLS:
+    for name in (*CALLS, _MEETING):
         function = getattr(module, name, None)
         code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
         if code is None or code.co_freevars != ("func",) or not cells:
             continue  # another torch: these calls are not seen
         original = cells[0].cell_contents
-        cells[0].cell_contents = wrap_collective(original, state, name=name, places=places)
+        cells[0].cell_contents = (
+            _wrap_meeting(original, state)
+            if name == _MEETING
+            else wrap_collective(original, state, name=name, places=places)
+        )
         undos.append(functools.partial(setattr, cells[0], "cell_contents", original))
     return undos
+
+
+def _wrap_meeting(original: Callable[..., Any], state: State) -> Callable[..., Any]:
+    """Writes down how long the ranks took to meet; it is no step of anything, and so no span."""
+
+    @functools.wraps(original)
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        line: dict[str, Any] = {"type": "process_group", "start_ns": time.perf_counter_ns()}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            state.recorder.lines.append({**line, "end_ns": time.perf_counter_ns()})
+
+    return meet
 
 
 def wrap_collective(

@@ -145,6 +145,27 @@ def group_ranks() -> dict[str, list[int]]:
     }
 
 
+def groups_line() -> dict[str, Any] | None:
+    """This process's groups that are a part of the world, with the names that the job gave them.
+
+    None where there are none: all ranks do the same.
+    """
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(module, "_world", None)
+    own, count = group_ranks(), len(getattr(world, "pg_group_ranks", {}).get(
+        getattr(world, "default_pg", None), {}))  # fmt: skip
+    described = {
+        str(name): str(getattr(group, "group_desc", ""))  # torch 2.3 and newer
+        for group, name in list(getattr(world, "pg_names", {}).items())
+    }
+    parts = [
+        {"name": name, "description": described.get(name, ""), "ranks": ranks}
+        for name, ranks in own.items()
+        if 1 < len(ranks) < count
+    ]
+    return {"type": "process_groups", "groups": parts} if parts else None
+
+
 def collective_timeout_ns() -> int | None:
     """How long a collective of the default group may take; None where there is no group.
 

@@ -6,6 +6,7 @@ CPython 3.11, where making a frame object may start a garbage collection.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -130,7 +131,7 @@ class StackTree:
         self._sources: dict[str, list[bytes]] = {}
         self._places: dict[tuple[int, int, int], int] = {}
         self._codes: dict[int, CodeType] = {}
-        self._frames: dict[tuple[str, int, str, str], int] = {}
+        self._frames: dict[tuple[str, int, str, str, int], int] = {}
         self._stacks: dict[tuple[int, int], int] = {}
         self._new_frames: list[tuple[Any, ...]] = []
         self._new_stacks: list[tuple[int, int]] = []
@@ -182,35 +183,43 @@ class StackTree:
         if code.co_filename.startswith(_OWN_FOLDER):
             return caller  # haiprof's own frame is passed over: what it calls is the job's
         name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
-        key = (code.co_filename, line_of(place), name, self._expression(place, name))
+        key = (code.co_filename, line_of(place), name, *self._expression(place, name))
         frame = self._frames.get(key, len(self._frames))
         found = self._stacks.get((caller, frame))
         if found is None and len(self._stacks) < MAX_STACKS:
             if frame == len(self._frames):
                 self._frames[key] = frame
-                expression = key[3:] if key[3] else ()
-                self._new_frames.append((*key[:3], code.co_firstlineno, *expression))
+                known = key[3:] if key[4] else key[3:4] if key[3] else ()
+                self._new_frames.append((*key[:3], code.co_firstlineno, *known))
             found = self._stacks[caller, frame] = len(self._stacks) + 1
             self._new_stacks.append((caller, frame))
         return LEFT_OUT if found is None else found
 
-    def _expression(self, place: Place, name: str) -> str:
-        """What an instruction of the user's code works out, as its source has it; else empty."""
+    def _expression(self, place: Place, name: str) -> tuple[str, int]:
+        """What an instruction of the user's code works out, as its source has it; else empty.
+
+        And which statement of its line that is, from 0 on.
+        """
         code, offset = place
         if not hasattr(code, "co_positions") or is_library(
             code.co_filename, name, libraries=self._libraries
         ):
-            return ""
+            return "", 0
         positions = itertools.islice(code.co_positions(), max(offset, 0) // 2, None)
         line, end_line, begin, end = next(positions, (None,) * 4)
         if line is None or end_line is None or begin is None or end is None:
-            return ""
+            return "", 0
         lines = self._source(code.co_filename)[line - 1 : end_line]
         if not lines:
-            return ""
+            return "", 0
+        number = _statement(lines[0], begin)
         lines[-1] = lines[-1][:end]
         lines[0] = lines[0][begin:]
-        return b" ".join(b" ".join(lines).split()).decode(errors="replace")[:EXPRESSION_LIMIT]
+        if lines[0].startswith((b"for ", b"async for ")):  # the next round: with all of its body
+            lines = [lines[0].rstrip().removesuffix(b":")]
+        text = b" ".join(b" ".join(lines).split()).decode(errors="replace")
+        cut = f"{text[: EXPRESSION_LIMIT - 1]}…" if len(text) > EXPRESSION_LIMIT else text
+        return cut, number
 
     def _source(self, file: str) -> list[bytes]:
         """The lines of a file in UTF-8, in which columns count; read once. Empty: not known."""
@@ -218,6 +227,18 @@ class StackTree:
         if lines is None and len(self._sources) < _SOURCE_COUNT:
             lines = self._sources[file] = _read_source(file)
         return lines or []
+
+
+def _statement(line: bytes, column: int) -> int:
+    """How many statements of a line end before a column."""
+    if b";" not in line:
+        return 0
+    count = 0
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # the line may be part of one
+        for token in tokenize.tokenize(iter([line]).__next__):
+            at = len(token.line[: token.start[1]].encode())
+            count += token.string == ";" and at < column
+    return count
 
 
 def _read_source(file: str) -> list[bytes]:

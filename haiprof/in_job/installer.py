@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import haiprof
 from haiprof.in_job import patches
+from haiprof.in_job.checkpoints import LOADS, SAVES, CheckpointLog
 from haiprof.in_job.collective_calls import Places, wrap_calls
 from haiprof.in_job.collectives import drop_old_flight_names
 from haiprof.in_job.device import DeviceTimer
@@ -32,12 +33,6 @@ from haiprof.in_job.settings import CollectorPauses, Settings
 from haiprof.in_job.spans import make_spans, time_call
 from haiprof.in_job.worker_stacks import wrap_worker_loop
 from haiprof.run_format.schema import BACKWARD, DATA, DATA_ITER, FORWARD, SAVE, SCALER
-
-_LATE_SAVES = (
-    ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save")),
-    ("safetensors.torch", ("save_file",)),
-)
-
 
 _OPTIMIZER_HOOKS: list[Any] = []
 _OPTIMIZER_STATES: list[patches.State] = []  # of the installation whose hooks these are
@@ -103,7 +98,7 @@ class Installer:
             ("dataloader", self._dataloader),
             ("scaler", self._scaler),
             ("gc", self._gc),
-            ("save", self._saves),
+            ("save", self._checkpoints),
             ("workers", self._workers),
             ("collectives", self._collectives),
             ("step", self._step),
@@ -282,21 +277,26 @@ class Installer:
 
         self._undo.append(undo)
 
-    def _saves(self) -> None:
+    def _checkpoints(self) -> None:
         import torch
-        import torch.serialization
+        import torch.serialization as files
 
-        original = torch.serialization.save
-        function = self._stay(torch.serialization, "save")
-        if torch.save is original:
-            torch.save = function
-        for module, names in _LATE_SAVES:
+        at_torch = [name for name in ("save", "load") if getattr(torch, name) is vars(files)[name]]
+        log = CheckpointLog(self.state)
 
-            def stay(loaded: Any, names: tuple[str, ...] = names) -> None:
-                for name in filter(partial(hasattr, loaded), names):
-                    self._stay(loaded, name)
+        def save(original: Callable[..., Any]) -> Callable[..., Any]:
+            return log.wrap(patches.wrap_span(original, self.state, SAVE), loads=False)
 
-            self._imports.after(module, stay)
+        for table, wrap in ((SAVES, save), (LOADS, partial(log.wrap, loads=True))):
+            for module, names in table:
+
+                def stay(loaded: Any, names: Any = names, wrap: Any = wrap) -> None:
+                    for name in filter(partial(hasattr, loaded), names):
+                        self._stay(loaded, name, wrap)
+
+                self._imports.after(module, stay)
+        for name in at_torch:
+            setattr(torch, name, getattr(files, name))
 
     def _workers(self) -> None:
         if not self.recorder.stacks_hz:
@@ -346,9 +346,7 @@ class Installer:
 
     # -- tools --------------------------------------------------------------------------------
 
-    def _stay(
-        self, module: Any, name: str, wrap: Callable[[Callable[..., Any]], Any] | None = None
-    ) -> Any:
+    def _stay(self, module: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> None:
         """Replaces a module's function for good, or takes the place of an earlier installation."""
         key = (module.__name__, name)
         staying = _STAYING.get(key)
@@ -356,11 +354,7 @@ class Installer:
             staying = _STAYING[key] = patches.Staying(getattr(module, name))
             _skip_frame(staying.function)
             setattr(module, name, staying.function)
-        wrapper = (
-            patches.wrap_span(staying.original, self.state, SAVE)
-            if wrap is None
-            else wrap(staying.original)
-        )
+        wrapper = wrap(staying.original)
         _skip_frame(wrapper)
         staying.current = wrapper
 
@@ -369,7 +363,6 @@ class Installer:
                 staying.current = staying.original
 
         self._undo.append(undo)
-        return staying.function
 
     def _time_call(
         self, kind: int, original: Callable[..., Any], wrapper: Callable[..., Any], *others: Any

@@ -16,7 +16,7 @@ from typing import Any
 
 from haiprof.base.descriptors import Descriptor
 from haiprof.base.safe_files import open_to_append
-from haiprof.in_job.collectives import collective_timeout_ns
+from haiprof.in_job.collectives import collective_timeout_ns, groups_line
 from haiprof.in_job.commands import Commands, Handler, handlers
 from haiprof.in_job.files import RankFiles
 from haiprof.in_job.frames import take_all
@@ -170,6 +170,8 @@ class Recorder:
         timeout_ns = collective_timeout_ns()
         if timeout_ns is not None:
             self.lines.append({"type": "collective_timeout", "timeout_ns": timeout_ns})
+        groups = groups_line()
+        self.lines.extend([] if groups is None else [groups])
         if _has_parent():
             from multiprocessing.util import Finalize
 

@@ -102,7 +102,13 @@ class Cycles:
             self._before |= self._run
             self._run, self._run_heads = set(), False
         if not self._run_heads and (fresh or not self.total or tag in self._before):
-            self._open_step()
+            self._run_heads = True
+            self._before = set()
+            if self.total:
+                self.pattern = tuple(self._closings)
+            self._closings = []
+            self.total += 1
+            self._in_segment += 1
         self._run.add(tag)
         self._closings.append(tag)
         self._followers[self._last] = tag
@@ -110,15 +116,6 @@ class Cycles:
         self.open_work = False
         self._any_work |= holds_work
         return tuple(self._closings) == self.pattern
-
-    def _open_step(self) -> None:
-        self._run_heads = True
-        self._before = set()
-        if self.total:
-            self.pattern = tuple(self._closings)
-        self._closings = []
-        self.total += 1
-        self._in_segment += 1
 
 
 class Repeats:

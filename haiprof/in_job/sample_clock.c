@@ -385,6 +385,12 @@ read_wait(Moment *moment)
     }
 }
 
+static clockid_t
+clock_of(long thread)
+{
+    return (clockid_t)(~(unsigned)thread << 3 | 6); /* CPUCLOCK_SCHED of one thread */
+}
+
 /* How the thread stands now; `lock_state` is for the case that another thread holds the lock. */
 static Moment
 look(long thread, int holds_lock)
@@ -403,7 +409,7 @@ look(long thread, int holds_lock)
     if (!task) {
         return moment;
     }
-    clockid_t clock = (clockid_t)(~(unsigned)task << 3 | 6); /* CPUCLOCK_SCHED of one thread */
+    clockid_t clock = clock_of(task);
     long long cpu = read_clock(clock), now = read_clock(CLOCK_MONOTONIC), passed = now - seen_ns;
     long long used = cpu < 0 || cpu_ns < 0 ? -1 : cpu - cpu_ns;
     if ((holds_lock && used > passed / 2) || (cpu >= 0 && read_clock(clock) > cpu)) {
@@ -515,6 +521,9 @@ sample(PyObject *module, PyObject *arguments)
         count++;
         PyEval_RestoreThread(own);
         long long began = read_clock(CLOCK_MONOTONIC);
+        if (moment.wait != WAITS_NONE && task && read_clock(clock_of(task)) > cpu_ns) {
+            moment.wait = WAITS_UNKNOWN; /* it has gone on: its stack is another one by now */
+        }
         if (!atomic_load(&stopped)) {
             haiprof_take_sample(is_known ? main_thread : NULL, ident, &moment);
         }

@@ -8,6 +8,7 @@ is found at exit where Python itself keeps it (`sys.last_value`, the exception i
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import mmap
 import os
@@ -15,10 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from traceback import walk_stack
+from types import BuiltinFunctionType, TracebackType
+from typing import Any, NoReturn
 
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.identity import named_rank, process_details
@@ -47,7 +49,9 @@ class Uncaught:
         self._noted: list[dict[str, Any]] = []
         self._pid = os.getpid()
         self._ended = False
-        self._unwritten: tuple[dict[str, Any], BaseException] | None = None
+        self._unwritten: tuple[dict[str, Any], BaseException | None] | None = None
+        self._exit: list[dict[str, Any]] | None = None
+        """The last call of sys.exit, and what was being handled then."""
         self._reserve: mmap.mmap | None = None
 
     @property
@@ -77,6 +81,18 @@ class Uncaught:
                 self._note("thread", arguments.exc_value, thread=str(name))
             thread_default(arguments)
 
+        leave = sys.exit
+
+        @functools.wraps(leave)
+        def exit(*arguments: Any) -> NoReturn:
+            with contextlib.suppress(Exception):  # the interpreter forgets where it was called
+                if threading.current_thread() is threading.main_thread():
+                    called = (walk_stack(sys._getframe(1)), sys.exc_info()[1], *arguments)
+                    call_within(WRITE_WAIT_S, self._keep_exit, *called, or_here=True)
+            leave(*arguments)
+
+        if isinstance(leave, BuiltinFunctionType):
+            sys.exit = exit
         if sys.excepthook is default:
             sys.excepthook = excepthook
         if threading.excepthook is thread_default:
@@ -94,6 +110,16 @@ class Uncaught:
             self._note("exit" if isinstance(error, SystemExit) else "exception", error)
         elif self._unwritten is not None:  # by now its frames have let go of their memory
             call_within(WRITE_WAIT_S, self._write, *self._unwritten, or_here=True)
+        elif not self._ended and self._exit is not None:
+            entry = {**_entry("exit_call"), "errors": self._exit}
+            call_within(WRITE_WAIT_S, self._write, entry, None, or_here=True)
+
+    def _keep_exit(self, stack: Any, handled: BaseException | None, code: object = None) -> None:
+        self._exit = None
+        if code:  # else it reports no failure
+            frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack]
+            chain = [] if handled is None else list(_describe_chain(handled))
+            self._exit = [_describe(SystemExit(code), frames[:_INNER_FRAMES][::-1]), *chain]
 
     def _note(self, how: str, error: BaseException, *, thread: str | None = None) -> None:
         """Keeps one exception and writes the file anew; whatever fails here, the job's end goes on.
@@ -108,8 +134,7 @@ class Uncaught:
         if isinstance(error, SystemExit) and not error.code:
             return
         self._ended = how != "thread"
-        times = {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()}
-        entry = {"how": how, "thread": thread, **times}
+        entry = _entry(how, thread)
         self._unwritten = entry, error
         if self._reserve is not None:
             self._reserve.close()
@@ -118,11 +143,12 @@ class Uncaught:
         except Exception:
             return
 
-    def _write(self, entry: dict[str, Any], error: BaseException) -> None:
+    def _write(self, entry: dict[str, Any], error: BaseException | None) -> None:
         try:
             import json
 
-            noted = [*self._noted, {**entry, "errors": [*_describe_chain(error)]}]
+            errors = {} if error is None else {"errors": [*_describe_chain(error)]}
+            noted = [*self._noted, {**entry, **errors}]
             worker = sys.modules.get("torch.utils.data._utils.worker")
             content = {
                 **process_details(),
@@ -142,7 +168,12 @@ class Uncaught:
         """In a forked child: what the parent had noted is not its own."""
         if self._pid != os.getpid():
             self._pid, self._noted, self._ended = os.getpid(), [], False
-            self._unwritten = None
+            self._unwritten = self._exit = None
+
+
+def _entry(how: str, thread: str | None = None) -> dict[str, Any]:
+    times = {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()}
+    return {"how": how, "thread": thread, **times}
 
 
 def _watch_terminate(folder: Path) -> None:
@@ -178,12 +209,12 @@ def _describe_chain(error: BaseException) -> Iterator[dict[str, Any]]:
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
+def _describe(error: BaseException, frames: Sequence[Frame] = ()) -> dict[str, Any]:
     try:
         message = str(error)
     except Exception as failure:
         message = f"(its text cannot be read: {type(failure).__name__})"
-    frames = _frames(error.__traceback__)
+    frames = frames or _frames(error.__traceback__)
     own = own_frame(frames)
     kind = type(error)
     return {

@@ -102,19 +102,16 @@ class WorkerSampler:
     def _loop(self) -> None:
         """Body of the thread; whatever fails ends it, and leaves the worker as it is."""
         with contextlib.suppress(Exception):
-            self._pace()
+            # Workers of a loader share a fifth of the training thread's rate, from their start on.
+            self._sampler.sample_until(WRITE_EVERY_NS // 10)
+            info = getattr(sys.modules.get(_WORKER_MODULE), "_worker_info", None)
+            count = getattr(info, "num_workers", None) or 1
+            self._worker = getattr(info, "id", None)
+            self._sampler.hz = min(max(SHARE * self._hz / count, MIN_HZ), MAX_HZ, self._hz)
             while self._sampler.sample_until(WRITE_EVERY_NS) and self._write():
                 continue
             self._write(last=True)
         self._ended.release()
-
-    def _pace(self) -> None:
-        """Workers of a loader share a fifth of the training thread's rate, from their start on."""
-        self._sampler.sample_until(WRITE_EVERY_NS // 10)
-        info = getattr(sys.modules.get(_WORKER_MODULE), "_worker_info", None)
-        count = getattr(info, "num_workers", None) or 1
-        self._worker = getattr(info, "id", None)
-        self._sampler.hz = min(max(SHARE * self._hz / count, MIN_HZ), MAX_HZ, self._hz)
 
     def _write(self, *, last: bool = False) -> bool:
         """Writes what was sampled; False where there is no more to do."""

@@ -245,17 +245,20 @@ def _defines(text: str, name: str) -> bool:
 
 
 def _executable(program: list[str]) -> list[str]:
-    """A Python file or module is run with Python, everything else as it is.
-
-    A program that is not on PATH is looked for beside this interpreter: `haiprof torchrun` works
-    in a virtual environment that is not activated.
-    """
+    """A Python file or module is run with Python, everything else as it is."""
     if program[0] == "-m" or program[0].endswith(".py"):
         return [_python(), *program]
-    installed = Path(sys.executable).parent / program[0]
-    if "/" not in program[0] and shutil.which(program[0]) is None and installed.exists():
-        return [str(installed)]
-    return program
+    return [find_program(program[0]), *program[1:]]
+
+
+def find_program(name: str) -> str:
+    """A program that is not on PATH is looked for beside this interpreter.
+
+    So `haiprof torchrun` works in a virtual environment that is not activated.
+    """
+    installed = Path(sys.executable).parent / name
+    is_beside = "/" not in name and shutil.which(name) is None and installed.exists()
+    return str(installed) if is_beside else name
 
 
 def _python() -> str:

@@ -441,8 +441,8 @@ class Job:
         else:  # no verdict yet, or one before more ranks reported in or more was traced
             self._judge(nice=False)
             self._finish(self._verdict)
-        if died and not self.options.quiet:
-            # The cause in one line, after all that the job and the verdict have said.
+        if died and not self.options.quiet and not os.isatty(2):
+            # In a log the cause is the last line, after all that the job and the verdict have said.
             with contextlib.suppress(RunFormatError):
                 death = read_json(self.run.verdict_json).get("death")
                 headline = death.get("headline") if isinstance(death, dict) else None

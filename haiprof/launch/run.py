@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -67,9 +69,30 @@ def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand
     missing = script if by_python and not os.path.exists(script) else ""
     if missing:
         raise UsageError(f"{missing}: no such file", hint=_nearest_script(missing))
+    if shutil.which(program, path=environ.get("PATH")) is None:  # no run of what cannot start
+        is_there = os.sep in program and os.path.exists(program)
+        number = errno.EACCES if is_there else errno.ENOENT
+        return _cannot_run(line.command, OSError(number, os.strerror(number)))
+    package = line.command[2].partition(".")[0] if line.command[1:2] == ["-m"] else ""
+    if package and program == sys.executable and not _has_module(package):
+        raise UsageError(f"-m {line.command[2]}: no module named {package!r} here or in {program}")
     for warning in line.warnings:
         print_message(warning)
     return _launch_recorded(line, options, environ=environ, subcommand=subcommand)
+
+
+def _has_module(package: str) -> bool:
+    """Whether `python -m` would find a package; nothing is imported for it."""
+    import importlib.util
+
+    before = sys.path[:]
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return True  # Python itself will say
+    finally:
+        sys.path[:] = before
 
 
 def _nearest_script(missing: str) -> str:
@@ -173,5 +196,8 @@ def _execute(command: list[str]) -> NoReturn:
 
 
 def _cannot_run(command: list[str], error: OSError) -> int:
-    print_message(f"error: cannot run {command[0]}: {error.strerror or error}")
+    name, why = command[0], error.strerror or error
+    if isinstance(error, FileNotFoundError) and os.path.isfile(name):
+        why = f"neither a Python script nor a program; a program in this folder is ./{name}"
+    print_message(f"error: cannot run {name}: {why}")
     return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE

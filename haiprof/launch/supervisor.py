@@ -253,6 +253,10 @@ class Supervisor:
             elif got.number != signal.SIGCHLD:
                 self._pass_on(got)
             self._look_after_companion()
+        # What came to the whole group may have ended the job before it was read here.
+        while (got := self._signals.read()) is not None:
+            if got.number != signal.SIGCHLD:
+                self._tell_of(got)
         return Outcome.from_code(self._child.returncode)
 
     def _lingering_s(self, so_far_s: float) -> float:
@@ -371,21 +375,31 @@ class Supervisor:
                     return said
         return None
 
-    def _pass_on(self, got: Signal) -> None:
-        number = got.number
+    def _tell_of(self, got: Signal) -> bool:
+        """Tells the companion what arrived; whether it came to the whole group."""
         # asked in any case, so that no answer is left over
-        heard = self._canary.has_received(number)
-        by_terminal = got.code == _SI_KERNEL and number in _FROM_TERMINAL
-        if number not in _NOT_NOTED:
+        heard = self._canary.has_received(got.number)
+        if got.number not in _NOT_NOTED:
             self.tell(
-                arrived=number, code=got.code, pid=got.pid, uid=got.uid, to_group=heard,
+                arrived=got.number, code=got.code, pid=got.pid, uid=got.uid, to_group=heard,
                 wall_ns=time.time_ns(),
             )  # fmt: skip
+        return heard
+
+    def _pass_on(self, got: Signal) -> None:
+        number = got.number
+        heard = self._tell_of(got)
+        by_terminal = got.code == _SI_KERNEL and number in _FROM_TERMINAL
         child = self._child
         if child is not None and not by_terminal and not (heard and _in_our_group(child.pid)):
             _send(child, number)
         if number == signal.SIGCONT:
-            self._wake()
+            # Our own processes were stopped with the job; SIGCONT may come to the launcher alone.
+            if is_stopped(self._companion):
+                self._signal_companion(signal.SIGCONT)
+            if is_stopped(self._canary.pid):
+                os.kill(self._canary.pid, signal.SIGCONT)
+                self._canary.has_received(signal.SIGCONT)
 
     def _suspend(self, child: subprocess.Popen[bytes]) -> None:
         """Ctrl-Z: stops with the job, if it stops; it may have a handler, or nobody to continue it.
@@ -408,14 +422,6 @@ class Supervisor:
                 self._signal_companion(signal.SIGCONT)
             else:
                 self._suspends.read()
-
-    def _wake(self) -> None:
-        """Continues our own processes, where SIGCONT came to the launcher alone."""
-        if is_stopped(self._companion):
-            self._signal_companion(signal.SIGCONT)
-        if is_stopped(self._canary.pid):
-            os.kill(self._canary.pid, signal.SIGCONT)
-            self._canary.has_received(signal.SIGCONT)
 
     def _signal_companion(self, number: int) -> None:
         if self._companion:

@@ -245,7 +245,7 @@ class Family:
             elif heir is not None and pid in gone:
                 still_pending[pid] = reading
             else:
-                self._carried = _add(self._carried, _counters(reading))
+                self._carried = tuple(map(sum, zip(self._carried, _counters(reading), strict=True)))
         self._pending = still_pending
 
     def _waited_before(self, reading: ProcessReading) -> int:
@@ -271,10 +271,6 @@ def _find_heir(pid: int, members: Container[int], parents: Mapping[int, int]) ->
 def _counters(reading: ProcessReading) -> _Counters:
     faults = (reading.faults, reading.major_faults)
     return (reading.total_ticks * TICK_NS, *faults, *(reading.io_bytes or (0, 0, 0, 0)))
-
-
-def _add(left: _Counters, right: _Counters) -> _Counters:
-    return tuple(map(sum, zip(left, right, strict=True)))
 
 
 def _totals(

@@ -473,7 +473,12 @@ class VerdictSoFar:
             self.headline = _headline(text) or self.headline
         if self._child is None and now >= self._due_s:
             self._began_s = now
-            self._child = self._start()
+            words = ["verdict", str(self._run), "--json", "--last", str(VERDICT_OF_S)]
+            self._child = subprocess.Popen(
+                self._subcommand(*words),
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                text=True, start_new_session=True, preexec_fn=lambda: os.nice(10) and None,
+            )  # fmt: skip
 
     def stop(self) -> None:
         """Ends the child."""
@@ -481,14 +486,6 @@ class VerdictSoFar:
         if child is not None:
             child.kill()
             child.communicate()
-
-    def _start(self) -> subprocess.Popen[str]:
-        words = ["verdict", str(self._run), "--json", "--last", str(VERDICT_OF_S)]
-        return subprocess.Popen(
-            self._subcommand(*words),
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            start_new_session=True, preexec_fn=lambda: os.nice(10) and None,
-        )  # fmt: skip
 
 
 def _headline(text: str) -> str | None:

@@ -92,7 +92,7 @@ def try_loaders(
     if given.reason is not None:
         raise MissingDataError(
             f"nothing to try: {given.reason}",
-            hint="a job that reads through torch.utils.data.DataLoader, as it is started by hand",
+            hint="give the command of a job that reads through torch.utils.data.DataLoader",
         )
     attempt(KEPT_BATCHES)
     for count in worker_counts(given.ranks) if counts is None else counts:
@@ -128,7 +128,11 @@ def _try(
                 _wait(process, folder, steps=steps, time_s=time_s)
             finally:
                 ended = process.poll()
-                _end(process)
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_END_S)
         found = _measure(loader, folder)
         if found.reason is None or not ended:
             return found
@@ -160,15 +164,6 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, *, steps: int, time_s:
             return
         if count and not begun:
             begun, limit = True, time.monotonic() + time_s
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the job and what it started: nobody wants its results."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
 
 
 def _starts(folder: Path) -> dict[int, pl.Series]:

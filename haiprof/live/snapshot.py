@@ -17,11 +17,13 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.code_places import is_library
+from haiprof.base.errors import MissingDataError
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import is_mine, process_state
 from haiprof.live.ask import Answers, Member, ask, find_missing_ranks, lost_members, members
+from haiprof.live.nccl_ras import find_address, ras_suspects
 from haiprof.live.standstill import (
     GONE,
     STOPPED,
@@ -32,6 +34,7 @@ from haiprof.live.standstill import (
     main_stack,
     merge,
     moves,
+    other_threads,
     py_spy_frames,
     saving,
     suspects,
@@ -249,6 +252,11 @@ def take_snapshot(
     files = open_run(run.root)
     mismatches = _mismatches(files, wall_ns) if standing else []
     found = suspects(states, mismatches) if standing or moves(states) is None else []
+    if moves(states) is None and not any(suspect.certain for suspect in found):
+        by_nccl, said = _ask_nccl(states, files, progress)
+        named = {suspect.rank for suspect in by_nccl}
+        found = [*by_nccl, *(suspect for suspect in found if suspect.rank not in named)]
+        notes += said
     details = inspect_suspects(found, states, files, wall_ns=wall_ns, spy=_spy(spy, allowed=hang))
     alive = {state.rank: state.stack for state in states if state.stack is not None}
     snapshot = Snapshot(
@@ -269,6 +277,20 @@ def take_snapshot(
     make_folder(folder, below=run.root)
     write_json(folder / "snapshot.json", snapshot.as_json(), below=run.root)
     return snapshot
+
+
+def _ask_nccl(
+    states: Sequence[RankState], files: RunFiles, progress: Callable[[str], None]
+) -> tuple[list[Suspect], list[str]]:
+    """Where the Flight Recorder tells nothing: whom NCCL's own RAS names; and why nobody."""
+    address = find_address(files) if len(states) > 1 else None
+    if address is None:
+        return [], []
+    progress("the Flight Recorder tells nothing: asking NCCL's RAS")
+    try:
+        return ras_suspects(states, address), []
+    except MissingDataError as error:
+        return [], [str(error)]
 
 
 def _everybody(run: RunPaths, stacks: Answers) -> list[Member]:
@@ -309,7 +331,8 @@ def _state(
     if member.here and member.pid is not None and is_mine(member.pid):
         kernel = process_state(member.pid)
     letter = kernel.get("state") if isinstance(kernel, dict) else None
-    own = main_stack(_threads(stacks, member))
+    threads = _threads(stacks, member)
+    own = main_stack(threads)
     return RankState(
         rank=member.rank,
         host=member.host,
@@ -320,6 +343,7 @@ def _state(
         collectives=after.get(member.name, before.get(member.name, {})),
         before=before.get(member.name, {}),
         begun=begun,
+        beside=other_threads(threads),
     )
 
 
@@ -396,8 +420,3 @@ def _run_spy(command: str, pid: int) -> Stack | str:
         if stack is not None:
             return stack
     return "an answer that is no stack"
-
-
-def snapshot_folders(run: RunPaths) -> list[Path]:
-    """The snapshots of a run, oldest first."""
-    return sorted(path.parent for path in run.snapshots.glob("*/snapshot.json"))

@@ -8,7 +8,14 @@ from typing import Any
 
 from haiprof.base.units import ranks_text
 from haiprof.run_analysis.lateness import Mismatch
-from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame, parse_frames
+from haiprof.run_format.stack_frames import (
+    Frame,
+    Stack,
+    frame_text,
+    job_frame,
+    own_frame,
+    parse_frames,
+)
 
 
 @dataclass(slots=True)
@@ -73,6 +80,14 @@ def main_stack(threads: Sequence[Any]) -> Stack | None:
     return None
 
 
+def other_threads(threads: Sequence[Any]) -> str:
+    """Where the job's code is in other threads, which may hold what the main thread waits for."""
+    others = [t for t in threads if isinstance(t, dict) and t.get("main") is not True]
+    at = [(t.get("name"), job_frame(parse_frames(t.get("frames")) or ())) for t in others]
+    known = [f"its thread {name} is at {frame_text(frame)}" for name, frame in at if frame]
+    return "; ".join(known[:_SHOWN_THREADS])
+
+
 def py_spy_frames(thread: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Frames of one thread in py-spy's JSON, which may hold anything; the innermost first."""
     frames = thread.get("frames")
@@ -85,6 +100,7 @@ STOPPED = ("T", "t")
 """The kernel's letters for a stopped process."""
 GONE = "X"
 """A state for a process that is gone."""
+_SHOWN_THREADS = 2
 _DISTRIBUTED = "torch/distributed/"
 _ENGINE = "_engine_run_backward"
 _SAVERS = ("torch/serialization.py", "torch/distributed/checkpoint/", "/safetensors/")
@@ -111,6 +127,8 @@ class RankState:
     """Whether it has reached its first backward pass."""
     worker: str = ""
     """What a DataLoader worker does that its main thread waits for; empty where that is not so."""
+    beside: str = ""
+    """What its other threads do; empty without any of the job's own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +344,7 @@ def doing(state: RankState) -> str:
         text = frame_text(inner)
         if own is not None and own != inner:
             text = f"{frame_text(own)} → {text}"
-        return f"{text}; {state.worker}" if state.worker else text
+        return "; ".join(filter(None, (text, state.worker or state.beside)))
     if state.process_state == GONE:
         return "nothing: it is gone"
     if state.process_state in STOPPED:

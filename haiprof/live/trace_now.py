@@ -181,7 +181,8 @@ def _rank_trace(run: RunPaths, member: Member, answers: Answers) -> RankTrace:
     reason = reply.get("reason")
     if silent:
         accepted = reply.get("state") == "accepted"
-        reason = "it accepted, and did not reach the steps in time" if accepted else "no answer"
+        late = "took the request, and did not reach the steps in time"
+        reason = late if accepted else "no answer"
     return RankTrace(
         rank=member.rank,
         host=member.host,
@@ -209,7 +210,9 @@ def _with_files(
         if isinstance(reply.get("stem"), str) and "run" not in reply
     }
     elsewhere = {
-        reply.get("rank"): _elsewhere(reply)
+        reply.get("rank"): (
+            f"{reply.get('host')}:{reply['run']}/traces/{reply['stem']}{TRACE_SUFFIX}"
+        )
         for reply in answers.replies.values()
         if isinstance(reply.get("stem"), str) and "run" in reply
     }
@@ -225,11 +228,6 @@ def _with_files(
         time.sleep(_POLL_S)
     done = [_locate(rank, {**elsewhere, **paths}) for rank in found.ranks]
     return replace(found, ranks=tuple(done))
-
-
-def _elsewhere(reply: Mapping[str, Any]) -> str:
-    """Where a node that does not share the run directory stores its trace, or soon will."""
-    return f"{reply.get('host')}:{reply['run']}/traces/{reply['stem']}{TRACE_SUFFIX}"
 
 
 def _file(run: RunPaths, stem: str) -> Path | None:

@@ -26,7 +26,9 @@ from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_li
 CAUSES = ("out_of_memory", "killed", "shared_memory_full", "crash", "gone")
 """Deaths of which memory may be the reason."""
 LAST_NS = 60 * NS_PER_S
+_SOON_NS = NS_PER_S // 2
 _LEAST_SAMPLES = 3
+_GROWN_RATIO = 0.02
 _METRICS = (
     ("process", "memory_rss_bytes"), ("cgroup", "memory_used_bytes"),
     ("cgroup", "memory_limit_bytes"), ("host", "memory_available_bytes"),
@@ -48,6 +50,8 @@ class MemoryAtEnd:
     """Over the last minute; None where it did not grow, or too few samples are there."""
     limit_bytes: int | None
     """Of its control group."""
+    address_limit_bytes: int | None
+    """Of its address space (`ulimit -v`)."""
     available_bytes: int | None
     """Of the node, at the last sample."""
     shm_used_bytes: int | None
@@ -61,12 +65,17 @@ class MemoryAtEnd:
         if self.killed_with_bytes:
             parts.append(f"{bytes_text(self.killed_with_bytes)} resident at the kill")
         if self.rss_bytes is not None:
-            parts.append(f"{bytes_text(self.rss_bytes)} with its workers "
-                         f"{duration_text(self.sampled_before_ns)} before")  # fmt: skip
+            before = self.sampled_before_ns or 0
+            when = f"{duration_text(before)} before its end" if before >= _SOON_NS else "at its end"
+            parts.append(f"{bytes_text(self.rss_bytes)} resident with its workers {when}")
         if self.growth_bytes_per_s:
             parts.append(f"growing by {bytes_text(round(self.growth_bytes_per_s))}/s")
         if self.limit_bytes:
             parts.append(f"limit of its control group {bytes_text(self.limit_bytes)}")
+        if self.address_limit_bytes:
+            limit = bytes_text(self.address_limit_bytes)
+            parts.append(f"limit of its address space {limit} (ulimit -v: what it has mapped "
+                         "counts, resident or not)")  # fmt: skip
         if self.available_bytes is not None:
             parts.append(f"{bytes_text(self.available_bytes)} available on the node")
         if self.shm_bytes and self.shm_used_bytes is not None:
@@ -111,6 +120,7 @@ def _of_rank(rank: int, end: ProcessEnd, frame: pl.DataFrame, died_ns: int) -> M
         killed_with_bytes=sum(known) if known else None,
         growth_bytes_per_s=_growth(rss),
         limit_bytes=limit if limit is not None else (round(limits[-1][1]) if limits else None),
+        address_limit_bytes=end.address_limit_bytes,
         available_bytes=round(available[-1][1]) if available else None,
         shm_used_bytes=integer(shm.get("used_bytes")),
         shm_bytes=integer(shm.get("total_bytes")),
@@ -123,12 +133,13 @@ def _series(frame: pl.DataFrame, metric: str) -> list[tuple[int, float]]:
 
 
 def _growth(series: Sequence[tuple[int, float]]) -> float | None:
-    """Bytes per second between the first and the last sample; None where it is no growth."""
+    """Bytes per second between the first and the last sample; None where it is hardly any."""
     if len(series) < _LEAST_SAMPLES:
         return None
     (first, before), (last, after) = series[0], series[-1]
-    rate = (after - before) * NS_PER_S / max(last - first, 1)
-    return rate if rate > 0 else None
+    if after - before < _GROWN_RATIO * before:
+        return None
+    return (after - before) * NS_PER_S / max(last - first, 1)
 
 
 BEFORE_NS = 60 * NS_PER_S

@@ -137,22 +137,8 @@ LINKS_SCHEMA: dict[str, type[pl.DataType]] = {
     "missing": pl.String,
 }
 _KEYS = ("host", "source", "entity", "rank", "gpu")
-_TRAFFIC = {
-    "nvlink_transmit_bytes_per_s": (NVLINK, SENT),
-    "nvlink_receive_bytes_per_s": (NVLINK, RECEIVED),
-    "pcie_transmit_bytes_per_s": (PCIE, SENT),
-    "pcie_receive_bytes_per_s": (PCIE, RECEIVED),
-    "transmit_bytes_per_s": (NETWORK, SENT),
-    "receive_bytes_per_s": (NETWORK, RECEIVED),
-    "network_transmit_bytes_per_s": (NETWORK, SENT),
-    "network_receive_bytes_per_s": (NETWORK, RECEIVED),
-}
-_RATIOS = {
-    "nvlink_transmit_ratio": (NVLINK, SENT),
-    "nvlink_receive_ratio": (NVLINK, RECEIVED),
-    "pcie_transmit_ratio": (PCIE, SENT),
-    "pcie_receive_ratio": (PCIE, RECEIVED),
-}
+_LINKS = {"nvlink_": NVLINK, "pcie_": PCIE, "": NETWORK, "network_": NETWORK}
+_DIRECTIONS = {"transmit": SENT, "receive": RECEIVED}
 _PCIE_LANE_BYTES_PER_S = {
     1: 0.25e9, 2: 0.5e9, 3: 8e9 / 8 * 128 / 130, 4: 16e9 / 8 * 128 / 130,
     5: 32e9 / 8 * 128 / 130, 6: 64e9 / 8 * 242 / 256,
@@ -170,13 +156,13 @@ def link_traffic(counters: pl.DataFrame, bursts: pl.DataFrame | None = None) -> 
     """What each link carried in each direction."""
     parts = [pl.DataFrame(schema=LINKS_SCHEMA), _rates(counters)]
     if bursts is not None:
-        parts.append(_shares(bursts))
+        parts.append(_by_direction(bursts, "ratio"))
     found = pl.concat(parts, how="diagonal").select(list(LINKS_SCHEMA))
     return found.sort(*_KEYS, "link", "direction", nulls_last=True)
 
 
 def _rates(counters: pl.DataFrame) -> pl.DataFrame:
-    rates = _by_direction(counters, _TRAFFIC, "bytes_per_s")
+    rates = _by_direction(counters, "bytes_per_s")
     # `host`, `gpu`, `pcie_peak` of one direction: of the link as it can be, idle ones are less.
     widest = {
         name: pl.col("value").filter(pl.col("metric") == metric).max()
@@ -191,7 +177,9 @@ def _rates(counters: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
     peaks = found.select("host", "gpu", pcie_peak=lane * pl.col("lanes"))
     with_pcie = rates.join(peaks, on=["host", "gpu"], how="left", nulls_equal=True)
-    joined = with_pcie.join(_port_peaks(counters), on=["host", "entity"], how="left")
+    rated = counters.filter(pl.col("metric") == "link_rate_bytes_per_s")
+    ports = rated.group_by("host", "entity").agg(port_peak=pl.col("value").max())
+    joined = with_pcie.join(ports, on=["host", "entity"], how="left")
     peak = (
         pl.when(pl.col("link") == PCIE)
         .then("pcie_peak")
@@ -207,13 +195,12 @@ def _rates(counters: pl.DataFrame) -> pl.DataFrame:
     ).drop("pcie_peak", "port_peak")
 
 
-def _shares(bursts: pl.DataFrame) -> pl.DataFrame:
-    return _by_direction(bursts, _RATIOS, "ratio")
-
-
-def _by_direction(
-    samples: pl.DataFrame, metrics: dict[str, tuple[str, str]], suffix: str
-) -> pl.DataFrame:
+def _by_direction(samples: pl.DataFrame, suffix: str) -> pl.DataFrame:
+    metrics = {
+        f"{prefix}{word}_{suffix}": (link, direction)
+        for prefix, link in _LINKS.items()
+        for word, direction in _DIRECTIONS.items()
+    }
     known = samples.filter(pl.col("metric").is_in(list(metrics))).drop_nulls("value")
     parts = {
         name: pl.col("metric").replace_strict(
@@ -227,12 +214,6 @@ def _by_direction(
         value.mean().alias(f"mean_{suffix}"),
         value.max().alias(f"max_{suffix}"),
     )  # fmt: skip
-
-
-def _port_peaks(counters: pl.DataFrame) -> pl.DataFrame:
-    """`host`, `entity`, `port_peak`."""
-    rates = counters.filter(pl.col("metric") == "link_rate_bytes_per_s")
-    return rates.group_by("host", "entity").agg(port_peak=pl.col("value").max())
 
 
 SOURCE = "burst"

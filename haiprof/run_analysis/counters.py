@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -137,6 +137,79 @@ def counter_frame(
         if not isinstance(records, str):
             frames.append(_of_source(node, source_metrics(run, node, records, metrics), between))
     return pl.concat(frames).sort("time_ns", maintain_order=True), tuple(notes)
+
+
+Owner = tuple[str | None, int | None, int | None, str | None]
+"""Host, rank, GPU and entity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerSeries:
+    """One metric of one owner, at the samples that have a value."""
+
+    owner: Owner
+    time_ns: Ints
+    """Unix time, in order."""
+    values: Floats
+
+    def cut(self, begin_ns: int, end_ns: int) -> OwnerSeries:
+        """The samples of a time."""
+        part = slice(
+            np.searchsorted(self.time_ns, begin_ns), np.searchsorted(self.time_ns, end_ns, "right")
+        )
+        return replace(self, time_ns=self.time_ns[part], values=self.values[part])
+
+
+SeriesReader = Callable[[str, str], Sequence[OwnerSeries]]
+"""The series of a source's metric that have a value, as `sort_series` sorts them."""
+
+
+def sort_series(series: Iterable[OwnerSeries]) -> list[OwnerSeries]:
+    """By rank, GPU, host and entity, those of the node first; what has one owner is one series."""
+    parts: dict[Owner, list[OwnerSeries]] = {}
+    for each in series:
+        if len(each.time_ns):
+            parts.setdefault(each.owner, []).append(each)
+    return [_join_series(parts[owner]) for owner in sorted(parts, key=_owner_order)]
+
+
+def _owner_order(owner: Owner) -> tuple[Any, ...]:
+    host, rank, gpu, entity = owner
+    return tuple((value is not None, value or 0) for value in (rank, gpu)) + tuple(
+        (value is not None, value or "") for value in (host, entity)
+    )
+
+
+def _join_series(parts: Sequence[OwnerSeries]) -> OwnerSeries:
+    if len(parts) == 1:
+        return parts[0]
+    time_ns = np.concatenate([part.time_ns for part in parts])
+    order = np.argsort(time_ns, kind="stable")
+    values = np.concatenate([part.values for part in parts])
+    return OwnerSeries(owner=parts[0].owner, time_ns=time_ns[order], values=values[order])
+
+
+def owner_series(
+    run: RunFiles,
+    metrics: Collection[tuple[str, str]],
+    *,
+    between: tuple[int, int] | None = None,
+) -> dict[tuple[str, str], list[OwnerSeries]]:
+    """These metrics (source, name) of all nodes; files are read one by one, and no others."""
+    found: dict[tuple[str, str], list[OwnerSeries]] = {metric: [] for metric in metrics}
+    for node, records in record_files(run, sources={source for source, _ in metrics}):
+        if isinstance(records, str):
+            continue
+        whole = source_metrics(run, node, records, metrics)
+        for each in whole.metrics:
+            at = np.flatnonzero(np.isfinite(each.values))
+            ends = np.searchsorted(whole.owner[at], np.arange(len(whole.entities)), "right")
+            owners = zip(whole.ranks, whole.gpus, whole.entities, strict=True)
+            for owner, start, end in zip(owners, [0, *ends], ends, strict=False):
+                time_ns, values = whole.time_ns[at[start:end]], each.values[at[start:end]]
+                own = OwnerSeries(owner=(node.host, *owner), time_ns=time_ns, values=values)
+                found[whole.source, each.name].append(own if between is None else own.cut(*between))
+    return {metric: sort_series(series) for metric, series in found.items()}
 
 
 def counter_notes(run: RunFiles) -> tuple[str, ...]:
@@ -395,6 +468,8 @@ def ranks_of(
     run: RunFiles, node: NodeFiles, records: RecordFile, entities: Mapping[Key, Mapping[str, Any]]
 ) -> dict[Key, int]:
     """Rank by process, or by GPU where exactly one rank uses that GPU."""
+    if not _keys(records):
+        return {}
     here = [rank for rank in run.ranks if rank.report.get("host") == node.host]
     if not here and len(run.nodes) == 1:
         here = list(run.ranks)

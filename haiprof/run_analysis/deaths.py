@@ -7,9 +7,11 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import polars as pl
 
+from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S, duration_text, ranks_text
 from haiprof.run_analysis.end_evidence import (
     LastCollective,
@@ -24,26 +26,32 @@ from haiprof.run_analysis.end_evidence import (
     last_line,
     last_phase,
     signal_name,
+    thread_text,
     unlike_messages,
     wait_failure,
     what_happened,
+    worker_death,
 )
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
 from haiprof.run_analysis.lateness import Mismatch, find_mismatches
 from haiprof.run_analysis.process_ends import Arrived, ProcessEnd, arrived_signals, process_ends
-from haiprof.run_analysis.reactions import Reaction, reactions
+from haiprof.run_analysis.reactions import Reaction, asked_snapshots, reactions
 from haiprof.run_analysis.run_files import RunFiles, integer
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import read_manifest, run_folders
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 TOGETHER_NS = 2 * NS_PER_S
 """Ranks that fail alike within this time failed of the same."""
 SLURM_LIMIT_NS = 90 * NS_PER_S
 """Slurm sends SIGTERM at the time limit, checked every half minute or so."""
+_STILL_NS, _STILL_STEPS = 10 * NS_PER_S, 20
+"""A job that was ended is said to have stood still after such a time, and that of so many steps."""
 _PLACES_LIMIT = 4
 """Of so many ranks each one's line is shown where none of them is to blame."""
 _WITHOUT_A_REASON = (
-    "signal", "time_limit", "preempted", "cancelled", "interrupted", "unknown", "never_started",
-    "hang", "gone", "launcher",
+    "signal", "time_limit", "preempted", "requeued", "cancelled", "interrupted", "unknown",
+    "never_started", "hang", "gone", "launcher",
 )  # fmt: skip
 """Causes of a start that never trained which do not say why it did not."""
 _SAME_KILL_NS = NS_PER_S // 100
@@ -82,7 +90,7 @@ class Death:
     cause: str
     """`exception`, `out_of_memory`, `killed`, `crash`, `exit`, `early_exit`, `hang`, `mismatch`,
     `node_lost`, `never_started`, `shared_memory_full`, `disk_full`, `time_limit`, `preempted`,
-    `cancelled`, `signal`, `interrupted`, `launcher`, `gone`, or `unknown`."""
+    `requeued`, `cancelled`, `signal`, `interrupted`, `launcher`, `gone`, or `unknown`."""
     ranks: tuple[int, ...]
     """Who it began with; empty where it came from outside, or is not known."""
     certain: bool
@@ -111,6 +119,16 @@ class Death:
     """Whether the job ended with it; else its ranks were started again."""
 
 
+class LastStep(NamedTuple):
+    """The last training step of a rank."""
+
+    number: int
+    end_ns: int
+    """Unix time."""
+    usual_ns: float
+    """What a step of the rank takes, as a median."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All that is known of how the job ended."""
@@ -121,13 +139,15 @@ class Evidence:
     hangs: Sequence[Reaction]
     collectives: Callable[[], pl.DataFrame]
     """Of `RunFrames.collectives()`: read only of jobs that died."""
-    steps: Mapping[tuple[int, int], int]
-    """The last training step by rank and attempt."""
+    steps: Mapping[tuple[int, int], LastStep]
+    """By rank and attempt."""
     world: int
 
 
 def gather_evidence(
-    files: RunFiles, collectives: Callable[[], pl.DataFrame], steps: Mapping[tuple[int, int], int]
+    files: RunFiles,
+    collectives: Callable[[], pl.DataFrame],
+    steps: Mapping[tuple[int, int], LastStep],
 ) -> Evidence:
     """Reads what ranks and nodes left about their ends."""
     ends = process_ends(files)
@@ -238,7 +258,8 @@ class _Case:
         """The first cause that is proved, the surest kinds of proof first."""
         for ask in (
             self._signal, self._own_failure, self._find_accused, self._node_lost, self._mismatch,
-            self._never_started, self._early_exit, self._hang, self._behind, self._launcher,
+            self._never_started, self._early_exit, self._hang,
+            lambda: self._own_failure(interrupted=True), self._behind, self._launcher,
         ):  # fmt: skip
             found = ask()
             if found is not None:
@@ -247,7 +268,7 @@ class _Case:
         if self.victims:
             said = _victims_text(self._fates(()), None)
             what = f"{said}: whom they waited for is not known"
-            return self._death("unknown", (), what, what=what, certain=False)  # fmt: skip
+            return self._death("unknown", (), what, certain=False)  # fmt: skip
         gone = [end for end in self._causes() if kind_of(end) == "gone"]
         if gone:
             what = what_happened(gone[0])
@@ -257,16 +278,13 @@ class _Case:
         status = None if manifest is None else manifest.signal or manifest.exit_status
         what = f"the job ended with {status}, and no rank says why" if status is not None else \
             "ranks were ended, and nothing says why"  # fmt: skip
-        return self._death("unknown", (), what, what=what, certain=False)
-
-    # -- who is a victim ------------------------------------------------------------------------
+        return self._death("unknown", (), what, certain=False)
 
     def _wait_failure(self, end: ProcessEnd) -> str | None:
-        by = wait_failure(end.error)
-        if by is not None:
+        handled = end.failure.errors[1:2] if end.failure and end.failure.how == "exit_call" else ()
+        by = next(filter(None, map(wait_failure, (end.error, *handled))), None)
+        if by is not None or not self.many_aborted or not _has_aborted(end):
             return by
-        if not self.many_aborted or not _has_aborted(end):
-            return None
         by_watchdog = bool(self.mismatches) or self._aborted_with_those_ahead(end)
         return "NCCL's watchdog (SIGABRT)" if by_watchdog else None
 
@@ -287,28 +305,21 @@ class _Case:
         Launchers act once a process has ended, and not when it raises: who is killed before that
         is the cause, also where the others have noticed the broken connection sooner.
         """
-        over = {
-            rank: end.wall_ns if end.wall_ns is not None else end.failed_ns
-            for rank, end in self.ends.items()
-            if end.over and not end.clean
-        }
+        over = {rank: end.wall_ns if end.wall_ns is not None else end.failed_ns
+                for rank, end in self.ends.items() if end.over and not end.clean}  # fmt: skip
         for rank, end in self.ends.items():
             if end.signal not in ENDING or end.oom or end.wall_ns is None or end.error is not None:
                 continue
-            before = [t for r, t in over.items() if r != rank and t is not None and t < end.wall_ns]
-            if before and end.wall_ns - min(before) > _SAME_KILL_NS:
+            before = min((t for r, t in over.items() if r != rank and t is not None), default=None)
+            if before is not None and end.wall_ns - before > _SAME_KILL_NS:
                 self.stopped[rank] = signal_name(end.signal)
 
     def _causes(self) -> list[ProcessEnd]:
         """Ends that are nobody else's doing, in order of time."""
-        found = [
-            end
-            for rank, end in self.ends.items()
-            if end.over and not end.clean and rank not in self.victims and rank not in self.stopped
-        ]
+        spared = self.victims.keys() | self.stopped.keys()
+        found = [end for rank, end in self.ends.items()
+                 if end.over and not end.clean and rank not in spared]  # fmt: skip
         return sorted(found, key=lambda end: end.failed_ns or (1 << 62))
-
-    # -- kinds of proof, the surest first -------------------------------------------------------
 
     def _signal(self) -> Death | None:
         """Somebody ended the job: the launcher knows who, and nothing had failed before."""
@@ -323,7 +334,9 @@ class _Case:
         came = next(
             (s for s in signals if first is None or s.wall_ns <= first + _SAME_KILL_NS), None
         )
-        if came is None or (last and came.wall_ns > last + NS_PER_S) or self._went_on(came):
+        if came is None or (last and came.wall_ns > last + NS_PER_S):
+            return None
+        if last - came.wall_ns > 10 * 60 * NS_PER_S:  # the job took it as something else: it ran on
             return None
         if manifest is not None and manifest.exit_status == 0:
             return None
@@ -333,29 +346,31 @@ class _Case:
             who = f"rank {by[0].rank}" if by[0].rank is not None else f"process {by[0].pid}"
             what = f"the job ended itself: {who} sent {name} to its launcher"
             ranks = () if by[0].rank is None else (by[0].rank,)
-            return self._death("signal", ranks, what, what=what, died_ns=came.wall_ns)
-        hang = self._hang_before(came.wall_ns)
+            return self._death("signal", ranks, what, died_ns=came.wall_ns)
+        hang = self._hang_before(came.wall_ns) or self._asked_before(came.wall_ns)
         if hang is not None:
             found = self._of_hang(hang)
             return replace(found, headline=f"{found.headline}; then ended by {name}{sender}")
-        cause, what = _outer_cause(came)
+        cause, what = _outer_cause(came, self.evidence.files)
         what = f"{what} ({name}{sender})"
         self.is_ended_from_outside = True
+        self.stopped = {rank: by for rank, by in self.stopped.items() if by == "SIGKILL"}
         stuck = self._hang_before(came.wall_ns, named=False)
         if stuck is not None:
             what += f"; before that, all ranks hung at {stuck.all_at}"
+        else:
+            what += self._stood_still(came.wall_ns)
         guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
-        return self._death(cause, (), what, what=what, died_ns=came.wall_ns, certain=not guessed)
+        return self._death(cause, (), what, died_ns=came.wall_ns, certain=not guessed)
 
-    def _went_on(self, came: Arrived) -> bool:
-        """Whether the job took a signal as something else than its end: it ran on for long."""
-        last = max((e.wall_ns or came.wall_ns for e in self.ends.values()), default=came.wall_ns)
-        return last - came.wall_ns > 10 * 60 * NS_PER_S
+    def _own_failure(self, *, interrupted: bool = False) -> Death | None:
+        """A rank failed by itself: the first one, with those that failed alike at the same time.
 
-    def _own_failure(self) -> Death | None:
-        """A rank failed by itself: the first one, with those that failed alike at the same time."""
-        causes = self._causes()
-        real = [end for end in causes if kind_of(end) not in ("gone", "interrupted")]
+        One that was interrupted tells nothing where anything else does: others are stopped so.
+        """
+        kinds = [(end, kind_of(end)) for end in self._causes()]
+        real = [end for end, kind in kinds if kind != "gone"
+                and (kind == "interrupted") is interrupted]  # fmt: skip
         if not real:
             return None
         first = real[0]
@@ -388,10 +403,9 @@ class _Case:
 
     def _find_accused(self) -> Death | None:
         """Victims' texts that name a rank."""
-        named = sorted({r for e in self.ends.values() for r in accused_ranks(e.error)})
-        if not named:
-            return None
-        return self._of_absentee(tuple(named), "the others' barrier names it", certain=True)
+        named = tuple(sorted({r for e in self.ends.values() for r in accused_ranks(e.error)}))
+        why = "the others' barrier names it"
+        return self._of_absentee(named, why, certain=True) if named else None
 
     def _node_lost(self) -> Death | None:
         """A node of which nothing came any more, while others went on."""
@@ -402,42 +416,31 @@ class _Case:
         ranks = tuple(sorted(r for r, e in self.ends.items() if e.host in lost))
         since = lost[host]
         what = f"node {host} was lost: nothing was heard of it any more, nor of {ranks_text(ranks)}"
-        return self._death("node_lost", ranks, what, what=what, died_ns=since, certain=False)
+        return self._death("node_lost", ranks, what, died_ns=since, certain=False)
 
     def _lost_hosts(self) -> dict[str, int]:
         """Nodes whose launcher never wrote an end while another one's did, and when they ceased."""
-        nodes = self.evidence.files.nodes
-        over = {node.host for node in nodes if node.of_type("job_end")}
-        hosts = {end.host for end in self.ends.values()}
-        silent = {host for host in hosts if host not in over}
-        if not over or not silent:
-            return {}
-        ended = {e.host for e in self.ends.values() if e.over}
-        return {host: last_write_ns(self.evidence.files, host) for host in silent
-                if host not in ended}  # fmt: skip
+        files, ends = self.evidence.files, self.ends.values()
+        over = {node.host for node in files.nodes if node.of_type("job_end")}
+        silent = {e.host for e in ends} - over - {e.host for e in ends if e.over}
+        return {host: last_write_ns(files, host) for host in silent} if over else {}
 
     def _mismatch(self) -> Death | None:
         """Ranks that were at the same place of a group with different collectives."""
         if not self.victims:
             return None
-        found = self.mismatches
-        if not found:
-            # A rank noticed itself that another one's collective was not its own.
+        odd: tuple[int, ...] = ()
+        if found := self.mismatches:
+            odd, said = found[0].odd, found[0].as_text()
+        else:  # a rank noticed itself that another one's collective was not its own
             ends = sorted(self.ends.values(), key=lambda end: end.failed_ns or 0)
-            noticed = [
-                (end, said) for end in ends if (said := unlike_messages(end.error)) is not None
-            ]
-            if not noticed:
-                return None
-            end, said = noticed[0]
-            what = f"ranks issued collectives that contradict each other: rank {end.rank}: {said}"
-            what += self._places()
-            return self._death("mismatch", (), what, what=what, died_ns=self._first_ns())
-        odd = found[0].odd
-        what = f"ranks issued collectives that contradict each other: {found[0].as_text()}"
-        what += self._places()
-        return self._death("mismatch", odd if len(odd) < len(self.ends) else (), what, what=what,
-                           died_ns=self._first_ns())  # fmt: skip
+            seen = [(end.rank, unlike_messages(end.error)) for end in ends]
+            said = next((f"rank {rank}: {text}" for rank, text in seen if text), "")
+        if not said:
+            return None
+        what = f"ranks issued collectives that contradict each other: {said}{self._places()}"
+        ranks = odd if len(odd) < len(self.ends) else ()
+        return self._death("mismatch", ranks, what, died_ns=self._first_ns())
 
     def _places(self) -> str:
         """Where the ranks of a small job were when they failed: `; rank 0 at a.py:1 in train`."""
@@ -453,11 +456,8 @@ class _Case:
     def _never_started(self) -> Death | None:
         """Ranks of which nothing was ever seen."""
         absent = tuple(r for r in range(self.evidence.world) if r not in self.ends)
-        late = (
-            tuple(r for r in self.stopped if not self._began(r))
-            if any(self._began(rank) for rank in self.ends)
-            else ()
-        )
+        began = {rank for rank, e in self.ends.items() if e.started_ns is not None or e.uncaught}
+        late = tuple(rank for rank in self.stopped if began and rank not in began)
         ranks = tuple(sorted({*absent, *late}))
         if not ranks or len(ranks) == self.evidence.world:
             return None
@@ -466,13 +466,8 @@ class _Case:
             what = f"{ranks_text(absent)} {verb} never seen: not launched, or not under haiprof"
         else:
             what = f"{ranks_text(late)} never came to the others: no training step of it was seen"
-        return self._death("never_started", ranks, what, what=what, died_ns=self._first_ns(),
+        return self._death("never_started", ranks, what, died_ns=self._first_ns(),
                            certain=False)  # fmt: skip
-
-    def _began(self, rank: int) -> bool:
-        """Whether a rank reported in, or said how it failed."""
-        end = self.ends[rank]
-        return end.started_ns is not None or bool(end.uncaught)
 
     def _early_exit(self) -> Death | None:
         """Ranks that had done their work, or thought so, while others waited for them."""
@@ -480,11 +475,9 @@ class _Case:
             return None
         first = self._first_ns() or 0
         until = first + NS_PER_S  # others may notice the broken connection sooner than the agent
-        left = tuple(
-            sorted(
-                r for r, e in self.ends.items() if e.clean and e.over and (e.wall_ns or 0) < until
-            )
-        )
+        left = tuple(sorted(rank for rank, end in self.ends.items()
+                            if end.clean and end.over
+                            and (end.closed_ns or end.wall_ns or 0) < until))  # fmt: skip
         if not left:
             return None
         end = self.ends[left[0]]
@@ -494,25 +487,28 @@ class _Case:
         way = "" if end.closed else " (os._exit: without Python's own exit)"
         what = f"{ranks_text(left)} ended early{after}, with exit status 0{way}, "
         what += f"while others waited for {them}"
-        return self._death("early_exit", left, what, what=what, end=end)
+        return self._death("early_exit", left, what, end=end)
 
     def _hang(self) -> Death | None:
         """A rank that a snapshot named while the job stood still."""
-        hang = self._hang_before(self._first_ns())
-        return None if hang is None else self._of_hang(hang)
+        return self._of_hang(hang) if (hang := self._hang_before(self._first_ns())) else None
 
     def _hang_before(self, time_ns: int | None, *, named: bool = True) -> Reaction | None:
         """The last snapshot of a standstill that lasted to the end, with a suspect or without."""
-        hangs = [
-            hang
-            for hang in self.evidence.hangs
-            if bool(hang.suspects) is named and (time_ns is None or hang.wall_ns <= time_ns)
-        ]
-        if not hangs:
-            return None
+        hangs = [each for each in self.evidence.hangs if bool(each.suspects) is named
+                 and (time_ns is None or each.wall_ns <= time_ns)]  # fmt: skip
         started = min((e.started_ns or 0 for e in self.ends.values()), default=0)
-        hang = hangs[-1]
-        return hang if hang.wall_ns >= started and not self._has_resumed(hang) else None
+        lasts = hangs and hangs[-1].wall_ns >= started and not self._has_resumed(hangs[-1])
+        return hangs[-1] if lasts else None
+
+    def _asked_before(self, time_ns: int) -> Reaction | None:
+        """The last snapshot that somebody took of a job that stood still until that time."""
+        last = self._last_step()
+        if last is None or not self._stood_still(time_ns):
+            return None
+        asked = asked_snapshots(self.evidence.files)
+        asked = [each for each in asked if last.end_ns < each.wall_ns <= time_ns]
+        return asked[-1] if asked else None
 
     def _has_resumed(self, hang: Reaction) -> bool:
         """Whether steps ended after a standstill was noticed."""
@@ -528,8 +524,9 @@ class _Case:
         ranks = () if hang.contradiction else (first.rank,)
         if hang.contradiction:
             what = f"the ranks contradicted each other: {hang.contradiction}"
-        return self._death("hang", ranks, what, what=what, died_ns=hang.since_wall_ns,
-                           line=first.doing or None, certain=first.certain)  # fmt: skip
+        line = first.doing.partition(";")[0] or None  # what stands beside differs by the process
+        return self._death("hang", ranks, what, died_ns=hang.since_wall_ns, line=line,
+                           certain=first.certain)  # fmt: skip
 
     def _behind(self) -> Death | None:
         """Ranks that never came to a collective in which others waited."""
@@ -541,37 +538,34 @@ class _Case:
 
     def _of_absentee(self, ranks: tuple[int, ...], why: str, *, certain: bool) -> Death:
         """Ranks that hung, or went another way, until the others' time was up."""
-        thread = next((e.thread_error for r, e in self.ends.items()
-                       if r in ranks and e.thread_error is not None), None)  # fmt: skip
+        own = [e for r, e in self.ends.items() if r in ranks and e.thread_error is not None]
+        error = own[0].thread_error.error if own and own[0].thread_error is not None else None
         what = f"{ranks_text(ranks)} did not come where the others waited: {why}"
-        line = None
-        if thread is not None and thread.error is not None:
-            line = thread.error.location or None
-            what += f"; its thread {thread.thread} had died of {thread.error.short}"
-            what += f" ({line})" if line else ""
-        return self._death("hang", ranks, what, what=what, died_ns=self._first_ns(), line=line,
-                           certain=certain)  # fmt: skip
+        what += thread_text(own[0]) if own else ""
+        return self._death("hang", ranks, what, died_ns=self._first_ns(), certain=certain,
+                           line=error.location or None if error is not None else None)  # fmt: skip
 
     def _launcher(self) -> Death | None:
         """No rank failed: the launcher itself did, or the job before any rank was known."""
         manifest = self.evidence.files.manifest
         for end in self.evidence.ends:
             own = end.error is not None and not end.is_printed and not is_launchers(end.error)
-            if end.rank is None and own:
+            if end.rank is None and own and end.error and end.error.type != "SystemExit":
                 what = what_happened(end)
                 own = end.ran_out_of_gpu_memory or end.is_terminated
                 cause = kind_of(end) if own else "launcher"
                 return self._death(cause, (), f"process {end.pid} died: {what}", what=what,
                                    end=end)  # fmt: skip
-            first = manifest is not None and end.pid == manifest.job_pid and not self.ends
-            if first and end.over and not end.clean:
+            first = manifest is not None and end.pid == manifest.job_pid
+            failed = any(each.over and not each.clean for each in self.ends.values())
+            left = bool(self.ends) and end.signal is not None and not failed
+            if first and end.over and not end.clean and (left or not self.ends):
                 what = what_happened(end)
-                headline = f"the job died before a rank had reported in: {what}"
-                return self._death(kind_of(end), (), headline, what=what, end=end,
+                who = "the first process of the job died, and left its ranks" if left else \
+                    "the job died before a rank had reported in"  # fmt: skip
+                return self._death(kind_of(end), (), f"{who}: {what}", what=what, end=end,
                                    certain=is_certain(end))  # fmt: skip
         return None
-
-    # -- putting it together --------------------------------------------------------------------
 
     def _death(
         self,
@@ -579,13 +573,15 @@ class _Case:
         ranks: tuple[int, ...],
         headline: str,
         *,
-        what: str,
+        what: str | None = None,
         end: ProcessEnd | None = None,
         died_ns: int | None = None,
         line: str | None = None,
         certain: bool = True,
     ) -> Death:
-        error = end.error if end is not None else None
+        error, said = end.error if end is not None else None, headline
+        by_worker = worker_death(error) is not None
+        hosts = len({each.host for each in self.ends.values()})
         died = died_ns if end is None else end.failed_ns
         fates = self._fates(ranks)
         tail = _victims_text(
@@ -596,8 +592,8 @@ class _Case:
         phase = self.phases.get(ranks[0]) if ranks and nowhere else None
         headline += f", in {phase}" if phase else ""
         headline += f"; last sample: {seen_at}" if seen_at else ""
-        source = error.source if error is not None else ""
-        if error is not None and line is None:
+        source = error.source if error is not None and not by_worker else ""
+        if error is not None and line is None and not by_worker:
             _, line, inner_source = inner_error(error)
             source = inner_source if line else source  # never what stands at another line
             line = line or error.location or None
@@ -606,7 +602,7 @@ class _Case:
             cause=cause,
             ranks=ranks,
             certain=certain,
-            what=what,
+            what=what or said,
             line=line,
             seen_at=seen_at,
             source=source or None,
@@ -615,15 +611,26 @@ class _Case:
             died_ns=died,
             step=self._step(ranks[0]) if ranks else None,
             fates=fates,
-            clock=self._clock(),
+            clock="one clock: all ranks ran on one node"
+            if hosts < 2
+            else f"the clocks of {hosts} nodes, taken to agree: NTP keeps them within milliseconds",
             remedy=self._remedy(cause, end),
         )
 
     def _remedy(self, cause: str, end: ProcessEnd | None) -> str:
-        if cause == "exit" and end is not None and not knows_exit(end):
+        error = end.error if end is not None else None
+        if cause == "exit" and end is not None and (worker_death(error) or not knows_exit(end)):
             return _UNKNOWN_EXIT
+        if cause == "interrupted" and end is not None:
+            return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
+        if cause == "killed" and end is not None and end.signal is not None:
+            return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])
         if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:
-            return _REMEDIES.get(cause, _REMEDIES["unknown"])
+            remedy = _REMEDIES.get(cause, _REMEDIES["unknown"])
+            limited = end is not None and end.address_limit_bytes and not end.oom
+            if cause == "out_of_memory" and limited:
+                return f"raise the limit of its address space (ulimit -v), or {remedy}"
+            return remedy
         series = gpu_memory_series(self.evidence.files).get(-1 if end.rank is None else end.rank)
         if series is not None and growth_per_step(series) is not None:
             return LEAK_REMEDY
@@ -633,8 +640,7 @@ class _Case:
         """The last line that was sampled of the first rank, and how long before its end."""
         own = [r for r in self.evidence.files.ranks
                if r.rank in ranks[:1] and self.attempts.get(r.rank) == r.attempt]  # fmt: skip
-        seen = last_line(own[0]) if own else None
-        if seen is None:
+        if not own or (seen := last_line(own[0])) is None:
             return None
         line, wall_ns = seen
         end = self.ends[ranks[0]].failed_ns or died
@@ -653,7 +659,8 @@ class _Case:
         elif cause:
             what, role = what_happened(end), "cause"
             if rank in self.stopped:
-                what = f"ended by {self.stopped[rank]} when the others had failed"
+                what = f"ended by {self.stopped[rank]}"
+                what += " when the others had failed" * bool(self.victims)
             elif not end.over:
                 what = "no end of it was seen"
         elif rank in self.victims:
@@ -670,6 +677,8 @@ class _Case:
             rank in self.stopped and rank not in self.behind
             and not cause and not self.is_ended_from_outside
         )  # fmt: skip
+        # A number alone is of a heartbeat, which may be a second old.
+        where = last.text if last is not None and last.kind is not None else "a collective"
         return Fate(
             rank=rank,
             host=None if end is None else end.host,
@@ -680,7 +689,7 @@ class _Case:
             ended_ns=None if end is None else end.failed_ns,
             step=self._step(rank),
             phase=self.phases.get(rank),
-            waited_in=last.text if last is not None and waits else None,
+            waited_in=where if last is not None and waits else None,
         )
 
     def _waiting(self, rank: int) -> LastCollective | None:
@@ -693,19 +702,25 @@ class _Case:
     def _step(self, rank: int) -> int | None:
         end, attempt = self.ends.get(rank), self.attempts.get(rank)
         known = self.evidence.steps.get((rank, attempt)) if attempt is not None else None
-        return known if known is not None else (end.step if end is not None else None)
+        return known.number if known is not None else (end.step if end is not None else None)
+
+    def _last_step(self) -> LastStep | None:
+        known = [self.evidence.steps.get(each) for each in self.attempts.items()]
+        return max(filter(None, known), key=lambda step: step.end_ns, default=None)
+
+    def _stood_still(self, time_ns: int) -> str:
+        """For how long no step had ended by then, where that is much longer than steps take."""
+        last, manifest = self._last_step(), self.evidence.files.manifest
+        if last is None or (manifest is not None and manifest.options.get("time_s")):
+            return ""  # its recording may have ended before
+        silent_ns = time_ns - last.end_ns
+        if silent_ns < max(_STILL_NS, _STILL_STEPS * last.usual_ns):
+            return ""
+        return f"; no step had ended in the {duration_text(silent_ns)} before"
 
     def _first_ns(self) -> int | None:
         times = [e.failed_ns for r, e in self.ends.items() if r in self.victims]
         return min((time for time in times if time is not None), default=None)
-
-    def _clock(self) -> str:
-        hosts = {end.host for end in self.ends.values()}
-        if len(hosts) < 2:
-            return "one clock: all ranks ran on one node"
-        return (
-            f"the clocks of {len(hosts)} nodes, taken to agree: NTP keeps them within milliseconds"
-        )
 
 
 def last_write_ns(files: RunFiles, host: str) -> int:
@@ -742,7 +757,7 @@ def _victims_text(fates: Sequence[Fate], died: int | None) -> str:
     return "; ".join(parts)
 
 
-def _outer_cause(came: Arrived) -> tuple[str, str]:
+def _outer_cause(came: Arrived, files: RunFiles) -> tuple[str, str]:
     """What a signal to the launcher means."""
     state = came.slurm_state or ""
     words = (came.from_command or "").split()
@@ -755,13 +770,31 @@ def _outer_cause(came: Arrived) -> tuple[str, str]:
         return "time_limit", "Slurm's time limit was reached"
     if state == "PREEMPTED":
         return "preempted", "Slurm preempted it: another job had precedence"
-    if state == "CANCELLED" or (by_slurm and left is not None):
-        return "cancelled", "Slurm ended it before its time limit: scancel, or its site's rules"
-    if by_slurm:
-        return "cancelled", "Slurm ended it: scancel, its site's rules, or its time limit"
+    if state == "REQUEUED" or (by_slurm and _was_requeued(files)):
+        return "requeued", "Slurm requeued it: scontrol requeue, preemption, or a failed node"
+    if state == "CANCELLED" or by_slurm:
+        other = "" if state else ", scontrol requeue"
+        early = "" if left is None else " before its time limit"
+        late = ", or its time limit" if left is None else ""
+        return "cancelled", f"Slurm ended it{early}: scancel{other}, its site's rules{late}"
     if came.signal == signal.SIGINT:
         return "interrupted", "the job was interrupted"
     return "signal", "the job was ended from outside"
+
+
+def _was_requeued(files: RunFiles) -> bool:
+    """Whether a later start of the same Slurm job is in the same log directory."""
+    own = files.manifest
+    job = own.environment.get("slurm_job") if own is not None else None
+    if own is None or not job:
+        return False
+    for folder in run_folders(files.paths.root.parent):
+        with contextlib.suppress(HaiprofError):
+            other = read_manifest(RunPaths(folder)).environment
+            restarts = [int(each.get("slurm_restart") or 0) for each in (own.environment, other)]
+            if other.get("slurm_job") == job and restarts[1] > restarts[0]:
+                return True
+    return False
 
 
 def _sender(came: Arrived) -> str:
@@ -772,9 +805,15 @@ def _sender(came: Arrived) -> str:
 
 
 _UNKNOWN_EXIT = (
-    "look at the last lines that this rank printed: an error that was caught, os._exit, a library "
+    "look at the last lines that it printed: an error that was caught, os._exit, a library "
     "that ends the process, or memory that ran out"
 )
+_SIGNAL_REMEDIES: Mapping[int, str] = {
+    signal.SIGXCPU: "raise the limit of its CPU time (ulimit -t), or save and start again before",
+    signal.SIGXFSZ: "raise the limit of a file's size (ulimit -f), or write smaller files",
+    signal.SIGPIPE: "see who read what it writes: that process has ended",
+    signal.SIGALRM: "see what sets a timer: signal.alarm, signal.setitimer, or a library",
+}
 _REMEDIES: Mapping[str, str] = {
     "exception": "fix the line that raised it",
     "out_of_memory": "use less memory on that rank (smaller batches, fewer or leaner workers), or "
@@ -785,7 +824,7 @@ _REMEDIES: Mapping[str, str] = {
     "killed": "find out who sent it: the job itself (os.kill), the logs of the scheduler and of "
     "the kernel (dmesg)",
     "crash": "run with PYTHONFAULTHANDLER=1 for the Python line, or look at the core file with gdb",
-    "exit": "look for sys.exit on that rank, and at what it printed before",
+    "exit": "see why it calls sys.exit or raises SystemExit, and what it printed before",
     "early_exit": "give all ranks the same number of batches (drop_last, a DistributedSampler), or "
     "wrap the loop in torch.distributed.algorithms.join.Join",
     "hang": "look at what that rank did instead: snapshots in the run show its stack",
@@ -794,6 +833,7 @@ _REMEDIES: Mapping[str, str] = {
     "never_started": "look at the output of that rank's launcher: import, rendezvous, placement",
     "time_limit": "ask for more time, or save and requeue before it: --signal, --requeue",
     "preempted": "let Slurm start it again: --requeue, and checkpoints from which it resumes",
+    "requeued": "no action if it resumes from a checkpoint; who asked: scontrol show job JOB",
     "cancelled": "find out who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
     "signal": "ask the sender; haiprof passed the signal on to the job",
     "interrupted": "no action: the job was stopped by Ctrl-C or SIGINT",

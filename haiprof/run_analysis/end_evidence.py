@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import polars as pl
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.process_ends import FILE_LINE, Error, ProcessEnd
+from haiprof.base.units import shorten
+from haiprof.run_analysis.process_ends import FILE_LINE, WORKER_DIED, Error, ProcessEnd
 from haiprof.run_analysis.run_files import (
     RankFiles,
     RunFiles,
@@ -54,14 +55,19 @@ _LAUNCHERS_ERRORS = (
 _ACCUSED = re.compile(r"[Rr]anks? ([\d, ]+?) (?:failed to pass|did not pass|failed to report)")
 _ERROR = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit)\b")
 _OUT_OF_MEMORY = re.compile(
-    r"MemoryError|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|out of memory|"
-    r"Cannot allocate memory"
+    r"MemoryError|bad_alloc|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|"
+    r"out of memory|Cannot allocate memory"
 )
 _SHARED_MEMORY = re.compile(
     r"out of shared memory|insufficient shared memory|unable to (?:open|write to|allocate|resize) "
     r"(?:file|shared memory)|torch_shm|/dev/shm"
 )
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_NOT_WRITTEN = re.compile(
+    r"PytorchStreamWriter failed writing|inline_container.*unexpected pos|iostream error"
+)
+"""Of torch.save, which does not say why: mostly the disk is full."""
+_WORKER_RAISED = re.compile(r"in DataLoader worker process (\d+)")
 _SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
     signal.SIGBUS: "a bus error (SIGBUS): memory behind a mapping was not there",
@@ -69,6 +75,11 @@ _SIGNALS: dict[int, str] = {
     "that was sent",
     signal.SIGFPE: "an arithmetic error in native code (SIGFPE)",
     signal.SIGILL: "an instruction that this CPU does not have (SIGILL)",
+    signal.SIGXCPU: "ended by SIGXCPU, which the kernel sends at the limit of CPU time (ulimit -t)",
+    signal.SIGXFSZ: "ended by SIGXFSZ, which the kernel sends where a file would grow beyond the "
+    "limit of its size (ulimit -f)",
+    signal.SIGPIPE: "ended by SIGPIPE: it wrote to a pipe or a socket that nobody reads any more",
+    signal.SIGALRM: "ended by SIGALRM, which a timer sends (alarm, setitimer)",
     signal.SIGKILL: "killed (SIGKILL); the sender is not known",
 }
 
@@ -93,6 +104,21 @@ def accused_ranks(error: Error | None) -> tuple[int, ...]:
     return tuple(int(word) for word in words if word.isdigit() and len(word) < 8)
 
 
+def worker_death(error: Error | None) -> tuple[str, str] | None:
+    """The cause and the end of a DataLoader worker of which an exception tells.
+
+    The main thread's line is where a signal met it (SIGCHLD), and caused nothing.
+    """
+    match = WORKER_DIED.search(error.message) if error is not None else None
+    if match is None:
+        return None
+    if match[2] is None:
+        status = f" with exit status {match[3]}" if match[3] else ""
+        return "exit", f"its DataLoader worker {match[1]} ended{status}; why is not known"
+    kind = "killed" if match[2] in ("Killed", "Terminated", "Interrupt") else "crash"
+    return kind, f"its DataLoader worker {match[1]} was ended by a signal: {match[2]}"
+
+
 def kind_of(end: ProcessEnd) -> str:
     """One word for the cause of an end: `exception`, `out_of_memory`, `killed`, `exit` ..."""
     error = end.error
@@ -102,12 +128,14 @@ def kind_of(end: ProcessEnd) -> str:
         said = f"{error.type}: {error.message}"
         if _SHARED_MEMORY.search(said) or "Bus error" in said:
             return "shared_memory_full"
-        if error.errno in (28, 122) or _DISK_FULL.search(said):
+        if error.errno in (28, 122) or _DISK_FULL.search(said) or _NOT_WRITTEN.search(said):
             return "disk_full"
         if _OUT_OF_MEMORY.search(said):
             return "out_of_memory"
         if error.type == "KeyboardInterrupt":
             return "interrupted"
+        if worker := worker_death(error):
+            return "out_of_memory" if end.oom else worker[0]
         return "crash" if end.is_terminated else "exception"
     if end.oom:
         return "out_of_memory"
@@ -123,15 +151,22 @@ def what_happened(end: ProcessEnd) -> str:
     if end.gpu_memory is not None and end.ran_out_of_gpu_memory:
         return end.gpu_memory.text
     if error is not None and error.type != "SystemExit":
+        if worker := worker_death(error):
+            return worker[1] + (", by the kernel: its memory was used up" if end.oom else "")
         inner = inner_error(error)
+        raised = _WORKER_RAISED.search(error.message)
+        who = f"its DataLoader worker {raised[1]} raised " if raised else ""
         place = inner[1] or error.location
         exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
         via = f", and exited with status {end.status}" if exits and end.status else ""
-        way = f"it aborted itself{_by_signal(end)}: " if end.is_terminated else ""
+        by_signal = f" ({signal_name(end.signal)})" if end.signal is not None else ""
+        way = f"it aborted itself{by_signal}: " if end.is_terminated else ""
         by = "; known by its last lines on stderr" if end.is_printed else ""
-        return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}{by}"
+        if _NOT_WRITTEN.search(error.message):
+            by += "; torch could not write the file: a full disk, a quota, or a limit (ulimit -f)"
+        return f"{way}{who}{inner[0] or error.short}{f' ({place})' if place else ''}{via}{by}"
     if end.oom:
-        oom = end.oom or {}
+        oom = end.oom
         held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
         sizes = [size for size in held if isinstance(size, int) and size >= 0]
         with_bytes = f" with {sum(sizes) / (1 << 30):.2f} GiB resident" if sizes else ""
@@ -139,31 +174,47 @@ def what_happened(end: ProcessEnd) -> str:
         return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
     if end.signal is not None:
         return _SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}"
+    if end.status == 0:
+        return "it ended with exit status 0"
     if end.status is not None:
+        thread = thread_text(end)
         if knows_exit(end):
-            place = f" at {error.location}" if error is not None and error.location else ""
-            return f"it exited with status {end.status} (sys.exit){place}"
-        way = (
-            "" if end.closed else " without Python's own exit (os._exit, native code, or no memory)"
-        )
+            failure = end.failure
+            by = "sys.exit" if failure is not None and failure.how == "exit_call" else "SystemExit"
+            parts = [f"it exited with status {end.status} ({by})"]
+            for each in failure.errors[:1] if failure is not None else ():
+                parts[0] += f" at {each.location}" if each.location else ""
+                parts += [shorten(each.message)] if each.exit_status is None else []
+            for each in failure.errors[1:2] if failure is not None else ():
+                parts[-1] += f", while handling {each.short} ({each.location})"
+            return ": ".join(parts) + thread
+        without = end.started_ns is not None and not end.closed  # of others nothing was recorded
+        way = " without Python's own exit" if without else ""
+        way += " (os._exit, exec, native code, no memory)" if without else ""
         last = next((line.strip() for line in reversed(end.printed) if line.strip()), "")
-        said = f"; its last line on stderr: {last[:160]}" if last else ""
-        return f"it ended with exit status {end.status}{way}; why is not known{said}"
+        said = f"; its last line on stderr: {shorten(last)}" if last else ""
+        return f"it ended with exit status {end.status}{way}; why is not known{said}{thread}"
     return "it is gone and left no report: killed, or its machine was lost"
+
+
+def thread_text(end: ProcessEnd) -> str:
+    """`; its thread reader had died of ValueError: bad record (train.py:9 in read)`, or nothing."""
+    noted = end.thread_error
+    if noted is None or noted.error is None:
+        return ""
+    place = f" ({noted.error.location})" if noted.error.location else ""
+    return f"; its thread {noted.thread} had died of {noted.error.short}{place}"
 
 
 def is_certain(end: ProcessEnd) -> bool:
     """Whether the cause of an end was seen: what was printed may be about something else."""
-    return not end.is_printed and (kind_of(end) != "exit" or knows_exit(end))
+    unsure = end.error is not None and _NOT_WRITTEN.search(end.error.message) is not None
+    return not (end.is_printed or unsure) and (kind_of(end) != "exit" or knows_exit(end))
 
 
 def knows_exit(end: ProcessEnd) -> bool:
     """Whether it is proved that the process left by sys.exit: no exception would look the same."""
     return end.exited or end.error is not None
-
-
-def _by_signal(end: ProcessEnd) -> str:
-    return f" ({signal_name(end.signal)})" if end.signal is not None else ""
 
 
 def unlike_messages(error: Error | None) -> str | None:
@@ -282,7 +333,7 @@ def last_collectives(
             found[rank][group] = LastCollective(group=group, sequence=sequence, kind=kind)
     kinds = {(g, s): k for g, s, k in own.select("group", "sequence", "kind").unique().rows()}
     return {
-        rank: {g: _with_name(last, kinds) for g, last in groups.items()}
+        rank: {g: replace(o, kind=o.kind or kinds.get((g, o.sequence))) for g, o in groups.items()}
         for rank, groups in found.items()
     }
 
@@ -303,11 +354,6 @@ def behind(last: Mapping[int, Mapping[str, LastCollective]]) -> dict[int, LastCo
         if found:
             return found
     return {}
-
-
-def _with_name(last: LastCollective, kinds: Mapping[tuple[str, int], str]) -> LastCollective:
-    kind = last.kind or kinds.get((last.group, last.sequence))
-    return LastCollective(group=last.group, sequence=last.sequence, kind=kind)
 
 
 def _heartbeats(path: Path) -> dict[str, int]:

@@ -233,7 +233,10 @@ def _add_rows(
     times = np.bincount(place.ravel(), scale * table.ns[rows]).tolist()
     for (position, nobodys, own), ns in zip(cells.T.tolist(), times, strict=True):
         name = POSITIONS[position]
-        node = placer.node(own, name) if nobodys < 0 else placer.of_activity(nobodys, name)
+        node = placer.node(own, name)
+        if nobodys >= 0:  # an activity that has no line
+            frame = FlameFrame(name=ACTIVITIES[nobodys], place="", kind="activity")
+            node = placer.grower.node(node, placer.grower.frame(frame, key=""))
         self_ns[node] = self_ns.get(node, 0.0) + ns
 
 
@@ -261,7 +264,7 @@ class _Placer:
     """Puts the stacks of one run into the tree."""
 
     def __init__(self, source: FlameSource, grower: _Grower) -> None:
-        self._tree, self._grower = source.samples.tree, grower
+        self._tree, self.grower = source.samples.tree, grower
         self._frames = [
             _add_frame(grower, self._tree, place, source.folder)
             for place in range(len(self._tree.frames))
@@ -275,17 +278,12 @@ class _Placer:
             return known
         if not stack:
             top = FlameFrame(name=phase, place="", kind="phase")
-            found = self._grower.node(-1, self._grower.frame(top, key=""))
+            found = self.grower.node(-1, self.grower.frame(top, key=""))
         else:
             parent = self.node(int(self._tree.parent[stack]), phase)
-            found = self._grower.node(parent, self._frames[self._tree.place[stack]])
+            found = self.grower.node(parent, self._frames[self._tree.place[stack]])
         self._known[stack, phase] = found
         return found
-
-    def of_activity(self, activity: int, position: str) -> int:
-        """The node of an activity that has no line."""
-        frame = FlameFrame(name=ACTIVITIES[activity], place="", kind="activity")
-        return self._grower.node(self.node(0, position), self._grower.frame(frame, key=""))
 
 
 def _add_frame(grower: _Grower, tree: CodeTree, place: int, folder: str) -> int:

@@ -314,7 +314,10 @@ def _bytes(digits: str, unit: str) -> int | None:
 def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:
     names = ("requested", "limit", "device_total", "device_free", "allocated", "reserved", "peak",
              "free_cached", "largest_free", "private_pool")  # fmt: skip
-    held = mapping(content.get("held"))
+    held, module = mapping(content.get("held")), text(content.get("module"))
+    snapshot = text(content.get("snapshot")) or ""
+    # A name in the run's own folder, never a path out of it.
+    is_name = re.fullmatch(r"[\w.-]{1,200}\.pickle", snapshot) is not None
     line = parse_frames([content.get("line")])
     return GpuOutOfMemory(
         wall_ns=integer(content.get("wall_ns")),
@@ -322,12 +325,12 @@ def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:
         **{f"{name}_bytes": _size(content.get(f"{name}_bytes")) for name in names},
         held={n: size for n in _HELD if (size := _size(held.get(n))) is not None},
         phase=text(content.get("phase")),
-        module=_short(content.get("module")),
+        module=module and module[:200],
         line=line[0] if line else own_frame(parse_frames(content.get("frames")) or ()),
         step=integer(content.get("step")),
         batch=_shapes(content.get("batch")),
         largest=_largest(content.get("largest")),
-        snapshot=_file_name(content.get("snapshot")),
+        snapshot=snapshot if is_name else None,
         count=count,
     )  # fmt: skip
 
@@ -358,15 +361,3 @@ def _count(shapes: Shapes) -> int:
 def _size(value: object) -> int | None:
     size = integer(value)
     return size if size is not None and 0 <= size < _SIZE_LIMIT else None
-
-
-def _short(value: object) -> str | None:
-    found = text(value)
-    return None if found is None else found[:200]
-
-
-def _file_name(value: object) -> str | None:
-    """A name in the run's own folder, never a path out of it."""
-    name = text(value)
-    good = name is not None and re.fullmatch(r"[\w.-]{1,200}\.pickle", name)
-    return name if good else None

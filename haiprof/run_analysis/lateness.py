@@ -15,6 +15,7 @@ from haiprof.base.units import ranks_text
 from haiprof.run_analysis.run_files import RunFiles, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_format import schema
+from haiprof.trace_format.clock_offsets import estimate_offsets
 from haiprof.trace_format.flight_recorder import FLIGHT_SCHEMA, read_flight, read_torch_dump
 
 
@@ -99,50 +100,6 @@ def _with_members(rows: pl.DataFrame) -> pl.DataFrame:
     cut = pl.col("oldest") & (pl.col("sequence") > 1)
     unknown = cut.any() & (pl.col("member_count") > 1).any()
     return rows.filter(~unknown.over("group", "sequence"))
-
-
-_ROUNDS = 100
-
-
-def estimate_offsets(ends: pl.DataFrame) -> pl.DataFrame:
-    """Estimates how far each clock is ahead of the others.
-
-    Events overlap but need not be seen by every clock, so none can be the reference for all. In
-    each round every clock moves by its median distance to the middle of its events; clocks that
-    share events converge to one. For two clocks that is the median of their differences.
-
-    One row per clock that shares an event: `clock`, `event_count` (shared ones), `offset_ns`
-    (the median of all is 0), `mad_ns` (median absolute deviation of its ends from the middle,
-    once it is moved). Offsets of clocks that share no event, not even through other clocks,
-    cannot be compared.
-    """
-    near = ends.filter(pl.len().over("event") > 1).with_columns(
-        end_ns=pl.col("end_ns") - pl.col("end_ns").min()
-    )
-    offsets = near.select("clock").unique().with_columns(offset_ns=pl.lit(0.0))
-    for _ in range(_ROUNDS):
-        errors = near.join(offsets, on="clock").with_columns(error=_behind_middle())
-        change = errors.group_by("clock").agg(pl.col("error").median())
-        offsets = offsets.join(change, on="clock").select(
-            "clock", offset_ns=pl.col("offset_ns") + pl.col("error")
-        )
-        if not change.height or float(change["error"].abs().max() or 0) < 1:  # type: ignore[arg-type]
-            break
-    centred = offsets.with_columns(offset_ns=pl.col("offset_ns") - pl.col("offset_ns").median())
-    found = near.join(centred, on="clock").with_columns(error=_behind_middle())
-    spread = (pl.col("error") - pl.col("error").median()).abs().median()
-    rows = found.group_by("clock").agg(
-        pl.len().cast(pl.Int64).alias("event_count"),
-        pl.col("offset_ns").first(),
-        spread.alias("mad_ns"),
-    )
-    return rows.sort("clock")
-
-
-def _behind_middle() -> pl.Expr:
-    """The end on the common clock minus the median of the event's ends."""
-    end = pl.col("end_ns").cast(pl.Float64) - pl.col("offset_ns")
-    return end - end.median().over("event")
 
 
 MIN_MATCHES = 8
@@ -341,49 +298,13 @@ def _by_step(starts: Ints, created: Ints, late: Ints) -> Ints:
     return covered
 
 
-BACKWARD_WORK_SCHEMA = {
-    "rank": pl.Int64,
-    "own_ns": pl.Float64,
-    "after_ns": pl.Float64,
-    "backward_count": pl.Int64,
-}
+def own_and_after(rank: RankSegments, created: np.ndarray) -> np.ndarray:
+    """[own or after, backward pass with collectives] in ns.
 
-
-def backward_work(segments: Sequence[RankSegments], collectives: pl.DataFrame) -> pl.DataFrame:
-    """From the start of a backward to the last collective that the rank began in it, and on.
-
-    Gradients are averaged as they become ready, so the last one is begun when the rank's own work
-    is done; what follows until backward returns is transfer, and waiting for other ranks. The rank
-    that begins last waits for none: the shortest such end among the ranks is without waiting.
-
+    Gradients are averaged as they become ready, so the last collective is begun when the rank's own
+    work is done; what follows until backward returns is transfer, and waiting for other ranks.
     Source: torch DistributedDataParallel, "Internal Design": buckets are reduced as hooks fire.
     """
-    known = collectives.filter(~pl.col("p2p") & pl.col("created_ns").is_not_null())
-    found = {}
-    for rank in segments:
-        own = known.filter(
-            (pl.col("rank") == rank.files.rank) & (pl.col("attempt") == rank.files.attempt)
-        )
-        parts = own_and_after(rank, own["created_ns"].sort().to_numpy())
-        if parts.size:
-            found[rank.files.rank] = parts
-    after = _shortest([parts[1] for parts in found.values()])
-    rows = [
-        (rank, float(np.median(parts[0])), after, parts.shape[1]) for rank, parts in found.items()
-    ]
-    return pl.DataFrame(rows, schema=BACKWARD_WORK_SCHEMA, orient="row")
-
-
-def _shortest(ends: Sequence[np.ndarray]) -> float | None:
-    if not ends:
-        return None
-    if len({len(own) for own in ends}) == 1:
-        return float(np.median(np.min(np.stack(ends), axis=0)))
-    return min(float(np.median(own)) for own in ends)
-
-
-def own_and_after(rank: RankSegments, created: np.ndarray) -> np.ndarray:
-    """[own or after, backward pass with collectives] in ns."""
     spans = rank.found.nested.spans
     backward = np.flatnonzero(spans.kind == schema.BACKWARD)
     start = spans.start_ns[backward] + rank.wall_offset_ns

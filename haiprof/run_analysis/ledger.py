@@ -53,6 +53,7 @@ _COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "sp
             "ns", "count", "sample")  # fmt: skip
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
+_WOKEN = (SLEEP, FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, LOCK_WAIT, OTHER_WAIT)
 MODEL_POSITIONS = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
 """Where operators are the model's own."""
 NO_LINE = (NO_CORE, COLLECTION, GIL_WAIT, LINK_WAIT, PEER_WAIT, LOADER_WAIT)
@@ -72,14 +73,20 @@ _WAITS = (
     ("torch/cuda/streams.py", DEVICE_WAIT),
 )  # fmt: skip
 """Modules of Python and torch whose functions wait while they hold no lock."""
-_SEEN_IN_CODE = (LOCK_WAIT, PIPE_WAIT, SOCKET_WAIT, PROCESS_WAIT)
+_SEEN_IN_CODE = (LOCK_WAIT, PIPE_WAIT, SOCKET_WAIT, PROCESS_WAIT, FILE_WAIT, SLEEP)
 """Of these waits: those that the state of the thread refutes, where it was on a core or ready."""
 _WAIT_OF_NAME = {
     "file": FILE_WAIT, "socket": SOCKET_WAIT, "pipe": PIPE_WAIT, "lock": LOCK_WAIT,
     "sleep": SLEEP, "fault": FAULTS, "poll": OTHER_WAIT, "other": OTHER_WAIT,
 }  # fmt: skip
 _LIBRARY_CALL = re.compile(
-    r"\s*(?:await\s+)?(np|numpy|scipy|cv2|pd|pandas|PIL|Image|json|pickle|re|zlib|gzip)\."
+    r"\s*(?:await\s+)?(?:np|numpy|scipy|sklearn|cv2|pd|pandas|PIL|Image|json|pickle|re|os|shutil"
+    r"|subprocess|socket|sqlite3|hashlib|zlib|gzip|bz2|lzma|zipfile|tarfile|csv|math|time"
+    r"|requests|urllib)\."
+)
+_WAITING_CALLS = (
+    (re.compile(r"\s*os\.(?:fsync|fdatasync|sync)\("), FILE_WAIT),
+    (re.compile(r"\s*time\.sleep\("), SLEEP),
 )
 _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 """Calls that wait until the device has done what is queued, where there is one (PyTorch, CUDA
@@ -87,8 +94,9 @@ semantics, asynchronous execution)."""
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 """Begins the names of what takes batches from workers."""
+WORKER_START = f"{WORKER_LOADER}__init__"
 _STEP_WRAPPER = "profile_hook_step.<locals>.wrapper"
-_DISPATCH_RATIO = 1 / 3
+DISPATCH_RATIO = 1 / 3
 """Of an operator that takes a microsecond, what Python needs to call it: it holds the interpreter
 lock so long. Measured on `torch.add` of ten numbers, CPython 3.11."""
 _MOST = 0.95
@@ -100,6 +108,7 @@ alike. Own choice."""
 _SPIKE = 2.0
 """A period in which a position takes so many times its median is sampled for itself: what is paid
 at every Nth step is not spread over all of them."""
+_PARTS = 2 * len(POSITIONS)
 _SPIKE_MIN_RATIO = 0.01
 """Where such periods hold at least this share of all time."""
 
@@ -205,6 +214,8 @@ class RankSamples:
     """Of its backward, what follows the last collective that it began there; None: not known."""
     peer_ratio: float | None
     """Of its time, how long it waited for later ranks in collectives; None: not known."""
+    free_ratio: float | None
+    """Of its time, how long its cores had nothing to do; None: they are as many as their ranks."""
     busy: BusyTimes | None
     """When its device had work queued; None: no device, or not known."""
 
@@ -250,6 +261,8 @@ def _rank_rows(
     cell = cut.position[place]
     spike = spikes(time.plain_ns)
     spiked = spike[cell, column]
+    whole_spike = np.append(spike, np.zeros((len(POSITIONS), 1), dtype=np.bool_), axis=1)
+    part = _part(cut.position, whole_spike[cut.position, judged[cut.period]])
     spacing = spacing_ns(samples.time_ns[own], samples.time_ns[at])
     weight = np.zeros(len(at))
     unseen: list[tuple[int, int, bool, int]] = []
@@ -278,8 +291,9 @@ def _rank_rows(
     rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
     rows = _split(rows, _tail_share(rows, rank), LINK_WAIT)
     rows = _split(rows, _peer_share(rows, rank), PEER_WAIT)
+    rows = _split(rows, _crowded_share(rows, rank), NO_CORE)
     rows["work"] = rows["activity"].copy()
-    rows = _split(rows, _no_core_share(samples, rows, rank), NO_CORE)
+    rows = _split(rows, _no_core_share(samples, rows, rank, part), NO_CORE)
     rows = _split(rows, _contended_share(rows), NO_CORE, "work")
     rest = list(zip(*unseen, strict=True)) or [(), (), (), ()]
     none = np.zeros(len(unseen))
@@ -333,7 +347,7 @@ def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) 
     """Per row: what of Python in the job's own lines is the calling of operators.
 
     Whoever calls an operator holds the interpreter lock until it runs: as often as in torch's own
-    frames, or for _DISPATCH_RATIO of the time, where that is more. Where Python beside that takes a
+    frames, or for DISPATCH_RATIO of the time, where that is more. Where Python beside that takes a
     share h of a function, the lock is held in h + (1 - h) of it.
     """
     share = np.zeros(len(rows["ns"]))
@@ -344,7 +358,7 @@ def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) 
     works = held | (rows["activity"] == OPERATORS)
     torch_works = works & of_torch
     usual = float(held[torch_works].mean()) if torch_works.any() else 0.0
-    usual = min(max(usual, _DISPATCH_RATIO), 0.9)
+    usual = min(max(usual, DISPATCH_RATIO), 0.9)
     asked = np.flatnonzero(works & of_job)
     function = functions_of(samples.tree)[1][place[asked]]
     key = function * len(POSITIONS) + rows["position"][asked]
@@ -357,23 +371,37 @@ def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) 
     return share
 
 
-def _no_core_share(samples: CodeSamples, rows: _Rows, rank: RankSamples) -> Floats:
+def _part(position: Ints, spike: Bools) -> Ints:
+    """A position in usual periods, and the same in those in which it took much longer."""
+    return position + len(POSITIONS) * spike
+
+
+def _no_core_share(
+    samples: CodeSamples, rows: _Rows, rank: RankSamples, interval_part: Ints
+) -> Floats:
     """Per row: for how much of it the thread was ready to run but had no CPU core.
 
-    Of waiting for batches: for how much of their time the workers that make them had none.
+    A period in which a position took longer than usual is a part of its own: that may be what it
+    waited for a core. Of waiting for batches: for how much of their time the workers had none.
     """
     on_core = np.isin(rows["activity"], ON_CORE)
-    whole = np.bincount(rows["cell"], rows["ns"], len(POSITIONS))
-    able = np.bincount(rows["cell"][on_core], rows["ns"][on_core], len(POSITIONS))
+    part = _part(rows["cell"], rows["spike"])
+    whole = np.bincount(part, rows["ns"], _PARTS)
+    able = np.bincount(part[on_core], rows["ns"][on_core], _PARTS)
     lost_ns = (rank.no_core_ratio or 0.0) * whole.sum()
     known = np.unique(rows["sample"])  # a sample may have several rows by now
     known = known[samples.queue_ns[known] >= 0]
     if len(known) > 1:  # each tells of the time since the one before
         queued = float(samples.queue_ns[known[1:]].sum())
         lost_ns = whole.sum() * queued / max(float(np.ptp(samples.time_ns[known])), 1.0)
-    lost = able * _off_core(samples, rank, able / np.maximum(whole, 1.0))
+    lost = able * _off_core(samples, rank, able / np.maximum(whole, 1.0), interval_part)
     lost *= lost_ns / max(float(lost.sum()), 1.0)
-    own = np.where(on_core, np.minimum(lost / np.maximum(able, 1.0), _MOST)[rows["cell"]], 0.0)
+    most = np.minimum(lost, _MOST * able)
+    # Whoever is woken waits for a core, too: the sampling thread has none then, and sees a wait.
+    woken = np.isin(rows["activity"], _WOKEN)
+    waited = float(rows["ns"][woken].sum())
+    late = min(max(lost_ns - float(most.sum()), 0.0) / max(waited, 1.0), _MOST)
+    own = np.where(on_core, (most / np.maximum(able, 1.0))[part], np.where(woken, late, 0.0))
     waits = rows["activity"] == LOADER_WAIT
     return np.where(waits, _workers_without_core(samples, rank.time.rank), own)
 
@@ -386,16 +414,15 @@ def _contended_share(rows: _Rows) -> Floats:
     """
     lost = rows["activity"] == NO_CORE
     on_core = np.isin(rows["activity"], ON_CORE)
-    waited, worked = (
-        np.bincount(rows["cell"][own], rows["ns"][own], len(POSITIONS)) for own in (lost, on_core)
-    )
+    part = _part(rows["cell"], rows["spike"])
+    waited, worked = (np.bincount(part[own], rows["ns"][own], _PARTS) for own in (lost, on_core))
     usual = waited.sum() / max(float(worked.sum()), 1.0)
     brought = np.minimum(usual * worked / np.maximum(waited, 1.0), 1.0)
-    return np.where(lost & (rows["work"] != LOADER_WAIT), 1.0 - brought[rows["cell"]], 0.0)
+    return np.where(lost & (rows["work"] != LOADER_WAIT), 1.0 - brought[part], 0.0)
 
 
-def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats) -> Floats:
-    """[position]: of the time in which a thread could use a core, what it had none for, relatively.
+def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats, interval_part: Ints) -> Floats:
+    """[part]: of the time in which a thread could use a core, what it had none for, relatively.
 
     Linear regression of the time without CPU use between two samples on the time in each position,
     waits left out. It is drawn to the same share everywhere as far as the noise asks for it (ridge
@@ -404,13 +431,15 @@ def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats) -> Floats:
     Args:
         samples: Of all ranks.
         rank: Of which rank.
-        able: [position]: for which share of it the thread waits for nothing.
+        able: [part]: for which share of it the thread waits for nothing.
+        interval_part: Per interval of the rank's time.
     """
     own = (samples.rank == rank.time.rank) & (samples.worker < 0)
     at = np.flatnonzero(own & (samples.phase < len(TRAINING_PHASES)))
     at = at[np.argsort(samples.time_ns[at], kind="stable")]
     time_ns, cpu_ns = samples.time_ns[at] - rank.wall_offset_ns, samples.cpu_ns[at][1:]
-    inside, passed = rank.positions.between(time_ns), np.diff(time_ns)
+    inside = rank.positions.between(time_ns, interval_part, _PARTS)
+    passed = np.diff(time_ns)
     known = (cpu_ns >= 0) & (passed > 0) & (inside.sum(axis=0) == passed)
     gaps = (inside * able[:, None])[:, known].T
     off = gaps.sum(axis=1) - np.minimum(cpu_ns, passed)[known]
@@ -454,6 +483,14 @@ def _peer_share(rows: _Rows, rank: RankSamples) -> Floats:
     wait, whole = float(rows["ns"][inside].sum()), float(rows["ns"].sum())
     share = min((rank.peer_ratio or 0.0) * whole / wait, 1.0) if wait else 0.0
     return np.where(inside, share, 0.0)
+
+
+def _crowded_share(rows: _Rows, rank: RankSamples) -> Floats:
+    """Per row: what of an exchange passes until other ranks leave a core to those who exchange."""
+    inside = rows["activity"] == LINK_WAIT
+    wait, whole = float(rows["ns"][inside].sum()), float(rows["ns"].sum())
+    most = wait if rank.free_ratio is None else rank.free_ratio * whole
+    return np.where(inside, 1.0 - min(most / max(wait, 1.0), 1.0), 0.0)
 
 
 def _after_closures(samples: CodeSamples, at: Ints, position: Ints, around: Bools) -> Ints:
@@ -518,7 +555,8 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     waits = np.where(of_torch & np.isin(waits, (LOCK_WAIT, OTHER_WAIT)), -1, waits)  # its threads
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
-    workers = np.array([*(WORKER_LOADER in f.function for f in tree.frames), False])
+    names = [frame.function for frame in tree.frames]
+    workers = np.array([*(WORKER_LOADER in n and WORKER_START not in n for n in names), False])
     in_loader = tree.holds(workers)[samples.stack]
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
@@ -531,8 +569,10 @@ def _frame_activity(frame: Frame, package: str, *, uses_gpu: bool) -> int:
     if uses_gpu and package == JOB and _DEVICE_READ.search(frame.expression):
         return DEVICE_WAIT
     if package == JOB:
-        call = _LIBRARY_CALL.match(frame.expression)
-        return NATIVE if call else OPERATORS
+        for call, wait in _WAITING_CALLS:
+            if call.match(frame.expression):
+                return wait
+        return NATIVE if _LIBRARY_CALL.match(frame.expression) else OPERATORS
     if package in ("torch", "python"):
         for end, wait in _WAITS:
             if frame.file.endswith(end):

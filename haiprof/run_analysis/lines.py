@@ -34,8 +34,10 @@ LINE_SCHEMA = {
     "time_ns": pl.Float64,
     "ns_per_step": pl.Float64,
 }
-_COMPREHENSION = re.compile(r"(?:\.<locals>)?\.<(?:genexpr|listcomp|dictcomp|setcomp)>\Z")
-"""What runs in a comprehension is its function's."""
+_COMPREHENSION = re.compile(
+    r"(?:(?:\.<locals>)?\.|\A)<(?:genexpr|listcomp|dictcomp|setcomp|lambda)>\Z"
+)
+"""What runs in a comprehension or a lambda is its function's."""
 CALLEE_LIMIT = 3
 CALLER_LIMIT = 3
 FUNCTION_LIMIT = 20
@@ -190,8 +192,13 @@ def function_times(samples: CodeSamples) -> list[FunctionTime]:
 
 
 def written_in(function: str) -> str:
-    """The function that a comprehension is written in; other functions as they are."""
-    return _COMPREHENSION.sub("", function)
+    """The function that a comprehension or a lambda is written in; other functions as they are."""
+    return _COMPREHENSION.sub("", function) or "<module>"
+
+
+def is_part_of_function(function: str) -> bool:
+    """Whether that is a comprehension or a lambda, which belongs to the function around it."""
+    return _COMPREHENSION.search(function) is not None
 
 
 def functions_of(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
@@ -238,7 +245,7 @@ def _user_callers(tree: CodeTree, place: Ints, stack: int) -> tuple[int, ...]:
     while stack and len(found) < CALLER_LIMIT:
         frame = int(place[stack])
         function = tree.frames[frame].function
-        if not (tree.library[frame] or function == _SCRIPT or _COMPREHENSION.search(function)):
+        if not (tree.library[frame] or function == _SCRIPT or is_part_of_function(function)):
             found.append(frame)
         stack = int(tree.parent[stack])
     return tuple(found)
@@ -263,6 +270,16 @@ def innermost_stack(tree: CodeTree) -> Ints:
     while outwards.any():
         found = np.where(outwards, tree.parent[found], found)
         outwards = library[tree.place[found]] & (found > 0)
+    return found
+
+
+def innermost_written_stack(tree: CodeTree) -> Ints:
+    """The same outside of comprehensions and lambdas, as far as a frame of the user's is there."""
+    found = innermost_stack(tree)
+    part = np.array([*(is_part_of_function(frame.function) for frame in tree.frames), False])
+    outer = found[tree.parent]
+    while (inside := part[tree.place[found]] & (outer[found] > 0)).any():
+        found = np.where(inside, outer[found], found)
     return found
 
 

@@ -72,8 +72,9 @@ def _swallow_table() -> Bools:
 
 
 _SWALLOWS = _swallow_table()
-_STEPS = kind_table(schema.OPTIMIZER, schema.SCALER)
-_MODULES = kind_table(*MODULE_KINDS)
+MODULES, LOADER = kind_table(*MODULE_KINDS), kind_table(*LOADER_KINDS)
+FETCH = kind_table(schema.DATA, schema.DATA_ITER)
+CLOSING = kind_table(schema.OPTIMIZER, schema.SCALER)
 _EVENTS = kind_table(schema.GC, schema.SAVE)
 
 
@@ -139,12 +140,12 @@ def _without_train_steps(line: Spans, parent: Ints) -> Spans:
     module); what follows its first inner span is no forward pass.
     """
     holds = np.zeros(len(line.kind), dtype=np.bool_)
-    outer = parent[_STEPS[line.kind]]
+    outer = parent[CLOSING[line.kind]]
     while (outer >= 0).any():
         outer = outer[outer >= 0]
         holds[outer] = True
         outer = parent[outer]
-    found = np.flatnonzero(holds & _MODULES[line.kind])
+    found = np.flatnonzero(holds & MODULES[line.kind])
     if not len(found):
         return line
     end = line.end_ns.copy()

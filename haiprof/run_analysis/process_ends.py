@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from haiprof.base.errors import RunFormatError
+from haiprof.base.units import shorten
 from haiprof.run_analysis.gpu_memory import (
     GpuOutOfMemory,
     failed_allocations,
@@ -36,6 +38,11 @@ FILE_LINE = re.compile(
     r'File "([^"\n]+)", line (\d{1,9}), in (\S+)(?:[ \t]*\n[ \t]+(?!File ")(\S[^\n]*))?'
 )
 """A frame of a printed traceback: file, line, function, and the source below it."""
+WORKER_DIED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
+    r"(?:is killed by signal: ([\w ]+)|exited unexpectedly(?: with exit code (\d+))?)"
+)
+"""How torch tells of a worker's end: process, signal, exit status."""
 _SAME_FAILURE_NS = 60_000_000_000
 """An allocation that failed longer before an exception was another one, which the job caught."""
 
@@ -54,12 +61,17 @@ class Error:
     errno: int | None = None
 
     @property
+    def exit_status(self) -> int | None:
+        """What a SystemExit asks for; None where that is a text, which stands for 1."""
+        return int(self.message) & 0xFF if re.fullmatch(r"-?\d{1,9}", self.message) else None
+
+    @property
     def short(self) -> str:
         """`RuntimeError: what happened`, in one line."""
         name = self.type.rpartition(".")[2]
         lines = [line.strip() for line in self.message.splitlines() if line.strip()]
-        said = lines[0][:160] if lines else ""
-        return f"{name}: {said}" if said else name
+        said = shorten(lines[0]) if lines else ""
+        return name if said in ("", name) else f"{name}: {said}"
 
     @property
     def location(self) -> str:
@@ -72,8 +84,8 @@ class Uncaught:
     """Exceptions of one process, in the order in which they came."""
 
     how: str
-    """`exception`, `exit` (SystemExit), `terminate` (C++), `thread`, which ends no process, or
-    `printed`: only its last lines on stderr tell of it."""
+    """`exception`, `exit` (SystemExit), `exit_call` (the last call of sys.exit), `terminate` (C++),
+    `thread`, which ends no process, or `printed`: only its last lines on stderr tell of it."""
     thread: str | None
     wall_ns: int | None
     errors: tuple[Error, ...]
@@ -81,9 +93,9 @@ class Uncaught:
 
     @property
     def error(self) -> Error | None:
-        """What was wrong: of a SystemExit the exception that led to it."""
-        real = [error for error in self.errors if error.type != "SystemExit"]
-        return real[0] if real else (self.errors[0] if self.errors else None)
+        """What was wrong: of a SystemExit in flight the exception that led to it."""
+        real = [e for e in self.errors if e.type != "SystemExit" or self.how == "exit_call"]
+        return (real or self.errors or (None,))[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +122,16 @@ class ProcessEnd:
     """Whether its node saw it end."""
     closed: bool = False
     """Whether it went through Python's own exit."""
+    closed_ns: int | None = None
+    """Unix time at which it came there; its connections close later."""
     exited: bool = False
     """Whether it is known that no exception but SystemExit ended it."""
     oom: Mapping[str, Any] | None = None
     """What the kernel said of a kill for want of memory."""
     shm: Mapping[str, Any] | None = None
     """`used_bytes` and `total_bytes` of /dev/shm after it ended."""
+    address_limit_bytes: int | None = None
+    """Address space that it was allowed (`ulimit -v`); None where there was no limit."""
     uncaught: tuple[Uncaught, ...] = ()
     printed: tuple[str, ...] = ()
     """Its last lines on stderr, where that is a file and they are known to be its own."""
@@ -190,33 +206,32 @@ class Arrived:
     slurm_job: str | None
     slurm_end_ns: int | None
     slurm_state: str | None = None
-    """`TIMEOUT`, `CANCELLED`, `PREEMPTED`, as Slurm said then."""
+    """`TIMEOUT`, `REQUEUED`, or as Slurm called it then: `PREEMPTED`, `COMPLETING`."""
 
 
-@dataclass(slots=True)
-class _Draft:
-    facts: dict[str, Any] = field(default_factory=dict)
-    uncaught: tuple[Uncaught, ...] = ()
+_Found = dict[tuple[str, int], dict[str, Any]]
+"""By host and process: fields of its ProcessEnd, as far as they are known."""
 
 
 def process_ends(files: RunFiles) -> list[ProcessEnd]:
     """Every process of which an end or a report is known, ranks first, in order."""
-    found: dict[tuple[str, int], _Draft] = {}
+    found: _Found = defaultdict(dict)
     for rank in files.ranks:
         _take_report(found, rank)
-    for host, content in _uncaught_contents(files):
-        _take_uncaught(found, host, content)
+    for path in files.paths.uncaught_files():
+        _take_uncaught(found, path)
     for host, pid, path in files.paths.terminate_files():
-        _take_terminate(found.setdefault((host, pid), _Draft()), path)
+        _take_terminate(found[host, pid], path)
     for host, pid, failed in failed_allocations(files.paths):
-        found.setdefault((host, pid), _Draft()).facts["gpu_memory"] = failed
+        found[host, pid]["gpu_memory"] = failed
     for node in files.nodes:
         for line in (*node.of_type("process_end"), *node.of_type("job_end")):
             _take_end(found, node.host, line)
-    ends = [ProcessEnd(host=host, pid=pid, uncaught=draft.uncaught, **_known_fields(draft.facts))
-            for (host, pid), draft in found.items()]  # fmt: skip
+    ends = [ProcessEnd(host=host, pid=pid, **_take_fields(facts))
+            for (host, pid), facts in found.items()]  # fmt: skip
     ends = [_add_torch_numbers(_add_printed(end)) for end in ends]
-    ends = _place_generations([_without_helpers(end, ends) for end in ends])
+    ends = [_without_helpers(_add_workers_kill(end, ends), ends) for end in ends]
+    ends = _place_generations(ends)
     return sorted(ends, key=lambda e: (e.rank is None, e.rank or 0, e.generation, e.host, e.pid))
 
 
@@ -254,58 +269,46 @@ def arrived_signals(files: RunFiles) -> list[Arrived]:
     return sorted(found, key=lambda signal: signal.wall_ns)
 
 
-# -- what is read ---------------------------------------------------------------------------------
-
-
-def _take_report(found: dict[tuple[str, int], _Draft], rank: RankFiles) -> None:
+def _take_report(found: _Found, rank: RankFiles) -> None:
     host, pid = text(rank.report.get("host")), integer(rank.report.get("pid"))
     if host is None or pid is None:
         return
     restart = integer(rank.report.get("restart")) or 0
     ends = [line for line in rank.of_type("record_end") if line.get("reason") == "exit"]
-    found.setdefault((host, pid), _Draft()).facts.update(
+    offset, closed = rank.clock_offset_ns, integer(ends[-1].get("time_ns")) if ends else None
+    found[host, pid].update(
         rank=rank.rank,
         generation=restart or rank.attempt,
         known_generation=True,
         started_ns=integer(mapping(rank.report.get("clock")).get("wall_ns")),
         parent=integer(rank.report.get("ppid")),
         closed=bool(ends),
+        closed_ns=None if offset is None or closed is None else closed + offset,
         exited=any(line.get("uncaught") is False for line in ends),
     )
 
 
-def _uncaught_contents(files: RunFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for path in files.paths.uncaught_files():
-        try:
-            if path.stat().st_size > _UNCAUGHT_LIMIT:
-                continue
-            content = read_json(path)
-        except (OSError, RunFormatError):
-            continue
-        host = text(content.get("host"))
-        if host is not None:
-            yield host, content
-
-
-def _take_uncaught(
-    found: dict[tuple[str, int], _Draft], host: str, content: Mapping[str, Any]
-) -> None:
-    pid, ended = integer(content.get("pid")), content.get("ended")
-    if pid is None or not isinstance(ended, list):
+def _take_uncaught(found: _Found, path: Path) -> None:
+    try:
+        content = {} if path.stat().st_size > _UNCAUGHT_LIMIT else read_json(path)
+    except (OSError, RunFormatError):
         return
-    draft = found.setdefault((host, pid), _Draft())
-    draft.uncaught = tuple(map(_uncaught, objects(ended[:_ENTRY_LIMIT])))
-    draft.facts["step"] = integer(content.get("step"))
-    draft.facts["world_size"] = integer(content.get("world_size"))
-    if "rank" not in draft.facts:
-        draft.facts["rank"] = integer(content.get("rank"))
-        draft.facts["generation"] = integer(content.get("restart")) or 0
-        draft.facts["known_generation"] = draft.facts["rank"] is not None
+    host, pid = text(content.get("host")), integer(content.get("pid"))
+    ended = content.get("ended")
+    if host is None or pid is None or not isinstance(ended, list):
+        return
+    facts = found[host, pid]
+    facts["uncaught"] = tuple(map(_uncaught, objects(ended[:_ENTRY_LIMIT])))
+    facts.update({name: integer(content.get(name)) for name in ("step", "world_size")})
+    if "rank" not in facts:
+        facts["rank"] = integer(content.get("rank"))
+        facts["generation"] = integer(content.get("restart")) or 0
+        facts["known_generation"] = facts["rank"] is not None
     if content.get("loader_worker") is True:
-        draft.facts["helper"] = True
+        facts["helper"] = True
 
 
-def _take_terminate(draft: _Draft, path: Path) -> None:
+def _take_terminate(facts: dict[str, Any], path: Path) -> None:
     """A C++ exception, as in_job/terminate.cpp writes it: Unix time, type, text."""
     try:
         content = path.read_bytes()[:_FIELD_CHARS].decode(errors="replace")
@@ -318,7 +321,7 @@ def _take_terminate(draft: _Draft, path: Path) -> None:
     )
     wall_ns = int(time) if time.isascii() and time.isdigit() and len(time) < 20 else None
     native = Uncaught(how="terminate", thread=None, wall_ns=wall_ns, errors=(error,))
-    draft.uncaught = (*draft.uncaught, native)[:_ENTRY_LIMIT]
+    facts["uncaught"] = (*facts.get("uncaught", ()), native)[:_ENTRY_LIMIT]
 
 
 def _uncaught(entry: Mapping[str, Any]) -> Uncaught:
@@ -342,11 +345,11 @@ def _error(content: Mapping[str, Any]) -> Error:
     )
 
 
-def _take_end(found: dict[tuple[str, int], _Draft], host: str, line: Mapping[str, Any]) -> None:
+def _take_end(found: _Found, host: str, line: Mapping[str, Any]) -> None:
     pid, wall_ns = integer(line.get("pid")), integer(line.get("wall_ns"))
     if pid is None or wall_ns is None:
         return
-    facts = found.setdefault((host, pid), _Draft()).facts
+    facts = found[host, pid]
     status, number = integer(line.get("status")), integer(line.get("signal"))
     if facts.get("seen") and status is None and number is None:
         return  # the launcher's word and the agent's are about the same end
@@ -358,6 +361,9 @@ def _take_end(found: dict[tuple[str, int], _Draft], host: str, line: Mapping[str
         core=line.get("core") is True,
         **{name: line[name] for name in ("oom", "shm") if isinstance(line.get(name), dict)},
     )
+    limit = integer(line.get("address_limit_bytes"))
+    if limit is not None and limit > 0:
+        facts["address_limit_bytes"] = limit
     if "stderr" in line:
         facts["printed"] = tuple(
             each[:_LINE_CHARS]
@@ -369,12 +375,18 @@ def _take_end(found: dict[tuple[str, int], _Draft], host: str, line: Mapping[str
     facts["helper"] = facts.get("helper") or line.get("helper") is True
 
 
-def _known_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
-    known = ProcessEnd.__dataclass_fields__.keys()
-    kept = {name: value for name, value in facts.items() if name in known}
-    kept.setdefault("rank", None)
+def _take_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a call of sys.exit for another status than the one it ended with: it was caught."""
+    kept = {name: facts[name] for name in facts.keys() & ProcessEnd.__dataclass_fields__.keys()}
+    kept["rank"] = facts.get("rank")
     if not facts.get("known_generation"):
         kept["generation"] = -1
+    kept["uncaught"] = tuple(
+        each
+        for each in facts.get("uncaught", ())
+        if each.how != "exit_call"
+        or [facts.get("status")] == [error.exit_status or 1 for error in each.errors[:1]]
+    )
     return kept
 
 
@@ -422,6 +434,15 @@ def _add_torch_numbers(end: ProcessEnd) -> ProcessEnd:
     return end
 
 
+def _add_workers_kill(end: ProcessEnd, ends: Sequence[ProcessEnd]) -> ProcessEnd:
+    """Adds what the kernel said of the DataLoader worker whose end an exception tells of."""
+    match = WORKER_DIED.search(end.error.message) if end.error is not None else None
+    if match is None:
+        return end
+    killed = (e.oom for e in ends if e.oom and e.host == end.host and str(e.pid) == match[1])
+    return replace(end, oom=next(killed, end.oom))
+
+
 def _without_helpers(end: ProcessEnd, ends: Sequence[ProcessEnd]) -> ProcessEnd:
     """A process with a rank's label below or above that rank is a helper: a worker, a shell."""
     if end.rank is None or end.started_ns is not None:
@@ -445,14 +466,13 @@ def _place_generations(ends: Sequence[ProcessEnd]) -> list[ProcessEnd]:
     for end in sorted(unplaced, key=lambda end: end.failed_ns or 0):
         time = end.failed_ns or 0
         generation = max((g for g, since in begun.items() if since <= time), default=0)
-        over = {e.generation for e in placed if _is_before(e, end)}
+        over = {
+            e.generation
+            for e in placed
+            if end.rank is not None and e.rank == end.rank and not (e.helper or end.helper)
+            and e.over and (e.failed_ns or 0) < (end.failed_ns or 0)
+        }  # fmt: skip
         while generation in over:  # that start's process of this rank had ended: this is the next
             generation += 1
         placed.append(replace(end, generation=generation))
     return placed
-
-
-def _is_before(other: ProcessEnd, end: ProcessEnd) -> bool:
-    """Whether a process of the same rank had ended before this one did."""
-    same = end.rank is not None and other.rank == end.rank and not (other.helper or end.helper)
-    return same and other.over and (other.failed_ns or 0) < (end.failed_ns or 0)

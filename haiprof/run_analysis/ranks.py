@@ -196,11 +196,12 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
             count = "1 micro-step" if left == 1 else f"{left} micro-steps"
             verb = "belongs" if left == 1 else "belong"
             notes.append(f"{count} after the last step {verb} to no step")
+        boundary = segments.found.steps.boundary  # steps that are no training lack phases
+        trains = not len(boundary) or int(boundary[0]) < BY_MARK
         notes += [
-            f"{phase}: {reason}"
+            f"{phase}: {_why_missing(files, phase)}"
             for phase, seen in zip(PHASES, segments.seen.tolist(), strict=True)
-            if not seen and not _is_untrained(segments)
-            for reason in [_why_missing(files, phase)]
+            if trains and not seen
         ]
     if compile_intervals(files) is None:
         notes.append(
@@ -214,12 +215,6 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
     dropped = [integer(line.get("dropped_bytes")) or 0 for line in files.of_type("cost")[-1:]]
     notes += [f"{count} bytes of records did not fit on the disk" for count in dropped if count]
     return tuple(text(note) or "" for note in notes)
-
-
-def _is_untrained(segments: RankSegments) -> bool:
-    """Whether steps are no training, which lacks phases by its nature."""
-    boundary = segments.found.steps.boundary
-    return len(boundary) > 0 and int(boundary[0]) >= BY_MARK
 
 
 def _lost_text(line: Mapping[str, Any]) -> str:
@@ -371,7 +366,8 @@ def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGr
     start = steps["start_ns"].to_numpy()
     end = start + steps["step_ns"].to_numpy()
     ranks, row = np.unique(steps["rank"].to_numpy(), return_inverse=True)
-    count = column_count or _columns_for(len(ranks), int(np.bincount(row).max()))
+    limit = min(COLUMN_LIMIT, max(_LEAST_COLUMNS, _CELL_LIMIT // len(ranks)))
+    count = column_count or max(1, min(limit, int(np.bincount(row).max())))
     first_ns, last_ns = int(start.min()), max(int(end.max()), int(start.min()) + 1)
     scale = count / (last_ns - first_ns)
     first = np.clip(((start - first_ns) * scale).astype(np.int64), 0, count - 1)
@@ -390,11 +386,6 @@ def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGr
             )
         },
     )
-
-
-def _columns_for(rank_count: int, step_count: int) -> int:
-    limit = min(COLUMN_LIMIT, max(_LEAST_COLUMNS, _CELL_LIMIT // rank_count))
-    return max(1, min(limit, step_count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from haiprof.run_analysis.run_files import (
 )
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
-from haiprof.run_format.reader import read_lines
+from haiprof.run_format.reader import read_json, read_lines
 
 _NOWHERE = ("nothing:", "not known:")
 """How what a rank does begins where it is no place in the code: the reason says that already."""
@@ -127,6 +127,20 @@ def reactions(files: RunFiles) -> list[Reaction]:
     return sorted(found, key=lambda reaction: reaction.wall_ns)
 
 
+def asked_snapshots(files: RunFiles) -> list[Reaction]:
+    """Snapshots that name who holds the job up, as hangs that were noticed then; oldest first."""
+    found = []
+    for path in files.paths.snapshot_files():
+        with contextlib.suppress(RunFormatError):
+            content = read_json(path)
+            time = dict.fromkeys(("wall_ns", "since_wall_ns"), content.get("wall_ns"))
+            line = {"trigger": "hang", "action": "snapshot", "path": str(path), **time}
+            reaction = _reaction("", line, {**content, "state": "done"})
+            if reaction is not None and reaction.suspects and not reaction.moves:
+                found.append(reaction)
+    return found
+
+
 def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:
     """Reactions as a frame."""
     return pl.DataFrame([_row(reaction) for reaction in found], schema=REACTION_SCHEMA)
@@ -161,6 +175,9 @@ def outcome_text(reaction: Reaction) -> str:
     return f"{what}: {reaction.failure or 'the launcher ended before'}"
 
 
+_OF_SUSPECT = ("rank", "reason", "doing", "certain")
+
+
 def _row(reaction: Reaction) -> dict[str, object]:
     suspect = reaction.suspects[0] if reaction.suspects else None
     first, end = reaction.steps or (None, None)
@@ -171,10 +188,7 @@ def _row(reaction: Reaction) -> dict[str, object]:
         "since_ns": reaction.since_wall_ns,
         "before_step_ns": reaction.before_ns,
         "after_step_ns": reaction.after_ns,
-        "suspect_rank": None if suspect is None else suspect.rank,
-        "suspect_reason": None if suspect is None else suspect.reason,
-        "suspect_doing": None if suspect is None else suspect.doing,
-        "suspect_certain": None if suspect is None else suspect.certain,
+        **{f"suspect_{name}": getattr(suspect, name, None) for name in _OF_SUSPECT},
         "suspect_count": len(reaction.suspects),
         "collectives_moved": reaction.moves,
         "saving_rank": reaction.saving[0] if reaction.saving else None,

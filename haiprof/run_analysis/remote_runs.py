@@ -101,7 +101,13 @@ def fetch_run(address: str, folder: Path) -> Path:
         made = MadeFolder.temporary(f".{target.name}.", target.parent)
         try:
             for path in sizes:
-                _fetch_file(fs, f"{root}/{path}", made.path / path, below=made.path)
+                file = made.path / path
+                make_folder(file.parent, below=made.path)
+                with (
+                    fs.open(f"{root}/{path}", "rb") as there,
+                    whole_file(file, below=made.path) as here,
+                ):
+                    shutil.copyfileobj(there, here, _CHUNK_BYTES)
             made.move(target)
         except BaseException:
             made.remove()
@@ -241,12 +247,6 @@ def _put_changed(
         return state
     finally:
         os.close(descriptor)
-
-
-def _fetch_file(fs: Any, source: str, target: Path, *, below: Path) -> None:  # noqa: ANN401
-    make_folder(target.parent, below=below)
-    with fs.open(source, "rb") as there, whole_file(target, below=below) as here:
-        shutil.copyfileobj(there, here, _CHUNK_BYTES)
 
 
 def _newest_run(fs: Any, root: str, address: str) -> str:  # noqa: ANN401

@@ -1,185 +1,388 @@
-"""Starts of a job's ranks, why each ended, what lay between them, and the goodput of the run."""
+"""Starts of a job's ranks, from which checkpoint each went on, and where the wall time went."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import polars as pl
+import numpy as np
 
-from haiprof.run_analysis.deaths import Death
-from haiprof.run_analysis.process_ends import ProcessEnd
-from haiprof.run_analysis.run_files import RunFiles
-from haiprof.run_format.manifest import Manifest
+from haiprof.base.intervals import Intervals, Ints
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.step_positions import is_inside
+
+ACCOUNTS = (
+    "productive_steps", "input", "evaluation", "checkpoint", "compile", "init",
+    "waiting_for_ranks", "hang", "lost_steps", "uncertain_steps", "drain", "queue", "unknown",
+)  # fmt: skip
+"""Accounts of a job's wall time, from its first start to its last end; each moment is in one."""
+(
+    PRODUCTIVE, INPUT, EVALUATION, CHECKPOINT, COMPILE, INIT, WAITING, HANG, LOST, UNCERTAIN,
+    DRAIN, QUEUE, UNKNOWN,
+) = range(len(ACCOUNTS))  # fmt: skip
+_OWN_POSITIONS = {"input": INPUT, "evaluation": EVALUATION, "checkpoint": CHECKPOINT,
+                  "compile": COMPILE}  # fmt: skip
+_OF_POSITION = np.array([_OWN_POSITIONS.get(name, PRODUCTIVE) for name in POSITIONS])
+_FILE_CLOCK_NS = 20_000_000
+"""A file's time is that of the kernel's last tick: up to 10 ms before the write (CONFIG_HZ=100)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCall:
+    """A checkpoint that a start wrote, or read before it trained; Unix times in ns."""
+
+    start_ns: int
+    end_ns: int
+    file: str | None
+    """None where it went to no file by name."""
+    written_ns: int | None = None
+    """When the file that was read had been written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where a rank was from its first step's begin to its last one's end, Unix time in ns."""
+
+    start_ns: Ints
+    """Begin of each interval, ascending."""
+    end_ns: int
+    position: Ints
+    """Index into POSITIONS."""
+    step: Ints
+    """In whose period it lies."""
+    trained_ns: Ints
+    """By step: the end of its last optimizer step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRecord:
+    """One start of a job's ranks, as the rank with most steps saw it."""
+
+    run: str
+    """The run directory's name."""
+    generation: int
+    process_ns: int | None
+    """Unix time at which its process began."""
+    died_ns: int | None
+    """Of its death; None where it did not die, or that is not known."""
+    ended_ns: int | None
+    """Of the last sign of it."""
+    why: str | None
+    """How it ended, where it died."""
+    stood_still: bool = False
+    """Whether it died of ranks that waited for each other."""
+    is_unfinished: bool = False
+    """Whether a step was under way after the last whole one."""
+    times: StepTimes | None = None
+    """None where it ended no step."""
+    saves: tuple[CheckpointCall, ...] = ()
+    """Of all its ranks, in order of time."""
+    loads: tuple[CheckpointCall, ...] = ()
+    apart: Mapping[int, Intervals] = field(default_factory=dict)
+    """By account: when that was, outside of steps, too."""
+
+    @property
+    def step_count(self) -> int:
+        """Whole steps."""
+        return 0 if self.times is None else len(self.times.trained_ns)
+
+    @property
+    def saved_count(self) -> int:
+        """Steps that a checkpoint of it holds; all of them where it did not die."""
+        if self.died_ns is None:
+            return self.step_count
+        return self.trained_by(max((save.start_ns for save in self.saves), default=-1))
+
+    def trained_by(self, time_ns: int) -> int:
+        """Steps whose optimizer had stepped by then."""
+        return 0 if self.times is None else int((self.times.trained_ns <= time_ns).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """One start of the ranks: the first one, or a restart."""
 
+    run: str
     generation: int
     began_ns: int | None
-    """Unix time at which its first rank began to be recorded."""
+    """Unix time of its process, as far as that is known."""
     ended_ns: int | None
-    """Unix time of its death; None for the last one, or where it is not known."""
+    """Unix time of its death; None where it did not die, or that is not known."""
     why: str | None
     """How it ended."""
     step_count: int
     """Steps of the rank that has most."""
-    kept_ns: int
-    """Time in steps that counted: those after the last save of a start that died were done again
-    or lost."""
-    lost_ns: int
-    """Time in steps after the last save of a start that died."""
-    until_next_ns: int | None
-    """From its death to the first step of the next start."""
+    kept_steps: int
+    """Of them those whose work is known to have counted: it was in the checkpoint from which a
+    later start went on, or no start came after it."""
+    uncertain_steps: int
+    """Those after them that may have counted."""
+    went_on: str
+    """`first`, `checkpoint`, `not known`, or `never trained`."""
+    from_start: int | None
+    """Place of the start whose checkpoint it read."""
+    from_step: int | None
+    """How many steps of that start the checkpoint held; at least, where that is not exact."""
+    file: str | None
+    """The checkpoint; None where none was seen."""
+    first_step: int | None
+    """Number of its first step in the whole job, counted from 0; None where that is not known."""
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps whose work no later start had."""
+        return self.step_count - self.kept_steps - self.uncertain_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run of a job."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    has_ended: bool
+    """Whether its end is known; else it is the last sign of it."""
+    starts: tuple[StartRecord, ...]
+    hangs: tuple[tuple[int, int], ...] = ()
+    """(since, noticed): when nothing moved, Unix time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """What of the wall time was steps that counted."""
+    """The wall time of a job from its first start to its last end, by account."""
 
-    ratio: float | None
-    """None where the run's length is not known, or no steps were recorded."""
-    wall_ns: int | None
-    kept_ns: int
-    lost_ns: int
-    between_ns: int
-    """Between the death of one start and the first step of the next."""
+    accounts: Mapping[str, int]
+    """ns by account, those that are not 0; they add up to the wall time exactly."""
+    wall_ns: int
+    has_ended: bool
+    starts: tuple[Start, ...]
 
+    @property
+    def residual_ns(self) -> int:
+        """What the accounts miss of the wall time: 0."""
+        return self.wall_ns - sum(self.accounts.values())
 
-def find_starts(
-    ends: Sequence[ProcessEnd],
-    deaths: Sequence[Death],
-    steps: pl.DataFrame,
-    saves: pl.DataFrame,
-) -> list[Start]:
-    """The starts of a run in order."""
-    own = [end for end in ends if end.rank is not None and not end.helper]
-    generations = sorted({end.generation for end in own})
-    died = {death.generation: death for death in deaths}
-    # The attempt number of each generation's rank folders: the order of those with a report.
-    begun = sorted({end.generation for end in own if end.started_ns is not None})
-    attempts = {generation: place for place, generation in enumerate(begun)}
-    found: list[Start] = []
-    for generation in generations:
-        death = died.get(generation)
-        part = _of_attempt(steps, attempts.get(generation, generation))
-        saved = _of_attempt(saves, attempts.get(generation, generation))
-        began = [e.started_ns for e in own if e.generation == generation and e.started_ns]
-        dies = death is not None and (not death.final)
-        kept, lost = _kept_and_lost(part, saved, dies=dies)
-        found.append(
-            Start(
-                generation=generation,
-                began_ns=min(began, default=None),
-                ended_ns=None if death is None else death.died_ns,
-                why=None if death is None else death.own_end or death.headline,
-                step_count=_count(part),
-                kept_ns=kept,
-                lost_ns=lost,
-                until_next_ns=None,
-            )
-        )
-    return _with_gaps(found, steps, attempts)
+    @property
+    def ratio(self) -> float | None:
+        """The share of steps that counted, for certain; None without a step."""
+        has_steps = any(start.step_count for start in self.starts)
+        return self._share("productive_steps") if has_steps and self.wall_ns else None
+
+    @property
+    def ratio_high(self) -> float | None:
+        """The same with the steps that may have counted."""
+        return None if self.ratio is None else self.ratio + self._share("uncertain_steps")
+
+    @property
+    def lost_steps(self) -> tuple[int, int]:
+        """Steps that were trained in vain: at least, at most."""
+        lost = sum(start.lost_steps for start in self.starts)
+        return lost, lost + sum(start.uncertain_steps for start in self.starts)
+
+    def summary(self) -> dict[str, object]:
+        """Its numbers in short, for JSON."""
+        return {"ratio": self.ratio, "ratio_high": self.ratio_high, "wall_ns": self.wall_ns,
+                "lost_steps": list(self.lost_steps)}  # fmt: skip
+
+    def _share(self, name: str) -> float:
+        return self.accounts.get(name, 0) / self.wall_ns
 
 
-def goodput(files: RunFiles, starts: Sequence[Start]) -> Goodput:
-    """The share of the run's wall time in steps that counted."""
-    manifest = files.manifest
-    wall = None
-    if manifest is not None and manifest.end_wall_ns and manifest.start_wall_ns:
-        wall = manifest.end_wall_ns - manifest.start_wall_ns
-    kept = sum(start.kept_ns for start in starts)
+def goodput(runs: Sequence[RunRecord]) -> Goodput:
+    """The wall time of the runs of one job, which follow each other."""
+    records = [start for run in runs for start in run.starts]
+    starts = find_starts(records)
+    line, kept = _Line(runs[0].start_ns), iter(starts)
+    for run in runs:
+        line.spend(QUEUE, run.start_ns)
+        for place, record in enumerate(run.starts):
+            if record.process_ns is not None:
+                line.spend(DRAIN if place else INIT, record.process_ns)
+            _spend_start(line, record, next(kept))
+        line.spend(DRAIN if line.at_ns > run.start_ns else UNKNOWN, run.end_ns)
+    timeline = line.whole()
+    for record in records:
+        for account in (CHECKPOINT, EVALUATION, WAITING, COMPILE):
+            if account in record.apart:
+                timeline = timeline.paint(record.apart[account], account)
+    for since_ns, noticed_ns in [hang for run in runs for hang in run.hangs]:
+        timeline = timeline.paint(_stretch(records, since_ns, noticed_ns), HANG)
+    sums = timeline.sums()
     return Goodput(
-        ratio=min(kept / wall, 1.0) if wall and wall > 0 and kept else None,
-        wall_ns=wall,
-        kept_ns=kept,
-        lost_ns=sum(start.lost_ns for start in starts),
-        between_ns=sum(start.until_next_ns or 0 for start in starts),
+        accounts={ACCOUNTS[place]: ns for place, ns in enumerate(sums) if ns},
+        wall_ns=line.at_ns - runs[0].start_ns,
+        has_ended=runs[-1].has_ended,
+        starts=starts,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptTime:
-    """When one attempt of one rank was recorded and trained, Unix time in ns."""
+def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
+    """The starts in order, with what of each one counted.
 
-    record_start_ns: int | None
-    first_step_ns: int
-    last_end_ns: int
-    record_end_ns: int | None
-    inside_ns: Mapping[str, int]
-    """From the first step's begin to the last one's end, by position."""
-
-
-_APART = ("evaluation", "checkpoint", "compile")
-"""Positions that are no training."""
-
-
-def run_time(manifest: Manifest | None, attempts: Sequence[AttemptTime]) -> dict[str, int]:
-    """The run's wall time from start to end by what passed; the parts add up to it exactly."""
-    if manifest is None or not manifest.end_wall_ns or not attempts:
-        return {}
-    found: dict[str, int] = {}
-    at, last = manifest.start_wall_ns, manifest.end_wall_ns
-
-    def spend(name: str, until_ns: int) -> None:
-        nonlocal at
-        until_ns = min(max(until_ns, at), last)
-        if until_ns > at:
-            found[name] = found.get(name, 0) + until_ns - at
-        at = until_ns
-
-    for place, attempt in enumerate(attempts):
-        if attempt.record_start_ns is not None:
-            spend("restart" if place else "start and import", attempt.record_start_ns)
-        spend("before the first step", attempt.first_step_ns)
-        begun = at
-        spend("training", attempt.last_end_ns)
-        for name in _APART:
-            part = min(attempt.inside_ns.get(name, 0), at - begun, found.get("training", 0))
-            if part:
-                found[name] = found.get(name, 0) + part
-                found["training"] -= part
-        if attempt.record_end_ns is not None:
-            spend("after the last step", attempt.record_end_ns)
-    spend("end", last)
-    return found
-
-
-def _of_attempt(frame: pl.DataFrame, attempt: int) -> pl.DataFrame:
-    return frame.filter(pl.col("attempt") == attempt)
+    The last start that trained has its steps; what it went on from has those that its checkpoint
+    holds, and so on back to the first one. Steps of starts beside that line are lost. Where a start
+    read nothing that is known as a checkpoint of the job, all before it may have counted; so may
+    those that the last start trained after its last save, where it died.
+    """
+    origins = [_find_origin(records, place) for place in range(len(records))]
+    trained = [place for place, record in enumerate(records) if record.step_count]
+    first = trained[0] if trained else len(records)
+    kept = [(0, 0)] * len(records)
+    at = max((p for p, o in enumerate(origins) if p in trained or o is not None), default=0)
+    kept[at:] = [(record.saved_count, record.step_count) for record in records[at:]]
+    while (origin := origins[at] if records else None) is not None:
+        at = origin.start
+        kept[at] = (origin.low, origin.high)
+    if at > first:
+        kept[:at] = [(0, record.step_count) for record in records[:at]]
+    numbers = {first: 0}
+    for place, origin in enumerate(origins):
+        if origin is not None and origin.low == origin.high and origin.start in numbers:
+            numbers[place] = numbers[origin.start] + origin.low
+    return tuple(
+        Start(
+            run=record.run,
+            generation=record.generation,
+            began_ns=record.process_ns,
+            ended_ns=record.died_ns,
+            why=record.why,
+            step_count=record.step_count,
+            kept_steps=low,
+            uncertain_steps=high - low,
+            went_on="never trained" if not record.step_count and origin is None
+            else "first" if place == first
+            else "not known" if origin is None else "checkpoint",
+            from_start=None if origin is None else origin.start,
+            from_step=None if origin is None else origin.low,
+            file=None if origin is None else origin.file,
+            first_step=numbers.get(place),
+        )
+        for place, (record, (low, high), origin) in enumerate(
+            zip(records, kept, origins, strict=True)
+        )
+    )  # fmt: skip
 
 
-def _count(steps: pl.DataFrame) -> int:
-    most = steps["rank"].value_counts()["count"].max() if steps.height else 0
-    return most if isinstance(most, int) else 0
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The steps of an earlier start that a checkpoint holds: between `low` and `high` of them."""
+
+    start: int
+    low: int
+    high: int
+    file: str | None
 
 
-def _kept_and_lost(steps: pl.DataFrame, saves: pl.DataFrame, *, dies: bool) -> tuple[int, int]:
-    """Time in steps up to the last save and after it; of the rank with most steps."""
-    if not steps.height:
-        return 0, 0
-    sizes = steps.group_by("rank").len().sort("len", "rank", descending=[True, False])
-    own = steps.filter(pl.col("rank") == sizes["rank"][0])
-    whole = int(own["step_ns"].sum())
-    if not dies:
-        return whole, 0
-    saved = (saves["start_ns"] + saves["duration_ns"]).max() if saves.height else None
-    before = own.filter(pl.col("start_ns") < saved) if isinstance(saved, int) else own.clear()
-    kept = int(before["step_ns"].sum())
-    return kept, whole - kept
+def _find_origin(records: Sequence[StartRecord], place: int) -> _Origin | None:
+    """The checkpoint of an earlier start that one has read; None where it is not known.
+
+    A file tells by its time which save wrote it, also once it has another name. A file that was
+    written before the job trained (weights to begin with, a data set) is no checkpoint of it.
+    """
+    known = [load for load in records[place].loads if load.written_ns is not None]
+    for load in sorted(known, key=lambda load: -(load.written_ns or 0)):
+        written_ns = load.written_ns or 0
+        saves = [
+            (save.start_ns, start, save)
+            for start, record in enumerate(records[:place])
+            for save in record.saves
+            if save.start_ns <= written_ns + _FILE_CLOCK_NS
+        ]
+        _, start, save = max(saves, key=lambda found: found[0], default=(0, -1, None))
+        low = 0
+        if save is not None:
+            low = high = records[start].trained_by(save.start_ns)
+            is_sure = save.file == load.file and save.file is not None
+            if not is_sure and written_ns > save.end_ns + _FILE_CLOCK_NS:
+                high = max(low, records[start].trained_by(written_ns))
+        else:  # by a way that haiprof does not see
+            before = [at for at, r in enumerate(records[:place]) if r.trained_by(written_ns)]
+            start = before[-1] if before else -1
+            high = records[start].trained_by(written_ns) if before else 0
+        if high:
+            return _Origin(start, low, high, load.file)
+    return None
 
 
-def _with_gaps(
-    starts: Sequence[Start], steps: pl.DataFrame, attempts: dict[int, int]
-) -> list[Start]:
-    found = []
-    for place, start in enumerate(starts):
-        gap = None
-        if place + 1 < len(starts) and start.ended_ns is not None:
-            later = _of_attempt(steps, attempts.get(starts[place + 1].generation, -1))
-            first = later["start_ns"].min()
-            gap = max(0, first - start.ended_ns) if isinstance(first, int) else None
-        found.append(replace(start, until_next_ns=gap))
-    return found
+def _spend_start(line: _Line, record: StartRecord, start: Start) -> None:
+    times, end_ns = record.times, record.died_ns or record.ended_ns
+    if times is not None:
+        line.spend(INIT, int(times.start_ns[0]))
+        kept = np.append(  # by step
+            np.full(start.kept_steps, PRODUCTIVE), np.full(start.uncertain_steps, UNCERTAIN)
+        )
+        fate = np.append(kept, np.full(record.step_count - len(kept), LOST))[times.step]
+        account = _OF_POSITION[times.position]
+        in_step = (account == PRODUCTIVE) | ((account == INPUT) & (fate != PRODUCTIVE))
+        line.extend(times.start_ns, np.where(in_step, fate, account), times.end_ns)
+    if end_ns is not None:
+        cut_off = record.is_unfinished and record.died_ns is not None
+        rest = INIT if times is None else LOST if cut_off else DRAIN
+        line.spend(HANG if record.stood_still else rest, end_ns)
+
+
+def _stretch(records: Sequence[StartRecord], since_ns: int, noticed_ns: int) -> Intervals:
+    """A hang: from the last sign of life to the next one, a step's begin or an end."""
+    signs = [np.array([noticed_ns])]
+    for record in records:
+        ends = (record.process_ns, record.died_ns or record.ended_ns)
+        signs.append(np.array([time for time in ends if time is not None], dtype=np.int64))
+        if record.times is not None:
+            begins = np.flatnonzero(np.diff(record.times.step, prepend=-1))
+            signs += [record.times.start_ns[begins], np.array([record.times.end_ns])]
+    later = np.concatenate(signs)
+    later = later[later > noticed_ns]
+    end_ns = int(later.min()) if len(later) else noticed_ns
+    return Intervals(np.array([since_ns]), np.array([end_ns]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Timeline:
+    """Accounts over time: each interval ends where the next one begins, the last at `end_ns`."""
+
+    start_ns: Ints
+    account: Ints
+    end_ns: int
+
+    def paint(self, when: Intervals, account: int) -> _Timeline:
+        """The same, with some time in one account."""
+        if not len(self.start_ns):
+            return self
+        edges = np.unique(np.concatenate([self.start_ns, when.starts, when.ends]))
+        edges = edges[(edges >= self.start_ns[0]) & (edges < self.end_ns)]
+        before = self.account[np.searchsorted(self.start_ns, edges, side="right") - 1]
+        painted = is_inside(when.starts, when.ends, edges)
+        return replace(self, start_ns=edges, account=np.where(painted, account, before))
+
+    def sums(self) -> list[int]:
+        """Time in ns by account; exact."""
+        length = np.diff(self.start_ns, append=self.end_ns)
+        return [int(length[self.account == place].sum()) for place in range(len(ACCOUNTS))]
+
+
+class _Line:
+    """A timeline while it is written, from begin to end."""
+
+    def __init__(self, start_ns: int) -> None:
+        self.at_ns = start_ns
+        self._parts: list[tuple[Ints, Ints]] = []
+
+    def spend(self, account: int, until_ns: int) -> None:
+        """All time up to a moment; none where that lies behind, as clocks of nodes may have it."""
+        self.extend(np.array([self.at_ns]), np.array([account]), until_ns)
+
+    def extend(self, start_ns: Ints, account: Ints, end_ns: int) -> None:
+        """Intervals; what lies before the moment that was reached is left out."""
+        if end_ns <= self.at_ns:
+            return
+        start_ns = np.maximum(start_ns, self.at_ns)
+        longer = np.append(start_ns[1:], end_ns) > start_ns
+        self._parts.append((start_ns[longer], account[longer]))
+        self.at_ns = end_ns
+
+    def whole(self) -> _Timeline:
+        """What was written."""
+        none = (np.zeros(0, dtype=np.int64),) * 2
+        start_ns, account = map(np.concatenate, zip(none, *self._parts, strict=True))
+        return _Timeline(start_ns, account, self.at_ns)

@@ -246,25 +246,27 @@ def open_run(path: Path) -> RunFiles:
     paths = RunPaths(newest_run(path))
     manifest, notes = _manifest(paths)
     ranks = tuple(_rank_files(*folder) for folder in paths.rank_folders())
-    nodes = tuple(_node_files(*folder) for folder in paths.node_folders())
+    nodes = []
+    for host, own in paths.node_folders():
+        lines, damaged = _events(own.events)
+        nodes.append(NodeFiles(host=text(host) or "", paths=own, lines=lines, notes=damaged))
     if manifest is None and not any(r.lines for r in ranks) and not any(n.lines for n in nodes):
         raise RunFormatError(f"{notes[0]}; and no rank or node of this run can be read")
     return RunFiles(
         paths=paths,
         manifest=manifest,
         ranks=ranks,
-        nodes=nodes,
+        nodes=tuple(nodes),
         hook_failures=tuple(read_failures(paths.boot_failures)),
         notes=notes,
     )
 
 
 def _manifest(paths: RunPaths) -> tuple[Manifest | None, tuple[str, ...]]:
-    try:
-        content = read_json(paths.manifest)
-        version = content.get("version")
-    except RunFormatError as error:
-        return None, (str(error),)
+    content, damaged = _or_note(read_json, paths.manifest, dict[str, Any]())
+    if damaged:
+        return None, damaged
+    version = content.get("version")
     if type(version) is int:
         check_version(paths.manifest, version)
     try:
@@ -274,31 +276,24 @@ def _manifest(paths: RunPaths) -> tuple[Manifest | None, tuple[str, ...]]:
 
 
 def _rank_files(rank: int, attempt: int, paths: RankPaths) -> RankFiles:
-    report, damaged = _json_or_note(paths.report)
-    lines, more = _lines_or_note(paths.events)
-    return RankFiles(
-        rank=rank, attempt=attempt, paths=paths, report=report, lines=lines, notes=damaged + more
-    )
+    report, damaged = _or_note(read_json, paths.report, dict[str, Any]())
+    lines, notes = _events(paths.events)
+    return RankFiles(rank=rank, attempt=attempt, paths=paths, report=report, lines=lines,
+                     notes=damaged + notes)  # fmt: skip
 
 
-def _node_files(host: str, paths: NodePaths) -> NodeFiles:
-    lines, notes = _lines_or_note(paths.events)
-    return NodeFiles(host=text(host) or "", paths=paths, lines=lines, notes=notes)
+def _events(path: Path) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+    none: tuple[list[dict[str, Any]], tuple[str, ...]] = [], ()
+    (lines, notes), unread = _or_note(read_lines, path, none)
+    return tuple(lines), (*notes, *unread)
 
 
-def _json_or_note(path: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def _or_note(read: Callable[[Path], T], path: Path, none: T) -> tuple[T, tuple[str, ...]]:
+    """What a file holds, or why it cannot be read."""
     try:
-        return read_json(path), ()
+        return read(path), ()
     except RunFormatError as error:
-        return {}, (str(error),)
-
-
-def _lines_or_note(path: Path) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
-    try:
-        lines, notes = read_lines(path)
-    except RunFormatError as error:
-        return (), (str(error),)
-    return tuple(lines), notes
+        return none, (str(error),)
 
 
 _NS_PER_US = 1000
@@ -315,6 +310,8 @@ class Frame(NamedTuple):
     function: str
     expression: str = ""
     """What of that line was running, in the user's own code; empty where it is not known."""
+    statement: int = 0
+    """Which one of its line, where several are on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +352,9 @@ class SampledProcess:
     """Samples whose stack was left out, or is damaged."""
 
 
+_PER_SAMPLE = ("time_ns", "late_ns", "stack", "lock_wait", "cpu_ns", "queue_ns", "wait")
+
+
 @dataclass(slots=True)
 class _Read:
     """One process while its lines are read."""
@@ -364,6 +364,7 @@ class _Read:
     frames: dict[int, Frame] = field(default_factory=dict)
     stacks: dict[int, tuple[int, int]] = field(default_factory=dict)
     parts: list[tuple[Ints, ...]] = field(default_factory=list)
+    """Columns of _PER_SAMPLE, of each line."""
     others: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Time, stack, thousandths of a core and time since the look before."""
 
@@ -395,7 +396,8 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
             file, at, name = text(frame[0]), integer(frame[1]), text(frame[2])
             expression = [text(part) or "" for part in frame[4:5]]
             if file is not None and at is not None and name is not None:
-                read.frames[number] = Frame(file, at, name, *expression)
+                statement = integer(frame[5]) if len(frame) > 5 else None
+                read.frames[number] = Frame(file, at, name, "".join(expression), statement or 0)
     for number, entry in _number_entries(line, "stacks", "first_stack"):
         parent, place = (*(integer(value) for value in entry[:2]), None, None)[:2]
         known = parent is not None and 0 <= parent < number and place in read.frames
@@ -469,11 +471,14 @@ def _process(pid: int, read: _Read) -> SampledProcess:
     number = {stack: place for place, stack in enumerate(order, start=1)}
     number[0] = 0
     frame_number = {frame: place for place, frame in enumerate(sorted(read.frames))}
-    columns = [np.concatenate([part[i] for part in read.parts] or [_NONE]) for i in range(7)]
-    time_ns, late_ns, stack, lock_wait, cpu_ns, queue_ns, wait = columns
+    columns = {
+        name: np.concatenate([part[place] for part in read.parts] or [np.zeros(0, dtype=np.int64)])
+        for place, name in enumerate(_PER_SAMPLE)
+    }
+    stack = columns["stack"]
     table = np.zeros(max(order, default=0) + 1, dtype=np.int64)
     table[[0, *order]] = [0, *range(1, len(order) + 1)]
-    mapped = _renumber(stack, table)
+    columns["stack"] = _renumber(stack, table)
     others = np.array(read.others, dtype=np.int64).reshape(-1, 4).T
     return SampledProcess(
         pid=pid,
@@ -482,18 +487,12 @@ def _process(pid: int, read: _Read) -> SampledProcess:
         frames=[read.frames[frame] for frame in sorted(read.frames)],
         parents=[number[read.stacks[stack][0]] for stack in order],
         places=[frame_number[read.stacks[stack][1]] for stack in order],
-        time_ns=time_ns,
-        late_ns=late_ns,
-        stack=mapped,
-        lock_wait=lock_wait,
-        cpu_ns=cpu_ns,
-        queue_ns=queue_ns,
-        wait=wait,
+        **columns,
         other_time_ns=others[0],
         other_stack=_renumber(others[1], table),
         other_cores=others[2] / 1000,
         other_since_ns=others[3],
-        unknown_count=int(((mapped == 0) & (stack != 0)).sum()),
+        unknown_count=int(((columns["stack"] == 0) & (stack != 0)).sum()),
     )
 
 
@@ -501,6 +500,3 @@ def _renumber(stack: Ints, table: Ints) -> Ints:
     """Stacks by the table of their new numbers; 0 for those that are not in it."""
     known = (stack >= 0) & (stack < len(table))
     return np.where(known, table[np.where(known, stack, 0)], 0)
-
-
-_NONE = np.zeros(0, dtype=np.int64)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from time import localtime, strftime
-from typing import cast
+from typing import TypeVar
 
 import numpy as np
 import polars as pl
@@ -23,14 +23,22 @@ from haiprof.run_analysis.before_death import (
     memory_at_end,
 )
 from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
+from haiprof.run_analysis.counter_digest import CounterDigest, read_digest
 from haiprof.run_analysis.counter_sources import burst_frame
-from haiprof.run_analysis.counters import counter_frame, counter_notes
-from haiprof.run_analysis.deaths import Death, Evidence, find_deaths, gather_evidence
+from haiprof.run_analysis.counters import (
+    OwnerSeries,
+    SeriesReader,
+    counter_frame,
+    counter_notes,
+    host_windows,
+    owner_series,
+    training_spans,
+)
+from haiprof.run_analysis.deaths import Death, Evidence, LastStep, find_deaths, gather_evidence
 from haiprof.run_analysis.lateness import (
     MIN_MATCHES,
     Arrivals,
     arrivals,
-    backward_work,
     collective_frame,
     host_clock_offsets,
     lateness,
@@ -46,25 +54,22 @@ from haiprof.run_analysis.ranks import (
     rank_rows,
 )
 from haiprof.run_analysis.reactions import reaction_frame, reactions
-from haiprof.run_analysis.restarts import (
-    AttemptTime,
-    Goodput,
-    Start,
-    find_starts,
-    goodput,
-    run_time,
+from haiprof.run_analysis.restarts import Goodput, RunRecord, Start, goodput
+from haiprof.run_analysis.run_files import (
+    RankFiles,
+    RunFiles,
+    node_notes,
+    number,
+    open_run,
 )
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, node_notes, open_run
+from haiprof.run_analysis.run_record import run_record
 from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import (
     PHASE_SCHEMA,
-    SAVE_PHASE,
     STEP_SCHEMA,
     BusyTimes,
     RankSegments,
     SharedColumns,
-    cut_segments,
-    last_attempts,
     load_segments,
     phase_frame,
 )
@@ -73,6 +78,7 @@ from haiprof.run_analysis.windows import TraceWindow, all_windows, recorded_wind
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
 
+T = TypeVar("T")
 Key = tuple[int, int]
 """Rank and attempt."""
 _KEPT_RECORDS = 1_500_000
@@ -88,6 +94,20 @@ class _Loaded:
     """The spans themselves; None where they are too many."""
     damaged: list[str]
     """Why the other ranks have no steps."""
+
+
+def _once(ask: Callable[[RunFrames], T]) -> Callable[[RunFrames], T]:
+    """A question whose answer is kept: a run that was read does not change."""
+    name = f"_{ask.__name__}"
+
+    @wraps(ask)
+    def answer(self: RunFrames) -> T:
+        if name not in self.__dict__:
+            self.__dict__[name] = ask(self)
+        found: T = self.__dict__[name]
+        return found
+
+    return answer
 
 
 class RunFrames:
@@ -113,6 +133,7 @@ class RunFrames:
         until = end if isinstance(end, int) else 0
         return RunFrames(self.run.root, between=(until - round(seconds * NS_PER_S), until))
 
+    @_once
     def steps(self) -> pl.DataFrame:
         """One row per rank and training step; columns in `haiprof.run_analysis.step_frame`.
 
@@ -120,12 +141,15 @@ class RunFrames:
             RunNotFoundError: There is no run.
             RunFormatError: It is of another version, or nothing in it can be read.
         """
-        return self._steps
+        frames = [rows.steps for rows in self._rows.values()]
+        return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
 
     def most_steps(self) -> int:
         """Steps of the rank that has most, in all its attempts; 0 without steps."""
-        most = self._steps["rank"].value_counts()["count"].max()
-        return most if isinstance(most, int) else 0
+        counts: dict[int, int] = {}
+        for (rank, _), rows in self._rows.items():
+            counts[rank] = counts.get(rank, 0) + self._within(rows.steps, "step_ns").height
+        return max(counts.values(), default=0)
 
     def phases(self, ranks: Collection[int] | None = None) -> pl.DataFrame:
         """One row per span; columns in `haiprof.run_analysis.step_frame`.
@@ -140,7 +164,7 @@ class RunFrames:
 
     def pauses(self) -> pl.DataFrame:
         """Collector pauses and checkpoint saves, in the columns of `phases()`."""
-        frames = [rows.pauses for rows in self._rows.values()]
+        frames = [rows.pauses for rows in self._rows.values() if rows.pauses.height]
         return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
 
     def settings(self) -> dict[int, RankSettings]:
@@ -151,13 +175,39 @@ class RunFrames:
         """What starts of epochs cost each rank; columns in `haiprof.run_analysis.ranks`."""
         return loading_frame(rows.loading for rows in self._rows.values())
 
-    def backward_work(self) -> pl.DataFrame:
-        """What each rank itself does in backward; see `haiprof.run_analysis.lateness`."""
-        return self._backward_work
-
+    @_once
     def counters(self) -> pl.DataFrame:
         """One row per sample and metric; columns in `haiprof.run_analysis.counters`."""
-        return self._counters[0]
+        return counter_frame(self.files, between=self.between)[0]
+
+    def host_counters(self, hosts: Collection[str] | None = None) -> Iterator[pl.DataFrame]:
+        """The rows of `counters()`, one host after another: of many ranks not all fit in memory.
+
+        Args:
+            hosts: Only of these; None takes all.
+        """
+        for node in self.files.nodes:
+            if hosts is None or node.host in hosts:
+                yield counter_frame(self.files, between=self.between, hosts={node.host})[0]
+
+    def read_series(self, metrics: Collection[tuple[str, str]]) -> SeriesReader:
+        """Reads these metrics (source, name) when asked for; what is kept is of one source."""
+        kept: dict[tuple[str, str], list[OwnerSeries]] = {}
+
+        def read(source: str, metric: str) -> Sequence[OwnerSeries]:
+            wanted = {one for one in metrics if one[0] == source}
+            if (source, metric) in wanted and (source, metric) not in kept:
+                kept.clear()
+                kept.update(owner_series(self.files, wanted, between=self.between))
+            return kept.get((source, metric), ())
+
+        return read
+
+    def counter_digest(self, judged: pl.DataFrame) -> CounterDigest:
+        """The counters in short, of the time of these steps."""
+        parts = judged.group_by("rank", "attempt", maintain_order=True)
+        windows = host_windows(training_spans(part for _, part in parts), self.ranks())
+        return read_digest(self.files, windows, between=self.between)
 
     def bursts(self) -> pl.DataFrame:
         """GPU metrics of `--burst`, in the columns of `counters()`; see `counter_sources`.
@@ -167,17 +217,20 @@ class RunFrames:
         """
         return burst_frame(self.files)
 
+    @_once
     def ranks(self) -> pl.DataFrame:
         """One row per rank and attempt; columns in `haiprof.run_analysis.ranks`."""
-        return self._ranks
+        found = ((files, self._rows.get((files.rank, files.attempt))) for files in self.files.ranks)
+        return rank_frame(rank_row(f, None) if rows is None else rows.rank for f, rows in found)
 
     def collectives(self) -> pl.DataFrame:
         """The last collectives of each rank; columns in `haiprof.run_analysis.lateness`."""
         return self._collectives[0]
 
+    @_once
     def lateness(self) -> pl.DataFrame:
         """How late each rank begins its collectives; see `run_analysis.lateness.lateness`."""
-        return self._lateness
+        return lateness(self.arrivals(), self.steps())
 
     def windows(self) -> pl.DataFrame:
         """One row per rank and trace window; columns in `haiprof.run_analysis.windows`."""
@@ -193,53 +246,39 @@ class RunFrames:
         between = self.between
         return frame if between is None else frame.filter(frame["noticed_ns"].is_between(*between))
 
+    @_once
     def deaths(self) -> list[Death]:
         """Why the job died, and each earlier start of its ranks; see `run_analysis.deaths`."""
-        return self._deaths
+        return [] if self.between is not None else find_deaths(self._evidence)
 
     def memory_at_end(self) -> tuple[MemoryAtEnd, ...]:
         """Memory of the ranks that the job's death began with."""
-        death = next((death for death in self._deaths if death.final), None)
-        return memory_at_end(self.files, death, self._evidence.ends)
+        return memory_at_end(self.files, self._last_death(), self._evidence.ends)
 
     def gpu_memory_at_end(self) -> tuple[GpuMemoryAtEnd, ...]:
         """GPU memory of the same ranks, where it ran out."""
-        death = next((death for death in self._deaths if death.final), None)
-        return gpu_memory_at_end(self.files, death, self._evidence.ends)
+        return gpu_memory_at_end(self.files, self._last_death(), self._evidence.ends)
 
-    def starts(self) -> list[Start]:
-        """Each start of the job's ranks: the first one, and restarts."""
-        return find_starts(self._evidence.ends, self._deaths, self.steps(), self._saves())
+    def _last_death(self) -> Death | None:
+        return next((death for death in self.deaths() if death.final), None)
 
+    def starts(self) -> tuple[Start, ...]:
+        """Each start of the job's ranks in this run: the first one, and restarts."""
+        return self.goodput().starts
+
+    @_once
     def goodput(self) -> Goodput:
-        """The share of the run's wall time in steps that counted."""
-        return goodput(self.files, self.starts())
+        """The run's wall time by account, of the rank with most steps."""
+        return goodput([self.run_record()])
 
-    def run_time(self) -> dict[str, int]:
-        """The run's wall time by what passed, of the rank with most steps; {} without an end."""
-        counts = {key: rows.step_count for key, rows in self._rows.items() if rows.step_count}
-        if not counts:
-            return {}
-        rank = max(counts, key=lambda key: (counts[key], -key[0]))[0]
-        attempts = [self._attempt_time(key) for key in sorted(counts) if key[0] == rank]
-        return run_time(self.files.manifest, attempts)
-
-    def _attempt_time(self, key: Key) -> AttemptTime:
-        rows = self._rows[key]
-        steps, row = rows.steps, rows.rank
-        last = int(steps["start_ns"][-1]) + int(steps["step_ns"][-1])
-        inside = {
-            POSITIONS[place]: int(ns.sum(dtype=np.int64))
-            for place, ns in rows.positions.items()
-            if place < len(POSITIONS)
-        }
-        return AttemptTime(
-            record_start_ns=integer(row["record_start_ns"]),
-            first_step_ns=int(steps["start_ns"][0]),
-            last_end_ns=max(last, int(steps["start_ns"][0]) + sum(inside.values())),
-            record_end_ns=integer(row["record_end_ns"]),
-            inside_ns=inside,
-        )
+    def run_record(self) -> RunRecord:
+        """The run as a part of its job: its starts, and when nothing moved."""
+        counts: dict[int, int] = {}
+        for (rank, _), rows in self._rows.items():
+            counts[rank] = counts.get(rank, 0) + rows.step_count
+        most = sorted(counts, key=lambda rank: (-counts[rank], rank))[:1]
+        segments = list(self._segments(most)) if most else []
+        return run_record(self.files, segments, self._evidence.ends, self.deaths())
 
     def lines(self) -> pl.DataFrame:
         """Lines of user code by rank, thread and phase; see `haiprof.run_analysis.lines`."""
@@ -257,16 +296,21 @@ class RunFrames:
         keys = self._keys(ranks)
         judged = {key for key in keys if self._judged_attempts[key[0]] == key[1]}
         samples = load_code_samples(self._segments_of(judged))
-        if others := len(keys) - len(judged):
-            samples = replace(samples, notes=(*samples.notes, _others_text(others)))
+        if count := len(keys) - len(judged):
+            others = "1 other is" if count == 1 else f"{count} others are"
+            note = f"only the last attempt of each rank is looked at: {others} left out"
+            samples = replace(samples, notes=(*samples.notes, note))
         if self.between is None:
             return samples
         first, last = self.between
         return samples.take((samples.time_ns >= first) & (samples.time_ns <= last))
 
-    def position_times(self, rank: int) -> tuple[Ints, Ints]:
-        """[position, step] in ns of a rank's judged attempt: without collections, and in these."""
-        rows = self._rows[rank, self._judged_attempts[rank]]
+    def position_times(self, rank: int, attempt: int | None = None) -> tuple[Ints, Ints]:
+        """[position, step] in ns of a rank's attempt: without collections, and in these.
+
+        Of the one that is judged, where none is named.
+        """
+        rows = self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
         times = np.zeros((2 * len(POSITIONS), rows.step_count), dtype=np.int64)
         for place, own in rows.positions.items():
             times[place] = own
@@ -310,15 +354,19 @@ class RunFrames:
     def _judged_segments(self, rank: int) -> RankSegments:
         return next(iter(self._segments_of({(rank, self._judged_attempts[rank])})))
 
+    @_once
     def notes(self) -> list[str]:
         """Everything that was cut, damaged or missing while reading."""
-        part = [] if self.between is None else [_part_text(self.between)]
+        part = []
+        if self.between is not None:
+            first, last = (strftime("%H:%M:%S", localtime(t / NS_PER_S)) for t in self.between)
+            part = [f"only what was recorded from {first} to {last} was looked at"]
         return [
             *part,
             *self.files.notes,
             *self._rank_notes,
-            *self._node_notes,
-            *self._counter_notes,
+            *(f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)),
+            *counter_notes(self.files),
             *self._collectives[1],
         ]
 
@@ -369,8 +417,9 @@ class RunFrames:
     @cached_property
     def _judged_attempts(self) -> dict[int, int]:
         """By rank: its last attempt that has steps, or the last one where none has."""
-        steps = last_attempts(self._steps).select("rank", "attempt").unique().rows()
-        return {**dict(sorted(self._rows)), **dict(steps)}
+        found = {key: rows.steps for key, rows in self._rows.items()}
+        trained = [key for key, steps in found.items() if self._within(steps, "step_ns").height]
+        return {**dict(sorted(found)), **dict(sorted(trained))}
 
     def _segments(self, ranks: Collection[int] | None = None) -> Iterator[RankSegments]:
         """Ranks with their spans, one at a time: the same ones, read again where none are kept."""
@@ -403,11 +452,6 @@ class RunFrames:
         return frame.filter((frame["start_ns"] >= first) & (end <= last))
 
     @cached_property
-    def _steps(self) -> pl.DataFrame:
-        frames = [rows.steps for rows in self._rows.values()]
-        return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
-
-    @cached_property
     def _recorded_windows(self) -> list[TraceWindow]:
         return recorded_windows(self.files)
 
@@ -417,23 +461,6 @@ class RunFrames:
         return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
 
     @cached_property
-    def _backward_work(self) -> pl.DataFrame:
-        collectives, between = self.collectives(), self.between
-        if collectives.is_empty():
-            return backward_work([], collectives)
-        ranks = self._segments()
-        cut = ranks if between is None else (cut_segments(rank, between) for rank in ranks)
-        return backward_work(cast("Sequence[RankSegments]", cut), collectives)  # goes over it once
-
-    @cached_property
-    def _counters(self) -> tuple[pl.DataFrame, tuple[str, ...]]:
-        return counter_frame(self.files, between=self.between)
-
-    @cached_property
-    def _counter_notes(self) -> tuple[str, ...]:
-        return counter_notes(self.files)
-
-    @cached_property
     def _collectives(self) -> tuple[pl.DataFrame, tuple[str, ...]]:
         frame, notes = collective_frame(self.files)
         if self.between is not None:
@@ -441,47 +468,24 @@ class RunFrames:
         return frame, notes
 
     @cached_property
-    def _lateness(self) -> pl.DataFrame:
-        return lateness(self.arrivals(), self.steps())
-
-    @cached_property
     def _evidence(self) -> Evidence:
         parts = {key: self._within(rows.steps, "step_ns") for key, rows in self._rows.items()}
-        steps = {key: int(part["step"][-1]) for key, part in parts.items() if part.height}
+        steps = {
+            key: LastStep(
+                number=int(part["step"][-1]),
+                end_ns=int(part["start_ns"][-1] + part["step_ns"][-1]),
+                usual_ns=number(part["step_ns"].median()) or 0.0,
+            )
+            for key, part in parts.items()
+            if part.height
+        }
         return gather_evidence(self.files, self.collectives, steps)
 
     @cached_property
-    def _deaths(self) -> list[Death]:
-        return [] if self.between is not None else find_deaths(self._evidence)
-
-    def _saves(self) -> pl.DataFrame:
-        return self.pauses().filter(pl.col("phase") == SAVE_PHASE)
-
-    @cached_property
-    def _ranks(self) -> pl.DataFrame:
-        """Of all ranks, also those whose spans cannot be read."""
-        found = ((files, self._rows.get((files.rank, files.attempt))) for files in self.files.ranks)
-        return rank_frame(rank_row(f, None) if rows is None else rows.rank for f, rows in found)
-
-    @cached_property
     def _rank_notes(self) -> list[str]:
-        rows = self._ranks.select("rank", "notes").rows()
+        rows = self.ranks().select("rank", "notes").rows()
         own = [f"rank {rank}: {note}" for rank, notes in rows for note in notes]
         return self._loaded.damaged + own
-
-    @cached_property
-    def _node_notes(self) -> list[str]:
-        return [f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)]
-
-
-def _part_text(between: tuple[int, int]) -> str:
-    first, last = (strftime("%H:%M:%S", localtime(time / NS_PER_S)) for time in between)
-    return f"only what was recorded from {first} to {last} was looked at"
-
-
-def _others_text(count: int) -> str:
-    others = "1 other is" if count == 1 else f"{count} others are"
-    return f"only the last attempt of each rank is looked at: {others} left out"
 
 
 def _load(rank: RankFiles, *, limit: int | None = None) -> RankSegments | str:

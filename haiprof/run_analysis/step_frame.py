@@ -16,6 +16,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.nesting import Bools, Codes, Spans, kind_table
 from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
+from haiprof.run_analysis.step_positions import is_inside
 from haiprof.run_analysis.step_tokens import BOUNDARIES, WORDS
 from haiprof.run_analysis.steps import PHASES, SPAN_PHASES, Segmentation, segment
 from haiprof.run_format import schema
@@ -300,7 +301,7 @@ def step_frame(
         "micro_step_count": shared.compact(steps.micro_step_count, pl.Int64),
         "optimizer_step_count": shared.compact(steps.optimizer_step_count, pl.Int64),
         "skipped": shared.compact(steps.skipped, pl.Boolean),
-        "boundary": _boundaries(steps.boundary, shared),
+        "boundary": shared.compact(np.array(BOUNDARIES)[steps.boundary], pl.String),
         "confidence": shared.compact(steps.confidence, pl.Float64),
         "traced": shared.compact(
             np.zeros(count, dtype=np.bool_) if traced is None else traced, pl.Boolean
@@ -317,15 +318,10 @@ def step_frame(
 
 def untrained_boundary(steps: pl.DataFrame) -> str | None:
     """What most steps of a run are marked by, where that is no training; None elsewhere."""
-    common = steps["boundary"].drop_nulls().mode()
-    boundary = str(common.sort()[0]) if len(common) else ""
+    runs = steps.select(pl.col("boundary").rle()).unnest("boundary").drop_nulls("value")
+    counts = runs.group_by("value").agg(pl.col("len").sum()).sort("len", "value").rows()
+    boundary = counts[-1][0] if counts else ""
     return boundary if boundary in WORDS else None
-
-
-def _boundaries(codes: Codes, shared: SharedColumns) -> pl.Series:
-    if len(codes) and (codes == codes[0]).all():
-        return shared.constant(BOUNDARIES[codes[0]], len(codes), pl.String)
-    return pl.Series(BOUNDARIES, dtype=pl.String).gather(codes)
 
 
 def _device(rank: RankSegments, missing: pl.Series) -> dict[str, object]:
@@ -385,7 +381,8 @@ def pause_frame(rank: RankSegments) -> pl.DataFrame:
     duration = events.end_ns - events.start_ns
     place = np.searchsorted(steps.start_ns, events.start_ns, side="right") - 1
     inside = (place >= 0) & (events.start_ns < np.append(steps.end_ns, 0)[place])
-    inside &= ~_in_evaluation(rank, events.start_ns)
+    found = rank.found
+    inside &= ~is_inside(found.evaluation_start_ns, found.evaluation_end_ns, events.start_ns)
     phase = np.where(events.kind == schema.GC, GC_PHASE, SAVE_PHASE)
     return _frame(
         rank,
@@ -402,11 +399,6 @@ def _where(known: Bools, values: Ints) -> pl.Series:
     """Null elsewhere."""
     missing = pl.Series([None], dtype=pl.Int64).new_from_index(0, len(values))
     return pl.Series(values, dtype=pl.Int64).zip_with(pl.Series(known), missing)
-
-
-def _in_evaluation(rank: RankSegments, time: Ints) -> np.ndarray:
-    place = np.searchsorted(rank.found.evaluation_start_ns, time, side="right") - 1
-    return (place >= 0) & (time < np.append(rank.found.evaluation_end_ns, 0)[place])
 
 
 def _names(rank: RankSegments, kind: Codes, tag: Codes) -> pl.Series:

@@ -62,14 +62,20 @@ class StepPositions:
         place = np.searchsorted(self.start_ns, time_ns, side="right") - 1
         return np.where(time_ns < self.end_ns, place, -1)
 
-    def between(self, time_ns: Ints) -> Ints:
-        """[position, gap]: how long each position was between each moment and the next one."""
+    def between(self, time_ns: Ints, kind: Ints, count: int) -> Ints:
+        """[kind, gap]: how long each kind of interval was between each moment and the next one.
+
+        Args:
+            time_ns: The moments, ascending.
+            kind: Per interval, below `count`.
+            count: How many kinds there are.
+        """
         length = np.diff(self.start_ns, append=self.end_ns)
         place = np.clip(self.at(time_ns), 0, None)
         passed = np.clip(time_ns - self.start_ns[place], 0, length[place])
         found = []
-        for number in range(len(POSITIONS)):
-            own = self.position == number
+        for number in range(count):
+            own = kind == number
             before = np.cumsum(np.where(own, length, 0))[place] - own[place] * length[place]
             found.append(np.diff(before + own[place] * passed))
         return np.array(found)
@@ -89,13 +95,7 @@ class StepPositions:
 def step_positions(
     found: Segmentation, events: Spans, compiled: Intervals | None = None
 ) -> StepPositions:
-    """Cuts a rank's time into positions.
-
-    Args:
-        found: Its spans and steps.
-        events: Its collector pauses and saves.
-        compiled: When torch.compile worked, on the clock of the spans; None: not known.
-    """
+    """Cuts a rank's time into positions; `compiled`: when torch.compile worked, where known."""
     steps, nested = found.steps, found.nested
     spans = nested.spans
     count = len(steps.start_ns)
@@ -120,7 +120,7 @@ def step_positions(
     row = _innermost(found, start)
     phase = np.append(found.phase.astype(np.int64), _NONE)[row]
     evaluated = (phase == EVAL_PHASE) | (phase == EVAL_LOADER_PHASE)
-    evaluated |= _inside(found.evaluation_start_ns, found.evaluation_end_ns, start)
+    evaluated |= is_inside(found.evaluation_start_ns, found.evaluation_end_ns, start)
     major = np.where((phase < len(PHASES)) & ~evaluated, phase, _NONE)
     in_step = start < steps.end_ns[period]
     around, searched = _around_closures(found, row, major)
@@ -130,7 +130,7 @@ def step_positions(
     position = np.where(_inside_any(saves.start_ns, saves.end_ns, start), CHECKPOINT, position)
     position = np.where(evaluated, EVALUATION, position)
     if compiled is not None:
-        position = np.where(_inside(compiled.starts, compiled.ends, start), COMPILE, position)
+        position = np.where(is_inside(compiled.starts, compiled.ends, start), COMPILE, position)
     return StepPositions(
         start_ns=start,
         end_ns=end,
@@ -195,7 +195,7 @@ def _around_closures(found: Segmentation, row: Ints, major: Ints) -> tuple[Bools
     return around, around & (searched | (of_after == _NONE))
 
 
-def _inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:
+def is_inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:
     """Whether one of some intervals, sorted and apart, holds each moment."""
     place = np.searchsorted(start, time_ns, side="right") - 1
     held: Bools = (place >= 0) & (time_ns < np.append(end, 0)[place])
@@ -205,4 +205,4 @@ def _inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:
 def _inside_any(start: Ints, end: Ints, time_ns: Ints) -> Bools:
     """The same of intervals in any order that may overlap."""
     order = np.argsort(start, kind="stable")
-    return _inside(start[order], np.maximum.accumulate(end[order]), time_ns)
+    return is_inside(start[order], np.maximum.accumulate(end[order]), time_ns)

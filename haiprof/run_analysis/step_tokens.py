@@ -9,12 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from haiprof.base.intervals import Ints
-from haiprof.run_analysis.nesting import Bools, Codes, Nested, kind_table
+from haiprof.run_analysis.nesting import CLOSING, FETCH, LOADER, Bools, Codes, Nested, kind_table
 from haiprof.run_format import schema
 
-_LOADER = kind_table(schema.DATA, schema.DATA_END, schema.DATA_ITER)
-_FETCH = kind_table(schema.DATA, schema.DATA_ITER)
-_CLOSING = kind_table(schema.OPTIMIZER, schema.SCALER)
 _TRAIN = kind_table(schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER, schema.SCALER)
 _NO_GRAD = kind_table(schema.EVAL, schema.NOGRAD)
 _EVAL_MODE_MARKS = kind_table(schema.DATA, schema.DATA_END, schema.DATA_ITER, schema.BACKWARD)
@@ -86,14 +83,14 @@ def token_line(nested: Nested, kind: Codes, families: Mapping[int, int]) -> Toke
 
 def _in_step(kind: Codes) -> Bools:
     """Passes between a batch and the training that uses it, where most steps have one."""
-    loader, train = _LOADER[kind], _TRAIN[kind]
+    loader, train = LOADER[kind], _TRAIN[kind]
     mark = loader | train
     before, after = previous_of(mark), next_of(mark)
     fetched = (before >= 0) & (kind[before] == schema.DATA)
     fetched &= ~np.append(_NO_GRAD[kind], False)[previous_of(~loader)][before]  # its own loop
     used = np.append(train, False)[after]
     found: Bools = (kind == schema.EVAL) & fetched & used
-    steps = int(_CLOSING[kind].sum()) or int((kind == schema.BACKWARD).sum())
+    steps = int(CLOSING[kind].sum()) or int((kind == schema.BACKWARD).sum())
     batches = np.count_nonzero(np.diff(before[found], prepend=-1))
     if batches < max(1.0, IN_STEP_PASS_RATIO * steps):
         return np.zeros(len(kind), dtype=np.bool_)
@@ -102,7 +99,7 @@ def _in_step(kind: Codes) -> Bools:
 
 def _alone_with_loader(kind: Codes) -> Bools:
     """Positions after a batch where no training happens until the next batch or the end."""
-    loader = _LOADER[kind]
+    loader = LOADER[kind]
     before, after = previous_of(loader), next_of(loader)
     trained = np.concatenate([[0], np.cumsum(_TRAIN[kind])])
     alone: Bools = (before >= 0) & (trained[after] == trained[before + 1])
@@ -111,8 +108,8 @@ def _alone_with_loader(kind: Codes) -> Bools:
 
 def _with_loader(kind: Codes, passes: Bools) -> Bools:
     """Evaluation passes, the batches fetched for them, and the end of their loader."""
-    following = next_of(~_LOADER[kind])
-    core: Bools = passes | (_FETCH[kind] & np.append(passes, False)[following])
+    following = next_of(~LOADER[kind])
+    core: Bools = passes | (FETCH[kind] & np.append(passes, False)[following])
     end = kind == schema.DATA_END
     if not end.any() or not core.any():
         return core

@@ -9,7 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from haiprof.base.intervals import Ints
-from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, Codes, Nested, Spans, kind_table, nest
+from haiprof.run_analysis.nesting import (
+    CLOSING,
+    FETCH,
+    LOADER,
+    MODULES,
+    Bools,
+    Codes,
+    Nested,
+    Spans,
+    kind_table,
+    nest,
+)
 from haiprof.run_analysis.step_tokens import (
     BY_BACKWARD,
     BY_COLLECTIVE,
@@ -32,9 +43,6 @@ LOADER_CUTS = 2
 single batch, or was read before the loop, is not. As in `in_job/repeats.py`."""
 
 _TRAINING = kind_table(schema.OPTIMIZER, schema.SCALER, schema.BACKWARD)
-_MODULES = kind_table(*MODULE_KINDS)
-_LOADER = kind_table(schema.DATA, schema.DATA_ITER, schema.DATA_END)
-_MODULE_WORK = kind_table(*MODULE_KINDS, schema.DATA, schema.DATA_END, schema.DATA_ITER)
 
 
 def find_sources(spans: Spans) -> tuple[int, ...]:
@@ -49,19 +57,16 @@ def find_sources(spans: Spans) -> tuple[int, ...]:
         return (BY_MARK,)
     if _TRAINING[kind].any():
         return ()
-    modules, batches = bool(_MODULES[kind].any()), bool((kind == schema.DATA).any())
-    fetched = batches and (not modules or _cut_count(spans) >= LOADER_CUTS)
+    modules, batches = bool(MODULES[kind].any()), bool((kind == schema.DATA).any())
+    fetched = batches
+    if batches and modules:  # how often it was read with a root module's call since the read before
+        nested = nest(spans.take((MODULES | LOADER)[kind]))
+        tokens = nested.spans.kind[nested.parent < 0]
+        called = np.cumsum(MODULES[tokens])[LOADER[tokens]]
+        fetched = int((np.diff(called, prepend=0) > 0).sum()) >= LOADER_CUTS
     collectives = bool((kind == schema.COLLECTIVE).any())
     sources = ((BY_FETCH, fetched), (BY_MODULE, modules), (BY_COLLECTIVE, collectives))
     return tuple(source for source, there in sources if there)
-
-
-def _cut_count(spans: Spans) -> int:
-    """Loader calls with a root module's call since the one before."""
-    nested = nest(spans.take(_MODULE_WORK[spans.kind]))
-    tokens = nested.spans.kind[nested.parent < 0]
-    called = np.cumsum(_MODULES[tokens])[_LOADER[tokens]]
-    return int((np.diff(called, prepend=0) > 0).sum())
 
 
 def spans_for(spans: Spans, source: int) -> Spans:
@@ -92,14 +97,14 @@ def without_gradients_as_forward(kind: Codes) -> Codes:
     """Kinds where nothing trained: every root module's call is a forward pass of its step."""
     if _TRAINING[kind].any():
         return kind
-    forward = np.where(_MODULES[kind], schema.FORWARD, kind)
+    forward = np.where(MODULES[kind], schema.FORWARD, kind)
     return forward.astype(np.int8)
 
 
 def repeating_tokens(tag: Codes, token: Codes, source: int) -> TrainTokens:
     """The tokens that end steps, and those that a step can begin with."""
     none = np.zeros(len(token), dtype=np.bool_)
-    fetch = _LOADER[token] if source == BY_FETCH else none
+    fetch = LOADER[token] if source == BY_FETCH else none
     closing = _closing(token, source)
     return TrainTokens(
         closing=closing,
@@ -119,7 +124,7 @@ def _closing(token: Codes, source: int) -> Bools:
     called: Bools = token == schema.FORWARD
     if source == BY_MODULE or called.any():
         return called
-    fetches = np.flatnonzero(_LOADER[token])  # all else of its steps is invisible
+    fetches = np.flatnonzero(LOADER[token])  # all else of its steps is invisible
     if len(fetches):
         closing[fetches[-1]] = False  # its step has no end that can be seen
     return closing
@@ -133,8 +138,6 @@ NOGRAD_PHASE, EVAL_PHASE, EVAL_LOADER_PHASE, COLLECTIVE_PHASE, MARK_PHASE = rang
 MIN_REPEATS = 2
 """Steps of a process that never trained: what came once has not repeated."""
 
-_FETCH = kind_table(schema.DATA, schema.DATA_ITER)
-_CLOSING = kind_table(schema.OPTIMIZER, schema.SCALER)
 _WORK = kind_table(schema.FORWARD, schema.BACKWARD)
 
 _PHASE_OF_KIND = np.full(1 << schema.TAG_BITS, NOGRAD_PHASE, dtype=np.int8)
@@ -236,7 +239,7 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
     evaluated = np.zeros(len(kind), dtype=np.bool_)
     evaluated[line.row[line.evaluation]] = True
     inside = np.flatnonzero(evaluated[nested.top])
-    phase[inside] = np.where(_LOADER[kind[inside]], EVAL_LOADER_PHASE, EVAL_PHASE)
+    phase[inside] = np.where(LOADER[kind[inside]], EVAL_LOADER_PHASE, EVAL_PHASE)
     return Segmentation(
         nested=nested,
         phase=phase,
@@ -275,21 +278,21 @@ def _train_tokens(nested: Nested, kind: Codes, line: TokenLine, train: Ints) -> 
     inner = np.flatnonzero(nested.parent >= 0)
     holds_work = _holders(nested, inner[_WORK[kind[inner]]])[row]
     holds_step = _holders(nested, inner[kind[inner] == schema.OPTIMIZER])[row]
-    closing, work = _CLOSING[token], _WORK[token]
+    closing, work = CLOSING[token], _WORK[token]
     by_backward = not bool(closing.any())
     if by_backward:
         work = token == schema.FORWARD
         closing = token == schema.BACKWARD
         if (closing & holds_step).any():
             closing = closing & holds_step  # the optimizer steps inside the backward
-    at_work = np.append(~line.evaluation & ~_LOADER[line.kind], False)[1:]
+    at_work = np.append(~line.evaluation & ~LOADER[line.kind], False)[1:]
     early_end = (token == schema.DATA_END) & at_work[train]  # one batch was fetched ahead
     return TrainTokens(
         closing=closing,
         tag=_optimizer_tags(nested, kind, inner)[row],
         work=work & ~closing,
         holds_work=closing & holds_work & (token != schema.BACKWARD),
-        fetch=_FETCH[token] | early_end,
+        fetch=FETCH[token] | early_end,
         by=BY_BACKWARD if by_backward else None,
     )
 
@@ -307,7 +310,7 @@ def _optimizer_tags(nested: Nested, kind: Codes, inner: Ints) -> Codes:
     steps = inner[kind[inner] == schema.OPTIMIZER]
     held = steps[kind[nested.top[steps]] == schema.SCALER]
     tag[nested.top[held]] = nested.spans.tag[held]
-    closing = np.flatnonzero(_CLOSING[kind] & (nested.parent < 0))
+    closing = np.flatnonzero(CLOSING[kind] & (nested.parent < 0))
     empty = (kind[closing] == schema.SCALER) & ~_holders(nested, held)[closing]
     tag[closing] = _with_skipped(tag[closing], empty)
     return tag

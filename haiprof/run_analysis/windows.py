@@ -134,6 +134,9 @@ def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
     """
     steps = rank.found.steps
     traced = np.zeros(len(steps.start_ns), dtype=np.bool_)
+    # Whether steps were recorded from the first one on, so that their numbers are the window's.
+    start = rank.files.of_type("record_start")[:1]
+    counts_all = bool(start) and not integer(start[0].get("optimizer_steps_before"))
     for each in windows:
         if each.start_mono_ns is not None and each.end_mono_ns is not None:
             begin, end = each.start_mono_ns - each.lead_ns, each.end_mono_ns + each.tail_ns
@@ -141,7 +144,7 @@ def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
             touched = inside > TRACED_RATIO * np.maximum(steps.end_ns - steps.start_ns, 1)
             lead = LEAD_STEPS if each.trigger in ("option", "request") else 0
             traced |= _with_lead(touched, lead)
-        elif each.first_step is not None and each.end_step is not None and _counts_all(rank.files):
+        elif each.first_step is not None and each.end_step is not None and counts_all:
             first = max(each.first_step - LEAD_STEPS, 0)
             traced[first : max(each.end_step + 1, 0)] = True  # and the one that waits
     return traced
@@ -278,12 +281,6 @@ def _why_not_reached(rank: RankFiles, step_count: int | None, first: int | None)
     before = integer(start.get("optimizer_steps_before")) or 0
     where = f"step {first}" if first is not None else "the window began"
     return f"the job ended at step {step_count + before}, before {where}"
-
-
-def _counts_all(files: RankFiles) -> bool:
-    """Whether steps were recorded from the first one on, so that their numbers are the window's."""
-    start = files.of_type("record_start")[:1]
-    return bool(start) and not integer(start[0].get("optimizer_steps_before"))
 
 
 def _sum(left: int | None, right: int | None) -> int | None:

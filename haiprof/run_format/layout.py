@@ -166,6 +166,10 @@ class RunPaths:
         """Those that exist."""
         return _json_files(self.uncaught)
 
+    def snapshot_files(self) -> list[Path]:
+        """The snapshots that were taken, oldest first."""
+        return sorted(self.snapshots.glob("*/snapshot.json"))
+
     def terminate_files(self) -> list[tuple[str, int, Path]]:
         """Texts of C++ exceptions that ended processes, by host and process id."""
         found = []

@@ -37,7 +37,7 @@ class Manifest:
     environment: dict[str, Any] = field(default_factory=dict)
     """`git` (`root`, `branch`, `commit`, `dirty`, `changed_files`, `changes_digest`, or `reason`),
     `variables` (only listed ones), `script`, `machine`; the last two and `dirty` come once the job
-    runs; `slurm_job` under Slurm."""
+    runs; `slurm_job` and `slurm_restart` under Slurm."""
     host: str = ""
     """Host of the launcher that created the run."""
     launcher_pid: int = 0
@@ -121,6 +121,8 @@ def run_folders(log_dir: Path) -> list[Path]:
     try:
         with os.scandir(log_dir) as entries:
             folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+    except NotADirectoryError:
+        raise RunNotFoundError(f"{log_dir}: a file, where a directory is expected") from None
     except OSError as error:
         raise RunNotFoundError(f"{log_dir}: {error.strerror or error}") from None
     except ValueError as error:  # a zero byte in the path

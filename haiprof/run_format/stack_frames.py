@@ -19,8 +19,13 @@ def own_frame(stack: Sequence[Frame]) -> Frame | None:
 
     Where there is none, the innermost of all.
     """
+    return job_frame(stack) or (stack[-1] if stack else None)
+
+
+def job_frame(stack: Sequence[Frame]) -> Frame | None:
+    """The same; None where there is none."""
     own = [f for f in stack if not is_library(f[0], f[2]) and _HOOK not in f[0]]
-    return own[-1] if own else (stack[-1] if stack else None)
+    return own[-1] if own else None
 
 
 def frame_text(frame: Frame) -> str:

@@ -23,8 +23,9 @@ SAMPLE_FIELDS = {
     "pid": "the process",
     "time_ns": "CLOCK_MONOTONIC ns that the offsets count from",
     "first_frame": "number of the first frame in `frames`: those of a process count from 0",
-    "frames": "[file, line, function, first line of the function, expression], each written once; "
-    "the last for code of the user's own alone, where it is known (Python 3.11 on)",
+    "frames": "[file, line, function, first line of the function, expression, number of the "
+    "statement on that line], each written once; the last two for code of the user's own alone, "
+    "where they are known (Python 3.11 on); the number where it is not 0",
     "first_stack": "number of the first stack in `stacks`: those of a process count from 1",
     "stacks": "[parent, frame]: a stack is its caller's stack and one frame; 0 has no frames",
     "offset_us": "when each sample was taken",

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.safe_files import make_folder, write_file
-from haiprof.base.units import duration_text, ratio_text, visible
+from haiprof.base.units import digits_text, duration_text, ratio_text, visible
 from haiprof.diagnosis.traced_window import StepWork
 from haiprof.diagnosis.verdict import as_document
 from haiprof.run_format.layout import RunPaths
@@ -26,7 +26,7 @@ from haiprof.run_format.writer import write_json
 from haiprof.show.death_block import death_block
 from haiprof.show.figures.style import time_unit, write_text
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
-from haiprof.show.terminal import SafeConsole, SplitBar, filling
+from haiprof.show.terminal import PHASE_OF, SafeConsole, SplitBar, filling
 from haiprof.show.text import (
     count_text,
     fine_ratio_text,
@@ -34,6 +34,7 @@ from haiprof.show.text import (
     steps_text,
     value_text,
 )
+from haiprof.show.views.goodput import account_text
 
 if TYPE_CHECKING:
     from haiprof.diagnosis.verdict import Cost, Finding, Verdict
@@ -53,7 +54,7 @@ def work_text(work: StepWork) -> str:
 def flops_text(flops: float) -> str:
     """`3.2 TFLOP`; three digits, and 1,000 of a unit is one of the next."""
     size, prefix = next((each for each in _SCALES if flops >= 0.9995 * each[0]), (1.0, ""))
-    return f"{flops / size:.3g} {prefix}FLOP"
+    return f"{digits_text(flops / size)} {prefix}FLOP"
 
 
 MAX_WIDTH = 100
@@ -63,10 +64,6 @@ _BRIEF_OTHERS = 2
 _MORE = "haiprof verdict with --all"
 _SHOWN_RATIO = 0.002
 """Positions with less of a step are left out of the brief card."""
-_PHASE_OF = {
-    "input": "dataloader", "forward": "forward", "backward": "backward", "optimizer": "optimizer"
-}  # fmt: skip
-"""Whose part of the bar a position is; others are `other`."""
 _INSIDE = 6
 """Columns of the card beside its content: its border and its padding."""
 _AROUND_COMMAND = 16
@@ -192,7 +189,7 @@ def _traced_device(
 
 def _reasons(finding: Finding) -> Iterator[tuple[Text, Text]]:
     """The numbers that prove a finding, its line and its remedy, each with its label."""
-    parts = [Text(gain_text(finding))] if finding.gain is not None else []
+    parts = [Text(f"without it {gain_text(finding)}")] if finding.gain is not None else []
     parts += [
         Text.assemble((f"{each.name} ", "dim"), value_text(each.value, each.unit))
         for each in finding.numbers[: _BRIEF_EVIDENCE - len(parts)]
@@ -211,9 +208,10 @@ def gain_text(finding: Finding) -> str:
     if gain is None:
         return ""
     unit, ns = time_unit(gain.step_ns)
-    left, low, high = (f"{value / ns:.3g}" for value in (gain.left_ns, gain.low_ns, gain.high_ns))
+    times = (gain.left_ns, gain.low_ns, gain.high_ns)
+    left, low, high = (digits_text(value / ns) for value in times)
     between = f"at most {high}" if low == left else f"{low} to {high}"
-    return f"from {gain.step_ns / ns:.3g} to {left} {unit} a step ({between})"
+    return f"from {digits_text(gain.step_ns / ns)} to {left} {unit} a step ({between})"
 
 
 def _label_grid() -> Table:
@@ -246,15 +244,15 @@ def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[Ren
     }
     numbers = [
         Text.assemble(
-            (filling(_PHASE_OF.get(name, "other"), colored=False), "dim"),
+            (filling(PHASE_OF.get(name, "other"), colored=False), "dim"),
             f" {name.replace('_', ' ')} ",
-            (f"{value / ns:.3g}", "bold"),
+            (digits_text(value / ns), "bold"),
         )
         for name, value in shown.items()
     ]
-    median = "" if ledger is None else f" (median {ledger.median_ns / ns:.3g})"
+    median = "" if ledger is None else f" (median {digits_text(ledger.median_ns / ns)})"
     step = Text.assemble(
-        (f"step {(verdict.step_ns or 0.0) / ns:.3g} {unit}", "bold"), (median, "dim")
+        (f"step {digits_text((verdict.step_ns or 0.0) / ns)} {unit}", "bold"), (median, "dim")
     )
     yield from _fill_lines([step, *numbers], min(width, MAX_WIDTH) - _INSIDE)
     facts = [steps_text(verdict.step_count, len(verdict.ranks))]
@@ -280,7 +278,9 @@ def _run_time(verdict: Verdict) -> Text:
     if not whole:
         return Text("the run's wall time is not known: it has not ended", style="dim")
     parts = [
-        f"{name} {duration_text(ns)}" for name, ns in verdict.run_time.items() if ns * 1000 >= whole
+        f"{account_text(name)} {duration_text(ns)}"
+        for name, ns in verdict.run_time.items()
+        if ns * 1000 >= whole
     ]
     return Text(f"run {duration_text(whole)}: {' · '.join(parts)}", style="dim")
 

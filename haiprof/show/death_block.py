@@ -11,10 +11,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import duration_text, ranks_text, ratio_text
+from haiprof.base.units import duration_text, ranks_text
 from haiprof.show.markdown import markdown_code, markdown_text
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import moment_text, printable
+from haiprof.show.views.goodput import fate_text, goodput_text
 
 if TYPE_CHECKING:
     from haiprof.diagnosis.restart_advice import Advice
@@ -29,7 +30,7 @@ WORDS = {
     "crash": "crash", "exit": "exit status", "early_exit": "early exit", "hang": "hang",
     "mismatch": "collective mismatch", "node_lost": "node lost", "never_started": "not started",
     "shared_memory_full": "/dev/shm full", "disk_full": "disk full", "time_limit": "time limit",
-    "preempted": "preempted", "cancelled": "cancelled", "signal": "signal",
+    "preempted": "preempted", "requeued": "requeued", "cancelled": "cancelled", "signal": "signal",
     "interrupted": "interrupted", "launcher": "launcher", "gone": "gone", "unknown": "not known",
 }  # fmt: skip
 """Causes in a word, by their slugs."""
@@ -117,10 +118,8 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
         yield f"at {moment_text(death.died_ns)}{order}"
     yield from memory_lines(verdict)
     yield from start_lines(verdict.starts)
-    goodput = verdict.goodput
-    if goodput is not None and goodput.ratio is not None:
-        lost = f", {duration_text(goodput.lost_ns)} of steps lost" if goodput.lost_ns else ""
-        yield f"goodput {ratio_text(goodput.ratio)} of {duration_text(goodput.wall_ns)}{lost}"
+    if verdict.goodput is not None:
+        yield goodput_text(verdict.goodput)
 
 
 def memory_lines(verdict: Verdict) -> Iterator[str]:
@@ -133,11 +132,9 @@ def memory_lines(verdict: Verdict) -> Iterator[str]:
 
 def start_lines(starts: Sequence[Start]) -> Iterator[str]:
     """One line for each start of the ranks, where there were several."""
-    for start in starts if len(starts) > 1 else ():
+    for place, start in enumerate(starts if len(starts) > 1 else (), start=1):
         why = start.why or "no death"
-        gap = start.until_next_ns
-        until = f"; the next step came {duration_text(gap)} later" if gap is not None else ""
-        yield printable(f"start {start.generation + 1}: {start.step_count} steps, {why}{until}")
+        yield printable(f"start {place}: {start.step_count} steps{fate_text(start)}, {why}")
 
 
 def exit_report(verdict: Verdict, run: RunHeader) -> str:

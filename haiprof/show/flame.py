@@ -14,6 +14,7 @@ from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.flame_graph import FlameGraph, FlameSeries, FlameSource, flame_graph
+from haiprof.run_analysis.ledger import NO_LINE
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import last_attempts
@@ -118,6 +119,12 @@ LINE_PARTS = (*POSITIONS, *(name for name in CODE_PHASES if name not in POSITION
 """What lines can be asked about: positions, and phases where the ledger has none."""
 
 
+_WITHOUT_LINE = (
+    "without a line, so not in these tables: time without a CPU core, and waits for peers, links, "
+    "loaders and the interpreter (haiprof verdict --all)"
+)
+
+
 def sampled_lines(
     analyzer: RunFrames, rank: int | None, part: str | None
 ) -> tuple[CodeSamples, pl.DataFrame, tuple[str, ...]]:
@@ -128,9 +135,10 @@ def sampled_lines(
         samples = analyzer.code_samples(None if rank is None else {rank})
         position = np.full(len(samples.stack), -1)
         of_step = np.zeros(len(samples.stack))
-        left_out = 0
+        left_out, unplaced = 0, False
     else:
         samples, (position, of_step) = found.samples, found.of_samples()
+        unplaced = bool(np.isin(found.table.activity, NO_LINE).any())
         left_out = len(found.time.ranks) - len(np.unique(found.table.rank))
     chosen = np.ones(len(samples.stack), bool) if rank is None else samples.rank == rank
     if part in POSITIONS:
@@ -139,6 +147,8 @@ def sampled_lines(
         chosen &= samples.phase == CODE_PHASES.index(part)
     samples = samples.take(chosen)
     notes = samples.notes
+    if unplaced:
+        notes = (*notes, _WITHOUT_LINE)
     if left_out and rank is None:
         notes = (*notes, f"{count_text(left_out, 'rank')} left out: --rank RANK shows one of them")
     return samples, line_frame(samples, (position[chosen], of_step[chosen])), tuple(notes)
@@ -162,7 +172,9 @@ def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:
         for key in order[:limit]
         for top, frame in [(key[0], graph.frames[key[1]])]
     ]  # fmt: skip
-    head = ("line", "function", "position", "per step", "of the step", "mostly in")
+    several = sum(one.run == mean.run for one in graph.series) > 2  # one of them is their mean
+    amount = ("mean of ranks", "of it") if several else ("per step", "of the step")
+    head = ("line", "function", "position", *amount, "mostly in")
     return text_table(
         "", head, rows, left=("line", "function", "position", "mostly in"),
         more=max(0, len(order) - limit),

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import MISSING
-from haiprof.show.text import number_text, value_text
+from haiprof.base.units import MISSING, number_text
+from haiprof.show.text import value_text
 from haiprof.show.views.blocks import one_line, plain_table
 
 _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"),
@@ -30,15 +30,53 @@ def frame_table(
     found: pl.DataFrame, columns: Columns, *, limit: int, where: str = "--json"
 ) -> list[RenderableType]:
     """The first rows of a frame, and the number of others."""
-    left = [head for name, head in columns if found.schema[name] == pl.String]
-    table = plain_table(*(head for _, head in columns), left=left)
-    for column, (name, _) in zip(table.columns, columns, strict=True):
-        if name == "name":  # the one that may be cut where the line is too short
-            column.no_wrap, column.min_width = False, 16
-    for row in _since_first(found).head(limit).iter_rows(named=True):
-        table.add_row(*(cell(name, row[name]) for name, _ in columns))
+    shown = _since_first(found).head(limit)
+    rows = [[cell(name, row[name]) for name, _ in columns] for row in shown.iter_rows(named=True)]
+    table = _FrameTable(found, columns, rows, where)
     more = found.height - limit
     return [table, *([Text(f"and {more} more, in {where}", style="dim")] if more > 0 else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class _FrameTable:
+    """Only the column `name` is cut; where that is not enough the last columns are left out."""
+
+    found: pl.DataFrame
+    columns: Columns
+    rows: Sequence[Sequence[Text]]
+    where: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table with the columns that fit."""
+        widths = []
+        for at, (name, head) in enumerate(self.columns):
+            width = max([len(head), *(row[at].cell_len for row in self.rows)])
+            if self.found.schema[name] == pl.String:
+                width = _NAME_WIDTH if name == "name" else min(width, _TEXT_WIDTH)
+            widths.append(width)
+        places = list(range(len(self.columns)))
+        while (
+            len(places) > 1 and sum(widths[at] + _GAP for at in places) > options.max_width + _GAP
+        ):
+            places.pop(-2 if self.columns[places[-1]][0] == "name" else -1)
+        chosen = [self.columns[at] for at in places]
+        left = [head for name, head in chosen if self.found.schema[name] == pl.String]
+        table = plain_table(*(head for _, head in chosen), left=left, gap=_GAP)
+        for column, at in zip(table.columns, places, strict=True):
+            if self.columns[at][0] == "name":
+                column.no_wrap, column.min_width = False, _NAME_WIDTH
+            else:
+                column.min_width = column.max_width = widths[at]
+        for row in self.rows:
+            table.add_row(*(row[at] for at in places))
+        yield table
+        lost = [head for at, (_, head) in enumerate(self.columns) if at not in places]
+        if lost:
+            yield Text(f"no room for {', '.join(lost)}: in {self.where}", style="dim")
+
+
+_GAP = 2
+_NAME_WIDTH, _TEXT_WIDTH = 16, 24
 
 
 _POINTS = ("ts_ns", "start_ns", "end_ns")
@@ -122,6 +160,14 @@ class PageTable:
         return tuple(
             at for at in known if not at or any(row[at] not in ("", MISSING) for row in self.rows)
         )
+
+    def in_short(self, column: str = "") -> str:
+        """Each row's value in a column, or the first row: `forward 1.2 ms · backward 3.4 ms`."""
+        if column:
+            pairs = [(row[0], row[self.head.index(column)]) for row in self.rows]
+        else:
+            pairs = [(self.head[at], self.rows[0][at]) for at in self.columns] if self.rows else []
+        return " · ".join(f"{name} {value}" for name, value in pairs)
 
 
 def page_table(

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import RankSettings
+from haiprof.show.figures.panel_table import frame_reader
 from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
@@ -37,7 +41,7 @@ EVENT_PHASES = ("gc", "save", "eval", "dataloader_iter", "nograd_forward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStat:
-    """One phase over the steps that count; times on the host clock unless named otherwise."""
+    """A phase, or a position, over the steps that count; on the host clock unless named so."""
 
     phase: str
     median_ns: float | None
@@ -98,6 +102,8 @@ class OneRankSummary:
     """Mean confidence in the boundaries of steps."""
     skipped_step_count: int
     phases: tuple[PhaseStat, ...]
+    positions: tuple[PhaseStat, ...]
+    """The same time as the verdict divides it: `input`, `prepare`, `forward`, `loss`, ..."""
     slowest: tuple[SlowStep, ...]
     events: tuple[EventStat, ...]
     settings: RankSettings | None
@@ -118,9 +124,10 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     about = _last_attempt(ranks, rank)
     attempt = about["attempt"]
     steps = rank_steps(data.steps(), rank, attempt)
-    counters = rank_counters(data.counters(), rank, about["host"])
+    counters = rank_counters(data, rank, about["host"])
     manifest = manifest_or_none(data.run)
-    span = time_range(steps, counters)
+    times = counters["time_ns"]
+    span = time_range(steps, None if counters.is_empty() else (times[0], times[-1]))
     split = phase_split(steps)
     counted = settled_steps(steps)
     samples = select_judged_samples(counters, counted, ranks)
@@ -143,18 +150,26 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
         confidence=number(steps["confidence"].mean()),
         skipped_step_count=int(steps["skipped"].sum() or 0),
         phases=tuple(_phase_stat(counted, phase, split) for phase in PHASES),
+        positions=_position_stats(data, rank, attempt, counted),
         slowest=slowest_steps(counted),
         events=event_stats(rank_steps(data.phases(), rank, attempt)),
         settings=data.settings().get(rank),
         phase_series=_phase_series(counted, window) if window else (),
-        counter_series=tuple(counters_over_time(samples, window)) if window else (),
-        missing=missing_sources(data.run, manifest, counters),
+        counter_series=tuple(counters_over_time(frame_reader(samples), window)) if window else (),
+        missing=missing_sources(
+            data.run, manifest, counters.select("source", "metric").unique().rows()
+        ),
         notes=tuple(data.notes()),
     )
 
 
-def rank_counters(counters: pl.DataFrame, rank: int, host: str | None) -> pl.DataFrame:
+def rank_counters(data: RunFrames, rank: int, host: str | None) -> pl.DataFrame:
     """Counters of the rank itself and those of its host, without other ranks and GPUs."""
+    ranks = data.ranks()
+    hosts = set(ranks.filter(pl.col("rank") == rank)["host"])
+    parts = data.host_counters(None if None in hosts else hosts)
+    whole = pl.concat([pl.DataFrame(schema=COUNTER_SCHEMA), *parts])
+    counters = whole.sort("time_ns", maintain_order=True)
     own = pl.col("rank") == rank
     nobodys = pl.col("rank").is_null() & pl.col("gpu").is_null() & (pl.col("source") != "process")
     return counters.filter(own | (nobodys & (pl.col("host") == host)))
@@ -194,7 +209,7 @@ def _last_attempt(ranks: pl.DataFrame, rank: int) -> dict[str, Any]:
         known = ", ".join(str(r) for r in sorted(ranks["rank"].unique()))
         raise MissingDataError(
             f"the run has no rank {rank}",
-            hint=f"it has {known}" if known else "no process of the job has reported in (yet)",
+            hint=f"its ranks: {known}" if known else "no process of the job has reported in (yet)",
         )
     return rows.row(-1, named=True)
 
@@ -210,6 +225,30 @@ def _phase_stat(steps: pl.DataFrame, phase: str, split: Mapping[str, float | Non
         max_ns=number(times.max()),
         share_ratio=mine / total if mine is not None and total else None,
         device_median_ns=number(steps[f"{phase}_device_ns"].median()),
+    )
+
+
+def _position_stats(
+    data: RunFrames, rank: int, attempt: int, steps: pl.DataFrame
+) -> tuple[PhaseStat, ...]:
+    if steps.is_empty():
+        return ()
+    plain, collected = data.position_times(rank, attempt)
+    whole = (plain + collected)[:, steps["step"].to_numpy()]
+    total = int(whole.sum())
+    return tuple(
+        PhaseStat(
+            phase=name,
+            median_ns=float(np.median(ns)),
+            p95_ns=float(np.quantile(ns, 0.95)),
+            max_ns=float(ns.max()),
+            share_ratio=float(ns.sum()) / total,
+            device_median_ns=number(steps[f"{name}_device_ns"].median())
+            if name in PHASES
+            else None,
+        )
+        for name, ns in zip(POSITIONS, whole, strict=True)
+        if ns.any()
     )
 
 

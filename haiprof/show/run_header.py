@@ -45,6 +45,16 @@ class RunHeader:
             return self.state
         return f"ended by {self.signal}" if self.signal else f"ended, exit {self.exit_status}"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its job still runs."""
+        return self.state == RUNNING
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it ended well."""
+        return self.state == ENDED and self.exit_status == 0 and self.signal is None
+
 
 def run_header(run: RunPaths, manifest: Manifest | None) -> RunHeader:
     """The header of a run, also of one that still runs or whose run.json is damaged."""

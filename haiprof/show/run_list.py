@@ -31,6 +31,8 @@ from haiprof.show.text import moment_text
 _KEPT_NAME = "list"
 _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control")
 """What the entry of a run is made from."""
+_RANK_S = 0.004
+"""What reading a rank takes; 1,024 of 1,000 steps took 4.5 s (benchmarks/diagnose_scale.py)."""
 _COMPUTED = ("step_count", "died_of", "died_rank", "problem", "is_counted")
 """Fields that take reading the ranks' files; the others are cheap."""
 
@@ -86,11 +88,18 @@ def run_list(log_dir: Path, *, limit_s: float | None = None) -> list[RunEntry]:
     """The runs directly below a log directory, newest last.
 
     What is known of a run that is over is kept in it, so that a long list is read, not computed.
+
+    Args:
+        log_dir: Where the runs are.
+        limit_s: How long steps may be counted; a run that would take longer is not begun. None
+            counts those of all.
     """
     until_s = math.inf if limit_s is None else time.monotonic() + limit_s
     entries = sorted((_kept_entry(RunPaths(path)) for path in run_folders(log_dir)), key=_order)
     counted = [
-        entry if entry.is_counted or time.monotonic() > until_s else _count(entry)
+        entry
+        if entry.is_counted or time.monotonic() + entry.rank_count * _RANK_S > until_s
+        else _count(entry)
         for entry in reversed(entries)
     ]
     return counted[::-1]
@@ -119,12 +128,14 @@ class RunTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lines as plain segments: rich's own tables take a millisecond for each run."""
+        # Where a program reads it, or a file takes it, no name is cut.
+        width = options.max_width if options.is_terminal else 1 << 16
         columns = [[title, *map(cell, self._runs)] for title, cell, _ in _COLUMNS]
         widths = [max(map(cell_len, column)) for column in columns]
-        shown = _fitting(columns, widths, options.max_width)
-        room = options.max_width - sum(widths[i] + _GAP for i in shown)
+        shown = _fitting(columns, widths, width)
+        room = width - sum(widths[i] + _GAP for i in shown)
         dim, bold = console.get_style("dim"), console.get_style("bold")
-        yield from _line(_cut(str(self._log_dir), options.max_width), bold)
+        yield from _line(_cut(str(self._log_dir), width), bold)
         names = ["run", *(Path(run.path).name for run in self._runs)]
         for place, name in enumerate(names):
             cells = (_pad(columns[i][place], widths[i], left=_COLUMNS[i][2]) for i in shown)

@@ -47,14 +47,13 @@ class Series:
     """Mean per bucket; None where no sample fell."""
 
 
-def time_range(steps: pl.DataFrame, counters: pl.DataFrame) -> TimeRange | None:
+def time_range(steps: pl.DataFrame, sampled: tuple[int, int] | None) -> TimeRange | None:
     """From the first to the last step or sample; None where there is neither."""
-    ends = steps["start_ns"] + steps["step_ns"]
-    times = pl.concat([steps["start_ns"], ends, counters["time_ns"].rename("start_ns")])
-    first, last = times.min(), times.max()
-    if not isinstance(first, int) or not isinstance(last, int):
-        return None
-    return TimeRange(start_ns=first, end_ns=last)
+    first, last = steps["start_ns"].min(), (steps["start_ns"] + steps["step_ns"]).max()
+    ends = list(sampled or ())
+    if isinstance(first, int) and isinstance(last, int):
+        ends += [first, last]
+    return TimeRange(start_ns=min(ends), end_ns=max(ends)) if ends else None
 
 
 def bucket_means(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,13 @@ from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
 from haiprof.diagnosis.run_notes import traced_lines
 from haiprof.diagnosis.traced_window import StepWork, step_work
-from haiprof.run_analysis.counters import host_windows, select_training_samples, training_spans
+from haiprof.run_analysis.counter_digest import CounterDigest, MetricOwner, Metrics, MetricStat
+from haiprof.run_analysis.counters import (
+    SeriesReader,
+    host_windows,
+    select_training_samples,
+    training_spans,
+)
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.step_frame import untrained_boundary
 from haiprof.run_analysis.step_tokens import WORDS
@@ -24,7 +30,7 @@ from haiprof.show.figures.panel_table import (
     CounterSpec,
     PanelRow,
     PanelSpec,
-    owner_series,
+    label_series,
     row_metrics,
 )
 from haiprof.show.figures.style import PHASES
@@ -43,8 +49,8 @@ def settled_steps(steps: pl.DataFrame) -> pl.DataFrame:
 
 def select_judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
     """The steps of all ranks and attempts that count: warm and not traced."""
-    frames = steps.partition_by("rank", "attempt", maintain_order=True)
-    return pl.concat([steps.clear(), *map(settled_steps, frames)])
+    parts = steps.group_by("rank", "attempt", maintain_order=True)
+    return pl.concat([steps.clear(), *(settled_steps(part) for _, part in parts)])
 
 
 def select_judged_samples(
@@ -62,7 +68,7 @@ def select_judged_samples(
 
 def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:
     """From the begin of the first step that counts to the end of the last one."""
-    return time_range(judged, pl.DataFrame(schema={"time_ns": pl.Int64})) or whole
+    return time_range(judged, None) or whole
 
 
 def mean_step_ns(steps: pl.DataFrame) -> float | None:
@@ -88,36 +94,6 @@ def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float 
 
 
 PROCESS, HOST, GPU = "process", "host", "gpu"
-_KEYS = ["source", "host", "rank", "gpu", "metric"]
-
-Owner = tuple[str, str | None, int | None, int | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricStat:
-    """One metric of one owner, over the samples of the training window."""
-
-    mean: float
-    min: float
-    max: float
-
-
-Metrics = Mapping[Owner, Mapping[str, MetricStat]]
-
-
-def metric_stats(counters: pl.DataFrame) -> Metrics:
-    """Mean, lowest and highest value of each metric."""
-    valid = counters.filter(pl.col("value").is_finite())
-    rows = valid.group_by(_KEYS).agg(
-        pl.col("value").mean().alias("mean"),
-        pl.col("value").min().alias("min"),
-        pl.col("value").max().alias("max"),
-    )
-    found: dict[Owner, dict[str, MetricStat]] = {}
-    for source, host, rank, gpu, metric, mean, low, high in rows.iter_rows():
-        stat = MetricStat(mean=mean, min=low, max=high)
-        found.setdefault((source, host, rank, gpu), {})[metric] = stat
-    return found
 
 
 def metrics_of_rank(metrics: Metrics, source: str, *, rank: int | None) -> dict[str, MetricStat]:
@@ -144,19 +120,18 @@ Line = Mapping[str, Any]
 
 
 def missing_sources(
-    run: RunPaths, manifest: Manifest | None, counters: pl.DataFrame
+    run: RunPaths, manifest: Manifest | None, present: Collection[tuple[str, str]]
 ) -> dict[str, str]:
     """Rows of panels without any sample, each with the reason.
 
     Reason by the row's title: `node`, `processes`, `GPU`, ...
     """
-    present = set(counters.select("source", "metric").unique().rows())
     lines = _agent_lines(run)
     chosen = manifest.options.get("recorder") if manifest else None
     return {
         row.title: _reason(row, chosen, lines)
         for row in PANEL_ROWS
-        if not present & row_metrics(row)
+        if not row_metrics(row).intersection(present)
     }
 
 
@@ -191,21 +166,29 @@ def _agent_lines(run: RunPaths) -> list[Line]:
     return found
 
 
-def overview_series(
-    steps: pl.DataFrame, counters: pl.DataFrame, span: TimeRange
-) -> Iterator[Series]:
+def panel_metrics() -> set[tuple[str, str]]:
+    """Source and metric of all that panels show."""
+    return {metric for row in PANEL_ROWS for metric in row_metrics(row)}
+
+
+def read_counted_series(data: RunFrames, digest: CounterDigest) -> SeriesReader:
+    """The series of panels, while the steps ran that count."""
+    return digest.count_series(data.read_series(panel_metrics().intersection(digest.present)))
+
+
+def overview_series(steps: pl.DataFrame, read: SeriesReader, span: TimeRange) -> Iterator[Series]:
     """Step time per rank, then each counter of the table that has a sample."""
     yield from step_series(steps, span)
-    yield from counters_over_time(counters, span)
+    yield from counters_over_time(read, span)
 
 
-def counters_over_time(counters: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
+def counters_over_time(read: SeriesReader, span: TimeRange) -> Iterator[Series]:
     """Each counter that the terminal draws and that has a sample, one series per owner."""
     for row in PANEL_ROWS:
         for panel in row.panels:
             if panel.terminal is not None:
                 for spec in panel.counters:
-                    yield from _counter_series(counters, panel, spec, span)
+                    yield from _counter_series(read, panel, spec, span)
 
 
 def step_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
@@ -227,11 +210,12 @@ def lasting_values(steps: pl.DataFrame, column: str) -> pl.DataFrame:
 
 
 def _counter_series(
-    counters: pl.DataFrame, panel: PanelSpec, spec: CounterSpec, span: TimeRange
+    read: SeriesReader, panel: PanelSpec, spec: CounterSpec, span: TimeRange
 ) -> Iterator[Series]:
-    for _, label, samples in owner_series(counters, spec):
+    for label, samples in label_series(read, spec):
         title = f"{panel.terminal} {spec.word}".strip()
-        series = make_series(samples, title=title, label=label, unit=panel.base_unit, span=span)
+        frame = pl.DataFrame({"time_ns": samples.time_ns, "value": samples.values})
+        series = make_series(frame, title=title, label=label, unit=panel.base_unit, span=span)
         if series:
             yield series
 
@@ -332,16 +316,24 @@ _TRACE_LIMIT_BYTES = 64 << 20
 
 
 def overview_summary(
-    data: RunFrames, *, with_series: bool = True, trace_limit_bytes: int = _TRACE_LIMIT_BYTES
+    data: RunFrames,
+    *,
+    with_series: bool = True,
+    trace_limit_bytes: int = _TRACE_LIMIT_BYTES,
+    digest: CounterDigest | None = None,
 ) -> OverviewSummary:
-    """The numbers of a job, also of one that still runs."""
-    steps, counters, ranks = data.steps(), data.counters(), data.ranks()
-    by_rank = steps.partition_by("rank", "attempt", as_dict=True)
+    """The numbers of a job, also of one that still runs; of its counters where they are read."""
+    steps, ranks = data.steps(), data.ranks()
     manifest = manifest_or_none(data.run)
     counted = select_judged_steps(steps)
-    samples = select_judged_samples(counters, counted, ranks)
-    stats = metric_stats(samples)
-    span = time_range(steps, counters)
+    digest = digest or data.counter_digest(counted)
+    stats = digest.stats
+    span = time_range(steps, digest.span)
+    rows = {(row["rank"], row["attempt"]): row for row in ranks.iter_rows(named=True)}
+    trained = {
+        (rank, attempt): _rank_summary(rows[rank, attempt], own, stats)
+        for (rank, attempt), own in steps.group_by("rank", "attempt", maintain_order=True)
+    }
     marked_by = untrained_boundary(steps)
     window = find_judged_time(counted, span)
     return OverviewSummary(
@@ -349,8 +341,8 @@ def overview_summary(
         span=span,
         window=window,
         ranks=tuple(
-            _rank_summary(row, by_rank.get((row["rank"], row["attempt"]), steps.clear()), stats)
-            for row in ranks.iter_rows(named=True)
+            trained.get(key) or _rank_summary(row, steps.clear(), stats)
+            for key, row in rows.items()
         ),
         nodes=tuple(
             _node_summary(owner[1], values)
@@ -360,19 +352,21 @@ def overview_summary(
         gpus=tuple(
             _gpu_summary(owner, values) for owner, values in _sort_stats(stats) if owner[0] == GPU
         ),
-        missing=missing_sources(data.run, manifest, counters),
-        series=tuple(overview_series(counted, samples, window)) if window and with_series else (),
-        work=step_work(data.run, _job_step_ns(by_rank), limit_bytes=trace_limit_bytes),
+        missing=missing_sources(data.run, manifest, digest.present),
+        series=tuple(overview_series(counted, read_counted_series(data, digest), window))
+        if window and with_series
+        else (),
+        work=step_work(data.run, _job_step_ns(trained), limit_bytes=trace_limit_bytes),
         traces=traced_lines(data.windows(), steps, data.run),
         reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
     )
 
 
-def _job_step_ns(by_rank: Mapping[Any, pl.DataFrame]) -> float | None:
+def _job_step_ns(trained: Mapping[tuple[Any, Any], RankSummary]) -> float | None:
     """The mean of the ranks' mean steps, of the last attempt of each."""
-    last = {rank: steps for (rank, _), steps in sorted(by_rank.items(), key=lambda one: one[0])}
-    means = [ns for steps in last.values() if (ns := mean_step_ns(steps)) is not None]
+    last = {rank: own.mean_step_ns for (rank, _), own in sorted(trained.items())}
+    means = [ns for ns in last.values() if ns is not None]
     return sum(means) / len(means) if means else None
 
 
@@ -382,7 +376,7 @@ def _reaction_line(row: Mapping[str, Any]) -> str:
     return f"{moment_text(time_ns)}  {row['reason']}: {row['outcome']}"
 
 
-def _sort_stats(stats: Metrics) -> list[tuple[Owner, Mapping[str, MetricStat]]]:
+def _sort_stats(stats: Metrics) -> list[tuple[MetricOwner, Mapping[str, MetricStat]]]:
     return sorted(stats.items(), key=lambda item: tuple(str(part) for part in item[0]))
 
 
@@ -440,7 +434,7 @@ def _node_summary(host: str | None, stats: Mapping[str, MetricStat]) -> NodeSumm
     )
 
 
-def _gpu_summary(owner: Owner, stats: Mapping[str, MetricStat]) -> GpuSummary:
+def _gpu_summary(owner: MetricOwner, stats: Mapping[str, MetricStat]) -> GpuSummary:
     _, host, rank, gpu = owner
     return GpuSummary(
         host=host,

@@ -88,6 +88,10 @@ class Sparkline:
 BLOCK = "█"
 # Where there is no colour, the filling tells the phases apart.
 FILLINGS = {"dataloader": "▒", "forward": "█", "backward": "▓", "optimizer": "░", "other": "·"}
+PHASE_OF = {
+    "input": "dataloader", "forward": "forward", "backward": "backward", "optimizer": "optimizer"
+}  # fmt: skip
+"""The phase that a position of the ledger is drawn as; others are `other`."""
 _SPLIT_BAR_MIN_WIDTH, _SPLIT_BAR_MAX_WIDTH = 10, 100
 
 

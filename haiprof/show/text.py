@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from haiprof.base.units import (
     MISSING,
     NS_PER_S,
     bytes_text,
     duration_text,
+    number_text,
     rate_text,
     ratio_text,
     visible,
@@ -37,15 +39,6 @@ def value_text(value: float | None, unit: str) -> str:
     if unit == "count" and value == int(value):
         value = int(value)
     return f"{number_text(value)} {_SYMBOLS.get(unit, unit)}".rstrip()
-
-
-def number_text(value: float | None) -> str:
-    """A number with three digits, whole numbers unchanged: `"412"`; missing as a dash."""
-    if value is None:
-        return MISSING
-    if isinstance(value, int) or abs(value) >= 99.95:
-        return f"{value:.0f}"
-    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}"
 
 
 def printable(text: str) -> str:
@@ -90,3 +83,11 @@ def steps_text(step_count: int, rank_count: int) -> str:
 def count_text(count: int, noun: str) -> str:
     """`"1 rank"`, `"2 ranks"`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def by_reason(missing: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(what, why), with all that is missing for one reason together."""
+    titles: dict[str, list[str]] = {}
+    for title, reason in missing.items():
+        titles.setdefault(reason, []).append(title)
+    return [(", ".join(names), reason) for reason, names in titles.items()]

@@ -10,10 +10,12 @@ import plotly.graph_objects as go
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingDataError
+from haiprof.base.units import duration_text
 from haiprof.show.figures import traces as figures
 from haiprof.trace_analysis.device_time import TOP_KERNELS, Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+from haiprof.trace_analysis.timeline import timeline
 from haiprof.trace_analysis.what_if.replay_parts import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
 
@@ -169,6 +171,26 @@ def critical_path(
     )
 
 
+def time_line(traces: TraceQuestions, steps: Steps = None) -> TracePicture:
+    """One step of the lowest rank: its streams, when the GPU is idle, and the host below."""
+    rank = min(traces.traces)
+    found = timeline(traces.traces[rank], steps)
+    step, length, idle, gap, begin = (
+        found[name][0] for name in ("step", "step_ns", "idle_ns", "gap_ns", "gap_start_ns")
+    )
+    which = "All that was recorded" if step is None else f"Step {step}"
+    says = f"{which} of rank {rank}, {duration_text(length)}: the GPU is "
+    says += "never idle" if gap is None else (
+        f"idle for {duration_text(idle)} of it, the longest time {duration_text(gap)} "
+        f"{f'after {duration_text(begin)}' if begin else 'at its begin'}; below is what the host "
+        "did meanwhile"
+    )  # fmt: skip
+    return TracePicture(
+        title="Time line of a step", frame=found, figure=figures.timeline_figure(found),
+        columns=("lane", "kind", "name", "start_ns", "dur_ns"), says=f"{says}.",
+    )  # fmt: skip
+
+
 def _what_if(
     traces: TraceQuestions, steps: Steps, *, changes: tuple[Change, ...] = ()
 ) -> pl.DataFrame:
@@ -180,6 +202,7 @@ def _what_if(
 
 
 PICTURES: Mapping[str, Callable[..., TracePicture]] = {
+    "timeline": time_line,
     "temporal": Drawing(
         says="Grey is time in which the GPU had nothing to do; a rank with more of it "
              "than the others waits for its own host.",
@@ -272,7 +295,10 @@ def all_pictures(
             names = (f"{name}_share", name) if drawing else (name,)
             missing.update((each.replace("_", " "), str(error)) for each in names)
             continue
-        if drawing and made.frame["rank"].n_unique() > 1:  # of one rank both look alike
+        alone = "rank" in made.frame.columns and made.frame["rank"].n_unique() == 1
+        if name == "kernel" and alone:  # nothing to compare it with
+            continue
+        if drawing and not alone:  # of one rank both look alike
             figure = drawing.figure(made.frame, share=True)
             title = f"{made.title}, as shares"
             drawn[f"{name}_share"] = replace(made, title=title, figure=figure)

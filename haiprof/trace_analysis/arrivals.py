@@ -6,10 +6,10 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Ints, covered_lengths, union
+from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.trace_analysis.collectives import SYNCHRONISING, WHOLE_JOB
-from haiprof.trace_analysis.matching import MAD_TO_SIGMA
 
 _GROUP = ("process_group", "group_ranks")
 

@@ -260,12 +260,25 @@ _OWN = r"(?:^|[/\\])haiprof[/\\](?:in_job|base|run_format|linux)[/\\]"
 _THREAD_START = "threading.py("
 
 
-def without_own_frames(calls: pl.DataFrame) -> pl.DataFrame:
+def python_calls(trace: Trace) -> pl.DataFrame:
     """Python calls without those of haiprof's modules inside the job.
 
     What a wrapper of haiprof called belongs to the wrapper's caller, and the wrapper's own time
-    with it. Threads that haiprof started are left out whole.
+    with it. Threads that haiprof started are left out whole. A call that the profiler found running
+    has the line at which it stood then, which says nothing of what it did later: `train.py(?)`.
     """
+    # torch's profiler notes running calls before any other returns (profiler_python.cpp).
+    first_end = (pl.col("ts_ns") + pl.col("dur_ns")).min()
+    found_running = (pl.col("ts_ns") < first_end) & (pl.col("ts_ns") + pl.col("dur_ns") > first_end)
+    running = trace.python.filter(found_running)["name"].unique().cast(pl.String)
+    without = running.str.replace(r"\(\d+\): ", "(?): ")
+    calls = trace.python
+    if len(running) and isinstance(texts := calls["name"].dtype, pl.Enum):
+        texts = pl.Enum(pl.concat([texts.categories, without]).unique(maintain_order=True))
+        name = pl.col("name").cast(texts)
+        calls = calls.with_columns(
+            pl.when(found_running).then(name.replace(running, without)).otherwise(name)
+        )
     names = calls["name"].unique()
     own_names = names.filter(names.cast(pl.String).str.contains(_OWN))
     if own_names.is_empty():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from haiprof.base.ledger import Account
-from haiprof.trace_analysis.device_ledger import IDLE
-from haiprof.trace_analysis.device_verdict import DeviceLedger, OperatorRole
+from haiprof.trace_analysis.device_ledger import CONVERSIONS, IDLE
+from haiprof.trace_analysis.device_verdict import DeviceLedger, OperatorRole, call_nodes
 
+_LINE = re.compile(r"\((?:\d+|\?)\)")
 _EQUAL_RATIO = 0.01
 """Less than this is no difference, however sure."""
 OPERATORS, IDLE_TIME, OTHER = "operators", "idle", "other"
@@ -36,6 +39,16 @@ class ComparedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedBranch:
+    """The part of the call tree in which most of the difference of computing is."""
+
+    path: tuple[str, ...]
+    """Calls from the outermost on, without their lines; an operator may be the last."""
+    before_ns: float
+    after_ns: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceComparison:
     """What changed between two traces on the device."""
 
@@ -49,6 +62,8 @@ class DeviceComparison:
     """Whether the busy time differs, by more than chance where several steps tell."""
     rows: tuple[ComparedRow, ...]
     """The largest difference first."""
+    branch: ComparedBranch | None = None
+    """None where no call holds more than half of the difference."""
 
 
 def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparison:
@@ -68,9 +83,10 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
         rows.append(ComparedRow(of=of, role=activity, before_ns=old, after_ns=new))
     on_device = before.on_device and after.on_device
     busy = [
-        [a for a in each.ledger.accounts if (_is_busy(a) if on_device else a.needed)]
+        [a for a in each.ledger.accounts
+         if (not a.activity.startswith(IDLE) if on_device else a.needed)]
         for each in sides
-    ]
+    ]  # fmt: skip
     old, new = (sum(account.ns_per_step for account in each) for each in busy)
     unsure = sum(
         math.hypot(*((a.high_ns - a.low_ns) / 2 for a in each)) for each in busy
@@ -81,7 +97,27 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
         on_device=on_device,
         is_different=abs(new - old) > max(unsure, _EQUAL_RATIO * max(old, new)),
         rows=tuple(sorted(rows, key=lambda row: -abs(row.difference_ns))),
+        branch=_changed_branch(before.branches, after.branches),
     )  # fmt: skip
+
+
+def _changed_branch(
+    before: Mapping[tuple[str, ...], float], after: Mapping[tuple[str, ...], float]
+) -> ComparedBranch | None:
+    """From the root inwards as long as one call holds more than half of all changes."""
+    sides = [Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()]
+    for side, branches in zip(sides, (before, after), strict=True):
+        for chain, ns in branches.items():
+            side[tuple(_LINE.sub("", name) for name in chain)] += round(ns)
+    changed = {chain: abs(sides[1][chain] - sides[0][chain]) for chain in sides[0] | sides[1]}
+    nodes = call_nodes(changed, sum(changed.values()) / 2)
+    path = max(nodes.values(), key=len, default=())
+    if not path:
+        return None
+    old, new = (
+        float(sum(ns for chain, ns in side.items() if chain[: len(path)] == path)) for side in sides
+    )
+    return ComparedBranch(path=path, before_ns=old, after_ns=new)
 
 
 def _operator_rows(
@@ -110,14 +146,10 @@ def _longest(operators: dict[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(operators.items(), key=lambda pair: -pair[1]))
 
 
-def _is_busy(account: Account) -> bool:
-    return not account.activity.startswith(IDLE)
-
-
 def _by_activity(accounts: Iterable[Account]) -> dict[str, float]:
     """Time of what is no computing, by activity."""
     found: dict[str, float] = {}
     for account in accounts:
-        if not account.needed:
+        if not account.needed and account.activity not in CONVERSIONS:
             found[account.activity] = found.get(account.activity, 0.0) + account.ns_per_step
     return found

@@ -14,7 +14,7 @@ import polars as pl
 from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.device_time import COMMUNICATION, MEMORY, with_kind
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.launch_checks import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC
+from haiprof.trace_format.launch_checks import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC, TO_HOST
 
 Bools = npt.NDArray[np.bool_]
 
@@ -277,7 +277,7 @@ def _concatenate(parts: list[Pairs]) -> Pairs:
     return np.concatenate(first), np.concatenate(second)
 
 
-_COPIES, _TO_HOST = "Memcpy|Memset", "DtoH|DeviceToHost"
+_COPIES = "Memcpy|Memset"
 
 
 COPY, COPY_TO_HOST, SHORT_COPY, DEVICE, STREAM, MEMORY_FREE, QUEUE = range(7)
@@ -339,7 +339,7 @@ def _own_copies(gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:
     yield HostWaits(COPY, alone, event, np.ones(len(alone), np.bool_))
     within = np.isin(own, calls.find(_COPIES)) & (gpu.ends[copies] <= calls.ends[own])
     copies, own = copies[within], own[within]
-    to_host = gpu.frame["name"][copies].cast(pl.String).str.contains(_TO_HOST).to_numpy()
+    to_host = gpu.frame["name"][copies].cast(pl.String).str.contains(TO_HOST).to_numpy()
     kinds = np.where(to_host, COPY_TO_HOST, SHORT_COPY)
     kinds[np.isin(own, calls.find(COPY_SYNC))] = COPY
     for why in (COPY, COPY_TO_HOST, SHORT_COPY):

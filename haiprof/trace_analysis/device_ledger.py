@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.intervals import Intervals, Ints, complement, intersection, union
+from haiprof.base.intervals import Intervals, Ints, complement, covered_lengths, intersection, union
 from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.collectives import collective_kernels
 from haiprof.trace_analysis.device_time import (
@@ -51,8 +51,17 @@ HOST_LANE = -1
 COMPUTE, COPY, IDLE = "compute: ", "copy: ", "idle: "
 TALK = "communication: "
 QUEUE, UNKNOWN = f"{IDLE}between kernels", f"{IDLE}host not recorded"
+LONG_QUEUE = f"{QUEUE}, long"
+_USUAL_GAP_NS = 10_000
+"""A device needs no longer from one kernel to the next that is launched: 1 to 2 us on H100 and
+V100, 5 to 10 on MI300X under a profiler."""
 
+COPY_OR_CAST = f"{COMPUTE}copy or cast"
+CONVERSIONS = (COPY_OR_CAST, f"{COMPUTE}layout conversion")
+"""Computing that another layout or precision of the tensors makes unnecessary."""
 KERNEL_KINDS = (
+    ("layout conversion", r"nchwtonhwc|nhwctonchw|batched_transpose|tensor_?transform"),
+    ("copy or cast", r"copy_kernel|copykernel"),
     ("mixture of experts", r"(?<![a-z])moe(?![a-z])|fused_experts"),
     ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff"),
     ("convolution", r"conv(?!ert)|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
@@ -143,7 +152,7 @@ def rank_ledger(trace: Trace) -> RankLedger:
         key[0]: _device_line(host, part, steps, spoken)
         for key, part in gpu.group_by("device", maintain_order=True)
     }
-    if gpu.is_empty() and len(host.kind):
+    if gpu.is_empty() and len(host.kind) and len(steps):
         # The time line of the training thread of a trace without a GPU.
         starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
         line = _host_pieces(host, starts, ends, np.full(len(starts), host.main), "")
@@ -229,7 +238,8 @@ def _device_line(
     linked = gpu.select("stream", linked=pl.Series((row >= 0).astype(np.int64)))
     seen = linked.select(pl.col("linked").cum_max().over("stream")).to_series().to_numpy() > 0
     blocking = _blocking_calls(host, gpu, row)
-    return _concat([*lines, *_idle_lines(host, gaps, starts, calls, row, seen, blocking)])
+    times = [*lines, *_idle_lines(host, gaps, starts, calls, row, seen, blocking)]
+    return _Time(*(np.concatenate(column) for column in zip(*times, strict=True)))
 
 
 def not_covered(starts: Ints, ends: Ints, taken: Intervals) -> tuple[Ints, Ints, Ints]:
@@ -329,6 +339,10 @@ def _idle_lines(
     around = innermost(host.tree.starts[order], host.tree.ends[order], gaps.starts)
     wait = np.where(around >= 0, np.append(order, -1)[around], -1)
     waited = np.where(wait >= 0, np.append(host.tree.ends - host.tree.starts, 0)[wait], 0)
+    # Freeing memory waits for the device itself: without the wait before it would take as long.
+    frees = np.flatnonzero(host.is_call & host.has_name(FREE))
+    freeing = union(host.tree.starts[frees], host.tree.ends[frees])
+    waited[2 * covered_lengths(freeing, gaps.starts, ready) > ready - gaps.starts] = 0
     free = np.minimum(ready, gaps.starts + waited)
     wait_ts = np.append(host.tree.starts, 0)[wait]
     threads = np.where(linked, np.append(host.thread, 0)[row[at]], host.main)
@@ -337,11 +351,15 @@ def _idle_lines(
     frees = np.append(host.activity, -1)[wait] == ACTIVITIES.index(ALLOCATION)
     waits = np.where(frees, f"{IDLE}{ALLOCATION}", f"{IDLE}{SYNC}").astype(object)
     queue = np.full(len(at), QUEUE if len(host.kind) else UNKNOWN, dtype=object)
+    waits_in_queue = linked & (launched <= gaps.starts) & (len(host.kind) > 0)
+    usual = np.where(waits_in_queue, np.minimum(ready + _USUAL_GAP_NS, gaps.ends), gaps.ends)
+    long = np.full(len(at), LONG_QUEUE, dtype=object)
+    launch = np.where(linked, row[at], -1)
     return [
         _Time(gaps.starts, free, host.position_at(wait_ts), waits, wait, wait_ts, none, none),
         _host_pieces(host, free, ready, threads, IDLE),
-        _Time(ready, gaps.ends, host.position_at(since), queue, np.where(linked, row[at], -1),
-              since, none, none),
+        _Time(ready, usual, host.position_at(since), queue, launch, since, none, none),
+        _Time(usual, gaps.ends, host.position_at(since), long, launch, since, none, none),
     ]  # fmt: skip
 
 
@@ -373,10 +391,6 @@ def _host_pieces(host: Host, starts: Ints, ends: Ints, threads: Ints, prefix: st
     names = np.array([f"{prefix}{name}" for name in ACTIVITIES], dtype=object)[activity]
     none = np.full(len(row), -1)
     return _Time(cut.starts, cut.ends, position, names, row, cut.starts, none, none)
-
-
-def _concat(times: list[_Time]) -> _Time:
-    return _Time(*(np.concatenate(column) for column in zip(*times, strict=True)))
 
 
 def _accounts(host: Host, device: object, time: _Time, steps: pl.DataFrame) -> pl.DataFrame:

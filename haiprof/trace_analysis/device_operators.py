@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,13 @@ from haiprof.base.intervals import Ints, union
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import roots
 from haiprof.trace_analysis.device_ledger import not_covered, step_windows, work_kind
-from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, with_kind
+from haiprof.trace_analysis.device_time import (
+    COMMUNICATION,
+    COMPUTATION,
+    LAUNCH,
+    launch_columns,
+    with_kind,
+)
 from haiprof.trace_analysis.host_activity import split
 from haiprof.trace_analysis.kernel_names import short_kernel_name
 from haiprof.trace_analysis.operator_efficiency import (
@@ -23,7 +30,7 @@ from haiprof.trace_analysis.operator_efficiency import (
     peak_of,
     with_tensor_cores,
 )
-from haiprof.trace_analysis.operator_work import ATTENTION, CONVOLUTION, GEMM, MOE
+from haiprof.trace_analysis.operator_work import ATTENTION, CONVOLUTION, GEMM, MATRIX, MOE
 from haiprof.trace_analysis.own_formulas import OwnFormulas
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -52,12 +59,13 @@ class RankOperators:
 
     rows: pl.DataFrame
     """`device`, `step`, `top` (the outermost operator, null for none), the columns of OPERATOR,
-    `kernel` (the longest), `row_count`, `is_open` (whether its bytes are not known exactly),
-    `compute_ratio` (of the time at the compute roof to that at the memory roof), and sums: calls,
-    kernels, short kernels; `ns` of computing that neither another kernel nor communication covers;
-    `known_ns`, what of it has known work, with its `flops` and `bytes`; `roof_ns`, `reach_ns`,
-    `sure_ns`: what it would take at the roofline, at what is usually reached of it, and at what
-    surely is; null where that is not known."""
+    `kernel` (the longest) and the columns of LAUNCH for it, `row_count`, `estimate` (`about` or
+    `at least` where its bytes are not known), `compute_ratio` (of the time at the compute roof to
+    that at the memory roof), and sums: calls, kernels, short kernels; `ns` of computing that
+    neither another kernel nor communication covers; `known_ns`, what of it has known work, with its
+    `flops` and `bytes`; `roof_ns`, `reach_ns`, `sure_ns`: what it would take at the roofline, at
+    what is usually reached of it, and at what surely is; `tensor_ns` at TF32's peak of products of
+    fp32 without tensor cores; null where that is not known."""
     device_name: str | None
     peak_source: str | None
     """None where the device's peak is not known."""
@@ -81,7 +89,8 @@ def rank_operators(
     names = tree.spans["name"].cast(pl.String)
     row = pl.Series(np.where(call >= 0, call, owned.row))
     events = with_kind(owned.gpu).select(
-        "device", "ts_ns", "dur_ns", "kind", row=row, kernel=pl.col("name").cast(pl.String),
+        "device", "ts_ns", "dur_ns", "kind", *launch_columns(trace), row=row,
+        kernel=pl.col("name").cast(pl.String),
         own=names.gather(_or_null(row.to_numpy())),
         top=names.gather(_or_null(np.append(roots(tree.parent), -1)[row.to_numpy()])),
     )  # fmt: skip
@@ -112,7 +121,7 @@ def _pieces(events: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     cut = split(begins, finishes, edges)
     inside = np.flatnonzero((cut.segment >= 0) & (cut.segment % 2 == 0))
     at = own[of[cut.of[inside]]]
-    kept = events[at].select("device", "row", "own", "top", "dur_ns", longest="kernel")
+    kept = events[at].select("device", "row", "own", "top", "dur_ns", *LAUNCH, longest="kernel")
     return kept.with_columns(
         step=pl.Series(cut.segment[inside] // 2, dtype=pl.Int64),
         ns=pl.Series(cut.ends[inside] - cut.starts[inside], dtype=pl.Int64),
@@ -123,31 +132,49 @@ def _pieces(events: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 def _with_roofline(calls: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
     """Calls with how long their computing takes at three shares of the roofline, in ns."""
     kind, flops = pl.col("kind"), pl.col("flops")
-    nothing = pl.lit(None, dtype=pl.Float64)
+    nothing, is_open = pl.lit(None, dtype=pl.Float64), pl.col("least_bytes").is_not_null()
     if peak is None:
         return calls.with_columns(
-            roof_ns=nothing, reach_ns=nothing, sure_ns=nothing, compute_ratio=nothing
+            roof_ns=nothing,
+            reach_ns=nothing,
+            sure_ns=nothing,
+            tensor_ns=nothing,
+            compute_ratio=nothing,
+            estimate=pl.when(is_open).then(pl.lit("about")),
         )
+    # What the memory cannot have brought in that time was not read: the fewest bytes are known.
+    is_least = is_open & (pl.col("bytes") / peak.bytes_per_s * 1e9 > pl.col("kernel_ns"))
+    calls = calls.with_columns(
+        bytes=pl.when(is_least)
+        .then(pl.when(pl.col("least_bytes") > 0).then("least_bytes"))
+        .otherwise("bytes"),
+        estimate=pl.when(is_least).then(pl.lit("at least")).when(is_open).then(pl.lit("about")),
+    )
     top = pl.col("precision").replace_strict(
         dict(peak.flops_per_s), default=None, return_dtype=pl.Float64
     )
     compute = pl.when(flops == 0).then(0.0).otherwise(flops / top * 1e9)
-    few = pl.col("bytes") / peak.bytes_per_s * 1e9
-    many = pl.coalesce("most_bytes", "bytes") / peak.bytes_per_s * 1e9
-    is_known = compute.is_not_null() & few.is_not_null() & few.is_not_nan()
+    memory = pl.col("bytes") / peak.bytes_per_s * 1e9
+    is_known = compute.is_not_null() & memory.is_not_null() & memory.is_not_nan()
     least = pl.col("launched") * float(_LEAST_NS)
     shares = [
         kind.replace_strict({k: v[at] for k, v in REACHED.items()}, default=_REACHED_OTHERS[at])
         for at in (0, 1)
     ]
+    # Products of fp32 that leave tensor cores idle are held against TF32, which is a setting.
+    tensor = peak.flops_per_s.get("tf32", math.nan)
+    is_bare = kind.is_in(MATRIX) & (pl.col("precision") == "fp32") & (tensor > 0)
+    faster = pl.when(is_bare).then(flops / tensor * 1e9)
+    best = pl.min_horizontal(compute, faster)
     times = {
-        "roof_ns": pl.max_horizontal(compute, few),
-        "reach_ns": pl.max_horizontal(compute / shares[1], few / REACHED_MEMORY[1], least),
-        "sure_ns": pl.max_horizontal(compute / shares[0], many / REACHED_MEMORY[0], least),
+        "roof_ns": pl.max_horizontal(compute, memory),
+        "reach_ns": pl.max_horizontal(best / shares[1], memory / REACHED_MEMORY[1], least),
+        "sure_ns": pl.max_horizontal(best / shares[0], memory / REACHED_MEMORY[0], least),
+        "tensor_ns": faster,
     }
     return calls.with_columns(
         **{name: pl.when(is_known).then(value) for name, value in times.items()},
-        compute_ratio=pl.when(is_known & (few > 0)).then(compute / few),
+        compute_ratio=pl.when(is_known & (memory > 0)).then(compute / memory),
     )
 
 
@@ -165,21 +192,23 @@ def _name(pieces: pl.DataFrame) -> pl.DataFrame:
         operator=pl.coalesce("name", "bare_name"), shapes="input_dims",
         kind=pl.coalesce("kind", "bare_kind"), precision="precision",
         kernel=pl.coalesce("kernel", "longest"), row_count="row_count", ns="ns",
-        is_open=pl.col("most_bytes").is_not_null(), compute_ratio="compute_ratio",
+        **{name: pl.col(name) for name in LAUNCH},
+        estimate="estimate", compute_ratio="compute_ratio",
         is_short=pl.col("dur_ns") < SHORT_NS,
         known_ns=pl.when(pl.col("name").is_not_null()).then("ns"),
         flops=pl.col("flops") * part, bytes=pl.col("bytes") * part,
         roof_ns=pl.col("roof_ns") * part,
+        tensor_ns=pl.col("tensor_ns") * part,
         reach_ns=pl.min_horizontal(pl.col("reach_ns") * part, "ns"),
         sure_ns=pl.min_horizontal(pl.col("sure_ns") * part, "ns"),
     )  # fmt: skip
     keys = ["device", "step", "top", *OPERATOR]
     nullable = {
         name: pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
-        for name in ("known_ns", "flops", "bytes", "roof_ns", "reach_ns", "sure_ns")
+        for name in ("known_ns", "flops", "bytes", "roof_ns", "reach_ns", "sure_ns", "tensor_ns")
     }
     return rows.sort("ns", descending=True).group_by(keys, maintain_order=True).agg(
-        pl.col("kernel", "row_count", "is_open", "compute_ratio").first(),
+        pl.col("kernel", "row_count", "estimate", "compute_ratio", *LAUNCH).first(),
         pl.col("ns").sum(),
         call_count=pl.col("row").filter(pl.col("row") >= 0).n_unique().cast(pl.Int64),
         kernel_count=pl.col("event").n_unique().cast(pl.Int64),

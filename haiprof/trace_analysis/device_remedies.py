@@ -35,12 +35,19 @@ REMEDIES = (
     Remedy("idle: wait: collective", "blocking_collective", "idle in a collective of the host",
            "async_op=True, fewer collectives of the host (barrier, all_gather_object), or log less "
            "often"),
+    Remedy("idle: wait: sleep", "sleep_or_lock", "idle while the host sleeps or waits",
+           "remove the sleep; what it waits for (a lock, a process, a socket) can be done beside "
+           "training"),
     Remedy("idle: allocation", "allocator", "idle while device memory is allocated or freed",
            "allocate in the first steps only: constant shapes, no empty_cache() in the step, "
            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; inside a convolution its library "
            "does it: torch.backends.cudnn.benchmark=True, on ROCm MIOPEN_FIND_MODE=FAST"),
     Remedy("idle: runtime calls", "runtime_calls", "idle while the host is in the GPU's runtime",
            "warm up before the measured steps; CUDA graphs need few such calls"),
+    Remedy("idle: between kernels, long", "queue_gaps",
+           "idle for more than 10 µs each between kernels that are queued",
+           "see what the device waits for: events of other streams, another process on it, its "
+           "driver under a profiler; CUDA graphs and fewer, larger kernels have fewer gaps"),
     Remedy("idle: between kernels", "kernel_gaps", "idle between kernels that are launched",
            "launch fewer, larger kernels: torch.compile fuses small ones, CUDA graphs shorten the "
            "gaps; see that streams do not wait for each other"),
@@ -55,6 +62,11 @@ REMEDIES = (
            "communicates or waits for peers, and computing hides nothing of it",
            "record all ranks to tell waiting from the link; overlap it: larger or earlier buckets, "
            "FSDP prefetch"),
+    Remedy("compute: layout conversion", "layout_conversion", "converts between memory layouts",
+           "model and batches .to(memory_format=torch.channels_last): no operator converts then"),
+    Remedy("compute: copy or cast", "copies_and_casts", "copies or casts tensors",
+           "keep tensors in the dtype and layout in which they are used: cast weights once, no "
+           ".to(), .float(), .contiguous() or .clone() in the step; torch.compile fuses the rest"),
     Remedy("copy: host to device, pageable", "pageable_copy",
            "waits for a copy from pageable memory",
            "pin_memory=True in the DataLoader and .to(device, non_blocking=True)"),
@@ -64,8 +76,10 @@ REMEDIES = (
     Remedy("copy: ", "exposed_copy", "copies or sets memory, and computing hides nothing of it",
            "copy on another stream ahead of use; avoid .contiguous(), clones and zeroing"),
     Remedy("wait: loader", "dataloader", "waits for input",
-           "more DataLoader workers, persistent_workers=True and prefetch_factor; do less per "
-           "sample"),
+           "more DataLoader workers (a _SingleProcess iterator has none: it loads on this thread), "
+           "persistent_workers=True and prefetch_factor; do less per sample"),
+    Remedy("wait: sleep", "sleep_or_lock", "sleeps, or waits for a lock, a process or a socket",
+           "remove the sleep; what it waits for can be done beside training"),
     Remedy("wait: collective", "blocking_collective", "waits in a collective",
            "overlap it with computing, send less, or look at the rank that comes last"),
     Remedy("wait: device", "synchronising_call", "waits for a device",
@@ -75,13 +89,21 @@ REMEDIES = (
     Remedy("runtime calls", "runtime_calls", "is in the GPU's runtime",
            "warm up before the measured steps"),
     Remedy("python", "host_python", "runs Python",
-           "vectorise it, or take it out of the step"),
-    Remedy("outside operators", "host_python", "runs no operator",
-           "record with_stack=True to see which Python code it is"),
+           "the model's own code: torch.compile; other code: vectorise it, run it less often or in "
+           "a DataLoader worker"),
+    Remedy("outside operators", "host_python",
+           "runs Python, or waits, outside of operators",
+           "see which code it is: haiprof --trace --trace-stacks train.py, or with_stack=True"),
 )  # fmt: skip
 """In the order in which they are tried."""
 
 
+HOST_OPERATORS_REMEDY = (
+    "give them the cores of the job (torch.get_num_threads(), OMP_NUM_THREADS); torch.compile "
+    "fuses small ones; torch.autocast('cpu') where the CPU has AMX or AVX-512 BF16; a larger batch "
+    "where each is short"
+)
+"""What to do where operators take most of a step on a CPU."""
 _FEWER_BITS = "compute in bf16 (torch.autocast), or allow TF32: "
 OPERATOR_REMEDIES = {
     "gemm": "sizes that are multiples of 64 (pad the dimensions); with a small result and a long "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import polars as pl
 
@@ -383,6 +384,48 @@ DURATION_STATISTICS = {
 """Of a group of events; the sample's deviation, which is null of a single event."""
 
 
+LAUNCH = ("blocks_per_sm", "occupancy_ratio", "waves")
+"""How a kernel fills a GPU: blocks on each multiprocessor, the share of its warps that are there,
+and how often all multiprocessors are filled until no block is left; null where not recorded."""
+NO_LAUNCHES = (
+    "waves and occupancy: the profiler did not record blocks per SM (ROCm's and old ones do not); "
+    "grid and block, where they are known, are in --json"
+)
+GEOMETRY = ("grid", "block")
+"""Of a launch as recorded: in blocks and threads, of ROCm the grid in threads too."""
+
+
+def device_properties(trace: Trace) -> dict[str, Any]:
+    """As the profiler recorded them: of the device of most GPU events, without any of the first."""
+    said = trace.metadata.get("deviceProperties")
+    every = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
+    numbers = trace.gpu.select(pl.coalesce("device", "pid")).to_series().drop_nulls().mode()
+    own = every if numbers.is_empty() else [each for each in every if each.get("id") == numbers[0]]
+    return own[0] if own else {}
+
+
+def launch_columns(trace: Trace) -> tuple[pl.Expr, ...]:
+    """The columns of LAUNCH of GPU events.
+
+    Kineto's estimate is the CUDA occupancy calculator's (cuda_occupancy.h,
+    cudaOccMaxActiveBlocksPerMultiprocessor) from threads, registers and shared memory, or less
+    where the grid has fewer blocks than fit; 0 where the calculator refuses the launch. Blocks that
+    fit are that share of the most warps, by the warps of a block.
+    """
+    said = device_properties(trace)
+    threads, warp = (said.get(name) for name in ("maxThreadsPerMultiprocessor", "warpSize"))
+    most = None
+    if isinstance(threads, int) and isinstance(warp, int) and warp > 0:
+        most = threads / warp
+    blocks, fill = pl.col("blocks_per_sm"), pl.col("occupancy_ratio")
+    fill = pl.when(fill > 0).then(fill)
+    present = fill * pl.lit(most, dtype=pl.Float64)
+    fit = (present / pl.col("warps_per_sm") * blocks).round().clip(1)
+    is_all = present >= pl.col("warps_per_sm") - 0.01 * present
+    waves = pl.when(is_all).then(blocks / blocks.ceil()).otherwise(blocks / fit)
+    return blocks, fill.alias("occupancy_ratio"), waves.alias("waves")
+
+
 def kernels(
     trace: Trace,
     steps: Steps = None,
@@ -402,13 +445,16 @@ def kernels(
 
     Returns:
         One row per device, kind and kernel: `device`, `kind`, `name`, `count`, `sum_ns`, `min_ns`,
-        `max_ns`, `mean_ns`, `std_ns`, `kind_ratio`, `name_count`.
+        `max_ns`, `mean_ns`, `std_ns`, `kind_ratio`, `name_count`; of the longest call `grid` and
+        `block` as recorded, and the columns of LAUNCH, null where they were not.
 
     Source: the second frame of HTA get_gpu_kernel_breakdown. HTA's mean, min and max are the
     sum, and its deviation 0, as soon as a limit takes effect (D2); its duration_ratio cuts at
     a quantile of the running sum, not at a share of the time (D4).
     """
-    gpu = with_kind(gpu_events(trace, steps)).select(*_GROUP, "name", "dur_ns")
+    gpu = with_kind(gpu_events(trace, steps)).select(
+        *_GROUP, "name", "dur_ns", pl.col(GEOMETRY).cast(pl.String), *launch_columns(trace)
+    )
     if not include_memory:
         gpu = gpu.filter(pl.col("kind") != MEMORY)
     return limit_kernels(gpu, num_kernels=num_kernels, duration_ratio=duration_ratio)
@@ -421,7 +467,11 @@ def limit_kernels(
 
     As `kernels`.
     """
-    by_name = gpu.group_by(*_GROUP, "name").agg("dur_ns", longest_ns=pl.col("dur_ns").sum())
+    told = [name for name in (*GEOMETRY, *LAUNCH) if name in gpu.columns]
+    by_name = gpu.group_by(*_GROUP, "name").agg(
+        "dur_ns", pl.col(told).get(pl.col("dur_ns").arg_max()),
+        longest_ns=pl.col("dur_ns").sum(),
+    )  # fmt: skip
     # With `is_kept`: whether a kernel has a row of its own.
     text, sum_ns = pl.col("name").cast(pl.String), pl.col("longest_ns")
     ordered = by_name.with_columns(text=text).sort(*_GROUP, -sum_ns, "text")
@@ -433,7 +483,9 @@ def limit_kernels(
         keep = keep & (before < duration_ratio * sum_ns.sum().over(_GROUP))
     marked = ordered.with_columns(is_kept=keep).explode("dur_ns")
     found = marked.group_by(*_GROUP, "is_kept", own=pl.when("is_kept").then("name")).agg(
-        **DURATION_STATISTICS, name_count=pl.col("name").n_unique().cast(pl.Int64)
+        **DURATION_STATISTICS,
+        name_count=pl.col("name").n_unique().cast(pl.Int64),
+        **{name: pl.when(pl.col("is_kept").first()).then(pl.col(name).first()) for name in told},
     )
     whole = pl.col("sum_ns").sum().over(_GROUP)
     return (
@@ -442,14 +494,15 @@ def limit_kernels(
             kind_ratio=pl.when(whole > 0).then(pl.col("sum_ns") / whole),
         )
         .sort(*_GROUP, -pl.col("is_kept").cast(pl.Int8), -pl.col("sum_ns"), "name")
-        .select(*_GROUP, "name", *DURATION_STATISTICS, "kind_ratio", "name_count")
+        .select(*_GROUP, "name", *DURATION_STATISTICS, "kind_ratio", "name_count", *told)
     )
 
 
 def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
     """The same kernel on every rank: which one is slow at it, and what that costs."""
     per_rank = breakdown.group_by("kind", "name", "rank").agg(
-        pl.col("count", "sum_ns").sum(),
+        pl.col("count", "sum_ns").sum(), pl.col("max_ns").max(),
+        pl.col(*GEOMETRY, *LAUNCH).get(pl.col("max_ns").arg_max()),
     ).with_columns(mean_ns=pl.col("sum_ns") / pl.col("count")).sort("rank")  # fmt: skip
     mean = pl.col("mean_ns")
     slowest, fastest = mean.arg_max(), mean.arg_min()
@@ -464,6 +517,7 @@ def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
         slowest_count=pl.col("count").get(slowest),
         fastest_rank=pl.col("rank").get(fastest),
         fastest_mean_ns=mean.min(),
+        **{name: pl.col(name).get(pl.col("max_ns").arg_max()) for name in (*GEOMETRY, *LAUNCH)},
         others_median_ns=mean.sort().head(pl.len() - 1).median(),
     )
     others = pl.col("others_median_ns")
@@ -472,5 +526,5 @@ def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
         "kind", "name", "rank_count", "count", "sum_ns", "mean_ns", "std_ns",
         "slowest_rank", "slowest_mean_ns", "fastest_rank", "fastest_mean_ns", "others_median_ns",
         distance_ratio=pl.when(others > 0).then(above / others),
-        excess_ns=above * pl.col("slowest_count"),
+        excess_ns=above * pl.col("slowest_count"), **{name: name for name in (*GEOMETRY, *LAUNCH)},
     ).sort(-pl.col("excess_ns"), "kind", "name", nulls_last=True)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +14,14 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import Account, Ledger
+from haiprof.base.ledger import Account, Ledger, ledger_document
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.trace_analysis.arrivals import arrival_lateness, collective_waits, who_is_late
 from haiprof.trace_analysis.device_ledger import (
     COMPUTE,
+    CONVERSIONS,
+    COPY_OR_CAST,
     HOST_LANE,
     IDLE,
     QUEUE,
@@ -28,7 +30,8 @@ from haiprof.trace_analysis.device_ledger import (
     rank_ledger,
 )
 from haiprof.trace_analysis.device_operators import OPERATOR, RankOperators, rank_operators
-from haiprof.trace_analysis.device_remedies import remedy_of
+from haiprof.trace_analysis.device_remedies import REMEDIES, operator_remedy, remedy_of
+from haiprof.trace_analysis.device_time import LAUNCH
 from haiprof.trace_analysis.host_activity import (
     ADDRESS,
     ALLOCATION,
@@ -77,17 +80,53 @@ class DeviceOperator:
     ns_per_step: float
     flops_per_s: float | None
     bytes_per_s: float | None
-    """The least where the shapes leave open how much is read."""
     bound: str | None
     """`compute` or `memory`; None where the peak or the work is not known."""
     roofline_ratio: float | None
     """1 at the roofline; above 1 what was recorded cannot be true."""
-    is_open: bool
-    """Whether how much memory is read is not known."""
+    tensor_ratio: float | None
+    """Of TF32's peak, where products of fp32 leave tensor cores idle."""
+    estimate: str | None
+    """`about` or `at least` where the shapes leave open how much memory is read."""
+    blocks_per_sm: float | None
+    """Of the longest kernel's launch, as are the next two: `device_operators.LAUNCH`."""
+    occupancy_ratio: float | None
+    waves: float | None
     gain_ns: float
     """What the mean step becomes shorter by at what such operators usually reach."""
     gain_low_ns: float
     gain_high_ns: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenOperator:
+    """An operator that takes longer on one rank, for which the others wait."""
+
+    name: str
+    rank: int
+    own_ns: float
+    """On that rank, per mean step."""
+    others_ns: float
+    """The median of all ranks; of two the other's."""
+    is_same_work: bool
+    """Whether its calls and shapes are those of the others."""
+    ns_per_step: float
+    """By how much it is longer."""
+    gain_ns: float
+    gain_low_ns: float
+    gain_high_ns: float
+
+
+Opportunity = Account | DeviceOperator | UnevenOperator
+
+
+class HostOperator(NamedTuple):
+    """An operator of a trace without GPU events, where it is innermost, per mean step."""
+
+    name: str
+    code: str | None
+    """The job's innermost code around it, as the profiler names it; of autograd's the forward's."""
+    ns_per_step: float
 
 
 class OperatorRole(NamedTuple):
@@ -118,8 +157,14 @@ class DeviceLedger:
     linked_count: int
     operators: tuple[DeviceOperator, ...] = ()
     """By their gain, then by their time."""
+    uneven: tuple[UnevenOperator, ...] = ()
+    """Where waiting for peers is known."""
     roles: tuple[OperatorRole, ...] = ()
     """All computing by operator and the outermost operator around it."""
+    host_operators: tuple[HostOperator, ...] = ()
+    """Without GPU events: those of the training thread, longest first."""
+    branches: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    """Computing in ns per step, by the calls of the job's code around it and the operator."""
     device_name: str | None = None
     peak: str | None = None
     """Who states the peak that operators are held against; None where it is not known."""
@@ -331,7 +376,10 @@ def _as_ledger(
         kernel_count=sum(each.kernel_count for each in ranks.values()),
         linked_count=sum(each.linked_count for each in ranks.values()),
         operators=_operators(parts, times, own, count),
+        uneven=_uneven(parts, times, own) if len(peers) else (),
         roles=_roles(parts, count),
+        host_operators=() if is_on_device else _host_operators(rows, count),
+        branches=_branches(rows, count),
         device_name=next((each.device_name for each in parts.values()), None),
         peak=next((each.peak_source for each in parts.values()), None),
     )
@@ -345,6 +393,21 @@ def _roles(parts: Mapping[int, RankOperators], count: int) -> tuple[OperatorRole
     )
 
 
+def _host_operators(rows: pl.DataFrame, count: int) -> tuple[HostOperator, ...]:
+    works = rows.filter(pl.col("activity").str.starts_with(f"{OPERATORS}: ")).drop_nulls("operator")
+    summed = works.group_by("operator", pl.col("code").str.split("\n").list.last()).agg(
+        pl.col("ns").sum()
+    ).sort("ns", "operator", "code", descending=[True, False, False])  # fmt: skip
+    return tuple(HostOperator(name, code, ns / count) for name, code, ns in summed.iter_rows())
+
+
+def _branches(rows: pl.DataFrame, count: int) -> dict[tuple[str, ...], float]:
+    works = pl.col("activity").str.contains(f"^(?:{COMPUTE}|{OPERATORS}: )")
+    chain = pl.concat_str("code", "operator", separator="\n", ignore_nulls=True)
+    summed = rows.filter(works).group_by(chain, maintain_order=True).agg(pl.col("ns").sum())
+    return {tuple(code.split("\n")): ns / count for code, ns in summed.iter_rows() if code}
+
+
 def _operators(
     parts: Mapping[int, RankOperators], times: _Steps, own: Ints, count: int
 ) -> tuple[DeviceOperator, ...]:
@@ -355,11 +418,12 @@ def _operators(
     )
     key = list(OPERATOR)
     keys = rows.group_by(key, maintain_order=True).agg(
-        pl.col("kernel", "row_count", "is_open", "compute_ratio").first(),
+        pl.col("kernel", "row_count", "estimate", "compute_ratio", *LAUNCH).first(),
         *(pl.col(name).sum() for name in (
             "call_count", "kernel_count", "short_count", "ns", "known_ns", "flops", "bytes",
         )),
-        pl.when(pl.col("roof_ns").is_not_null().any()).then(pl.col("roof_ns").sum()),
+        *(pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
+          for name in ("roof_ns", "tensor_ns")),
     ).with_row_index("account")  # fmt: skip
     numbered = rows.join(keys.select("account", *key), on=key, nulls_equal=True)
     gains = []
@@ -376,6 +440,45 @@ def _operators(
     return tuple(sorted(found, key=lambda each: (-each.gain_ns, -each.ns_per_step)))
 
 
+def _uneven(
+    parts: Mapping[int, RankOperators], times: _Steps, own: Ints
+) -> tuple[UnevenOperator, ...]:
+    """Operators that are longer on one rank, by what the mean step becomes shorter without that."""
+    key = ["operator", "kind"]
+    rows = pl.concat(
+        each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
+        for rank, each in parts.items()
+    )
+    keys = rows.select(key).unique(maintain_order=True).with_row_index("account")
+    cube = times.cube(rows.join(keys, on=key, nulls_equal=True), len(keys)).astype(np.float64)
+    usual = cube[:, ::-1] if cube.shape[1] == 2 else np.median(cube, axis=1, keepdims=True)
+    usual = np.broadcast_to(usual, cube.shape)
+    excess = (cube - usual).clip(0)
+    calls = rows.group_by("rank", *key).agg(
+        work=pl.struct("shapes", "call_count").sort().hash().sum()
+    )  # fmt: skip
+    found = []
+    for (at, name, kind), each in zip(keys.iter_rows(), excess, strict=True):
+        lane = int(each.sum(axis=1).argmax())
+        after = own.astype(np.float64)
+        after[lane] -= each[lane]
+        gains = own.max(axis=0) - after.max(axis=0)
+        low, high = _interval(gains, float(gains.mean()))
+        rank = int(times.lanes["rank"][lane])
+        work = calls.filter(operator=name, kind=kind).select("rank", "work")
+        mine = work.filter(rank=rank)["work"]
+        usually = work.filter(pl.col("rank") != rank)["work"].mode()
+        steps = cube.shape[2]
+        found.append(UnevenOperator(
+            name=str(name), rank=rank, is_same_work=bool(mine.is_in(usually.implode()).any()),
+            own_ns=float(cube[at, lane].sum()) / steps,
+            others_ns=float(usual[at, lane].sum()) / steps,
+            ns_per_step=float(each[lane].sum()) / steps,
+            gain_ns=float(gains.mean()), gain_low_ns=low, gain_high_ns=high,
+        ))  # fmt: skip
+    return tuple(sorted((each for each in found if each.gain_ns > 0), key=lambda x: -x.gain_ns)[:3])
+
+
 def _operator(
     row: dict[str, Any], count: int, gain: float, low: float, high: float
 ) -> DeviceOperator:
@@ -388,9 +491,10 @@ def _operator(
         row_count=row["row_count"], ns_per_step=row["ns"] / count,
         flops_per_s=row["flops"] / known_s if known_s and row["flops"] else None,
         bytes_per_s=row["bytes"] / known_s if known_s and row["bytes"] else None,
-        bound=bound, is_open=bool(row["is_open"]),
+        bound=bound, estimate=row["estimate"],
         roofline_ratio=row["roof_ns"] / row["known_ns"] if known_s and row["roof_ns"] else None,
-        gain_ns=gain, gain_low_ns=low, gain_high_ns=high,
+        tensor_ratio=row["tensor_ns"] / row["known_ns"] if known_s and row["tensor_ns"] else None,
+        gain_ns=gain, gain_low_ns=low, gain_high_ns=high, **{name: row[name] for name in LAUNCH},
     )  # fmt: skip
 
 
@@ -412,7 +516,7 @@ class _Steps:
             numbers = {rank: list(range(len(each))) for rank, each in numbers.items()}
             common = set(range(min(map(len, numbers.values()))))
         self._place = {step: at for at, step in enumerate(sorted(common))}
-        self._lanes = pl.DataFrame(
+        self.lanes = pl.DataFrame(
             [(*lane, at) for at, lane in enumerate(lanes)],
             schema={"rank": pl.Int64, "device": pl.Int64, "lane": pl.Int64}, orient="row",
         )  # fmt: skip
@@ -433,7 +537,7 @@ class _Steps:
     def cube(self, rows: pl.DataFrame, account_count: int) -> Ints:
         """Time in ns of each account, device and step."""
         found: Ints = np.zeros((account_count, *self.length.shape), dtype=np.int64)
-        known = rows.join(self._lanes, on=["rank", "device"]).join(self._steps, on=["rank", "step"])
+        known = rows.join(self.lanes, on=["rank", "device"]).join(self._steps, on=["rank", "step"])
         np.add.at(found, tuple(known[name].to_numpy() for name in ("account", "lane", "at")),
                   known["ns"].to_numpy())  # fmt: skip
         return found
@@ -453,7 +557,7 @@ def _account(
         rank_count: How many ranks there are.
     """
     activity, function = str(key["activity"]), key["function"]
-    needed = activity.startswith((COMPUTE, f"{OPERATORS}: "))
+    needed = activity.startswith((COMPUTE, f"{OPERATORS}: ")) and activity not in CONVERSIONS
     mean = key["ns"] / count
     low, high = _interval(times.mean(axis=0), mean)
     gain, gain_low, gain_high = 0.0, 0.0, 0.0
@@ -461,9 +565,10 @@ def _account(
         gains = own.max(axis=0) - (own - times).max(axis=0)
         gain = float(gains.mean())
         gain_low, gain_high = _interval(gains.astype(np.float64), gain)
-    if activity.startswith(TALK) or activity == QUEUE:
-        # It may be waiting for ranks that are not here; the device itself needs some time between
-        # two kernels. Nobody knows how much of it can go.
+        gain_high = min(gain_high, float(own.max(axis=0).mean()))
+    if activity == COPY_OR_CAST or (activity == QUEUE and key["position"] != "optimizer"):
+        # The device itself needs some time between two kernels, and some casts are meant: nobody
+        # knows how much of it can go. An optimizer can be one kernel (fused=True).
         gain_low = 0.0
     ranks = tuple(key["ranks"])
     remedy = None if needed else remedy_of(activity)
@@ -548,3 +653,22 @@ def _missing(
             "position of their neighbours"
         )
     return found
+
+
+def device_document(found: DeviceLedger) -> dict[str, Any]:
+    """The ledger of the devices, what their operators reach, and what to do about each account."""
+    return {
+        **ledger_document(found.ledger),
+        "ranks": list(found.ranks),
+        "device_name": found.device_name,
+        "peak": found.peak,
+        "operators": [
+            asdict(each) | {"do": operator_remedy(each.kind, each.precision, each.row_count)}
+            for each in found.operators
+        ],
+        "uneven": [asdict(each) for each in found.uneven],
+        "host_operators": [each._asdict() for each in found.host_operators],
+        "gaps": found.gaps.to_dicts(),
+        "explanations": {each.key: each.do for each in reversed(REMEDIES)},
+        "late": found.late,
+    }

@@ -14,16 +14,17 @@ from haiprof.trace_analysis.call_tree import (
     CallTree,
     levels,
     nest,
+    python_calls,
     stack_texts,
     stacks,
     uncovered_starts,
-    without_own_frames,
 )
 from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
 from haiprof.trace_analysis.device_time import (
     COMPUTATION,
     MEMORY_CATEGORIES,
     Steps,
+    device_properties,
     gpu_events,
     step_window,
     union_of,
@@ -155,7 +156,9 @@ def host_calls(trace: Trace) -> HostCalls | None:
     thread without an operator or a call of the runtime only waits (progress bars, queues): it is
     left out where others work.
     """
-    parts = [without_own_frames(trace.python).select(_COLUMNS), trace.ops.select(_COLUMNS)]
+    python = python_calls(trace).select(_COLUMNS)
+    operators = trace.ops.select(_COLUMNS).with_columns(pl.col("name").cast(python["name"].dtype))
+    parts = [python, operators]
     spans = pl.concat(part for part in parts if len(part)) if any(map(len, parts)) else parts[0]
     marks = [name for name in spans["name"].unique().cast(pl.String) if name.startswith(_STEP)]
     spans = spans.filter(~pl.col("name").is_in(marks)) if marks else spans
@@ -484,13 +487,14 @@ def _totals(
             (fill * weight).sum() / weight.sum()
         ),
     )
+    name = device_properties(trace).get("name")
     row = {
         "window_ns": whole,
         **ratios,
         "utilization_ratio": total(runs) / whole if has_events else None,
         **found.row(0, named=True),
         "overlap_ratio": hidden,
-        "gpu_name": _gpu_name(trace),
+        "gpu_name": name if isinstance(name, str) else None,
         "host": host_name(trace),
         "has_gpu": has_events,
         "has_python": len(trace.python) > 0,
@@ -503,11 +507,3 @@ def _cut(events: pl.DataFrame, window: PatternWindow) -> pl.DataFrame:
     start = pl.col("ts_ns").clip(window.start, window.end)
     end = (pl.col("ts_ns") + pl.col("dur_ns")).clip(window.start, window.end)
     return events.with_columns(ts_ns=start, dur_ns=end - start).filter(pl.col("dur_ns") > 0)
-
-
-def _gpu_name(trace: Trace) -> str | None:
-    """Name of the first device, as the profiler recorded it."""
-    devices = trace.metadata.get("deviceProperties")
-    first = devices[0] if isinstance(devices, list) and devices else None
-    name = first.get("name") if isinstance(first, dict) else None
-    return name if isinstance(name, str) else None

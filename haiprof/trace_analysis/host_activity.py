@@ -15,7 +15,7 @@ import polars as pl
 from haiprof.base.code_places import is_library
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
-from haiprof.trace_analysis.call_tree import CallTree, nest, without_own_frames
+from haiprof.trace_analysis.call_tree import CallTree, nest, python_calls
 from haiprof.trace_analysis.step_time import GPU_CATEGORY
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -25,8 +25,8 @@ Bools = npt.NDArray[np.bool_]
 
 PYTHON, OPERATORS, LOADER = "python", "operators", "wait: loader"
 SYNC, ALLOCATION, CALLS = "wait: device", "allocation", "runtime calls"
-COLLECTIVE, OUTSIDE = "wait: collective", "outside operators"
-ACTIVITIES = (PYTHON, OPERATORS, LOADER, SYNC, ALLOCATION, CALLS, COLLECTIVE, OUTSIDE)
+COLLECTIVE, WAITING, OUTSIDE = "wait: collective", "wait: sleep or lock", "outside operators"
+ACTIVITIES = (PYTHON, OPERATORS, LOADER, SYNC, ALLOCATION, CALLS, COLLECTIVE, WAITING, OUTSIDE)
 """What a host thread did; `outside operators` is Python, or a wait, of which no event tells."""
 
 _SPAN = ["event", "name", "ts_ns", "dur_ns", "pid", "tid"]
@@ -43,7 +43,8 @@ _BACKEND = f"^(?:{GPU_BACKENDS}|{HOST_BACKENDS}):"
 _WAITS_FOR_PEERS = f"^(?:{HOST_BACKENDS}):|^c10d::"
 _ALLOCATION = rf"{FREE}|^(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)|^cuMem(?:Alloc|Create|Map)"
 _LAUNCH = r"Launch|Memcpy|Memset"
-_PLACE = re.compile(r"(.*)\((\d+)\): (.*)", re.DOTALL)
+_SLEEPS = r"^<built-in (?:function|method) (?:sleep|select|poll|acquire|recv|recv_into|waitpid)\b"
+_PLACE = re.compile(r"(.*)\((\d+|\?)\): (.*)", re.DOTALL)
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """In the names of built-in methods: of the object, another one in each call."""
 LIBRARIES = frozenset({
@@ -247,10 +248,11 @@ class Host:
             [
                 calls & self.has_name(_ALLOCATION), calls & self.has_name(BLOCKING),
                 calls & self.has_name(_LAUNCH), calls,
-                self.has_name(_WAITS_FOR_PEERS), self.is_operator, self.kind == _IS_PYTHON,
+                self.has_name(_WAITS_FOR_PEERS), self.is_operator,
+                self.is_python & self.has_name(_SLEEPS), self.kind == _IS_PYTHON,
             ],
             [ACTIVITIES.index(name) for name in (
-                ALLOCATION, SYNC, OPERATORS, CALLS, COLLECTIVE, OPERATORS, PYTHON,
+                ALLOCATION, SYNC, OPERATORS, CALLS, COLLECTIVE, OPERATORS, WAITING, PYTHON,
             )],
             ACTIVITIES.index(PYTHON if self.has_stacks else OUTSIDE),
         )  # fmt: skip
@@ -336,13 +338,16 @@ class Host:
 def read_host(trace: Trace) -> Host:
     """The host of one rank's trace."""
     ranges = trace.annotations.filter(pl.col("category") != GPU_CATEGORY)
-    parts = [without_own_frames(trace.python), ranges, trace.ops, trace.runtime]
+    parts = [python_calls(trace), ranges, trace.ops, trace.runtime]
     extra = {
         "forward_tid": pl.Int64, "sequence_number": pl.Int64, "correlation": pl.Int64,
     }  # fmt: skip
+    texts = parts[0]["name"].dtype
     spans = pl.concat(
         part.select(
-            *_SPAN,
+            "event",
+            pl.col("name").cast(texts),
+            *_SPAN[2:],
             *(
                 (pl.col(name) if name in part.columns else pl.lit(None, kind).alias(name))
                 for name, kind in extra.items()
@@ -378,7 +383,9 @@ def parse_place(name: str) -> tuple[str | None, int | None, str]:
     """File, line and function of a Python function's name; of any other name the name alone."""
     match = _PLACE.match(name)
     plain = ADDRESS.sub("", name)
-    return (match[1], int(match[2]), match[3]) if match else (None, None, plain)
+    if match is None:
+        return None, None, plain
+    return match[1], None if match[2] == "?" else int(match[2]), match[3]
 
 
 def _marked_spans(host: Host) -> pl.DataFrame:

@@ -242,14 +242,7 @@ def queue_length_summary(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         empty_ns=duration.filter(length == 0).sum(),
         mean_length=(length * duration).sum() / duration.sum(),
         max_length=length.max(),
-        change_count=pl.len().cast(pl.Int64),
-        change_mean=length.mean(),
-        change_std=length.std(),
-        change_min=length.min(),
-        change_q25=length.quantile(0.25, "linear"),
-        change_q50=length.quantile(0.5, "linear"),
-        change_q75=length.quantile(0.75, "linear"),
-        change_max=length.max(),
+        **_over_changes(length),
     )
     return summary.with_columns(pl.col("mean_length").fill_nan(None)).sort(_STREAM)
 
@@ -358,7 +351,8 @@ def memory_bandwidth_summary(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         bytes=pl.when(~size.is_null().any()).then(size.sum()),
     ).with_columns(pl.Series("busy_ns", busy, dtype=pl.Int64))
     mean = pl.when(pl.col("busy_ns") > 0).then(pl.col("bytes") / pl.col("busy_ns") * 1e9)
-    spread = _spread(memory_bandwidth(trace, steps=steps))
+    changes = memory_bandwidth(trace, steps=steps).filter(rate != 0)
+    spread = changes.group_by(_KIND).agg(**_over_changes(rate))
     return (
         moved.with_columns(mean_bandwidth_bytes_per_s=mean)
         .join(spread, on=_KIND, how="left")
@@ -367,22 +361,14 @@ def memory_bandwidth_summary(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     )
 
 
-def _spread(series: pl.DataFrame) -> pl.DataFrame:
-    rate = pl.col("bandwidth_bytes_per_s")
-    return (
-        series.filter(rate != 0)
-        .group_by(_KIND)
-        .agg(
-            change_count=pl.len().cast(pl.Int64),
-            change_mean=rate.mean(),
-            change_std=rate.std(),
-            change_min=rate.min(),
-            change_q25=rate.quantile(0.25, "linear"),
-            change_q50=rate.quantile(0.5, "linear"),
-            change_q75=rate.quantile(0.75, "linear"),
-            change_max=rate.max(),
-        )
-    )
+def _over_changes(value: pl.Expr) -> dict[str, pl.Expr]:
+    """HTA's statistics of a series: over its changes, however long each value held."""
+    return {
+        "change_count": pl.len().cast(pl.Int64), "change_mean": value.mean(),
+        "change_std": value.std(), "change_min": value.min(),
+        **{f"change_q{q}": value.quantile(q / 100, "linear") for q in (25, 50, 75)},
+        "change_max": value.max(),
+    }  # fmt: skip
 
 
 QUEUE_LENGTH, MEMORY_BANDWIDTH = "queue_length", "memory_bandwidth"
@@ -414,7 +400,8 @@ def write_counter_trace(
         raise ValueError(f"no counters {sorted(unknown)}: they are {', '.join(COUNTERS)}")
     if not suffix or "/" in suffix:
         raise UsageError(f"suffix {suffix!r}: expected part of a file's name")
-    path = (folder or trace.path.parent) / f"{_stem(trace.path.name)}{suffix}.json.gz"
+    stem = trace.path.name.removesuffix(".gz").removesuffix(".json")
+    path = (folder or trace.path.parent) / f"{stem}{suffix}.json.gz"
     events = pl.concat([_events(trace, counter) for counter in counters])
     try:
         with (
@@ -428,10 +415,6 @@ def write_counter_trace(
             f"{path}: {error.strerror or error}", hint="name a folder that can be written"
         ) from None
     return pl.DataFrame({"path": [str(path)], "counter_event_count": [len(events)]})
-
-
-def _stem(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".json")
 
 
 def _text(path: Path, events: pl.Series, *, named: bool) -> Iterator[bytes]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
 
+from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.units import duration_text
-from haiprof.run_analysis.lateness import estimate_offsets
 from haiprof.trace_analysis.collectives import (
     KERNELS_SCHEMA,
     ON_CPU,
@@ -19,7 +19,10 @@ from haiprof.trace_analysis.collectives import (
     collective_kernels,
 )
 from haiprof.trace_analysis.pool import Pool, Progress, default_pool
-from haiprof.trace_format.merge_inputs import TraceInput
+from haiprof.trace_format.clock_offsets import estimate_offsets
+
+if TYPE_CHECKING:  # it is what merging traces needs
+    from haiprof.trace_format.merge_inputs import TraceInput
 
 BY_SEQUENCE, BY_ORDER, BY_END = "sequence", "order", "end"
 CONFIDENCE = {BY_SEQUENCE: 1.0, BY_ORDER: 0.9, BY_END: 0.7}
@@ -187,7 +190,6 @@ CLOCKS_AGREE_NS = 100_000
 """A smaller offset is not corrected: the ranks of a ring end tens of us apart on one clock."""
 SURE_FACTOR = 5
 """An offset is corrected only where it is this many times its own spread."""
-MAD_TO_SIGMA = 1.4826
 _Ns = TypeVar("_Ns", int, pl.Expr)
 
 
@@ -251,7 +253,7 @@ _WITHOUT = (UNKNOWN, ASSUMED)
 
 RULE = (
     f"a host's clock is moved where the ends of collectives show it off by more than "
-    f"{CLOCKS_AGREE_NS // 1000} us and {SURE_FACTOR} times the spread; ranks of one host are moved "
+    f"{CLOCKS_AGREE_NS // 1000} µs and {SURE_FACTOR} times the spread; ranks of one host are moved "
     "together, unless one of them differs from its host by as much"
 )
 

@@ -116,12 +116,13 @@ class Work:
     flops: int
     """That are executed."""
     bytes: int | None
-    """Each input read and each output written once; None of an unknown type."""
+    """Each input read and each output written once; None of an unknown type. Where the shapes leave
+    open how much is read, what is most likely."""
     precision: str | None
     model_flops: int = -1
     """Without recomputation inside the operator."""
-    most_bytes: int | None = None
-    """Where the shapes leave it open: `bytes` are the fewest then."""
+    least_bytes: int | None = None
+    """Where the shapes leave it open."""
     rows: int | None = None
     """Of a matrix product: rows, or tokens, for which its weights are read once."""
 
@@ -338,8 +339,10 @@ def _attention(
 def _fused_experts(tokens: Tensor, up: Tensor, down: Tensor, chosen: int) -> Work:
     """A mixture of experts as one operator: each token goes to `chosen` experts.
 
-    At least `chosen` experts are read, at most one for each token and choice: the shapes do not say
-    how tokens were routed. Weights of 4 bits stand two to a byte.
+    The shapes do not say how tokens were routed: at least `chosen` experts are read, and where each
+    token is as likely to go to one as to another, so many as TraceLens counts (FusedMoE.bytes_func,
+    TraceLens/PerfModel/extensions/moe_perf_model_extensions.py). Weights of 4 bits stand two to a
+    byte.
 
     Args:
         tokens: (tokens, width).
@@ -358,9 +361,9 @@ def _fused_experts(tokens: Tensor, up: Tensor, down: Tensor, chosen: int) -> Wor
     weights, ends = _size(up, down), _size(tokens, tokens)
     if weights is None or ends is None:
         return Work(MOE, flops, None, PRECISIONS.get(tokens.type), rows=tokens.shape[0])
-    few, many = chosen, min(experts, tokens.shape[0] * chosen)
-    return Work(MOE, flops, ends + weights * few // experts, PRECISIONS.get(tokens.type),
-                most_bytes=ends + weights * many // experts, rows=tokens.shape[0])  # fmt: skip
+    even = 1 - (1 - chosen / experts) ** tokens.shape[0]
+    return Work(MOE, flops, ends + round(weights * even), PRECISIONS.get(tokens.type),
+                least_bytes=ends + weights * chosen // experts, rows=tokens.shape[0])  # fmt: skip
 
 
 def _fused_moe(call: Call) -> Work:
@@ -404,6 +407,15 @@ def _copy(call: Call) -> Work:
     return Work(ELEMENTWISE, 0, _size(into, source), None)
 
 
+def triton_work(name: str) -> Formula:
+    """A kernel that Inductor wrote: all its tensors are arguments, most are read or written once.
+
+    How much of one it gathers, or reads twice, its shapes leave open.
+    """
+    kind = ELEMENTWISE if name.startswith("triton_poi_") else "reduction"
+    return lambda call: Work(kind, 0, _size(*call.tensors()), None, least_bytes=0)
+
+
 def _fill(call: Call) -> Work:
     into = call.tensor(0)
     return Work(ELEMENTWISE, 0, _size(into), None)
@@ -426,6 +438,22 @@ def _embedding(call: Call) -> Work:
     weight, indices = call.tensor(0), call.tensor(1)
     rows = Tensor((indices.count, weight.shape[1]), weight.type)
     return Work(EMBEDDING, 0, _size(indices, rows, rows), None)
+
+
+def _gather(call: Call) -> Work:
+    """(data, dimension, indices): of gather an element for each index, of index_select a slice."""
+    data, indices = call.tensor(0), call.tensor(2)
+    count = indices.count
+    if len(indices.shape) < len(data.shape):
+        count *= data.count // data.shape[int(call.values[1])]
+    found = Tensor((count,), data.type)
+    return Work(EMBEDDING, 0, _size(indices, found, found), None)
+
+
+def _index_put(call: Call) -> Work:
+    """(data, indices, values): values are read, and what they replace or are added to is too."""
+    values = call.tensor(2)
+    return Work(EMBEDDING, 0, _size(values, values, values), None)
 
 
 def _embedding_bag(call: Call) -> Work:
@@ -480,6 +508,8 @@ _ONE = ("add", "sub", "mul", "div", "maximum", "minimum", "rsub", "eq", "ne", "l
 _UNARY = ("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "neg", "abs",
           "pow", "cos", "sin", "clamp", "clamp_min", "reciprocal", "hardtanh", "leaky_relu",
           "bernoulli", "erf", "square")  # fmt: skip
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "prod", "any",
+               "all", "var", "std", "norm", "linalg_vector_norm")  # fmt: skip
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
                 "_batch_norm_with_update")  # fmt: skip
 
@@ -545,7 +575,11 @@ FORMULAS: dict[str, Formula] = {
     **_both(("lerp",), _elementwise(3, 3)),
     "aten::copy_": _copy, "aten::fill_": _fill, "aten::zero_": _fill,
     "aten::native_dropout": _elementwise(2, 1), "aten::native_dropout_backward": _elementwise(2, 2),
-    "aten::sum": _rows(ELEMENTWISE, 1, 0, 1), "aten::mean": _rows(ELEMENTWISE, 1, 0, 1),
+    **{f"aten::{name}": _rows(ELEMENTWISE, 1, 0, 1) for name in _REDUCTIONS},
+    **{f"aten::{name}": _rows(ELEMENTWISE, 1, 0, 2) for name in ("cumsum", "cumprod")},
+    **{f"aten::{name}": _rows(ELEMENTWISE, 0, 0, 2) for name in ("tril", "triu", "flip", "roll")},
+    "aten::index_select": _gather, "aten::gather": _gather,
+    "aten::_index_put_impl_": _index_put,
     "aten::_softmax": _rows(NORMALISATION, 5, 0, 2),
     "aten::_log_softmax": _rows(NORMALISATION, 5, 0, 2),
     "aten::_softmax_backward_data": _rows(NORMALISATION, 4, 0, 3),
@@ -577,6 +611,6 @@ and 4, other functions 1; none of them counts for MFU."""
 NEED_VALUES = tuple(
     name
     for name in FORMULAS
-    if re.search(r"conv|scaled_dot_product|flash_att|FlashAttn|mha|te_gemm", name)
+    if re.search(r"conv|scaled_dot_product|flash_att|FlashAttn|mha|te_gemm|index_select", name)
 )
 """Whose work depends on arguments that are no tensors."""

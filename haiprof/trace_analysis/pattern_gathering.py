@@ -27,14 +27,7 @@ from haiprof.trace_analysis.matching import (
     match_collectives,
     on_one_clock,
 )
-from haiprof.trace_analysis.report_cache import (
-    UNFIT,
-    Answer,
-    CacheEntry,
-    cache_entry,
-    read_answers,
-    store_answers,
-)
+from haiprof.trace_analysis.report_cache import cached_answers
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _RATE, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
@@ -156,43 +149,11 @@ def cached_patterns(
     compute: Callable[[Sequence[Path]], Sequence[RankFunctions]],
 ) -> list[RankFunctions]:
     """The pattern of each trace, computed where it is not cached."""
-    entries = {path: cache_entry(path, "patterns", options) for path in paths}
-    patterns: dict[Path, RankFunctions] = {}
-    for path, entry in entries.items():
-        pattern = None if entry is None else _read(entry)
-        if pattern is not None:
-            patterns[path] = pattern
-    left = [path for path in paths if path not in patterns]
-    for path, pattern in zip(left, compute(left) if left else (), strict=True):
-        patterns[path] = pattern
-        entry = entries[path]
-        if entry is not None:
-            store_answers(entry, as_answers(pattern))
-    return [patterns[path] for path in paths]
-
-
-def as_answers(pattern: RankFunctions) -> dict[str, Answer]:
-    """A pattern as frames by name."""
-    return {name: getattr(pattern, name) for name in _FRAMES}
-
-
-def from_answers(answers: Mapping[str, Answer]) -> RankFunctions:
-    """The pattern that `as_answers` was given."""
-    return RankFunctions(**{name: _frame(answers[name]) for name in _FRAMES})
-
-
-def _read(entry: CacheEntry) -> RankFunctions | None:
-    answers = read_answers(entry)
-    try:
-        return None if answers is None else from_answers(answers)
-    except UNFIT:
-        return None
-
-
-def _frame(answer: Answer) -> pl.DataFrame:
-    if not isinstance(answer, pl.DataFrame):
-        raise TypeError("no frame")
-    return answer
+    found = cached_answers(
+        paths, "patterns", options, _FRAMES,
+        lambda left: [{name: getattr(each, name) for name in _FRAMES} for each in compute(left)],
+    )  # fmt: skip
+    return [RankFunctions(**each) for each in found]  # type: ignore[arg-type] # all are frames
 
 
 MAJORITY_RATIO = 0.5

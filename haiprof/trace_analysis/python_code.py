@@ -18,10 +18,10 @@ from haiprof.trace_analysis.call_tree import (
     levels,
     nest,
     own_ns,
+    python_calls,
     stack_texts,
     stacks,
     uncovered_starts,
-    without_own_frames,
 )
 from haiprof.trace_analysis.device_time import Steps, step_window, union_of
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
@@ -124,7 +124,7 @@ def folded_stacks(stacks: pl.DataFrame, *, value: str = "self_ns") -> str:
 
 
 def _calls(trace: Trace, steps: Steps) -> _Calls:
-    python = without_own_frames(trace.python)
+    python = python_calls(trace)
     if python.is_empty():
         raise MissingDataError(
             f"{trace.path}: no Python functions in it", hint="profile with with_stack=True"

@@ -14,6 +14,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.attribution import host_operators
 from haiprof.trace_analysis.collectives import collective_kernels, communication_parts
 from haiprof.trace_analysis.device_time import (
+    NO_LAUNCHES,
     Steps,
     across_ranks,
     idle_breakdown,
@@ -35,12 +36,9 @@ from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.questions.base import NamedFiles
 from haiprof.trace_analysis.report_cache import (
-    CacheEntry,
-    cache_entry,
+    cached_answers,
     common_steps,
-    read_answers,
     read_summary,
-    store_answers,
     write_summary,
 )
 from haiprof.trace_analysis.step_time import step_time_breakdown
@@ -165,20 +163,20 @@ def standard_report(
     reduced = files[0].name.endswith(SUMMARY_SUFFIX)
     if reduced:
         steps, visits = _read_summaries(files, steps)
-        if rank is not None:
-            files = [_file_of_rank(VisitedTraces(path, visits, steps, window=window), rank)]
-    else:
-        pool = pool or default_pool(files)
-        if rank is not None:
-            files = [_file_of_rank(asked, rank)]
+        asked = TraceQuestions(path, pool=_Visited(visits, steps), window=window)
+    pool = pool or default_pool(files)
+    if rank is not None:
+        files = [_file_of_rank(asked, rank)]
+    if not reduced:
         visits = _visit_files(files, steps, pool, progress)
+    visited = _Visited(visits, steps)
     if rank is None:
-        analysis = VisitedTraces(path, visits, steps, window=window, named=named)
+        analysis = TraceQuestions(path, pool=visited, window=window, named=named)
     else:
         visit = visits[files[0]]
         visit[trace_file] = replace(visit[trace_file], rank=rank)  # the file itself may not say it
-        analysis = VisitedTraces(files[0], visits, steps)
-    tables, missing = _tables(analysis)
+        analysis = TraceQuestions(files[0], pool=visited)
+    tables, missing = _tables(analysis, visited)
     return TraceReport(
         path=Path(path),
         ranks=tuple(analysis.files),
@@ -232,23 +230,15 @@ def _visit_files(
 ) -> dict[Path, _Visit]:
     """One visit to each file, or the cached answers of an earlier one."""
     options: dict[str, Any] = {"steps": steps}
-    entries = {path: cache_entry(path, "report", options) for path in files}
-    visits = {path: _read_visit(entry) for path, entry in entries.items() if entry is not None}
-    left = [path for path in files if not visits.get(path)]
-    made = pool.map(_visit, left, options, progress) if left else []
-    for path, visit in zip(left, made, strict=True):
-        entry, visits[path] = entries[path], visit
-        if entry is not None:
-            store_answers(entry, {question.__name__: answer for question, answer in visit.items()})
-    return {path: visits[path] for path in files}
-
-
-def _read_visit(entry: CacheEntry) -> _Visit:
-    """The cached answers of one file; empty where one of them is missing."""
-    found = read_answers(entry) or {}
-    questions = (*_OF_FILE, *_OF_STEPS)
-    known = all(question.__name__ in found for question in questions)
-    return {question: found[question.__name__] for question in questions} if known else {}
+    questions = {question.__name__: question for question in (*_OF_FILE, *_OF_STEPS)}
+    found = cached_answers(
+        files, "report", options, questions, lambda left: [
+            {question.__name__: answer for question, answer in visit.items()}
+            for visit in pool.map(_visit, left, options, progress)
+        ],
+    )  # fmt: skip
+    return {path: {questions[name]: answer for name, answer in each.items()}
+            for path, each in zip(files, found, strict=True)}  # fmt: skip
 
 
 def _visit(trace: Trace, *, steps: Steps) -> _Visit:
@@ -264,25 +254,15 @@ def _answer(question: Question[Any], trace: Trace, **options: Any) -> object:  #
         return error
 
 
-class VisitedTraces(TraceQuestions):
-    """Traces whose questions were all answered in one visit to each file: none is opened again."""
+class _Visited:
+    """A pool whose questions were all answered in one visit to each file: none is opened again."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        visits: Mapping[Path, _Visit],
-        steps: Steps,
-        *,
-        window: int | None = None,
-        named: NamedFiles | None = None,
-    ) -> None:
-        super().__init__(path, window=window, named=named)
-        self._visits = visits
-        self.steps = steps
+    def __init__(self, visits: Mapping[Path, _Visit], steps: Steps) -> None:
+        self._visits, self.steps = visits, steps
         self.lacking: dict[Path, MissingDataError] = {}
         """Files without an answer to the last questions, where other files have one."""
 
-    def _ask(
+    def map(
         self,
         question: Question[_Result],
         paths: Sequence[Path],
@@ -290,7 +270,10 @@ class VisitedTraces(TraceQuestions):
         progress: Progress | None = None,
     ) -> list[_Result]:
         """The answer of each file; a frame without rows for one that has none."""
-        self._check(question, options)
+        parameters = inspect.signature(question).parameters
+        others = {n: v for n, v in options.items() if v != parameters[n].default and n != "steps"}
+        if others or options.get("steps") != (self.steps if question in _OF_STEPS else None):
+            raise LookupError(f"{question.__name__} was not asked with {dict(options)}")
         found = {path: self._visits[path][question] for path in paths}
         lacking = {p: a for p, a in found.items() if isinstance(a, MissingDataError)}
         if len(lacking) == len(found):
@@ -299,44 +282,35 @@ class VisitedTraces(TraceQuestions):
         empty = next(a for p, a in found.items() if p not in lacking)
         return [empty.clear() if path in lacking else a for path, a in found.items()]
 
-    def _check(self, question: Question[Any], options: Mapping[str, Any]) -> None:
-        """Refuses a question that the visit did not ask with these options."""
-        parameters = inspect.signature(question).parameters
-        others = {n: v for n, v in options.items() if v != parameters[n].default and n != "steps"}
-        if others or options.get("steps") != (self.steps if question in _OF_STEPS else None):
-            raise LookupError(f"{question.__name__} was not asked with {dict(options)}")
 
-
-def _tables(analysis: VisitedTraces) -> tuple[dict[str, pl.DataFrame], dict[str, str]]:
+def _tables(
+    analysis: TraceQuestions, visited: _Visited
+) -> tuple[dict[str, pl.DataFrame], dict[str, str]]:
+    """Tables by name; why one is not there, or not of a rank."""
     tables: dict[str, pl.DataFrame] = {}
     missing: dict[str, str] = {}
+    ranks = {file.path: rank for rank, file in analysis.files.items()}
     for name, section in SECTIONS.items():
-        if name in _OF_SEVERAL and len(analysis.files) == 1:
+        if name in _OF_SEVERAL and len(ranks) == 1:
             missing[name] = _ONE_RANK
             continue
-        tables |= _table(name, section, analysis, missing)
+        visited.lacking.clear()
+        try:
+            found = section(analysis, visited.steps)
+        except MissingDataError as error:
+            if name == "temporal":  # there are no such steps
+                raise
+            missing[name] = str(error)
+            continue
+        missing |= {f"{name}, rank {ranks[path]}": str(why)
+                    for path, why in visited.lacking.items()}  # fmt: skip
+        if name in _OF_SEVERAL and found.is_empty():
+            missing[name] = _NO_COLLECTIVE
+        else:
+            tables[name] = found
+            if name == "kernels" and len(found) and not found["blocks_per_sm"].count():
+                missing["kernels, launches"] = NO_LAUNCHES
     return tables, missing
-
-
-def _table(
-    name: str, section: _Section, analysis: VisitedTraces, missing: dict[str, str]
-) -> dict[str, pl.DataFrame]:
-    """The table under its name, or nothing and the reason in `missing`."""
-    analysis.lacking.clear()
-    try:
-        found = section(analysis, analysis.steps)
-    except MissingDataError as error:
-        if name == "temporal":  # there are no such steps
-            raise
-        missing[name] = str(error)
-        return {}
-    ranks = {file.path: rank for rank, file in analysis.files.items()}
-    for path, reason in analysis.lacking.items():
-        missing[f"{name}, rank {ranks[path]}"] = str(reason)
-    if name in _OF_SEVERAL and found.is_empty():
-        missing[name] = _NO_COLLECTIVE
-        return {}
-    return {name: found}
 
 
 def _without_gpu(files: pl.DataFrame) -> list[str]:

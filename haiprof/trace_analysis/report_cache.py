@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -67,6 +67,28 @@ def code_version() -> str:
         for source in sorted((PACKAGE / part).rglob("*.py")):
             found.update(source.read_bytes())
     return found.hexdigest()
+
+
+def cached_answers(
+    paths: Sequence[Path],
+    question: str,
+    options: Mapping[str, Any],
+    names: Collection[str],
+    compute: Callable[[Sequence[Path]], Sequence[Mapping[str, Answer]]],
+) -> list[Mapping[str, Answer]]:
+    """The answers about each file by name, computed where not all of them are cached."""
+    entries = {path: cache_entry(path, question, options) for path in paths}
+    found: dict[Path, Mapping[str, Answer]] = {}
+    for path, entry in entries.items():
+        known = (entry and read_answers(entry)) or {}
+        if known.keys() >= set(names):
+            found[path] = {name: known[name] for name in names}
+    left = [path for path in paths if path not in found]
+    for path, answers in zip(left, compute(left) if left else (), strict=True):
+        entry, found[path] = entries[path], answers
+        if entry is not None:
+            store_answers(entry, answers)
+    return [found[path] for path in paths]
 
 
 def read_answers(entry: CacheEntry) -> dict[str, Answer] | None:

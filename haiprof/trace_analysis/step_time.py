@@ -27,10 +27,9 @@ from haiprof.trace_analysis.device_time import (
     with_launch,
 )
 from haiprof.trace_format.kineto.decode import event_texts, with_number
-from haiprof.trace_format.kineto.events import HOST_BACKENDS, TEXTS
+from haiprof.trace_format.kineto.events import HOST_BACKENDS, LANE, TEXTS
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.merge_inputs import LANE
 
 GPU_CATEGORY = "gpu_user_annotation"
 _RANGE = ["category", "device", "name"]

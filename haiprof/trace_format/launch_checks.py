@@ -83,6 +83,7 @@ _TOLERANCE_NS = 1_000
 """Some traces have whole microseconds."""
 _AHEAD_LEAST_NS = 5_000
 """In sound traces the last kernel ends 4 us and more before the call that waits for it."""
+TO_HOST = "DtoH|DeviceToHost"
 _NONE = -(1 << 62)
 _DENSE_FACTOR, _DENSE_LEAST = 8, 1 << 20
 _OFFSET_SHARE, _OFFSET_LEAST = 0.01, 3
@@ -179,7 +180,7 @@ def _clock_ahead(
     """
     if most >= -_AHEAD_LEAST_NS:
         return gpu, None
-    text = f"kernels end up to {milliseconds(-most)} after the host has waited for the device"
+    text = f"kernels end up to {milliseconds(-most)} after the host has waited for them"
     fits = int(delay.min()) >= -most  # type: ignore[arg-type] # some are known
     effect = (
         f"the GPU's clock is at least {milliseconds(-most)} ahead of the host's: GPU times moved "
@@ -198,16 +199,46 @@ def _most(gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame) -> int | 
     """The largest offset by which all kernels end before the host has waited for them."""
     syncs = _calls_named(runtime, DEVICE_SYNC)
     known = called.is_not_null()
-    if syncs.is_empty():
-        return None
     end = (gpu["ts_ns"] + gpu["dur_ns"]).filter(known).to_numpy()
     call: Ints = called.filter(known).to_numpy()
     order = np.argsort(call, kind="stable")
     latest = np.maximum.accumulate(end[order])
     before = np.searchsorted(call[order], syncs["ts_ns"].to_numpy()) - 1
     waited = (syncs["ts_ns"] + syncs["dur_ns"]).to_numpy()[before >= 0]
-    left = waited - latest[before[before >= 0]]
+    left = np.append(waited - latest[before[before >= 0]], _after_stream_waits(gpu, runtime))
     return int(left.min()) if len(left) else None
+
+
+def _after_stream_waits(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Ints:
+    """From the end of what a wait for a stream or an event was for to the end of that wait.
+
+    Which stream that was is not in the trace. It is that of a copy to the host which the thread
+    started just before, as `.item()` does; on a device with one stream also that of any work, for
+    an event if it was recorded after it. Two waits that contradict that may be for other streams:
+    then nothing is said.
+    """
+    syncs = _calls_named(runtime, STREAM_SYNC).select("ts_ns", "dur_ns", "tid", "name")
+    if syncs.is_empty():
+        return np.empty(0, dtype=np.int64)
+    events = gpu.filter(pl.col("correlation") > 0).select(
+        "correlation", "stream", end=pl.col("ts_ns") + pl.col("dur_ns"),
+        to_host=pl.col("name").cast(pl.String).str.contains(TO_HOST),
+    ).unique("correlation", keep="last")  # fmt: skip
+    started = runtime.select("correlation", "ts_ns", "tid", begun="ts_ns").join(
+        events, on="correlation"
+    )  # fmt: skip
+    marks = _calls_named(runtime, "EventRecord").select("ts_ns", "tid", marked="ts_ns")
+    waits = syncs.sort("ts_ns")
+    for calls in (started, marks):
+        waits = waits.join_asof(calls.sort("ts_ns"), on="ts_ns", by="tid", check_sortedness=False)
+    is_event = pl.col("name").cast(pl.String).str.contains("Event")
+    is_known = pl.col("to_host") & ~is_event
+    if gpu["stream"].n_unique() == 1:
+        is_known |= ~is_event | (pl.col("marked") > pl.col("begun"))
+    sure = waits.filter(is_known).drop_nulls("end")
+    left: Ints = (sure["ts_ns"] + sure["dur_ns"] - sure["end"]).to_numpy()
+    late = int((left < -_AHEAD_LEAST_NS).sum())
+    return left if late in (0, len(left)) or late > 2 else left[:0]
 
 
 def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:

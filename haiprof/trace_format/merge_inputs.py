@@ -19,6 +19,7 @@ from haiprof.base.intervals import Ints
 from haiprof.trace_format.find import MERGED_KEY, by_rank, one_window, rank_of, trace_files
 from haiprof.trace_format.kineto.columns import exact_ns
 from haiprof.trace_format.kineto.decode import event_texts
+from haiprof.trace_format.kineto.events import LANE
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText
 
@@ -273,9 +274,6 @@ def _pid_text(written: bytes) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-LANE = 50_000_000
-"""Added to a stream's or thread's number, once per lane: more than any such number (Linux counts
-threads to 4 million), and 64 of them fit the 32 bits that Perfetto reads."""
 _MOST_LANES = 64
 _GPU_RANGES = "gpu_user_annotation"
 _COMPLETE, _ARROW_END = b'"X"', b'"f"'

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import carried, pack
-from benchmarks.gpu.items import ITEMS
+from benchmarks.gpu import carried
+from benchmarks.gpu.bench import ITEMS
+from tests.process.live import within
 
 ROOT = Path(__file__).parents[2]
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -110,7 +110,7 @@ def test_every_expectation_has_a_source_and_every_item_a_function() -> None:
 def test_items_that_break_are_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     ways = ("wrong", "raises", "crashes", "hangs", "exits", "ends_mid_line", "no.such:module")
-    assert broken(out, *ways, "works").wait(60) == 0
+    assert broken(out, *ways, "works").wait(240) == 0
     found = results(out)
     states = {name: (item["state"], item["reason"]) for name, item in found.items()}
     assert states == {
@@ -137,11 +137,9 @@ def test_items_that_break_are_reported_and_the_rest_goes_on(tmp_path: Path) -> N
 def test_run_that_is_ended_keeps_what_it_had(tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = broken(out, "works", "hangs", "wrong")
-    until = time.monotonic() + 30
-    while not (out / "gpu-check.json").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    within(120, (out / "gpu-check.json").exists)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     found = results(out)
     assert found["works"]["rows"][0]["outcome"] == "pass"
     assert found["wrong"]["state"] == "not reached"
@@ -150,7 +148,7 @@ def test_run_that_is_ended_keeps_what_it_had(tmp_path: Path) -> None:
 
 
 def test_items_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
-    assert broken(tmp_path / "out", "works", seconds=1).wait(30) == 0
+    assert broken(tmp_path / "out", "works", seconds=1).wait(120) == 0
     item = results(tmp_path / "out")["works"]
     assert (item["state"], item["reason"], item["rows"]) == ("not reached", "the time was up", [])
 
@@ -192,7 +190,7 @@ def wants(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_carried_packages_are_used_where_they_are_lacking(
     tmp_path: Path, wants: Callable[..., None]
 ) -> None:
-    pack.pack_anew(put(tmp_path, "made_up", "2.0", "beneath>=1; python_version > '3'"))
+    carried.pack_anew(put(tmp_path, "made_up", "2.0", "beneath>=1; python_version > '3'"))
     put(tmp_path, "beneath", "1.5")
     put(tmp_path, "numpy", "9.9")
     (tmp_path / "work").mkdir()
@@ -233,8 +231,8 @@ def test_call_of_the_device_tool_keeps_its_limits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(tmp_path, "one", "1.0")
-    assert pack.report(tmp_path) == 0
+    assert carried.report(tmp_path) == 0
     assert "outside the tree: what is carried must be inside" in capsys.readouterr().out
-    assert len(pack.COMMAND) < 2000  # characters; and 600 s are its limit
-    minutes = float(pack.COMMAND.partition("--minutes ")[2].split()[0])
+    assert len(carried.COMMAND) < 2000  # characters; and 600 s are its limit
+    minutes = float(carried.COMMAND.partition("--minutes ")[2].split()[0])
     assert 540 <= minutes * 60 <= 570

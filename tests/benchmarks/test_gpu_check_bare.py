@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from benchmarks.gpu.bench import ITEMS
 from benchmarks.gpu.carried import core_dependencies
-from benchmarks.gpu.items import ITEMS
 from tests.benchmarks.bare_machine import OFFLINE, ROOT, copy_tree, make_python, run_offline
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"

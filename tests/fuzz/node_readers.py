@@ -149,7 +149,6 @@ def sample_node(data: bytes) -> object:
 
 @cache
 def node_seeds() -> list[bytes]:
-    """Each file as it was."""
     return [name.encode() + b"\n" + content for name, content in _originals().items()]
 
 
@@ -172,7 +171,6 @@ def read_exporter(data: bytes) -> object:
 
 @cache
 def exporter_seeds() -> list[bytes]:
-    """Two GPUs, one MIG instance; with a head of its own."""
     fields = ("DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_PCIE_TX_BYTES", "DCGM_FI_DEV_XID_ERRORS")
     lines = [f"# HELP {field} Words\n# TYPE {field} gauge\n" for field in fields]
     for gpu in (0, 1):
@@ -211,7 +209,6 @@ def ask_driver(data: bytes) -> object:
 
 @cache
 def driver_seeds() -> list[bytes]:
-    """Three statistics."""
     names = [b"rx_prio0_pause", b"rx_discards_phy", b"x" * 32]
     strings = b"".join(name.ljust(32, b"\0") for name in names)
     parts = (

@@ -33,6 +33,7 @@ from haiprof.in_job.commands import Commands, handlers
 from haiprof.in_job.windows.driver import plan_request
 from haiprof.live.follow import LiveRank
 from haiprof.live.kineto_processes import trigger
+from haiprof.live.nccl_ras import ras_suspects
 from haiprof.live.snapshot import _native_stack, _run_spy
 from haiprof.live.standstill import RankState, groups, main_stack, merge, odd_ranks
 from haiprof.run_analysis.counter_sources import read_export
@@ -60,6 +61,9 @@ from haiprof.show.terminal import SafeConsole
 from haiprof.trace_format.find import one_window
 from tests.fake_nsys import write_export
 from tests.fuzz.scratch import folder, put
+from tests.unit.jobs.test_nccl_ras import GONE, ONE_BEHIND, STOPPED, TWO_BEHIND
+from tests.unit.jobs.test_nccl_ras import STATES as RAS_STATES
+from tests.unit.jobs.test_nccl_ras import as_json as ras_json
 from tests.unit.rundir.small_run import read_all, write_small_run
 
 FILES = (
@@ -107,7 +111,6 @@ def read_run(data: bytes) -> object:
 
 @cache
 def run_seeds() -> list[bytes]:
-    """Each file as it was."""
     return [name.encode() + b"\n" + content for name, content in _originals().items()]
 
 
@@ -127,7 +130,6 @@ def read_record_file(data: bytes) -> object:
 
 @cache
 def record_seeds() -> list[bytes]:
-    """All tables of a small run."""
     return [data for name, data in _originals().items() if name.endswith(".rec")]
 
 
@@ -143,7 +145,6 @@ def read_manifest_file(data: bytes) -> object:
 
 @cache
 def manifest_seeds() -> list[bytes]:
-    """One of a run that has ended."""
     return [_originals()["run.json"]]
 
 
@@ -167,7 +168,6 @@ def follow_lines(data: bytes) -> object:
 
 @cache
 def line_seeds() -> list[bytes]:
-    """A rank's lines and a node's."""
     traced = b"".join(
         json.dumps(line).encode() + b"\n"
         for line in (
@@ -193,7 +193,6 @@ def follow_spans(data: bytes) -> object:
 
 @cache
 def span_seeds() -> list[bytes]:
-    """Steps of a small run, and more of them."""
     header, _, body = _originals()["ranks/0/phases.rec"].partition(b"\n")
     return [header + b"\n" + body * times for times in (1, 20)]
 
@@ -240,7 +239,6 @@ def answer_requests(data: bytes) -> object:
 
 @cache
 def request_seeds() -> list[bytes]:
-    """Each kind."""
     given = {"count": 5, "time_s": 1.5, "stacks": True, "first": 100, "window": 0, "ahead_s": 1}
     return [
         json.dumps(new_request(kind, given, valid_s=1e6, ranks=ranks).as_json()).encode()
@@ -272,7 +270,6 @@ def take_replies(data: bytes) -> object:
 
 @cache
 def reply_seeds() -> list[bytes]:
-    """A hello, a step count, stacks."""
     frames = [["train.py", 5, "step"], ["/lib/python3/x.py", 7, "recv"]]
     messages = (
         {"hello": {"rank": 3, "attempt": 1, "pid": 5}},
@@ -297,7 +294,6 @@ def answer_kineto(data: bytes) -> object:
 
 @cache
 def kineto_seeds() -> list[bytes]:
-    """A question, a context, haiprof's own."""
     ask = encode_ask(Ask(free=True, job=5, pids=(7, 1)))
     trace = {"do": "trace", "id": "a", "text": "X=1", "pids": [7], "expires_wall_ns": 1 << 62}
     ours = [encode_ours(q) for q in (trace, {"do": "clients"}, {"do": "state", "id": "a"})]
@@ -346,7 +342,6 @@ def ask_dynolog(data: bytes) -> object:
 
 @cache
 def dynolog_seeds() -> list[bytes]:
-    """An answer."""
     return [b'{"processesMatched": [1, 2], "activityProfilersTriggered": [1]}', b"\0\0\0\0{}"]
 
 
@@ -410,7 +405,6 @@ def _token(data: bytes) -> object:
 
 @cache
 def reach_seeds() -> list[bytes]:
-    """A hello, requests, replies and members; an address; a token file."""
     request = new_request("trace", {"count": 5}, valid_s=1e6).as_json()
     messages: tuple[dict[str, Any], ...] = (
         request,
@@ -431,7 +425,6 @@ def read_nsys(data: bytes) -> object:
 
 @cache
 def nsys_seeds() -> list[bytes]:
-    """Two metrics of one GPU."""
     path = folder() / "seed.sqlite"
     samples = [(t, 0, name, t % 100) for t in range(0, 400, 100)
                for name in ("SMs Active [Throughput %]", "NVLink RX Throughput")]  # fmt: skip
@@ -459,7 +452,6 @@ _STEM = "rank0_node0_7.1700000000000000000"
 
 @cache
 def sidecar_seeds() -> list[bytes]:
-    """Two that are whole, with and without passes of the window."""
     plain = {"stem": _STEM, "rank": 0, "attempt": 0, "window": 1}
     passes = [PhaseRange(name="forward", start_wall_ns=1_700_000_000_000_001_000, duration_ns=7)]
     since_ns = 1_700_000_000_000_000_000
@@ -502,7 +494,6 @@ def _kept_run() -> tuple[RunPaths, dict[str, Any]]:
 
 @cache
 def kept_seeds() -> list[bytes]:
-    """What `haiprof ls`, `verdict` and `put` keep."""
     outputs = {"stdout": "\x1b[1mverdict\x1b[0m\n", "stderr": ""}
     put_files = {"files": {"run.json": [120, 1_700_000_000_000_000_000]}}
     seeds = [_kept_run()[1]["answer"], outputs, put_files, {**outputs, **put_files}]
@@ -518,7 +509,6 @@ def read_options(data: bytes) -> object:
 
 @cache
 def option_seeds() -> list[bytes]:
-    """Options of every type."""
     return [
         b'[tool.haiprof]\ntime = 120\nwarmup = 1.5\nrecorder = ["basic", "gpu"]\n'
         b'trace = true\nname = "x"\nsteps = "100:105"\nslow-limit = "20%"\nhang-limit = "5x"\n'
@@ -541,7 +531,6 @@ def read_git(data: bytes) -> object:
 
 @cache
 def git_seeds() -> list[bytes]:
-    """A branch in packed-refs, a detached HEAD."""
     commit = b"0123456789abcdef0123456789abcdef01234567"
     packed = b"# pack-refs with: peeled\n" + commit + b" refs/heads/main\n^" + commit + b"\n"
     return [b"ref: refs/heads/main\n<next>" + packed + b"<next><next>gitdir: ../.git", commit]
@@ -562,9 +551,22 @@ def read_py_spy(data: bytes) -> object:
         )
 
 
+def read_ras(data: bytes) -> object:
+    """NCCL's answer about a job, which any process on that port may have given."""
+    found = ras_suspects(RAS_STATES, ("", 0), ask=lambda _: data.decode("utf-8", "replace"),
+                         between_s=0)  # fmt: skip
+    return len(found), {suspect.reason[:20] for suspect in found} == set()
+
+
+@cache
+def ras_seeds() -> list[bytes]:
+    return [each.encode() for each in (
+        ONE_BEHIND, TWO_BEHIND, STOPPED, ras_json([7, 7, 6, 7]), ras_json([7, 7, 7], [GONE]),
+    )]  # fmt: skip
+
+
 @cache
 def py_spy_seeds() -> list[bytes]:
-    """Two threads."""
     frame = {"name": "step", "filename": "/x/train.py", "short_filename": "train.py", "line": 7}
     threads = [{"thread_name": name, "frames": [frame, {**frame, "line": 0}]}
                for name in ("MainThread", "other")]  # fmt: skip

@@ -42,6 +42,8 @@ _OWN = {
     "in_job/collectives.py": "torch's own status, in the process that asks torch",
     "launch/companion_line.py": "the socket between the launcher and its own process",
     "live/follow.py": "the answer of a child process",
+    "live/preflight.py": "the same",
+    "cli/preflight.py": "a baseline that the user names, whose values must all be numbers",
     "agent/reactions.py": "the same",
     "agent/notifications.py": "the same",
     "agent/prometheus_endpoint.py": "records that a sampler of the same process has just made",

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,7 @@ from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
 from haiprof.trace_format.execution import load_execution_trace
-from haiprof.trace_format.flight_recorder import read_flight
+from haiprof.trace_format.flight_recorder import read_flight, read_torch_dump
 from haiprof.trace_format.kineto import load as native
 from haiprof.trace_format.kineto.columns import Names
 from haiprof.trace_format.kineto.decode import add_marks, with_number
@@ -39,10 +40,14 @@ from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.memory_snapshot import memory_history, read_memory_snapshot, sum_by_line
 from haiprof.trace_format.merge import RankEvents, RankPlan
 from haiprof.trace_format.merge_inputs import TraceInput, trace_input
+from haiprof.trace_format.nsight import read_nsight
 from tests.fuzz.scratch import folder, put
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 from tests.unit.analysis.whatif.test_operations import two_ranks
+from tests.unit.traces.test_execution import DUMPS
 from tests.unit.traces.test_native import event_of
+from tests.unit.traces.test_nsight import TABLES as NSIGHT_TABLES
+from tests.unit.traces.test_nsight import as_parquet, as_sqlite
 from tests.unit.traces.texts import LAYOUTS, Read, op
 from tests.unit.traces.texts import kernel as kernel_event
 
@@ -66,7 +71,6 @@ def _small_pieces() -> Iterator[None]:
 
 @cache
 def trace_seeds() -> list[bytes]:
-    """Every category of events, in each layout; with metadata before and behind; a bare array."""
     events = [event_of(category, place) for place, category in enumerate(TABLE_OF_CATEGORY)]
     texts = [layout(events) for layout in LAYOUTS]
     few = [
@@ -94,7 +98,6 @@ def read_piece(data: bytes) -> object:
 
 @cache
 def piece_seeds() -> list[bytes]:
-    """Events as they stand between the brackets."""
     events = [event_of(category, place) for place, category in enumerate(TABLE_OF_CATEGORY)]
     return [", ".join(map(json.dumps, events)).encode(), *(json.dumps(e).encode() for e in events)]
 
@@ -138,7 +141,6 @@ def read_gzip(data: bytes) -> object:
 
 @cache
 def gzip_seeds() -> list[bytes]:
-    """One member, several, one with zeros behind it, one that is stored."""
     packed = [gzip.compress(seed, 1, mtime=0) for seed in trace_seeds()]
     half = len(trace_seeds()[0]) // 2
     first, second = trace_seeds()[0][:half], trace_seeds()[0][half:]
@@ -184,7 +186,6 @@ def read_execution_trace(data: bytes) -> object:
 
 @cache
 def execution_seeds() -> list[bytes]:
-    """Nodes of today's schema and of the one before 1.0.2, a collective, a link's times."""
     attrs = [
         {"name": name, "type": "uint64", "value": at}
         for at, name in enumerate(("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid"))
@@ -228,7 +229,6 @@ def read_flight_dump(data: bytes) -> object:
 
 @cache
 def flight_seeds() -> list[bytes]:
-    """Two rings; and one as it lies on the disk."""
     entry = {"collective_seq_id": 3, "p2p_seq_id": 1, "is_p2p": False, "record_id": 9,
              "profiling_name": "nccl:all_reduce", "process_group": ["0", "default_pg"],
              "input_sizes": [[4, 1024], [7]], "input_dtypes": ["Float"],
@@ -240,6 +240,60 @@ def flight_seeds() -> list[bytes]:
     return [text, gzip.compress(text, mtime=0)]
 
 
+def read_torch_flight(data: bytes) -> object:
+    """A dump that PyTorch's own watchdog wrote: a pickle of plain values, or JSON."""
+    found = read_torch_dump(put("torch_flight", data))
+    return len(found.groups), found.entries.height > 0, any(found.lines)
+
+
+@cache
+def torch_flight_seeds() -> list[bytes]:
+    """What torch wrote, in both forms."""
+    return [path.read_bytes() for path in sorted(DUMPS.glob("gloo_0.*"))]
+
+
+def read_nsight_database(data: bytes) -> object:
+    """An export of Nsight Systems in SQLite, as a trace."""
+    return _of_nsight(put("export.sqlite", data))
+
+
+def read_nsight_folder(data: bytes) -> object:
+    """An export in Parquet of which a file is another: which one, and its bytes."""
+    name, _, content = data.partition(b"\n")
+    path = folder() / "export_pqtdir"
+    if not path.exists():
+        as_parquet(path)
+    tables = sorted(NSIGHT_TABLES)
+    file = path / f"{tables[(name or b'0')[0] % len(tables)]}.parquet"
+    sound = file.read_bytes()
+    try:
+        file.write_bytes(content)
+        return _of_nsight(path)
+    finally:
+        file.write_bytes(sound)
+
+
+def _of_nsight(path: Path) -> object:
+    parts: list[pl.DataFrame] = []
+    metadata, notes, report = read_nsight(path, lambda _, part: parts.append(part))
+    kept = sorted(name for name, count in report.kept.items() if count)
+    return kept, len(metadata), bool(report.bad_time_count), len(parts) > 0, len(notes) > 0
+
+
+@cache
+def nsight_seeds() -> list[bytes]:
+    """Each table with a row or more."""
+    return [as_sqlite(folder() / "seed-export.sqlite").read_bytes()]
+
+
+@cache
+def nsight_folder_seeds() -> list[bytes]:
+    """Each file of the folder."""
+    path = as_parquet(folder() / "seed_pqtdir")
+    return [bytes([at]) + b"\n" + (path / f"{name}.parquet").read_bytes()
+            for at, name in enumerate(sorted(NSIGHT_TABLES))]  # fmt: skip
+
+
 def read_memory_file(data: bytes) -> object:
     """What `export_memory_timeline` writes."""
     frame = memory_by_category(put("memory.raw.json", data))
@@ -248,7 +302,6 @@ def read_memory_file(data: bytes) -> object:
 
 @cache
 def memory_seeds() -> list[bytes]:
-    """Changes of several categories."""
     rows = [[-1, 1, 1024, 0], [10, 2, 512, 4], [10, 3, -512, 5], [20, 4, 256, 7]]
     text = json.dumps(rows).encode()
     levels = json.dumps([[1, 2], [[0, 8, 0, 0, 0, 0, 0, 0, 4], [0, *[2] * 8]]]).encode()
@@ -265,7 +318,6 @@ def read_snapshot(data: bytes) -> object:
 
 @cache
 def snapshot_seeds() -> list[bytes]:
-    """Of two lines, one from before the history, and an allocation that failed."""
     allocator = Allocator(32 * MIB)
     allocator.malloc(4 * MIB)
     allocator.record_history()
@@ -287,7 +339,6 @@ def read_answers(data: bytes) -> object:
 
 @cache
 def answer_seeds() -> list[bytes]:
-    """A frame and an answer that there is none."""
     frame = pl.DataFrame({"rank": [0, 1], "name": ["a", None], "busy_ratio": [0.5, 1.0]})
     missing = MissingDataError("no steps", hint="record some")
     sets: tuple[dict[str, report_cache.Answer], ...] = (
@@ -311,7 +362,6 @@ def read_functions(data: bytes) -> object:
 
 @cache
 def function_seeds() -> list[bytes]:
-    """A rank with a kernel and a collective, and one whose file was too small for all."""
     traces = folder() / "reduced"
     traces.mkdir()
     said = {"Collective name": "allreduce", "Group size": 2, "Process Group Name": "0", "Seq": 1}
@@ -331,7 +381,6 @@ def replay_operations(data: bytes) -> object:
 
 @cache
 def operation_seeds() -> list[bytes]:
-    """Two ranks, stored and packed."""
     path, found = folder() / "seed.parquet", []
     for packing in ("uncompressed", "lz4", "snappy"):
         two_ranks(1.0, 3.0).write_parquet(path, compression=packing)
@@ -377,7 +426,6 @@ def ask_sql(data: bytes) -> object:
 
 @cache
 def sql_seeds() -> list[bytes]:
-    """Questions of each kind."""
     return [
         b"select name, dur_ns from ops where dur_ns > 1 order by dur_ns desc limit 5",
         b"with a as (select rank, count(*) as n from gpu group by rank) select * from a join gpu",

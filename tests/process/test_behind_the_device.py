@@ -13,7 +13,8 @@ from tests.process.jobs import SIMULATED_GPU, run_job
 
 pytestmark = pytest.mark.slow
 
-JOB = f"""{SIMULATED_GPU}DEVICE_NS, TURNS = int(sys.argv[1]) * 1_000_000, 160_000
+JOB = f"""{SIMULATED_GPU}
+DEVICE_NS, STEPS, TURNS = int(sys.argv[1]) * 1_000_000, int(sys.argv[2]), 80_000
 
 class Work(torch.autograd.Function):
     @staticmethod
@@ -40,7 +41,7 @@ def while_idle():
 
 net = Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
-for _ in range(250):
+for _ in range(STEPS):
     loss = net(torch.randn(128, 384, requires_grad=True)).square().mean()
     loss.backward()
     optimizer.step()
@@ -56,10 +57,10 @@ LINES = {
 }
 
 
-def record(folder: Path, device_ms: int) -> Ledger:
+def record(folder: Path, device_ms: int, steps: int) -> Ledger:
     folder.mkdir()
     (folder / "behind.py").write_text(JOB)
-    command = ["python", str(folder / "behind.py"), str(device_ms)]
+    command = ["python", str(folder / "behind.py"), str(device_ms), str(steps)]
     job = run_job(command, folder=folder / "job", haiprof=True, options=("--quiet",))
     assert job.returncode == 0, job.stderr
     ledger = diagnose(job.analyzer()).ledger
@@ -73,7 +74,8 @@ def account_of(ledger: Ledger, word: str) -> Account:
 
 
 def test_code_gains_only_what_the_device_waits_for_it(tmp_path: Path) -> None:
-    ledger = record(tmp_path / "busy", 40)
+    # So long that the host is behind the device, also where other processes have its cores.
+    ledger = record(tmp_path / "busy", 120, 80)
     hidden, exposed = account_of(ledger, "HIDDEN"), account_of(ledger, "EXPOSED")
     assert hidden.ns_per_step > 2e6
     assert hidden.gain_ns < 0.2 * hidden.ns_per_step
@@ -81,21 +83,23 @@ def test_code_gains_only_what_the_device_waits_for_it(tmp_path: Path) -> None:
     assert exposed.gain_low_ns == 0  # no counter of the GPU: its events give a bound
     assert ledger.device_idle_is_bound
     assert ledger.device_idle_ns is not None
-    idle_ns = ledger.mean_ns - 40e6  # of each step the device computes for 40 ms
+    idle_ns = ledger.mean_ns - 120e6  # of each step the device computes for 120 ms
     assert 0.95 * idle_ns < ledger.device_idle_ns < idle_ns + 0.25 * ledger.mean_ns
 
 
+@pytest.mark.proof
 def test_all_host_code_gains_where_the_device_waits(tmp_path: Path) -> None:
-    ledger = record(tmp_path / "idle", 0)
+    ledger = record(tmp_path / "idle", 0, 250)
     for word in ("HIDDEN", "EXPOSED"):
         account = account_of(ledger, word)
         assert account.gain_ns > 0.8 * account.ns_per_step > 1e6
 
 
+@pytest.mark.proof
 def test_verdict_of_a_run_with_a_traced_gpu_has_the_ledger_of_the_gpu(tmp_path: Path) -> None:
     script = tmp_path / "behind.py"
     script.write_text(JOB)
-    command = ["python", str(script), "5"]
+    command = ["python", str(script), "5", "250"]
     job = run_job(command, folder=tmp_path / "job", haiprof=True, options=("--trace",))
     document = as_document(diagnose(job.analyzer()))
     step, ledger = document["device"]["step"], document["device"]["ledger"]

@@ -70,5 +70,6 @@ def test_metrics_shared_in_each_step_are_named_with_their_line(
     assert "torch.distributed.distributed_c10d.all_gather_object" in named.callees
 
 
+@pytest.mark.proof
 def test_what_ddp_calls_is_no_finding(found: Callable[[str], Finding | None]) -> None:
     assert found("never") is None

@@ -255,16 +255,3 @@ def test_compile_is_the_same_under_haiprof(
     assert without_frames(recorded[scenario]) == without_frames(bare[scenario])
     for count in ("total", "ok"):  # a wrapper that Dynamo skips hides a frame: fewer is fine
         assert recorded[scenario]["frames"].get(count, 0) <= bare[scenario]["frames"].get(count, 0)
-
-
-@pytest.mark.proof
-def test_nothing_compiles_again_once_the_hooks_are_out(
-    bare: dict[str, Any], tmp_path: Path
-) -> None:
-    job, timed = run_scenarios(
-        tmp_path / "timed", haiprof=True, options=("--time", "25"), wait=True
-    )
-    assert timed["hooked"]
-    assert not timed["hooked_afterwards"]
-    assert [end["reason"] for end in rank_events(job, "record_end")] == ["time"]
-    assert timed["afterwards"] == bare["afterwards"]

@@ -43,6 +43,7 @@ def test_readme_can_be_read_in_one_go() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8")) < README_LIMIT
 
 
+@pytest.mark.proof
 def test_documents_build_to_a_site_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="pip install 'haiprof[docs]'")
     pytest.importorskip("material", reason="pip install 'haiprof[docs]'")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import haiprof
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
@@ -67,6 +69,7 @@ def test_a_loop_of_small_operators_is_found_with_its_backward(tmp_path: Path) ->
     assert "training stopped for" in " ".join(job.stderr.replace("│", " ").split())
 
 
+@pytest.mark.proof
 def test_collect_takes_its_window_by_itself(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     words = ["python", str(tmp_path / "loop.py"), "1000000"]

@@ -106,7 +106,7 @@ def command(name: str, folder: Path, *words: str) -> list[str]:
     return plain_ranks(RANKS[name], *job) if name in RANKS else ["python", *job]
 
 
-@pytest.mark.parametrize("name", first_of(LOOPS, "module", "mark", "collective"))
+@pytest.mark.parametrize("name", first_of(LOOPS, "mark", "collective"))
 def test_every_job_has_the_steps_that_its_author_would_count(
     name: str, tmp_path: Path, job_cache: Callable[..., Job]
 ) -> None:
@@ -149,23 +149,10 @@ def test_job_is_traced_and_judged_while_it_runs(name: str, tmp_path: Path) -> No
             steps = Analyzer(Path(found["run"])).steps().filter("traced")
             return set(range(first, after)) <= set(steps["step"].to_list()) or None
 
-        assert within(30, traced)
+        assert within(60, traced)
         judged = job.ask("attach", job.pid, "--time", "2")
         assert judged["verdict"]["step_count"] > 0
         assert job.listed()["step"] >= after
-
-
-@pytest.mark.proof
-def test_recording_of_inference_ends_and_begins_again(tmp_path: Path) -> None:
-    words = command("fetch", tmp_path, "endless")
-    with LiveJob(tmp_path, words, "--quiet", "--time", "1") as job:
-        job.reported(1)
-        ((_, _, paths),) = job.run.rank_folders()
-        within(60, lambda: '"record_end"' in paths.events.read_text() or None)
-        assert Analyzer(job.run.root).steps().height > 5
-        again = job.ask("attach", job.pid, "--time", "2")
-        assert again["verdict"]["step_count"] > 5
-        assert set(Analyzer(Path(again["run"])).steps()["boundary"].to_list()) == {"fetch"}
 
 
 def test_step_without_haiprof_does_nothing(tmp_path: Path) -> None:

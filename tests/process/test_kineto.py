@@ -23,31 +23,22 @@ from tests.process.live import within
 pytestmark = pytest.mark.slow
 
 TRAIN = """
-import os, sys, time, torch
+import os, time, torch
 import torch.distributed as dist
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 if ranks > 1:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Linear(16, 16)
-own = None
-if "own" in sys.argv:
-    own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 if ranks > 1:
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(100_000):
-    if own is not None and step == 40:
-        own.start()
     optimizer.zero_grad()
     loss = model(torch.randn(8, 16)).sum()
     loss.backward()
     optimizer.step()
     time.sleep(0.02)
-    if own is not None and step == 60:
-        own.stop()
-        print(sum(e.key == "Optimizer.step#SGD.step" and e.count for e in own.key_averages()))
-        sys.stdout.flush()
     stop = torch.tensor([float(os.path.exists("stop"))])
     if ranks > 1:
         dist.all_reduce(stop)
@@ -171,29 +162,14 @@ def wait_for_ranks(
     return done
 
 
-@pytest.mark.proof
-def test_own_profiler_of_the_job_stays_whole(folder: Path, sockets: Path) -> None:
-    env = environment(folder, KINETO_USE_DAEMON="1", KINETO_IPC_SOCKET_DIR=str(sockets))
-    with agent(folder, env), running(folder, "train.py", "own", env=env) as job:
-        words = ("trace-now", str(job.pid), "--steps", "5", "-o", "traces", "--json")
-        traces(haiprof(folder, *words, env=env))
-        (out,) = folder.glob("out-*")
-        within(60, lambda: "21" in out.read_text().split())
-    assert job.returncode == 0
-    assert "21" in out.read_text().split(), out.read_text()
-
-
 def test_job_under_haiprof_gets_the_steps_that_haiprof_counts(folder: Path) -> None:
     env = environment(folder)
     words = ("-m", "haiprof", "--kineto", "--quiet", "--log-dir", "logs", "kineto_job.py")
     (folder / "train.py").rename(folder / "kineto_job.py")
     with running(folder, *words, env=env) as job:
         asked = ("trace-now", "kineto_job.py", "--log-dir", "logs", "--backend", "kineto", "--json")
-        deadline = time.monotonic() + 60
-        done = haiprof(folder, *asked, env=env)
-        while done.returncode in (3, 5) and time.monotonic() < deadline:
-            done = haiprof(folder, *asked, env=env)
-        found = traces(done)
+        answers = (haiprof(folder, *asked, env=env) for _ in range(99))
+        found = traces(within(60, lambda: one if (one := next(answers)).returncode == 0 else None))
         (run,) = (folder / "logs").iterdir()
         assert list((run / "control").glob("kineto-*/dynolog"))
     assert job.returncode == 0
@@ -211,27 +187,3 @@ def test_job_under_haiprof_gets_the_steps_that_haiprof_counts(folder: Path) -> N
         for start, duration in ranges:
             held = pl.col("ts_ns").is_between(start, start + duration)
             assert trace.ops.filter(name.str.starts_with(operator) & held).height, phase
-
-
-@pytest.mark.proof
-def test_killed_recording_process_leaves_no_socket_that_the_job_was_told(folder: Path) -> None:
-    env = environment(folder)
-    (folder / "print.py").write_text(
-        "import os, time\nprint(os.environ['KINETO_IPC_SOCKET_DIR'], flush=True)\ntime.sleep(60)\n"
-    )
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "haiprof", "--kineto", "--quiet", "--log-dir", "logs", "print.py"],
-        cwd=folder, env=env, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert launcher.stdout is not None
-    told = launcher.stdout.readline().strip()
-    assert os.path.exists(f"{told}/dynolog")
-    os.kill(int(Path(told).parts[2]), signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while os.path.lexists(f"{told}/dynolog"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert launcher.poll() is None, "the job goes on"
-    launcher.terminate()
-    launcher.wait()
-    launcher.stdout.close()

@@ -101,7 +101,7 @@ def test_all_ranks_trace_the_same_steps_twice_in_one_run(job: LiveJob) -> None:
     windows = Analyzer(job.logs).windows()
     assert windows["trigger"].unique().to_list() == ["request"]
     assert job.process.poll() is None
-    listed = within(30, lambda: now if (now := job.listed())["step"] > after else None)
+    listed = within(60, lambda: now if (now := job.listed())["step"] > after else None)
     assert listed["path"] == found["run"]
     assert (listed["ranks"], listed["world_size"]) == (2, 2)
 
@@ -182,21 +182,6 @@ def test_job_of_another_user_is_refused_by_every_command(job: LiveJob, stranger:
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.proof
-def test_jobs_of_one_name_are_told_apart(job: LiveJob, tmp_path: Path) -> None:
-    with LiveJob(tmp_path, torchrun(2, script(tmp_path)), "--quiet") as second:
-        second.reported(2)
-        said = second.ask("snapshot", NAME, "--log-dir", str(job.logs), status=2)["talk"]
-        assert "is the name of several running jobs" in said
-        assert job.run.root.name in said
-        assert second.run.root.name in said
-        for one in (job, second):
-            found = one.ask("trace-now", one.pid, "--steps", "2")
-            assert found["run"] == str(one.run.root)
-            assert [rank["state"] for rank in found["ranks"]] == ["done", "done"]
-        assert job.listed()["path"] != second.listed()["path"]
 
 
 @pytest.mark.proof

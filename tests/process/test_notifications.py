@@ -28,7 +28,13 @@ raise RuntimeError("no label in sample 9, api_key=abc123def456ghi789")
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--quiet",)], ids=["verdict", "quiet"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="verdict"),
+        pytest.param(("--quiet",), id="quiet", marks=pytest.mark.proof),
+    ],
+)
 def test_death_and_end_with_its_cause_are_told(tmp_path: Path, options: tuple[str, ...]) -> None:
     script = tmp_path / "dies.py"
     script.write_text(DIES)
@@ -64,6 +70,7 @@ def test_server_that_never_answers_changes_neither_exit_status_nor_output(tmp_pa
     assert "notifications were not delivered" in job.stderr
 
 
+@pytest.mark.proof
 def test_hang_is_told_once_with_the_rank_that_blocks_and_when_it_ends(tmp_path: Path) -> None:
     command = [*TORCHRUN, JOB, "stop", "--at", "25", "--steps", "100000"]
     with Webhook() as server:
@@ -80,6 +87,7 @@ def test_hang_is_told_once_with_the_rank_that_blocks_and_when_it_ends(tmp_path: 
     assert end["steps_go_on"] is True
 
 
+@pytest.mark.proof
 def test_slower_steps_are_told_with_the_accounts_that_grew(tmp_path: Path) -> None:
     command = [*TORCHRUN, JOB, "slow:1.6", "--at", "90", "--steps", "200"]
     with Webhook() as server:
@@ -95,6 +103,7 @@ def test_slower_steps_are_told_with_the_accounts_that_grew(tmp_path: Path) -> No
         assert any("faulty_job.py" in account["title"] for account in slow["accounts"])
 
 
+@pytest.mark.proof
 def test_nothing_is_sent_unless_asked(tmp_path: Path) -> None:
     script = tmp_path / "dies.py"
     script.write_text(DIES)

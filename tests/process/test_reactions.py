@@ -1,4 +1,4 @@
-"""Real jobs of two ranks hang or become slower: haiprof notices, looks, and says who it was."""
+"""Real jobs of two ranks hang, become slower, or have a slow rank: haiprof says who it was."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import haiprof
+from haiprof.diagnosis.engine import diagnose
 from haiprof.run_analysis.reactions import reactions
 from haiprof.run_analysis.run_files import open_run
-from tests.process.jobs import REPOSITORY, TORCHRUN, run_command, run_job, succeeded
+from tests.process.jobs import EXAMPLES, REPOSITORY, TORCHRUN, run_command, run_job, succeeded
 from tests.process.live import LiveJob
 
 pytestmark = pytest.mark.slow
@@ -74,13 +75,27 @@ def test_steps_that_become_slower_are_traced_and_losses_stay_the_same(tmp_path: 
     assert f"steps {slow.steps[0]} to {slow.steps[1] - 1} were traced" in found["reactions"][0]
 
 
-@pytest.mark.proof
-def test_long_save_names_nobody_and_the_job_ends_as_it_would(tmp_path: Path) -> None:
-    command = [*TORCHRUN, JOB, "save:15", "--at", "40", "--steps", "60"]
-    job = succeeded(
-        run_job(command, folder=tmp_path / "job", haiprof=True, options=("--hang-limit", "5"))
+WHERE = {"dataloader": "batches", "forward": "in forward", "backward": "in backward"}
+DEFAULT = {("forward", 1)}
+CASES = [
+    pytest.param(phase, rank, marks=() if (phase, rank) in DEFAULT else pytest.mark.proof)
+    for phase in ("dataloader", "forward", "backward")
+    for rank in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("phase", "slow_rank"), CASES)
+def test_slow_rank_is_named_within_thirty_steps(tmp_path: Path, phase: str, slow_rank: int) -> None:
+    script = [str(EXAMPLES / "two_ranks_slow_one.py"), "--steps", "30", "--slow-phase", phase]
+    job = run_job(
+        [*TORCHRUN, *script, "--slow-rank", str(slow_rank)], folder=tmp_path / "job", haiprof=True
     )
-    (hang,) = reactions(open_run(tmp_path / "job" / "logs"))
-    assert (hang.state, hang.suspects, hang.saving) == ("done", (), (0,))
-    assert "a checkpoint is being saved (rank 0)" in job.stderr
-    assert "standstill" not in [f["slug"] for f in verdict(tmp_path / "job")["findings"]]
+    assert job.returncode == 0, job.stderr
+    verdict = diagnose(job.analyzer())
+    others = ("busy_neighbours", "shared_cores", "no_core")  # of the machine, beside the cause
+    first = next(found for found in verdict.findings if found.rule not in others)
+    assert first.rank == slow_rank
+    assert WHERE[phase] in first.title
+    late = job.analyzer().lateness().row(0, named=True)
+    assert late["rank"] == slow_rank
+    assert late["late_ns_per_step"] > 8e6, "20 ms per step were injected; others may delay both"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
 from tests.process.jobs import PYTHON, TWO_RANKS, environment, haiprof_command, run_command, run_job
+from tests.process.live import within
 
 pytestmark = pytest.mark.slow
 
@@ -64,9 +65,9 @@ def advice(logs: Path) -> tuple[int, str, dict[str, Any]]:
     ("how", "first", "second", "reason"),
     [
         ("line", 10, 12, "same_line"),
-        ("memory", 10, 12, "same_memory"),
-        ("disk", 12, 12, "disk_full"),
-        ("none", 0, 0, None),
+        pytest.param("memory", 10, 12, "same_memory", marks=pytest.mark.proof),
+        pytest.param("disk", 12, 12, "disk_full", marks=pytest.mark.proof),
+        pytest.param("none", 0, 0, None, marks=pytest.mark.proof),
     ],
 )
 def test_job_of_one_run_id_is_stopped_once_it_dies_alike(
@@ -91,6 +92,7 @@ def test_job_of_one_run_id_is_stopped_once_it_dies_alike(
     assert "then: STOP: " in card
 
 
+@pytest.mark.proof
 def test_requeue_of_a_slurm_job_is_joined_and_another_job_is_not(tmp_path: Path) -> None:
     script, logs = write(tmp_path), tmp_path / "logs"
     said = []
@@ -98,6 +100,18 @@ def test_requeue_of_a_slurm_job_is_joined_and_another_job_is_not(tmp_path: Path)
         run_job(("python", script, "line"), folder=tmp_path / f"run-{number}", haiprof=True,
                 options=("--quiet",), log_dir=logs,
                 extra_environment={"SLURM_JOB_ID": job})  # fmt: skip
+        said.append(advice(logs)[:2])
+    assert said == [(10, "RESTART"), (10, "RESTART"), (12, "STOP")]
+
+
+@pytest.mark.proof
+def test_same_command_in_the_same_folder_is_stopped_once_it_dies_alike(tmp_path: Path) -> None:
+    script, logs, folder = write(tmp_path), tmp_path / "logs", tmp_path / "run"
+    said = []
+    for how in ("line", "memory", "line"):
+        shutil.rmtree(folder, ignore_errors=True)
+        run_job(("python", script, how), folder=folder, haiprof=True, options=("--quiet",),
+                log_dir=logs)  # fmt: skip
         said.append(advice(logs)[:2])
     assert said == [(10, "RESTART"), (10, "RESTART"), (12, "STOP")]
 
@@ -111,6 +125,7 @@ def test_restart_by_torchrun_counts(tmp_path: Path) -> None:
     assert [attempt["generation"] for attempt in content["attempts"]] == [0, 1]
 
 
+@pytest.mark.proof
 def test_rank_killed_from_outside_is_started_again_however_often(tmp_path: Path) -> None:
     script, logs = write(tmp_path), tmp_path / "logs"
     command = [PYTHON if word == "python" else word for word in (*TWO_RANKS, script, "wait")]
@@ -127,14 +142,14 @@ def test_rank_killed_from_outside_is_started_again_however_often(tmp_path: Path)
 
 def _wait_for_rank(logs: Path, count: int) -> Path:
     """The report of rank 1, once that run has trained."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        if logs.is_dir() and len([each for each in logs.iterdir() if each.name[0] != "."]) == count:
-            rank = RunPaths(newest_run(logs)).rank(1)
-            if rank.phases.exists() and rank.phases.stat().st_size > 4000:
-                return rank.report
-        time.sleep(0.1)
-    raise AssertionError("no rank trains")
+
+    def report() -> Path | None:
+        if len(list(logs.glob("[!.]*"))) != count:
+            return None
+        rank = RunPaths(newest_run(logs)).rank(1)
+        return rank.report if rank.phases.exists() and rank.phases.stat().st_size > 4000 else None
+
+    return within(60, report)
 
 
 @pytest.mark.parametrize("word", ["--save", "--collect", "--svg=a.svg", "--last=3"])

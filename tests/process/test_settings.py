@@ -86,28 +86,6 @@ for step in range(60 if unsynchronised else 20):
     optimizer.step()
 torch.distributed.destroy_process_group()
 """
-COMPILED = """
-def slowly(module, inputs):
-    time.sleep(2)
-    return module.forward
-
-model = build()
-fast = torch.compile(model, backend=slowly)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-loader = DataLoader(TensorDataset(torch.randn(256, 64)), batch_size=32)
-for epoch in range(20):
-    model.train()
-    for (x,) in loader:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-        time.sleep(0.01)
-    if epoch == 5:
-        model.eval()
-        with torch.no_grad():
-            for (x,) in loader:
-                fast(x)
-"""
 Run = Callable[..., Job]
 
 
@@ -229,30 +207,11 @@ def test_accumulation_without_no_sync_is_told(run: Run) -> None:
     assert settings[0].flags["backend"] == "gloo"
 
 
-@pytest.mark.proof
-def test_no_sync_is_seen(run: Run) -> None:
-    job = run(PARALLEL, "no_sync", ranks=2)
-    assert job.analyzer().settings()[0].looks.no_sync_count
-    causes = {f.cause for f in diagnose(job.analyzer()).findings if f.rule == "ddp_arguments"}
-    assert causes <= {"find_unused_parameters"}
-
-
 def test_rank_with_other_settings_is_named(run: Run) -> None:
     findings = diagnose(run(PARALLEL, "sync", ranks=2).analyzer()).findings
     (found,) = [f for f in findings if f.rule == "settings_differ"]
     assert "use_deterministic_algorithms" in found.title
     assert found.severity == "info"
-
-
-@pytest.mark.proof
-def test_evaluation_that_compiles_is_no_evaluation(run: Run) -> None:
-    job = run(COMPILED)
-    assert "evaluation_heavy" not in slugs(job)
-    row = job.analyzer().ranks().row(0, named=True)
-    assert row["eval_ns"] >= row["eval_compile_ns"] >= 2_000_000_000
-    assert row["compile_ns"] == row["eval_compile_ns"]
-    verdict = diagnose(job.analyzer())
-    assert verdict.evaluation_ns == row["eval_ns"] - row["eval_compile_ns"]
 
 
 def test_rank_view_shows_settings(run: Run) -> None:

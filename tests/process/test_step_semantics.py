@@ -64,10 +64,6 @@ EXPECTED = {
 }
 
 
-def test_every_loop_has_an_expectation() -> None:
-    assert list(EXPECTED) == list(LOOPS)
-
-
 @pytest.fixture(params=marked(LOOPS))
 def loop_name(request: pytest.FixtureRequest) -> str:
     name: str = request.param

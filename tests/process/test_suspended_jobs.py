@@ -52,11 +52,7 @@ def ranks(folder: Path) -> Launched:
 
 def recorded(one: Launched) -> None:
     """Waits until both ranks write."""
-    within(
-        LIMIT_S,
-        lambda: len(list(one.logs.glob("*/ranks/*/phases.rec"))) == 2,
-        "both ranks' records",
-    )
+    within(LIMIT_S, lambda: len(list(one.logs.glob("*/ranks/*/phases.rec"))) == 2)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +86,9 @@ def test_torchrun_outlives_a_killed_launcher_and_is_recorded_to_its_end(tmp_path
     assert analyzer.ranks()["recording_ended"].to_list() == ["exit", "exit"]
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("slurm")
-def test_slurm_suspends_resumes_and_cancels(tmp_path: Path) -> None:
+def test_slurm_suspends_resumes_requeues_and_cancels(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "count.py").write_text(
@@ -108,7 +105,7 @@ def test_slurm_suspends_resumes_and_cancels(tmp_path: Path) -> None:
 
     def submit(out: str) -> str:
         haiprof = f"exec {sys.executable} -m haiprof --quiet --log-dir {folder}/logs count.py"
-        number = ask("sbatch", "--parsable", "-o", out, "-e", "err", "--wrap", haiprof)
+        number = ask("sbatch", "--parsable", "--requeue", "-o", out, "-e", "err", "--wrap", haiprof)
         within(
             LIMIT_S, lambda: (folder / out).exists() and "ready" in (folder / out).read_text(), out
         )
@@ -125,9 +122,14 @@ def test_slurm_suspends_resumes_and_cancels(tmp_path: Path) -> None:
     within(LIMIT_S, lambda: not ask("squeue", "-h", "-j", number), "the end of the job")
     assert "ExitCode=3:0" in ask("scontrol", "show", "job", number)
     assert (folder / "suspended").read_text().endswith("done\n")
-    ask("scancel", submit("cancelled"))
-    within(LIMIT_S, lambda: not left(), "the end of the cancelled job")
-    assert "done" not in (folder / "cancelled").read_text()
+    for word, command in (("requeued", ("scontrol", "requeue")), ("cancelled", ("scancel",))):
+        number = submit(word)
+        ask(*command, number)
+        within(LIMIT_S, lambda: not left(), f"the end of the {word} job")
+        assert "done" not in (folder / word).read_text()
+        (death,) = Analyzer(folder / "logs").deaths()
+        assert (death.cause, death.certain) == (word, True), death
+        ask("scancel", number)
 
 
 def _pids() -> list[int]:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import haiprof
+import haiprof.cli
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs
-from tests.process.jobs import Job, environment, haiprof_command, run_command, run_job, succeeded
-from tests.process.live import plain_ranks
-from tests.process.loops import PRELUDE
+from tests.process.jobs import Job, rank_events, run_command, run_job, succeeded
+from tests.process.live import LiveJob, plain_ranks, within
+from tests.process.loops import LOOPS, OF_TWO_RANKS, PRELUDE, loop_command, marked
+from tests.sampling import first_of
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +70,7 @@ def names(run: RunPaths) -> list[str]:
     return sorted(path.name for path in run.traces.iterdir() if not path.name.startswith("."))
 
 
+@pytest.mark.proof
 def test_two_ranks_trace_the_same_steps(tmp_path: Path) -> None:
     job, run = traced(tmp_path, RANKS, "--steps", "20:25", "--execution-trace", ranks=2)
     assert [name.partition("_")[0] for name in names(run)] == ["rank0", "rank0", "rank1", "rank1"]
@@ -85,6 +86,38 @@ def test_two_ranks_trace_the_same_steps(tmp_path: Path) -> None:
     windows = haiprof.Analyzer(run.root).windows()
     assert windows["state"].to_list() == ["recorded", "recorded"]
     assert (windows["stall_ns"] > 0).all()
+
+
+RUNNING = (
+    PRELUDE
+    + """
+def prepare(batch):
+    for _ in range(40):
+        batch[0].sum()
+def train(model, optimizer):
+    for batch in batches(40):
+        prepare(batch)
+        optimizer.zero_grad()
+        for _ in range(20):
+            sum(range(2000))
+        train_step(model, optimizer, batch)
+train(net(), torch.optim.AdamW(net().parameters()))
+"""
+)
+
+
+def test_function_that_ran_when_tracing_began_has_no_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run = traced(tmp_path, RUNNING, "--steps", "20:25", "--trace-stacks")
+    assert haiprof.cli.main(["verdict", str(run.traces), "--all"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "train.py train" in said
+    assert not re.search(r"train\.py:\d+ train\b", said), said
+    line = RUNNING[: RUNNING.index("def prepare")].count("\n") + 1
+    assert f"train.py:{line} prepare" in said
+    functions = haiprof.TraceAnalysis(run.traces).python_functions()["name"].to_list()
+    assert [name for name in functions if name.endswith(": train")] == ["train.py(?): train"]
 
 
 @pytest.mark.proof
@@ -114,7 +147,7 @@ def inside(event: dict[str, Any], outer: dict[str, Any]) -> bool:
     return bool(same and event["ts"] > outer["ts"] - 0.1 and ends[0] < ends[1] + 0.1)
 
 
-@pytest.mark.parametrize("source", ["loop", "no_loader"])
+@pytest.mark.parametrize("source", first_of(["loop", "no_loader"], "loop"))
 def test_traced_steps_have_forward_and_backward_around_their_operators(
     source: str, tmp_path: Path
 ) -> None:
@@ -152,6 +185,7 @@ def test_traced_steps_have_forward_and_backward_around_their_operators(
         assert len({event["pid"] for event in merged}) == 1
 
 
+@pytest.mark.proof
 def test_job_that_ends_inside_the_window_keeps_what_was_recorded(tmp_path: Path) -> None:
     job, run = traced(tmp_path, PACED.format(count=23, seconds=0), "--steps", "20:30")
     assert len(names(run)) == 1
@@ -160,43 +194,11 @@ def test_job_that_ends_inside_the_window_keeps_what_was_recorded(tmp_path: Path)
     assert trace.steps["step"].to_list() == [20, 21, 22]
 
 
+@pytest.mark.proof
 def test_job_that_ends_before_the_window_says_so(tmp_path: Path) -> None:
     job, run = traced(tmp_path, PACED.format(count=12, seconds=0), "--steps", "100:105")
     assert names(run) == []
     assert "not traced: the job ended" in words(job)
-
-
-@pytest.mark.proof
-def test_several_windows_are_told_apart(tmp_path: Path) -> None:
-    options = ("--trace-steps", "2", "--trace", "--repeat", "2", "--repeat-every", "8")
-    _, run = traced(tmp_path, PACED.format(count=40, seconds=0), *options)
-    assert len(names(run)) == 2
-    first, last = (haiprof.TraceAnalysis(run.root, window=w).traces[0] for w in (0, 1))
-    assert (first.steps["step"].to_list(), last.steps["step"].to_list()) == ([10, 11], [18, 19])
-    done = run_command(["trace-report", str(run.root), "--window", "0", "--json"], folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ranks"] == [0]
-
-
-@pytest.mark.proof
-def test_terminated_job_keeps_the_window_that_was_recorded(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(PACED.format(count=100_000, seconds=0.01))
-    words = haiprof_command(
-        [sys.executable, str(script)], log_dir=tmp_path / "logs", options=("--steps", "5:8")
-    )
-    process = subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.glob("logs/*/traces/rank0*.pt.trace.json.gz")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == -signal.SIGTERM
-    assert "traced" in said
-    (run,) = find_runs(tmp_path / "logs")
-    assert list(haiprof.TraceAnalysis(run).files) == [0]
 
 
 MLP = """
@@ -234,3 +236,165 @@ def test_a_step_traced_with_shapes_gives_the_mfu_of_all_steps(tmp_path: Path) ->
     bare = json.loads(answer("verdict", "--json"))
     assert bare["work"]["mfu_ratio"] is None
     assert "no peak is known" in bare["work"]["reason"]
+
+
+FIRST, AFTER = 1, 4
+NEAR_US = 200_000  # a busy machine may stop the job between the mark and the span
+
+
+def traced_loop(name: str, folder: Path, *options: str, source: str = "") -> Job:
+    script = folder / f"loop_{name}.py"
+    script.write_text(source or LOOPS[name])
+    command = loop_command(script, ranks=2 if name in OF_TWO_RANKS else 1)
+    job = run_job(command, folder=folder / "job", haiprof=True, options=("--quiet", *options))
+    return succeeded(job)
+
+
+def traces(job: Job) -> dict[int, dict[str, Any]]:
+    assert job.log_dir is not None
+    paths = job.log_dir.glob("*/traces/*.pt.trace.json.gz")
+    contents = [json.loads(gzip.decompress(path.read_bytes())) for path in paths]
+    return {content["haiprof"]["rank"]: content for content in contents}
+
+
+def step_marks(trace: dict[str, Any]) -> list[tuple[int, float, float]]:
+    """(number, start, end) in us of Unix time."""
+    base_us = trace["baseTimeNanoseconds"] / 1e3
+    return sorted(
+        (int(e["name"].partition("#")[2]), base_us + e["ts"], base_us + e["ts"] + e["dur"])
+        for e in trace["traceEvents"]
+        if e.get("name", "").startswith("ProfilerStep#") and e.get("cat") == "user_annotation"
+    )
+
+
+@pytest.mark.parametrize("name", marked(LOOPS, but=("ddp",)))
+def test_window_holds_the_steps_that_analysis_numbers_so(
+    name: str, tmp_path: Path, run_loop: Any
+) -> None:
+    bare = run_loop(name, haiprof=False)
+    job = traced_loop(name, tmp_path, "--steps", f"{FIRST}:{AFTER}")
+    assert job.stdout == bare.stdout  # losses and weights, bit for bit
+    assert "profiler" not in job.stderr.lower()
+    ranks = 2 if name in OF_TWO_RANKS else 1
+    lines = rank_events(job, "trace_window")
+    assert [(line["state"], line["steps"]) for line in lines] == [
+        ("recorded", [FIRST, AFTER])
+    ] * ranks
+    found = traces(job)
+    assert sorted(found) == list(range(ranks))
+    steps = job.analyzer().steps()
+    for rank, trace in found.items():
+        marks = step_marks(trace)
+        assert [number for number, _, _ in marks] == list(range(FIRST, AFTER))
+        starts = dict(steps.filter(steps["rank"] == rank).select("step", "start_ns").iter_rows())
+        for number, start_us, _ in marks:
+            assert abs(start_us - starts[number] / 1e3) < NEAR_US
+
+
+GAN = """
+import time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+models = [DistributedDataParallel(torch.nn.Linear(8, 8)) for _ in range(2)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=.01) for model in models]
+for step in range(1_000_000):
+    with torch.profiler.record_function(f"job_step_{step}"):
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    if step == 40 and dist.get_rank() == 0:
+        print("TRAINS", flush=True)
+    time.sleep(0.004)
+"""
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+for step in range(100_000):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    if step == 20 and dist.get_rank() == 0:
+        print("TRAINS", flush=True)
+    time.sleep(0.04)
+"""
+
+
+def started(folder: Path, *options: str, source: str = SCRIPT) -> LiveJob:
+    """The job, whose ranks have both reported in."""
+    script = folder / "train.py"
+    script.write_text(source)
+    job = LiveJob(folder, plain_ranks(2, str(script)), "--quiet", *options)
+    job.reported(2)
+    return job
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LiveJob]:
+    with started(tmp_path) as job:
+        yield job
+
+
+def job_steps(path: str) -> list[str]:
+    """Steps in a trace, as the job itself numbers them."""
+    events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+    return sorted({e["name"] for e in events if str(e.get("name")).startswith("job_step_")})
+
+
+HURRIES = """
+import os, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+for step in range(1_000_000):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    if step == 40 and dist.get_rank() == 0:
+        print("TRAINS", flush=True)
+    if not os.path.exists("hurry"):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.proof
+def test_job_that_becomes_faster_than_it_said_is_asked_again(tmp_path: Path) -> None:
+    with started(tmp_path, source=HURRIES) as job, ThreadPoolExecutor(1) as pool:
+        run = RunPaths(next((tmp_path / "logs").iterdir()))
+        asking = pool.submit(job.ask, "trace-now", job.pid, "--steps", "3")
+        within(60, lambda: any(run.control_requests.glob("*")))
+        (tmp_path / "hurry").touch()
+        found = asking.result()
+    assert [rank["state"] for rank in found["ranks"]] == ["done", "done"], found
+    assert found["aligned"]
+
+
+@pytest.mark.proof
+def test_ranks_that_record_again_trace_the_same_steps(tmp_path: Path) -> None:
+    with started(tmp_path, "--time", "0.3", source=GAN) as job:
+        within(60, lambda: not job.listed()["recording"])
+        words = ("--time", "5", "--trace", "--steps", "3")
+        trace = job.ask("attach", job.pid, *words)["trace"]
+        assert [rank["state"] for rank in trace["ranks"]] == ["done", "done"], trace
+        assert trace["aligned"]
+        first, second = (job_steps(rank["path"]) for rank in trace["ranks"])
+        assert first == second
+        assert len(first) == 3
+
+
+@pytest.mark.proof
+def test_job_whose_recording_has_ended_refuses(tmp_path: Path) -> None:
+    with started(tmp_path, "--time", "0.1") as job:
+        within(60, lambda: not job.listed()["recording"])
+        found = job.ask("trace-now", job.pid, status=1)
+        assert {rank["state"] for rank in found["ranks"]} == {"refused"}
+        assert "recording has ended" in found["ranks"][0]["reason"]

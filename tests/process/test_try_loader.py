@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from haiprof.base.options import ENV_TRY_LOADER
 from tests.process.jobs import run_command, run_job
 
@@ -70,6 +72,7 @@ def test_a_job_without_a_loader_says_so(tmp_path: Path) -> None:
     assert "nothing to try: no training step was seen" in done.stderr
 
 
+@pytest.mark.proof
 def test_a_real_run_is_never_changed(tmp_path: Path) -> None:
     """Not even where the variable of a trial has stayed in the shell."""
     script = tmp_path / "slow.py"

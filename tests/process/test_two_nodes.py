@@ -81,21 +81,6 @@ def check_stopped_rank(job: NodesJob) -> None:
 
 
 @pytest.mark.proof
-def test_same_five_steps_are_traced_on_all_ranks(job: NodesJob) -> None:
-    assert check_traces(job)["aligned"]
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("place", [0, 1])
-def test_every_rank_of_both_nodes_is_shown_on_each(job: NodesJob, place: int) -> None:
-    (listed,) = job.ask(job.nodes[place], "ps")["jobs"]
-    assert (listed["ranks"], listed["world_size"], listed["recording"]) == (4, 4, True)
-    (followed,) = job.ask(job.nodes[place], "top", "faulty_job.py")["jobs"]
-    assert {rank["rank"]: rank["host"] for rank in followed["ranks"]} == HOSTS
-    assert all(rank["step"] > 20 for rank in followed["ranks"])
-
-
-@pytest.mark.proof
 @pytest.mark.parametrize(
     "phase",
     ["forward", *(pytest.param(p, marks=pytest.mark.proof) for p in ("loader", "backward"))],
@@ -114,20 +99,6 @@ def test_slow_rank_of_the_other_node_is_named_within_thirty_steps(
     first = verdict["findings"][0]
     assert first["ranks"] == [3], first
     assert phase in first["title"]
-
-
-@pytest.mark.proof
-def test_stopped_rank_of_the_other_node_is_named_and_goes_on(job: NodesJob) -> None:
-    check_stopped_rank(job)
-
-
-@pytest.mark.proof
-def test_stuck_rank_of_the_other_node_is_named(job: NodesJob) -> None:
-    job.tell("wait_for_lock", 3)  # for good: no other test of this job may come later
-    time.sleep(1)
-    found = job.ask(job.nodes[0], "snapshot", "faulty_job.py")
-    assert (found["moves"], suspects(found)) == (False, [3])
-    assert "wait_for_lock" in found["suspects"][0]["doing"]
 
 
 # -- without one ----------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from haiprof.run_format.manifest import newest_run
 from haiprof.run_format.reader import read_lines, read_records
 from haiprof.run_format.schema import PHASES
 from tests.process.jobs import Job, run_job
+from tests.process.live import within
 
 # What the hook's drain thread does, without torch: files are opened, written, closed.
 WRITERS = """
@@ -262,18 +262,19 @@ def test_socket_closed_by_the_job_is_left_to_it_and_requests_are_answered_on(
     assert "the job has closed our socket" in output
 
 
-def answer(relay: Relay, run: RunPaths, **arguments: str) -> Mapping[str, Any]:
+def answer(relay: Relay, run: RunPaths, **arguments: str) -> Any:
     request = new_request("echo", arguments, valid_s=30)
-    limit = time.monotonic() + 20
-    while not relay.live_ranks():
-        assert time.monotonic() < limit, "the rank is not there"
+
+    def after_a_tick(look: Callable[[], Any]) -> Any:
         relay.tick()
+        return look()
+
+    within(60, lambda: after_a_tick(relay.live_ranks))
     post_request(run, request)
-    while "0" not in (replies := read_replies(run, request.id)):
-        assert time.monotonic() < limit, "no answer"
-        relay.tick()
-        time.sleep(0.01)
-    return replies["0"]
+    found: dict[str, Any] = within(
+        60, lambda: after_a_tick(lambda: read_replies(run, request.id)), "an answer"
+    )
+    return found["0"]
 
 
 # -- real jobs ------------------------------------------------------------------------------------
@@ -310,27 +311,6 @@ for file in own:
     file.close()
 """
 )
-TWICE = (
-    TRAIN
-    + """
-fd = os.open("first", os.O_CREAT | os.O_WRONLY)
-for number in range(3, 1024):
-    try:
-        os.close(number)
-    except OSError:
-        pass
-os.open("second", os.O_CREAT | os.O_WRONLY)
-train(2.5)
-"""
-)
-LIMITED = (
-    TRAIN
-    + """
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-train(2.5)
-"""
-)
 
 
 def both_ways(folder: Path, source: str, *options: str) -> tuple[Job, Job]:
@@ -352,9 +332,7 @@ def run_of(job: Job) -> RunPaths:
 
 
 @pytest.mark.slow
-def test_job_that_closes_all_descriptors_keeps_its_files_and_is_recorded_on(
-    tmp_path: Path,
-) -> None:
+def test_job_that_closes_all_descriptors_keeps_its_files_and_is_recorded_on(tmp_path: Path) -> None:
     _, recorded = both_ways(tmp_path, CLOSE)
     assert (recorded.folder / "own-0").read_text() == "the job's"
     run = run_of(recorded)
@@ -363,25 +341,3 @@ def test_job_that_closes_all_descriptors_keeps_its_files_and_is_recorded_on(
     assert len(steps) >= 78  # of 80, both halves
     notes = recorded.analyzer().notes()
     assert any("closed" in note and "phases.rec" in note for note in notes), notes
-
-
-@pytest.mark.proof
-@pytest.mark.slow
-def test_job_that_closes_what_is_not_its_own_keeps_its_files(tmp_path: Path) -> None:
-    _, recorded = both_ways(tmp_path, TWICE)
-    assert (recorded.folder / "first").read_bytes() == b""
-    assert (recorded.folder / "second").read_bytes() == b""
-
-
-@pytest.mark.proof
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [(), pytest.param(("--trace", "--steps", "3:5"), marks=pytest.mark.proof)],
-    ids=["plain", "traced"],
-)
-def test_job_under_a_file_size_limit_ends_as_without_haiprof(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    source = LIMITED if not options else LIMITED.replace("train(1.5)\n", "", 1)
-    both_ways(tmp_path, source, *options)

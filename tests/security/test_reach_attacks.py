@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -99,10 +98,10 @@ def joins(controller: Controller, *, within_s: float = 30) -> None:
         member = {"member": {"name": "7", "rank": 7}}
         within(within_s, lambda: uplink.send(member) and b'"7"' in (controller.take() or b""))
         controller.broadcast(REQUEST)
-        within(30, lambda: uplink.requests)
+        within(60, lambda: uplink.requests)
     finally:
         uplink.stop()
-    within(30, lambda: controller.agent_count == 0)
+    within(60, lambda: controller.agent_count == 0)
 
 
 # -- whoever has taken the controller's port -------------------------------------------------------
@@ -130,7 +129,7 @@ def test_a_rogue_controller_learns_nothing_and_asks_for_nothing(
     assert len(said) == 2 * HELLO_BYTES  # and not one byte of an own proof
     assert not uplink.requests
     assert not uplink.send({"member": {"name": "0"}})
-    within(30, lambda: "does not have the same token" in str(uplink.error))
+    within(60, lambda: "does not have the same token" in str(uplink.error))
     told = capsys.readouterr().err
     assert "does not have the same token" in told
     assert told.count("\n") == 1
@@ -167,7 +166,7 @@ def test_who_passes_the_handshake_on_can_neither_change_nor_repeat_nor_add(
         above.sendall(read(below, handshake[0]))
         below.sendall(read(above, handshake[1]))
         above.sendall(read(below, handshake[2]))
-        within(30, lambda: controller.agent_count == 1 and uplink.error is None)
+        within(60, lambda: controller.agent_count == 1 and uplink.error is None)
         return below, above
 
     controller_says = len(json.dumps(REQUEST).encode()) + LENGTH.size + PROOF_BYTES
@@ -179,7 +178,7 @@ def test_who_passes_the_handshake_on_can_neither_change_nor_repeat_nor_add(
             uplink.requests.clear()
             if attack == "repeat":
                 below.sendall(sealed)
-                within(30, lambda: len(uplink.requests) == 1)
+                within(60, lambda: len(uplink.requests) == 1)
                 below.sendall(sealed)
                 expected = 1
             else:
@@ -191,14 +190,14 @@ def test_who_passes_the_handshake_on_can_neither_change_nor_repeat_nor_add(
                 expected = 0
             assert is_cut_off(below), attack
             assert len(uplink.requests) == expected, attack
-        within(30, lambda: controller.agent_count == 0)
+        within(60, lambda: controller.agent_count == 0)
 
 
 def test_messages_of_another_connection_count_for_nothing(controller: Controller) -> None:
     first = agent(controller.address, KEY)
     sealed = first.seal({"member": {"name": "3", "rank": 3}})
     first.connection.sendall(sealed)
-    within(30, controller.take)
+    within(60, controller.take)
     second = agent(controller.address, KEY)
     second.connection.sendall(sealed)
     assert is_cut_off(second.connection)
@@ -232,7 +231,7 @@ def test_a_port_taken_before_the_launcher_starts_gets_nothing(
             told += capsys.readouterr().err
             return "does not have the same token" in told
 
-        within(30, warned)
+        within(60, warned)
         assert "Traceback" not in told
     finally:
         node_agent.close()
@@ -259,7 +258,7 @@ def test_a_controller_with_the_token_cannot_fill_an_agent(
     listener: socket.socket, uplink: Uplink
 ) -> None:
     peer = take_agent(listener, KEY)
-    within(30, lambda: uplink.error is None)
+    within(60, lambda: uplink.error is None)
     with contextlib.suppress(ConnectionError):
         for _ in range(2000):
             peer.send(REQUEST)
@@ -321,8 +320,8 @@ def test_a_recorded_handshake_opens_nothing(controller: Controller) -> None:
         handshake = Handshake(key=KEY, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES])
         proof = handshake.proof(AGENT)
         first.sendall(proof)
-        within(30, lambda: controller.agent_count == 1)
-    within(30, lambda: controller.agent_count == 0)
+        within(60, lambda: controller.agent_count == 1)
+    within(60, lambda: controller.agent_count == 0)
     with connect(controller.address) as second:
         second.sendall(MAGIC + nonce)
         assert read(second, ANSWER_BYTES) != answer
@@ -428,7 +427,7 @@ while True:
 def test_a_flood_of_connections_is_bounded_and_agents_get_in(controller: Controller) -> None:
     attacker = subprocess.Popen([sys.executable, "-c", _FLOOD, str(controller.address[1])])
     try:
-        within(30, lambda: controller._strangers)
+        within(60, lambda: controller._strangers)
         joins(controller, within_s=90)  # it stands in line with the flood, at its own address
     finally:
         attacker.kill()
@@ -445,7 +444,7 @@ def test_a_flood_of_messages_is_cut_off(controller: Controller) -> None:
             peer.send({"x": 1})
     assert is_cut_off(peer.connection)
     peer.connection.close()
-    within(30, lambda: controller.agent_count == 0)
+    within(60, lambda: controller.agent_count == 0)
     assert sum(1 for _ in iter(controller.take, None)) <= connections.MESSAGES_PER_S * 2
 
 
@@ -473,7 +472,7 @@ def test_replies_wait_with_the_agents_when_the_launcher_takes_none(
     senders = [threading.Thread(target=send, args=(peer,)) for peer in peers]
     for sender in senders:
         sender.start()
-    within(30, lambda: controller.queued_bytes > limit)
+    within(60, lambda: controller.queued_bytes > limit)
     time.sleep(0.3)
     assert controller.queued_bytes < limit + len(peers) * (size + FRAME_LIMIT_BYTES)
     taken = 0
@@ -633,11 +632,3 @@ def test_token_file_of_another_user_is_refused(tmp_path: Path) -> None:
     for take in (read_token, make_token):
         with pytest.raises(UsageError, match="belongs to another user"):
             take(path)
-
-
-def test_descriptor_limit_leaves_room_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for soft in (64, 256, 1024, 65_536):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        room = controllers._connection_limit()
-        assert room <= max(soft - 256, soft // 2)
-        assert room >= min(soft // 2, controllers.MAX_AGENTS)

@@ -25,12 +25,10 @@ from haiprof.base.options import Options
 from haiprof.compat.torch_profiler.pages import Pages
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.servers import FIRST_PAGE, new_access, perfetto_served
-from tests.browser import Page, browser, chromium
+from tests.browser import Page, chromium
 from tests.process.live import within
 from tests.served import served
 from tests.unit.rundir.small_run import write_small_run
-
-__all__ = ["browser"]
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(
@@ -202,7 +200,7 @@ def test_slow_clients_keep_nobody_waiting_and_are_cut_off(
         assert port.status() == 200
         for connection in slow:
             connection.settimeout(0.02)
-        within(30, lambda: all(is_cut_off(c, drip=c in slow[10:]) for c in slow))
+        within(60, lambda: all(is_cut_off(c, drip=c in slow[10:]) for c in slow))
         assert port.status() == 200
 
 
@@ -219,15 +217,15 @@ def is_cut_off(connection: socket.socket, *, drip: bool) -> bool:
 
 
 def test_connections_and_threads_are_bounded(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_http, "HEAD_S", 2.0)
+    monkeypatch.setattr(local_http, "HEAD_S", 4.0)
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
         for _ in range(120):
             stack.enter_context(socket.create_connection(port.address))
-        within(10, lambda: port.status() == 503)
+        within(60, lambda: port.status() == 503)
         assert threading.active_count() <= threads + local_http.MAX_CONNECTIONS_PER_ADDRESS
-        within(30, lambda: port.status() == 200)  # those who said nothing are gone
-    within(30, lambda: threading.active_count() <= threads)
+        within(60, lambda: port.status() == 200)  # those who said nothing are gone
+    within(60, lambda: threading.active_count() <= threads)
 
 
 def test_broken_clients_print_nothing(
@@ -321,6 +319,7 @@ def test_tensorboard_on_another_address_wants_the_token(cookie: str) -> None:
     assert b"".join(pages({**asked, "HTTP_COOKIE": own}, start)) == b"scalars"
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @needs_root
 def test_tensorboard_answers_its_own_user_alone(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_no_kind_of_fact_imports_another_kind() -> None:
-    kinds = {f"haiprof.diagnosis.{kind}_facts" for kind in ("settings", "window", "memory")}
+    kinds = {f"haiprof.diagnosis.{kind}_facts" for kind in ("settings", "memory")}
     assert {name: imports_of(name) & kinds for name in kinds if imports_of(name) & kinds} == {}
 
 

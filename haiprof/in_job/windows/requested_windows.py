@@ -388,7 +388,11 @@ class PlannedWindows(Windows):
         refusal = self._context.refusal()
         if number < wanted.first:
             if refusal is None and self._recording is None:
-                self._prepare_ahead(wanted, number)
+                if number == wanted.first - 1:
+                    self._recording = Recording(self._context)
+                elif number == wanted.first - 2 and self._step_bytes is None:
+                    self._rehearsal = Recording(self._context, rehearses=True)
+                    self._rehearsal.start()
             return
         refusal = refusal or self._too_large(wanted)
         if refusal is not None:
@@ -400,13 +404,6 @@ class PlannedWindows(Windows):
         self._context.recorder.lines.append(began)  # for the launcher, which watches the step times
         self._recording.start()
         self._recording.mark(number, True)
-
-    def _prepare_ahead(self, wanted: PlannedWindow, number: int) -> None:
-        if number == wanted.first - 1:
-            self._recording = Recording(self._context)
-        elif number == wanted.first - 2 and self._step_bytes is None:
-            self._rehearsal = Recording(self._context, rehearses=True)
-            self._rehearsal.start()
 
     def _end_rehearsal(self) -> None:
         rehearsal, self._rehearsal = self._rehearsal, None

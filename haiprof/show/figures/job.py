@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ def _spread(grid: RankGrid, seconds: Floats) -> Iterator[go.Scatter]:
     yield _line(seconds, middle, "median rank", BLUE)
     names = [grid.ranks[place] for place in slowest]
     top = _line(seconds, tops, "slowest rank", VERMILLION)
-    template = "slowest, rank %{customdata}: %{y:.4g} ms<extra></extra>"
+    template = "slowest, rank %{customdata}: %{y:.3r} ms<extra></extra>"
     yield top.update(customdata=[*names, names[-1]], hovertemplate=template)
 
 
@@ -108,7 +108,7 @@ def _line(
         name=name,
         mode="lines",
         line={"color": color, "width": width, "shape": "hv"},
-        hovertemplate=f"{name}: %{{y:.4g}} ms<extra></extra>",
+        hovertemplate=f"{name}: %{{y:.3r}} ms<extra></extra>",
         **style,
     )
 
@@ -156,7 +156,7 @@ def heat_style() -> dict[str, Any]:
         "zmax": HIGH_PERCENT,
         "colorscale": [list(stop) for stop in SCALE],
         "hoverongaps": False,
-        "hovertemplate": "rank %{y}, %{x:.4g} s: %{customdata:.4g} ms, "
+        "hovertemplate": "rank %{y}, %{x:.1f} s: %{customdata:.3r} ms, "
         "%{z:+.1f} % of a median step above the median<extra></extra>",
         "colorbar": {"ticksuffix": " %", "thickness": 12, "outlinewidth": 0},
     }
@@ -181,23 +181,32 @@ def _menu(grid: RankGrid) -> dict[str, Any]:
 
 _LATE_RANKS_HEIGHT_PX = 320
 _FEW_RANKS, _WIDTH = 16, 0.8
+_LATE_RATIO = 0.02
+"""Of a step: what is less says nothing of a rank."""
 
 
-def late_ranks_figure(late: pl.DataFrame, *, title: str) -> go.Figure:
-    """One bar per rank: its lateness per step in the group in which it is latest."""
+def late_ranks_figure(
+    late: pl.DataFrame, *, title: str, step_ns: float | None, hung: Sequence[int] = ()
+) -> go.Figure:
+    """One bar per rank: its lateness per step in the group in which it is latest.
+
+    The latest is marked where that is a good part of a step; where ranks hung, these are.
+    """
     known = late.filter(pl.col("late_ns_per_step").is_finite())
     worst = known.sort("late_ns_per_step", descending=True).unique(
         "rank", keep="first", maintain_order=True
     )
     ordered = worst.sort("rank")
-    top = worst["rank"][0] if worst.height else None
+    marked = set(hung) or set(
+        worst.head(1).filter(pl.col("late_ns_per_step") >= _LATE_RATIO * (step_ns or 0))["rank"]
+    )
     figure = go.Figure(
         go.Bar(
             x=ordered["rank"].to_list(),
             y=(ordered["late_ns_per_step"] / NS_PER_MS).to_list(),
             customdata=(ordered["last_ratio"] * 100).to_list(),
-            marker={"color": [VERMILLION if r == top else BLUE for r in ordered["rank"]]},
-            hovertemplate="rank %{x}: %{y:.4g} ms late per step, alone last at %{customdata:.0f} % "
+            marker={"color": [VERMILLION if r in marked else BLUE for r in ordered["rank"]]},
+            hovertemplate="rank %{x}: %{y:.3r} ms late per step, alone last at %{customdata:.0f} % "
             "of its collectives<extra></extra>",
         )
     )

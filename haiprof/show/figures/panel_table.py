@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import polars as pl
 
 from haiprof.base.units import BYTES_PER_GIB
+from haiprof.run_analysis.counters import OwnerSeries, SeriesReader, sort_series
 
-OWNER = ["host", "rank", "gpu", "entity"]
+_OWNER = ["host", "rank", "gpu", "entity"]
 """Columns of `Analyzer.counters()` that identify a series."""
-
-
-def by_reason(missing: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(what, why), with all that is missing for one reason together."""
-    titles: dict[str, list[str]] = {}
-    for title, reason in missing.items():
-        titles.setdefault(reason, []).append(title)
-    return [(", ".join(names), reason) for reason, names in titles.items()]
 
 
 def entity_label(
@@ -34,20 +25,32 @@ def entity_label(
     return f"{host} {name}" if many_hosts else str(name)
 
 
-def owner_series(
-    counters: pl.DataFrame, spec: CounterSpec
-) -> list[tuple[tuple[Any, ...], str, pl.DataFrame]]:
-    """Each series of a counter that has a value: whose it is (OWNER), its label, its samples."""
-    mine = counters.filter(
-        (pl.col("source") == spec.source)
-        & (pl.col("metric") == spec.metric)
-        & pl.col("value").is_finite()
-    ).sort("rank", "gpu", "host", "entity", "time_ns")
-    many_hosts = mine["host"].n_unique() > 1
-    return [
-        (key, entity_label(*key, many_hosts=many_hosts), samples)
-        for key, samples in mine.group_by(OWNER, maintain_order=True)
-    ]
+def frame_reader(counters: pl.DataFrame) -> SeriesReader:
+    """The series of a frame of counters."""
+
+    def read(source: str, metric: str) -> list[OwnerSeries]:
+        mine = counters.filter(
+            (pl.col("source") == source)
+            & (pl.col("metric") == metric)
+            & pl.col("value").is_finite()
+        ).sort("time_ns", maintain_order=True)
+        return sort_series(
+            OwnerSeries(
+                owner=(key[0], key[1], key[2], key[3]),
+                time_ns=samples["time_ns"].to_numpy(),
+                values=samples["value"].to_numpy(),
+            )
+            for key, samples in mine.group_by(_OWNER, maintain_order=True)
+        )
+
+    return read
+
+
+def label_series(read: SeriesReader, spec: CounterSpec) -> list[tuple[str, OwnerSeries]]:
+    """Each series of a counter that has a value, with its label."""
+    found = read(spec.source, spec.metric)
+    many_hosts = len({each.owner[0] for each in found}) > 1
+    return [(entity_label(*each.owner, many_hosts=many_hosts), each) for each in found]
 
 
 BYTES_PER_MIB = 1 << 20

@@ -17,8 +17,10 @@ from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.show.figures.panel_table import PANEL_ROWS, PanelSpec, by_reason, owner_series
+from haiprof.run_analysis.counters import SeriesReader
+from haiprof.show.figures.panel_table import PANEL_ROWS, PanelSpec, label_series
 from haiprof.show.figures.style import AXIS, TIME_AXIS, figure_layout, series_color
+from haiprof.show.text import by_reason
 
 POINT_LIMIT = 5000
 _FIGURE_POINT_LIMIT = 200_000
@@ -82,22 +84,22 @@ def with_gaps(
 _HOST_COLOR_INDEX = 6  # hosts begin at another colour than ranks
 
 
-def counter_traces(panel: PanelSpec, counters: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
+def counter_traces(panel: PanelSpec, read: SeriesReader, start_ns: int) -> list[go.Scatter]:
     """The lines of one panel; empty where nothing of it was measured."""
     found = []
     for spec in panel.counters:
-        series = owner_series(counters, spec)
-        for place, (key, name, samples) in enumerate(series):
+        series = label_series(read, spec)
+        for place, (name, samples) in enumerate(series):
             line = _Line(
                 name=f"{name} {spec.word}".rstrip(),
                 group=name,
-                color=owner_color(key, place),
+                color=owner_color(samples.owner, place),
                 dash=spec.dash,
                 unit=panel.unit,
                 limit=points_per_series(len(series)),
             )
-            seconds = (samples["time_ns"].to_numpy() - start_ns) / NS_PER_S
-            found.append(line.draw(seconds, samples["value"].to_numpy() / panel.scale))
+            seconds = (samples.time_ns - start_ns) / NS_PER_S
+            found.append(line.draw(seconds, samples.values / panel.scale))
     return found
 
 
@@ -154,7 +156,7 @@ class _Line:
                 "shape": "linear" if ends is None else "hv",
             },
             marker={"color": self.color},
-            hovertemplate=f"{self.name}: %{{y:.4g}} {self.unit}<extra></extra>",
+            hovertemplate=f"{self.name}: %{{y:.3r}} {self.unit}<extra></extra>",
         )
 
 
@@ -165,12 +167,11 @@ _REASON_CHARS = 150
 Row = list[tuple[PanelSpec, list[go.Scatter]]]
 
 
-def source_rows(counters: pl.DataFrame, start_ns: int) -> list[Row]:
+def source_rows(read: SeriesReader, start_ns: int) -> list[Row]:
     """The rows of `PANEL_ROWS` with values, without their empty panels."""
     rows = []
     for row in PANEL_ROWS:
-        mine = counters.filter(pl.col("source").is_in(row.sources))
-        drawn = [(panel, counter_traces(panel, mine, start_ns)) for panel in row.panels]
+        drawn = [(panel, counter_traces(panel, read, start_ns)) for panel in row.panels]
         shown = [(panel, traces) for panel, traces in drawn if traces]
         if shown:
             rows.append(shown)

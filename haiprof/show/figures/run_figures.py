@@ -14,8 +14,11 @@ from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import MISSING, NS_PER_MS, NS_PER_S, duration_text
+from haiprof.run_analysis.counters import SeriesReader
 from haiprof.run_analysis.ranks import rank_grid
+from haiprof.run_analysis.run_files import median
 from haiprof.show.figures.job import late_ranks_figure, rank_map_figure
+from haiprof.show.figures.panel_table import frame_reader
 from haiprof.show.figures.panels import (
     COLUMNS,
     ROW_PX,
@@ -45,6 +48,7 @@ from haiprof.show.summary import (
     overview_summary,
     rank_name,
     rank_steps,
+    read_counted_series,
     select_judged_samples,
     select_judged_steps,
 )
@@ -63,7 +67,7 @@ _LEGEND_LIMIT = 24
 
 def overview_figure(
     steps: pl.DataFrame,
-    counters: pl.DataFrame,
+    read: SeriesReader,
     *,
     splits: Sequence[tuple[str, Split]],
     missing: Mapping[str, str],
@@ -77,7 +81,7 @@ def overview_figure(
     below the panels, each with the reason.
     """
     head = ["Mean step by phase (ms)", "Step time (ms)"]
-    rows = source_rows(counters, start_ns)
+    rows = source_rows(read, start_ns)
     height = min(max(ROW_PX, _BAR_PX * len(splits) + _BAR_FRAME_PX), _HEAD_MAX_PX)
     figure = panel_grid(head, rows, head_px=height, title=title, missing=missing)
     _add_splits(figure, splits)
@@ -113,7 +117,7 @@ def _add_splits(figure: go.Figure, splits: Sequence[tuple[str, Split]]) -> None:
             insidetextanchor="middle",
             textangle=0,
             textfont={"color": "#111111"},
-            hovertemplate=f"{phase}: %{{x:.4g}} ms, %{{customdata:.1f}} %<extra>%{{y}}</extra>",
+            hovertemplate=f"{phase}: %{{x:.3r}} ms, %{{customdata:.1f}} %<extra>%{{y}}</extra>",
             row=1,
             col=1,
         )
@@ -139,7 +143,7 @@ _STEPS_PX = 320
 
 def one_rank_figure(
     steps: pl.DataFrame,
-    counters: pl.DataFrame,
+    read: SeriesReader,
     *,
     missing: Mapping[str, str],
     title: str,
@@ -150,7 +154,7 @@ def one_rank_figure(
     Of more than about 5000 steps the slowest and fastest of each stretch are drawn, all their
     phases together, so that a stack always is one real step.
     """
-    rows = source_rows(counters, start_ns)
+    rows = source_rows(read, start_ns)
     head = ["Phases of each step (ms)"]
     figure = panel_grid(head, rows, head_px=_STEPS_PX, title=title, missing=missing)
     for area in phase_areas(steps, start_ns):
@@ -192,7 +196,7 @@ def _area_style(phase: str) -> dict[str, Any]:
         "mode": "lines",
         "line": {"width": 0, "color": PHASE_COLORS[phase], "shape": "hv"},
         "fillcolor": PHASE_COLORS[phase],
-        "hovertemplate": f"{phase}: %{{y:.4g}} ms (step %{{customdata:.0f}})<extra></extra>",
+        "hovertemplate": f"{phase}: %{{y:.3r}} ms (step %{{customdata:.0f}})<extra></extra>",
     }
 
 
@@ -261,7 +265,7 @@ def _lengths(before_ns: Floats, after_ns: Floats) -> Iterator[go.Scatter]:
         yield go.Scatter(
             x=edges.astype(np.float32), y=np.append(shares, shares[-1:]).astype(np.float32),
             name=name, mode="lines", line={"color": color, "width": 2, "shape": "hv"},
-            hovertemplate=f"{name}: %{{y:.3g}} % of its steps<extra></extra>",
+            hovertemplate=f"{name}: %{{y:.3r}} % of its steps<extra></extra>",
         )  # fmt: skip
 
 
@@ -294,11 +298,12 @@ _SMALL = "<br><span style='font-size:12px;color:#666666'>{}</span>"
 
 def overview_picture(data: RunFrames) -> go.Figure:
     """The whole job as one interactive figure."""
-    summary = overview_summary(data)
     counted = select_judged_steps(data.steps())
+    digest = data.counter_digest(counted)
+    summary = overview_summary(data, digest=digest)
     return overview_figure(
         counted,
-        select_judged_samples(data.counters(), counted, data.ranks()),
+        read_counted_series(data, digest),
         splits=[(f"rank {rank_name(r)}", r.split_ns) for r in summary.ranks if r.step_count],
         missing=summary.missing,
         title=_title(summary.run, _overview_facts(summary)),
@@ -310,10 +315,10 @@ def one_rank_picture(data: RunFrames, rank: int) -> go.Figure:
     """One rank over time as one interactive figure."""
     summary = one_rank_summary(data, rank)
     counted = select_judged_steps(rank_steps(data.steps(), rank, summary.attempt))
-    samples = rank_counters(data.counters(), rank, summary.about["host"])
+    samples = rank_counters(data, rank, summary.about["host"])
     return one_rank_figure(
         counted,
-        select_judged_samples(samples, counted, data.ranks()),
+        frame_reader(select_judged_samples(samples, counted, data.ranks())),
         missing=summary.missing,
         title=_title(summary.run, _rank_facts(summary)),
         start_ns=summary.span.start_ns if summary.span else 0,
@@ -336,7 +341,11 @@ def late_ranks_picture(data: RunFrames) -> go.Figure | None:
     if not late["late_ns_per_step"].is_finite().any():
         return None
     header = run_header(data.run, manifest_or_none(data.run))
-    return late_ranks_figure(late, title=_title(header, "lateness at collectives, per step"))
+    return late_ranks_figure(
+        late, title=_title(header, "lateness at collectives, per step"),
+        step_ns=median(data.steps()["step_ns"]),
+        hung=[rank for d in data.deaths() if d.final and d.cause == "hang" for rank in d.ranks],
+    )  # fmt: skip
 
 
 def comparison_picture(found: Comparison, *, title: str | None = None) -> go.Figure | None:

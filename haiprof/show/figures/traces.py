@@ -15,9 +15,11 @@ from haiprof.show.figures.panels import points_per_series, thin_points
 from haiprof.show.figures.style import (
     AXIS,
     BLUE,
+    BROWN,
     DARK_GREY,
     GREEN,
     GREY,
+    GRID,
     ORANGE,
     PURPLE,
     SKY,
@@ -123,7 +125,7 @@ def part_bars(
             go.Bar(
                 y=names, x=(values.cast(pl.Float64) / size).to_list(), name=name, orientation="h",
                 marker={"color": color},
-                hovertemplate=f"%{{y}}: %{{x:.4g}} {unit} {name}<extra></extra>",
+                hovertemplate=f"%{{y}}: %{{x:.3r}} {unit} {name}<extra></extra>",
             )
         )  # fmt: skip
     layout_rows(figure, names, title=title)
@@ -164,6 +166,48 @@ def _by_category(found: pl.DataFrame, category: str, value: str, keys: list[str]
 _HEIGHT_PX = 340
 
 
+_KIND_COLORS = {
+    "computation": ("computes", SKY), "communication": ("communicates", PURPLE),
+    "memory": ("copies", ORANGE), "idle": ("idle", VERMILLION),
+    "operators": ("host: operators", BLUE), "python": ("host: Python", GREEN),
+    "wait": ("host: waits", YELLOW), "other": ("host: runtime, allocation", BROWN),
+    "outside operators": ("host: nothing recorded", GRID),
+}  # fmt: skip
+_BAR_NAME_LENGTH = 28
+
+
+def timeline_figure(found: pl.DataFrame) -> go.Figure:
+    """Bars where they are in time, a row per lane."""
+    unit, size = time_unit(found["step_ns"][0])
+    kind = pl.col("kind").str.replace("^wait: .*", "wait")
+    rows = found.with_columns(
+        kind=pl.when(kind.is_in(list(_KIND_COLORS))).then(kind).otherwise(pl.lit("other"))
+    )
+    figure = go.Figure()
+    for each, (name, color) in _KIND_COLORS.items():
+        part = rows.filter(kind=each)
+        if part.is_empty():
+            continue
+        has_name = each not in ("idle", "wait", "outside operators")
+        labels = [kernel_label(label) if label and has_name else "" for label in part["name"]]
+        figure.add_trace(go.Bar(
+            y=part["lane"].to_list(), x=(part["dur_ns"] / size).to_list(),
+            base=(part["start_ns"] / size).to_list(), orientation="h", name=name,
+            marker={"color": color, "line": {"width": 0}},
+            text=[label[:_BAR_NAME_LENGTH] if one else ""
+                  for label, one in zip(labels, part["is_one"], strict=True)],
+            textposition="inside", insidetextanchor="middle", textangle=0, textfont={"size": 10},
+            customdata=labels,
+            hovertemplate=f"%{{base:.4r}} {unit}: {name} for %{{x:.3r}} {unit} %{{customdata}}"
+                          "<extra></extra>",
+        ))  # fmt: skip
+    layout_rows(figure, found["lane"].unique(maintain_order=True).to_list(),
+                title="<b>Time line of a step</b>")  # fmt: skip
+    figure.update_layout(barmode="overlay", bargap=0.15, uniformtext={"minsize": 9, "mode": "hide"})
+    figure.update_xaxes(ticksuffix=f" {unit}", range=[0, found["step_ns"][0] / size], **AXIS)
+    return figure
+
+
 def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
     """What the critical path consists of, the longest cause on top."""
     ordered = found.filter(pl.col("duration_ns") > 0).sort(-pl.col("duration_ns"), "bound_by")
@@ -172,7 +216,7 @@ def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         ordered["duration_ns"].to_list(),
         ordered["share_ratio"].to_list(),
         colors=[BLUE] * ordered.height,
-        share="%{customdata:.3g} % of the window",
+        share="%{customdata:.3r} % of the window",
         title=title or "<b>Critical path by cause</b>",
     )
 
@@ -186,7 +230,7 @@ def what_if_figure(found: pl.DataFrame) -> go.Figure:
              for name in found["change"]]  # fmt: skip
     figure = _time_bars(
         names, shown["saved_ns"].to_list(), found["saved_ratio"].to_list(),
-        colors=[BLUE] * found.height, share="%{customdata:.3g} % of the step",
+        colors=[BLUE] * found.height, share="%{customdata:.3r} % of the step",
         title=f"<b>What would make the step shorter, by how much{step}</b>",
     )  # fmt: skip
     _, size = time_unit(max(shown["saved_ns"].to_list(), default=None))
@@ -215,7 +259,7 @@ def _time_bars(
         go.Bar(
             y=names, x=[time / size for time in times_ns], orientation="h",
             marker={"color": colors}, customdata=[ratio * 100 for ratio in ratios],
-            hovertemplate=f"%{{y}}: %{{x:.4g}} {unit}, {share}<extra></extra>",
+            hovertemplate=f"%{{y}}: %{{x:.3r}} {unit}, {share}<extra></extra>",
         )
     )  # fmt: skip
     layout_rows(figure, names, title=title)
@@ -238,7 +282,7 @@ def arrival_figure(found: pl.DataFrame) -> go.Figure:
             x=ordered["rank"].to_list(), y=late.to_list(),
             marker={"color": [VERMILLION if is_late else BLUE for is_late in ordered["is_late"]]},
             error_y={"type": "data", "symmetric": False, "array": above, "arrayminus": below},
-            hovertemplate="rank %{x}: %{y:.4g} ms late per step<extra></extra>",
+            hovertemplate="rank %{x}: %{y:.3r} ms late per step<extra></extra>",
         )
     )  # fmt: skip
     default = f"<b>Lateness at collectives, per step</b>{small}"
@@ -295,8 +339,8 @@ def one_kernel_figure(found: pl.DataFrame) -> go.Figure:
             error_y={"type": "data", "symmetric": False, "array": (high - mean).to_list(),
                      "arrayminus": (mean - low).to_list(), "thickness": 1.5},
             customdata=list(zip(low, high, ordered["count"], strict=True)),
-            hovertemplate="rank %{x}: %{y:.4g} µs in the mean of %{customdata[2]} calls, "
-            "%{customdata[0]:.4g} to %{customdata[1]:.4g} µs<extra></extra>",
+            hovertemplate="rank %{x}: %{y:.3r} µs in the mean of %{customdata[2]} calls, "
+            "%{customdata[0]:.3r} to %{customdata[1]:.3r} µs<extra></extra>",
         )
     )  # fmt: skip
     name = kernel_label(ordered["name"][0]) if ordered.height else "no such kernel"
@@ -318,7 +362,7 @@ def kernel_label(name: str) -> str:
 def _bars(names: list[str], values: pl.Series, name: str, color: str, unit: str) -> go.Bar:
     return go.Bar(
         y=names, x=values.to_list(), name=name, orientation="h", marker={"color": color},
-        hovertemplate=f"%{{y}}: %{{x:.4g}} {unit}<br>{name}<extra></extra>",
+        hovertemplate=f"%{{y}}: %{{x:.3r}} {unit}<br>{name}<extra></extra>",
     )  # fmt: skip
 
 
@@ -376,7 +420,7 @@ def _histogram(times_ns: pl.Series, color: str) -> Iterator[go.Bar]:
     yield go.Bar(
         x=np.sqrt(edges[:-1] * edges[1:]), y=counts, width=np.diff(edges),
         marker={"color": color}, customdata=np.stack([edges[:-1], edges[1:]], axis=1),
-        hovertemplate="%{y} of %{customdata[0]:.3g} to %{customdata[1]:.3g} µs<extra></extra>",
+        hovertemplate="%{y} of %{customdata[0]:.3r} to %{customdata[1]:.3r} µs<extra></extra>",
     )  # fmt: skip
 
 
@@ -464,7 +508,7 @@ def _over_time(
                 x=times[kept].astype(np.float32), y=values[kept].astype(np.float32),
                 name=name(key), mode="lines",
                 line={"color": series_color(index), "width": 1.5, "shape": "hv"},
-                hovertemplate=f"{name(key)}, %{{x:.4g}} {second}: %{{y:.4g}} {unit}<extra></extra>",
+                hovertemplate=f"{name(key)}, %{{x:.3f}} {second}: %{{y:.3r}} {unit}<extra></extra>",
             )
         )  # fmt: skip
     left_out = ordered.height - shown.height

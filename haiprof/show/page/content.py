@@ -11,19 +11,19 @@ import plotly.graph_objects as go
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.base.units import NS_PER_S, duration_text
+from haiprof.base.units import NS_PER_S, duration_text, ranks_text
 from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
 from haiprof.diagnosis.compare.comparison import compare_runs
-from haiprof.diagnosis.engine import judge
+from haiprof.diagnosis.engine import STANDSTILL, judge
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.before_death import RankTimeline, last_seconds, time_range
+from haiprof.run_analysis.counter_digest import CounterDigest
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ranks import RankGrid, rank_grid
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.death_block import WORDS, grouped_fates, memory_lines, start_lines
 from haiprof.show.figures.job import PARTS, heat_style, late_ranks_figure, over_time_figure
-from haiprof.show.figures.panel_table import by_reason
 from haiprof.show.figures.run_figures import comparison_picture
 from haiprof.show.figures.style import FONT, PHASE_COLORS
 from haiprof.show.flame import RunFlames, run_flames
@@ -44,10 +44,10 @@ from haiprof.show.series import TimeRange
 from haiprof.show.summary import (
     OverviewSummary,
     overview_summary,
-    select_judged_samples,
+    panel_metrics,
     select_judged_steps,
 )
-from haiprof.show.text import moment_text, printable
+from haiprof.show.text import by_reason, moment_text, printable
 from haiprof.show.views import compare as rows
 from haiprof.show.views.compare import compare_data
 
@@ -206,6 +206,8 @@ class PageContent:
     phases: PageTable
     slowest: PageTable
     late: PageTable
+    hung: str
+    """Ranks that hung, for which the others waited to the end; empty without any."""
     collectives: PageTable
     death: DeathPart | None
     traces: TraceSections
@@ -238,17 +240,23 @@ def page_content(
     """Reads a run for its page, also one that still runs."""
     verdict, found = judge(analyzer, trace_limit_bytes=None if read_traces else 0)
     ledger = ledger_part(verdict, found)
-    summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0)
+    judged = select_judged_steps(analyzer.steps())
+    digest = analyzer.counter_digest(judged)
+    summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0, digest=digest)
     ranks, nodes = parts.rank_table(summary), parts.node_table(summary)
-    steps, late = analyzer.steps(), analyzer.lateness()
-    judged = select_judged_steps(steps)
+    late, hung = analyzer.lateness(), _hung_ranks(verdict)
+    late_picture = (
+        late_ranks_figure(late, title="", step_ns=verdict.step_ns, hung=hung)
+        if late["late_ns_per_step"].is_finite().any()
+        else None
+    )
     windows, no_windows = parts.trace_files(analyzer.run)
     compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
     flames = run_flames(analyzer, compared.other if compared else None, found)
     traces = trace_sections(analyzer.run, read=read_traces)
     memory = memory_part(
         analyzer,
-        select_judged_samples(analyzer.counters(), judged, analyzer.ranks()),
+        digest,
         missing=summary.missing,
         traced=bool(traces.memory),
         start_ns=time_start_ns(summary),
@@ -265,6 +273,7 @@ def page_content(
         phases=parts.phase_table(judged),
         slowest=parts.slow_table(judged),
         late=parts.late_table(late),
+        hung=ranks_text(hung) if hung else "",
         collectives=parts.collective_table(analyzer.collectives()),
         death=death_part(analyzer.files, verdict),
         traces=traces,
@@ -280,12 +289,20 @@ def page_content(
         flames=flames,
         comparison=compared,
         data={
-            **_data(analyzer, summary, late, compared, traces),
+            **_data(analyzer, judged, summary, late_picture, compared, traces, digest),
             "accounts": ledger.data if ledger else {"counts": {}},
             "memory": memory.data,
             "flame": flames.graph.as_json(),
         },
     )
+
+
+def _hung_ranks(verdict: Verdict) -> tuple[int, ...]:
+    """Ranks for which the others waited to the end, or still do."""
+    if verdict.death is not None:
+        return verdict.death.ranks if verdict.death.cause == "hang" else ()
+    found = (f for f in verdict.findings if f.rule == STANDSTILL and f.severity == "critical")
+    return tuple(each.rank for each in found if each.rank is not None)
 
 
 def _not_measured(
@@ -309,15 +326,18 @@ def time_start_ns(summary: OverviewSummary) -> int:
 
 def _data(
     analyzer: RunFrames,
+    judged: pl.DataFrame,
     summary: OverviewSummary,
-    late: pl.DataFrame,
+    late: go.Figure | None,
     compared: ComparisonSection | None,
     traces: TraceSections,
+    digest: CounterDigest,
 ) -> dict[str, Any]:
     """What the figures are drawn of."""
-    steps, counters = analyzer.steps(), analyzer.counters()
+    steps = analyzer.steps()
+    read = analyzer.read_series(panel_metrics().intersection(digest.present))
     start_ns = time_start_ns(summary)
-    grid = rank_grid(select_judged_steps(steps))
+    grid = rank_grid(judged)
     return {
         "style": {"phases": PHASE_COLORS, "parts": list(PARTS), "font": FONT, "map": heat_style()},
         "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,
@@ -325,7 +345,7 @@ def _data(
         "traced": [_seconds(part, start_ns) for part in traced_times(steps)],
         "map": map_data(grid, start_ns) if grid and len(grid.ranks) > 1 else None,
         "steps": step_data(steps, start_ns) if grid else None,
-        "counters": counter_data(counters, start_ns),
+        "counters": counter_data(read, start_ns),
         "hosts": {str(row.rank): row.host for row in summary.ranks},
         "figures": {
             **dict(_figures(grid, late, compared, start_ns)),
@@ -342,12 +362,12 @@ def _seconds(part: TimeRange | None, start_ns: int) -> list[float] | None:
 
 
 def _figures(
-    grid: RankGrid | None, late: pl.DataFrame, compared: ComparisonSection | None, start_ns: int
+    grid: RankGrid | None, late: go.Figure | None, compared: ComparisonSection | None, start_ns: int
 ) -> Iterator[tuple[str, Any]]:
     """The figures that do not depend on the reader's choices, as plain JSON values."""
     if grid is not None and len(grid.ranks) > 1:
         yield "over-time", plain_figure(over_time_figure(grid, title="", start_ns=start_ns))
-    if late["late_ns_per_step"].is_finite().any():
-        yield "late", plain_figure(late_ranks_figure(late, title=""))
+    if late is not None:
+        yield "late", plain_figure(late)
     if compared is not None and compared.figure is not None:
         yield "comparison", plain_figure(compared.figure)

@@ -15,13 +15,14 @@ import polars as pl
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
+from haiprof.run_analysis.counters import SeriesReader
 from haiprof.run_analysis.ranks import RankGrid
 from haiprof.show.figures.panel_table import (
     PANEL_ROWS,
     CounterSpec,
     PanelRow,
     PanelSpec,
-    owner_series,
+    label_series,
 )
 from haiprof.show.figures.panels import gap_starts, owner_color, thin_points, with_gaps
 from haiprof.show.figures.style import BLUE, GREY, PHASES, VERMILLION
@@ -97,7 +98,7 @@ class _Line:
 
 
 def counter_data(
-    counters: pl.DataFrame,
+    read: SeriesReader,
     start_ns: int,
     *,
     rows: Sequence[PanelRow] = PANEL_ROWS,
@@ -116,7 +117,7 @@ def counter_data(
             found = [
                 line
                 for spec in panel.counters
-                for line in _lines(counters, panel, spec, len(panels), start_ns)
+                for line in _lines(read, panel, spec, len(panels), start_ns)
                 if each or line.about["all"]
             ]
             if found:
@@ -158,33 +159,35 @@ def _thin(line: _Line, limit: int) -> tuple[Floats, Floats]:
 
 
 def _lines(
-    counters: pl.DataFrame, panel: PanelSpec, spec: CounterSpec, number: int, start_ns: int
+    read: SeriesReader, panel: PanelSpec, spec: CounterSpec, number: int, start_ns: int
 ) -> Iterator[_Line]:
     """The line of each series; of many also their spread, and then single ones only on request."""
-    series = owner_series(counters, spec)
-    scaled = [
-        samples.select(
-            seconds=(pl.col("time_ns") - start_ns).cast(pl.Float64) / NS_PER_S,
-            value=pl.col("value") / panel.scale,
-        )
-        for _, _, samples in series
-    ]
+    series = label_series(read, spec)
     few = len(series) <= LINE_LIMIT
-    for place, ((key, label, _), own) in enumerate(zip(series, scaled, strict=True)):
-        host, rank, gpu, _ = key
+    lines = []
+    for place, (label, own) in enumerate(series):
+        host, rank, gpu, _ = own.owner
         nobodys = rank is None and gpu is None and spec.source != "process"
         about = {
             "panel": number, "name": f"{printable(label)} {spec.word}".rstrip(), "rank": rank,
-            "host": host if nobodys else None, "color": owner_color(key, place), "dash": spec.dash,
-            "all": few, "own": rank is not None or nobodys,
+            "host": host if nobodys else None, "color": owner_color(own.owner, place),
+            "dash": spec.dash, "all": few, "own": rank is not None or nobodys,
         }  # fmt: skip
-        yield _Line(about=about, seconds=own["seconds"].to_numpy(), values=own["value"].to_numpy())
+        seconds = (own.time_ns - start_ns) / NS_PER_S
+        lines.append(_Line(about=about, seconds=seconds, values=own.values / panel.scale))
+    yield from lines
     if not few:
-        yield from _spread(pl.concat(scaled), spec, number, len(series))
+        yield from _spread(lines, spec, number)
 
 
-def _spread(mine: pl.DataFrame, spec: CounterSpec, number: int, count: int) -> Iterator[_Line]:
+def _spread(lines: Sequence[_Line], spec: CounterSpec, number: int) -> Iterator[_Line]:
     """Lowest, median and highest of the samples in each stretch of time."""
+    mine = pl.DataFrame(
+        {
+            "seconds": np.concatenate([line.seconds for line in lines]),
+            "value": np.concatenate([line.values for line in lines]),
+        }
+    )
     low, high = float(mine["seconds"].to_numpy().min()), float(mine["seconds"].to_numpy().max())
     width = (high - low) / _SPREAD_COLUMNS or 1.0
     place = ((pl.col("seconds") - low) / width).floor().alias("place")
@@ -193,7 +196,7 @@ def _spread(mine: pl.DataFrame, spec: CounterSpec, number: int, count: int) -> I
         pl.col("seconds").mean(), lowest=value.min(), median=value.median(), highest=value.max()
     ).sort("place")  # fmt: skip
     for name, color in _SPREAD:
-        of = f"{name} of {count} {spec.word}".rstrip()
+        of = f"{name} of {len(lines)} {spec.word}".rstrip()
         about = {"panel": number, "name": of, "rank": None, "host": None, "color": color,
                  "dash": spec.dash, "all": True, "own": False}  # fmt: skip
         yield _Line(about=about, seconds=rows["seconds"].to_numpy(), values=rows[name].to_numpy())

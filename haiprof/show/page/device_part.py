@@ -8,16 +8,19 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.base.code_places import place_text
 from haiprof.show.frame_table import PageTable, page_table
 from haiprof.show.views import device_ledger as view
 from haiprof.show.views.functions import kernel_label
+from haiprof.trace_analysis.device_remedies import HOST_OPERATORS_REMEDY
 from haiprof.trace_analysis.device_verdict import DeviceLedger
+from haiprof.trace_analysis.host_activity import parse_place
 
 _OPERATOR_LIMIT, _OPPORTUNITY_LIMIT = 15, 8
 _OPERATORS = (
-    ("operator", "operator"), ("kind", "kind"), ("kernels", "kernels"),
-    ("time_ns", "time"), ("time_ratio", "of the step"), ("does", "reaches"),
-    ("roofline_ratio", "roofline"), ("won_ns", "to win"),
+    ("operator", "operator"), ("time_ns", "time"), ("time_ratio", "of the step"),
+    ("roofline_ratio", "roofline"), ("won_ns", "to win"), ("does", "reaches"),
+    ("kind", "kind"), ("kernels", "kernels"),
 )  # fmt: skip
 _OF_OPERATORS = (
     "Per step, by GPU time. The roofline is what the GPU can do at most for this work: its peak of "
@@ -25,6 +28,13 @@ _OF_OPERATORS = (
     "operators usually reach. A dash: FLOPs, bytes or the GPU's peak are not known."
 )
 
+_HOST_OPERATORS = (
+    ("operator", "operator"), ("code", "in"), ("time_ns", "time"), ("time_ratio", "of the step"),
+)  # fmt: skip
+_OF_HOST_OPERATORS = (
+    f"Per step, where each is innermost; the backward pass has the line of its forward pass. What "
+    f"helps: {HOST_OPERATORS_REMEDY}."
+)
 _GAP_LIMIT = 12
 _GAPS = (
     ("start_ns", "begins at"), ("rank", "rank"), ("idle_ns", "idle"), ("activity", "the host"),
@@ -34,14 +44,14 @@ _OF_GAPS = (
     "One by one. What the host did most of that time, and the kernel that ended it; times are "
     "since the first step began."
 )
-_PLACE = r"^.*?([^/]+)\((\d+)\): (.*)$"
-"""Of a line of code as PyTorch names it: file, line and function."""
 _NAME_LENGTH = 32
 _HOST_DID = {
     "operators": "launches operators", "python": "runs Python",
     "outside operators": "nothing recorded",
-    "between kernels": "has launched the next", "wait: device": "waited for the device",
-    "wait: loader": "waits for input", "wait: collective": "waits in a collective",
+    "between kernels": "has launched the next", "between kernels, long": "has launched the next",
+    "wait: device": "waited for the device",
+    "wait: loader": "waits for input", "wait: sleep or lock": "sleeps or waits",
+    "wait: collective": "waits in a collective",
     "allocation": "allocates or frees", "runtime calls": "calls the runtime",
     "host not recorded": "not recorded",
 }  # fmt: skip
@@ -88,6 +98,14 @@ def device_part(found: DeviceLedger | None) -> DevicePart | None:
 def _tables(found: DeviceLedger) -> Iterator[PageTable]:
     if found.operators:
         yield _operators(found)
+    if found.host_operators:
+        rows = pl.DataFrame(found.host_operators, schema=["operator", "code", "time_ns"],
+                            orient="row", infer_schema_length=None).with_columns(
+            pl.col("code").cast(pl.String).map_elements(_code_place, pl.String),
+            time_ratio=pl.col("time_ns") / found.ledger.mean_ns,
+        )  # fmt: skip
+        yield page_table("Operators of the training thread", rows, _HOST_OPERATORS,
+                         limit=_OPERATOR_LIMIT, note=_OF_HOST_OPERATORS)  # fmt: skip
     if found.on_device and len(found.gaps):
         yield _gaps(found)
 
@@ -98,7 +116,7 @@ def _gaps(found: DeviceLedger) -> PageTable:
     rows = found.gaps.head(_GAP_LIMIT).with_columns(
         pl.col("activity").str.strip_prefix("idle: ").replace([*_HOST_DID], [*_HOST_DID.values()]),
         code=pl.concat_str(
-            pl.col("code").str.split("\n").list.last().str.replace(_PLACE, "$1:$2 $3"),
+            pl.col("code").str.split("\n").list.last().map_elements(_code_place, pl.String),
             name,
             separator=" · ",
             ignore_nulls=True,
@@ -107,6 +125,12 @@ def _gaps(found: DeviceLedger) -> PageTable:
         rank=pl.col("rank") if len(found.ranks) > 1 else None,
     )
     return page_table("The longest idle times", rows, _GAPS, limit=_GAP_LIMIT, note=_OF_GAPS)
+
+
+def _code_place(name: str) -> str:
+    """A Python function as PyTorch names it, as its place; any other name as it is."""
+    file, line, function = parse_place(name)
+    return place_text(file, line, function) if file else name
 
 
 def _short_label(name: str) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from haiprof.base.code_places import place_text
 from haiprof.base.ledger import Account, Ledger
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.run_ledger import RunLedger
-from haiprof.diagnosis.verdict import Finding, Verdict, place_text
+from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.show.figures.panels import thin_points
 from haiprof.show.page.counter_data import half_floats, single_floats
 
@@ -37,9 +38,9 @@ class AccountRow:
 
     @property
     def code_place(self) -> str:
-        """`train.py:88 load_image`; empty where no line is known."""
+        """`train.py:88 load_image`; empty where no code is known."""
         at = self.account
-        if at is None or at.file is None or at.line is None:
+        if at is None or at.file is None:
             return ""
         return place_text(at.file, at.line, at.function or "")
 
@@ -50,7 +51,8 @@ class AccountRow:
             return ""
         did, package = self.account.activity, self.account.package
         inside = did in ("python", "native") and package not in (None, "job")
-        return _ACTIVITIES.get(did, did) + (f" in {package}" if inside else "")
+        whose = "Python's own library" if package == "python" else package
+        return _ACTIVITIES.get(did, did) + (f" in {whose}" if inside else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

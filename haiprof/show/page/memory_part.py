@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import polars as pl
 
 from haiprof.base.units import BYTES_PER_GIB, MISSING, NS_PER_S, bytes_text
+from haiprof.run_analysis.counter_digest import CounterDigest
+from haiprof.run_analysis.counters import OwnerSeries, SeriesReader, sort_series
 from haiprof.run_analysis.gpu_memory import (
     GpuMemorySeries,
     GpuOutOfMemory,
@@ -17,7 +19,13 @@ from haiprof.run_analysis.gpu_memory import (
     gpu_memory_series,
 )
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.figures.panel_table import CounterSpec, PanelRow, PanelSpec, entity_label
+from haiprof.show.figures.panel_table import (
+    CounterSpec,
+    PanelRow,
+    PanelSpec,
+    entity_label,
+    row_metrics,
+)
 from haiprof.show.figures.style import PHASES, series_color
 from haiprof.show.frame_table import PageTable, text_table
 from haiprof.show.page.counter_data import LINE_LIMIT, counter_data
@@ -27,8 +35,8 @@ _RANK_LIMIT = 16
 _SETTLED = 2
 """The first readings are of steps that still allocate what stays: the optimizer's state."""
 _ALLOCATOR = "allocator"
-_LEVELS = ("allocated_bytes", "peak_bytes", "reserved_bytes")
 _RSS = ("process", "memory_rss_bytes")
+_OF_USE = {("host", "memory_available_bytes"), ("host", "memory_total_bytes")}
 _PEAK_WORDS = (
     "Resident memory of a rank's process and its workers, while the steps ran that count; pages "
     "that they share count once for each. ▼ marks it in the figure."
@@ -98,7 +106,7 @@ class MemoryPart:
 
 def memory_part(
     analyzer: RunFrames,
-    samples: pl.DataFrame,
+    digest: CounterDigest,
     *,
     missing: Mapping[str, str],
     traced: bool,
@@ -106,10 +114,9 @@ def memory_part(
 ) -> MemoryPart:
     """Reads what a run recorded of memory."""
     levels = gpu_memory_series(analyzer.files)
-    peaks = _peaks(analyzer, samples)
+    peaks = _peaks(analyzer, digest.count_series(analyzer.read_series({_RSS})))
     failed = [each for _, _, each in failed_allocations(analyzer.run)]
-    counters = _with_derived(analyzer, levels)
-    data = counter_data(counters, start_ns, rows=_ROWS, each=False)
+    data = counter_data(_derived_reader(analyzer, levels, digest), start_ns, rows=_ROWS, each=False)
     return MemoryPart(
         peaks=_peak_table(peaks, start_ns),
         gpu=_gpu_table(levels),
@@ -122,50 +129,48 @@ def memory_part(
 # ---- over time ------------------------------------------------------------------------------
 
 
-def _with_derived(analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries]) -> pl.DataFrame:
+def _derived_reader(
+    analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries], digest: CounterDigest
+) -> SeriesReader:
     """The counters, with the used memory of nodes and what the allocators counted."""
-    counters = analyzer.counters()
-    group = pl.when(pl.col("source") != "cgroup").then("entity")  # named by its host alone
-    own = counters.with_columns(group.alias("entity"))
-    return pl.concat([own, _in_use(counters), *_of_allocators(analyzer, levels, counters)])
+    metrics = {metric for row in _ROWS for metric in row_metrics(row)} | _OF_USE
+    recorded = analyzer.read_series(metrics.intersection(digest.present))
+
+    def read(source: str, metric: str) -> Sequence[OwnerSeries]:
+        if source == _ALLOCATOR:
+            return sort_series(_of_allocators(analyzer, levels, metric))
+        if (source, metric) == ("host", "memory_used_bytes"):
+            return sort_series(_in_use(recorded))
+        found = recorded(source, metric)
+        if source != "cgroup":
+            return found
+        return sort_series(replace(each, owner=(*each.owner[:3], None)) for each in found)
+
+    return read
 
 
-def _in_use(counters: pl.DataFrame) -> pl.DataFrame:
+def _in_use(recorded: SeriesReader) -> Iterator[OwnerSeries]:
     """Memory of nodes in use: the total without what is available."""
-    host = counters.filter(pl.col("source") == "host")
-    keys = ["time_ns", "host"]
-    free = host.filter(pl.col("metric") == "memory_available_bytes").select(*keys, free="value")
-    total = host.filter(pl.col("metric") == "memory_total_bytes")
-    used = total.join(free, on=keys).with_columns(
-        pl.col("value") - pl.col("free"), metric=pl.lit("memory_used_bytes")
-    )
-    return used.select(counters.columns)
+    available = {each.owner: each for each in recorded("host", "memory_available_bytes")}
+    for total in recorded("host", "memory_total_bytes"):
+        free = available.get(total.owner)
+        if free is not None:
+            time_ns, at, of = np.intersect1d(total.time_ns, free.time_ns, return_indices=True)
+            yield replace(total, time_ns=time_ns, values=total.values[at] - free.values[of])
 
 
 def _of_allocators(
-    analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries], counters: pl.DataFrame
-) -> Iterator[pl.DataFrame]:
+    analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries], metric: str
+) -> Iterator[OwnerSeries]:
     last = {rank.rank: rank for rank in sorted(analyzer.files.ranks, key=lambda r: r.attempt)}
     for rank, series in levels.items():
         offset_ns = last[rank].clock_offset_ns
-        if offset_ns is None:
-            continue
-        for metric in _LEVELS:
-            values = getattr(series, metric).astype(np.float64)
-            frame = pl.DataFrame({"time_ns": series.time_ns + offset_ns, "value": values})
-            yield frame.select(
-                *(
-                    _column(name, kind, rank=rank, metric=metric)
-                    for name, kind in counters.schema.items()
-                )
+        if offset_ns is not None:
+            yield OwnerSeries(
+                owner=(None, rank, None, None),
+                time_ns=series.time_ns + offset_ns,
+                values=getattr(series, metric).astype(np.float64),
             )
-
-
-def _column(name: str, kind: pl.DataType, *, rank: int, metric: str) -> pl.Expr:
-    if name in ("time_ns", "value"):
-        return pl.col(name).cast(kind)
-    known = {"source": _ALLOCATOR, "rank": rank, "metric": metric, "unit": "bytes"}
-    return pl.lit(known.get(name)).cast(kind).alias(name)
 
 
 # ---- where it was highest -------------------------------------------------------------------
@@ -184,28 +189,35 @@ class _Peak:
     phase: str | None
 
 
-def _peaks(analyzer: RunFrames, samples: pl.DataFrame) -> list[_Peak]:
+def _peaks(analyzer: RunFrames, judged: SeriesReader) -> list[_Peak]:
     """Of the ranks with the highest ones, in order of ranks."""
-    own = samples.filter(
-        (pl.col("source") == _RSS[0]) & (pl.col("metric") == _RSS[1]) & pl.col("rank").is_not_null()
-    ).sort("rank", "time_ns")
-    value = pl.col("value")
-    tops = own.group_by("rank", maintain_order=True).agg(
-        pl.col("time_ns").get(value.arg_max()), highest=value.max(), first=value.first(),
-        last=value.last(),
-    ).top_k(_RANK_LIMIT, by="highest").sort("rank")  # fmt: skip
-    if tops.is_empty():
+    own = sort_series(
+        replace(each, owner=(None, each.owner[1], None, None))
+        for each in judged(*_RSS)
+        if each.owner[1] is not None
+    )
+    tops = sorted(own, key=lambda each: -each.values.max())[:_RANK_LIMIT]
+    if not tops:
         return []
-    ranks = tops["rank"].to_list()
+    ranks = [each.owner[1] for each in tops if each.owner[1] is not None]
     steps, spans = analyzer.steps(), analyzer.phases(ranks)
-    return [
-        _Peak(
-            **row,
-            step=_step_at(steps.filter(pl.col("rank") == row["rank"]), row["time_ns"]),
-            phase=_phase_at(spans.filter(pl.col("rank") == row["rank"]), row["time_ns"]),
-        )
-        for row in tops.iter_rows(named=True)
-    ]
+    return sorted((_peak(each, steps, spans) for each in tops), key=lambda peak: peak.rank)
+
+
+def _peak(own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame) -> _Peak:
+    _, rank, _, _ = own.owner
+    assert rank is not None, "peaks are of ranks"
+    place = int(own.values.argmax())
+    time_ns, mine = int(own.time_ns[place]), pl.col("rank") == rank
+    return _Peak(
+        rank=rank,
+        time_ns=time_ns,
+        highest=float(own.values[place]),
+        first=float(own.values[0]),
+        last=float(own.values[-1]),
+        step=_step_at(steps.filter(mine), time_ns),
+        phase=_phase_at(spans.filter(mine), time_ns),
+    )
 
 
 def _step_at(steps: pl.DataFrame, time_ns: int) -> int | None:

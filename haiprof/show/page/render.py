@@ -18,7 +18,6 @@ from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import text
 from haiprof.show.card import cost_text, gain_text, is_foreign
-from haiprof.show.figures.panel_table import by_reason
 from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
 from haiprof.show.page.content import MARKS, PageContent, page_content
@@ -27,7 +26,7 @@ from haiprof.show.page.device_part import device_part
 from haiprof.show.page.run_sections import file_size
 from haiprof.show.page.trace_sections import figure_data, page_pictures, report_tables
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
-from haiprof.show.text import count_text, printable
+from haiprof.show.text import by_reason, count_text, printable
 from haiprof.trace_analysis.device_verdict import device_ledger
 from haiprof.trace_analysis.files import fault_lines
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 STATIC = Path(__file__).parent / "static"
-_SCRIPTS = ("tables.js", "time.js", "live.js", "flame.js", "page.js")
+_SCRIPTS = ("units.js", "tables.js", "time.js", "live.js", "flame.js", "page.js")
 _OVERVIEW = ("verdict", "death", "overview", "ranks", "rank", "phases", "counters", "memory",
              "collectives")  # fmt: skip
 _RANK = ("rank", "lines", "ranks", "phases")

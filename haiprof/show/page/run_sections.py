@@ -11,7 +11,6 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.units import MISSING, duration_text
-from haiprof.live.snapshot import snapshot_folders
 from haiprof.run_analysis.run_files import number
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
@@ -144,11 +143,11 @@ def snapshot_table(run: RunPaths) -> PageTable | None:
 
 
 def _snapshots(run: RunPaths) -> Iterator[tuple[str, ...]]:
-    for folder in snapshot_folders(run):
+    for path in run.snapshot_files():
         try:
-            found = read_json(folder / "snapshot.json")
+            found = read_json(path)
         except RunFormatError:
-            yield MISSING, MISSING, "cannot be read", printable(folder.name)
+            yield MISSING, MISSING, "cannot be read", printable(path.parent.name)
             continue
         wall, listed = found.get("wall_ns"), found.get("suspects")
         suspects = [s for s in listed if isinstance(s, dict)] if isinstance(listed, list) else []
@@ -156,7 +155,7 @@ def _snapshots(run: RunPaths) -> Iterator[tuple[str, ...]]:
             moment_text(wall if isinstance(wall, int) else None),
             ", ".join(f"rank {printable(str(s.get('rank')))}" for s in suspects) or "nobody",
             "; ".join(printable(str(s.get("reason"))) for s in suspects[:3]) or MISSING,
-            printable(folder.name),
+            printable(path.parent.name),
         )
 
 

@@ -209,7 +209,7 @@ def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
     levels = ["allocated_bytes", "reserved_bytes", "since_start_bytes"]
     peaks = answers.timeline.group_by(device, maintain_order=True).agg(pl.col(levels).max())
     names = [(name, name.removesuffix("_bytes").replace("_", " ")) for name in levels]
-    heads = [("rank", "rank"), ("device_type", "of"), *names]
+    heads = [("rank", "rank"), ("device_type", "device"), *names]
     yield page_table("Highest in the window", peaks, heads, limit=_FUNCTION_LIMIT)
     if answers.at_peak is not None:
         columns = [("rank", "rank"), ("name", "allocated by"), ("block_count", "blocks"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import (
@@ -21,12 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.units import duration_text
-from haiprof.show.figures.panel_table import by_reason
 from haiprof.show.figures.style import PHASE_COLORS, SKY
-from haiprof.show.run_header import ENDED, RUNNING, RunHeader
 from haiprof.show.series import Series, TimeRange
 from haiprof.show.terminal import Sparkline
-from haiprof.show.text import moment_text, printable, value_text
+from haiprof.show.text import by_reason, moment_text, printable, value_text
+
+if TYPE_CHECKING:  # a run's header reads manifests, which traces do not have
+    from haiprof.show.run_header import RunHeader
 
 INDENT = 2
 _GAP = 2
@@ -44,7 +45,7 @@ def header_block(run: RunHeader, *, counts: str) -> RenderableType:
     title.append(run.outcome, style=_state_style(run))
     summary = f"started {moment_text(run.start_wall_ns)} on {run.host or 'an unknown host'}"
     lasted = duration_text(run.duration_ns)
-    summary += f" · {'for' if run.state == RUNNING else 'lasted'} {lasted} · {counts}"
+    summary += f" · {'for' if run.is_running else 'lasted'} {lasted} · {counts}"
     return Group(
         title,
         Text(summary, style="dim"),
@@ -189,10 +190,9 @@ def bullets(lines: Sequence[str]) -> Iterator[RenderableType]:
 
 
 def _state_style(run: RunHeader) -> str:
-    if run.state == RUNNING:
+    if run.is_running:
         return "green"
-    clean = run.state == ENDED and run.exit_status == 0 and run.signal is None
-    return "" if clean else "red"
+    return "" if run.is_clean else "red"
 
 
 def _tops(series: Sequence[Series]) -> dict[str, float]:

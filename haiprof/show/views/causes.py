@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import polars as pl
@@ -17,6 +18,7 @@ from haiprof.show.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
 from haiprof.trace_analysis.critical_path import CriticalPath
+from haiprof.trace_analysis.device_ledger import step_windows
 from haiprof.trace_analysis.diff import TraceDiff, Verdict
 from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -68,8 +70,11 @@ _COMMON = (
     "measured_step_ns", "reproduced_step_ns", "error_ratio", "unexplained_ratio",
     "collective_count", "unmatched_count", "apart_count", "ahead_count",
 )  # fmt: skip
-_COLUMNS = (("name", "if"), ("predicted_step_ns", "step"), ("saved_ratio", "shorter by"))
+_COLUMNS = (("name", "if"), ("predicted_step_ns", "step"), ("saved", "shorter by"))
 _INTERVAL = (("low_step_ns", "at least"), ("high_step_ns", "at most (95 %)"))
+_LEAST_RATIO = 0.0005
+_DIFFERS_RATIO = 0.02
+"""From this share on it is said why the verdict's step is shorter or longer."""
 _DOUBTFUL_RATIO = 0.05
 """Above this share of unexplained time a note is shown."""
 _GROUPS = {"optype": "operation", "stage": "stage", "dp_rank": "data-parallel rank"}
@@ -88,6 +93,10 @@ class WhatIfAnswers:
     """Who is late, in words; None of one rank."""
     outside_ratio: float | None = None
     """Share of the critical path outside of all recorded events; None where it is not known."""
+    has_stacks: bool = False
+    """Whether Python functions were recorded."""
+    device_step_ns: float | None = None
+    """The mean step as the device has it; None without a device or profiler steps."""
 
     @property
     def common(self) -> dict[str, Any]:
@@ -106,13 +115,21 @@ class WhatIfAnswers:
         """Notes on the predictions."""
         late = [self.late] if self.late else []
         best = self.predictions["saved_ratio"].max()
-        outside = []
+        outside, measured = [], self.common["measured_step_ns"]
         if self.outside_ratio and isinstance(best, float) and self.outside_ratio > best:
+            see = ("haiprof verdict names the functions" if self.has_stacks else
+                   "record Python stacks to see what it is (haiprof --trace-stacks)")  # fmt: skip
             outside = [
                 f"{ratio_text(self.outside_ratio)} of the step is host time outside of all "
-                "recorded events, more than any change above saves: record Python stacks to see "
-                "what it is (haiprof --trace-stacks)"
+                f"{'operators' if self.has_stacks else 'recorded events'}, more than any change "
+                f"above saves: {see}"
             ]
+        device = self.device_step_ns
+        if device is not None and abs(device - measured) > _DIFFERS_RATIO * measured:
+            outside.append(
+                f"the verdict's step is {duration_text(device)}, the device's own: from the end of "
+                "the last step's work on; here a step begins where the host marks it"
+            )
         return [*outside, *late, *_notes(self.common, self.predictions)]
 
 
@@ -137,10 +154,15 @@ def what_if_answers(
     if not changes:
         found = found.sort("saved_ratio", descending=True, maintain_order=True)
     late = _late(analysis, steps) if len(analysis.files) > 1 else None
-    outside = None if changes else _unrecorded_ratio(analysis, steps)
+    traces = list(analysis.traces.values())
+    own = [step_windows(each) for each in traces if len(each.gpu) and len(each.steps)]
+    lengths = [length for each in own for length in each["end_ns"] - each["start_ns"]]
     return WhatIfAnswers(
-        path=path, ranked=not changes, predictions=found, late=late, outside_ratio=outside
-    )
+        path=path, ranked=not changes, predictions=found, late=late,
+        outside_ratio=None if changes else _unrecorded_ratio(analysis, steps),
+        has_stacks=any(len(trace.python) for trace in traces),
+        device_step_ns=fmean(lengths) if lengths and steps is None else None,
+    )  # fmt: skip
 
 
 def _unrecorded_ratio(analysis: TraceQuestions, steps: tuple[int, int] | None) -> float | None:
@@ -173,7 +195,11 @@ def what_if_view(answers: WhatIfAnswers) -> RenderableType:
     first = f"step {duration_text(common['measured_step_ns'])} measured, "
     first += f"{duration_text(explained)} replayed from its dependencies ({_sign_text(off)})"
     title = "What would help most" if answers.ranked else "Predictions"
-    rows = answers.predictions.with_columns(pl.col("saved_ratio").clip(0.0), name=pl.col("change"))
+    saved = [
+        "no shorter" if ratio < _LEAST_RATIO else ratio_text(ratio)
+        for ratio in answers.predictions["saved_ratio"]
+    ]
+    rows = answers.predictions.with_columns(pl.Series("saved", saved), name=pl.col("change"))
     columns = (*_COLUMNS, *(_INTERVAL if rows["low_step_ns"].count() else ()))
     return Group(
         Text(first, style="bold"),

@@ -11,8 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import MISSING, duration_text
-from haiprof.diagnosis.compare.accounts import AccountChange, Promise
-from haiprof.diagnosis.compare.comparison import Comparison, caveats
+from haiprof.diagnosis.compare.comparison import AccountChange, Comparison, Promise, caveats
 from haiprof.diagnosis.compare.step_change import Change, PositionChange
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
 from haiprof.show.frame_table import PageTable, page_table, text_table
@@ -115,9 +114,11 @@ def notes(found: Comparison) -> list[str]:
 def tables(found: Comparison, *, limit: int) -> list[PageTable]:
     """What makes the difference first, with so many kernels; empty tables are left out."""
     kernels = kernel_table(found, limit=limit)
+    several = max(len(side.inputs.by_rank) for side in (found.before, found.after)) > 1
+    how = f"{', mean over all ranks' if several else ''}; dim: not certain"
     all_tables = (
-        _changes("Accounts by how much they changed; dim: not certain", found, found.accounts),
-        _changes("Where in the step, exact by its spans; dim: not certain", found, found.positions),
+        _changes(f"Accounts by how much they changed{how}", found, found.accounts),
+        _changes(f"Where in the step, exact by its spans{how}", found, found.positions),
         _changes("Ranks that changed unlike the others: their own time", found, found.ranks),
         _counters(found), *([kernels] if kernels else []), _around(found),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from haiprof.agent.samplers.table import CounterState
 from haiprof.agent.samplers.tools import Permission, Software, Tool
-from haiprof.base.units import MISSING, duration_text
+from haiprof.base.units import MISSING, digits_text, duration_text
 from haiprof.show.text import count_text, value_text
 from haiprof.show.views.blocks import plain_table, section
 
@@ -238,7 +238,7 @@ def now_text(value: float, unit: str) -> str:
         return f"0x{int(value):x}"
     if unit == "hz":
         scale, name = (1e9, "GHz") if value >= 1e9 else (1e6, "MHz")
-        return f"{value / scale:.3g} {name}"
+        return f"{digits_text(value / scale)} {name}"
     return value_text(value, unit)
 
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.options import KEPT_BATCHES
-from haiprof.base.units import MISSING
+from haiprof.base.units import MISSING, digits_text
 from haiprof.live.loader_trials import AS_GIVEN, LoaderTrial
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import one_line, plain_table
@@ -76,5 +76,5 @@ def _name(trial: LoaderTrial) -> str:
 def _cells(trial: LoaderTrial, given: LoaderTrial) -> tuple[str, str, str]:
     if trial.steps_per_s is None or trial.low is None or trial.high is None:
         return MISSING, MISSING, MISSING
-    interval = f"{trial.low:.3g} to {trial.high:.3g}"
-    return f"{trial.steps_per_s:.3g}", interval, f"x{_times(trial, given)}"
+    interval = f"{digits_text(trial.low)} to {digits_text(trial.high)}"
+    return digits_text(trial.steps_per_s), interval, f"x{_times(trial, given)}"

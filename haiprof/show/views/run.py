@@ -15,6 +15,7 @@ from haiprof.base.units import (
     MISSING,
     NS_PER_S,
     bytes_text,
+    digits_text,
     duration_text,
     ratio_text,
     visible,
@@ -35,8 +36,8 @@ from haiprof.show.summary import (
     Split,
     rank_name,
 )
-from haiprof.show.terminal import PhaseMark, SplitBar, SplitLegend, phase_heading
-from haiprof.show.text import count_text, number_text, printable, share_text, steps_text
+from haiprof.show.terminal import PHASE_OF, PhaseMark, SplitBar, SplitLegend, phase_heading
+from haiprof.show.text import count_text, printable, share_text, steps_text
 from haiprof.show.views.blocks import (
     FittingTable,
     bullets,
@@ -87,7 +88,8 @@ def _model_text(model: ModelSettings) -> str:
     if model.fsdp_unit_count:
         parts.append(count_text(model.fsdp_unit_count, "FSDP unit"))
     if model.ddp is not None:
-        given = (f"{name}={value}" for name, value in model.ddp.items() if value is not None)
+        known = {name: value for name, value in model.ddp.items() if value is not None}
+        given = (f"{n}={v:.0f}" if isinstance(v, float) else f"{n}={v}" for n, v in known.items())
         parts.append(f"DDP({', '.join(given)})")
     return f"{model.name}: {', '.join(part for part in parts if part)}"
 
@@ -141,9 +143,10 @@ def _collector_parts(settings: RankSettings) -> Iterator[str]:
         yield f"{times} of gc.collect() for {duration_text(looks.collect_ns)}"
 
 
-ONE_LINE_CELLS_WIDTH = 104
+ONE_LINE_CELLS_WIDTH = 108
 BAR_WIDTH = 132
-COMPACT_BELOW_WIDTH = 80
+COMPACT_BELOW_WIDTH = 84
+_STEPS_WIDTH = 68
 HOST_WIDTH = 14
 SHOWN_RANKS = 24
 
@@ -191,7 +194,8 @@ def _header(summary: OverviewSummary) -> RenderableType:
 
 def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]:
     bars = width >= BAR_WIDTH
-    names = ["rank", "steps", "mean", "median"]
+    counts = ["steps"] if width >= _STEPS_WIDTH else []  # which the header has, too
+    names = ["rank", *counts, "mean", "median"]
     table = plain_table(*names, left=["rank"], gap=2 if width >= COMPACT_BELOW_WIDTH else 1)
     for phase in PHASES:
         table.add_column(phase_heading(phase, width), justify="right", no_wrap=True)
@@ -200,7 +204,7 @@ def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]
     longest = max((rank.mean_step_ns or 0.0 for rank in ranks), default=0.0)
     for rank in ranks:
         for clock, split in _splits(rank):
-            cells = [rank_name(rank) + clock, str(rank.step_count)]
+            cells = [rank_name(rank) + clock, *(str(rank.step_count) for _ in counts)]
             times = (rank.mean_step_ns, rank.median_step_ns)
             cells += ["" if clock else duration_text(ns) for ns in times]
             row: list[RenderableType] = [*cells, *_split_cells(split, width)]
@@ -323,7 +327,7 @@ def _identity(summary: OneRankSummary) -> Text:
 
 def _step_parts(summary: OneRankSummary) -> Iterator[RenderableType]:
     yield section("Mean step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
-    yield section("Phases", _phases(summary))
+    yield section("Positions in the step", _positions(summary))
     yield section("Over time", _over_time(summary, summary.phase_series))
     yield section("Slowest steps", _slowest(summary))
 
@@ -343,12 +347,13 @@ def _steps_line(summary: OneRankSummary) -> str:
     return " · ".join(parts)
 
 
-def _phases(summary: OneRankSummary) -> RenderableType:
-    device = any(stat.device_median_ns is not None for stat in summary.phases)
-    columns = ["", "phase", "median", "p95", "max", "share"]
-    table = plain_table(*columns, *(["on the GPU"] if device else []), left=["", "phase"])
-    for stat in summary.phases:
-        row: list[RenderableType] = [PhaseMark(stat.phase), stat.phase]
+def _positions(summary: OneRankSummary) -> RenderableType:
+    device = any(stat.device_median_ns is not None for stat in summary.positions)
+    columns = ["", "position", "median", "p95", "max", "share"]
+    table = plain_table(*columns, *(["on the GPU"] if device else []), left=["", "position"])
+    for stat in summary.positions:
+        name = stat.phase.replace("_", " ")
+        row: list[RenderableType] = [PhaseMark(PHASE_OF.get(stat.phase, "other")), name]
         row += [duration_text(ns) for ns in (stat.median_ns, stat.p95_ns, stat.max_ns)]
         row.append(ratio_text(stat.share_ratio))
         table.add_row(*row, *([duration_text(stat.device_median_ns)] if device else []))
@@ -361,7 +366,7 @@ def _slowest(summary: OneRankSummary) -> RenderableType:
         ("step", "step"),
         (lambda slow: f"{(slow.start_ns - begin_ns) / NS_PER_S:.1f} s", "at"),
         ("step_ns", "took"),
-        (lambda slow: f"{number_text(round(slow.over_median_ratio, 2))}x", "of median"),
+        (lambda slow: f"{digits_text(slow.over_median_ratio)}x", "of median"),
         (_excess, "mostly"),
     )
     return record_table(summary.slowest, fields, left=4)

@@ -18,7 +18,7 @@ from haiprof.base.units import MISSING, NS_PER_US
 from haiprof.show.frame_table import frame_table
 from haiprof.show.views.blocks import one_line, section
 from haiprof.trace_analysis.attribution import MIN_PATTERN_LENGTH, TOP_K
-from haiprof.trace_analysis.device_time import Steps
+from haiprof.trace_analysis.device_time import NO_LAUNCHES, Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.sql_tables import SqlTable
@@ -153,12 +153,13 @@ def _counters(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFr
 
 
 _CUTOFFS = ("runtime_cutoff", "launch_delay_cutoff")
+LAUNCH_HEADS = (("blocks_per_sm", "blocks/SM"), ("waves", "waves"), ("occupancy_ratio", "occ."))
 _TIMES = (("count", "calls"), ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"))
 TABLES: Mapping[str, Table] = {
     "kernels": Table(
         ask=_kernels,
         columns=(("rank", "rank"), ("kind", "kind"), ("name", "kernel"), *_TIMES,
-                 ("kind_ratio", "of its kind")),
+                 ("kind_ratio", "of its kind"), *LAUNCH_HEADS),
         limits=("num_kernels", "duration_ratio"),
     ),
     "launches": Table(
@@ -223,4 +224,10 @@ def table_view(found: pl.DataFrame, table: Table) -> RenderableType:
     if found.is_empty():
         return Text("no rows: the traces have no such event (of a job without a GPU: no kernel)")
     shown = found.rename({table.named_by: "name"})
-    return Group(*frame_table(shown, table.columns, limit=_ROWS))
+    known = [head for head in table.columns if head not in LAUNCH_HEADS or shown[head[0]].count()]
+    lost = (
+        [Text(f"not in the table: {NO_LAUNCHES}", style="dim")]
+        if len(known) < len(table.columns)
+        else []
+    )
+    return Group(*frame_table(shown, known, limit=_ROWS), *lost)

@@ -13,6 +13,7 @@ from haiprof.base.units import duration_text
 from haiprof.show.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import bullets, missing_block, notes_block, section
+from haiprof.show.views.tables import LAUNCH_HEADS
 from haiprof.trace_analysis.collectives import WHOLE_JOB
 from haiprof.trace_analysis.files import fault_lines, fault_names
 from haiprof.trace_analysis.report import TraceReport
@@ -189,7 +190,7 @@ VIEWS = (
         ),
     ),
     View(
-        title="Steps: where their time goes",
+        title="Steps as the host marks them: where their time goes",
         of=("steps",),
         rows=step_time,
         columns=(
@@ -212,7 +213,7 @@ VIEWS = (
         columns=(
             ("name", "kernel"), ("kind", "kind"), ("count", "calls"), ("sum_ns", "time"),
             ("mean_ns", "mean"), ("slowest_rank", "slowest rank"),
-            ("distance_ratio", "above others"),
+            ("distance_ratio", "above others"), *LAUNCH_HEADS,
         ),
         limit=10,
         legend="a communication kernel's time holds its waiting for other ranks",
@@ -460,4 +461,5 @@ def _is_uninformative(name: str, found: pl.DataFrame) -> bool:
         return found[name].is_null().all()
     if name == "part":
         return found.filter(pl.col(name) != WHOLE_JOB).is_empty()
-    return name in ("process_group", "wait_ns", "distance_ratio") and found[name].is_null().all()
+    is_optional = name in ("process_group", "wait_ns", "distance_ratio", *dict(LAUNCH_HEADS))
+    return is_optional and found[name].is_null().all()

@@ -49,6 +49,9 @@ TABLE_OF_CATEGORY = {
     "graph_host_node": GRAPH_NODES,
     "os_runtime": OS_CALLS,
 }
+LANE = 50_000_000
+"""Added to a stream's or thread's number, once per lane: more than any such number (Linux counts
+threads to 4 million), and 64 of them fit the 32 bits that Perfetto reads."""
 GPU_BACKENDS = "nccl2?|ncclx|rccl|xccl|hccl|mccl"
 HOST_BACKENDS = "gloo|mpi|ucc"
 """Backends of collectives, as PyTorch's annotations begin: `nccl:all_reduce`, `ncclx:...`."""

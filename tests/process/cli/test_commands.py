@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,8 +13,18 @@ from pathlib import Path
 import pytest
 
 from haiprof.run_format.manifest import read_manifest, write_manifest
+from haiprof.run_format.tables import HOST
 from tests.process.jobs import environment, run_command
-from tests.unit.analysis.recorded import spans_of, write_rank, write_run
+from tests.sampling import first_of
+from tests.unit.analysis.recorded import (
+    CLOCK,
+    row_of,
+    spans_of,
+    write_rank,
+    write_records,
+    write_run,
+)
+from tests.unit.analysis.test_compare import write
 
 
 def test_names_load_nothing_heavy() -> None:
@@ -58,7 +69,11 @@ def test_disk_that_is_full_is_not_taken_for_success(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [(["rank", "{run}", "0"], 0), (["verdict", "{run}", "--json"], 0), (["verdict", "gone"], 3)],
+    [
+        (["verdict", "{run}", "--json"], 0),
+        pytest.param(["rank", "{run}", "0"], 0, marks=pytest.mark.proof),
+        pytest.param(["verdict", "gone"], 3, marks=pytest.mark.proof),
+    ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_command_answers_alike_as_a_process_and_in_this_one(
@@ -78,3 +93,32 @@ def test_command_answers_alike_as_a_process_and_in_this_one(
     one, other = (re.sub(r"; running: .*", "", text) for text in (done.stderr, here.stderr))
     assert one == other
     assert here.returncode == status
+
+
+def test_reader_that_has_gone_is_neither_a_verdict_nor_a_defect(tmp_path: Path) -> None:
+    before = write(tmp_path, "before", seed=1, second=1)
+    after = write(tmp_path, "after", seed=2, data_ms=7.0)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "haiprof", "compare", str(before), str(after)]
+    with os.fdopen(writing, "w") as gone:
+        ended = subprocess.run(
+            command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert ended.returncode == 141
+    assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("form", first_of(["csv", "prometheus", "otlp-json"], "csv"))
+def test_reader_of_an_export_that_closes_stdout_gets_no_traceback(
+    tmp_path: Path, form: str
+) -> None:
+    run = write_run(tmp_path / "job-1")
+    write_rank(run, spans_of("D F B O " * 20))
+    sample = row_of(HOST, time_ns=CLOCK.mono_ns, cpu_count=2, disk_read_bytes=1)
+    later = row_of(HOST, time_ns=CLOCK.mono_ns + 10**9, cpu_count=2, disk_read_bytes=2)
+    write_records(run.node("node0").records("host"), HOST, [sample, later], host="node0")
+    command = f"{sys.executable} -m haiprof export {run.root} --to {form} | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert len(done.stdout) == 10
+    assert done.stderr == ""

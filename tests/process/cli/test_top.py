@@ -276,6 +276,7 @@ def test_keys_work_in_a_terminal_and_it_is_left_as_it_was(
     assert live.poll() is None
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_interrupt_and_the_end_of_the_job_leave_cleanly(
     live: subprocess.Popen[str], tmp_path: Path

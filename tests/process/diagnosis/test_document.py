@@ -41,7 +41,7 @@ def test_diagnose_prints_and_keeps_the_documented_form(slow: Path) -> None:
     account = content["ledger"][content["opportunities"][0]]
     assert (account["position"], account["gain_ns"]) == ("input", pytest.approx(30e6, rel=0.05))
     assert content["problem_count"] == 1
-    assert {"slug": "gpu_waits_for_host", "why": "no GPU utilization of a rank"} in content[
+    assert {"slug": "allocator_retries", "why": "no counts of a GPU's allocator"} in content[
         "abstained"
     ]
     assert "first_batch" in content["checked"]

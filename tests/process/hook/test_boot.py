@@ -119,6 +119,7 @@ def test_damaged_config_is_noted_and_the_job_runs(boot: Path, content: str) -> N
     assert "pid" in (boot / "failures.log").read_text()
 
 
+@pytest.mark.proof
 def test_missing_boot_files_leave_the_job_alone(boot: Path) -> None:
     shutil.rmtree(boot)
     done = python(TRAIN, boot)
@@ -134,6 +135,7 @@ def test_failing_import_of_torch_stays_an_import_error(boot: Path, tmp_path: Pat
     assert done.stderr.count("Error") == 2  # the line that raises it, and the last one
 
 
+@pytest.mark.proof
 def test_torch_keeps_its_real_loader(boot: Path) -> None:
     code = (
         "import torch, importlib.machinery as m\n"

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from haiprof.run_analysis.run_files import open_run
-from tests.process.jobs import PYTHON, TORCHRUN, environment, haiprof_command
+from tests.process.jobs import PYTHON, environment, haiprof_command
 
 pytestmark = pytest.mark.slow
 
-STEPS = 700
 LOOP = """
 import ctypes, os, signal, sys, time
 import torch
@@ -66,14 +65,12 @@ class Death:
         return dict(optimizer.group_by("rank").len().rows())
 
 
-def die(
-    folder: Path, way: str, *launcher: str, options: tuple[str, ...] = (), **variables: str
-) -> Death:
+def die(folder: Path, way: str, **variables: str) -> Death:
     script = folder / "train.py"
     script.write_text(LOOP)
-    command = [*(launcher or (PYTHON,)), str(script), way, str(folder)]
+    command = [PYTHON, str(script), way, str(folder)]
     done = subprocess.run(
-        haiprof_command(command, log_dir=folder / "logs", options=["--quiet", *options]),
+        haiprof_command(command, log_dir=folder / "logs", options=["--quiet"]),
         env=environment(variables), capture_output=True, timeout=120,
     )  # fmt: skip
     counts = {int(f.name[6:]): f.stat().st_size for f in folder.glob("count-*")}
@@ -84,7 +81,7 @@ def die(
     ("way", "status"),
     [
         ("SIGKILL", 137),
-        ("exit", 3),
+        pytest.param("exit", 3, marks=pytest.mark.proof),
         pytest.param("SIGSEGV", 139, marks=pytest.mark.proof),
         pytest.param("SIGTERM", 143, marks=pytest.mark.proof),
         pytest.param("null", 139, marks=pytest.mark.proof),
@@ -100,27 +97,10 @@ def test_no_step_is_lost(tmp_path: Path, way: str, status: int) -> None:
     assert list(end["open_ns"] or ()) == ([] if way in ("exit", "null") else ["forward"])
 
 
+@pytest.mark.proof
 def test_no_step_is_lost_without_the_compiled_recorder(tmp_path: Path) -> None:
     death = die(tmp_path, "SIGKILL", PLAIN="1")
     assert death.recorded() == death.steps
-
-
-@pytest.mark.proof
-def test_no_step_of_any_rank_is_lost_under_torchrun(tmp_path: Path) -> None:
-    launcher = [*TORCHRUN, "--no-python", PYTHON]
-    death = die(tmp_path, "exit", *launcher)
-    assert set(death.steps) == {0, 1}
-    recorded = death.recorded()
-    # torchrun ends the slower rank anywhere: also between a step's end and the job's own count.
-    lead = {rank: recorded[rank] - steps for rank, steps in death.steps.items()}
-    assert all(0 <= steps <= 1 for steps in lead.values()), lead
-
-
-@pytest.mark.proof
-def test_warm_up_is_not_kept(tmp_path: Path) -> None:
-    death = die(tmp_path, "SIGKILL", options=("--warmup", "600"))
-    assert death.events("unclean_end")
-    assert death.recorded() == {}
 
 
 def test_a_job_that_ends_by_itself_has_a_clean_end(tmp_path: Path) -> None:

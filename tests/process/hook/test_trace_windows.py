@@ -167,15 +167,6 @@ def test_seconds_are_moved_to_whole_steps(traced: Callable[..., Traced]) -> None
     assert count(one.traces()[0], "Optimizer.step") == after - first
 
 
-def test_job_that_ends_inside_keeps_what_was_recorded(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[3, 100])
-    train_epoch(loader(6), *small_model())
-    [line] = one.lines()
-    assert (line["state"], line["steps"]) == ("cut", [3, 6])
-    assert "ended" in line["reason"]
-    assert count(one.traces()[0], "Optimizer.step") == 3
-
-
 def test_job_that_ends_with_the_window_is_whole(traced: Callable[..., Traced]) -> None:
     one = traced(steps=[3, 6])
     batches = iter(loader(50))

@@ -33,6 +33,7 @@ from haiprof.launch.job import Job
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.manifest import read_manifest
 from tests.fake_nsys import install
+from tests.process.live import within
 from tests.unit.analysis.recorded import packed, spans_of, write_rank, write_run
 
 SHORT = Options(burst=True, burst_time_s=0.2, burst_hz=1000)
@@ -67,12 +68,12 @@ def burst_of(node: NodePaths, nsys: Nsys | Refusal, **more: Any) -> Burst:
     return Burst(node, SHORT, nsys, **given)
 
 
-def run_until(burst: Burst, *ends: str, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while burst.status not in ends:
-        assert time.monotonic() < end, (burst.status, burst.reason)
+def run_until(burst: Burst, *ends: str) -> None:
+    def is_over() -> bool:
         burst.tick()
-        time.sleep(0.02)
+        return burst.status in ends
+
+    within(60, is_over, f"{burst.status} {burst.reason}")
 
 
 def lines(node: NodePaths) -> list[dict[str, Any]]:
@@ -87,14 +88,6 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
-
-
-def ends(pid: int) -> bool:
-    """Whether a process that was killed is gone, soon."""
-    limit = time.monotonic() + 30
-    while alive(pid) and time.monotonic() < limit:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def seen(node: NodePaths) -> dict[str, Any]:
@@ -261,7 +254,7 @@ def test_burst_that_goes_wrong_says_so_and_leaves_nothing_half(
     assert words in last["reason"]
     assert not node.burst_export.exists()
     assert not node.burst_scratch.exists()
-    assert ends(seen(node)["pid"])
+    within(60, lambda: not alive(seen(node)["pid"]))
 
 
 def test_burst_that_is_refused_is_written_down(node: NodePaths) -> None:
@@ -278,14 +271,11 @@ def test_burst_is_given_up_with_its_processes_when_the_job_ends(
 ) -> None:
     burst = burst_of(node, nsys_of(tmp_path, "hangs"))
     run_until(burst, "sampling")
-    end = time.monotonic() + 10
-    while not (node.bursts / "gpu.seen").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    within(60, (node.bursts / "gpu.seen").exists)
     burst.finish("the job ended", lambda: True)
     assert burst.status == "stopped"
     assert lines(node)[-1]["reason"] == "the job ended"
-    assert ends(seen(node)["pid"])
+    within(60, lambda: not alive(seen(node)["pid"]))
 
 
 def test_burst_that_is_nearly_ready_when_the_job_ends_becomes_so(
@@ -344,23 +334,6 @@ def test_job_without_nsys_runs_on_after_one_clear_line(tmp_path: Path) -> None:
     assert [line["status"] for line in found] == ["unavailable"]
 
 
-@pytest.mark.proof
-def test_burst_of_a_real_job_lands_in_its_run_directory(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    nsys = install(tmp_path / "bin")
-    done = launch(
-        tmp_path, "--burst-time", "0.5", "--burst-hz", "1000", "train.py", "60",
-        "haiprof-logs/*/nodes/*/bursts/gpu.sqlite",
-        HAIPROF_NSYS=str(nsys), CUDA_VISIBLE_DEVICES="0",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    node = only_node(tmp_path)
-    found = [line["status"] for line in lines(node) if line["type"] == "burst"]
-    assert found == ["sampling", "recorded"], done.stderr
-    assert node.burst_export.exists()
-    assert "--gpu-metrics-devices=cuda-visible" in seen(node)["argv"]
-
-
 def test_killed_recording_process_takes_nsys_with_it(tmp_path: Path, sleepers: list[int]) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     nsys = install(tmp_path / "bin", "hangs")
@@ -368,19 +341,13 @@ def test_killed_recording_process_takes_nsys_with_it(tmp_path: Path, sleepers: l
         [sys.executable, "-m", "haiprof", "--quiet", "--burst", "train.py", "40"], cwd=tmp_path,
         env={**os.environ, "HAIPROF_NSYS": str(nsys), "CUDA_VISIBLE_DEVICES": "0"},
     )  # fmt: skip
-    end = time.monotonic() + 60
-    while not list(tmp_path.glob("haiprof-logs/*/nodes/*/bursts/gpu.seen")):
-        assert job.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    within(60, lambda: list(tmp_path.glob("haiprof-logs/*/nodes/*/bursts/gpu.seen")))
     time.sleep(0.5)  # it ignores the signals that ask it to end
     pid = seen(only_node(tmp_path))["pid"]
     sleepers.append(pid)
     assert alive(pid)
     os.kill(json.loads(only_node(tmp_path).agent.read_text())["pid"], signal.SIGKILL)
-    while alive(pid):
-        assert time.monotonic() < end, "nsys outlives what has started it"
-        time.sleep(0.05)
+    within(60, lambda: not alive(pid), "the end of nsys")
     assert job.poll() is None, "the job goes on"
     job.terminate()
     assert job.wait() == -signal.SIGTERM

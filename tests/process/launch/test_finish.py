@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,8 @@ from haiprof.agent.trace_finisher import Finisher
 from haiprof.base.safe_files import is_unfinished
 from haiprof.run_format.layout import AGREED_PREFIX, RunPaths
 from haiprof.run_format.raw_traces import complete_parts
-from tests.unit.launch.parts import (
-    GONE_PID,
-    HOST,
-    new_run,
-    node_lines,
-    part_of,
-    put_down,
-    raw_text,
-)
+from tests.process.live import within
+from tests.unit.launch.parts import GONE_PID, HOST, new_run, node_lines, part_of, put_down, raw_text
 
 PARENT = str(Path(__file__).parents[3])
 
@@ -61,13 +54,6 @@ def child(run: RunPaths, *words: str, before: str = "") -> subprocess.Popen[byte
 
 def parts_left(run: RunPaths) -> list[str]:
     return sorted(os.listdir(run.trace_parts))
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_finished_trace_holds_the_same_bytes_and_the_parts_are_gone(run: RunPaths) -> None:
@@ -153,7 +139,7 @@ def test_killed_finisher_leaves_nothing_half_and_the_next_one_goes_on(
     slow += "real = f._compress_pieces\n"
     slow += "f._compress_pieces = lambda all: (time.sleep(0.02) or one for one in real(all))"
     process = child(run, before=slow)
-    wait_for(lambda: any(is_unfinished(path.name) for path in run.traces.iterdir()))
+    within(60, lambda: any(is_unfinished(path.name) for path in run.traces.iterdir()))
     process.send_signal(number)
     process.wait(30)
     assert all(part.raw.exists() for part in parts)
@@ -190,13 +176,7 @@ def test_full_disk_keeps_the_raw_trace_and_says_so(run: RunPaths) -> None:
 
 @pytest.mark.parametrize(
     "facts",
-    [
-        {"stem": "../../evil"},
-        {"stem": 7},
-        {"rank": "0"},
-        {"raw_bytes": 3},
-        {"et_bytes": 10},
-    ],
+    [{"stem": "../../evil"}, {"stem": 7}, {"rank": "0"}, {"raw_bytes": 3}, {"et_bytes": 10}],
 )
 def test_sidecar_that_does_not_fit_publishes_nothing(run: RunPaths, facts: dict[str, Any]) -> None:
     part = put_down(part_of(run), **facts)
@@ -268,8 +248,8 @@ def test_tick_finishes_what_is_whole_at_low_priority(run: RunPaths, finisher: Fi
     part = put_down(part_of(run))
     finisher.tick()
     pid = finisher._child.pid if finisher._child else 0
-    wait_for(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19 or part.trace.exists())
-    wait_for(lambda: parts_left(run) == [])
+    within(60, lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19 or part.trace.exists())
+    within(60, lambda: parts_left(run) == [])
     assert part.trace.exists()
 
 
@@ -279,7 +259,7 @@ def test_part_that_cannot_be_finished_is_not_tried_at_each_tick(
     put_down(part_of(run), raw_bytes=1)
     for _ in range(3):
         finisher.tick()
-        wait_for(lambda: not finisher._is_working())
+        within(60, lambda: not finisher._is_working())
     assert len(node_lines(run, "trace_kept_raw")) == 1
     assert finisher.is_settled()
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +12,14 @@ import pytest
 
 from haiprof.agent.node_agent import Agent
 from haiprof.agent.reach_controller import Controller, join
-from haiprof.agent.reach_uplink import Uplink, make_token, read_token
-from haiprof.agent.relay import Relay
+from haiprof.agent.reach_uplink import Uplink
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run_directories import create_run
 from haiprof.live.ask import members
 from haiprof.run_format.control import new_request, post_request, read_replies
 from tests.process.launch.reach_peers import take_agent
-from tests.process.launch.test_relay import HOST, Node
+from tests.process.launch.test_relay import Node
 from tests.process.live import within
 
 KEY = b"k" * 32
@@ -112,18 +108,6 @@ def test_controller_that_does_not_read_holds_nobody_up() -> None:
         uplink.stop()
 
 
-def test_token_file_is_its_owners_alone(tmp_path: Path) -> None:
-    path = tmp_path / "reach.token"
-    token = make_token(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert make_token(path) == read_token(path) == token
-    path.chmod(0o640)
-    with pytest.raises(UsageError, match="others may read"):
-        read_token(path)
-    with pytest.raises(UsageError, match=r"missing\.token"):
-        read_token(tmp_path / "missing.token")
-
-
 def test_one_launcher_listens_and_the_next_one_connects(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -167,16 +151,3 @@ def test_agent_without_a_token_samples_all_the_same_and_joins_when_it_is_there(
         assert capsys.readouterr().err == ""
     finally:
         agent.close()
-
-
-def test_nothing_listens_without_the_option(tmp_path: Path) -> None:
-    node = Node(tmp_path / "run")
-    node.relay.start()
-    listening = subprocess.run(["cat", "/proc/net/tcp"], capture_output=True, text=True, check=True)
-    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-           if os.path.exists(f"/proc/self/fd/{fd}")}  # fmt: skip
-    inodes = {line.split()[9] for line in listening.stdout.splitlines()[1:] if " 0A " in line}
-    assert not {f"socket:[{inode}]" for inode in inodes} & own
-    assert isinstance(node.relay, Relay)
-    assert HOST
-    node.relay.stop()

@@ -1,4 +1,4 @@
-"""Jobs whose log directory is an address: recorded here, put there, never disturbed by it."""
+"""Jobs whose log directory is an address: when they are put there; nothing disturbs them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from haiprof import Analyzer
+from haiprof.launch.run_directories import PUT_EVERY_S, PUT_LIMIT_S, RunCopies
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
 from tests.process.jobs import PYTHON, REPOSITORY, environment
 from tests.process.live import within
-from tests.two_nodes import Node, two_nodes
 
 JOB = """
 import sys, torch
@@ -43,14 +42,13 @@ while not ended.wait(0.01):
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
 """
-MAKE_BUCKET = "import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1], method='PUT'))"
 
 
 def run_with_address(
-    folder: Path, address: str, *options: str, **variables: str
+    folder: Path, address: str, *options: str, job: str = JOB, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """The job under haiprof, with an address as its log directory; recorded into `here`."""
-    (folder / "train.py").write_text(JOB)
+    (folder / "train.py").write_text(job)
     command = [PYTHON, "-m", "haiprof", "train.py", "--log-dir", address, *options]
     variables["HAIPROF_LOCAL_DIR"] = str(folder / "here")
     return subprocess.run(
@@ -78,7 +76,9 @@ def test_run_is_recorded_here_and_put_at_its_address(tmp_path: Path) -> None:
 def test_address_that_cannot_be_written_is_said_and_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     address = f"file://{tmp_path}/file/below"
-    done = run_with_address(tmp_path, address, "--quiet")
+    done = run_with_address(
+        tmp_path, address, "--quiet", job="import sys; print('done'); sys.exit(3)"
+    )
     assert (done.returncode, done.stdout) == (3, "done\n")
     run = newest_run(tmp_path / "here")
     assert f"haiprof: error: {address}/{run.name}: NotADirectoryError" in done.stderr
@@ -152,68 +152,11 @@ def attach_with_address(folder: Path, address: str, **variables: str) -> RunPath
     return run
 
 
+@pytest.mark.proof
 def test_attached_recording_is_put_at_its_address(tmp_path: Path) -> None:
     run = attach_with_address(tmp_path, f"file://{tmp_path}/there")
     assert content_of(tmp_path / "there" / run.root.name) == content_of(run.root)
     assert json.loads(run.manifest.read_text())["end_wall_ns"]
-
-
-@pytest.mark.proof
-def test_attached_recording_is_put_at_s3(tmp_path: Path, s3: dict[str, str]) -> None:
-    run = attach_with_address(tmp_path, "s3://bucket/runs", **s3)
-    subprocess.run(
-        [PYTHON, "-m", "haiprof", "fetch", "s3://bucket/runs", "-o", str(tmp_path / "fetched")],
-        env=environment(s3), check=True, capture_output=True,
-    )  # fmt: skip
-    assert content_of(tmp_path / "fetched" / run.root.name) == content_of(run.root)
-
-
-@contextmanager
-def s3_on(node: Node, log: Path) -> Iterator[dict[str, str]]:
-    """An S3 server on one of two nodes, with an empty bucket; the variables that lead there."""
-    words = [sys.executable, "-m", "moto.server", "-H", node.address, "-p", "5000"]
-    with log.open("w") as out:
-        server = subprocess.Popen(node.words(*words), stdout=out, stderr=subprocess.STDOUT)
-    try:
-        url = within(120, lambda: _running_on(log.read_text()))
-        node.run(sys.executable, "-c", MAKE_BUCKET, f"{url}/bucket")
-        yield {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "testing",
-               "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
-    finally:
-        server.terminate()
-        server.wait()
-
-
-@pytest.mark.proof
-def test_two_nodes_with_disks_of_their_own_meet_at_one_address(tmp_path: Path) -> None:
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
-    (tmp_path / "train.py").write_text(JOB)
-    with two_nodes() as nodes, s3_on(nodes[0], tmp_path / "s3.log") as s3:
-        launchers = [_launch(node, rank, tmp_path, s3) for rank, node in enumerate(nodes)]
-        said = [launcher.communicate(timeout=240)[1] for launcher in launchers]
-        assert [launcher.returncode for launcher in launchers] == [3, 3], said
-        command = [PYTHON, "-m", "haiprof", "fetch", "s3://bucket/runs", "-o", str(tmp_path / "f")]
-        subprocess.run(nodes[1].words(*command), env=environment(s3), check=True)
-    (fetched,) = (tmp_path / "f").iterdir()  # one run, of both
-    run = RunPaths(fetched)
-    assert {host.name for host in run.nodes.iterdir()} == {"node-1", "node-2"}
-    assert [rank for rank, _, _ in run.rank_folders()] == [0, 1]
-    verdict = Analyzer(fetched).verdict()
-    assert (verdict.ranks, verdict.step_count) == ((0, 1), 40)
-    for place, text in enumerate(said):
-        assert f"at s3://bucket/runs/{fetched.name}\n" in text, place
-
-
-def _launch(node: Node, rank: int, folder: Path, s3: dict[str, str]) -> subprocess.Popen[str]:
-    """One node's launcher, which records onto a disk of its own."""
-    haiprof = [PYTHON, "-m", "haiprof", "--log-dir", "s3://bucket/runs", "--run-id", "two"]
-    variables = {**s3, "HAIPROF_LOCAL_DIR": str(folder / f"here-{rank}"),
-                 "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}  # fmt: skip
-    return subprocess.Popen(
-        node.words(*haiprof, "train.py", folder=folder), env=environment(variables),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
 
 
 @pytest.mark.proof
@@ -244,3 +187,100 @@ def test_s3_holds_the_run_and_every_command_reads_it_there(
     assert missing.returncode == 1
     assert "NoSuchBucket" in missing.stderr or "does not exist" in missing.stderr
     assert os.listdir(tmp_path / "fetched") == [fetched.name]
+
+
+ADDRESS = "s3://me:hunter2@bucket/runs"
+RUN = RunPaths(Path("/logs/job-1"))
+
+
+class Desk:
+    """Starts a command in place of `put`, and has a clock that is set."""
+
+    def __init__(self, program: str) -> None:
+        self.program = program
+        self.now_s = 0.0
+        self.started: list[tuple[list[str], bool]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.copies = RunCopies(RUN, ADDRESS, self.start, clock=lambda: self.now_s)
+
+    def start(self, words: Sequence[str], background: bool) -> subprocess.Popen[bytes]:
+        self.started.append((list(words), background))
+        self.processes.append(subprocess.Popen(["/bin/sh", "-c", self.program]))
+        return self.processes[-1]
+
+    def tick_at(self, now_s: float) -> int:
+        """Ticks at a time, after what was started has ended; how many were started so far."""
+        self.now_s = now_s
+        self.copies.tick()
+        return len(self.started)
+
+    def end_process(self, now_s: float) -> None:
+        self.processes[-1].wait()
+        self.tick_at(now_s)
+
+
+def test_copies_are_made_every_five_minutes_and_at_the_end() -> None:
+    desk = Desk("exit 0")
+    assert desk.tick_at(PUT_EVERY_S - 1) == 0
+    assert desk.tick_at(PUT_EVERY_S) == 1
+    desk.end_process(PUT_EVERY_S + 2)
+    assert desk.tick_at(2 * PUT_EVERY_S + 1) == 1
+    assert desk.tick_at(2 * PUT_EVERY_S + 2) == 2
+    desk.processes[-1].wait()
+    desk.copies.finish(lambda: False, quiet=False)
+    assert desk.started == [(["--quiet"], True), (["--quiet"], True), ([], False)]
+
+
+def test_slow_copies_are_made_less_often() -> None:
+    desk = Desk("exit 0")
+    desk.tick_at(PUT_EVERY_S)
+    desk.end_process(2 * PUT_EVERY_S)  # it took five minutes: a twentieth of the time is 100
+    assert desk.tick_at(20 * PUT_EVERY_S) == 1
+    assert desk.tick_at(22 * PUT_EVERY_S) == 2
+    desk.processes[-1].wait()
+
+
+def test_failure_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    desk = Desk("exit 1")
+    for number in (1, 2):
+        desk.tick_at(number * 2 * PUT_EVERY_S)
+        desk.end_process(number * 2 * PUT_EVERY_S)
+    assert [words for words, _ in desk.started] == [["--quiet"], ["--silent"]]
+    expected = "haiprof: the job is not affected; tried again in 5 minutes\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["ended by the user", "time limit"])
+def test_last_copy_is_not_waited_for_without_end(
+    asked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk = Desk("exec sleep 1000")
+
+    def wait() -> bool:
+        desk.now_s += PUT_LIMIT_S / 2
+        return asked
+
+    desk.copies.finish(wait, quiet=True)
+    assert desk.processes[-1].returncode is not None
+    said = capsys.readouterr().err
+    assert "the run is in /logs/job-1" in said
+    assert "haiprof copy /logs/job-1 's3://me:***@bucket/runs'" in said
+    assert "hunter2" not in said
+
+
+def test_last_copy_that_was_interrupted_is_said_with_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Desk("kill -INT $$").copies.finish(lambda: False, quiet=False)
+    said = capsys.readouterr().err
+    assert "is not complete, as it was interrupted; the run is in /logs/job-1" in said
+    assert "haiprof copy /logs/job-1" in said
+
+
+def test_process_that_cannot_be_started_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(words: Sequence[str], background: bool) -> subprocess.Popen[bytes]:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    copies = RunCopies(RUN, ADDRESS, fail)
+    copies.finish(lambda: False, quiet=True)
+    assert "cannot be put (Resource temporarily unavailable)" in capsys.readouterr().err

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import pytest
+
 import haiprof
+from tests.process.live import within
 
 HAIPROF = [sys.executable, "-m", "haiprof"]
 
@@ -49,11 +51,6 @@ def test_manifest_holds_command_options_and_outcome(tmp_path: Path) -> None:
     assert content["start_wall_ns"] < content["end_wall_ns"]
 
 
-def test_everything_written_is_in_the_log_directory(tmp_path: Path) -> None:
-    run("true", cwd=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["haiprof-logs"]
-
-
 def test_quiet_prints_nothing_of_ours(tmp_path: Path) -> None:
     done = run("--quiet", "echo", "hi", cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("hi\n", "")
@@ -88,6 +85,7 @@ def test_launchers_with_one_run_id_share_a_run_directory(tmp_path: Path) -> None
     assert [path.name for path in runs(tmp_path)] == ["x-job7"]
 
 
+@pytest.mark.proof
 def test_run_id_of_a_run_that_has_ended_starts_another(tmp_path: Path) -> None:
     for _ in range(2):
         run("--run-id", "job7", "--name", "x", "true", cwd=tmp_path)
@@ -112,6 +110,7 @@ def test_environment_of_the_job_differs_in_few_variables_and_in_none_that_is_set
     assert after["PYTHONPATH"].endswith(before.get("PYTHONPATH", ""))
 
 
+@pytest.mark.proof
 def test_launcher_without_open_streams_still_runs_the_job(tmp_path: Path) -> None:
     script = f"exec {' '.join(HAIPROF)} bash -c 'touch done; exit 5' <&- >&- 2>&-"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, timeout=120, check=False)
@@ -135,11 +134,7 @@ def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
         [*HAIPROF, "train.py", "--time", "1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as job:
         try:
-            end = time.monotonic() + 120
-            while not list(tmp_path.glob("haiprof-logs/*/report/verdict.json")):
-                assert job.poll() is None
-                assert time.monotonic() < end, "no verdict while the job ran"
-                time.sleep(0.2)
+            within(120, lambda: list(tmp_path.glob("haiprof-logs/*/report/verdict.json")))
             assert job.poll() is None
         finally:
             job.terminate()
@@ -147,6 +142,7 @@ def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
         assert "the job runs on without haiprof's hooks" in job.stderr.read()
 
 
+@pytest.mark.proof
 def test_script_without_a_first_line_runs_as_in_a_shell(tmp_path: Path) -> None:
     script = tmp_path / "job"
     script.write_text("echo hi\nexit 4\n")
@@ -155,6 +151,7 @@ def test_script_without_a_first_line_runs_as_in_a_shell(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (4, "hi\n")
 
 
+@pytest.mark.proof
 def test_deleted_working_directory_leaves_the_job_running(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     command = f"mkdir {gone}; cd {gone}; rmdir {gone}; exec {' '.join(HAIPROF)} echo hi"
@@ -167,12 +164,14 @@ def test_deleted_working_directory_leaves_the_job_running(tmp_path: Path) -> Non
     assert "the job runs unrecorded" in done.stderr
 
 
+@pytest.mark.proof
 def test_log_directory_that_pythonpath_cannot_carry_is_said(tmp_path: Path) -> None:
     done = run("--log-dir", "a:b", "echo", "hi", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "hi\n")
     assert "PYTHONPATH cannot carry" in done.stderr
 
 
+@pytest.mark.proof
 def test_plain_run_has_the_shells_pipe_signal(tmp_path: Path) -> None:
     code = "set -o pipefail; yes | head -1 >/dev/null; echo $?"
     done = run("bash", "-c", code, cwd=tmp_path, HAIPROF_ENABLED="0")
@@ -201,6 +200,7 @@ def test_file_of_the_user_is_not_taken_for_pythons(tmp_path: Path) -> None:
     assert "30 steps" in done.stderr
 
 
+@pytest.mark.proof
 def test_words_taken_after_the_script_are_warned_of_even_when_quiet(tmp_path: Path) -> None:
     (tmp_path / "hi.py").write_text("import sys\nprint(*sys.argv[1:])\n")
     done = run("--quiet", "hi.py", "hi", "--name", "x", cwd=tmp_path)
@@ -208,6 +208,7 @@ def test_words_taken_after_the_script_are_warned_of_even_when_quiet(tmp_path: Pa
     assert done.stderr.count("warning: haiprof took --name x") == 1
 
 
+@pytest.mark.proof
 def test_published_form_of_a_traced_run_records_again(tmp_path: Path) -> None:
     (tmp_path / "hi.py").write_text("import sys\nprint(*sys.argv[1:])\n")
     done = run("trace", "hi.py", "--lr", "1", cwd=tmp_path)
@@ -232,12 +233,31 @@ def test_script_that_is_not_there_is_one_error_and_no_run(tmp_path: Path) -> Non
     assert not runs(tmp_path)
 
 
+def test_what_cannot_start_leaves_no_run(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("echo\n")
+    done = run("env.sh", cwd=tmp_path)
+    assert done.returncode == 127
+    assert "neither a Python script nor a program" in done.stderr
+    assert not runs(tmp_path)
+
+
+@pytest.mark.proof
+def test_module_that_is_not_there_is_one_error_and_no_run(tmp_path: Path) -> None:
+    done = run("-m", "nosuch.train", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "-m nosuch.train: no module named 'nosuch'" in done.stderr
+    assert not runs(tmp_path)
+    (tmp_path / "here.py").write_text("print('trained')\n")
+    assert run("-m", "here", cwd=tmp_path).stdout.startswith("trained")
+
+
 def test_mistyped_command_gets_a_suggestion(tmp_path: Path) -> None:
     done = run("verdct", cwd=tmp_path)
     assert done.returncode == 127
     assert "did you mean: haiprof verdict" in done.stderr
 
 
+@pytest.mark.proof
 def test_second_start_of_a_running_job_names_attach(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, subprocess, sys\n"

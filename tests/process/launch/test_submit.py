@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from haiprof.live.find import running_jobs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, has_ended, read_manifest
 from tests.process.jobs import PYTHON, environment
+from tests.process.live import within
 from tests.sampling import examples
 
 HOSTILE = (
@@ -523,13 +523,6 @@ def submitted(*words: str, **variables: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 90.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.1)
-
-
 def arguments_in(text: str) -> list[list[str]]:
     lines = [line for line in text.splitlines() if line.startswith("ARGUMENTS ")]
     return [json.loads(line.removeprefix("ARGUMENTS ")) for line in lines]
@@ -546,20 +539,20 @@ def test_job_outlives_who_submitted_it(work: Path) -> None:
         start_new_session=True,
     )
     logs = work / "haiprof-logs"
-    wait_until(lambda: logs.is_dir() and find_runs(logs))
+    within(90, lambda: logs.is_dir() and find_runs(logs))
     run = RunPaths(find_runs(logs)[0])
-    wait_until(lambda: run.root in [job.run.root for job in running_jobs([])])
+    within(90, lambda: run.root in [job.run.root for job in running_jobs([])])
     os.killpg(submitter.pid, signal.SIGHUP)  # its terminal is closed
     os.killpg(submitter.pid, signal.SIGKILL)
     submitter.wait()
     launcher = read_manifest(run).launcher_pid
     assert os.getsid(launcher) == launcher
-    wait_until(lambda: read_manifest(run).end_wall_ns is not None)
+    within(90, lambda: read_manifest(run).end_wall_ns is not None)
     assert read_manifest(run).exit_status == 0
     assert [rank["rank"] for rank in read_manifest(run).ranks] == [0, 1]
     log = Path(f"{run.root}.log")
     assert arguments_in(log.read_text()) == [list(HOSTILE)] * 2
-    wait_until(run.verdict_json.exists)
+    within(90, run.verdict_json.exists)
 
 
 @pytest.mark.proof
@@ -579,10 +572,10 @@ def test_kill_ends_the_job(work: Path) -> None:
     assert done.returncode == 0, done.stderr
     job = json.loads(done.stdout)
     run = RunPaths(Path(job["target"]))
-    wait_until(run.rank_folders)
+    within(90, run.rank_folders)
     assert job["exit_status"] is None
     subprocess.run(job["stop"], check=True)
-    wait_until(lambda: read_manifest(run).end_wall_ns is not None)
+    within(90, lambda: read_manifest(run).end_wall_ns is not None)
     assert read_manifest(run).signal == "SIGTERM"
 
 
@@ -648,9 +641,9 @@ def test_requeued_job_records_a_run_of_its_own_beside_the_first(work: Path) -> N
     (work / "train.py").write_text(f"import os\n{endless}\n{_TRAIN}")
     job = sbatch(work, "--requeue")
     runs = [RunPaths(work / "haiprof-logs" / f"train-{job}.0{end}") for end in ("", ".r1")]
-    wait_until(lambda: len(runs[0].rank_folders()) == 2)
+    within(90, lambda: len(runs[0].rank_folders()) == 2)
     subprocess.run(["scontrol", "requeue", job], check=True)
-    wait_until(lambda: runs[1].root.exists() and has_ended(runs[1]), 180)
+    within(180, lambda: runs[1].root.exists() and has_ended(runs[1]))
     first, second = map(read_manifest, runs)
     assert (second.exit_status, [rank["rank"] for rank in second.ranks]) == (0, [0, 1])
     assert (first.exit_status, first.signal) != (0, None)
@@ -662,6 +655,6 @@ def test_requeued_job_records_a_run_of_its_own_beside_the_first(work: Path) -> N
 def test_elements_of_an_array_record_a_run_each(work: Path) -> None:
     sbatch(work, "--sbatch", "array=0-1", nodes=1)
     logs = work / "haiprof-logs"
-    wait_until(lambda: logs.is_dir() and sum(has_ended(RunPaths(r)) for r in find_runs(logs)) == 2)
+    within(90, lambda: logs.is_dir() and sum(has_ended(RunPaths(r)) for r in find_runs(logs)) == 2)
     ended = [read_manifest(RunPaths(root)) for root in find_runs(logs)]
     assert [(run.exit_status, len(run.ranks)) for run in ended] == [(0, 1), (0, 1)]

@@ -16,6 +16,8 @@ from haiprof.agent.job_environment import Surroundings, at_launch
 from haiprof.run_format.environment import git_head, installed_packages, named_variables
 
 HAIPROF = [sys.executable, "-m", "haiprof"]
+WAIT = "until {grep} -q cpu_coun[t] {logs}/*/run.json; do {sleep} 0.1; done"
+"""Until the surroundings are in run.json, where this command itself is, too."""
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
@@ -37,6 +39,12 @@ def repository(tmp_path: Path) -> Path:
     git(folder, "add", ".")
     git(folder, "commit", "-q", "-m", "first")
     return folder
+
+
+def waits(logs: Path) -> list[str]:
+    """A job that runs until then, and needs no PATH."""
+    tools = {name: shutil.which(name) for name in ("grep", "sleep")}
+    return ["/bin/sh", "-c", WAIT.format(logs=logs, **tools)]
 
 
 def recorded(folder: Path, *command: str, **environ: str) -> tuple[dict[str, Any], str]:
@@ -62,7 +70,7 @@ def found(folder: Path, *command: str) -> dict[str, Any]:
 
 @needs_git
 def test_commit_is_recorded_with_the_run(repository: Path) -> None:
-    environment, _ = recorded(repository, "sleep", "1.5")
+    environment, _ = recorded(repository, *waits(repository.parent / "logs"))
     assert environment["git"]["commit"] == git(repository, "rev-parse", "HEAD")
     assert environment["git"]["branch"] == "main"
     assert environment["git"]["dirty"] is False
@@ -148,19 +156,20 @@ def test_job_runs_where_git_is_missing(tmp_path: Path) -> None:
     (folder / ".git/refs/heads").mkdir(parents=True)
     (folder / ".git/HEAD").write_text("ref: refs/heads/main\n")
     (folder / ".git/refs/heads/main").write_text("b" * 40)
-    environment, _ = recorded(folder, "/bin/sleep", "1.2", PATH="/nowhere")
+    environment, _ = recorded(folder, *waits(tmp_path / "logs"), PATH="/nowhere")
     assert environment["git"]["commit"] == "b" * 40
     assert environment["git"]["dirty"] is None
     assert "git" in environment["git"]["dirty_reason"]
 
 
+@pytest.mark.proof
 def test_launcher_that_is_nicer_already_stays_so(tmp_path: Path) -> None:
     nicer = ["nice", "-n", "15"]
     if os.getuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("root may always be less nice again")
         nicer += ["setpriv", "--bounding-set", "-sys_nice"]
-    job = [*HAIPROF, "run", "--quiet", "--log-dir", str(tmp_path), "--", "sleep", "1.5"]
+    job = [*HAIPROF, "run", "--quiet", "--log-dir", str(tmp_path), "--", *waits(tmp_path)]
     done = subprocess.run(
         [*nicer, *job], capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path
     )

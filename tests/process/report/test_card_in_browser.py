@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from haiprof.cli.app import run_command
-from tests.browser import Page, browser, chromium
+from tests.browser import Page, chromium
 from tests.unit.report.many_ranks import write_many
 
-__all__ = ["browser"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("report page"),

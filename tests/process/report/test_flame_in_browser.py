@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from haiprof.cli.app import run_command
-from tests.browser import Page, browser, chromium
+from tests.browser import Page, chromium
 from tests.process.report.test_page_in_browser import check_quiet, opened
-from tests.unit.analysis.test_flame_graph import LOAD, MAIN, OPEN, record
+from tests.unit.analysis.test_lines import LOAD, MAIN, OPEN, record
 
-__all__ = ["browser"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("report page"),
@@ -131,6 +130,7 @@ def test_ranks_and_runs_are_compared(
     check_quiet(page, own=1)
 
 
+@pytest.mark.proof
 def test_report_holds_the_flame_graph_and_prints_it(
     browser: Callable[[str], Page], runs: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -13,21 +14,22 @@ from typing import Any
 import pytest
 
 from haiprof import TraceAnalysis
+from haiprof.base.units import digits_text, duration_text, ratio_text
 from haiprof.cli.app import run_command
-from tests.browser import Page, browser, chromium
+from tests.browser import Page, chromium
 from tests.served import served
 from tests.unit.analysis.test_compare import write
-from tests.unit.analysis.test_flame_graph import LOAD, MAIN, OPEN, record
+from tests.unit.analysis.test_lines import LOAD, MAIN, OPEN, record
 from tests.unit.analysis.trace.shared import traces
 from tests.unit.report.many_ranks import write_flight, write_many
 from tests.unit.report.page_parts import parts_of
 
-__all__ = ["browser"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("report page"),
     pytest.mark.skipif(chromium is None, reason="no Chromium"),
 ]
+RUNS = Path(__file__).parents[2] / "data" / "runs"
 LIVE = "document.getElementById('live-text').textContent"
 KEPT = (
     "[document.querySelector('#environment details').open, chooser.value, scrollY,"
@@ -49,10 +51,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def report(run: Path, tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def report(run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Address of the page as a file."""
-    path = tmp_path / "a b.html"
+    path = tmp_path_factory.mktemp("report") / "a b.html"
     assert run_command(["report", str(run), "-o", str(path)]) == 0
     return path.as_uri()
 
@@ -266,6 +268,7 @@ def test_figures_over_time_share_one_cursor_and_one_zoom(
     check_quiet(page, own=1)
 
 
+@pytest.mark.proof
 def test_view_shows_the_same_page(
     browser: Callable[[str], Page], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,6 +283,7 @@ def test_view_shows_the_same_page(
         check_quiet(page, own=-1)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("width", "dark"), [(375, True), (1280, False)])
 def test_page_fits_its_window_and_its_ground(
     browser: Callable[[str], Page], report: str, width: int, dark: bool, tmp_path: Path
@@ -296,6 +300,7 @@ def test_page_fits_its_window_and_its_ground(
     check_quiet(page, own=1)
 
 
+@pytest.mark.proof
 def test_map_of_many_ranks_shows_the_slowest_first(
     browser: Callable[[str], Page], tmp_path: Path
 ) -> None:
@@ -390,6 +395,27 @@ def test_page_of_one_rank_is_short_and_has_nothing_empty_or_twice(
     check_quiet(page, own=1)
 
 
+def test_page_of_a_traced_rank_is_short_and_folds_what_is_not_the_verdict(
+    browser: Callable[[str], Page], tmp_path: Path
+) -> None:
+    shutil.copytree(RUNS / "traced", tmp_path / "run")
+    assert run_command(["report", str(tmp_path / "run"), "-o", str(tmp_path / "r.html")]) == 0
+    page = opened(browser, (tmp_path / "r.html").as_uri(), width=1400)
+    page.wait(
+        "[...document.querySelectorAll('.plot')].every(e => e.dataset.drawn || !e.offsetParent)"
+    )
+    assert page.run("document.documentElement.scrollHeight") <= 4000
+    assert all(len(text) > 8 for text in page.texts(".fold > summary > .dim"))
+    page.click("nav a", "Traced steps")
+    page.wait("document.querySelector('#kernels .fold').open")
+    page.wait("document.querySelector('#kernels .plot').dataset.drawn === '1'")
+    page.run("dispatchEvent(new Event('beforeprint'))")
+    assert page.run("[...document.querySelectorAll('.plot')].every(e => e.dataset.drawn)")
+    page.run("dispatchEvent(new Event('afterprint'))")
+    assert page.run("[...document.querySelectorAll('.fold[open]')].length") == 1
+    check_quiet(page, own=1)
+
+
 def test_account_opens_with_its_series_and_its_code(
     browser: Callable[[str], Page], tmp_path: Path
 ) -> None:
@@ -406,6 +432,21 @@ def test_account_opens_with_its_series_and_its_code(
     assert page.texts("#one .flame bdi")[0] == "this account"
     assert page.run("document.querySelectorAll('#one .flame.phase').length") >= 1
     check_quiet(page, own=1)
+
+
+def test_page_writes_numbers_as_the_terminal_does(
+    browser: Callable[[str], Page], report: str
+) -> None:
+    page = opened(browser, report)
+    numbers = [random.Random(place).uniform(1, 10) * 10.0**power
+               for power in range(-3, 14) for place in range(40)]  # fmt: skip
+    numbers += [0.0, 99.949, 99.951, 999.4, 999.6, 999_499.0, 999_501.0, 6e11, 3.6e13]
+    for script, python in (
+        ("digitsText", digits_text), ("durationText", duration_text), ("ratioText", ratio_text),
+    ):  # fmt: skip
+        fits = [number for number in numbers if script != "ratioText" or number < 1e6]
+        texts = page.run(f"{json.dumps(fits)}.map({script})")
+        assert texts == [python(number) for number in fits], script
 
 
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.proof)])
@@ -426,6 +467,7 @@ def test_comparison_with_another_run_is_drawn(
     check_quiet(page, own=1)
 
 
+@pytest.mark.proof
 def test_every_control_can_be_reached_by_keyboard(
     browser: Callable[[str], Page], report: str
 ) -> None:
@@ -438,7 +480,6 @@ def test_every_control_can_be_reached_by_keyboard(
         reached.add(page.run("document.activeElement.id || document.activeElement.hash"
                              " || document.activeElement.tagName"))  # fmt: skip
     assert {"part", "previous", "chooser", "next", "#counters", "SUMMARY"} <= reached
-    assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
 def test_hostile_names_run_nothing_in_the_browser(
@@ -471,9 +512,9 @@ def test_every_picture_of_traces_is_drawn_without_a_network(
     TraceAnalysis(traces("dlrm_v100_8ranks")).write_page(path)
     page = opened(browser, path.as_uri(), dark=True)
     places = "[...document.querySelectorAll('figure.plot')]"
-    assert page.run(f"{places}.length") == 15
+    assert page.run(f"{places}.length") == 16
     page.run(f"{places}.forEach(place => place.scrollIntoView())")
-    for number in range(15):
+    for number in range(16):
         page.run(f"{places}[{number}].scrollIntoView()")
         page.wait(f"({places}[{number}].data || []).length > 0")
     assert page.run("document.getElementById('problem').hidden")

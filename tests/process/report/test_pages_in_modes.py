@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from haiprof.cli.app import run_command
-from tests.browser import Page, browser, chromium
+from tests.browser import Page, chromium
 from tests.process.report.test_page_in_browser import check_quiet, opened
 from tests.sampling import first_of
 from tests.unit.analysis.test_compare import write
-from tests.unit.analysis.test_flame_graph import LOAD, MAIN, OPEN, record
+from tests.unit.analysis.test_lines import LOAD, MAIN, OPEN, record
 from tests.unit.analysis.trace.shared import traces
 from tests.unit.report.many_ranks import write_flight, write_many
 
-__all__ = ["browser"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("report page"),

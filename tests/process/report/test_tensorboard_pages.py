@@ -6,7 +6,6 @@ import gzip
 import json
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -23,13 +22,14 @@ from haiprof.trace_analysis.attribution import operator_kernels
 from haiprof.trace_analysis.step_time import CAUSES, step_time_breakdown
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.browser import Page, browser
+from tests.browser import Page
+from tests.process.live import within
+from tests.sampling import first_of
 from tests.served import served
 from tests.unit.analysis.trace.shared import event, kernel, launch, step, traces
 
 pytest.importorskip("torch_tb_profiler", reason="pip install 'haiprof[torch-tb-profiler]'")
 
-__all__ = ["browser"]  # the fixture
 PLUGIN = "data/plugin/pytorch_profiler/"
 WITH_STEPS = ("tl_h100_qwen05_mem_stack", "hta_nsres_v100_r0of1", "dlrm_v100_8ranks")
 ALL = (*WITH_STEPS, "tl_mi300_ddp_resnet18")
@@ -56,7 +56,7 @@ def plugin() -> Iterator[Pool]:
         yield pool
 
 
-@pytest.fixture(scope="module", params=ALL)
+@pytest.fixture(scope="module", params=first_of(ALL, "tl_h100_qwen05_mem_stack"))
 def both(request: pytest.FixtureRequest, plugin: Pool) -> tuple[str, dict[str, Any], Trace]:
     path = trace_files(traces(request.param))[0]
     return request.param, plugin.apply(plugin_numbers, (str(path),)), Trace(path)
@@ -229,6 +229,7 @@ def go_to(page: Page, current: str, view: str) -> None:
     page.click("li[role=option]", view)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_overview_operator_and_trace_pages_without_network(
     browser: Callable[[str], Page], tmp_path: Path
@@ -271,11 +272,12 @@ def test_overview_operator_and_trace_pages_without_network(
         assert [url for url in page.failed if "favicon" not in url] == []
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_all_ranks_of_a_window_are_workers_of_one_run() -> None:
     with served("tensorboard", traces("dlrm_v100_8ranks"), "--port", "0") as running:
         ask = _asker(running.url + PLUGIN)
-        _until(lambda: ask("runs")["runs"] == ["traces/window0"])
+        within(150, lambda: ask("runs")["runs"] == ["traces/window0"])
         workers = ask("workers?run=traces/window0&view=Overview")
         assert workers == [f"rank{rank}_host" for rank in range(8)]
         shared = "run=traces/window0&span=default"
@@ -299,10 +301,3 @@ def _asker(base: str) -> Callable[[str], Any]:
             return json.load(answer)
 
     return ask
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 150
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.2)

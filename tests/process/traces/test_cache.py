@@ -167,13 +167,6 @@ def test_file_that_changes_while_it_is_read_is_an_error(
     assert entries() == []
 
 
-def test_nothing_is_written_beside_a_trace(trace: Path, reads: list[Path]) -> None:
-    assert names(open_columns(trace)) == ["a", "b"]
-    assert names(open_columns(trace)) == ["a", "b"]
-    assert list(trace.parent.iterdir()) == [trace]
-    assert len(reads) == 1
-
-
 @pytest.mark.parametrize("home", ["no home", "home cannot be written", "full", "not wanted"])
 def test_without_a_place_for_a_cache_columns_stay_in_memory(
     trace: Path, home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -30,6 +30,7 @@ from tests.unit.traces.test_chakra import (
 )
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_recorded_ddp_job_has_its_collectives_sends_and_receives(
     tmp_path: Path, once: Once
@@ -106,7 +107,10 @@ def test_graph_shows_a_step_and_folds_what_is_deeper(tmp_path: Path, once: Once)
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
-@pytest.mark.parametrize(("ending", "magic"), [(".pdf", b"%PDF"), (".png", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("ending", "magic"),
+    [(".pdf", b"%PDF"), pytest.param(".png", b"\x89PNG", marks=pytest.mark.proof)],
+)
 def test_graph_is_drawn_by_graphviz(tmp_path: Path, ending: str, magic: bytes) -> None:
     source = [traces(DLRM), "--et", traces(DLRM_ET), "--rank", 0]
     assert chakra(*source, "--graph", tmp_path / f"graph{ending}", "--max-nodes", 40) == 0

@@ -1,12 +1,19 @@
-"""Links between the traces of a recorded job."""
+"""Traces that torch writes here: links, execution traces, the example notebooks."""
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 
+import haiprof
 from haiprof.trace_analysis.execution_link import link
 from haiprof.trace_analysis.execution_pairs import pairs
+from haiprof.trace_format.execution import load_execution_trace
 from tests.conftest import Once
+from tests.unit.analysis.trace.shared import REPOSITORY, traces
 from tests.unit.traces.execution import record, record_pair
 from tests.unit.traces.test_link import check_links, check_nesting, hosts
 
@@ -34,3 +41,50 @@ def test_a_recorded_model_is_linked_whole(once: Once) -> None:
     assert (share.kernel_count, share.kernel_linked_ratio) == (0, None)
     check_links(linked)
     check_nesting(linked)
+
+
+def test_what_torch_writes_here_is_read_node_by_node(once: Once) -> None:
+    path = once(("record",), record) / "rank0.et.json"
+    told = {each["id"]: each for each in json.loads(path.read_text())["nodes"]}
+    found = load_execution_trace(path)
+    assert found.report.notes == []
+    assert set(found.nodes["node"]) == set(told)
+    for row in found.nodes.iter_rows(named=True):
+        said = told[row["node"]]
+        attrs = {each["name"]: each["value"] for each in said["attrs"]}
+        assert (row["name"], row["record_function_id"]) == (said["name"], attrs["rf_id"])
+        assert json.loads(row["input_shapes"]) == said["inputs"]["shapes"]
+        assert json.loads(row["attributes"]) == said["attrs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "figure_count", "cell_count"), [("traces", 11, 5), ("causes", 3, 3)]
+)
+def test_the_example_notebook_draws_every_picture(
+    name: str, figure_count: int, cell_count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    root = str(Path(haiprof.__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("TRACES", str(traces("dlrm_v100_8ranks")))
+    notebook = nbformat.read(REPOSITORY / "examples" / f"{name}.ipynb", as_version=4)
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    shown = [
+        output["data"]["text/plain"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "text/html" in output.get("data", {})
+        and "haiprof figure" in output["data"]["text/plain"]
+    ]
+    assert len(shown) == figure_count
+    pages = "".join(str(cell.get("outputs")) for cell in notebook.cells)
+    assert pages.count("plotly.js v") == 1
+    assert (
+        sum("Plotly.newPlot" in str(cell.get("outputs")) for cell in notebook.cells) == cell_count
+    )
+    if name == "traces":
+        assert (tmp_path / "traces.html").stat().st_size > 1 << 20

@@ -100,10 +100,7 @@ def test_device_times_are_summed_over_the_optimizers_of_a_step(run: RunPaths) ->
     ],
 )
 def test_device_time_is_null_where_it_is_not_known(
-    run: RunPaths,
-    line: str,
-    rows: list[tuple[float, ...] | None],
-    expected: list[int | None],
+    run: RunPaths, line: str, rows: list[tuple[float, ...] | None], expected: list[int | None]
 ) -> None:
     write_device(run, line, *rows)
     assert Analyzer(run.root).steps()["forward_device_ns"].to_list() == expected

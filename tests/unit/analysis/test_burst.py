@@ -16,7 +16,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.tables import GPU
-from tests.fake_nsys import GPUS, Sample, write_export
+from tests.fake_nsys import Sample, write_export
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_records, write_run
 
 EPOCH_NS = CLOCK.wall_ns + 5_000_000_000
@@ -200,7 +200,3 @@ def test_samples_of_another_clock_are_refused(node: NodePaths, off_s: float, fit
     else:
         with pytest.raises(RunFormatError, match="another clock"):
             bursts(node)
-
-
-def test_fake_gpus_are_not_in_nvmls_order() -> None:
-    assert [uuid for _, uuid, _ in GPUS] == list(reversed(UUIDS))

@@ -12,6 +12,8 @@ import polars as pl
 import pytest
 
 from haiprof.base.errors import MissingDataError
+from haiprof.base.intervals import Floats
+from haiprof.base.statistics import Uncertain, resample, student_p_value, student_quantile
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.compare.compared_run import last_good, note_outcome, open_compared_run
 from haiprof.diagnosis.compare.comparison import (
@@ -22,15 +24,13 @@ from haiprof.diagnosis.compare.comparison import (
     exceeds,
     other_load_ns,
 )
-from haiprof.diagnosis.compare.counters import Load
-from haiprof.diagnosis.compare.step_change import StepChange, step_change
+from haiprof.diagnosis.compare.step_change import Load, StepChange, step_change
 from haiprof.run_analysis.nesting import Spans
 from haiprof.run_analysis.step_frame import STEP_PHASES
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.show.views.compare import headline
 from tests.unit.analysis.recorded import CLOCK, KINDS, spans_from, write_rank
-from tests.unit.analysis.test_bootstrap import noise
 
 STEP_NS = 20 * NS_PER_MS
 
@@ -270,6 +270,8 @@ def test_what_cannot_be_judged_is_still_measured_with_its_interval(tmp_path: Pat
     text = headline(loaded)
     assert "other processes used 95 % of the cores" in text
     assert re.search(r"measured: \+6\.\d % \(\+\d\.\d % to \+\d\.\d %\)$", text), text
+    assert exceeds(loaded, 0.05) is None
+    assert exceeds(loaded, 1.0) is False  # whatever others hid, it is not twice as slow
 
 
 # -- the last good run --------------------------------------------------------------------------
@@ -296,3 +298,60 @@ def test_no_good_run_is_one_error_that_says_why(tmp_path: Path) -> None:
     new = write(tmp_path, "new", second=2)
     with pytest.raises(MissingDataError, match="failed did not end with exit status 0"):
         last_good(open_compared_run(new))
+
+
+def noise(random: np.random.Generator, count: int, memory: float) -> Floats:
+    """Standard normal values, each like the one before by so much."""
+    fresh = random.standard_normal(count) * math.sqrt(1 - memory**2)
+    found = np.empty(count)
+    last = random.standard_normal()
+    for place, value in enumerate(fresh):
+        last = found[place] = memory * last + value
+    return found
+
+
+def log_median_interval(first: Floats, second: Floats) -> tuple[float, float]:
+    drawn = [resample(own, own[:, None], replicates=300) for own in (first, second)]
+    width = Uncertain(parts=tuple((d.median_sd**2, d.freedom) for d in drawn)).half_width()
+    middle = drawn[1].median - drawn[0].median
+    return middle - width, middle + width
+
+
+@pytest.mark.parametrize(
+    "memory", [0.5, *(pytest.param(m, marks=pytest.mark.proof) for m in (0.0, 0.8))]
+)
+def test_interval_of_equal_series_misses_no_more_than_it_says(memory: float) -> None:
+    random = np.random.default_rng(int(memory * 10))
+    missed = 0
+    for _ in range(200):
+        low, high = log_median_interval(noise(random, 250, memory), noise(random, 250, memory))
+        missed += not low <= 0 <= high
+    assert missed / 200 <= 0.01 + 2 * math.sqrt(0.01 * 0.99 / 200)  # two standard errors
+
+
+def test_standard_error_of_a_median_is_the_known_one() -> None:
+    series = np.random.default_rng(9).standard_normal(3000)
+    known = math.sqrt(math.pi / 2 / 3000)
+    assert resample(series, series[:, None]).median_sd == pytest.approx(known, rel=0.2)
+
+
+def test_drift_leaves_few_independent_values_and_a_wide_error() -> None:
+    random = np.random.default_rng(11)
+    still = noise(random, 600, 0.3) * 0.02
+    moving = still + np.linspace(0, 0.2, 600)
+    first, second = (resample(own, own[:, None]) for own in (still, moving))
+    assert second.effective_count < first.effective_count / 5
+    assert second.median_sd > 10 * first.median_sd
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_constant_series_has_no_error(value: float) -> None:
+    series = np.full(50, value)
+    drawn = resample(series, series[:, None])
+    assert (drawn.median, drawn.median_sd, drawn.block) == (value, 0.0, 1)
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.182), (7, 2.365), (30, 2.042)])
+def test_students_t_is_that_of_the_tables(freedom: float, quantile: float) -> None:
+    assert student_quantile(0.975, freedom) == pytest.approx(quantile, rel=0.02)
+    assert student_p_value(quantile, freedom) == pytest.approx(0.05, rel=0.08)

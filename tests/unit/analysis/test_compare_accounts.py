@@ -12,8 +12,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.base.ledger import Account
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.compare.accounts import _pairs
-from haiprof.diagnosis.compare.comparison import Comparison
+from haiprof.diagnosis.compare.comparison import Comparison, _pairs
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.views.compare import compare_data, headline, promise_text, tables
 from tests.sampling import first_of
@@ -161,9 +160,3 @@ def test_what_the_machine_does_is_one_account_in_any_position() -> None:
     lost = account(activity="no core", file=None, line=None, function=None, package="torch")
     pairs = list(_pairs([lost], [replace(lost, position="backward", package="job")]))
     assert [(len(old), len(new)) for old, new in pairs] == [(1, 1)]
-
-
-def test_runs_without_stacks_say_why_no_account_is_named(tmp_path: Path) -> None:
-    found = compared(write(tmp_path, "a", seed=1), write(tmp_path, "b", seed=2))
-    assert found.accounts == ()
-    assert "no stacks were sampled" in found.no_accounts

@@ -6,13 +6,13 @@ import gzip
 import json
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.writer import LineWriter, write_json
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_run
@@ -70,12 +70,18 @@ class Job:
 
     def raised(
         self, rank: int, at_s: float, kind: str, message: str, frames: Sequence[object] = (LOCK,),
-        *, attempt: int = 0, how: str = "exception", **more: object,
+        *, attempt: int = 0, how: str = "exception", handled: Sequence[Mapping[str, object]] = (),
+        **more: object,
     ) -> None:  # fmt: skip
         host, pid = self.host(rank), self.pid(rank, attempt)
         self.run.uncaught.mkdir(exist_ok=True)
         error = {"type": kind, "message": message, "frames": list(frames), "source": "x = y()"}
-        entry = {"how": how, "thread": None, "wall_ns": T0 + round(at_s * S), "errors": [error]}
+        entry = {
+            "how": how,
+            "thread": None,
+            "wall_ns": T0 + round(at_s * S),
+            "errors": [error, *handled],
+        }
         path = self.run.uncaught_file(host, pid)
         write_json(path, {
             "host": host, "pid": pid, "rank": rank, "restart": attempt, "ended": [entry], **more,
@@ -244,6 +250,32 @@ def test_rank_that_ended_early_with_status_0_is_the_cause_of_the_others_deaths(j
     assert found(job.death()) == ("early_exit", (1,))
 
 
+def test_rank_that_takes_long_to_end_has_ended_early_all_the_same(job: Job) -> None:
+    """Its connections close once Python's own exit is done, and its process ends after that."""
+    exits(job, 1, time_ns=CLOCK.mono_ns + 60 * S - S, uncaught=False)
+    job.over(1, 3, status=0)
+    job.died(0, 0.2, "RuntimeError", BROKEN)
+    job.died(2, 0.2, "RuntimeError", BROKEN)
+    death = job.death()
+    assert found(death) == ("early_exit", (1,))
+    assert death.fates[1].what == "it ended with exit status 0"
+
+
+@pytest.mark.parametrize("ran_on", [True, False])
+def test_killed_launcher_leaves_its_ranks(job: Job, ran_on: bool) -> None:
+    for rank in range(3) if ran_on else ():
+        exits(job, rank, uncaught=False)
+    manifest = read_manifest(job.run)
+    write_manifest(job.run, replace(manifest, job_pid=50))
+    job.line("node0", {"type": "job_end", "pid": 50, "wall_ns": T0, "status": None, "signal": 9})
+    job.ended(None, "SIGKILL")
+    death = job.death()
+    assert found(death) == ("killed", ())
+    assert death.headline.startswith(
+        "the first process of the job died, and left its ranks: killed"
+    )
+
+
 def test_contradicting_collectives_are_named_with_what_each_rank_did(job: Job) -> None:
     job.began(0, "all_reduce", "all_reduce")
     job.began(1, "all_reduce", "broadcast")
@@ -352,12 +384,66 @@ def test_exit_that_no_exception_led_to_is_proved(job: Job) -> None:
     job.over(1, 0, status=3)
     death = job.death()
     assert death.certain
-    assert "it exited with status 3 (sys.exit)" in death.headline
+    assert "it exited with status 3 (SystemExit)" in death.headline
+
+
+@pytest.mark.parametrize(("code", "status"), [("3", 3), ("-1", 255), ("no such dataset", 1)])
+def test_line_that_called_sys_exit_is_named(job: Job, code: str, status: int) -> None:
+    exits(job, 1, uncaught=False)
+    job.raised(1, 0, "SystemExit", code, how="exit_call")
+    job.over(1, 0, status=status)
+    death = job.death()
+    assert (*found(death), death.certain) == ("exit", (1,), True)
+    text = ": no such dataset" if status == 1 else ""
+    assert death.headline.startswith(
+        f"rank 1 died first: it exited with status {status} (sys.exit) at train.py:88 in step{text}"
+    )
+    assert (death.line, death.source) == ("train.py:88 in step", "x = y()")
+
+
+def test_rank_that_leaves_since_another_one_is_gone_is_its_victim(job: Job) -> None:
+    for rank in range(3):
+        job.began(rank, *["all_reduce"] * (8 if rank == 1 else 9))
+    gone = {"type": "RuntimeError", "message": GLOO, "frames": [LOCK]}
+    for rank in (0, 2):
+        exits(job, rank, uncaught=False)
+        job.raised(rank, 0, "SystemExit", "1", how="exit_call", handled=[gone])
+        job.over(rank, 0.2, status=1)
+    job.over(1, 1.2, number=signal.SIGTERM)
+    assert found(job.death()) == ("hang", (1,))
+
+
+def test_launcher_that_leaves_by_sys_exit_is_not_the_cause(job: Job) -> None:
+    job.run.uncaught.mkdir()
+    error = {"type": "SystemExit", "message": "1", "frames": [LOCK]}
+    ended = [{"how": "exit_call", "thread": None, "wall_ns": T0, "errors": [error]}]
+    path = job.run.uncaught_file("node0", 50)
+    write_json(path, {"host": "node0", "pid": 50, "ended": ended}, below=job.run.root)
+    job.line("node0", {"type": "job_end", "pid": 50, "wall_ns": T0, "status": 1, "signal": None})
+    job.died(0, -1, "RuntimeError", BROKEN)
+    assert job.death().cause == "unknown"
+
+
+@pytest.mark.parametrize("status", [0, 4, None])
+def test_call_of_sys_exit_that_was_caught_ended_nothing(job: Job, status: int | None) -> None:
+    exits(job, 1, uncaught=False)
+    job.raised(1, 0, "SystemExit", "3", how="exit_call")
+    job.over(1, 0, status=status)
+    deaths = job.deaths()
+    assert all("train.py:88" not in death.headline for death in deaths)
+    assert "1" in {str(rank) for death in deaths for rank in death.ranks} or status != 4
+
+
+def test_thread_that_died_before_the_exit_of_its_rank_is_told(job: Job) -> None:
+    exits(job, 1, uncaught=False)
+    job.raised(1, -1, "KeyError", "'label'", how="thread")
+    job.over(1, 0, status=5)
+    assert "had died of KeyError: 'label' (train.py:88 in step)" in job.death().headline
 
 
 def exits(job: Job, rank: int, **more: object) -> None:
     lines = LineWriter(job.run.rank(rank).events)
-    lines.append({"type": "record_end", "time_ns": 1, "reason": "exit", **more})
+    lines.append({"type": "record_end", **{"time_ns": 1, "reason": "exit", **more}})
     lines.close()
 
 
@@ -446,6 +532,16 @@ def test_ranks_that_end_with_a_job_that_somebody_ends_are_stopped(job: Job) -> N
     assert [fate.role for fate in death.fates] == ["stopped"] * 3
 
 
+def test_ranks_that_a_signal_reaches_one_by_one_end_alike(job: Job) -> None:
+    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 5 * S, "from_pid": 7})
+    for rank in range(3):
+        job.over(rank, 5 + rank, number=signal.SIGTERM)
+    job.ended(None, "SIGTERM")
+    death = job.death()
+    assert {fate.what for fate in death.fates} == {"ended by SIGTERM"}
+    assert "launcher" not in death.headline
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "cause"),
     [
@@ -454,7 +550,14 @@ def test_ranks_that_end_with_a_job_that_somebody_ends_are_stopped(job: Job) -> N
         ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible "
          "that dataloader's workers are out of shared memory.", "shared_memory_full"),
         ("OSError", "[Errno 28] No space left on device: 'model.pt'", "disk_full"),
-        ("KeyboardInterrupt", "", "unknown"),
+        ("KeyboardInterrupt", "", "interrupted"),
+        ("RuntimeError", "std::bad_alloc", "out_of_memory"),
+        ("RuntimeError", "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
+         "disk_full"),
+        ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Killed. ", "killed"),
+        ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Segmentation fault. ",
+         "crash"),
+        ("RuntimeError", "DataLoader worker (pid(s) 9, 11) exited unexpectedly", "exit"),
     ],
 )  # fmt: skip
 def test_texts_of_exceptions_tell_the_kind(job: Job, kind: str, message: str, cause: str) -> None:
@@ -472,6 +575,51 @@ def test_error_of_a_loader_worker_is_named_with_its_own_line(job: Job) -> None:
     job.died(2, 1, "KeyError", text.format(source=""))
     death = job.death()
     assert (death.line, death.source) == ("data.py:17 in __getitem__", "return row['label']")
+    assert "of the same: its DataLoader worker 0 raised KeyError" in death.headline
+
+
+@pytest.mark.parametrize("oom", [None, {"kills": 1}])
+def test_end_of_a_loader_worker_is_not_blamed_on_the_line_where_its_signal_met_the_rank(
+    job: Job, oom: dict[str, object] | None
+) -> None:
+    text = "DataLoader worker (pid 9) is killed by signal: Killed. "
+    job.line("node0", {"type": "process_end", "pid": 9, "rank": 1, "helper": True, "oom": oom,
+                       "parent": 101, "wall_ns": T0, "status": None, "signal": 9})  # fmt: skip
+    job.died(1, 0, "RuntimeError", text)
+    death = job.death()
+    assert death.cause == ("out_of_memory" if oom else "killed")
+    assert (death.line, death.source) == (None, None)
+    assert "its DataLoader worker 9 was ended by a signal: Killed" in death.headline
+
+
+@pytest.mark.parametrize(
+    ("number", "limit"), [(signal.SIGXCPU, "ulimit -t"), (signal.SIGXFSZ, "ulimit -f")]
+)
+def test_limit_that_the_kernel_keeps_by_a_signal_is_nobodys_doing(
+    job: Job, number: int, limit: str
+) -> None:
+    job.over(1, 0, number=number)
+    death = job.death()
+    assert death.certain
+    assert limit in death.headline
+    assert limit in death.remedy
+
+
+def test_interrupt_of_a_rank_that_no_launcher_was_sent_names_its_line(job: Job) -> None:
+    job.raised(1, 0, "KeyboardInterrupt", "")
+    job.over(1, 0.1, number=signal.SIGINT)
+    job.died(0, 0.3, "RuntimeError", BROKEN)
+    job.began(0, "all_reduce", "all_reduce")
+    job.began(1, "all_reduce")
+    death = job.death()
+    assert (*found(death), death.line) == ("interrupted", (1,), "train.py:88 in step")
+
+
+def test_torch_that_could_not_write_does_not_say_why_for_sure(job: Job) -> None:
+    job.died(1, 0, "RuntimeError", "basic_ios::clear: iostream error")
+    death = job.death()
+    assert not death.certain
+    assert "a full disk, a quota, or a limit (ulimit -f)" in death.headline
 
 
 def test_thread_that_died_is_told_of_the_rank_that_hung(job: Job) -> None:
@@ -490,8 +638,11 @@ def test_thread_that_died_is_told_of_the_rank_that_hung(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("left_s", "state", "cause"),
-    [(5, None, "time_limit"), (5000, None, "cancelled"), (5000, "PREEMPTED", "preempted")],
-)
+    [
+        (5, None, "time_limit"), (5000, None, "cancelled"), (5000, "COMPLETING", "cancelled"),
+        (5000, "PREEMPTED", "preempted"), (5000, "REQUEUED", "requeued"),
+    ],
+)  # fmt: skip
 def test_signal_of_slurm_is_told_by_its_state_or_time_limit(
     job: Job, left_s: int, state: str | None, cause: str
 ) -> None:
@@ -504,6 +655,52 @@ def test_signal_of_slurm_is_told_by_its_state_or_time_limit(
         job.over(rank, 0.1, number=signal.SIGTERM)
     job.ended(None, "SIGTERM")
     assert found(job.death()) == (cause, ())
+
+
+@pytest.mark.parametrize("silent_s", [1, 60])
+def test_signal_to_a_job_that_stood_still_says_so(job: Job, silent_s: int) -> None:
+    began_ns = CLOCK.wall_ns + silent_s * S
+    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": began_ns, "from_pid": 7})
+    for rank in range(3):
+        job.over(rank, (began_ns - T0) / S + 0.1, number=signal.SIGTERM)
+    job.ended(None, "SIGTERM")
+    assert ("no step had ended in the 60.0 s before" in job.death().headline) == (silent_s == 60)
+
+
+def test_snapshot_of_a_job_that_stood_still_says_who_held_it_up(job: Job) -> None:
+    """Somebody looked, and then interrupted it: the hang is what it died of."""
+    began_ns = CLOCK.wall_ns + 60 * S
+    suspect = {"rank": 1, "reason": "the others wait for it", "doing": "train.py:19 in main",
+               "certain": True}  # fmt: skip
+    taken = {"wall_ns": began_ns - 20 * S, "suspects": [suspect], "moves": False, "saving": []}
+    job.line("node0", {"type": "signal", "signal": 2, "wall_ns": began_ns, "from_pid": 7})
+    folder = job.run.snapshots / "20260101-000000"
+    folder.mkdir(parents=True)
+    write_json(folder / "snapshot.json", taken, below=job.run.root)
+    for rank in range(3):
+        job.over(rank, (began_ns - T0) / S + 0.1, number=signal.SIGINT)
+    job.ended(None, "SIGINT")
+    death = job.death()
+    assert found(death) == ("hang", (1,))
+    assert "rank 1 hung, at train.py:19 in main" in death.headline
+    assert "then ended by SIGINT" in death.headline
+
+
+def test_later_start_of_the_same_slurm_job_tells_a_requeue(job: Job) -> None:
+    job.line("node0", {
+        "type": "signal", "signal": 15, "wall_ns": T0, "from_pid": 77, "slurm_job": "12",
+        "from_command": "slurmstepd: [12.batch]", "slurm_end_s": T0 // S + 5000,
+    })  # fmt: skip
+    for rank in range(3):
+        job.over(rank, 0.1, number=signal.SIGTERM)
+    for run, restart in ((job.run, "0"), (write_run(job.run.root.parent / "next"), "1")):
+        start = {"slurm_job": "12", "slurm_restart": restart}
+        write_manifest(run, replace(read_manifest(run), environment=start, signal="SIGTERM"))
+        if restart == "0":
+            death = job.death()
+            assert (death.cause, death.certain) == ("cancelled", False)
+            assert "scancel, scontrol requeue" in death.headline
+    assert (job.death().cause, job.death().certain) == ("requeued", True)
 
 
 def test_rank_that_others_wait_for_or_that_somebody_ends_is_not_said_to_have_waited(
@@ -560,9 +757,9 @@ def test_each_start_has_its_own_death_and_goodput_leaves_out_what_was_lost(job: 
     assert (death.generation, death.final, found(death)) == (0, False, ("exception", (1,)))
     frames = RunFrames(job.run.root)
     first, second = frames.starts()
-    assert (first.kept_ns, first.lost_ns > 0) == (0, True), "no save: all of it was lost"
-    assert (second.lost_ns, second.why) == (0, None)
-    assert frames.goodput().kept_ns == second.kept_ns
+    assert (first.kept_steps, first.uncertain_steps) == (0, 3), "no checkpoint tells"
+    assert (second.kept_steps, second.lost_steps, second.why) == (3, 0, None)
+    assert frames.goodput().lost_steps == (0, 3)
 
 
 # -- hostile input ---------------------------------------------------------------------------------
@@ -585,7 +782,3 @@ def test_damaged_lines_are_passed_over(job: Job, line: dict[str, object]) -> Non
     )
     (job.run.uncaught / "b.json").write_text("{")
     assert isinstance(job.deaths(), list)
-
-
-def test_run_paths_are_only_of_this_run(job: Job) -> None:
-    assert RunPaths(job.run.root).uncaught_files() == []

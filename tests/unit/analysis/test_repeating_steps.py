@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from haiprof.in_job.repeats import Repeats
-from haiprof.run_analysis.step_tokens import BOUNDARIES, WORDS
+from haiprof.run_analysis.step_tokens import BOUNDARIES
 from haiprof.run_analysis.steps import EVAL_PHASE, Segmentation, segment
 from haiprof.run_format import schema
 from tests.sampling import examples
@@ -72,10 +72,6 @@ def test_process_that_trains_has_the_steps_of_its_training(line: str) -> None:
     assert bool(len(found.evaluation_start_ns)) == ("E" in line)
 
 
-def test_backward_without_an_optimizer_is_still_what_ends_a_step() -> None:
-    assert kinds(cut("F B F B F B")) == {"backward"}
-
-
 def test_step_by_fetch_is_from_batch_to_batch() -> None:
     steps = cut("D E D E D E END").steps
     assert steps.step_ns.tolist() == [2 * (SPAN_NS + GAP_NS)] * 3
@@ -93,10 +89,6 @@ def test_mark_inside_a_call_ends_the_step_with_the_call() -> None:
     found = cut("F(M) F(M) F(M)")
     forward = found.nested.spans.kind == schema.FORWARD
     assert found.steps.end_ns.tolist() == found.nested.spans.end_ns[forward].tolist()
-
-
-def test_every_kind_of_step_has_its_words() -> None:
-    assert set(WORDS) == set(BOUNDARIES[3:])
 
 
 def count_in_job(line: str) -> int:

@@ -1,11 +1,21 @@
-"""Every shape of training loop gives the steps that its author would count."""
+"""Every shape of training loop gives the steps that its author would count; random loops too."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from haiprof.base.intervals import union
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.nesting import LOADER_KINDS, MAX_DEPTH, nest
+from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.steps import EVAL_PHASE, PHASES, Segmentation, segment
-from tests.unit.analysis.recorded import GAP_NS, SPAN_NS, spans_of
+from haiprof.run_format import schema
+from tests.sampling import examples
+from tests.unit.analysis.oracle import Loop, loops, slow_steps
+from tests.unit.analysis.recorded import GAP_NS, KINDS, SPAN_NS, spans_from, spans_of
 
 EPOCH = "ITER D F B O D F B O D F B O END"
 
@@ -215,3 +225,202 @@ def test_module_that_is_a_whole_train_step_gives_all_its_phases(line: str) -> No
     assert by_phase["forward"] == [GAP_NS] * 3
     assert by_phase["backward"] == [SPAN_NS] * 3
     assert min(by_phase["optimizer"]) >= SPAN_NS
+
+
+WORDS = {kind: word for word, kind in KINDS.items()}
+RUNS = settings(max_examples=examples(80), deadline=None, derandomize=True)
+RANDOM_LINES = st.lists(
+    st.sampled_from(["D", "END", "ITER", "F0", "F1", "E0", "E1", "N", "B", "O0", "O1", "O1", "S",
+                     "S(O0)", "O(F B)", "FE", "GC", "SAVE", "F(B)", "B(F)", "O(O1)"]),
+    max_size=60,
+)  # fmt: skip
+
+
+def check_whole(found: Segmentation) -> None:
+    """Steps do not overlap each other nor evaluations, and their phases add up."""
+    steps = found.steps
+    assert (steps.host_ns.sum(axis=0) + steps.other_ns == steps.step_ns).all()
+    assert (steps.other_ns >= 0).all()
+    assert (steps.start_ns[1:] >= steps.end_ns[:-1]).all()
+    spent = (found.evaluation_end_ns - found.evaluation_start_ns).sum()
+    inside = steps.end_ns - steps.start_ns - steps.step_ns
+    assert (inside >= 0).all()
+    assert inside.sum() <= spent
+
+
+@RUNS
+@given(RANDOM_LINES)
+def test_segment_of_any_line_is_whole(words: list[str]) -> None:
+    found = segment(spans_of(" ".join(words)), families={0: 0, 1: 1})
+    check_whole(found)
+    kind = found.nested.spans.kind
+    top = found.nested.parent < 0
+    closing = np.isin(kind, (schema.OPTIMIZER, schema.SCALER)) & top
+    if closing.any():
+        assert (found.step[closing] >= 0).all(), "an optimizer step outside all steps"
+    assert (found.step[found.phase >= EVAL_PHASE] == -1).all()
+
+
+@RUNS
+@given(loops())
+def test_segment_of_a_loop_counts_its_steps(loop: Loop) -> None:
+    found = segment(spans_of(" ".join(loop.words)))
+    check_whole(found)
+    assert len(found.steps.start_ns) == loop.steps
+    assert found.steps.micro_step_count.sum() == loop.micro_steps
+    assert found.unfinished_micro_step_count == 0
+
+
+@RUNS
+@given(loops())
+def test_segment_of_a_loop_equals_the_slow_reading(loop: Loop) -> None:
+    found = segment(spans_of(" ".join(loop.words)))
+    expected = slow_steps(*tokens_of(found))
+    steps = found.steps
+    assert steps.start_ns.tolist() == [step.start for step in expected]
+    assert steps.step_ns.tolist() == [s.end - s.start - s.evaluated for s in expected]
+    for place, phase in enumerate(PHASES):
+        assert steps.host_ns[place].tolist() == [getattr(s, phase) for s in expected], phase
+
+
+@RUNS
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 63), st.integers(0, 300),
+                          st.integers(0, 300)), max_size=50))  # fmt: skip
+def test_segment_of_noise_is_whole(rows: list[tuple[int, int, int, int]]) -> None:
+    found = segment(spans_from([(k, t, min(a, b), max(a, b)) for k, t, a, b in rows]))
+    check_whole(found)
+    assert (found.nested.self_ns >= 0).all()
+
+
+@RUNS
+@given(RANDOM_LINES, st.randoms(use_true_random=False))
+def test_nesting_does_not_depend_on_the_order_of_rows(words: list[str], random: object) -> None:
+    spans = spans_of(" ".join(words))
+    order = list(range(len(spans.kind)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    mixed = nest(spans.take(np.array(order, dtype=np.int64)))
+    assert mixed.self_ns.tolist() == nest(spans).self_ns.tolist()
+
+
+def test_nesting_deeper_than_any_loop_is_left_out() -> None:
+    rows = [(schema.OPTIMIZER, 0, i, 1_000 - i) for i in range(MAX_DEPTH + 20)]
+    found = nest(spans_from(rows))
+    assert 0 < len(found.spans.kind) <= MAX_DEPTH + 1
+    assert found.overlapping_count == len(rows) - len(found.spans.kind)
+
+
+def tokens_of(
+    found: Segmentation,
+) -> tuple[list[tuple[str, int, int]], dict[int, list[tuple[str, int]]]]:
+    """The outermost spans as words, evaluation in lower case, and the time inside each."""
+    nested = found.nested
+    rows: list[tuple[str, int, int]] = []
+    inner: dict[int, list[tuple[str, int]]] = {}
+    position: dict[int, int] = {}
+    for row, kind in enumerate(nested.spans.kind.tolist()):
+        top = int(nested.top[row])
+        if top == row:
+            word = WORDS[kind]
+            evaluated = found.phase[row] >= EVAL_PHASE
+            position[row] = len(rows)
+            edges = int(nested.spans.start_ns[row]), int(nested.spans.end_ns[row])
+            rows.append((word.lower() if evaluated else word, *edges))
+        if found.phase[row] < len(PHASES):
+            name = "dataloader" if kind in LOADER_KINDS else PHASES[found.phase[row]]
+            inner.setdefault(position[top], []).append((name, int(nested.self_ns[row])))
+    return rows, inner
+
+
+BACK = "forward loss backward"
+STEP = f"{BACK} gradients optimizer"
+
+
+def cut_positions(line: str, compiled: tuple[int, int] | None = None) -> StepPositions:
+    spans = spans_of(line)
+    times = None if compiled is None else union(*(np.array([each]) for each in compiled))
+    return step_positions(segment(spans, families={0: 0, 1: 1}), spans, times)
+
+
+def told(found: StepPositions) -> list[str]:
+    """By step: its positions in order; `*` where collections stop the thread."""
+    steps: list[list[str]] = [[] for _ in range(found.step_count)]
+    for step, position, collecting in zip(
+        found.period.tolist(), found.position.tolist(), found.collecting.tolist(), strict=True
+    ):
+        name = POSITIONS[position] + "*" * collecting
+        if steps[step][-1:] != [name]:
+            steps[step].append(name)
+    return [" ".join(step) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("loop", "second"),
+    [
+        ("D F B O", f"input prepare {STEP} after_step"),
+        ("F B O", f"prepare {STEP}"),
+        ("D F B D F B O", f"input prepare {BACK} after_step input prepare {STEP} after_step"),
+        ("D F B O0 F B O1", f"input prepare {STEP} prepare {STEP} after_step"),
+        ("F B O0 F B O1", f"prepare {STEP} prepare {STEP}"),
+        ("D F F B O", f"input prepare forward loss {STEP} after_step"),
+        ("D F B B O", f"input prepare {BACK} gradients backward gradients optimizer after_step"),
+        ("D F B O O", f"input prepare {STEP} gradients optimizer after_step"),
+        ("D N F B O", f"input prepare {STEP} after_step"),  # a teacher, a rollout
+        ("D F B(F) O", f"input prepare {STEP} after_step"),  # recomputed activations
+        ("D F B S(O)", f"input prepare {STEP} after_step"),
+        ("D O(F B)", f"input prepare {BACK} optimizer after_step"),  # Lightning
+        ("O(D F B)", f"after_step input prepare {BACK} optimizer"),  # and its data iterator
+        ("D O(F B F B)", f"input prepare {BACK} optimizer {BACK} optimizer after_step"),  # LBFGS
+        ("D F(GC) B O", f"input prepare forward forward* {STEP} after_step"),
+        ("D F B O GC", f"input prepare {STEP} after_step after_step* after_step"),
+        ("D F B O E E", f"input prepare {STEP} after_step evaluation between_steps"),
+        ("D F B SAVE O", f"input prepare {BACK} gradients checkpoint gradients optimizer "
+         "after_step"),
+        ("D F B O SAVE", f"input prepare {STEP} after_step checkpoint after_step"),
+        ("D F B C O", f"input prepare {STEP} after_step"),
+        ("ITER D F B O END", f"input after_step input prepare {STEP} after_step input after_step"),
+        ("D B", "input prepare backward after_step"),  # a step compiled as a whole
+        ("D E", "input prepare forward loss"),  # no training at all
+        ("D M", "after_step input after_step"),  # steps that the job marks
+    ],
+)  # fmt: skip
+def test_positions_follow_from_the_order_of_spans(loop: str, second: str) -> None:
+    assert told(cut_positions(f"{loop} " * 4))[1] == second
+
+
+def test_compilation_is_no_forward() -> None:
+    begin = 1_000 + SPAN_NS + GAP_NS + 20  # in the first forward
+    found = told(cut_positions("D F B O " * 2, compiled=(begin, begin + 30)))
+    assert found[0] == f"input prepare forward compile {STEP} after_step"
+    assert "compile" not in found[1]
+
+
+def test_moments_are_placed_and_what_lies_outside_of_all_steps_is_not() -> None:
+    found = cut_positions("D F B O " * 2)
+    first, last = int(found.start_ns[0]), found.end_ns
+    moments = np.array([first - 1, first, first + SPAN_NS, last - 1, last])
+    places = found.at(moments)
+    assert places.tolist()[::4] == [-1, -1]
+    assert [POSITIONS[p] for p in found.position[places[1:4]]] == ["input", "prepare", "optimizer"]
+
+
+def test_a_thread_without_steps_has_no_positions() -> None:
+    found = cut_positions("D")
+    assert (found.step_count, len(found.start_ns)) == (0, 0)
+    assert all(part.shape == (len(POSITIONS), 0) for part in found.sums())
+
+
+@RUNS
+@given(RANDOM_LINES, st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 900)), max_size=6))
+def test_positions_of_any_line_add_up_to_each_period(
+    words: list[str], compiled: list[tuple[int, int]]
+) -> None:
+    spans = spans_of(" ".join(words))
+    segments = segment(spans, families={0: 0, 1: 1})
+    starts, lengths = np.array(compiled, dtype=np.int64).reshape(-1, 2).T
+    found = step_positions(segments, spans, union(starts, starts + lengths))
+    steps = segments.steps
+    edges = np.append(steps.start_ns, steps.end_ns[-1:])
+    assert np.add(*found.sums()).sum(axis=0).tolist() == np.diff(edges).tolist()
+    assert (np.diff(np.append(found.start_ns, found.end_ns)) > 0).all() or not len(edges)
+    places = found.at(np.arange(int(edges[0]), int(edges[-1]), 7) if len(edges) else edges)
+    assert (places >= 0).all()

@@ -9,7 +9,7 @@ import pytest
 
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.run_analysis.ledger import package_of, spikes
+from haiprof.run_analysis.ledger import ACTIVITIES, package_of, spikes
 from tests.unit.diagnosis.tables import (
     BARRIER,
     ENGINE,
@@ -67,6 +67,10 @@ def of_python(name: str, function: str = "wait") -> tuple[str, int, str]:
         ((MAIN, LOG, of_python("multiprocessing/connection.py")), "0", {"wait: pipe": 1}),
         ((MAIN, LOG, (f"{SITE}/torch/cuda/streams.py", 9, "Event.synchronize")), "0",
          {"wait: device": 1}),
+        ((MAIN, (*LOG, "os.fsync(log.fileno())")), "0", {"wait: file": 1}),
+        ((MAIN, (*LOG, "time.sleep(0.01)")), "0", {"wait: sleep": 1}),
+        ((MAIN, (*LOG, "shutil.copyfile(path, other)")), "0", {"native": 1}),
+        ((MAIN, (*LOG, "loss.mean()")), "0", {"operators": 1}),
         ((MAIN, LOG, of_python("threading.py")), "h", {"python": 1}),  # and does not wait
     ],
 )  # fmt: skip
@@ -111,6 +115,7 @@ def test_without_a_core_is_what_counters_say_and_only_of_what_would_run() -> Non
     [
         ((MAIN, LOG, of_python("socket.py")), "0", "native"),
         ((MAIN, LOG, of_python("socket.py")), "s", "wait: socket"),
+        ((MAIN, (*LOG, "os.fsync(log.fileno())")), "0", "native"),
         ((MAIN, LOADER, GET), "p", "wait: loader"),
         ((MAIN, LOADER, GET), "-", "wait: loader"),
         ((MAIN, LOADER, GET, of_python("multiprocessing/connection.py")), "0", "native"),
@@ -135,6 +140,20 @@ def test_waiting_for_a_core_is_where_the_kernel_counted_it() -> None:
     assert shares(table, "backward").get("no core", 0.0) == pytest.approx(0, abs=0.05)
 
 
+def test_a_step_that_waited_for_a_core_took_no_longer_itself() -> None:
+    """Every tenth step 40 ms longer, for want of a core: the line takes 4 ms in all of them."""
+    table = table_of(
+        Part(position="forward", stack=(MAIN, MODULE, LINEAR), ms=10, queued=0.0),
+        Part(position="after_step", stack=(MAIN, LOG), ms=4, lock="h", queued=0.0),
+        Part(position="after_step", stack=(MAIN, LOG), ms=40, lock="h", queued=1.0, every=10),
+        steps=60,
+    )
+    own = table.activity == ACTIVITIES.index("python")
+    usual, long = (float(table.ns[own & (table.spike == is_long)].sum()) for is_long in (0, 1))
+    assert usual == pytest.approx(54 * 4e6, rel=0.1)
+    assert long < 6 * 8e6
+
+
 def test_python_in_a_backward_is_not_the_link() -> None:
     """A hook holds the interpreter lock: the rest of backward holds all of its waiting."""
     hook = (MAIN, ENGINE, job(90, "hook"))
@@ -151,6 +170,15 @@ def test_what_follows_the_last_collective_of_a_backward_is_the_link() -> None:
     assert shares(table, "forward") == {"operators": 1}
     assert shares(table, "backward") == pytest.approx(
         {"operators": 3 / 4, "wait: link": 1 / 8, "wait: peer": 1 / 8}
+    )
+
+
+def test_an_exchange_of_more_ranks_than_cores_waits_for_cores() -> None:
+    """These were free for a twelfth of the time: no link held it up for longer."""
+    parts: Any = (("forward", (MAIN, MODULE, LINEAR), 4), ("backward", (MAIN, ENGINE), 8))
+    table = table_of(*parts, tail_ratio=0.25, free_ratio=1 / 12)
+    assert shares(table, "backward") == pytest.approx(
+        {"operators": 3 / 4, "wait: link": 1 / 8, "no core": 1 / 8}
     )
 
 

@@ -94,7 +94,7 @@ def test_verdict_as_markdown_has_cause_gain_and_what_to_do(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("## two\\_ranks\\_one\\_slow: rank 1 alone: dataloader-bound")
     assert "| --- | --- | --- | --- | --- |" in lines
-    (cause,) = (line for line in lines if line.startswith("| critical |"))
+    (cause,) = (line for line in lines if line.startswith("| critical | rank 1 alone: dataloader"))
     assert cause.count(" | ") == 4
     assert "38.6 ms (36.3 ms to 41.3 ms) | train.py:15 Batches." in cause
     assert main(["verdict", str(log_dir / "rank_dies"), "--format", "markdown"]) == 0

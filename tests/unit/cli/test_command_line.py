@@ -128,7 +128,7 @@ def test_every_command_is_found_by_both_names(name: str) -> None:
         ("ls --running", "ps", ""),
         ("ls --live --once", "top", "--once"),
         ("compare a b --traces", "trace-diff", "a b"),
-        ("export RUN --to csv -o f", "export", "--format csv RUN -o f"),
+        ("export RUN --to csv -o f", "export", "--to csv RUN -o f"),
         ("export --to=chakra RUN", "chakra", "RUN"),
         ("export RUN --format csv", "export", "RUN --format csv"),
         ("copy RUN s3://b/runs", "put", "RUN s3://b/runs"),

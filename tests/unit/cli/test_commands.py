@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,32 @@ def test_json_is_all_that_stdout_gets(
     output = capsys.readouterr()
     assert isinstance(json.loads(output.out), dict)
     assert output.err == ""
+
+
+def test_run_goes_by_as_much_of_its_name_as_tells_it(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(run.root.parent / "other-2")
+    assert main(["verdict", str(run.root.parent / "job"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"].endswith("job-1")
+    write_run(run.root.parent / "job-2")
+    assert main(["verdict", str(run.root.parent / "job"), "--json"]) == 3
+    assert "job" in capsys.readouterr().err
+
+
+def test_script_of_a_running_job_is_its_name(
+    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "train.py").write_text("")
+    assert main(["verdict", "train.py"]) == 3
+    assert "train.py: a file, where a run directory is expected" in capsys.readouterr().err
+    for folder, status in (("elsewhere", 3), (str(tmp_path), 0)):
+        manifest = replace(read_manifest(run), command=["python", "train.py"], cwd=folder)
+        job = RunningJob(run=run, manifest=manifest)
+        monkeypatch.setattr("haiprof.cli.verdict.the_job", lambda *_, job=job: job)
+        assert main(["verdict", "train.py", "--json"]) == status
+    assert json.loads(capsys.readouterr().out)["run"].endswith("job-1")
 
 
 def test_overview_takes_the_newest_run_of_the_default_log_dir(
@@ -207,3 +235,40 @@ def test_job_that_is_not_named_is_told_and_of_several_one_must_be_named(
     monkeypatch.setattr("haiprof.live.find.running_jobs", lambda _: jobs)
     with pytest.raises(UsageError, match=r"train-1 \(pid .*train-2 \(pid "):
         the_job(None, None)
+
+
+def test_run_is_named_by_as_much_of_its_name_as_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = Path(__file__).parents[2] / "data/runs/garbage"
+    for name in ("first-2026", "second-2026"):
+        shutil.copytree(recorded, tmp_path / "haiprof-logs" / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(["verdict", "overview", "sec", "--json"]) == 0
+    assert "second-2026" in capsys.readouterr().out
+    assert main(["verdict", "overview", "3"]) != 0
+    assert "haiprof verdict rank 3" in capsys.readouterr().err
+    assert main(["ls"]) == 0
+    assert "second-2026\n" in capsys.readouterr().out, "no name is cut where no terminal is"
+
+
+def test_whole_name_is_that_run_and_a_file_that_begins_so_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = Path(__file__).parents[2] / "data/runs/garbage"
+    for name in ("job-7", "job-7-2", "train-2026"):
+        shutil.copytree(recorded, tmp_path / "haiprof-logs" / name)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for given, meant in (("job-7", "job-7"), ("trai", "train-2026")):
+        assert main(["verdict", "overview", given, "--json"]) == 0
+        assert f'haiprof-logs/{meant}"' in capsys.readouterr().out
+    assert main(["verdict", "overview", "job"]) != 0
+    assert "2 runs begin so" in capsys.readouterr().err
+
+
+def test_option_that_begins_a_command_of_the_group_is_suggested(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["ls", "--liv"]) == 2
+    assert "did you mean --live?" in capsys.readouterr().err

@@ -131,6 +131,9 @@ def test_run_without_steps_and_missing_runs_are_one_line(
     status, _, err = run(capsys, before, tmp_path / "nowhere")
     assert status == 3
     assert "nowhere" in err
+    status, _, err = run(capsys, tmp_path / "neither", tmp_path / "nor")
+    assert status == 3
+    assert all(f"{name}: no such run" in err for name in ("neither", "nor"))
 
 
 @pytest.mark.parametrize("words", [([], None), (["a"], None), (["a", "b"], "c"), (["a"] * 3, None)])

@@ -15,6 +15,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.show.run_list import run_list
 from haiprof.trace_analysis import pool
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
+from tests.unit.report.many_ranks import write_many
 
 STEPS = 40
 
@@ -186,6 +187,14 @@ def test_long_list_counts_the_newest_runs_and_the_others_when_asked(
     assert (first.step_count, second.step_count) == (STEPS, None)
     assert main(["list", str(log_dir), "--all"]) == 0
     assert "not counted" not in capsys.readouterr().out
+
+
+def test_list_does_not_begin_a_count_that_takes_longer_than_it_has(tmp_path: Path) -> None:
+    write_many(tmp_path / "many", ranks=200, steps=20)
+    (entry,) = run_list(tmp_path, limit_s=0.5)
+    assert (entry.is_counted, entry.rank_count, entry.step_count) == (False, 200, None)
+    (entry,) = run_list(tmp_path)
+    assert entry.step_count == 20
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_report_shows_people_tables_and_the_next_command(
     assert status == 0
     assert "2 ranks" in out.splitlines()[1]
     assert "profiler steps 1 to 2" in out.splitlines()[1]
-    titles = ("GPU time", "Steps:", "Kernels by", "Idle time of", "Launches", "Launch queues")
+    titles = ("GPU time", "Steps as", "Kernels by", "Idle time of", "Launches", "Launch queues")
     for title in titles:
         assert any(line.startswith(title) for line in out.splitlines()), title
     assert "no collective" in out
@@ -322,7 +322,7 @@ def test_traces_of_a_cpu_job_have_no_heading_over_dashes(
     rank_file(tmp_path, 0, [step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 500)])
     assert main(["trace-report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    steps = out.partition("Steps: where their time goes")[2].partition("Operators")[0]
+    steps = out.partition("where their time goes")[2].partition("Operators")[0]
     assert "CPU" in steps
     assert not {"kernels", "comm.", "copies", "launches"} & set(steps.split())
     assert main(["trace-table", "kernels", str(tmp_path)]) == 0

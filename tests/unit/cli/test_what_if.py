@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import polars as pl
@@ -149,6 +150,7 @@ def test_change_without_speed_takes_no_time() -> None:
         parse_change("rank=3:2x")
 
 
+@pytest.mark.proof
 def test_late_rank_of_real_traces_is_tried_alone(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "what-if", traces("dlrm_v100_8ranks"), "--json")
     found = json.loads(out)
@@ -203,3 +205,20 @@ def test_host_time_outside_of_all_events_is_told_before_small_gains(
     status, out, _ = run(capsys, "what-if", tmp_path)
     assert status == 0
     assert "95 % of the step is host time outside of all recorded" in " ".join(out.split())
+    rank_file(tmp_path, 0, [
+        step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 50),
+        event("train.py(3): augment", "python_function", 160, 800),
+    ], world_size=1)  # fmt: skip
+    said = " ".join(run(capsys, "what-if", tmp_path)[1].split())
+    assert "95 % of the step is host time outside of all operators" in said
+    assert "record Python stacks" not in said
+
+
+def test_a_change_that_makes_nothing_faster_is_no_shorter_and_steps_are_told_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = run(capsys, "what-if", traces("tb_resnet50_nw0_v100"))[1]
+    assert re.search(r"^  kernel .* 178 ms +no shorter", said, re.MULTILINE), said
+    said = " ".join(run(capsys, "what-if", traces("tl_h100_qwen05_mem_stack"))[1].split())
+    assert "step 49.4 ms measured" in said
+    assert "the verdict's step is 35.2 ms, the device's own" in said

@@ -16,12 +16,7 @@ from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.ledger import ACTIVITIES, RankSamples, RankTime, TimeTable, time_table
 from haiprof.run_analysis.run_files import Frame
 from haiprof.run_analysis.step_positions import StepPositions
-from haiprof.run_format.stack_lines import (
-    LOCK_STATES,
-    LOCK_UNKNOWN,
-    WAIT_LETTERS,
-    WAIT_UNKNOWN,
-)
+from haiprof.run_format.stack_lines import LOCK_STATES, LOCK_UNKNOWN, WAIT_LETTERS, WAIT_UNKNOWN
 from tests.unit.analysis.sampled import Stack
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
@@ -63,6 +58,8 @@ class Part:
     queued: float | None = None
     """Share of its time in which it was ready, but had no core; None: not known."""
     collecting: bool = False
+    every: int = 1
+    """It is in every Nth step."""
 
 
 def parts_of(parts: Sequence[Any]) -> list[Part]:
@@ -82,9 +79,8 @@ def tree_of(stacks: Sequence[Stack]) -> tuple[CodeTree, list[int]]:
     parent, place, numbers = [0], [-1], []
     for stack in stacks:
         number = 0
-        for file, line, function in stack:
-            frame = Frame(file=file, line=line, function=function)
-            key = (number, frames.setdefault(frame, len(frames)))
+        for frame in stack:  # with its expression, where a test gives one
+            key = (number, frames.setdefault(Frame(*frame), len(frames)))
             number = known.setdefault(key, len(parent))
             if number == len(parent):
                 parent.append(key[0])
@@ -108,6 +104,8 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
     samples: list[tuple[int, ...]] = []
     for step in range(steps):
         for place, part in enumerate(parts):
+            if step % part.every:
+                continue
             begins.append(now)
             rows.append((POSITIONS.index(part.position), part.collecting, step))
             for ms in range(part.ms):
@@ -125,7 +123,7 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
     )  # fmt: skip
     plain, collected = cut.sums()
     time = RankTime(rank=0, step=np.arange(steps), plain_ns=plain, collected_ns=collected)
-    more = dict.fromkeys(("no_core_ratio", "tail_ratio", "peer_ratio", "busy")) | rank
+    more = dict.fromkeys(("no_core_ratio", "tail_ratio", "peer_ratio", "free_ratio", "busy")) | rank
     ranks = [RankSamples(time=time, positions=cut, wall_offset_ns=0, **more)]
     return time_table(samples_of(tree, samples), ranks)
 

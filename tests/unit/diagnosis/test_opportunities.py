@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.opportunities import find_opportunities, needed_rows
 from tests.unit.diagnosis.tables import (
     BARRIER,
@@ -185,7 +186,27 @@ def test_a_line_of_the_loop_in_two_positions_is_one_in_each() -> None:
     assert [place and place.line for place in places] == [50, 50]
 
 
-@pytest.mark.parametrize("inner", ["<genexpr>", "<listcomp>", "<dictcomp>"])
+def test_statements_of_one_line_are_opportunities_of_their_own() -> None:
+    sleeps, sorts = ((*job(50, "main"), text, number)
+                     for number, text in enumerate(("time.sleep(0.1)", "sorted(x)")))  # fmt: skip
+    table = table_of(
+        *TRAINING, ("after_step", (SCRIPT, sleeps), 3), ("after_step", (SCRIPT, sorts), 2, "h")
+    )
+    parts = find_opportunities(table, needed_rows(table))
+    sums = sorted(float(table.ns[each.rows].sum()) / NS_PER_MS for each in parts)
+    assert sums == pytest.approx([24, 36])
+
+
+def test_a_lambda_of_the_script_is_a_part_of_its_line() -> None:
+    line = job(50, "<module>")
+    parts = [
+        ("after_step", (line,), 2, "h"),
+        ("after_step", (line, job(50, "<lambda>")), 3, "h"),
+    ]
+    assert found(*parts) == {"<module>:50": (pytest.approx(5), "after_step", "python")}
+
+
+@pytest.mark.parametrize("inner", ["<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>"])
 def test_a_comprehension_belongs_to_the_function_that_it_is_written_in(inner: str) -> None:
     parts = [
         ("after_step", (SCRIPT, LOOP, job(8, "log")), 2, "h"),

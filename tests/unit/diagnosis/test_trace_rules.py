@@ -9,10 +9,9 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.diagnosis.engine import diagnose
-from haiprof.diagnosis.run_facts import RULES
+from haiprof.diagnosis.run_facts import RULES, slow_kernels, slow_link
 from haiprof.diagnosis.traced_window import NO_GPU, NO_TRACES
 from haiprof.diagnosis.verdict import Finding, Verdict
-from haiprof.diagnosis.window_facts import slow_kernels, slow_link
 from tests.unit.analysis.trace.shared import event, rank_file
 from tests.unit.diagnosis.stories import write_story
 from tests.unit.diagnosis.trace_stories import ALL_TO_ALL, Story, write_ranks
@@ -96,6 +95,7 @@ def test_slow_link_names_the_rank_and_both_bandwidths(run: Path) -> None:
     assert own / usual == pytest.approx(100 / 260, rel=0.05)
 
 
+@pytest.mark.proof
 def test_slow_copies_name_the_bus(run: Path) -> None:
     finding = one(traced(run, HEALTHY, odd={2: replace(HEALTHY, copy=200)}))
     assert (finding.rule, finding.rank) == ("slow_link", 2)

@@ -13,7 +13,7 @@ import pytest
 
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.run_facts import RULES
-from haiprof.diagnosis.verdict import CodeLine, Finding, Verdict, as_document
+from haiprof.diagnosis.verdict import CodeLine, as_document
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP, HOST, PROCESS
@@ -50,6 +50,7 @@ from tests.unit.diagnosis.tables import (
     LINEAR,
     MAIN,
     MODULE,
+    PYTHON,
     SCRIPT,
     SITE,
     STEP,
@@ -59,6 +60,10 @@ from tests.unit.diagnosis.tables import (
 LOADER = (
     f"{SITE}/torch/utils/data/dataloader.py", 1300, "_MultiProcessingDataLoaderIter._next_data"
 )  # fmt: skip
+START = (
+    f"{SITE}/torch/utils/data/dataloader.py", 1200, "_MultiProcessingDataLoaderIter.__init__"
+)  # fmt: skip
+LAUNCH = (f"{PYTHON}/multiprocessing/popen_fork.py", 66, "Popen._launch")
 FETCH = (f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
 OPEN = (f"{SITE}/PIL/Image.py", 3000, "open")
 LOAD, LOG = job(12, "load_image", "data.py"), job(70, "log")
@@ -262,6 +267,13 @@ def busy(*args: Any, **more: Any) -> Callable[[Path], object]:
 
 STORIES = {
     # input
+    "workers started anew": Story(
+        write=sampled(
+            lambda *_: (30.0, *BALANCED[1:]), {"dataloader": (SCRIPT, MAIN, START, LAUNCH)}
+        ),
+        slug="dataloader_bound", cause="worker_start", lost=0.63, place="train.py:40 main",
+        says="starting the DataLoader's workers",
+    ),
     "batches on the training thread": Story(
         write=sampled(
             lambda *_: (30.0, *BALANCED[1:]), {"dataloader": (SCRIPT, MAIN, FETCH, LOAD, OPEN)}
@@ -326,7 +338,7 @@ STORIES = {
             lambda _, step: (0.2, 5.0, 10.0, 2.0),
             {"other": (SCRIPT, MAIN, LOG)}, "h", steps=300, gap_ms=lambda step: 0.1 * step,
         ),
-        slug="outside_the_model", lost=0.77, place="train.py:70 log", says="paid growing",
+        slug="outside_the_model", lost=0.77, place="train.py:70 log", says="longer and longer",
     ),
     "compiling again and again": Story(
         write=write_compiling, slug="recompiles", lost=0.22, says="paid every 20th step, 100 ms",
@@ -405,7 +417,7 @@ STORIES = {
     "a slow link in backward": Story(
         write=sampled(lambda *_: (0.0, 5.0, 30.0, 2.0), ranks=2, noise=0.0,
                       collectives_ms=(5.0, 5.0)),
-        slug="link_bound", lost=0.64, says="over a slow link",
+        slug="link_bound", lost=0.64, says="longer than their bytes need",
     ),
     "inputs that differ": Story(
         write=lambda root: write_turns(root, lambda large: 3000 if large else 1000),
@@ -415,6 +427,10 @@ STORIES = {
     "ranks on one core": Story(
         write=busy([Cores(cpus="0", main=0.5, wait=0.48)] * 2, cores=64), slug="shared_cores",
         lost=0.48, says="ranks 0 and 1 share 1 core of 64",
+    ),
+    "more ranks than cores": Story(
+        write=busy([Cores(main=0.3, wait=0.3)] * 4, others=0.7), slug="shared_cores", lost=0.3,
+        says="ranks 0-3 share 2 cores",
     ),
     "more workers than cores": Story(
         write=busy([Cores(workers=0.98, wait=0.35)], cores=32), slug="too_few_cores", lost=0.35,
@@ -426,7 +442,7 @@ STORIES = {
     ),
     "a busy neighbour": Story(
         write=busy([Cores(main=0.5, wait=0.5)], others=1.5), slug="busy_neighbours", lost=0.5,
-        says="other processes use the CPUs (1.5 cores)",
+        says="other processes use the CPUs (1.50 cores)",
     ),
     "a busy neighbour of two": Story(
         write=busy([WAITS] * 2, others=1.0), slug="busy_neighbours", lost=0.45,
@@ -513,12 +529,59 @@ def test_nothing_is_a_problem_where_nothing_is_wrong(root: Path, name: str) -> N
 # -- what else a verdict says ---------------------------------------------------------------------
 
 
+def test_what_takes_somewhat_longer_on_a_straggler_is_in_its_account(root: Path) -> None:
+    """Half of forward is a line of Python on both ranks; rank 1 needs 24 ms where the other 20."""
+    stacks: Stacks = {"forward": every(2, (SCRIPT, job(41, "main"), MODULE, LOG), "forward")}
+
+    def times(rank: int, _: int) -> tuple[float, float, float, float]:
+        return (0.2, 20.0 + 4.0 * rank, 14.0 - 4.0 * rank, 2.0)
+
+    write_sampled(root, times, stacks, lock="h", ranks=2, noise=0.0)
+    first, late = judged(root).findings[:2]
+    assert first.gain is not None
+    assert first.code_lines[0].function == "log"
+    assert (first.gain.step_ns - first.gain.left_ns) / NS_PER_MS == pytest.approx(12, abs=1)
+    assert late.title.startswith("rank 1 is a straggler: 2.0")
+
+
+@pytest.mark.parametrize(("lock", "said"), [("h0", True), ("h00000", False)])
+def test_a_model_that_calls_small_operators_is_told_of_explain(
+    root: Path, lock: str, said: bool
+) -> None:
+    """Its own line calls them; of large ones calling is a small part."""
+    write_sampled(root, lambda *_: BALANCED, {"forward": (SCRIPT, MAIN, MODULE, FORWARD)}, lock)
+    headline = judged(root).headline
+    assert headline.startswith("nothing stands out: ")
+    assert ("small operators one by one in forward: haiprof --explain" in headline) == said
+
+
+def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(root: Path) -> None:
+    def write(dataloader_ms: float) -> str:
+        write_sampled(
+            root / str(dataloader_ms), lambda *_: (dataloader_ms, *BALANCED[1:]),
+            {"other": (SCRIPT, MAIN, LOG)}, "h", gap_ms=3.0,
+        )  # fmt: skip
+        return " ".join(f.title for f in judged(root / str(dataloader_ms)).findings)
+
+    assert "between optimizer and forward: log" in write(0.0)
+    assert "between optimizer and forward" not in write(0.2)
+
+
+def test_where_no_code_was_sampled_nothing_is_said_of_it(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED)
+    note(root, 0, type="stacks_failed", reason="its compiled part is missing")
+    verdict = judged(root)
+    assert ("code", "its compiled part is missing") in verdict.not_measured
+    assert "passes in the model, whose code was not sampled" in verdict.headline
+
+
 def test_a_gain_above_the_limit_is_a_problem_and_one_below_a_fact(root: Path) -> None:
     found = {}
     for ms in (0.5, 1.5, 6.0):
         verdict = judged(write_sampled(root.parent / str(ms), lambda *_: (ms, *BALANCED[1:])))  # noqa: B023
-        found[ms] = next(f for f in verdict.findings if f.rule == "dataloader_bound").severity
-    assert found == {0.5: "info", 1.5: "warning", 6.0: "critical"}
+        finding = next(f for f in verdict.findings if f.rule == "dataloader_bound")
+        found[ms] = finding.severity, finding.title.startswith("dataloader-bound: ")
+    assert found == {0.5: ("info", False), 1.5: ("warning", True), 6.0: ("critical", True)}
 
 
 def test_what_is_seen_in_less_than_a_second_is_a_note_and_says_so(root: Path) -> None:
@@ -629,14 +692,31 @@ def test_a_line_is_described_in_one_sentence(more: dict[str, Any], said: str) ->
     assert CodeLine(**steering).describe().isprintable()
 
 
-def by_rule(verdict: Verdict) -> dict[str, Finding]:
-    return {finding.rule: finding for finding in verdict.findings}
-
-
-def test_workers_lines_are_named_not_the_wait_for_them(root: Path) -> None:
-    write_sampled(root, lambda *_: (30.0, *BALANCED[1:]))
+@pytest.mark.parametrize("name", ["waiting for workers", "a neighbour of the loader's worker"])
+def test_workers_lines_are_named_not_the_wait_for_them(root: Path, name: str) -> None:
+    STORIES[name].write(root)
     stacks: list[Stack] = [(FETCH, LOAD)] * 40 + [(MAIN,)] * 20
     samples = [(START_NS + 20_000_000 * (i + 10), stack) for i, stack in enumerate(stacks)]
     write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
-    line = by_rule(judged(root))["dataloader_bound"].code_lines[0]
+    line = judged(root).findings[0].code_lines[0]
     assert (line.function, line.of, line.share) == ("load_image", "the workers' loading", 1.0)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_rank_that_was_killed_before_its_samples_were_written_is_as_the_others(
+    root: Path, lost: int
+) -> None:
+    """Both sleep in the loop: that is neither one rank's doing, nor the other one's lateness."""
+    asleep: Stacks = {"other": (SCRIPT, job(45, "main"), job(61, "wait_for_quota"))}
+    write_sampled(root, lambda rank, _: (0.2, 5.0, 10.0 + rank, 2.0), asleep, ranks=2, gap_ms=20,
+                  collectives_ms=(9.0, 9.5))  # fmt: skip
+    whole = judged(root)
+    RunPaths(root).rank(lost).stacks.unlink()
+    verdict = judged(root)
+    first = verdict.findings[0]
+    assert "wait_for_quota" in first.title
+    assert "alone" not in first.title
+    assert verdict.ledger is not None
+    assert whole.ledger is not None
+    gains = [each.accounts[0].gain_ns for each in (whole.ledger, verdict.ledger)]
+    assert gains[1] == pytest.approx(gains[0], rel=0.1)

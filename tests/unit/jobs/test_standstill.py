@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from haiprof.agent.reactions import _of_snapshot
-from haiprof.live.standstill import RankState, suspects
+from haiprof.live.standstill import RankState, other_threads, suspects
 
 WAITS = (("train.py", 9, "main"), ("/x/torch/autograd/graph.py", 800, "_engine_run_backward"))
 LOADS = (("train.py", 4, "read"),)
@@ -60,6 +60,21 @@ def test_tie_of_two_is_said_as_such() -> None:
     found = suspects(states, [])
     assert [suspect.rank for suspect in found] == [0, 1]
     assert all("do different things" in suspect.reason for suspect in found)
+
+
+def test_thread_that_may_hold_what_a_rank_waits_for_is_named_with_its_line() -> None:
+    library = ["/x/lib/python3.11/site-packages/tensorboard/writer.py", 5, "run"]
+    threads = [
+        {"name": "MainThread", "main": True, "frames": [["train.py", 4, "read"]]},
+        {"name": "writer", "main": False, "frames": [library]},
+        {"name": "?", "main": False, "frames": [["/haiprof/in_job/recorder.py", 9, "loop"]]},
+        {"name": "keeper", "main": False, "frames": [["train.py", 11, "keep"], library]},
+        {"name": 5, "main": False, "frames": "damaged"}, "damaged",
+    ]  # fmt: skip
+    beside = other_threads(threads)
+    assert beside == "its thread keeper is at train.py:11 in keep"
+    (suspect,) = suspects([state(0), state(1, stack=LOADS, beside=beside)], [])
+    assert suspect.doing == f"train.py:4 in read; {beside}"
 
 
 @pytest.mark.parametrize("worker", ["", "its DataLoader worker 9 is at data.py:3 in read"])

@@ -129,8 +129,7 @@ def test_script_keeps_its_own_steps_option() -> None:
         (["--steps", "1:5", "--repeat-every", "3"], "shorter"),
         (["--repeat", "3"], "--repeat says"),
         (["--repeat-every", "30"], "--repeat-every says"),
-        (["--trace-stacks"], "--trace-stacks says"),
-        (["--trace-steps", "4"], "--trace-steps says"),
+        (["--repeat", "4"], "--repeat says"),
         (["--trace", "--repeat", "0"], "repeat must"),
         (["--trace", "--repeat-every", "0"], "repeat-every must"),
         (["--keep-slow", "--slow-ratio", "1"], "slow-ratio"),
@@ -154,18 +153,15 @@ def test_what_a_reaction_is_to_trace_can_be_said_without_a_window(react: str) ->
     assert merged.trace_now_words() == ["--stacks", "--shapes"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--react", "snapshot", "--trace-stacks"],
-        ["--react", "off", "--trace-stacks"],
-        ["--react", "both", "--react-times", "0", "--trace-stacks"],
-        ["--react", "both", "--repeat", "3"],
-    ],
-)
-def test_options_that_no_trace_would_follow_are_refused(words: list[str]) -> None:
+@pytest.mark.parametrize("react", ["snapshot", "off", "both --react-times 0"])
+def test_options_that_say_how_to_trace_imply_a_window(react: str) -> None:
+    found = window("--react", *react.split(), "--trace-stacks", "--trace-steps", "3")
+    assert (found["stacks"], found["count"]) == (True, 3)
+
+
+def test_windows_of_no_trace_are_refused() -> None:
     with pytest.raises(UsageError, match="says how to trace"):
-        window(*words)
+        window("--react", "both", "--repeat", "3")
 
 
 def test_help_explains_tracing_in_a_section_of_its_own() -> None:

@@ -295,10 +295,15 @@ def test_rank_that_writes_no_spans_any_more_or_never_did_is_no_hang(tmp_path: Pa
     ("hang", "limit_s"),
     [
         (HangLimit(seconds=10), 50),
-        (HangLimit(seconds=300), 1500),
-        (HangLimit(seconds=1680), 1680),
-        (HangLimit(seconds=3600), 3600),
-        (HangLimit(factor=5), 1680),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof)
+            for case in (
+                (HangLimit(seconds=300), 1500),
+                (HangLimit(seconds=1680), 1680),
+                (HangLimit(seconds=3600), 3600),
+                (HangLimit(factor=5), 1680),
+            )
+        ),
     ],
 )
 def test_first_step_may_take_longer_than_others(

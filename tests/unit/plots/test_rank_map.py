@@ -19,6 +19,7 @@ from haiprof.show.figures.job import (
     rank_map_figure,
 )
 from haiprof.show.figures.run_figures import late_ranks_picture, rank_map_picture
+from haiprof.show.figures.style import VERMILLION
 from tests.unit.report.many_ranks import write_flight, write_many
 
 
@@ -55,11 +56,23 @@ def test_spread_of_many_ranks_names_the_slowest(run: Analyzer) -> None:
 
 
 def test_late_rank_is_the_highest_bar(run: Analyzer) -> None:
-    figure = late_ranks_figure(run.lateness(), title="")
+    figure = late_ranks_figure(run.lateness(), title="", step_ns=1e8)
     bars = dict(zip(figure.data[0].x, figure.data[0].y, strict=True))
     assert max(bars, key=lambda rank: bars[rank]) == 5
     assert bars[5] == pytest.approx(9, rel=0.01)
     assert figure.layout.xaxis.dtick == 1  # each of few ranks is named
+
+
+@pytest.mark.parametrize(
+    ("step_ns", "hung", "marked"),
+    [(1e8, (), {5}), (1e10, (), set()), (None, (), {5}), (1e8, (2,), {2})],
+)
+def test_only_a_rank_that_is_late_by_much_or_hung_is_marked_as_late(
+    run: Analyzer, step_ns: float | None, hung: tuple[int, ...], marked: set[int]
+) -> None:
+    figure = late_ranks_figure(run.lateness(), title="", step_ns=step_ns, hung=hung)
+    colors = dict(zip(figure.data[0].x, figure.data[0].marker.color, strict=True))
+    assert {rank for rank, color in colors.items() if color == VERMILLION} == marked
 
 
 def test_pictures_of_a_run_are_titled_and_absent_where_nothing_was_measured(
@@ -74,4 +87,5 @@ def test_pictures_of_a_run_are_titled_and_absent_where_nothing_was_measured(
     one = rank_map_picture(alone)
     assert one is not None
     assert one.layout.yaxis.range == (0.5, -0.5)
-    assert not late_ranks_figure(pl.DataFrame(schema=LATENESS_SCHEMA), title="").data[0].x
+    empty = pl.DataFrame(schema=LATENESS_SCHEMA)
+    assert not late_ranks_figure(empty, title="", step_ns=None).data[0].x

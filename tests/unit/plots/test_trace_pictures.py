@@ -97,6 +97,7 @@ def test_show_prints_a_table_where_there_is_no_notebook(
     assert "cpu_bound" in shown
 
 
+@pytest.mark.proof
 def test_a_page_of_traces_is_one_file_with_pictures_and_tables(
     dlrm: TraceAnalysis, tmp_path: Path
 ) -> None:
@@ -146,3 +147,31 @@ def test_counter_traces_are_written_of_the_ranks_that_were_asked_for(tmp_path: P
     assert len(list(tmp_path.glob("*_with_counters*"))) == 1
     with pytest.raises(MissingDataError, match="no trace of rank 9"):
         methods.generate_trace_with_counters(ranks=[9], folder=tmp_path)
+
+
+def test_time_line_shows_streams_gaps_and_the_host_below(tmp_path: Path) -> None:
+    rank_file(tmp_path, 0, [
+        step(3, 0, 1000),
+        event("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "user_annotation",
+              0, 400),
+        event("aten::mm", "cpu_op", 400, 100), launch(1, 410), launch(2, 420),
+        kernel("gemm", 430, 300, correlation=1),
+        kernel("ncclDevKernel_AllReduce_Sum", 730, 250, correlation=2, stream=20),
+        event("aten::add", "cpu_op", 500, 500),
+    ])  # fmt: skip
+    picture = PICTURES["timeline"](TraceAnalysis(tmp_path))
+    lanes = picture.frame["lane"].unique(maintain_order=True).to_list()
+    assert lanes == ["stream 7", "stream 20", "GPU idle", "host"]
+    rows = {(lane, kind): (start / 1000, long / 1000) for lane, kind, start, long in
+            picture.frame.select("lane", "kind", "start_ns", "dur_ns").iter_rows()}  # fmt: skip
+    for key, times in {
+        ("stream 7", "computation"): (430, 300), ("stream 20", "communication"): (730, 250),
+        ("GPU idle", "idle"): (980, 20), ("host", "wait: loader"): (0, 400),
+        ("host", "operators"): (500, 500),
+    }.items():  # fmt: skip
+        assert rows[key] == pytest.approx(times, abs=4), key
+    assert picture.says == (
+        "Step 3 of rank 0, 1.00 ms: the GPU is idle for 450 µs of it, the longest time 430 µs at "
+        "its begin; below is what the host did meanwhile."
+    )
+    assert [bar.text for bar in picture.figure.data if bar.name == "computes"] == [("gemm",)]

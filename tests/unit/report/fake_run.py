@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
+from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
-from haiprof.run_analysis.counters import COUNTER_SCHEMA
+from haiprof.run_analysis.counter_digest import CounterDigest, MetricOwner, MetricStat
+from haiprof.run_analysis.counters import (
+    COUNTER_SCHEMA,
+    SeriesReader,
+    host_windows,
+    training_spans,
+)
 from haiprof.run_analysis.ranks import RANK_SCHEMA
 from haiprof.run_analysis.reactions import REACTION_SCHEMA
 from haiprof.run_analysis.settings import RankSettings
@@ -19,9 +28,12 @@ from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
 from haiprof.run_analysis.windows import WINDOW_SCHEMA
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
+from haiprof.show.figures.panel_table import frame_reader
+from haiprof.show.summary import select_judged_samples
 
 START_NS = 1_790_000_000 * NS_PER_S
 PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
+_POSITIONS = ("input", "forward", "backward", "optimizer", "after_step")
 
 
 @dataclass
@@ -40,11 +52,34 @@ class FakeRun:
     def steps(self) -> pl.DataFrame:
         return pl.DataFrame(self.step_rows, schema=STEP_SCHEMA)
 
+    def position_times(self, rank: int, attempt: int) -> tuple[np.ndarray, np.ndarray]:
+        steps = self.steps().filter(pl.col("rank") == rank, pl.col("attempt") == attempt)
+        times = np.zeros((len(POSITIONS), max(steps["step"].to_list()) + 1), dtype=np.int64)
+        for phase, position in zip(PHASES, _POSITIONS, strict=True):
+            ns = steps[f"{phase}_host_ns"].fill_null(0).to_numpy()
+            times[POSITIONS.index(position), steps["step"].to_numpy()] = ns
+        return times, np.zeros_like(times)
+
     def phases(self) -> pl.DataFrame:
         return pl.DataFrame(self.span_rows, schema=PHASE_SCHEMA)
 
     def counters(self) -> pl.DataFrame:
         return pl.DataFrame(self.counter_rows, schema=COUNTER_SCHEMA)
+
+    def host_counters(self, hosts: Collection[str] | None = None) -> list[pl.DataFrame]:
+        frame = self.counters()
+        return [frame if hosts is None else frame.filter(pl.col("host").is_in(list(hosts)))]
+
+    def counter_digest(self, judged: pl.DataFrame) -> CounterDigest:
+        counters, ranks = self.counters(), self.ranks()
+        spans = training_spans(judged.partition_by("rank", "attempt", maintain_order=True))
+        rows = host_windows(spans, ranks).iter_rows()
+        windows = {host: (begin, end) for host, begin, end in rows}
+        digest = frame_digest(select_judged_samples(counters, judged, ranks), counters)
+        return replace(digest, windows=windows or None)
+
+    def read_series(self, metrics: Collection[tuple[str, str]]) -> SeriesReader:
+        return frame_reader(self.counters())
 
     def ranks(self) -> pl.DataFrame:
         return pl.DataFrame(self.rank_rows, schema=RANK_SCHEMA)
@@ -122,6 +157,24 @@ class FakeRun:
                 "value": value,
             }
         )
+
+
+def frame_digest(judged: pl.DataFrame, counters: pl.DataFrame) -> CounterDigest:
+    """The digest of all counters, worked out on frames; its series are not cut."""
+    value, stats = pl.col("value"), dict[MetricOwner, dict[str, MetricStat]]()
+    rows = judged.filter(value.is_finite()).group_by("source", "host", "rank", "gpu", "metric").agg(
+        mean=value.mean(), min=value.min(), max=value.max()
+    )  # fmt: skip
+    for source, host, rank, gpu, metric, mean, low, high in rows.iter_rows():
+        stat = MetricStat(mean=mean, min=low, max=high)
+        stats.setdefault((source, host, rank, gpu), {})[metric] = stat
+    times = counters["time_ns"].sort()
+    return CounterDigest(
+        span=(times[0], times[-1]) if len(times) else None,
+        present=set(counters.select("source", "metric").rows()),
+        stats=stats,
+        windows=None,
+    )
 
 
 def empty_run(folder: Path, **manifest: object) -> Any:  # a FakeRun: what views ask of RunFrames

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from haiprof import Analyzer
-from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.base.errors import MissingDataError, MissingExtraError, UsageError
 from tests.unit.cli.test_kept_answers import STEPS, ended_run
 
 
@@ -35,14 +36,25 @@ def test_describe_explains_every_column(run: Analyzer) -> None:
         frame = run.describe(name)
         assert frame["name"].to_list() == getattr(run, name)().columns
         assert all(frame["meaning"])
-    assert "…" not in str(run.describe("steps")), "rows and meanings are printed whole"
+        text = str(frame) + frame._repr_html_().replace("&hellip;", "…")
+        assert "…" not in text, "rows and meanings are whole"
     with pytest.raises(UsageError, match="stepz"):
         run.describe("stepz")
+
+
+def test_to_pandas_without_pyarrow_names_the_extra(
+    run: Analyzer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for frame in (run.steps(), run.counters(), run.describe("steps")):
+        with pytest.raises(MissingExtraError, match="pyarrow") as raised:
+            frame.to_pandas()
+        assert "haiprof[pandas]" in raised.value.hint
 
 
 def test_verdict_is_a_line_a_card_and_html(run: Analyzer) -> None:
     verdict = run.verdict()
     assert repr(verdict) == f"<verdict on {verdict.name}: {verdict.headline}>"
-    assert verdict.headline in str(verdict)
+    assert verdict.headline in " ".join(str(verdict).replace("│", " ").split())
     assert verdict._repr_html_().startswith("<pre")
     assert run.findings() == verdict.findings

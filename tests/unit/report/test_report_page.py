@@ -16,11 +16,13 @@ from haiprof import Analyzer
 from haiprof.cli.app import run_command
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format.manifest import Manifest, write_manifest
+from haiprof.show.figures.style import BLUE, VERMILLION
 from haiprof.show.page.content import page_content
 from haiprof.show.page.counter_data import half_floats, json_for_script, on_axis
 from haiprof.show.page.render import report_html
 from tests.unit.analysis.recorded import CLOCK, write_run
-from tests.unit.analysis.test_flame_graph import LOAD, MAIN, OPEN, record
+from tests.unit.analysis.test_deaths import GLOO, Job
+from tests.unit.analysis.test_lines import LOAD, MAIN, OPEN, record
 from tests.unit.analysis.test_windows import STEP_NS, part, recorded, traced_run
 from tests.unit.analysis.trace.shared import event, rank_file, step
 from tests.unit.analysis.trace.test_attribution import model
@@ -121,6 +123,18 @@ def write_manifest_named(root: Path) -> None:
         start_wall_ns=CLOCK.wall_ns, options={HOSTILE: HOSTILE},
     )  # fmt: skip
     write_manifest(RunPaths(root), manifest)
+
+
+def test_rank_that_hung_is_the_late_one_of_the_figure(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ranks=2)
+    job.began(0, *["all_reduce"] * 12)
+    job.began(1, *["all_reduce"] * 11)
+    job.died(0, 0, "RuntimeError", GLOO)
+    job.over(1, 1.2, number=15)
+    page = parts_of(report_html(page_content(Analyzer(job.run.root))))
+    assert "rank 1 hung: the others waited for it" in page.by_id("collectives").text
+    (bars,) = page.numbers()["figures"]["late"]["data"]
+    assert bars["marker"]["color"] == [BLUE, VERMILLION]
 
 
 def test_run_without_steps_says_so(tmp_path: Path) -> None:

@@ -1,6 +1,11 @@
+"""Summaries of runs and ranks, live scalars, and the header of a run."""
+
 from __future__ import annotations
 
 import json
+import os
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +16,15 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
 from haiprof.cli.output import json_text
 from haiprof.diagnosis.engine import diagnose
-from haiprof.run_analysis.step_frame import STEP_PHASES
 from haiprof.show.card import view_text
-from haiprof.show.figures.style import PHASES, time_unit
 from haiprof.show.rank_summary import one_rank_summary
+from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
+from haiprof.show.scalars import Progress, new_points
 from haiprof.show.summary import overview_summary
 from haiprof.show.text import steps_text
 from haiprof.show.views.run import overview_view, rank_view
 from tests.unit.report.fake_run import START_NS, empty_run, two_rank_run
 from tests.unit.report.many_ranks import write_many
-
-
-def test_style_phases_are_the_analysis_phases() -> None:
-    assert PHASES == STEP_PHASES
 
 
 def test_overview_summary_has_what_was_put_in(tmp_path: Path) -> None:
@@ -133,11 +134,6 @@ def test_every_screen_has_the_same_number_of_steps(tmp_path: Path) -> None:
     assert "200 steps" in view_text(rank_view(one_rank_summary(data, 1)), width=80)
 
 
-def test_times_of_figures_have_a_unit_that_fits() -> None:
-    units = [time_unit(ns)[0] for ns in (None, 90e3, 3e6, 900e6, 30e9)]
-    assert units == ["ms", "µs", "ms", "ms", "s"]
-
-
 def test_overview_summary_is_plain_json(tmp_path: Path) -> None:
     content = json.loads(json_text(overview_summary(two_rank_run(tmp_path)).as_json()))
     assert content["ranks"][0]["split_ns"]["forward"] == 60 * NS_PER_MS
@@ -155,11 +151,6 @@ def test_rank_summary_counts_pauses_and_saves(tmp_path: Path) -> None:
     assert (events["gc"].count, events["save"].total_ns) == (1, 900 * NS_PER_MS)
 
 
-def test_rank_summary_shares_add_up_to_one(tmp_path: Path) -> None:
-    phases = one_rank_summary(two_rank_run(tmp_path), 1).phases
-    assert sum(stat.share_ratio or 0.0 for stat in phases) == pytest.approx(1.0)
-
-
 def test_rank_summary_takes_the_last_attempt(tmp_path: Path) -> None:
     data = two_rank_run(tmp_path)
     data.rank_rows.append({**data.rank_rows[0], "attempt": 1})
@@ -171,3 +162,97 @@ def test_rank_summary_unknown_rank_says_which_there_are(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match="no rank 7") as caught:
         one_rank_summary(two_rank_run(tmp_path), 7)
     assert "0, 1" in caught.value.hint
+
+
+def test_points_of_two_looks_are_each_taken_once(tmp_path: Path) -> None:
+    data = two_rank_run(tmp_path, steps=20)
+    early = data.steps().filter(data.steps()["step"] < 9)
+    first, progress = new_points(early, data.counters(), Progress(), complete=False)
+    second, _ = new_points(data.steps(), data.counters(), progress, complete=True)
+    steps = [(p.rank, p.step) for p in (*first, *second) if "step_ms" in p.values]
+    assert sorted(steps) == [(rank, step) for rank in (0, 1) for step in range(20)]
+    assert not any("rss_gib" in p.values for p in second)
+
+
+def test_points_last_step_of_a_running_job_waits(tmp_path: Path) -> None:
+    data = two_rank_run(tmp_path, steps=3)
+    points, _ = new_points(data.steps(), data.counters(), Progress(), complete=False)
+    assert max(p.step for p in points if "step_ms" in p.values) == 1
+
+
+def test_points_carry_phases_in_ms_and_the_steps_time(tmp_path: Path) -> None:
+    points, _ = new_points(
+        two_rank_run(tmp_path).steps(), empty_run(tmp_path).counters(), Progress(), complete=True
+    )
+    assert points[0].wall_ns == START_NS
+    assert points[0].values["forward_ms"] == pytest.approx(60.0)
+    assert points[0].values["step_ms"] == pytest.approx(160.0)
+
+
+def test_points_of_fast_steps_are_thinned(tmp_path: Path) -> None:
+    data, end_ns = empty_run(tmp_path), START_NS
+    for step in range(2000):
+        end_ns = data.add_step(0, step, end_ns, (0.1, 0.2, 0.1, 0.05, 0.05))
+    points, _ = new_points(data.steps(), data.counters(), Progress(), complete=True)
+    assert 45 <= len(points) <= 51
+    assert min(b.wall_ns - a.wall_ns for a, b in pairwise(points)) >= (20 * NS_PER_MS)
+
+
+def test_points_step_goes_on_through_a_restart(tmp_path: Path) -> None:
+    data = empty_run(tmp_path)
+    for attempt in (0, 1):
+        data.add_step(0, 0, START_NS + attempt * NS_PER_S, (1.0, 1.0, 1.0, 1.0, 1.0))
+        data.step_rows[-1]["attempt"] = attempt
+    points, _ = new_points(data.steps(), data.counters(), Progress(), complete=True)
+    assert [p.step for p in points] == [0, 1]
+
+
+GOES_ON: dict[str, Any] = {"end_wall_ns": None, "exit_status": None}
+
+
+def header(folder: Path, **manifest: Any) -> RunHeader:
+    run = empty_run(folder, **manifest).run
+    return run_header(run, manifest_or_none(run))
+
+
+@pytest.mark.parametrize(
+    ("manifest", "state", "outcome", "duration_ns"),
+    [
+        pytest.param({}, "ended", "ended, exit 0", 63 * NS_PER_S, id="ended"),
+        pytest.param({"exit_status": None, "signal": "SIGTERM"}, "ended", "ended by SIGTERM",
+                     63 * NS_PER_S, id="signal"),
+        pytest.param({**GOES_ON, "start_wall_ns": NS_PER_S}, "killed", None, None,
+                     id="pid-of-a-younger-process"),
+        pytest.param({**GOES_ON, "launcher_pid": 2**22 + 1}, "killed", None, None,
+                     id="no-launcher"),
+    ],
+)  # fmt: skip
+def test_header_says_how_the_run_ended(
+    tmp_path: Path, manifest: dict[str, Any], state: str, outcome: str | None, duration_ns: int
+) -> None:
+    found = header(tmp_path, **manifest)
+    assert (found.state, found.duration_ns) == (state, duration_ns)
+    assert outcome in (None, found.outcome)
+
+
+def test_header_run_with_living_launcher_is_running(tmp_path: Path) -> None:
+    found = header(tmp_path, **GOES_ON, start_wall_ns=time.time_ns())
+    assert found.state == "running"
+    assert found.duration_ns is not None
+
+
+def test_header_run_of_another_host_lives_while_its_files_grow(tmp_path: Path) -> None:
+    record = tmp_path / "nodes" / "far" / "host.rec"
+    record.parent.mkdir(parents=True)
+    record.write_bytes(b"")
+    assert header(tmp_path, **GOES_ON, host="far").state == "running"
+    os.utime(record, (time.time() - 3600, time.time() - 3600))
+    assert header(tmp_path, **GOES_ON, host="far").state == "killed"
+
+
+def test_header_damaged_manifest_still_names_the_run(tmp_path: Path) -> None:
+    run = empty_run(tmp_path / "train-1").run
+    run.manifest.write_text("{")
+    found = run_header(run, manifest_or_none(run))
+    assert (found.name, found.start_wall_ns) == ("train-1", None)
+    assert found.state == found.outcome == "damaged"

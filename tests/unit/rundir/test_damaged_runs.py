@@ -16,7 +16,7 @@ from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import RecordFile, read_json, read_lines, read_records
 from haiprof.run_format.schema import SCHEMA_VERSION
-from tests.sampling import sample
+from tests.sampling import first_of, sample
 from tests.unit.rundir.small_run import read_all, write_small_run
 
 FILES = (
@@ -175,7 +175,7 @@ def test_run_with_wrong_types_in_an_event_is_read(run: RunPaths, name: str) -> N
         assert read_all(run.root)[0] == 2
 
 
-@pytest.mark.parametrize("content", HARM)
+@pytest.mark.parametrize("content", first_of(HARM, HARM[0], HARM[-1]))
 def test_json_that_means_harm_is_damage(run: RunPaths, content: bytes) -> None:
     for name in FILES:
         path = run.root / name

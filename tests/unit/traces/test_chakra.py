@@ -118,6 +118,7 @@ def test_dlrm_collectives_have_kind_and_size(tmp_path: Path) -> None:
     assert all(attributes(each)["tensor_size"] > 0 for each in copies if "Memcpy" in each.name)
 
 
+@pytest.mark.proof
 def test_what_was_linked_before_gives_the_same_file(tmp_path: Path) -> None:
     source = [traces(DLRM), "--et", traces(DLRM_ET), "--rank", 4]
     assert run_command(["link", *map(str, source), "-o", str(tmp_path / "linked.json")]) == 0

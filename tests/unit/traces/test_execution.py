@@ -1,4 +1,4 @@
-"""Execution traces are read whole, in every schema, and hostile ones end in one clear error."""
+"""Execution traces and Flight Recorder dumps are read whole; hostile ones end in one error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from haiprof.base.errors import TraceFormatError
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.trace_format.execution import load_execution_trace, write_linked
+from haiprof.trace_format.flight_recorder import read_torch_dump
+from tests.unit.analysis.test_deaths import Job
 from tests.unit.analysis.trace.shared import traces
 from tests.unit.traces.execution import node, write_execution
 
@@ -87,7 +90,41 @@ def test_nodes_that_cannot_be_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_chain_of_many_nodes_is_read(tmp_path: Path) -> None:
-    nodes = [node(number, parent=max(1, number - 1)) for number in range(1, 30_001)]
+    nodes = [node(number, parent=max(1, number - 1)) for number in range(1, 3_001)]
     found = load_execution_trace(write_execution(tmp_path / "deep.json", nodes))
-    assert len(found.nodes) == 30_000
+    assert len(found.nodes) == 3_000
     assert found.report.cycle_count == 1  # node 1 is its own parent, and no root
+
+
+DUMPS = Path(__file__).parents[2] / "data/flight_recorder"
+STEP = ["all_reduce", "broadcast", "all_gather", "scatter", "gather", "reduce", "barrier"]
+
+
+@pytest.mark.parametrize("suffix", ["pickle", "json"])
+def test_dump_of_torch_is_read_as_it_was_issued(suffix: str) -> None:
+    entries = read_torch_dump(DUMPS / f"gloo_0.{suffix}").entries
+    assert entries["group_name"].to_list() == ["default_pg"] * 7 + ["pair", "default_pg"]
+    assert entries["kind"].to_list() == [*STEP, "all_reduce", "all_reduce"]
+    assert entries["sequence"].to_list() == [*range(1, 8), 1, 8]
+    assert entries["element_count"].to_list() == [12, 12, 12, 24, 12, 12, 0, 5, 7]
+    assert entries["dtype"].to_list() == ["Float"] * 6 + [None, "Double", "Float"]
+    assert entries["created_ns"].is_sorted()
+    assert entries["completed_ns"].null_count() == 9, "gloo does not tell"
+
+
+def test_both_forms_of_a_dump_say_the_same() -> None:
+    for rank in range(2):
+        pickled = read_torch_dump(DUMPS / f"gloo_{rank}.pickle").entries
+        assert pickled.equals(read_torch_dump(DUMPS / f"gloo_{rank}.json").entries)
+
+
+def test_scatter_without_inputs_on_all_but_one_rank_is_no_contradiction(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ranks=2)
+    job.run.flight.mkdir()
+    for rank in range(2):
+        dump = (DUMPS / f"gloo_{rank}.pickle").read_bytes()
+        (job.run.flight / f"rank_{rank}").write_bytes(dump)
+        job.over(rank, 1, number=6)
+    (death,) = RunFrames(job.run.root).deaths()
+    assert (death.cause, death.ranks) == ("hang", (1,))
+    assert "it never came to all_reduce 8" in death.headline

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from haiprof.base.errors import TraceFormatError, UsageError
+from haiprof.base.errors import TraceFormatError
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.merge import (
     ID_STRIDE,
     MergedTrace,
     RankPlan,
     Track,
-    check_target,
     ranked_id,
     shift_time,
     us_text,
@@ -340,14 +339,6 @@ def test_more_processes_than_a_thousand_do_not_meet(tmp_path: Path) -> None:
     assert len(set(pids)) == 3000
 
 
-def test_two_files_of_one_rank_are_refused_by_name(tmp_path: Path) -> None:
-    one, other = tmp_path / "a.json", tmp_path / "b.json"
-    for path in (one, other):
-        path.write_text(json.dumps({"distributedInfo": {"rank": 4}, "traceEvents": [op()]}))
-    with pytest.raises(TraceFormatError, match=r"rank 4: .*a\.json and .*b\.json"):
-        merge_inputs([one, other])
-
-
 def test_a_merged_trace_is_taken_for_no_ranks_trace(tmp_path: Path) -> None:
     target = tmp_path / "all.json.gz"
     merge(target, ranks_in(tmp_path, [[op()], [op()]]))
@@ -359,21 +350,6 @@ def test_a_merged_trace_is_taken_for_no_ranks_trace(tmp_path: Path) -> None:
         _ = trace.rank
     target.rename(tmp_path / "merged.json.gz")
     assert [path.name for path in merge_files([tmp_path], None)[0]] == ["rank0.json", "rank1.json"]
-
-
-def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
-    source = ranks_in(tmp_path, [[op()]])[0]
-    link = tmp_path / "link.json"
-    link.symlink_to(source)
-    with pytest.raises(UsageError, match="one of the traces"):
-        check_target(link, [source], force=True)
-    with pytest.raises(UsageError, match="is a folder"):
-        check_target(tmp_path, [source], force=True)
-    there = tmp_path / "there.json"
-    there.write_text("mine")
-    with pytest.raises(UsageError, match="already exists"):
-        check_target(there, [source], force=False)
-    check_target(there, [source], force=True)
 
 
 def test_a_trace_that_breaks_half_way_leaves_nothing(tmp_path: Path) -> None:

@@ -17,14 +17,8 @@ const drawFlame = (() => {
     return made;
   }
 
-  function duration(ns) {
-    const units = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]];
-    const [name, size] = units.find(([, each]) => Math.abs(ns) >= each) || units[3];
-    return `${Number((ns / size).toPrecision(3))} ${name}`;
-  }
-
   function percent(part, whole) {
-    return whole ? `${Number(((100 * part) / whole).toPrecision(2))} %` : "";
+    return whole ? ratioText(part / whole) : "";
   }
 
   /** A frame that is shown; a, b: time in both series, with their variances. */
@@ -298,17 +292,17 @@ const drawFlame = (() => {
 
     change(frame) {
       const difference = frame.all[0] - frame.all[1];
-      return `${difference > 0 ? "+" : "−"}${duration(Math.abs(difference))}`;
+      return `${difference > 0 ? "+" : "−"}${durationText(Math.abs(difference))}`;
     }
 
     text(frame) {
       const [a, b] = frame.all;
       const whole = this.root.all[0];
       if (!this.both) {
-        const own = !isTimed(frame) ? `, ${duration(frame.self[0])} of it itself` : "";
-        return `${duration(a)} per step, ${percent(a, whole)}${own}`;
+        const own = !isTimed(frame) ? `, ${durationText(frame.self[0])} of it itself` : "";
+        return `${durationText(a)} per step, ${percent(a, whole)}${own}`;
       }
-      const both = `${duration(a)} per step against ${duration(b)}`;
+      const both = `${durationText(a)} per step against ${durationText(b)}`;
       if (isTimed(frame)) return both;
       return `${both}, ${isSure(frame) ? this.change(frame) : "no difference beyond chance"}`;
     }
@@ -337,7 +331,7 @@ const drawFlame = (() => {
         box.classList.toggle("dimmed", Boolean(wanted) && !fits(box.frame));
       }
       if (wanted) {
-        const share = `${duration(total)} per step, ${percent(total, this.root.all[0])}`;
+        const share = `${durationText(total)} per step, ${percent(total, this.root.all[0])}`;
         this.found.textContent = count ? `${count} found: ${share}` : "nothing found";
       } else if (this.zoom.wide > 0) this.found.textContent = "";
     }

@@ -78,7 +78,7 @@ const FIGURES = "figure.plot, .panels, .flame-graph";
 
 /** What the reader has opened, sorted, scrolled and chosen in a section. */
 function readerState(section) {
-  const named = (details) => details.querySelector("summary").textContent.replace(/\d+/g, "");
+  const named = (details) => details.querySelector(":scope > summary :is(h2, h3), :scope > summary").textContent.replace(/\d+/g, "");
   const boxes = [...section.querySelectorAll(".scroll")];
   const active = section.contains(document.activeElement) ? document.activeElement : null;
   return {

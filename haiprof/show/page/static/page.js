@@ -232,15 +232,13 @@
     });
   }
 
-  const digits = (value) => Number(value.toPrecision(3));
-
   /** `rank 0 1.2 to 3.4 cores; rank 1 ...` */
   function rangesOf(traces, unit) {
     return traces.slice(0, 8).map((trace) => {
       const known = [...trace.y].filter((v) => !Number.isNaN(v));
       if (!known.length) return `${trace.name}: no value`;
       const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
-      return `${trace.name} ${digits(low)} to ${digits(high)} ${unit}`;
+      return `${trace.name} ${digitsText(low)} to ${digitsText(high)} ${unit}`;
     }).join("; ");
   }
 
@@ -325,7 +323,7 @@
     time.join(place, { title: "ranks", lines: [] });
     const means = rows.map((at) => {
       const known = [...values[at]].filter((v) => !Number.isNaN(v));
-      return `rank ${map.ranks[at]} ${known.length ? digits(known.reduce((a, b) => a + b, 0) / known.length) : "-"} ms`;
+      return `rank ${map.ranks[at]} ${known.length ? digitsText(known.reduce((a, b) => a + b, 0) / known.length) : "-"} ms`;
     });
     describe(place, `Ranks over time, ${part}: mean of ${means.slice(0, 16).join(", ")}`);
     if (!place.dataset.listens) {
@@ -396,7 +394,7 @@
     const [unit, unitMs] = unitOf(times.reduce((a, b) => Math.max(a, b), 0));
     const y = times.map((value) => value / unitMs);
     const line = { color: tinted("#0072B2"), width: 1.2 };
-    Plotly.react(place, [{ type: "scatter", mode: "lines", x, y, line, hovertemplate: `step %{x}: %{y:.3g} ${unit}<extra></extra>` }], layout(height(place), {
+    Plotly.react(place, [{ type: "scatter", mode: "lines", x, y, line, hovertemplate: `step %{x}: %{y:.3r} ${unit}<extra></extra>` }], layout(height(place), {
       margin: { l: 52, r: 12, t: 12, b: 30 }, xaxis: axis({ title: { text: "step", standoff: 2 } }),
       yaxis: axis({ rangemode: "tozero", nticks: 4, ticksuffix: ` ${unit}` }),
     }), { ...CONFIG, displayModeBar: false });
@@ -607,6 +605,10 @@
   /** Draws all for paper, or for the screen again: what is drawn keeps its width until it is told. */
   function print(begins) {
     document.documentElement.classList.toggle("printing", begins);
+    for (const part of document.querySelectorAll(begins ? ".fold:not([open])" : ".fold[data-folded]")) {
+      part.open = begins;
+      part.toggleAttribute("data-folded", begins);
+    }
     redraw();
     drawAll();
     for (const place of drawn.keys()) Plotly.relayout(place, begins ? { width: place.clientWidth } : { width: null, autosize: true });
@@ -652,6 +654,8 @@
     addEventListener("click", (event) => {
       if (event.target.id === "previous") step(-1);
       if (event.target.id === "next") step(1);
+      const fold = document.querySelector(`${event.target.closest("nav a")?.hash ?? "none"} > .fold`);
+      if (fold) fold.open = true;
       const row = event.target.closest("#rank-table tbody tr");
       if (row && byId("chooser")) choose(row.cells[0].textContent.split(".")[0]);
     });

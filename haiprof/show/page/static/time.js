@@ -47,7 +47,7 @@ function timeGroup({ redraw, whole }) {
   function textAt(line, second) {
     const at = pointAt(line, second), value = at < 0 ? NaN : line.y[at];
     if (value === null || value === undefined || Number.isNaN(value)) return missing;
-    return value === 0 ? "0" : Math.abs(value) >= 1000 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
+    return digitsText(value);
   }
 
   // ---- the cursor ----------------------------------------------------------------------------

@@ -6,11 +6,7 @@ from pathlib import Path
 
 from haiprof import TraceAnalysis
 from haiprof.trace_analysis.pool import LocalProcesses, Serial
-from tests.unit.analysis.trace.shared import (
-    kernel,
-    launch,
-    rank_file,
-)
+from tests.unit.analysis.trace.shared import kernel, launch, rank_file
 
 
 def test_every_pool_gives_the_same(tmp_path: Path) -> None:

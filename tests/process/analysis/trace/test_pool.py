@@ -107,6 +107,7 @@ def test_real_ranks_have_the_same_report_in_every_pool(dask_address: str) -> Non
             assert_frame_equal(report.tables[name], table, check_exact=True)
 
 
+@pytest.mark.proof
 def test_a_script_without_main_guard_is_not_run_again(tmp_path: Path, ranks: list[Path]) -> None:
     script = tmp_path / "ask.py"
     script.write_text(
@@ -142,16 +143,3 @@ def test_cluster_without_dask_names_the_extra(
     with pytest.raises(MissingExtraError) as caught:
         DaskCluster("tcp://127.0.0.1:1").map(busy_ns, ranks, {})
     assert "haiprof[dask]" in caught.value.hint
-
-
-def test_processes_give_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = traces("dlrm_v100_8ranks")
-    reports = []
-    for name, pool in (("serial", Serial()), ("processes", LocalProcesses(2))):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))  # nothing kept of the other
-        reports.append(standard_report(folder, pool=pool))
-    one, several = reports
-    assert one.missing == several.missing
-    assert list(one.tables) == list(several.tables)
-    for name, table in one.tables.items():
-        assert_frame_equal(several.tables[name], table, check_exact=True)

@@ -26,10 +26,10 @@ REAL_TRACES = (
     "tb_resnet50_nw0_v100", "tl_b200_r0of8_nccl", "tl_h100_qwen05_mem_stack",
     "tl_mi300_ddp_resnet18",
 )  # fmt: skip
-# Three large ones of the two kinds of HTA's other jobs take as long as all others together.
-FEW_TRACES = first_of(REAL_TRACES, *(
-    name for name in REAL_TRACES if not name.startswith(("hta_diff", "hta_nsres"))
-))  # fmt: skip
+FEW_TRACES = first_of(
+    REAL_TRACES, "hta_sampled_2ranks_ws128", "tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18"
+)
+"""Of several ranks, with stacks and memory, of another maker; the others as proofs."""
 # HTA counts waits (alexnet's cuda_sync) and an operator with a stream (B200) as GPU events.
 WITHOUT_D11 = tuple(name for name in REAL_TRACES if "simple_add" not in name and "b200" not in name)
 GPU_CATEGORIES = {"kernel", "Kernel", "gpu_memcpy", "Memcpy", "gpu_memset", "Memset"}

@@ -124,28 +124,6 @@ def test_marks_of_steps_are_no_operators_in_old_traces(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("hta_nsres_v100_r0of1", 6095),
-        ("tb_resnet50_nw0_v100", 9096),
-        ("tl_b200_r0of8_nccl", 927),
-        ("tl_h100_qwen05_mem_stack", 1198),
-        ("tl_mi300_ddp_resnet18", 2375),
-    ],
-)
-def test_nesting_agrees_with_the_operator_that_the_profiler_noted(name: str, count: int) -> None:
-    (trace,) = ranks_of(name).values()
-    found = kernel_operators(trace).filter(pl.col("matched_by") == "nesting")
-    ids = trace.ops.select(operator_event="event", own="external_id")
-    noted = trace.runtime.filter(pl.col("correlation") > 0).select(
-        "correlation", said="external_id"
-    )
-    both = found.join(ids, on="operator_event").join(noted.unique("correlation"), on="correlation")
-    assert len(both) == count
-    assert (both["own"] == both["said"]).all()
-
-
 @pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "hta_cp_simple_add_a100"])
 def test_operators_and_totals_equal_brute_force(name: str) -> None:
     trace = ranks_of(name)[0]

@@ -13,8 +13,7 @@ from polars.testing import assert_frame_equal
 
 from haiprof import TraceAnalysis
 from haiprof.trace_analysis.function_patterns import RankFunctions, worker_pattern
-from haiprof.trace_analysis.pattern_gathering import as_answers, cached_patterns, from_answers
-from haiprof.trace_analysis.report_cache import pack_answers, unpack_answers
+from haiprof.trace_analysis.pattern_gathering import cached_patterns
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import FEW_TRACES, REAL_TRACES, traces
 
@@ -37,11 +36,13 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FEW_TRACES)
-def test_pattern_is_the_same_after_it_was_packed(name: str) -> None:
+def test_pattern_is_the_same_when_it_comes_from_the_cache(name: str) -> None:
     path = next(iter(TraceAnalysis(traces(name)).files.values())).path
     pattern = worker_pattern(Trace(path))
-    packed = pack_answers(as_answers(pattern))
-    assert_same(from_answers(unpack_answers(packed, path)), pattern)
+    assert_same(cached_patterns([path], {}, lambda _: [pattern]), [pattern])
+    (again,) = cached_patterns([path], {}, lambda _: [])
+    assert again is not pattern
+    assert_same(again, pattern)
 
 
 def test_only_traces_that_are_new_are_computed(empty_cache: Path) -> None:

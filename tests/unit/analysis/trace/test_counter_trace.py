@@ -36,10 +36,7 @@ def read_back(path: str | Path) -> dict[str, Any]:
             "tl_h100_qwen05_mem_stack",
             "tl_mi300_ddp_resnet18",
         ],
-        "dlrm_v100_8ranks",
-        "tl_b200_r0of8_nccl",
         "tl_h100_qwen05_mem_stack",
-        "tl_mi300_ddp_resnet18",
     ),
 )
 def test_a_real_trace_keeps_every_event_and_gains_counters(name: str, tmp_path: Path) -> None:

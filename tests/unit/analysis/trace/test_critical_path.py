@@ -14,6 +14,7 @@ from haiprof.trace_analysis.critical_path import CriticalPath, critical_path, wr
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import (
+    FEW_TRACES,
     Event,
     event,
     exact_intervals,
@@ -336,23 +337,14 @@ def test_overlay_holds_every_event_and_the_path(tmp_path: Path) -> None:
     assert again.segments().equals(path.segments())
 
 
-REAL = [
-    ("hta_diff_test_v100_r1of2", "test.json.gz"),
-    ("hta_diff_control_a100_r3of8", "control.json.gz"),
-    ("hta_nsres_v100_r0of1", "rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz"),
-    ("hta_cp_simple_add_a100", "benchmark_result_493459_1694039959_trace.json.gz"),
-    ("hta_sampled_2ranks_ws128", "sampled_rank-1.json.gz"),
-    ("dlrm_v100_8ranks", "worker3_step_12.1694128201557.pt.trace.json.gz"),
-    ("tb_resnet50_nw0_v100", "worker0.1623143089861.pt.trace.json.gz"),
-    ("tl_b200_r0of8_nccl", "eager_trace.json.gz"),
-    ("tl_h100_qwen05_mem_stack", "Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz"),
-    ("tl_mi300_ddp_resnet18", "train_resnet18.json.gz"),
-]
+def real(folder: str) -> Trace:
+    """The first trace of a folder."""
+    return Trace(trace_files(traces(folder))[0])
 
 
-@pytest.mark.parametrize(("folder", "name"), REAL)
-def test_path_covers_real_traces(folder: str, name: str) -> None:
-    trace = Trace(traces(folder) / name)
+@pytest.mark.parametrize("folder", FEW_TRACES)
+def test_path_covers_real_traces(folder: str) -> None:
+    trace = real(folder)
     check_covers(critical_path(trace))
     for start, end in trace.steps.select("step", after=pl.col("step") + 1).iter_rows():
         check_covers(critical_path(trace, steps=(start, end)))
@@ -384,11 +376,8 @@ def begin_ns(trace: Trace) -> int:
 
 
 def test_gpu_bound_ns_trace_agrees_with_hta() -> None:
-    """HTA's summary is of the second step; its path begins with that step's first kernel.
-
-    Its stamps are floats of 1.7e15 us, which hold a quarter of a microsecond.
-    """
-    trace = Trace(traces("hta_nsres_v100_r0of1") / REAL[2][1])
+    """HTA's summary is of the second step; its path begins with that step's first kernel."""
+    trace = real("hta_nsres_v100_r0of1")
     path = critical_path(trace, annotation="ProfilerStep", instance=1)
     ours = within(path, 101152.25, 196888.337, begin_ns(trace))
     theirs = hta("hta_nsres_v100_r0of1")
@@ -402,27 +391,19 @@ def test_gpu_bound_ns_trace_agrees_with_hta() -> None:
 
 
 def test_mixed_step_agrees_with_hta_but_for_time_that_weighs_nothing_there() -> None:
-    """First step, as traceinsight 0.6.1 gave it here: compute 10799, kernel-kernel 584, launch 13.
-
-    cpu_bound is 27847 us there; 4458 us between operators weigh nothing, so that its path weighs
-    39243 us where it spans 43701.
-    """
-    trace = Trace(traces("hta_diff_control_a100_r3of8") / REAL[1][1])
+    """First step, as traceinsight 0.6.1 gave it here."""
+    trace = real("hta_diff_control_a100_r3of8")
     path = critical_path(trace, annotation="ProfilerStep")
     ours = within(path, 31989, 75690, begin_ns(trace))
     assert ours["gpu_compute_bound"] + ours["gpu_memory_bound"] == 10799
     assert ours["gpu_kernel_kernel_overhead"] + ours["unexplained"] == 584
     assert ours["gpu_kernel_launch_overhead"] == 13
-    assert ours["cpu_bound"] == 27847 + 4458
+    assert ours["cpu_bound"] == 27847 + 4458  # between operators: weighs nothing
 
 
 def test_simple_add_agrees_with_hta_where_syncs_are_recorded() -> None:
-    """Of the window `[param|cuda]`; copies are gpu_compute_bound in HTA, 39588 us with 506 us more.
-
-    Those are five kernels that nobody waited for: the GPU was done before cudaDeviceSynchronize
-    began. HTA's path goes through them because the host's time between operators weighs nothing.
-    """
-    trace = Trace(traces("hta_cp_simple_add_a100") / REAL[3][1])
+    """Copies are gpu_compute_bound in HTA, with 506 us of kernels that nobody waited for."""
+    trace = real("hta_cp_simple_add_a100")
     path = critical_path(trace, annotation="[param|cuda]")
     ours, theirs = shares(path), hta("hta_cp_simple_add_a100")
     assert path.confidence == "recorded"
@@ -433,7 +414,7 @@ def test_simple_add_agrees_with_hta_where_syncs_are_recorded() -> None:
 
 def test_kernels_without_a_launch_are_on_the_path() -> None:
     """HTA leaves out 509 of 1707 GPU events: 30.3 ms on its path where the GPU is busy 45.6 ms."""
-    trace = Trace(traces("tl_h100_qwen05_mem_stack") / REAL[8][1])
+    trace = real("tl_h100_qwen05_mem_stack")
     rows = critical_path(trace).segments()
     running = rows.filter(pl.col("device").is_not_null() & (pl.col("kind") != "delay"))
     busy = exact_intervals("tl_h100_qwen05_mem_stack")[0]["busy_us"]
@@ -441,7 +422,7 @@ def test_kernels_without_a_launch_are_on_the_path() -> None:
 
 
 def test_near_tie_of_host_and_gpu_is_told() -> None:
-    trace = Trace(traces("hta_diff_control_a100_r3of8") / REAL[1][1])
+    trace = real("hta_diff_control_a100_r3of8")
     path = critical_path(trace, annotation="ProfilerStep", instance=1)
     assert "the GPU was done only 14.0 µs before the host: its work is almost as critical" in (
         path.caveats
@@ -450,7 +431,7 @@ def test_near_tie_of_host_and_gpu_is_told() -> None:
 
 def test_v100_is_not_cpu_bound_as_hta_says() -> None:
     """D18: the GPU is busy 92.5 % of the time; HTA says 100 % cpu_bound."""
-    trace = Trace(traces("hta_diff_test_v100_r1of2") / REAL[0][1])
+    trace = real("hta_diff_test_v100_r1of2")
     assert hta("hta_diff_test_v100_r1of2")["cpu_bound"] == 1
     path = critical_path(trace, steps=(1009, 1015))
     ours = shares(path)

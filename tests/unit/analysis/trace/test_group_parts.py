@@ -189,10 +189,7 @@ def write_tensor_and_data_parallel(
 def test_slow_rank_is_late_and_its_group_only_passes_that_on(
     tmp_path: Path, *, with_ranks: bool
 ) -> None:
-    """Rank 4 comes late to its data-parallel group, for it waited for rank 5 in every layer.
-
-    Which ranks a group has is told by its collectives, or by the profiler's list alone.
-    """
+    """Rank 4 comes late to its data-parallel group, for it waited for rank 5 in every layer."""
     folder = write_tensor_and_data_parallel(tmp_path / "t", slow=5, with_ranks=with_ranks)
     analysis = TraceAnalysis(folder)
     late = analysis.arrival_lateness()

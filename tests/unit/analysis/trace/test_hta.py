@@ -22,6 +22,7 @@ from haiprof.trace_analysis.pool import Serial
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import (
+    FEW_TRACES,
     REAL_TRACES,
     REPOSITORY,
     WITHOUT_D11,
@@ -164,7 +165,7 @@ def test_cuda_kernel_launch_stats(name: str) -> None:
     assert_same(ours, theirs, ["correlation"], duration=1e-6, delay=delay)
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_profiler_steps_are_those_of_hta_and_the_last(name: str) -> None:
     text = re.sub(
         r"np\.int64\((\d+)\)", r"\1", (reference(name) / "get_profiler_steps.txt").read_text()
@@ -218,6 +219,7 @@ def test_names_of_hta_work_where_they_are_asked_for(folder: Path) -> None:
         analysis.get_nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.proof
 def test_arguments_of_htas_constructor_name_the_traces(folder: Path, tmp_path: Path) -> None:
     expected = TraceAnalysis(folder, compat="hta").get_temporal_breakdown()  # type: ignore[attr-defined]
     first, second = (folder / f"rank{rank}.json" for rank in (0, 1))

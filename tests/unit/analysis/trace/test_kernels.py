@@ -1,3 +1,5 @@
+"""Kernels by name, kind and launch geometry."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,17 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
-from haiprof.trace_analysis.device_time import across_ranks, kernels, limit_kernels
+from haiprof.base.errors import MissingDataError
+from haiprof.cli import main
+from haiprof.diagnosis.function_reports import function_reports
+from haiprof.trace_analysis.device_time import (
+    COMMUNICATION,
+    COMPUTATION,
+    GEOMETRY,
+    LAUNCH,
+    MEMORY,
+    across_ranks,
+    kernels,
+    limit_kernels,
+    with_kind,
+)
+from haiprof.trace_analysis.kernel_names import block_counts
+from haiprof.trace_analysis.pattern_file import reduce_patterns
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     Event,
     event,
     events_of,
     kernel,
+    launch,
     rank_file,
     ranks_of,
     reference_frame,
+    step,
     trace_of,
+    traces,
+    write_trace,
 )
 
 US = 1000
@@ -38,7 +59,7 @@ def test_kernels_are_counted_and_timed_by_kind_and_name(tmp_path: Path) -> None:
     found = kernels(trace_of(tmp_path, [
         *calls(a=[10, 20, 30], b=[40]), kernel("copy", 9000, 5, category="gpu_memcpy"),
     ]))  # fmt: skip
-    assert found.rows() == [
+    assert found.drop(*GEOMETRY, *LAUNCH).rows() == [
         (0, "computation", "a", 3, 60_000, 10_000, 30_000, 20_000, 10_000, 0.6, 1),
         (0, "computation", "b", 1, 40_000, 40_000, 40_000, 40_000, None, 0.4, 1),
         (0, "memory", "copy", 1, 5_000, 5_000, 5_000, 5_000, None, 1.0, 1),
@@ -139,3 +160,186 @@ def test_kernels_across_ranks_of_real_ranks_hold_every_call() -> None:
     )
     assert nccl["slowest_mean_ns"] / US == pytest.approx(theirs["mean (us)"].max())
     assert nccl["slowest_rank"] == theirs.sort("mean (us)")["rank"].to_list()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "category", "kind"),
+    [
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "kernel", COMMUNICATION),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)", "kernel", COMMUNICATION),
+        ("ncclSymDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16", "kernel", COMMUNICATION),
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*"
+         ", unsigned long, unsigned int**, unsigned long, unsigned long)", "kernel", COMMUNICATION),
+        ("void (anonymous namespace)::multimem_one_shot_all_reduce_kernel<float, 4>", "kernel",
+         COMMUNICATION),
+        ("void c10d::symmetric_memory::two_shot_all_reduce_kernel_inplace<float, 8>", "kernel",
+         COMMUNICATION),
+        ("void c10d::intra_node_comm::oneShotAllReduceKernel<8u, true>(...)", "kernel",
+         COMMUNICATION),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::"
+         "RankSignals", "kernel", COMMUNICATION),
+        ("void aiter::cross_device_reduce_2stage<__half, 4>", "kernel", COMMUNICATION),
+        ("void quickreduce::allreduce_prototype_twoshot<...>", "kernel", COMMUNICATION),
+        ("nvshmemi_transfer_rma_nbi", "kernel", COMMUNICATION),
+        ("void deep_ep::intranode::dispatch<8, 768, 8192>", "kernel", COMMUNICATION),
+        ("mscclpp::allreduce7<__half>", "kernel", COMMUNICATION),
+        ("rcclGenericKernel", "kernel", COMMUNICATION),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "kernel",
+         COMPUTATION),
+        ("triton_red_fused_all_reduce_add_0", "kernel", COMPUTATION),
+        ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<...>",
+         "kernel", COMPUTATION),
+        ("hcom_allReduce_", "kernel", COMMUNICATION), ("mcclKernel", "kernel", COMMUNICATION),
+        ("ncclSymkDevKernel_AllGather_LL", "kernel", COMMUNICATION),
+        ("void cub::DeviceReduceSingleTileKernel", "kernel", COMPUTATION),
+        ("void fused_dma_kernel<Sync>", "kernel", COMPUTATION),
+        ("triton_poi_fused_Memset_0", "kernel", COMPUTATION),
+        ("hipcub_scan", "kernel", COMPUTATION),
+        ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", MEMORY),
+        ("hipMemcpyDtoH", "gpu_memcpy", MEMORY),
+        ("Memset (Device)", "Memset", MEMORY),
+        ("DMA_H2D", "mtia_ccp_events", MEMORY),
+        ("dma copy", "mtia_ccp_events", MEMORY),
+        ("dmatmul", "mtia_ccp_events", COMPUTATION),
+        ("fc_kernel", "mtia_ccp_events", COMPUTATION),
+    ],
+)  # fmt: skip
+def test_kind_goes_by_category_first_and_by_name_second(
+    tmp_path: Path, name: str, category: str, kind: str
+) -> None:
+    trace = trace_of(tmp_path, [kernel(name, 0, 1, category=category)])
+    assert with_kind(trace.gpu)["kind"].to_list() == [kind]
+
+
+def test_a_kernel_with_a_collectives_arguments_is_communication(tmp_path: Path) -> None:
+    named = {"Collective name": "allreduce"}
+    trace = trace_of(tmp_path, [kernel("own_kernel", 0, 1, **named), kernel("own_kernel", 2, 1)])
+    assert with_kind(trace.gpu)["kind"].to_list() == [COMMUNICATION, COMPUTATION]
+
+
+RANKS = 4
+GEMM = "void cutlass::gemm<float, 4>(int)"
+
+
+def write_ranks(folder: Path, *, grid_of_last: int) -> Path:
+    """Five steps of two products; on the last rank one of them has another grid and takes twice."""
+    folder.mkdir()
+    for rank in range(RANKS):
+        other = rank == RANKS - 1 and grid_of_last != 8
+        events: list[Event] = []
+        for number in range(5):
+            at = 1000 * number
+            long = 200 if other else 100
+            grid = grid_of_last if rank == RANKS - 1 else 8
+            events += [
+                step(number, at, 900), launch(2 * number, at + 1), launch(2 * number + 1, at + 3),
+                kernel(GEMM, at + 10, long, correlation=2 * number, grid=[grid, 4, 1],
+                       block=[256, 1, 1]),
+                kernel(GEMM, at + 400, 300, correlation=2 * number + 1, grid=[64, 1, 1],
+                       block=[256, 1, 1]),
+                kernel("Memcpy HtoD", at + 800, 5, category="gpu_memcpy"),
+            ]  # fmt: skip
+        rank_file(folder, rank, events, RANKS)
+    return folder
+
+
+def kernels_of(folder: Path, *, geometry: bool) -> set[str]:
+    found = TraceAnalysis(folder).patterns(geometry=geometry).functions
+    return set(found.filter(found["kind"] == "gpu-compute")["name"])
+
+
+def test_another_geometry_is_another_function(tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "t", grid_of_last=16)
+    assert kernels_of(folder, geometry=False) == {GEMM}
+    expected = {f"{GEMM} <<<{grid}, 256>>>" for grid in ("8x4", "16x4", "64")}
+    assert kernels_of(folder, geometry=True) == expected
+    reduce_patterns(folder, tmp_path / "out", geometry=True)
+    assert kernels_of(tmp_path / "out", geometry=True) == expected
+    reduce_patterns(folder / "rank0.json", tmp_path / "out")
+    with pytest.raises(MissingDataError, match=r"rank0.*kernels by name alone"):
+        kernels_of(tmp_path / "out", geometry=False)
+
+
+def test_rank_with_other_shapes_has_more_work_and_no_slow_gpu(tmp_path: Path) -> None:
+    analysis = TraceAnalysis(write_ranks(tmp_path / "t", grid_of_last=16))
+    reports = [
+        function_reports(analysis.patterns(geometry=geometry), "gpu-compute").reports[0]
+        for geometry in (False, True)
+    ]
+    assert [report.facts["slow"] for report in reports] == [[], []]
+    assert [report.facts["more_work"] for report in reports] == [[3], []]
+    assert "rank 3 has more work: its kernels have" in reports[0].meaning[0]
+    assert all(report.tables["abnormal"].is_empty() for report in reports)
+
+
+def test_rank_that_is_slower_than_its_work_explains_is_slow(tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "t", grid_of_last=9)
+    report = function_reports(TraceAnalysis(folder).patterns(), "gpu-compute").reports[0]
+    assert (report.facts["slow"], report.facts["more_work"]) == ([3], [])
+
+
+def test_commands_tell_geometries_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = write_ranks(tmp_path / "a", grid_of_last=8)
+    after = write_ranks(tmp_path / "b", grid_of_last=16)
+    assert main(["functions", str(before), "--geometry"]) == 0
+    assert "cutlass::gemm <<<8x4, 256>>>" in capsys.readouterr().out
+    words = ["trace-diff", str(before), str(after), "--json"]
+    for more in ([], ["--short-names"]):
+        assert main([*words, *more]) == 0
+        assert "<<<" not in capsys.readouterr().out
+        assert main([*words, *more, "--geometry"]) == 0
+        assert "gemm" in (text := capsys.readouterr().out)
+        assert "<<<16x4, 256>>>" in text
+
+
+@pytest.mark.parametrize("name", ["hta_nsres_v100_r0of1", "tl_b200_r0of8_nccl"])
+def test_geometries_of_real_kernels_add_up_to_them(name: str) -> None:
+    analysis = TraceAnalysis(traces(name))
+    plain, asked = (
+        analysis.patterns(geometry=geometry).functions.with_columns(
+            pl.col("name").str.split(" <<<").list.first()
+        )
+        for geometry in (False, True)
+    )
+    assert asked.height > plain.height
+    sums = [
+        frame.group_by("kind", "name").agg(pl.col("count", "total_ns").sum()).sort("kind", "name")
+        for frame in (plain, asked)
+    ]
+    assert sums[0].equals(sums[1])
+
+
+def test_blocks_of_a_damaged_grid_are_not_known() -> None:
+    grids = ["[8, 4, 1]", "[2147483647, 2147483647, 2147483647]", "[0, 1]", "[[1]]", "x", None]
+    found = block_counts(pl.DataFrame({"grid": grids}, schema={"grid": pl.String}))
+    assert found.to_list() == [32, None, None, None, None, None]
+
+
+def test_kernels_say_how_their_longest_call_fills_the_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of eight warps on multiprocessors with room for 64; ROCm's profiler tells less."""
+    short, long = kernel("a", 0, 10), kernel("a", 20, 30)
+    long["args"] |= {"grid": [594, 1, 1], "block": [256, 1, 1], "blocks per SM": 4.5,
+                     "warps per SM": 36, "est. achieved occupancy %": 50}  # fmt: skip
+    gpu = {"id": 0, "name": "H100", "maxThreadsPerMultiprocessor": 2048, "warpSize": 32}
+    told = write_trace(tmp_path / "told.json", [short, long], {"deviceProperties": [gpu]})
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["trace", "tables", "kernels", str(told)])
+    out = capsys.readouterr().out
+    assert "longest" in out, "no heading is cut"
+    assert "no room for" in out
+    assert "waves" in out.partition("no room for")[2]
+    monkeypatch.setenv("COLUMNS", "140")
+    row = TraceAnalysis(told).kernel_breakdown().row(0, named=True)
+    assert (row["grid"], row["block"], row["waves"]) == ("[594, 1, 1]", "[256, 1, 1]", 1.125)
+    assert (row["blocks_per_sm"], row["occupancy_ratio"]) == (4.5, 0.5)
+    for command in (["trace", "tables", "kernels"], ["trace", "report"]):
+        main([*command, str(told)])
+        assert "blocks/SM" in capsys.readouterr().out
+    bare = write_trace(tmp_path / "bare.json", [kernel("a", 0, 10)])
+    for command in (["trace", "tables", "kernels"], ["trace", "report"]):
+        main([*command, str(bare)])
+        out = " ".join(capsys.readouterr().out.split())
+        assert "blocks/SM" not in out
+        assert "the profiler did not record blocks per SM" in out

@@ -137,9 +137,9 @@ def walked(name: str) -> tuple[Counter[Any], Counter[Any]]:
     """Allocated and freed bytes by device and innermost operator, by looking at every operator."""
     operators, changes = defaultdict(list), []
     for entry in read_events(name):
-        start = Decimal(entry.get("ts", 0))
+        start = round(Decimal(entry.get("ts", 0)) * 1000)
         if entry.get("cat") in ("cpu_op", "Operator") and "ProfilerStep" not in entry["name"]:
-            end = start + Decimal(entry["dur"])
+            end = start + round(Decimal(entry["dur"]) * 1000)
             operators[entry["pid"], entry["tid"]].append((start, end, entry["name"]))
         elif entry.get("name") == "[memory]":
             changes.append((start, entry))

@@ -23,7 +23,8 @@ from haiprof.trace_analysis.matching import (
     rank_clocks,
 )
 from haiprof.trace_analysis.merge import MergeOptions, MergeReport, default_output, merge_traces
-from haiprof.trace_format.merge_inputs import LANE, merge_files, merge_inputs
+from haiprof.trace_format.kineto.events import LANE
+from haiprof.trace_format.merge_inputs import merge_files, merge_inputs
 from tests.unit.analysis.trace.shared import Event, kernel, launch, step, traces, write_trace
 
 BASE_NS = 1_790_857_026_000_000_000
@@ -204,6 +205,7 @@ def test_real_ranks_of_one_host_are_found_on_one_clock(tmp_path: Path) -> None:
     ) + sum(rank.added_count for rank in report.merged.ranks)
 
 
+@pytest.mark.proof
 def test_a_real_rank_whose_clock_was_set_is_moved_back(tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
     shutil.copytree(traces("dlrm_v100_8ranks"), folder)

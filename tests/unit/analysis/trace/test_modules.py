@@ -12,7 +12,7 @@ from haiprof import TraceAnalysis
 from haiprof.__main__ import main
 from haiprof.base.errors import MissingDataError
 from tests.unit.analysis.trace.shared import (
-    REAL_TRACES,
+    FEW_TRACES,
     event,
     kernel,
     launch,
@@ -57,7 +57,7 @@ def test_modules_have_self_and_total_time_forward_and_backward(model: Path) -> N
     assert us[None] == (0, 0, 3, 3, 0, 0, 0)
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_self_times_add_up_to_all_gpu_time(name: str) -> None:
     analysis = TraceAnalysis(traces(name))
     if name == "tb_resnet50_nw0_v100":  # it has neither modules nor ranges

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import defaultdict
 from decimal import Decimal
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
+from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.trace_analysis.function_patterns import (
     KEPT_RATIO,
     PatternWindow,
@@ -36,8 +38,10 @@ from haiprof.trace_analysis.kernel_names import (
     transfer_type,
     uses_tensor_cores,
 )
+from haiprof.trace_analysis.pattern_gathering import function_counters
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.sampling import first_of
 from tests.unit.analysis.trace.shared import (
     event,
     kernel,
@@ -66,6 +70,11 @@ def read_by_hand(path: Path) -> list[dict[str, Any]]:
     for each in found:
         each["start"] = int(each["ts"] * 1000)
         each["end"] = int((each["ts"] + each["dur"]) * 1000)
+    python = [e for e in found if e["cat"] == "python_function"]
+    first = min((e["end"] for e in python), default=0)
+    for each in python:  # it ran when the profiler began: where it went on is not known
+        if each["start"] < first < each["end"]:
+            each["name"] = re.sub(r"\(\d+\): ", "(?): ", each["name"])
     return found
 
 
@@ -146,7 +155,11 @@ def swept(segments: list[Segment]) -> tuple[dict[tuple[str, str], int], dict[str
 
 
 @pytest.mark.parametrize(
-    "name", ["dlrm_v100_8ranks", "tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18"]
+    "name",
+    first_of(
+        ["dlrm_v100_8ranks", "tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18"],
+        "tl_mi300_ddp_resnet18",
+    ),
 )
 def test_real_traces_give_what_a_sweep_from_event_to_event_gives(name: str) -> None:
     for path in trace_files(traces(name)):
@@ -335,3 +348,60 @@ def test_bus_bandwidth_counts_from_the_last_rank_on(tmp_path: Path) -> None:
     assert [row["transfer_ns"] for row in rows] == [10 * US, 10 * US]
     assert [row["wait_ns"] for row in rows] == [20 * US, 0]
     assert rows[0]["bandwidth_bytes_per_s"] == pytest.approx(4000 / 10e-6)  # 2(n-1)/n is 1
+
+
+BASE_NS = 1_700_000_000_000_000_000
+GEMM, NCCL = "gemm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+
+
+def samples(every_us: int, values: dict[str, list[tuple[int, int, float]]]) -> pl.DataFrame:
+    """Each metric by (from, to, value) in us, sampled at the end of each interval."""
+    rows = []
+    for metric, parts in values.items():
+        for at in range(0, 1001, every_us):
+            value = next((v for first, last, v in parts if first < at <= last), 0.0)
+            rows.append({"time_ns": BASE_NS + at * 1000, "host": "node0", "source": "burst",
+                         "entity": "gpu 0", "rank": 0, "gpu": 0, "metric": metric,
+                         "unit": "ratio", "value": value, "flag": None})  # fmt: skip
+    return pl.DataFrame(rows, schema=COUNTER_SCHEMA)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    """A product from 0 to 400 us, an all-reduce from 400 to 700, and a short kernel at 900."""
+    events = [
+        launch(1, 0), kernel(GEMM, 0, 400, correlation=1),
+        kernel(NCCL, 400, 300, stream=9), kernel("relu", 910, 20), kernel("end", 995, 5),
+    ]  # fmt: skip
+    return trace_of(tmp_path, events, baseTimeNanoseconds=BASE_NS)
+
+
+def test_samples_tell_what_the_hardware_did_while_a_function_ran(trace: Trace) -> None:
+    found = function_counters(trace, samples(100, {
+        "sm_active_ratio": [(0, 400, 0.9), (400, 700, 0.1), (700, 1000, 0.3)],
+        "nvlink_transmit_ratio": [(400, 500, 0.2), (500, 700, 0.5)],
+    }))  # fmt: skip
+    by_name = found.rows_by_key(["name", "metric"], named=True, unique=True)
+    assert by_name[GEMM, "sm_active_ratio"]["mean"] == pytest.approx(0.9)
+    assert by_name[GEMM, "sm_active_ratio"]["sample_count"] == 4
+    link = by_name[NCCL, "nvlink_transmit_ratio"]
+    assert (link["kind"], link["type"]) == ("communication", "ring all_reduce")
+    assert link["mean"] == pytest.approx(0.4)
+    assert (link["min"], link["max"], link["interval_ns"]) == (0.2, 0.5, 100_000)
+    assert link["std"] == pytest.approx(0.02**0.5)
+    kinds = found.filter(pl.col("name").is_null())
+    assert set(kinds["kind"]) == {"gpu-compute", "communication"}
+    assert "relu" not in set(found["name"])  # 20 of 100 us: the sample is not its own
+
+
+def test_samples_that_are_too_far_apart_say_nothing(trace: Trace) -> None:
+    wide = samples(1000, {"sm_active_ratio": [(0, 1000, 0.5)]})
+    assert function_counters(trace, wide).is_empty()
+    assert function_counters(trace, wide.clear()).is_empty()
+
+
+def test_samples_of_another_time_are_not_joined(trace: Trace) -> None:
+    later = samples(100, {"sm_active_ratio": [(0, 1000, 0.5)]}).with_columns(
+        pl.col("time_ns") + 10**9
+    )
+    assert function_counters(trace, later).is_empty()

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.python_code import folded_stacks, python_functions, python_stacks
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import examples
-from tests.unit.analysis.trace.shared import Event, event, kernel, step, trace_of, traces
+from tests.unit.analysis.trace.shared import Event, event, kernel, rank_file, step, trace_of, traces
 
 
 class Node(NamedTuple):
@@ -162,6 +163,10 @@ def test_real_stacks_agree_with_a_walk_over_the_json(name: str) -> None:
         else:
             gpu.append((start, end))
     idle = idle_before(gpu)
+    first_end = min(end for _, _, end in calls.values())
+    for entry, start, end in calls.values():
+        if start < first_end < end:
+            entry["name"] = re.sub(r"\(\d+\): ", "(?): ", entry["name"])
     own, own_idle = Counter[str](), Counter[str]()
     for entry, start, end in calls.values():
         caller = calls.get(entry["args"]["Python parent id"])
@@ -274,3 +279,34 @@ def test_trace_without_stacks_says_what_to_switch_on(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match="no Python functions") as error:
         python_stacks(trace_of(tmp_path, [kernel("k", 0, 1)]))
     assert "with_stack" in error.value.hint
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_own_frames_and_threads_are_left_out(tmp_path: Path, with_ids: bool) -> None:
+    """A wrapper between train() and step(), and a thread of haiprof's beside the job's own.
+
+    What ran before any call had ended ran when the profiler began: its line is not known.
+    """
+
+    def call(number: int, parent: int, name: str, ts: int, dur: int, tid: int = 1) -> Event:
+        ids = {"Python id": number, "Python parent id": parent} if with_ids else {}
+        return event(name, "python_function", ts, dur, tid=tid, **ids)
+
+    rank_file(tmp_path, 0, [
+        call(1, 0, "train.py(3): train", 0, 100),
+        call(2, 1, "haiprof/in_job/patches.py(303): __call__", 10, 60),
+        call(3, 2, "haiprof/in_job/patches.py(40): original", 15, 50),
+        call(4, 3, "torch/optim/sgd.py(9): step", 20, 40),
+        call(5, 0, "threading.py(1002): _bootstrap", 0, 100, tid=2),
+        call(6, 5, "haiprof/in_job/recorder.py(264): _loop", 0, 100, tid=2),
+        call(7, 0, "threading.py(1002): _bootstrap", 0, 100, tid=3),
+        call(8, 7, "loader.py(5): fill", 0, 90, tid=3),
+    ])  # fmt: skip
+    found = TraceAnalysis(tmp_path).python_stacks().sort("tid", "depth")
+    rows = found.select("stack", "total_ns", "self_ns").rows()
+    assert rows == [
+        ("train.py(?): train", 100_000, 60_000),
+        ("train.py(?): train;torch/optim/sgd.py(9): step", 40_000, 40_000),
+        ("threading.py(?): _bootstrap", 100_000, 10_000),
+        ("threading.py(?): _bootstrap;loader.py(?): fill", 90_000, 90_000),
+    ]

@@ -11,9 +11,12 @@ from polars.testing import assert_frame_equal
 from haiprof import TraceAnalysis
 from haiprof.__main__ import main
 from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.files import load_notes
 from haiprof.trace_analysis.pool import Serial
 from haiprof.trace_analysis.report import SECTIONS, TraceReport, standard_report
+from haiprof.trace_format.kineto.events import TABLES
 from tests.unit.analysis.trace.shared import (
+    FEW_TRACES,
     Counting,
     event,
     kernel,
@@ -23,16 +26,6 @@ from tests.unit.analysis.trace.shared import (
     traces,
 )
 
-REAL = [
-    "dlrm_v100_8ranks",
-    "hta_diff_control_a100_r3of8",
-    "hta_nsres_v100_r0of1",
-    "hta_sampled_2ranks_ws128",
-    "tb_resnet50_nw0_v100",
-    "tl_b200_r0of8_nccl",
-    "tl_h100_qwen05_mem_stack",
-    "tl_mi300_ddp_resnet18",
-]
 METHODS = {
     "files": "load_report",
     "temporal": "temporal_breakdown",
@@ -55,6 +48,7 @@ def two_ranks(folder: Path, *, launches_of: Sequence[int] = (0, 1)) -> Path:
     return folder
 
 
+@pytest.mark.proof
 def test_each_trace_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that no answers are kept yet
     pool = Counting()
@@ -62,7 +56,7 @@ def test_each_trace_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(pool.asked) == len(set(pool.asked)) == 8
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_tables_are_those_of_the_facade(name: str) -> None:
     report, analysis = standard_report(traces(name)), TraceAnalysis(traces(name))
     assert set(report.tables) | set(report.missing) >= set(SECTIONS)
@@ -72,7 +66,7 @@ def test_tables_are_those_of_the_facade(name: str) -> None:
     assert report.tables["kernels"]["sum_ns"].is_sorted(descending=True)
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_tables_are_plain(name: str) -> None:
     """No Enum reaches people, whose printed schema would be megabytes."""
     plain = {pl.Int64, pl.Float64, pl.String, pl.Boolean}
@@ -186,3 +180,33 @@ def test_a_merged_trace_beside_its_ranks_is_left_out_under_any_name(
     capsys.readouterr()
     assert main(["trace-report", str(folder / "alone")]) != 0
     assert "it holds several ranks" in capsys.readouterr().err
+
+
+PARTS = (*TABLES, "redundant", "not_used", "bad_time", "lost")
+
+
+def test_load_report_counts_every_event(tmp_path: Path) -> None:
+    events = [
+        step(4, 0, 50),
+        step(5, 50, 50),
+        kernel("gemm", 1, 2),
+        kernel("gemm", 3, -2),
+        event("->", "ac2g", 1, 1),
+        event("mark", "Trace", 1, 1),
+    ]
+    rank_file(tmp_path, 3, events, world_size=8)
+    analysis = TraceAnalysis(tmp_path)
+    row = analysis.load_report().row(0, named=True)
+    assert (row["rank"], row["world_size"], row["file"]) == (3, 8, "rank3.json")
+    assert (row["first_step"], row["last_step"]) == (4, 5)
+    assert row["event_count"] == 6 == sum(row[f"{part}_count"] for part in PARTS)
+    assert (row["gpu_count"], row["bad_time_count"], row["redundant_count"]) == (1, 1, 1)
+    assert row["truncated_bytes"] is None
+    assert "1 events without a usable time" in load_notes(analysis.files)[0]
+
+
+def test_load_report_of_a_trace_without_steps_or_job(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    row = TraceAnalysis(tmp_path).load_report().row(0, named=True)
+    assert row["rank"] == 0
+    assert [row[name] for name in ("world_size", "first_step", "last_step")] == [None] * 3

@@ -9,17 +9,11 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from benchmarks import treacherous as made
 from haiprof import TraceAnalysis
 from haiprof.cli import main
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.unit.analysis.trace.shared import (
-    REAL_TRACES,
-    kernel,
-    launch,
-    trace_of,
-    traces,
-)
+from tests.unit.analysis.trace import treacherous as made
+from tests.unit.analysis.trace.shared import FEW_TRACES, event, kernel, launch, trace_of, traces
 
 
 @pytest.mark.parametrize("kind", made.KINDS, ids=lambda kind: kind.name)
@@ -37,7 +31,7 @@ def test_each_kind_of_treacherous_trace_is_told(kind: made.Kind, tmp_path: Path)
         assert busy / 1e6 == pytest.approx(kind.busy_ms, rel=0.02)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_real_traces_have_no_fault_but_ranks_that_are_missing(name: str) -> None:
     faults = TraceAnalysis(traces(name)).trace_check().filter("is_fault")
     assert faults["check"].to_list() == (["missing_ranks"] if "sampled" in name else [])
@@ -119,7 +113,7 @@ def test_a_line_on_faults_stands_above_every_answer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command, *rest = words
-    block = made.event("block", "user_annotation", 900, 3000)
+    block = event("block", "user_annotation", 900, 3000)
     path = made.one(lambda: [block, *made.covering()])(tmp_path)
     assert main([command, str(path), *rest]) == 0
     said = capsys.readouterr().err
@@ -139,6 +133,7 @@ def test_query_of_a_sound_trace_has_no_fault(
     assert json.loads(capsys.readouterr().out)["faults"] == []
 
 
+@pytest.mark.proof
 def test_page_of_traces_has_their_faults(tmp_path: Path) -> None:
     path = made.one(made.covering)(tmp_path)
     page = TraceAnalysis(path).write_page(tmp_path / "page.html").read_text()
@@ -162,3 +157,56 @@ def test_long_kernels_after_the_last_call_are_no_fault(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, events)
     assert [each for each in trace.findings if each.is_fault] == []
     assert trace.gpu["dur_ns"].to_list() == [1_500_000] * 4
+
+
+def waits_for_items(ahead_us: float, *, also: bool = False) -> list[dict[str, object]]:
+    """Three times a kernel, a copy of its result to the host, and a wait for their stream."""
+    found: list[dict[str, object]] = []
+    for at in range(3):
+        begin, number = 1000 * at, 10 * at + 1
+        found += [
+            launch(number, begin), kernel("gemm", begin + 10 + ahead_us, 100, correlation=number),
+            launch(number + 1, begin + 5, name="cudaMemcpyAsync"),
+            kernel("Memcpy DtoH (Device -> Pageable)", begin + 111 + ahead_us, 2,
+                   correlation=number + 1, category="gpu_memcpy"),
+            launch(number + 2, begin + 7, 120, name="cudaStreamSynchronize"),
+        ]  # fmt: skip
+        if also:  # another stream, for which nobody waits
+            other = kernel("gemm", begin + 20, 9000, stream=8, correlation=number + 3)
+            found += [launch(number + 3, begin + 1), other]
+    return found
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_a_gpu_clock_that_is_ahead_shows_at_waits_for_a_stream(tmp_path: Path, also: bool) -> None:
+    sound = trace_of(tmp_path, waits_for_items(0, also=also))
+    assert [each.check for each in sound.findings if each.is_fault] == []
+    (ahead,) = (
+        each for each in trace_of(tmp_path, waits_for_items(5000, also=also)).findings
+        if each.is_fault
+    )  # fmt: skip
+    assert ahead.check == "kernel_after_wait"
+    assert ahead.text == "kernels end up to 4.986 ms after the host has waited for them"
+
+
+def test_one_wait_of_several_that_contradicts_may_be_for_another_stream(tmp_path: Path) -> None:
+    events = waits_for_items(0)
+    events[3] = {**events[3], "ts": 500}
+    assert [each.check for each in trace_of(tmp_path, events).findings if each.is_fault] == []
+
+
+@pytest.mark.parametrize(("recorded_us", "faults"), [(8, ["kernel_after_wait"]), (4, [])])
+def test_an_event_waits_for_what_was_launched_before_it(
+    tmp_path: Path, recorded_us: int, faults: list[str]
+) -> None:
+    trace = trace_of(tmp_path, [
+        launch(1, 5), kernel("gemm", 5010, 100, correlation=1),
+        launch(2, recorded_us, name="cudaEventRecord"),
+        launch(3, 10, 110, name="cudaEventSynchronize"),
+    ])  # fmt: skip
+    assert [each.check for each in trace.findings if each.is_fault] == faults
+
+
+def test_a_wait_before_anything_was_launched_says_nothing(tmp_path: Path) -> None:
+    events = [launch(9, 0, name="cudaStreamSynchronize", tid=5), *waits_for_items(0)]
+    assert trace_of(tmp_path, events).findings == trace_of(tmp_path, waits_for_items(0)).findings

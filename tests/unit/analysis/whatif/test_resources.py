@@ -17,13 +17,7 @@ from haiprof.trace_analysis.what_if.replay_parts import (
 )
 from haiprof.trace_format.launch_checks import BLOCKING
 from tests.unit.analysis.trace.shared import Event, event, step
-from tests.unit.analysis.whatif.test_predict import (
-    SYNC,
-    analysis,
-    gpu_bound,
-    predicted,
-    two_ranks,
-)
+from tests.unit.analysis.whatif.test_predict import SYNC, analysis, gpu_bound, predicted, two_ranks
 
 WORKERS = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 STEPS, MS = 6, 1_000

@@ -1,0 +1,143 @@
+"""A pipeline stage, a shard or a machine that the rest of the job waits for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from haiprof.base.intervals import Floats
+from haiprof.base.ledger import POSITIONS, PROBLEM_RATIO
+from haiprof.base.units import duration_text
+from haiprof.diagnosis.explanations import code_lines
+from haiprof.diagnosis.run_ledger import RunLedger
+from haiprof.diagnosis.verdict import Finding, Gain, evidence_rows
+from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.parallelism import MACHINE, Layout, Part
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.step_positions import BACKWARD
+
+RULE = "slow_part"
+_RANKS = 64
+"""Own time is told of so many ranks at most, at equal distances."""
+_MIN_SAMPLES = 30
+"""Of each rank: with fewer its share of waiting is not known."""
+_APART = 0.5
+"""The fastest of its ranks needs longer than the slowest other one by so much of the difference of
+their means: of eight alike ranks four are the slower ones in one of 35 cases."""
+_REMEDIES = {
+    "pipeline stage": "give this stage fewer layers: move some to the stages that wait for it, or "
+    "split the first and the last one, which have the embedding and the loss, otherwise",
+    "data shard": "compare what these ranks are given with the others' shards: lengths of samples, "
+    "files, where they are stored, preprocessing",
+    "tensor shard": "divide the work of a layer evenly: sizes that the number of shards divides",
+    "expert group": "balance what experts are given: an auxiliary loss, capacity, expert placement",
+    "context shard": "divide sequences so that each part has as much attention (zigzag, striped)",
+    MACHINE: "measure it against the others: `haiprof preflight`; then repair it or leave it out",
+}
+_OTHERWISE = "compare what these ranks do with the others: `haiprof verdict rank`"
+
+
+def slow_part(analyzer: RunFrames, layout: Layout | None, found: RunLedger) -> Finding | None:
+    """The part of the job whose ranks all need longer than all others; None where there is none.
+
+    A rank's own time is its mean step without what it was sampled in torch.distributed, waiting.
+    In a job of pipeline stages ranks wait in sends and receives, which backends need not number:
+    there the times at which collectives begin do not tell who is late.
+    """
+    ranks = found.time.ranks[:: max(-(-len(found.time.ranks) // _RANKS), 1)]
+    if layout is None or len(ranks) < 2:
+        return None
+    known = set(np.unique(found.samples.rank).tolist())
+    samples = found.samples if known >= set(ranks) else analyzer.code_samples(ranks)
+    waits = _waits(samples)
+    own = _own_times(analyzer, found, ranks, samples, waits)
+    if own is None:
+        return None
+    best = max(
+        ((_extra(own, ranks, part), part) for parts in layout.dimensions for part in parts),
+        key=lambda pair: pair[0][0],
+    )
+    mean_ns = found.ledger.mean_ns
+    (extra, low, high), part = best
+    if low < max(PROBLEM_RATIO * mean_ns, _APART * extra):
+        return None
+    works = np.isin(samples.rank, [r for r in ranks if r in part.ranks]) & ~waits
+    inside = _of_part(ranks, part)
+    usual, its_own = float(own[~inside].mean()), float(own[inside].mean())
+    return Finding(
+        rule=RULE,
+        title=_title(layout, part, extra),
+        evidence=evidence_rows(
+            ("own time of a step there", its_own, "ns"),
+            ("of the other ranks", usual, "ns"),
+            ("what that costs per step", extra, "ns"),
+        ),
+        remedy=_REMEDIES.get(part.kind, _OTHERWISE),
+        confidence=0.9,
+        cause=part.kind,
+        lost_ratio=min(extra / mean_ns, 1.0),
+        gain=Gain(step_ns=mean_ns, left_ns=mean_ns - extra, low_ns=max(mean_ns - high, 0.0),
+                  high_ns=min(mean_ns - low, mean_ns)),
+        rank=None,
+        code_lines=code_lines(
+            samples.take(works & (samples.worker < 0)), "its ranks' step",
+            min(its_own / mean_ns, 1.0),
+        ),
+    )  # fmt: skip
+
+
+def _title(layout: Layout, part: Part, extra_ns: float) -> str:
+    return (
+        f"{layout.names(part.ranks)} holds the job up: its ranks need {duration_text(extra_ns)} "
+        "longer per step than the others"
+    )
+
+
+def _waits(samples: CodeSamples) -> Bools:
+    """Per sample: whether the thread was in torch.distributed, or waited for a handle of it."""
+    frames = [
+        "/torch/distributed/" in frame.file or frame.expression.endswith(".wait()")
+        for frame in samples.tree.frames
+    ]
+    waiting: Bools = samples.tree.holds(np.array([*frames, False]))[samples.stack]
+    return waiting
+
+
+def _own_times(
+    analyzer: RunFrames, found: RunLedger, ranks: tuple[int, ...], samples: CodeSamples,
+    waits: Bools,
+) -> Floats | None:  # fmt: skip
+    """[rank]: its mean step without waiting; None where one of them was not sampled enough.
+
+    What backward does after the last collective that it began in it is waiting, too.
+    """
+    trained = (samples.worker < 0) & (samples.step >= 0)
+    means = found.time.period_ns.mean(axis=1)
+    rows = dict(zip(found.time.ranks, means.tolist(), strict=True))
+    positions = found.rank_positions()
+    own = []
+    for rank in ranks:
+        chosen = trained & (samples.rank == rank)
+        if chosen.sum() < _MIN_SAMPLES:
+            return None
+        weight = samples.weight_ns[chosen]
+        waited = float(weight[waits[chosen]].sum()) / max(float(weight.sum()), 1.0)
+        tail = (analyzer.backward_tail(rank) or 0.0) * positions[rank].get(POSITIONS[BACKWARD], 0.0)
+        own.append(max(rows[rank] * (1.0 - waited) - tail, 0.0))
+    return np.array(own)
+
+
+def _of_part(ranks: tuple[int, ...], part: Part) -> Bools:
+    return np.array([rank in part.ranks for rank in ranks])
+
+
+def _extra(own: Floats, ranks: tuple[int, ...], part: Part) -> tuple[float, float, float]:
+    """By how much its ranks need longer: on the mean, at least and at most; 0 where not all do."""
+    inside = _of_part(ranks, part)
+    if not inside.any() or inside.all():
+        return 0.0, 0.0, 0.0
+    slow, others = own[inside], own[~inside]
+    low = float(slow.min() - others.max())
+    if low <= 0.0:
+        return 0.0, 0.0, 0.0
+    return float(slow.mean() - others.mean()), low, float(slow.max() - others.min())

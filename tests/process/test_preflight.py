@@ -1,0 +1,116 @@
+"""A preflight of four real ranks: on one machine, and on two nodes with a fault on each kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.two_nodes import ENVIRONMENT, INTERFACE, Node, two_nodes
+
+GROUPS = Path("/sys/fs/cgroup/cpu")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+SLOW_RANK = 3
+WRAPPER = """#!/bin/sh
+[ "$RANK" = {rank} ] && echo $$ > {group}/cgroup.procs
+exec "$@"
+"""
+
+
+def words_of(node: int, address: str, *program: str) -> list[str]:
+    return [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}",
+            f"--master-addr={address}", "--master-port=29507", *program]  # fmt: skip
+
+
+def start(node: Node, place: int, address: str, *program: str, folder: Path) -> Any:
+    own = [sys.executable, "-m", "haiprof", "preflight", "--json", "--folder", str(folder)]
+    return subprocess.Popen(
+        node.words(*own, *words_of(place, address, *program), folder=folder),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+
+
+def ask(nodes: tuple[Node, Node], folder: Path, *program: str) -> tuple[list[Any], list[int]]:
+    """What each node's command printed, and its exit status."""
+    jobs = [
+        start(node, place, nodes[0].address, *program, folder=folder)
+        for place, node in enumerate(nodes)
+    ]
+    said = [job.communicate(timeout=150) for job in jobs]
+    assert all(out for out, _ in said), said
+    return [json.loads(out) for out, _ in said], [job.returncode for job in jobs]
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with a fifth of a core."""
+    group = GROUPS / "haiprof-preflight-test"
+    try:
+        group.mkdir(exist_ok=True)
+        (group / "cpu.cfs_quota_us").write_text("20000")
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    yield group
+    ended = time.monotonic() + 10
+    while (group / "cgroup.procs").read_text() and time.monotonic() < ended:
+        time.sleep(0.1)
+    group.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.proof  # tests beside it would make a healthy rank slow
+@pytest.mark.xdist_group("two nodes")
+def test_preflight_names_a_throttled_link_and_a_rank_in_a_small_group(
+    tmp_path: Path, small_group: Path
+) -> None:
+    if shutil.which("tc", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+        pytest.skip("no tc (apt-get install iproute2)")
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(WRAPPER.format(rank=SLOW_RANK, group=small_group))
+    wrapper.chmod(0o755)
+    with two_nodes() as nodes:
+        nodes[1].run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", "100mbit",
+                     "burst", "64k", "latency", "100ms")  # fmt: skip
+        begun = time.monotonic()
+        (found, same), statuses = ask(nodes, tmp_path, "--no-python", str(wrapper))
+        seconds = time.monotonic() - begun
+    print(json.dumps({**found, "ranks": [r["rates"] for r in found["ranks"]]}, indent=1), seconds)
+    assert statuses == [1, 1]
+    assert found["suspects"] == same["suspects"]
+    links = {(one["host"], one["to_host"]) for one in found["suspects"] if one["to_host"]}
+    ranks = {one["rank"] for one in found["suspects"] if not one["to_host"]}
+    assert links == {("node-2", "node-1")}
+    assert ranks == {SLOW_RANK}
+    whats = {one["what"] for one in found["suspects"] if one["rank"] == SLOW_RANK}
+    assert {"cpu_loops_per_s", "gemm_flops", "limit cpu_cores"} <= whats
+    assert (found["leave_out"], found["slurm"]) == (["node-2"], "--exclude=node-2")
+
+
+@pytest.mark.slow
+def test_preflight_keeps_a_baseline_and_its_status_says_what_it_names(tmp_path: Path) -> None:
+    baseline = tmp_path / "baseline.json"
+    command = [sys.executable, "-m", "haiprof", "preflight", "--json", "--folder", str(tmp_path),
+               "--keep-baseline", str(baseline), *TORCHRUN, "--standalone", "--nproc-per-node=2",
+               "train.py", "--lr", "1"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout)
+    # Both are healthy, but other tests run beside them.
+    assert done.returncode == (1 if found["suspects"] else 0), done.stdout
+    assert found["rates"]
+    assert json.loads(baseline.read_text()) == found["rates"]
+
+
+def test_preflight_tells_why_a_launcher_failed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "haiprof", "preflight", "false"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode not in (0, 1)
+    assert "exit status 1" in done.stderr

@@ -1,0 +1,305 @@
+"""Where a job's wall time went: it adds up, and what was lost follows from checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from haiprof.base.intervals import union
+from haiprof.base.ledger import POSITIONS
+from haiprof.cli import main
+from haiprof.run_analysis.job_runs import runs_of_job
+from haiprof.run_analysis.restarts import (
+    ACCOUNTS,
+    CHECKPOINT,
+    COMPILE,
+    EVALUATION,
+    WAITING,
+    CheckpointCall,
+    Goodput,
+    RunRecord,
+    StartRecord,
+    StepTimes,
+    goodput,
+)
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest, write_manifest
+from tests.sampling import examples
+from tests.unit.diagnosis.test_ledger_adds_up import write_any
+
+S = 1_000_000_000
+FORWARD, INPUT = POSITIONS.index("forward"), POSITIONS.index("input")
+
+
+def start(
+    at_s: float, steps: int, *, saves: Sequence[CheckpointCall] = (), loads: Sequence[Any] = (),
+    dies: bool = True, **more: Any,
+) -> StartRecord:  # fmt: skip
+    """A start whose process begins 2 s before its first step; each takes 1 s, a quarter of input.
+
+    It dies half a second after its last step.
+    """
+    begins = round(at_s * S) + np.arange(steps) * S
+    edges = np.stack([begins, begins + S // 4], axis=1).reshape(-1)
+    end = round(at_s * S) + steps * S
+    times = StepTimes(
+        start_ns=edges, end_ns=end, position=np.tile([INPUT, FORWARD], steps),
+        step=np.repeat(np.arange(steps), 2), trained_ns=begins + S * 9 // 10,
+    )  # fmt: skip
+    return StartRecord(
+        run=more.pop("run", "job-1"), generation=0, process_ns=round((at_s - 2) * S),
+        died_ns=end + S // 2 if dies else None, ended_ns=end + S // 2,
+        why="killed" if dies else None, is_unfinished=dies,
+        times=times if steps else None, saves=tuple(saves), loads=tuple(loads), **more,
+    )  # fmt: skip
+
+
+def call(at_s: float, file: str | None = "last.pt", *, written_s: float | None = None) -> Any:
+    return CheckpointCall(
+        start_ns=round(at_s * S), end_ns=round(at_s * S) + S // 100, file=file,
+        written_ns=None if written_s is None else round(written_s * S),
+    )  # fmt: skip
+
+
+def job(*starts: StartRecord, end_s: float = 100) -> Goodput:
+    found = goodput([RunRecord(
+        name="job-1", start_ns=0, end_ns=round(end_s * S), has_ended=True, starts=starts,
+    )])  # fmt: skip
+    assert found.residual_ns == 0
+    return found
+
+
+def seconds(found: Goodput) -> dict[str, float]:
+    return {name: ns / S for name, ns in found.accounts.items()}
+
+
+def test_steps_after_the_checkpoint_that_was_read_are_lost() -> None:
+    """Saved under another name than it was read by, as with a rename when it is whole."""
+    saved = call(10 + 5.95, "tmp.pt")
+    found = job(
+        start(10, 8, saves=[saved]),
+        start(30, 4, loads=[call(29, "last.pt", written_s=10 + 5.955)], dies=False),
+        end_s=40,
+    )
+    first, second = found.starts
+    assert (first.kept_steps, first.lost_steps, first.uncertain_steps) == (6, 2, 0)
+    assert (second.kept_steps, second.first_step, second.from_step) == (4, 6, 6)
+    assert found.lost_steps == (2, 2)
+    assert seconds(found) == {
+        "productive_steps": 7.5, "input": 2.5, "lost_steps": 2.5, "init": 12.0,
+        "drain": 9.5 + 6,
+    }  # fmt: skip
+    assert found.ratio == pytest.approx(7.5 / 40)
+
+
+def test_start_that_went_on_from_an_older_checkpoint_loses_all_between() -> None:
+    found = job(
+        start(10, 8, saves=[call(12.95, "a"), call(15.95, "b")]),
+        start(30, 4, loads=[call(29, "b", written_s=15.955)], saves=[call(31.95, "c")]),
+        start(50, 6, loads=[call(49, "a", written_s=12.955)], dies=False),
+    )
+    assert [s.kept_steps for s in found.starts] == [3, 0, 6]
+    assert [s.lost_steps for s in found.starts] == [5, 4, 0]
+    assert [s.first_step for s in found.starts] == [0, 6, 3]
+
+
+def test_no_known_checkpoint_bounds_what_was_lost() -> None:
+    weights = call(29, "resnet.pt", written_s=-5000)
+    found = job(start(10, 8), start(30, 4, loads=[weights]), start(50, 6, dies=False))
+    assert [s.went_on for s in found.starts] == ["first", "not known", "not known"]
+    assert found.lost_steps == (0, 12)
+    assert found.ratio is not None
+    assert found.ratio_high == pytest.approx(found.ratio + 0.12)
+    assert "input" in found.accounts, "of the steps that count"
+
+
+@pytest.mark.parametrize(("saves", "kept"), [((), 0), ((call(12.95),), 3)])
+def test_job_that_died_kept_what_it_saved(saves: Sequence[CheckpointCall], kept: int) -> None:
+    """What it may have written in other ways is not known."""
+    found = job(start(10, 8, saves=saves), end_s=20)
+    (only,) = found.starts
+    assert (only.kept_steps, only.uncertain_steps, only.lost_steps) == (kept, 8 - kept, 0)
+    assert found.lost_steps == (0, 8 - kept)
+    assert found.ratio == pytest.approx(kept * 0.75 / 20)
+
+
+def test_batch_that_is_taken_after_the_last_step_of_a_job_that_ends_well_is_no_lost_step() -> None:
+    ends = replace(start(10, 8, dies=False), is_unfinished=True)
+    assert job(ends, end_s=20).accounts.get("lost_steps") is None
+
+
+def test_file_that_no_save_seen_has_written_bounds_it_too() -> None:
+    """As an asynchronous save, or one by another library, is under way while steps go on."""
+    loads = [call(29, "x", written_s=14.5)]
+    found = job(start(10, 8, saves=[call(12.95, None)]), start(30, 2, loads=loads))
+    first = found.starts[0]
+    assert (first.kept_steps, first.uncertain_steps, first.lost_steps) == (3, 1, 4)
+    assert found.starts[1].first_step is None
+    found = job(start(10, 8), start(30, 2, loads=loads))
+    assert (found.starts[0].kept_steps, found.starts[0].uncertain_steps) == (0, 4)
+
+
+def test_newest_of_the_files_that_were_read_is_the_checkpoint() -> None:
+    loads = [call(28, "data.pt", written_s=10.2), call(29, "m.pt", written_s=15.955)]
+    found = job(start(10, 8, saves=[call(10.2, "data.pt"), call(15.95, "m.pt")]),
+                start(30, 2, loads=loads))  # fmt: skip
+    assert found.starts[1].from_step == 6
+
+
+def test_hang_is_time_from_the_last_sign_of_life() -> None:
+    dies = start(10, 3, stood_still=True)
+    assert seconds(job(dies))["hang"] == 0.5
+    goes_on = start(10, 8, dies=False)
+    run = RunRecord(name="a", start_ns=0, end_ns=20 * S, has_ended=True, starts=(goes_on,),
+                    hangs=((12 * S, 13 * S + 1),))  # fmt: skip
+    found = goodput([run])
+    assert (seconds(found)["hang"], found.residual_ns) == (2.0, 0)
+
+
+def test_what_comes_before_the_first_step_has_accounts() -> None:
+    when = {
+        WAITING: union(np.array([8 * S]), np.array([9 * S])),
+        COMPILE: union(np.array([9 * S]), np.array([9 * S + S // 2])),
+        CHECKPOINT: union(np.array([9 * S + S // 2]), np.array([10 * S])),
+        EVALUATION: union(np.array([11 * S]), np.array([12 * S])),
+    }
+    found = job(start(10, 2, apart=when, dies=False), end_s=13)
+    assert seconds(found) == {
+        "init": 8.0, "waiting_for_ranks": 1.0, "compile": 0.5, "checkpoint": 0.5,
+        "productive_steps": 0.75, "input": 0.25, "evaluation": 1.0, "drain": 1.0,
+    }  # fmt: skip
+
+
+def test_queue_lies_between_runs() -> None:
+    runs = [
+        RunRecord(name=name, start_ns=begin * S, end_ns=(begin + 10) * S, has_ended=True,
+                  starts=(start(begin + 3, 4, run=name),))
+        for name, begin in (("a", 0), ("b", 70))
+    ]  # fmt: skip
+    found = goodput(runs)
+    assert (seconds(found)["queue"], found.wall_ns, found.residual_ns) == (60.0, 80 * S, 0)
+
+
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1 << 32))
+def test_accounts_add_up_whatever_the_starts_and_clocks_say(seed: int) -> None:
+    dice = Random(seed)
+    runs, at = [], dice.randint(0, 1 << 60)
+    for number in range(dice.randint(1, 4)):
+        starts = []
+        for _ in range(dice.randint(0, 4)):
+            steps, begin = dice.randint(0, 9), at / S + dice.uniform(-20, 60)
+            saves = [call(begin + dice.uniform(-5, 12)) for _ in range(dice.randint(0, 3))]
+            loads = [
+                call(begin - 1, "last.pt", written_s=begin - dice.uniform(-9, 90))
+                for _ in range(dice.randint(0, 2))
+            ]
+            edges = np.array(sorted(dice.randint(at, at + 90 * S) for _ in range(4)))
+            apart = {dice.choice((WAITING, COMPILE, EVALUATION)): union(edges[::2], edges[1::2])}
+            starts.append(start(begin, steps, saves=saves, loads=loads, apart=apart,
+                                dies=dice.random() < 0.6, run=f"job-{number}"))  # fmt: skip
+            at += dice.randint(0, 40 * S)
+        end = at + dice.randint(0, 50 * S)
+        hangs = tuple((at - dice.randint(0, 30 * S), at) for _ in range(dice.randint(0, 2)))
+        runs.append(RunRecord(
+            name=f"job-{number}", start_ns=at - dice.randint(0, 90 * S), end_ns=end,
+            has_ended=True, starts=tuple(starts), hangs=hangs,
+        ))  # fmt: skip
+        at = end + dice.randint(-5 * S, 50 * S)
+    found = goodput(runs)
+    assert found.residual_ns == 0
+    assert sum(found.accounts.values()) == found.wall_ns
+    assert found.accounts.keys() <= set(ACCOUNTS)
+    assert all(ns > 0 for ns in found.accounts.values())
+    for one in found.starts:
+        assert one.kept_steps >= 0 <= one.uncertain_steps
+        assert one.lost_steps >= 0
+    low, high = found.lost_steps
+    assert 0 <= low <= high
+
+
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1 << 32))
+def test_any_recorded_run_adds_up(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    root = tmp_path_factory.mktemp("any") / "job-1"
+    write_any(root, Random(seed))
+    assert job_data(root)["residual_ns"] == 0
+
+
+def job_data(root: Path) -> dict[str, Any]:
+    from haiprof.run_analysis.job_runs import job_goodput
+    from haiprof.show.views.goodput import goodput_data
+
+    found = job_goodput([root])
+    assert sum(found.accounts.values()) == found.wall_ns
+    return goodput_data(found, [root], joined="")
+
+
+# -- which runs are one job ------------------------------------------------------------------------
+
+
+def write(logs: Path, name: str, at: int, **facts: Any) -> None:
+    folder = RunPaths(logs / name)
+    folder.root.mkdir(parents=True)
+    folder.ranks.mkdir()
+    known = {
+        "cwd": "/w",
+        "command": ["python", "a.py"],
+        "start_wall_ns": at * S,
+        "end_wall_ns": (at + 5) * S,
+        "exit_status": 1,
+    }
+    write_manifest(folder, Manifest(
+        haiprof_version="1", name="job", **{**known, **facts}
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "joined"),
+    [
+        ([{}, {}, {}], [0, 1, 2]),
+        ([{"exit_status": 0}, {}, {}], [1, 2]),
+        ([{"options": {"run_id": "7"}, "exit_status": 0}] * 3, [0, 1, 2]),
+        ([{"options": {"run_id": "6"}}, {}, {"options": {"run_id": "6"}}], [0, 2]),
+        ([{"environment": {"slurm_job": "9"}}, {}, {"environment": {"slurm_job": "9"}}], [0, 2]),
+        ([{"cwd": "/other"}, {}, {}], [1, 2]),
+        ([{"command": ["python", "b.py"]}, {}, {}], [1, 2]),
+    ],
+)
+def test_runs_of_one_job_are_joined(
+    tmp_path: Path, facts: list[dict[str, Any]], joined: list[int]
+) -> None:
+    for place, own in enumerate(facts):
+        write(tmp_path, f"job-{place}", 100 + 10 * place, **own)
+    found, _ = runs_of_job(RunPaths(tmp_path / "job-2"))
+    assert [path.name for path in found] == [f"job-{place}" for place in joined]
+
+
+def test_command_says_what_it_joined_in_every_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in range(3):
+        write(tmp_path, f"job-{place}", 100 + 10 * place)
+    assert main(["goodput", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 runs joined: the same command in the same folder" in shown
+    assert "residual 0 ns" in shown
+    assert main(["goodput", str(tmp_path / "job-1"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["schema"], data["wall_ns"], data["residual_ns"]) == (
+        "haiprof.goodput.1", 25 * S, 0,
+    )  # fmt: skip
+    assert (data["accounts"]["queue"], data["accounts"]["unknown"]) == (10 * S, 15 * S)
+    assert main(["goodput", str(tmp_path / "job-0"), str(tmp_path / "job-2"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accounts"]["queue"] == 15 * S
+    assert main(["goodput", str(tmp_path), "--format", "markdown"]) == 0
+    assert "| queue | 10.0 s | 40 % |" in capsys.readouterr().out
