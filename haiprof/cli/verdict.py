@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,7 +84,7 @@ AdviceAlone = Annotated[
     ),
 ]
 ExitReport = Annotated[
-    Path | None, Opt("--exit-report FILE", "Write how the job ended as Markdown, for a ticket.")
+    Path | None, Opt("--exit-report FILE", "Write how the job ended as Markdown, for a ticket. -: to stdout.")
 ]
 
 
@@ -165,7 +166,9 @@ def verdict(
         save_verdict(found, header, analyzer.run)
     if svg is not None:
         output.hint(f"wrote {save_card_svg(found, header, svg)}")
-    if exit_report is not None:
+    if exit_report == Path("-"):
+        sys.stdout.write(death_block.exit_report(found, header))
+    elif exit_report is not None:
         write_text(exit_report, death_block.exit_report(found, header))
         output.hint(f"wrote {exit_report}")
     if folder is not None:
@@ -173,6 +176,8 @@ def verdict(
 
         names = write_diagnosis_folder(folder, analyzer, found, document=content, since_ns=since)
         output.hint(f"wrote {folder}: {', '.join(names)}")
+    if exit_report == Path("-"):
+        return
     output.show(
         lambda width: verdict_card(
             found, header, width=width, everything=everything, folder=working_folder()

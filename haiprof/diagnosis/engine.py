@@ -282,7 +282,8 @@ def _headline(
     if found is None:
         return nothing_text(None)
     calls = _calls_of_operators(found) if inputs.traces.lines is None else ""
-    return nothing_text(found.ledger) + calls
+    few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
+    return nothing_text(found.ledger, is_short=few) + calls
 
 
 def _calls_of_operators(found: RunLedger) -> str:
@@ -306,8 +307,8 @@ def _calls_of_operators(found: RunLedger) -> str:
     return ""
 
 
-def nothing_text(ledger: Ledger | None) -> str:
-    """What the step consists of, where nothing stands out."""
+def nothing_text(ledger: Ledger | None, *, is_short: bool = False) -> str:
+    """What the step consists of, where nothing stands out; or what may, of too few steps."""
     if ledger is None:
         return f"{_NOTHING}: no step was evaluated"
     mean = max(ledger.mean_ns, 1.0)
@@ -330,7 +331,17 @@ def nothing_text(ledger: Ledger | None) -> str:
     if not ledger.opportunities:
         return text
     most = ledger.largest()[0]
-    share = ratio_text(most.gain_ns / mean)
+    share, low, high = (
+        ratio_text(ns / mean) for ns in (most.gain_ns, most.gain_low_ns, most.gain_high_ns)
+    )
+    if most.gain_ns >= CRITICAL_RATIO * mean and (is_short or not ledger.is_problem(most)):
+        share += f" ({low} to {high})"
+        if is_short:
+            at = f" ({most.code_place})" if most.code_place else ""
+            return (
+                f"too little was recorded to be sure ({ledger.count:,} steps): {most.does} in "
+                f"{most.where}{at} takes {share} of the step"
+            )
     return f"{text}; largest opportunity: {most.does} in {most.where}, {share}"
 
 

@@ -347,21 +347,21 @@ class _Case:
             what = f"the job ended itself: {who} sent {name} to its launcher"
             ranks = () if by[0].rank is None else (by[0].rank,)
             return self._death("signal", ranks, what, died_ns=came.wall_ns)
+        self.is_ended_from_outside = True
         hang = self._hang_before(came.wall_ns) or self._asked_before(came.wall_ns)
         if hang is not None:
             found = self._of_hang(hang)
             return replace(found, headline=f"{found.headline}; then ended by {name}{sender}")
         cause, what = _outer_cause(came, self.evidence.files)
         what = f"{what} ({name}{sender})"
-        self.is_ended_from_outside = True
         self.stopped = {rank: by for rank, by in self.stopped.items() if by == "SIGKILL"}
         stuck = self._hang_before(came.wall_ns, named=False)
         if stuck is not None:
             what += f"; before that, all ranks hung at {stuck.all_at}"
-        else:
-            what += self._stood_still(came.wall_ns)
+        still = "" if stuck is not None else self._stood_still(came.wall_ns)
         guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
-        return self._death(cause, (), what, died_ns=came.wall_ns, certain=not guessed)
+        found = self._death(cause, (), what + still, died_ns=came.wall_ns, certain=not guessed)
+        return replace(found, remedy=f"{found.remedy}; {_LOOK_EARLIER}") if still else found
 
     def _own_failure(self, *, interrupted: bool = False) -> Death | None:
         """A rank failed by itself: the first one, with those that failed alike at the same time.
@@ -508,7 +508,7 @@ class _Case:
             return None
         asked = asked_snapshots(self.evidence.files)
         asked = [each for each in asked if last.end_ns < each.wall_ns <= time_ns]
-        return asked[-1] if asked else None
+        return replace(asked[-1], since_wall_ns=last.end_ns) if asked else None
 
     def _has_resumed(self, hang: Reaction) -> bool:
         """Whether steps ended after a standstill was noticed."""
@@ -804,6 +804,10 @@ def _sender(came: Arrived) -> str:
     return f", sent by {who or 'process'} {came.from_pid}"
 
 
+_LOOK_EARLIER = (
+    "`haiprof --hang-limit 30 ...` looks at all ranks once no step has ended for 30 s, and names who "
+    "holds the job up"
+)
 _UNKNOWN_EXIT = (
     "look at the last lines that it printed: an error that was caught, os._exit, a library "
     "that ends the process, or memory that ran out"

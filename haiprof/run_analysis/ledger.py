@@ -31,6 +31,7 @@ from haiprof.run_analysis.step_positions import (
     BACKWARD,
     FORWARD,
     GRADIENTS,
+    INPUT,
     LOSS,
     OPTIMIZER,
     StepPositions,
@@ -84,6 +85,7 @@ _LIBRARY_CALL = re.compile(
     r"|subprocess|socket|sqlite3|hashlib|zlib|gzip|bz2|lzma|zipfile|tarfile|csv|math|time"
     r"|requests|urllib)\."
 )
+_TORCH_CALL = re.compile(r"\b(?:torch|torchvision|torchaudio|F|TF|nn)\.")
 _WAITING_CALLS = (
     (re.compile(r"\s*os\.(?:fsync|fdatasync|sync)\("), FILE_WAIT),
     (re.compile(r"\s*time\.sleep\("), SLEEP),
@@ -324,12 +326,20 @@ def _is_hidden(time_ns: Ints, busy: BusyTimes | None) -> Bools:
 def _guess_activity(
     samples: CodeSamples, at: Ints, cell: Ints, activity: Ints, packages: Sequence[str]
 ) -> Ints:
-    """Activities, where nobody looked at the lock: Python outside of the model, operators in it."""
+    """Activities of the job's own lines, which call operators as they call any other library.
+
+    Where nobody looked at the lock it is Python outside of the model, operators in it. What makes
+    batches and holds no lock is some native code, but for a line that has the name of torch.
+    """
+    pairs = zip(samples.tree.frames, packages, strict=True)
+    kinds = [2 if _TORCH_CALL.search(f.expression) else 1 for f, name in pairs if name == JOB]
     of_job = np.array([*(name == JOB for name in packages), False])
-    guessed = (samples.lock_wait[at] < 0) & (activity == OPERATORS)
-    guessed &= of_job[samples.tree.place[samples.stack[at]]]
+    kind = np.zeros(len(of_job), dtype=np.int64)
+    kind[of_job] = kinds
+    kind = np.where(activity == OPERATORS, kind[samples.tree.place[samples.stack[at]]], 0)
     inside = np.isin(cell, MODEL_POSITIONS)
-    return np.where(guessed & ~inside & inside.any(), PYTHON, activity)
+    python = (kind > 0) & (samples.lock_wait[at] < 0) & ~inside & inside.any()
+    return np.select([python, (kind == 1) & (cell == INPUT)], [PYTHON, NATIVE], activity)
 
 
 def _split(rows: _Rows, share: Floats, activity: int, column: str = "activity") -> _Rows:

@@ -89,6 +89,8 @@ def test_exit_report_is_markdown_with_cause_line_and_every_rank(
     assert text.startswith("#")
     assert text.count("| ") >= 3, "a row per rank"
     assert str(ticket) in capsys.readouterr().err
+    assert main(["verdict", str(job.run.root), "--exit-report", "-"]) == 0
+    assert capsys.readouterr().out == text
 
 
 def test_exit_status_is_said_once_below_the_state_of_the_run(

@@ -664,7 +664,9 @@ def test_signal_to_a_job_that_stood_still_says_so(job: Job, silent_s: int) -> No
     for rank in range(3):
         job.over(rank, (began_ns - T0) / S + 0.1, number=signal.SIGTERM)
     job.ended(None, "SIGTERM")
-    assert ("no step had ended in the 60.0 s before" in job.death().headline) == (silent_s == 60)
+    death = job.death()
+    assert ("no step had ended in the 60.0 s before" in death.headline) == (silent_s == 60)
+    assert ("--hang-limit" in death.remedy) == (silent_s == 60)
 
 
 def test_snapshot_of_a_job_that_stood_still_says_who_held_it_up(job: Job) -> None:
@@ -684,6 +686,9 @@ def test_snapshot_of_a_job_that_stood_still_says_who_held_it_up(job: Job) -> Non
     assert found(death) == ("hang", (1,))
     assert "rank 1 hung, at train.py:19 in main" in death.headline
     assert "then ended by SIGINT" in death.headline
+    assert [fate.role for fate in death.fates] == ["stopped", "cause", "stopped"]
+    assert death.died_ns is not None
+    assert abs(death.died_ns - CLOCK.wall_ns) < S, "the hang's begin, not the time of the look"
 
 
 def test_later_start_of_the_same_slurm_job_tells_a_requeue(job: Job) -> None:

@@ -78,7 +78,7 @@ def test_what_backward_computes_again_is_the_line_that_asks_for_it() -> None:
         ("after_step", (SCRIPT, LOOP, job(8, "log"), DUMPS, ENCODE), "h", "log:8", "python"),
         ("prepare", (SCRIPT, LOOP), "0", "main:50", "operators"),
         ("input", (SCRIPT, LOOP, job(2, "Data.__getitem__")), "0", "Data.__getitem__:2",
-         "operators"),
+         "native"),
         ("input", (SCRIPT, LOOP, LOADER), "0", "wait: loader", "wait: loader"),
         ("backward", (SCRIPT, LOOP, ENGINE, BARRIER), "0", "wait: link", "wait: link"),
         ("after_step", (SCRIPT, LOOP, job(8, "share"), BARRIER), "0", "share:8", "wait: link"),

@@ -526,6 +526,20 @@ def test_nothing_is_a_problem_where_nothing_is_wrong(root: Path, name: str) -> N
     assert sum(v or 0 for v in verdict.split.values()) == pytest.approx(verdict.step_ns)
 
 
+@pytest.mark.parametrize(("steps", "begin"), [(12, "too little was recorded"), (300, "")])
+def test_large_loss_in_a_few_steps_is_neither_a_problem_nor_nothing(
+    root: Path, steps: int, begin: str
+) -> None:
+    """Batches that take most of each step: twelve steps of it last for half a second."""
+    stacks: Stacks = {"dataloader": (SCRIPT, job(39, "main"), LOAD)}
+    write_sampled(root, lambda *_: (30.0, 5.0, 5.0, 1.0), stacks, "h", steps=steps)
+    verdict = judged(root)
+    assert verdict.headline.startswith(begin)
+    assert "nothing stands out" not in verdict.headline
+    assert "data.py:12 load_image" in verdict.headline or "(data.py:12)" in verdict.headline
+    assert (verdict.findings[0].severity == "info") == bool(begin)
+
+
 # -- what else a verdict says ---------------------------------------------------------------------
 
 
