@@ -84,7 +84,8 @@ AdviceAlone = Annotated[
     ),
 ]
 ExitReport = Annotated[
-    Path | None, Opt("--exit-report FILE", "Write how the job ended as Markdown, for a ticket. -: to stdout.")
+    Path | None,
+    Opt("--exit-report FILE", "Write how the job ended as Markdown, for a ticket. -: to stdout."),
 ]
 
 

@@ -386,10 +386,11 @@ def _checkpoint(question: Question) -> Explanation:
 
 
 def _compile(question: Question) -> Explanation:
+    at = question.account.code_place
     return Explanation(
         slug="recompiles",
-        title=f"torch.compile compiles while the job trains, {question.amount}, "
-        f"{question.account.paid}",
+        title=f"torch.compile compiles {f'what {at} calls ' if at else ''}while the job trains, "
+        f"{question.amount}, {question.account.paid}",
         remedy="TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
         "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
         "Python number or object that changes each step: make it a tensor",

@@ -171,7 +171,7 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     rows = np.flatnonzero(free & (table.position == COMPILE))
     free[rows] = False
     if len(rows):
-        found.append(opportunity(table, rows, None))
+        found.append(opportunity(table, rows, _find_caller(table, rows)))
     rows = np.flatnonzero(free & _is_recomputed(table))
     free[rows] = False
     if len(rows):
@@ -193,6 +193,17 @@ def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportuni
         position=int(np.bincount(table.position[rows], ns).argmax()),
         activity=int(np.bincount(table.work[rows], ns).argmax()),
     )
+
+
+def _find_caller(table: TimeTable, rows: Ints) -> CodePlace | None:
+    """The job's line below which most of some rows' time passes; None where no line holds most."""
+    inner = innermost_stack(table.tree)[table.stack[rows]]
+    place = np.append(table.tree.line_places(), -1)[inner]
+    time = np.bincount(place + 1, table.ns[rows])
+    most = int(time.argmax())
+    if not most or time[most] < _MOST * time.sum():
+        return None
+    return code_place(table.tree, int(inner[place == most - 1][0]))
 
 
 def _find_checkpointing(table: TimeTable) -> CodePlace | None:

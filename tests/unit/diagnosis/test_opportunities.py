@@ -84,7 +84,7 @@ def test_what_backward_computes_again_is_the_line_that_asks_for_it() -> None:
         ("after_step", (SCRIPT, LOOP, job(8, "share"), BARRIER), "0", "share:8", "wait: link"),
         ("forward", (SCRIPT, MAIN, MODULE, FORWARD), "1", "wait: interpreter lock",
          "wait: interpreter lock"),
-        ("compile", (SCRIPT, MAIN, MODULE, FORWARD), "h", "python", "python"),
+        ("compile", (SCRIPT, MAIN, MODULE, FORWARD), "h", "Net.forward:5", "python"),
         ("after_step", (), "0", "unknown", "unknown"),  # nobody looked there
         ("checkpoint", (SCRIPT, LOOP, job(8, "save")), "0", "save:8", "operators"),
     ],
