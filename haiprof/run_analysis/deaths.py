@@ -805,8 +805,8 @@ def _sender(came: Arrived) -> str:
 
 
 _LOOK_EARLIER = (
-    "`haiprof --hang-limit 30 ...` looks at all ranks once no step has ended for 30 s, and names who "
-    "holds the job up"
+    "`haiprof --hang-limit 30 ...` looks at all ranks once no step has ended for 30 s, and names "
+    "who holds the job up"
 )
 _UNKNOWN_EXIT = (
     "look at the last lines that it printed: an error that was caught, os._exit, a library "
