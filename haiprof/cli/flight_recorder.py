@@ -27,7 +27,7 @@ def flight_recorder(dumps: Dumps, as_json: AsJson = False) -> None:
       haiprof trace flight-recorder /tmp/nccl_trace_rank_*
       haiprof trace flight-recorder dumps/ --json | jq '.findings[0]'
     """
-    from haiprof.run_analysis.flight_dumps import judge_dumps
+    from haiprof.run_analysis.collectives import judge_dumps
     from haiprof.show.views.flight_dumps import flight_view
 
     verdict = judge_dumps(dumps)

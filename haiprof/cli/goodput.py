@@ -44,7 +44,7 @@ def goodput(runs: Runs = None, as_json: AsJson = False, form: OutputForm = Form.
       haiprof goodput --json | jq '.accounts.lost_steps / .wall_ns'
       haiprof goodput --format markdown > ticket.md
     """
-    from haiprof.run_analysis.job_runs import job_goodput, runs_of_job
+    from haiprof.diagnosis.restart_advice import job_goodput, runs_of_job
     from haiprof.run_format.layout import RunPaths
     from haiprof.run_format.manifest import newest_run
     from haiprof.show.views.goodput import goodput_data, goodput_markdown, goodput_view

@@ -42,7 +42,7 @@ from haiprof.run_analysis.ledger import DISPATCH_RATIO, JOB
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
-from haiprof.run_analysis.step_tokens import WORDS
+from haiprof.run_analysis.steps import WORDS
 from haiprof.run_format.stack_lines import LOCK_HELD
 
 STANDSTILL, FIRST_BATCH = "standstill", "first_batch"

@@ -15,10 +15,9 @@ import polars as pl
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import GROWING, PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
-from haiprof.diagnosis.backward_lines import SMALL_OPERATORS
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
-from haiprof.diagnosis.opportunities import RECOMPUTED
+from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import CodeLine, Evidence
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import GROWING, POSITIONS
 from haiprof.base.units import duration_text
-from haiprof.run_analysis.lateness import Arrivals
+from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import COLLECTION, NO_CORE, TimeTable, spikes
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.nesting import Bools
@@ -419,7 +419,7 @@ def peer_waits(groups: Sequence[Arrivals], starts: Mapping[int, Ints]) -> dict[i
     once, by the last of them: the delay before it is the same.
 
     Args:
-        groups: From `run_analysis.lateness.arrivals`.
+        groups: From `run_analysis.collectives.arrivals`.
         starts: By rank: begin of each of its steps, Unix time in ns.
     """
     found: dict[int, dict[int, int]] = {}

@@ -9,11 +9,11 @@ from functools import cache, wraps
 import polars as pl
 
 from haiprof.base.units import NS_PER_S, ranks_text
-from haiprof.diagnosis.counter_averages import CounterAverages, count
 from haiprof.diagnosis.thresholds import SHORT_RUN_S, UNTRACED_MIN_RATIO, warm_up_steps
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.diagnosis.verdict import Abstention, Finding, Judgement
 from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.counter_summaries import CounterAverages, average_counters
 from haiprof.run_analysis.counters import host_windows, training_spans
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu_memory_series
 from haiprof.run_analysis.parallelism import Layout, find_layout
@@ -205,7 +205,8 @@ def gather_inputs(
     pauses = _of_judged(analyzer.pauses(), spans)
     own = set(spans.select("rank", "attempt").rows())  # counters of other attempts: another job's
     ours = tuple(r for r in analyzer.files.ranks if (r.rank, r.attempt) in own)
-    counted = count(replace(analyzer.files, ranks=ours), spans.drop("attempt"), windows)
+    ours_alone = replace(analyzer.files, ranks=ours)
+    counted = average_counters(ours_alone, spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")
     node_cpus = {h: _node_cpu(list(counted.nodes.get(h, {}).values())) for h in windows["host"]}
     ranks = analyzer.ranks()

@@ -13,7 +13,6 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
-from haiprof.diagnosis.backward_lines import give_lines, small_operators
 from haiprof.diagnosis.job_time import (
     DeviceUse,
     JobTime,
@@ -28,8 +27,10 @@ from haiprof.diagnosis.opportunities import (
     CodePlace,
     Opportunity,
     find_opportunities,
+    give_lines,
     needed_rows,
     opportunity,
+    small_operators,
 )
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.thresholds import (
@@ -41,7 +42,7 @@ from haiprof.diagnosis.thresholds import (
     SIZES_MIN_COUNT,
 )
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.lateness import Arrivals
+from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     COLLECTION,

@@ -326,7 +326,7 @@ class LiveJob:
         try:
             if self._files is None or len(self._files.ranks) != len(self.job.run.rank_folders()):
                 self._files = open_run(self.job.run.root)
-            frame, _ = counter_frame(
+            frame = counter_frame(
                 self._files,
                 between=(now_ns - round(_RECENT_S * NS_PER_S), now_ns),
                 metrics=[(s, m) for s in ("process", "gpu") for m in _RANK_METRICS],

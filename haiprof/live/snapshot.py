@@ -39,8 +39,8 @@ from haiprof.live.standstill import (
     saving,
     suspects,
 )
+from haiprof.run_analysis.collectives import Mismatch, collective_frame, find_mismatches
 from haiprof.run_analysis.counters import counter_frame
-from haiprof.run_analysis.lateness import Mismatch, collective_frame, find_mismatches
 from haiprof.run_analysis.run_files import RunFiles, integer, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
@@ -145,7 +145,7 @@ def _gpu(state: RankState, run: RunFiles, wall_ns: int) -> tuple[int | None, dic
     if state.host is None:
         return None, {}
     wanted = [("gpu", metric) for metric in _GPU_METRICS]
-    frame, _ = counter_frame(
+    frame = counter_frame(
         run, between=(wall_ns - RECENT_NS, wall_ns), hosts=[state.host], metrics=wanted
     )
     own = frame.filter((pl.col("rank") == state.rank) & pl.col("value").is_not_null())

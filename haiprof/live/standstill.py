@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from haiprof.base.units import ranks_text
-from haiprof.run_analysis.lateness import Mismatch
+from haiprof.run_analysis.collectives import Mismatch
 from haiprof.run_format.stack_frames import (
     Frame,
     Stack,

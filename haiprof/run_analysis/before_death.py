@@ -94,7 +94,7 @@ def memory_at_end(
     own = {e.rank: e for e in ends if not e.helper and e.generation == death.generation}
     hosts = sorted({end.host for rank, end in own.items() if rank in death.ranks})
     between = (death.died_ns - LAST_NS, death.died_ns + NS_PER_S)
-    frame, _ = counter_frame(files, between=between, hosts=hosts, metrics=list(_METRICS))
+    frame = counter_frame(files, between=between, hosts=hosts, metrics=list(_METRICS))
     found = [
         _of_rank(rank, end, frame, death.died_ns)
         for rank in death.ranks[:8]

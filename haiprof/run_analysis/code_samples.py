@@ -1,20 +1,32 @@
-"""The sampled stacks of a run: each sample in its phase and step, all stacks in one tree."""
+"""The sampled stacks of a run: read into one tree, each sample in its phase and step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
-from haiprof.run_analysis.nesting import Bools, Spans
-from haiprof.run_analysis.run_files import Frame, SampledProcess, read_stack_file
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.ranks import rank_positions
+from haiprof.run_analysis.run_files import entries, integer, text
 from haiprof.run_analysis.step_frame import RankSegments
-from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, Segmentation
-from haiprof.run_format import schema
+from haiprof.run_analysis.step_positions import StepPositions, innermost_phase
+from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, SPAN_PHASES
+from haiprof.run_format.reader import read_lines
+from haiprof.run_format.stack_lines import (
+    HEADER,
+    LOCK_STATES,
+    SAMPLES,
+    STACKS_VERSION,
+    WAIT_LETTERS,
+)
 
 TRAINING_PHASES = (*PHASES, "other", "checkpoint", "evaluation", "between_steps")
 """Where a sample of the training thread falls: `other` is in a step, outside the four phases."""
@@ -24,14 +36,35 @@ CODE_PHASES = (*TRAINING_PHASES, *WORKER_PHASES, "other_threads")
 """And what other Python threads of the training process did while they used a core."""
 OTHER, CHECKPOINT, EVALUATION, BETWEEN = range(len(PHASES), len(TRAINING_PHASES))
 WORKER, WORKER_WAITING, OTHER_THREADS = range(len(TRAINING_PHASES), len(CODE_PHASES))
-SLOW_RATIO = 1.5
-"""A slow step takes so many times the rank's median step."""
+_OF_POSITION = np.array([
+    TRAINING_PHASES.index({"input": "dataloader"}.get(name, name))
+    if name in ("input", *TRAINING_PHASES) else OTHER
+    for name in POSITIONS
+])  # fmt: skip
+_OF_SPAN = np.full(len(SPAN_PHASES) + 1, BETWEEN)
+_OF_SPAN[: len(PHASES)] = range(len(PHASES))
+_OF_SPAN[[EVAL_PHASE, EVAL_LOADER_PHASE]] = EVALUATION
+"""By index into SPAN_PHASES, outside of all steps; the last for no span."""
 _AROUND_NS = 5_000_000_000
-_COLUMNS = (
-    "rank", "worker", "time_ns", "late_ns", "lock_wait", "cpu_ns", "queue_ns", "wait", "step",
-    "slow", "phase", "stack", "weight_ns",
-)  # fmt: skip
+_NS_PER_US = 1000
+_TIME_LIMIT_NS = 1 << 62
+_STACK_LIMIT = 1 << 16
+"""Stacks of one process that are read; a rank writes an eighth of that."""
+_PER_SAMPLE = ("time_ns", "stack", "lock_wait", "cpu_ns", "queue_ns", "wait")
+_COLUMNS = ("rank", "worker", *_PER_SAMPLE, "step", "phase", "weight_ns")
 _FETCH_FILE = "/torch/utils/data/_utils/fetch.py"
+
+
+class Frame(NamedTuple):
+    """One line of code that was running."""
+
+    file: str
+    line: int
+    function: str
+    expression: str = ""
+    """What of that line was running, in the user's own code; empty where it is not known."""
+    statement: int = 0
+    """Which one of its line, where several are on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +84,14 @@ class CodeTree:
         first: dict[tuple[str, int, str], int] = {}
         lines = [first.setdefault(frame[:3], at) for at, frame in enumerate(self.frames)]
         return np.array([*lines, -1])[self.place]
+
+    def frame_places(self, stack: int) -> list[int]:
+        """Frames of a stack, the outermost first."""
+        found = []
+        while stack:
+            found.append(int(self.place[stack]))
+            stack = int(self.parent[stack])
+        return found[::-1]
 
     def within(self, file: str | tuple[str, ...]) -> Bools:
         """Per stack: whether a frame of a file whose path ends so is in it."""
@@ -76,6 +117,172 @@ class CodeTree:
         return found
 
 
+class StackTree:
+    """A tree that grows while stacks are read."""
+
+    def __init__(self) -> None:
+        self._frames: dict[Frame, int] = {}
+        self._library: list[bool] = []
+        self._stacks: dict[tuple[int, int], int] = {}
+        self._parent, self._place = [0], [-1]
+
+    def frame(self, frame: Frame, libraries: Sequence[str]) -> int:
+        """Its number; `libraries` are the folders of installed code of its process."""
+        number = self._frames.setdefault(frame, len(self._frames))
+        if number == len(self._library):
+            self._library.append(is_library(frame.file, frame.function, libraries=libraries))
+        return number
+
+    def stack(self, parent: int, frame: int) -> int:
+        """The number of a frame below a stack."""
+        number = self._stacks.setdefault((parent, frame), len(self._parent))
+        if number == len(self._parent):
+            self._parent.append(parent)
+            self._place.append(frame)
+        return number
+
+    def whole(self) -> CodeTree:
+        """All of it."""
+        return CodeTree(
+            frames=list(self._frames),
+            library=np.array(self._library, dtype=np.bool_),
+            parent=np.array(self._parent),
+            place=np.array(self._place),
+        )
+
+
+@dataclass(slots=True)
+class SampledProcess:
+    """What was sampled of one process, with stacks as the tree numbers them."""
+
+    pid: int
+    worker: int | None
+    """Number of the DataLoader worker; None for the training process."""
+    libraries: tuple[str, ...]
+    """Folders of installed code."""
+    _frames: dict[int, int] = field(default_factory=dict)
+    _stacks: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """By the file's number: that of the tree."""
+    _parts: list[tuple[Ints, ...]] = field(default_factory=list)
+    """Columns of _PER_SAMPLE, of each line."""
+    _others: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def add(self, line: Mapping[str, Any], tree: StackTree) -> None:
+        """Takes in one line of samples; what does not fit in it is passed over."""
+        for number, frame in _number_entries(line, "frames", "first_frame"):
+            if len(frame) >= 3:
+                file, at, name = text(frame[0]), integer(frame[1]), text(frame[2])
+                expression = [text(part) or "" for part in frame[4:5]]
+                if file is not None and at is not None and name is not None:
+                    statement = integer(frame[5]) if len(frame) > 5 else None
+                    known = Frame(file, at, name, "".join(expression), statement or 0)
+                    self._frames[number] = tree.frame(known, self.libraries)
+        for number, entry in _number_entries(line, "stacks", "first_stack"):
+            parent, place = (*(integer(value) for value in entry[:2]), None, None)[:2]
+            if parent in self._stacks and place in self._frames and (parent or 0) < number:
+                above, frame_number = self._stacks[parent or 0], self._frames[place or 0]
+                self._stacks[number] = tree.stack(above, frame_number)
+        begin = integer(line.get("time_ns"))
+        offset, stack = (_integers(line.get(name)) for name in ("offset_us", "stack"))
+        count = len(stack)
+        if begin is None or not 0 <= begin < _TIME_LIMIT_NS or len(offset) != count:
+            return
+        self._parts.append((
+            begin + offset * _NS_PER_US,
+            stack,
+            _letters(line.get("lock_wait"), LOCK_STATES, count),
+            _times_ns(line.get("run_us"), count),
+            _times_ns(line.get("queue_us"), count),
+            _letters(line.get("wait"), WAIT_LETTERS, count),
+        ))  # fmt: skip
+        for entry in entries(line.get("others")):
+            values = _integers(entry).tolist()
+            if len(values) == 5:
+                at_ns, since_ns = begin + values[0] * _NS_PER_US, values[4] * _NS_PER_US
+                self._others.append((at_ns, values[2], values[3], since_ns))
+
+    def samples(self) -> tuple[dict[str, Ints], int]:
+        """Columns of _PER_SAMPLE, and of how many samples the stack is not known.
+
+        `time_ns` is on the clock of the spans; `stack` is 0 where no Python code ran, too.
+        """
+        none = (np.zeros(0, dtype=np.int64),) * len(_PER_SAMPLE)
+        joined = map(np.concatenate, zip(none, *self._parts, strict=True))
+        columns: dict[str, Ints] = dict(zip(_PER_SAMPLE, joined, strict=True))
+        stack = columns["stack"]
+        columns["stack"] = self._number(stack)
+        return columns, int(((columns["stack"] == 0) & (stack != 0)).sum())
+
+    def others(self) -> tuple[Ints, Ints, Floats]:
+        """Looks at other Python threads that were busy: time, stack, CPU time since the one before.
+
+        On the clock of the spans, in ns.
+        """
+        time_ns, stack, thousandths, since_ns = (
+            np.array(self._others, dtype=np.int64).reshape(-1, 4).T
+        )
+        return time_ns, self._number(stack), thousandths / 1000 * since_ns
+
+    def _number(self, stack: Ints) -> Ints:
+        """Stacks as the tree numbers them; 0 for those that are not known."""
+        table = np.zeros(max(self._stacks) + 1, dtype=np.int64)
+        table[list(self._stacks)] = list(self._stacks.values())
+        known = (stack >= 0) & (stack < len(table))
+        return np.where(known, table[np.where(known, stack, 0)], 0)
+
+
+def read_stack_file(path: Path, tree: StackTree) -> tuple[list[SampledProcess], tuple[str, ...]]:
+    """The processes of one file, in order; and what was damaged."""
+    lines, notes = read_lines(path)
+    found: dict[int, SampledProcess] = {}
+    for line in lines:
+        pid = integer(line.get("pid"))
+        if pid is None:
+            continue
+        if line.get("type") == HEADER and line.get("version") == STACKS_VERSION:
+            named = map(text, entries(line.get("libraries")))
+            worker = integer(line.get("worker"))
+            found[pid] = SampledProcess(pid, worker, tuple(name for name in named if name))
+        elif line.get("type") == SAMPLES and pid in found:
+            found[pid].add(line, tree)
+    return list(found.values()), notes
+
+
+def _letters(value: object, known: str, count: int) -> Ints:
+    """One number per sample of a line: the place of its letter; -1 for the last, and for others."""
+    letters = text(value) or ""
+    if len(letters) != count:
+        return np.full(count, -1, dtype=np.int64)
+    return np.array([known.find(letter, 0, -1) for letter in letters], dtype=np.int64)
+
+
+def _times_ns(value: object, count: int) -> Ints:
+    """One per sample of a line; -1 where it is not known."""
+    times = _integers(value)
+    if len(times) != count:
+        return np.full(count, -1)
+    return np.where(times < 0, -1, times * _NS_PER_US)
+
+
+def _number_entries(
+    line: Mapping[str, Any], name: str, first: str
+) -> Iterator[tuple[int, list[Any]]]:
+    """The entries of a list that counts on from a number."""
+    number = integer(line.get(first))
+    if number is None or not 0 <= number <= _STACK_LIMIT:
+        return
+    own = entries(line.get(name))
+    for place, entry in enumerate(own[: _STACK_LIMIT - number], start=number):
+        if isinstance(entry, list):
+            yield place, entry
+
+
+def _integers(values: object) -> Ints:
+    if not isinstance(values, list) or not all(type(v) is int and abs(v) < 1 << 50 for v in values):
+        return np.zeros(0, dtype=np.int64)
+    return np.array(values, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSamples:
     """One row per sample."""
@@ -86,8 +293,6 @@ class CodeSamples:
     """Number of the DataLoader worker; -1 for the training thread."""
     time_ns: Ints
     """Unix time."""
-    late_ns: Ints
-    """How long it came after its time."""
     lock_wait: Ints
     """How the training thread stood to the interpreter lock, as LOCK_HELD and the others say."""
     cpu_ns: Ints
@@ -98,13 +303,11 @@ class CodeSamples:
     """What it waited for: an index into WAITS of stack_lines.py; -1 where it is not known."""
     step: Ints
     """-1 outside steps, and for workers."""
-    slow: Bools
-    """Whether that step is a slow one of its rank."""
     phase: Ints
     """Index into CODE_PHASES."""
     stack: Ints
     weight_ns: Floats
-    """The time that a sample stands for: that of its rank, phase and kind of step, shared evenly.
+    """The time that a sample stands for: that of its rank and phase, shared evenly.
 
     Spans tell how long a phase took; samples only tell what it was. So a phase in which the
     interpreter lock was seldom free, and samples are few, keeps its whole time.
@@ -120,150 +323,79 @@ class CodeSamples:
 
 def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
     """Reads the samples of ranks and of their workers."""
-    grower = _TreeGrower()
-    rows: list[tuple[np.ndarray, ...]] = []
+    tree = StackTree()
+    read: list[tuple[RankSegments, StepPositions, SampledProcess]] = []
     notes: list[str] = []
     for rank in ranks:
-        for process in _processes(rank, notes):
-            numbers = grower.add(process)
-            stack = numbers[process.stack]
-            placed = (
-                _locate_in_training(rank.found, rank.events, process.time_ns)
-                if process.worker is None
-                else _place_worker(grower, stack)
+        positions = rank_positions(rank)
+        for path in (rank.files.paths.stacks, *rank.files.paths.worker_stack_files()):
+            try:
+                processes, damaged = read_stack_file(path, tree)
+            except RunFormatError as error:
+                notes.append(str(error))
+                continue
+            notes += damaged
+            read += [(rank, positions, process) for process in processes]
+    whole = tree.whole()
+    loads = whole.within(_FETCH_FILE)
+    rows: list[Mapping[str, np.ndarray]] = []
+    for rank, positions, process in read:
+        columns, unknown_count = process.samples()
+        if unknown_count:
+            notes.append(
+                f"rank {rank.files.rank}: the stacks of {unknown_count} samples are not known"
             )
-            rows.append(_columns(rank, process, stack, placed))
-            rows.append(_other_columns(rank, process, numbers[process.other_stack]))
-            if process.unknown_count:
-                notes.append(
-                    f"rank {rank.files.rank}: the stacks of {process.unknown_count} samples are "
-                    "not known"
-                )
-    columns = [np.concatenate(parts) for parts in zip(*rows, strict=True)] or [_NONE] * len(
-        _COLUMNS
-    )
-    chosen = dict(zip(_COLUMNS, columns, strict=True))
-    chosen["slow"] = chosen["slow"].astype(np.bool_)
-    return CodeSamples(tree=grower.tree(), notes=tuple(notes), **chosen)
+        weight_ns = spacing_ns(columns["time_ns"], columns["time_ns"])
+        if process.worker is None:
+            phase, step = _locate(rank, positions, columns["time_ns"])
+            weight_ns = _share_times(rank, positions, phase, weight_ns)
+        else:  # loading is what happens below the loader's own fetch
+            phase = np.where(loads[columns["stack"]], WORKER, WORKER_WAITING)
+            step = np.full(len(phase), -1)
+        rows.append({**columns, "step": step, "phase": phase, "weight_ns": weight_ns})
+        time_ns, stack, cpu_ns = process.others()
+        unknown = dict.fromkeys(_COLUMNS, np.full(len(stack), -1))
+        of_others = np.full(len(stack), OTHER_THREADS)
+        rows.append({**unknown, "time_ns": time_ns, "stack": stack, "phase": of_others,
+                     "weight_ns": cpu_ns})  # fmt: skip
+        for part in rows[-2:]:
+            count = len(part["stack"])
+            part |= {
+                "rank": np.full(count, rank.files.rank),
+                "worker": np.full(count, -1 if process.worker is None else process.worker),
+                "time_ns": part["time_ns"] + rank.wall_offset_ns,
+            }
+    none = np.zeros(0, dtype=np.int64)
+    joined = {name: np.concatenate([none, *(part[name] for part in rows)]) for name in _COLUMNS}
+    return CodeSamples(tree=whole, notes=tuple(notes), **joined)
 
 
-def _processes(rank: RankSegments, notes: list[str]) -> Iterable[SampledProcess]:
-    """The training process and the workers of one rank; what is damaged is noted."""
-    for path in (rank.files.paths.stacks, *rank.files.paths.worker_stack_files()):
-        try:
-            processes, damaged = read_stack_file(path)
-        except RunFormatError as error:
-            notes.append(str(error))
-            continue
-        notes += damaged
-        yield from processes
+def _locate(rank: RankSegments, positions: StepPositions, time_ns: Ints) -> tuple[Ints, Ints]:
+    """Phase and step of each moment of the training thread; -1 outside of steps."""
+    place = positions.at(time_ns)
+    phase = _OF_SPAN[innermost_phase(rank.found, time_ns)]
+    step = np.full(len(time_ns), -1)
+    inside = np.flatnonzero(place >= 0)
+    phase[inside] = _OF_POSITION[positions.position[place[inside]]]
+    step[inside] = positions.period[place[inside]]
+    after = time_ns >= np.append(rank.found.steps.end_ns, 0)[step]
+    return phase, np.where((phase == EVALUATION) | after, -1, step)
 
 
-def _columns(
-    rank: RankSegments, process: SampledProcess, stack: Ints, placed: tuple[Ints, Ints]
-) -> tuple[np.ndarray, ...]:
-    phase, step = placed
-    count = len(stack)
-    slow_steps = slow_of(rank.found)
-    slow = (step >= 0) & np.append(slow_steps, False)[step]
-    weight = spacing_ns(process.time_ns, process.time_ns)
-    if process.worker is None:
-        weight = _training_weights(rank, phase, slow, weight)
-    return (
-        np.full(count, rank.files.rank),
-        np.full(count, -1 if process.worker is None else process.worker),
-        process.time_ns + rank.wall_offset_ns,
-        process.late_ns,
-        process.lock_wait,
-        process.cpu_ns,
-        process.queue_ns,
-        process.wait,
-        step,
-        slow,
-        phase,
-        stack,
-        weight,
-    )
-
-
-def _other_columns(
-    rank: RankSegments, process: SampledProcess, stack: Ints
-) -> tuple[np.ndarray, ...]:
-    """Other threads: a look stands for the CPU time used since the one before."""
-    count = len(stack)
-    return (
-        np.full(count, rank.files.rank),
-        np.full(count, -1 if process.worker is None else process.worker),
-        process.other_time_ns + rank.wall_offset_ns,
-        np.zeros(count, dtype=np.int64),
-        *(np.full(count, -1) for _ in ("lock_wait", "cpu_ns", "queue_ns", "wait", "step")),
-        np.zeros(count, dtype=np.bool_),
-        np.full(count, OTHER_THREADS),
-        stack,
-        process.other_cores * process.other_since_ns,
-    )
-
-
-def slow_of(found: Segmentation) -> Bools:
-    """Per step: whether it is slow."""
-    step_ns = found.steps.step_ns
-    slow: Bools = step_ns > SLOW_RATIO * np.median(step_ns) if len(step_ns) else step_ns > 0
-    return slow
-
-
-def _locate_in_training(found: Segmentation, events: Spans, time_ns: Ints) -> tuple[Ints, Ints]:
-    """Phase and step of each moment of the training thread."""
-    steps = found.steps
-    step = _inside(steps.start_ns, steps.end_ns, time_ns)
-    phase = np.where(step >= 0, OTHER, BETWEEN)
-    row = _innermost(found, time_ns)
-    known = np.append(found.phase.astype(np.int64), -1)[row]
-    phase = np.where((known >= 0) & (known < len(PHASES)), known, phase)
-    evaluated = _inside(found.evaluation_start_ns, found.evaluation_end_ns, time_ns) >= 0
-    evaluated |= (known == EVAL_PHASE) | (known == EVAL_LOADER_PHASE)
-    saves = events.take(events.kind == schema.SAVE)
-    order = np.argsort(saves.start_ns, kind="stable")
-    saved = _inside(saves.start_ns[order], saves.end_ns[order], time_ns) >= 0
-    phase = np.where(evaluated, EVALUATION, np.where(saved, CHECKPOINT, phase))
-    return phase, np.where(evaluated, -1, step)
-
-
-def _inside(start: Ints, end: Ints, time_ns: Ints) -> Ints:
-    """Which of some intervals, sorted and apart, holds each moment; -1 where none does."""
-    place = np.searchsorted(start, time_ns, side="right") - 1
-    return np.where((place >= 0) & (time_ns < np.append(end, 0)[place]), place, -1)
-
-
-def _innermost(found: Segmentation, time_ns: Ints) -> Ints:
-    """Row of the innermost span around each moment; -1 where there is none."""
-    spans, parent = found.nested.spans, np.append(found.nested.parent, -1)
-    end = np.append(spans.end_ns, np.iinfo(np.int64).max)
-    row = np.searchsorted(spans.start_ns, time_ns, side="right") - 1
-    over = end[row] <= time_ns
-    while over.any():
-        row = np.where(over, parent[row], row)
-        over = end[row] <= time_ns
-    return row
-
-
-def _place_worker(grower: _TreeGrower, stack: Ints) -> tuple[Ints, Ints]:
-    """Loading is what happens below the loader's own fetch."""
-    loads = grower.below(_FETCH_FILE)
-    return np.where(loads[stack], WORKER, WORKER_WAITING), np.full(len(stack), -1)
-
-
-def _training_weights(rank: RankSegments, phase: Ints, slow: Bools, spacing: Floats) -> Floats:
-    """Nanoseconds per sample: the time of each phase in slow and in usual steps, shared among them.
+def _share_times(
+    rank: RankSegments, positions: StepPositions, phase: Ints, spacing: Floats
+) -> Floats:
+    """Nanoseconds per sample: the time of each phase, shared among its samples.
 
     A run is sampled less often later: a sample counts as much as the time to the ones beside it.
     """
-    weight = np.zeros(len(phase))
-    for number, by_slow in enumerate(phase_times(rank)):
-        for is_slow, total_ns in enumerate(by_slow):
-            rows = (phase == number) & (slow == bool(is_slow))
-            if rows.any():
-                weight[rows] = total_ns * spacing[rows] / spacing[rows].sum()
-    return weight
+    length = np.diff(positions.start_ns, append=positions.end_ns)
+    times = np.bincount(_OF_POSITION[positions.position], length, len(TRAINING_PHASES))
+    found = rank.found
+    times[EVALUATION] = (found.evaluation_end_ns - found.evaluation_start_ns).sum()
+    sampled = np.bincount(phase, spacing, len(TRAINING_PHASES))
+    shared: Floats = spacing * (times / np.maximum(sampled, 1.0))[phase]
+    return shared
 
 
 def spacing_ns(sampled_ns: Ints, at_ns: Ints) -> Floats:
@@ -275,73 +407,3 @@ def spacing_ns(sampled_ns: Ints, at_ns: Ints) -> Floats:
     first, last = (np.searchsorted(sampled_ns, edge) for edge in (low, high))
     spacing: Floats = np.maximum(high - low, 1) / np.maximum(last - first, 1)
     return spacing
-
-
-def phase_times(rank: RankSegments) -> Floats:
-    """[phase of TRAINING_PHASES, slow step or not]: how long the rank was in it, in ns."""
-    steps, slow = rank.found.steps, slow_of(rank.found)
-    times = np.zeros((len(TRAINING_PHASES), 2))
-    saves = rank.events.take(rank.events.kind == schema.SAVE)
-    place = _inside(steps.start_ns, steps.end_ns, saves.start_ns)
-    for is_slow in (0, 1):
-        chosen = slow == bool(is_slow)
-        times[: len(PHASES), is_slow] = steps.host_ns[:, chosen].sum(axis=1)
-        inside = (place >= 0) & np.append(chosen, False)[place]
-        saved = (saves.end_ns - saves.start_ns)[inside].sum()
-        times[CHECKPOINT, is_slow] = saved
-        times[OTHER, is_slow] = max(int(steps.other_ns[chosen].sum()) - saved, 0)
-    found = rank.found
-    times[EVALUATION, 0] = (found.evaluation_end_ns - found.evaluation_start_ns).sum()
-    return times
-
-
-class _TreeGrower:
-    """Puts the stacks of many processes into one tree."""
-
-    def __init__(self) -> None:
-        self._frames: dict[Frame, int] = {}
-        self._library: list[bool] = []
-        self._stacks: dict[tuple[int, int], int] = {}
-        self._parent, self._place = [0], [-1]
-
-    def add(self, process: SampledProcess) -> Ints:
-        """The number in this tree of each stack of a process."""
-        numbers = np.zeros(len(process.parents) + 1, dtype=np.int64)
-        frames = [self._frame(frame, process.libraries) for frame in process.frames]
-        for own, (parent, place) in enumerate(
-            zip(process.parents, process.places, strict=True), start=1
-        ):
-            key = (int(numbers[parent]), frames[place])
-            number = self._stacks.setdefault(key, len(self._parent))
-            if number == len(self._parent):
-                self._parent.append(key[0])
-                self._place.append(key[1])
-            numbers[own] = number
-        return numbers
-
-    def below(self, file_end: str) -> Bools:
-        """Per stack: whether one of its frames is in such a file."""
-        frames = [frame.file.endswith(file_end) for frame in self._frames]
-        found = [False]
-        for parent, place in zip(self._parent[1:], self._place[1:], strict=True):
-            found.append(found[parent] or frames[place])
-        return np.array(found)
-
-    def tree(self) -> CodeTree:
-        """All of it."""
-        return CodeTree(
-            frames=list(self._frames),
-            library=np.array(self._library, dtype=np.bool_),
-            parent=np.array(self._parent),
-            place=np.array(self._place),
-        )
-
-    def _frame(self, frame: Frame, libraries: tuple[str, ...]) -> int:
-        number = self._frames.setdefault(frame, len(self._frames))
-        if number == len(self._library):
-            library = is_library(frame.file, frame.function, libraries=libraries)
-            self._library.append(library)
-        return number
-
-
-_NONE = np.zeros(0, dtype=np.int64)

@@ -69,6 +69,8 @@ _CPU_BUSY = ("cpu_user_ns", "cpu_nice_ns", "cpu_system_ns", "cpu_irq_ns", "cpu_s
 _CPU_STATES = (*_CPU_BUSY, "cpu_idle_ns", "cpu_iowait_ns", "cpu_steal_ns")
 
 Flags = npt.NDArray[np.int8]
+ALWAYS = (-(1 << 62), 1 << 62)
+"""Begin and end of all times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ class Metric:
 class SourceMetrics:
     """The metrics of one source of one node."""
 
+    host: str
     source: str
     time_ns: Ints
     """Unix time of each record; they stand by entity, and then by time."""
@@ -120,6 +123,15 @@ class SourceMetrics:
     """NVML index."""
     metrics: Sequence[Metric]
 
+    def series(self, metric: Metric) -> Iterator[OwnerSeries]:
+        """One of them of each entity."""
+        at = np.flatnonzero(np.isfinite(metric.values))
+        ends = np.searchsorted(self.owner[at], np.arange(len(self.entities)), "right")
+        owners = zip(self.ranks, self.gpus, self.entities, strict=True)
+        for owner, start, end in zip(owners, [0, *ends], ends, strict=False):
+            time_ns, values = self.time_ns[at[start:end]], metric.values[at[start:end]]
+            yield OwnerSeries(owner=(self.host, *owner), time_ns=time_ns, values=values)
+
 
 def counter_frame(
     run: RunFiles,
@@ -128,15 +140,12 @@ def counter_frame(
     hosts: Collection[str] | None = None,
     metrics: Collection[tuple[str, str]] | None = None,
     first: int = 0,
-) -> tuple[pl.DataFrame, tuple[str, ...]]:
-    """Counters of all nodes by time, and notes on files that could not be read."""
-    sources = None if metrics is None else {source for source, _ in metrics}
-    frames, notes = [pl.DataFrame(schema=COUNTER_SCHEMA)], list[str]()
-    for node, records in record_files(run, hosts=hosts, sources=sources, first=first):
-        notes += [records] if isinstance(records, str) else records.notes
-        if not isinstance(records, str):
-            frames.append(_of_source(node, source_metrics(run, node, records, metrics), between))
-    return pl.concat(frames).sort("time_ns", maintain_order=True), tuple(notes)
+) -> pl.DataFrame:
+    """Counters of all nodes by time."""
+    found = read_sources(run, metrics, hosts=hosts, first=first)
+    frames = [_frame(source, between or ALWAYS) for source in found]
+    whole = pl.concat([pl.DataFrame(schema=COUNTER_SCHEMA), *frames])
+    return whole.sort("time_ns", maintain_order=True)
 
 
 Owner = tuple[str | None, int | None, int | None, str | None]
@@ -197,18 +206,10 @@ def owner_series(
 ) -> dict[tuple[str, str], list[OwnerSeries]]:
     """These metrics (source, name) of all nodes; files are read one by one, and no others."""
     found: dict[tuple[str, str], list[OwnerSeries]] = {metric: [] for metric in metrics}
-    for node, records in record_files(run, sources={source for source, _ in metrics}):
-        if isinstance(records, str):
-            continue
-        whole = source_metrics(run, node, records, metrics)
-        for each in whole.metrics:
-            at = np.flatnonzero(np.isfinite(each.values))
-            ends = np.searchsorted(whole.owner[at], np.arange(len(whole.entities)), "right")
-            owners = zip(whole.ranks, whole.gpus, whole.entities, strict=True)
-            for owner, start, end in zip(owners, [0, *ends], ends, strict=False):
-                time_ns, values = whole.time_ns[at[start:end]], each.values[at[start:end]]
-                own = OwnerSeries(owner=(node.host, *owner), time_ns=time_ns, values=values)
-                found[whole.source, each.name].append(own if between is None else own.cut(*between))
+    for source in read_sources(run, metrics):
+        for metric in source.metrics:
+            series = (each.cut(*(between or ALWAYS)) for each in source.series(metric))
+            found[source.source, metric.name] += series
     return {metric: sort_series(series) for metric, series in found.items()}
 
 
@@ -244,43 +245,40 @@ def record_files(
                 yield node, str(error)
 
 
-def source_metrics(
+def read_sources(
     run: RunFiles,
-    node: NodeFiles,
-    records: RecordFile,
-    chosen: Collection[tuple[str, str]] | None = None,
-) -> SourceMetrics:
-    """The metrics of one record file."""
-    samples = samples_of(records)
-    entities = entities_of(node, records)
-    with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
-        metrics = list(
-            _metrics(
-                records,
-                samples,
-                None if chosen is None else {name for of, name in chosen if of == records.table},
-            )
+    metrics: Collection[tuple[str, str]] | None = None,
+    *,
+    hosts: Collection[str] | None = None,
+    first: int = 0,
+) -> Iterator[SourceMetrics]:
+    """These metrics (source, name; None: all) of the record files that can be read, one by one."""
+    sources = None if metrics is None else {source for source, _ in metrics}
+    for node, records in record_files(run, hosts=hosts, sources=sources, first=first):
+        if isinstance(records, str):
+            continue
+        samples, entities = samples_of(records), entities_of(node, records)
+        chosen = None if metrics is None else {n for of, n in metrics if of == records.table}
+        with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
+            found = list(_metrics(records, samples, chosen))
+        names = {key: entity_name(entity) or None for key, entity in entities.items()}
+        ranks = ranks_of(run, node, records, entities)
+        gpu = _keys(records) == ["gpu"]
+        yield SourceMetrics(
+            host=node.host,
+            source=records.table,
+            time_ns=samples.time_ns + (records.clock.wall_ns - records.clock.mono_ns),
+            owner=samples.owner,
+            entities=[names.get(key) for key in samples.keys],
+            ranks=[ranks.get(key) for key in samples.keys],
+            gpus=[key[0] if gpu else None for key in samples.keys],
+            metrics=found,
         )
-    names = {key: entity_name(entity) or None for key, entity in entities.items()}
-    ranks = ranks_of(run, node, records, entities)
-    gpu = _keys(records) == ["gpu"]
-    return SourceMetrics(
-        source=records.table,
-        time_ns=samples.time_ns + (records.clock.wall_ns - records.clock.mono_ns),
-        owner=samples.owner,
-        entities=[names.get(key) for key in samples.keys],
-        ranks=[ranks.get(key) for key in samples.keys],
-        gpus=[key[0] if gpu else None for key in samples.keys],
-        metrics=metrics,
-    )
 
 
-def _of_source(
-    node: NodeFiles, found: SourceMetrics, between: tuple[int, int] | None
-) -> pl.DataFrame:
+def _frame(found: SourceMetrics, between: tuple[int, int]) -> pl.DataFrame:
     """One source of one node, one row per value."""
-    first, last = between or (-(1 << 62), 1 << 62)
-    wanted = (found.time_ns >= first) & (found.time_ns <= last)
+    wanted = (found.time_ns >= between[0]) & (found.time_ns <= between[1])
     metrics = found.metrics
     shown = [np.flatnonzero(metric.shown & wanted) for metric in metrics]
     if not metrics or not sum(map(len, shown)):
@@ -294,7 +292,7 @@ def _of_source(
     return pl.DataFrame(
         {
             "time_ns": found.time_ns[rows],
-            "host": pl.Series([node.host]).new_from_index(0, len(rows)),
+            "host": pl.Series([found.host]).new_from_index(0, len(rows)),
             "source": pl.Series([found.source]).new_from_index(0, len(rows)),
             "entity": taken(found.entities, owner),
             "rank": _take_values(found.ranks, owner, dtype=pl.Int64),

@@ -13,9 +13,14 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S, duration_text, ranks_text
-from haiprof.run_analysis.end_evidence import (
+from haiprof.run_analysis.collectives import Mismatch, find_mismatches
+from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
+from haiprof.run_analysis.process_ends import (
+    Arrived,
     LastCollective,
+    ProcessEnd,
     accused_ranks,
+    arrived_signals,
     behind,
     inner_error,
     is_certain,
@@ -25,6 +30,7 @@ from haiprof.run_analysis.end_evidence import (
     last_collectives,
     last_line,
     last_phase,
+    process_ends,
     signal_name,
     thread_text,
     unlike_messages,
@@ -32,9 +38,6 @@ from haiprof.run_analysis.end_evidence import (
     what_happened,
     worker_death,
 )
-from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
-from haiprof.run_analysis.lateness import Mismatch, find_mismatches
-from haiprof.run_analysis.process_ends import Arrived, ProcessEnd, arrived_signals, process_ends
 from haiprof.run_analysis.reactions import Reaction, asked_snapshots, reactions
 from haiprof.run_analysis.run_files import RunFiles, integer
 from haiprof.run_format.layout import RunPaths

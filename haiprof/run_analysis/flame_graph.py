@@ -372,7 +372,7 @@ def collapsed_lines(samples: CodeSamples) -> bytes:
     for title, rows in _groups(samples):
         stacks, counts = np.unique(samples.stack[rows], return_counts=True)
         for stack, count in zip(stacks.tolist(), counts.tolist(), strict=True):
-            names = [_frame_text(samples.tree, place) for place in _places(samples.tree, stack)]
+            names = [_frame_text(samples.tree, place) for place in samples.tree.frame_places(stack)]
             lines.append(";".join((*title.split(", "), *names)) + f" {count}\n")
     return "".join(lines).encode("utf-8", "replace")
 
@@ -395,18 +395,9 @@ def _profile(samples: CodeSamples, title: str, rows: Bools) -> dict[str, object]
         "unit": "none",
         "startValue": 0,
         "endValue": len(stack),
-        "samples": [_places(samples.tree, number) for number in stack.tolist()],
+        "samples": [samples.tree.frame_places(number) for number in stack.tolist()],
         "weights": [1] * len(stack),
     }
-
-
-def _places(tree: CodeTree, stack: int) -> list[int]:
-    """Frames of a stack, the outermost first."""
-    found = []
-    while stack:
-        found.append(int(tree.place[stack]))
-        stack = int(tree.parent[stack])
-    return found[::-1]
 
 
 def _frame_text(tree: CodeTree, place: int) -> str:

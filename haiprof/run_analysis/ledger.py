@@ -21,11 +21,11 @@ from haiprof.run_analysis.code_samples import (
     WORKER_WAITING,
     CodeSamples,
     CodeTree,
+    Frame,
     spacing_ns,
 )
 from haiprof.run_analysis.lines import functions_of
 from haiprof.run_analysis.nesting import Bools
-from haiprof.run_analysis.run_files import Frame
 from haiprof.run_analysis.step_frame import BusyTimes
 from haiprof.run_analysis.step_positions import (
     BACKWARD,

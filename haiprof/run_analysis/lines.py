@@ -13,8 +13,7 @@ import polars as pl
 from haiprof.base.code_places import code_name
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
-from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
-from haiprof.run_analysis.run_files import Frame
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree, Frame
 
 LINE_SCHEMA = {
     "rank": pl.Int64,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,7 @@ from haiprof.run_analysis.step_frame import (
     step_frame,
 )
 from haiprof.run_analysis.step_positions import StepPositions, step_positions
-from haiprof.run_analysis.step_tokens import BY_MARK
-from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES
+from haiprof.run_analysis.steps import BY_MARK, NOGRAD_PHASE, PHASES
 from haiprof.run_analysis.windows import TraceWindow, traced_steps
 from haiprof.run_format import schema
 
@@ -59,19 +58,9 @@ def compile_intervals(files: RankFiles) -> Intervals | None:
     return union(table[:, 0], table.sum(axis=1))
 
 
-LOADING_SCHEMA = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,
-    "epoch_count": pl.Int64,
-    "epoch_ns": pl.Int64,
-    "wait_ns": pl.Int64,
-}
+LOADING_SCHEMA = dict.fromkeys(("rank", "attempt", "epoch_count", "epoch_ns", "wait_ns"), pl.Int64)
+"""Waits for the loader in the training steps after a rank's first one."""
 _LOADER_PHASE = 0  # in steps.SPAN_PHASES
-
-
-def loading_frame(rows: Iterable[tuple[int, ...]]) -> pl.DataFrame:
-    """Waits for the loader in the training steps after each rank's first one."""
-    return pl.DataFrame(list(rows), schema=LOADING_SCHEMA, orient="row")
 
 
 RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -101,11 +90,6 @@ RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
 }
 
 
-def rank_frame(rows: Iterable[Mapping[str, object]]) -> pl.DataFrame:
-    """Ranks of the run, by rank and attempt."""
-    return pl.DataFrame(list(rows), schema=RANK_SCHEMA, orient="row")
-
-
 def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
     """The row of one rank; without segments where its spans cannot be read."""
     report = files.report
@@ -126,8 +110,8 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
             evaluated = union(begun + shift, ended + shift)
             row["eval_compile_ns"] = total(intersection(evaluated, compiled))
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
+        row.update(_cost(files, segments))
     row.update(_recording(files, segments))
-    row.update(_cost(files, segments))
     row["notes"] = list(_rank_notes(files, segments))
     return row
 
@@ -145,45 +129,34 @@ def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, obj
     return marks
 
 
-def _cost(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
-    """From the last cost line, whose numbers are cumulative."""
-    lines = files.of_type("cost")
-    steps = segments.found.steps.step_ns if segments is not None else None
-    if not lines or segments is None or steps is None or not len(steps):
-        return {"cost_ns_per_step": None, "cost_ratio": None, "beside_cpu_ratio": None}
+def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
+    """From the last cost line, whose numbers are cumulative.
+
+    Of the training thread: the calibrated time of all spans and of calls of modules inside the
+    roots, and for how long sampling held it up. Beside it: CPU time of haiprof's threads in the job
+    (draining, sampling), of the time so far.
+    """
+    line, steps = files.last("cost"), segments.found.steps.step_ns
+    if not line or not len(steps):
+        return {}
     # Calls of modules inside the roots, about: each passes through the hook's first line.
     spans = segments.found.nested.spans
     roots = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
     inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
-    spent = _spent_ns(
-        lines[-1],
-        sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist()),
+    calls = sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist())
+    names = ("event_count", "event_ns", "module_call_ns", "sampling_held_ns", "drain_cpu_ns",
+             "sampling_cpu_ns", "elapsed_ns")  # fmt: skip
+    events, event_ns, call_ns, held_ns, drain_ns, sampling_ns, elapsed_ns = (
+        number(line.get(name)) for name in names
     )
-    per_step = None if spent is None else spent / len(steps)
-    mean = float(steps.mean())
-    return {
-        "cost_ns_per_step": per_step,
-        "cost_ratio": per_step / mean if per_step is not None and mean else None,
-        "beside_cpu_ratio": _beside_ratio(lines[-1]),
-    }
-
-
-def _spent_ns(line: Mapping[str, Any], calls: int) -> float | None:
-    """Calibrated time of all spans and module calls, and for how long sampling held training up."""
-    names = ("event_count", "event_ns", "module_call_ns", "sampling_held_ns")
-    events, event_ns, call_ns, held_ns = (number(line.get(name)) for name in names)
-    if events is None or event_ns is None:
-        return None
-    return events * event_ns + calls * (call_ns or 0.0) + (held_ns or 0.0)
-
-
-def _beside_ratio(line: Mapping[str, Any]) -> float | None:
-    """CPU time of the job's threads that are haiprof's (draining, sampling), of the time so far."""
-    names = ("drain_cpu_ns", "sampling_cpu_ns", "elapsed_ns")
-    drain_ns, sampling_ns, elapsed_ns = (number(line.get(name)) for name in names)
-    if drain_ns is None or not elapsed_ns:
-        return None
-    return (drain_ns + (sampling_ns or 0.0)) / elapsed_ns
+    row: dict[str, object] = {}
+    if events is not None and event_ns is not None:
+        per_step = (events * event_ns + calls * (call_ns or 0.0) + (held_ns or 0.0)) / len(steps)
+        mean = float(steps.mean())
+        row = {"cost_ns_per_step": per_step, "cost_ratio": per_step / mean if mean else None}
+    if drain_ns is not None and elapsed_ns:
+        row["beside_cpu_ratio"] = (drain_ns + (sampling_ns or 0.0)) / elapsed_ns
+    return row
 
 
 def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, ...]:
@@ -252,9 +225,9 @@ class RankRows:
     pauses: pl.DataFrame
     """Of the whole recording; columns of `phase_frame`."""
     loading: tuple[int, ...]
-    """Its row of `loading_frame`."""
+    """Its row in LOADING_SCHEMA."""
     rank: Mapping[str, object]
-    """Its row of `rank_frame`."""
+    """Its row in RANK_SCHEMA."""
     positions: Mapping[int, Ints]
     """[step] in ns of the whole recording, by index into POSITIONS; that of collections in a
     position comes len(POSITIONS) later. Those that the rank never was in are left out."""
@@ -372,45 +345,27 @@ def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGr
     scale = count / (last_ns - first_ns)
     first = np.clip(((start - first_ns) * scale).astype(np.int64), 0, count - 1)
     last = np.clip(((end - 1 - first_ns) * scale).astype(np.int64), first, count - 1)
-    cells = _Cells(row * (count + 1) + first, row * (count + 1) + last + 1, len(ranks), count)
+    # Every step once for each stretch that it touches.
+    touched = last - first + 1
+    step = np.repeat(np.arange(len(row)), touched)
+    column = np.arange(len(step)) - np.repeat(np.cumsum(touched) - touched - first, touched)
+    cell, shape = row[step] * count + column, (len(ranks), count)
+
+    def mean(values: pl.Series) -> Floats:
+        numbers = values.cast(pl.Float64).fill_null(np.nan).to_numpy()[step]
+        known = np.isfinite(numbers)
+        sums = np.bincount(cell[known], numbers[known], len(ranks) * count)
+        counts = np.bincount(cell[known], minlength=len(sums))
+        means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+        return means.reshape(shape)
+
     return RankGrid(
         ranks=tuple(int(rank) for rank in ranks),
         start_ns=first_ns,
         end_ns=last_ns,
-        phase_ns={phase: cells.mean(steps[f"{phase}_host_ns"]) for phase in STEP_PHASES},
+        phase_ns={phase: mean(steps[f"{phase}_host_ns"]) for phase in STEP_PHASES},
         typical_ns={
-            name: median(steps[column])
-            for name, column in (
-                ("step", "step_ns"),
-                *((phase, f"{phase}_host_ns") for phase in STEP_PHASES),
-            )
+            "step": median(steps["step_ns"]),
+            **{phase: median(steps[f"{phase}_host_ns"]) for phase in STEP_PHASES},
         },
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Cells:
-    """Where each step begins and ends, as places in a flat table with one column to spare."""
-
-    first: Ints
-    after: Ints
-    row_count: int
-    column_count: int
-
-    def mean(self, values: pl.Series) -> Floats:
-        """Mean of the known values of the steps that touch each cell."""
-        numbers = values.cast(pl.Float64).fill_null(np.nan).to_numpy()
-        known = np.isfinite(numbers)
-        sums = self._running(np.where(known, numbers, 0.0))
-        counts = np.round(self._running(known.astype(np.float64)))
-        means = np.full(sums.shape, np.nan)
-        np.divide(sums, counts, out=means, where=counts > 0)
-        return means
-
-    def _running(self, weights: Floats) -> Floats:
-        size = self.row_count * (self.column_count + 1)
-        rises = np.bincount(self.first, weights=weights, minlength=size)
-        falls = np.bincount(self.after, weights=weights, minlength=size)
-        table = (rises - falls).reshape(self.row_count, self.column_count + 1)
-        running: Floats = np.cumsum(table, axis=1)[:, :-1]
-        return running

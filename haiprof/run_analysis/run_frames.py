@@ -23,8 +23,17 @@ from haiprof.run_analysis.before_death import (
     memory_at_end,
 )
 from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
-from haiprof.run_analysis.counter_digest import CounterDigest, read_digest
+from haiprof.run_analysis.collectives import (
+    MIN_MATCHES,
+    Arrivals,
+    arrivals,
+    collective_frame,
+    host_clock_offsets,
+    lateness,
+    own_and_after,
+)
 from haiprof.run_analysis.counter_sources import burst_frame
+from haiprof.run_analysis.counter_summaries import CounterDigest, read_digest
 from haiprof.run_analysis.counters import (
     OwnerSeries,
     SeriesReader,
@@ -35,26 +44,17 @@ from haiprof.run_analysis.counters import (
     training_spans,
 )
 from haiprof.run_analysis.deaths import Death, Evidence, LastStep, find_deaths, gather_evidence
-from haiprof.run_analysis.lateness import (
-    MIN_MATCHES,
-    Arrivals,
-    arrivals,
-    collective_frame,
-    host_clock_offsets,
-    lateness,
-    own_and_after,
-)
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.ranks import (
+    LOADING_SCHEMA,
+    RANK_SCHEMA,
     RankRows,
-    loading_frame,
-    rank_frame,
     rank_positions,
     rank_row,
     rank_rows,
 )
 from haiprof.run_analysis.reactions import reaction_frame, reactions
-from haiprof.run_analysis.restarts import Goodput, RunRecord, Start, goodput
+from haiprof.run_analysis.restarts import Goodput, RunRecord, goodput, run_record
 from haiprof.run_analysis.run_files import (
     RankFiles,
     RunFiles,
@@ -62,7 +62,6 @@ from haiprof.run_analysis.run_files import (
     number,
     open_run,
 )
-from haiprof.run_analysis.run_record import run_record
 from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import (
     PHASE_SCHEMA,
@@ -125,6 +124,7 @@ class RunFrames:
     def __init__(self, path: str | Path, *, between: tuple[int, int] | None = None) -> None:
         self.path = Path(path)
         self.between = between
+        self._phases: pl.DataFrame | None = None
 
     def last(self, seconds: float) -> RunFrames:
         """The last seconds of what was recorded, up to the end of the last whole step."""
@@ -146,10 +146,8 @@ class RunFrames:
 
     def most_steps(self) -> int:
         """Steps of the rank that has most, in all its attempts; 0 without steps."""
-        counts: dict[int, int] = {}
-        for (rank, _), rows in self._rows.items():
-            counts[rank] = counts.get(rank, 0) + self._within(rows.steps, "step_ns").height
-        return max(counts.values(), default=0)
+        counts = self.steps().group_by("rank").len()["len"].max()
+        return counts if isinstance(counts, int) else 0
 
     def phases(self, ranks: Collection[int] | None = None) -> pl.DataFrame:
         """One row per span; columns in `haiprof.run_analysis.step_frame`.
@@ -157,10 +155,12 @@ class RunFrames:
         Args:
             ranks: Only of these; None takes all.
         """
-        if ranks is None:
+        if ranks is None and self._phases is not None:
             return self._phases
-        frames = [phase_frame(rank) for rank in self._segments(ranks)]
-        return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+        frames = [phase_frame(rank) for rank in self._segments_of(self._keys(ranks))]
+        found = self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+        self._phases = found if ranks is None else self._phases
+        return found
 
     def pauses(self) -> pl.DataFrame:
         """Collector pauses and checkpoint saves, in the columns of `phases()`."""
@@ -173,12 +173,13 @@ class RunFrames:
 
     def loading(self) -> pl.DataFrame:
         """What starts of epochs cost each rank; columns in `haiprof.run_analysis.ranks`."""
-        return loading_frame(rows.loading for rows in self._rows.values())
+        rows = [rows.loading for rows in self._rows.values()]
+        return pl.DataFrame(rows, schema=LOADING_SCHEMA, orient="row")
 
     @_once
     def counters(self) -> pl.DataFrame:
         """One row per sample and metric; columns in `haiprof.run_analysis.counters`."""
-        return counter_frame(self.files, between=self.between)[0]
+        return counter_frame(self.files, between=self.between)
 
     def host_counters(self, hosts: Collection[str] | None = None) -> Iterator[pl.DataFrame]:
         """The rows of `counters()`, one host after another: of many ranks not all fit in memory.
@@ -188,7 +189,7 @@ class RunFrames:
         """
         for node in self.files.nodes:
             if hosts is None or node.host in hosts:
-                yield counter_frame(self.files, between=self.between, hosts={node.host})[0]
+                yield counter_frame(self.files, between=self.between, hosts={node.host})
 
     def read_series(self, metrics: Collection[tuple[str, str]]) -> SeriesReader:
         """Reads these metrics (source, name) when asked for; what is kept is of one source."""
@@ -221,15 +222,16 @@ class RunFrames:
     def ranks(self) -> pl.DataFrame:
         """One row per rank and attempt; columns in `haiprof.run_analysis.ranks`."""
         found = ((files, self._rows.get((files.rank, files.attempt))) for files in self.files.ranks)
-        return rank_frame(rank_row(f, None) if rows is None else rows.rank for f, rows in found)
+        rows = [rank_row(f, None) if rows is None else rows.rank for f, rows in found]
+        return pl.DataFrame(rows, schema=RANK_SCHEMA, orient="row")
 
     def collectives(self) -> pl.DataFrame:
-        """The last collectives of each rank; columns in `haiprof.run_analysis.lateness`."""
+        """The last collectives of each rank; columns in `haiprof.run_analysis.collectives`."""
         return self._collectives[0]
 
     @_once
     def lateness(self) -> pl.DataFrame:
-        """How late each rank begins its collectives; see `run_analysis.lateness.lateness`."""
+        """How late each rank begins its collectives; see `run_analysis.collectives.lateness`."""
         return lateness(self.arrivals(), self.steps())
 
     def windows(self) -> pl.DataFrame:
@@ -262,10 +264,6 @@ class RunFrames:
     def _last_death(self) -> Death | None:
         return next((death for death in self.deaths() if death.final), None)
 
-    def starts(self) -> tuple[Start, ...]:
-        """Each start of the job's ranks in this run: the first one, and restarts."""
-        return self.goodput().starts
-
     @_once
     def goodput(self) -> Goodput:
         """The run's wall time by account, of the rank with most steps."""
@@ -277,7 +275,7 @@ class RunFrames:
         for (rank, _), rows in self._rows.items():
             counts[rank] = counts.get(rank, 0) + rows.step_count
         most = sorted(counts, key=lambda rank: (-counts[rank], rank))[:1]
-        segments = list(self._segments(most)) if most else []
+        segments = list(self._segments_of(self._keys(most))) if most else []
         return run_record(self.files, segments, self._evidence.ends, self.deaths())
 
     def lines(self) -> pl.DataFrame:
@@ -357,14 +355,15 @@ class RunFrames:
     @_once
     def notes(self) -> list[str]:
         """Everything that was cut, damaged or missing while reading."""
-        part = []
+        part, ranks = [], self.ranks().select("rank", "notes")
         if self.between is not None:
             first, last = (strftime("%H:%M:%S", localtime(t / NS_PER_S)) for t in self.between)
             part = [f"only what was recorded from {first} to {last} was looked at"]
         return [
             *part,
             *self.files.notes,
-            *self._rank_notes,
+            *self._loaded.damaged,
+            *(f"rank {rank}: {note}" for rank, notes in ranks.rows() for note in notes),
             *(f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)),
             *counter_notes(self.files),
             *self._collectives[1],
@@ -421,15 +420,11 @@ class RunFrames:
         trained = [key for key, steps in found.items() if self._within(steps, "step_ns").height]
         return {**dict(sorted(found)), **dict(sorted(trained))}
 
-    def _segments(self, ranks: Collection[int] | None = None) -> Iterator[RankSegments]:
-        """Ranks with their spans, one at a time: the same ones, read again where none are kept."""
-        return self._segments_of(self._keys(ranks))
-
     def _keys(self, ranks: Collection[int] | None) -> set[Key]:
         return {key for key in self._rows if ranks is None or key[0] in ranks}
 
     def _segments_of(self, keys: Collection[Key]) -> Iterator[RankSegments]:
-        """The same, of single attempts."""
+        """Ranks with their spans, one at a time: the same ones, read again where none are kept."""
         kept = self._loaded.kept
         if kept is not None:
             yield from (rank for key, rank in kept.items() if key in keys)
@@ -456,11 +451,6 @@ class RunFrames:
         return recorded_windows(self.files)
 
     @cached_property
-    def _phases(self) -> pl.DataFrame:
-        frames = [phase_frame(rank) for rank in self._segments()]
-        return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
-
-    @cached_property
     def _collectives(self) -> tuple[pl.DataFrame, tuple[str, ...]]:
         frame, notes = collective_frame(self.files)
         if self.between is not None:
@@ -480,12 +470,6 @@ class RunFrames:
             if part.height
         }
         return gather_evidence(self.files, self.collectives, steps)
-
-    @cached_property
-    def _rank_notes(self) -> list[str]:
-        rows = self.ranks().select("rank", "notes").rows()
-        own = [f"rank {rank}: {note}" for rank, notes in rows for note in notes]
-        return self._loaded.damaged + own
 
 
 def _load(rank: RankFiles, *, limit: int | None = None) -> RankSegments | str:

@@ -17,8 +17,7 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.nesting import Bools, Codes, Spans, kind_table
 from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
 from haiprof.run_analysis.step_positions import is_inside
-from haiprof.run_analysis.step_tokens import BOUNDARIES, WORDS
-from haiprof.run_analysis.steps import PHASES, SPAN_PHASES, Segmentation, segment
+from haiprof.run_analysis.steps import BOUNDARIES, PHASES, SPAN_PHASES, WORDS, Segmentation, segment
 from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths

@@ -142,6 +142,11 @@ def step_positions(
     )
 
 
+def innermost_phase(found: Segmentation, time_ns: Ints) -> Ints:
+    """Index into SPAN_PHASES of the innermost span around each moment; -1: none."""
+    return np.append(found.phase.astype(np.int64), -1)[_innermost(found, time_ns)]
+
+
 def _innermost(found: Segmentation, time_ns: Ints) -> Ints:
     """Row of the innermost span of a phase or an evaluation around each moment; -1: none."""
     spans, parent = found.nested.spans, np.append(found.nested.parent, -1)

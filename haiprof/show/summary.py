@@ -12,7 +12,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
 from haiprof.diagnosis.run_notes import traced_lines
 from haiprof.diagnosis.traced_window import StepWork, step_work
-from haiprof.run_analysis.counter_digest import CounterDigest, MetricOwner, Metrics, MetricStat
+from haiprof.run_analysis.counter_summaries import CounterDigest, MetricOwner, Metrics, MetricStat
 from haiprof.run_analysis.counters import (
     SeriesReader,
     host_windows,
@@ -21,7 +21,7 @@ from haiprof.run_analysis.counters import (
 )
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.step_frame import untrained_boundary
-from haiprof.run_analysis.step_tokens import WORDS
+from haiprof.run_analysis.steps import WORDS
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_lines

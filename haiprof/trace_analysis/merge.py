@@ -114,7 +114,7 @@ class RunTracks:
         moved = self._moved_of_hosts()
         slack = MARGIN_NS + max((abs(ns) for ns in moved.values()), default=0)
         wanted = (covered[0] - slack, covered[1] + slack)
-        rows, _ = counter_frame(self.run, between=wanted)
+        rows = counter_frame(self.run, between=wanted)
         offsets = pl.col("host").replace_strict(moved, default=0, return_dtype=pl.Int64)
         rows = rows.with_columns(time_ns=pl.col("time_ns") - offsets).filter(
             pl.col("time_ns").is_between(covered[0] - MARGIN_NS, covered[1] + MARGIN_NS)

@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from haiprof.run_analysis.lateness import find_mismatches
+from haiprof.run_analysis.collectives import find_mismatches
 from haiprof.trace_format.flight_recorder import read_torch_dump
 from tests.process.jobs import PYTHON
 

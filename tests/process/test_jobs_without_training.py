@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer, TraceAnalysis
-from haiprof.run_analysis.step_tokens import WORDS
+from haiprof.run_analysis.steps import WORDS
 from tests.process.jobs import Job, environment, succeeded
 from tests.process.live import LiveJob, plain_ranks, within
 from tests.sampling import first_of

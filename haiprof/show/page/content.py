@@ -17,7 +17,7 @@ from haiprof.diagnosis.compare.comparison import compare_runs
 from haiprof.diagnosis.engine import STANDSTILL, judge
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.before_death import RankTimeline, last_seconds, time_range
-from haiprof.run_analysis.counter_digest import CounterDigest
+from haiprof.run_analysis.counter_summaries import CounterDigest
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ranks import RankGrid, rank_grid
 from haiprof.run_analysis.run_files import RunFiles

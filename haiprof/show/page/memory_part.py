@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.units import BYTES_PER_GIB, MISSING, NS_PER_S, bytes_text
-from haiprof.run_analysis.counter_digest import CounterDigest
+from haiprof.run_analysis.counter_summaries import CounterDigest
 from haiprof.run_analysis.counters import OwnerSeries, SeriesReader, sort_series
 from haiprof.run_analysis.gpu_memory import (
     GpuMemorySeries,

@@ -11,8 +11,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import MISSING, duration_text
-from haiprof.diagnosis.compare.comparison import AccountChange, Comparison, Promise, caveats
-from haiprof.diagnosis.compare.step_change import Change, PositionChange
+from haiprof.diagnosis.compare.comparison import (
+    AccountChange,
+    Change,
+    Comparison,
+    PositionChange,
+    Promise,
+    caveats,
+)
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
 from haiprof.show.frame_table import PageTable, page_table, text_table
 from haiprof.show.markdown import comparison_markdown

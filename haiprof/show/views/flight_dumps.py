@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from haiprof.run_analysis.flight_dumps import FlightVerdict
+from haiprof.run_analysis.collectives import FlightVerdict
 from haiprof.show.frame_table import frame_table
 from haiprof.show.text import printable
 from haiprof.show.views.blocks import notes_block, section

@@ -23,7 +23,7 @@ from haiprof.base.units import (
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.run_analysis.flame_graph import OTHER_THREADS
 from haiprof.run_analysis.settings import ModelSettings, OptimizerSettings, RankSettings
-from haiprof.run_analysis.step_tokens import WORDS
+from haiprof.run_analysis.steps import WORDS
 from haiprof.show.card import work_text
 from haiprof.show.figures.style import PHASES
 from haiprof.show.frame_table import Fields, record_table

@@ -18,13 +18,15 @@ from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.compare.compared_run import last_good, note_outcome, open_compared_run
 from haiprof.diagnosis.compare.comparison import (
     Comparison,
+    Load,
     State,
+    StepChange,
     caveats,
     compare_runs,
     exceeds,
     other_load_ns,
+    step_change,
 )
-from haiprof.diagnosis.compare.step_change import Load, StepChange, step_change
 from haiprof.run_analysis.nesting import Spans
 from haiprof.run_analysis.step_frame import STEP_PHASES
 from haiprof.run_format.layout import RunPaths

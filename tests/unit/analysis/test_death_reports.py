@@ -11,7 +11,7 @@ import pytest
 
 from haiprof.cli import main
 from haiprof.run_analysis.before_death import GpuMemoryAtEnd
-from haiprof.run_analysis.flight_dumps import judge_dumps
+from haiprof.run_analysis.collectives import judge_dumps
 from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, parse_torch_message
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.writer import LineWriter, write_json

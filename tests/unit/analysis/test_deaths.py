@@ -489,7 +489,7 @@ def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
     assert "SIGTERM" in last.headline
     assert "all ranks hung at a.py:7 in join" in last.headline
     assert [fate.role for fate in last.fates] == ["stopped", "cause", "stopped"]
-    starts = RunFrames(job.run.root).starts()
+    starts = RunFrames(job.run.root).goodput().starts
     assert "shard 17" in str(starts[0].why)
     assert "shard 17" not in str(starts[1].why)
     assert "no step was seen" in str(starts[1].why)
@@ -761,7 +761,7 @@ def test_each_start_has_its_own_death_and_goodput_leaves_out_what_was_lost(job: 
     (death,) = job.deaths()
     assert (death.generation, death.final, found(death)) == (0, False, ("exception", (1,)))
     frames = RunFrames(job.run.root)
-    first, second = frames.starts()
+    first, second = frames.goodput().starts
     assert (first.kept_steps, first.uncertain_steps) == (0, 3), "no checkpoint tells"
     assert (second.kept_steps, second.lost_steps, second.why) == (3, 0, None)
     assert frames.goodput().lost_steps == (0, 3)

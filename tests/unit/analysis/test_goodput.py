@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from haiprof.base.intervals import union
 from haiprof.base.ledger import POSITIONS
 from haiprof.cli import main
-from haiprof.run_analysis.job_runs import runs_of_job
+from haiprof.diagnosis.restart_advice import runs_of_job
 from haiprof.run_analysis.restarts import (
     ACCOUNTS,
     CHECKPOINT,
@@ -236,7 +236,7 @@ def test_any_recorded_run_adds_up(tmp_path_factory: pytest.TempPathFactory, seed
 
 
 def job_data(root: Path) -> dict[str, Any]:
-    from haiprof.run_analysis.job_runs import job_goodput
+    from haiprof.diagnosis.restart_advice import job_goodput
     from haiprof.show.views.goodput import goodput_data
 
     found = job_goodput([root])

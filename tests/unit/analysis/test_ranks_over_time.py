@@ -17,7 +17,7 @@ from haiprof import Analyzer
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.engine import diagnose
-from haiprof.run_analysis.lateness import arrivals, host_clock_offsets, lateness
+from haiprof.run_analysis.collectives import arrivals, host_clock_offsets, lateness
 from haiprof.run_analysis.ranks import COLUMN_LIMIT, rank_grid
 from haiprof.run_analysis.step_frame import STEP_PHASES, STEP_SCHEMA
 from haiprof.run_format.layout import RunPaths

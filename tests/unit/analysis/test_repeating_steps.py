@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from haiprof.in_job.repeats import Repeats
-from haiprof.run_analysis.step_tokens import BOUNDARIES
-from haiprof.run_analysis.steps import EVAL_PHASE, Segmentation, segment
+from haiprof.run_analysis.steps import BOUNDARIES, EVAL_PHASE, Segmentation, segment
 from haiprof.run_format import schema
 from tests.sampling import examples
 from tests.unit.analysis.recorded import GAP_NS, SPAN_NS, spans_of

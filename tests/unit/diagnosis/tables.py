@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from haiprof.base.code_places import is_library
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.opportunities import find_opportunities, needed_rows
-from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree, Frame, StackTree
 from haiprof.run_analysis.ledger import ACTIVITIES, RankSamples, RankTime, TimeTable, time_table
-from haiprof.run_analysis.run_files import Frame
 from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_format.stack_lines import LOCK_STATES, LOCK_UNKNOWN, WAIT_LETTERS, WAIT_UNKNOWN
 from tests.unit.analysis.sampled import Stack
@@ -74,26 +72,13 @@ def parts_of(parts: Sequence[Any]) -> list[Part]:
 
 def tree_of(stacks: Sequence[Stack]) -> tuple[CodeTree, list[int]]:
     """The tree of some stacks, and the number of each."""
-    frames: dict[Frame, int] = {}
-    known: dict[tuple[int, int], int] = {}
-    parent, place, numbers = [0], [-1], []
+    tree, numbers = StackTree(), []
     for stack in stacks:
         number = 0
         for frame in stack:  # with its expression, where a test gives one
-            key = (number, frames.setdefault(Frame(*frame), len(frames)))
-            number = known.setdefault(key, len(parent))
-            if number == len(parent):
-                parent.append(key[0])
-                place.append(key[1])
+            number = tree.stack(number, tree.frame(Frame(*frame), (SITE, PYTHON)))
         numbers.append(number)
-    libraries = (SITE, PYTHON)
-    tree = CodeTree(
-        frames=list(frames),
-        library=np.array([is_library(f.file, f.function, libraries=libraries) for f in frames]),
-        parent=np.array(parent),
-        place=np.array(place),
-    )
-    return tree, numbers
+    return tree.whole(), numbers
 
 
 def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
@@ -136,7 +121,7 @@ def samples_of(tree: CodeTree, rows: Sequence[tuple[int, ...]]) -> CodeSamples:
     columns |= {
         "rank": unknown + 1, "time_ns": time, "stack": stack, "lock_wait": lock,
         "wait": wait, "queue_ns": queue, "cpu_ns": cpu,
-        "slow": unknown > 0, "phase": np.full(len(time), CODE_PHASES.index("other")),
+        "phase": np.full(len(time), CODE_PHASES.index("other")),
         "weight_ns": np.ones(len(time)),
     }  # fmt: skip
     return CodeSamples(tree=tree, notes=(), **columns)

@@ -13,7 +13,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.compare.compared_run import open_compared_run
-from haiprof.diagnosis.compare.step_change import load_of
+from haiprof.diagnosis.compare.comparison import load_of
 from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_format import schema

@@ -11,7 +11,7 @@ from haiprof.base.intervals import Floats
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.job_time import JobTime, find_stragglers, job_time, peer_waits
-from haiprof.run_analysis.lateness import Arrivals
+from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import PYTHON, TimeTable
 from haiprof.run_analysis.step_positions import AFTER_STEP, BACKWARD, EVALUATION, FORWARD
 from tests.unit.diagnosis.tables import tree_of

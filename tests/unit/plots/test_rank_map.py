@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from haiprof import Analyzer
-from haiprof.run_analysis.lateness import LATENESS_SCHEMA
+from haiprof.run_analysis.collectives import LATENESS_SCHEMA
 from haiprof.run_analysis.ranks import rank_grid
 from haiprof.show.figures.job import (
     LINE_LIMIT,

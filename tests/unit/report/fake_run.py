@@ -14,7 +14,7 @@ import polars as pl
 
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
-from haiprof.run_analysis.counter_digest import CounterDigest, MetricOwner, MetricStat
+from haiprof.run_analysis.counter_summaries import CounterDigest, MetricOwner, MetricStat
 from haiprof.run_analysis.counters import (
     COUNTER_SCHEMA,
     SeriesReader,

@@ -1,0 +1,250 @@
+"""All counters of a run in short: what there is of them, and means while it trained; few points."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.intervals import Floats
+from haiprof.run_analysis.counters import (
+    ALWAYS,
+    OwnerSeries,
+    SeriesReader,
+    SourceMetrics,
+    read_sources,
+    sort_series,
+)
+from haiprof.run_analysis.run_files import RunFiles
+
+MetricOwner = tuple[str, str | None, int | None, int | None]
+"""Source, host, rank and GPU."""
+_SUMMED = frozenset({"process", "host", "gpu"})
+"""Of which the means are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricStat:
+    """One metric of one owner."""
+
+    mean: float
+    min: float
+    max: float
+
+
+Metrics = Mapping[MetricOwner, Mapping[str, MetricStat]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterDigest:
+    """Counters in short; of a thousand ranks the rows themselves do not fit in memory."""
+
+    span: tuple[int, int] | None
+    """Unix times of the first and the last sample."""
+    present: Collection[tuple[str, str]]
+    """Source and metric of all that has a sample."""
+    stats: Metrics
+    """Of the samples inside the windows; of all samples where none is inside."""
+    windows: Mapping[str, tuple[int, int]] | None
+    """Begin and end by host of what counts; None where all samples do."""
+
+    def count_series(self, read: SeriesReader) -> SeriesReader:
+        """The series of the samples that count: a host without ranks counts while any trains."""
+        windows = self.windows
+        if windows is None:
+            return read
+        others = _whole(windows)
+
+        def read_counted(source: str, metric: str) -> list[OwnerSeries]:
+            found = read(source, metric)
+            return sort_series(
+                each.cut(*windows.get(each.owner[0] or "", others)) for each in found
+            )
+
+        return read_counted
+
+
+def read_digest(
+    run: RunFiles, windows: pl.DataFrame, *, between: tuple[int, int] | None = None
+) -> CounterDigest:
+    """Reads one file after another.
+
+    Args:
+        run: The run directory.
+        windows: `host`, `begin`, `end` (Unix time in ns): when each host's ranks trained.
+        between: Only samples of this time.
+    """
+    by_host = {host: (begin, end) for host, begin, end in windows.iter_rows()}
+    first, last = between or ALWAYS
+    present: set[tuple[str, str]] = set()
+    ends: list[int] = []
+    inside: _Stats = {}
+    whole: _Stats = {}
+    is_any_inside = False
+    for found in read_sources(run):
+        wanted = (found.time_ns >= first) & (found.time_ns <= last)
+        shown = {metric.name: metric.shown & wanted for metric in found.metrics}
+        present |= {(found.source, name) for name, here in shown.items() if here.any()}
+        sampled = found.time_ns[np.any([wanted & False, *shown.values()], axis=0)]
+        if not len(sampled):
+            continue
+        ends += [int(sampled.min()), int(sampled.max())]
+        if by_host:
+            begin, end = by_host.get(found.host, _whole(by_host))
+            is_any_inside = is_any_inside or bool(((sampled >= begin) & (sampled <= end)).any())
+            _add_stats(inside, found, (max(begin, first), min(end, last)))
+        if not is_any_inside:
+            _add_stats(whole, found, (first, last))
+    return CounterDigest(
+        span=(min(ends), max(ends)) if ends else None,
+        present=present,
+        stats=inside if is_any_inside else whole,
+        windows=by_host if is_any_inside else None,
+    )
+
+
+def _whole(windows: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    return min(begin for begin, _ in windows.values()), max(end for _, end in windows.values())
+
+
+_Stats = dict[MetricOwner, dict[str, MetricStat]]
+
+
+def _add_stats(stats: _Stats, found: SourceMetrics, window: tuple[int, int]) -> None:
+    """Adds a file, whose owners are in no other one."""
+    for metric in found.metrics if found.source in _SUMMED else ():
+        parts: dict[MetricOwner, list[Floats]] = defaultdict(list)
+        for each in found.series(metric):
+            owner = (found.source, *each.owner[:3])
+            parts[owner].append(each.cut(*window).values)
+        for owner, own in parts.items():
+            if len(values := np.concatenate(own)):
+                stats.setdefault(owner, {})[metric.name] = MetricStat(
+                    mean=float(values.mean()), min=float(values.min()), max=float(values.max())
+                )
+
+
+POINT_COUNT = 240
+"""Points that a series is thinned to, by medians: enough for a trend, and few at 1,024 ranks."""
+_OF_RANKS = {
+    "gpu": (
+        "utilization_ratio", "memory_used_bytes", "throttle_power_ratio", "throttle_thermal_ratio",
+        "throttle_sw_thermal_ratio", "throttle_hw_thermal_ratio", "throttle_power_brake_ratio",
+    ),
+    "process": (
+        "cpu_main_cores", "cpu_cores", "run_queue_wait_ratio", "memory_rss_bytes",
+        "read_bytes_per_s", "storage_read_bytes_per_s", "page_fault_count_per_s",
+        "major_page_fault_count_per_s",
+    ),
+}  # fmt: skip
+_OF_NODES = {
+    "host": (
+        "cpu_count", "cpu_utilization_ratio", "cpu_steal_ratio", "memory_total_bytes",
+        "memory_available_bytes", "swap_in_bytes_per_s", "pressure_memory_some_ratio",
+    ),
+    "cgroup": (
+        "cpu_limit_cores", "cpu_period_count_per_s", "cpu_throttled_period_count_per_s",
+        "memory_limit_bytes",
+    ),
+}  # fmt: skip
+_SERIES = ("memory_rss_bytes", "memory_used_bytes")
+_SHARES = ("run_queue_wait_ratio", "utilization_ratio", "cpu_cores", "cpu_main_cores")
+"""Of time, whenever that was: the mean tells how much, the median does not."""
+_WANTED = frozenset(
+    (s, m) for table in (_OF_RANKS, _OF_NODES) for s, ms in table.items() for m in ms
+)
+_METRIC = pl.Enum(_SERIES)
+POINT_SCHEMA = pl.Schema(
+    {"rank": pl.Int64(), "metric": _METRIC, "time_ns": pl.Int64(), "value": pl.Float64()}
+)
+TimeRange = tuple[int, int]
+"""First and last Unix time in ns."""
+Means = Mapping[str | None, Mapping[str, float | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterAverages:
+    """Counters in the time of the judged steps."""
+
+    of_ranks: Mapping[str, Mapping[int, float]]
+    """By metric of a process or GPU: each rank's mean of shares of time, its median of others."""
+    points: pl.DataFrame
+    """`rank`, `metric`, `time_ns`, `value`: memory of each rank and its GPU, thinned."""
+    nodes: Mapping[str, Means]
+    """By host and entity (None: the node itself): mean of each metric of host and cgroup."""
+
+    def of(self, metric: str) -> Mapping[int, float]:
+        """By rank, of one metric."""
+        return self.of_ranks.get(metric, {})
+
+
+def average_counters(
+    files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame
+) -> CounterAverages:
+    """Counters of a run while its judged steps ran: `rank` or `host`, `begin`, `end` of windows.
+
+    Files are read one by one, so that memory holds one source of one node at a time.
+    """
+    of_ranks = {rank: (begin, end) for rank, begin, end in windows.rows()}
+    of_hosts = {host: (begin, end) for host, begin, end in node_windows.rows()}
+    averages: dict[str, dict[int, float]] = defaultdict(dict)
+    points = [pl.DataFrame(schema=POINT_SCHEMA)]
+    nodes: dict[str, Means] = {}
+    for node in files.nodes:
+        own: dict[str, list[_Part]] = defaultdict(list)
+        shared: dict[str, list[_Part]] = defaultdict(list)
+        for found in read_sources(files, _WANTED, hosts={node.host}):
+            for metric in found.metrics:
+                for each in found.series(metric):
+                    _, rank, _, entity = each.owner
+                    if found.source not in _OF_RANKS:
+                        span, parts, owner = of_hosts.get(node.host), shared, entity
+                    else:
+                        span, parts, owner = of_ranks.get(rank), own, rank
+                    if span is not None:
+                        parts[metric.name].append((owner, each.cut(*span), span))
+        value = pl.col("value")
+        for name, series in own.items():
+            rows = _rows(series, pl.Int64())
+            average = value.mean() if name in _SHARES else value.median()
+            averages[name].update(rows.group_by("owner").agg(average).rows())
+            if name in _SERIES:  # at most POINT_COUNT of each rank, by medians
+                thinned = rows.group_by("owner", "part").agg(
+                    pl.col("time_ns").median().cast(pl.Int64), value.median()
+                )
+                names = {"rank": pl.col("owner"), "metric": pl.lit(name, _METRIC)}
+                chosen = thinned.sort("owner", "time_ns").select(**names, time_ns="time_ns",
+                                                                 value="value")  # fmt: skip
+                points.append(chosen)
+        means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
+        for name, series in sorted(shared.items()):
+            rows = _rows(series, pl.String()).sort("time_ns", maintain_order=True)
+            for entity, mean in rows.group_by("owner").agg(value.mean()).rows():
+                means[entity][name] = mean
+        nodes[node.host] = {each: means[each] for each in sorted(means, key=lambda e: e or "")}
+    return CounterAverages(
+        of_ranks={metric: dict(sorted(own.items())) for metric, own in sorted(averages.items())},
+        points=pl.concat(points),
+        nodes=nodes,
+    )
+
+
+_Part = tuple[int | str | None, OwnerSeries, TimeRange]
+"""Owner, and what was sampled of it in a time."""
+
+
+def _rows(parts: Sequence[_Part], of: pl.DataType) -> pl.DataFrame:
+    """`owner`, `time_ns`, `value`, and `part`: in which of POINT_COUNT parts of its time it is."""
+    counts = [len(series.values) for _, series, _ in parts]
+    owners = pl.Series([owner for owner, _, _ in parts], dtype=of)
+    widths = [(s.time_ns - begin) // max((end - begin) // POINT_COUNT, 1)
+              for _, s, (begin, end) in parts]  # fmt: skip
+    return pl.DataFrame({
+        "owner": owners.gather(np.repeat(np.arange(len(parts)), counts)),
+        "time_ns": np.concatenate([series.time_ns for _, series, _ in parts]),
+        "value": np.concatenate([series.values for _, series, _ in parts]),
+        "part": np.concatenate(widths),
+    })  # fmt: skip
