@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from haiprof.diagnosis.rule_inputs import (
     usual_split,
 )
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
-from haiprof.diagnosis.verdict import Finding, Judgement, Severity, evidence_rows
+from haiprof.diagnosis.verdict import Finding, Judgement, evidence_rows
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.run_analysis.settings import RankSettings, differences
 
@@ -124,26 +126,18 @@ def _found(
     *rows: tuple[str, float | None, str],
     price: Price | None = None,
     on: float = 1.0,
-    lost_ratio: float | None = None,
-    phases: tuple[str, ...] = (),
-    missing: tuple[str, ...] | None = None,
-    rank: int | None = None,
-    cause: str | None = None,
-    severity: Severity = "info",
+    **said: Any,  # noqa: ANN401 - fields of the finding
 ) -> Finding:
     """What is on, with its price: on GPUs none was measured, and `lost_ratio` is what is known."""
+    said = {"severity": "info", **said}
     if price is not None:
-        phases = price.phases
+        said["phases"] = price.phases
     if price is not None and not inputs.uses_gpu:
-        lost_ratio = price.lost_ratio(inputs, on=on) if lost_ratio is None else lost_ratio
+        said.setdefault("lost_ratio", price.lost_ratio(inputs, on=on))
         rows = (*rows, *price.rows(inputs))
-    if missing is None:
-        missing = (UNKNOWN,) if lost_ratio is None else ()
-    return Finding(
-        title=title, evidence=evidence_rows(*rows), remedy=remedy, confidence=confidence,
-        severity=severity, lost_ratio=lost_ratio, phases=phases, missing=missing, rank=rank,
-        cause=cause,
-    )  # fmt: skip
+    said.setdefault("missing", () if said.get("lost_ratio") is not None else (UNKNOWN,))
+    return Finding(title=title, evidence=evidence_rows(*rows), remedy=remedy,
+                   confidence=confidence, **said)  # fmt: skip
 
 
 @_setting()
@@ -251,17 +245,15 @@ def _has_variable(name: str, *values: str) -> Callable[[RankSettings], bool]:
     return is_on
 
 
-def _uses_nccl(inputs: RuleInputs) -> bool:
+def _nccl_hosts(inputs: RuleInputs) -> int | None:
+    """How many hosts a job has whose ranks talk by NCCL; None for other jobs."""
     backends = [str(each.flags.get("backend")) for each in inputs.settings.values()]
-    return inputs.uses_gpu and len(inputs.world) > 1 and any("nccl" in name for name in backends)
+    uses_nccl = inputs.uses_gpu and len(inputs.world) > 1 and any("nccl" in b for b in backends)
+    return len({each.host for each in inputs.settings.values()}) if uses_nccl else None
 
 
 def _shares_node(inputs: RuleInputs) -> bool:
-    return _uses_nccl(inputs) and _host_count(inputs) < len(inputs.settings)
-
-
-def _host_count(inputs: RuleInputs) -> int:
-    return len({each.host for each in inputs.settings.values()})
+    return (_nccl_hosts(inputs) or len(inputs.settings)) < len(inputs.settings)
 
 
 _SWITCHES: tuple[
@@ -282,9 +274,10 @@ _SWITCHES: tuple[
     ("NCCL_SHM_DISABLE", "ranks of a node use the network where they have no direct path",
      _shares_node, _has_variable("NCCL_SHM_DISABLE")),
     ("NCCL_IB_DISABLE", "nodes exchange data by TCP, not by RDMA",
-     lambda inputs: _uses_nccl(inputs) and _host_count(inputs) > 1,
+     lambda inputs: (_nccl_hosts(inputs) or 1) > 1,
      _has_variable("NCCL_IB_DISABLE")),
-    ("NCCL_DEBUG=TRACE", "NCCL writes a line for each call", _uses_nccl,
+    ("NCCL_DEBUG=TRACE", "NCCL writes a line for each call",
+     lambda inputs: _nccl_hosts(inputs) is not None,
      _has_variable("NCCL_DEBUG", "trace")),
     ("PYTHONMALLOC=debug", "Python fills and checks each allocation",
      lambda inputs: True,
@@ -304,23 +297,25 @@ def double_precision(inputs: RuleInputs) -> Finding | None:
     """
     share = max(_dtype_ratio(each, "float64") for each in inputs.settings.values())
     batches = sum("float64" in each.input_dtypes for each in inputs.settings.values())
+    if share < DTYPE_RATIO and not batches:
+        return None
     if share < DTYPE_RATIO:
-        return (
-            None
-            if not batches
-            else _found(
-                inputs,
-                "float64: the model is called with batches that have twice the bytes of float32",
-                "make batches float32 where they are made (arrays of numpy are float64): "
-                ".float(), np.float32; copies and transfers take half the time then",
-                0.6,
-                ("ranks with such batches", float(batches), "count"),
-                cause="batches",
-                missing=("how much is computed in float64 before it is cast",),
-            )
+        return _found(
+            inputs,
+            "float64: the model is called with batches that have twice the bytes of float32",
+            "make batches float32 where they are made (arrays of numpy are float64): "
+            ".float(), np.float32; copies and transfers take half the time then",
+            0.6,
+            ("ranks with such batches", float(batches), "count"),
+            cause="batches",
+            missing=("how much is computed in float64 before it is cast",),
         )
-    touched, gpu = touched_ratio(inputs, STEP), max(inputs.gpu_use.values(), default=None)
-    busy = gpu if inputs.uses_gpu else _computing_ratio(inputs)
+    touched, busy = touched_ratio(inputs, STEP), max(inputs.gpu_use.values(), default=None)
+    if not inputs.uses_gpu:  # of forward, what is not the mere calling of operators
+        forward = usual_split(inputs.of_rank(typical_rank(inputs)))["forward"]
+        tensors = [m.tensor_count or 0 for each in inputs.settings.values() for m in each.models]
+        called_ns = max(tensors, default=0) * OPERATOR_CALL_NS
+        busy = max(1 - called_ns / forward, 0.0) if forward else 0.0
     lost = None if busy is None else touched * busy * _FLOAT64_RATIO
     if lost is not None and not inputs.uses_gpu:
         lost = max(lost, PRICES["float64"].lost_ratio(inputs))
@@ -337,14 +332,6 @@ def double_precision(inputs: RuleInputs) -> Finding | None:
         lost_ratio=lost,
         missing=("how busy the GPU is",) if inputs.uses_gpu and busy is None else (),
     )
-
-
-def _computing_ratio(inputs: RuleInputs) -> float:
-    """Of forward, what is not the mere calling of an operator for each parameter."""
-    forward = usual_split(inputs.of_rank(typical_rank(inputs)))["forward"]
-    tensors = [m.tensor_count or 0 for each in inputs.settings.values() for m in each.models]
-    called_ns = max(tensors, default=0) * OPERATOR_CALL_NS
-    return max(1 - called_ns / forward, 0.0) if forward else 0.0
 
 
 def _dtype_ratio(settings: RankSettings, dtype: str) -> float:
@@ -560,14 +547,12 @@ def fast_paths_off(inputs: RuleInputs) -> Finding | None:
 
 def _without_tf32(settings: RankSettings) -> bool:
     """Products of float32 matrices on a GPU that has TF32, by a model that has such matrices."""
-    flags, able = settings.flags, _capability(settings)
-    if able is None or able < TF32_CAPABILITY or settings.autocast is not None:
+    flags = settings.flags
+    able = re.fullmatch(r"(\d+)\.(\d+)", str(flags.get("compute_capability")))
+    if able is None or tuple(map(int, able.groups())) < TF32_CAPABILITY or settings.autocast:
         return False
     full = flags.get("matmul_precision") in ("highest", None) and flags.get("tf32_matmul") != "tf32"
-    numbers: dict[str, int] = {}
-    for model in settings.models:
-        for dtype, count in model.dtypes.items():
-            numbers[dtype] = numbers.get(dtype, 0) + count
+    numbers = sum((Counter(model.dtypes) for model in settings.models), Counter[str]())
     single = max(numbers, key=lambda dtype: numbers[dtype], default=None) == "float32"
     matrices = ("Linear", "NonDynamicallyQuantizableLinear", "Conv", "LSTM", "GRU", "RNN")
     return full and single and _has_layers(settings, matrices)
@@ -583,12 +568,6 @@ def _without_search(settings: RankSettings) -> bool:
 
 def _has_layers(settings: RankSettings, names: tuple[str, ...]) -> bool:
     return any(layer.startswith(names) for model in settings.models for layer in model.layers)
-
-
-def _capability(settings: RankSettings) -> tuple[int, int] | None:
-    """`9.0` as numbers."""
-    major, _, minor = str(settings.flags.get("compute_capability")).partition(".")
-    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
 
 _PATHS = (

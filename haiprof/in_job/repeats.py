@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MIN_SEGMENTS = 4  # as run_analysis.step_tokens: from here on, regular segments are one step each
+MIN_SEGMENTS = 4  # as run_analysis.steps: from here on, regular segments are one step each
 REGULAR_RATIO = 0.8
 LOADER_CUTS = 2  # as run_analysis.steps
 MIN_REPEATS = 2  # as run_analysis.steps

@@ -12,13 +12,18 @@ import numpy as np
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.nesting import Bools
-from haiprof.run_analysis.ranks import rank_positions
 from haiprof.run_analysis.run_files import entries, integer, text
 from haiprof.run_analysis.step_frame import RankSegments
-from haiprof.run_analysis.step_positions import StepPositions, innermost_phase
-from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, SPAN_PHASES
+from haiprof.run_analysis.step_positions import innermost_phase, is_inside, is_inside_any
+from haiprof.run_analysis.steps import (
+    EVAL_LOADER_PHASE,
+    EVAL_PHASE,
+    PHASES,
+    SPAN_PHASES,
+    Segmentation,
+)
+from haiprof.run_format import schema
 from haiprof.run_format.reader import read_lines
 from haiprof.run_format.stack_lines import (
     HEADER,
@@ -36,11 +41,8 @@ CODE_PHASES = (*TRAINING_PHASES, *WORKER_PHASES, "other_threads")
 """And what other Python threads of the training process did while they used a core."""
 OTHER, CHECKPOINT, EVALUATION, BETWEEN = range(len(PHASES), len(TRAINING_PHASES))
 WORKER, WORKER_WAITING, OTHER_THREADS = range(len(TRAINING_PHASES), len(CODE_PHASES))
-_OF_POSITION = np.array([
-    TRAINING_PHASES.index({"input": "dataloader"}.get(name, name))
-    if name in ("input", *TRAINING_PHASES) else OTHER
-    for name in POSITIONS
-])  # fmt: skip
+SLOW_RATIO = 1.5
+"""A slow step takes so many times the rank's median step."""
 _OF_SPAN = np.full(len(SPAN_PHASES) + 1, BETWEEN)
 _OF_SPAN[: len(PHASES)] = range(len(PHASES))
 _OF_SPAN[[EVAL_PHASE, EVAL_LOADER_PHASE]] = EVALUATION
@@ -307,7 +309,7 @@ class CodeSamples:
     """Index into CODE_PHASES."""
     stack: Ints
     weight_ns: Floats
-    """The time that a sample stands for: that of its rank and phase, shared evenly.
+    """The time that a sample stands for: that of its rank, phase and kind of step, shared evenly.
 
     Spans tell how long a phase took; samples only tell what it was. So a phase in which the
     interpreter lock was seldom free, and samples are few, keeps its whole time.
@@ -324,10 +326,9 @@ class CodeSamples:
 def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
     """Reads the samples of ranks and of their workers."""
     tree = StackTree()
-    read: list[tuple[RankSegments, StepPositions, SampledProcess]] = []
+    read: list[tuple[RankSegments, SampledProcess]] = []
     notes: list[str] = []
     for rank in ranks:
-        positions = rank_positions(rank)
         for path in (rank.files.paths.stacks, *rank.files.paths.worker_stack_files()):
             try:
                 processes, damaged = read_stack_file(path, tree)
@@ -335,11 +336,11 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
                 notes.append(str(error))
                 continue
             notes += damaged
-            read += [(rank, positions, process) for process in processes]
+            read += [(rank, process) for process in processes]
     whole = tree.whole()
     loads = whole.within(_FETCH_FILE)
-    rows: list[Mapping[str, np.ndarray]] = []
-    for rank, positions, process in read:
+    rows: list[dict[str, np.ndarray]] = []
+    for rank, process in read:
         columns, unknown_count = process.samples()
         if unknown_count:
             notes.append(
@@ -347,8 +348,8 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
             )
         weight_ns = spacing_ns(columns["time_ns"], columns["time_ns"])
         if process.worker is None:
-            phase, step = _locate(rank, positions, columns["time_ns"])
-            weight_ns = _share_times(rank, positions, phase, weight_ns)
+            phase, step = _locate(rank, columns["time_ns"])
+            weight_ns = _share_times(rank, phase, step, weight_ns)
         else:  # loading is what happens below the loader's own fetch
             phase = np.where(loads[columns["stack"]], WORKER, WORKER_WAITING)
             step = np.full(len(phase), -1)
@@ -370,31 +371,45 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
     return CodeSamples(tree=whole, notes=tuple(notes), **joined)
 
 
-def _locate(rank: RankSegments, positions: StepPositions, time_ns: Ints) -> tuple[Ints, Ints]:
+def _locate(rank: RankSegments, time_ns: Ints) -> tuple[Ints, Ints]:
     """Phase and step of each moment of the training thread; -1 outside of steps."""
-    place = positions.at(time_ns)
-    phase = _OF_SPAN[innermost_phase(rank.found, time_ns)]
-    step = np.full(len(time_ns), -1)
-    inside = np.flatnonzero(place >= 0)
-    phase[inside] = _OF_POSITION[positions.position[place[inside]]]
-    step[inside] = positions.period[place[inside]]
-    after = time_ns >= np.append(rank.found.steps.end_ns, 0)[step]
-    return phase, np.where((phase == EVALUATION) | after, -1, step)
+    found = rank.found
+    step, saves = _step_at(found, time_ns), rank.events.take(rank.events.kind == schema.SAVE)
+    phase = _OF_SPAN[innermost_phase(found, time_ns)]
+    evaluated = is_inside(found.evaluation_start_ns, found.evaluation_end_ns, time_ns)
+    evaluated |= phase == EVALUATION
+    phase = np.where((phase == BETWEEN) & (step >= 0), OTHER, phase)
+    phase = np.where(is_inside_any(saves.start_ns, saves.end_ns, time_ns), CHECKPOINT, phase)
+    return np.where(evaluated, EVALUATION, phase), np.where(evaluated, -1, step)
 
 
-def _share_times(
-    rank: RankSegments, positions: StepPositions, phase: Ints, spacing: Floats
-) -> Floats:
-    """Nanoseconds per sample: the time of each phase, shared among its samples.
+def _step_at(found: Segmentation, time_ns: Ints) -> Ints:
+    place = np.searchsorted(found.steps.start_ns, time_ns, side="right") - 1
+    inside = (place >= 0) & (time_ns < np.append(found.steps.end_ns, 0)[place])
+    return np.where(inside, place, -1)
+
+
+def _share_times(rank: RankSegments, phase: Ints, step: Ints, spacing: Floats) -> Floats:
+    """Nanoseconds per sample: the time of each phase in slow and in usual steps, shared among them.
 
     A run is sampled less often later: a sample counts as much as the time to the ones beside it.
     """
-    length = np.diff(positions.start_ns, append=positions.end_ns)
-    times = np.bincount(_OF_POSITION[positions.position], length, len(TRAINING_PHASES))
-    found = rank.found
-    times[EVALUATION] = (found.evaluation_end_ns - found.evaluation_start_ns).sum()
-    sampled = np.bincount(phase, spacing, len(TRAINING_PHASES))
-    shared: Floats = spacing * (times / np.maximum(sampled, 1.0))[phase]
+    found, steps = rank.found, rank.found.steps
+    usual_ns = np.median(steps.step_ns) if len(steps.step_ns) else 0.0
+    slow = np.append(steps.step_ns > SLOW_RATIO * usual_ns, False)  # the last one: in no step
+    saves = rank.events.take(rank.events.kind == schema.SAVE)
+    of_save, saved_ns = _step_at(found, saves.start_ns), saves.end_ns - saves.start_ns
+    shared = np.zeros(len(phase))
+    for is_slow in (False, True):
+        chosen, rows = slow[:-1] == is_slow, slow[step] == is_slow
+        times = np.zeros(len(TRAINING_PHASES))
+        times[: len(PHASES)] = steps.host_ns[:, chosen].sum(axis=1)
+        times[CHECKPOINT] = saved_ns[(of_save >= 0) & (slow[of_save] == is_slow)].sum()
+        times[OTHER] = max(steps.other_ns[chosen].sum() - times[CHECKPOINT], 0)
+        if not is_slow:
+            times[EVALUATION] = (found.evaluation_end_ns - found.evaluation_start_ns).sum()
+        sampled = np.bincount(phase[rows], spacing[rows], len(TRAINING_PHASES))
+        shared[rows] = times[phase[rows]] * spacing[rows] / sampled[phase[rows]]
     return shared
 
 

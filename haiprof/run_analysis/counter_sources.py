@@ -17,7 +17,6 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.run_analysis.counters import (
     COUNTER_SCHEMA,
-    Samples,
     entities_of,
     notes_of,
     ranks_of,
@@ -76,9 +75,11 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
     ranks = ranks_of(run, node, records, entities)
     offset_ns = records.clock.wall_ns - records.clock.mono_ns
     table = next(table for table in COUNTER_TABLES if table.name == records.table)
-    for key, at in _slices(samples):
+    ends = np.searchsorted(samples.owner, np.arange(len(samples.keys)), side="right").tolist()
+    for key, start, end in zip(samples.keys, [0, *ends], ends, strict=False):
+        at = slice(start, end)
         for column in table.metrics:
-            values = samples.columns[column.name][at]
+            values = samples.column(column.name)[at]
             known = _is_known(values, column)
             if not known.any():
                 continue
@@ -95,13 +96,6 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
                 values=values[known],
                 start_ns=_starts(time_ns, values[known]),
             )
-
-
-def _slices(samples: Samples) -> Iterator[tuple[Key, slice]]:
-    """Each entity's place among the samples, which are sorted by entity and time."""
-    ends = np.searchsorted(samples.owner, np.arange(len(samples.keys)), side="right").tolist()
-    for key, start, end in zip(samples.keys, [0, *ends], ends, strict=False):
-        yield key, slice(start, end)
 
 
 def _is_known(values: npt.NDArray[Any], column: Column) -> npt.NDArray[np.bool_]:

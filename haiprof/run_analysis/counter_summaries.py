@@ -200,12 +200,10 @@ def average_counters(
             for metric in found.metrics:
                 for each in found.series(metric):
                     _, rank, _, entity = each.owner
-                    if found.source not in _OF_RANKS:
-                        span, parts, owner = of_hosts.get(node.host), shared, entity
-                    else:
-                        span, parts, owner = of_ranks.get(rank), own, rank
-                    if span is not None:
-                        parts[metric.name].append((owner, each.cut(*span), span))
+                    if found.source in _OF_RANKS and (span := of_ranks.get(rank)):
+                        own[metric.name].append((rank, each.cut(*span), span))
+                    elif found.source in _OF_NODES and (span := of_hosts.get(node.host)):
+                        shared[metric.name].append((entity, each.cut(*span), span))
         value = pl.col("value")
         for name, series in own.items():
             rows = _rows(series, pl.Int64())

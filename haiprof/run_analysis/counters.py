@@ -83,9 +83,17 @@ class Samples:
     """Each entity's key."""
     owner: Ints
     """Place in `keys`, of each record."""
-    columns: Mapping[str, npt.NDArray[Any]]
     follows: npt.NDArray[np.bool_]
     """Whether the record before is an earlier sample of the same entity."""
+    columns: Mapping[str, npt.NDArray[Any]]
+    """As in the file."""
+    order: Ints
+    """Place of each sample in these."""
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """A column in the order of the samples."""
+        ordered: npt.NDArray[Any] = self.columns[name][self.order]
+        return ordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,37 +339,10 @@ def samples_of(records: RecordFile) -> Samples:
         time_ns=time,
         keys=[tuple(int(key[at]) for key in keys) for at in heads],
         owner=np.cumsum(first) - 1,
-        columns=_Ordered(columns, order),
+        columns=columns,
+        order=order,
         follows=np.append(False, same & (np.diff(time) > 0))[: len(order)],
     )
-
-
-class _Ordered(Mapping[str, npt.NDArray[Any]]):
-    """Columns in an order, each put into it when it is asked for: most are not."""
-
-    def __init__(self, columns: Mapping[str, npt.NDArray[Any]], order: Ints) -> None:
-        self._columns, self._order = columns, order
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        ordered: npt.NDArray[Any] = self._columns[name][self._order]
-        return ordered
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-
-def _as_numbers(values: npt.NDArray[Any]) -> Floats:
-    """As floats, NaN where missing."""
-    numbers = values.astype(np.float64)
-    if values.dtype.kind == "i":
-        numbers[values == schema.NULL_I64] = np.nan
-    return numbers
 
 
 def _metrics(
@@ -374,24 +355,28 @@ def _metrics(
         end = schema.counter_end(kind)
         if kind == "gauge":
             if wanted is None or name in wanted:
-                values = _as_numbers(samples.columns[name])
+                stored = samples.column(name)
+                values = stored.astype(np.float64)
+                if stored.dtype.kind == "i":
+                    values[stored == schema.NULL_I64] = np.nan
                 yield Metric(name=name, unit=unit, values=values, flags=none)
         elif end is not None and name not in _CPU_STATES:
-            events = samples.columns.get(_NS_OF_EVENTS.get(name, ""))
-            metric, rate_unit = (name, unit) if events is not None else _rate_of(name, unit)
+            events = _NS_OF_EVENTS.get(name, "")
+            has_events = events in samples.columns
+            metric, rate_unit = (name, unit) if has_events else _rate_of(name, unit)
             if wanted is not None and metric not in wanted:
                 continue
-            growth, flags = _growth(samples.columns[name], samples.follows, *end)
-            if events is None:
+            growth, flags = _growth(samples.column(name), samples.follows, *end)
+            if not has_events:
                 values = growth / (elapsed if unit == "ns" else elapsed / NS_PER_S)
             else:
-                values = growth / _growth(events, samples.follows, 64, False)[0]
+                values = growth / _growth(samples.column(events), samples.follows, 64, False)[0]
             yield Metric(name=metric, unit=rate_unit, values=values, flags=flags)
     for name, (part, whole) in _RATIOS.items():
         known = part in samples.columns and whole in samples.columns
         if known and (wanted is None or name in wanted):
-            part_growth, flags = _growth(samples.columns[part], samples.follows, 64, False)
-            whole_growth, _ = _growth(samples.columns[whole], samples.follows, 64, False)
+            part_growth, flags = _growth(samples.column(part), samples.follows, 64, False)
+            whole_growth, _ = _growth(samples.column(whole), samples.follows, 64, False)
             yield Metric(name=name, unit="ratio", values=part_growth / whole_growth, flags=flags)
     if all(name in samples.columns for name in _CPU_STATES):
         yield from (m for m in _cpu_shares(samples) if wanted is None or m.name in wanted)
@@ -443,7 +428,7 @@ def _cpu_shares(samples: Samples) -> Iterator[Metric]:
 
     No share is known where one of the states was set back.
     """
-    grown = {name: _growth(samples.columns[name], samples.follows, 64, False)
+    grown = {name: _growth(samples.column(name), samples.follows, 64, False)
              for name in _CPU_STATES}  # fmt: skip
     flags = np.max([flags for _, flags in grown.values()], axis=0)
     growth = {name: values for name, (values, _) in grown.items()}

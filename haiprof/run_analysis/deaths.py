@@ -261,7 +261,8 @@ class _Case:
         """The first cause that is proved, the surest kinds of proof first."""
         for ask in (
             self._signal, self._own_failure, self._find_accused, self._node_lost, self._mismatch,
-            self._never_started, self._early_exit, self._hang,
+            self._never_started, self._early_exit,
+            lambda: self._of_hang(self._hang_before(self._first_ns())),
             lambda: self._own_failure(interrupted=True), self._behind, self._launcher,
         ):  # fmt: skip
             found = ask()
@@ -354,7 +355,9 @@ class _Case:
         hang = self._hang_before(came.wall_ns) or self._asked_before(came.wall_ns)
         if hang is not None:
             found = self._of_hang(hang)
-            return replace(found, headline=f"{found.headline}; then ended by {name}{sender}")
+            return found and replace(
+                found, headline=f"{found.headline}; then ended by {name}{sender}"
+            )
         cause, what = _outer_cause(came, self.evidence.files)
         what = f"{what} ({name}{sender})"
         self.stopped = {rank: by for rank, by in self.stopped.items() if by == "SIGKILL"}
@@ -492,10 +495,6 @@ class _Case:
         what += f"while others waited for {them}"
         return self._death("early_exit", left, what, end=end)
 
-    def _hang(self) -> Death | None:
-        """A rank that a snapshot named while the job stood still."""
-        return self._of_hang(hang) if (hang := self._hang_before(self._first_ns())) else None
-
     def _hang_before(self, time_ns: int | None, *, named: bool = True) -> Reaction | None:
         """The last snapshot of a standstill that lasted to the end, with a suspect or without."""
         hangs = [each for each in self.evidence.hangs if bool(each.suspects) is named
@@ -520,7 +519,10 @@ class _Case:
             return bool(steps)
         return hang.step is not None and bool(steps) and max(steps) > hang.step + 2
 
-    def _of_hang(self, hang: Reaction) -> Death:
+    def _of_hang(self, hang: Reaction | None) -> Death | None:
+        """A rank that a snapshot named while the job stood still."""
+        if hang is None:
+            return None
         first = hang.suspects[0]
         doing = f", at {first.doing}" if first.doing else ""
         what = f"rank {first.rank} hung{doing}: {first.reason}"
@@ -552,10 +554,10 @@ class _Case:
         """No rank failed: the launcher itself did, or the job before any rank was known."""
         manifest = self.evidence.files.manifest
         for end in self.evidence.ends:
-            own = end.error is not None and not end.is_printed and not is_launchers(end.error)
+            own = end.error is not None and end.how != "printed" and not is_launchers(end.error)
             if end.rank is None and own and end.error and end.error.type != "SystemExit":
                 what = what_happened(end)
-                own = end.ran_out_of_gpu_memory or end.is_terminated
+                own = end.ran_out_of_gpu_memory or end.how == "terminate"
                 cause = kind_of(end) if own else "launcher"
                 return self._death(cause, (), f"process {end.pid} died: {what}", what=what,
                                    end=end)  # fmt: skip

@@ -124,8 +124,8 @@ def flame_graph(sources: Sequence[FlameSource]) -> FlameGraph:
     mean step. Workers and other threads are per step, too. Source: Gregg, The Flame Graph, CACM 59
     (6), 2016.
     """
-    grower = _Grower(by_line=len(sources) == 1)
-    placers = [_Placer(source, grower) for source in sources]
+    grower = _Grower()
+    placers = [_Placer(source, grower, by_line=len(sources) == 1) for source in sources]
     series = [
         one
         for source, placer in zip(sources, placers, strict=True)
@@ -236,67 +236,53 @@ def _add_rows(
         node = placer.node(own, name)
         if nobodys >= 0:  # an activity that has no line
             frame = FlameFrame(name=ACTIVITIES[nobodys], place="", kind="activity")
-            node = placer.grower.node(node, placer.grower.frame(frame, key=""))
+            node = placer.grower.node(node, frame)
         self_ns[node] = self_ns.get(node, 0.0) + ns
 
 
 class _Grower:
     """Frames and nodes of all runs, each once."""
 
-    def __init__(self, *, by_line: bool) -> None:
-        self.by_line = by_line
-        self.frames: dict[tuple[str, str, str], int] = {}
+    def __init__(self) -> None:
+        self.frames: dict[FlameFrame, int] = {}
         self.nodes: dict[tuple[int, int], int] = {}
-        self.shown: dict[int, FlameFrame] = {}
 
-    def frame(self, found: FlameFrame, *, key: str) -> int:
-        """Its number; frames of one key are the same."""
-        number = self.frames.setdefault((found.kind, key, found.name), len(self.frames))
-        self.shown.setdefault(number, found)
-        return number
-
-    def node(self, parent: int, frame: int) -> int:
+    def node(self, parent: int, frame: FlameFrame) -> int:
         """The number of a frame below a node."""
-        return self.nodes.setdefault((parent, frame), len(self.nodes))
+        number = self.frames.setdefault(frame, len(self.frames))
+        return self.nodes.setdefault((parent, number), len(self.nodes))
 
 
 class _Placer:
     """Puts the stacks of one run into the tree."""
 
-    def __init__(self, source: FlameSource, grower: _Grower) -> None:
+    def __init__(self, source: FlameSource, grower: _Grower, *, by_line: bool) -> None:
         self._tree, self.grower = source.samples.tree, grower
-        self._frames = [
-            _add_frame(grower, self._tree, place, source.folder)
-            for place in range(len(self._tree.frames))
-        ]
+        below = f"{source.folder.rstrip('/')}/" if source.folder else ""
+        self._frames: list[FlameFrame] = []
+        for frame, library in zip(self._tree.frames, self._tree.library.tolist(), strict=True):
+            if library:
+                named = code_name(frame.file, frame.function)
+                module, _, name = named.partition(f".{frame.function}")
+                found = FlameFrame(name=frame.function + name, place=module, kind="library")
+            else:
+                file = frame.file.removeprefix(below)
+                place = f"{file}:{frame.line}" if by_line else file
+                found = FlameFrame(name=frame.function, place=place, kind="user")
+            self._frames.append(found)
+            grower.frames.setdefault(found, len(grower.frames))
         self._known: dict[tuple[int, str], int] = {}
 
     def node(self, stack: int, phase: str) -> int:
         """The node of a stack in a position; stack 0 is the position itself."""
         known = self._known.get((stack, phase))
-        if known is not None:
-            return known
-        if not stack:
-            top = FlameFrame(name=phase, place="", kind="phase")
-            found = self.grower.node(-1, self.grower.frame(top, key=""))
-        else:
-            parent = self.node(int(self._tree.parent[stack]), phase)
-            found = self.grower.node(parent, self._frames[self._tree.place[stack]])
-        self._known[stack, phase] = found
-        return found
-
-
-def _add_frame(grower: _Grower, tree: CodeTree, place: int, folder: str) -> int:
-    frame = tree.frames[place]
-    if tree.library[place]:
-        module, _, name = code_name(frame.file, frame.function).partition(f".{frame.function}")
-        found = FlameFrame(name=frame.function + name, place=module, kind="library")
-        return grower.frame(found, key=module)
-    below = f"{folder.rstrip('/')}/"
-    file = frame.file.removeprefix(below) if folder else frame.file
-    place_text = f"{file}:{frame.line}" if grower.by_line else file
-    found = FlameFrame(name=frame.function, place=place_text, kind="user")
-    return grower.frame(found, key=place_text)
+        if known is None:
+            parent, frame = -1, FlameFrame(name=phase, place="", kind="phase")
+            if stack:
+                parent = self.node(int(self._tree.parent[stack]), phase)
+                frame = self._frames[self._tree.place[stack]]
+            known = self._known[stack, phase] = self.grower.node(parent, frame)
+        return known
 
 
 def _prune(
@@ -326,11 +312,13 @@ def _prune(
             place = number[target[node]]
             self_ns[place] = self_ns.get(place, 0.0) + ns
         moved.append(replace(one, self_ns=self_ns))
-    frames = tuple(grower.shown[frame] for frame in used)
-    shown = len(series)
+    frames, shown = list(grower.frames), len(series)
     return FlameGraph(
-        frames=frames, nodes=nodes, series=tuple(moved[:shown]), accounts=tuple(moved[shown:])
-    )
+        frames=tuple(frames[at] for at in used),
+        nodes=nodes,
+        series=tuple(moved[:shown]),
+        accounts=tuple(moved[shown:]),
+    )  # fmt: skip
 
 
 def inclusive_ns(parents: Sequence[int], self_ns: Mapping[int, float]) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 from collections import defaultdict
@@ -156,14 +157,9 @@ class ProcessEnd:
         return next((each for each in self.uncaught if each.how != "thread"), None)
 
     @property
-    def is_terminated(self) -> bool:
-        """Whether a C++ exception ended it that nothing caught."""
-        return self.failure is not None and self.failure.how == "terminate"
-
-    @property
-    def is_printed(self) -> bool:
-        """Whether only its last lines on stderr tell of the exception that ended it."""
-        return self.failure is not None and self.failure.how == "printed"
+    def how(self) -> str | None:
+        """What kind of exception ended it, as in `Uncaught`; None where none did."""
+        return self.failure.how if self.failure is not None else None
 
     @property
     def ran_out_of_gpu_memory(self) -> bool:
@@ -514,19 +510,22 @@ _LAUNCHERS_ERRORS = (
 )  # fmt: skip
 _ACCUSED = re.compile(r"[Rr]anks? ([\d, ]+?) (?:failed to pass|did not pass|failed to report)")
 _ERROR = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit)\b")
-_OUT_OF_MEMORY = re.compile(
-    r"MemoryError|bad_alloc|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|"
-    r"out of memory|Cannot allocate memory"
-)
-_SHARED_MEMORY = re.compile(
-    r"out of shared memory|insufficient shared memory|unable to (?:open|write to|allocate|resize) "
-    r"(?:file|shared memory)|torch_shm|/dev/shm"
-)
-_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _NOT_WRITTEN = re.compile(
     r"PytorchStreamWriter failed writing|inline_container.*unexpected pos|iostream error"
 )
 """Of torch.save, which does not say why: mostly the disk is full."""
+_KINDS = (
+    ("shared_memory_full", re.compile(
+        r"out of shared memory|insufficient shared memory|unable to "
+        r"(?:open|write to|allocate|resize) (?:file|shared memory)|torch_shm|/dev/shm|Bus error")),
+    ("disk_full", re.compile(r"No space left on device|Disk quota exceeded")),
+    ("disk_full", _NOT_WRITTEN),
+    ("out_of_memory", re.compile(
+        r"MemoryError|bad_alloc|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|"
+        r"out of memory|Cannot allocate memory")),
+    ("interrupted", re.compile(r"\AKeyboardInterrupt:")),
+)  # fmt: skip
+"""Causes by what an exception says."""
 _WORKER_RAISED = re.compile(r"in DataLoader worker process (\d+)")
 _SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
@@ -586,17 +585,12 @@ def kind_of(end: ProcessEnd) -> str:
         return "out_of_memory"
     if error is not None and error.type != "SystemExit":
         said = f"{error.type}: {error.message}"
-        if _SHARED_MEMORY.search(said) or "Bus error" in said:
-            return "shared_memory_full"
-        if error.errno in (28, 122) or _DISK_FULL.search(said) or _NOT_WRITTEN.search(said):
-            return "disk_full"
-        if _OUT_OF_MEMORY.search(said):
-            return "out_of_memory"
-        if error.type == "KeyboardInterrupt":
-            return "interrupted"
+        known = next((kind for kind, pattern in _KINDS if pattern.search(said)), None)
+        if known is not None or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return known or "disk_full"
         if worker := worker_death(error):
             return "out_of_memory" if end.oom else worker[0]
-        return "crash" if end.is_terminated else "exception"
+        return "crash" if end.how == "terminate" else "exception"
     if end.oom:
         return "out_of_memory"
     if end.signal is not None:
@@ -620,8 +614,8 @@ def what_happened(end: ProcessEnd) -> str:
         exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
         via = f", and exited with status {end.status}" if exits and end.status else ""
         by_signal = f" ({signal_name(end.signal)})" if end.signal is not None else ""
-        way = f"it aborted itself{by_signal}: " if end.is_terminated else ""
-        by = "; known by its last lines on stderr" if end.is_printed else ""
+        way = f"it aborted itself{by_signal}: " if end.how == "terminate" else ""
+        by = "; known by its last lines on stderr" if end.how == "printed" else ""
         if _NOT_WRITTEN.search(error.message):
             by += "; torch could not write the file: a full disk, a quota, or a limit (ulimit -f)"
         return f"{way}{who}{inner[0] or error.short}{f' ({place})' if place else ''}{via}{by}"
@@ -669,7 +663,7 @@ def thread_text(end: ProcessEnd) -> str:
 def is_certain(end: ProcessEnd) -> bool:
     """Whether the cause of an end was seen: what was printed may be about something else."""
     unsure = end.error is not None and _NOT_WRITTEN.search(end.error.message) is not None
-    return not (end.is_printed or unsure) and (kind_of(end) != "exit" or knows_exit(end))
+    return not (end.how == "printed" or unsure) and (kind_of(end) != "exit" or knows_exit(end))
 
 
 def knows_exit(end: ProcessEnd) -> bool:
@@ -751,7 +745,6 @@ _TAIL = 64
 class LastCollective:
     """The last collective that a rank began in a group."""
 
-    group: str
     sequence: int
     kind: str | None
     """None where only its number is known."""
@@ -770,7 +763,7 @@ def last_collectives(
     for rank in files.ranks:
         if attempts.get(rank.rank) == rank.attempt:
             for group, sequence in _heartbeats(rank.paths.heartbeat).items():
-                last = LastCollective(group=group, sequence=sequence, kind=None)
+                last = LastCollective(sequence=sequence, kind=None)
                 found.setdefault(rank.rank, {})[group] = last
     own = collectives.filter(~pl.col("p2p"))
     newest = own.sort("sequence", "created_ns").group_by("rank", "attempt", "group").last()
@@ -780,7 +773,7 @@ def last_collectives(
             continue
         known = found.setdefault(rank, {}).get(group)
         if known is None or sequence >= known.sequence:
-            found[rank][group] = LastCollective(group=group, sequence=sequence, kind=kind)
+            found[rank][group] = LastCollective(sequence=sequence, kind=kind)
     kinds = {(g, s): k for g, s, k in own.select("group", "sequence", "kind").unique().rows()}
     return {
         rank: {g: replace(o, kind=o.kind or kinds.get((g, o.sequence))) for g, o in groups.items()}

@@ -349,15 +349,15 @@ def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGr
     touched = last - first + 1
     step = np.repeat(np.arange(len(row)), touched)
     column = np.arange(len(step)) - np.repeat(np.cumsum(touched) - touched - first, touched)
-    cell, shape = row[step] * count + column, (len(ranks), count)
+    cell = row[step] * count + column
 
     def mean(values: pl.Series) -> Floats:
         numbers = values.cast(pl.Float64).fill_null(np.nan).to_numpy()[step]
         known = np.isfinite(numbers)
         sums = np.bincount(cell[known], numbers[known], len(ranks) * count)
         counts = np.bincount(cell[known], minlength=len(sums))
-        means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
-        return means.reshape(shape)
+        means: Floats = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+        return means.reshape(len(ranks), count)
 
     return RankGrid(
         ranks=tuple(int(rank) for rank in ranks),

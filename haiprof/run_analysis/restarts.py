@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from haiprof.base.intervals import Intervals, Ints, union
+from haiprof.base.intervals import (
+    Intervals,
+    Ints,
+    covered_lengths,
+    intersection,
+    total,
+    union,
+)
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.nesting import Spans
@@ -16,7 +23,6 @@ from haiprof.run_analysis.ranks import compile_intervals, rank_positions
 from haiprof.run_analysis.reactions import reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, mapping, text
 from haiprof.run_analysis.step_frame import RankSegments
-from haiprof.run_analysis.step_positions import is_inside
 from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES
 from haiprof.run_format import schema
 
@@ -210,14 +216,12 @@ def goodput(runs: Sequence[RunRecord]) -> Goodput:
                 line.spend(DRAIN if place else INIT, record.process_ns)
             _spend_start(line, record, next(kept))
         line.spend(DRAIN if line.at_ns > run.start_ns else UNKNOWN, run.end_ns)
-    timeline = line.whole()
-    for record in records:
-        for account in (CHECKPOINT, EVALUATION, WAITING, COMPILE):
-            if account in record.apart:
-                timeline = timeline.paint(record.apart[account], account)
-    for since_ns, noticed_ns in [hang for run in runs for hang in run.hangs]:
-        timeline = timeline.paint(_stretch(records, since_ns, noticed_ns), HANG)
-    sums = timeline.sums()
+    apart = {
+        account: _join([record.apart[account] for record in records if account in record.apart])
+        for account in (CHECKPOINT, EVALUATION, WAITING, COMPILE)
+    }
+    hangs = [hang for run in runs for hang in run.hangs]
+    sums = line.sums({**apart, HANG: _join([_stretch(records, *hang) for hang in hangs])})
     return Goodput(
         accounts={ACCOUNTS[place]: ns for place, ns in enumerate(sums) if ns},
         wall_ns=line.at_ns - runs[0].start_ns,
@@ -346,32 +350,14 @@ def _stretch(records: Sequence[StartRecord], since_ns: int, noticed_ns: int) -> 
     return Intervals(np.array([since_ns]), np.array([end_ns]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Timeline:
-    """Accounts over time: each interval ends where the next one begins, the last at `end_ns`."""
-
-    start_ns: Ints
-    account: Ints
-    end_ns: int
-
-    def paint(self, when: Intervals, account: int) -> _Timeline:
-        """The same, with some time in one account."""
-        if not len(self.start_ns):
-            return self
-        edges = np.unique(np.concatenate([self.start_ns, when.starts, when.ends]))
-        edges = edges[(edges >= self.start_ns[0]) & (edges < self.end_ns)]
-        before = self.account[np.searchsorted(self.start_ns, edges, side="right") - 1]
-        painted = is_inside(when.starts, when.ends, edges)
-        return replace(self, start_ns=edges, account=np.where(painted, account, before))
-
-    def sums(self) -> list[int]:
-        """Time in ns by account; exact."""
-        length = np.diff(self.start_ns, append=self.end_ns)
-        return [int(length[self.account == place].sum()) for place in range(len(ACCOUNTS))]
+def _join(parts: Sequence[Intervals]) -> Intervals:
+    none = np.zeros(0, dtype=np.int64)
+    starts = np.concatenate([none, *(part.starts for part in parts)])
+    return union(starts, np.concatenate([none, *(part.ends for part in parts)]))
 
 
 class _Line:
-    """A timeline while it is written, from begin to end."""
+    """Accounts over time, written from begin to end."""
 
     def __init__(self, start_ns: int) -> None:
         self.at_ns = start_ns
@@ -390,11 +376,21 @@ class _Line:
         self._parts.append((start_ns[longer], account[longer]))
         self.at_ns = end_ns
 
-    def whole(self) -> _Timeline:
-        """What was written."""
+    def sums(self, apart: Mapping[int, Intervals]) -> list[int]:
+        """Time in ns by account; what those apart cover is theirs, a later one's first; exact."""
         none = (np.zeros(0, dtype=np.int64),) * 2
         start_ns, account = map(np.concatenate, zip(none, *self._parts, strict=True))
-        return _Timeline(start_ns, account, self.at_ns)
+        end_ns = np.append(start_ns[1:], self.at_ns)[: len(start_ns)]
+        whole, covered = Intervals(start_ns[:1], end_ns[-1:]), Intervals(*none)
+        sums = [0] * len(ACCOUNTS)
+        for number, when in reversed(list(apart.items())):
+            own = intersection(when, whole)
+            sums[number] = total(own) - total(intersection(own, covered))
+            covered = _join([covered, own])
+        left = end_ns - start_ns - covered_lengths(covered, start_ns, end_ns)
+        for number in np.unique(account).tolist():
+            sums[number] += int(left[account == number].sum())
+        return sums
 
 
 _STOOD_STILL = ("hang", "mismatch")

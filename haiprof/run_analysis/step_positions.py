@@ -127,7 +127,7 @@ def step_positions(
     major = np.where(around & ~searched, _NONE, major)  # it has the position that its code gives it
     position = np.where(major < _NONE, _OF_PHASE[major], _gaps(major, period, in_step))
     position = np.where(in_step, position, BETWEEN_STEPS)
-    position = np.where(_inside_any(saves.start_ns, saves.end_ns, start), CHECKPOINT, position)
+    position = np.where(is_inside_any(saves.start_ns, saves.end_ns, start), CHECKPOINT, position)
     position = np.where(evaluated, EVALUATION, position)
     if compiled is not None:
         position = np.where(is_inside(compiled.starts, compiled.ends, start), COMPILE, position)
@@ -136,7 +136,7 @@ def step_positions(
         end_ns=end,
         position=position,
         around_closure=around,
-        collecting=_inside_any(pauses.start_ns, pauses.end_ns, start),
+        collecting=is_inside_any(pauses.start_ns, pauses.end_ns, start),
         period=period,
         step_count=count,
     )
@@ -207,7 +207,7 @@ def is_inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:
     return held
 
 
-def _inside_any(start: Ints, end: Ints, time_ns: Ints) -> Bools:
+def is_inside_any(start: Ints, end: Ints, time_ns: Ints) -> Bools:
     """The same of intervals in any order that may overlap."""
     order = np.argsort(start, kind="stable")
     return is_inside(start[order], np.maximum.accumulate(end[order]), time_ns)

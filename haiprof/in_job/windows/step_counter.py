@@ -54,7 +54,7 @@ class Snapshot(NamedTuple):
 class StepCounter:
     """Follows the spans of the training thread as they begin and end.
 
-    The rules are those of `run_analysis.step_tokens`; what those know of the whole run is known
+    The rules are those of `run_analysis.steps`; what those know of the whole run is known
     here of
     the past alone. With a loader a step begins with the first fetch after an optimizer step, else
     behind the optimizer that ended the step before. A fetch for an evaluation begins no step: its
