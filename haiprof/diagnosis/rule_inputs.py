@@ -115,7 +115,7 @@ class RuleInputs:
     ran_out_of_memory: Callable[[], bool]
     """Whether the job died of it: then no limit lies ahead. Found when it is asked for."""
     marked_by: str | None
-    """What marks a step where that is no training (`step_boundaries.WORDS`); None elsewhere."""
+    """What marks a step where that is no training (`steps.WORDS`); None elsewhere."""
 
     by_rank: Mapping[int, pl.DataFrame]
     """Steps of each rank, in order."""

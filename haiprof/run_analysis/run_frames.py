@@ -146,8 +146,10 @@ class RunFrames:
 
     def most_steps(self) -> int:
         """Steps of the rank that has most, in all its attempts; 0 without steps."""
-        counts = self.steps().group_by("rank").len()["len"].max()
-        return counts if isinstance(counts, int) else 0
+        counts: dict[int, int] = {}
+        for (rank, _), rows in self._rows.items():
+            counts[rank] = counts.get(rank, 0) + self._within(rows.steps, "step_ns").height
+        return max(counts.values(), default=0)
 
     def phases(self, ranks: Collection[int] | None = None) -> pl.DataFrame:
         """One row per span; columns in `haiprof.run_analysis.step_frame`.

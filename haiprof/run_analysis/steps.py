@@ -322,7 +322,7 @@ _TRAINING = kind_table(schema.OPTIMIZER, schema.SCALER, schema.BACKWARD)
 
 
 def find_sources(spans: Spans) -> tuple[int, ...]:
-    """What the steps of a process may be, of `step_boundaries.BOUNDARIES`: the first that repeats.
+    """What the steps of a process may be, of BOUNDARIES: the first that repeats.
 
     PerfTracker finds iterations where a fetch or an optimizer step repeats (arXiv 2506.08528). Here
     the fetch comes first, then the root module's call, then the collective; and they count only
@@ -485,7 +485,7 @@ def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segme
     A step begins with the first batch after an optimizer step; several batches (accumulation),
     several optimizers (GAN, parameter groups) and closures make one step. Without a loader it
     ends with the optimizer, and without an optimizer with the backward. Evaluation is in no step.
-    In a process that never trained, a step is what repeats (`repeating_steps`), and calls of
+    In a process that never trained, a step is what repeats (`find_sources`), and calls of
     haiprof.step() are the ends of steps wherever there are some.
     """
     for source in find_sources(spans):
