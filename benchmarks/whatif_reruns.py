@@ -28,7 +28,7 @@ from rerun_job import Job, timed, traced
 
 from haiprof import TraceAnalysis
 from haiprof.base.statistics import student_quantile
-from haiprof.cli.what_if import parse_change
+from haiprof.cli.trace_causes import parse_change
 
 RESULT = Path(__file__).parent / "results" / "whatif_reruns.md"
 RANKS = 2

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_PEAK
 from haiprof.cli.command_line import Arg, Opt
@@ -86,7 +86,6 @@ def job_or_processes(
         RunNotFoundError: Nothing of that name runs.
         UsageError: Several jobs fit, or a process belongs to another user.
     """
-    from haiprof.base.errors import RunNotFoundError
     from haiprof.live.external_sampling import training_processes
 
     try:
@@ -104,8 +103,6 @@ def the_job(name: str | None, named: list[Path] | None) -> RunningJob:
         RunNotFoundError: It does not run, or none is named and none runs.
         UsageError: Several fit, or none is named and several run.
     """
-    from haiprof.base.errors import RunNotFoundError, UsageError
-    from haiprof.base.messages import print_message
     from haiprof.live.find import find_job, job_names, running_jobs
 
     if name is not None:
@@ -225,7 +222,7 @@ def parse_cluster(address: str | None) -> Pool | None:
     Raises:
         UsageError: It is not an address.
     """
-    from haiprof.trace_analysis.cluster import cluster_pool
+    from haiprof.trace_analysis.pool import cluster_pool
 
     return cluster_pool(address) if address is not None else None
 

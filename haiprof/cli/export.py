@@ -1,18 +1,31 @@
-"""`haiprof export`: tables as CSV or Parquet, counters for Prometheus or OpenTelemetry."""
+"""`haiprof export`: tables, merged and linked traces, Chakra, scalars, and trackers."""
 
 from __future__ import annotations
 
+import shlex
 import sys
+import time
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import RunDir
-from haiprof.cli.command_line import Opt
+from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.base.messages import print_message
+from haiprof.cli.arguments import (
+    AsJson,
+    Rank,
+    ReadProgress,
+    RunDir,
+    StepRange,
+    Traces,
+    Window,
+    parse_ranks,
+    parse_steps,
+)
+from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.names import TABLES, nearest, second_words
 from haiprof.cli.output import Output
-from haiprof.cli.target import open_target
+from haiprof.cli.target import existing_log_dir, open_target, trace_target
 
 
 class Format(str, Enum):
@@ -105,3 +118,353 @@ def export(
         Output().hint(note)
     if output is not None:
         Output().hint(f"wrote {written.count} {written.unit} to {output}")
+
+
+Sources = Annotated[
+    list[Path] | None,
+    Arg(
+        "[RUN_OR_TRACES]...",
+        "A run or log directory, a folder with one trace per rank, or trace files. Left out: "
+        "the newest run.",
+    ),
+]
+MergedFile = Annotated[
+    Path | None,
+    Opt(
+        "-o --output FILE",
+        "Where to write; packed where it ends in .gz. `-` is standard output, as text. Left "
+        "out: merged.json.gz in the run directory, or here.",
+    ),
+]
+ForceMerged = Annotated[bool, Opt("-f --force", "Replace FILE if it already exists.")]
+Ranks = Annotated[str | None, Opt("--ranks LIST", "Only these, such as 0,3-5.")]
+WallClocks = Annotated[
+    bool,
+    Opt("--wall-clocks", "Take hosts' clocks as they are; left out: compare them by collectives."),
+]
+NoCounters = Annotated[bool, Opt("--no-counters", "Leave the run's counters out.")]
+NoPhases = Annotated[bool, Opt("--no-phases", "Leave haiprof's phases out.")]
+_EVERY_S = 2.0
+
+
+def merge(
+    sources: Sources = None,
+    output: MergedFile = None,
+    steps: StepRange = None,
+    ranks: Ranks = None,
+    window: Window = None,
+    wall_clocks: WallClocks = False,
+    no_counters: NoCounters = False,
+    no_phases: NoPhases = False,
+    force: ForceMerged = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write all ranks' traces into one timeline, each with lanes of its own.
+
+    Clocks of different hosts are compared by the ends of collectives, and moved
+    only where these show more than their own spread. From a run directory its
+    counters and haiprof's phases become tracks beside the ranks' lanes.
+
+    For example:
+
+      haiprof export --to merged profiling_result/train-20261121 -o merged.json.gz
+      haiprof export --to merged traces/ --ranks 0,3-5 --steps 100:102 -o some.json.gz
+      haiprof export --to merged rank0.json rank1.json -o - | jq '.traceEvents | length'
+    """
+    from haiprof.show.servers import has_viewer
+    from haiprof.show.views.trace_files import merge_view
+    from haiprof.trace_analysis.merge import MergeOptions, default_output, merge_traces
+
+    sources = [trace_target(source) for source in sources or [existing_log_dir()]]
+    output = output or default_output(sources)
+    to_stdout = str(output) == "-"
+    if to_stdout and as_json:
+        raise UsageError("merge: -o - and --json both write to standard output; give one")
+    options = MergeOptions(
+        ranks=parse_ranks(ranks),
+        steps=parse_steps(steps),
+        window=window,
+        by_collectives=not wall_clocks,
+        counters=not no_counters,
+        phases=not no_phases,
+        force=force,
+    )
+    out = Output(json=as_json)
+    one_pass = wall_clocks and steps is None
+    with ReadProgress(quiet=as_json or one_pass) as waiting:
+        report = merge_traces(
+            sources, output, options, reading=waiting, writing=_WriteProgress(quiet=as_json)
+        )
+    for line in report.faults:
+        out.hint(f"warning: {line}")
+    if to_stdout:
+        for note in report.notes:
+            print_message(note)
+        return
+    out.show(lambda _: merge_view(report), report.as_json())
+    name = shlex.quote(str(output))
+    viewer = f"haiprof export --to perfetto {name}"
+    out.hint(f"next: {viewer if has_viewer() else f'open {name} at https://ui.perfetto.dev'}")
+
+
+class _WriteProgress:
+    """Reports the progress of the output on stderr every two seconds.
+
+    Args:
+        quiet: Whether to print nothing.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._start_s = self._said_s = time.monotonic()
+        self._done_bytes: dict[int, int] = {}
+
+    def __call__(self, rank: int, text_bytes: int) -> None:
+        """Called with how much of a rank's text is in the output."""
+        if not self._done_bytes:
+            self._start_s = self._said_s = time.monotonic()
+        self._done_bytes[rank] = text_bytes
+        now_s = time.monotonic()
+        if not self._quiet and now_s - self._said_s >= _EVERY_S:
+            self._said_s = now_s
+            megabytes = sum(self._done_bytes.values()) / 1e6
+            rate = megabytes / (now_s - self._start_s)
+            print_message(f"merging rank {rank}: {megabytes:.0f} MB, {rate:.0f} MB/s")
+
+
+ExecutionTraces = Annotated[
+    Path | None,
+    Opt(
+        "--et FILE_OR_DIR",
+        "Execution traces; left out: *.et.json or *.et.json.gz next to the traces.",
+    ),
+]
+LinkedFile = Annotated[
+    Path | None,
+    Opt(
+        "-o --output FILE",
+        "Write the joined trace, .json or .json.gz; of several ranks one file each, "
+        "FILE.rankN.json.gz. Left out: only the report.",
+    ),
+]
+
+
+def link(
+    traces: Traces,
+    execution: ExecutionTraces = None,
+    output_file: LinkedFile = None,
+    rank: Rank = None,
+    window: Window = None,
+    as_json: AsJson = False,
+) -> None:
+    """Link execution traces to timelines, operator by operator.
+
+    Each node of the execution trace (haiprof --execution-trace, or torch's
+    ExecutionTraceObserver) gets the time of its operator, the GPU work that it
+    launched, and what it waited for. Says how much was linked, how, and why not
+    the rest. Chakra's converter reads what is written.
+
+    For example:
+
+      haiprof export --to linked RUN -o linked.json.gz
+      haiprof export --to linked traces/ --et execution_traces/ --json | jq '.ranks[].linked_ratio'
+    """
+    from haiprof.show.views.trace_files import link_data, link_view
+    from haiprof.trace_analysis.execution_link import link as link_pair
+    from haiprof.trace_analysis.execution_link import linked_path, write_rank
+    from haiprof.trace_analysis.execution_pairs import pairs
+
+    output = Output(json=as_json)
+    shares, written = [], []
+    with ReadProgress(quiet=as_json):
+        found, alone = pairs(traces, execution, window=window, rank=rank)
+        for pair in found:
+            linked = link_pair(pair)
+            shares.append(linked.share)
+            if output_file is not None and linked.share.linked_count:
+                path = linked_path(output_file, pair.rank if len(found) > 1 else None)
+                write_rank(path, linked)
+                written.append(path)
+    output.show(lambda _: link_view(shares, alone), link_data(shares, alone, written))
+    if not any(share.linked_count for share in shares):
+        raise MissingDataError(
+            f"{traces}: nothing was linked, and nothing was written",
+            hint="both files have to come from the same steps of the same run",
+        )
+    if written:
+        output.hint(f"wrote {', '.join(map(str, written))}")
+        output.hint(f"next: haiprof export --to chakra {shlex.quote(str(written[0]))} -o chakra")
+
+
+Source = Annotated[
+    Path,
+    Arg(
+        "[RUN_OR_LINKED]",
+        "A run directory or a folder with traces and execution traces, or what haiprof export "
+        "--to linked wrote, or bare execution traces.",
+        callback=trace_target,
+        factory=existing_log_dir,
+    ),
+]
+Folder = Annotated[
+    Path | None,
+    Opt("-o --output DIR", "Write NAME.RANK.et files, which Chakra's tools and simulators read."),
+]
+Name = Annotated[str, Opt("--name NAME", "Begins the files' names.")]
+GraphFile = Annotated[
+    Path | None,
+    Opt("--graph FILE", "Draw one rank's graph: .graphml, .dot, or .pdf, .svg, .png by Graphviz."),
+]
+MaxNodes = Annotated[int, Opt("--max-nodes N", "Of the graph: deeper operators are folded.", low=2)]
+Step = Annotated[
+    str | None, Opt("--steps N", "Of the graph: only ProfilerStep#N.", old=("--step",))
+]
+Depth = Annotated[
+    int | None,
+    Opt(
+        "--depth D",
+        "Of the graph: levels of operators; left out: as many as --max-nodes allows.",
+        low=1,
+    ),
+]
+
+
+def chakra(
+    source: Source,
+    execution: ExecutionTraces = None,
+    folder: Folder = None,
+    name: Name = "chakra",
+    rank: Rank = None,
+    window: Window = None,
+    graph_file: GraphFile = None,
+    max_nodes: MaxNodes = 150,
+    steps: Step = None,
+    depth: Depth = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert execution traces to Chakra (MLCommons), or draw the graph.
+
+    Traces with timelines beside them are linked first. Nodes are computing,
+    copies, collectives, sends and receives, with durations from the timeline.
+
+    For example:
+
+      haiprof export --to chakra RUN -o chakra
+      haiprof export --to chakra linked.json.gz --graph graph.pdf
+      haiprof export --to chakra RUN --graph graph.graphml --rank 3 --steps 102
+    """
+    from haiprof.base.safe_files import make_named_folder
+    from haiprof.show.figures.execution_graph import check_ending, write_graph
+    from haiprof.show.views.trace_files import chakra_view, row_of
+    from haiprof.trace_analysis.chakra import graphs, write_chakra
+    from haiprof.trace_analysis.execution_drawing import draw_graph
+
+    chosen = parse_steps(steps)
+    if chosen is not None and chosen[1] - chosen[0] != 1:
+        raise UsageError(f"--steps {steps}: a graph shows one step", hint="--steps 102")
+    if (folder is None) == (graph_file is None):
+        raise UsageError("give -o DIR (Chakra files) or --graph FILE (a picture)")
+    if graph_file is not None:
+        check_ending(graph_file)
+    output = Output(json=as_json)
+    rows, notes = [], []
+    with ReadProgress(quiet=as_json):
+        for graph, said in graphs(source, execution, window=window, rank=rank):
+            notes += said
+            if folder is not None:
+                path = folder / f"{name}.{graph.rank}.et"
+                make_named_folder(folder)
+                write_chakra(path, graph)
+            elif graph_file is not None:
+                path = graph_file
+                picture = draw_graph(
+                    graph, max_nodes=max_nodes, step=chosen[0] if chosen else None, depth=depth
+                )
+                write_graph(path, picture)
+                notes += picture.notes
+            rows.append(row_of(graph, path))
+            if graph_file is not None:
+                break
+    output.show(lambda _: chakra_view(rows, notes), {"ranks": rows, "notes": notes})
+
+
+JsonAtEnd = Annotated[bool, Opt("--json", "Print what was written as JSON at the end.")]
+Follow = Annotated[
+    bool, Opt("--follow", "Keep writing until the job has ended, or until interrupted.")
+]
+Every = Annotated[float, Opt("--every SECONDS", "Time between two looks at the run.", low=0.5)]
+
+
+def scalars(
+    directory: RunDir = None, follow: Follow = False, every: Every = 5.0, as_json: JsonAtEnd = False
+) -> None:
+    """Write step time, phases, CPU, memory and GPU of every rank as scalars for TensorBoard.
+
+    They go into DIR/tensorboard/rank0, rank1, ...; the job itself is not touched. Of steps faster
+    than 50 per second some are left out. Needs `pip install 'haiprof[tensorboard]'`.
+
+    For example:
+
+      haiprof export --to scalars --follow                    beside the job that runs
+      tensorboard --logdir haiprof-logs           to see them
+      haiprof train.py --tensorboard              starts this by itself
+    """
+    from haiprof.show.scalars import write_scalars
+
+    analyzer = open_target(directory)
+    written = write_scalars(analyzer.run, follow=follow, every_s=every)
+    Output(json=as_json).show(lambda _: written.line, written.as_json())
+
+
+def wandb(directory: RunDir = None) -> None:
+    """Send verdict, ledger, medians, step times and the page to Weights & Biases.
+
+    Its own variables count: WANDB_PROJECT, WANDB_MODE=offline, WANDB_DIR; with WANDB_RUN_ID and
+    WANDB_RESUME=allow they go into the run that the job itself logged to. Needs
+    `pip install 'haiprof[wandb]'`.
+
+    For example:
+
+      haiprof export --to wandb                   the newest run of the log directory
+      WANDB_RUN_ID=3kx81f WANDB_RESUME=allow haiprof export --to wandb haiprof-logs/train-...
+    """
+    _send("wandb", directory)
+
+
+def mlflow(directory: RunDir = None) -> None:
+    """Send verdict, ledger, medians, step times and the page to MLflow.
+
+    Its own variables count: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME; with MLFLOW_RUN_ID they go
+    into the run that the job itself logged to. Needs `pip install 'haiprof[mlflow]'`.
+
+    For example:
+
+      haiprof export --to mlflow                  the newest run of the log directory
+      MLFLOW_TRACKING_URI=http://tracker:5000 haiprof export --to mlflow haiprof-logs/train-...
+    """
+    _send("mlflow", directory)
+
+
+def _send(tracker: str, directory: Path | None) -> None:
+    from haiprof.base.safe_files import MadeFolder
+    from haiprof.compat.trackers import send, tracked_run
+    from haiprof.diagnosis.engine import diagnose
+    from haiprof.diagnosis.verdict import as_document
+    from haiprof.show.markdown import verdict_markdown
+    from haiprof.show.page.content import page_content
+    from haiprof.show.page.render import report_html
+
+    analyzer = open_target(directory)
+    found, manifest = diagnose(analyzer), analyzer.manifest()
+    texts = {"command": " ".join(manifest.command), "run": str(analyzer.run.root),
+             "version": manifest.haiprof_version}  # fmt: skip
+    files = {
+        "report.html": report_html(page_content(analyzer)),
+        "verdict.md": verdict_markdown(found, found.name),
+    }
+    sent = tracked_run(analyzer.steps(), as_document(found), texts, files)
+    folder = MadeFolder.temporary(f"haiprof-{tracker}-")
+    try:
+        Output().hint(f"sent to {tracker}: {send(tracker, sent, folder.path)}")
+    finally:
+        folder.remove()

@@ -80,7 +80,7 @@ def _named_peaks() -> Mapping[str, float] | None:
 
 
 def _lines(analysis: RankQuestions) -> pl.DataFrame | None:
-    from haiprof.trace_analysis.operator_lines import operator_lines
+    from haiprof.trace_analysis.python_code import operator_lines
 
     try:
         return analysis.per_rank(operator_lines)

@@ -155,20 +155,19 @@ def collectives(waits: pl.DataFrame) -> pl.DataFrame:
             bytes=pl.col("own_bytes").mean().round().cast(pl.Int64),
         )
     )
-    known = pl.col("missing").is_null()
-    rate = pl.when(pl.col("transfer_ns") > 0).then(pl.col("bytes") / (pl.col("transfer_ns") / 1e9))
+    known = pl.when(pl.col("missing").is_null()).then("behind_second_ns").alias("behind_second_ns")
+    rated = rows.with_columns(known, *_bandwidths("transfer_ns"))
+    return rated.select(pl.exclude("missing"), "missing").sort("collective")
+
+
+def _bandwidths(time: str) -> tuple[pl.Expr, pl.Expr]:
+    """Algorithm and bus bandwidth of `bytes` in a time; null where that is none."""
+    rate = pl.when(pl.col(time) > 0).then(pl.col("bytes") / (pl.col(time) / 1e9))
     bus = pl.coalesce(
         pl.when(pl.col("kind") == kind).then(factor) for kind, factor in _BUS_FACTOR.items()
     )
-    return (
-        rows.with_columns(
-            pl.when(known).then("behind_second_ns").alias("behind_second_ns"),
-            rate.alias("algorithm_bandwidth_bytes_per_s"),
-            (rate * bus).alias("bus_bandwidth_bytes_per_s"),
-        )
-        .select(pl.exclude("missing"), "missing")
-        .sort("collective")
-    )
+    names = ("algorithm_bandwidth_bytes_per_s", "bus_bandwidth_bytes_per_s")
+    return rate.alias(names[0]), (rate * bus).alias(names[1])
 
 
 def rank_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
@@ -183,18 +182,8 @@ def rank_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
         bytes=pl.when(sized.any()).then(pl.col("own_bytes").sum()),
         sized_ns=length.filter(sized).sum(),
     )  # fmt: skip
-    rate = pl.when(pl.col("sized_ns") > 0).then(pl.col("bytes") / (pl.col("sized_ns") / 1e9))
-    bus = pl.coalesce(
-        pl.when(pl.col("kind") == kind).then(factor) for kind, factor in _BUS_FACTOR.items()
-    )
-    return (
-        grouped.with_columns(
-            rate.alias("algorithm_bandwidth_bytes_per_s"),
-            (rate * bus).alias("bus_bandwidth_bytes_per_s"),
-        )
-        .drop("sized_ns")
-        .sort("rank", -pl.col("time_ns"), "process_group", "kind", nulls_last=True)
-    )
+    rated = grouped.with_columns(_bandwidths("sized_ns")).drop("sized_ns")
+    return rated.sort("rank", -pl.col("time_ns"), "process_group", "kind", nulls_last=True)
 
 
 def _own_bytes() -> pl.Expr:

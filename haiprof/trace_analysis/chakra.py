@@ -58,13 +58,6 @@ TYPE_SCHEMA: dict[str, Any] = {
 }
 
 
-def with_type(nodes: pl.DataFrame) -> pl.DataFrame:
-    """Adds the type of each node."""
-    rows = _Rows(nodes)
-    found = [rows.type_of(place) for place in range(len(nodes))]
-    return nodes.hstack(pl.DataFrame(found, schema=TYPE_SCHEMA, orient="row"))
-
-
 _Row = tuple[int, str | None, int | None, int | None, int | None, str | None]
 
 
@@ -299,9 +292,11 @@ class ChakraGraph:
 def chakra_graph(nodes: pl.DataFrame, rank: int, header: Mapping[str, Any]) -> ChakraGraph:
     """Types and dependencies of one rank's nodes."""
     edges, dropped = data_dependencies(nodes)
+    rows = _Rows(nodes)
+    found = [rows.type_of(place) for place in range(len(nodes))]
     return ChakraGraph(
         rank=rank,
-        nodes=with_type(nodes),
+        nodes=nodes.hstack(pl.DataFrame(found, schema=TYPE_SCHEMA, orient="row")),
         edges=edges,
         dropped_count=dropped,
         header=dict(header),

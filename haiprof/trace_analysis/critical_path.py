@@ -90,7 +90,14 @@ def _on_host(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
     row = innermost(graph.host.tree, whole)
     whole = whole.with_columns(row=pl.Series(row, dtype=pl.Int64))
     loading = _loading(graph, whole, data_loading)
-    return _describe(graph, _merge(whole.with_columns(loading=pl.Series(loading))))
+    # Merges neighbouring pieces of one event.
+    run = pl.struct("tid", "stretch", "row", "loading").rle_id()
+    return _describe(
+        graph,
+        whole.with_columns(loading=pl.Series(loading))
+        .group_by(run.alias("run"), maintain_order=True)
+        .agg(pl.col("pid", "tid", "row", "loading", "ts_ns").first(), pl.col("dur_ns").sum()),
+    )
 
 
 def _pieces(graph: Graph, thread: int, starts: Ints, ends: Ints) -> pl.DataFrame:
@@ -122,14 +129,6 @@ def _loading(graph: Graph, pieces: pl.DataFrame, pattern: str) -> npt.NDArray[np
         inside = (at >= 0) & (begins < ranges.ends[np.maximum(at, 0)])
         found |= inside & (tids == host.threads[int(number)][1])
     return found
-
-
-def _merge(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Merges neighbouring pieces of one event."""
-    run = pl.struct("tid", "stretch", "row", "loading").rle_id()
-    return pieces.group_by(run.alias("run"), maintain_order=True).agg(
-        pl.col("pid", "tid", "row", "loading", "ts_ns").first(), pl.col("dur_ns").sum()
-    )
 
 
 def _describe(graph: Graph, pieces: pl.DataFrame) -> pl.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -44,6 +45,21 @@ COMMUNICATION_NAMES = "|".join(
 A kernel whose event names a collective is one whatever its own name. Kernels that fuse a collective
 with computing (`allreduce_fusion_kernel`) count as computing: no name says how they share the time.
 """
+
+
+def with_rank(frames: Iterable[tuple[int, pl.DataFrame]]) -> pl.DataFrame:
+    """The frames of all ranks below each other, with the rank in front."""
+    return pl.concat(
+        frame.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all()) for rank, frame in frames
+    )
+
+
+def weighted_mean(value: pl.Expr, weight: pl.Expr) -> tuple[pl.Expr, pl.Expr]:
+    """A mean over time, or any other weight, and its deviation."""
+    whole = weight.sum()
+    mean = (value * weight).sum() / whole
+    square = (value * value * weight).sum() / whole - mean * mean
+    return mean, square.clip(0).sqrt()
 
 
 def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
@@ -92,16 +108,14 @@ def temporal_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     `Memset` in their name for no computation (D13), and leaves the last step out (D20).
     """
     gpu = with_kind(gpu_events(trace, steps))
-    rows = [_device(key[0], events) for key, events in gpu.group_by("device", maintain_order=True)]
+    rows: list[tuple[object, ...]] = []
+    for (device,), events in gpu.group_by("device", maintain_order=True):
+        span = int(_ends(events).to_numpy().max() - events["ts_ns"].to_numpy().min())
+        compute = total(union_of(events.filter(pl.col("kind") == COMPUTATION)))
+        busy = total(union_of(events))
+        rows.append((device, span, span - busy, compute, busy - compute))
     nothing = [(None,) * len(TEMPORAL_SCHEMA)]
     return pl.DataFrame(rows or nothing, schema=TEMPORAL_SCHEMA, orient="row").sort("device")
-
-
-def _device(device: object, events: pl.DataFrame) -> tuple[object, int, int, int, int]:
-    span = int(_ends(events).to_numpy().max() - events["ts_ns"].to_numpy().min())
-    compute = total(union_of(events.filter(pl.col("kind") == COMPUTATION)))
-    busy = total(union_of(events))
-    return device, span, span - busy, compute, busy - compute
 
 
 def _ends(events: pl.DataFrame) -> pl.Series:
@@ -135,9 +149,18 @@ def step_window(trace: Trace, steps: tuple[int, int]) -> tuple[int, int]:
     """When some profiler steps began and ended, in ns."""
     marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
     starts, ends = marks["start_ns"].to_list(), marks["end_ns"].to_list()
-    if not starts:
-        raise _no_such_step(trace, steps)
-    return min(starts), max(ends)
+    if starts:
+        return min(starts), max(ends)
+    if trace.steps.is_empty():
+        raise MissingDataError(
+            f"{trace.path}: no profiler step was recorded",
+            hint="call profiler.step() once per step, or ask without steps=",
+        )
+    numbers = trace.steps["step"].to_list()
+    raise MissingDataError(
+        f"{trace.path}: no step from {steps[0]} to before {steps[1]}; "
+        f"it has {min(numbers)} to {max(numbers)}"
+    )
 
 
 def traced_window(trace: Trace, steps: Steps = None) -> tuple[int, int, int | None]:
@@ -155,19 +178,6 @@ def traced_time(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """How long `traced_window` is; a question for a pool: one row, `wall_ns`."""
     low, high, _ = traced_window(trace, steps)
     return pl.DataFrame({"wall_ns": [high - low]}, schema={"wall_ns": pl.Int64})
-
-
-def _no_such_step(trace: Trace, steps: tuple[int, int]) -> MissingDataError:
-    numbers = trace.steps["step"].to_list()
-    if not numbers:
-        return MissingDataError(
-            f"{trace.path}: no profiler step was recorded",
-            hint="call profiler.step() once per step, or ask without steps=",
-        )
-    return MissingDataError(
-        f"{trace.path}: no step from {steps[0]} to before {steps[1]}; "
-        f"it has {min(numbers)} to {max(numbers)}"
-    )
 
 
 def with_launch(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
@@ -206,17 +216,13 @@ def overlap(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 
     Source: HTA get_comm_comp_overlap, in integer ns (D1) and per device (D12).
     """
-    rows = [
-        (device, *_overlap(kinds[COMPUTATION], kinds[COMMUNICATION]))
-        for device, kinds in _times(trace, steps)
-    ]
+    rows: list[tuple[object, ...]] = []
+    for device, kinds in _times(trace, steps):
+        compute, talk_ns = kinds[COMPUTATION], total(kinds[COMMUNICATION])
+        both = total(intersection(compute, kinds[COMMUNICATION]))
+        rows.append((device, total(compute), talk_ns, both, both / talk_ns if talk_ns else None))
     nothing = [(None,) * len(OVERLAP_SCHEMA)]
     return pl.DataFrame(rows or nothing, schema=OVERLAP_SCHEMA, orient="row").sort("device")
-
-
-def _overlap(compute: Intervals, talk: Intervals) -> tuple[int, int, int, float | None]:
-    both, talk_ns = total(intersection(compute, talk)), total(talk)
-    return total(compute), talk_ns, both, both / talk_ns if talk_ns else None
 
 
 def kernel_types(trace: Trace, steps: Steps = None) -> pl.DataFrame:
@@ -318,7 +324,21 @@ def idle_breakdown(
         idle_ns=pl.col("gap_ns").sum(), before_launch_ns=pl.col("before_launch_ns").sum(),
         **_STATISTICS,
     )  # fmt: skip
-    return _with_zeros(parts, gpu.select(_STREAM).unique())
+    # Categories without an interval have a row too, and 0 in it.
+    categories = pl.DataFrame({"idle_category": IDLE_CATEGORIES})
+    every = gpu.select(_STREAM).unique().join(categories, how="cross")
+    category, whole = pl.col("idle_category"), pl.col("idle_ns").sum().over(_STREAM)
+    known = pl.when(category != UNKNOWN).then(pl.col("before_launch_ns").fill_null(0))
+    return (
+        pl.concat([parts, every], how="diagonal")
+        .unique([*_STREAM, "idle_category"], keep="first", maintain_order=True)
+        .with_columns(pl.col("idle_ns", "count").fill_null(0), before_launch_ns=known)
+        .with_columns(idle_ratio=pl.when(whole > 0).then(pl.col("idle_ns") / whole))
+        .sort(*_STREAM, category.replace_strict(IDLE_CATEGORIES, range(len(IDLE_CATEGORIES))))
+        .select(
+            *_STREAM, "idle_category", "idle_ns", "idle_ratio", "before_launch_ns", *_STATISTICS
+        )
+    )
 
 
 def gaps(gpu: pl.DataFrame, runtime: pl.DataFrame, delay_ns: int) -> pl.DataFrame:
@@ -344,28 +364,6 @@ def gaps(gpu: pl.DataFrame, runtime: pl.DataFrame, delay_ns: int) -> pl.DataFram
     late_ns = (pl.col("launch_ns") - pl.col("busy_until_ns")).clip(0, pl.col("gap_ns"))
     return found.filter(pl.col("gap_ns") > 0).select(
         *_STREAM, "ts_ns", "gap_ns", before_launch_ns=late_ns, idle_category=category
-    )
-
-
-def _with_zeros(parts: pl.DataFrame, streams: pl.DataFrame) -> pl.DataFrame:
-    """Adds rows for categories without an interval, and shares."""
-    every = streams.join(pl.DataFrame({"idle_category": IDLE_CATEGORIES}), how="cross")
-    category, whole = pl.col("idle_category"), pl.col("idle_ns").sum().over(_STREAM)
-    return (
-        pl.concat([parts, every], how="diagonal")
-        .unique([*_STREAM, "idle_category"], keep="first", maintain_order=True)
-        .with_columns(
-            pl.col("idle_ns", "count").fill_null(0),
-            before_launch_ns=pl.when(category != UNKNOWN).then(
-                pl.col("before_launch_ns").fill_null(0)
-            ),
-            place=category.replace_strict(IDLE_CATEGORIES, range(len(IDLE_CATEGORIES))),
-        )
-        .with_columns(idle_ratio=pl.when(whole > 0).then(pl.col("idle_ns") / whole))
-        .sort(*_STREAM, "place")
-        .select(
-            *_STREAM, "idle_category", "idle_ns", "idle_ratio", "before_launch_ns", *_STATISTICS
-        )
     )
 
 

@@ -17,7 +17,7 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import Account, Ledger, ledger_document
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import ranks_text, ratio_text
-from haiprof.trace_analysis.arrivals import arrival_lateness, collective_waits, who_is_late
+from haiprof.trace_analysis.arrivals import arrival_lateness, who_is_late
 from haiprof.trace_analysis.device_ledger import (
     COMPUTE,
     CONVERSIONS,
@@ -31,7 +31,7 @@ from haiprof.trace_analysis.device_ledger import (
 )
 from haiprof.trace_analysis.device_operators import OPERATOR, RankOperators, rank_operators
 from haiprof.trace_analysis.device_remedies import REMEDIES, operator_remedy, remedy_of
-from haiprof.trace_analysis.device_time import LAUNCH
+from haiprof.trace_analysis.device_time import LAUNCH, with_rank
 from haiprof.trace_analysis.host_activity import (
     ADDRESS,
     ALLOCATION,
@@ -43,7 +43,6 @@ from haiprof.trace_analysis.host_activity import (
     PYTHON,
     parse_place,
 )
-from haiprof.trace_analysis.matching import on_one_clock
 from haiprof.trace_analysis.own_formulas import OwnFormulas
 from haiprof.trace_analysis.pool import Progress
 from haiprof.trace_analysis.questions.base import RankTraces
@@ -202,10 +201,7 @@ class _Traces(RankTraces):
         paths = [file.path for file in self.files.values()]
         ranks = dict(zip(self.files, self._ask(rank_ledger, paths, {}, progress), strict=True))
         operators = self._ask(rank_operators, paths, options, progress)
-        rows = pl.concat(
-            each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
-            for rank, each in ranks.items()
-        )
+        rows = with_rank((rank, each.rows) for rank, each in ranks.items())
         if rows.is_empty():
             raise MissingDataError(
                 f"{self.path}: no event of a GPU, and no operator or Python function of the host",
@@ -223,9 +219,7 @@ class _Traces(RankTraces):
             return pl.DataFrame(schema=schema), [], None
         if len(self.files) == 1:
             return pl.DataFrame(schema=schema), ["one rank's trace"], None
-        kernels = self._matched_collectives(None)
-        clocks = self._clocks(kernels)
-        waits = collective_waits(on_one_clock(kernels, clocks))
+        waits, clocks, _ = self._arrivals(None)
         late = who_is_late(arrival_lateness(waits, clocks), waits) if len(waits) else None
         known = waits.filter(pl.col("missing").is_null()).select(list(schema))
         lost = asked.join(known, on=["rank", "event"], how="anti")
@@ -361,6 +355,9 @@ def _as_ledger(
         missing=tuple(_missing(ranks, unknown, is_on_device=is_on_device)),
     )
     marks = pl.concat(marked)
+    works = pl.col("activity").str.contains(f"^(?:{COMPUTE}|{OPERATORS}: )")
+    chain = pl.concat_str("code", "operator", separator="\n", ignore_nulls=True)
+    summed = rows.filter(works).group_by(chain, maintain_order=True).agg(pl.col("ns").sum())
     return DeviceLedger(
         ledger=ledger,
         on_device=is_on_device,
@@ -369,17 +366,16 @@ def _as_ledger(
         total_ns=total,
         account_ns=tuple(keys["ns"].gather(order).to_list()),
         mark_ns=float(np.mean(marks.to_numpy())) if len(marks) else None,
-        gaps=pl.concat(
-            each.gaps.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
-            for rank, each in ranks.items()
-        ).sort("idle_ns", descending=True, maintain_order=True),
+        gaps=with_rank((rank, each.gaps) for rank, each in ranks.items()).sort(
+            "idle_ns", descending=True, maintain_order=True
+        ),
         kernel_count=sum(each.kernel_count for each in ranks.values()),
         linked_count=sum(each.linked_count for each in ranks.values()),
         operators=_operators(parts, times, own, count),
         uneven=_uneven(parts, times, own) if len(peers) else (),
         roles=_roles(parts, count),
         host_operators=() if is_on_device else _host_operators(rows, count),
-        branches=_branches(rows, count),
+        branches={tuple(code.split("\n")): ns / count for code, ns in summed.iter_rows() if code},
         device_name=next((each.device_name for each in parts.values()), None),
         peak=next((each.peak_source for each in parts.values()), None),
     )
@@ -401,21 +397,11 @@ def _host_operators(rows: pl.DataFrame, count: int) -> tuple[HostOperator, ...]:
     return tuple(HostOperator(name, code, ns / count) for name, code, ns in summed.iter_rows())
 
 
-def _branches(rows: pl.DataFrame, count: int) -> dict[tuple[str, ...], float]:
-    works = pl.col("activity").str.contains(f"^(?:{COMPUTE}|{OPERATORS}: )")
-    chain = pl.concat_str("code", "operator", separator="\n", ignore_nulls=True)
-    summed = rows.filter(works).group_by(chain, maintain_order=True).agg(pl.col("ns").sum())
-    return {tuple(code.split("\n")): ns / count for code, ns in summed.iter_rows() if code}
-
-
 def _operators(
     parts: Mapping[int, RankOperators], times: _Steps, own: Ints, count: int
 ) -> tuple[DeviceOperator, ...]:
     """The operators of all devices, and what each could gain."""
-    rows = pl.concat(
-        each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
-        for rank, each in parts.items()
-    )
+    rows = with_rank((rank, each.rows) for rank, each in parts.items())
     key = list(OPERATOR)
     keys = rows.group_by(key, maintain_order=True).agg(
         pl.col("kernel", "row_count", "estimate", "compute_ratio", *LAUNCH).first(),
@@ -445,10 +431,7 @@ def _uneven(
 ) -> tuple[UnevenOperator, ...]:
     """Operators that are longer on one rank, by what the mean step becomes shorter without that."""
     key = ["operator", "kind"]
-    rows = pl.concat(
-        each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
-        for rank, each in parts.items()
-    )
+    rows = with_rank((rank, each.rows) for rank, each in parts.items())
     keys = rows.select(key).unique(maintain_order=True).with_row_index("account")
     cube = times.cube(rows.join(keys, on=key, nulls_equal=True), len(keys)).astype(np.float64)
     usual = cube[:, ::-1] if cube.shape[1] == 2 else np.median(cube, axis=1, keepdims=True)

@@ -362,7 +362,18 @@ def compare_traces(control: pl.DataFrame, test: pl.DataFrame) -> TraceDiff:
             f"the {without} has no profiler steps, the other has: they cannot be compared per step",
             hint="call profiler.step() once per step, or compare with by_step=False",
         )
-    step_time = _step_time(before, after)
+    if not before.step_ns.mean() > 0:
+        raise MissingDataError("trace-diff: no time passes in the control's steps")
+    compared = compare_samples(before.step_ns, after.step_ns)
+    step_time = StepTime(
+        control_ns=float(before.step_ns.mean()),
+        test_ns=float(after.step_ns.mean()),
+        control_step_count=_step_count(before),
+        test_step_count=_step_count(after),
+        slower_probability=compared.greater_probability,
+        p_value=compared.p_value,
+        no_p_value_reason=None if compared.p_value is not None else _too_few(before, after),
+    )
     names = _names(before, after, step_time.difference_ns)
     return TraceDiff(
         names=names.sort(pl.col("difference_ns").abs(), "of", "name",
@@ -410,21 +421,6 @@ def _read_samples(samples: pl.DataFrame) -> _JobSamples:
         placed, int(lost), ranks["rank"].to_list(), steps["step"].to_list(),
         ~np.isnan(times), np.nanmean(times, axis=0),
     )  # fmt: skip
-
-
-def _step_time(before: _JobSamples, after: _JobSamples) -> StepTime:
-    if not before.step_ns.mean() > 0:
-        raise MissingDataError("trace-diff: no time passes in the control's steps")
-    compared = compare_samples(before.step_ns, after.step_ns)
-    return StepTime(
-        control_ns=float(before.step_ns.mean()),
-        test_ns=float(after.step_ns.mean()),
-        control_step_count=_step_count(before),
-        test_step_count=_step_count(after),
-        slower_probability=compared.greater_probability,
-        p_value=compared.p_value,
-        no_p_value_reason=None if compared.p_value is not None else _too_few(before, after),
-    )
 
 
 def _step_count(samples: _JobSamples) -> int:

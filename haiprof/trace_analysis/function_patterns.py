@@ -28,6 +28,7 @@ from haiprof.trace_analysis.device_time import (
     gpu_events,
     step_window,
     union_of,
+    weighted_mean,
     with_kind,
 )
 from haiprof.trace_analysis.files import host_name
@@ -317,7 +318,11 @@ def function_events(
     communication = collective_kernels(trace).filter(began)
     parts = {
         **_gpu(trace, geometry=geometry),
-        COMMUNICATION: _name_collectives(trace, communication),
+        COMMUNICATION: with_transfer_type(communication).select(
+            *_KEYS,
+            ts_ns=pl.col("start_ns") - base,
+            dur_ns=pl.col("end_ns") - pl.col("start_ns"),
+        ),
         RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
     }
     return parts, communication
@@ -337,17 +342,11 @@ def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
     }
 
 
-def _name_collectives(trace: Trace, communication: pl.DataFrame) -> pl.DataFrame:
-    """Collectives by what they are and the kernel that does them."""
+def with_transfer_type(communication: pl.DataFrame) -> pl.DataFrame:
+    """Collectives with their `type`: what they are and the kernel that does them."""
     pairs = communication.select("kind", "name").unique()
-    types = pairs.with_columns(
-        type=pl.Series([transfer_type(*row) for row in pairs.rows()], dtype=pl.String)
-    )
-    return communication.join(types, on=["kind", "name"], how="left").select(
-        *_KEYS,
-        ts_ns=pl.col("start_ns") - clock_base_ns(trace),
-        dur_ns=pl.col("end_ns") - pl.col("start_ns"),
-    )
+    types = pl.Series("type", [transfer_type(*row) for row in pairs.rows()], dtype=pl.String)
+    return communication.join(pairs.with_columns(types), on=["kind", "name"], how="left")
 
 
 def _kind(
@@ -394,14 +393,9 @@ def _kind(
 def _weighted_mean(column: str, deviation: str) -> tuple[pl.Expr, pl.Expr]:
     """Mean and deviation over time; null unless it is known of every call that takes time."""
     value, weight = pl.col(column), pl.col("dur_ns")
-    whole = weight.sum()
-    known = (whole > 0) & ((weight == 0) | value.is_not_null()).all()
-    mean = (value * weight).sum() / whole
-    square = (value * value * weight).sum() / whole - mean * mean
-    return (
-        pl.when(known).then(mean).alias(column),
-        pl.when(known).then(square.clip(0).sqrt()).alias(deviation),
-    )
+    known = (weight.sum() > 0) & ((weight == 0) | value.is_not_null()).all()
+    mean, spread = weighted_mean(value, weight)
+    return pl.when(known).then(mean).alias(column), pl.when(known).then(spread).alias(deviation)
 
 
 def _host(trace: Trace, window: PatternWindow, above: Intervals) -> tuple[pl.DataFrame, int | None]:

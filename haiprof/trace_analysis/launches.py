@@ -87,19 +87,7 @@ def launch_statistics(
     found = launched_events(trace, steps)
     if not include_memory_events:
         found = found.filter(~pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
-    cpu, gpu, delay = (
-        pl.col(name) for name in ("cpu_duration_ns", "gpu_duration_ns", "launch_delay_ns")
-    )
-    return _per_launch(found).with_columns(
-        is_short=(cpu <= runtime_cutoff_ns) & (gpu < cpu),
-        is_runtime_outlier=cpu > runtime_cutoff_ns,
-        is_launch_delay_outlier=delay > launch_delay_cutoff_ns,
-    )
-
-
-def _per_launch(found: pl.DataFrame) -> pl.DataFrame:
-    """One row per call, from one per GPU event; the events are by start."""
-    launches = found.group_by("correlation", maintain_order=True).agg(
+    launches = found.group_by("correlation", maintain_order=True).agg(  # by their start
         pl.col("call").first(),
         kernel=pl.col("name").first(),
         kernel_count=pl.len().cast(pl.Int64),
@@ -110,15 +98,15 @@ def _per_launch(found: pl.DataFrame) -> pl.DataFrame:
         gpu_duration_ns=pl.col("dur_ns").sum(),
         first_ns=pl.col("ts_ns").first(),
     )
-    end = pl.col("ts_ns") + pl.col("cpu_duration_ns")
-    return (
-        launches.with_columns(
-            pl.col("call", "kernel").cast(pl.String),
-            launch_delay_ns=(pl.col("first_ns") - end).clip(0),
-        )
-        .drop("first_ns")
-        .sort("ts_ns", "correlation")
-    )
+    cpu, gpu = pl.col("cpu_duration_ns"), pl.col("gpu_duration_ns")
+    delay = (pl.col("first_ns") - (pl.col("ts_ns") + cpu)).clip(0)
+    return launches.with_columns(
+        pl.col("call", "kernel").cast(pl.String),
+        launch_delay_ns=delay,
+        is_short=(cpu <= runtime_cutoff_ns) & (gpu < cpu),
+        is_runtime_outlier=cpu > runtime_cutoff_ns,
+        is_launch_delay_outlier=delay > launch_delay_cutoff_ns,
+    ).drop("first_ns").sort("ts_ns", "correlation")  # fmt: skip
 
 
 def launch_summary(
@@ -152,40 +140,33 @@ def launch_summary(
         launch_delay_cutoff_ns=launch_delay_cutoff_ns,
         include_memory_events=include_memory_events,
     )
-    spread = [
-        aggregate
-        for part in ("cpu_duration", "launch_delay")
-        for aggregate in (
-            pl.col(f"{part}_ns").sum(),
-            pl.col(f"{part}_ns").median().alias(f"{part}_median_ns"),
-            pl.col(f"{part}_ns").max().alias(f"{part}_max_ns"),
-        )
-    ]
     flags = ("short", "runtime_outlier", "launch_delay_outlier")
     by_call = launches.group_by("call").agg(
         pl.len().cast(pl.Int64).alias("launch_count"),
         pl.col("kernel_count").sum(),
         pl.col("gpu_duration_ns").sum(),
-        *spread,
+        *(
+            aggregate
+            for part in ("cpu_duration", "launch_delay")
+            for aggregate in (
+                pl.col(f"{part}_ns").sum(),
+                pl.col(f"{part}_ns").median().alias(f"{part}_median_ns"),
+                pl.col(f"{part}_ns").max().alias(f"{part}_max_ns"),
+            )
+        ),
         *(pl.col(f"is_{flag}").sum().cast(pl.Int64).alias(f"{flag}_count") for flag in flags),
     )
-    alone = _without_launch(trace, steps, include_memory_events=include_memory_events)
-    found = by_call.sort("launch_count", "call", descending=[True, False])
-    return pl.concat([found, alone], how="diagonal")
-
-
-def _without_launch(trace: Trace, steps: Steps, *, include_memory_events: bool) -> pl.DataFrame:
-    """The row of GPU events whose launch is not in the trace; no row where there is none."""
     gpu = gpu_events(trace, steps)
     if not include_memory_events:
         gpu = gpu.filter(~pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
     known = trace.runtime.filter(pl.col("correlation") > 0)
-    alone = gpu.join(known, on="correlation", how="anti")
-    return alone.select(
+    alone = gpu.join(known, on="correlation", how="anti").select(
         call=pl.lit(None, dtype=pl.String),
         kernel_count=pl.len().cast(pl.Int64),
         gpu_duration_ns=pl.col("dur_ns").sum(),
-    ).filter(pl.col("kernel_count") > 0)
+    ).filter(pl.col("kernel_count") > 0)  # fmt: skip
+    found = by_call.sort("launch_count", "call", descending=[True, False])
+    return pl.concat([found, alone], how="diagonal")
 
 
 MAX_QUEUE_LENGTH = 1024
@@ -373,10 +354,7 @@ def _over_changes(value: pl.Expr) -> dict[str, pl.Expr]:
 
 QUEUE_LENGTH, MEMORY_BANDWIDTH = "queue_length", "memory_bandwidth"
 COUNTERS = (QUEUE_LENGTH, MEMORY_BANDWIDTH)
-
-
-_GZIP_LEVEL = 1
-_ROWS = 20_000
+_GZIP_LEVEL, _ROWS = 1, 20_000
 
 
 def write_counter_trace(

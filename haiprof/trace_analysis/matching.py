@@ -18,6 +18,7 @@ from haiprof.trace_analysis.collectives import (
     SYNCHRONISING,
     collective_kernels,
 )
+from haiprof.trace_analysis.device_time import with_rank
 from haiprof.trace_analysis.pool import Pool, Progress, default_pool
 from haiprof.trace_format.clock_offsets import estimate_offsets
 
@@ -338,12 +339,9 @@ def _offsets(
 ) -> pl.DataFrame:
     paths: Sequence[Path] = [each.path for each in inputs.values()]
     found = (pool or default_pool(paths)).map(collective_kernels, paths, {}, progress)
-    frames = [
-        rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
-        for rank, rows in zip(inputs, found, strict=True)
-    ]
-    empty = pl.DataFrame(schema={"rank": pl.Int64, **KERNELS_SCHEMA})
-    on_gpus = pl.concat([empty, *frames]).filter(pl.col("device").ne_missing(ON_CPU))
+    empty = [(0, pl.DataFrame(schema=KERNELS_SCHEMA))]
+    kernels = with_rank([*empty, *zip(inputs, found, strict=True)])
+    on_gpus = kernels.filter(pl.col("device").ne_missing(ON_CPU))
     return clock_offsets(match_collectives(on_gpus))  # gloo's threads end them ms apart
 
 

@@ -85,7 +85,10 @@ def memory_by_operator(trace: Trace) -> pl.DataFrame:
     on, counts = [*_DEVICE, "operator"], pl.selectors.integer() - pl.selectors.by_name("device")
     found = own.join(_increases(events, operators), on=on, how="full", coalesce=True,
                      nulls_equal=True).with_columns(counts.fill_null(0))  # fmt: skip
-    return found.join(_leftovers(events), on=on, how="left", nulls_equal=True).select(
+    blocks = _blocks(events).filter(pl.col("freed_ns").is_null() & pl.col("gone").is_null())
+    return found.join(blocks.group_by(*_DEVICE, "operator").agg(
+        kept_count=pl.len().cast(pl.Int64), kept_bytes=pl.col("size_bytes").sum()
+    ), on=on, how="left", nulls_equal=True).select(
         *on, "allocation_count", "allocated_bytes", "free_count", "freed_bytes",
         "self_increase_bytes", "increase_bytes",
         pl.when(_has_addresses(events)).then(pl.col("kept_count", "kept_bytes").fill_null(0)),
@@ -216,14 +219,6 @@ def _blocks(events: pl.DataFrame) -> pl.DataFrame:
         pl.when(pair).then(after["operator"]).when(~born).then("operator").alias("freed_by"),
         "order", after["order"].alias("gone"), (born | end_alone).alias("is_block"),
     ).filter("is_block").drop("is_block")  # fmt: skip
-
-
-def _leftovers(events: pl.DataFrame) -> pl.DataFrame:
-    """Per device and operator: blocks that were still there when the window ended."""
-    blocks = _blocks(events).filter(pl.col("freed_ns").is_null() & pl.col("gone").is_null())
-    return blocks.group_by(*_DEVICE, "operator").agg(
-        kept_count=pl.len().cast(pl.Int64), kept_bytes=pl.col("size_bytes").sum()
-    )
 
 
 def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:

@@ -285,7 +285,17 @@ def merge_traces(
     recorded = _recordings(inputs, pool) if options.by_collectives or options.steps else {}
     base_ns = _base_ns(inputs)
     run, notes = _run_of(sources[0]) if options.counters or options.phases else (None, [])
-    tracks = _tracks(run, inputs, by_rank, options) if run else None
+    tracks = (
+        RunTracks(
+            run=run,
+            inputs=inputs,
+            clocks=by_rank,
+            with_counters=options.counters,
+            with_phases=options.phases,
+        )
+        if run
+        else None
+    )
     drawn = {files.rank for files in run.ranks} if run and options.phases else set()
     plans = [
         RankPlan(
@@ -309,6 +319,7 @@ def merge_traces(
         tracks=tracks,
         progress=writing,
     )
+    checks = check_frame({rank: each.file for rank, each in recorded.items()})
     return MergeReport(
         path=output,
         merged=merged,
@@ -316,7 +327,7 @@ def merge_traces(
         base_ns=base_ns,
         run=run.paths.root if run else None,
         notes=(*notes, *_notes(merged), *clock_notes(inputs, clocks)),
-        faults=tuple(_fault_lines(recorded)),
+        faults=tuple(fault_lines(checks, OF_EACH_RANK, effect="merged as recorded")),
     )
 
 
@@ -341,12 +352,6 @@ def _recordings(inputs: Mapping[int, TraceInput], pool: Pool | None) -> dict[int
 def _recording(trace: Trace) -> _Recording:
     """A question for a pool."""
     return _Recording(file=trace_file(trace), streams=stream_lanes(overlapping_events(trace)))
-
-
-def _fault_lines(recorded: Mapping[int, _Recording]) -> list[str]:
-    """What is wrong with the recordings."""
-    checks = check_frame({rank: each.file for rank, each in recorded.items()})
-    return fault_lines(checks, OF_EACH_RANK, effect="merged as recorded")
 
 
 def _base_ns(inputs: Mapping[int, TraceInput]) -> int:
@@ -407,21 +412,6 @@ def _run_folder(source: Path) -> Path | None:
         if RunPaths(folder).manifest.is_file() or RunPaths(folder).ranks.is_dir():
             return folder
     return None
-
-
-def _tracks(
-    run: RunFiles,
-    inputs: Mapping[int, TraceInput],
-    clocks: Mapping[int, RankClock],
-    options: MergeOptions,
-) -> RunTracks:
-    return RunTracks(
-        run=run,
-        inputs=inputs,
-        clocks=clocks,
-        with_counters=options.counters,
-        with_phases=options.phases,
-    )
 
 
 def _notes(merged: MergedTrace) -> list[str]:

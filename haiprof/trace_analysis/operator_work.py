@@ -387,18 +387,15 @@ def _elementwise(flops: int, inputs: int) -> Formula:
         found = call.tensors()[:inputs]
         if not found:
             raise LookupError(0)
-        shape = _broadcast([tensor.shape for tensor in found])
+        shapes = [tensor.shape for tensor in found]
+        length = max(map(len, shapes))
+        padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
+        shape = tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
         out = Tensor(shape, found[0].type)
         return Work(ELEMENTWISE, flops * out.count, _size(*found, out),
                     PRECISIONS.get(found[0].type))  # fmt: skip
 
     return formula
-
-
-def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    length = max(map(len, shapes))
-    padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
-    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
 
 
 def _copy(call: Call) -> Work:

@@ -1,33 +1,58 @@
-"""The patterns of all ranks in one frame, cached, and hardware samples joined to functions."""
+"""Patterns of all ranks in one frame, cached or as small files; hardware samples joined to them."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Floats, Intervals, covered_lengths, union
+from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.base.intervals import Floats, Intervals, covered_lengths
+from haiprof.base.units import ratio_text
+from haiprof.run_format.unpack import read_text
 from haiprof.trace_analysis.arrivals import (
     arrival_lateness,
     collective_waits,
     collectives,
     who_is_late,
 )
-from haiprof.trace_analysis.collectives import clock_base_ns
-from haiprof.trace_analysis.device_time import Steps
-from haiprof.trace_analysis.function_patterns import RankFunctions, function_events, pattern_window
-from haiprof.trace_analysis.kernel_names import COMMUNICATION, transfer_type
+from haiprof.trace_analysis.collectives import KERNELS_SCHEMA, clock_base_ns
+from haiprof.trace_analysis.device_time import Steps, union_of, weighted_mean, with_rank
+from haiprof.trace_analysis.files import TraceFile, trace_file
+from haiprof.trace_analysis.function_patterns import (
+    FUNCTIONS_SCHEMA,
+    TOTALS_SCHEMA,
+    RankFunctions,
+    function_events,
+    pattern_window,
+    with_ratios,
+    with_transfer_type,
+    worker_pattern,
+)
+from haiprof.trace_analysis.kernel_names import COMMUNICATION
 from haiprof.trace_analysis.matching import (
     clock_offsets,
     host_offsets,
     match_collectives,
     on_one_clock,
 )
-from haiprof.trace_analysis.report_cache import cached_answers
+from haiprof.trace_analysis.pool import Pool, Progress, default_pool
+from haiprof.trace_analysis.report_cache import (
+    UNFIT,
+    Answer,
+    cached_answers,
+    common_steps,
+    pack_answers,
+    unpack_reduced,
+    write_reduced,
+)
+from haiprof.trace_format.find import FUNCTIONS_SUFFIX, by_rank, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _RATE, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
@@ -70,13 +95,13 @@ def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
 
     Source: nccl-tests doc/PERFORMANCE.md; `haiprof.trace_analysis.arrivals` for the transfer.
     """
-    kernels = match_collectives(_with_rank({r: w.collectives for r, w in workers.items()}))
-    totals = _with_rank({r: w.totals for r, w in workers.items()})
+    kernels = match_collectives(with_rank((r, w.collectives) for r, w in workers.items()))
+    totals = with_rank((r, w.totals) for r, w in workers.items())
     hosts = totals.select("rank", "host")
     offsets = host_offsets(clock_offsets(kernels), hosts)
     waits = collective_waits(on_one_clock(kernels, offsets))
     lateness = arrival_lateness(waits, offsets)
-    functions = _with_rank({r: w.functions for r, w in workers.items()})
+    functions = with_rank((r, w.functions) for r, w in workers.items())
     moved = functions.join(_throughput(waits), on=list(_KEYS), how="left", maintain_order="left")
     talks = pl.col("kind") == COMMUNICATION
     alone = pl.lit("no other rank's trace has the same collective")
@@ -96,22 +121,11 @@ def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
     )
 
 
-def _with_rank(frames: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
-    return pl.concat(
-        frame.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
-        for rank, frame in frames.items()
-    )
-
-
 def _throughput(waits: pl.DataFrame) -> pl.DataFrame:
     """Per rank and function: `wait_ns`, `transfer_ns`, bus bandwidth and its deviation."""
     bus, whole = pl.col("bus_bandwidth_bytes_per_s"), pl.col("transfer_ns")
     work = collectives(waits).select("collective", work=bus * whole)
-    pairs = waits.select("kind", "name").unique()
-    types = pairs.with_columns(
-        type=pl.Series([transfer_type(*row) for row in pairs.rows()], dtype=pl.String)
-    )
-    rows = waits.join(work, on="collective", how="left").join(types, on=["kind", "name"])
+    rows = with_transfer_type(waits.join(work, on="collective", how="left"))
     time = pl.col("transfer_ns")
     timed = time.is_not_null() & pl.col("work").is_not_null() & (time > 0)
     rate = pl.col("work") / time
@@ -122,15 +136,13 @@ def _throughput(waits: pl.DataFrame) -> pl.DataFrame:
             "missing", pl.when(pl.col("work").is_null()).then(pl.lit("sizes were not recorded"))
         ),
     )
-    weight, value = pl.col("weight"), pl.col("rate")
-    mean = (value * weight).sum() / weight.sum()
-    square = (value * value * weight).sum() / weight.sum() - mean * mean
-    known = weight.sum() > 0
+    mean, spread = weighted_mean(pl.col("rate"), pl.col("weight"))
+    known = pl.col("weight").sum() > 0
     return weighted.group_by(_KEYS).agg(
         wait_ns=_sum("wait_ns"),
         transfer_ns=_sum("transfer_ns"),
         own_rate=pl.when(known).then(mean),
-        own_spread=pl.when(known).then(square.clip(0).sqrt()),
+        own_spread=pl.when(known).then(spread),
         missing=pl.col("missing").drop_nulls().first(),
     )
 
@@ -198,10 +210,10 @@ def function_counters(
 
 
 def _of_kind(kind: str, events: pl.DataFrame, samples: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    functions: list[tuple[str | None, str | None, Intervals]] = [(None, None, _union(events))]
+    functions: list[tuple[str | None, str | None, Intervals]] = [(None, None, union_of(events))]
     texts = events.with_columns(pl.col("type", "name").cast(pl.String))
     for (type_, name), own in texts.group_by("type", "name", maintain_order=True):
-        functions.append((str(type_), str(name), _union(own)))
+        functions.append((str(type_), str(name), union_of(own)))
     for series in samples.partition_by(_SERIES):
         times = np.unique(series["time_ns"].to_numpy())
         if len(times) < 2 or events.is_empty():
@@ -214,12 +226,11 @@ def _of_kind(kind: str, events: pl.DataFrame, samples: pl.DataFrame) -> Iterator
             weights: Floats = np.where(ran >= MAJORITY_RATIO * intervals, ran, 0).astype(np.float64)
             known = pl.DataFrame({"time_ns": times[1:], "weight": weights})
             value, weight = pl.col("value"), pl.col("weight")
-            mean = (value * weight).sum() / weight.sum()
-            square = (value * value * weight).sum() / weight.sum() - mean * mean
+            mean, spread = weighted_mean(value, weight)
             rows = series.join(known.filter(weight > 0), on="time_ns")
             found = rows.group_by(*_SERIES, "metric", "unit", maintain_order=True).agg(
                 mean=mean,
-                std=square.clip(0).sqrt(),
+                std=spread,
                 min=value.min(),
                 max=value.max(),
                 sample_count=pl.len().cast(pl.Int64),
@@ -231,6 +242,186 @@ def _of_kind(kind: str, events: pl.DataFrame, samples: pl.DataFrame) -> Iterator
             )  # fmt: skip
 
 
-def _union(events: pl.DataFrame) -> Intervals:
-    starts = events["ts_ns"].to_numpy()
-    return union(starts, starts + events["dur_ns"].to_numpy())
+VERSION = 2
+"""2: functions have `median_block_count`.
+1: gzip of a line of JSON (`haiprof_functions`, the version; `steps`; `geometry`; `left_out`,
+what is not in the file, in words), then four answers as `report_cache` packs them, their frames as
+plain Arrow: `file`; `functions`, without the two ratios that follow from it; `totals`;
+`collectives`, whose `event` and `start_ns` are differences to the row above, and `end_ns` to
+`start_ns`."""
+SIZE_LIMIT_BYTES = 30_000
+"""Source: EROICA (arXiv 2506.08528), some 30 KB per worker of 3 GB."""
+_TEXT_LIMIT_BYTES = 64 << 20
+_LEVEL = 6
+_SHRINK = 0.97
+"""Of the rows that may fit: bytes do not shrink quite as rows do. Own choice."""
+_DERIVED = ("share_ratio", "bottleneck_ratio")
+_STORED = {name: kind for name, kind in FUNCTIONS_SCHEMA.items() if name not in _DERIVED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternFile:
+    """The content of a file."""
+
+    path: Path
+    steps: Steps
+    """First profiler step and the one after the last; None: all that was recorded."""
+    geometry: bool
+    """Whether kernels are told apart by grid and block."""
+    file: TraceFile
+    """The trace that it was made of."""
+    pattern: RankFunctions
+    left_out: tuple[str, ...]
+    """What its size left no room for, in words."""
+
+    @property
+    def rank(self) -> int | None:
+        """As the trace stated it; None where it did not."""
+        return self.file.rank
+
+
+def reduce_patterns(
+    path: str | Path,
+    folder: Path,
+    *,
+    steps: Steps = None,
+    geometry: bool = False,
+    window: int | None = None,
+    pool: Pool | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Writes the pattern of each trace, from which `RankQuestions.patterns` answers the same."""
+    traces = window_files(path, window)
+    pool = pool or default_pool(traces)
+    options = {"steps": steps, "geometry": geometry}
+    found = pool.map(file_and_pattern, traces, options, progress)
+    return [
+        write_reduced(folder / f"{trace.name}{FUNCTIONS_SUFFIX}",
+                      pack_pattern(steps, file, pattern, geometry=geometry))
+        for trace, (file, pattern) in zip(traces, found, strict=True)
+    ]  # fmt: skip
+
+
+def file_and_pattern(
+    trace: Trace, *, steps: Steps = None, geometry: bool = False
+) -> tuple[TraceFile, RankFunctions]:
+    """What a file is, and its pattern; a question for a pool."""
+    return trace_file(trace), worker_pattern(trace, steps=steps, geometry=geometry)
+
+
+def read_pattern(path: Path) -> PatternFile:
+    """The content of a file."""
+    try:
+        data = read_text(path, limit_bytes=_TEXT_LIMIT_BYTES)
+        head, steps, answers = unpack_reduced(data, path, "haiprof_functions", VERSION)
+        file = answers["file"]
+        if not isinstance(file, TraceFile):
+            raise TypeError("no trace file")
+        return PatternFile(
+            path=path, steps=steps, geometry=bool(head["geometry"]), file=file,
+            pattern=_pattern(answers), left_out=tuple(map(str, head["left_out"])),
+        )  # fmt: skip
+    except UNFIT as error:
+        raise TraceFormatError(
+            f"{path}: no functions that this haiprof can read: {error}",
+            hint="haiprof trace functions TRACES --reduce DIR writes them again",
+        ) from None
+
+
+def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = False) -> Patterns:
+    """The patterns of all ranks, as from their traces but for what each file has left out."""
+    read = [read_pattern(path) for path in paths]
+    common_steps(read, asked, command="functions")
+    known = [each.geometry for each in read]
+    if not all(known) and (geometry or any(known)):
+        raise MissingDataError(
+            f"{paths[known.index(False)]}: kernels by name alone, without grid and block",
+            hint="haiprof trace functions TRACES --geometry --reduce DIR",
+        )
+    ranks = by_rank(read)
+    found = gather_patterns({rank: each.pattern for rank, each in ranks.items()})
+    lacks = [f"rank {rank}: {text}" for rank, each in ranks.items() for text in each.left_out]
+    return replace(found, left_out=tuple(lacks))
+
+
+def pack_pattern(
+    steps: Steps, file: TraceFile, pattern: RankFunctions, *, geometry: bool = False
+) -> bytes:
+    """The bytes of a file; where they are too many, without what weighs least.
+
+    Functions are left out by the time in which they ran, the least first; of collectives the
+    last, so that those that are left are the same on every rank.
+    """
+    functions, collectives = pattern.functions, pattern.collectives
+    while True:
+        content = replace(pattern, functions=functions, collectives=collectives)
+        head = {"haiprof_functions": VERSION, "steps": steps, "geometry": geometry,
+                "left_out": _left_out(pattern, content)}  # fmt: skip
+        # Times as small numbers, of which gzip makes more.
+        first = (pl.col(name).diff().fill_null(pl.col(name)) for name in ("event", "start_ns"))
+        answers: dict[str, Answer] = {
+            "file": file,
+            "functions": content.functions.select(list(_STORED)),
+            "totals": content.totals,
+            "collectives": content.collectives.with_columns(
+                *first, end_ns=pl.col("end_ns") - pl.col("start_ns")
+            ),
+        }
+        text = json.dumps(head).encode() + b"\n" + pack_answers(answers, plain=True)
+        data = gzip.compress(text, _LEVEL, mtime=0)
+        if len(data) <= SIZE_LIMIT_BYTES or not (len(functions) or len(collectives)):
+            return data
+        excess = len(data) - SIZE_LIMIT_BYTES
+        of_functions, of_collectives = _size(functions), _size(collectives)
+        if of_functions > of_collectives:
+            count = _fewer(functions, excess / of_functions)
+            place = pl.col("covered_ns").rank("ordinal", descending=True)
+            functions = functions.filter(place <= count)
+        else:
+            collectives = collectives.head(_fewer(collectives, excess / of_collectives))
+
+
+def _left_out(whole: RankFunctions, kept: RankFunctions) -> list[str]:
+    lacks = []
+    count = len(whole.functions) - len(kept.functions)
+    if count:
+        gone = whole.functions.join(kept.functions, on=["kind", "type", "name"], how="anti")
+        share = gone["share_ratio"].max()
+        most = ratio_text(share if isinstance(share, float) else None)
+        lacks.append(f"{count} functions that ran for at most {most} of the time are left out")
+    if len(kept.collectives) < len(whole.collectives):
+        lacks.append(
+            f"only the first {len(kept.collectives)} of {len(whole.collectives)} collectives: "
+            "bandwidth, waiting and who is late rest on them"
+        )
+    return lacks
+
+
+def _fewer(frame: pl.DataFrame, excess_ratio: float) -> int:
+    """How many rows are kept where such a part of their bytes is too much: at least a third."""
+    return int(len(frame) * min(_SHRINK, max(1 - excess_ratio, 1 / 3)))
+
+
+def _size(frame: pl.DataFrame) -> int:
+    return len(gzip.compress(pack_answers({"": frame}, plain=True), _LEVEL))
+
+
+def _pattern(answers: dict[str, Answer]) -> RankFunctions:
+    totals = _frame(answers["totals"], TOTALS_SCHEMA)
+    functions = _frame(answers["functions"], _STORED)
+    collectives = _frame(answers["collectives"], KERNELS_SCHEMA)
+    window_ns = int(totals["window_ns"].item())
+    times = (pl.col("event").cum_sum(), pl.col("start_ns").cum_sum())
+    return RankFunctions(
+        functions=with_ratios(functions, window_ns).select(list(FUNCTIONS_SCHEMA)),
+        totals=totals,
+        collectives=collectives.with_columns(*times).with_columns(
+            end_ns=pl.col("start_ns") + pl.col("end_ns")
+        ),
+    )
+
+
+def _frame(answer: Answer, schema: dict[str, type[pl.DataType]]) -> pl.DataFrame:
+    if not isinstance(answer, pl.DataFrame):
+        raise TypeError("no frame")
+    return answer.select(pl.col(name).cast(kind) for name, kind in schema.items())

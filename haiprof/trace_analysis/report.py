@@ -162,11 +162,17 @@ def standard_report(
     files = asked.paths()
     reduced = files[0].name.endswith(SUMMARY_SUFFIX)
     if reduced:
-        steps, visits = _read_summaries(files, steps)
+        questions = {question.__name__: question for question in (*_OF_FILE, *_OF_STEPS)}
+        read = [read_summary(file, questions) for file in files]
+        visits: dict[Path, _Visit] = {
+            each.path: {question: each.answers[name] for name, question in questions.items()}
+            for each in read
+        }
+        steps = common_steps(read, steps)
         asked = TraceQuestions(path, pool=_Visited(visits, steps), window=window)
     pool = pool or default_pool(files)
     if rank is not None:
-        files = [_file_of_rank(asked, rank)]
+        files = [asked.file_of(rank).path]
     if not reduced:
         visits = _visit_files(files, steps, pool, progress)
     visited = _Visited(visits, steps)
@@ -204,25 +210,6 @@ def reduce_traces(
         write_summary(file, folder, steps, {q.__name__: answer for q, answer in visit.items()})
         for file, visit in visits.items()
     ]
-
-
-def _read_summaries(files: Sequence[Path], steps: Steps) -> tuple[Steps, dict[Path, _Visit]]:
-    questions = {question.__name__: question for question in (*_OF_FILE, *_OF_STEPS)}
-    read = [read_summary(file, questions) for file in files]
-    visits = {
-        each.path: {question: each.answers[name] for name, question in questions.items()}
-        for each in read
-    }
-    return common_steps(read, steps), visits
-
-
-def _file_of_rank(traces: TraceQuestions, rank: int) -> Path:
-    if rank not in traces.files:
-        known = ", ".join(map(str, traces.files))
-        raise MissingDataError(
-            f"{traces.path}: no trace of rank {rank}", hint=f"it has rank {known}"
-        )
-    return traces.files[rank].path
 
 
 def _visit_files(

@@ -169,10 +169,15 @@ class Summary:
 def write_summary(trace: Path, folder: Path, steps: Steps, answers: Mapping[str, Answer]) -> Path:
     """Writes a trace's answers under its name, replacing an existing file."""
     head = json.dumps({"haiprof_summary": VERSION, "steps": steps}).encode() + b"\n"
-    target = folder / f"{trace.name}{SUMMARY_SUFFIX}"
+    return write_reduced(folder / f"{trace.name}{SUMMARY_SUFFIX}", head + pack_answers(answers))
+
+
+def write_reduced(target: Path, data: bytes) -> Path:
+    """Writes what a trace was reduced to into a folder that `--reduce` names."""
+    folder = target.parent
     try:
         make_named_folder(folder)
-        write_file(target, head + pack_answers(answers), below=folder)
+        write_file(target, data, below=folder)
     except OSError as error:
         raise UsageError(f"--reduce {folder}: {error.strerror}") from None
     return target
@@ -181,13 +186,7 @@ def write_summary(trace: Path, folder: Path, steps: Steps, answers: Mapping[str,
 def read_summary(path: Path, questions: Collection[str]) -> Summary:
     """The answers in a file."""
     try:
-        data = path.read_bytes()
-        at = data.index(b"\n") + 1
-        head = json.loads(data[:at])
-        if head["haiprof_summary"] != VERSION:
-            raise ValueError(f"version {head['haiprof_summary']}")
-        steps = None if head["steps"] is None else (int(head["steps"][0]), int(head["steps"][1]))
-        answers = unpack_answers(data[at:], path)
+        _, steps, answers = unpack_reduced(path.read_bytes(), path, "haiprof_summary", VERSION)
         lacking = sorted(set(questions) - set(answers))
         if lacking:
             raise ValueError(f"no answer to {lacking[0]}")
@@ -197,6 +196,18 @@ def read_summary(path: Path, questions: Collection[str]) -> Summary:
             hint="haiprof trace report TRACES --reduce DIR writes it again",
         ) from None
     return Summary(path=path, steps=steps, answers=answers)
+
+
+def unpack_reduced(
+    data: bytes, path: Path, kind: str, version: int
+) -> tuple[dict[str, Any], Steps, dict[str, Answer]]:
+    """The line of JSON that a reduced trace begins with, its steps, and its answers."""
+    at = data.index(b"\n") + 1
+    head = json.loads(data[:at])
+    if head[kind] != version:
+        raise ValueError(f"version {head[kind]}")
+    steps = None if head["steps"] is None else (int(head["steps"][0]), int(head["steps"][1]))
+    return head, steps, unpack_answers(data[at:], path)
 
 
 class _OfSteps(Protocol):

@@ -24,7 +24,7 @@ from haiprof.diagnosis.function_reports import function_reports
 from haiprof.trace_analysis import report_cache
 from haiprof.trace_analysis.chakra import chakra_graph, write_chakra
 from haiprof.trace_analysis.memory_timeline import memory_by_category
-from haiprof.trace_analysis.pattern_file import patterns_of_files, reduce_patterns
+from haiprof.trace_analysis.pattern_gathering import patterns_of_files, reduce_patterns
 from haiprof.trace_analysis.report_cache import read_summary, write_summary
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables

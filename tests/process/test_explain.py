@@ -9,7 +9,7 @@ import pytest
 import haiprof
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
-from haiprof.trace_analysis.operator_lines import operator_lines
+from haiprof.trace_analysis.python_code import operator_lines
 from tests.process.jobs import run_job
 from tests.process.live import LiveJob
 

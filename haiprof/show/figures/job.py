@@ -44,8 +44,11 @@ def over_time_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12,
         subplot_titles=[f"Step time ({unit})", f"Phases of a step, mean over ranks ({unit})"],
     )  # fmt: skip
-    draw = _lines if len(grid.ranks) <= LINE_LIMIT else _spread
-    for trace in draw(grid, seconds):
+    lines = _spread(grid, seconds) if len(grid.ranks) > LINE_LIMIT else (
+        _line(seconds, grid.step_ns[place], f"rank {rank}", series_color(rank))
+        for place, rank in enumerate(grid.ranks)
+    )  # fmt: skip
+    for trace in lines:
         figure.add_trace(trace, row=1, col=1)
     for trace in _areas(grid, seconds):
         figure.add_trace(trace, row=2, col=1)
@@ -58,11 +61,6 @@ def over_time_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
     figure.update_xaxes(**TIME_AXIS)
     figure.update_yaxes(rangemode="tozero", **AXIS)
     return figure
-
-
-def _lines(grid: RankGrid, seconds: Floats) -> Iterator[go.Scatter]:
-    for place, rank in enumerate(grid.ranks):
-        yield _line(seconds, grid.step_ns[place], f"rank {rank}", series_color(rank))
 
 
 def _spread(grid: RankGrid, seconds: Floats) -> Iterator[go.Scatter]:
@@ -139,7 +137,13 @@ def rank_map_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
     )
     height = min(_MOST_PX, max(_LEAST_PX, _ROW_PX * len(grid.ranks))) + _FRAME_PX
     figure.update_layout(**figure_layout(title, height=height))
-    figure.update_layout(updatemenus=[_menu(grid)])
+    buttons = [
+        {"label": part, "method": "restyle",
+         "args": [{name: [values] for name, values in _cells(grid, part).items()}]}
+        for part in PARTS if grid.typical_ns[part] is not None
+    ]  # fmt: skip
+    menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
+    figure.update_layout(updatemenus=[menu])
     figure.update_xaxes(**TIME_AXIS)
     whole = {"tickformat": "d", "tick0": 0, "dtick": -(-len(grid.ranks) // _MOST_TICKS)}
     figure.update_yaxes(title="rank", autorange="reversed", **whole, **AXIS)
@@ -167,16 +171,6 @@ def _cells(grid: RankGrid, part: str) -> dict[str, Any]:
         "z": (grid.excess_ratio(part) * 100).astype(np.float32),
         "customdata": (grid.of(part) / NS_PER_MS).astype(np.float32),
     }
-
-
-def _menu(grid: RankGrid) -> dict[str, Any]:
-    seen = [part for part in PARTS if grid.typical_ns[part] is not None]
-    buttons = []
-    for part in seen:
-        cells = _cells(grid, part)
-        argument = {name: [values] for name, values in cells.items()}
-        buttons.append({"label": part, "method": "restyle", "args": [argument]})
-    return {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
 
 
 _LATE_RANKS_HEIGHT_PX = 320

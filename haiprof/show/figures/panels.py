@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from textwrap import shorten
@@ -90,16 +89,12 @@ def counter_traces(panel: PanelSpec, read: SeriesReader, start_ns: int) -> list[
     for spec in panel.counters:
         series = label_series(read, spec)
         for place, (name, samples) in enumerate(series):
-            line = _Line(
-                name=f"{name} {spec.word}".rstrip(),
-                group=name,
-                color=owner_color(samples.owner, place),
-                dash=spec.dash,
-                unit=panel.unit,
-                limit=points_per_series(len(series)),
-            )
             seconds = (samples.time_ns - start_ns) / NS_PER_S
-            found.append(line.draw(seconds, samples.values / panel.scale))
+            found.append(_draw_line(
+                seconds, samples.values / panel.scale, name=f"{name} {spec.word}".rstrip(),
+                group=name, color=owner_color(samples.owner, place), dash=spec.dash,
+                unit=panel.unit, limit=points_per_series(len(series)),
+            ))  # fmt: skip
     return found
 
 
@@ -114,50 +109,30 @@ def step_traces(steps: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
     frames = steps.sort("rank", "start_ns").partition_by("rank", maintain_order=True)
     found = []
     for own in frames:
-        rank = own["rank"][0]
-        line = _Line(
-            name=f"rank {rank}",
-            group=f"rank {rank}",
-            color=series_color(rank),
-            unit="ms",
-            limit=points_per_series(len(frames)),
-        )
+        rank, times_ns = own["rank"][0], own["step_ns"].to_numpy()
         seconds = (own["start_ns"].to_numpy() - start_ns) / NS_PER_S
-        times_ns = own["step_ns"].to_numpy()
-        found.append(line.draw(seconds, times_ns / NS_PER_MS, seconds + times_ns / NS_PER_S))
+        found.append(_draw_line(
+            seconds, times_ns / NS_PER_MS, seconds + times_ns / NS_PER_S, name=f"rank {rank}",
+            group=f"rank {rank}", color=series_color(rank), unit="ms",
+            limit=points_per_series(len(frames)),
+        ))  # fmt: skip
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """How one series is drawn."""
-
-    name: str
-    group: str
-    color: str
-    unit: str
-    limit: int
-    dash: str = "solid"
-
-    def draw(self, seconds: Floats, values: Floats, ends: Floats | None = None) -> go.Scatter:
-        kept = thin_points(values, limit=self.limit)
-        lasting = seconds if ends is None else ends
-        x, y = with_gaps(kept, gap_starts(seconds, ends), [seconds, values], lasting)
-        return go.Scatter(
-            x=x,
-            y=y,
-            name=self.name,
-            legendgroup=self.group,
-            mode="lines" if len(kept) > 1 else "markers",
-            line={
-                "color": self.color,
-                "width": 1.5,
-                "dash": self.dash,
-                "shape": "linear" if ends is None else "hv",
-            },
-            marker={"color": self.color},
-            hovertemplate=f"{self.name}: %{{y:.3r}} {self.unit}<extra></extra>",
-        )
+def _draw_line(
+    seconds: Floats, values: Floats, ends: Floats | None = None, *,
+    name: str, group: str, color: str, unit: str, limit: int, dash: str = "solid",
+) -> go.Scatter:  # fmt: skip
+    """One series: its points thinned to a limit, with a gap at each pause."""
+    kept = thin_points(values, limit=limit)
+    lasting = seconds if ends is None else ends
+    x, y = with_gaps(kept, gap_starts(seconds, ends), [seconds, values], lasting)
+    shape = "linear" if ends is None else "hv"
+    return go.Scatter(
+        x=x, y=y, name=name, legendgroup=group, mode="lines" if len(kept) > 1 else "markers",
+        line={"color": color, "width": 1.5, "dash": dash, "shape": shape},
+        marker={"color": color}, hovertemplate=f"{name}: %{{y:.3r}} {unit}<extra></extra>",
+    )  # fmt: skip
 
 
 COLUMNS = 4
@@ -187,7 +162,7 @@ def panel_grid(
     missing: Mapping[str, str],
 ) -> go.Figure:
     """A figure with its titles, axes and counters; the head's panels are left to the caller."""
-    heights = [head_px, *(ROW_PX for _ in rows)]
+    heights, span = [head_px, *(ROW_PX for _ in rows)], COLUMNS // len(head)
     absent = by_reason(missing)
     below = _LINE_PX * len(absent)
     titles = [*head, *(f"{panel.title} ({panel.unit})" for row in rows for panel, _ in row)]
@@ -195,7 +170,7 @@ def panel_grid(
         rows=len(heights),
         cols=COLUMNS,
         specs=[
-            _head_cells(len(head)),
+            [{"colspan": span} if at % span == 0 else None for at in range(COLUMNS)],
             *([{} if at < len(row) else None for at in range(COLUMNS)] for row in rows),
         ],
         row_heights=heights,
@@ -209,24 +184,18 @@ def panel_grid(
     left_titles(figure)
     for number, row in enumerate(rows, start=2):
         for column, (panel, traces) in enumerate(row, start=1):
-            _add_panel(figure, panel, traces, row=number, col=column)
-    _add_missing(figure, absent)
+            for trace in traces:
+                figure.add_trace(trace, row=number, col=column)
+            figure.update_xaxes(row=number, col=column, **TIME_AXIS)
+            top = [0, panel.top] if panel.top else None
+            figure.update_yaxes(range=top, rangemode="tozero", row=number, col=column, **AXIS)
+    for place, (what, why) in enumerate(absent):  # below the panels
+        figure.add_annotation(
+            text=f"{escape(what)}: not measured: {escape(shorten(why, _REASON_CHARS))}",
+            showarrow=False, xref="paper", yref="paper", x=0, xanchor="left", y=0, yanchor="top",
+            yshift=-(_BOTTOM_PX - 4 + _LINE_PX * place), font={"color": "#777777", "size": 11},
+        )  # fmt: skip
     return figure
-
-
-def _head_cells(count: int) -> list[dict[str, Any] | None]:
-    span = COLUMNS // count
-    return [{"colspan": span} if at % span == 0 else None for at in range(COLUMNS)]
-
-
-def _add_panel(
-    figure: go.Figure, panel: PanelSpec, traces: Sequence[go.Scatter], *, row: int, col: int
-) -> None:
-    for trace in traces:
-        figure.add_trace(trace, row=row, col=col)
-    figure.update_xaxes(row=row, col=col, **TIME_AXIS)
-    top = [0, panel.top] if panel.top else None
-    figure.update_yaxes(range=top, rangemode="tozero", row=row, col=col, **AXIS)
 
 
 def same_time_axis(figure: go.Figure, axis: str, *, head: Sequence[str]) -> None:
@@ -239,30 +208,8 @@ def same_time_axis(figure: go.Figure, axis: str, *, head: Sequence[str]) -> None
 
 def left_titles(figure: go.Figure) -> None:
     """Moves the titles of panels to their left edge."""
-    for title in figure.layout.annotations:
-        if title.yanchor == "bottom":
-            axis = _axis_below(figure, title.x)
-            title.update(x=axis.domain[0], xanchor="left", font={"size": 13}, yshift=2)
-
-
-def _axis_below(figure: go.Figure, x: float) -> go.layout.XAxis:
-    """The x axis of the panels whose titles stand at x of the paper."""
     axes = list(figure.select_xaxes())
-    return min(axes, key=lambda axis: abs(sum(axis.domain) / 2 - x))
-
-
-def _add_missing(figure: go.Figure, missing: Sequence[tuple[str, str]]) -> None:
-    """Below the panels: each source that has none, and why."""
-    for place, (what, why) in enumerate(missing):
-        figure.add_annotation(
-            text=f"{escape(what)}: not measured: {escape(shorten(why, _REASON_CHARS))}",
-            showarrow=False,
-            xref="paper",
-            yref="paper",
-            x=0,
-            xanchor="left",
-            y=0,
-            yanchor="top",
-            yshift=-(_BOTTOM_PX - 4 + _LINE_PX * place),
-            font={"color": "#777777", "size": 11},
-        )
+    for title in figure.layout.annotations:
+        if title.yanchor == "bottom":  # a panel's, which stands over the middle of its axis
+            axis = min(axes, key=lambda axis: abs(sum(axis.domain) / 2 - title.x))
+            title.update(x=axis.domain[0], xanchor="left", font={"size": 13}, yshift=2)

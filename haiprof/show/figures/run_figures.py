@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import plotly.graph_objects as go
@@ -14,7 +13,6 @@ from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import MISSING, NS_PER_MS, NS_PER_S, duration_text
-from haiprof.run_analysis.counters import SeriesReader
 from haiprof.run_analysis.ranks import rank_grid
 from haiprof.run_analysis.run_files import median
 from haiprof.show.figures.job import late_ranks_figure, rank_map_figure
@@ -41,7 +39,7 @@ from haiprof.show.figures.style import (
     VERMILLION,
     figure_layout,
 )
-from haiprof.show.rank_summary import OneRankSummary, one_rank_summary, rank_counters
+from haiprof.show.rank_summary import one_rank_summary, rank_counters
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.summary import (
     OverviewSummary,
@@ -57,42 +55,13 @@ from haiprof.show.views.compare import headline, step_facts
 
 if TYPE_CHECKING:
     from haiprof.diagnosis.compare.comparison import Comparison
+    from haiprof.diagnosis.compare.step_change import Change
     from haiprof.run_analysis.run_frames import RunFrames
 
 Split = Mapping[str, float | None]
 
 _BAR_PX, _BAR_FRAME_PX, _HEAD_MAX_PX = 26, 60, 600
 _LEGEND_LIMIT = 24
-
-
-def overview_figure(
-    steps: pl.DataFrame,
-    read: SeriesReader,
-    *,
-    splits: Sequence[tuple[str, Split]],
-    missing: Mapping[str, str],
-    title: str,
-    start_ns: int,
-) -> go.Figure:
-    """Split of the mean step per rank; over time the step, and one row of panels per source.
-
-    Series longer than about 5000 points are thinned; the highest and lowest point of each stretch
-    stay. A pause of a series is a gap in its line. Sources that are missing as a whole are named
-    below the panels, each with the reason.
-    """
-    head = ["Mean step by phase (ms)", "Step time (ms)"]
-    rows = source_rows(read, start_ns)
-    height = min(max(ROW_PX, _BAR_PX * len(splits) + _BAR_FRAME_PX), _HEAD_MAX_PX)
-    figure = panel_grid(head, rows, head_px=height, title=title, missing=missing)
-    _add_splits(figure, splits)
-    for trace in step_traces(steps, start_ns):
-        figure.add_trace(trace, row=1, col=COLUMNS // 2 + 1)
-    place = {"row": 1, "col": COLUMNS // 2 + 1}
-    figure.update_xaxes(**place, **TIME_AXIS)
-    figure.update_yaxes(rangemode="tozero", **place, **AXIS)
-    same_time_axis(figure, "x2", head=["x"])
-    _show_each_name_once(figure)
-    return figure
 
 
 def _add_splits(figure: go.Figure, splits: Sequence[tuple[str, Split]]) -> None:
@@ -125,47 +94,7 @@ def _add_splits(figure: go.Figure, splits: Sequence[tuple[str, Split]]) -> None:
     figure.update_yaxes(autorange="reversed", type="category", row=1, col=1)
 
 
-def _show_each_name_once(figure: go.Figure) -> None:
-    """One legend entry per phase, and per rank or host while they are few."""
-    names = {trace.legendgroup for trace in figure.data}
-    shown = names if len(names) <= _LEGEND_LIMIT else set(PHASES)
-    seen: set[str] = set()
-    for trace in figure.data:
-        group = trace.legendgroup
-        trace.showlegend = group in shown and group not in seen
-        if trace.showlegend:
-            trace.name = group
-        seen.add(group)
-
-
 _STEPS_PX = 320
-
-
-def one_rank_figure(
-    steps: pl.DataFrame,
-    read: SeriesReader,
-    *,
-    missing: Mapping[str, str],
-    title: str,
-    start_ns: int,
-) -> go.Figure:
-    """Phases of each step as a stacked area, and below it the counters of the rank and its host.
-
-    Of more than about 5000 steps the slowest and fastest of each stretch are drawn, all their
-    phases together, so that a stack always is one real step.
-    """
-    rows = source_rows(read, start_ns)
-    head = ["Phases of each step (ms)"]
-    figure = panel_grid(head, rows, head_px=_STEPS_PX, title=title, missing=missing)
-    for area in phase_areas(steps, start_ns):
-        figure.add_trace(area, row=1, col=1)
-    figure.update_xaxes(row=1, col=1, **TIME_AXIS)
-    figure.update_yaxes(rangemode="tozero", row=1, col=1, **AXIS)
-    same_time_axis(figure, "x", head=[])
-    for trace in figure.select_traces(selector={"stackgroup": None}):
-        trace.showlegend = False
-    figure.update_layout(hovermode="x unified")
-    return figure
 
 
 def phase_areas(steps: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
@@ -185,19 +114,13 @@ def phase_areas(steps: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
             continue
         times_ms = column.cast(pl.Float64).to_numpy() / NS_PER_MS
         x, y, step = with_gaps(kept, breaks, [seconds, times_ms, numbers], ends)
-        found.append(go.Scatter(x=x, y=y, customdata=step, **_area_style(phase)))
+        found.append(go.Scatter(
+            x=x, y=y, customdata=step, name=phase, stackgroup="step", mode="lines",
+            line={"width": 0, "color": PHASE_COLORS[phase], "shape": "hv"},
+            fillcolor=PHASE_COLORS[phase],
+            hovertemplate=f"{phase}: %{{y:.3r}} ms (step %{{customdata:.0f}})<extra></extra>",
+        ))  # fmt: skip
     return found
-
-
-def _area_style(phase: str) -> dict[str, Any]:
-    return {
-        "name": phase,
-        "stackgroup": "step",
-        "mode": "lines",
-        "line": {"width": 0, "color": PHASE_COLORS[phase], "shape": "hv"},
-        "fillcolor": PHASE_COLORS[phase],
-        "hovertemplate": f"{phase}: %{{y:.3r}} ms (step %{{customdata:.0f}})<extra></extra>",
-    }
 
 
 BIN_COUNT = 60
@@ -205,20 +128,8 @@ _SHOWN_RATIO = 0.99
 _HEIGHT_PX, _ROW_PX, _FRAME_PX = 220, 26, 150
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """The additional time of one part of a step in the new run, with its interval."""
-
-    name: str
-    ns: float
-    low_ns: float
-    high_ns: float
-    is_sure: bool
-    """Beyond chance."""
-
-
 def run_difference_figure(
-    before_ns: Floats, after_ns: Floats, parts: Sequence[Difference], *, title: str
+    before_ns: Floats, after_ns: Floats, parts: Sequence[Change], *, title: str
 ) -> go.Figure:
     """Step times of both runs as shares by length, above the difference of each part.
 
@@ -243,7 +154,7 @@ def run_difference_figure(
     figure.update_xaxes(ticksuffix=" ms", **AXIS)
     figure.update_yaxes(rangemode="tozero", **AXIS, row=1, col=1)
     if parts:
-        names = [part.name for part in parts]
+        names = [part.title for part in parts]
         figure.update_yaxes(**AXIS, type="category", categoryorder="array",
                             categoryarray=names[::-1], row=2, col=1)  # fmt: skip
         figure.add_vline(x=0, line={"color": GREY, "width": 1}, row=2, col=1)
@@ -269,19 +180,19 @@ def _lengths(before_ns: Floats, after_ns: Floats) -> Iterator[go.Scatter]:
         )  # fmt: skip
 
 
-def _whiskers(parts: Sequence[Difference]) -> Iterator[go.Scatter]:
+def _whiskers(parts: Sequence[Change]) -> Iterator[go.Scatter]:
     for name, color, chosen in (
-        ("beyond chance", VERMILLION, [part for part in parts if part.is_sure]),
-        ("may be chance", GREY, [part for part in parts if not part.is_sure]),
+        ("beyond chance", VERMILLION, [part for part in parts if part.is_certain]),
+        ("may be chance", GREY, [part for part in parts if not part.is_certain]),
     ):
         if not chosen:
             continue
         middle, low, high = (
             np.array([getattr(part, key) for part in chosen]) / NS_PER_MS
-            for key in ("ns", "low_ns", "high_ns")
+            for key in ("difference_ns", "low_ns", "high_ns")
         )
         yield go.Scatter(
-            x=middle.tolist(), y=[part.name for part in chosen], name=name, mode="markers",
+            x=middle.tolist(), y=[part.title for part in chosen], name=name, mode="markers",
             marker={"color": [color] * len(chosen), "size": 9},
             line={"color": color},
             error_x={"type": "data", "symmetric": False, "array": (high - middle).tolist(),
@@ -297,32 +208,69 @@ _SMALL = "<br><span style='font-size:12px;color:#666666'>{}</span>"
 
 
 def overview_picture(data: RunFrames) -> go.Figure:
-    """The whole job as one interactive figure."""
+    """The whole job as one interactive figure.
+
+    Split of the mean step per rank; over time the step, and one row of panels per source. Series
+    longer than about 5000 points are thinned; the highest and lowest point of each stretch stay. A
+    pause of a series is a gap in its line. Sources that are missing as a whole are named below the
+    panels, each with the reason.
+    """
     counted = select_judged_steps(data.steps())
     digest = data.counter_digest(counted)
     summary = overview_summary(data, digest=digest)
-    return overview_figure(
-        counted,
-        read_counted_series(data, digest),
-        splits=[(f"rank {rank_name(r)}", r.split_ns) for r in summary.ranks if r.step_count],
-        missing=summary.missing,
-        title=_title(summary.run, _overview_facts(summary)),
-        start_ns=summary.span.start_ns if summary.span else 0,
-    )
+    splits = [(f"rank {rank_name(r)}", r.split_ns) for r in summary.ranks if r.step_count]
+    start_ns = summary.span.start_ns if summary.span else 0
+    title = _title(summary.run, _overview_facts(summary))
+    head = ["Mean step by phase (ms)", "Step time (ms)"]
+    height = min(max(ROW_PX, _BAR_PX * len(splits) + _BAR_FRAME_PX), _HEAD_MAX_PX)
+    rows = source_rows(read_counted_series(data, digest), start_ns)
+    figure = panel_grid(head, rows, head_px=height, title=title, missing=summary.missing)
+    _add_splits(figure, splits)
+    place = {"row": 1, "col": COLUMNS // 2 + 1}
+    for trace in step_traces(counted, start_ns):
+        figure.add_trace(trace, **place)
+    figure.update_xaxes(**place, **TIME_AXIS)
+    figure.update_yaxes(rangemode="tozero", **place, **AXIS)
+    same_time_axis(figure, "x2", head=["x"])
+    # One legend entry per phase, and per rank or host while they are few.
+    names = {trace.legendgroup for trace in figure.data}
+    shown, seen = names if len(names) <= _LEGEND_LIMIT else set(PHASES), set[str]()
+    for trace in figure.data:
+        trace.showlegend = trace.legendgroup in shown and trace.legendgroup not in seen
+        if trace.showlegend:
+            trace.name = trace.legendgroup
+        seen.add(trace.legendgroup)
+    return figure
 
 
 def one_rank_picture(data: RunFrames, rank: int) -> go.Figure:
-    """One rank over time as one interactive figure."""
+    """One rank over time as one interactive figure.
+
+    Phases of each step as a stacked area, and below it the counters of the rank and its host. Of
+    more than about 5000 steps the slowest and fastest of each stretch are drawn, all their phases
+    together, so that a stack always is one real step.
+    """
     summary = one_rank_summary(data, rank)
     counted = select_judged_steps(rank_steps(data.steps(), rank, summary.attempt))
     samples = rank_counters(data, rank, summary.about["host"])
-    return one_rank_figure(
-        counted,
-        frame_reader(select_judged_samples(samples, counted, data.ranks())),
-        missing=summary.missing,
-        title=_title(summary.run, _rank_facts(summary)),
-        start_ns=summary.span.start_ns if summary.span else 0,
-    )
+    read = frame_reader(select_judged_samples(samples, counted, data.ranks()))
+    start_ns = summary.span.start_ns if summary.span else 0
+    name = f"rank {summary.rank}" + (f", attempt {summary.attempt}" if summary.attempt else "")
+    mean = duration_text(summary.mean_step_ns) if summary.step_count else MISSING
+    facts = f"{name} · {count_text(summary.step_count, 'step')} · mean step {mean}"
+    figure = panel_grid(
+        ["Phases of each step (ms)"], source_rows(read, start_ns), head_px=_STEPS_PX,
+        title=_title(summary.run, facts), missing=summary.missing,
+    )  # fmt: skip
+    for area in phase_areas(counted, start_ns):
+        figure.add_trace(area, row=1, col=1)
+    figure.update_xaxes(row=1, col=1, **TIME_AXIS)
+    figure.update_yaxes(rangemode="tozero", row=1, col=1, **AXIS)
+    same_time_axis(figure, "x", head=[])
+    for trace in figure.select_traces(selector={"stackgroup": None}):
+        trace.showlegend = False
+    figure.update_layout(hovermode="x unified")
+    return figure
 
 
 def rank_map_picture(data: RunFrames) -> go.Figure | None:
@@ -353,15 +301,10 @@ def comparison_picture(found: Comparison, *, title: str | None = None) -> go.Fig
     before, after = found.before.step_ns, found.after.step_ns
     if not len(before) and not len(after):
         return None
-    parts = [
-        Difference(name=part.title, ns=part.difference_ns, low_ns=part.low_ns,
-                   high_ns=part.high_ns, is_sure=part.is_certain)
-        for part in found.positions
-    ]  # fmt: skip
     if title is None:
         small = f"{found.after.path.name} against {found.before.path.name}: {step_facts(found)}"
         title = f"<b>{escape(headline(found))}</b>{_SMALL.format(escape(small))}"
-    return run_difference_figure(before, after, parts, title=title)
+    return run_difference_figure(before, after, found.positions, title=title)
 
 
 def _title(run: RunHeader, step_facts: str) -> str:
@@ -378,9 +321,3 @@ def _overview_facts(summary: OverviewSummary) -> str:
         return f"{ranks} · no step recorded"
     low, high = duration_text(min(means)), duration_text(max(means))
     return f"{ranks} · mean step {low if low == high else f'{low} to {high}'}"
-
-
-def _rank_facts(summary: OneRankSummary) -> str:
-    name = f"rank {summary.rank}" + (f", attempt {summary.attempt}" if summary.attempt else "")
-    mean = duration_text(summary.mean_step_ns) if summary.step_count else MISSING
-    return f"{name} · {count_text(summary.step_count, 'step')} · mean step {mean}"

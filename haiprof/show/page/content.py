@@ -30,10 +30,9 @@ from haiprof.show.flame import RunFlames, run_flames
 from haiprof.show.frame_table import PageTable, text_table
 from haiprof.show.page import run_sections as parts
 from haiprof.show.page.counter_data import counter_data, map_data, step_data, traced_times
-from haiprof.show.page.device_part import DevicePart, device_part
-from haiprof.show.page.ledger_part import LedgerPart, ledger_part
+from haiprof.show.page.ledger_part import DevicePart, LedgerPart, device_part, ledger_part
 from haiprof.show.page.memory_part import MemoryPart, memory_part
-from haiprof.show.page.trace_sections import (
+from haiprof.show.page.run_sections import (
     TraceSections,
     figure_data,
     plain_figure,
@@ -285,7 +284,10 @@ def page_content(
         ),
         options=parts.option_pairs(analyzer.files.manifest),
         one_rank=parts.one_rank_facts(ranks, nodes),
-        not_measured=tuple(by_reason(_not_measured(verdict, summary, memory, traces, others))),
+        not_measured=tuple(by_reason({
+            **dict(verdict.not_measured), **summary.missing, **dict(memory.missing),
+            **dict(traces.missing), **{what: why for what, why in others.items() if why},
+        })),
         flames=flames,
         comparison=compared,
         data={
@@ -294,7 +296,7 @@ def page_content(
             "memory": memory.data,
             "flame": flames.graph.as_json(),
         },
-    )
+    )  # fmt: skip
 
 
 def _hung_ranks(verdict: Verdict) -> tuple[int, ...]:
@@ -303,20 +305,6 @@ def _hung_ranks(verdict: Verdict) -> tuple[int, ...]:
         return verdict.death.ranks if verdict.death.cause == "hang" else ()
     found = (f for f in verdict.findings if f.rule == STANDSTILL and f.severity == "critical")
     return tuple(each.rank for each in found if each.rank is not None)
-
-
-def _not_measured(
-    verdict: Verdict,
-    summary: OverviewSummary,
-    memory: MemoryPart,
-    traces: TraceSections,
-    others: Mapping[str, str],
-) -> dict[str, str]:
-    """What has no number anywhere on the page, and why."""
-    return {
-        **dict(verdict.not_measured), **summary.missing, **dict(memory.missing),
-        **dict(traces.missing), **{what: why for what, why in others.items() if why},
-    }  # fmt: skip
 
 
 def time_start_ns(summary: OverviewSummary) -> int:

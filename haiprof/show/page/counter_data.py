@@ -132,24 +132,19 @@ def _pack(panels: list[dict[str, Any]], lines: list[_Line]) -> dict[str, Any]:
     seconds = np.concatenate([np.empty(0), *(x for x, _ in drawn)])
     values = np.concatenate([np.empty(0), *(y for _, y in drawn)])
     axis = {"low": float(seconds.min()), "high": float(seconds.max())} if seconds.size else {}
+    scales = []  # one per line: panels differ by their units, lines by their size
+    for _, y in drawn:
+        finite = np.abs(y[np.isfinite(y)])
+        scales.append(float(finite.max()) if finite.size and finite.max() > 0 else 1.0)
+    each = np.repeat(np.array(scales), [len(y) for _, y in drawn]) if drawn else values
     return {
         "panels": panels,
         "lines": [
             {**line.about, "count": len(x)} for line, (x, _) in zip(lines, drawn, strict=True)
         ],
         "time": on_axis(seconds, **axis) if axis else on_axis(seconds, low=0.0, high=1.0),
-        "value": _by_panel(lines, [y for _, y in drawn], values),
+        "value": {**half_floats(values / each), "scales": scales},
     }
-
-
-def _by_panel(lines: list[_Line], drawn: list[Floats], values: Floats) -> dict[str, Any]:
-    """One scale per line: panels differ by their units, lines by their size."""
-    scales = []
-    for y in drawn:
-        finite = np.abs(y[np.isfinite(y)])
-        scales.append(float(finite.max()) if finite.size and finite.max() > 0 else 1.0)
-    each = np.repeat(np.array(scales), [len(y) for y in drawn]) if drawn else values
-    return {**half_floats(values / each), "scales": scales}
 
 
 def _thin(line: _Line, limit: int) -> tuple[Floats, Floats]:

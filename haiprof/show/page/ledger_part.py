@@ -1,4 +1,4 @@
-"""The ledger as the page shows it: bars of positions, a row per account, its series over steps."""
+"""The ledgers as a page shows them: of the run, and of the time of its devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import Account, Ledger
@@ -14,7 +15,13 @@ from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.show.figures.panels import thin_points
+from haiprof.show.frame_table import PageTable, page_table
 from haiprof.show.page.counter_data import half_floats, single_floats
+from haiprof.show.views import device_ledger as view
+from haiprof.show.views.functions import kernel_label
+from haiprof.trace_analysis.device_remedies import HOST_OPERATORS_REMEDY
+from haiprof.trace_analysis.device_verdict import DeviceLedger
+from haiprof.trace_analysis.host_activity import parse_place
 
 _LEAST_RATIO = 0.002
 """Accounts below this share of the step are one row."""
@@ -120,3 +127,142 @@ def _series(found: RunLedger, accounts: Sequence[int]) -> dict[str, Any]:
         "step": single_floats(np.concatenate([np.empty(0), *steps])),
         "ms": half_floats(np.concatenate([np.empty(0), *times])),
     }
+
+
+_OPERATOR_LIMIT, _OPPORTUNITY_LIMIT = 15, 8
+_OPERATORS = (
+    ("operator", "operator"), ("time_ns", "time"), ("time_ratio", "of the step"),
+    ("roofline_ratio", "roofline"), ("won_ns", "to win"), ("does", "reaches"),
+    ("kind", "kind"), ("kernels", "kernels"),
+)  # fmt: skip
+_OF_OPERATORS = (
+    "Per step, by GPU time. The roofline is what the GPU can do at most for this work: its peak of "
+    "computing or its memory's bandwidth, whichever takes longer. To win: at what such "
+    "operators usually reach. A dash: FLOPs, bytes or the GPU's peak are not known."
+)
+
+_HOST_OPERATORS = (
+    ("operator", "operator"), ("code", "in"), ("time_ns", "time"), ("time_ratio", "of the step"),
+)  # fmt: skip
+_OF_HOST_OPERATORS = (
+    f"Per step, where each is innermost; the backward pass has the line of its forward pass. What "
+    f"helps: {HOST_OPERATORS_REMEDY}."
+)
+_GAP_LIMIT = 12
+_GAPS = (
+    ("start_ns", "begins at"), ("rank", "rank"), ("idle_ns", "idle"), ("activity", "the host"),
+    ("activity_ns", "for"), ("code", "in"), ("kernel", "until"),
+)  # fmt: skip
+_OF_GAPS = (
+    "One by one. What the host did most of that time, and the kernel that ended it; times are "
+    "since the first step began."
+)
+_NAME_LENGTH = 32
+_HOST_DID = {
+    "operators": "launches operators", "python": "runs Python",
+    "outside operators": "nothing recorded",
+    "between kernels": "has launched the next", "between kernels, long": "has launched the next",
+    "wait: device": "waited for the device",
+    "wait: loader": "waits for input", "wait: sleep or lock": "sleeps or waits",
+    "wait: collective": "waits in a collective",
+    "allocation": "allocates or frees", "runtime calls": "calls the runtime",
+    "host not recorded": "not recorded",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePart:
+    """What the device did with the mean step, and what would make that shorter."""
+
+    headline: str
+    rests_on: str
+    mean_ns: float
+    bar: tuple[tuple[str, str, float, str], ...]
+    """Parts of the mean step: name, colour, ns, and the kinds of work in it."""
+    rows: tuple[tuple[bool, str, str, str, str | None], ...]
+    """Opportunities: whether it is a problem, what and where, time, the step without it, remedy."""
+    tables: tuple[PageTable, ...]
+    notes: tuple[str, ...]
+
+
+def device_part(found: DeviceLedger | None) -> DevicePart | None:
+    """The ledger of a device for a page; None where nothing was traced."""
+    if found is None:
+        return None
+    ledger, worth = found.ledger, view.worth_showing(found)
+    return DevicePart(
+        headline=view.headline(found),
+        rests_on=view.rests_on(found),
+        mean_ns=ledger.mean_ns,
+        bar=tuple(
+            (name, color, ns, view.kinds_text(ledger.accounts, ns).strip(" ()")
+             if name in ("computing", "operators") else "")
+            for (name, color, _), ns in view.bar_parts(found).items()
+        ),
+        rows=tuple(
+            (view.is_problem(found, each), *view.opportunity_texts(found, each))
+            for each in worth[:_OPPORTUNITY_LIMIT]
+        ),
+        tables=tuple(_tables(found)),
+        notes=tuple(view.notes(found, worth)),
+    )  # fmt: skip
+
+
+def _tables(found: DeviceLedger) -> Iterator[PageTable]:
+    if found.operators:
+        yield _operators(found)
+    if found.host_operators:
+        rows = pl.DataFrame(found.host_operators, schema=["operator", "code", "time_ns"],
+                            orient="row", infer_schema_length=None).with_columns(
+            pl.col("code").cast(pl.String).map_elements(_code_place, pl.String),
+            time_ratio=pl.col("time_ns") / found.ledger.mean_ns,
+        )  # fmt: skip
+        yield page_table("Operators of the training thread", rows, _HOST_OPERATORS,
+                         limit=_OPERATOR_LIMIT, note=_OF_HOST_OPERATORS)  # fmt: skip
+    if found.on_device and len(found.gaps):
+        yield _gaps(found)
+
+
+def _gaps(found: DeviceLedger) -> PageTable:
+    """Idle times one by one, with what the host did and which kernel ended them."""
+    name = pl.col("operator").str.strip_chars("<>")
+    rows = found.gaps.head(_GAP_LIMIT).with_columns(
+        pl.col("activity").str.strip_prefix("idle: ").replace([*_HOST_DID], [*_HOST_DID.values()]),
+        code=pl.concat_str(
+            pl.col("code").str.split("\n").list.last().map_elements(_code_place, pl.String),
+            name,
+            separator=" · ",
+            ignore_nulls=True,
+        ),
+        kernel=pl.col("kernel").map_elements(_short_label, pl.String),
+        rank=pl.col("rank") if len(found.ranks) > 1 else None,
+    )
+    return page_table("The longest idle times", rows, _GAPS, limit=_GAP_LIMIT, note=_OF_GAPS)
+
+
+def _code_place(name: str) -> str:
+    """A Python function as PyTorch names it, as its place; any other name as it is."""
+    file, line, function = parse_place(name)
+    return place_text(file, line, function) if file else name
+
+
+def _short_label(name: str) -> str:
+    label = kernel_label(name)
+    return label if len(label) <= _NAME_LENGTH else f"{label[: _NAME_LENGTH - 1]}…"
+
+
+def _operators(found: DeviceLedger) -> PageTable:
+    """Operators by GPU time with what they reach, and how far from the roofline that is."""
+    rows: list[dict[str, Any]] = [
+        {
+            "operator": " ".join(filter(None, (each.name, view.shapes_text(each.shapes),
+                                               each.precision))),
+            "kind": each.kind, "kernels": round(each.kernel_count), "time_ns": each.ns_per_step,
+            "time_ratio": each.ns_per_step / found.ledger.mean_ns,
+            "does": " and ".join(view.rate_texts(each)) or None,
+            "roofline_ratio": each.roofline_ratio, "won_ns": each.gain_ns or None,
+        }
+        for each in sorted(found.operators, key=lambda each: -each.ns_per_step)
+    ]  # fmt: skip
+    return page_table("Operators by GPU time", pl.DataFrame(rows, infer_schema_length=None),
+                      _OPERATORS, limit=_OPERATOR_LIMIT, note=_OF_OPERATORS)  # fmt: skip

@@ -208,32 +208,21 @@ def _peak(own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame) -> _Peak:
     _, rank, _, _ = own.owner
     assert rank is not None, "peaks are of ranks"
     place = int(own.values.argmax())
-    time_ns, mine = int(own.time_ns[place]), pl.col("rank") == rank
+    time_ns, start = int(own.time_ns[place]), pl.col("start_ns")
+    begun = (pl.col("rank") == rank) & (start <= time_ns)
+    step = steps.filter(begun, time_ns < start + pl.col("step_ns"))["step"]
+    phase = spans.filter(
+        begun, time_ns < start + pl.col("duration_ns"), pl.col("phase").is_in(PHASES)
+    ).sort("duration_ns")["phase"]
     return _Peak(
         rank=rank,
         time_ns=time_ns,
         highest=float(own.values[place]),
         first=float(own.values[0]),
         last=float(own.values[-1]),
-        step=_step_at(steps.filter(mine), time_ns),
-        phase=_phase_at(spans.filter(mine), time_ns),
+        step=int(step[0]) if len(step) else None,
+        phase=str(phase[0]) if len(phase) else None,
     )
-
-
-def _step_at(steps: pl.DataFrame, time_ns: int) -> int | None:
-    start = pl.col("start_ns")
-    found = steps.filter((start <= time_ns) & (time_ns < start + pl.col("step_ns")))
-    return None if found.is_empty() else int(found["step"][0])
-
-
-def _phase_at(spans: pl.DataFrame, time_ns: int) -> str | None:
-    start = pl.col("start_ns")
-    found = spans.filter(
-        (start <= time_ns)
-        & (time_ns < start + pl.col("duration_ns"))
-        & pl.col("phase").is_in(PHASES)
-    ).sort("duration_ns")
-    return None if found.is_empty() else str(found["phase"][0])
 
 
 def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak], start_ns: int) -> dict[str, Any]:
@@ -278,22 +267,20 @@ def _gpu_table(levels: Mapping[int, GpuMemorySeries]) -> PageTable:
     head = ("rank", "kept between steps", "added within a step", "highest", "before step",
             "reserved", "limit")  # fmt: skip
     order = sorted(levels, key=lambda rank: (-int(levels[rank].peak_bytes.max()), rank))
-    rows = [_gpu_cells(rank, levels[rank]) for rank in order[:_RANK_LIMIT]]
+    rows = []
+    for rank in order[:_RANK_LIMIT]:
+        series = levels[rank]
+        settled, highest = series.allocated_bytes[_SETTLED:], int(series.peak_bytes.max())
+        kept = float(np.median(settled)) if len(settled) else None
+        added = None if kept is None else max(highest - kept, 0.0)
+        reached = int(series.step[int(series.peak_bytes.argmax())])
+        rows.append((
+            str(rank), bytes_text(kept), bytes_text(added), bytes_text(highest), str(reached),
+            bytes_text(int(series.reserved_bytes.max())), bytes_text(series.limit_bytes or None),
+        ))  # fmt: skip
     more = max(0, len(order) - _RANK_LIMIT)
     title = "GPU memory of each rank, and what it held"
     return text_table(title, head, rows, more=more, note=_GPU_WORDS)
-
-
-def _gpu_cells(rank: int, series: GpuMemorySeries) -> tuple[str, ...]:
-    settled = series.allocated_bytes[_SETTLED:]
-    kept = float(np.median(settled)) if len(settled) else None
-    highest = int(series.peak_bytes.max())
-    reached = int(series.step[int(series.peak_bytes.argmax())])
-    added = None if kept is None else max(highest - kept, 0.0)
-    return (
-        str(rank), bytes_text(kept), bytes_text(added), bytes_text(highest), str(reached),
-        bytes_text(int(series.reserved_bytes.max())), bytes_text(series.limit_bytes or None),
-    )  # fmt: skip
 
 
 def _held_table(failed: Sequence[GpuOutOfMemory]) -> PageTable:

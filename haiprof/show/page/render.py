@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from haiprof.base.errors import HaiprofError
+from haiprof.base.output_file import output_file
 from haiprof.base.units import MISSING, SPACES, bytes_text, duration_text, visible
 from haiprof.base.version import __version__
 from haiprof.diagnosis.verdict import Verdict
@@ -22,9 +23,8 @@ from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
 from haiprof.show.page.content import MARKS, PageContent, page_content
 from haiprof.show.page.counter_data import json_for_script, squeeze
-from haiprof.show.page.device_part import device_part
-from haiprof.show.page.run_sections import file_size
-from haiprof.show.page.trace_sections import figure_data, page_pictures, report_tables
+from haiprof.show.page.ledger_part import device_part
+from haiprof.show.page.run_sections import figure_data, file_size, page_pictures, report_tables
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.text import by_reason, count_text, printable
 from haiprof.trace_analysis.device_verdict import device_ledger
@@ -288,6 +288,14 @@ def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:
         if not is_foreign(verdict, rule, why):
             rules.setdefault(text.printable(why), []).append(rule.replace("_", " "))
     return [(", ".join(names), why) for why, names in rules.items()]
+
+
+def write_trace_page(
+    report: TraceReport, traces: TraceQuestions, path: Path, *, force: bool
+) -> None:
+    """Writes `trace_page_html` into a file; one that exists is replaced only with `force`."""
+    with output_file(path, force=force) as file:
+        file.write(trace_page_html(report, traces).encode())
 
 
 def trace_page_html(report: TraceReport, traces: TraceQuestions) -> str:

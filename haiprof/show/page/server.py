@@ -37,6 +37,7 @@ from haiprof.show.run_header import RUNNING, last_write_ns, manifest_or_none, ru
 from haiprof.show.servers import (
     FIRST_PAGE,
     Access,
+    Serving,
     free_port,
     has_viewer,
     new_access,
@@ -267,15 +268,6 @@ def _text_response(text: str, status: int) -> Response:
 
 
 _PERFETTO_PORT = 9010
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What is being served."""
-
-    url: str
-    """With the token that opens it."""
-    port: int
 
 
 def serve_page(

@@ -224,8 +224,8 @@ class MemoryAnswers:
 
 def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:
     """Asks for all of it."""
-    if rank is not None and rank not in analysis.files:
-        raise MissingDataError(f"{analysis.path}: no trace of rank {rank}")
+    if rank is not None:
+        analysis.file_of(rank)
     own = pl.lit(True) if rank is None else pl.col("rank") == rank
     timeline = analysis.memory_timeline().filter(own)
     missing: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What `chakra`, `link`, `merge` and `trace-check` show: what was read, joined and written."""
+"""What `chakra`, `link`, `merge`, `trace check` and `flight-recorder` show."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from haiprof.run_analysis.collectives import FlightVerdict
 from haiprof.show.frame_table import frame_table
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import notes_block, section
@@ -160,4 +161,22 @@ def _line(row: dict[str, object]) -> Text:
     of = "" if row["rank"] is None else f"rank {row['rank']}: "
     return Text(
         f"  {of}{printable(str(row['text']))}; {printable(str(row['effect']))}", overflow="fold"
+    )
+
+
+_LAST_COLUMNS = (
+    ("group_name", "group"), ("rank", "rank"), ("kind", "collective"), ("sequence", "number"),
+    ("state", "state"), ("element_count", "elements"), ("dtype", "type"), ("name", "enqueued at"),
+)  # fmt: skip
+_AGREE = "all ranks are at the same collective of each group, and none is known to wait"
+
+
+def flight_view(verdict: FlightVerdict) -> RenderableType:
+    """The whole view."""
+    last = verdict.last.rename({"line": "name"})
+    known = [(name, head) for name, head in _LAST_COLUMNS if last[name].count()]
+    return Group(
+        *(Text(printable(text), style="bold") for text in verdict.findings or (_AGREE,)),
+        section("The last collective of each rank", *frame_table(last, known, limit=40)),
+        notes_block(verdict.notes),
     )

@@ -22,7 +22,6 @@ from haiprof.trace_analysis import call_tree as calls
 from haiprof.trace_analysis import memory_timeline as memory
 from haiprof.trace_analysis.arrivals import (
     arrival_lateness,
-    collective_waits,
     collectives,
     process_groups,
     rank_collectives,
@@ -34,11 +33,11 @@ from haiprof.trace_analysis.collectives import (
     communication_parts,
     waits_by_part,
 )
+from haiprof.trace_analysis.device_time import Steps
 from haiprof.trace_analysis.diff import KERNEL, OPERATOR, step_samples
 from haiprof.trace_analysis.kernel_names import FULL
-from haiprof.trace_analysis.matching import on_one_clock
 from haiprof.trace_analysis.pool import Progress
-from haiprof.trace_analysis.questions.base import RankTraces, Steps, of_each_rank
+from haiprof.trace_analysis.questions.base import RankTraces, of_each_rank
 from haiprof.trace_format.find import is_reduced_to_functions
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -142,7 +141,7 @@ class RankQuestions(RankTraces):
             `bus_bandwidth_bytes_per_s`, `missing` (why times are null).
             Clocks are compared by `clock_offsets`.
         """
-        return collectives(self._collective_waits(steps))
+        return collectives(self._arrivals(steps)[0])
 
     def collective_waits(self, steps: Steps = None) -> pl.DataFrame:
         """Each rank's part in each collective, by `collective` and `rank`.
@@ -152,7 +151,7 @@ class RankQuestions(RankTraces):
             until the last rank arrives, `transfer_ns` from then on, `elsewhere_ns` in other groups
             before it, `arrived_last`, `missing`.
         """
-        return self._collective_waits(steps)
+        return self._arrivals(steps)[0]
 
     def process_groups(self, steps: Steps = None) -> pl.DataFrame:
         """Bandwidth per process group and kind of collective.
@@ -184,7 +183,7 @@ class RankQuestions(RankTraces):
             `waited_count`, the collectives that it is known of.
         """
         parts = self.per_rank(communication_parts, steps=steps)
-        return waits_by_part(parts, self._collective_waits(steps))
+        return waits_by_part(parts, self._arrivals(steps)[0])
 
     def patterns(
         self, steps: Steps = None, *, geometry: bool = False, progress: Progress | None = None
@@ -202,8 +201,11 @@ class RankQuestions(RankTraces):
             PerfTracker's five reports of them.
         """
         from haiprof.trace_analysis.function_patterns import worker_pattern
-        from haiprof.trace_analysis.pattern_file import patterns_of_files
-        from haiprof.trace_analysis.pattern_gathering import cached_patterns, gather_patterns
+        from haiprof.trace_analysis.pattern_gathering import (
+            cached_patterns,
+            gather_patterns,
+            patterns_of_files,
+        )
 
         paths = [file.path for file in self.files.values()]
         if is_reduced_to_functions(paths):
@@ -238,7 +240,7 @@ class RankQuestions(RankTraces):
             `last_ratio`, `held_up_ns`, `waited_ns`, `collective_ns`, `step_count`,
             `held_up_ns_per_step`, `waited_ns_per_step`.
         """
-        return stragglers(self._collective_waits(steps), by_step=by_step)
+        return stragglers(self._arrivals(steps)[0], by_step=by_step)
 
     def arrival_lateness(self, steps: Steps = None) -> pl.DataFrame:
         """Who is late, and how sure that is: `haiprof.trace_analysis.arrivals`.
@@ -254,9 +256,7 @@ class RankQuestions(RankTraces):
         Raises:
             MissingDataError: No arrivals can be compared; it says why.
         """
-        kernels = self._matched_collectives(steps)
-        clocks = self._clocks(kernels)
-        waits = collective_waits(on_one_clock(kernels, clocks))
+        waits, clocks, _ = self._arrivals(steps)
         found = arrival_lateness(waits, clocks)
         if found.is_empty():
             raise MissingDataError(who_is_late(found, waits))
@@ -326,16 +326,13 @@ class CauseQuestions(RankTraces):
             `high_step_ns`, `saved_ratio`, `shortened_ns`, `changed_count`, `held_count`,
             `collective_count`, `unmatched_count`, `apart_count`, `ahead_count`.
         """
-        from haiprof.trace_analysis.arrivals import collective_waits
         from haiprof.trace_analysis.what_if.predict import predictions
         from haiprof.trace_analysis.what_if.replay import rank_graph
 
         paths = [file.path for file in self.files.values()]
         graphs = self._ask(rank_graph, paths, {"steps": steps, "changes": changes})
-        kernels = self._matched_collectives(None)
-        clocks = self._clocks(kernels)
+        waits, clocks, kernels = self._arrivals(None)
         ahead = dict(clocks.filter("corrected").select("rank", "offset_ns").rows())
-        waits = collective_waits(on_one_clock(kernels, clocks))
         by_rank = dict(zip(self.files, graphs, strict=True))
         return predictions(by_rank, waits, changes, ahead, kernels)
 
@@ -423,10 +420,8 @@ class CauseQuestions(RankTraces):
         return write_overlay(self._trace_of(rank), path, folder=target, only_path=only_path)
 
     def _trace_of(self, rank: int | None) -> Trace:
-        chosen = min(self.traces) if rank is None else rank
-        if chosen not in self.traces:
-            known = ", ".join(map(str, self.traces))
-            raise MissingDataError(f"{self.path}: no trace of rank {chosen}; there are: {known}")
+        chosen = min(self.files) if rank is None else rank
+        self.file_of(chosen)
         return self.traces[chosen]
 
 

@@ -14,6 +14,7 @@ import polars as pl
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.arrivals import collective_waits
 from haiprof.trace_analysis.collectives import collective_kernels
+from haiprof.trace_analysis.device_time import Steps, with_rank
 from haiprof.trace_analysis.files import TraceFile, check_frame, load_frame, trace_file
 from haiprof.trace_analysis.matching import (
     clock_offsets,
@@ -25,7 +26,6 @@ from haiprof.trace_analysis.pool import Pool, Progress, Question, Serial, defaul
 from haiprof.trace_format.find import by_rank, is_reduced_to_functions, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-Steps = tuple[int, int] | None
 NamedFiles = Mapping[int, Path] | tuple[Path, ...]
 """Files by rank, or files that state their ranks."""
 _Result = TypeVar("_Result")
@@ -58,9 +58,11 @@ class RankTraces:
     def _matched_collectives(self, steps: Steps) -> pl.DataFrame:
         return match_collectives(self.per_rank(collective_kernels, steps=steps))
 
-    def _collective_waits(self, steps: Steps) -> pl.DataFrame:
+    def _arrivals(self, steps: Steps) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+        """Each rank's part in each collective, the ranks' clocks, and the kernels behind both."""
         kernels = self._matched_collectives(steps)
-        return collective_waits(on_one_clock(kernels, self._clocks(kernels)))
+        clocks = self._clocks(kernels)
+        return collective_waits(on_one_clock(kernels, clocks)), clocks, kernels
 
     def _clocks(self, kernels: pl.DataFrame) -> pl.DataFrame:
         """Offsets of the ranks' clocks; ranks of one host have one clock."""
@@ -85,7 +87,7 @@ class RankTraces:
         """
         paths = self.paths()
         if is_reduced_to_functions(paths):
-            from haiprof.trace_analysis.pattern_file import read_pattern
+            from haiprof.trace_analysis.pattern_gathering import read_pattern
 
             return by_rank(read_pattern(path).file for path in paths)
         found = self._ask(trace_file, paths, {})
@@ -144,18 +146,21 @@ class RankTraces:
             MissingDataError: There is no trace of one of them.
         """
         asked = list(self.files) if ranks is None else list(ranks)
-        if absent := [rank for rank in asked if rank not in self.files]:
+        paths = [self.file_of(rank).path for rank in asked]
+        return with_rank(zip(asked, self._ask(question, paths, options), strict=True))
+
+    def file_of(self, rank: int) -> TraceFile:
+        """The file of a rank.
+
+        Raises:
+            MissingDataError: There is no trace of it.
+        """
+        if rank not in self.files:
             known = ", ".join(map(str, self.files))
             raise MissingDataError(
-                f"{self.path}: no trace of rank {absent[0]}", hint=f"it has rank {known}"
+                f"{self.path}: no trace of rank {rank}", hint=f"it has rank {known}"
             )
-        paths = [self.files[rank].path for rank in asked]
-        answers = self._ask(question, paths, options)
-        named = [
-            answer.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
-            for rank, answer in zip(asked, answers, strict=True)
-        ]
-        return pl.concat(named)
+        return self.files[rank]
 
     def _ask(
         self,

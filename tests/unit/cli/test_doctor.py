@@ -11,7 +11,7 @@ from rich.console import Console
 from haiprof.agent.samplers.table import CounterState
 from haiprof.agent.samplers.tools import Permission, Software, Tool
 from haiprof.cli import main
-from haiprof.show.views.doctor import doctor_view, now_text, short_name
+from haiprof.show.views.prepare import doctor_view, now_text, short_name
 
 NODE = Software(
     host="node7", kernel="Linux 6.8", cgroup="v2", python="3.11.9", executable="/usr/bin/python3",

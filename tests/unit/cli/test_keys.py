@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from haiprof.cli.keys import Keys
+from haiprof.cli.running_jobs import Keys
 from haiprof.show.views.jobs import BACK, DOWN, ENTER, QUIT, UP
 
 

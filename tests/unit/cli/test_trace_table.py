@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from haiprof.cli import main
-from haiprof.cli.trace_table import NAMES
+from haiprof.cli.traces import NAMES
 from haiprof.show.views.tables import TABLES
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 

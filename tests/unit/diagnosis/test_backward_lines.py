@@ -13,7 +13,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.ledger import Ledger
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format.layout import RunPaths
-from haiprof.trace_analysis.operator_lines import operator_lines
+from haiprof.trace_analysis.python_code import operator_lines
 from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
 from tests.unit.analysis.trace.shared import trace_of

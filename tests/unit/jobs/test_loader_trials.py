@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from haiprof.live.loader_trials import LoaderTrial, worker_counts
-from haiprof.show.views.loader_trials import headline, loader_trials_view
+from haiprof.show.views.prepare import loader_trials_view, trials_headline
 
 
 def test_workers_are_tried_up_to_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def trial(loader: str, rate: float | None, workers: int = 0) -> LoaderTrial:
 def test_the_view_says_what_is_best_and_what_failed() -> None:
     trials = [trial("as given", 10), trial("kept", 20), trial("0", 10), trial("2", 18, 2),
               trial("4", None)]  # fmt: skip
-    assert headline(trials) == "a free loader: 2.00 times as fast; 2 workers: 1.80 times"
+    assert trials_headline(trials) == "a free loader: 2.00 times as fast; 2 workers: 1.80 times"
     out = io.StringIO()
     Console(file=out, width=100).print(loader_trials_view(trials))
     text = out.getvalue()
@@ -41,6 +41,6 @@ def test_the_view_says_what_is_best_and_what_failed() -> None:
 
 
 def test_what_noise_may_explain_is_no_gain() -> None:
-    said = headline([trial("as given", 10), trial("kept", 10.2), trial("2", 9.9)])
+    said = trials_headline([trial("as given", 10), trial("kept", 10.2), trial("2", 9.9)])
     assert "no measurable gain" in said
     assert "no number of workers is faster" in said

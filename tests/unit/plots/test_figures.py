@@ -10,11 +10,11 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS
+from haiprof.diagnosis.compare.step_change import Change
 from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.show.figures.panel_table import PANEL_ROWS, row_metrics
 from haiprof.show.figures.panels import gap_starts, points_per_series, thin_points, with_gaps
 from haiprof.show.figures.run_figures import (
-    Difference,
     one_rank_picture,
     overview_picture,
     run_difference_figure,
@@ -129,8 +129,16 @@ def test_row_is_filled_by_the_sources_of_its_metrics() -> None:
 
 
 PARTS = (
-    Difference(name="forward", ns=2e6, low_ns=1.5e6, high_ns=3e6, is_sure=True),
-    Difference(name="backward", ns=-1e5, low_ns=-4e5, high_ns=2e5, is_sure=False),
+    Change(
+        title="forward",
+        before_ns=0.0,
+        after_ns=2e6,
+        low_ns=1.5e6,
+        high_ns=3e6,
+        p_value=0.0,
+        adjusted_p_value=0.0,
+    ),
+    Change(title="backward", before_ns=1e5, after_ns=0.0, low_ns=-4e5, high_ns=2e5, p_value=1.0),
 )
 
 

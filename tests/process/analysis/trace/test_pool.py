@@ -12,8 +12,7 @@ from polars.testing import assert_frame_equal
 
 import haiprof
 from haiprof.base.errors import HaiprofError, MissingExtraError, TraceFormatError, UsageError
-from haiprof.trace_analysis.cluster import DaskCluster, cluster_pool
-from haiprof.trace_analysis.pool import LocalProcesses, Pool, Serial
+from haiprof.trace_analysis.pool import DaskCluster, LocalProcesses, Pool, Serial, cluster_pool
 from haiprof.trace_analysis.report import standard_report
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import kernel, rank_file, traces

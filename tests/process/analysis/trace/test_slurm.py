@@ -13,7 +13,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from haiprof.base.errors import MissingExtraError, UsageError
-from haiprof.trace_analysis.cluster import SlurmCluster, SlurmOptions, cluster_pool
+from haiprof.trace_analysis.pool import SlurmCluster, SlurmOptions, cluster_pool
 from haiprof.trace_analysis.report import standard_report
 from tests.unit.analysis.trace.shared import kernel, rank_file, traces
 

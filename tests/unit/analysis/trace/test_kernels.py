@@ -26,7 +26,7 @@ from haiprof.trace_analysis.device_time import (
     with_kind,
 )
 from haiprof.trace_analysis.kernel_names import block_counts
-from haiprof.trace_analysis.pattern_file import reduce_patterns
+from haiprof.trace_analysis.pattern_gathering import reduce_patterns
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     Event,

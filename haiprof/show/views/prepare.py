@@ -1,4 +1,4 @@
-"""What `haiprof doctor` shows to people."""
+"""What `doctor`, `preflight` and `try-loader` show."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from rich.text import Text
 
 from haiprof.agent.samplers.table import CounterState
 from haiprof.agent.samplers.tools import Permission, Software, Tool
-from haiprof.base.units import MISSING, digits_text, duration_text
-from haiprof.show.text import count_text, value_text
-from haiprof.show.views.blocks import plain_table, section
+from haiprof.base.options import KEPT_BATCHES
+from haiprof.base.units import MISSING, bytes_text, digits_text, duration_text
+from haiprof.diagnosis.preflight import Preflight, Suspect
+from haiprof.live.loader_trials import AS_GIVEN, LoaderTrial
+from haiprof.show.text import count_text, printable, value_text
+from haiprof.show.views.blocks import one_line, plain_table, section
 
 _STYLES = {"available": "green", "denied": "yellow", "unsupported": "dim", "absent": "dim"}
 _UNIT_SUFFIXES = ("_ns", "_bytes", "_ratio", "_hz", "_watts", "_joules", "_celsius")
@@ -256,3 +259,110 @@ def _group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def preflight_view(found: Preflight) -> RenderableType:
+    """The whole view."""
+    whats = list(found.ranks[0]["rates"])
+    heads = (what.removesuffix("_bytes_per_s").replace("_per_s", "/s") for what in whats)
+    table = plain_table("rank", "node", *heads, left=("node",))
+    for own in found.ranks:
+        rates = (_value_text(what, own["rates"][what]) for what in whats)
+        table.add_row(str(own["rank"]), printable(own["host"]), *rates)
+    lines = [one_line(suspect_text(one)) for one in found.suspects]
+    slurm = [one_line(f"Slurm: {found.slurm}")] if found.slurm else []
+    return Group(Text(headline(found), style="bold"), *lines, *slurm, table)
+
+
+def headline(found: Preflight) -> str:
+    """`leave out node-2`, or what was found else."""
+    ranks = count_text(len(found.ranks), "rank")
+    if not found.suspects:
+        return f"{ranks}: none differs from its peers"
+    if found.leave_out:
+        return f"{ranks}: leave out {', '.join(map(printable, found.leave_out))}"
+    return f"{ranks}: {count_text(len(found.suspects), 'suspect')}, no node to leave out"
+
+
+def suspect_text(one: Suspect) -> str:
+    """`rank 3 on node-2: memory_bytes_per_s 1.2 GiB/s, peers 5.9 GiB/s`."""
+    if one.to_host is not None:
+        who = f"link {one.host} -> {one.to_host}"
+    else:
+        who = "all ranks" if one.rank is None else f"rank {one.rank} on {one.host}"
+    usual = MISSING if one.usual is None else _value_text(one.what, one.usual)
+    return printable(f"{who}: {one.what} {_value_text(one.what, one.value)}, {one.against} {usual}")
+
+
+def _value_text(what: str, value: float) -> str:
+    if what.endswith("bytes_per_s"):
+        return f"{bytes_text(value)}/s"
+    if what.endswith("bytes"):
+        return bytes_text(value)
+    return f"{digits_text(value / 1e9)} G" if value > 1e9 else digits_text(value)
+
+
+def loader_trials_view(trials: Sequence[LoaderTrial]) -> RenderableType:
+    """The whole view."""
+    given = trials[0]
+    table = plain_table(
+        "loader", "steps/s", "95 % interval", "of the loader as given", left=("loader",)
+    )
+    for trial in trials:
+        table.add_row(_name(trial), *_cells(trial, given))
+    failed = [each for each in trials if each.reason is not None]
+    return Group(
+        Text(trials_headline(trials), style="bold"),
+        table,
+        *(one_line(f"{_name(each)}: {printable(each.reason or '')}") for each in failed),
+    )
+
+
+def trials_headline(trials: Sequence[LoaderTrial]) -> str:
+    """`a free loader: 1.9 times as fast; 4 workers: 1.8 times (12.1 steps/s)`."""
+    given, known = trials[0], [each for each in trials if each.steps_per_s is not None]
+    free = next((each for each in known if each.loader == KEPT_BATCHES), None)
+    parts = []
+    if free is not None:
+        is_same = _overlap(free, given)
+        parts.append(
+            "an instant loader would give no measurable gain"
+            if is_same
+            else f"a free loader: {_times(free, given)} times as fast"
+        )
+    tried = [each for each in known if each.loader not in (AS_GIVEN, KEPT_BATCHES)]
+    if tried:
+        best = max(tried, key=lambda each: each.steps_per_s or 0.0)
+        better = not _overlap(best, given) and (best.steps_per_s or 0) > (given.steps_per_s or 0)
+        parts.append(
+            f"{_name(best)}: {_times(best, given)} times"
+            if better
+            else "no number of workers is faster than the loader as given"
+        )
+    return "; ".join(parts) or "nothing could be measured but the loader as given"
+
+
+def _overlap(one: LoaderTrial, other: LoaderTrial) -> bool:
+    """Whether the two may be the same, as their intervals tell."""
+    return (one.low or 0) <= (other.high or 0) and (other.low or 0) <= (one.high or 0)
+
+
+def _times(trial: LoaderTrial, given: LoaderTrial) -> str:
+    if not trial.steps_per_s or not given.steps_per_s:
+        return MISSING
+    return f"{trial.steps_per_s / given.steps_per_s:.2f}"
+
+
+def _name(trial: LoaderTrial) -> str:
+    if trial.loader == AS_GIVEN:
+        return AS_GIVEN if trial.workers is None else f"{AS_GIVEN} ({trial.workers} workers)"
+    if trial.loader == KEPT_BATCHES:
+        return "kept batches (a free loader)"
+    return count_text(int(trial.loader), "worker")
+
+
+def _cells(trial: LoaderTrial, given: LoaderTrial) -> tuple[str, str, str]:
+    if trial.steps_per_s is None or trial.low is None or trial.high is None:
+        return MISSING, MISSING, MISSING
+    interval = f"{digits_text(trial.low)} to {digits_text(trial.high)}"
+    return digits_text(trial.steps_per_s), interval, f"x{_times(trial, given)}"

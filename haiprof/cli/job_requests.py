@@ -1,20 +1,149 @@
-"""`haiprof trace now`: a trace of a running job, by haiprof's hook or through Kineto's side."""
+"""`haiprof snapshot`, `attach`, `trace now` and `trace kineto-agent`: asking running jobs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.log_addresses import check_packages
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import DEFAULT_STEPS
-from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs, parse_ranks, the_job
+from haiprof.cli.arguments import (
+    AsJson,
+    JobName,
+    LogDirs,
+    job_or_processes,
+    log_dirs,
+    parse_ranks,
+    the_job,
+)
 from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output
+from haiprof.cli.target import default_log_dir, default_options
+from haiprof.run_format.layout import RunPaths
 
 if TYPE_CHECKING:
+    from haiprof.live.attach import Attached
     from haiprof.live.kineto_processes import KinetoJob
+
+
+Hang = Annotated[bool, Opt("--hang", "The job hangs: also compare the ranks' last collectives.")]
+
+
+def snapshot(
+    job: JobName = None, hang: Hang = False, log_dir: LogDirs = None, as_json: AsJson = False
+) -> None:
+    """Show what every rank of a running job does now: for a job that hangs, who holds it up.
+
+    Each rank answers with the stacks of its threads and how far its collectives have come; one
+    that does not answer is looked at from outside. A healthy job is not slowed. The result is also
+    kept in the run directory.
+
+    For example:
+
+      haiprof snapshot                    the only job that runs here
+      haiprof snapshot train.py --hang    a job that is known to hang
+      haiprof snapshot 4711 --json | jq '.suspects[0]'
+    """
+    from haiprof.live.snapshot import take_snapshot
+    from haiprof.show.views.requests import snapshot_view
+
+    output = Output(json=as_json)
+    found = take_snapshot(the_job(job, log_dir).run, hang=hang, progress=print_message)
+    output.show(lambda _: snapshot_view(found), found.as_json())
+    output.hint(f"kept in {found.path}")
+
+
+AttachedSeconds = Annotated[float, Opt("--time SECONDS", "For how many seconds.", low=0.5)]
+Trace = Annotated[bool, Opt("--trace", "Also trace some steps with torch.profiler.")]
+AttachedSteps = Annotated[
+    int, Opt("--trace-steps N", "How many steps to trace.", low=1, high=10000, old=("--steps",))
+]
+AttachedStacks = Annotated[
+    bool, Opt("--trace-stacks", "With Python stacks (slower).", old=("--stacks",))
+]
+Inject = Annotated[
+    bool,
+    Opt(
+        "--inject",
+        "A process that was not started under haiprof: put the hook into it. It has risks, "
+        "which are listed before anything is done.",
+    ),
+]
+
+
+def attach(
+    job: JobName = None, seconds: AttachedSeconds = 60.0, trace: Trace = False,
+    steps: AttachedSteps = DEFAULT_STEPS, stacks: AttachedStacks = False, inject: Inject = False,
+    log_dir: LogDirs = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Record a running job for a while, and show what makes it slow.
+
+    A job that is recorded anyway is judged by its next seconds. One whose recording has ended
+    records again, into a run directory of its own beside the old one. A process that does not run
+    under haiprof is looked at from outside (counters, sampled stacks), or gets the hook with
+    --inject; afterwards the hook is out again, and the job runs on as before.
+
+    With an address as log directory (--log-dir s3://bucket/runs) the recording is put there.
+
+    For example:
+
+      haiprof attach train.py --time 60          the next minute of it
+      haiprof attach 4711 --time 30 --trace      with a trace of five steps
+      haiprof attach 4711 --inject               a process that was started without haiprof
+    """
+    from haiprof.cli.run_copies import copies_at, pause
+    from haiprof.live.attach import AttachRequest, attach_injecting, attach_job, attach_sampling
+
+    found, processes = job_or_processes(job, log_dir)
+    address = default_options().address
+    if address:
+        check_packages(address)
+    if found is None and trace and not inject:
+        raise UsageError(
+            f"{job}: a process that does not run under haiprof is traced with --inject only",
+            hint=f"haiprof attach {job} --inject --trace",
+        )
+    options = {"count": steps, "time_s": 0, "stacks": stacks} if trace else None
+    copies = copies_at(address) if address else None
+    wish = AttachRequest(time_s=seconds, trace=options, log_dir=default_log_dir(), copies=copies)
+
+    def progress(text: str) -> None:
+        print_message(text)
+
+    if found is not None:
+        done = attach_job(found, wish, progress)
+    elif inject:
+        done = attach_injecting(processes, wish, progress)
+    else:
+        done = attach_sampling(processes, wish, progress)
+    _show(done, Output(json=as_json))
+    if copies is not None:
+        copies(RunPaths(Path(done.run))).finish(pause, quiet=as_json)
+
+
+def _show(done: Attached, output: Output) -> None:
+    from haiprof.diagnosis.engine import diagnose
+    from haiprof.diagnosis.verdict import as_document
+    from haiprof.live.attach import OUTSIDE, RECORDED
+    from haiprof.run_analysis.run_frames import RunFrames
+    from haiprof.show.card import save_verdict
+    from haiprof.show.run_header import manifest_or_none, run_header
+    from haiprof.show.views.requests import attach_view
+
+    part = done.between if done.how == RECORDED else None
+    analyzer = RunFrames(done.run, between=part)
+    found = diagnose(analyzer) if done.how != OUTSIDE else None
+    header = run_header(analyzer.run, manifest_or_none(analyzer.run))
+    if part is None and found is not None:
+        save_verdict(found, header, analyzer.run)
+    data = {**done.as_json(), "verdict": as_document(found) if found is not None else None}
+    output.show(lambda width: attach_view(done, found, header, analyzer, width=width), data)
+    output.hint(f"next: haiprof verdict overview {done.run}")
+
 
 DEFAULT_FOLDER = Path("haiprof-traces")
 
@@ -150,3 +279,34 @@ def trace_now(
     if not found.done:
         raise HaiprofError("no rank was traced", hint=f"haiprof snapshot {found.run}")
     output.hint(f"next: haiprof trace report {found.run} --window {found.window}")
+
+
+SocketFolder = Annotated[
+    Path | None,
+    Opt(
+        "--socket-dir DIR",
+        "The jobs' KINETO_IPC_SOCKET_DIR, a folder with mode 700 (default: that variable, "
+        "else Kineto's abstract address).",
+    ),
+]
+
+
+def kineto_agent(socket_dir: SocketFolder = None) -> None:
+    """Listen for jobs that run with KINETO_USE_DAEMON=1 and not under haiprof.
+
+    Stands in for the daemon that PyTorch asks for traces every 5 seconds (dynolog's): start it
+    before the jobs. Only processes of this user are answered; nothing is opened to the network.
+    It ends with Ctrl-C.
+
+    For example:
+
+      haiprof trace kineto-agent &
+      KINETO_USE_DAEMON=1 python train.py &
+      haiprof trace now $! --trace-steps 5 -o traces
+    """
+    from haiprof.agent.kineto_daemon import listen, own_address
+
+    address = own_address(os.environ, socket_dir)
+    ignored = listen(address, lambda shown: print_message(f"listening on {shown}"))
+    if ignored:
+        print_message(f"{ignored} datagrams were ignored: malformed, or another user's")

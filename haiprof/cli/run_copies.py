@@ -1,19 +1,28 @@
-"""`haiprof copy`: a run from a folder of this machine to an address such as s3://bucket/runs."""
+"""`haiprof copy`: runs from here to an address such as s3://bucket/runs, and back."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.log_addresses import is_address
+from haiprof.base.options import ENV_LOG_DIR
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
+from haiprof.cli.own_command import own_command
 from haiprof.cli.target import default_options, existing_log_dir
+from haiprof.launch.run_directories import RunCopies
+from haiprof.run_format.layout import RunPaths
 
 Run = Annotated[
     str | None,
@@ -92,3 +101,80 @@ def put(
 def _end(number: int, _: object) -> None:
     """Ends as by Ctrl-C, so that what was put so far is noted, and not put again."""
     raise SystemExit(128 + number)
+
+
+Source = Annotated[
+    str, Arg("ADDRESS", "Of a run, or of a log directory, whose newest run is taken.")
+]
+Folder = Annotated[
+    Path | None,
+    Opt("-o --output DIR", "The log directory that it is put into. Left out: the default one."),
+]
+
+
+def fetch(address: Source, output: Folder = None, as_json: AsJson = False) -> None:
+    """Fetch a run that was put at an address, to read it more than once or without network.
+
+    Every command that reads runs also takes an address itself, and fetches the run for its time.
+
+    For example:
+
+      haiprof copy s3://bucket/runs/train-20261123-101500-1f .
+      haiprof copy s3://bucket/runs runs        the newest run there
+    """
+    from haiprof.base.safe_files import make_named_folder
+    from haiprof.run_analysis.remote_runs import fetch_run
+
+    if not is_address(address):
+        raise UsageError(
+            f"fetch: {address!r} is no address", hint="haiprof copy s3://BUCKET/RUN DIR"
+        )
+    folder = output if output is not None else default_options().log_dir
+    try:
+        make_named_folder(folder)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror or error}") from None
+    run = fetch_run(address, folder)
+    shown = Output(json=as_json)
+    if as_json:
+        shown.show(lambda _: "", {"path": run})
+    shown.hint(f"fetched into {run}")
+    shown.hint(f"next: haiprof verdict {shlex.quote(str(run))}")
+
+
+_PAUSE_S = 0.1
+_NICE = 10
+
+
+def copies_at(address: str) -> Callable[[RunPaths], RunCopies]:
+    """Of a run, its copies at an address: the same ones whenever they are asked for.
+
+    Args:
+        address: Of a log directory. It may hold a password: no command line has it.
+    """
+
+    @cache
+    def copies(run: RunPaths) -> RunCopies:
+        def start(words: Sequence[str], background: bool) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                own_command("put", str(run.root), *words),
+                env={**os.environ, ENV_LOG_DIR: address},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what it says goes to stderr
+            )
+            if background:
+                os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
+            return process
+
+        return RunCopies(run, address, start)
+
+    return copies
+
+
+def pause() -> bool:
+    """Waits a moment; whether the user ended the waiting with Ctrl-C meanwhile."""
+    try:
+        time.sleep(_PAUSE_S)
+    except KeyboardInterrupt:
+        return True
+    return False

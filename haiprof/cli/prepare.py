@@ -1,0 +1,208 @@
+"""`haiprof preflight`, `try-loader` and `doctor`: before a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from haiprof.base.errors import UsageError
+from haiprof.base.log_addresses import is_address
+from haiprof.base.messages import print_message
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Arg, ExitStatus, Opt
+from haiprof.cli.output import Output
+
+Words = Annotated[
+    list[str] | None,
+    Arg(
+        "COMMAND",
+        "The job's launcher as it is started on this node; this command's own options come before "
+        "it. Left out: one rank per GPU, or per core, of this machine.",
+        is_command=True,
+    ),
+]
+Baseline = Annotated[
+    Path | None, Opt("--baseline FILE", "Also compare with the rates kept in this file.")
+]
+Keep = Annotated[Path | None, Opt("--keep-baseline FILE", "Keep the median rates in this file.")]
+Folder = Annotated[Path, Opt("--folder DIR", "The disk to measure, such as where data lies.")]
+Seconds = Annotated[float, Opt("--time SECONDS", "The preflight is ended after so long.", low=1.0)]
+Backend = Annotated[
+    str | None, Opt("--backend NAME", "Of torch.distributed; left out: nccl on GPUs, else gloo.")
+]
+
+
+def preflight(
+    words: Words = None, baseline: Baseline = None, keep: Keep = None, folder: Folder = Path("."),
+    seconds: Seconds = 120.0, backend: Backend = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Measure ranks, nodes and links before a job, and name those that differ from their peers.
+
+    The job's launcher is started with a probe in place of the script: processor, memory, matrix
+    products, disk, DataLoader and limits of each rank in turn; bandwidth between each two ranks and
+    an all-reduce over the job's own backend. On several nodes run it on each, as the job. The exit
+    status is 1 where something is to be left out or looked at.
+
+    For example:
+
+      haiprof preflight torchrun --nproc-per-node 8 train.py
+
+      haiprof preflight --json srun -N 4 torchrun --nnodes 4 ... train.py | jq -r .slurm
+    """
+    from haiprof.base.output_file import output_file
+    from haiprof.diagnosis.preflight import judge_preflight
+    from haiprof.live.preflight import run_preflight
+    from haiprof.show.views.prepare import headline, preflight_view
+
+    known = _read_baseline(baseline)
+    begun = time.monotonic()
+    ranks = run_preflight(words or [], folder=folder, limit_s=seconds, backend=backend)
+    found = judge_preflight(ranks, known)
+    if keep is not None:
+        with output_file(keep, force=True) as file:
+            file.write(json.dumps(found.rates, indent=1).encode() + b"\n")
+    Output(json=as_json).show(
+        lambda _: preflight_view(found),
+        {
+            "headline": headline(found),
+            "seconds": time.monotonic() - begun,
+            "leave_out": found.leave_out,
+            "slurm": found.slurm,
+            "suspects": [asdict(one) for one in found.suspects],
+            "rates": found.rates,
+            "ranks": found.ranks,
+        },
+    )
+    if found.suspects:
+        raise ExitStatus(1)
+
+
+def _read_baseline(path: Path | None) -> dict[str, float]:
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): float(value) for name, value in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise UsageError(
+            f"{path}: not a baseline", hint="--keep-baseline FILE writes one"
+        ) from None
+
+
+JobWords = Annotated[
+    list[str],
+    Arg(
+        "COMMAND",
+        "The job, as after haiprof; this command's own options come before it.",
+        is_command=True,
+    ),
+]
+Steps = Annotated[int, Opt("--trial-steps N", "Steps of a trial.", low=60)]
+TrialSeconds = Annotated[
+    float, Opt("--time SECONDS", "A trial ends after so long, fewer steps or not.", low=1.0)
+]
+Workers = Annotated[
+    str | None,
+    Opt(
+        "--workers LIST",
+        "Numbers of workers to try: 0,2,8 (default: 0, 1, 2, 4, ... up to a rank's share of "
+        "the cores).",
+    ),
+]
+LogDir = Annotated[str | None, Opt("--log-dir DIR", "Keep the trials' runs here.")]
+
+
+def try_loader(
+    words: JobWords, steps: Steps = 300, seconds: TrialSeconds = 60.0, workers: Workers = None,
+    log_dir: LogDir = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Measure what a faster DataLoader would bring: the job's first steps, run again and again.
+
+    The job is started for a few hundred steps as given, then with batches that are kept and handed
+    out again (what a loader that costs nothing would gain), then with 0, 1, 2, 4, ... workers; each
+    time it is ended after these steps. Nothing in the job is changed but its DataLoaders, while it
+    runs. Checkpoints of torch.save go nowhere; what else the job writes, it writes. Not for a run
+    whose results are wanted.
+
+    For example:
+
+      haiprof try-loader train.py --lr 0.1
+
+      haiprof try-loader --trial-steps 200 --workers 0,4,8 torchrun --nproc-per-node 2 train.py
+
+      haiprof try-loader --json train.py | jq '.trials[] | [.loader, .steps_per_s]'
+    """
+    from haiprof.cli.own_command import own_command
+    from haiprof.live.loader_trials import try_loaders
+    from haiprof.run_format.secrets import mask_text
+    from haiprof.show.views.prepare import loader_trials_view, trials_headline
+
+    if log_dir is not None and is_address(log_dir):
+        raise UsageError(f"--log-dir {mask_text(log_dir)}: expected a folder of this machine")
+    counts = None if workers is None else _parse_counts(workers)
+    trials = try_loaders(
+        words, counts=counts, steps=steps, time_s=seconds, start=own_command,
+        progress=print_message, kept=None if log_dir is None else Path(log_dir),
+    )  # fmt: skip
+    Output(json=as_json).show(
+        lambda _: loader_trials_view(trials),
+        {
+            "command": words,
+            "headline": trials_headline(trials),
+            "trials": [trial.as_json() for trial in trials],
+        },
+    )
+
+
+def _parse_counts(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 4 for part in parts):
+        raise UsageError(f"--workers {text}: expected numbers with commas between: 0,2,8")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+EveryRow = Annotated[bool, Opt("--all", "Every counter on a line of its own, missing ones too.")]
+_NO_RUN = Path(os.devnull) / "doctor"  # no folder can be there: nothing is found, nothing is left
+
+
+def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
+    """Show every counter of this node: its value, source and cost, or why there is none.
+
+    Needs no job, changes nothing, leaves no file. What is missing is shown with what an
+    administrator would have to set. Counters of ranks are those of haiprof's own process.
+
+    For example:
+
+      haiprof doctor                  what is measured in short, then what is missing
+      haiprof doctor --all            one line per counter
+      haiprof doctor --json | jq '.counters[] | select(.status == "denied")'
+      srun --ntasks-per-node 1 haiprof doctor         on each node of a job
+    """
+    from haiprof.agent.burst import find_nsys
+    from haiprof.agent.samplers.registry import counter_row, survey
+    from haiprof.agent.samplers.table import Node
+    from haiprof.agent.samplers.tools import find_permissions, find_tools, software
+    from haiprof.run_format.layout import RunPaths
+    from haiprof.show.views.prepare import doctor_view
+
+    here = Node(run=RunPaths(_NO_RUN), host=socket.gethostname(), pid=os.getpid())
+    counters = survey(here)
+    nsys = find_nsys(os.environ)
+    tools = find_tools(known={"nsys": nsys} if isinstance(nsys, str) else {})
+    permissions, node = find_permissions(), software()
+    output = Output(json=as_json)
+    output.show(
+        lambda _: doctor_view(counters, tools, permissions, node=node, every_row=every_row),
+        {
+            "counters": [counter_row(state) for state in counters],
+            "tools": tools,
+            "permissions": permissions,
+            "node": node,
+        },
+    )
+    output.hint("next: haiprof train.py" if every_row else "next: haiprof doctor --all")

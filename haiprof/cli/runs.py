@@ -1,0 +1,278 @@
+"""`haiprof verdict overview`, `rank` and `lines`, `goodput` and `ls`: recorded runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from haiprof.base.errors import UsageError
+from haiprof.cli.arguments import AsJson, Form, HtmlFile, OutputForm, Rank, RunDir
+from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.output import Output
+from haiprof.cli.pages import Baseline
+from haiprof.cli.target import existing_log_dir, open_target, whole_path
+
+
+def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile = None) -> None:
+    """Show the whole job: per rank the steps and their time split, CPU, memory, traffic, GPU.
+
+    Also works while the job runs. What was not measured is a dash, with the reason below.
+
+    For example:
+
+      haiprof verdict overview                            the newest run of the log directory
+      haiprof verdict overview haiprof-logs/train-...     that run
+      haiprof verdict overview --html overview.html       interactive, in one file
+      haiprof verdict overview --json | jq '.ranks[].median_step_ns'
+    """
+    from haiprof.show.summary import overview_summary
+    from haiprof.show.views.run import overview_view
+
+    analyzer = open_target(directory)
+    output = Output(json=as_json)
+    summary = overview_summary(analyzer)
+    if html is not None:
+        from haiprof.show.page.render import write_overview_page
+
+        output.hint(f"wrote {write_overview_page(analyzer, html)}")
+    output.show(lambda width: overview_view(summary, width=width), summary.as_json())
+    output.hint(f"next: haiprof verdict rank {summary.run.path} 0")
+
+
+Words = Annotated[
+    list[str] | None,
+    Arg(
+        "[DIR] [RANK]",
+        "A run or log directory and a rank, in either order. Left out: rank 0 of the newest run.",
+    ),
+]
+
+
+def rank(
+    words: Words = None,
+    number: Rank = None,
+    as_json: AsJson = False,
+    html: HtmlFile = None,
+) -> None:
+    """Show one rank over time: each phase's statistics, the slowest steps, pauses, its counters.
+
+    For example:
+
+      haiprof verdict rank 0                              rank 0 of the newest run
+      haiprof verdict rank haiprof-logs/train-... 3       rank 3 of that run
+      haiprof verdict rank 0 --html rank0.html            interactive, in one file
+      haiprof verdict rank 0 --json | jq '.slowest'
+    """
+    directory, chosen = parse_rank_words(words or [], number)
+    analyzer = open_target(directory)
+    from haiprof.show.rank_summary import one_rank_summary
+    from haiprof.show.views.run import rank_view
+
+    output = Output(json=as_json)
+    summary = one_rank_summary(analyzer, chosen)
+    if html is not None:
+        from haiprof.show.page.render import write_rank_page
+
+        output.hint(f"wrote {write_rank_page(analyzer, chosen, html)}")
+    output.show(lambda _: rank_view(summary), summary.as_json())
+    output.hint(f"next: haiprof verdict {summary.run.path}")
+
+
+def parse_rank_words(words: Sequence[str], number: int | None = None) -> tuple[Path | None, int]:
+    """A run and a rank in either order as (directory, rank); rank 0 where none is named.
+
+    Args:
+        words: At most a directory and a number.
+        number: The rank that `--rank` names.
+
+    Raises:
+        UsageError: They are something else.
+    """
+    numbers = [word for word in words if word.isdecimal() and not Path(word).is_dir()]
+    numbers += [] if number is None else [str(number)]
+    targets = [word for word in words if word not in numbers]
+    if len(numbers) > 1 or len(targets) > 1:
+        raise UsageError(
+            f"rank {' '.join(words)}: expected a directory and a rank",
+            hint="haiprof verdict rank haiprof-logs 0",
+        )
+    target = Path(targets[0]) if targets else None
+    if target is not None and not target.exists() and not numbers:
+        raise UsageError(
+            f"rank {target}: expected a directory and a rank",
+            hint="haiprof verdict rank haiprof-logs 0",
+        )
+    return target, int(numbers[0]) if numbers else 0
+
+
+OneRank = Annotated[int | None, Opt("--rank RANK", "Only this rank.")]
+OnePhase = Annotated[
+    str | None,
+    Opt(
+        "--phase PHASE",
+        "Only this position of the step: input, prepare, forward, loss, backward, gradients, "
+        "optimizer, after_step, evaluation, checkpoint, compile, between_steps; or only "
+        "worker, worker_waiting, other_threads.",
+    ),
+]
+SpeedscopeFile = Annotated[
+    Path | None,
+    Opt(
+        "--speedscope FILE",
+        "Write all stacks for https://www.speedscope.app (it runs in the browser alone).",
+    ),
+]
+CollapsedFile = Annotated[
+    Path | None,
+    Opt(
+        "--collapsed FILE",
+        "Write all stacks as lines `frame;frame COUNT`, for flamegraph.pl and others.",
+    ),
+]
+Force = Annotated[bool, Opt("--force", "Replace a file that already exists.")]
+
+
+def lines(
+    directory: RunDir = None, rank: OneRank = None, phase: OnePhase = None,
+    html: HtmlFile = None, baseline: Baseline = None, speedscope: SpeedscopeFile = None,
+    collapsed: CollapsedFile = None, force: Force = False, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Show which lines of your code take the time, by rank and position, as they were sampled.
+
+    haiprof looks at the training thread's Python stack up to 100 times a second (less often
+    later), and at those of DataLoader workers. `itself` is the share of samples in which a line was
+    the innermost one of your code: it ran, or a library that it called. `with what it calls` counts
+    all samples that have the line anywhere, `per step` is its time in the mean step, as in the
+    verdict. Libraries are not listed; --html draws them as a flame graph by rank and position, with
+    --baseline also against another run; --speedscope and --collapsed have all stacks.
+
+    For example:
+
+      haiprof verdict lines                               the newest run
+      haiprof verdict lines --phase worker                what DataLoader workers do
+      haiprof verdict lines --rank 3 --phase after_step   rank 3, between optimizer and next batch
+      haiprof verdict lines --html lines.html             a flame graph, in one file
+      haiprof verdict lines --speedscope stacks.json      for speedscope
+      haiprof verdict lines --json | jq '.lines[0]'
+    """
+    from haiprof.run_analysis import flame_graph as stack_export
+    from haiprof.show.flame import LINE_PARTS, sampled_lines
+    from haiprof.show.views.run import lines_view
+
+    if phase is not None and phase not in LINE_PARTS:
+        raise UsageError(f"--phase {phase}: no such phase", hint=f"one of {', '.join(LINE_PARTS)}")
+    analyzer = open_target(directory)
+    samples, found, notes = sampled_lines(analyzer, rank, phase)
+    output = Output(json=as_json)
+    if speedscope is not None:
+        _write(speedscope, stack_export.speedscope(samples, name=analyzer.run.root.name), force)
+        output.hint(f"wrote {speedscope}")
+    if collapsed is not None:
+        _write(collapsed, stack_export.collapsed_lines(samples), force)
+        output.hint(f"wrote {collapsed}")
+    if html is not None:
+        from haiprof.show.page.render import write_lines_page  # 0.3 s
+
+        output.hint(f"wrote {write_lines_page(analyzer, html, baseline=baseline)}")
+    elif baseline is not None:
+        raise UsageError("--baseline needs --html FILE: both runs are drawn there, side by side")
+    data = {"run": str(analyzer.run.root), "lines": found.to_dicts(), "notes": list(notes)}
+    output.show(lambda _: lines_view(found, notes), data)
+
+
+def _write(path: Path, content: bytes, force: bool) -> None:
+    from haiprof.base.output_file import output_file
+
+    with output_file(path, force=force) as file:
+        file.write(content)
+
+
+Runs = Annotated[
+    list[Path] | None,
+    Arg(
+        "[JOB|RUN...]",
+        "A run, or a log directory for its newest one: all runs of its job are joined. Several "
+        "runs: exactly these. Left out: the newest run of the log directory that a job started "
+        "here would write to.",
+    ),
+]
+
+
+def goodput(runs: Runs = None, as_json: AsJson = False, form: OutputForm = Form.TEXT) -> None:
+    """Show where a job's wall time went, from its first start to its last end: it adds up to 100 %.
+
+    Steps that count, input, evaluation, checkpoints, compilation, init and import, waiting for
+    ranks, hangs, lost steps, drain, and the queue between runs. Each moment is in one account, and
+    the residual is shown.
+
+    Runs of one job are joined: those with the same --run-id, else with the same command in the same
+    job of Slurm, else in the same folder up to a run that ended well. Restarts by torchrun are
+    starts inside a run.
+
+    Lost steps were trained in vain: a later start went on from an older checkpoint. Which one is
+    told by the file that it read: when it had been written. Where no such file was seen, the steps
+    before it are said to be steps that may count, and goodput has two bounds.
+
+    For example:
+
+      haiprof goodput                             the job of the newest run
+      haiprof goodput haiprof-logs/train-7-3      all runs of that run's job
+      haiprof goodput train-41 train-42           these two runs, one after the other
+      haiprof goodput --json | jq '.accounts.lost_steps / .wall_ns'
+      haiprof goodput --format markdown > ticket.md
+    """
+    from haiprof.diagnosis.restart_advice import job_goodput, runs_of_job
+    from haiprof.run_format.layout import RunPaths
+    from haiprof.run_format.manifest import newest_run
+    from haiprof.show.views.goodput import goodput_data, goodput_markdown, goodput_view
+
+    named = [newest_run(whole_path(run)) for run in runs or [existing_log_dir()]]
+    folders, joined = runs_of_job(RunPaths(named[0])) if len(named) == 1 else (named, "as named")
+    joined = joined if len(folders) > 1 else ""
+    found = job_goodput(list(dict.fromkeys(folders)))
+    output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
+    output.show(
+        lambda _: goodput_view(found, joined=joined),
+        goodput_data(found, folders, joined=joined),
+        lambda: goodput_markdown(found, joined=joined),
+    )
+    output.hint(f"next: haiprof verdict {folders[-1]}")
+
+
+LogDir = Annotated[
+    Path | None,
+    Arg("DIR", "A log directory. Left out: the one that a job started here would write to."),
+]
+
+
+All = Annotated[
+    bool,
+    Opt(
+        "--all",
+        "Count the steps of every run, however many there are. Left out: of as many of the "
+        "newest as half a second allows; what was counted once is kept in the run.",
+    ),
+]
+LIMIT_S = 0.5
+
+
+def list_runs(directory: LogDir = None, everything: All = False, as_json: AsJson = False) -> None:
+    """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
+
+    `haiprof ls --live` watches the jobs that run now, and has a --help of its own.
+
+    For example:
+
+      haiprof ls                      runs below the default log directory
+      haiprof ls /shared/haiprof      runs below that one
+      haiprof ls --json | jq -r '.runs[-1].path'
+    """
+    from haiprof.show.run_list import list_view, run_list
+
+    log_dir = directory if directory is not None else existing_log_dir()
+    runs = run_list(log_dir, limit_s=None if everything else LIMIT_S)
+    output = Output(json=as_json)
+    output.show(lambda _: list_view(log_dir, runs), {"log_dir": log_dir, "runs": runs})
+    if runs:
+        output.hint(f"next: haiprof verdict {runs[-1].path}")

@@ -1,0 +1,362 @@
+"""`haiprof trace efficiency`, `critical-path`, `what-if`, `memory`, `check`, `flight-recorder`."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from haiprof.base.errors import UsageError
+from haiprof.cli.arguments import (
+    AsJson,
+    Cluster,
+    FormulasOption,
+    PeakOption,
+    Rank,
+    ReadProgress,
+    StepRange,
+    Traces,
+    Window,
+    parse_cluster,
+    parse_steps,
+)
+from haiprof.cli.command_line import Arg, ExitStatus, Opt
+from haiprof.cli.output import Output
+from haiprof.cli.target import existing_log_dir, trace_target
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+    from haiprof.trace_analysis.what_if.replay_parts import Change
+
+
+def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) -> None:
+    """Show what is wrong with the recording of traces, and what becomes of the answers.
+
+    Kernels with impossible ends, clocks that differ, records that were lost, events
+    that were recorded twice, wrong units, missing ranks. Exit status 0 if nothing is
+    wrong, else 1. What looks odd but is right is listed, too.
+
+    For example:
+
+      haiprof trace check traces/
+      haiprof trace check trace.json.gz --json | jq '.findings[].check'
+    """
+    from haiprof.show.views.trace_files import check_view
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+
+    output = Output(json=as_json)
+    analysis = TraceQuestions(traces, window=window)
+    with ReadProgress(quiet=as_json):
+        checks, files = analysis.trace_check(), analysis.load_report()
+    faults = int(checks["is_fault"].sum())
+    output.show(
+        lambda _: check_view(checks, files),
+        {"path": str(traces), "fault_count": faults, "findings": checks.to_dicts()},
+    )
+    if faults:
+        raise ExitStatus(1)
+
+
+def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> list[str]:
+    """Prints, before an answer, what is wrong with the recording that it rests on.
+
+    Returns:
+        The same lines, which stand in a command's JSON as `faults`.
+    """
+    from haiprof.trace_analysis.files import check_frame, fault_lines
+
+    lines = fault_lines(check_frame(analysis.files), answers)
+    for line in lines:
+        output.hint(f"warning: {line}")
+    return lines
+
+
+def efficiency(
+    traces: Traces,
+    steps: StepRange = None,
+    peak: PeakOption = None,
+    formulas: FormulasOption = None,
+    window: Window = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show MFU and HFU of traced steps, and which operators are far from the roofline.
+
+    FLOPs and bytes are computed from recorded shapes: traces need record_shapes.
+    An operator without a formula stays unknown; the share of kernels that is known
+    is shown.
+
+    For example:
+
+      haiprof trace efficiency traces/ --steps 10:13
+      haiprof trace efficiency trace.json.gz --peak bf16=989.4,memory=3.35
+      haiprof trace efficiency traces/ --formulas my_kernels.toml
+      haiprof trace efficiency traces/ --json | jq '.steps[].mfu_ratio'
+    """
+    from haiprof.show.views.functions import efficiency_view
+    from haiprof.trace_analysis.operator_efficiency import parse_peak
+    from haiprof.trace_analysis.own_formulas import read_formulas
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+
+    chosen, peaks, own = parse_steps(steps), parse_peak(peak), read_formulas(formulas)
+    output = Output(json=as_json)
+    analysis = TraceQuestions(traces, window=window)
+    with ReadProgress(quiet=as_json):
+        whole = analysis.step_efficiency(chosen, peaks=peaks, formulas=own)
+        operators = analysis.efficiency(chosen, peaks=peaks, formulas=own)
+    faults = print_faults(output, analysis, "efficiency")
+    output.show(
+        lambda _: efficiency_view(whole, operators),
+        {
+            "path": str(traces),
+            "steps": whole.to_dicts(),
+            "operators": operators.to_dicts(),
+            "faults": faults,
+        },
+    )
+
+
+Annotation = Annotated[
+    str | None,
+    Opt("--annotation NAME", "The window is a record_function range with this in its name."),
+]
+Instance = Annotated[int, Opt("--instance N", "Which of those ranges, from 0.", low=0)]
+Overlay = Annotated[
+    Path | None,
+    Opt("--overlay DIR", "Write a copy of the trace with the path drawn in, for Perfetto."),
+]
+
+
+def critical_path(
+    traces: Traces,
+    rank: Rank = None,
+    steps: StepRange = None,
+    annotation: Annotation = None,
+    instance: Instance = 0,
+    overlay: Overlay = None,
+    window: Window = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a step's time consists of: work of the host, of the GPU, and delays.
+
+    A faster piece of the critical path makes the step shorter, until another path
+    is the longest. What the trace does not record is assumed; each assumption is listed.
+
+    For example:
+
+      haiprof trace critical-path traces/ --rank 0 --steps 12
+      haiprof trace critical-path trace.json --annotation forward --instance 3
+      haiprof trace critical-path trace.json --steps 12 --overlay .
+    """
+    from haiprof.show.views.causes import critical_path_data, critical_path_view
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+
+    chosen = parse_steps(steps)
+    if chosen is not None and annotation is not None:
+        raise UsageError("critical-path: --steps and --annotation are two windows; give one")
+    output = Output(json=as_json)
+    analysis = TraceQuestions(traces, window=window)
+    with ReadProgress(quiet=as_json):
+        path = analysis.critical_path(rank, steps=chosen, annotation=annotation, instance=instance)
+        if overlay is not None:
+            written = analysis.overlay_critical_path(path, rank, folder=overlay)
+            output.hint(f"wrote {written}")
+    faults = print_faults(output, analysis, "critical-path")
+    output.show(lambda _: critical_path_view(path), critical_path_data(path) | {"faults": faults})
+
+
+Source = Annotated[
+    Path,
+    Arg(
+        "[TRACES_OR_RUN]",
+        "A trace, a folder with one file per rank, a run directory with traces, or a table of "
+        "a pipelined job's operations (.parquet), or a folder of such.",
+        callback=trace_target,
+        factory=existing_log_dir,
+    ),
+]
+Faster = Annotated[
+    list[str] | None,
+    Opt(
+        "--faster WHAT[:SPEED]",
+        "kernel=NAME, operator=NAME, collective=NAME (regular expressions), loader, network, "
+        "launches, each with how many times as fast (:2x; without it: takes no time); rank=R "
+        "or ranks: as fast as the others. 'A and B' is both together. May be given several "
+        "times.",
+    ),
+]
+_NAMED, _PLAIN = ("kernel", "operator", "collective"), ("loader", "network", "launches")
+_HINT = "--faster kernel=gemm:2x, operator=aten::conv2d, loader:2x, network:2x, launches:2x, rank=3"
+
+
+def what_if(
+    source: Source,
+    faster: Faster = None,
+    steps: StepRange = None,
+    window: Window = None,
+    cluster: Cluster = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the step's time if something were faster; alone: what would help most.
+
+    The step is replayed from what waits for what: calls, launches, kernels, streams,
+    collectives of all ranks. First as it was, with the error; then with each change.
+
+    For example:
+
+      haiprof trace what-if traces/                              what would help most
+      haiprof trace what-if traces/ --faster loader:2x --faster "kernel=gemm:1.5x"
+      haiprof trace what-if traces/ --faster rank=3              rank 3 as fast as the others
+      haiprof trace what-if traces/ --faster "loader:2x and operator=aten:2x"     both together
+      haiprof trace what-if job.parquet                          what a job's stragglers cost
+    """
+    from haiprof.show.views.causes import (
+        job_answers,
+        job_data,
+        job_view,
+        what_if_answers,
+        what_if_data,
+        what_if_view,
+    )
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+    from haiprof.trace_analysis.what_if.operations import operation_files
+
+    changes = [parse_change(text) for text in faster or ()]
+    chosen, pool = parse_steps(steps), parse_cluster(cluster)
+    output = Output(json=as_json)
+    if tables := operation_files(source):
+        if faster or steps or cluster or window is not None:
+            raise UsageError(
+                f"{source}: a table of operations is replayed whole",
+                hint="leave --faster, --steps, --window and --cluster out",
+            )
+        jobs = [job_answers(path) for path in tables]
+        output.show(lambda _: job_view(jobs), job_data(jobs))
+        return
+    with ReadProgress(quiet=as_json):
+        answers = what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
+        analysis = TraceQuestions(source, window=window, pool=pool)
+        faults = print_faults(output, analysis, "what-if")
+    output.show(lambda _: what_if_view(answers), what_if_data(answers) | {"faults": faults})
+
+
+def parse_change(text: str) -> Change:
+    """Parses a change such as `kernel=gemm:2x`, or several with `and` between them.
+
+    Raises:
+        UsageError: It is anything else.
+    """
+    from haiprof.trace_analysis.what_if.replay_parts import together
+
+    parts = [_parse_one(part) for part in text.split(" and ")]
+    return parts[0] if len(parts) == 1 else together(*parts)
+
+
+def _parse_one(text: str) -> Change:
+    from haiprof.trace_analysis.what_if.replay_parts import (
+        RANK,
+        Change,
+        faster_loader,
+        rank_as_others,
+    )
+
+    found = re.fullmatch(r"(\w+)(?:=(.+?))?(?::([0-9.]+(?:e[0-9]+)?)x)?", text, re.DOTALL)
+    if found is None:
+        raise UsageError(f"--faster {text}: not understood", hint=_HINT)
+    kind, name, speed = found.groups()
+    speedup = _speedup(speed, text)
+    if kind in _NAMED and name:
+        return Change(kind=kind, name=name, speedup=speedup)
+    if kind in _PLAIN and name is None:
+        return faster_loader(speedup) if kind == "loader" else Change(kind=kind, speedup=speedup)
+    if kind == RANK and name and name.isdecimal() and speed is None:
+        return rank_as_others(int(name))
+    if kind == "ranks" and name is None and speed is None:
+        return rank_as_others()
+    raise UsageError(f"--faster {text}: not understood", hint=_HINT)
+
+
+def _speedup(text: str | None, whole: str) -> float:
+    try:
+        return math.inf if text is None else float(text)
+    except ValueError:
+        raise UsageError(f"--faster {whole}: {text} is no number", hint=_HINT) from None
+
+
+def memory_timeline(
+    traces: Traces, rank: Rank = None, window: Window = None, as_json: AsJson = False
+) -> None:
+    """Show memory over time and what was alive at the peak, by operator.
+
+    It needs traces that were recorded with --trace-memory (torch.profiler: profile_memory=True).
+    A snapshot of the CUDA allocator (torch.cuda.memory, a pickle, which is not executed) is shown
+    by line, with the sizes of its free blocks; torch.profiler's own memory timeline by category.
+
+    For example:
+
+      haiprof trace memory trace.json
+      haiprof trace memory traces/ --rank 3
+      haiprof trace memory snapshot.pickle
+      haiprof trace memory trace.json --json | jq '.at_peak[0]'
+    """
+    output = Output(json=as_json)
+    if _show_file(traces, output):
+        return
+    from haiprof.show.views.memory_timeline import memory_answers, memory_view
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+
+    with ReadProgress(quiet=as_json):
+        answers = memory_answers(TraceQuestions(traces, window=window), rank)
+    output.show(lambda _: memory_view(answers), answers.as_json())
+
+
+def _show_file(path: Path, output: Output) -> bool:
+    """Shows a file that is no trace; False where it is one."""
+    from haiprof.trace_analysis.memory_timeline import is_memory_timeline
+    from haiprof.trace_format.memory_snapshot import is_pickle
+
+    if is_pickle(path):
+        from haiprof.show.views.memory_timeline import snapshot_answers, snapshot_view
+
+        snapshot = snapshot_answers(path)
+        output.show(lambda _: snapshot_view(snapshot), snapshot.as_json())
+        return True
+    if is_memory_timeline(path):
+        from haiprof.show.views.memory_timeline import category_json, category_view
+        from haiprof.trace_analysis.memory_timeline import memory_by_category
+
+        timeline = memory_by_category(path)
+        output.show(lambda _: category_view(timeline), category_json(timeline))
+        return True
+    return False
+
+
+Dumps = Annotated[
+    list[Path],
+    Arg("DUMPS", "Files, one per rank, which end in the rank's number, or a folder of them."),
+]
+
+
+def flight_recorder(dumps: Dumps, as_json: AsJson = False) -> None:
+    """Name the collective that does not match, and the ranks, from dumps of the Flight Recorder.
+
+    PyTorch's watchdog writes such dumps where a collective times out
+    (TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_BUFFER_SIZE=2000). Nothing in a pickle is executed.
+    Where stacks were recorded, lines of your code are named.
+
+    For example:
+
+      haiprof trace flight-recorder /tmp/nccl_trace_rank_*
+      haiprof trace flight-recorder dumps/ --json | jq '.findings[0]'
+    """
+    from haiprof.run_analysis.collectives import judge_dumps
+    from haiprof.show.views.trace_files import flight_view
+
+    verdict = judge_dumps(dumps)
+    data = {
+        "findings": verdict.findings,
+        "ranks": verdict.ranks,
+        "last": verdict.last.to_dicts(),
+        "notes": verdict.notes,
+    }
+    Output(json=as_json).show(lambda _: flight_view(verdict), data)
