@@ -146,7 +146,6 @@ def compare(
 
 
 def _show_traces(before: Path, after: Path, output: Output) -> None:
-    from haiprof.cli.arguments import ReadProgress
     from haiprof.show.views.compare import (
         device_comparison_data,
         device_comparison_view,

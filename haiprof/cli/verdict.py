@@ -20,6 +20,7 @@ from haiprof.cli.arguments import (
     FormulasOption,
     OutputForm,
     PeakOption,
+    ReadProgress,
     the_job,
 )
 from haiprof.cli.command_line import Arg, ExitStatus, Opt
@@ -210,7 +211,6 @@ def _show_advice(analyzer: RunFrames, output: Output) -> None:
 def _show_traces(
     path: Path, output: Output, *, everything: bool, peak: str | None, formulas: Path | None
 ) -> None:
-    from haiprof.cli.arguments import ReadProgress
     from haiprof.run_format.layout import MANIFEST_NAME
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger

@@ -187,20 +187,12 @@ def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
 
 def event_stats(phases: pl.DataFrame) -> tuple[EventStat, ...]:
     """Count, total and longest of the spans that are not phases of a step."""
-    found = []
-    for phase in EVENT_PHASES:
-        durations = phases.filter(pl.col("phase") == phase)["duration_ns"]
-        if not durations.is_empty():
-            total, longest = int(durations.sum()), durations.max()
-            found.append(
-                EventStat(
-                    phase=phase,
-                    count=len(durations),
-                    total_ns=total,
-                    max_ns=longest if isinstance(longest, int) else total,
-                )
-            )
-    return tuple(found)
+    duration = pl.col("duration_ns")
+    found = phases.group_by("phase").agg(
+        count=pl.len(), total_ns=duration.sum(), max_ns=duration.max()
+    )
+    rows = {row["phase"]: row for row in found.iter_rows(named=True)}
+    return tuple(EventStat(**rows[phase]) for phase in EVENT_PHASES if phase in rows)
 
 
 def _last_attempt(ranks: pl.DataFrame, rank: int) -> dict[str, Any]:
@@ -270,13 +262,12 @@ def _slow_step(
 
 
 def _phase_series(steps: pl.DataFrame, span: TimeRange) -> tuple[Series, ...]:
-    found = list(step_series(steps, span))
-    for phase in PHASES:
-        frame = lasting_values(steps, f"{phase}_host_ns")
-        series = make_series(frame, title=phase, label=phase, unit="ns", span=span)
-        if series:
-            found.append(series)
-    return tuple(found)
+    found = (
+        make_series(lasting_values(steps, f"{phase}_host_ns"), title=phase, label=phase, unit="ns",
+                    span=span)
+        for phase in PHASES
+    )  # fmt: skip
+    return (*step_series(steps, span), *filter(None, found))
 
 
 def _most_common(values: pl.Series) -> str | None:

@@ -79,17 +79,6 @@ def with_part(collectives: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
     ).drop("listed_ranks", "listed_size")
 
 
-def has_several_groups(groups: pl.DataFrame) -> bool:
-    """Whether a collective may belong to more than one of the rank's groups."""
-    return groups.filter(pl.col("group_size") > 1).height > 1
-
-
-def the_only_group(groups: pl.DataFrame) -> dict[str, object] | None:
-    """The one group with other ranks in it, where there is just one; else None."""
-    several = groups.filter(pl.col("group_size") > 1)
-    return several.row(0, named=True) if several.height == 1 else None
-
-
 def _group(each: dict[str, object]) -> tuple[object, ...]:
     name, said, backend = each.get("pg_name"), each.get("pg_desc"), each.get("backend_config")
     description = said if isinstance(said, str) and said not in ("", "undefined") else None
@@ -249,9 +238,10 @@ def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
     """
     found = _with_sizes(cpu_collectives(trace))
     groups = process_group_table(trace)
-    group = the_only_group(groups) or {}
+    several = groups.filter(pl.col("group_size") > 1)
+    group = several.row(0, named=True) if several.height == 1 else {}
     # Of several groups any may be meant: that all ranks take part does not make it the world's.
-    world = None if has_several_groups(groups) else trace.world_size
+    world = None if several.height > 1 else trace.world_size
     found = found.with_columns(
         pl.lit(group.get(name), KERNELS_SCHEMA[name]).alias(name)
         for name in ("process_group", "group_ranks", "group_size", "part")

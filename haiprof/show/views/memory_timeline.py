@@ -211,15 +211,10 @@ class MemoryAnswers:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, whole."""
-        peak = None if self.at_peak is None else self.at_peak.to_dicts()
-        by_module = self.at_peak_by_module
-        return {
-            "timeline": self.timeline.to_dicts(),
-            "at_peak": peak,
-            "at_peak_by_module": None if by_module is None else by_module.to_dicts(),
-            "by_operator": self.by_operator.to_dicts(),
-            "missing": self.missing,
-        }
+        names = ("timeline", "at_peak", "at_peak_by_module", "by_operator")
+        frames = {name: getattr(self, name) for name in names}
+        rows = {n: None if frame is None else frame.to_dicts() for n, frame in frames.items()}
+        return {**rows, "missing": self.missing}
 
 
 def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:

@@ -19,7 +19,6 @@ from haiprof.show.frame_table import frame_table
 from haiprof.show.views.blocks import one_line, section
 from haiprof.trace_analysis.attribution import MIN_PATTERN_LENGTH, TOP_K
 from haiprof.trace_analysis.device_time import NO_LAUNCHES, Steps
-from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.sql_tables import SqlTable
 
@@ -116,23 +115,11 @@ def _kernels(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFra
     )
 
 
-def _cutoffs(limits: Limits) -> tuple[int, int]:
-    """Of runtime and launch delay in ns."""
-    runtime, delay = limits.runtime_cutoff, limits.launch_delay_cutoff
-    return (
-        RUNTIME_CUTOFF_NS if runtime is None else round(runtime * NS_PER_US),
-        LAUNCH_DELAY_CUTOFF_NS if delay is None else round(delay * NS_PER_US),
-    )
-
-
-def _launches(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    runtime, delay = _cutoffs(limits)
-    return traces.launch_summary(steps, runtime_cutoff_ns=runtime, launch_delay_cutoff_ns=delay)
-
-
-def _single_launches(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    runtime, delay = _cutoffs(limits)
-    return traces.launch_statistics(steps, runtime_cutoff_ns=runtime, launch_delay_cutoff_ns=delay)
+def _cutoffs(limits: Limits) -> dict[str, Any]:
+    """The cut-offs that were given, in ns; the question has defaults for the others."""
+    given = {"runtime": limits.runtime_cutoff, "launch_delay": limits.launch_delay_cutoff}
+    return {f"{name}_cutoff_ns": round(us * NS_PER_US) for name, us in given.items()
+            if us is not None}  # fmt: skip
 
 
 def _sequences(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
@@ -163,7 +150,7 @@ TABLES: Mapping[str, Table] = {
         limits=("num_kernels", "duration_ratio"),
     ),
     "launches": Table(
-        ask=_launches,
+        ask=lambda traces, steps, of: traces.launch_summary(steps, **_cutoffs(of)),
         columns=(("rank", "rank"), ("name", "call"), ("launch_count", "calls"),
                  ("cpu_duration_median_ns", "median"), ("runtime_outlier_count", "long"),
                  ("launch_delay_median_ns", "delay"), ("launch_delay_outlier_count", "delayed"),
@@ -172,7 +159,7 @@ TABLES: Mapping[str, Table] = {
         limits=_CUTOFFS,
     ),
     "single-launches": Table(
-        ask=_single_launches,
+        ask=lambda traces, steps, of: traces.launch_statistics(steps, **_cutoffs(of)),
         columns=(("rank", "rank"), ("name", "kernel"), ("cpu_duration_ns", "call took"),
                  ("launch_delay_ns", "delay"), ("gpu_duration_ns", "kernel took"),
                  ("is_short", "short"), ("is_runtime_outlier", "long"),
