@@ -444,9 +444,9 @@ class StepColumns:
     skipped: Bools
     """Whether a scaler stepped and let no optimizer step."""
     boundary: Codes
-    """Index into `boundaries.BOUNDARIES`."""
+    """Index into BOUNDARIES."""
     confidence: npt.NDArray[np.float64]
-    """How sure the boundary is, one of the constants in `boundaries`."""
+    """How sure the boundary is, one of the CONFIDENCE constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
