@@ -54,8 +54,7 @@ from haiprof.show.text import count_text, moment_text
 from haiprof.show.views.compare import headline, step_facts
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.compare.comparison import Comparison
-    from haiprof.diagnosis.compare.step_change import Change
+    from haiprof.diagnosis.compare.comparison import Change, Comparison
     from haiprof.run_analysis.run_frames import RunFrames
 
 Split = Mapping[str, float | None]

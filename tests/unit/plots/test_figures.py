@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from haiprof.diagnosis.compare.step_change import Change
 
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS
+from haiprof.diagnosis.compare.comparison import Change
 from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.show.figures.panel_table import PANEL_ROWS, row_metrics
 from haiprof.show.figures.panels import gap_starts, points_per_series, thin_points, with_gaps
