@@ -233,7 +233,7 @@ class Agent:
         if self.options.prometheus_port:
             from haiprof.agent.prometheus_endpoint import Scrape
 
-            self._scrape = Scrape(self.run, self.host, self.options, loop)
+            self._scrape = Scrape(self.run, self.host, self.options, lambda: loop.streams)
             self._scrape.start()
 
     def _sample(self, loop: SamplingLoop) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from haiprof.agent.samplers.loop import SamplingLoop, Stream
+from haiprof.agent.samplers.loop import Stream
 from haiprof.base.errors import RunFormatError
 from haiprof.base.local_http import (
     GuardedHandler,
@@ -49,11 +49,17 @@ _STALE_INTERVALS = 3  # a source without a sample for so long has no current val
 class Scrape:
     """Serves `http://127.0.0.1:PORT/metrics` from daemon threads until `stop`."""
 
-    def __init__(self, run: RunPaths, host: str, options: Options, loop: SamplingLoop) -> None:
+    def __init__(
+        self,
+        run: RunPaths,
+        host: str,
+        options: Options,
+        streams: Callable[[], Sequence[Stream]],
+    ) -> None:
         self._run = run
         self._host = host
         self._options = options
-        self._latest = Latest(run, host, lambda: loop.streams)
+        self._latest = Latest(run, host, streams)
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -72,7 +78,7 @@ class Scrape:
             reason = getattr(error, "strerror", None) or str(error)
             self._note({"port": port, "status": "refused", "reason": reason})
             print_message(
-                f"port {port}: {reason}: no live counters for Prometheus; the job goes on"
+                f"port {port}: {reason}: no live counters for Prometheus; all else goes on"
             )
             return
         self._note({"port": port, "status": "serving"})

@@ -29,7 +29,7 @@ _MORE_USAGE = (
     ("haiprof -- train.py --time 5", "arguments after -- are passed to the command unchanged"),
     ("haiprof trace train.py", "the same as haiprof --trace train.py"),
 )
-_FREQUENT = ("time", "warmup", "steps", "trace-stacks", "log-dir", "name")
+_FREQUENT = ("time", "warmup", "steps", "log-dir", "name")
 _MORE_ROWS = [
     ("verdict overview | rank | lines", "the same run by rank, and by line of your code"),
     ("trace now | report | ...", "trace a running job; read traces: haiprof trace --help"),

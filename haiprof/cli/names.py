@@ -100,6 +100,8 @@ COMMANDS = {
                           "in short runs", "prepare:try_loader"),
     "preflight": Command("preflight", "[COMMAND]", "before a job: slow ranks, nodes and links",
                          "prepare:preflight"),
+    "node": Command("node", "[DIR]", "records this node for months without a job; --show",
+                    "node:node"),
     "doctor": Command("doctor", "", "what can be measured on this node, and what prevents the rest",
                       "prepare:doctor"),
     "mcp": Command("mcp", "", "runs and traces as tools for agents, read-only, over stdio",
@@ -126,7 +128,7 @@ GROUPS = {
         "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "wandb",
         "mlflow", "put", "mcp", "skill",
     ),
-    "Prepare": ("submit", "try-loader", "preflight", "doctor"),
+    "Prepare": ("submit", "try-loader", "preflight", "node", "doctor"),
     "Other forms": ("view", "fetch"),
 }  # fmt: skip
 """The commands by what one wants to do, as `haiprof --help-all` lists them."""

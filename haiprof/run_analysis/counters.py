@@ -24,6 +24,7 @@ from haiprof.run_analysis.run_files import (
 )
 from haiprof.run_format import schema
 from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
+from haiprof.run_format.rates import NS_OF_EVENTS, rate_of
 from haiprof.run_format.reader import RecordFile
 from haiprof.run_format.tables import COUNTER_TABLES
 
@@ -46,23 +47,6 @@ back, or stopped at its highest value (`value` is null)."""
 _WRAP, _RESET, _SATURATED = 1, 2, 3
 _TIME_LIMIT_NS = 1 << 61  # a sample's time beyond this is damage, and would overflow as Unix time
 
-# What a counter of ns per ns is called; others of its kind become ratios under their own name.
-_RATES_OF_NS = {
-    "cpu_ns": ("cpu_cores", "cores"),
-    "cpu_main_ns": ("cpu_main_cores", "cores"),
-    "cpu_throttled_ns": ("cpu_throttled_cores", "cores"),
-    "disk_busy_ns": ("disk_busy_count", "count"),
-    "receive_pause_ns": ("receive_paused_priority_count", "count"),
-    "transmit_pause_ns": ("transmit_paused_priority_count", "count"),
-}
-# Counters of ns that events took, with the counter of those events: shown as the mean of one event.
-_NS_OF_EVENTS = {
-    "server_read_rtt_ns": "server_read_count",
-    "server_read_execute_ns": "server_read_count",
-    "server_write_rtt_ns": "server_write_count",
-    "server_write_execute_ns": "server_write_count",
-    "metadata_execute_ns": "metadata_count",
-}
 # Shares of one count in another.
 _RATIOS = {"cpu_throttled_ratio": ("cpu_throttled_period_count", "cpu_period_count")}
 _CPU_BUSY = ("cpu_user_ns", "cpu_nice_ns", "cpu_system_ns", "cpu_irq_ns", "cpu_softirq_ns")
@@ -361,9 +345,9 @@ def _metrics(
                     values[stored == schema.NULL_I64] = np.nan
                 yield Metric(name=name, unit=unit, values=values, flags=none)
         elif end is not None and name not in _CPU_STATES:
-            events = _NS_OF_EVENTS.get(name, "")
+            events = NS_OF_EVENTS.get(name, "")
             has_events = events in samples.columns
-            metric, rate_unit = (name, unit) if has_events else _rate_of(name, unit)
+            metric, rate_unit = (name, unit) if has_events else rate_of(name, unit)
             if wanted is not None and metric not in wanted:
                 continue
             growth, flags = _growth(samples.column(name), samples.follows, *end)
@@ -414,13 +398,6 @@ def _growth(
     numbers = growth.astype(np.float64)
     numbers[~known_both | (flags > _WRAP)] = np.nan
     return numbers, flags
-
-
-def _rate_of(name: str, unit: str) -> tuple[str, str]:
-    """What a counter's growth over time is called, and its unit."""
-    if unit == "ns":
-        return _RATES_OF_NS.get(name, (f"{name.removesuffix('_ns')}_ratio", "ratio"))
-    return f"{name}_per_s", f"{unit}/s"
 
 
 def _cpu_shares(samples: Samples) -> Iterator[Metric]:

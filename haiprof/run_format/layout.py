@@ -102,9 +102,31 @@ class NodePaths:
     burst_scratch = _Below("bursts/tmp")
     """Its temporary files; gone once it has ended."""
 
+    seen = _Below("seen.jsonl")
+    """What `haiprof node` saw: jobs and holders of GPUs that came and went, its own cost."""
+    lock = _Below("agent.lock")
+    """Locked while `haiprof node` records this node; empty."""
+
+    def earlier(self, path: Path) -> Path:
+        """Where lines of this folder are moved once they are many."""
+        return path.with_name(f"{path.stem}-1{path.suffix}")
+
     def records(self, source: str) -> Path:
         """The record file of one sampler, such as `host`, `process` or `gpu`."""
         return self.root / f"{source}.rec"
+
+    def history(self, source: str, tier: str, number: int) -> Path:
+        """One file of what `haiprof node` keeps of a source: `host-10s-3.rec`."""
+        return self.root / f"{source}-{tier}-{number}.rec"
+
+    def history_files(self, source: str, tier: str) -> list[tuple[int, Path]]:
+        """Those that exist, by number: oldest first."""
+        start = f"{source}-{tier}-"
+        names = (path.stem.removeprefix(start) for path in self.root.glob(f"{start}*.rec"))
+        return [
+            (n, self.history(source, tier, n))
+            for n in sorted(int(x) for x in names if _is_number(x))
+        ]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def test_commands_are_frozen() -> None:
         "merge",
         "mlflow",
         "modules",
+        "node",
         "overview",
         "perfetto",
         "preflight",

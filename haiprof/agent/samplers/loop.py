@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
 
 from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node, RankReports, TableSampler
 from haiprof.base.options import MIN_INTERVAL_S, Options
@@ -70,14 +71,45 @@ Report = Callable[[Mapping[str, object]], None]
 """Takes one line for the node's events file."""
 
 
+class Writer(Protocol):
+    """Takes the records of one source."""
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Records that found no room on the disk."""
+
+    def append(self, data: bytes) -> None:
+        """Takes whole records: one of each entity."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+OpenWriter = Callable[["Stream", Path, ClockAnchor, Mapping[str, object]], Writer]
+"""Begins the file of a stream, with more for its header."""
+
+
+def _write_records(
+    stream: Stream, path: Path, anchor: ClockAnchor, extra: Mapping[str, object]
+) -> Writer:
+    return RecordWriter(path, stream.sampler.table, clock=anchor, extra=extra)
+
+
 class Stream:
     """Carries the records of one sampler to its file."""
 
     def __init__(
-        self, sampler: TableSampler, interval_ns: int, *, clock: Clock, report: Report
+        self,
+        sampler: TableSampler,
+        interval_ns: int,
+        *,
+        clock: Clock,
+        report: Report,
+        open_writer: OpenWriter = _write_records,
     ) -> None:
         self.sampler = sampler
-        self._interval_ns = interval_ns
+        self.interval_ns = interval_ns
+        """Between two samples where none of them takes long."""
         self.entities: Mapping[Key, Mapping[str, object]] = {}
         """Description of each entity; never changed in place, as other threads read it."""
         self.latest: tuple[int, bytes] = (0, b"")
@@ -89,7 +121,8 @@ class Stream:
         self._clock = clock
         self._report = report
         self._reasons: set[str] = set()
-        self._writer: RecordWriter | None = None
+        self._open_writer = open_writer
+        self._writer: Writer | None = None
         self.pace = Pace(interval_ns, sampler.read_limit_ns, clock())
 
     @property
@@ -105,14 +138,14 @@ class Stream:
             if any(each.metric == ALL_METRICS for each in missing):
                 return False
             path, extra = node.records(self.sampler.name), {**header, **self.sampler.header()}
-            self._writer = RecordWriter(path, self.sampler.table, clock=anchor, extra=extra)
             self._describe(extra.get("entities"))
+            self._writer = self._open_writer(self, path, anchor, extra)
         except Exception as error:  # noqa: BLE001  one sampler must not stop the others
             self._report_error(error)
             return False
         self._take()
         # Only now does the sampler know how much it reads.
-        self.pace = Pace(self._interval_ns, self.sampler.read_limit_ns, self._last_ns)
+        self.pace = Pace(self.interval_ns, self.sampler.read_limit_ns, self._last_ns)
         return True
 
     def sample_if_due(self, now_ns: int) -> None:
@@ -204,6 +237,7 @@ class SamplingLoop:
         clock: Clock = time.perf_counter_ns,
         boot_clock: Clock = boot_ns,
         samplers: Sequence[TableSampler] | None = None,
+        open_writer: OpenWriter = _write_records,
     ) -> None:
         self.failure: str | None = None
         """Why nothing was recorded."""
@@ -215,6 +249,7 @@ class SamplingLoop:
         self._boot_clock = boot_clock
         self._paths = run.node(host)
         self._samplers = samplers
+        self._open_writer = open_writer
         self._surroundings = Node(
             run=run,
             host=host,
@@ -264,7 +299,10 @@ class SamplingLoop:
         streams = []
         for sampler in self._choose():
             interval_ns = int(self._options.interval(sampler.recorder) * sampler.every * NS_PER_S)
-            stream = Stream(sampler, interval_ns, clock=self._clock, report=self._report)
+            stream = Stream(
+                sampler, interval_ns, clock=self._clock, report=self._report,
+                open_writer=self._open_writer,
+            )  # fmt: skip
             if stream.start(self._paths, anchor, header):
                 streams.append(stream)
                 self.streams = tuple(streams)

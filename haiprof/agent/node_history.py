@@ -1,0 +1,318 @@
+"""Writes a node's counters for months: each second for hours, then means of 10 s and of 5 min."""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from haiprof.agent.samplers.loop import MAX_FACTOR, Stream
+from haiprof.base.safe_files import remove_file
+from haiprof.base.units import NS_PER_S
+from haiprof.linux.readings import Clock
+from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.entities import Key
+from haiprof.run_format.layout import NodePaths
+from haiprof.run_format.node_history import (
+    FILES_PER_TIER,
+    TIERS,
+    Tier,
+    history_table,
+    kept_columns,
+)
+from haiprof.run_format.rates import NS_OF_EVENTS, growth, is_known
+from haiprof.run_format.schema import Table, counter_end
+from haiprof.run_format.tables import COUNTER_TABLES
+from haiprof.run_format.writer import RecordWriter
+
+_CLOCK_SET_NS = NS_PER_S
+"""Unix time that moves so much against the monotonic clock was set, or the machine slept."""
+_GAP_INTERVALS = 2 * MAX_FACTOR
+"""What a counter did in so long a gap says nothing of the time at its end: it has no rate."""
+_OPEN_AGAIN_NS = 60 * NS_PER_S
+"""How long rows are dropped before a file is tried again on a disk that was full."""
+
+Note = Callable[[Mapping[str, object]], None]
+Cell = tuple[float, float, float, float]
+"""Sum of value times weight, sum of weights, least and greatest value; a weight is seconds, of
+gauges samples, of mean times events."""
+_EMPTY: Cell = (0.0, 0.0, math.inf, -math.inf)
+
+
+class NodeHistory:
+    """All that is kept of a node, within one limit.
+
+    Args:
+        node: Where the files are.
+        limit_bytes: Of all records together; the oldest of the greatest part goes first.
+        note: Takes lines on a full disk and on a clock that was set.
+        clock: Unix time in ns.
+    """
+
+    def __init__(
+        self, node: NodePaths, limit_bytes: int, *, note: Note, clock: Clock = time.time_ns
+    ) -> None:
+        self.node, self.note, self.clock = node, note, clock
+        self.size_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._offset_ns: int | None = None
+        self._is_full = False
+        self.files = {
+            table.name: [TierFiles(self, table, tier) for tier in TIERS] for table in COUNTER_TABLES
+        }
+        """Of each source and tier, also of what is not sampled any more."""
+
+    def open_source(
+        self, stream: Stream, _path: Path, _anchor: ClockAnchor, extra: Mapping[str, object]
+    ) -> SourceHistory:
+        """The writer of one source; an `OpenWriter` of the sampling loop."""
+        files = self.files[stream.sampler.name]
+        for each in files:
+            each.begin(stream, extra)
+        return SourceHistory(self, stream, files)
+
+    def wall_ns(self, mono_ns: int) -> int:
+        """Unix time now; says so where that was set since the last call."""
+        now = self.clock()
+        offset, before = now - mono_ns, self._offset_ns
+        if before is None or abs(offset - before) > _CLOCK_SET_NS:
+            self._offset_ns = offset
+            if before is not None:
+                self.note({"type": "clock_set", "by_ns": offset - before})
+        return now
+
+    def hold_limit(self) -> None:
+        """Removes the oldest files of what takes most, until all fit."""
+        while self.size_bytes > self._limit_bytes:
+            tiers = [tier for tiers in self.files.values() for tier in tiers]
+            if not max(tiers, key=lambda tier: tier.size_bytes).remove_oldest():
+                return
+
+    def say_full(self, reason: str) -> None:
+        """Says once that rows are dropped, and once that they are kept again."""
+        if bool(reason) != self._is_full:
+            self._is_full = bool(reason)
+            self.note({"type": "disk_full" if reason else "disk_again", "reason": reason})
+
+
+class TierFiles:
+    """The files of one tier of one source; the oldest go when the others hold what is kept."""
+
+    def __init__(self, history: NodeHistory, table: Table, tier: Tier) -> None:
+        self.tier, self.table = tier, history_table(table, tier)
+        self.row_bytes = 0
+        """Of one time, as measured: all entities together."""
+        self.dropped_bytes = 0
+        self.size_bytes = 0
+        self._history = history
+        self._stream: Stream | None = None
+        self._extra: Mapping[str, object] = {}
+        self._writer: RecordWriter | None = None
+        self._described: frozenset[Key] = frozenset()
+        self._again_ns = 0
+        self._sizes: dict[int, int] = {}
+        for number, path in history.node.history_files(table.name, tier.name):
+            self._grow(number, path.stat().st_size)
+        self._number = max(self._sizes, default=0)
+
+    def begin(self, stream: Stream, extra: Mapping[str, object]) -> None:
+        """Takes the rows of a stream from now on, in a new file."""
+        self._stream, self._extra = stream, extra
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all that is to be kept, by the rows as they were measured; 0 for what is not sampled.
+
+        Retention is by recorded time, not by age: a clock that is set, or a machine that was off
+        for months, removes nothing.
+        """
+        if self._stream is None:
+            return 0
+        interval_ns = max(self.tier.interval_ns, self._stream.interval_ns)
+        return self.tier.kept_ns // interval_ns * self.row_bytes
+
+    def append(self, rows: bytes, wall_ns: int, mono_ns: int) -> None:
+        """Writes the rows of one time; a full disk loses them."""
+        if self._is_done() and mono_ns >= self._again_ns:
+            self._open(wall_ns, mono_ns)
+        lost = len(rows)
+        if self._writer is not None:
+            before = self._writer.dropped_bytes
+            self._writer.append(rows)
+            lost = self._writer.dropped_bytes - before
+            self._grow(self._number, len(rows) - lost)
+            self._history.say_full("no room for rows" if lost else "")
+        self.dropped_bytes += lost
+        while len(self._sizes) > 1 and self._without_oldest() >= self.kept_bytes:
+            self.remove_oldest()
+        self._history.hold_limit()
+
+    def remove_oldest(self) -> bool:
+        """Removes one file, the one that is written to only where there is no other."""
+        if not self._sizes:
+            return False
+        oldest = min(self._sizes)
+        if oldest == self._number:
+            self.close()
+        path = self._history.node.history(self.table.name, self.tier.name, oldest)
+        remove_file(path, below=self._history.node.run_root)
+        self._grow(oldest, -self._sizes[oldest])
+        del self._sizes[oldest]
+        return True
+
+    def close(self) -> None:
+        """Closes the file that is written to."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _grow(self, number: int, by_bytes: int) -> None:
+        self._sizes[number] = self._sizes.get(number, 0) + by_bytes
+        self.size_bytes += by_bytes
+        self._history.size_bytes += by_bytes
+
+    def _without_oldest(self) -> int:
+        return self.size_bytes - self._sizes[min(self._sizes)]
+
+    def _is_done(self) -> bool:
+        """Whether the next rows need another file: the first, a full one, a new entity."""
+        full_bytes = self.kept_bytes // FILES_PER_TIER
+        if self._writer is None or self._sizes.get(self._number, 0) >= full_bytes:
+            return True
+        return self._stream is not None and self._described != self._stream.entities.keys()
+
+    def _open(self, wall_ns: int, mono_ns: int) -> None:
+        """Begins the next file, whose header names all entities that are known by now."""
+        self.close()
+        entities = {} if self._stream is None else self._stream.entities
+        self._described, self._number = frozenset(entities), self._number + 1
+        node = self._history.node
+        path = node.history(self.table.name, self.tier.name, self._number)
+        extra = {**self._extra, "entities": list(entities.values()), "tier": self.tier.name}
+        clock = ClockAnchor(wall_ns, mono_ns)
+        try:
+            self._writer = RecordWriter(path, self.table, clock=clock, extra=extra)
+            self._grow(self._number, path.stat().st_size)
+        except OSError as error:
+            self._again_ns = mono_ns + _OPEN_AGAIN_NS
+            remove_file(path, below=node.run_root)  # its header is torn
+            self._history.say_full(error.strerror or str(error))
+
+
+class SourceHistory:
+    """Turns the records of one source into the rows of all tiers."""
+
+    def __init__(self, history: NodeHistory, stream: Stream, files: Sequence[TierFiles]) -> None:
+        table = stream.sampler.table
+        places = {column.name: place for place, column in enumerate(table.columns)}
+        self._plan = [
+            (
+                places[column.name],
+                counter_end(column.kind),
+                column.unit == "ns",
+                places.get(NS_OF_EVENTS.get(column.name, "")),
+            )
+            for column in kept_columns(table)
+        ]  # fmt: skip
+        self._key = slice(2, 2 + len(table.keys))
+        self._struct, self._history, self._files = table.struct, history, files
+        self._gap_s = _GAP_INTERVALS * stream.interval_ns / NS_PER_S
+        self._before: dict[Key, tuple[Any, ...]] = {}
+        self._rows = [each.table.struct for each in files]
+        self._buckets: list[dict[Key, tuple[int, list[Cell]]]] = [{} for _ in TIERS]
+        self._begin_ns = [0 for _ in TIERS]
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Rows that found no room on the disk."""
+        return sum(files.dropped_bytes for files in self._files)
+
+    def append(self, data: bytes) -> None:
+        """Takes one record of each entity."""
+        records = list(self._struct.iter_unpack(data))
+        for files, row in zip(self._files, self._rows, strict=True):
+            files.row_bytes = max(files.row_bytes, len(records) * row.size)
+        mono_ns = records[-1][0]
+        wall_ns = self._history.wall_ns(mono_ns)
+        found = {record[self._key]: (1, self._cells(record)) for record in records}
+        self._write(0, wall_ns, found, mono_ns)
+        self._collect(1, wall_ns, found, mono_ns)
+        self._before = {record[self._key]: record for record in records}
+
+    def close(self) -> None:
+        """Writes what was begun, and closes the files."""
+        for place in range(1, len(TIERS)):
+            self._flush(place, self._history.clock(), 0)
+        for files in self._files:
+            files.close()
+
+    def _collect(
+        self, place: int, wall_ns: int, found: Mapping[Key, tuple[int, list[Cell]]], mono_ns: int
+    ) -> None:
+        """Adds to a tier's time, after the one before was written; a clock may also go back."""
+        begin_ns = wall_ns - wall_ns % TIERS[place].interval_ns
+        if begin_ns != self._begin_ns[place]:
+            self._flush(place, wall_ns, mono_ns)
+            self._begin_ns[place] = begin_ns
+        bucket = self._buckets[place]
+        for key, (count, cells) in found.items():
+            have, before = bucket.get(key, (0, []))
+            bucket[key] = have + count, [*map(_merge, before, cells)] if before else cells
+
+    def _flush(self, place: int, wall_ns: int, mono_ns: int) -> None:
+        bucket, begin_ns = self._buckets[place], self._begin_ns[place]
+        self._buckets[place] = {}
+        if bucket:
+            self._write(place, begin_ns, bucket, mono_ns)
+            if place + 1 < len(TIERS):
+                self._collect(place + 1, begin_ns, bucket, mono_ns)
+
+    def _write(
+        self, place: int, time_ns: int, found: Mapping[Key, tuple[int, list[Cell]]], mono_ns: int
+    ) -> None:
+        rows, pack = [], self._rows[place].pack
+        for key, (count, cells) in found.items():
+            means = [total / weight if weight else math.nan for total, weight, _, _ in cells]
+            if place:
+                values = [
+                    value
+                    for mean, cell in zip(means, cells, strict=True)
+                    for value in ((mean, cell[2], cell[3]) if cell[1] else (mean, mean, mean))
+                ]
+            else:
+                values = means
+            try:
+                rows.append(pack(time_ns, count, *key, *values))
+            except (OverflowError, struct.error):  # beyond f32: damage, not a rate
+                continue
+        self._files[place].append(b"".join(rows), time_ns, mono_ns)
+
+    def _cells(self, record: tuple[Any, ...]) -> list[Cell]:
+        """What each column did since the record before; weight 0 where that is not known."""
+        before = self._before.get(record[self._key])
+        elapsed_s = 0.0 if before is None else (record[0] - before[0]) / NS_PER_S
+        cells = []
+        for place, end, is_ns, events in self._plan:
+            value, weight = float(record[place]), 1.0
+            if end is None:
+                weight = 1.0 if is_known(record[place]) else 0.0
+            else:
+                grown = None
+                if before is not None and 0 < elapsed_s <= self._gap_s:
+                    grown = growth(before[place], record[place], end)
+                weight = 0.0 if grown is None else elapsed_s
+                value = 0.0 if grown is None else grown / (elapsed_s * (NS_PER_S if is_ns else 1))
+                if events is not None and grown is not None and before is not None:
+                    weight = max(0.0, record[events] - before[events])
+                    value = grown / weight if weight else 0.0
+            cells.append((value * weight, weight, value, value) if weight else _EMPTY)
+        return cells
+
+
+def _merge(one: Cell, other: Cell) -> Cell:
+    return (
+        one[0] + other[0], one[1] + other[1], min(one[2], other[2]), max(one[3], other[3]),
+    )  # fmt: skip

@@ -1,0 +1,314 @@
+"""Reads what `haiprof node` kept of a node: counters by time, jobs, and GPUs that were held."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from haiprof.base.errors import RunFormatError
+from haiprof.base.units import NS_PER_S
+from haiprof.run_analysis.run_files import entries, integer, mean, record_columns, text
+from haiprof.run_format.entities import entities_by_key, entity_name
+from haiprof.run_format.layout import NodePaths
+from haiprof.run_format.node_history import (
+    STATISTICS,
+    TIERS,
+    Tier,
+    kept_columns,
+    metric_of,
+)
+from haiprof.run_format.reader import read_lines, read_records
+from haiprof.run_format.schema import Table
+from haiprof.run_format.tables import COUNTER_TABLES
+
+HISTORY_SCHEMA = {
+    "time_ns": pl.Int64,  # Unix time at which it begins
+    "source": pl.String,
+    "entity": pl.String,  # null for the node
+    "metric": pl.String,
+    "unit": pl.String,
+    "mean": pl.Float64,
+    "min": pl.Float64,
+    "max": pl.Float64,
+}
+_UNUSED_NS = 600 * NS_PER_S
+"""A GPU that was held for so long, and did nothing in it, is called unused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenJob:
+    """A job that was seen, with or without haiprof."""
+
+    start_wall_ns: int | None
+    end_wall_ns: int | None
+    """None where it runs, or nobody saw its end."""
+    uid: int | None
+    pid: int | None
+    command: str
+    run: str | None
+    """Its run directory; None for a job without haiprof."""
+    process_count: int | None
+    """Processes at the most, once it has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldGpu:
+    """A GPU in whose memory a process was."""
+
+    gpu: int
+    pid: int
+    uid: int | None
+    command: str
+    start_wall_ns: int
+    end_wall_ns: int | None
+    """None where it is held still, or nobody saw the end."""
+    utilization_mean_ratio: float | None
+    utilization_max_ratio: float | None
+    unused: bool
+    """Whether it did nothing in ten minutes or more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """What was kept of a node."""
+
+    host: str
+    is_recording: bool
+    counters: pl.DataFrame
+    """As `HISTORY_SCHEMA` says."""
+    jobs: Sequence[SeenJob]
+    held_gpus: Sequence[HeldGpu]
+    events: Sequence[Mapping[str, Any]]
+    """Clocks that were set, full disks, starts and ends of the agent."""
+    cpu_ratio: float | None
+    """Of a core, that the agent itself took since it was last started."""
+    peak_rss_bytes: int | None
+    """Its resident memory at most."""
+    size_bytes: int
+    whole_bytes: int | None
+    """What it will be once all tiers are full."""
+    notes: Sequence[str]
+
+
+def read_node(node: NodePaths, *, since_ns: int, until_ns: int, step_ns: int) -> NodeRecord:
+    """What was kept of a node between two times, its counters in steps.
+
+    Args:
+        node: Its folder.
+        since_ns: Unix time.
+        until_ns: Unix time.
+        step_ns: A row of counters stands for so much time.
+    """
+    lines, notes = _lines(node)
+    counters, damaged = read_history(node, since_ns=since_ns, until_ns=until_ns, step_ns=step_ns)
+    sizes = _last(lines, "sizes")
+    start = _last(lines, "agent_start").get("wall_ns")
+    cost = _last(lines, "agent_cost")
+    elapsed_ns = (integer(cost.get("wall_ns")) or 0) - (integer(start) or 0)
+    cpu_ns = integer(cost.get("cpu_ns"))
+    return NodeRecord(
+        host=node.root.name,
+        is_recording=_is_locked(node.lock),
+        counters=counters,
+        jobs=[job for job in seen_jobs(lines) if (job.end_wall_ns or since_ns) >= since_ns],
+        held_gpus=[h for h in held_gpus(node, lines) if (h.end_wall_ns or since_ns) >= since_ns],
+        events=[line for line in lines if line.get("type") in _EVENTS],
+        cpu_ratio=cpu_ns / elapsed_ns if cpu_ns is not None and elapsed_ns > 0 else None,
+        peak_rss_bytes=integer(cost.get("peak_rss_bytes")),
+        size_bytes=sum(path.stat().st_size for path in node.root.iterdir()),
+        whole_bytes=integer(sizes.get("whole_bytes")),
+        notes=[*notes, *damaged],
+    )
+
+
+_EVENTS = ("agent_start", "agent_end", "clock_set", "disk_full", "disk_again")
+
+
+def read_history(
+    node: NodePaths, *, since_ns: int, until_ns: int, step_ns: int
+) -> tuple[pl.DataFrame, tuple[str, ...]]:
+    """Counters in steps of time, from the coarsest tier that is fine enough, and damage.
+
+    What that one does not have yet, the time that its last row begins, is taken from finer ones.
+    A mean is that of the rows' means, each counted by its samples.
+    """
+    frames, notes = [pl.DataFrame(schema=HISTORY_SCHEMA)], list[str]()
+    for table in COUNTER_TABLES:
+        first_ns, parts = since_ns, list[pl.DataFrame]()
+        for tier in reversed([tier for tier in TIERS if tier.interval_ns <= step_ns] or TIERS[:1]):
+            rows, damaged = _read_tier(node, table, tier)
+            notes += damaged
+            rows = rows.filter(pl.col("time_ns").is_between(first_ns, until_ns))
+            last_ns = rows["time_ns"].max()
+            if isinstance(last_ns, int) and tier is not TIERS[0]:
+                rows, first_ns = rows.filter(pl.col("time_ns") < last_ns), last_ns
+            parts.append(rows)
+        whole = pl.concat(parts)
+        if whole.height:
+            frames.append(_in_steps(whole, table, step_ns))
+    return pl.concat(frames), tuple(notes)
+
+
+def _read_tier(node: NodePaths, table: Table, tier: Tier) -> tuple[pl.DataFrame, list[str]]:
+    """All rows of a tier, wide: a column for each statistic of each metric."""
+    names = [metric_of(column)[0] for column in kept_columns(table)]
+    columns = [f"{name}.{statistic}" for name in names for statistic in STATISTICS]
+    schema: dict[str, Any] = {"time_ns": pl.Int64, "sample_count": pl.UInt32, "entity": pl.String}
+    schema |= dict.fromkeys(columns, pl.Float64)
+    frames, notes = [pl.DataFrame(schema=schema)], list[str]()
+    for _, path in node.history_files(table.name, tier.name):
+        try:
+            records = read_records(path)
+        except RunFormatError as error:
+            notes.append(str(error))
+            continue
+        notes += records.notes
+        found = record_columns(records)
+        known = entities_by_key(entries(records.header.get("entities")))
+        entities = [
+            entity_name(known.get(tuple(map(int, key)), {})) or " ".join(map(str, key)) or None
+            for key in zip(*(found[key] for key in table.keys), strict=True)
+        ] if table.keys else [None] * records.count  # fmt: skip
+        values = {}
+        for name in columns:
+            stored = name if name in found else f"{name.rpartition('.')[0]}.value"
+            if stored in found:
+                values[name] = pl.Series(found[stored].astype("f8")).fill_nan(None)
+        fixed = {name: found[name] for name in ("time_ns", "sample_count")}
+        entity = {"entity": pl.Series(entities, dtype=pl.String)}
+        frames.append(pl.DataFrame({**fixed, **entity, **values}))
+    return pl.concat(frames, how="diagonal_relaxed").select(*schema), notes
+
+
+def _in_steps(rows: pl.DataFrame, table: Table, step_ns: int) -> pl.DataFrame:
+    """One row for each metric of each entity in each step."""
+    weight = pl.col("sample_count")
+    metrics = dict(metric_of(column) for column in kept_columns(table))
+    sums = [
+        each
+        for name in metrics
+        for mean in [pl.col(f"{name}.mean")]
+        for each in (
+            ((mean * weight).sum() / weight.filter(mean.is_not_null()).sum()).alias(f"{name}.mean"),
+            pl.col(f"{name}.min").min(),
+            pl.col(f"{name}.max").max(),
+        )
+    ]
+    step = (pl.col("time_ns") // step_ns * step_ns).alias("time_ns")
+    wide = rows.group_by(step, "entity").agg(sums).sort("time_ns", "entity")
+    long = [
+        wide.select(
+            "time_ns", pl.lit(table.name).alias("source"), "entity", pl.lit(name).alias("metric"),
+            pl.lit(unit).alias("unit"),
+            *(pl.col(f"{name}.{each}").fill_nan(None).alias(each) for each in STATISTICS),
+        ).filter(pl.col("mean").is_not_null())
+        for name, unit in metrics.items()
+    ]  # fmt: skip
+    return pl.concat(long).cast(HISTORY_SCHEMA)  # type: ignore[arg-type]
+
+
+def seen_jobs(lines: Iterable[Mapping[str, Any]]) -> list[SeenJob]:
+    """Jobs by their start; one that a later agent found again is the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if line.get("type") == "job_start":
+            found.setdefault(str(line.get("job")), {}).update(line)
+        elif line.get("type") == "job_end" and line.get("job") in found:
+            end = {"end": line.get("wall_ns"), "process_count": line.get("process_count")}
+            found[line["job"]].update(end)
+    jobs = [
+        SeenJob(
+            start_wall_ns=integer(job.get("start_wall_ns")),
+            end_wall_ns=integer(job.get("end")),
+            uid=integer(job.get("uid")),
+            pid=integer(job.get("pid")),
+            command=text(job.get("command")) or "",
+            run=text(job.get("run")),
+            process_count=integer(job.get("process_count")),
+        )
+        for job in found.values()
+    ]
+    return sorted(jobs, key=lambda job: job.start_wall_ns or 0)
+
+
+def held_gpus(node: NodePaths, lines: Iterable[Mapping[str, Any]]) -> list[HeldGpu]:
+    """Who held each GPU, and how busy it was meanwhile."""
+    begun: dict[tuple[int, int], Mapping[str, Any]] = {}
+    spans: list[tuple[Mapping[str, Any], int | None]] = []
+    now_ns = 0
+    for line in lines:
+        now_ns = integer(line.get("wall_ns")) or now_ns
+        key = (integer(line.get("gpu")) or 0, integer(line.get("pid")) or 0)
+        if line.get("type") == "gpu_held":
+            begun.setdefault(key, line)
+        elif line.get("type") == "gpu_released" and key in begun:
+            spans.append((begun.pop(key), now_ns))
+    spans += [(line, None) for line in begun.values()]
+    if not spans:
+        return []
+    gpu = next(table for table in COUNTER_TABLES if table.name == "gpu")
+    tiers = {tier: _read_tier(node, gpu, tier)[0] for tier in TIERS[1:]}
+    return [_measure_use(line, end_ns, tiers, now_ns) for line, end_ns in spans]
+
+
+def _measure_use(
+    line: Mapping[str, Any], end_ns: int | None, tiers: Mapping[Tier, pl.DataFrame], now_ns: int
+) -> HeldGpu:
+    start_ns, gpu = integer(line.get("wall_ns")) or 0, integer(line.get("gpu")) or 0
+    last_ns = end_ns or now_ns
+    tier = TIERS[1] if last_ns - start_ns < TIERS[1].kept_ns else TIERS[2]
+    inside = (
+        tiers[tier]
+        .filter(pl.col("time_ns").is_between(start_ns, last_ns), pl.col("entity") == f"gpu {gpu}")
+        .select("sample_count", "utilization_ratio.mean", "utilization_ratio.max")
+        .drop_nulls()
+    )
+    highest = inside["utilization_ratio.max"].max()
+    weights = inside["sample_count"].cast(pl.Float64)
+    weighted, samples = mean(inside["utilization_ratio.mean"] * weights), mean(weights)
+    return HeldGpu(
+        gpu=gpu,
+        pid=integer(line.get("pid")) or 0,
+        uid=integer(line.get("uid")),
+        command=text(line.get("command")) or "",
+        start_wall_ns=start_ns,
+        end_wall_ns=end_ns,
+        utilization_mean_ratio=weighted / samples if weighted is not None and samples else None,
+        utilization_max_ratio=float(highest) if isinstance(highest, (int, float)) else None,
+        unused=highest == 0 and last_ns - start_ns >= _UNUSED_NS,
+    )
+
+
+def _lines(node: NodePaths) -> tuple[list[dict[str, Any]], list[str]]:
+    found, notes = list[dict[str, Any]](), list[str]()
+    for path in (node.earlier(node.seen), node.seen):
+        lines, damaged = read_lines(path)
+        found, notes = found + lines, notes + list(damaged)
+    return found, notes
+
+
+def _last(lines: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any]:
+    return next((line for line in reversed(lines) if line.get("type") == kind), {})
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether an agent of this machine writes there now."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
