@@ -113,6 +113,7 @@ class TierFiles:
         self._writer: RecordWriter | None = None
         self._described: frozenset[Key] = frozenset()
         self._again_ns = 0
+        self._header_bytes = 0
         self._sizes: dict[int, int] = {}
         for number, path in history.node.history_files(table.name, tier.name):
             self._grow(number, path.stat().st_size)
@@ -133,6 +134,12 @@ class TierFiles:
             return 0
         interval_ns = max(self.tier.interval_ns, self._stream.interval_ns)
         return self.tier.kept_ns // interval_ns * self.row_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What all files take at most: what is kept, another file, their headers."""
+        file_bytes = self.kept_bytes // FILES_PER_TIER + self.row_bytes + self._header_bytes
+        return (FILES_PER_TIER + 1) * file_bytes
 
     def append(self, rows: bytes, wall_ns: int, mono_ns: int) -> None:
         """Writes the rows of one time; a full disk loses them."""
@@ -175,11 +182,13 @@ class TierFiles:
         self._history.size_bytes += by_bytes
 
     def _without_oldest(self) -> int:
-        return self.size_bytes - self._sizes[min(self._sizes)]
+        """Rows that are left without the oldest file."""
+        headers = (len(self._sizes) - 1) * self._header_bytes
+        return self.size_bytes - self._sizes[min(self._sizes)] - headers
 
     def _is_done(self) -> bool:
         """Whether the next rows need another file: the first, a full one, a new entity."""
-        full_bytes = self.kept_bytes // FILES_PER_TIER
+        full_bytes = self.kept_bytes // FILES_PER_TIER + self._header_bytes
         if self._writer is None or self._sizes.get(self._number, 0) >= full_bytes:
             return True
         return self._stream is not None and self._described != self._stream.entities.keys()
@@ -195,7 +204,8 @@ class TierFiles:
         clock = ClockAnchor(wall_ns, mono_ns)
         try:
             self._writer = RecordWriter(path, self.table, clock=clock, extra=extra)
-            self._grow(self._number, path.stat().st_size)
+            self._header_bytes = path.stat().st_size
+            self._grow(self._number, self._header_bytes)
         except OSError as error:
             self._again_ns = mono_ns + _OPEN_AGAIN_NS
             remove_file(path, below=node.run_root)  # its header is torn

@@ -21,7 +21,7 @@ from haiprof.base.safe_files import make_folder, make_named_folder, open_to_appe
 from haiprof.base.units import bytes_text
 from haiprof.live.node_jobs import SCAN_S, JobWatch, gpu_holders, open_nvml
 from haiprof.run_format.layout import NodePaths, RunPaths
-from haiprof.run_format.node_history import FILES_PER_TIER, TIERS
+from haiprof.run_format.node_history import TIERS
 from haiprof.run_format.writer import append_line
 
 RECORDERS = ("host", "gpu", "infiniband", "numa", "filesystem")
@@ -171,10 +171,10 @@ class _Agent:
     def _say_sizes(self, history: NodeHistory) -> None:
         """How much it will be, by the rows that this node has."""
         tiers = [
-            sum(files[place].kept_bytes for files in history.files.values())
+            sum(files[place].most_bytes for files in history.files.values())
             for place in range(len(TIERS))
         ]
-        whole = sum(tiers) * (FILES_PER_TIER + 1) // FILES_PER_TIER
+        whole = sum(tiers)
         sizes = ", ".join(
             f"{tier.name} {bytes_text(size)}" for tier, size in zip(TIERS, tiers, strict=True)
         )

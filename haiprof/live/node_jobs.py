@@ -25,9 +25,9 @@ from haiprof.linux.procfs import (
 from haiprof.linux.readings import Clock, Unavailable
 from haiprof.run_format.secrets import mask_command
 
-SCAN_S = 10.0
+SCAN_S = 5.0
 _LONGEST_S = 600.0
-"""Between two looks at a process that has not loaded torch; at first each twice as late, as reading
+"""Between two looks at a process that has not loaded torch; each waits twice the process's age, as
 the maps of hundreds of processes at every scan would cost more than all counters."""
 Holders = Mapping[int, Collection[int]]
 Line = dict[str, object]
@@ -108,6 +108,7 @@ class JobWatch:
             for pid, ticks in list(job.members.items()):
                 if pid not in alive or read_start_ticks(root, pid) != ticks:
                     del job.members[pid]
+                    self._due_s.pop(pid, None)  # its number may be another's by now
             if not job.members:
                 del self._jobs[job.id]
                 yield {"type": "job_end", "job": job.id, "process_count": job.most}
@@ -119,7 +120,7 @@ class JobWatch:
             return
         ticks = int(fields[19])
         age_ns = max(0, self._boot_clock() - ticks * TICK_NS)
-        self._due_s[pid] = now_s + min(max(age_ns / NS_PER_S, SCAN_S), _LONGEST_S)
+        self._due_s[pid] = now_s + min(max(2 * age_ns / NS_PER_S, SCAN_S), _LONGEST_S)
         run = environment(pid, proc=self._proc).get(ENV_ACTIVE) or None
         if run is None and not has_mapped(pid, b"libtorch", proc=self._proc):
             return

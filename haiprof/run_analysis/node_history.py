@@ -219,9 +219,9 @@ def seen_jobs(lines: Iterable[Mapping[str, Any]]) -> list[SeenJob]:
     for line in lines:
         if line.get("type") == "job_start":
             found.setdefault(str(line.get("job")), {}).update(line)
-        elif line.get("type") == "job_end" and line.get("job") in found:
+        elif line.get("type") == "job_end" and str(line.get("job")) in found:
             end = {"end": line.get("wall_ns"), "process_count": line.get("process_count")}
-            found[line["job"]].update(end)
+            found[str(line["job"])].update(end)
     jobs = [
         SeenJob(
             start_wall_ns=integer(job.get("start_wall_ns")),
