@@ -1,4 +1,4 @@
-"""`haiprof node`: the command itself, a job that comes and goes, and what it shows afterwards."""
+"""`haiprof node`: the command itself, and what it shows afterwards."""
 
 from __future__ import annotations
 
@@ -6,52 +6,34 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from haiprof.__main__ import main as haiprof
 from tests.process.live import within
 
-# What `has_mapped` looks for, without the two seconds that torch takes.
-_HAS_TORCH = """
-import mmap, sys
-with open(sys.argv[1], "rb") as file:
-    held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    sys.stdin.read()
-"""
 
-
-def seen(folder: Path) -> list[Mapping[str, Any]]:
-    paths = folder.glob("nodes/*/seen.jsonl")
-    lines = [line for path in paths for line in path.read_text().splitlines()]
-    return [json.loads(line) for line in lines]
+def rows(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("nodes/*/**/*") if path.is_file())
 
 
 def test_node_is_recorded_until_it_is_told_to_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    library = tmp_path / "libtorch_cpu.so"
-    library.write_bytes(b"x" * 4096)
     folder = tmp_path / "node"
-    job = subprocess.Popen([sys.executable, "-c", _HAS_TORCH, library], stdin=subprocess.PIPE)
     command = [sys.executable, "-m", "haiprof", "node", str(folder)]
     agent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        mine = f"{job.pid}-"
-        within(60, lambda: any(str(x.get("job")).startswith(mine) for x in seen(folder)), "the job")
+        within(60, lambda: rows(folder) > 4096, "rows of counters")
+        time.sleep(3)
         second = subprocess.run(command, capture_output=True, text=True, check=False)
         assert second.returncode == 2
         assert "already records this node" in second.stderr
-        job.communicate()
-        within(60, lambda: any(x["type"] == "job_end" for x in seen(folder)), "its end")
         haiprof(["node", str(folder), "--show", "--last", "1m"])
         assert "recording" in capsys.readouterr().out
     finally:
-        job.kill()
-        job.wait()
         agent.send_signal(signal.SIGTERM)
         _, said = agent.communicate(timeout=60)
     assert agent.returncode == 0
@@ -59,9 +41,6 @@ def test_node_is_recorded_until_it_is_told_to_stop(
     assert haiprof(["node", str(folder), "--show", "--last", "1m", "--json"]) == 0
     [node] = json.loads(capsys.readouterr().out)["nodes"]
     assert not node["is_recording"]
-    [found] = [each for each in node["jobs"] if each["pid"] == job.pid]
-    assert "import mmap" in found["command"]
-    assert found["end_wall_ns"] > found["start_wall_ns"]
     values = {row["metric"]: row for row in node["counters"] if row["source"] == "host"}
     total = values["memory_total_bytes"]
     assert total["min"] <= total["mean"] <= total["max"]
@@ -70,4 +49,3 @@ def test_node_is_recorded_until_it_is_told_to_stop(
     haiprof(["node", str(folder), "--show", "--last", "1m"])
     shown = capsys.readouterr().out
     assert "not recorded now" in shown
-    assert f"{job.pid} " in shown
