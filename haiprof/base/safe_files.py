@@ -221,6 +221,14 @@ def remove_file(path: Path, *, below: Path) -> None:
         os.unlink(path.name, dir_fd=folder)
 
 
+def file_size(path: Path) -> int | None:
+    """Bytes of a file; None where it cannot be seen, or is gone meanwhile."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
 def is_unfinished(name: str, *, of: str | None = None) -> bool:
     """Whether a name is that of a file that `whole_file` has not finished."""
     found = _UNFINISHED.fullmatch(name)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import (
@@ -28,10 +28,6 @@ from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, open_target, trace_target
 from haiprof.cli.trace_causes import print_faults
-
-if TYPE_CHECKING:
-    pass
-
 
 Reduce = Annotated[
     Path | None,

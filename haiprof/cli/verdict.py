@@ -168,9 +168,8 @@ def verdict(
         save_verdict(found, header, analyzer.run)
     if svg is not None:
         output.hint(f"wrote {save_card_svg(found, header, svg)}")
-    if exit_report == Path("-"):
-        sys.stdout.write(death_block.exit_report(found, header))
-    elif exit_report is not None:
+    to_stdout = exit_report == Path("-")
+    if exit_report is not None and not to_stdout:
         write_text(exit_report, death_block.exit_report(found, header))
         output.hint(f"wrote {exit_report}")
     if folder is not None:
@@ -178,19 +177,20 @@ def verdict(
 
         names = write_diagnosis_folder(folder, analyzer, found, document=content, since_ns=since)
         output.hint(f"wrote {folder}: {', '.join(names)}")
-    if exit_report == Path("-"):
-        return
-    output.show(
-        lambda width: verdict_card(
-            found, header, width=width, everything=everything, folder=working_folder()
-        ),
-        content,
-        lambda: (
-            death_block.exit_report(found, header)
-            if found.death is not None
-            else verdict_markdown(found, header.name)
-        ),
-    )
+    if to_stdout:
+        sys.stdout.write(death_block.exit_report(found, header))
+    else:
+        output.show(
+            lambda width: verdict_card(
+                found, header, width=width, everything=everything, folder=working_folder()
+            ),
+            content,
+            lambda: (
+                death_block.exit_report(found, header)
+                if found.death is not None
+                else verdict_markdown(found, header.name)
+            ),
+        )
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")

@@ -283,7 +283,7 @@ def _headline(
         return nothing_text(None)
     calls = _calls_of_operators(found) if inputs.traces.lines is None else ""
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
-    return nothing_text(found.ledger, is_short=few) + calls
+    return nothing_text(found.ledger, few=few) + calls
 
 
 def _calls_of_operators(found: RunLedger) -> str:
@@ -307,7 +307,7 @@ def _calls_of_operators(found: RunLedger) -> str:
     return ""
 
 
-def nothing_text(ledger: Ledger | None, *, is_short: bool = False) -> str:
+def nothing_text(ledger: Ledger | None, *, few: bool = False) -> str:
     """What the step consists of, where nothing stands out; or what may, of too few steps."""
     if ledger is None:
         return f"{_NOTHING}: no step was evaluated"
@@ -334,9 +334,9 @@ def nothing_text(ledger: Ledger | None, *, is_short: bool = False) -> str:
     share, low, high = (
         ratio_text(ns / mean) for ns in (most.gain_ns, most.gain_low_ns, most.gain_high_ns)
     )
-    if most.gain_ns >= CRITICAL_RATIO * mean and (is_short or not ledger.is_problem(most)):
+    if most.gain_ns >= CRITICAL_RATIO * mean and (few or not ledger.is_problem(most)):
         share += f" ({low} to {high})"
-        if is_short:
+        if few:
             at = f" ({most.code_place})" if most.code_place else ""
             return (
                 f"too little was recorded to be sure ({ledger.count:,} steps): {most.does} in "

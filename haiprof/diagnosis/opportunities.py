@@ -18,6 +18,7 @@ from haiprof.diagnosis.job_time import JobTime
 from haiprof.diagnosis.thresholds import MANY_OPERATORS, OPERATOR_CALL_NS
 from haiprof.run_analysis.code_samples import CodeTree, Frame
 from haiprof.run_analysis.ledger import (
+    JOB,
     LINK_WAIT,
     LOADER_WAIT,
     MODEL_POSITIONS,
@@ -422,7 +423,7 @@ def give_lines(
             left -= share
             at = table.stack.copy()
             at[new] = stack
-            packages = [*table.packages, *["job"] * (len(tree.frames) - len(table.packages))]
+            packages = [*table.packages, *[JOB] * (len(tree.frames) - len(table.packages))]
             table = replace(table, stack=at, packages=packages)
             needed = np.append(needed, np.ones(len(new), dtype=np.bool_))
     return table, needed

@@ -17,6 +17,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.intervals import Ints
+from haiprof.base.safe_files import file_size
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import process_state
@@ -111,7 +112,7 @@ class LiveRank:
 
     def _read_lines(self) -> None:
         """Roots and the end of the recording; read again only when the file has grown."""
-        size = _size(self.paths.events)
+        size = file_size(self.paths.events) or 0
         if size == self._events_bytes:
             return
         self._events_bytes = size
@@ -128,7 +129,7 @@ class LiveRank:
         """At the first look: where to begin in a long file, and the number of steps before."""
         if self._opened:
             return
-        count = _size(self.paths.phases) // schema.PHASES.record_bytes
+        count = (file_size(self.paths.phases) or 0) // schema.PHASES.record_bytes
         self._opened = count > 0
         if count <= _WHOLE_RECORDS:
             return
@@ -360,13 +361,6 @@ def _elsewhere(run: RunPaths) -> dict[int, RankNow]:
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,13 @@ from haiprof.agent.samplers.loop import SamplingLoop, Stream
 from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options
-from haiprof.base.safe_files import make_folder, make_named_folder, open_to_append, rename
+from haiprof.base.safe_files import (
+    file_size,
+    make_folder,
+    make_named_folder,
+    open_to_append,
+    rename,
+)
 from haiprof.base.units import bytes_text
 from haiprof.live.node_jobs import SCAN_S, JobWatch, gpu_holders, open_nvml
 from haiprof.run_format.layout import NodePaths, RunPaths
@@ -129,7 +135,9 @@ class _Agent:
         try:
             stop.wait(_SETTLED_S)
             self._say_sizes(history)
-            while time.monotonic() - begun_s < _DAY_S and _size(node.events) < _LINES_BYTES:
+            while (
+                time.monotonic() - begun_s < _DAY_S and (file_size(node.events) or 0) < _LINES_BYTES
+            ):
                 for line in watch.scan():
                     self._note(line)
                 if time.monotonic() - self._cost_s > _COST_S:
@@ -185,15 +193,8 @@ class _Agent:
         self._note({"type": "sizes", "whole_bytes": whole, "limit_bytes": self._limit_bytes})
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
 def _put_away(node: NodePaths, path: Path, *, at_bytes: int = 0) -> None:
     """Moves a file of lines to the place of the one before, where it has so many bytes."""
-    if _size(path) > at_bytes:
+    if (file_size(path) or 0) > at_bytes:
         with suppress(OSError):
             rename(path, node.earlier(path), below=node.run_root)

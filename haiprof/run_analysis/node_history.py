@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
+from haiprof.base.safe_files import file_size
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.run_files import entries, integer, mean, record_columns, text
 from haiprof.run_format.entities import entities_by_key, entity_name
@@ -121,7 +122,7 @@ def read_node(node: NodePaths, *, since_ns: int, until_ns: int, step_ns: int) ->
         events=[line for line in lines if line.get("type") in _EVENTS],
         cpu_ratio=cpu_ns / elapsed_ns if cpu_ns is not None and elapsed_ns > 0 else None,
         peak_rss_bytes=integer(cost.get("peak_rss_bytes")),
-        size_bytes=sum(path.stat().st_size for path in node.root.iterdir()),
+        size_bytes=sum(file_size(path) or 0 for path in node.root.iterdir()),
         whole_bytes=integer(sizes.get("whole_bytes")),
         notes=[*notes, *damaged],
     )

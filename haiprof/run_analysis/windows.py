@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
+from haiprof.base.safe_files import file_size
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, read_record, text
 from haiprof.run_analysis.step_frame import RankSegments
@@ -117,8 +118,8 @@ def window_frame(
         row |= {
             "start_ns": _sum(each.start_mono_ns, offset),
             "end_ns": _sum(each.end_mono_ns, offset),
-            "bytes": _size(each.path),
-            "et_bytes": _size(each.et_path),
+            "bytes": None if each.path is None else file_size(each.path),
+            "et_bytes": None if each.et_path is None else file_size(each.et_path),
             "path": None if each.path is None else str(each.path),
             "et_path": None if each.et_path is None else str(each.et_path),
         }
@@ -285,10 +286,3 @@ def _why_not_reached(rank: RankFiles, step_count: int | None, first: int | None)
 
 def _sum(left: int | None, right: int | None) -> int | None:
     return None if left is None or right is None else integer(left + right)
-
-
-def _size(path: Path | None) -> int | None:
-    try:
-        return None if path is None else path.stat().st_size
-    except OSError:
-        return None

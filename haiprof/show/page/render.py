@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.output_file import output_file
+from haiprof.base.safe_files import file_size
 from haiprof.base.units import MISSING, SPACES, bytes_text, duration_text, visible
 from haiprof.base.version import __version__
 from haiprof.diagnosis.verdict import Verdict
@@ -24,7 +25,7 @@ from haiprof.show.flame import RunFlames, other_run, run_flames
 from haiprof.show.page.content import MARKS, PageContent, page_content
 from haiprof.show.page.counter_data import json_for_script, squeeze
 from haiprof.show.page.ledger_part import device_part
-from haiprof.show.page.run_sections import figure_data, file_size, page_pictures, report_tables
+from haiprof.show.page.run_sections import figure_data, page_pictures, report_tables
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.text import by_reason, count_text, printable
 from haiprof.trace_analysis.device_verdict import device_ledger

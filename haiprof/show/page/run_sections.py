@@ -145,14 +145,6 @@ def trace_files(run: RunPaths) -> tuple[list[list[Path]], str]:
         return [], printable(str(error))
 
 
-def file_size(path: Path) -> int | None:
-    """Bytes; None where it is gone."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
 def snapshot_table(run: RunPaths) -> PageTable | None:
     """The run's snapshots; None without any."""
     rows = list(_snapshots(run))
