@@ -13,7 +13,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.code_places import is_library
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Intervals, Ints, difference, intersection, union
 from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.call_tree import CallTree, nest, python_calls
 from haiprof.trace_analysis.step_time import GPU_CATEGORY
@@ -356,6 +356,7 @@ def read_host(trace: Trace) -> Host:
         )
         for kind, part in enumerate(parts)
     )
+    spans = pl.concat([spans, _waits_in_backward(spans)])
     names = spans["name"].unique()
     steps = names.filter(names.cast(pl.String).str.contains(_STEP))
     # Before 2022 ranges were operators: those of loaders and optimizers are told by their names.
@@ -367,6 +368,44 @@ def read_host(trace: Trace) -> Host:
         )
     )
     return Host(trace, tree, tree.spans["kind"].to_numpy())
+
+
+def _waits_in_backward(spans: pl.DataFrame) -> pl.DataFrame:
+    """Spans of waiting for a collective below autograd, where the host's own backend exchanges.
+
+    DDP waits there for its buckets, and no event tells: it is the time of backward() in which
+    nothing else ran on its thread while a collective was under way on another one.
+    """
+    names = spans["name"].unique()
+    texts = names.cast(pl.String)
+    is_pass = pl.col("name").is_in(names.filter(texts.str.contains(_RUN_BACKWARD)).implode())
+    talks = spans.filter(
+        pl.col("name").is_in(names.filter(texts.str.contains(f"^(?:{HOST_BACKENDS}):")).implode())
+    ).sort("ts_ns")
+    found = [spans.clear()]
+    if talks.is_empty():
+        return found[0]
+    for (pid, tid), own in spans.filter(is_pass).group_by("pid", "tid"):
+        here = (pl.col("pid") == pid) & (pl.col("tid") == tid)
+        passes, away = _times(own), _times(talks.filter(~here))
+        edges = np.column_stack(passes).ravel()
+        others = spans.filter(here & ~is_pass)
+        begins = others["ts_ns"].to_numpy()
+        inside = np.searchsorted(edges, begins, "right") % 2 == 1
+        waits = intersection(difference(passes, _times(others.filter(pl.Series(inside)))), away)
+        last = np.searchsorted(talks["ts_ns"].to_numpy(), waits.starts, "right") - 1
+        found.append(
+            talks[last].with_columns(
+                ts_ns=pl.Series(waits.starts), dur_ns=pl.Series(waits.ends - waits.starts),
+                pid=pl.lit(pid).cast(talks["pid"].dtype), tid=pl.lit(tid).cast(talks["tid"].dtype),
+            )
+        )  # fmt: skip
+    return pl.concat(found)
+
+
+def _times(spans: pl.DataFrame) -> Intervals:
+    starts = spans["ts_ns"].to_numpy()
+    return union(starts, starts + spans["dur_ns"].to_numpy())
 
 
 def _is_job_code(name: str) -> bool:
