@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Ints
+from haiprof.base.units import ratio_text
 from haiprof.trace_format.kineto.columns import Flags, exact_ns
 from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.events import TEXTS
@@ -320,7 +321,7 @@ def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
             text=f"{count_text(len(lost), 'launch call')} of {len(launches):,} without a kernel, "
             f"{_when(lost['ts_ns'], launches)}",
             effect="records of the GPU were lost (buffers): GPU time there is too low by up to "
-            f"{len(lost) / len(launches):.0%}, and counted as idle",
+            f"{ratio_text(len(lost) / len(launches))}, and counted as idle",
             answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
         ))  # fmt: skip
     return found
