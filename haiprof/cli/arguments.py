@@ -158,6 +158,10 @@ FormulasOption = Annotated[
         "haiprof does not know, or counts otherwise.",
     ),
 ]
+Baseline = Annotated[
+    str | None,
+    Opt("--baseline DIR|last-good", "Also compare with this run, as `haiprof compare` does."),
+]
 Rank = Annotated[int | None, Opt("--rank R", "Only this rank.", low=0)]
 Window = Annotated[
     int | None,

@@ -14,7 +14,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.messages import print_message
 from haiprof.base.safe_files import MadeFolder, write_file
-from haiprof.cli.arguments import Rank, ReadProgress, RunDir
+from haiprof.cli.arguments import Baseline, Rank, ReadProgress, RunDir
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.target import named_traces, open_target, run_or_traces
 
@@ -103,11 +103,6 @@ ReadTraces = Annotated[
         "--traces/--no-traces",
         "Read the run's traces, which takes long for large ones: kernels, functions, memory.",
     ),
-]
-
-Baseline = Annotated[
-    str | None,
-    Opt("--baseline DIR|last-good", "Also compare with this run, as `haiprof compare` does."),
 ]
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson, Form, HtmlFile, OutputForm, Rank, RunDir
+from haiprof.cli.arguments import AsJson, Baseline, Form, HtmlFile, OutputForm, Rank, RunDir
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
-from haiprof.cli.pages import Baseline
 from haiprof.cli.target import existing_log_dir, open_target, whole_path
 
 

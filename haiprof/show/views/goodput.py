@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import duration_text, ratio_text, shorten
-from haiprof.run_analysis.restarts import ACCOUNTS, Goodput, Start
 from haiprof.show.markdown import markdown_text
 from haiprof.show.text import count_text, moment_text, printable, share_text
 from haiprof.show.views.blocks import plain_table, section
+
+if TYPE_CHECKING:  # a list of runs has words of this file, and reads no run
+    from haiprof.run_analysis.restarts import Goodput, Start
 
 _WORDS = {
     "productive_steps": "steps that count", "input": "input", "evaluation": "evaluation",
@@ -84,6 +86,8 @@ def _origin_text(start: Start) -> str:
 
 
 def _rows(found: Goodput) -> Iterator[tuple[str, str, str, str]]:
+    from haiprof.run_analysis.restarts import ACCOUNTS
+
     for name in ACCOUNTS:
         if ns := found.accounts.get(name):
             share = share_text(ns, found.wall_ns)
@@ -143,6 +147,8 @@ def goodput_markdown(found: Goodput, *, joined: str) -> str:
 
 def goodput_data(found: Goodput, runs: Sequence[Path], *, joined: str) -> dict[str, Any]:
     """The same for scripts; docs/deaths.md describes the fields."""
+    from haiprof.run_analysis.restarts import ACCOUNTS
+
     return {
         "schema": SCHEMA,
         "runs": [str(run) for run in runs],

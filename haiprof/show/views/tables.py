@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 from rich.console import Group, RenderableType
@@ -20,7 +20,9 @@ from haiprof.show.views.blocks import one_line, section
 from haiprof.trace_analysis.attribution import MIN_PATTERN_LENGTH, TOP_K
 from haiprof.trace_analysis.device_time import NO_LAUNCHES, Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-from haiprof.trace_analysis.sql_tables import SqlTable
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.sql_tables import SqlTable  # which loads what runs are read by
 
 _MANY = 50
 

@@ -33,6 +33,18 @@ def test_names_load_nothing_heavy() -> None:
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.parametrize("module", ["haiprof.show.run_list", "haiprof.show.views.trace_report"])
+def test_views_load_nothing_that_reads_runs(module: str) -> None:
+    """A list of runs reads those alone that have no kept answer; a report of traces none."""
+    code = (
+        "import sys, importlib; importlib.import_module(sys.argv[1]); "
+        "print([n for n in sys.modules if n in ('haiprof.run_analysis.deaths', 'webbrowser')])"
+    )
+    command = [sys.executable, "-c", code, module]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_reader_that_closes_stdout_gets_no_traceback(tmp_path: Path) -> None:
     run = write_run(tmp_path / "job-1")
     write_rank(run, spans_of("D F B O " * 40, span_ns=1_000_000, gap_ns=10_000))
