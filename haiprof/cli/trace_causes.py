@@ -153,7 +153,7 @@ def critical_path(
 
     chosen = parse_steps(steps)
     if chosen is not None and annotation is not None:
-        raise UsageError("critical-path: --steps and --annotation are two windows; give one")
+        raise UsageError("trace critical-path: --steps and --annotation are two windows; give one")
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
     with ReadProgress(quiet=as_json):

@@ -33,7 +33,7 @@ Reduce = Annotated[
     Path | None,
     Opt(
         "--reduce DIR",
-        "Show nothing: write a small summary of each trace into this folder. trace-report DIR "
+        "Show nothing: write a small summary of each trace into this folder. trace report DIR "
         "then gives the same report without the traces.",
     ),
 ]
@@ -79,7 +79,7 @@ def trace_report(
     chosen, pool = parse_steps(steps), parse_cluster(cluster)
     if reduce is not None:
         if rank is not None or csv is not None or as_json or html is not None:
-            raise UsageError("trace-report: --reduce goes with --steps, --window and --cluster")
+            raise UsageError("trace report: --reduce goes with --steps, --window and --cluster")
         with ReadProgress(quiet=False) as waiting:
             made = reduce_traces(
                 traces, reduce, steps=chosen, window=window, pool=pool, progress=waiting
@@ -101,7 +101,7 @@ def trace_report(
         from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
         if report.reduced:
-            raise UsageError("trace-report: --html needs the traces, not summaries of them")
+            raise UsageError("trace report: --html needs the traces, not summaries of them")
         asked = TraceQuestions(report.path, pool=pool, window=window)
         if rank is not None:
             asked = TraceQuestions(asked.files[rank].path, pool=pool)

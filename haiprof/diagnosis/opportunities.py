@@ -153,6 +153,20 @@ def _is_models_own(table: TimeTable) -> Bools:
     return found
 
 
+def lacks_line(table: TimeTable) -> Bools:
+    """Per row: whether no line of code is its cause, whatever the samples were in.
+
+    A collective that the job itself calls has a line; so has waiting for a core amid code that a
+    change removes, and for the batches of an evaluation.
+    """
+    has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
+    no_line = np.isin(table.work, (LOADER_WAIT, NO_CORE))
+    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table) & ~no_line
+    has_line |= (table.activity == LOADER_WAIT) & (table.position == EVALUATION)
+    lacking: Bools = np.isin(table.activity, NO_LINE) & ~has_line
+    return lacking
+
+
 def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     """All of them, in no order; what is needed is in none.
 
@@ -162,14 +176,9 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     """
     free = ~needed & (table.ns > 0)
     found = []
-    # A collective that the job itself calls has a line; so has waiting for a core amid code that a
-    # change removes, and for the batches of an evaluation.
-    has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
-    no_line = np.isin(table.work, (LOADER_WAIT, NO_CORE))
-    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table) & ~no_line
-    has_line |= (table.activity == LOADER_WAIT) & (table.position == EVALUATION)
+    lineless = lacks_line(table)
     for activity in NO_LINE:
-        rows = np.flatnonzero(free & (table.activity == activity) & ~has_line)
+        rows = np.flatnonzero(free & (table.activity == activity) & lineless)
         free[rows] = False
         if len(rows):
             found.append(replace(opportunity(table, rows, None), activity=activity))

@@ -28,6 +28,7 @@ from haiprof.diagnosis.opportunities import (
     Opportunity,
     find_opportunities,
     give_lines,
+    lacks_line,
     needed_rows,
     opportunity,
     small_operators,
@@ -47,7 +48,6 @@ from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     COLLECTION,
     LINK_WAIT,
-    NO_LINE,
     PEER_WAIT,
     UNKNOWN,
     RankSamples,
@@ -124,11 +124,12 @@ class RunLedger:
         position, ns = np.full(len(self.samples.stack), -1), np.zeros(len(self.samples.stack))
         seen = table.sample >= 0
         position[table.sample[seen]] = table.position[seen]
+        lineless = lacks_line(table)
         means = dict(zip(self.time.ranks, self.time.period_ns.mean(axis=1).tolist(), strict=True))
         for rank in np.unique(table.rank).tolist():
             own = table.rank == rank
             scale = means[rank] / max(float(table.ns[own].sum()), 1.0)
-            rows = own & seen & ~np.isin(table.activity, NO_LINE)
+            rows = own & seen & ~lineless
             np.add.at(ns, table.sample[rows], scale * table.ns[rows])
         return position, ns
 

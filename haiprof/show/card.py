@@ -24,7 +24,7 @@ from haiprof.diagnosis.verdict import as_document
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import write_json
 from haiprof.show.death_block import death_block
-from haiprof.show.figures.style import time_unit, write_text
+from haiprof.show.figures.style import PHASE_COLORS, PHASES, time_unit, write_text
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.terminal import PHASE_OF, SafeConsole, SplitBar, filling
 from haiprof.show.text import (
@@ -237,18 +237,21 @@ def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[Ren
     ledger = verdict.ledger
     unit, ns = time_unit(verdict.step_ns)
     positions = {} if ledger is None else ledger.positions
-    shown = {
-        name: value
+    # In the bar's order: what it draws as one piece stands together.
+    shown = [
+        (phase, name, value)
+        for phase in PHASES
         for name, value in positions.items()
-        if not brief or value >= _SHOWN_RATIO * (verdict.step_ns or 0.0)
-    }
+        if PHASE_OF.get(name, "other") == phase
+        and (not brief or value >= _SHOWN_RATIO * (verdict.step_ns or 0.0))
+    ]
     numbers = [
         Text.assemble(
-            (filling(PHASE_OF.get(name, "other"), colored=False), "dim"),
+            (filling(phase, colored=False), PHASE_COLORS[phase]),
             f" {name.replace('_', ' ')} ",
             (digits_text(value / ns), "bold"),
         )
-        for name, value in shown.items()
+        for phase, name, value in shown
     ]
     median = "" if ledger is None else f" (median {digits_text(ledger.median_ns / ns)})"
     step = Text.assemble(

@@ -11,10 +11,10 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
+from haiprof.diagnosis.opportunities import lacks_line
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.flame_graph import FlameGraph, FlameSeries, FlameSource, flame_graph
-from haiprof.run_analysis.ledger import NO_LINE
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import last_attempts
@@ -120,8 +120,8 @@ LINE_PARTS = (*POSITIONS, *(name for name in CODE_PHASES if name not in POSITION
 
 
 _WITHOUT_LINE = (
-    "without a line, so not in these tables: time without a CPU core, and waits for peers, links, "
-    "loaders and the interpreter (haiprof verdict --all)"
+    "without a line, so not in these tables: the model's own time without a CPU core, collections, "
+    "and waits for peers, links, loaders and the interpreter (haiprof verdict --all)"
 )
 
 
@@ -138,7 +138,7 @@ def sampled_lines(
         left_out, unplaced = 0, False
     else:
         samples, (position, of_step) = found.samples, found.of_samples()
-        unplaced = bool(np.isin(found.table.activity, NO_LINE).any())
+        unplaced = bool(lacks_line(found.table).any())
         left_out = len(found.time.ranks) - len(np.unique(found.table.rank))
     chosen = np.ones(len(samples.stack), bool) if rank is None else samples.rank == rank
     if part in POSITIONS:

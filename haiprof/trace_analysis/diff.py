@@ -363,7 +363,7 @@ def compare_traces(control: pl.DataFrame, test: pl.DataFrame) -> TraceDiff:
             hint="call profiler.step() once per step, or compare with by_step=False",
         )
     if not before.step_ns.mean() > 0:
-        raise MissingDataError("trace-diff: no time passes in the control's steps")
+        raise MissingDataError("compare --traces: no time passes in the control's steps")
     compared = compare_samples(before.step_ns, after.step_ns)
     step_time = StepTime(
         control_ns=float(before.step_ns.mean()),

@@ -331,7 +331,7 @@ def read_pattern(path: Path) -> PatternFile:
 def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = False) -> Patterns:
     """The patterns of all ranks, as from their traces but for what each file has left out."""
     read = [read_pattern(path) for path in paths]
-    common_steps(read, asked, command="functions")
+    common_steps(read, asked, command="trace functions")
     known = [each.geometry for each in read]
     if not all(known) and (geometry or any(known)):
         raise MissingDataError(

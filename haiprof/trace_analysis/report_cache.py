@@ -220,7 +220,7 @@ class _OfSteps(Protocol):
 
 
 def common_steps(
-    summaries: Sequence[_OfSteps], asked: Steps, *, command: str = "trace-report"
+    summaries: Sequence[_OfSteps], asked: Steps, *, command: str = "trace report"
 ) -> Steps:
     """The steps that all summaries share."""
     first = summaries[0]

@@ -1,4 +1,4 @@
-"""What `critical-path`, `what-if` and `trace-diff` show."""
+"""What `trace critical-path`, `what-if` and `compare --traces` show."""
 
 from __future__ import annotations
 

@@ -289,7 +289,8 @@ _LEAST_OF_UNIT, _EQUAL_RATIO, _CLOSE_RATIO = 0.1, 0.01, 0.3
 def device_comparison_view(found: DeviceComparison, *, width: int) -> RenderableType:
     """The whole view, for a terminal of so many columns."""
     table = plain_table("before", "after", "change", "what", left=("what",))
-    for row in found.rows[:_ROWS]:
+    changed = [row for row in found.rows if row.difference_ns]
+    for row in changed[:_ROWS]:
         table.add_row(
             duration_text(row.before_ns), duration_text(row.after_ns),
             _change_text(row.difference_ns),
@@ -306,7 +307,7 @@ def device_comparison_view(found: DeviceComparison, *, width: int) -> Renderable
         Text(printable(comparison_headline(found)), style="bold"),
         *where,
         Text(f"per step; {step}", style="dim"),
-        section(f"What the {device} did, the largest change first", table),
+        *([section(f"What the {device} did, the largest change first", table)] if changed else []),
     )
 
 

@@ -1,4 +1,4 @@
-"""What `snapshot`, `trace-now` and `attach` show: the answers of a running job."""
+"""What `snapshot`, `trace now` and `attach` show: the answers of a running job."""
 
 from __future__ import annotations
 

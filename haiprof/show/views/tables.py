@@ -1,4 +1,4 @@
-"""What `query` and `trace-table` show: one answer or table whole."""
+"""What `query` and `trace tables` show: one answer or table whole."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _cutoffs(limits: Limits) -> dict[str, Any]:
 
 def _sequences(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
     if limits.operator is None:
-        raise UsageError("trace-table sequences: of which operator?", hint="--operator layer_norm")
+        raise UsageError("trace tables sequences: of which operator?", hint="--operator layer_norm")
     return traces.kernel_sequences(
         limits.operator, steps, min_pattern_length=limits.min_length or MIN_PATTERN_LENGTH,
         top_k=limits.top or TOP_K,
@@ -135,7 +135,7 @@ def _sequences(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataF
 
 def _counters(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
     if steps is not None:
-        raise UsageError("trace-table counter-traces: each trace is written whole, without --steps")
+        raise UsageError("trace tables counter-traces: traces are written whole, without --steps")
     if limits.output is not None:
         make_named_folder(limits.output)
     return traces.write_counter_traces(limits.output)
@@ -198,12 +198,12 @@ TABLES: Mapping[str, Table] = {
 def table_of(name: str, limits: Limits) -> Table:
     """The table of a name."""
     if name not in TABLES:
-        raise UsageError(f"trace-table: no table {name}", hint=f"one of {', '.join(TABLES)}")
+        raise UsageError(f"trace tables: no table {name}", hint=f"one of {', '.join(TABLES)}")
     for field in fields(Limits):
         if getattr(limits, field.name) is not None and field.name not in TABLES[name].limits:
             option = field.name.replace("_", "-")
             takes = [other for other, each in TABLES.items() if field.name in each.limits]
-            raise UsageError(f"trace-table {name}: takes no --{option}",
+            raise UsageError(f"trace tables {name}: takes no --{option}",
                              hint=f"--{option} goes with {', '.join(takes)}")  # fmt: skip
     return TABLES[name]
 

@@ -151,7 +151,7 @@ def join_ranks(
     counts = {graph.step_count for graph in graphs.values()}
     if len(counts) > 1:
         raise MissingDataError(
-            f"what-if: ranks have from {min(counts)} to {max(counts)} profiler steps",
+            f"trace what-if: ranks have from {min(counts)} to {max(counts)} profiler steps",
             hint="name steps that all of them have",
         )
     ranks = _side_by_side(
@@ -312,9 +312,9 @@ def _even_out(change: Change, ranks: _Ranks, members: pl.DataFrame) -> Ints:
     """
     known = ranks.work["rank"].unique().to_list()
     if change.rank is not None and change.rank not in known:
-        raise UsageError(f"what-if: rank {change.rank} has no trace")
+        raise UsageError(f"trace what-if: rank {change.rank} has no trace")
     if len(known) < 2:
-        raise UsageError("what-if: there is no other rank to compare with")
+        raise UsageError("trace what-if: there is no other rank to compare with")
     everyone = members.filter(pl.len().over("collective") == len(known))
     passed = everyone.sort("launch_ns").select("rank", launch_ns="launch_ns", phase="collective")
     work = (
@@ -444,7 +444,7 @@ def predictions(
     explained = int(times(plan, job.lengths[:, :1]).max()) - job.begun_ns
     measured = int(job.times.max()) - job.begun_ns
     if measured <= 0:
-        raise MissingDataError("what-if: no time passes in the steps of the traces")
+        raise MissingDataError("trace what-if: no time passes in the steps of the traces")
     shortened = (job.lengths[:, :1] - job.lengths).sum(axis=0)
     changed = (job.lengths[:, :1] != job.lengths).sum(axis=0)
     reproduced = int(spans[0])

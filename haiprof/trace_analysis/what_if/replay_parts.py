@@ -60,11 +60,13 @@ class Change:
     def __post_init__(self) -> None:
         """Checks what was asked for."""
         if not self.speedup > 0:  # NaN too
-            raise UsageError(f"what-if: {self.speedup} times as fast is no speed-up")
+            raise UsageError(f"trace what-if: {self.speedup} times as fast is no speed-up")
         try:
             re.compile(self.name)
         except re.error as error:
-            raise UsageError(f"what-if: {self.name!r} is no regular expression: {error}") from error
+            raise UsageError(
+                f"trace what-if: {self.name!r}: no regular expression: {error}"
+            ) from error
 
     def __str__(self) -> str:
         """Such as `kernel gemm 2x`."""
@@ -105,7 +107,7 @@ def faster_collective(name: str, speedup: float = math.inf) -> Change:
 def together(*changes: Change) -> Change:
     """Several changes at once, such as half the batch: the loader and all operators."""
     if any(change.kind == RANK for change in changes):
-        raise UsageError("what-if: a rank like the others goes with no other change")
+        raise UsageError("trace what-if: a rank like the others goes with no other change")
     return Change(kind=TOGETHER, parts=changes)
 
 

@@ -83,7 +83,7 @@ class Trace:
         """The file's columns."""
         if self.path.name.endswith(SUMMARY_SUFFIX):
             raise TraceFormatError(
-                f"{self.path}: it is the summary of a trace", hint="trace-report can read it"
+                f"{self.path}: it is the summary of a trace", hint="haiprof trace report reads it"
             )
         if self.path.name.endswith(FUNCTIONS_SUFFIX):
             raise TraceFormatError(

@@ -14,7 +14,9 @@ from haiprof import Analyzer
 from haiprof.base.ledger import Ledger
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.engine import diagnose
+from haiprof.run_analysis.lines import written_in
 from haiprof.run_format.layout import RunPaths
+from haiprof.show.flame import sampled_lines
 from tests.sampling import examples
 from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
@@ -176,3 +178,22 @@ def test_nothing_is_larger_than_what_it_is_a_part_of(name: str, tmp_path: Path) 
             assert line.low is not None
             assert line.high is not None
             assert line.low <= line.share <= line.high
+
+
+@pytest.mark.parametrize("name", ["json_after_optimizer", "garbage"])
+def test_lines_add_up_to_the_accounts_of_their_function(name: str) -> None:
+    analyzer = Analyzer(RECORDED[0].parent / name)
+    ledger = diagnose(analyzer).ledger
+    assert ledger is not None
+    of_lines: dict[tuple[str | None, str], float] = {}
+    for row in sampled_lines(analyzer, None, None)[1].iter_rows(named=True):
+        key = row["position"], written_in(row["function"])
+        of_lines[key] = of_lines.get(key, 0.0) + (row["ns_per_step"] or 0.0)
+    of_accounts: dict[tuple[str | None, str], float] = {}
+    for account in ledger.accounts:
+        if account.function and account.position == "after_step":
+            key = account.position, account.function
+            of_accounts[key] = of_accounts.get(key, 0.0) + account.ns_per_step
+    assert of_accounts
+    for key, ns in of_accounts.items():
+        assert of_lines[key] == pytest.approx(ns, rel=0.02), key
