@@ -39,6 +39,7 @@ from haiprof.trace_analysis.host_activity import (
     read_host,
     split,
 )
+from haiprof.trace_analysis.kernel_names import work_kind
 from haiprof.trace_analysis.launches import with_call
 from haiprof.trace_analysis.step_time import innermost, steps_with_gpu_tails
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -59,23 +60,6 @@ V100, 5 to 10 on MI300X under a profiler."""
 COPY_OR_CAST = f"{COMPUTE}copy or cast"
 CONVERSIONS = (COPY_OR_CAST, f"{COMPUTE}layout conversion")
 """Computing that another layout or precision of the tensors makes unnecessary."""
-KERNEL_KINDS = (
-    ("layout conversion", r"nchwtonhwc|nhwctonchw|batched_transpose|tensor_?transform"),
-    ("copy or cast", r"copy_kernel|copykernel"),
-    ("mixture of experts", r"(?<![a-z])moe(?![a-z])|fused_experts"),
-    ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff"),
-    ("convolution", r"conv(?!ert)|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
-    ("normalisation", r"norm|softmax|\bbn_|::bn"),
-    ("gemm", r"gemm|gemv|cutlass|cublas|nvjet|cijk_|xmma|gmma|hmma|matmul|884|1688|16816|splitk"
-             r"|[ab]?b?mm\b|bmm_|aten::linear|dot_kernel"),
-    ("foreach", r"multi_tensor|foreach|fused_?(?:adam|sgd|adagrad|lamb)"),
-    ("indexing", r"embedding|index|gather|scatter|sort|cat(?:array|_)|permute|transpose|roll"),
-    ("reduction", r"reduc|scan|cumsum|triton_(?:per|red)|mean|argmax|topk|loss"),
-    ("elementwise", r"elementwise|vectorized|unrolled|pointwise|triton_poi|fill|copy|dropout|cast|"
-                    r"distribution|activation|relu|gelu|silu|add|mul"),
-)  # fmt: skip
-"""What a kernel works on by its name, which is all that a trace has: the first that fits, else
-`other`."""
 _DIRECTION = re.compile(r"HtoD|DtoH|DtoD|PtoP")
 _DIRECTIONS = {
     "HtoD": "host to device", "DtoH": "device to host", "DtoD": "on the device",
@@ -270,18 +254,6 @@ def _event_activities(
             told[key] = _copy_activity(name)
     keys = events.select("kind", "name", "operator", "spoken").iter_rows()
     return np.array([told[key] for key in keys], dtype=object)
-
-
-def work_kind(name: str, operator: str | None = None) -> str:
-    """What a kernel, or an operator of the host, works on; `other` where its name does not say.
-
-    Args:
-        name: Of the kernel or operator.
-        operator: That launched it: cuDNN's convolutions are matrix products by their names.
-    """
-    plain = name.lower()
-    kind = next((kind for kind, sign in KERNEL_KINDS if re.search(sign, plain)), "other")
-    return "convolution" if kind == "gemm" and "conv" in (operator or "") else kind
 
 
 def _copy_activity(name: str) -> str:

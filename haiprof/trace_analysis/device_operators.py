@@ -12,7 +12,7 @@ import polars as pl
 from haiprof.base.intervals import Ints, union
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import roots
-from haiprof.trace_analysis.device_ledger import not_covered, step_windows, work_kind
+from haiprof.trace_analysis.device_ledger import not_covered, step_windows
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
     COMPUTATION,
@@ -21,7 +21,7 @@ from haiprof.trace_analysis.device_time import (
     with_kind,
 )
 from haiprof.trace_analysis.host_activity import split
-from haiprof.trace_analysis.kernel_names import short_kernel_name
+from haiprof.trace_analysis.kernel_names import short_kernel_name, work_kind
 from haiprof.trace_analysis.operator_efficiency import (
     Peak,
     calls_with_work,

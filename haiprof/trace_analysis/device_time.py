@@ -402,21 +402,26 @@ def device_properties(trace: Trace) -> dict[str, Any]:
     return own[0] if own else {}
 
 
+def known_occupancy() -> pl.Expr:
+    """A kernel's estimated occupancy; null for Kineto's 0, which says that it has no estimate."""
+    fill = pl.col("occupancy_ratio")
+    return pl.when(fill > 0).then(fill)
+
+
 def launch_columns(trace: Trace) -> tuple[pl.Expr, ...]:
     """The columns of LAUNCH of GPU events.
 
     Kineto's estimate is the CUDA occupancy calculator's (cuda_occupancy.h,
     cudaOccMaxActiveBlocksPerMultiprocessor) from threads, registers and shared memory, or less
-    where the grid has fewer blocks than fit; 0 where the calculator refuses the launch. Blocks that
-    fit are that share of the most warps, by the warps of a block.
+    where the grid has fewer blocks than fit. Blocks that fit are that share of the most warps, by
+    the warps of a block.
     """
     said = device_properties(trace)
     threads, warp = (said.get(name) for name in ("maxThreadsPerMultiprocessor", "warpSize"))
     most = None
     if isinstance(threads, int) and isinstance(warp, int) and warp > 0:
         most = threads / warp
-    blocks, fill = pl.col("blocks_per_sm"), pl.col("occupancy_ratio")
-    fill = pl.when(fill > 0).then(fill)
+    blocks, fill = pl.col("blocks_per_sm"), known_occupancy()
     present = fill * pl.lit(most, dtype=pl.Float64)
     fit = (present / pl.col("warps_per_sm") * blocks).round().clip(1)
     is_all = present >= pl.col("warps_per_sm") - 0.01 * present

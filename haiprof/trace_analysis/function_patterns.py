@@ -26,6 +26,7 @@ from haiprof.trace_analysis.device_time import (
     Steps,
     device_properties,
     gpu_events,
+    known_occupancy,
     step_window,
     union_of,
     weighted_mean,
@@ -332,7 +333,9 @@ def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
     gpu = with_kind(gpu_events(trace, None))
     gpu = with_geometry(gpu) if geometry else gpu
     own = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") / pl.col("dur_ns") * 1e9)
-    rated = gpu.with_columns(pl.coalesce(_RATE, own).alias(_RATE), type=pl.lit(""))
+    rated = gpu.with_columns(
+        pl.coalesce(_RATE, own).alias(_RATE), known_occupancy().alias(_FILL), type=pl.lit("")
+    )
     is_copy = pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES)
     columns = ("type", "name", "ts_ns", "dur_ns", _RATE, _FILL, "blocks_per_sm")
     computing = rated.filter(pl.col("kind") == COMPUTATION)

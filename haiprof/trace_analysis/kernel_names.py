@@ -144,17 +144,48 @@ _ON = re.compile(
     r"conv2d_c1_k1|direct_group|xmma_implicit_gemm|xmma_sparse_conv|xmma_gemm|xmma_sparse_gemm|"
     r"xmma_warp_specialized_implicit_gemm|c1688|i16832|i16864|gmma|tensorop|nvjet|tensor16x8"
 )
-_MATRIX = re.compile(
-    r"gemm|conv(?:2d|3d)?_|convolve|scudnn|cudnn.*(?:fprop|dgrad|wgrad)|winograd", re.IGNORECASE
-)
+_FUSED_EXPERTS = re.compile(r"fused_?moe|fused_experts")
+_MATRIX_KINDS = ("gemm", "convolution", "attention")
+_KERNEL_KINDS = (
+    ("layout conversion", r"nchwtonhwc|nhwctonchw|batched_transpose|tensor_?transform"),
+    ("copy or cast", r"copy_kernel|copykernel"),
+    ("mixture of experts", r"(?<![a-z])moe(?![a-z])|fused_experts"),
+    ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff"),
+    ("convolution", r"conv(?!ert)|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
+    ("normalisation", r"norm|softmax|\bbn_|::bn"),
+    ("gemm", r"gemm|gemv|cutlass|cublas|nvjet|cijk_|xmma|gmma|hmma|matmul|884|1688|16816|splitk"
+             r"|[ab]?b?mm\b|bmm_|aten::linear|dot_kernel"),
+    ("foreach", r"multi_tensor|foreach|fused_?(?:adam|sgd|adagrad|lamb)"),
+    ("indexing", r"embedding|index|gather|scatter|sort|cat(?:array|_)|permute|transpose|roll"),
+    ("reduction", r"reduc|scan|cumsum|triton_(?:per|red)|mean|argmax|topk|loss"),
+    ("elementwise", r"elementwise|vectorized|unrolled|pointwise|triton_poi|fill|copy|dropout|cast|"
+                    r"distribution|activation|relu|gelu|silu|add|mul"),
+)  # fmt: skip
+"""What a kernel works on by its name, which is all that a trace has: the first that fits, else
+`other`."""
 # Kernels that are known to multiply on the ordinary cores.
 _OFF = re.compile(r"(?<![a-z])[sd]gemm|simt|ffma|scudnn")
 _SURELY_OFF = re.compile(r"simt|ffma")  # xmma_gemm with ordinary multiply-adds has both
 
 
+def work_kind(name: str, operator: str | None = None) -> str:
+    """What a kernel, or an operator of the host, works on; `other` where its name does not say.
+
+    Args:
+        name: Of the kernel or operator.
+        operator: That launched it: cuDNN's convolutions are matrix products by their names.
+    """
+    plain = name.lower()
+    kind = next((kind for kind, sign in _KERNEL_KINDS if re.search(sign, plain)), "other")
+    return "convolution" if kind == "gemm" and "conv" in (operator or "") else kind
+
+
 def is_matrix_work(name: str) -> bool:
-    """Whether tensor cores could do it: whether it is a matrix product or convolution by name."""
-    return bool(_MATRIX.search(name) or _ON.search(name.lower()))
+    """Whether tensor cores could do it: matrix products, convolutions, attention by name."""
+    plain = name.lower()
+    return work_kind(name) in _MATRIX_KINDS or bool(
+        _FUSED_EXPERTS.search(plain) or _ON.search(plain)
+    )
 
 
 def uses_tensor_cores(name: str) -> bool | None:

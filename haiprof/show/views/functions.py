@@ -219,11 +219,11 @@ _COLUMNS: dict[str, dict[str, Columns]] = {
         ),
         FUNCTIONS: (
             ("bottleneck_ratio", "bottleneck"), ("rank_count", "ranks"), ("count", "calls"),
-            ("median_ns", "median"), ("occupancy_ratio", "occupancy"), ("name", "kernel"),
+            ("median_ns", "median"), ("occupancy_ratio", "mean occupancy"), ("name", "kernel"),
         ),
         RANKS: (
             ("rank", "rank"), ("utilization_ratio", "computes"), ("sm_efficiency_ratio", "SM use"),
-            ("occupancy_ratio", "occupancy"), ("pace_ratio", "kernels' time by others'"),
+            ("occupancy_ratio", "mean occupancy"), ("pace_ratio", "kernels' time by others'"),
             ("gpu_name", "GPU"),
         ),
     },

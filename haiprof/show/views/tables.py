@@ -142,7 +142,11 @@ def _counters(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFr
 
 
 _CUTOFFS = ("runtime_cutoff", "launch_delay_cutoff")
-LAUNCH_HEADS = (("blocks_per_sm", "blocks/SM"), ("waves", "waves"), ("occupancy_ratio", "occ."))
+LAUNCH_HEADS = (
+    ("blocks_per_sm", "blocks/SM"),
+    ("waves", "waves"),
+    ("occupancy_ratio", "occ. (longest call)"),
+)
 _TIMES = (("count", "calls"), ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"))
 TABLES: Mapping[str, Table] = {
     "kernels": Table(

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.device_ledger import RankLedger, rank_ledger, work_kind
+from haiprof.trace_analysis.device_ledger import RankLedger, rank_ledger
 from haiprof.trace_analysis.device_remedies import REMEDIES, remedy_of
 from haiprof.trace_analysis.device_verdict import DeviceLedger, call_nodes, device_ledger
 from haiprof.trace_analysis.host_activity import ACTIVITIES
+from haiprof.trace_analysis.kernel_names import work_kind
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import first_of

@@ -313,7 +313,10 @@ def test_calls_shorter_than_the_traces_resolution_are_counted(tmp_path: Path) ->
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>", True, False),
         ("void gemmSN_TN_kernel<float, cublasGemmSmallNParams<float>>", True, None),
         ("nvjet_tst_192x8_64x8_4x1_v_bz_TNT", True, True),
+        ("bmm_Bfloat16_MxE2m1Bfloat16_Fp32_t128x32x256u2_s4_et64x32_m64x32x16", True, None),
+        ("pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", True, None),
         ("void at::native::vectorized_elementwise_kernel<4, sqrt>", False, None),
+        ("void moe::topkGatingSoftmax<float, 8>", False, None),
     ],
 )
 def test_kernels_on_and_off_tensor_cores(name: str, *, matrix: bool, tensor: bool | None) -> None:
