@@ -101,6 +101,8 @@ class RankLedger:
     """Events of the GPU whose launch is in the trace."""
     has_stacks: bool
     world_size: int | None
+    damage: tuple[str, ...]
+    """What of the file could not be read."""
 
 
 class _Time(NamedTuple):
@@ -157,6 +159,7 @@ def rank_ledger(trace: Trace) -> RankLedger:
         linked_count=len(gpu) - gpu["call"].null_count(),
         has_stacks=host.has_stacks,
         world_size=trace.world_size,
+        damage=tuple(trace.report.notes),
     )
 
 

@@ -618,7 +618,7 @@ def _missing(
     ranks: Mapping[int, RankLedger], unknown: list[str], *, is_on_device: bool
 ) -> list[str]:
     """What the traces lack, each with what would bring it."""
-    found = []
+    found = [note for each in ranks.values() for note in each.damage]
     bare = [rank for rank, each in ranks.items() if not each.has_stacks]
     if bare:
         who = "" if len(bare) == len(ranks) else f" of {ranks_text(bare)}"

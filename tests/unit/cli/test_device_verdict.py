@@ -492,7 +492,8 @@ def test_compare_of_traces_without_a_gpu_speaks_of_the_host(
     _, other, _ = run(capsys, "compare", *paths)
     assert same.startswith("the host's operators take equally long: 0.40 ms\n")
     assert other.startswith("host operators 0.40 to 0.60 ms\n")
-    assert "What the host did" in same
+    assert "What the host did" in other
+    assert "What the host did" not in same, "nothing changed"
     assert "GPU" not in same + other
 
 
@@ -571,6 +572,19 @@ def test_a_cpu_job_of_operators_names_the_longest_and_no_small_change(
     )
     assert "torch.get_num_threads()" in out
     assert "record with_stack" not in out
+
+
+def test_verdict_of_a_trace_that_is_cut_off_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [event("aten::mm", "cpu_op", at, 40) for at in range(10, 1000, 50)]
+    path = rank_file(tmp_path, 0, events, world_size=1)
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    status, out, _ = run(capsys, "verdict", cut)
+    assert status == 0
+    assert "cut.json: the file is cut off" in " ".join(out.split())
+    assert "cut off" not in run(capsys, "verdict", path)[1]
 
 
 def test_verdict_of_a_trace_in_which_no_time_passes_is_refused(
