@@ -16,7 +16,7 @@ from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import visible
 from haiprof.base.version import __version__
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
-from haiprof.run_analysis.ledger import ACTIVITIES, NO_LINE, TimeTable
+from haiprof.run_analysis.ledger import ACTIVITIES, TimeTable
 from haiprof.run_analysis.nesting import Bools
 
 OTHER_THREADS = ("worker", "worker_waiting", "other_threads")
@@ -37,6 +37,8 @@ class FlameSource:
     samples: CodeSamples
     table: TimeTable
     """What the training thread did in the steps that count."""
+    lineless: Bools
+    """Per row of it: whether its activity stands for itself, as no line is its cause."""
     steps: pl.DataFrame
     """These steps, in the columns of `step_frame`."""
     accounts: Sequence[tuple[Ints, float]] = ()
@@ -177,7 +179,7 @@ def _of_rank(source: FlameSource, rank: int, placer: _Placer) -> FlameSeries:
         rows = own[table.position[own] == number]
         total_ns = float(table.ns[rows].sum()) / steps.height
         sample_ns[POSITIONS[number]] = total_ns / max(_sample_count(table, rows), 1)
-        _add_rows(self_ns, placer, table, rows, 1 / steps.height)
+        _add_rows(self_ns, placer, source, rows, 1 / steps.height)
     # Samples of a rank's workers and other threads from its first step that counts to its last.
     start_ns = steps["start_ns"].to_numpy()
     end_ns = start_ns + steps["step_ns"].to_numpy()
@@ -208,7 +210,7 @@ def _of_account(source: FlameSource, rows: Ints, ns: float, placer: _Placer) -> 
     table = source.table
     self_ns: dict[int, float] = {}
     scale = ns / max(float(table.ns[rows].sum()), 1.0)
-    _add_rows(self_ns, placer, table, rows, scale)
+    _add_rows(self_ns, placer, source, rows, scale)
     return FlameSeries(
         run=source.run, rank=None, step_count=source.steps.height, self_ns=self_ns,
         sample_count=_sample_count(table, rows), sample_ns={},
@@ -222,11 +224,11 @@ def _sample_count(table: TimeTable, rows: Ints) -> int:
 
 
 def _add_rows(
-    self_ns: dict[int, float], placer: _Placer, table: TimeTable, rows: Ints, scale: float
+    self_ns: dict[int, float], placer: _Placer, source: FlameSource, rows: Ints, scale: float
 ) -> None:
     """Puts the time of some rows below their positions."""
-    activity = table.activity[rows]
-    activity = np.where(np.isin(activity, NO_LINE), activity, -1)
+    table = source.table
+    activity = np.where(source.lineless[rows], table.activity[rows], -1)
     stack = np.where(activity < 0, table.stack[rows], 0)
     keys = np.stack([table.position[rows], activity, stack])
     cells, place = np.unique(keys, axis=1, return_inverse=True)

@@ -103,7 +103,12 @@ def _flame_source(analyzer: RunFrames, found: RunLedger, *, run: str = "") -> Fl
         folder = ""
     steps = select_judged_steps(last_attempts(analyzer.steps()))
     return FlameSource(
-        run=run, folder=folder, samples=found.samples, table=found.table, steps=steps
+        run=run,
+        folder=folder,
+        samples=found.samples,
+        table=found.table,
+        steps=steps,
+        lineless=lacks_line(found.table),
     )
 
 

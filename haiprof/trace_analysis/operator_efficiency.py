@@ -332,7 +332,10 @@ def step_efficiency(
     seconds, reason = _seconds_at_peak(matrix.with_columns(model_flops=once), found)
     known = found.matrix_known_ns / found.matrix_ns if found.matrix_ns else None
     if known is not None and known < _KNOWN_LEAST:
-        seconds, reason = None, f"the work of {100 * known:.0f} % of the matrix kernels' time is known"
+        seconds, reason = (
+            None,
+            f"the work of {100 * known:.0f} % of the matrix kernels' time is known",
+        )
     if matrix.is_empty() and found.known_ns < _KNOWN_WHOLE * found.gpu_ns:
         seconds, reason = None, "of no matrix product is the work known"
     wall_s = (high - low) / 1e9
