@@ -55,7 +55,9 @@ def headline(found: Comparison) -> str:
         measured = f"; measured: {_percent(change.ratio)}" if change.ratio > 0 else ""
         return f"cannot be evaluated: {found.unjudged}{measured}{interval and f' ({interval})'}"
     if found.state == "undecided":
-        return f"inconclusive: too noisy (the interval is {interval})"
+        text = f"inconclusive: too noisy (the interval is {interval})"
+        part = _main_part(found, found.accounts)
+        return text + (f", but this alone is certain: {_part_text(part[0])}" if part else "")
     if found.state == "same":
         most = 100 * found.most_ratio
         return f"no difference above {most:.1f} %: {_percent(change.ratio)} ({interval})"
@@ -66,13 +68,24 @@ def headline(found: Comparison) -> str:
 
 def _cause(found: Comparison, parts: Sequence[AccountChange | PositionChange]) -> str:
     """What makes most of the difference, where one does."""
-    for one in parts:
-        share = one.difference_ns / found.change.difference_ns
-        if one.is_certain and share >= _MAIN_RATIO:
-            how_much = "all" if share >= _ALL_RATIO else f"{100 * share:.0f} %"
-            by = f"{printable(one.title)} {_signed_ns(one.difference_ns)}"
-            return f": {by} makes {how_much} of it"
-    return ""
+    part = _main_part(found, parts)
+    if part is None:
+        return ""
+    how_much = "all" if part[1] >= _ALL_RATIO else f"{100 * part[1]:.0f} %"
+    return f": {_part_text(part[0])} makes {how_much} of it"
+
+
+def _main_part(
+    found: Comparison, parts: Sequence[AccountChange | PositionChange]
+) -> tuple[AccountChange | PositionChange, float] | None:
+    """The first part that is certain and makes most of the difference, with its share of it."""
+    whole = found.change.difference_ns or math.inf
+    shares = ((one, one.difference_ns / whole) for one in parts)
+    return next((it for it in shares if it[0].is_certain and it[1] >= _MAIN_RATIO), None)
+
+
+def _part_text(part: AccountChange | PositionChange) -> str:
+    return f"{printable(part.title)} {_signed_ns(part.difference_ns)}"
 
 
 def what_would_decide(found: Comparison) -> str:

@@ -107,7 +107,10 @@ def test_comparison_as_markdown_has_a_table_of_accounts(
     runs = [str(log_dir / name) for name in ("two_ranks", "two_ranks_one_slow")]
     assert main(["compare", *runs, "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == ("## inconclusive: too noisy (the interval is -21.3 % to +193.7 %)")
+    assert lines[0] == (
+        "## inconclusive: too noisy (the interval is -21.3 % to +193.7 %), but this alone is "
+        "certain: train.py:15 Batches.\\_\\_getitem\\_\\_, input, native code +10.5 ms"
+    )
     assert any("Batches.\\_\\_getitem\\_\\_" in line and "+10.5 ms" in line for line in lines)
     traces = [str(log_dir / "two_ranks_traced" / "traces")] * 2
     assert main(["compare", *traces, "--format", "markdown"]) == 0
