@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import polars as pl
@@ -38,6 +39,7 @@ from haiprof.diagnosis.traced_window import step_work, traced_device
 from haiprof.diagnosis.verdict import SEVERITIES, Abstention, Cost, Events, Finding, Gain, Severity
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
+from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ledger import DISPATCH_RATIO, JOB
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
@@ -118,7 +120,7 @@ def judge(
         events=_events(analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi")),
         machine=machine_text(inputs),
         cost=_cost(analyzer, inputs),
-        next_command=_next_command(run, inputs, findings),
+        next_command=_next_command(run, inputs, findings, death),
         notes=(
             *([WORDS[inputs.marked_by]] if inputs.marked_by else []),
             *analyzer.notes(),
@@ -397,12 +399,16 @@ def _largest(values: pl.Series) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _next_command(run: str, inputs: RuleInputs, findings: tuple[Finding, ...]) -> str:
-    """The rank that a finding is about, or the one with the longest steps."""
+def _next_command(
+    run: str, inputs: RuleInputs, findings: tuple[Finding, ...], death: Death | None
+) -> str:
+    """The rank that died first, that a finding is about, or the one with the longest steps."""
     run = shlex.quote(run)
     if not inputs.steps.height:
         return f"haiprof verdict overview {run}"
-    named = next((finding.rank for finding in findings if finding.rank is not None), None)
+    died = (rank for rank in (death.ranks if death else ()) if rank in inputs.by_rank)
+    of_findings = (finding.rank for finding in findings if finding.rank is not None)
+    named = next(chain(died, of_findings), None)
     means = {rank: number(part["step_ns"].mean()) or 0.0 for rank, part in inputs.by_rank.items()}
     slowest = min(means, key=lambda rank: (-means[rank], rank))
     return f"haiprof verdict rank {run} {slowest if named is None else named}"

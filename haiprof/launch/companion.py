@@ -170,7 +170,7 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
     if options.traces:
         parts.append(options.trace_words(time_s=options.time_s))
     if line.taken:
-        parts.append(f"taken from the command line: {shlex.join(mask_command(line.taken))}")
+        parts.append(f"with {shlex.join(mask_command(line.taken))}")
     detail = f" ({'; '.join(parts)})" if parts else ""
     own_python = line.command[0] == sys.executable and len(line.command) > 1
     words = line.command[1:] if own_python else line.command  # which Python is no surprise then

@@ -37,7 +37,7 @@ def test_first_line_says_what_was_taken(tmp_path: Path) -> None:
     assert done.stdout == "hi --lr 1\n"
     warning, first = done.stderr.splitlines()[:2]
     assert "haiprof took --time 7, and echo does not get it; haiprof -- echo --time 7" in warning
-    assert "for 7 s; taken from the command line: --time 7" in first
+    assert "for 7 s; with --time 7" in first
 
 
 def test_manifest_holds_command_options_and_outcome(tmp_path: Path) -> None:
