@@ -53,7 +53,7 @@ def death_block(verdict: Verdict) -> RenderableType:
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
     if verdict.advice is not None:
         grid.add_row(
-            Text("  then:", style="bold green"), Text(printable(_advice_text(verdict.advice)))
+            Text("  restart:", style="bold green"), Text(printable(_advice_text(verdict.advice)))
         )
     return Group(*parts, grid)
 

@@ -358,6 +358,8 @@ def _two_lines(found: DeviceLedger, width: int) -> Iterator[RenderableType]:
     bar, done, ends = Text(no_wrap=True), 0.0, 0
     numbers = Text("step ", style="")
     numbers.append(duration_text(ledger.mean_ns), style="bold")
+    if len(found.ranks) > 1:
+        numbers.append(f" (mean of {len(found.ranks)} ranks)", style="dim")
     for (name, color, fill), ns in groups.items():
         done += ns
         end = round(done / ledger.mean_ns * width)
