@@ -29,6 +29,7 @@ LAST_NS = 60 * NS_PER_S
 _SOON_NS = NS_PER_S // 2
 _LEAST_SAMPLES = 3
 _GROWN_RATIO = 0.02
+_FREED_RATIO = 1.1
 _METRICS = (
     ("process", "memory_rss_bytes"), ("cgroup", "memory_used_bytes"),
     ("cgroup", "memory_limit_bytes"), ("host", "memory_available_bytes"),
@@ -42,6 +43,8 @@ class MemoryAtEnd:
     rank: int
     rss_bytes: int | None
     """Resident, with its children: the last sample."""
+    most_rss_bytes: int | None
+    """The same at most in the last minute: a worker that ran out of memory is gone at its end."""
     sampled_before_ns: int | None
     """How long before the death that was."""
     killed_with_bytes: int | None
@@ -67,7 +70,10 @@ class MemoryAtEnd:
         if self.rss_bytes is not None:
             before = self.sampled_before_ns or 0
             when = f"{duration_text(before)} before its end" if before >= _SOON_NS else "at its end"
-            parts.append(f"{bytes_text(self.rss_bytes)} resident with its workers {when}")
+            resident = f"{bytes_text(self.rss_bytes)} resident with its workers {when}"
+            if (self.most_rss_bytes or 0) > _FREED_RATIO * self.rss_bytes:
+                resident += f", at most {bytes_text(self.most_rss_bytes or 0)} in the last minute"
+            parts.append(resident)
         if self.growth_bytes_per_s:
             parts.append(f"growing by {bytes_text(round(self.growth_bytes_per_s))}/s")
         if self.limit_bytes:
@@ -116,6 +122,7 @@ def _of_rank(rank: int, end: ProcessEnd, frame: pl.DataFrame, died_ns: int) -> M
     return MemoryAtEnd(
         rank=rank,
         rss_bytes=round(rss[-1][1]) if rss else None,
+        most_rss_bytes=round(max(value for _, value in rss)) if rss else None,
         sampled_before_ns=max(0, died_ns - rss[-1][0]) if rss else None,
         killed_with_bytes=sum(known) if known else None,
         growth_bytes_per_s=_growth(rss),

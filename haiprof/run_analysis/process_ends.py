@@ -103,9 +103,16 @@ class Uncaught:
 
     @property
     def error(self) -> Error | None:
-        """What was wrong: of a SystemExit in flight the exception that led to it."""
+        """What was wrong: of a SystemExit in flight the exception that led to it.
+
+        Of a DataLoader worker that was lost: the one of the chain that tells by what.
+        """
         real = [e for e in self.errors if e.type != "SystemExit" or self.how == "exit_call"]
-        return (real or self.errors or (None,))[0]
+        found = (real or self.errors or (None,))[0]
+        if found is None or WORKER_DIED.search(found.message) is None:
+            return found
+        ends = ((e, WORKER_DIED.search(e.message)) for e in real)
+        return next((e for e, match in ends if match is not None and (match[2] or match[3])), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -592,6 +592,15 @@ def test_end_of_a_loader_worker_is_not_blamed_on_the_line_where_its_signal_met_t
     assert "its DataLoader worker 9 was ended by a signal: Killed" in death.headline
 
 
+def test_end_of_a_loader_worker_is_told_by_the_exception_that_knows_its_signal(job: Job) -> None:
+    told = "DataLoader worker (pid 9) is killed by signal: Killed. "
+    job.died(1, 0, "RuntimeError", "DataLoader worker (pid(s) 9) exited unexpectedly",
+             handled=[{"type": "RuntimeError", "message": told, "frames": [LOCK]}])  # fmt: skip
+    death = job.death()
+    assert death.cause == "killed"
+    assert "its DataLoader worker 9 was ended by a signal: Killed" in death.headline
+
+
 @pytest.mark.parametrize(
     ("number", "limit"), [(signal.SIGXCPU, "ulimit -t"), (signal.SIGXFSZ, "ulimit -f")]
 )
