@@ -42,6 +42,8 @@ class _Loading:
     """Share of time in which the main thread waited for a core; 0 where not known."""
     free_cores: float | None
     """Of those that the rank may use; None where that is not known."""
+    strangers_cores: float
+    """Used by processes that are not the job's; 0 where not known."""
 
     @property
     def is_computing(self) -> bool | None:
@@ -67,10 +69,17 @@ class _Loading:
         It needs all of one. Without workers the main thread's own core is free in the time in which
         it made batches.
         """
-        if self.free_cores is None:
-            return True
+        return self.free_cores is None or self.free_cores >= self._cores_of_one
+
+    @property
+    def is_crowded_out(self) -> bool:
+        """Whether there would be, were it not for processes that are not the job's."""
+        return (self.free_cores or 0.0) + self.strangers_cores >= self._cores_of_one
+
+    @property
+    def _cores_of_one(self) -> float:
         own = min(1.0, self.wait_share) if self.workers == 0 else 1.0
-        return self.free_cores >= FREE_CORES * CORES_FULL_RATIO * own
+        return FREE_CORES * CORES_FULL_RATIO * own
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
@@ -106,7 +115,8 @@ def loader_cause(inputs: RuleInputs, share: float) -> Cause | None:
         and allowed & (place.allowed_cpus or frozenset())
     )
     host = hosts_of(inputs).get(rank)
-    others += (used_by_others(inputs, host) if host is not None else None) or 0.0
+    strangers = (used_by_others(inputs, host) if host is not None else None) or 0.0
+    others += strangers
     loading = _Loading(
         workers=inputs.last_attempts.loader_workers.get(rank),
         wait_share=share,
@@ -114,6 +124,7 @@ def loader_cause(inputs: RuleInputs, share: float) -> Cause | None:
         core_wait=inputs.core_waits.get(rank, 0.0),
         worker_cores=None if main is None or busy is None else max(busy - main, 0.0),
         free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
+        strangers_cores=strangers,
     )
     return (
         _epochs(inputs, loading)
@@ -219,9 +230,13 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Cause | None:
     if not loading.has_room:
         slug, title = "cores_full", "and the cores are full"
         gpu = "; transforms on the GPU" if on_gpu else ""
+        less = f"decode and tokenize once, ahead of training; cheaper augmentation{gpu}"
         remedy = (
-            "more workers would not help: do less per sample (decode and tokenize once, ahead of "
-            f"training; cheaper augmentation{gpu}), or take more cores"
+            f"other processes use {loading.strangers_cores:.1f} of the cores, and workers would "
+            "share the rest with them: what they gain is measured by haiprof try-loader; or do "
+            f"less per sample ({less})"
+            if loading.is_crowded_out
+            else f"more workers would not help: do less per sample ({less}), or take more cores"
         )
     elif workers == 0:
         slug, title = "no_workers", "made on the training thread"

@@ -196,8 +196,9 @@ VIEWS = (
         columns=(
             ("rank", "rank"), ("step_count", "steps"), ("wall_ns", "mean"),
             ("kernel_ratio", "kernels"), ("communication_ratio", "comm."),
-            ("memcpy_ratio", "copies"), ("memset_ratio", "sets"), ("runtime_ratio", "runtime calls"),
-            ("dataloader_ratio", "loader"), ("cpu_exec_ratio", "CPU"), ("other_ratio", "other"),
+            ("memcpy_ratio", "copies"), ("memset_ratio", "sets"),
+            ("runtime_ratio", "runtime calls"), ("dataloader_ratio", "loader"),
+            ("cpu_exec_ratio", "CPU"), ("other_ratio", "other"),
         ),
     ),
     View(

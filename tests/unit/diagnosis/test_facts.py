@@ -68,12 +68,15 @@ def limited(root: Path, limit_bytes: float) -> None:
 
 
 def loader_story(
-    root: Path, workers: int, *, main: float, all_cores: float, **more: float
+    root: Path, workers: int, *, main: float, all_cores: float, others: float = 0.0
 ) -> Finding:
     write_story(root, lambda rank, step: (30.0, *BALANCED[1:]), steps=200)
     note(root, 0, type="dataloader", workers=workers, batch_size=8, persistent=False)
     counters(root, lambda t: {"cpu_main_ns": int(main * (t + 2) * NS_PER_S),
-                              "cpu_ns": int(all_cores * (t + 2) * NS_PER_S)})  # fmt: skip
+                              "cpu_ns": int(all_cores * (t + 2) * NS_PER_S)},
+             host=lambda t: {"cpu_user_ns": int((all_cores + others) * (t + 2) * NS_PER_S),
+                             "cpu_idle_ns": int((4 - all_cores - others) * (t + 2) * NS_PER_S),
+                             "cpu_count": 4})  # fmt: skip
     placed(root, cpus="0-3")
     return found(judged(root), "dataloader_bound")
 
@@ -104,6 +107,13 @@ def test_reason_for_late_batches(
     finding = loader_story(root, workers, main=main, all_cores=all_cores)
     assert finding.cause == cause
     assert advice in finding.remedy
+
+
+def test_cores_that_others_use_are_not_said_to_be_of_no_use_to_workers(root: Path) -> None:
+    finding = loader_story(root, 0, main=1.0, all_cores=1.0, others=3.0)
+    assert finding.cause == "cores_full"
+    assert "other processes use 3.0 of the cores" in finding.remedy
+    assert "would not help" not in finding.remedy
 
 
 def test_late_batches_of_an_unknown_loader_have_no_reason(root: Path) -> None:
