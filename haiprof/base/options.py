@@ -319,7 +319,7 @@ OPTIONS = (
     OptionSpec("trace-flops", "trace_flops", _switch, "HAIPROF_TRACE_FLOPS", "",
                "with floating point operations, estimated"),
     OptionSpec("trace-modules", "trace_modules", _switch, "HAIPROF_TRACE_MODULES", "",
-               "with the module of each operator"),
+               "with the modules of TorchScript (of others: --trace-stacks)"),
     OptionSpec("trace-sync", "trace_sync", _switch, "HAIPROF_TRACE_SYNC", "",
                "with CUDA synchronisation events"),
     OptionSpec("execution-trace", "execution_trace", _switch, "HAIPROF_EXECUTION_TRACE", "",

@@ -201,7 +201,14 @@ Stacks = Annotated[bool, Opt("--trace-stacks", "Python stacks (slower).", old=("
 Shapes = Annotated[bool, Opt("--trace-shapes", "Shapes of operators' inputs.", old=("--shapes",))]
 Memory = Annotated[bool, Opt("--trace-memory", "Allocations.", old=("--memory",))]
 Flops = Annotated[bool, Opt("--trace-flops", "Floating-point operations.", old=("--flops",))]
-Modules = Annotated[bool, Opt("--trace-modules", "Names of modules.", old=("--modules",))]
+Modules = Annotated[
+    bool,
+    Opt(
+        "--trace-modules",
+        "Names of TorchScript modules; of others: --trace-stacks.",
+        old=("--modules",),
+    ),
+]
 Sync = Annotated[bool, Opt("--trace-sync", "CUDA synchronisation events.", old=("--sync",))]
 ExecutionTrace = Annotated[
     bool, Opt("--execution-trace", "Also the execution trace, for haiprof export --to linked.")

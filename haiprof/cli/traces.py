@@ -332,7 +332,7 @@ def modules(
 ) -> None:
     """Show which layers take the time: on the host, on the GPU, forward and backward.
 
-    Modules are known where they were recorded (--trace-modules, or --trace-stacks);
+    Modules are known where they were recorded (--trace-stacks; of TorchScript --trace-modules);
     else the ranges of record_function, and functions called forward, stand for them.
     Kernels of the backward pass count for the module that ran their forward operator.
 

@@ -243,8 +243,9 @@ SCHEMA = {
 def module_times(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Modules and annotated ranges by where they are called, with their time.
 
-    A part is an nn.Module (recorded with `with_modules` or `with_stack`), or a record_function
-    range; where no module was recorded, also a Python function `forward` of the call stacks.
+    A part is an nn.Module (recorded `with_stack`, of TorchScript `with_modules`), or a
+    record_function range; where no module was recorded, also a Python function `forward` of the
+    call stacks.
 
     Returns:
         One row per module or annotated range: `path`, `name`, `kind`, `depth`, `call_count`,
@@ -312,8 +313,8 @@ def part_tree(trace: Trace) -> CallTree:
     if tree.spans.is_empty():
         raise MissingDataError(
             f"{trace.path}: no module, annotated range or call stack in it",
-            hint="profile with with_modules=True or with_stack=True, or put record_function "
-            "around parts of the model",
+            hint="profile with with_stack=True (with_modules=True names modules of TorchScript "
+            "alone), or put record_function around parts of the model",
         )
     return tree
 
