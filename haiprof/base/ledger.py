@@ -94,8 +94,12 @@ class Account:
 
     @property
     def code(self) -> str:
-        """Its expression in one line, with how much of the account it is; empty where unknown."""
+        """Its expression in one line, with how much of the account it is.
+
+        Empty where it is unknown, or a name alone, which tells nothing: `batch` of a loop over it.
+        """
         text = " ".join((self.expression or "").split())
+        text = "" if text.replace(".", "_").isidentifier() else text
         ratio = 1.0 if self.expression_ratio is None else self.expression_ratio
         if not text or ratio >= _WHOLE_RATIO:
             return text

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from haiprof import Analyzer
-from haiprof.base.ledger import Ledger
+from haiprof.base.ledger import Account, Ledger
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_analysis.lines import written_in
@@ -197,3 +197,13 @@ def test_lines_add_up_to_the_accounts_of_their_function(name: str) -> None:
     assert of_accounts
     for key, ns in of_accounts.items():
         assert of_lines[key] == pytest.approx(ns, rel=0.02), key
+
+
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [("s", ""), ("self.batches", ""), ("time.sleep(0.1)", "time.sleep(0.1)"), ("a + b", "a + b")],
+)
+def test_an_expression_that_is_a_name_alone_is_not_shown(expression: str, shown: str) -> None:
+    account = Account(position="input", activity="python", ns_per_step=1.0, low_ns=0.0,
+                      high_ns=2.0, expression=expression)  # fmt: skip
+    assert account.code == shown
