@@ -204,6 +204,6 @@ def test_lines_add_up_to_the_accounts_of_their_function(name: str) -> None:
     [("s", ""), ("self.batches", ""), ("time.sleep(0.1)", "time.sleep(0.1)"), ("a + b", "a + b")],
 )
 def test_an_expression_that_is_a_name_alone_is_not_shown(expression: str, shown: str) -> None:
-    account = Account(position="input", activity="python", ns_per_step=1.0, low_ns=0.0,
+    account = Account(ranks=(), position="input", activity="python", ns_per_step=1.0, low_ns=0.0,
                       high_ns=2.0, expression=expression)  # fmt: skip
     assert account.code == shown
