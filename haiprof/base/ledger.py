@@ -45,6 +45,11 @@ _DOES = {
 """Activities in words; native code is that of a package."""
 
 
+def activity_words(activity: str) -> str:
+    """`waiting for a CPU core` for `no core`."""
+    return _DOES.get(activity, activity)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
     """One row: what one kind of work of one place in the code takes of the mean step."""

@@ -12,7 +12,7 @@ import polars as pl
 
 from haiprof.base.code_places import code_name
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import POSITIONS
+from haiprof.base.ledger import POSITIONS, activity_words
 from haiprof.base.units import visible
 from haiprof.base.version import __version__
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
@@ -237,7 +237,7 @@ def _add_rows(
         name = POSITIONS[position]
         node = placer.node(own, name)
         if nobodys >= 0:  # an activity that has no line
-            frame = FlameFrame(name=ACTIVITIES[nobodys], place="", kind="activity")
+            frame = FlameFrame(name=activity_words(ACTIVITIES[nobodys]), place="", kind="activity")
             node = placer.grower.node(node, frame)
         self_ns[node] = self_ns.get(node, 0.0) + ns
 

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.code_places import place_text
-from haiprof.base.ledger import Account, Ledger
+from haiprof.base.ledger import Account, Ledger, activity_words
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Verdict
@@ -26,8 +26,7 @@ from haiprof.trace_analysis.host_activity import parse_place
 _LEAST_RATIO = 0.002
 """Accounts below this share of the step are one row."""
 _POINT_LIMIT = 500
-_ACTIVITIES = {"operators": "torch operators", "python": "Python", "native": "native code",
-               "unknown": "not sampled"}  # fmt: skip
+_ACTIVITIES = {"native": "native code", "unknown": "not sampled"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +52,13 @@ class AccountRow:
 
     @property
     def activity(self) -> str:
-        """`Python in numpy`, `torch operators`, `wait: loader`."""
+        """`Python in numpy`, `torch operators`, `waiting for batches`."""
         if self.account is None:
             return ""
         did, package = self.account.activity, self.account.package
         inside = did in ("python", "native") and package not in (None, "job")
         whose = "Python's own library" if package == "python" else package
-        return _ACTIVITIES.get(did, did) + (f" in {whose}" if inside else "")
+        return _ACTIVITIES.get(did, activity_words(did)) + (f" in {whose}" if inside else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
