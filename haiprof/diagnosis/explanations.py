@@ -141,7 +141,7 @@ def _small_operators(question: Question) -> Explanation:
 
 def _waits_for_loader(question: Question) -> Explanation:
     inputs = question.inputs
-    why = loader_cause(inputs, min(question.share, 1.0))
+    why = loader_cause(inputs)
     loading = question.samples.take(question.samples.phase == WORKER)
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is None or why.slug in ("few_workers", "no_workers", "cores_full"):
@@ -194,7 +194,7 @@ def _input(question: Question) -> Explanation:
             "larger batches, torch.multiprocessing.set_sharing_strategy('file_system'); where "
             "batches are cheap to make, num_workers=0 costs less",
         )
-    why = loader_cause(inputs, min(question.share, 1.0))
+    why = loader_cause(inputs)
     told = why if why is not None and why.slug in ("epoch_restart", "slow_samples") else None
     if told is None and min(inputs.last_attempts.loader_workers.values(), default=0) > 0:
         return Explanation(
@@ -206,7 +206,8 @@ def _input(question: Question) -> Explanation:
             "fewer and larger tensors",
         )
     waits = account.activity.startswith("wait")
-    known = why if why is not None and (why.slug == "storage") == waits else told
+    is_its = why is not None and (why.slug == "cores_full" or (why.slug == "storage") == waits)
+    known = why if is_its else told
     return Explanation(
         slug="dataloader_bound",
         cause=known.slug if known else "storage" if waits else "no_workers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from haiprof.base.medians import lower_median
 from haiprof.diagnosis.machine_causes import Cause, hosts_of, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, evidence_rows
+from haiprof.run_analysis.run_files import number
 
 CORES_FULL_RATIO = 0.90
 """From here on a set of cores is full by the ranks' own work: at most a tenth is left to others, so
@@ -92,16 +94,14 @@ class _Loading:
         )
 
 
-def loader_cause(inputs: RuleInputs, share: float) -> Cause | None:
-    """The reason that the numbers of a run show whose typical rank waits for that share of a step.
-
-    None where nothing tells one.
-    """
+def loader_cause(inputs: RuleInputs) -> Cause | None:
+    """Why training waits for input, as the numbers of a run show; None where nothing tells it."""
     # The rank that waits as long as the typical one: the lower middle.
     means = {rank: inputs.of_rank(rank)["dataloader_host_ns"].mean() for rank in inputs.world}
-    waits = {r: float(v) if isinstance(v, (int, float)) else 0.0 for r, v in means.items()}
+    waits = {rank: number(mean) or 0.0 for rank, mean in means.items()}
     ranks = sorted(waits, key=lambda rank: (waits[rank], rank))
     rank = ranks[(len(ranks) - 1) // 2]
+    step_ns = number(inputs.of_rank(rank)["step_ns"].mean()) or math.inf
     main, busy = inputs.main_cores.get(rank), inputs.busy_cores.get(rank)
     placed = inputs.placements.get(rank)
     allowed = (placed.allowed_cpus if placed is not None else None) or frozenset()
@@ -119,7 +119,7 @@ def loader_cause(inputs: RuleInputs, share: float) -> Cause | None:
     others += strangers
     loading = _Loading(
         workers=inputs.last_attempts.loader_workers.get(rank),
-        wait_share=share,
+        wait_share=min(waits[rank] / step_ns, 1.0),
         main_cores=main,
         core_wait=inputs.core_waits.get(rank, 0.0),
         worker_cores=None if main is None or busy is None else max(busy - main, 0.0),

@@ -71,7 +71,7 @@ _COMMON = (
     "collective_count", "unmatched_count", "apart_count", "ahead_count",
 )  # fmt: skip
 _COLUMNS = (("name", "if"), ("predicted_step_ns", "step"), ("saved", "shorter by"))
-_INTERVAL = (("low_step_ns", "at least"), ("high_step_ns", "at most (95 %)"))
+_INTERVAL = (("low_step_ns", "step at least"), ("high_step_ns", "at most (95 %)"))
 _LEAST_RATIO = 0.0005
 _DIFFERS_RATIO = 0.02
 """From this share on it is said why the verdict's step is shorter or longer."""

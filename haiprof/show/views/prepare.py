@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -324,27 +325,29 @@ def trials_headline(trials: Sequence[LoaderTrial]) -> str:
     free = next((each for each in known if each.loader == KEPT_BATCHES), None)
     parts = []
     if free is not None:
-        is_same = _overlap(free, given)
-        parts.append(
-            "an instant loader would give no measurable gain"
-            if is_same
-            else f"a free loader: {_times(free, given)} times as fast"
-        )
+        parts.append(f"a free loader: {_gain_text(free, given)}")
     tried = [each for each in known if each.loader not in (AS_GIVEN, KEPT_BATCHES)]
     if tried:
         best = max(tried, key=lambda each: each.steps_per_s or 0.0)
-        better = not _overlap(best, given) and (best.steps_per_s or 0) > (given.steps_per_s or 0)
-        parts.append(
-            f"{_name(best)}: {_times(best, given)} times"
-            if better
-            else "no number of workers is faster than the loader as given"
-        )
+        parts.append(f"{_name(best)}: {_gain_text(best, given)}")
     return "; ".join(parts) or "nothing could be measured but the loader as given"
 
 
-def _overlap(one: LoaderTrial, other: LoaderTrial) -> bool:
-    """Whether the two may be the same, as their intervals tell."""
-    return (one.low or 0) <= (other.high or 0) and (other.low or 0) <= (one.high or 0)
+_NO_GAIN_RATIO = 0.1
+"""What is at most so much faster is told as no gain above that; above it noise hides what it is."""
+
+
+def _gain_text(one: LoaderTrial, given: LoaderTrial) -> str:
+    """How much faster one is than the loader as given, as far as their intervals tell it."""
+    if (one.low or 0) > (given.high or 0):
+        return f"{_times(one, given)} times as fast"
+    most = (one.high or 0) / (given.low or math.inf) - 1
+    if most <= _NO_GAIN_RATIO:
+        return f"no gain above {100 * max(most, 0.0):.0f} %"
+    return (
+        f"too noisy to tell, up to {100 * most:.0f} % faster: try more steps (--trial-steps), "
+        "or on a quieter machine"
+    )
 
 
 def _times(trial: LoaderTrial, given: LoaderTrial) -> str:
