@@ -407,13 +407,27 @@ def _no_core_share(
     lost = able * _off_core(samples, rank, able / np.maximum(whole, 1.0), interval_part)
     lost *= lost_ns / max(float(lost.sum()), 1.0)
     most = np.minimum(lost, _MOST * able)
-    # Whoever is woken waits for a core, too: the sampling thread has none then, and sees a wait.
     woken = np.isin(rows["activity"], _WOKEN)
-    waited = float(rows["ns"][woken].sum())
-    late = min(max(lost_ns - float(most.sum()), 0.0) / max(waited, 1.0), _MOST)
+    late = _late_ratio(samples, known, np.isin(known, rows["sample"][woken]))
     own = np.where(on_core, (most / np.maximum(able, 1.0))[part], np.where(woken, late, 0.0))
     waits = rows["activity"] == LOADER_WAIT
     return np.where(waits, _workers_without_core(samples, rank.time.rank), own)
+
+
+def _late_ratio(samples: CodeSamples, known: Ints, waits: Bools) -> float:
+    """How much of a wait that is many short ones a thread was runnable again and had no core.
+
+    It is measured between two samples of the same wait. A long one has a single such delay, at its
+    end, which ends with it.
+
+    Args:
+        samples: Of all ranks.
+        known: Samples of a training thread that tell how long it queued, in order of time.
+        waits: Which of them were in such a wait.
+    """
+    inside = waits[1:] & waits[:-1] & (samples.stack[known[1:]] == samples.stack[known[:-1]])
+    passed = float(np.diff(samples.time_ns[known])[inside].sum())
+    return min(float(samples.queue_ns[known[1:]][inside].sum()) / max(passed, 1.0), _MOST)
 
 
 def _contended_share(rows: _Rows) -> Floats:

@@ -154,6 +154,26 @@ def test_a_step_that_waited_for_a_core_took_no_longer_itself() -> None:
     assert long < 6 * 8e6
 
 
+def test_a_long_sleep_is_no_waiting_for_a_core_though_the_exchange_beside_it_is() -> None:
+    """A thread that waits for its peers is woken often, and queues each time; a sleeper once."""
+    table = table_of(
+        Part(position="prepare", stack=(MAIN, LOG), ms=50, wait="z", queued=0.0, every=10),
+        Part(position="forward", stack=(MAIN, MODULE, LINEAR), ms=1, queued=0.0),
+        Part(position="backward", stack=(MAIN, ENGINE), ms=10, queued=0.4),
+        steps=60, tail_ratio=0.8,
+    )  # fmt: skip
+    assert shares(table, "prepare") == pytest.approx({"wait: sleep": 1}, abs=0.05)
+
+
+def test_a_wait_of_many_short_ones_is_for_a_core_as_far_as_the_thread_queued() -> None:
+    table = table_of(
+        Part(position="input", stack=(MAIN, LOG), ms=20, wait="f", queued=0.5),
+        Part(position="forward", stack=(MAIN, MODULE, LINEAR), ms=5, queued=0.0),
+    )
+    found = shares(table, "input")
+    assert found == pytest.approx({"wait: file": 0.5, "no core": 0.5}, abs=0.05)
+
+
 def test_python_in_a_backward_is_not_the_link() -> None:
     """A hook holds the interpreter lock: the rest of backward holds all of its waiting."""
     hook = (MAIN, ENGINE, job(90, "hook"))
