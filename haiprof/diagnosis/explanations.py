@@ -408,14 +408,14 @@ _DO = {
     "(torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_norm)",
     "prepare": "do it in the dataset, beside training (DataLoader workers)",
 }
-_OUTSIDE = "do it every N steps, in another process, or not at all"
+_OUTSIDE = "do it less often, in another process, or not at all"
 _OF_CALL = (
     ("copy.deepcopy", "do not copy it in each step: update averages in place "
      "(torch.optim.swa_utils.AveragedModel, or lerp_ on the parameters)"),
     ("torch.serialization", "save less often, or from another thread"),
     ("gzip.", "compress in another process, or with a lower level"),
-    ("json.", "write it every N steps, or from another process"),
-    ("matplotlib", "draw every N steps, or from another process"),
+    ("json.", "write it less often, or from another process"),
+    ("matplotlib", "draw less often, or from another process"),
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
 )  # fmt: skip
 _OF_ACTIVITY = {

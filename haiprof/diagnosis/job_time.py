@@ -26,8 +26,8 @@ _COVERED_MIN = 8
 _ALIKE_RATIO = 0.03
 """Ranks whose mean steps differ by less than this wait for each other."""
 _PERIODIC = 0.8
-_SPIKE_RATIO = 0.5
-"""So much of an account must lie in spikes, or so many gaps between them be alike."""
+_SPIKE_RATIO, _ALL_PAID_RATIO = 0.5, 0.8
+"""So much of an account must lie in spikes: in regular ones, and in others."""
 _GROWN = 1.5
 """An account that is so many times larger in its second part than in its first one has changed."""
 _DISTURBED = 0.1
@@ -466,8 +466,10 @@ def _find_spikes(series: Floats) -> Bools:
     """
     for level in (0.5, 0.25):
         found: Bools = series > 2 * np.quantile(series, level) + series.mean() / 2
-        few = series[found].sum() > _SPIKE_RATIO * series.sum() and found.mean() <= 0.5
-        if few and (level == 0.5 or _period(np.flatnonzero(found))):
+        few = 0 < found.mean() <= 0.5
+        ratio = series[found].sum() / series.sum() if few else 0.0
+        regular = ratio > _SPIKE_RATIO and _period(np.flatnonzero(found)) is not None
+        if regular or (ratio > _ALL_PAID_RATIO and level == 0.5):
             return found
     return np.zeros(len(series), dtype=np.bool_)
 

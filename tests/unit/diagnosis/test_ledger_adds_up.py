@@ -207,3 +207,11 @@ def test_an_expression_that_is_a_name_alone_is_not_shown(expression: str, shown:
     account = Account(ranks=(), position="input", activity="python", ns_per_step=1.0, low_ns=0.0,
                       high_ns=2.0, expression=expression)  # fmt: skip
     assert account.code == shown
+
+
+def test_what_is_paid_at_every_nth_step_is_said_so_though_some_of_it_is_elsewhere() -> None:
+    """The recorded job evaluates after every 50th step; what calls it is part of that account."""
+    ledger = diagnose(Analyzer(RECORDED[0].parent / "evaluation_checkpoint")).ledger
+    assert ledger is not None
+    (evaluation,) = [each for each in ledger.accounts if each.function == "evaluate"]
+    assert evaluation.when.startswith("every 50th step, ")

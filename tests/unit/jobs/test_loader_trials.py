@@ -31,7 +31,10 @@ def trial(loader: str, rate: float | None, workers: int = 0) -> LoaderTrial:
 def test_the_view_says_what_is_best_and_what_failed() -> None:
     trials = [trial("as given", 10), trial("kept", 20), trial("0", 10), trial("2", 18, 2),
               trial("4", None)]  # fmt: skip
-    assert trials_headline(trials) == "a free loader: 2.00 times as fast; 2 workers: 1.80 times as fast"
+    assert (
+        trials_headline(trials)
+        == "a free loader: 2.00 times as fast; 2 workers: 1.80 times as fast"
+    )
     out = io.StringIO()
     Console(file=out, width=100).print(loader_trials_view(trials))
     text = out.getvalue()
