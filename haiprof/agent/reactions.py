@@ -238,9 +238,11 @@ class Reactor:
         alarm = self._told_hang
         if alarm is None or self._notifier is None or self._watch.is_hanging:
             return
+        lives = bool(node.live_ranks())
+        if lives and not self._watch.has_gone_on:
+            return
         self._told_hang = None
         lasted = duration_text(time.monotonic_ns() - alarm.since_mono_ns)
-        lives = bool(node.live_ranks())
         how = f"after {lasted}: steps go on" if lives else "as its ranks have ended"
         self._notifier.send("hang_end", f"the hang is over {how}", steps_go_on=lives)
 

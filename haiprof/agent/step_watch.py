@@ -393,6 +393,7 @@ class Watch:
         self._start_ns: int | None = None
         """How long the first start took until a rank reported in; None before."""
         self._hangs = False
+        self._steps_before: dict[tuple[int, int], int] = {}
         self._suspended_ns = 0
         """Since when all ranks are stopped; 0 while they are not."""
         self.suspensions: list[tuple[int, int, bool]] = []
@@ -403,6 +404,15 @@ class Watch:
     def is_hanging(self) -> bool:
         """Whether the hang that was found last goes on."""
         return self._hangs
+
+    @property
+    def has_gone_on(self) -> bool:
+        """Whether a step has ended since then: other signs of life are those of an end, too."""
+        steps = self._step_counts()
+        return any(steps[rank] > self._steps_before.get(rank, 0) for rank in steps)
+
+    def _step_counts(self) -> dict[tuple[int, int], int]:
+        return {key: rank.count + (rank.reported_steps or 0) for key, rank in self._ranks.items()}
 
     def look(self, node: Node) -> list[Alarm]:
         """Reads what is new."""
@@ -481,7 +491,7 @@ class Watch:
             return []
         if self._hangs:
             return []
-        self._hangs = True
+        self._hangs, self._steps_before = True, self._step_counts()
         said = "1 process has" if len(found) == 1 else f"{len(found)} processes have"
         why = f"limit {duration_text(limit_ns)}"
         if self._start_ns is not None:
@@ -542,7 +552,7 @@ class Watch:
             return None
         if any(rank.silent_ns(now) <= self._limit_ns(rank) for rank in active):
             return None
-        self._hangs = True
+        self._hangs, self._steps_before = True, self._step_counts()
         # The rank whose limit was the last to be reached is the one whose limit is said.
         last = min(active, key=lambda r: (r.silent_ns(now) - self._limit_ns(r), -r.alive_ns))
         silent_ns, limit_ns = last.silent_ns(now), self._limit_ns(last)

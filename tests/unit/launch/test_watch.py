@@ -251,6 +251,21 @@ def test_silence_beyond_the_limit_is_a_hang_once(tmp_path: Path) -> None:
     assert world.triggers == ["hang", "hang"], "it went on, and stands still again"
 
 
+def test_a_hang_goes_on_until_a_step_ends_though_other_spans_end_before(tmp_path: Path) -> None:
+    """A rank that is ended writes the span that it hung in."""
+    world = World(tmp_path, ranks=2, hang=HangLimit(seconds=10))
+    world.train([STEP_NS] * 30)
+    world.wait(20 * NS_PER_S)
+    assert world.watch.is_hanging
+    assert not world.watch.has_gone_on
+    world.do((BACKWARD, 3 * NS_PER_S))
+    assert not world.watch.is_hanging
+    assert not world.watch.has_gone_on
+    world.train([STEP_NS] * 3)
+    world.look()
+    assert world.watch.has_gone_on
+
+
 def test_limit_grows_with_the_longest_time_between_signs_of_life(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.train([STEP_NS] * 30)
