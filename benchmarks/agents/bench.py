@@ -3,7 +3,7 @@
     python benchmarks/agents/bench.py                               all 20 jobs, scripted clients
     python benchmarks/agents/bench.py --repeats 1 --seeds 5004,5001
     python benchmarks/agents/bench.py --client 'python mine.py' --name mine --tools haiprof
-    python benchmarks/agents/bench.py --client 'python mine.py' --ask FOLDER    one question, no score
+    python benchmarks/agents/bench.py --client 'python mine.py' --ask FOLDER   no score
 
 tasks.json holds the questions and the truth (tasks.py says which and why), clients.py the scripted
 clients and the protocol of any other, toolsets.py how each tool records a job and what it answers.

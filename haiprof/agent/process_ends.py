@@ -13,14 +13,14 @@ import re
 import resource
 import select
 import signal
-import stat
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from haiprof.agent.job_output import JobOutput
 from haiprof.agent.relay import LiveRank
 from haiprof.linux.cgroups import (
     Cgroup,
@@ -34,7 +34,6 @@ from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
 from haiprof.linux.procfs import command_line, environment
 from haiprof.linux.readings import Unavailable
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.writer import append_line
 
 FIRST_SCAN_S, SCAN_GROWTH, MAX_SCAN_S = 0.5, 1.4, 10.0
@@ -50,19 +49,8 @@ OOM_WAIT_S = 0.2
 """So long the kernel's log may be behind the death that it tells of."""
 SLURM_WAIT_S = 3.0
 _OF_KILL = ("anonymous_bytes", "file_bytes", "shared_bytes", "in_cgroup")
-_TAIL_BYTES, _TAIL_LINES, _LINE_CHARS = 1 << 14, 60, 400
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
-class _Stderr(NamedTuple):
-    """The file that a process prints its errors to."""
-
-    path: str
-    device: int
-    inode: int
-    begun: int
-    """How long it was when the process was first seen."""
 
 
 class ProcessEnds:
@@ -87,7 +75,7 @@ class ProcessEnds:
         self._labels: dict[int, int] = {}
         self._reported: dict[int, tuple[int, int]] = {}
         self._cgroups: dict[int, Cgroup] = {}
-        self._stderr: dict[int, _Stderr] = {}
+        self._output = JobOutput(self._events, root / "proc", self._rank_of)
         self._address_limits: dict[int, int | None] = {}
         """Bytes of address space that a process may have (`ulimit -v`), by process id; None where
         there is no limit, also where an earlier process of that id had one."""
@@ -103,6 +91,7 @@ class ProcessEnds:
     def start(self) -> None:
         """Begins."""
         self._thread.start()
+        self._output.start()
 
     def tick(self, ranks: Iterable[LiveRank]) -> None:
         """Takes up the ranks that have reported in, and looks for new processes now and then."""
@@ -121,8 +110,8 @@ class ProcessEnds:
             for pid in found:
                 if pid not in self._seen:
                     self._watch(pid)
-            for pid in list(self._watched):  # a shell redirects its stderr before it runs the job
-                self._find_stderr(pid)
+            for pid in list(self._watched):  # a shell redirects its output before it runs the job
+                self._output.find(pid)
                 self._find_address_limit(pid)
             self._seen &= known | self._watched.keys()
             self._scan_at = now + self._scan_gap_s
@@ -133,6 +122,7 @@ class ProcessEnds:
         self._stop.set()
         os.eventfd_write(self._wake, 1)
         self._thread.join(SETTLE_S + 1.0)
+        self._output.close(SETTLE_S + 1.0)
         for process in self._watched.values():
             process.close()
         self._watched.clear()
@@ -151,7 +141,7 @@ class ProcessEnds:
         label = _label(environment(pid, proc=self._root / "proc"))
         if label is not None:
             self._labels[pid] = label
-        self._find_stderr(pid)
+        self._output.find(pid)
         self._find_address_limit(pid)
         cgroup = memory_cgroup(pid, root=self._root)
         if cgroup is not None:
@@ -159,13 +149,6 @@ class ProcessEnds:
             self._kills.setdefault(cgroup.folder, oom_kill_count(cgroup) or 0)
         self._watched[pid] = process
         self._epoll.register(process.fd, select.EPOLLIN | select.EPOLLONESHOT)
-
-    def _find_stderr(self, pid: int) -> None:
-        """Notes the file that a process prints its errors to, if it is one."""
-        if pid not in self._stderr:
-            found = _stderr_file(pid, self._root / "proc")
-            if found is not None:
-                self._stderr[pid] = found
 
     def _find_address_limit(self, pid: int) -> None:
         with contextlib.suppress(OSError):
@@ -229,28 +212,8 @@ class ProcessEnds:
         if how.signal is not None or how.status:
             line["shm"] = _shared_memory()
             line["address_limit_bytes"] = self._address_limits.get(pid)
-        if how.status:
-            line["stderr"] = self._last_lines(pid, rank)
-        return line
-
-    def _last_lines(self, pid: int, rank: int | None) -> list[str]:
-        """What a process printed last, where its stderr is a file, as far as it is its own.
-
-        In a file that others print to as well, only torch's `[rank1]:` tells whose a line is.
-        """
-        own = self._stderr.get(pid)
-        if own is None:
-            return []
-        others = (self._rank_of(other) for other, each in self._stderr.items()
-                  if other != pid and each[1:3] == own[1:3])  # fmt: skip
-        shared = any(rank is None or other not in (None, rank) for other in others)
-        lines = [line[:_LINE_CHARS] for line in _read_tail(own).splitlines()]
-        if shared:
-            mark = f"[rank{rank}]:"
-            lines = [
-                line.removeprefix(mark).removeprefix(" ") for line in lines if line.startswith(mark)
-            ]
-        return [mask_text(line) for line in lines[-_TAIL_LINES:]]
+        failed = how.signal is not None or bool(how.status)
+        return line | self._output.last_lines(pid, rank, failed=failed)
 
     def _rank_of(self, pid: int) -> int | None:
         return self._reported.get(pid, (self._labels.get(pid),))[0]
@@ -281,36 +244,6 @@ class ProcessEnds:
             append_line(self._events, line)
             if self._on_end is not None:
                 self._on_end(line)
-
-
-def _stderr_file(pid: int, proc: Path) -> _Stderr | None:
-    """Of a process; None where its stderr is no file (a terminal, a pipe), or cannot be seen."""
-    link = proc / str(pid) / "fd/2"
-    try:
-        found = link.stat()
-        path = os.readlink(link)
-    except OSError:
-        return None
-    is_file = stat.S_ISREG(found.st_mode)
-    return _Stderr(path, found.st_dev, found.st_ino, found.st_size) if is_file else None
-
-
-def _read_tail(printed: _Stderr) -> str:
-    """What was printed since the process was first seen, the end of it."""
-    try:
-        file = os.open(printed.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        found = os.fstat(file)
-        if (found.st_dev, found.st_ino) != (printed.device, printed.inode):
-            return ""
-        begin = max(printed.begun, found.st_size - _TAIL_BYTES)
-        return os.pread(file, _TAIL_BYTES, begin).decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(file)
 
 
 def note_job_end(

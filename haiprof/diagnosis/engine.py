@@ -41,6 +41,7 @@ from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ledger import DISPATCH_RATIO, JOB
+from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
@@ -127,6 +128,7 @@ def judge(
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *stolen_notes(inputs),
+            *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
         traces=traced_lines(analyzer.windows(), analyzer.steps(), analyzer.run),
         reactions=reacted_lines(inputs.reactions, analyzer.run),

@@ -17,6 +17,7 @@ from haiprof.run_analysis.counter_summaries import CounterAverages, average_coun
 from haiprof.run_analysis.counters import host_windows, training_spans
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu_memory_series
 from haiprof.run_analysis.parallelism import Layout, find_layout
+from haiprof.run_analysis.printed_lines import Output, printed_output
 from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
@@ -110,6 +111,8 @@ class RuleInputs:
     """What the run's traces say of a window of steps, or why they say nothing."""
     reactions: tuple[Reaction, ...]
     """What haiprof did by itself: hangs and slower steps that were noticed while the job ran."""
+    output: Output
+    """What the job printed, where it printed into files."""
     layout: Layout | None
     """Its stages and shards; None where no process groups tell of any."""
     ran_out_of_memory: Callable[[], bool]
@@ -237,6 +240,7 @@ def gather_inputs(
         backward_tail=analyzer.backward_tail,
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
         reactions=tuple(reactions(analyzer.files)),
+        output=printed_output(analyzer.files),
         layout=find_layout(analyzer.files),
         ran_out_of_memory=lambda: any(
             death.final and death.cause == "out_of_memory" for death in analyzer.deaths()

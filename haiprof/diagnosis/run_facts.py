@@ -108,6 +108,28 @@ def slow_link(patterns: Patterns) -> Finding | None:
     )
 
 
+@fact
+def loss_not_finite(inputs: RuleInputs) -> Finding | str | None:
+    """The loss that the job printed became NaN or infinite: what it trains from then on is lost."""
+    if not inputs.output.file_count:
+        return "the job prints into no file"
+    found = next((line for line in inputs.output.lines if line.kind == "loss"), None)
+    if found is None:
+        return None
+    at = "" if found.step is None else f" at step {found.step}"
+    later = inputs.steps.filter(pl.col("start_ns") > found.wall_ns)
+    return Finding(
+        title=f"the loss that {found.who} printed was no finite number{at}: {found.text}",
+        evidence=evidence_rows(("steps since it was read", float(later.height), "count")),
+        remedy="start again from a checkpoint before that step: a lower learning rate, clipped "
+        "gradients, bfloat16 in place of float16; torch.autograd.set_detect_anomaly(True) names "
+        "the operator, and is slow",
+        confidence=0.9 if found.rank is not None else 0.8,
+        missing=("which rank printed it",) if found.rank is None else (),
+        rank=found.rank,
+    )
+
+
 FIRST_BATCH_RATIO = 0.10
 """Of the recorded training time: TraceML's 10 % for waiting for input."""
 
@@ -208,6 +230,6 @@ RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
     settings_facts.ddp_arguments, settings_facts.fsdp_units, settings_facts.fast_paths_off,
     settings_facts.half_precision, settings_facts.threads_over_cores,
     settings_facts.threads_under_cores, settings_facts.settings_differ,
-    slow_kernels, slow_link,
+    slow_kernels, slow_link, loss_not_finite,
 )  # fmt: skip
 """In the order in which they are asked; the name of each is its slug in documents."""

@@ -15,8 +15,15 @@ from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S, duration_text, ranks_text
 from haiprof.run_analysis.collectives import Mismatch, find_mismatches
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
+from haiprof.run_analysis.printed_lines import (
+    ERRORS,
+    Output,
+    PrintedLine,
+    printed_output,
+)
 from haiprof.run_analysis.process_ends import (
     Arrived,
+    Error,
     LastCollective,
     ProcessEnd,
     accused_ranks,
@@ -35,6 +42,7 @@ from haiprof.run_analysis.process_ends import (
     thread_text,
     unlike_messages,
     wait_failure,
+    wait_failure_text,
     what_happened,
     worker_death,
 )
@@ -50,6 +58,9 @@ SLURM_LIMIT_NS = 90 * NS_PER_S
 """Slurm sends SIGTERM at the time limit, checked every half minute or so."""
 _STILL_NS, _STILL_STEPS = 10 * NS_PER_S, 20
 """A job that was ended is said to have stood still after such a time, and that of so many steps."""
+_READ_LATER_NS = 5 * NS_PER_S
+"""A line is read so long after it was printed, at the most where nothing hangs."""
+_WITNESS_LIMIT, _LAST_LINES = 4, 10
 _PLACES_LIMIT = 4
 """Of so many ranks each one's line is shown where none of them is to blame."""
 _WITHOUT_A_REASON = (
@@ -83,6 +94,8 @@ class Fate:
     """The innermost phase under way when it was killed; None where that is not known."""
     waited_in: str | None
     """The last collective that it began, where it is a victim."""
+    printed: tuple[str, ...]
+    """Its last lines on stderr, else on stdout, where that is a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +128,8 @@ class Death:
     clock: str
     """What the order of ends rests on."""
     remedy: str
+    witnesses: tuple[PrintedLine, ...] = ()
+    """Errors that it printed before, behind the first loss that was no finite number."""
     own_end: str | None = None
     """How this start itself ended, where the death is that of the start before it."""
     generation: int = 0
@@ -145,6 +160,7 @@ class Evidence:
     steps: Mapping[tuple[int, int], LastStep]
     """By rank and attempt."""
     world: int
+    output: Output
 
 
 def gather_evidence(
@@ -165,6 +181,7 @@ def gather_evidence(
         collectives=collectives,
         steps=steps,
         world=min(max((size for size in sizes if size is not None), default=0), 1 << 20),
+        output=printed_output(files),
     )
 
 
@@ -287,6 +304,8 @@ class _Case:
     def _wait_failure(self, end: ProcessEnd) -> str | None:
         handled = end.failure.errors[1:2] if end.failure and end.failure.how == "exit_call" else ()
         by = next(filter(None, map(wait_failure, (end.error, *handled))), None)
+        if by is None and _has_aborted(end):
+            by = next(filter(None, map(wait_failure_text, end.printed)), None)
         if by is not None or not self.many_aborted or not _has_aborted(end):
             return by
         by_watchdog = bool(self.mismatches) or self._aborted_with_those_ahead(end)
@@ -620,7 +639,18 @@ class _Case:
             if hosts < 2
             else f"the clocks of {hosts} nodes, taken to agree: NTP keeps them within milliseconds",
             remedy=self._remedy(cause, end),
+            witnesses=self._witnesses(died, error),
         )
+
+    def _witnesses(self, died: int | None, error: Error | None) -> tuple[PrintedLine, ...]:
+        """What this start printed that tells of its end, but for the exception that is known."""
+        began = min((end.started_ns or 0 for end in self.ends.values()), default=0)
+        until = died + _READ_LATER_NS if died else 1 << 62
+        known = error.message.partition("\n")[0].strip() if error is not None else ""
+        lines = [line for line in self.evidence.output.lines if began <= line.wall_ns <= until]
+        lines = [line for line in lines if not known or known not in line.text]
+        errors = [line for line in lines if line.kind in ERRORS][-_WITNESS_LIMIT:]
+        return (*[line for line in lines if line.kind == "loss"][:1], *errors)
 
     def _remedy(self, cause: str, end: ProcessEnd | None) -> str:
         error = end.error if end is not None else None
@@ -695,6 +725,7 @@ class _Case:
             step=self._step(rank),
             phase=self.phases.get(rank),
             waited_in=where if last is not None and waits else None,
+            printed=() if end is None else (end.printed or end.printed_stdout)[-_LAST_LINES:],
         )
 
     def _waiting(self, rank: int) -> LastCollective | None:

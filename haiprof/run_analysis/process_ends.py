@@ -152,6 +152,8 @@ class ProcessEnd:
     uncaught: tuple[Uncaught, ...] = ()
     printed: tuple[str, ...] = ()
     """Its last lines on stderr, where that is a file and they are known to be its own."""
+    printed_stdout: tuple[str, ...] = ()
+    """The same of stdout, where that is another file."""
     gpu_memory: GpuOutOfMemory | None = None
     """The last allocation on its GPU that failed, whether it died of that or not."""
     step: int | None = None
@@ -376,12 +378,10 @@ def _take_end(found: _Found, host: str, line: Mapping[str, Any]) -> None:
     limit = integer(line.get("address_limit_bytes"))
     if limit is not None and limit > 0:
         facts["address_limit_bytes"] = limit
-    if "stderr" in line:
-        facts["printed"] = tuple(
-            each[:_LINE_CHARS]
-            for each in entries(line["stderr"])[-_LINE_LIMIT:]
-            if isinstance(each, str)
-        )
+    for name, field in (("stderr", "printed"), ("stdout", "printed_stdout")):
+        if name in line:
+            said = entries(line[name])[-_LINE_LIMIT:]
+            facts[field] = tuple(each[:_LINE_CHARS] for each in said if isinstance(each, str))
     facts.setdefault("rank", integer(line.get("rank")))
     facts["parent"] = facts.get("parent") or integer(line.get("parent"))
     facts["helper"] = facts.get("helper") or line.get("helper") is True
@@ -403,10 +403,20 @@ def _take_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _PRINTED_ERROR = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?$")
+_TERMINATED = re.compile(
+    r"terminate called after throwing an instance of '([^'\n]{1,200})'\n\s*what\(\):\s*(.*)", re.S
+)
+"""What libstdc++ prints of an exception that nothing caught, before it aborts."""
 
 
 def _add_printed(end: ProcessEnd) -> ProcessEnd:
-    """Adds the last traceback on stderr, where a process failed and nothing else tells of what."""
+    """Adds the last traceback on stderr, where a process failed and nothing else tells of what.
+
+    Where it aborted, that is what the C++ runtime printed.
+    """
+    if end.signal == signal.SIGABRT and end.failure is None:
+        aborted = _TERMINATED.search("\n".join(end.printed))
+        return _with_printed(end, aborted[1], aborted[2].strip()) if aborted else end
     begun = [at for at, line in enumerate(end.printed) if line.startswith("Traceback (most recent")]
     if not begun or not end.status or end.exited or end.failure is not None:
         return end
@@ -423,7 +433,14 @@ def _add_printed(end: ProcessEnd) -> ProcessEnd:
     own = own_frame(frames)
     source = next((source for frame, source in places if frame == own), "")
     message = "\n".join([said[2] or "", *lines[at + 1 :]]).strip()
-    error = Error(type=said[1], message=message[:_FIELD_CHARS], line=own, source=source,
+    return _with_printed(end, said[1], message, line=own, source=source, frames=frames)
+
+
+def _with_printed(
+    end: ProcessEnd, kind: str, message: str, *, line: Frame | None = None, source: str = "",
+    frames: Stack = (),
+) -> ProcessEnd:  # fmt: skip
+    error = Error(type=kind, message=message[:_FIELD_CHARS], line=line, source=source,
                   frames=frames)  # fmt: skip
     printed = Uncaught(how="printed", thread=None, wall_ns=None, errors=(error,))
     return replace(end, uncaught=(*end.uncaught, printed))
@@ -554,7 +571,11 @@ def wait_failure(error: Error | None) -> str | None:
     """What ended a rank that waited for another one; None where its error is its own."""
     if error is None:
         return None
-    said = f"{error.type}: {error.message}"
+    return wait_failure_text(f"{error.type}: {error.message}")
+
+
+def wait_failure_text(said: str) -> str | None:
+    """The same of a text."""
     return next((by for pattern, by in _WAITED_FOR if pattern.search(said)), None)
 
 
@@ -597,7 +618,8 @@ def kind_of(end: ProcessEnd) -> str:
             return known or "disk_full"
         if worker := worker_death(error):
             return "out_of_memory" if end.oom else worker[0]
-        return "crash" if end.how == "terminate" else "exception"
+        aborted = end.how == "printed" and end.signal is not None
+        return "crash" if end.how == "terminate" or aborted else "exception"
     if end.oom:
         return "out_of_memory"
     if end.signal is not None:
@@ -652,8 +674,10 @@ def what_happened(end: ProcessEnd) -> str:
         without = end.started_ns is not None and not end.closed  # of others nothing was recorded
         way = " without Python's own exit" if without else ""
         way += " (os._exit, exec, native code, no memory)" if without else ""
-        last = next((line.strip() for line in reversed(end.printed) if line.strip()), "")
-        said = f"; its last line on stderr: {shorten(last)}" if last else ""
+        last = next((f"{name}: {shorten(line.strip())}" for name, lines in
+                     (("stderr", end.printed), ("stdout", end.printed_stdout))
+                     for line in reversed(lines) if line.strip()), "")  # fmt: skip
+        said = f"; its last line on {last}" if last else ""
         return f"it ended with exit status {end.status}{way}; why is not known{said}{thread}"
     return "it is gone and left no report: killed, or its machine was lost"
 

@@ -116,10 +116,19 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
     if death.died_ns:
         order = f" · order: {death.clock}" if len(death.fates) > 1 else ""
         yield f"at {moment_text(death.died_ns)}{order}"
+    yield from witness_lines(death)
     yield from memory_lines(verdict)
     yield from start_lines(verdict.starts)
     if verdict.goodput is not None:
         yield goodput_text(verdict.goodput)
+
+
+def witness_lines(death: Death) -> Iterator[str]:
+    """What the job printed before it died, in a line each."""
+    for each in death.witnesses:
+        before_ns = (death.died_ns or 0) - each.wall_ns
+        before = f" {duration_text(before_ns)} before" if before_ns > 0 else ""
+        yield printable(f"{each.who} printed{before}: {each.text}")
 
 
 def memory_lines(verdict: Verdict) -> Iterator[str]:
@@ -163,6 +172,9 @@ def exit_report(verdict: Verdict, run: RunHeader) -> str:
         frames = [markdown_code(frame) for frame in death.traceback[-_FRAMES:]]
         said = [markdown_code(line) for line in (death.message or "").splitlines()[:20]]
         lines += ["", "```", *frames, *said, "```"]
+    for fate in [f for f in death.fates if f.role == "cause" and f.printed][:1]:
+        last = [markdown_code(line) for line in fate.printed]
+        lines += ["", f"Last lines of rank {fate.rank}:", "", "```", *last, "```"]
     lines += ["", f"**Do:** {markdown_text(death.remedy)}"]
     if verdict.advice is not None:
         lines += ["", f"**Then:** {markdown_text(_advice_text(verdict.advice))}"]

@@ -22,7 +22,13 @@ from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ranks import RankGrid, rank_grid
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.death_block import WORDS, grouped_fates, memory_lines, start_lines
+from haiprof.show.death_block import (
+    WORDS,
+    grouped_fates,
+    memory_lines,
+    start_lines,
+    witness_lines,
+)
 from haiprof.show.figures.job import PARTS, heat_style, late_ranks_figure, over_time_figure
 from haiprof.show.figures.run_figures import comparison_picture
 from haiprof.show.figures.style import FONT, PHASE_COLORS
@@ -153,7 +159,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
         line=printable(death.line or ""),
         source=printable(death.source or ""),
         remedy=death.remedy,
-        facts=(*facts, *memory_lines(verdict), *start_lines(verdict.starts)),
+        facts=(*facts, *witness_lines(death), *memory_lines(verdict), *start_lines(verdict.starts)),
         fates=text_table("", head, rows, left=head),
         traceback=tuple(map(printable, death.traceback[-_FRAMES:])),
         rows=lanes,

@@ -1,0 +1,130 @@
+"""What a line that a job printed tells: a loss that is no number, an error, a rate."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+LINE_CHARS = 400
+"""So much of a line is kept, and looked at."""
+
+_NUMBER = r"(\d[\d,]{0,15}(?:\.\d{1,9})?)"
+_THINGS = (
+    r"(tokens?|toks?|samples?|sequences?|seqs?|images?|imgs?|examples?|steps?|iterations?|iters?|it|"
+    r"batch(?:es)?)"
+)
+_PER_SECOND = r"[ _]?(?:/|per)[ _]?s(?:ec(?:onds?)?)?"
+_RATE_AFTER = re.compile(rf"(?<![\w.,]){_NUMBER} ?([kM]?) ?{_THINGS}{_PER_SECOND}\b", re.I)
+_RATE_NAMED = re.compile(
+    rf"(\w{{0,30}}?)(?<![a-z]){_THINGS}{_PER_SECOND}[\"')\]]{{0,2}} ?[:=|] ?[\"']?"
+    rf"{_NUMBER} ?([kM]?)(?![\w.])", re.I,
+)  # fmt: skip
+_TPS = re.compile(rf"(?<!\w)tps[\"']? ?[:=] ?{_NUMBER}()", re.I)
+_SECONDS_EACH = re.compile(rf"(?<![\w.,]){_NUMBER} ?s(?:ec)?/{_THINGS}\b", re.I)
+_EVALUATES = re.compile(r"eval|val|test|predict|download", re.I)
+_UNITS = {"t": "tokens", "se": "sequences", "sa": "samples", "im": "images", "e": "samples"}
+"""By how a word begins; all others are steps."""
+_LOSS = re.compile(
+    r"(?:loss|perplexity|ppl)(\w{0,20})[\"')\]]{0,2}\s{0,4}(?:[:=]|\bis\b)?\s{0,4}(?:tensor\()?"
+    r"[-+]?(?:nan|inf(?:inity)?)\b", re.I,
+)  # fmt: skip
+_NO_LOSS = re.compile(r"best|min|lowest|prev|initial|early|thresh", re.I)
+"""Words before a loss that is infinite in any healthy job: the best one before the first."""
+_STEP = re.compile(
+    r"(?<![a-z])(?:global[_ ]?step|step|iteration|iter|it|batch)s?[\"'\]]?\s{0,4}[:=#]?\s{0,4}"
+    r"\[?(\d{1,12})\b|(?<!\d)(\d{1,12})/\d{1,12} \[", re.I,
+)  # fmt: skip
+_TRACEBACK = "Traceback (most recent call last)"
+_PLACE = re.compile(r'\s{1,8}File "([^"]{1,300})", line (\d{1,9})')
+_ERROR = re.compile(r"[A-Za-z_][\w.]{0,100}(?::|$)")
+_KINDS = (
+    ("nccl", re.compile(
+        r"NCCL (?:WARN|ERROR)|nccl(?:System|Internal|UnhandledCuda|Remote|InvalidUsage)Error|"
+        r"Watchdog caught collective operation timeout")),
+    ("memory", re.compile(
+        r"(?:CUDA|HIP) (?:error: )?out of memory|OutOfMemoryError|std::bad_alloc|oom[_-]kill|"
+        r"DefaultCPUAllocator: (?:can't|not enough)|Out of memory: Killed|Cannot allocate memory")),
+)  # fmt: skip
+_MARK = re.compile(r"\[(?:(rank)|[a-z_]{1,20})(\d{1,7})\]: ?")
+"""Torch's own `[rank1]:`, and `[trainer1]:` of torchrun, whose number is not the rank's."""
+_NCCL_PROCESS = re.compile(r"[\w.-]{1,100}:(\d{1,10}):\d{1,10} \[\d{1,4}\] ")
+
+
+class Word(NamedTuple):
+    """What one line tells."""
+
+    kind: str
+    """`loss` (NaN or infinite), `traceback` (its last line), `nccl`, `memory`, or `rate`."""
+    text: str
+    step: int | None = None
+    """As it is printed."""
+    per_second: float | None = None
+    unit: str | None = None
+    """`tokens`, `samples`, `sequences`, `images`, or `steps`."""
+
+
+class Stream:
+    """The lines of one rank in one file; it knows whether it is within a traceback."""
+
+    def __init__(self) -> None:
+        self._place: str | None = None
+
+    def read_line(self, line: str) -> Word | None:
+        """What a line without its mark tells; None for nothing."""
+        line = line[:LINE_CHARS]
+        if line.lstrip().startswith(_TRACEBACK):
+            self._place = ""
+            return None
+        if self._place is not None:
+            if place := _PLACE.match(line):
+                self._place = f" ({place[1].rpartition('/')[2]}:{place[2]})"
+            if line[:1].isspace() or not line:
+                return None
+            place_text, self._place = self._place, None
+            if _ERROR.match(line):
+                return Word("traceback", line.rstrip() + place_text)
+        return find_word(line)
+
+
+def find_word(line: str) -> Word | None:
+    """What a line by itself tells."""
+    for kind, pattern in _KINDS:
+        if pattern.search(line):
+            return Word(kind, line.strip())
+    said = _STEP.search(line)
+    step = int(said[1] or said[2]) if said else None
+    loss = _LOSS.search(line)
+    before = line[max(loss.start() - 30, 0) : loss.start()] if loss else ""
+    if loss and "scale" not in loss[1].lower() and not _NO_LOSS.search(before):
+        return Word("loss", line.strip(), step)
+    return _find_rate(line, step)
+
+
+def _find_rate(line: str, step: int | None) -> Word | None:
+    if said := _RATE_NAMED.search(line):
+        name, thing, number, scale = said.groups()
+    elif said := _RATE_AFTER.search(line):
+        name, (number, scale, thing) = line[:30], said.groups()
+    elif said := _TPS.search(line):
+        name, thing, (number, scale) = "", "tokens", said.groups()
+    elif said := _SECONDS_EACH.search(line):
+        name, scale, (number, thing) = line[:30], "", said.groups()
+    else:
+        return None
+    value = float(number.replace(",", "")) * {"k": 1e3, "m": 1e6}.get(scale.lower(), 1.0)
+    if said.re is _SECONDS_EACH:
+        value = 1 / value if value else 0.0
+    if not value or _EVALUATES.search(name):
+        return None
+    thing = thing.lower()
+    unit = next((unit for begin, unit in _UNITS.items() if thing.startswith(begin)), "steps")
+    return Word("rate", line.strip(), step, value, unit)
+
+
+def take_mark(line: str) -> tuple[str, int | None, int | None]:
+    """A line without the mark of whoever put it there: (line, rank, process), None: not said."""
+    mark = _MARK.match(line)
+    rank = int(mark[2]) if mark and mark[1] else None
+    line = line[mark.end() :] if mark else line
+    process = _NCCL_PROCESS.match(line) if "NCCL" in line else None
+    return line, rank, int(process[1]) if process else None

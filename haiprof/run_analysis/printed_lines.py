@@ -1,0 +1,81 @@
+"""What the job itself printed that tells of it: losses that are no number, errors, rates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from haiprof.run_analysis.run_files import RunFiles, entries, integer, read_record
+
+ERRORS = ("traceback", "nccl", "memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintedLine:
+    """One line that the job printed into a file."""
+
+    kind: str
+    """`loss` (NaN or infinite), `traceback`, `nccl`, `memory`, or `rate`."""
+    rank: int | None
+    """None where several ranks print into that file, and the line does not say."""
+    wall_ns: int
+    """Unix time at which it was read, up to 2 s later; Python writes files later still."""
+    text: str
+    step: int | None
+    """As the job printed it."""
+    per_second: float | None
+    unit: str | None
+
+    @property
+    def who(self) -> str:
+        """`rank 1`, or that it is not known which."""
+        return "a rank" if self.rank is None else f"rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What was read of the files that the job prints into."""
+
+    lines: tuple[PrintedLine, ...]
+    """Of all nodes, in the order in which they were read."""
+    file_count: int
+    skipped_bytes: int
+    """Printed faster than it is read: what stands there is not known."""
+
+
+def printed_output(files: RunFiles) -> Output:
+    """Reads what the agents of all nodes wrote down."""
+    found, count, skipped = [], 0, 0
+    for node in files.nodes:
+        outputs = {integer(line.get("output")): line for line in node.of_type("output")}
+        count += len(outputs)
+        skipped += sum(max(integer(line.get("skipped")) or 0, 0) for line in outputs.values())
+        for line in node.of_type("printed"):
+            ranks = entries(outputs.get(integer(line.get("output")), {}).get("ranks"))
+            own = [line.get("rank"), *(ranks if len(ranks) == 1 else ())]
+            rank = next((number for each in own if (number := integer(each)) is not None), None)
+            wall_ns = integer(line.get("wall_ns")) or 0
+            found.append(read_record(PrintedLine, line, wall_ns=wall_ns, rank=rank))
+    found.sort(key=lambda line: line.wall_ns)
+    return Output(lines=tuple(found), file_count=count, skipped_bytes=skipped)
+
+
+def printed_notes(output: Output, step_ns: float | None, *, died: bool) -> Iterator[str]:
+    """Rates that the job printed beside the measured one, and errors that it outlived."""
+    rates = defaultdict(list)
+    for line in output.lines:
+        if line.kind == "rate" and line.unit and line.per_second:
+            rates[line.who, line.unit].append(line.per_second)
+    for (who, unit), values in list(rates.items())[:3]:
+        text = f"{who} printed {median(values):,.4g} {unit}/s (median of {len(values)})"
+        if step_ns:
+            each = "" if unit == "steps" else f": {median(values) * step_ns / 1e9:,.4g} a step"
+            text += f"; haiprof measured {1e9 / step_ns:,.4g} steps/s{each}"
+        yield text
+    errors = [line for line in output.lines if line.kind in ERRORS]
+    if errors and not died:
+        yield f"errors were printed ({len(errors)}), by {errors[0].who} first: {errors[0].text}"
+    if output.skipped_bytes:
+        yield f"{output.skipped_bytes / 1e6:,.3g} MB of what the job printed were not looked at"
