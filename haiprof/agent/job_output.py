@@ -131,8 +131,7 @@ class JobOutput:
             if line.startswith("haiprof: "):
                 continue
             rank = self._rank_of(process) if rank is None and process is not None else rank
-            word = source.streams.setdefault(rank, Stream()).read_line(line)
-            if word is not None:
+            for word in source.streams.setdefault(rank, Stream()).read_line(line):
                 self._note(source, word, rank)
         ranks = sorted({rank for rank in self._ranks(source.file[1:3]) if rank is not None})
         told = {"file": Path(source.file.path).name, "ranks": ranks, "skipped": source.skipped}

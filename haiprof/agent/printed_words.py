@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 LINE_CHARS = 400
@@ -28,7 +29,10 @@ _LOSS = re.compile(
     r"(?:loss|perplexity|ppl)(\w{0,20})[\"')\]]{0,2}\s{0,4}(?:[:=]|\bis\b)?\s{0,4}(?:tensor\()?"
     r"[-+]?(?:nan|inf(?:inity)?)\b", re.I,
 )  # fmt: skip
-_NO_LOSS = re.compile(r"best|min|lowest|prev|initial|early|thresh", re.I)
+_NO_LOSS = re.compile(
+    r"(?:best|min|minimum|lowest|prev|previous|initial|early\w{0,12})(?:[ _]\w{1,12}){0,2}[ _]?$",
+    re.I,
+)
 """Words before a loss that is infinite in any healthy job: the best one before the first."""
 _STEP = re.compile(
     r"(?<![a-z])(?:global[_ ]?step|step|iteration|iter|it|batch)s?[\"'\]]?\s{0,4}[:=#]?\s{0,4}"
@@ -69,35 +73,34 @@ class Stream:
     def __init__(self) -> None:
         self._place: str | None = None
 
-    def read_line(self, line: str) -> Word | None:
-        """What a line without its mark tells; None for nothing."""
+    def read_line(self, line: str) -> list[Word]:
+        """What a line without its mark tells."""
         line = line[:LINE_CHARS]
         if line.lstrip().startswith(_TRACEBACK):
             self._place = ""
-            return None
+            return []
         if self._place is not None:
             if place := _PLACE.match(line):
                 self._place = f" ({place[1].rpartition('/')[2]}:{place[2]})"
             if line[:1].isspace() or not line:
-                return None
+                return []
             place_text, self._place = self._place, None
             if _ERROR.match(line):
-                return Word("traceback", line.rstrip() + place_text)
-        return find_word(line)
+                return [Word("traceback", line.rstrip() + place_text)]
+        return list(find_words(line))
 
 
-def find_word(line: str) -> Word | None:
+def find_words(line: str) -> Iterator[Word]:
     """What a line by itself tells."""
-    for kind, pattern in _KINDS:
-        if pattern.search(line):
-            return Word(kind, line.strip())
+    yield from (Word(kind, line.strip()) for kind, pattern in _KINDS if pattern.search(line))
     said = _STEP.search(line)
     step = int(said[1] or said[2]) if said else None
     loss = _LOSS.search(line)
-    before = line[max(loss.start() - 30, 0) : loss.start()] if loss else ""
+    before = line[max(loss.start() - 40, 0) : loss.start()] if loss else ""
     if loss and "scale" not in loss[1].lower() and not _NO_LOSS.search(before):
-        return Word("loss", line.strip(), step)
-    return _find_rate(line, step)
+        yield Word("loss", line.strip(), step)
+    if rate := _find_rate(line, step):
+        yield rate
 
 
 def _find_rate(line: str, step: int | None) -> Word | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from haiprof.agent.printed_words import Stream, take_mark
 from haiprof.agent.samplers.cgroup import CgroupSampler
 from haiprof.agent.samplers.ethernet import find_positions
 from haiprof.agent.samplers.filesystem import FilesystemSampler
@@ -217,3 +218,29 @@ def driver_seeds() -> list[bytes]:
         struct.pack("=II3Q", 0x1D, 3, 1, 2, (1 << 64) - 1),
     )
     return [b"<next>".join(parts)]
+
+
+def read_printed(data: bytes) -> object:
+    """What a job printed, line by line."""
+    streams: dict[int | None, Stream] = {}
+    found = []
+    for raw in data.replace(b"\r", b"\n").split(b"\n"):
+        line, rank, _ = take_mark(raw.decode(errors="replace"))
+        for word in streams.setdefault(rank, Stream()).read_line(line):
+            found.append((word.kind, word.unit, word.step is not None))
+            assert len(word.text) <= 2000
+    return sorted(set(found), key=str)
+
+
+def printed_seeds() -> list[bytes]:
+    return [
+        b"step 12 loss nan\n[rank1]: step 3 loss: 2.0 | 12.5k tok/s\r 3/9 [00:01<1, 4.0s/it]",
+        b'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    x\nKeyError: 1\n',
+        b"n1:31:40 [1] NCCL WARN x\nCUDA out of memory\ntrain_samples_per_second: 4.1 tps: 5,4",
+    ]
+
+
+PRINTED_TOKENS = (
+    b"loss", b": nan", b"step ", b"/s", b"_per_second: ", b"tokens", b"[rank7]: ", b"    ",
+    b"Traceback (most recent call last):\n", b'  File "', b'", line ', b"1,000.5", b"\xc2\xb2",
+)  # fmt: skip

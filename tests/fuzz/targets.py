@@ -112,6 +112,9 @@ TARGETS = (
     Target(name="exporter", reads="a DCGM exporter's page (Prometheus text) and its HTTP head",
            run=node_readers.read_exporter, seeds=node_readers.exporter_seeds,
            tokens=node_readers.EXPORTER_TOKENS, refused=(HaiprofError, Unavailable)),
+    Target(name="printed", reads="what the job prints into files",
+           run=node_readers.read_printed, seeds=node_readers.printed_seeds,
+           tokens=node_readers.PRINTED_TOKENS),
     Target(name="driver", reads="a network driver's answers to ethtool's ioctl",
            run=node_readers.ask_driver, seeds=node_readers.driver_seeds, tokens=(b"<next>",)),
 )  # fmt: skip

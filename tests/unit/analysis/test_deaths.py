@@ -372,6 +372,48 @@ def test_last_lines_on_stderr_are_a_likely_witness(
     assert cause == "exit" or (death.line, death.source) == ("train.py:88 in step", "x = y()")
 
 
+def test_abort_that_only_stderr_tells_of_is_a_crash_with_its_text(job: Job) -> None:
+    said = ["terminate called after throwing an instance of 'std::runtime_error'", "  what():  bad"]
+    job.over(1, 0, number=signal.SIGABRT, stderr=said)
+    job.over(0, 1, number=signal.SIGTERM)
+    job.over(2, 1, number=signal.SIGTERM)
+    death = job.death()
+    assert found(death) == ("crash", (1,))
+    assert not death.certain
+    assert "std::runtime_error: bad; known by its last lines on stderr" in death.headline
+
+
+def test_rank_that_nccls_watchdog_ended_by_its_last_lines_is_a_victim(job: Job) -> None:
+    job.over(
+        0, 9, number=signal.SIGABRT, stderr=["ran", "Watchdog caught collective operation timeout"]
+    )
+    job.over(1, 0, status=3, stdout=["license lost"])
+    job.over(
+        2, 9, number=signal.SIGABRT, stderr=["Watchdog caught collective operation timeout: x"]
+    )
+    death = job.death()
+    assert found(death) == ("exit", (1,))
+    assert "its last line on stdout: license lost" in death.headline
+    assert [fate.role for fate in death.fates] == ["victim", "cause", "victim"]
+    assert death.fates[1].printed == ("license lost",)
+
+
+def test_what_was_printed_before_a_death_is_a_witness_whose_rank_may_not_be_known(job: Job) -> None:
+    job.line("node0", {"type": "output", "output": 0, "file": "a", "ranks": [0, 1], "skipped": 0})
+    job.line("node0", {"type": "output", "output": 1, "file": "b", "ranks": [2], "skipped": 5})
+    for output, at_s, kind, text in (
+        (0, -30, "loss", "step 7 loss nan"), (0, -20, "loss", "step 8 loss nan"),
+        (1, -2, "nccl", "NCCL WARN x"), (1, 1, "traceback", "ValueError: bad sample (a.py:1)"),
+        (1, 60, "nccl", "NCCL WARN much later"), (0, -10, "rate", "1 it/s"), (2, "x", None, 7),
+    ):  # fmt: skip
+        wall_ns = T0 + at_s * S if isinstance(at_s, int) else at_s
+        job.line("node0", {"type": "printed", "output": output, "rank": None, "wall_ns": wall_ns,
+                           "kind": kind, "text": text, "step": 7})  # fmt: skip
+    job.died(1, 0, "ValueError", "bad sample")
+    found = [(each.kind, each.rank, each.text) for each in job.death().witnesses]
+    assert found == [("loss", None, "step 7 loss nan"), ("nccl", 2, "NCCL WARN x")]
+
+
 def test_what_a_rank_raised_itself_is_surer_than_what_it_printed(job: Job) -> None:
     job.raised(1, 0, "ValueError", "bad sample")
     job.over(1, 1, status=1, stderr=[*TRACEBACK, "MemoryError"])
