@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
 from tests.process.jobs import PYTHON, REPOSITORY, Job, run_command, run_job
 
@@ -46,7 +47,7 @@ def trained(folder: Path, line: str, *, haiprof: bool = True) -> Job:
 
 
 def verdict_of(job: Job) -> Verdict:
-    return job.analyzer().diagnose()
+    return diagnose(job.analyzer())
 
 
 def test_loss_that_became_nan_is_a_finding_and_the_job_prints_as_ever(tmp_path: Path) -> None:
