@@ -9,20 +9,22 @@ from typing import NamedTuple
 LINE_CHARS = 400
 """So much of a line is kept, and looked at."""
 
-_NUMBER = r"(\d[\d,]{0,15}(?:\.\d{1,9})?)"
-_THINGS = (
-    r"(tokens?|toks?|samples?|sequences?|seqs?|images?|imgs?|examples?|steps?|iterations?|iters?|it|"
-    r"batch(?:es)?)"
+_NUMBER = r"(?P<number>\d[\d,]{0,15}(?:\.\d{1,9})?)"
+_THING = (
+    r"(?P<thing>tokens?|toks?|samples?|sequences?|seqs?|images?|imgs?|examples?|steps?|iterations?|"
+    r"iters?|it|batch(?:es)?)"
 )
-_PER_SECOND = r"[ _]?(?:/|per)[ _]?s(?:ec(?:onds?)?)?"
-_RATE_AFTER = re.compile(rf"(?<![\w.,]){_NUMBER} ?([kM]?) ?{_THINGS}{_PER_SECOND}\b", re.I)
-_RATE_NAMED = re.compile(
-    rf"(\w{{0,30}}?)(?<![a-z]){_THINGS}{_PER_SECOND}[\"')\]]{{0,2}} ?[:=|] ?[\"']?"
-    rf"{_NUMBER} ?([kM]?)(?![\w.])", re.I,
-)  # fmt: skip
-_TPS = re.compile(rf"(?<!\w)tps[\"']? ?[:=] ?{_NUMBER}()", re.I)
-_SECONDS_EACH = re.compile(rf"(?<![\w.,]){_NUMBER} ?s(?:ec)?/{_THINGS}\b", re.I)
-_EVALUATES = re.compile(r"eval|val|test|predict|download", re.I)
+_A_SECOND = r"[ _]?(?:/|per)[ _]?s(?:ec(?:onds?)?)?"
+_RATES = tuple(re.compile(pattern, re.I) for pattern in (
+    rf"(?P<name>\w{{0,30}}?)(?<![a-z]){_THING}{_A_SECOND}[\"')\]]{{0,2}} ?[:=] ?[\"']?{_NUMBER}",
+    rf"(?P<name>\w{{0,30}}):? ?(?<![\w.,]){_NUMBER} ?(?P<scale>[kM]?) ?{_THING}{_A_SECOND}\b",
+    rf"(?<!\w)(?P<thing>t)ps[\"']? ?[:=] ?{_NUMBER}",
+    rf"(?<![\w.,]){_NUMBER} ?s(?P<each>)(?:ec)?/{_THING}\b",
+))  # fmt: skip
+"""`train_samples_per_second: 41`, `12.5k tok/s`, `tps: 5,432`, `4.0s/it`."""
+_EVALUATES = re.compile(r"(?<![a-z])(?:eval|val|test|predict|infer|generat|download)", re.I)
+_BEGIN = 40
+"""Characters of a line that say what it is about."""
 _UNITS = {"t": "tokens", "se": "sequences", "sa": "samples", "im": "images", "e": "samples"}
 """By how a word begins; all others are steps."""
 _LOSS = re.compile(
@@ -99,29 +101,22 @@ def find_words(line: str) -> Iterator[Word]:
     before = line[max(loss.start() - 40, 0) : loss.start()] if loss else ""
     if loss and "scale" not in loss[1].lower() and not _NO_LOSS.search(before):
         yield Word("loss", line.strip(), step)
-    if rate := _find_rate(line, step):
+    if rate := _find_rate(line):
         yield rate
 
 
-def _find_rate(line: str, step: int | None) -> Word | None:
-    if said := _RATE_NAMED.search(line):
-        name, thing, number, scale = said.groups()
-    elif said := _RATE_AFTER.search(line):
-        name, (number, scale, thing) = line[:30], said.groups()
-    elif said := _TPS.search(line):
-        name, thing, (number, scale) = "", "tokens", said.groups()
-    elif said := _SECONDS_EACH.search(line):
-        name, scale, (number, thing) = line[:30], "", said.groups()
-    else:
+def _find_rate(line: str) -> Word | None:
+    said = next(filter(None, (pattern.search(line) for pattern in _RATES)), None)
+    if said is None:
         return None
-    value = float(number.replace(",", "")) * {"k": 1e3, "m": 1e6}.get(scale.lower(), 1.0)
-    if said.re is _SECONDS_EACH:
-        value = 1 / value if value else 0.0
-    if not value or _EVALUATES.search(name):
+    parts = said.groupdict()
+    value = float(parts["number"].replace(",", ""))
+    value *= {"k": 1e3, "m": 1e6}.get((parts.get("scale") or "").lower(), 1.0)
+    if not value or _EVALUATES.search(line[:_BEGIN] + " " + (parts.get("name") or "")):
         return None
-    thing = thing.lower()
+    thing = parts["thing"].lower()
     unit = next((unit for begin, unit in _UNITS.items() if thing.startswith(begin)), "steps")
-    return Word("rate", line.strip(), step, value, unit)
+    return Word("rate", line.strip(), None, 1 / value if "each" in parts else value, unit)
 
 
 def take_mark(line: str) -> tuple[str, int | None, int | None]:
