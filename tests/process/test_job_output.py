@@ -13,7 +13,8 @@ from tests.process.jobs import PYTHON, REPOSITORY, Job, run_command, run_job
 
 pytestmark = pytest.mark.slow
 
-TRAINS = """
+NCCL = "node7:1:1 [0] NCCL WARN Call to connect returned Connection refused"
+TRAINS = f"NCCL = {NCCL!r}" + """
 import os, sys, time, traceback
 import torch
 rank = int(os.environ.get("RANK", "0"))
@@ -27,14 +28,14 @@ for step in range(1, 61):
         loss = "nan" if step >= 40 else 1 / step
         key = "api_key=sk-abcdef0123456789abcdef"
         print(f"step {step} loss {loss} {key} 1,000 tokens/s", flush=True)
-    if step == 20 and rank == 0:
+    if step == 20 and rank == 0 and "catch" in sys.argv:
         try:
             {}["label"]
         except KeyError:
             traceback.print_exc()
         os.write(1, b"\\xff\\x00 no text\\r")
 if "die" in sys.argv:
-    print("node7:1:1 [0] NCCL WARN Call to connect returned Connection refused", flush=True)
+    print(NCCL, flush=True)
     os._exit(7)
 """
 
@@ -51,7 +52,7 @@ def verdict_of(job: Job) -> Verdict:
 
 
 def test_loss_that_became_nan_is_a_finding_and_the_job_prints_as_ever(tmp_path: Path) -> None:
-    line = "exec {python} {script} 0 > out.txt 2> err.txt"
+    line = "exec {python} {script} 0 catch > out.txt 2> err.txt"
     bare, job = (trained(tmp_path / name, line, haiprof=name == "job") for name in ("bare", "job"))
     verdict = verdict_of(job)
     (finding,) = [f for f in verdict.findings if f.rule == "loss_not_finite"]
@@ -64,7 +65,7 @@ def test_loss_that_became_nan_is_a_finding_and_the_job_prints_as_ever(tmp_path: 
     assert said is not None
     assert float(said[1]) * float(said[2]) == pytest.approx(1000, rel=0.01)
     (errors,) = [note for note in verdict.notes if "errors were printed" in note]
-    assert "KeyError: 'label' (train.py:18)" in errors
+    assert "KeyError: 'label' (train.py:17)" in errors
     for name in ("out.txt", "err.txt"):
         assert (job.folder / name).read_bytes() == (bare.folder / name).read_bytes()
 
@@ -89,11 +90,10 @@ def test_job_that_ends_itself_has_what_it_printed_as_witnesses(tmp_path: Path) -
     assert job.returncode == 7
     death = verdict_of(job).death
     assert death is not None
-    assert [(each.kind, each.rank) for each in death.witnesses] == [
-        ("loss", 0), ("traceback", 0), ("nccl", 0)
-    ]  # fmt: skip
-    assert death.fates[0].printed[-1].startswith("KeyError: 'label'")
+    assert [(each.kind, each.rank) for each in death.witnesses] == [("loss", 0), ("nccl", 0)]
+    assert not death.certain
+    assert death.fates[0].printed[-1] == NCCL
     assert job.log_dir is not None
     shown = run_command(["verdict", str(job.log_dir)], folder=tmp_path).stdout
     assert "rank 0 printed" in shown
-    assert "NCCL WARN Call to connect returned Connection refused" in shown
+    assert "NCCL WARN" in shown
