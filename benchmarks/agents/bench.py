@@ -61,8 +61,9 @@ def leave_out_cores(
 def judge(task: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, Any]:
     """What an answer is worth.
 
-    `cause`: the first one is of a line at fault, or of its position, activity and rank; `line`: it
-    names such a line (None where the fault has none); `gain`: within 3 points of the true one, or a
+    `cause`: the first one is of a line at fault, or of its position, activity and rank, or of the
+    function (by its first line, which is all that torch.profiler knows); `line`: it names such a
+    line (None where the fault has none); `gain`: within 3 points of the true one, or a
     fifth of itself; `false`: causes of 5 % or more on a healthy job, or a first one that is not the
     fault.
     """
@@ -82,7 +83,8 @@ def judge(task: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, Any]:
         lines=tuple(lines), positions=tuple(wanted["positions"]), rank=wanted["rank"],
         activities=tuple(wanted["activities"]),
     )  # fmt: skip
-    right, gain = score.is_fault(truth, account), first.get("gain")
+    right = score.is_fault(truth, account) or first.get("line") in wanted["functions"]
+    gain = first.get("gain")
     return {
         "cause": right, "line": (file, number) in lines if lines else None,
         "gain": right and gain is not None and score.is_kept(gain, task["gain"]),

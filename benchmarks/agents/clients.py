@@ -37,9 +37,12 @@ LEAST_SHARE = 0.05
 """The scripted clients without haiprof claim nothing below it: haiprof's own limit of a problem."""
 OWN_WORK = re.compile(
     r"\.backward\(|optimizer\.step\(|prepared\.step\(|\.train\(\)|\.fit\(|\binner\(|\bnet\(|"
-    r"\bmodel\(|self\.(?:first|last|head|down)\(|super\(\)\.forward\("
+    r"\bmodel\(|self\.(?:first|last|head|down)\(|super\(\)\.forward\(|^\d+ +(?:import|from) |"
+    r"def forward\(self, x: Tensor\) -> Tensor|"
+    r"def (?:plain|accelerate|trainer|lightning|own|main)\("
 )
-"""Source of lines that run the model, its backward or its optimizer: nobody would change them."""
+"""Source of lines that import, or run the model, its backward, its optimizer or the whole loop (of
+which torch.profiler knows a function's first line alone): nobody would change them."""
 Cause = dict[str, Any]
 
 

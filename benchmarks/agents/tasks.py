@@ -10,6 +10,7 @@ which it said something false. Lines are those of the program that the bench wri
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 import tempfile
@@ -71,18 +72,24 @@ def task(row: dict[str, Any], number: int) -> dict[str, Any]:
     truth = row["truth"]
     ends = [round(truth["gain"] + sign * truth["spread"] / 2, 4) for sign in (-1, 1)]
     return found | {
-        "cause": {"lines": lines(case), "positions": case.kind.positions,
+        "cause": {**lines(case), "positions": case.kind.positions,
                   "activities": case.kind.activities, "rank": case.rank},
         "gain": truth["gain"], "gain_low": ends[0], "gain_high": ends[1],
     }  # fmt: skip
 
 
-def lines(case: Case) -> list[str]:
-    """`train.py:235`: the lines at fault."""
+def lines(case: Case) -> dict[str, list[str]]:
+    """`train.py:235`: the lines at fault, and the first lines of the functions that hold them."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         write_job(case, script, ANY_WORK)
-        return [f"train.py:{line}" for line in faulty_lines(script)]
+        faulty = faulty_lines(script)
+        nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8")))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    holding = [f for f in functions if any(f.lineno <= n <= (f.end_lineno or 0) for n in faulty)]
+    first = sorted(holding, key=lambda each: each.lineno)[-1:]
+    return {"lines": [f"train.py:{line}" for line in faulty],
+            "functions": [f"train.py:{each.lineno}" for each in first]}  # fmt: skip
 
 
 def main() -> None:
