@@ -216,6 +216,16 @@ average before a job was {loads[0]} to {loads[-1]} (median {loads[len(loads) // 
     RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def wait_for_cores(limit_s: float) -> None:
+    """Waits so long until others use less than half a core."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        before = measure.cpu_seconds()[0]
+        time.sleep(2.0)
+        if measure.cpu_seconds()[0] - before < 1.0:
+            return
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the chosen jobs, a repeat of all of them after another."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -226,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", help="what that client is called in the table")
     parser.add_argument("--ask", type=Path, help="a folder that holds a recording: no score")
     parser.add_argument("--keep", type=Path, help="rows of jobs that ran, a line each")
+    parser.add_argument("--wait", type=float, default=0, help="s to wait for others to leave")
     parser.add_argument("--stop-after", type=float, default=1e9, help="seconds; no more jobs")
     options = parser.parse_args(arguments)
     toolsets = options.tools or list(TOOLSETS)
@@ -249,6 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     continue
                 if time.monotonic() - began > options.stop_after:
                     return
+                wait_for_cores(options.wait)
                 folder = root / f"{task['seed']}"
                 row = measured(task, toolset, clients[toolset], folder)
                 row = {"repeat": repeat, "client": name, **row}

@@ -34,15 +34,15 @@ from haiprof.cli.mcp import token_count
 
 PROTOCOL, MOST_CALLS, LIMIT_S = "haiprof-agents.1", 30, 600.0
 LEAST_SHARE = 0.05
-"""The scripted clients without haiprof claim nothing below it: haiprof's own limit of a problem."""
+"""The scripted clients claim nothing below it: haiprof's own limit of a problem."""
 OWN_WORK = re.compile(
     r"\.backward\(|optimizer\.step\(|prepared\.step\(|\.train\(\)|\.fit\(|\binner\(|\bnet\(|"
-    r"\bmodel\(|self\.(?:first|last|head|down)\(|super\(\)\.forward\(|^\d+ +(?:import|from) |"
+    r"\bmodel\(|self\.(?:first|last|head|down)\(|super\(\)\.forward\(|"
     r"def forward\(self, x: Tensor\) -> Tensor|"
     r"def (?:plain|accelerate|trainer|lightning|own|main)\("
 )
-"""Source of lines that import, or run the model, its backward, its optimizer or the whole loop (of
-which torch.profiler knows a function's first line alone): nobody would change them."""
+"""Source of lines that run the model, its backward, its optimizer, or the whole loop (of which
+torch.profiler knows the first line alone): nobody would change them."""
 Cause = dict[str, Any]
 
 
@@ -88,7 +88,10 @@ async def ask_haiprof(session: Session) -> list[Cause]:
         return []
     sure = [each for each in rows(ledger["accounts"]) if each.get("gain_low_ms")]
     found: list[Cause] = []
+    step_ms = ledger["step"]["mean_ms"]
     for best in sorted(sure, key=lambda each: -each["gain_ms"]):
+        if best["gain_ms"] < LEAST_SHARE * step_ms:
+            break
         account = json.loads(await session.call("ledger", account=best["account"]))["answer"]
         causes = [c for c in rows(verdict["causes"]) if c.get("account") == best["account"]]
         named = [each for cause in causes for each in cause.get("at") or []]
@@ -98,7 +101,7 @@ async def ask_haiprof(session: Session) -> list[Cause]:
         found.append({
             "line": named[0].split(" ")[0] if named else None, "position": account["position"],
             "activity": account["activity"], "ranks": account.get("ranks", []),
-            "gain": account["gain_ms"] / account["step_ms"],
+            "gain": best["gain_ms"] / step_ms,
         })  # fmt: skip
         if not account["activity"].startswith("no core"):
             break

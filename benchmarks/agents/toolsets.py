@@ -43,14 +43,13 @@ class Recorded:
     def write(self, folder: Path, change: Any) -> list[str]:
         """The program, and its command under the tool."""
         line: list[str] = self._job.write(folder, change)
+        if self._toolset == HAIPROF:
+            return line
+        shutil.copy(Path(__file__).with_name("profiled.py"), folder)
+        profiled = [*line[:-1], "profiled.py"]
         if self._toolset == TORCH:
-            shutil.copy(Path(__file__).with_name("profiled.py"), folder)
-            return [*line[:-1], "profiled.py", line[-1]]
-        if self._toolset == PY_SPY:
-            py_spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
-            return [py_spy, "record", "--format", "raw", "--output", "stacks.txt",
-                    "--subprocesses", "--", *line]  # fmt: skip
-        return line
+            return [*profiled, line[-1]]
+        return [sys.executable, "profiled.py", "--attach", *profiled, "--mark", line[-1]]
 
 
 @asynccontextmanager
@@ -77,9 +76,9 @@ async def open_tools(toolset: str, folder: Path) -> AsyncIterator[tuple[list[Too
             yield [*tools, source], call_any
         return
     name, description, answer = {
-        TORCH: ("key_averages", "key_averages(group_by_stack_n=12) of 30 steps of each process, "
+        TORCH: ("key_averages", "key_averages(group_by_stack_n=12) of 8 steps of each process, "
                 "largest self time first; self_cpu_ratio is of all self times.", _key_averages),
-        PY_SPY: ("lines", "Lines of train.py by samples of `py-spy record` of all processes: "
+        PY_SPY: ("lines", "Lines of train.py by samples of `py-spy record --pid`, all processes: "
                  "ratio of the samples in which it was the innermost line of train.py.", _lines),
     }[toolset]  # fmt: skip
 
