@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
+from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.base.intervals import Ints, union
-from haiprof.base.safe_files import whole_file
 from haiprof.base.units import duration_text
 from haiprof.trace_analysis.call_tree import innermost
 from haiprof.trace_analysis.critical_walk import (
@@ -42,8 +39,9 @@ from haiprof.trace_analysis.device_dependencies import (
 )
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY
 from haiprof.trace_analysis.host_dependencies import HostEvents
+from haiprof.trace_analysis.launches import exact_us, in_pieces
 from haiprof.trace_format.find import OVERLAY_SUFFIX
-from haiprof.trace_format.kineto.decode import add_marks
+from haiprof.trace_format.kineto.decode import add_marks, write_copy
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.launch_checks import DEVICE_SYNC, STREAM_SYNC
@@ -335,7 +333,13 @@ def critical_path(
         host=host, gpu=gpu, causes=causes(trace, gpu, calls), main=main,
         joins=joins_by_thread(trace, host, gpu, calls, main=main),
     )  # fmt: skip
-    end_ns, end_row = _end(gpu, window)
+    # It ends with the host, or with the GPU event launched within it that ends after that.
+    own = np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
+    last = int(own[np.argmax(gpu.ends[own])]) if len(own) else -1
+    slack_ns = window.host_end_ns - int(gpu.ends[last]) if len(own) else None
+    end_ns, end_row = window.host_end_ns, -1
+    if slack_ns is not None and slack_ns <= 0:
+        end_ns, end_row = int(gpu.ends[last]), last
     if end_ns <= window.start_ns:
         raise MissingDataError(f"{trace.path}: no time passes in {window.label}")
     path = longest_path(graph, window.start_ns, end_ns, end_row)
@@ -350,31 +354,8 @@ def critical_path(
         dependency_count=path.jumps,
         assumed_count=path.assumed,
         rows=rows,
-        caveats=tuple(_caveats(trace, gpu, window, end_ns, path, rows)),
+        caveats=tuple(_caveats(trace, gpu, window, end_ns, path, rows, slack_ns)),
     )
-
-
-def _launched_within(gpu: DeviceEvents, window: PathWindow) -> npt.NDArray[np.int64]:
-    return np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
-
-
-def _end(gpu: DeviceEvents, window: PathWindow) -> tuple[int, int]:
-    """When the window ends, and the GPU event that ends it, or -1."""
-    own = _launched_within(gpu, window)
-    if len(own):
-        last = int(own[np.argmax(gpu.ends[own])])
-        if gpu.ends[last] >= window.host_end_ns:
-            return int(gpu.ends[last]), last
-    return window.host_end_ns, -1
-
-
-def _slack_ns(gpu: DeviceEvents, window: PathWindow) -> int | None:
-    """How long before the window's end on the host the GPU was idle; None where it was not."""
-    own = _launched_within(gpu, window)
-    if not len(own):
-        return None
-    slack = window.host_end_ns - int(gpu.ends[own].max())
-    return slack if slack > 0 else None
 
 
 def _caveats(
@@ -384,7 +365,9 @@ def _caveats(
     end_ns: int,
     path: Stretches,
     rows: pl.DataFrame,
+    slack_ns: int | None,
 ) -> list[str]:
+    """What readers must know; `slack_ns` is how long before the host the GPU was done."""
     found = list(trace.report.notes)
     if not len(gpu.starts):
         return [*found, "no GPU events in the trace: the path is the host's"]
@@ -400,11 +383,10 @@ def _caveats(
             f"the GPU worked {duration_text(end_ns - window.host_end_ns)} longer than the window "
             "on the host"
         )
-    slack = _slack_ns(gpu, window)
-    if slack is not None and slack < _NEAR_TIE_RATIO * (end_ns - window.start_ns):
+    if slack_ns and 0 < slack_ns < _NEAR_TIE_RATIO * (end_ns - window.start_ns):
         found.append(
-            f"the GPU was done only {duration_text(slack)} before the host: its work is almost as "
-            "critical"
+            f"the GPU was done only {duration_text(slack_ns)} before the host: its work is almost "
+            "as critical"
         )
     events = gpu.frame["event"].to_numpy()[gpu.launched < window.start_ns]
     earlier = pl.col("event").is_in(pl.Series(events).implode()) & pl.col("device").is_not_null()
@@ -431,8 +413,6 @@ def _caveats(
 
 CATEGORY = "critical_path"
 MARK = "critical"
-_GZIP_LEVEL = 1
-_ROWS = 20_000
 
 
 def write_overlay(
@@ -453,39 +433,11 @@ def write_overlay(
         )
     stem = trace.path.name.removesuffix(".gz").removesuffix(".json")
     target = (folder or trace.path.parent) / f"{stem}{OVERLAY_SUFFIX}.json.gz"
-    try:
-        with (
-            whole_file(target, below=target.parent) as packed,
-            gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
-        ):
-            for text in _text(trace.path, path, only_path=only_path):
-                file.write(text)
-    except OSError as error:
-        raise HaiprofError(
-            f"{target}: {error.strerror or error}", hint="name a folder that can be written"
-        ) from None
-    return target
-
-
-def _text(source: Path, path: CriticalPath, *, only_path: bool) -> Iterator[bytes]:
-    """Yields the new file's text; the metadata follows the events."""
+    text = TraceText(trace.path)
     running = path.rows.filter(pl.col("kind") != "delay")["event"].drop_nulls()
-    events = np.unique(running.to_numpy())
-    text = TraceText(source)
-    separator = b'{"traceEvents": [\n'
-    for piece in add_marks(text, events, MARK, only_marked=only_path):
-        yield separator
-        yield piece
-        separator = b",\n"
-    arrows = arrow_events(path)
-    for start in range(0, len(arrows), _ROWS):
-        yield separator
-        yield ",\n".join(arrows[start : start + _ROWS]).encode()
-        separator = b",\n"
-    if separator != b",\n":
-        yield separator
-    rest = json.dumps(text.metadata)[1:]
-    yield b"\n]" + (b", " if text.metadata else b"") + rest.encode()
+    marked = add_marks(text, np.unique(running.to_numpy()), MARK, only_marked=only_path)
+    write_copy(target, text, chain(marked, in_pieces(arrow_events(path))))
+    return target
 
 
 def arrow_events(path: CriticalPath) -> pl.Series:
@@ -502,12 +454,9 @@ def arrow_events(path: CriticalPath) -> pl.Series:
 
 
 def _arrow(phase: str, more: str, moves: pl.DataFrame, pid: str, tid: str, time: str) -> pl.Series:
-    ns = pl.col(time)
     parts = (
         pl.lit(f'{{"ph": "{phase}", "cat": "{CATEGORY}", "name": "'), pl.col("bound"),
         pl.lit(f'"{more}, "id": "{CATEGORY}'), pl.col("id"), pl.lit('", "pid": '), pl.col(pid),
-        pl.lit(', "tid": '), pl.col(tid), pl.lit(', "ts": '),
-        pl.when(ns < 0).then(pl.lit("-")).otherwise(pl.lit("")), ns.abs() // 1000, pl.lit("."),
-        (ns.abs() % 1000).cast(pl.String).str.zfill(3), pl.lit("}"),
+        pl.lit(', "tid": '), pl.col(tid), pl.lit(', "ts": '), *exact_us(pl.col(time)), pl.lit("}"),
     )  # fmt: skip
     return moves.select(event=pl.concat_str(*parts)).to_series()

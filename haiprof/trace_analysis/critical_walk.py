@@ -290,37 +290,33 @@ class Joins:
     """Whether it was inferred, not recorded."""
 
 
-_FIELDS = ("time", "cause_time", "gpu_row", "thread", "call_row", "assumed")
+_JOINS = {
+    "of": pl.Int64, "time": pl.Int64, "cause_time": pl.Int64, "gpu_row": pl.Int64,
+    "thread": pl.Int64, "call_row": pl.Int64, "assumed": pl.Boolean,
+}  # fmt: skip
+"""The fields of `Joins`, behind the number of the thread that they are of."""
 
 
 def joins_by_thread(
     trace: Trace, host: HostEvents, gpu: DeviceEvents, calls: RuntimeCalls, *, main: int
 ) -> dict[int, Joins]:
     """The joins of each thread, by its number."""
-    parts = [*_blocking_calls(trace, host, gpu, calls), *_between_threads(host, main)]
-    names = ("of", *_FIELDS)
-    columns = zip(*((of, *values) for of, values in parts), strict=True)
-    whole: dict[str, Ints] = dict.fromkeys(names, NOTHING)
-    whole |= {name: np.concatenate(column) for name, column in zip(names, columns, strict=False)}
-    order = np.lexsort((whole["cause_time"], whole["time"], whole["of"]))
-    whole = {name: values[order] for name, values in whole.items()}
-    found = {}
-    for number in np.unique(whole["of"]):
-        own = whole["of"] == number
-        found[int(number)] = Joins(**{
-            name: whole[name][own].astype(np.bool_ if name == "assumed" else np.int64)
-            for name in _FIELDS
-        })  # fmt: skip
-    return found
-
-
-_Part = tuple[Ints, tuple[Ints, Ints, Ints, Ints, Ints, Bools]]
-"""Thread numbers, and the columns of `Joins`."""
+    parts = [
+        pl.DataFrame(schema=_JOINS),
+        *_blocking_calls(trace, host, gpu, calls),
+        *_between_threads(host, main),
+    ]
+    whole = pl.concat(part.select(list(_JOINS)) for part in parts)
+    ordered = whole.sort("of", "time", "cause_time", maintain_order=True)
+    return {
+        int(rows["of"][0]): Joins(**{name: rows[name].to_numpy() for name in rows.columns[1:]})
+        for rows in ordered.partition_by("of")
+    }
 
 
 def _blocking_calls(
     trace: Trace, host: HostEvents, gpu: DeviceEvents, calls: RuntimeCalls
-) -> Iterator[_Part]:
+) -> Iterator[pl.DataFrame]:
     """Calls that returned when a GPU event had ended within them."""
     for why, call, event, assumed in host_waits(trace, gpu, calls):
         starts, ends = calls.starts[call], calls.ends[call]
@@ -328,14 +324,14 @@ def _blocking_calls(
         waited = (event >= 0) & (cause > starts)
         waited &= (why != QUEUE) | (ends - starts > USUAL_DELAY_NS)
         rows = host.row_of_call[call[waited]]
-        none = np.full(len(rows), -1, dtype=np.int64)
-        yield (
-            host.thread_of_row[rows],
-            (ends[waited], cause[waited], event[waited], none, rows, assumed[waited]),
-        )
+        yield pl.DataFrame({
+            "of": host.thread_of_row[rows], "time": ends[waited], "cause_time": cause[waited],
+            "gpu_row": event[waited], "thread": np.full(len(rows), -1), "call_row": rows,
+            "assumed": assumed[waited],
+        })  # fmt: skip
 
 
-def _between_threads(host: HostEvents, main: int) -> Iterator[_Part]:
+def _between_threads(host: HostEvents, main: int) -> Iterator[pl.DataFrame]:
     """Hand-overs to and from threads of backward passes, and threads woken after a pause."""
     held = [union(NOTHING, NOTHING)] * len(host.threads)
     for found in hand_overs(host, host.threads[main]) if main >= 0 else ():
@@ -358,10 +354,13 @@ def _resume_times(starts: Ints, ends: Ints) -> Ints:
     return found
 
 
-def _hand_over(of: int, time: Ints, cause_time: Ints, thread: int, *, assumed: bool) -> _Part:
-    none = np.full(len(time), -1, dtype=np.int64)
-    inferred = np.full(len(time), assumed, dtype=np.bool_)
-    return none + 1 + of, (time, cause_time, none, none + 1 + thread, none, inferred)
+def _hand_over(
+    of: int, time: Ints, cause_time: Ints, thread: int, *, assumed: bool
+) -> pl.DataFrame:
+    same = {"of": of, "gpu_row": -1, "thread": thread, "call_row": -1}
+    return pl.DataFrame({"time": time, "cause_time": cause_time}).with_columns(
+        **{name: pl.lit(value, pl.Int64) for name, value in same.items()}, assumed=pl.lit(assumed)
+    )
 
 
 ON_HOST, RETURN, HAND_OVER, ON_GPU, DELAY = range(5)
@@ -384,48 +383,6 @@ class Stretches:
     """Changes that were inferred."""
 
 
-@dataclass(slots=True)
-class _Walk:
-    """Collects the path's chunks, from the end backwards."""
-
-    start_ns: int
-    chunks: list[tuple[Ints, Ints, Ints, Ints]] = field(default_factory=list)
-    jumps: int = 0
-    assumed: int = 0
-
-    def add(self, kind: int, where: int, start: int, end: int) -> None:
-        """Adds one segment."""
-        self.chunks.append(tuple(np.array([v], dtype=np.int64)  # type: ignore[arg-type]
-                                 for v in (kind, where, start, end)))  # fmt: skip
-
-    def jump(self, *, assumed: bool) -> None:
-        """Counts a change between threads and streams."""
-        self.jumps += 1
-        self.assumed += assumed
-
-    def finish(self) -> Stretches:
-        """In order of time, cut to the window, without empty ones."""
-        parts = [np.concatenate(column) for column in zip(*reversed(self.chunks), strict=True)]
-        kind, where, starts, ends = parts
-        starts = np.maximum(starts, self.start_ns)
-        real = ends > starts
-        return Stretches(
-            kind=kind[real], where=where[real], starts=starts[real], ends=ends[real],
-            jumps=self.jumps, assumed=self.assumed,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Runs:
-    """GPU events by stream; in a run each event waited for the one before it on the stream."""
-
-    order: Ints
-    position: Ints
-    """Position of each event in `order`."""
-    head: Ints
-    """Position of the first event of each position's run."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """The dependencies of a window."""
@@ -440,82 +397,102 @@ class Graph:
 
 def longest_path(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Stretches:
     """The critical path of a window."""
-    walk, runs = _Walk(start_ns), _runs(graph)
-    used: set[tuple[int, int]] = set()
-    thread, row, now = (graph.main, -1, end_ns) if end_row < 0 else (-1, end_row, end_ns)
-    while now > start_ns:
-        if row >= 0:
-            thread, row, now = _along_stream(graph, runs, walk, used, row, now)
-        else:
-            thread, row, now = _along_thread(graph, walk, used, thread, now)
-    return walk.finish()
-
-
-def _runs(graph: Graph) -> _Runs:
     gpu, found = graph.gpu, graph.causes
+    # GPU events by stream; in a run each event waited for the one before it on the stream.
     order = np.lexsort((np.arange(len(gpu.line)), gpu.line))
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
     before = np.append(-1, order[:-1])[: len(order)]
     follows = (found.why[order] == STREAM) & (found.row[order] == before)
     head = np.maximum.accumulate(np.where(follows, 0, np.arange(len(order))))
-    return _Runs(order=order, position=position, head=head)
+    walk = _Walk(graph=graph, start_ns=start_ns, order=order, position=position, head=head)
+    thread, row, now = (graph.main, -1, end_ns) if end_row < 0 else (-1, end_row, end_ns)
+    while now > start_ns:
+        thread, row, now = (
+            walk.along_stream(row, now) if row >= 0 else walk.along_thread(thread, now)
+        )
+    return walk.finish()
 
 
-def _along_stream(
-    graph: Graph, runs: _Runs, walk: _Walk, used: set[tuple[int, int]], row: int, now: int
-) -> tuple[int, int, int]:
-    """Follows a run of GPU events back to what its first event waited for."""
-    gpu, found = graph.gpu, graph.causes
-    at = int(runs.position[row])
-    first = int(runs.head[at])
-    rows = runs.order[first : at + 1]
-    begun = int(np.searchsorted(gpu.starts[rows], walk.start_ns, side="right")) - 1
-    rows = rows[max(begun, 0) :]  # nothing before the window
-    ends = np.append(found.time[rows[1:]], now)
-    begins = np.minimum(gpu.starts[rows], now)
-    _add_run(walk, rows, begins, ends)
-    head, now = int(rows[0]), int(begins[0])
-    if now <= walk.start_ns:
-        return -1, -1, walk.start_ns
-    why, cause, time = int(found.why[head]), int(found.row[head]), int(found.time[head])
-    if why == HOST or (-2, head) in used:  # the second visit at one time: contradictory timestamps
-        walk.jump(assumed=True)
-        return graph.main, -1, now
-    used.add((-2, head))
-    walk.add(DELAY, head, time, now)
-    walk.jump(assumed=why == INFERRED)
-    if why == LAUNCH:
-        return int(graph.host.thread_of_row[graph.host.row_of_call[cause]]), -1, time
-    return -1, cause, time
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """Collects the path's chunks, from the end backwards."""
 
+    graph: Graph
+    start_ns: int
+    order: Ints
+    position: Ints
+    """Position of each event in `order`."""
+    head: Ints
+    """Position of the first event of each position's run."""
+    chunks: list[tuple[Ints, Ints, Ints, Ints]] = field(default_factory=list)
+    used: set[tuple[int, int]] = field(default_factory=set)
+    jumps: int = 0
+    assumed: int = 0
 
-def _add_run(walk: _Walk, rows: Ints, starts: Ints, ends: Ints) -> None:
-    """The events of a run and the delays between them."""
-    count = len(rows)
-    kind, where = np.empty(2 * count - 1, np.int64), np.empty(2 * count - 1, np.int64)
-    begin, end = np.empty(2 * count - 1, np.int64), np.empty(2 * count - 1, np.int64)
-    kind[::2], where[::2], begin[::2], end[::2] = ON_GPU, rows, starts, ends
-    kind[1::2], where[1::2] = DELAY, rows[1:]
-    begin[1::2], end[1::2] = ends[:-1], starts[1:]
-    walk.chunks.append((kind, where, begin, end))
+    def add(self, kind: int, where: int, start: int, end: int) -> None:
+        """Adds one segment."""
+        self.chunks.append(tuple(np.array([v], dtype=np.int64)  # type: ignore[arg-type]
+                                 for v in (kind, where, start, end)))  # fmt: skip
 
+    def jump(self, *, assumed: bool) -> None:
+        """Counts a change between threads and streams."""
+        self.jumps += 1
+        self.assumed += assumed
 
-def _along_thread(
-    graph: Graph, walk: _Walk, used: set[tuple[int, int]], thread: int, now: int
-) -> tuple[int, int, int]:
-    """Follows a host thread back to the last point at which it had waited."""
-    joins = graph.joins.get(thread)
-    at = -1 if joins is None else int(np.searchsorted(joins.time, now, side="right")) - 1
-    while at >= 0 and (thread, at) in used:
-        at -= 1
-    if joins is None or at < 0 or joins.time[at] <= walk.start_ns:
-        walk.add(ON_HOST, thread, walk.start_ns, now)
-        return -1, -1, walk.start_ns
-    used.add((thread, at))
-    went_on, cause = int(joins.time[at]), int(joins.cause_time[at])
-    walk.add(ON_HOST, thread, went_on, now)
-    call = int(joins.call_row[at])
-    walk.add(RETURN if call >= 0 else HAND_OVER, call if call >= 0 else thread, cause, went_on)
-    walk.jump(assumed=bool(joins.assumed[at]))
-    return int(joins.thread[at]), int(joins.gpu_row[at]), cause
+    def along_stream(self, row: int, now: int) -> tuple[int, int, int]:
+        """Follows a run of GPU events back to what its first event waited for."""
+        gpu, found = self.graph.gpu, self.graph.causes
+        at = int(self.position[row])
+        rows = self.order[int(self.head[at]) : at + 1]
+        begun = int(np.searchsorted(gpu.starts[rows], self.start_ns, side="right")) - 1
+        rows = rows[max(begun, 0) :]  # nothing before the window
+        ends = np.append(found.time[rows[1:]], now)
+        begins = np.minimum(gpu.starts[rows], now)
+        # The events of the run, and the delays between them.
+        kind, where, begin, end = np.empty((4, 2 * len(rows) - 1), np.int64)
+        kind[::2], where[::2], begin[::2], end[::2] = ON_GPU, rows, begins, ends
+        kind[1::2], where[1::2], begin[1::2], end[1::2] = DELAY, rows[1:], ends[:-1], begins[1:]
+        self.chunks.append((kind, where, begin, end))
+        first, now = int(rows[0]), int(begins[0])
+        if now <= self.start_ns:
+            return -1, -1, self.start_ns
+        why, cause, time = int(found.why[first]), int(found.row[first]), int(found.time[first])
+        if why == HOST or (-2, first) in self.used:  # at one time again: contradictory timestamps
+            self.jump(assumed=True)
+            return self.graph.main, -1, now
+        self.used.add((-2, first))
+        self.add(DELAY, first, time, now)
+        self.jump(assumed=why == INFERRED)
+        if why == LAUNCH:
+            host = self.graph.host
+            return int(host.thread_of_row[host.row_of_call[cause]]), -1, time
+        return -1, cause, time
+
+    def along_thread(self, thread: int, now: int) -> tuple[int, int, int]:
+        """Follows a host thread back to the last point at which it had waited."""
+        joins = self.graph.joins.get(thread)
+        at = -1 if joins is None else int(np.searchsorted(joins.time, now, side="right")) - 1
+        while at >= 0 and (thread, at) in self.used:
+            at -= 1
+        if joins is None or at < 0 or joins.time[at] <= self.start_ns:
+            self.add(ON_HOST, thread, self.start_ns, now)
+            return -1, -1, self.start_ns
+        self.used.add((thread, at))
+        went_on, cause = int(joins.time[at]), int(joins.cause_time[at])
+        self.add(ON_HOST, thread, went_on, now)
+        call = int(joins.call_row[at])
+        self.add(RETURN if call >= 0 else HAND_OVER, call if call >= 0 else thread, cause, went_on)
+        self.jump(assumed=bool(joins.assumed[at]))
+        return int(joins.thread[at]), int(joins.gpu_row[at]), cause
+
+    def finish(self) -> Stretches:
+        """In order of time, cut to the window, without empty ones."""
+        parts = [np.concatenate(column) for column in zip(*reversed(self.chunks), strict=True)]
+        kind, where, starts, ends = parts
+        starts = np.maximum(starts, self.start_ns)
+        real = ends > starts
+        return Stretches(
+            kind=kind[real], where=where[real], starts=starts[real], ends=ends[real],
+            jumps=self.jumps, assumed=self.assumed,
+        )  # fmt: skip

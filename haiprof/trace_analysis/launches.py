@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import polars as pl
 
-from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
+from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.base.intervals import total
-from haiprof.base.safe_files import whole_file
 from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES, Steps, gpu_events, union_of
 from haiprof.trace_format.find import COPY_KEY, COUNTER_SUFFIX
-from haiprof.trace_format.kineto.decode import event_texts
+from haiprof.trace_format.kineto.decode import event_texts, write_copy
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText
 
@@ -354,7 +353,7 @@ def _over_changes(value: pl.Expr) -> dict[str, pl.Expr]:
 
 QUEUE_LENGTH, MEMORY_BANDWIDTH = "queue_length", "memory_bandwidth"
 COUNTERS = (QUEUE_LENGTH, MEMORY_BANDWIDTH)
-_GZIP_LEVEL, _ROWS = 1, 20_000
+_ROWS = 20_000
 
 
 def write_counter_trace(
@@ -381,40 +380,24 @@ def write_counter_trace(
     stem = trace.path.name.removesuffix(".gz").removesuffix(".json")
     path = (folder or trace.path.parent) / f"{stem}{suffix}.json.gz"
     events = pl.concat([_events(trace, counter) for counter in counters])
-    try:
-        with (
-            whole_file(path, below=path.parent) as packed,
-            gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
-        ):
-            for text in _text(trace.path, events, named=COUNTER_SUFFIX in suffix):
-                file.write(text)
-    except OSError as error:
-        raise HaiprofError(
-            f"{path}: {error.strerror or error}", hint="name a folder that can be written"
-        ) from None
+    text = TraceText(trace.path)
+    # Where its name does not say so, it says itself that it is a copy, not the trace of a rank.
+    mark = "{" if COUNTER_SUFFIX in suffix else f'{{"{COPY_KEY}": 1, '
+    write_copy(path, text, chain(event_texts(text), in_pieces(events)), mark=mark)
     return pl.DataFrame({"path": [str(path)], "counter_event_count": [len(events)]})
 
 
-def _text(path: Path, events: pl.Series, *, named: bool) -> Iterator[bytes]:
-    """Yields the new file's text; the metadata follows the events.
-
-    Where its name does not say so, it says itself that it is a copy, not the trace of a rank.
-    """
-    text = TraceText(path)
-    mark = "" if named else f'"{COPY_KEY}": 1, '
-    separator = f'{{{mark}"traceEvents": [\n'.encode()
-    for piece in event_texts(text):
-        yield separator
-        yield piece
-        separator = b",\n"
+def in_pieces(events: pl.Series) -> Iterator[bytes]:
+    """Events that are JSON, many at a time as one text."""
     for start in range(0, len(events), _ROWS):
-        yield separator
         yield ",\n".join(events[start : start + _ROWS]).encode()
-        separator = b",\n"
-    if separator != b",\n":
-        yield separator
-    rest = json.dumps(text.metadata)[1:]
-    yield b"\n]" + (b", " if text.metadata else b"") + rest.encode()
+
+
+def exact_us(ns: pl.Expr) -> tuple[pl.Expr, ...]:
+    """A time in us with all its digits, as parts of a text."""
+    sign = pl.when(ns < 0).then(pl.lit("-")).otherwise(pl.lit(""))
+    digits = (ns.abs() % 1000).cast(pl.String).str.zfill(3)
+    return sign, ns.abs() // 1000, pl.lit("."), digits
 
 
 def _events(trace: Trace, counter: str) -> pl.Series:
@@ -431,17 +414,13 @@ def _events(trace: Trace, counter: str) -> pl.Series:
         )
         key = "GB/s"
     names = {name: json.dumps(name) for name in series["counter"].unique()}
-    ns = pl.col("ts_ns")
     parts = (
         pl.lit('{"ph": "C", "name": '),
         pl.col("counter").replace(old=names),
         pl.lit(', "pid": '),
         pl.col("device"),  # Kineto's process of a GPU event is the device
         pl.lit(', "ts": '),
-        pl.when(ns < 0).then(pl.lit("-")).otherwise(pl.lit("")),
-        ns.abs() // 1000,
-        pl.lit("."),
-        (ns.abs() % 1000).cast(pl.String).str.zfill(3),
+        *exact_us(pl.col("ts_ns")),
         pl.lit(f', "args": {{"{key}": '),
         pl.col("value"),
         pl.lit("}}"),

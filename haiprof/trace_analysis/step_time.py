@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import polars as pl
 
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, union
-from haiprof.base.safe_files import MadeFolder, whole_file
+from haiprof.base.safe_files import MadeFolder
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
     COMPUTATION,
@@ -26,7 +25,7 @@ from haiprof.trace_analysis.device_time import (
     with_kind,
     with_launch,
 )
-from haiprof.trace_format.kineto.decode import event_texts, with_number
+from haiprof.trace_format.kineto.decode import event_texts, with_number, write_copy
 from haiprof.trace_format.kineto.events import HOST_BACKENDS, LANE, TEXTS
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 from haiprof.trace_format.kineto.text import TraceText
@@ -268,9 +267,6 @@ def steps_with_gpu_tails(trace: Trace) -> pl.DataFrame:
     return marks.with_columns(start_ns=pl.Series(np.maximum(starts, free)), end_ns=pl.Series(last))
 
 
-_GZIP_LEVEL = 1
-
-
 @contextlib.contextmanager
 def with_range_lanes(path: Path) -> Iterator[Path]:
     """The trace with its ranges (profiler steps, `record_function`) beside their thread.
@@ -288,13 +284,8 @@ def with_range_lanes(path: Path) -> Iterator[Path]:
         yield path
         return
     with MadeFolder.temporary("haiprof-perfetto-") as folder:
-        copy = folder / "trace.json.gz"
-        with (
-            whole_file(copy, below=folder) as packed,
-            gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
-        ):
-            for text in _text(trace, lanes):
-                file.write(text)
+        copy, text = folder / "trace.json.gz", TraceText(path)
+        write_copy(copy, text, _pieces(trace, text, lanes))
         yield copy
 
 
@@ -311,22 +302,20 @@ def _ranges(trace: Trace) -> pl.DataFrame:
     return ranges.filter(pl.col("category") != "gpu_user_annotation")
 
 
-def _text(trace: Trace, lanes: list[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields the new file's text; the metadata follows the events."""
+def _pieces(trace: Trace, text: TraceText, lanes: list[tuple[int, int]]) -> Iterator[bytes]:
+    """Yields the names of the lanes, then all events, those of ranges in their lane."""
     threads = pl.DataFrame(lanes, schema=["pid", "tid"], orient="row")
     moved = _ranges(trace).join(threads, on=["pid", "tid"], how="semi").sort("event")
     waiting = list(moved.select("event", "tid").iter_rows())[::-1]
-    text, first = TraceText(trace.path), 0
-    yield b'{"traceEvents": [\n' + b",\n".join(_name(pid, tid) for pid, tid in lanes)
+    first = 0
+    yield b",\n".join(_name(pid, tid) for pid, tid in lanes)
     for piece in event_texts(text):
         events = [bytes(one) for one in TEXTS.decode(b"[" + piece + b"]")]
         while waiting and waiting[-1][0] < first + len(events):
             place, tid = waiting.pop()
             events[place - first] = with_number(events[place - first], "tid", LANE + tid)
         first += len(events)
-        yield b",\n" + b",\n".join(events)
-    rest = json.dumps(text.metadata)[1:].encode()
-    yield b"\n]" + (b", " if text.metadata else b"") + rest
+        yield b",\n".join(events)
 
 
 def _name(pid: int, tid: int) -> bytes:

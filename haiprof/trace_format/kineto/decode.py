@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from haiprof.base.errors import HaiprofError
+from haiprof.base.safe_files import whole_file
 from haiprof.trace_format.kineto.events import (
     ARGUMENTS,
     HEADS,
@@ -25,6 +30,7 @@ from haiprof.trace_format.kineto.text import BOUNDARY, Element, Found, TraceText
 _UNFINISHED_LIMIT_BYTES = 8 << 20
 _WASTE_LIMIT, _WINDOW_BYTES = 16, 4096
 _SHOWN_BYTES, _EXAMPLES = 80, 3
+_GZIP_LEVEL = 1
 
 _DecodeError = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
@@ -216,6 +222,30 @@ def with_number(event: bytes, field: str, number: int) -> bytes:
 _ARGS: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decoder(
     dict[str, msgspec.Raw] | None
 )
+
+
+def write_copy(target: Path, text: TraceText, pieces: Iterable[bytes], *, mark: str = "{") -> None:
+    """Writes a trace anew, whole or not at all: pieces of events, then its metadata.
+
+    The pieces are made of the text as they are taken, whatever its size.
+    """
+    separator = f'{mark}"traceEvents": [\n'.encode()
+    try:
+        with (
+            whole_file(target, below=target.parent) as packed,
+            gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
+        ):
+            for piece in pieces:
+                file.write(separator)
+                file.write(piece)
+                separator = b",\n"
+            file.write(b"" if separator == b",\n" else separator)
+            rest = json.dumps(text.metadata)[1:].encode()
+            file.write(b"\n]" + (b", " if text.metadata else b"") + rest)
+    except OSError as error:
+        raise HaiprofError(
+            f"{target}: {error.strerror or error}", hint="name a folder that can be written"
+        ) from None
 
 
 def add_marks(
