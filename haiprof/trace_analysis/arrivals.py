@@ -10,6 +10,7 @@ from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.trace_analysis.collectives import SYNCHRONISING, WHOLE_JOB
+from haiprof.trace_analysis.device_time import Columns, types_of
 
 _GROUP = ("process_group", "group_ranks")
 
@@ -272,19 +273,20 @@ UNEQUAL_START_RATIO = 3
 NEAR_RATIO = 0.25
 """Lateness in two groups that differs by no more is one and the same: a rank that is late a little
 at each collective of the smaller is late by their sum in the larger. Own choice."""
-LATENESS_SCHEMA = {
-    "rank": pl.Int64,
-    "process_group": pl.String,
-    "part": pl.String,
-    "late_ns": pl.Int64,
-    "low_ns": pl.Int64,
-    "high_ns": pl.Int64,
-    "clock_ns": pl.Int64,
-    "step_count": pl.Int64,
-    "collective_count": pl.Int64,
-    "is_late": pl.Boolean,
-    "said": pl.String,
+LATENESS_COLUMNS: Columns = {
+    "rank": (pl.Int64, "of the trace"),
+    "process_group": (pl.String, "the group in which it is latest"),
+    "part": (pl.String, "of the job that the group serves"),
+    "late_ns": (pl.Int64, "per step, negative: earlier"),
+    "low_ns": (pl.Int64, "of its 95 % interval; null: too few steps"),
+    "high_ns": (pl.Int64, "of its 95 % interval"),
+    "clock_ns": (pl.Int64, "of it that may be the clocks'"),
+    "step_count": (pl.Int64, "steps"),
+    "collective_count": (pl.Int64, "collectives"),
+    "is_late": (pl.Boolean, "beyond chance"),
+    "said": (pl.String, "the answer in words"),
 }
+LATENESS_SCHEMA = types_of(LATENESS_COLUMNS)
 
 
 def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:

@@ -147,7 +147,7 @@ def with_operator(
     tree = nest(spans)
     gpu = with_call(gpu_events(trace, steps), trace.runtime)
     made_by = _made_by(trace, gpu) if captures else _launched_by(gpu)
-    row = _around(tree, made_by)
+    row = rows_around(tree, made_by)
     said = np.where(row < 0, _by_external_id(tree, gpu, row), -1)
     end = pl.col("call_ts_ns") + pl.col("call_dur_ns")
     return GpuLaunches(
@@ -353,7 +353,7 @@ def _made_by(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _around(tree: CallTree, calls: pl.DataFrame) -> Ints:
+def rows_around(tree: CallTree, calls: pl.DataFrame) -> Ints:
     """Row of the innermost span that encloses each call; -1 where there is none."""
     known = calls.with_row_index("at").drop_nulls("ts_ns")
     found = np.full(len(calls), -1, dtype=np.int64)
@@ -363,7 +363,7 @@ def _around(tree: CallTree, calls: pl.DataFrame) -> Ints:
 
 def _name_around(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
     tree = nest(spans)
-    return _at(tree.spans["name"], _around(tree, calls))
+    return _at(tree.spans["name"], rows_around(tree, calls))
 
 
 def _at(values: pl.Series, rows: Ints) -> pl.Series:
@@ -487,14 +487,11 @@ def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
     spans = owned.tree.spans
     matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()
     # The outermost matching row at or above each row; -1 where none matches.
-    row = np.full(len(owned.row), -1, dtype=np.int64)
-    at = np.flatnonzero(owned.row >= 0)
-    above = owned.row[at]
-    while len(at):
-        hit = matching[above]
-        row[at[hit]] = above[hit]
-        above = owned.tree.parent[above]
-        at, above = at[above >= 0], above[above >= 0]
+    parent = np.append(owned.tree.parent, -1)
+    row = above = owned.tree.climb(owned.row, matching)
+    while (above >= 0).any():
+        row = np.where(above >= 0, above, row)
+        above = owned.tree.climb(parent[above], matching)
     known = row >= 0
     kernels = owned.gpu.filter(pl.Series(known)).with_columns(operator_row=pl.Series(row[known]))
     calls = kernels.group_by("operator_row", maintain_order=True).agg(

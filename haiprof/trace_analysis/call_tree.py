@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.intervals import Ints, covered_lengths, union
+from haiprof.base.intervals import Floats, Ints, covered_lengths, union
 from haiprof.trace_format.kineto.events import OPS, PYTHON
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -47,18 +48,29 @@ def nest(spans: pl.DataFrame) -> CallTree:
     spans = spans.sort("pid", "tid", "ts_ns", -pl.col("dur_ns"), maintain_order=True)
     starts = spans["ts_ns"].to_numpy()
     ends = np.maximum(starts + spans["dur_ns"].to_numpy(), starts + 1)
-    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
-    parent = _enclosing(ends, thread.astype(np.int64))
-    # How many spans enclose each one; the stride doubles with each pass.
-    depth = (parent >= 0).astype(np.int64)
-    above = parent.copy()
-    active = np.flatnonzero(above >= 0)
-    while len(active):
-        depth_above, next_above = depth[above[active]], above[above[active]]
-        depth[active] += depth_above
-        above[active] = next_above
-        active = active[next_above >= 0]
+    parent = _enclosing(ends, thread_numbers(spans))
+    depth = _depths(parent)
+    assert depth is not None, "what encloses a span comes before it"
     return CallTree(spans=spans, starts=starts, ends=ends, parent=parent, depth=depth)
+
+
+def thread_numbers(spans: pl.DataFrame) -> Ints:
+    """A number per span for its thread; spans are by thread."""
+    return spans.select(pl.struct("pid", "tid").rle_id().cast(pl.Int64)).to_series().to_numpy()
+
+
+def _depths(parent: Ints) -> Ints | None:
+    """How many spans enclose each one; None if a span encloses itself in the end."""
+    depth, above = (parent >= 0).astype(np.int64), parent.copy()
+    active = np.flatnonzero(above >= 0)
+    for _ in range(_ROUNDS):  # pointer jumping: the distance to the ancestor doubles
+        if not len(active):
+            return depth
+        more, higher = depth[above[active]], above[above[active]]
+        depth[active] += more
+        above[active] = higher
+        active = active[higher >= 0]
+    return None
 
 
 def _enclosing(ends: Ints, thread: Ints) -> Ints:
@@ -161,6 +173,8 @@ def call_tree(trace: Trace, *, table: str = OPS) -> pl.DataFrame:
     )
 
 
+ADDRESS = " at 0x[0-9a-fA-F]+"
+"""In the names of built-in methods: of the object, another one in each call."""
 _ROUNDS = 64  # of doubling: more callers than a trace can hold events
 
 
@@ -184,16 +198,8 @@ def levels(parent: Ints) -> list[Ints] | None:
 
     None if a row is its own caller in the end.
     """
-    depth, above = (parent >= 0).astype(np.int64), parent.copy()
-    active = np.flatnonzero(above >= 0)
-    for _ in range(_ROUNDS):  # pointer jumping: the distance to the ancestor doubles
-        if not len(active):
-            break
-        more, higher = depth[above[active]], above[above[active]]
-        depth[active] += more
-        above[active] = higher
-        active = active[higher >= 0]
-    else:
+    depth = _depths(parent)
+    if depth is None:
         return None
     order = np.argsort(depth, kind="stable")
     counts = np.bincount(depth) if len(depth) else np.zeros(0, dtype=np.int64)
@@ -220,6 +226,21 @@ def stacks(by_level: list[Ints], parent: Ints, names: Ints, threads: Ints) -> St
     )
 
 
+_Times = TypeVar("_Times", Ints, Floats)
+
+
+def total_and_own(
+    measure: Callable[[Ints, Ints], _Times], starts: Ints, ends: Ints, parent: Ints
+) -> tuple[_Times, _Times]:
+    """What each call takes by a measure of (starts, ends), and what without the calls inside."""
+    inner = np.flatnonzero(parent >= 0)
+    begins = uncovered_starts(starts, ends, parent)[inner]
+    total = measure(starts, ends)
+    own = total.copy()
+    np.subtract.at(own, parent[inner], measure(begins, ends[inner]))
+    return total, own
+
+
 def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:
     """The start of each call's uncovered time: if calls of one caller overlap, it counts once."""
     rows = pl.DataFrame({"parent": parent, "start": starts, "end": ends})
@@ -227,6 +248,18 @@ def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:
     begin = pl.min_horizontal(pl.max_horizontal("start", reached), "end")
     found: Ints = rows.select(begin).to_series().to_numpy()
     return found
+
+
+def name_codes(names: pl.Series) -> tuple[Ints, pl.Series]:
+    """A code for each name, and the name of each code; without addresses of objects."""
+    _, first, code = np.unique(
+        names.to_physical().to_numpy(), return_index=True, return_inverse=True
+    )
+    plain = names.gather(pl.Series(first)).cast(pl.String).str.replace_all(ADDRESS, "")
+    distinct = plain.unique(maintain_order=True)
+    of_plain = plain.replace_strict(distinct, np.arange(len(distinct)), return_dtype=pl.Int64)
+    found: Ints = of_plain.to_numpy()[code]
+    return found, distinct
 
 
 def is_outermost(found: Stacks) -> npt.NDArray[np.bool_]:

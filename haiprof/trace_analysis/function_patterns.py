@@ -13,21 +13,25 @@ from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference,
 from haiprof.trace_analysis.call_tree import (
     CallTree,
     levels,
+    name_codes,
     nest,
     python_calls,
     stack_texts,
     stacks,
-    uncovered_starts,
+    thread_numbers,
+    total_and_own,
 )
 from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
 from haiprof.trace_analysis.device_time import (
     COMPUTATION,
     MEMORY_CATEGORIES,
+    Columns,
     Steps,
     device_properties,
     gpu_events,
     known_occupancy,
     step_window,
+    types_of,
     union_of,
     weighted_mean,
     with_kind,
@@ -127,7 +131,6 @@ def kind_ns(spans: Intervals, free: Intervals) -> int:
     return int(covered_lengths(free, spans.starts, spans.ends).sum()) if len(spans.starts) else 0
 
 
-_ADDRESS = " at 0x[0-9a-fA-F]+"
 _STEP = "ProfilerStep#"
 _COLUMNS = ("name", "ts_ns", "dur_ns", "pid", "tid")
 
@@ -170,15 +173,7 @@ def host_calls(trace: Trace) -> HostCalls | None:
     if spans.is_empty():
         return None
     tree = nest(spans)
-    _, first, code = np.unique(
-        tree.spans["name"].to_physical().to_numpy(), return_index=True, return_inverse=True
-    )
-    plain = (
-        tree.spans["name"].gather(pl.Series(first)).cast(pl.String).str.replace_all(_ADDRESS, "")
-    )
-    names = plain.unique(maintain_order=True)
-    of_plain = plain.replace_strict(names, np.arange(len(names)), return_dtype=pl.Int64).to_numpy()
-    return HostCalls(tree, of_plain[code], names)
+    return HostCalls(tree, *name_codes(tree.spans["name"]))
 
 
 def stack_times(
@@ -188,15 +183,12 @@ def stack_times(
     tree = calls.tree
     starts = np.clip(tree.starts, window.start, window.end)
     ends = np.clip(tree.starts + tree.spans["dur_ns"].to_numpy(), window.start, window.end)
-    begins = uncovered_starts(starts, ends, tree.parent)
-    inner = np.flatnonzero(tree.parent >= 0)
-    own, lone = ends - starts, covered_lengths(free, starts, ends)
-    np.subtract.at(own, tree.parent[inner], (ends - begins)[inner])
-    np.subtract.at(lone, tree.parent[inner], covered_lengths(free, begins, ends)[inner])
-    spans = calls.tree.spans
-    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
-    by_level = levels(calls.tree.parent) or []
-    found = stacks(by_level, calls.tree.parent, calls.code, np.ascontiguousarray(thread))
+    _, own = total_and_own(lambda begin, end: end - begin, starts, ends, tree.parent)
+    _, lone = total_and_own(
+        lambda begin, end: covered_lengths(free, begin, end), starts, ends, tree.parent
+    )
+    by_level = levels(tree.parent) or []
+    found = stacks(by_level, tree.parent, calls.code, thread_numbers(tree.spans))
     late = tree.starts + tree.spans["dur_ns"].to_numpy() > window.start
     rows = pl.DataFrame(
         {"stack": found.of_call, "dur": ends - starts, "own": own, "lone": lone}
@@ -229,35 +221,47 @@ KEPT_RATIO = 0.0005
 """Call stacks below this share of the window are left out of a rank's pattern: EROICA's is some
 30 KB per worker, and a trace has tens of thousands of stacks. Own choice."""
 
-FUNCTIONS_SCHEMA = {
-    "kind": pl.String,
-    "type": pl.String,
-    "name": pl.String,
-    "count": pl.Int64,
-    "total_ns": pl.Int64,
-    "median_ns": pl.Float64,
-    "covered_ns": pl.Int64,
-    "bottleneck_ns": pl.Int64,
-    "share_ratio": pl.Float64,
-    "bottleneck_ratio": pl.Float64,
-    "occupancy_ratio": pl.Float64,
-    "occupancy_std": pl.Float64,
-    "bandwidth_bytes_per_s": pl.Float64,
-    "bandwidth_std_bytes_per_s": pl.Float64,
-    "median_block_count": pl.Float64,
-}
-TOTALS_SCHEMA: dict[str, type[pl.DataType]] = {
-    "window_ns": pl.Int64,
-    **{f"{kind.replace('-', '_')}_ratio": pl.Float64 for kind in PRIORITY},
-    "utilization_ratio": pl.Float64,
-    "sm_efficiency_ratio": pl.Float64,
-    "occupancy_ratio": pl.Float64,
-    "overlap_ratio": pl.Float64,
-    "gpu_name": pl.String,
-    "host": pl.String,
-    "has_gpu": pl.Boolean,
-    "has_python": pl.Boolean,
-}
+FUNCTION_COLUMNS: Columns = {
+    "kind": (pl.String, "gpu-compute, communication, memory, runtime or python"),
+    "type": (pl.String, "of a communication, such as ring all_reduce"),
+    "name": (pl.String, "of the kernel, copy or call; of Python root|...|leaf"),
+    "count": (pl.Int64, "of calls that reach into the window"),
+    "total_ns": (pl.Int64, "of those calls"),
+    "median_ns": (pl.Float64, "of those calls"),
+    "covered_ns": (pl.Int64, "in which it ran; of a call stack its own"),
+    "bottleneck_ns": (pl.Int64, "in which it ran and nothing of a kind above it did"),
+    "share_ratio": (pl.Float64, "covered_ns of the window"),
+    "bottleneck_ratio": (pl.Float64, "bottleneck_ns of the window"),
+    "occupancy_ratio": (pl.Float64, "estimated occupancy, a mean over its time"),
+    "occupancy_std": (pl.Float64, "its deviation"),
+    "bandwidth_bytes_per_s": (pl.Float64, "of a copy; of a communication the bus bandwidth"),
+    "bandwidth_std_bytes_per_s": (pl.Float64, "its deviation"),
+    "median_block_count": (
+        pl.Float64, "blocks of a kernel's launches; null where grids are missing",
+    ),
+}  # fmt: skip
+FUNCTIONS_SCHEMA = types_of(FUNCTION_COLUMNS)
+_RAN = {
+    GPU_COMPUTE: "a computing kernel", COMMUNICATION: "communication", MEMORY: "a copy or set",
+    RUNTIME: "a call of the CUDA runtime", PYTHON: "a Python function or operator",
+}  # fmt: skip
+TOTAL_COLUMNS: Columns = {
+    "window_ns": (pl.Int64, "what was judged"),
+    **{
+        f"{kind.replace('-', '_')}_ratio":
+            (pl.Float64, f"of the window in which {_RAN[kind]} ran and nothing above it did")
+        for kind in PRIORITY
+    },
+    "utilization_ratio": (pl.Float64, "of the window in which a computing kernel ran"),
+    "sm_efficiency_ratio": (pl.Float64, "estimated, from blocks per SM"),
+    "occupancy_ratio": (pl.Float64, "estimated, over the time of kernels"),
+    "overlap_ratio": (pl.Float64, "of communication that computing hides"),
+    "gpu_name": (pl.String, "of the first GPU"),
+    "host": (pl.String, "node; only haiprof records it"),
+    "has_gpu": (pl.Boolean, "GPU events were recorded"),
+    "has_python": (pl.Boolean, "Python stacks were recorded"),
+}  # fmt: skip
+TOTALS_SCHEMA = types_of(TOTAL_COLUMNS)
 _KEYS = ("type", "name")
 _RATE, _FILL, _BLOCKS = "bandwidth_bytes_per_s", "occupancy_ratio", "blocks"
 NO_GPU = "no GPU event was recorded: nobody knows what ran beside the host's functions"

@@ -9,26 +9,27 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, intersection, union
-from haiprof.trace_analysis.attribution import GRAPH_LAUNCH, with_operator
+from haiprof.trace_analysis.attribution import GRAPH_LAUNCH, rows_around, with_operator
 from haiprof.trace_analysis.call_tree import (
     CallTree,
     Stacks,
     innermost,
     is_outermost,
     levels,
+    name_codes,
     nest,
     own_ns,
     python_calls,
     stack_texts,
     stacks,
-    uncovered_starts,
+    thread_numbers,
+    total_and_own,
 )
 from haiprof.trace_analysis.device_time import Steps, step_window, union_of
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _TIMES = ("total_ns", "self_ns", "non_overlapped_ns", "self_non_overlapped_ns")
-_ADDRESS = " at 0x[0-9a-fA-F]+"  # of the object, another one in each call
 FOLDED_VALUES = _TIMES[1::2]
 """Columns of which a flame graph can be drawn: own times, which add up along a stack."""
 
@@ -131,7 +132,7 @@ def _calls(trace: Trace, steps: Steps) -> _Calls:
         )
     spans = python.sort("pid", "tid", "ts_ns", -pl.col("dur_ns"), maintain_order=True)
     threads = spans.select("pid", "tid").unique(maintain_order=True)
-    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
+    thread = thread_numbers(spans)
     starts = spans["ts_ns"].to_numpy()
     ends = starts + spans["dur_ns"].to_numpy()
     parent = _recorded_parents(spans, starts, ends, thread)
@@ -139,7 +140,7 @@ def _calls(trace: Trace, steps: Steps) -> _Calls:
     if parent is None or by_level is None:
         parent = nest(spans).parent
         by_level = levels(parent) or []
-    code, names = _name_codes(spans["name"])
+    code, names = name_codes(spans["name"])
     found = stacks(by_level, parent, code, thread)
     # Of each call: total and own time, and the parts of them outside GPU work.
     window = union(starts, ends)
@@ -147,36 +148,21 @@ def _calls(trace: Trace, steps: Steps) -> _Calls:
         first, last = step_window(trace, steps)
         window = Intervals(np.array([first]), np.array([last]))
     busy = intersection(union_of(trace.gpu), window)
-    begun = (starts >= window.starts[0]) & (starts < window.ends[-1]) if steps is not None else None
-    inner = np.flatnonzero(parent >= 0)
-    begins = uncovered_starts(starts, ends, parent)[inner]
-    columns: dict[str, Ints] = {
-        "begun": np.ones(len(starts), dtype=np.int64) if begun is None else begun.astype(np.int64)
-    }
-    for total, own, active in (
-        ("total_ns", "self_ns", None),
-        ("non_overlapped_ns", "self_non_overlapped_ns", busy),
-    ):
-        columns[total] = _uncovered_ns(window, active, starts, ends)
-        columns[own] = columns[total].copy()
-        np.subtract.at(
-            columns[own], parent[inner], _uncovered_ns(window, active, begins, ends[inner])
-        )
-    frame = pl.DataFrame(columns)
+    begun = np.ones(len(starts), dtype=np.int64)
+    if steps is not None:
+        begun = ((starts >= window.starts[0]) & (starts < window.ends[-1])).astype(np.int64)
+
+    def inside(starts: Ints, ends: Ints) -> Ints:
+        return covered_lengths(window, starts, ends)
+
+    def uncovered(starts: Ints, ends: Ints) -> Ints:
+        return inside(starts, ends) - covered_lengths(busy, starts, ends)
+
+    times = [time for measure in (inside, uncovered)
+             for time in total_and_own(measure, starts, ends, parent)]  # fmt: skip
+    frame = pl.DataFrame({"begun": begun, **dict(zip(_TIMES, times, strict=True))})
     numbered = frame.with_columns(pl.Series("stack", found.of_call, dtype=pl.Int64))
     return _Calls(numbered, found, names, threads)
-
-
-def _name_codes(names: pl.Series) -> tuple[Ints, pl.Series]:
-    """A code for each name, and the name of each code; without addresses."""
-    _, first, code = np.unique(
-        names.to_physical().to_numpy(), return_index=True, return_inverse=True
-    )
-    plain = names.gather(pl.Series(first)).cast(pl.String).str.replace_all(_ADDRESS, "")
-    distinct = plain.unique(maintain_order=True)
-    of_plain = plain.replace_strict(distinct, np.arange(len(distinct)), return_dtype=pl.Int64)
-    found: Ints = of_plain.to_numpy()[code]
-    return found, distinct
 
 
 def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints, thread: Ints) -> Ints | None:
@@ -191,12 +177,6 @@ def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints, thread: Int
     above = parent[inner]
     fits = (thread[above] == thread[inner]) & (starts[above] <= starts[inner])
     return parent if (fits & (ends[inner] <= ends[above])).all() else None
-
-
-def _uncovered_ns(window: Intervals, busy: Intervals | None, starts: Ints, ends: Ints) -> Ints:
-    """How much of each call lies in the window, and outside busy time where that is given."""
-    inside = covered_lengths(window, starts, ends)
-    return inside if busy is None else inside - covered_lengths(busy, starts, ends)
 
 
 def _threads(calls: _Calls) -> list[pl.Series]:
@@ -335,10 +315,7 @@ def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
     owned = with_operator(trace, steps, captures=True)
     is_node = owned.tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD)
     node = owned.tree.climb(owned.row, is_node.to_numpy())  # the autograd node at or around each
-    calls = owned.made_by
-    known = calls.with_row_index("at").drop_nulls("ts_ns")
-    row = np.full(len(calls), -1, dtype=np.int64)
-    row[known["at"].to_numpy()] = innermost(tree, known)
+    row = rows_around(tree, owned.made_by)
     inside = node >= 0
     row[inside] = _forward_part(trace, tree, owned.tree.spans, node[inside])
     return owned.gpu.select(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -18,101 +17,32 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
 from haiprof.run_analysis.windows import WINDOW_SCHEMA
 from haiprof.run_format.layout import RunPaths
-from haiprof.trace_analysis.arrivals import LATENESS_SCHEMA
-from haiprof.trace_analysis.device_time import gpu_events, with_kind
-from haiprof.trace_analysis.function_patterns import FUNCTIONS_SCHEMA, TOTALS_SCHEMA
+from haiprof.trace_analysis.arrivals import LATENESS_COLUMNS
+from haiprof.trace_analysis.device_time import Columns, gpu_events, types_of, with_kind
+from haiprof.trace_analysis.function_patterns import FUNCTION_COLUMNS, TOTAL_COLUMNS
 from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_format.find import is_reduced_to_functions, trace_files, window_files
 from haiprof.trace_format.kineto.events import GPU, TABLES
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-if TYPE_CHECKING:
-    from haiprof.trace_analysis.pattern_gathering import Patterns
-
-Schema = Mapping[str, "type[pl.DataType]"]
-
-_KIND_RATIO = "of the window in which {} ran and nothing above it did"
-FUNCTION_TABLES: dict[str, tuple[str, Schema, dict[str, str]]] = {
+_RANK: Columns = {"rank": (pl.Int64, "of the trace")}
+_FUNCTION_TABLES: dict[str, tuple[str, Columns]] = {
     "functions": (
         "what bounds each rank, function by function (haiprof trace functions)",
         {
-            "rank": pl.Int64, **FUNCTIONS_SCHEMA,
-            "wait_ns": pl.Int64, "transfer_ns": pl.Int64, "missing": pl.String,
-        },
-        {
-            "rank": "of the trace",
-            "kind": "gpu-compute, communication, memory, runtime or python",
-            "type": "of a communication, such as ring all_reduce",
-            "name": "of the kernel, copy or call; of Python root|...|leaf",
-            "count": "of calls that reach into the window",
-            "total_ns": "of those calls",
-            "median_ns": "of those calls",
-            "covered_ns": "in which it ran; of a call stack its own",
-            "bottleneck_ns": "in which it ran and nothing of a kind above it did",
-            "share_ratio": "covered_ns of the window",
-            "bottleneck_ratio": "bottleneck_ns of the window",
-            "occupancy_ratio": "estimated occupancy, a mean over its time",
-            "occupancy_std": "its deviation",
-            "bandwidth_bytes_per_s": "of a copy; of a communication the bus bandwidth",
-            "bandwidth_std_bytes_per_s": "its deviation",
-            "median_block_count": "blocks of a kernel's launches; null where grids are missing",
-            "wait_ns": "of a communication: for the last rank",
-            "transfer_ns": "of a communication: after the last rank came",
-            "missing": "why a communication has no bandwidth",
+            **_RANK, **FUNCTION_COLUMNS,
+            "wait_ns": (pl.Int64, "of a communication: for the last rank"),
+            "transfer_ns": (pl.Int64, "of a communication: after the last rank came"),
+            "missing": (pl.String, "why a communication has no bandwidth"),
         },
     ),
     "rank_totals": (
         "what each kind of function takes of a rank's window (haiprof trace functions)",
-        {"rank": pl.Int64, **TOTALS_SCHEMA},
-        {
-            "rank": "of the trace",
-            "window_ns": "what was judged",
-            "gpu_compute_ratio": _KIND_RATIO.format("a computing kernel"),
-            "communication_ratio": _KIND_RATIO.format("communication"),
-            "memory_ratio": _KIND_RATIO.format("a copy or set"),
-            "runtime_ratio": _KIND_RATIO.format("a call of the CUDA runtime"),
-            "python_ratio": _KIND_RATIO.format("a Python function or operator"),
-            "utilization_ratio": "of the window in which a computing kernel ran",
-            "sm_efficiency_ratio": "estimated, from blocks per SM",
-            "occupancy_ratio": "estimated, over the time of kernels",
-            "overlap_ratio": "of communication that computing hides",
-            "gpu_name": "of the first GPU",
-            "host": "node; only haiprof records it",
-            "has_gpu": "GPU events were recorded",
-            "has_python": "Python stacks were recorded",
-        },
+        {**_RANK, **TOTAL_COLUMNS},
     ),
-    "lateness": (
-        "who begins its collectives later than the others of its group",
-        LATENESS_SCHEMA,
-        {
-            "rank": "of the trace",
-            "process_group": "the group in which it is latest",
-            "part": "of the job that the group serves",
-            "late_ns": "per step, negative: earlier",
-            "low_ns": "of its 95 % interval; null: too few steps",
-            "high_ns": "of its 95 % interval",
-            "clock_ns": "of it that may be the clocks'",
-            "step_count": "steps",
-            "collective_count": "collectives",
-            "is_late": "beyond chance",
-            "said": "the answer in words",
-        },
-    ),
+    "lateness": ("who begins its collectives later than the others of its group", LATENESS_COLUMNS),
 }  # fmt: skip
-
-
-def function_frames(patterns: Callable[[], Patterns]) -> dict[str, Callable[[], pl.DataFrame]]:
-    """The rows of each table; patterns are computed when the first is asked for."""
-    found = cache(patterns)
-    return {
-        "functions": lambda: found().functions,
-        "rank_totals": lambda: found().totals,
-        "lateness": lambda: found().lateness,
-    }
-
-
 STEPS = "profiler_steps"
 
 _TYPES = {"i64": pl.Int64(), "f64": pl.Float64(), "str": pl.String()}
@@ -333,9 +263,19 @@ def _has_traces(path: Path) -> bool:
 def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
     """The tables of traces: `trace_format.kineto.tables` with the rank, and texts as strings.
 
-    With `function_tables`; of traces that were reduced to their functions these alone.
+    And what `haiprof trace functions` says, alone of traces that were reduced to their functions.
     """
-    functions = function_tables(analysis)
+    patterns = cache(analysis.patterns)
+    frames: dict[str, Callable[[], pl.DataFrame]] = {
+        "functions": lambda: patterns().functions,
+        "rank_totals": lambda: patterns().totals,
+        "lateness": lambda: patterns().lateness,
+    }
+    functions = [
+        _make_table(name, meaning, types_of(columns), {c: m for c, (_, m) in columns.items()},
+                    frames[name])
+        for name, (meaning, columns) in _FUNCTION_TABLES.items()
+    ]  # fmt: skip
     if is_reduced_to_functions(window_files(analysis.path)):
         return functions
     found = []
@@ -365,34 +305,22 @@ def is_of_run(name: str) -> bool:
 def run_tables(analyzer: RunFrames) -> list[SqlTable]:
     """The frames of a run."""
     _ = analyzer.files  # whether there is a run
-    frames = {
-        "steps": analyzer.steps,
-        "phases": analyzer.phases,
-        "counters": analyzer.counters,
-        "ranks": analyzer.ranks,
-        "windows": analyzer.windows,
-        "reactions": analyzer.reactions,
-    }
-    return _make_tables(_RUN_TABLES, frames)
+    return [
+        _make_table(name, meaning, schema, meanings, getattr(analyzer, name))
+        for name, (meaning, schema, meanings) in _RUN_TABLES.items()
+    ]
 
 
-def function_tables(analysis: TraceQuestions) -> list[SqlTable]:
-    """What `haiprof trace functions` says of traces, or of what they were reduced to."""
-    return _make_tables(FUNCTION_TABLES, function_frames(analysis.patterns))
-
-
-def _make_tables(
-    tables: Mapping[str, tuple[str, _Schema, dict[str, str]]],
-    frames: Mapping[str, Callable[[], pl.DataFrame]],
-) -> list[SqlTable]:
-    found = []
-    for name, (meaning, schema, meanings) in tables.items():
-        columns = [
-            _column(column, str(pl.Schema({column: dtype})[column]), meanings[column])
-            for column, dtype in schema.items()
-        ]
-        found.append(_table(name, meaning, columns, _lazily(frames[name])))
-    return found
+def _make_table(
+    name: str,
+    meaning: str,
+    schema: _Schema,
+    meanings: Mapping[str, str],
+    frame: Callable[[], pl.DataFrame],
+) -> SqlTable:
+    types = pl.Schema(schema)
+    columns = [_column(column, str(types[column]), meanings[column]) for column in schema]
+    return _table(name, meaning, columns, lambda: frame().lazy())
 
 
 def _table(
@@ -416,10 +344,6 @@ def describe_run_table(name: str) -> tuple[str, tuple[SqlColumn, ...]]:
 def _column(name: str, type_: str, meaning: str) -> SqlColumn:
     unit = next((unit for suffix, unit in _UNITS if name.endswith(suffix)), "")
     return SqlColumn(name=name, type=type_, unit=unit, meaning=meaning)
-
-
-def _lazily(frame: Callable[[], pl.DataFrame]) -> Callable[[], pl.LazyFrame]:
-    return lambda: frame().lazy()
 
 
 def _rows_of(analysis: TraceQuestions, name: str) -> Callable[[], pl.LazyFrame]:
