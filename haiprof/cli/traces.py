@@ -191,19 +191,18 @@ def trace_table(
       haiprof trace tables counter-traces traces/ -o with-counters
     """
     from haiprof.compat.exports import print_text, write_csv
-    from haiprof.show.views.tables import Limits, table_of, table_view
+    from haiprof.show.views.tables import table_of, table_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
-    limits = Limits(
-        num_kernels=num_kernels, duration_ratio=duration_ratio, runtime_cutoff=runtime_cutoff,
-        launch_delay_cutoff=launch_delay_cutoff, operator=operator, min_length=min_length,
-        top=top, output=folder,
-    )  # fmt: skip
-    chosen = table_of(table, limits)
+    chosen, limits = table_of(table, {
+        "num_kernels": num_kernels, "duration_ratio": duration_ratio,
+        "runtime_cutoff": runtime_cutoff, "launch_delay_cutoff": launch_delay_cutoff,
+        "operator": operator, "min_length": min_length, "top": top, "output": folder,
+    })  # fmt: skip
     questions, output = TraceQuestions(traces, window=window), Output(json=as_json)
     with ReadProgress(quiet=as_json):
-        found = chosen.ask(questions, parse_steps(steps), limits)
+        found = chosen.ask(questions, parse_steps(steps), **limits)
     faults = print_faults(output, questions, *OF_EACH_RANK)
     if csv:
         print_text(lambda file: write_csv(found, file), sys.stdout.buffer)

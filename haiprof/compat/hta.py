@@ -7,9 +7,8 @@ a notebook alone, where HTA's users expect them; True elsewhere too, by plotly's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -62,7 +61,7 @@ class HtaMethods:
             `idle_time_pctg`, `compute_time_pctg`, `non_compute_time_pctg`, `device`.
         """
         found = self._analysis.temporal_breakdown(self._steps)
-        _draw(visualize, lambda figures: figures.temporal_figure(found, share=True))
+        _draw(visualize, "temporal_figure", found, share=True)
         parts = ("idle", "compute", "non_compute")
         return found.select(
             "rank",
@@ -80,7 +79,7 @@ class HtaMethods:
             communication), `device`.
         """
         found = self._analysis.overlap(self._steps)
-        _draw(visualize, lambda figures: figures.overlap_figure(found, share=True))
+        _draw(visualize, "overlap_figure", found, share=True)
         return found.select(
             "rank", _percent("overlap_ratio").alias("comp_comm_overlap_pctg"), "device"
         )
@@ -114,7 +113,7 @@ class HtaMethods:
             self._steps, streams=streams,
             consecutive_kernel_delay_ns=round(consecutive_kernel_delay * _US),
         ))  # fmt: skip
-        _draw(visualize, lambda figures: figures.idle_figure(found, share=visualize_pctg))
+        _draw(visualize, "idle_figure", found, share=visualize_pctg)
         seen = found.filter((pl.col("idle_category") != UNKNOWN) | (pl.col("count") > 0))
         keys = ("rank", "stream", "idle_category")
         times = seen.select(
@@ -159,10 +158,8 @@ class HtaMethods:
             duration_ratio=duration_ratio,
             include_memory=include_memory_kernels,
         )
-        _draw(
-            visualize, lambda figures: figures.kernel_type_figure(types, share=True), image_renderer
-        )
-        _draw(visualize, lambda figures: figures.top_kernels_figure(kernels), image_renderer)
+        _draw(visualize, "kernel_type_figure", types, renderer=image_renderer, share=True)
+        _draw(visualize, "top_kernels_figure", kernels, renderer=image_renderer)
         return by_type.select(
             _hta_type("kernel_type"),
             sum=_us("time_ns"),
@@ -199,13 +196,9 @@ class HtaMethods:
         if allowlist_patterns:
             found = found.filter(pl.col("name").str.contains("|".join(allowlist_patterns)))
         found = _longest(found, num_kernels, duration_ratio)
+        drawn, title = found.with_columns(kind="category"), "Annotated ranges with the most time"
         _draw(
-            visualize,
-            lambda figures: figures.top_kernels_figure(
-                found.with_columns(kind="category"),
-                title="<b>Annotated ranges with the most time</b>",
-            ),
-            image_renderer,
+            visualize, "top_kernels_figure", drawn, renderer=image_renderer, title=f"<b>{title}</b>"
         )
         return found.select(*_NAMED, "rank").sort("name", "rank")
 
@@ -244,9 +237,7 @@ class HtaMethods:
             `pid` and `tid` of the change are not there.
         """
         found = self._of(ranks, self._analysis.queue_length(self._steps))
-        return _by_rank(
-            found, lambda own: own.select(_since_first(), "stream", "queue_length", "device")
-        )
+        return _by_rank(found, _since_first(), "stream", "queue_length", "device")
 
     def get_queue_length_summary(self, ranks: Sequence[int] | None = None) -> pl.DataFrame:
         """Launch queues over their changes.
@@ -296,10 +287,8 @@ class HtaMethods:
         """
         rate = pl.col("bandwidth_bytes_per_s") / _GB
         found = self._of(ranks, self._analysis.memory_bandwidth(self._steps))
-        columns = [
-            pl.col("copy_kind").alias("name"), rate.alias("memory_bw_gbps"), pl.col("device"),
-        ]  # fmt: skip
-        return _by_rank(found, lambda own: own.select(_since_first(), *columns))
+        name = pl.col("copy_kind").alias("name")
+        return _by_rank(found, _since_first(), name, rate.alias("memory_bw_gbps"), "device")
 
     def get_memory_bw_summary(self, ranks: Sequence[int] | None = None) -> pl.DataFrame:
         """Copies in GB/s, over their changes.
@@ -324,26 +313,16 @@ class HtaMethods:
         The cut-offs (us) are those of the figure; `TraceAnalysis.launch_statistics` has them as
         columns. Of a CUDA graph there is one row, with the duration of all its kernels (D17).
         """
-        found = self._analysis.launch_statistics(
-            self._steps,
-            runtime_cutoff_ns=round(runtime_cutoff * _US),
-            launch_delay_cutoff_ns=round(launch_delay_cutoff * _US),
-            include_memory_events=include_memory_events,
-        )
-        shown = self._of(ranks, found)
-        _draw(
-            visualize,
-            lambda figures: figures.launch_figure(
-                shown,
-                runtime_cutoff_ns=round(runtime_cutoff * _US),
-                launch_delay_cutoff_ns=round(launch_delay_cutoff * _US),
-            ),
-        )
+        cutoffs = {
+            "runtime_cutoff_ns": round(runtime_cutoff * _US),
+            "launch_delay_cutoff_ns": round(launch_delay_cutoff * _US),
+        }
+        shown = self._of(ranks, self._analysis.launch_statistics(
+            self._steps, include_memory_events=include_memory_events, **cutoffs
+        ))  # fmt: skip
+        _draw(visualize, "launch_figure", shown, **cutoffs)
         parts = ("cpu_duration", "gpu_duration", "launch_delay")
-        return _by_rank(
-            shown,
-            lambda own: own.select("correlation", *(_us(f"{p}_ns").alias(p) for p in parts)),
-        )
+        return _by_rank(shown, "correlation", *(_us(f"{p}_ns").alias(p) for p in parts))
 
     def get_aten_op_kernels_and_delay(
         self, ranks: Sequence[int] | None = None, sort_by: Sequence[str] | None = None
@@ -379,20 +358,18 @@ class HtaMethods:
         self, ranks: Sequence[int] | None, pattern: str, sort_by: Sequence[str]
     ) -> dict[int, pl.DataFrame]:
         found = self._of(ranks, self._analysis.operator_sequences(self._steps))
-        return _by_rank(
+        by_rank = _by_rank(
             found.filter(pl.col("operator").str.contains(pattern)),
-            lambda own: (
-                own.select(
-                    "kernel_sequence",
-                    aten_op_name="operator",
-                    occurrence_count="count",
-                    avg_aten_op_launch_delay=_us("operator_delay_mean_ns"),
-                    avg_runtime_delay=_us("runtime_delay_mean_ns"),
-                )
-                .select(*_ATEN)
-                .sort(*sort_by, descending=True, maintain_order=True)
-            ),
+            pl.col("operator").alias("aten_op_name"),
+            "kernel_sequence",
+            pl.col("count").alias("occurrence_count"),
+            _us("operator_delay_mean_ns").alias("avg_aten_op_launch_delay"),
+            _us("runtime_delay_mean_ns").alias("avg_runtime_delay"),
         )
+        return {
+            rank: own.sort(*sort_by, descending=True, maintain_order=True)
+            for rank, own in by_rank.items()
+        }
 
     def get_frequent_cuda_kernel_sequences(
         self,
@@ -450,7 +427,7 @@ class HtaMethods:
             found = found.filter(pl.col("step").is_in(list(profiler_steps)))
         if visualize:
             waits = self._analysis.collective_waits(self._steps)
-            _draw(visualize, lambda figures: figures.collective_figure(waits))
+            _draw(visualize, "collective_figure", waits)
         held_up = found.group_by("rank").agg(pl.col("held_up_ns").sum())
         late = held_up.filter(pl.col("held_up_ns") > 0)
         return late.sort(-pl.col("held_up_ns"), "rank")["rank"].head(num_candidates).to_list()
@@ -557,7 +534,12 @@ def _wanted_counters(time_series: object) -> tuple[str, ...] | None:
 
 
 def _draw(
-    visualize: bool | None, figure: Callable[[ModuleType], Any], renderer: str | None = None
+    visualize: bool | None,
+    figure: str,
+    found: pl.DataFrame,
+    *,
+    renderer: str | None = None,
+    **options: Any,  # noqa: ANN401 - those of the figure
 ) -> None:
     """Draws where it is wanted: None is in a notebook, as HTA does."""
     from haiprof.show.show import display_figure, in_notebook
@@ -567,7 +549,7 @@ def _draw(
         return
     from haiprof.show.figures import traces
 
-    drawn = figure(traces)
+    drawn = getattr(traces, figure)(found, **options)
     if notebook and not renderer:
         display_figure(drawn)
     else:
@@ -589,8 +571,6 @@ def _longest(found: pl.DataFrame, count: int | None, duration_ratio: float | Non
 
 HTA_NAMES = frozenset(name for name in vars(HtaMethods) if not name.startswith("_"))
 _MOST_FREQUENT = ("occurrence_count",)
-_ATEN = ("aten_op_name", "kernel_sequence", "occurrence_count", "avg_aten_op_launch_delay",
-         "avg_runtime_delay")  # fmt: skip
 
 
 def _us(column: str) -> pl.Expr:
@@ -629,12 +609,9 @@ def _since_first() -> pl.Expr:
     return ((pl.col("ts_ns") - pl.col("ts_ns").min()) / _US).alias("ts")
 
 
-def _by_rank(
-    found: pl.DataFrame, columns: Callable[[pl.DataFrame], pl.DataFrame]
-) -> dict[int, pl.DataFrame]:
-    return {
-        int(str(key[0])): columns(own) for key, own in found.group_by("rank", maintain_order=True)
-    }
+def _by_rank(found: pl.DataFrame, *columns: str | pl.Expr) -> dict[int, pl.DataFrame]:
+    parts = found.partition_by("rank", maintain_order=True)
+    return {int(own["rank"][0]): own.select(columns) for own in parts}
 
 
 def _annotated_gpu(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:

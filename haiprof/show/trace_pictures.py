@@ -13,7 +13,6 @@ from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.units import duration_text
 from haiprof.show.figures import traces as figures
 from haiprof.trace_analysis.device_time import TOP_KERNELS, Steps
-from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.timeline import timeline
 from haiprof.trace_analysis.what_if.replay_parts import Change
@@ -54,6 +53,8 @@ class Drawing:
     """Why it has none."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the question, where they differ from its own defaults."""
+    drawn_options: tuple[str, ...] = ()
+    """Those of the question that are drawn, too."""
     has_shares: bool = False
     """Whether a page shows it as shares, too."""
 
@@ -73,7 +74,8 @@ class Drawing:
         if self.needs and not found[self.needs].count():
             hint = "profile with ProfilerActivity.CUDA" if self.why is _NO_GPU else ""
             raise MissingDataError(f"{traces.path}: {self.why}", hint=hint)
-        figure = self.figure(found, share=True) if share else self.figure(found)
+        drawn = {name: options[name] for name in self.drawn_options if name in options}
+        figure = self.figure(found, **drawn, **({"share": True} if share else {}))
         title = f"{self.title}, as shares" if share and self.has_shares else self.title
         return TracePicture(
             title=title, frame=found, figure=figure, columns=self.columns, says=self.says
@@ -110,36 +112,6 @@ def _overlap(traces: TraceQuestions, steps: Steps) -> pl.DataFrame:
     if not found["communication_ns"].sum():
         raise MissingDataError(f"{traces.path}: no communication on a GPU in it")
     return found
-
-
-def launches(
-    traces: TraceQuestions,
-    steps: Steps = None,
-    *,
-    runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
-    launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
-    include_memory_events: bool = True,
-) -> TracePicture:
-    """Distributions of launches, with cut-offs; options are those of `launch_statistics`."""
-    found = traces.launch_statistics(
-        steps,
-        runtime_cutoff_ns=runtime_cutoff_ns,
-        launch_delay_cutoff_ns=launch_delay_cutoff_ns,
-        include_memory_events=include_memory_events,
-    )
-    if found.is_empty():
-        raise MissingDataError(f"{traces.path}: no launch of GPU work in it")
-    figure = figures.launch_figure(
-        found, runtime_cutoff_ns=runtime_cutoff_ns, launch_delay_cutoff_ns=launch_delay_cutoff_ns
-    )
-    return TracePicture(
-        title="Launches",
-        frame=found,
-        figure=figure,
-        columns=("rank", "call", "cpu_duration_ns", "launch_delay_ns", "gpu_duration_ns"),
-        says="A long delay from call to kernel is a queue: the host is ahead. Many kernels that "
-        "are shorter than their call leave the GPU waiting for the host.",
-    )
 
 
 def _memory(traces: TraceQuestions, steps: Steps) -> pl.DataFrame:
@@ -237,7 +209,14 @@ PICTURES: Mapping[str, Callable[..., TracePicture]] = {
         title="Communication overlap", ask=_overlap, figure=figures.overlap_figure,
         columns=("rank", "compute_ns", "communication_ns", "overlap_ns", "overlap_ratio"),
     ),
-    "launches": launches,
+    "launches": Drawing(
+        says="A long delay from call to kernel is a queue: the host is ahead. Many kernels that "
+             "are shorter than their call leave the GPU waiting for the host.",
+        title="Launches", ask="launch_statistics", figure=figures.launch_figure,
+        columns=("rank", "call", "cpu_duration_ns", "launch_delay_ns", "gpu_duration_ns"),
+        needs="rank", why="no launch of GPU work in it",
+        drawn_options=("runtime_cutoff_ns", "launch_delay_cutoff_ns"),
+    ),
     "queue_length": Drawing(
         says="Kernels that are launched and wait. At 0 the GPU has nothing to do; a queue "
              "that grows means that the host is ahead.",

@@ -46,8 +46,8 @@ from haiprof.trace_format.find import SUMMARY_SUFFIX, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _Result = TypeVar("_Result")
-_Visit = dict[Question[Any], Any]
-"""The answers about one file, by question."""
+_Visit = dict[str, Any]
+"""The answers about one file, by the name of the question."""
 _Section = Callable[[TraceQuestions, Steps], pl.DataFrame]
 
 _OF_FILE: tuple[Question[Any], ...] = (trace_file, step_time_breakdown)
@@ -69,6 +69,7 @@ _OF_STEPS: tuple[Question[Any], ...] = (
     graph_nodes,
     os_calls,
 )
+_QUESTIONS = tuple(question.__name__ for question in (*_OF_FILE, *_OF_STEPS))
 _ONE_RANK = "the trace of one rank: who waited for whom needs the traces of several"
 _NO_COLLECTIVE = "no collective that several of the ranks have in common"
 
@@ -162,12 +163,8 @@ def standard_report(
     files = asked.paths()
     reduced = files[0].name.endswith(SUMMARY_SUFFIX)
     if reduced:
-        questions = {question.__name__: question for question in (*_OF_FILE, *_OF_STEPS)}
-        read = [read_summary(file, questions) for file in files]
-        visits: dict[Path, _Visit] = {
-            each.path: {question: each.answers[name] for name, question in questions.items()}
-            for each in read
-        }
+        read = [read_summary(file, _QUESTIONS) for file in files]
+        visits: dict[Path, _Visit] = {each.path: dict(each.answers) for each in read}
         steps = common_steps(read, steps)
         asked = TraceQuestions(path, pool=_Visited(visits, steps), window=window)
     pool = pool or default_pool(files)
@@ -180,7 +177,8 @@ def standard_report(
         analysis = TraceQuestions(path, pool=visited, window=window, named=named)
     else:
         visit = visits[files[0]]
-        visit[trace_file] = replace(visit[trace_file], rank=rank)  # the file itself may not say it
+        file = visit[trace_file.__name__]
+        visit[trace_file.__name__] = replace(file, rank=rank)  # the file itself may not say it
         analysis = TraceQuestions(files[0], pool=visited)
     tables, missing = _tables(analysis, visited)
     return TraceReport(
@@ -206,32 +204,25 @@ def reduce_traces(
     """Writes a summary of each trace, from which `standard_report` makes the same report."""
     files = window_files(path, window)
     visits = _visit_files(files, steps, pool or default_pool(files), progress)
-    return [
-        write_summary(file, folder, steps, {q.__name__: answer for q, answer in visit.items()})
-        for file, visit in visits.items()
-    ]
+    return [write_summary(file, folder, steps, visit) for file, visit in visits.items()]
 
 
 def _visit_files(
     files: Sequence[Path], steps: Steps, pool: Pool, progress: Progress | None
 ) -> dict[Path, _Visit]:
     """One visit to each file, or the cached answers of an earlier one."""
-    options: dict[str, Any] = {"steps": steps}
-    questions = {question.__name__: question for question in (*_OF_FILE, *_OF_STEPS)}
+    options = {"steps": steps}
     found = cached_answers(
-        files, "report", options, questions, lambda left: [
-            {question.__name__: answer for question, answer in visit.items()}
-            for visit in pool.map(_visit, left, options, progress)
-        ],
+        files, "report", options, _QUESTIONS,
+        lambda left: pool.map(_visit, left, options, progress),
     )  # fmt: skip
-    return {path: {questions[name]: answer for name, answer in each.items()}
-            for path, each in zip(files, found, strict=True)}  # fmt: skip
+    return {path: dict(each) for path, each in zip(files, found, strict=True)}
 
 
 def _visit(trace: Trace, *, steps: Steps) -> _Visit:
     """All answers of one file; or, for what was not recorded, the error that says so."""
-    answers = {question: _answer(question, trace) for question in _OF_FILE}
-    return answers | {question: _answer(question, trace, steps=steps) for question in _OF_STEPS}
+    answers = {each.__name__: _answer(each, trace) for each in _OF_FILE}
+    return answers | {each.__name__: _answer(each, trace, steps=steps) for each in _OF_STEPS}
 
 
 def _answer(question: Question[Any], trace: Trace, **options: Any) -> object:  # noqa: ANN401
@@ -261,7 +252,7 @@ class _Visited:
         others = {n: v for n, v in options.items() if v != parameters[n].default and n != "steps"}
         if others or options.get("steps") != (self.steps if question in _OF_STEPS else None):
             raise LookupError(f"{question.__name__} was not asked with {dict(options)}")
-        found = {path: self._visits[path][question] for path in paths}
+        found = {path: self._visits[path][question.__name__] for path in paths}
         lacking = {p: a for p, a in found.items() if isinstance(a, MissingDataError)}
         if len(lacking) == len(found):
             raise next(iter(lacking.values()))

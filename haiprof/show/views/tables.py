@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from haiprof.base.safe_files import make_named_folder
 from haiprof.base.units import MISSING, NS_PER_US
 from haiprof.show.frame_table import frame_table
 from haiprof.show.views.blocks import one_line, section
-from haiprof.trace_analysis.attribution import MIN_PATTERN_LENGTH, TOP_K
 from haiprof.trace_analysis.device_time import NO_LAUNCHES, Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
@@ -86,62 +85,36 @@ _ROWS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What may be set of a table; None is the default of the question."""
-
-    num_kernels: int | None = None
-    duration_ratio: float | None = None
-    runtime_cutoff: float | None = None
-    launch_delay_cutoff: float | None = None
-    operator: str | None = None
-    min_length: int | None = None
-    top: int | None = None
-    output: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """One table: how it is asked for, and which limits it takes."""
+    """One table: the question that it answers, and which limits it takes."""
 
-    ask: Callable[[TraceQuestions, Steps, Limits], pl.DataFrame]
+    ask: Callable[..., pl.DataFrame]
+    """A question of `TraceQuestions`: steps, and the limits that were given."""
     columns: tuple[tuple[str, str], ...]
     """What people see of it, with its heading; scripts get all."""
     named_by: str = "name"
     """The column that may be cut where a line is too short."""
-    limits: tuple[str, ...] = ()
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """Options of the command by what the question calls them; what ends in `_ns` is given in us."""
 
 
-def _kernels(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    return traces.kernel_breakdown(
-        steps, num_kernels=limits.num_kernels, duration_ratio=limits.duration_ratio
-    )
-
-
-def _cutoffs(limits: Limits) -> dict[str, Any]:
-    """The cut-offs that were given, in ns; the question has defaults for the others."""
-    given = {"runtime": limits.runtime_cutoff, "launch_delay": limits.launch_delay_cutoff}
-    return {f"{name}_cutoff_ns": round(us * NS_PER_US) for name, us in given.items()
-            if us is not None}  # fmt: skip
-
-
-def _sequences(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    if limits.operator is None:
+def _sequences(
+    traces: TraceQuestions, steps: Steps, *, operator: str | None = None, **limits: int
+) -> pl.DataFrame:
+    if operator is None:
         raise UsageError("trace tables sequences: of which operator?", hint="--operator layer_norm")
-    return traces.kernel_sequences(
-        limits.operator, steps, min_pattern_length=limits.min_length or MIN_PATTERN_LENGTH,
-        top_k=limits.top or TOP_K,
-    )  # fmt: skip
+    return traces.kernel_sequences(operator, steps, **limits)
 
 
-def _counters(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
+def _counters(traces: TraceQuestions, steps: Steps, *, folder: Path | None = None) -> pl.DataFrame:
     if steps is not None:
         raise UsageError("trace tables counter-traces: traces are written whole, without --steps")
-    if limits.output is not None:
-        make_named_folder(limits.output)
-    return traces.write_counter_traces(limits.output)
+    if folder is not None:
+        make_named_folder(folder)
+    return traces.write_counter_traces(folder)
 
 
-_CUTOFFS = ("runtime_cutoff", "launch_delay_cutoff")
+_CUTOFFS = {"runtime_cutoff": "runtime_cutoff_ns", "launch_delay_cutoff": "launch_delay_cutoff_ns"}
 LAUNCH_HEADS = (
     ("blocks_per_sm", "blocks/SM"),
     ("waves", "waves"),
@@ -150,13 +123,13 @@ LAUNCH_HEADS = (
 _TIMES = (("count", "calls"), ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"))
 TABLES: Mapping[str, Table] = {
     "kernels": Table(
-        ask=_kernels,
+        ask=TraceQuestions.kernel_breakdown,
         columns=(("rank", "rank"), ("kind", "kind"), ("name", "kernel"), *_TIMES,
                  ("kind_ratio", "of its kind"), *LAUNCH_HEADS),
-        limits=("num_kernels", "duration_ratio"),
+        limits={"num_kernels": "num_kernels", "duration_ratio": "duration_ratio"},
     ),
     "launches": Table(
-        ask=lambda traces, steps, of: traces.launch_summary(steps, **_cutoffs(of)),
+        ask=TraceQuestions.launch_summary,
         columns=(("rank", "rank"), ("name", "call"), ("launch_count", "calls"),
                  ("cpu_duration_median_ns", "median"), ("runtime_outlier_count", "long"),
                  ("launch_delay_median_ns", "delay"), ("launch_delay_outlier_count", "delayed"),
@@ -165,7 +138,7 @@ TABLES: Mapping[str, Table] = {
         limits=_CUTOFFS,
     ),
     "single-launches": Table(
-        ask=lambda traces, steps, of: traces.launch_statistics(steps, **_cutoffs(of)),
+        ask=TraceQuestions.launch_statistics,
         columns=(("rank", "rank"), ("name", "kernel"), ("cpu_duration_ns", "call took"),
                  ("launch_delay_ns", "delay"), ("gpu_duration_ns", "kernel took"),
                  ("is_short", "short"), ("is_runtime_outlier", "long"),
@@ -174,12 +147,12 @@ TABLES: Mapping[str, Table] = {
         limits=_CUTOFFS,
     ),
     "annotations": Table(
-        ask=lambda traces, steps, _: traces.annotation_breakdown(steps),
+        ask=TraceQuestions.annotation_breakdown,
         columns=(("rank", "rank"), ("category", "category"), ("name", "range"), *_TIMES,
                  ("covered_ns", "covered")),
     ),
     "annotation-kernels": Table(
-        ask=lambda traces, steps, _: traces.annotation_kernels(steps),
+        ask=TraceQuestions.annotation_kernels,
         columns=(("rank", "rank"), ("annotation", "range"), ("name", "kernel"), *_TIMES),
     ),
     "sequences": Table(
@@ -188,28 +161,33 @@ TABLES: Mapping[str, Table] = {
                  ("kernel_count", "kernels"), ("gpu_duration_ns", "GPU"),
                  ("cpu_duration_ns", "host")),
         named_by="pattern",
-        limits=("operator", "min_length", "top"),
+        limits={"operator": "operator", "min_length": "min_pattern_length", "top": "top_k"},
     ),
     "counter-traces": Table(
         ask=_counters,
         columns=(("rank", "rank"), ("name", "file"), ("counter_event_count", "counter events")),
         named_by="path",
-        limits=("output",),
+        limits={"output": "folder"},
     ),
 }  # fmt: skip
 
 
-def table_of(name: str, limits: Limits) -> Table:
-    """The table of a name."""
+def table_of(name: str, limits: Mapping[str, Any]) -> tuple[Table, dict[str, Any]]:
+    """The table of a name, and what its question is given; None is the question's default."""
     if name not in TABLES:
         raise UsageError(f"trace tables: no table {name}", hint=f"one of {', '.join(TABLES)}")
-    for field in fields(Limits):
-        if getattr(limits, field.name) is not None and field.name not in TABLES[name].limits:
-            option = field.name.replace("_", "-")
-            takes = [other for other, each in TABLES.items() if field.name in each.limits]
+    table, given = TABLES[name], {}
+    for limit, value in limits.items():
+        if value is None:
+            continue
+        if limit not in table.limits:
+            option = limit.replace("_", "-")
+            takes = [other for other, each in TABLES.items() if limit in each.limits]
             raise UsageError(f"trace tables {name}: takes no --{option}",
                              hint=f"--{option} goes with {', '.join(takes)}")  # fmt: skip
-    return TABLES[name]
+        own = table.limits[limit]
+        given[own] = round(value * NS_PER_US) if own.endswith("_ns") else value
+    return table, given
 
 
 def table_view(found: pl.DataFrame, table: Table) -> RenderableType:
