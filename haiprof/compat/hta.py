@@ -313,7 +313,7 @@ class HtaMethods:
         The cut-offs (us) are those of the figure; `TraceAnalysis.launch_statistics` has them as
         columns. Of a CUDA graph there is one row, with the duration of all its kernels (D17).
         """
-        cutoffs = {
+        cutoffs: dict[str, Any] = {
             "runtime_cutoff_ns": round(runtime_cutoff * _US),
             "launch_delay_cutoff_ns": round(launch_delay_cutoff * _US),
         }

@@ -155,10 +155,10 @@ def _calls(trace: Trace, steps: Steps) -> _Calls:
     def inside(starts: Ints, ends: Ints) -> Ints:
         return covered_lengths(window, starts, ends)
 
-    def uncovered(starts: Ints, ends: Ints) -> Ints:
+    def without_gpu(starts: Ints, ends: Ints) -> Ints:
         return inside(starts, ends) - covered_lengths(busy, starts, ends)
 
-    times = [time for measure in (inside, uncovered)
+    times = [time for measure in (inside, without_gpu)
              for time in total_and_own(measure, starts, ends, parent)]  # fmt: skip
     frame = pl.DataFrame({"begun": begun, **dict(zip(_TIMES, times, strict=True))})
     numbered = frame.with_columns(pl.Series("stack", found.of_call, dtype=pl.Int64))

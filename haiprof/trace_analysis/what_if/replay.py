@@ -341,7 +341,7 @@ def _waiting(
         placed.filter(pl.col("role") == BLOCK_END).select("point", "call").join(waited, on="call")
     )
     (putting, kernel), (point, awaited) = (
-        (frame[name].cast(pl.Int64).to_numpy() for name in ("point", "kernel"))
+        [frame[name].cast(pl.Int64).to_numpy() for name in ("point", "kernel")]
         for frame in (put, held)
     )
     yield _wait(times, putting, starts[kernel], usual_latency)

@@ -434,8 +434,8 @@ def change_lengths(trace: Trace, change: Change, lengths: Ints, edges: pl.DataFr
     `edges` as `RankGraph` has them, with the `tid` that worked or launched, and when the CPU ended
     it, `end_ns`; of a kernel, its launch.
     """
-    for part in change.parts:
-        lengths = change_lengths(trace, part, lengths, edges)
+    for each in change.parts:
+        lengths = change_lengths(trace, each, lengths, edges)
     is_work, of_kernel = edges["label"].is_not_null(), edges["event"].is_not_null()
     by_workers = is_work & (edges["tid"] == WORKERS_TID).fill_null(value=False)
     if change.kind == KERNEL or (change.kind == LOADER and by_workers.any()):
