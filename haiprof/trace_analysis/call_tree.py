@@ -250,12 +250,18 @@ def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:
     return found
 
 
-def name_codes(names: pl.Series) -> tuple[Ints, pl.Series]:
-    """A code for each name, and the name of each code; without addresses of objects."""
+def distinct_names(names: pl.Series) -> tuple[Ints, pl.Series]:
+    """The place of each name among the distinct ones, and those."""
     _, first, code = np.unique(
         names.to_physical().to_numpy(), return_index=True, return_inverse=True
     )
-    plain = names.gather(pl.Series(first)).cast(pl.String).str.replace_all(ADDRESS, "")
+    return code, names.gather(pl.Series(first)).cast(pl.String)
+
+
+def name_codes(names: pl.Series) -> tuple[Ints, pl.Series]:
+    """The same without addresses of objects."""
+    code, texts = distinct_names(names)
+    plain = texts.str.replace_all(ADDRESS, "")
     distinct = plain.unique(maintain_order=True)
     of_plain = plain.replace_strict(distinct, np.arange(len(distinct)), return_dtype=pl.Int64)
     found: Ints = of_plain.to_numpy()[code]

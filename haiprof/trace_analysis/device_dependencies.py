@@ -12,6 +12,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.intervals import Ints
+from haiprof.trace_analysis.call_tree import distinct_names
 from haiprof.trace_analysis.device_time import COMMUNICATION, MEMORY, with_kind
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC, TO_HOST
@@ -123,14 +124,13 @@ def runtime_calls(trace: Trace) -> RuntimeCalls:
     """The runtime calls of a trace, by start."""
     frame = trace.runtime
     starts = frame["ts_ns"].to_numpy()
-    codes = frame["name"].to_physical().to_numpy()
-    _, first, name = np.unique(codes, return_index=True, return_inverse=True)
+    name, names = distinct_names(frame["name"])
     return RuntimeCalls(
         frame=frame,
         starts=starts,
         ends=starts + frame["dur_ns"].to_numpy(),
         thread=_numbers(frame.select("pid", "tid")),
-        names=tuple(frame["name"].gather(first).cast(pl.String)),
+        names=tuple(names),
         name=name,
     )
 

@@ -294,14 +294,8 @@ def _idle_lines(
     device itself takes its time. Where the host waited for the device when that became idle, it
     would have been ahead by as long as it waited: so much of the gap belongs to that wait.
 
-    Args:
-        host: Of the rank.
-        gaps: When the device was idle.
-        starts: Of the device's events, in order.
-        calls: Begin and end of the launch of each event.
-        row: Of that launch in the host's tree; -1 where it is not in the trace.
-        seen: Whether the launch of an event, or of one before it on its stream, is in the trace.
-        blocking: Rows of the calls that wait for the device.
+    Of each event in order: when it starts, begin and end of its launch (`calls`), that one's `row`
+    in the host's tree, or -1, and whether a launch up to it on its stream is in the trace (`seen`).
     """
     after = np.searchsorted(starts, gaps.ends, side="left")
     last = after >= len(starts)

@@ -74,13 +74,7 @@ class RankOperators:
 def rank_operators(
     trace: Trace, *, peaks: Mapping[str, float] | None = None, formulas: OwnFormulas | None = None
 ) -> RankOperators:
-    """Computing time of each operator in each step; a question for a pool.
-
-    Args:
-        trace: Of the rank.
-        peaks: In place of the table's: FLOP/s by precision, and bytes/s of `memory`.
-        formulas: Of one's own, by operator.
-    """
+    """Computing time of each operator in each step; a question for a pool."""
     owned = with_operator(trace, captures=True)
     tree, device = owned.tree, device_name(trace)
     peak = peak_of(device, peaks)

@@ -177,19 +177,7 @@ def device_ledger(
     path: str | Path, *, window: int | None = None, peaks: Mapping[str, float] | None = None,
     progress: Progress | None = None, formulas: OwnFormulas | None = None,
 ) -> DeviceLedger:  # fmt: skip
-    """The ledger of the device's time line of some traces.
-
-    Args:
-        path: A trace, a folder with one file per rank, or a run directory with traces.
-        window: Of a run with several trace windows, this one; None takes the last.
-        peaks: What the device can do, in place of the table's: FLOP/s by precision, `memory`.
-        progress: Told of files read.
-        formulas: Of one's own, by operator, as `own_formulas.read_formulas` reads them.
-
-    Raises:
-        TraceFormatError: There is no trace, or one cannot be read.
-        MissingDataError: Nothing in them has a duration.
-    """
+    """The ledger of the device's time line of some traces; options as of `TraceAnalysis`."""
     return _Traces(path, window=window).ledger({"peaks": peaks, "formulas": formulas}, progress)
 
 
@@ -231,9 +219,7 @@ class _Traces(RankTraces):
 def split_waits(rows: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
     """Rows with exposed communication as waiting for the last rank and as the link's.
 
-    Args:
-        rows: Of `device_ledger.RankLedger`, with `rank`.
-        waits: `rank`, `event`, `wait_ns` until the last rank had come, from the event's begin.
+    `waits` has `rank`, `event`, and `wait_ns` until the last rank had come.
     """
     talks = pl.col("event") >= 0
     known = rows.filter(talks).join(waits, on=["rank", "event"], how="inner")
@@ -255,10 +241,6 @@ def with_place(rows: pl.DataFrame, *, least_ns: float = 0) -> pl.DataFrame:
 
     What is done at one place (a copy, a wait for the device, a kernel) is of the innermost code.
     What is spread over the code is of the call that holds most of it: `call_nodes`.
-
-    Args:
-        rows: Of `device_ledger.RankLedger`.
-        least_ns: What is left of an activity below this time is not told apart further.
     """
     times = rows.group_by("position", "activity", "code").agg(pl.col("ns").sum())
     found = []
@@ -282,11 +264,8 @@ def call_nodes(times: Mapping[_Chain, int], least_ns: float = 0) -> dict[_Chain,
     """For each call stack the node of the call tree that its time is counted to.
 
     From the root inwards as long as one call holds more than half of the time; what is not below
-    that call is divided again in the same way. A node is empty where no call holds so much.
-
-    Args:
-        times: In ns, of stacks from the outermost call on.
-        least_ns: What is left below this time is of no node.
+    that call is divided again in the same way. A node is empty where no call holds so much, and for
+    what is left below `least_ns`.
     """
     nowhere: _Chain = ()
     left, found = dict(times), dict.fromkeys(times, nowhere)
@@ -482,13 +461,7 @@ def _operator(
 
 
 class _Steps:
-    """The steps that all ranks have, as a table of devices by steps.
-
-    Args:
-        lanes: Rank and device of each line of the table.
-        steps: Of each rank.
-        lengths: Of each rank's steps in ns.
-    """
+    """The steps that all ranks have, as a table of devices (rank and device) by steps."""
 
     def __init__(
         self, lanes: list[tuple[int, int]], steps: dict[int, pl.DataFrame], lengths: dict[int, Ints]
@@ -531,13 +504,7 @@ def _account(
 ) -> Account:
     """One row of the ledger.
 
-    Args:
-        key: What it is.
-        times: Its time, [device, step].
-        own: Each device's time less what it waited for peers, [device, step].
-        count: Steps of all devices.
-        code: Its Python function and operator.
-        rank_count: How many ranks there are.
+    `times` of the account and `own`, each device's without waiting for peers, are [device, step].
     """
     activity, function = str(key["activity"]), key["function"]
     needed = activity.startswith((COMPUTE, f"{OPERATORS}: ")) and activity not in CONVERSIONS

@@ -12,7 +12,7 @@ import polars as pl
 from haiprof.base.errors import UsageError
 from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.attribution import with_operator
-from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns
+from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns, thread_numbers
 from haiprof.trace_analysis.device_dependencies import (
     COPY,
     DEVICE,
@@ -243,7 +243,7 @@ def _outside_parent(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> Ints:
     """Places of linked nodes that begin outside of their parent's operator on the same thread."""
     above = _row_of_parent(nodes, row)
     at = np.flatnonzero((above >= 0) & (row >= 0))
-    thread = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
+    thread = thread_numbers(tree.spans)
     inner, outer = row[at], above[at]
     begun = tree.starts[inner] >= tree.starts[outer] - ROUNDING_NS
     running = tree.starts[inner] <= tree.ends[outer] + ROUNDING_NS
@@ -267,11 +267,10 @@ _LISTS = pl.List(pl.Int64)
 def thread_dependencies(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Series:
     """The node of another thread that the first node after a gap in its own thread waited for."""
     linked = np.flatnonzero(row >= 0)
-    threads = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series()
     begun = pl.DataFrame({
         "place": linked,
         "node": nodes["node"].gather(linked),
-        "thread": threads.gather(row[linked]).cast(pl.Int64),
+        "thread": thread_numbers(tree.spans)[row[linked]],
         "start": tree.starts[row[linked]],
         "end": tree.ends[row[linked]],
     }).sort("start", "place")  # fmt: skip

@@ -15,7 +15,13 @@ import polars as pl
 from haiprof.base.code_places import is_library
 from haiprof.base.intervals import Intervals, Ints, difference, intersection, union
 from haiprof.base.ledger import POSITIONS
-from haiprof.trace_analysis.call_tree import CallTree, nest, python_calls
+from haiprof.trace_analysis.call_tree import (
+    CallTree,
+    distinct_names,
+    nest,
+    python_calls,
+    thread_numbers,
+)
 from haiprof.trace_analysis.step_time import GPU_CATEGORY
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -84,13 +90,7 @@ class Pieces(NamedTuple):
 
 
 def split(starts: Ints, ends: Ints, edges: Ints) -> Pieces:
-    """Cuts intervals at edges; what is empty is left out.
-
-    Args:
-        starts: ns, shape (n,).
-        ends: ns, shape (n,).
-        edges: ns, in order.
-    """
+    """Cuts intervals at edges, which are in order; what is empty is left out."""
     first = np.searchsorted(edges, starts, side="right") - 1
     last = np.searchsorted(edges, ends, side="left") - 1
     counts = np.where(ends > starts, last - first + 1, 0)
@@ -119,26 +119,20 @@ class Host:
     """Per row, in which table it stood."""
 
     @cached_property
-    def names(self) -> tuple[pl.Series, Ints]:
-        """Distinct names, and the one of each row."""
-        codes, inverse = np.unique(
-            self.tree.spans["name"].to_physical().to_numpy(), return_inverse=True
-        )
-        first = np.zeros(len(codes), dtype=np.int64)
-        first[inverse[::-1]] = np.arange(len(inverse))[::-1]
-        return self.tree.spans["name"].gather(pl.Series(first)).cast(pl.String), inverse
+    def names(self) -> tuple[Ints, pl.Series]:
+        """The place of each row's name among the distinct ones, and those."""
+        return distinct_names(self.tree.spans["name"])
 
     def has_name(self, pattern: str) -> Bools:
         """Which rows have such a name; the pattern is tried once per name."""
-        names, of_row = self.names
+        of_row, names = self.names
         found: Bools = names.str.contains(pattern).to_numpy().astype(np.bool_)[of_row]
         return found
 
     @cached_property
     def thread(self) -> Ints:
         """A number per row for its thread."""
-        found = self.tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series()
-        return found.cast(pl.Int64).to_numpy()
+        return thread_numbers(self.tree.spans)
 
     @cached_property
     def is_operator(self) -> Bools:
@@ -163,13 +157,13 @@ class Host:
 
     def name_codes(self, rows: Ints) -> Ints:
         """The name of each row as its place in `names`; -1 for none."""
-        codes: Ints = np.append(self.names[1], -1)[rows]
+        codes: Ints = np.append(self.names[0], -1)[rows]
         return codes
 
     def texts(self, codes: pl.Series) -> list[str | None]:
         """The names of some codes."""
         known = pl.select(pl.when(codes >= 0).then(codes)).to_series()
-        return self.names[0].gather(known).to_list()
+        return self.names[1].gather(known).to_list()
 
     def name_at(self, rows: Ints) -> list[str | None]:
         """The names of some rows; None for none."""
@@ -205,7 +199,7 @@ class Host:
         if not self.has_stacks:
             marked: Bools = (self.kind == _IS_RANGE) & ~self.has_name(f"{_BACKEND}|{_COMPILE}")
             return marked
-        names, of_row = self.names
+        of_row, names = self.names
         own = np.array([_is_job_code(name) for name in names], dtype=np.bool_)
         found: Bools = self.is_python & own[of_row]
         return found
@@ -281,9 +275,7 @@ class Host:
     def place_rows(self, rows: Ints, times: Ints) -> Ints:
         """The job's innermost code around some rows; of autograd's, around the forward's operator.
 
-        Args:
-            rows: Of the tree, -1 for none.
-            times: When that was: what has no code of its own has that of the training thread then.
+        What has no code of its own has that of the training thread at that time.
         """
         found = self.tree.climb(rows, self.is_place)
         back = self.tree.climb(rows, self.is_backward & (self.forward_of >= 0))
@@ -301,7 +293,7 @@ class Host:
 
     def chains(self, rows: Ints) -> pl.Series:
         """The job's code around each place, from the outermost call on, a line each; or null."""
-        names, of_row = self.names
+        of_row, names = self.names
         known: dict[int, str | None] = {-1: None}
         for row in np.unique(rows).tolist():
             path = [row]
@@ -429,7 +421,7 @@ def parse_place(name: str) -> tuple[str | None, int | None, str]:
 
 def _marked_spans(host: Host) -> pl.DataFrame:
     """Spans whose position is known for certain: `pid`, `tid`, `ts_ns`, `dur_ns`, `position`."""
-    names, of_row = host.names
+    of_row, names = host.names
     words = [_MARKED.get(re.sub("[^a-z]", "", name.lower())) for name in names]
     said = np.array([-1 if word is None else POSITIONS.index(word) for word in words] or [-1])
     said = said[of_row] if len(of_row) else np.zeros(0, dtype=np.int64)
@@ -479,12 +471,7 @@ def _backward_passes(host: Host, others: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _between_marks(known: Ints, begins_step: Bools) -> Ints:
-    """Positions of every piece of time: of those without a mark from what is before and after.
-
-    Args:
-        known: Position of each piece, -1 without a mark.
-        begins_step: Whether a step begins with the piece.
-    """
+    """Positions of all pieces of time: of those without a mark (-1) from what is around them."""
     has_forward, marked = bool((known == FORWARD).any()), bool((known >= 0).any())
     found, before, after = known.copy(), np.full_like(known, _START), np.full_like(known, _END)
     last = _START

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Ints
-from haiprof.trace_analysis.call_tree import CallTree, nest
+from haiprof.trace_analysis.call_tree import CallTree, nest, thread_numbers
 from haiprof.trace_analysis.device_dependencies import NEVER, Bools
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -63,10 +63,7 @@ class HostEvents:
     @cached_property
     def thread_of_row(self) -> Ints:
         """Number of the thread of each row of `frame`."""
-        found: Ints = (
-            self.frame.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
-        ).astype(np.int64)
-        return found
+        return thread_numbers(self.frame)
 
     @cached_property
     def backward_threads(self) -> list[BackwardThread]:

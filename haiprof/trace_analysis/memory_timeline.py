@@ -16,7 +16,16 @@ import polars as pl
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.base.intervals import Ints
 from haiprof.run_format.unpack import read_text
-from haiprof.trace_analysis.call_tree import CallTree, innermost, is_outermost, levels, nest, stacks
+from haiprof.trace_analysis.call_tree import (
+    CallTree,
+    distinct_names,
+    innermost,
+    is_outermost,
+    levels,
+    nest,
+    stacks,
+    thread_numbers,
+)
 from haiprof.trace_analysis.python_code import part_tree
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 
@@ -225,9 +234,8 @@ def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
     """Per device and operator: changes in it and in all that it called."""
     # Whether no operator around each has its name; one False more, for no operator.
     spans, parent = operators.spans, operators.parent
-    _, code = np.unique(spans["name"].to_physical().to_numpy(), return_inverse=True)
-    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
-    found = stacks(levels(parent) or [], parent, code, thread)
+    code, _ = distinct_names(spans["name"])
+    found = stacks(levels(parent) or [], parent, code, thread_numbers(spans))
     counts: npt.NDArray[np.bool_] = np.append(is_outermost(found)[found.of_call], False)
     parts: list[pl.DataFrame] = []
     rows, places = np.arange(len(events)), events["row"].to_numpy()

@@ -516,14 +516,9 @@ def _inside_of(tree: CallTree, calls: pl.DataFrame, own: list[str]) -> Flags:
 
 def nearest_rows(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
     """The innermost of the chosen rows around each row, itself included; -1 where there is none."""
-    is_chosen = np.zeros(len(tree.parent) + 1, dtype=np.bool_)  # the last stands for no row
+    is_chosen = np.zeros(len(tree.parent), dtype=np.bool_)
     is_chosen[chosen] = True
-    found = rows.copy()
-    active = np.flatnonzero((found >= 0) & ~is_chosen[found])
-    while len(active):
-        found[active] = tree.parent[found[active]]
-        active = active[(found[active] >= 0) & ~is_chosen[found[active]]]
-    return found
+    return tree.climb(rows, is_chosen)
 
 
 def device_name(trace: Trace) -> str | None:

@@ -11,30 +11,19 @@ from typing import Any, TypeVar
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.attribution import host_operators
 from haiprof.trace_analysis.collectives import collective_kernels, communication_parts
 from haiprof.trace_analysis.device_time import (
     NO_LAUNCHES,
     Steps,
     across_ranks,
-    idle_breakdown,
-    kernel_types,
     kernels,
-    overlap,
     temporal_breakdown,
 )
 from haiprof.trace_analysis.files import check_frame, load_notes, trace_file
-from haiprof.trace_analysis.launches import (
-    full_queue,
-    launch_summary,
-    memory_bandwidth_summary,
-    queue_length_summary,
-)
-from haiprof.trace_analysis.operator_efficiency import step_efficiency
-from haiprof.trace_analysis.other_records import gpu_counters, graph_nodes, os_calls
+from haiprof.trace_analysis.launches import full_queue, queue_length_summary
 from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-from haiprof.trace_analysis.questions.base import NamedFiles
+from haiprof.trace_analysis.questions.base import NamedFiles, asked_of_each_rank
 from haiprof.trace_analysis.report_cache import (
     cached_answers,
     common_steps,
@@ -50,26 +39,6 @@ _Visit = dict[str, Any]
 """The answers about one file, by the name of the question."""
 _Section = Callable[[TraceQuestions, Steps], pl.DataFrame]
 
-_OF_FILE: tuple[Question[Any], ...] = (trace_file, step_time_breakdown)
-_OF_STEPS: tuple[Question[Any], ...] = (
-    temporal_breakdown,
-    overlap,
-    kernel_types,
-    kernels,
-    idle_breakdown,
-    launch_summary,
-    queue_length_summary,
-    full_queue,
-    memory_bandwidth_summary,
-    step_efficiency,
-    collective_kernels,
-    communication_parts,
-    host_operators,
-    gpu_counters,
-    graph_nodes,
-    os_calls,
-)
-_QUESTIONS = tuple(question.__name__ for question in (*_OF_FILE, *_OF_STEPS))
 _ONE_RANK = "the trace of one rank: who waited for whom needs the traces of several"
 _NO_COLLECTIVE = "no collective that several of the ranks have in common"
 
@@ -146,6 +115,12 @@ SECTIONS: Mapping[str, _Section] = {
 }
 """The method of each table; `kernels` is over all ranks."""
 _OF_SEVERAL = ("process_groups", "lateness", "stragglers", "clock_offsets")
+_OF_FILE: tuple[Question[Any], ...] = (trace_file, step_time_breakdown)
+_OF_STEPS: tuple[Question[Any], ...] = (
+    temporal_breakdown, kernels, queue_length_summary, full_queue, collective_kernels,
+    communication_parts, *filter(None, map(asked_of_each_rank, SECTIONS.values())),
+)  # fmt: skip
+_QUESTIONS = tuple(question.__name__ for question in (*_OF_FILE, *_OF_STEPS))
 
 
 def standard_report(

@@ -194,3 +194,8 @@ def of_each_rank(
     update_wrapper(method, question)
     vars(method)["__signature__"] = signature.replace(parameters=[own, *options])
     return method
+
+
+def asked_of_each_rank(method: Callable[..., object]) -> Question[Any] | None:
+    """What a method asks of each rank; None of one that `of_each_rank` has not made."""
+    return vars(method).get("__wrapped__")
