@@ -27,20 +27,22 @@ from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks
 from haiprof.run_format.rates import NS_OF_EVENTS, rate_of
 from haiprof.run_format.reader import RecordFile
 from haiprof.run_format.tables import COUNTER_TABLES
+from haiprof.trace_format.frame_columns import Columns, types_of
 
-COUNTER_SCHEMA = {
-    "time_ns": pl.Int64,  # Unix time; of a rate that of the later sample
-    "host": pl.String,
-    "source": pl.String,  # the record file's name, such as `host`, `process` or `gpu`
-    "entity": pl.String,  # what of it, such as a port; null for the node
-    "rank": pl.Int64,  # of a process; of a GPU that one rank uses
-    "gpu": pl.Int64,  # NVML index
-    "metric": pl.String,
-    "unit": pl.String,
+COUNTER_COLUMNS: Columns = {
+    "time_ns": (pl.Int64, "Unix time of the sample"),  # of a rate that of the later one
+    "host": (pl.String, "node"),
+    "source": (pl.String, "host, process, gpu, ..."),  # the record file's name
+    "entity": (pl.String, "of the source, such as a port; null for the node"),
+    "rank": (pl.Int64, "of a process, or of the GPU that one rank uses"),
+    "gpu": (pl.Int64, "NVML index"),
+    "metric": (pl.String, "with its unit as suffix"),
+    "unit": (pl.String, "of value"),
     # gauges as stored; counters as rates (`..._per_s`, `..._ratio`); times: mean per request
-    "value": pl.Float64,
-    "flag": pl.String,  # one of FLAGS
+    "value": (pl.Float64, "null where it was set back or has stopped"),
+    "flag": (pl.String, "wrap, reset or saturated"),
 }
+COUNTER_SCHEMA = types_of(COUNTER_COLUMNS)
 FLAGS = (None, "wrap", "reset", "saturated")
 """What happened at a counter: it went on at 0 after its last bit (the rate is right); it was set
 back, or stopped at its highest value (`value` is null)."""

@@ -31,6 +31,7 @@ from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.steps import BY_MARK, NOGRAD_PHASE, PHASES
 from haiprof.run_analysis.windows import TraceWindow, traced_steps
 from haiprof.run_format import schema
+from haiprof.trace_format.frame_columns import Columns, types_of
 
 _LIMIT_US = 1 << 52
 
@@ -63,31 +64,32 @@ LOADING_SCHEMA = dict.fromkeys(("rank", "attempt", "epoch_count", "epoch_ns", "w
 _LOADER_PHASE = 0  # in steps.SPAN_PHASES
 
 
-RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,
-    "host": pl.String,
-    "pid": pl.Int64,
-    "local_rank": pl.Int64,
-    "world_size": pl.Int64,
-    "python": pl.String,
-    "torch": pl.String,
-    "device": pl.String,
-    "gpu_uuid": pl.String,
-    "step_count": pl.Int64,
-    "eval_ns": pl.Int64,
-    "nograd_ns": pl.Int64,
-    "compile_ns": pl.Int64,
-    "eval_compile_ns": pl.Int64,
-    "unfinished_micro_step_count": pl.Int64,
-    "record_start_ns": pl.Int64,
-    "record_end_ns": pl.Int64,
-    "recording_ended": pl.String,
-    "cost_ns_per_step": pl.Float64,
-    "cost_ratio": pl.Float64,
-    "beside_cpu_ratio": pl.Float64,
-    "notes": pl.List(pl.String),
+RANK_COLUMNS: Columns = {
+    "rank": (pl.Int64, "of the process"),
+    "attempt": (pl.Int64, "restart of the rank, from 0"),
+    "host": (pl.String, "node"),
+    "pid": (pl.Int64, "process"),
+    "local_rank": (pl.Int64, "on its node"),
+    "world_size": (pl.Int64, "ranks of the job"),
+    "python": (pl.String, "version"),
+    "torch": (pl.String, "version"),
+    "device": (pl.String, "its name"),
+    "gpu_uuid": (pl.String, "of the device"),
+    "step_count": (pl.Int64, "training steps"),
+    "eval_ns": (pl.Int64, "in evaluations"),
+    "nograd_ns": (pl.Int64, "calls of models without gradients in training steps"),
+    "compile_ns": (pl.Int64, "torch.compile at work"),
+    "eval_compile_ns": (pl.Int64, "of that, in evaluations"),
+    "unfinished_micro_step_count": (pl.Int64, "after the last step"),
+    "record_start_ns": (pl.Int64, "Unix time"),
+    "record_end_ns": (pl.Int64, "Unix time"),
+    "recording_ended": (pl.String, "time or exit; null: killed, or still running"),
+    "cost_ns_per_step": (pl.Float64, "haiprof's own time in the training thread"),
+    "cost_ratio": (pl.Float64, "of the job's time"),
+    "beside_cpu_ratio": (pl.Float64, "share of one CPU that haiprof's threads in the job use"),
+    "notes": (pl.List(pl.String), "what was cut, damaged or missing"),
 }
+RANK_SCHEMA = types_of(RANK_COLUMNS)
 
 
 def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:

@@ -21,37 +21,39 @@ from haiprof.run_analysis.run_files import (
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
 from haiprof.run_format.reader import read_json, read_lines
+from haiprof.trace_format.frame_columns import Columns, types_of
 
 _NOWHERE = ("nothing:", "not known:")
 """How what a rank does begins where it is no place in the code: the reason says that already."""
 
-REACTION_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
-    "trigger": pl.String,
-    "noticed_ns": pl.Int64,
-    "since_ns": pl.Int64,
-    "host": pl.String,
-    "rank": pl.Int64,
-    "step": pl.Int64,
-    "reason": pl.String,
-    "before_step_ns": pl.Float64,
-    "after_step_ns": pl.Float64,
-    "silent_ns": pl.Float64,
-    "action": pl.String,
-    "state": pl.String,
-    "failure": pl.String,
-    "suspect_rank": pl.Int64,
-    "suspect_reason": pl.String,
-    "suspect_doing": pl.String,
-    "suspect_certain": pl.Boolean,
-    "suspect_count": pl.Int64,
-    "collectives_moved": pl.Boolean,
-    "saving_rank": pl.Int64,
-    "window": pl.Int64,
-    "first_step": pl.Int64,
-    "end_step": pl.Int64,
-    "path": pl.String,
-    "outcome": pl.String,
+REACTION_COLUMNS: Columns = {
+    "trigger": (pl.String, "hang or slow"),
+    "noticed_ns": (pl.Int64, "Unix time"),
+    "since_ns": (pl.Int64, "Unix time of the last sign of life, or of the first slower step"),
+    "host": (pl.String, "whose launcher noticed it"),
+    "rank": (pl.Int64, "whose steps"),
+    "step": (pl.Int64, "the first slower one; with hang the last that ended"),
+    "reason": (pl.String, "what was compared"),
+    "before_step_ns": (pl.Float64, "median step before; null with hang"),
+    "after_step_ns": (pl.Float64, "slower step; null with hang"),
+    "silent_ns": (pl.Float64, "without a step; null with slow"),
+    "action": (pl.String, "snapshot, trace-now or none"),
+    "state": (pl.String, "done, failed, begun or none"),
+    "failure": (pl.String, "why it failed"),
+    "suspect_rank": (pl.Int64, "the first rank that the snapshot named"),
+    "suspect_reason": (pl.String, "why it was named"),
+    "suspect_doing": (pl.String, "what it did"),
+    "suspect_certain": (pl.Boolean, "it follows from what was seen"),
+    "suspect_count": (pl.Int64, "ranks that were named"),
+    "collectives_moved": (pl.Boolean, "during the snapshot"),
+    "saving_rank": (pl.Int64, "the first that saved a checkpoint then"),
+    "window": (pl.Int64, "number of the trace window"),
+    "first_step": (pl.Int64, "traced"),
+    "end_step": (pl.Int64, "the one after the last traced"),
+    "path": (pl.String, "of the snapshot"),
+    "outcome": (pl.String, "for people"),
 }
+REACTION_SCHEMA = types_of(REACTION_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import RecordFile
+from haiprof.trace_format.frame_columns import Columns, types_of
 
 
 def read_spans(path: Path, *, first: int = 0) -> tuple[Spans, ClockAnchor, tuple[str, ...]]:
@@ -226,25 +227,29 @@ def _phases_seen(found: Segmentation) -> Bools:
 
 STEP_PHASES = (*PHASES, "other")
 """What a step's time is split into."""
-STEP_SCHEMA = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,  # restart of the rank
-    "step": pl.Int64,  # from 0 in that attempt
-    "start_ns": pl.Int64,  # Unix time
-    "step_ns": pl.Int64,  # evaluation taken out
-    # exclusive, adding up to `step_ns`; null: never seen in this rank
-    **{f"{phase}_host_ns": pl.Int64 for phase in STEP_PHASES},
-    **{f"{phase}_device_ns": pl.Int64 for phase in STEP_PHASES},  # null: no device, or times lack
-    "idle_device_ns": pl.Int64,  # for how long at most its stream had nothing to do, in all phases
-    "micro_step_count": pl.Int64,
-    "optimizer_step_count": pl.Int64,
-    "skipped": pl.Boolean,  # the gradient scaler let no optimizer step
-    # phase; `fetch`, `module`, `collective` without training; `mark`: haiprof.step()
-    "boundary": pl.String,
-    "confidence": pl.Float64,  # in [0, 1]
-    # a trace window, or the stall at one of its ends, was in it: it took longer
-    "traced": pl.Boolean,
-}
+STEP_COLUMNS: Columns = {
+    "rank": (pl.Int64, "of the process"),
+    "attempt": (pl.Int64, "restart of the rank, from 0"),
+    "step": (pl.Int64, "from 0 in that attempt"),
+    "start_ns": (pl.Int64, "Unix time"),
+    "step_ns": (pl.Int64, "duration, evaluation taken out"),
+    # adding up to `step_ns`; null: never seen in this rank
+    **{f"{phase}_host_ns": (pl.Int64, f"{phase} on the host, exclusive") for phase in STEP_PHASES},
+    # null: no device, or times lack
+    **{f"{phase}_device_ns": (pl.Int64, f"{phase} on the device") for phase in STEP_PHASES},
+    "idle_device_ns": (
+        pl.Int64, "for how long at most the device had nothing to do, in all phases",
+    ),
+    "micro_step_count": (pl.Int64, "backward passes in it"),
+    "optimizer_step_count": (pl.Int64, "optimizer steps in it"),
+    "skipped": (pl.Boolean, "the gradient scaler let no optimizer step"),
+    # or `fetch`, `module`, `collective` without training; `mark`: haiprof.step()
+    "boundary": (pl.String, "what the step begins with: dataloader, optimizer or backward"),
+    "confidence": (pl.Float64, "that these are the steps, from 0 to 1"),
+    # or the stall at one of its ends was
+    "traced": (pl.Boolean, "a trace window was in it: it took longer"),
+}  # fmt: skip
+STEP_SCHEMA = types_of(STEP_COLUMNS)
 
 
 def last_attempts(frame: pl.DataFrame) -> pl.DataFrame:
@@ -334,17 +339,19 @@ def _device(rank: RankSegments, missing: pl.Series) -> dict[str, object]:
 
 
 GC_PHASE, SAVE_PHASE = "gc", "save"
-PHASE_SCHEMA = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,
-    "step": pl.Int64,  # null outside training steps
-    # a phase of a step, `nograd_forward`, `eval`, `eval_dataloader`, `gc`, `save`, ...
-    "phase": pl.String,
-    "name": pl.String,  # module or optimizer; null where there is none
-    "start_ns": pl.Int64,  # Unix time
-    "duration_ns": pl.Int64,
-    "self_ns": pl.Int64,  # without the spans inside
-}
+PHASE_COLUMNS: Columns = {
+    "rank": (pl.Int64, "of the process"),
+    "attempt": (pl.Int64, "restart of the rank, from 0"),
+    "step": (pl.Int64, "null outside training steps"),
+    "phase": (
+        pl.String, "dataloader, forward, backward, optimizer, nograd_forward, eval, gc, save",
+    ),
+    "name": (pl.String, "module or optimizer"),
+    "start_ns": (pl.Int64, "Unix time"),
+    "duration_ns": (pl.Int64, "of the span"),
+    "self_ns": (pl.Int64, "without the spans inside"),
+}  # fmt: skip
+PHASE_SCHEMA = types_of(PHASE_COLUMNS)
 _OPTIMIZER_KINDS = (schema.OPTIMIZER, schema.SCALER)
 _NAME_COUNT = schema.TAG_MASK + 1
 

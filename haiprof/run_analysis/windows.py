@@ -17,6 +17,7 @@ from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, read_record, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_format.raw_traces import Part, complete_parts, parse_stem
+from haiprof.trace_format.frame_columns import Columns, types_of
 
 TRIGGERS = ("option", "slow", "request")
 """What a window was recorded for."""
@@ -30,27 +31,28 @@ Key = tuple[int, int]
 """Rank and attempt."""
 _STALLS = ("setup_ns", "start_ns", "stop_ns", "export_ns")
 
-WINDOW_SCHEMA = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,
-    "window": pl.Int64,  # from 0 in that attempt
-    # `recorded`, `cut` (ended early, kept), `refused`, `failed`, `dropped`, `not reached`
-    "state": pl.String,
-    "trigger": pl.String,  # `option`, `slow` or `request`
-    "reason": pl.String,  # why it is not just recorded
-    "first_step": pl.Int64,
-    "end_step": pl.Int64,  # the one after the last
-    "start_ns": pl.Int64,  # Unix time, as end_ns
-    "end_ns": pl.Int64,
-    "stall_ns": pl.Int64,  # what the training thread stood still for, in all
-    "path": pl.String,  # null: there is no file
-    "bytes": pl.Int64,  # of that file
-    "raw_bytes": pl.Int64,
-    "et_path": pl.String,  # of the execution trace
-    "et_bytes": pl.Int64,
-    "event_count": pl.Int64,
-    "stem": pl.String,  # of the file's name
+WINDOW_COLUMNS: Columns = {
+    "rank": (pl.Int64, "of the process"),
+    "attempt": (pl.Int64, "restart of the rank, from 0"),
+    "window": (pl.Int64, "of that attempt, from 0"),
+    # cut: ended early, and kept
+    "state": (pl.String, "recorded, cut, refused, failed, dropped or not reached"),
+    "trigger": (pl.String, "option, slow or request"),
+    "reason": (pl.String, "why it is not just recorded"),
+    "first_step": (pl.Int64, "in it"),
+    "end_step": (pl.Int64, "the one after its last"),
+    "start_ns": (pl.Int64, "Unix time"),
+    "end_ns": (pl.Int64, "Unix time"),
+    "stall_ns": (pl.Int64, "how long the training thread was stopped"),
+    "path": (pl.String, "of the trace; null: there is none"),
+    "bytes": (pl.Int64, "of that file"),
+    "raw_bytes": (pl.Int64, "before compression"),
+    "et_path": (pl.String, "of the execution trace"),
+    "et_bytes": (pl.Int64, "of that file"),
+    "event_count": (pl.Int64, "in the trace"),
+    "stem": (pl.String, "of the file's name"),
 }
+WINDOW_SCHEMA = types_of(WINDOW_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

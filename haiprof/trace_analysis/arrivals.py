@@ -10,7 +10,7 @@ from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.trace_analysis.collectives import SYNCHRONISING, WHOLE_JOB
-from haiprof.trace_analysis.device_time import Columns, types_of
+from haiprof.trace_format.frame_columns import Columns, types_of
 
 _GROUP = ("process_group", "group_ranks")
 

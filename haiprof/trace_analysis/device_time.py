@@ -90,15 +90,6 @@ def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
 
 Steps = tuple[int, int] | None
 """First profiler step and the one after the last; None is everything in the file."""
-Columns = dict[str, tuple[type[pl.DataType], str]]
-"""Columns of a frame that SQL can ask, too: type and meaning of each, by its name with the unit."""
-
-
-def types_of(columns: Columns) -> dict[str, type[pl.DataType]]:
-    """The types of columns, as polars takes a schema."""
-    return {name: dtype for name, (dtype, _) in columns.items()}
-
-
 TEMPORAL_SCHEMA = {
     "device": pl.Int64,
     "span_ns": pl.Int64,

@@ -25,13 +25,11 @@ from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
 from haiprof.trace_analysis.device_time import (
     COMPUTATION,
     MEMORY_CATEGORIES,
-    Columns,
     Steps,
     device_properties,
     gpu_events,
     known_occupancy,
     step_window,
-    types_of,
     union_of,
     weighted_mean,
     with_kind,
@@ -48,6 +46,7 @@ from haiprof.trace_analysis.kernel_names import (
     transfer_type,
     with_geometry,
 )
+from haiprof.trace_format.frame_columns import Columns, types_of
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 

@@ -53,6 +53,7 @@ from haiprof.trace_analysis.report_cache import (
     write_reduced,
 )
 from haiprof.trace_format.find import FUNCTIONS_SUFFIX, by_rank, window_files
+from haiprof.trace_format.frame_columns import Type
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _RATE, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
@@ -421,7 +422,7 @@ def _pattern(answers: dict[str, Answer]) -> RankFunctions:
     )
 
 
-def _frame(answer: Answer, schema: dict[str, type[pl.DataType]]) -> pl.DataFrame:
+def _frame(answer: Answer, schema: Mapping[str, Type]) -> pl.DataFrame:
     if not isinstance(answer, pl.DataFrame):
         raise TypeError("no frame")
     return answer.select(pl.col(name).cast(kind) for name, kind in schema.items())

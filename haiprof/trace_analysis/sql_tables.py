@@ -10,19 +10,20 @@ from pathlib import Path
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError, UsageError
-from haiprof.run_analysis.counters import COUNTER_SCHEMA
-from haiprof.run_analysis.ranks import RANK_SCHEMA
-from haiprof.run_analysis.reactions import REACTION_SCHEMA
+from haiprof.run_analysis.counters import COUNTER_COLUMNS
+from haiprof.run_analysis.ranks import RANK_COLUMNS
+from haiprof.run_analysis.reactions import REACTION_COLUMNS
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
-from haiprof.run_analysis.windows import WINDOW_SCHEMA
+from haiprof.run_analysis.step_frame import PHASE_COLUMNS, STEP_COLUMNS
+from haiprof.run_analysis.windows import WINDOW_COLUMNS
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.arrivals import LATENESS_COLUMNS
-from haiprof.trace_analysis.device_time import Columns, gpu_events, types_of, with_kind
+from haiprof.trace_analysis.device_time import gpu_events, with_kind
 from haiprof.trace_analysis.function_patterns import FUNCTION_COLUMNS, TOTAL_COLUMNS
 from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_format.find import is_reduced_to_functions, trace_files, window_files
+from haiprof.trace_format.frame_columns import Columns, types_of
 from haiprof.trace_format.kineto.events import GPU, TABLES
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -67,143 +68,13 @@ _TRACE_TABLES = {
     "graph_nodes": "nodes of CUDA graphs that are no work of the GPU: events, calls on the host",
     "os_calls": "calls of the operating system (Nsight Systems)",
 }
-_PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
-_Schema = Mapping[str, "pl.DataType | type[pl.DataType]"]
-_RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
-    "steps": (
-        "training steps of a run",
-        STEP_SCHEMA,
-        {
-            "rank": "of the process",
-            "attempt": "restart of the rank, from 0",
-            "step": "from 0 in that attempt",
-            "start_ns": "Unix time",
-            "step_ns": "duration, evaluation taken out",
-            **{f"{phase}_host_ns": f"{phase} on the host, exclusive" for phase in _PHASES},
-            **{f"{phase}_device_ns": f"{phase} on the device" for phase in _PHASES},
-            "idle_device_ns": "for how long at most the device had nothing to do, in all phases",
-            "micro_step_count": "backward passes in it",
-            "optimizer_step_count": "optimizer steps in it",
-            "skipped": "the gradient scaler let no optimizer step",
-            "boundary": "what the step begins with: dataloader, optimizer or backward",
-            "confidence": "that these are the steps, from 0 to 1",
-            "traced": "a trace window was in it: it took longer",
-        },
-    ),
-    "phases": (
-        "spans of phases of a run",
-        PHASE_SCHEMA,
-        {
-            "rank": "of the process",
-            "attempt": "restart of the rank, from 0",
-            "step": "null outside training steps",
-            "phase": "dataloader, forward, backward, optimizer, nograd_forward, eval, gc, save",
-            "name": "module or optimizer",
-            "start_ns": "Unix time",
-            "duration_ns": "of the span",
-            "self_ns": "without the spans inside",
-        },
-    ),
-    "counters": (
-        "samples of a run's counters, as rates where they count",
-        COUNTER_SCHEMA,
-        {
-            "time_ns": "Unix time of the sample",
-            "host": "node",
-            "source": "host, process, gpu, ...",
-            "entity": "of the source, such as a port; null for the node",
-            "rank": "of a process, or of the GPU that one rank uses",
-            "gpu": "NVML index",
-            "metric": "with its unit as suffix",
-            "unit": "of value",
-            "value": "null where it was set back or has stopped",
-            "flag": "wrap, reset or saturated",
-        },
-    ),
-    "ranks": (
-        "rank processes of a run",
-        RANK_SCHEMA,
-        {
-            "rank": "of the process",
-            "attempt": "restart of the rank, from 0",
-            "host": "node",
-            "pid": "process",
-            "local_rank": "on its node",
-            "world_size": "ranks of the job",
-            "python": "version",
-            "torch": "version",
-            "device": "its name",
-            "gpu_uuid": "of the device",
-            "step_count": "training steps",
-            "eval_ns": "in evaluations",
-            "nograd_ns": "calls of models without gradients in training steps",
-            "compile_ns": "torch.compile at work",
-            "eval_compile_ns": "of that, in evaluations",
-            "unfinished_micro_step_count": "after the last step",
-            "record_start_ns": "Unix time",
-            "record_end_ns": "Unix time",
-            "recording_ended": "time or exit; null: killed, or still running",
-            "cost_ns_per_step": "haiprof's own time in the training thread",
-            "cost_ratio": "of the job's time",
-            "beside_cpu_ratio": "share of one CPU that haiprof's threads in the job use",
-            "notes": "what was cut, damaged or missing",
-        },
-    ),
-    "windows": (
-        "trace windows of a run",
-        WINDOW_SCHEMA,
-        {
-            "rank": "of the process",
-            "attempt": "restart of the rank, from 0",
-            "window": "of that attempt, from 0",
-            "state": "recorded, cut, refused, failed, dropped or not reached",
-            "trigger": "option, slow or request",
-            "reason": "why it is not just recorded",
-            "first_step": "in it",
-            "end_step": "the one after its last",
-            "start_ns": "Unix time",
-            "end_ns": "Unix time",
-            "stall_ns": "how long the training thread was stopped",
-            "path": "of the trace; null: there is none",
-            "bytes": "of that file",
-            "raw_bytes": "before compression",
-            "et_path": "of the execution trace",
-            "et_bytes": "of that file",
-            "event_count": "in the trace",
-            "stem": "of the file's name",
-        },
-    ),
-    "reactions": (
-        "what haiprof did by itself in a run",
-        REACTION_SCHEMA,
-        {
-            "trigger": "hang or slow",
-            "noticed_ns": "Unix time",
-            "since_ns": "Unix time of the last sign of life, or of the first slower step",
-            "host": "whose launcher noticed it",
-            "rank": "whose steps",
-            "step": "the first slower one; with hang the last that ended",
-            "reason": "what was compared",
-            "before_step_ns": "median step before; null with hang",
-            "after_step_ns": "slower step; null with hang",
-            "silent_ns": "without a step; null with slow",
-            "action": "snapshot, trace-now or none",
-            "state": "done, failed, begun or none",
-            "failure": "why it failed",
-            "suspect_rank": "the first rank that the snapshot named",
-            "suspect_reason": "why it was named",
-            "suspect_doing": "what it did",
-            "suspect_certain": "it follows from what was seen",
-            "suspect_count": "ranks that were named",
-            "collectives_moved": "during the snapshot",
-            "saving_rank": "the first that saved a checkpoint then",
-            "window": "number of the trace window",
-            "first_step": "traced",
-            "end_step": "the one after the last traced",
-            "path": "of the snapshot",
-            "outcome": "for people",
-        },
-    ),
+_RUN_TABLES: dict[str, tuple[str, Columns]] = {
+    "steps": ("training steps of a run", STEP_COLUMNS),
+    "phases": ("spans of phases of a run", PHASE_COLUMNS),
+    "counters": ("samples of a run's counters, as rates where they count", COUNTER_COLUMNS),
+    "ranks": ("rank processes of a run", RANK_COLUMNS),
+    "windows": ("trace windows of a run", WINDOW_COLUMNS),
+    "reactions": ("what haiprof did by itself in a run", REACTION_COLUMNS),
 }
 
 
@@ -272,10 +143,9 @@ def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
         "lateness": lambda: patterns().lateness,
     }
     functions = [
-        _make_table(name, meaning, types_of(columns), {c: m for c, (_, m) in columns.items()},
-                    frames[name])
+        _make_table(name, meaning, columns, frames[name])
         for name, (meaning, columns) in _FUNCTION_TABLES.items()
-    ]  # fmt: skip
+    ]
     if is_reduced_to_functions(window_files(analysis.path)):
         return functions
     found = []
@@ -306,21 +176,15 @@ def run_tables(analyzer: RunFrames) -> list[SqlTable]:
     """The frames of a run."""
     _ = analyzer.files  # whether there is a run
     return [
-        _make_table(name, meaning, schema, meanings, getattr(analyzer, name))
-        for name, (meaning, schema, meanings) in _RUN_TABLES.items()
+        _make_table(name, meaning, columns, getattr(analyzer, name))
+        for name, (meaning, columns) in _RUN_TABLES.items()
     ]
 
 
 def _make_table(
-    name: str,
-    meaning: str,
-    schema: _Schema,
-    meanings: Mapping[str, str],
-    frame: Callable[[], pl.DataFrame],
+    name: str, meaning: str, columns: Columns, frame: Callable[[], pl.DataFrame]
 ) -> SqlTable:
-    types = pl.Schema(schema)
-    columns = [_column(column, str(types[column]), meanings[column]) for column in schema]
-    return _table(name, meaning, columns, lambda: frame().lazy())
+    return _table(name, meaning, _columns(columns), lambda: frame().lazy())
 
 
 def _table(
@@ -336,9 +200,13 @@ def describe_run_table(name: str) -> tuple[str, tuple[SqlColumn, ...]]:
     """What a frame of a run holds, and each of its columns."""
     if name not in _RUN_TABLES:
         raise UsageError(f"{name}: no frame of a run", hint=f"there are {', '.join(_RUN_TABLES)}")
-    meaning, schema, meanings = _RUN_TABLES[name]
-    types = pl.Schema(schema)
-    return meaning, tuple(_column(c, str(types[c]), meanings[c]) for c in schema)
+    meaning, columns = _RUN_TABLES[name]
+    return meaning, tuple(_columns(columns))
+
+
+def _columns(columns: Columns) -> list[SqlColumn]:
+    types = pl.Schema(types_of(columns))
+    return [_column(name, str(types[name]), meaning) for name, (_, meaning) in columns.items()]
 
 
 def _column(name: str, type_: str, meaning: str) -> SqlColumn:

@@ -113,7 +113,7 @@ def _draw(lane: pl.DataFrame, start: int, end: int) -> pl.DataFrame:
         pl.col("lane", "name", "longest", "start_ns", "end_ns").first(), pl.col("ns").sum()
     )  # fmt: skip
     is_busy = 2 * pl.col("ns").sum().over("piece") >= pl.col("end_ns") - pl.col("start_ns")
-    shown = summed.filter(is_busy).sort("piece", "ns", descending=[False, True])
+    shown = summed.filter(is_busy).sort("piece", -pl.col("ns"), "kind", "own")
     shown = shown.unique("piece", keep="first", maintain_order=True)
     same = [pl.col(name) == pl.col(name).shift(1) for name in ("kind", "own")]
     follows = pl.all_horizontal(pl.col("start_ns") == pl.col("end_ns").shift(1), *same)
