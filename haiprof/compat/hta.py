@@ -18,7 +18,8 @@ from haiprof.trace_analysis.critical_path import DATA_LOADING
 from haiprof.trace_analysis.device_time import UNKNOWN, Steps, gpu_events
 from haiprof.trace_analysis.kernel_names import short_kernel_name
 from haiprof.trace_analysis.launches import COUNTERS, MAX_QUEUE_LENGTH
-from haiprof.trace_analysis.step_time import GPU_CATEGORY, with_annotation
+from haiprof.trace_analysis.step_time import with_annotation
+from haiprof.trace_format.kineto.events import GPU_RANGES
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class HtaMethods:
             `name`, `sum (us)`, `max (us)`, `min (us)`, `stddev`, `mean (us)`, `rank`.
         """
         found = self._analysis.annotation_breakdown(self._steps)
-        found = found.filter((pl.col("category") == GPU_CATEGORY) == use_gpu_annotation)
+        found = found.filter((pl.col("category") == GPU_RANGES) == use_gpu_annotation)
         if allowlist_patterns:
             found = found.filter(pl.col("name").str.contains("|".join(allowlist_patterns)))
         found = _longest(found, num_kernels, duration_ratio)

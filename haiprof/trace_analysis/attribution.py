@@ -379,7 +379,7 @@ def _modules(trace: Trace) -> pl.DataFrame:
 
 def _ranges(trace: Trace) -> pl.DataFrame:
     """record_function ranges on the CPU."""
-    return _without_steps(trace.annotations.filter(pl.col("category") != "gpu_user_annotation"))
+    return _without_steps(trace.host_ranges)
 
 
 def _without_steps(spans: pl.DataFrame) -> pl.DataFrame:

@@ -49,7 +49,7 @@ def nest(spans: pl.DataFrame) -> CallTree:
     starts = spans["ts_ns"].to_numpy()
     ends = np.maximum(starts + spans["dur_ns"].to_numpy(), starts + 1)
     parent = _enclosing(ends, thread_numbers(spans))
-    depth = _depths(parent)
+    depth = depths(parent)
     assert depth is not None, "what encloses a span comes before it"
     return CallTree(spans=spans, starts=starts, ends=ends, parent=parent, depth=depth)
 
@@ -59,7 +59,7 @@ def thread_numbers(spans: pl.DataFrame) -> Ints:
     return spans.select(pl.struct("pid", "tid").rle_id().cast(pl.Int64)).to_series().to_numpy()
 
 
-def _depths(parent: Ints) -> Ints | None:
+def depths(parent: Ints) -> Ints | None:
     """How many spans enclose each one; None if a span encloses itself in the end."""
     depth, above = (parent >= 0).astype(np.int64), parent.copy()
     active = np.flatnonzero(above >= 0)
@@ -198,7 +198,7 @@ def levels(parent: Ints) -> list[Ints] | None:
 
     None if a row is its own caller in the end.
     """
-    depth = _depths(parent)
+    depth = depths(parent)
     if depth is None:
         return None
     order = np.argsort(depth, kind="stable")

@@ -92,8 +92,7 @@ def _of_annotation(trace: Trace, annotation: str, instance: Instance) -> PathWin
 
 def _ranges(trace: Trace, part: str) -> pl.DataFrame:
     """Ranges on the host with a text in their name, by time; before 2022 they were operators."""
-    marks = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
-    for table in (marks, trace.ops):
+    for table in (trace.host_ranges, trace.ops):
         named = table.with_columns(pl.col("name").cast(pl.String))
         found = named.filter(pl.col("name").str.contains(part, literal=True))
         if found.height:

@@ -148,7 +148,7 @@ def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
     keys = gpu.select(pl.col("device", "stream").fill_null(-1))
     starts = gpu["ts_ns"].to_numpy()
     # When anything on the host began first; without a host the GPU.
-    marks = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+    marks = trace.host_ranges
     tables = [table["ts_ns"].to_numpy() for table in (marks, trace.ops, trace.runtime)]
     times = np.concatenate(tables)
     return DeviceEvents(

@@ -117,9 +117,7 @@ def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> p
         own = not by_launch or no_launches
         when = pl.coalesce("launch_ns", "ts_ns") if own else pl.col("launch_ns")
         return known.select(*columns, when.alias("when_ns"))
-    table = {OPERATOR: trace.ops, RUNTIME: trace.runtime}.get(kind)
-    if table is None:
-        table = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+    table = {OPERATOR: trace.ops, RUNTIME: trace.runtime}.get(kind, trace.host_ranges)
     names = table["name"].unique()
     marks = [name for name in names.cast(pl.String) if STEP.match(name)]
     events = table.filter(~pl.col("name").is_in(marks))

@@ -9,6 +9,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Ints
+from haiprof.trace_analysis.call_tree import depths
 from haiprof.trace_analysis.chakra import ChakraGraph
 from haiprof.trace_format.chakra import COMM_COLL, COMM_RECV, COMM_SEND, COMP, NODE_TYPES
 
@@ -36,10 +37,20 @@ def draw_graph(
     """Selects the part of a graph that fits a picture."""
     nodes, left_out = _of_step(graph.nodes, step), 0
     nodes = nodes.filter(~pl.col("name").str.starts_with(_ROOT)).sort("node")
-    places = _CallLevels(nodes)
-    deepest = int(places.depth.max(initial=0)) + 1
-    levels = min(depth, deepest) if depth else places.deepest(max_nodes, deepest)
-    shown = places.representatives(levels)
+    place = {number: at for at, number in enumerate(nodes["node"].to_list())}
+    parent = np.array([place.get(number, -1) for number in nodes["parent"].to_list()], np.int64)
+    apart = nodes.select(
+        pl.col("category").is_not_null() & pl.col("type").is_in(_COMMUNICATION)
+    ).to_series().to_numpy()  # fmt: skip
+    deep = depths(parent)
+    assert deep is not None, "callers are resolved where an execution trace is read"
+    deepest = int(deep.max(initial=0)) + 1
+    fewer = np.cumsum(np.bincount(deep[~apart], minlength=deepest)) + int(apart.sum())
+    levels = min(depth or max(1, int(np.sum(fewer <= max_nodes))), deepest)
+    # Each node is drawn as itself, or as its innermost caller that is shown.
+    shown, hidden = np.arange(len(parent)), (deep >= levels) & ~apart
+    while hidden[shown].any():
+        shown = np.where(hidden[shown], parent[shown], shown)
     representative = nodes["node"].to_numpy()[shown] if len(nodes) else shown
     grouped = nodes.with_columns(of=pl.Series(representative)).group_by("of").agg(
         folded_count=pl.len().cast(pl.Int64) - 1,
@@ -71,38 +82,6 @@ def draw_graph(
     return GraphDrawing(
         nodes=table, edges=edges, notes=tuple(note for note, is_so in reasons if is_so)
     )
-
-
-class _CallLevels:
-    """Callers of nodes by row, and the depth of each operator."""
-
-    def __init__(self, nodes: pl.DataFrame) -> None:
-        place = {number: at for at, number in enumerate(nodes["node"].to_list())}
-        parents = [place.get(number, -1) for number in nodes["parent"].to_list()]
-        self.parent: Ints = np.array(parents, dtype=np.int64)
-        self.apart = nodes.select(
-            pl.col("category").is_not_null() & pl.col("type").is_in(_COMMUNICATION)
-        ).to_series().to_numpy()  # fmt: skip
-        self.depth: Ints = np.zeros(len(nodes), dtype=np.int64)
-        above = self.parent.copy()
-        while (above >= 0).any():
-            self.depth += above >= 0
-            above = np.where(above >= 0, self.parent[above], -1)
-
-    def representatives(self, levels: int) -> Ints:
-        """Row of each node's representative: itself, or its innermost caller that is shown."""
-        found = np.arange(len(self.parent))
-        while True:
-            hidden = (self.depth[found] >= levels) & ~self.apart[found]
-            if not hidden.any():
-                return found
-            found = np.where(hidden, self.parent[found], found)
-
-    def deepest(self, max_nodes: int, deepest: int) -> int:
-        """The number of levels that fit."""
-        fewer = np.cumsum(np.bincount(self.depth[~self.apart], minlength=deepest))
-        fitting = int(np.sum(fewer + int(self.apart.sum()) <= max_nodes))
-        return max(1, min(fitting, deepest))
 
 
 def _of_step(nodes: pl.DataFrame, step: int | None) -> pl.DataFrame:

@@ -405,8 +405,7 @@ def link(pair: Pair) -> Linked:
 
 def _spans(trace: Trace) -> pl.DataFrame:
     """Operators and record_function ranges on the CPU, in the file's order."""
-    ranges = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")
-    return pl.concat([ranges.select(_SPAN), trace.ops.select(_SPAN)]).sort("event")
+    return pl.concat([trace.host_ranges.select(_SPAN), trace.ops.select(_SPAN)]).sort("event")
 
 
 def _add_times(nodes: pl.DataFrame, tree: CallTree, found: Identified) -> pl.DataFrame:

@@ -22,7 +22,6 @@ from haiprof.trace_analysis.call_tree import (
     python_calls,
     thread_numbers,
 )
-from haiprof.trace_analysis.step_time import GPU_CATEGORY
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE
@@ -329,7 +328,7 @@ class Host:
 
 def read_host(trace: Trace) -> Host:
     """The host of one rank's trace."""
-    ranges = trace.annotations.filter(pl.col("category") != GPU_CATEGORY)
+    ranges = trace.host_ranges
     parts = [python_calls(trace), ranges, trace.ops, trace.runtime]
     extra = {
         "forward_tid": pl.Int64, "sequence_number": pl.Int64, "correlation": pl.Int64,

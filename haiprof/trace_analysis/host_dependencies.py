@@ -37,7 +37,7 @@ class HostEvents:
     def tree(self) -> CallTree:
         """Nesting of all of them."""
         kept = ["event", "name", "category", "ts_ns", "dur_ns", "pid", "tid"]
-        marks = self._trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+        marks = self._trace.host_ranges
         call = pl.int_range(pl.len(), dtype=pl.Int64)
         parts = [
             marks.select(*kept, is_mark=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ class RunTracks:
                     counters=own,
                 )
         nodes = rows.filter(pl.col("rank").is_null())
-        hosts = {str(self._host(files)) for files in self.run.ranks if files.rank in ranges}
+        hosts = {str(files.report.get("host")) for files in self.run.ranks if files.rank in ranges}
         for place, host in enumerate(nodes["host"].unique().sort()):
             if host in hosts or len(self.run.nodes) == 1:
                 yield Track(
@@ -139,15 +140,13 @@ class RunTracks:
                     counters=_track_names(nodes.filter(pl.col("host") == host)),
                 )
 
-    def _host(self, files: RankFiles) -> object:
-        return files.report.get("host")
-
     def _moved_of_hosts(self) -> dict[str, int]:
         """What is subtracted from the times of each host's counters."""
         found: dict[str, list[int]] = {}
         for files in self.run.ranks:
             if files.rank in self.clocks:
-                found.setdefault(str(self._host(files)), []).append(self._moved_ns(files))
+                host = str(files.report.get("host"))
+                found.setdefault(host, []).append(self._moved_ns(files))
         return {host: round(median(each)) for host, each in found.items()}
 
     def _moved_ns(self, files: RankFiles) -> int:
@@ -278,24 +277,23 @@ def merge_traces(
     """Writes one trace of all ranks."""
     paths, left_out = merge_files(sources, options.window)
     inputs = merge_inputs(paths, ranks=options.ranks)
-    check_target(output, [each.path for each in inputs.values()], force=options.force)
-    between = _step_ranges(inputs, options.steps, pool, reading)
+    files = [each.path for each in inputs.values()]
+    check_target(output, files, force=options.force)
+    asked, between, recorded = pool or default_pool(files), {}, {}
+    if options.steps is not None:
+        found = asked.map(step_range, files, {"steps": options.steps}, reading)
+        between = dict(zip(inputs, found, strict=True))
     clocks = rank_clocks(inputs, by_collectives=options.by_collectives, pool=pool, progress=reading)
     by_rank = {clock.rank: clock for clock in clocks}
-    recorded = _recordings(inputs, pool) if options.by_collectives or options.steps else {}
+    if options.by_collectives or options.steps:
+        with contextlib.suppress(TraceFormatError):  # one of them can only be passed through
+            recorded = dict(zip(inputs, asked.map(_recording, files, {}), strict=True))
     base_ns = _base_ns(inputs)
     run, notes = _run_of(sources[0]) if options.counters or options.phases else (None, [])
-    tracks = (
-        RunTracks(
-            run=run,
-            inputs=inputs,
-            clocks=by_rank,
-            with_counters=options.counters,
-            with_phases=options.phases,
-        )
-        if run
-        else None
-    )
+    tracks = None if run is None else RunTracks(
+        run=run, inputs=inputs, clocks=by_rank,
+        with_counters=options.counters, with_phases=options.phases,
+    )  # fmt: skip
     drawn = {files.rank for files in run.ranks} if run and options.phases else set()
     plans = [
         RankPlan(
@@ -303,7 +301,7 @@ def merge_traces(
             rank=rank,
             shift_ns=each.base_ns - base_ns - by_rank[rank].moved_ns,
             between=between.get(rank),
-            streams=recorded[rank].streams if rank in recorded else StreamLanes(),
+            streams=recorded[rank][1] if rank in recorded else StreamLanes(),
             clock={key: value for key, value in asdict(by_rank[rank]).items() if key != "rank"},
             without_phases=rank in drawn,
         )
@@ -319,7 +317,7 @@ def merge_traces(
         tracks=tracks,
         progress=writing,
     )
-    checks = check_frame({rank: each.file for rank, each in recorded.items()})
+    checks = check_frame({rank: file for rank, (file, _) in recorded.items()})
     return MergeReport(
         path=output,
         merged=merged,
@@ -331,27 +329,9 @@ def merge_traces(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recording:
-    """What is known of a rank's file once it was read."""
-
-    file: TraceFile
-    streams: StreamLanes
-
-
-def _recordings(inputs: Mapping[int, TraceInput], pool: Pool | None) -> dict[int, _Recording]:
-    """What is known of each file; nothing where one of them can only be passed through."""
-    paths = [each.path for each in inputs.values()]
-    try:
-        found = (pool or default_pool(paths)).map(_recording, paths, {})
-    except TraceFormatError:
-        return {}
-    return dict(zip(inputs, found, strict=True))
-
-
-def _recording(trace: Trace) -> _Recording:
-    """A question for a pool."""
-    return _Recording(file=trace_file(trace), streams=stream_lanes(overlapping_events(trace)))
+def _recording(trace: Trace) -> tuple[TraceFile, StreamLanes]:
+    """What is known of a rank's file once it was read; a question for a pool."""
+    return trace_file(trace), stream_lanes(overlapping_events(trace))
 
 
 def _base_ns(inputs: Mapping[int, TraceInput]) -> int:
@@ -374,19 +354,6 @@ def step_range(trace: Trace, *, steps: tuple[int, int]) -> Range:
     launched = gpu_events(trace, steps)
     ends = (launched["ts_ns"] + launched["dur_ns"]).to_list()
     return start_ns, max([end_ns, *ends])
-
-
-def _step_ranges(
-    inputs: Mapping[int, TraceInput],
-    steps: tuple[int, int] | None,
-    pool: Pool | None,
-    progress: ReadProgress | None,
-) -> dict[int, Range]:
-    if steps is None:
-        return {}
-    paths = [each.path for each in inputs.values()]
-    found = (pool or default_pool(paths)).map(step_range, paths, {"steps": steps}, progress)
-    return dict(zip(inputs, found, strict=True))
 
 
 def default_output(sources: Sequence[Path]) -> Path:

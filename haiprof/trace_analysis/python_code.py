@@ -287,7 +287,7 @@ def part_tree(trace: Trace) -> CallTree:
     )
     if modules.is_empty():
         modules = python.filter(name.str.contains(_FORWARD)).with_columns(kind=pl.lit(FUNCTION))
-    ranges = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+    ranges = trace.host_ranges
     named = ranges.select(name, *columns).filter(~name.str.contains(_NO_PART))
     tree = nest(pl.concat([named.with_columns(kind=pl.lit(ANNOTATION)), modules]))
     if tree.spans.is_empty():

@@ -26,11 +26,10 @@ from haiprof.trace_analysis.device_time import (
     with_launch,
 )
 from haiprof.trace_format.kineto.decode import event_texts, with_number, write_copy
-from haiprof.trace_format.kineto.events import HOST_BACKENDS, LANE, TEXTS
+from haiprof.trace_format.kineto.events import GPU_RANGES, HOST_BACKENDS, LANE, TEXTS
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 from haiprof.trace_format.kineto.text import TraceText
 
-GPU_CATEGORY = "gpu_user_annotation"
 _RANGE = ["category", "device", "name"]
 
 
@@ -78,7 +77,7 @@ def with_annotation(gpu: pl.DataFrame, annotations: pl.DataFrame) -> pl.DataFram
 
     The same rows, by device and stream, with `annotation`; null outside of all.
     """
-    on_gpu = annotations.filter(pl.col("category") == GPU_CATEGORY)
+    on_gpu = annotations.filter(pl.col("category") == GPU_RANGES)
     ranges = on_gpu.with_columns(device="pid", stream="tid")
     by_stream = ranges.partition_by("device", "stream", as_dict=True, maintain_order=True)
     empty = ranges.clear()
@@ -120,7 +119,7 @@ def _longer_before(ends: Ints) -> Ints:
 
 def _annotations(trace: Trace, steps: Steps) -> pl.DataFrame:
     """Annotations with their device, those of some steps only."""
-    on_gpu = pl.col("category") == GPU_CATEGORY
+    on_gpu = pl.col("category") == GPU_RANGES
     ranges = pl.concat([trace.annotations, trace.phase_ranges])
     every = ranges.with_columns(device=pl.when(on_gpu).then("pid"))
     if steps is None:
@@ -198,12 +197,7 @@ def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame
 def _roles(trace: Trace) -> dict[str, Intervals | None]:
     """When each cause was active, on any thread or device; None where it was not recorded."""
     gpu, runtime = with_kind(gpu_events(trace, None)), trace.runtime
-    host = pl.concat(
-        [
-            trace.ops.select(_NAMED),
-            trace.annotations.filter(pl.col("category") != GPU_CATEGORY).select(_NAMED),
-        ]
-    )
+    host = pl.concat([trace.ops.select(_NAMED), trace.host_ranges.select(_NAMED)])
     loader, collective = _matching(host, _LOADER), _matching(host, _CPU_COLLECTIVE)
     other = host.filter(~pl.col("name").is_in(_names(host, rf"{_LOADER}|{_CPU_COLLECTIVE}")))
     work = other.filter(~pl.col("name").is_in(_names(other, STEP.pattern.replace(r"\Z", "$"))))
@@ -293,19 +287,16 @@ def _lanes(trace: Trace) -> list[tuple[int, int]]:
     """Process and thread of every lane; none without Python functions."""
     if trace.python.is_empty():
         return []
-    threads = _ranges(trace).select("pid", "tid").drop_nulls().unique().sort("pid", "tid")
+    ranges = pl.concat([trace.host_ranges, trace.phase_ranges])
+    threads = ranges.select("pid", "tid").drop_nulls().unique().sort("pid", "tid")
     return [(pid, tid) for pid, tid in threads.iter_rows() if 0 <= tid < LANE]
-
-
-def _ranges(trace: Trace) -> pl.DataFrame:
-    ranges = pl.concat([trace.annotations, trace.phase_ranges])
-    return ranges.filter(pl.col("category") != "gpu_user_annotation")
 
 
 def _pieces(trace: Trace, text: TraceText, lanes: list[tuple[int, int]]) -> Iterator[bytes]:
     """Yields the names of the lanes, then all events, those of ranges in their lane."""
     threads = pl.DataFrame(lanes, schema=["pid", "tid"], orient="row")
-    moved = _ranges(trace).join(threads, on=["pid", "tid"], how="semi").sort("event")
+    ranges = pl.concat([trace.host_ranges, trace.phase_ranges])
+    moved = ranges.join(threads, on=["pid", "tid"], how="semi").sort("event")
     waiting = list(moved.select("event", "tid").iter_rows())[::-1]
     first = 0
     yield b",\n".join(_name(pid, tid) for pid, tid in lanes)

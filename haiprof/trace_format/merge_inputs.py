@@ -19,7 +19,7 @@ from haiprof.base.intervals import Ints
 from haiprof.trace_format.find import MERGED_KEY, by_rank, one_window, rank_of, trace_files
 from haiprof.trace_format.kineto.columns import exact_ns
 from haiprof.trace_format.kineto.decode import event_texts
-from haiprof.trace_format.kineto.events import LANE
+from haiprof.trace_format.kineto.events import GPU_RANGES, LANE
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText
 
@@ -275,7 +275,6 @@ def _pid_text(written: bytes) -> str:
 
 
 _MOST_LANES = 64
-_GPU_RANGES = "gpu_user_annotation"
 _COMPLETE, _ARROW_END = b'"X"', b'"f"'
 _SCHEMA = {
     "event": pl.Int64, "pid": pl.Int64, "tid": pl.Int64, "lane": pl.Int64,
@@ -339,7 +338,7 @@ def overlapping_events(trace: Trace) -> pl.DataFrame:
     if trace.report.lost_count:
         return pl.DataFrame(schema=_SCHEMA)
     kept = ("event", "pid", "tid", "ts_ns", "dur_ns")
-    ranges = trace.annotations.filter(pl.col("category") == _GPU_RANGES).select(*kept)
+    ranges = trace.annotations.filter(pl.col("category") == GPU_RANGES).select(*kept)
     every = pl.concat(
         [trace.columns.table("gpu").select(*kept, "correlation"), ranges], how="diagonal"
     ).filter(pl.col("pid").is_not_null() & pl.col("tid").is_between(0, LANE, closed="left"))

@@ -266,6 +266,35 @@ class OperationWhatIf:
     def __init__(self, table: OperationTable) -> None:
         self.table = table
 
+    @cached_property
+    def _plan(self) -> tuple[Plan, Ints]:
+        """The graph of a whole step: two points per operation and rank, one per transfer.
+
+        Its first edges are the operations. And the number of each one's transfer, or -1.
+        """
+        rows, model = self.table.rows.height, self.table.model
+        columns = self.table.rows.select("optype", "seq_id", "stage", "dp_rank").rows()
+        place = {(Operation(*row[:3]), row[3]): at for at, row in enumerate(columns)}
+        ranks = self.table.rows["dp_rank"].unique().to_list()
+        transfer_of = np.full(rows, -1)
+        count = 0
+        for group in model.groups:
+            together = [ranks] if group[0] in model.over_ranks else [[rank] for rank in ranks]
+            for members in together:
+                transfer_of[[place[o, rank] for o in group for rank in members]] = count
+                count += 1
+        waits = [(rows + place[a, rank], place[b, rank]) for a, b in model.after for rank in ranks]
+        later, earlier = np.array([b for _, b in waits]), np.array([a for a, _ in waits])
+        everyone = np.arange(rows)
+        enters = np.flatnonzero(transfer_of >= 0)
+        begins = np.where(transfer_of >= 0, 2 * rows + transfer_of, everyone)
+        graph = Graph(
+            point_count=2 * rows + count,
+            sources=np.concatenate([begins, earlier, enters]),
+            targets=np.concatenate([rows + everyone, later, 2 * rows + transfer_of[enters]]),
+        )
+        return plan_graph(graph), transfer_of
+
     @property
     def measured_ns(self) -> Ints:
         """Duration of each step in the table, shape (steps,)."""
@@ -298,7 +327,12 @@ class OperationWhatIf:
 
         A transfer that seems to end before all have started (clocks differ) takes 0.
         """
-        starts = self._network.last_starts(self.table.starts)
+        starts, transfer_of = self.table.starts.copy(), self._plan[1]
+        members = np.flatnonzero(transfer_of >= 0)
+        of = transfer_of[members]
+        last = np.full((of.max(initial=-1) + 1, starts.shape[1]), np.iinfo(np.int64).min)
+        np.maximum.at(last, of, starts[members])
+        starts[members] = last[of]
         lasting: Ints = np.maximum(self.table.ends - starts, 0)
         return lasting
 
@@ -315,7 +349,11 @@ class OperationWhatIf:
 
     def replay(self, durations_ns: Ints) -> Ints:
         """Duration of each step, shape (steps,), with given durations of the operations."""
-        return self._network.replay(durations_ns)
+        plan = self._plan[0]
+        lengths = np.zeros((len(plan.graph.sources), durations_ns.shape[1]), dtype=np.int64)
+        lengths[: len(durations_ns)] = durations_ns
+        ends: Ints = times(plan, lengths).max(axis=0)
+        return ends
 
     def only(self, rows: Bools) -> float:
         """Slowdown if some operations had their own durations and all others the ideal ones."""
@@ -366,60 +404,3 @@ class OperationWhatIf:
         """M_S: share of the slowdown that the last stage explains; above 1 where it is more."""
         stages = self.table.rows["stage"]
         return self.explained_ratio((stages == stages.max()).to_numpy())
-
-    @cached_property
-    def _network(self) -> _Network:
-        return _Network.of(self.table)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Network:
-    """The graph of a whole step: two points per operation and rank, one per transfer."""
-
-    plan: Plan
-    rows: int
-    work: Ints
-    """The edge that carries each row's duration, shape (rows,)."""
-    transfer_of: Ints
-    """Number of each row's transfer, -1 of one that waits for nobody, shape (rows,)."""
-
-    @classmethod
-    def of(cls, table: OperationTable) -> _Network:
-        rows, model = table.rows.height, table.model
-        columns = table.rows.select("optype", "seq_id", "stage", "dp_rank").rows()
-        place = {(Operation(*row[:3]), row[3]): at for at, row in enumerate(columns)}
-        ranks = table.rows["dp_rank"].unique().to_list()
-        transfer_of = np.full(rows, -1)
-        count = 0
-        for group in model.groups:
-            together = [ranks] if group[0] in model.over_ranks else [[rank] for rank in ranks]
-            for members in together:
-                transfer_of[[place[o, rank] for o in group for rank in members]] = count
-                count += 1
-        waits = [(rows + place[a, rank], place[b, rank]) for a, b in model.after for rank in ranks]
-        later, earlier = np.array([b for _, b in waits]), np.array([a for a, _ in waits])
-        everyone = np.arange(rows)
-        enters = np.flatnonzero(transfer_of >= 0)
-        begins = np.where(transfer_of >= 0, 2 * rows + transfer_of, everyone)
-        graph = Graph(
-            point_count=2 * rows + count,
-            sources=np.concatenate([begins, earlier, enters]),
-            targets=np.concatenate([rows + everyone, later, 2 * rows + transfer_of[enters]]),
-        )
-        return cls(plan=plan_graph(graph), rows=rows, work=everyone, transfer_of=transfer_of)
-
-    def replay(self, durations_ns: Ints) -> Ints:
-        lengths = np.zeros((len(self.plan.graph.sources), durations_ns.shape[1]), dtype=np.int64)
-        lengths[self.work] = durations_ns
-        ends: Ints = times(self.plan, lengths).max(axis=0)
-        return ends
-
-    def last_starts(self, starts: Ints) -> Ints:
-        """When the last member of each row's transfer started; its own start where it has none."""
-        found = starts.copy()
-        members = np.flatnonzero(self.transfer_of >= 0)
-        of = self.transfer_of[members]
-        last = np.full((of.max(initial=-1) + 1, starts.shape[1]), np.iinfo(np.int64).min)
-        np.maximum.at(last, of, starts[members])
-        found[members] = last[of]
-        return found

@@ -158,30 +158,20 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
         marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
         if not marks.height:
             raise MissingDataError(f"{trace.path}: no profiler step from {steps[0]} to {steps[1]}")
-    if marks.height:
-        begin, end, tid = (
-            _edge(marks, "start_ns", "min"),
-            _edge(marks, "end_ns", "max"),
-            marks["tid"][0],
-        )
-    else:
-        begin, end, tid = (
-            _edge(spans, "ts_ns", "min"),
-            _edge(spans, "end_ns", "max"),
-            host.busiest_thread()[1],
-        )
+    every = marks if marks.height else spans.rename({"ts_ns": "start_ns"})
+    begin, end = every.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+    tid = marks["tid"][0] if marks.height else host.busiest_thread()[1]
     inside = spans.filter(pl.col("ts_ns").is_between(begin, end)).with_columns(
         end_ns=pl.min_horizontal("end_ns", pl.lit(end))
     )
-    window = (begin, end)
-    main = [thread for thread in host.threads if thread[1] == tid]
+    main = next(thread for thread in host.threads if thread[1] == tid)
     return ReplayWindow(
         begin_ns=begin,
         end_ns=end,
         main_tid=tid,
         bounds_ns=np.append(marks["start_ns"].sort().to_numpy() if marks.height else begin, end),
         spans=inside,
-        handed=tuple(found.within(*window) for found in hand_overs(host, main[0])),
+        handed=tuple(found.within(begin, end) for found in hand_overs(host, main)),
     )
 
 
@@ -191,10 +181,6 @@ def _spans(trace: Trace) -> pl.DataFrame:
     calls = trace.runtime.select(*columns, "correlation")
     both = pl.concat([trace.ops.select(*columns), calls], how="diagonal")
     return both.drop_nulls("tid").sort("ts_ns", maintain_order=True)
-
-
-def _edge(frame: pl.DataFrame, column: str, which: str) -> int:
-    return int(getattr(frame[column], which)())
 
 
 def kernels_of(trace: Trace, calls: RuntimeCalls, window: tuple[int, int]) -> DeviceEvents:
@@ -377,9 +363,8 @@ def worker_batches(
     """
     # The outermost marks of `__next__`; until 2022 they were operators.
     end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
-    host = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")
     parts = [table.select(pl.col("name").cast(pl.String), "tid", "ts_ns", end)
-             for table in (host, trace.ops)]  # fmt: skip
+             for table in (trace.host_ranges, trace.ops)]  # fmt: skip
     marks = (
         pl.concat(parts)
         .filter(
@@ -446,10 +431,8 @@ def change_lengths(trace: Trace, change: Change, lengths: Ints, edges: pl.DataFr
             these = is_work & of_kernel & edges["label"].is_in(found)
         return np.where(these.to_numpy(), _divide(lengths, change.speedup), lengths)
     if change.kind in (OPERATOR, LOADER):
-        marks = pl.col("category").cast(pl.String) != "gpu_user_annotation"
         columns = (pl.col("name").cast(pl.String), "tid", "ts_ns", "dur_ns")
-        tables = (trace.ops, trace.annotations.filter(marks))
-        spans = pl.concat([table.select(*columns) for table in tables])
+        spans = pl.concat([table.select(*columns) for table in (trace.ops, trace.host_ranges)])
         found = [text for text in spans["name"].unique() if re.search(change.name, text)]
         spans = spans.filter(pl.col("name").is_in(found))
     elif change.kind == LAUNCHES:

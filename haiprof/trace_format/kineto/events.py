@@ -12,6 +12,8 @@ import msgspec
 
 TRACE_VERSION = 8  # of the tables below; a cache of another version is built again
 
+GPU_RANGES = "gpu_user_annotation"
+"""Category of ranges of the host as they show on the GPU."""
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
 )  # fmt: skip
@@ -39,7 +41,7 @@ TABLE_OF_CATEGORY = {
     "cpu_op": OPS,
     "Operator": OPS,
     "user_annotation": ANNOTATIONS,
-    "gpu_user_annotation": ANNOTATIONS,
+    GPU_RANGES: ANNOTATIONS,
     "python_function": PYTHON,
     "cpu_instant_event": MEMORY,
     "cuda_sync": SYNC,

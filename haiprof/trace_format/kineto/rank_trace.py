@@ -36,6 +36,7 @@ from haiprof.trace_format.kineto.events import (
     ANNOTATIONS,
     GPU,
     GPU_COUNTERS,
+    GPU_RANGES,
     GRAPH_NODES,
     LINKS,
     MEMORY,
@@ -199,13 +200,18 @@ class Trace:
         """Calls of the operating system that Nsight Systems recorded, by start."""
         return self._table(OS_CALLS)
 
+    @property
+    def host_ranges(self) -> pl.DataFrame:
+        """`annotations` without those that show a range as it is on the GPU."""
+        return self.annotations.filter(pl.col("category") != GPU_RANGES)
+
     @cached_property
     def steps(self) -> pl.DataFrame:
         """Profiler steps by their number.
 
         `step`, `start_ns`, `end_ns`, `tid`; empty where the profiler's `step()` was not called.
         """
-        marks = self.annotations.filter(pl.col("category") != "gpu_user_annotation")
+        marks = self.host_ranges
         if self.annotations.is_empty():  # before 2022 they were operators like any other
             marks = self.ops.select(marks.columns)
             steps = [name for name in marks["name"].unique().cast(pl.String) if STEP.match(name)]
