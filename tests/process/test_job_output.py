@@ -14,7 +14,9 @@ from tests.process.jobs import PYTHON, REPOSITORY, Job, run_command, run_job
 pytestmark = pytest.mark.slow
 
 NCCL = "node7:1:1 [0] NCCL WARN Call to connect returned Connection refused"
-TRAINS = f"NCCL = {NCCL!r}" + """
+TRAINS = (
+    f"NCCL = {NCCL!r}"
+    + """
 import os, sys, time, traceback
 import torch
 rank = int(os.environ.get("RANK", "0"))
@@ -38,6 +40,7 @@ if "die" in sys.argv:
     print(NCCL, flush=True)
     os._exit(7)
 """
+)
 
 
 def trained(folder: Path, line: str, *, haiprof: bool = True) -> Job:
