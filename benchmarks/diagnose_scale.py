@@ -5,12 +5,14 @@
     python benchmarks/diagnose_scale.py --deaths
     python benchmarks/diagnose_scale.py --ranks 1024 --steps 300 --seconds 300 --command "report ."
     python benchmarks/diagnose_scale.py --ranks 1024 --steps 1000 --seconds 1000 --command "ls .."
+    python benchmarks/diagnose_scale.py --sweep --label after
 
 With `--deaths` one rank raises and NCCL's watchdog ends the others: each rank leaves PyTorch's dump
 of 2,000 collectives with stacks. Run directories are made up (tests/unit/report/many_ranks.py),
 with counters once a second. Each diagnosis is a process of its own, timed from its start; the
 seconds after the imports stand beside that. With `--command` that command of haiprof is timed in
 place of the diagnosis, in the run's folder, with the processor time and peak memory of its process.
+`--sweep` and what follows it is `scale_sweep.py`: 64 to 1,024 ranks, 1 to 24 hours.
 """
 
 from __future__ import annotations
@@ -153,6 +155,11 @@ def measure(
 
 def main() -> None:
     """Measures the usual cases, or the one named."""
+    if "--sweep" in sys.argv:
+        from benchmarks.scale_sweep import main as sweep
+
+        sweep([word for word in sys.argv[1:] if word != "--sweep"])
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--steps", type=int, default=3_600)

@@ -35,13 +35,17 @@ def write_many(
     per_host: int = 8,
     samples: int = _SAMPLES,
     host: str = "node",
+    longer: float = 1.0,
 ) -> Path:
-    """A run whose rank 5 is slow in forward, and whose rank 2 waits for data more and more."""
+    """A run whose rank 5 is slow in forward, and whose rank 2 waits for data more and more.
+
+    Its steps take 0.1 s, or `longer` times as much.
+    """
     run = write_run(root, name="many")
     random = np.random.default_rng(_SEED)
     end_ns = START_NS
     for rank in range(ranks):
-        spans = _spans(rank, steps, random)
+        spans = _spans(rank, steps, random, longer)
         end_ns = max(end_ns, int(spans.end_ns[-1]))
         name = f"{host}{rank // per_host:04d}"
         facts: dict[str, Any] = {
@@ -57,14 +61,14 @@ def write_many(
     return root
 
 
-def _spans(rank: int, steps: int, random: np.random.Generator) -> Spans:
+def _spans(rank: int, steps: int, random: np.random.Generator, longer: float) -> Spans:
     ms = np.array(USUAL_MS) * (1 + 0.02 * random.standard_normal((steps, 4)))
     if rank == SLOW_RANK:
         ms[:, 1] *= 2
     if rank == DRIFTING_RANK:
         ms[:, 0] += np.linspace(0, 60, steps)
     ms[int(SPIKE_STEP * steps)] *= 5
-    length = np.maximum(ms * 1e6, 1).astype(np.int64).ravel()
+    length = np.maximum(ms * longer * 1e6, 1).astype(np.int64).ravel()
     ends = START_NS + np.cumsum(length + GAP_NS)
     kinds = np.tile(np.array(KINDS, dtype=np.int8), steps)
     return Spans(
