@@ -118,7 +118,10 @@ def judge(
             inputs.ranks["eval_ns"] - inputs.ranks["eval_compile_ns"].fill_null(0)
         ),
         compile_ns=_largest(inputs.ranks["compile_ns"]),
-        events=_events(analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi")),
+        events=_events(
+            analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi"),
+            [blocks.pauses for blocks in inputs.blocks.values()],
+        ),
         machine=machine_text(inputs),
         cost=_cost(analyzer, inputs),
         next_command=_next_command(run, inputs, findings, death),
@@ -362,8 +365,13 @@ def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]
     return found
 
 
-def _events(phases: pl.DataFrame) -> dict[str, Events]:
-    """Collector pauses and checkpoint saves, where there were any."""
+def _events(phases: pl.DataFrame, folded: Sequence[tuple[int, int, int]]) -> dict[str, Events]:
+    """Collector pauses and checkpoint saves, where there were any.
+
+    Args:
+        phases: `phase` and `duration_ns` of each.
+        folded: Of other collector pauses: how many, their sum and the longest.
+    """
     found = (
         phases.filter(pl.col("phase").is_in([GC_PHASE, SAVE_PHASE]))
         .group_by("phase")
@@ -374,9 +382,14 @@ def _events(phases: pl.DataFrame) -> dict[str, Events]:
         )
         .sort("phase")
     )
+    rows = {phase: numbers for phase, *numbers in found.rows()}
+    for more in folded:
+        if more[0]:
+            count, total, longest = rows.get(GC_PHASE, (0, 0, 0))
+            rows[GC_PHASE] = [count + more[0], total + more[1], max(longest, more[2])]
     return {
         phase: Events(count=count, total_ns=total, longest_ns=longest)
-        for phase, count, total, longest in found.rows()
+        for phase, (count, total, longest) in sorted(rows.items())
     }
 
 

@@ -45,7 +45,9 @@ class JobTime:
 
     ranks: tuple[int, ...]
     step: Ints
-    """Numbers of the steps, of the first rank."""
+    """Numbers of the steps, of the first rank; a folded block has that of its first one."""
+    count: Ints
+    """[step]: 1, or of a block its steps: all times are those of its mean step."""
     used: tuple[int, ...]
     """Positions that any rank was in."""
     cell_ns: Singles
@@ -84,15 +86,33 @@ class JobTime:
         """[rank, covered step] of [rank, step]; a view where that is all of them."""
         return values if self.covered.all() else values[:, self.covered]
 
+    def average(self, values: Floats | Singles) -> Floats:
+        """The mean over steps, or covered ones, of [..., step]: a block counts as its steps."""
+        return average(values, self._counts(values))
+
+    def each_step(self, values: Floats | Singles) -> Floats:
+        """[..., step] with every step of a block for itself."""
+        found: Floats = np.repeat(values, self._counts(values), axis=-1)
+        return found
+
+    def _counts(self, values: Floats | Singles) -> Ints:
+        whole = values.shape[-1] == len(self.count)
+        return self.count if whole else self.count[self.covered]
+
+    @property
+    def period_count(self) -> int:
+        """Steps of all ranks together."""
+        return len(self.ranks) * int(self.count.sum())
+
     @property
     def mean_ns(self) -> float:
         """The mean period of the ranks."""
-        return float(self.totals_ns.sum()) / self.period_ns.size
+        return float(self.totals_ns.sum()) / self.period_count
 
     @property
     def positions(self) -> dict[str, float]:
         """By position: mean time per step over ranks; collections are where they happened."""
-        means = self.totals_ns.sum(axis=(0, 1)) / self.period_ns.size
+        means = self.totals_ns.sum(axis=(0, 1)) / self.period_count
         return {name: float(ns) for name, ns in zip(POSITIONS, means, strict=True) if ns}
 
     def gains(self, parts: Singles) -> Floats:
@@ -135,7 +155,7 @@ class JobTime:
 
     def mean_of(self, table: TimeTable, rows: Ints) -> float:
         """The mean of the same, exact."""
-        return float((self._share(table, rows) * self.totals_ns).sum()) / self.period_ns.size
+        return float((self._share(table, rows) * self.totals_ns).sum()) / self.period_count
 
     def _share(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, usual, spike or collections, position]: what rows have of each cell's time."""
@@ -154,7 +174,7 @@ class JobTime:
             rows: The rows that it is made of.
             series: [step]: what is averaged.
         """
-        mean = float(series.mean())
+        mean = float(self.average(series)) if len(series) > 1 else float(series.mean())
         cells = self._same_cells(table, rows)
         whole, count = float(table.ns[cells].sum()), float(table.count[cells].sum())
         low = high = mean
@@ -163,12 +183,22 @@ class JobTime:
             below, above = wilson(np.array([share * count]), np.array([count]))
             if share:
                 low, high = mean * float(below[0]) / share, mean * float(above[0]) / share
-        blocks = np.array([part.mean() for part in np.array_split(series, _block_count(series))])
+        blocks = np.array(self._block_means(series))
         spread = _Z * float(blocks.std(ddof=1)) / len(blocks) ** 0.5 if len(blocks) > 1 else 0.0
         return (
             max(mean - float(np.hypot(mean - low, spread)), 0.0),
             mean + float(np.hypot(high - mean, spread)),
         )
+
+    def _block_means(self, series: Floats) -> list[float]:
+        """Means over stretches of about as many steps."""
+        many, place = _block_count(series), np.arange(len(series))
+        if len(series) == 1 or (self._counts(series) == 1).all():
+            return [float(series[part].mean()) for part in np.array_split(place, many)]
+        count = self._counts(series)
+        edges = np.searchsorted(np.cumsum(count), np.arange(1, many) / many * count.sum())
+        parts = np.split(place, edges)
+        return [float(average(series[part], count[part])) for part in parts if len(part)]
 
     def when(self, table: TimeTable, rows: Ints, series: Floats) -> str:
         """When an account is paid.
@@ -180,9 +210,11 @@ class JobTime:
         """
         if len(series) < _COVERED_MIN or not series.sum():
             return "each step"
-        spiked = _find_spikes(series)
+        whole = self.count[: len(series)] == 1  # in the mean step of a block nothing stands out
+        whole = whole if whole.sum() >= _COVERED_MIN else np.ones_like(whole)
+        spiked = _find_spikes(series[whole])
         if spiked.any() and not self._are_spikes_waits(table, rows):
-            return _spike_text(self.step[: len(series)], series, spiked)
+            return _spike_text(self.step[: len(series)][whole], series[whole], spiked)
         cells = self._same_cells(table, rows) & (table.step >= 0)
         exact = sum(
             self.cell_ns[row].mean(axis=0)
@@ -245,8 +277,62 @@ class DeviceUse:
         return bound * min(total / max(float(bound.sum()), 1.0), 1.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedCells:
+    """The judged steps of a rank: blocks of folded ones, and then one by one."""
+
+    step: Ints
+    """Number of the first step of each."""
+    count: Ints
+    """How many steps it has."""
+    column: Ints
+    """Where it is in what is loaded of the rank."""
+
+
+def average(values: Floats | Singles, count: Ints) -> Floats:
+    """The mean of [..., step], each as often as it counts."""
+    if (count == 1).all():
+        mean: Floats = values.mean(axis=-1)
+        return mean
+    weighted: Floats = np.average(values, axis=-1, weights=count)
+    return weighted
+
+
+def _common_cells(cells: Mapping[int, JudgedCells]) -> tuple[Ints, Ints]:
+    """First number and length of the stretches of steps that all ranks have whole."""
+    edges: Ints | None = None
+    for own in cells.values():
+        end = own.step + own.count
+        follow = bool((own.step[1:] == end[:-1]).all())
+        mine = np.append(own.step, end[-1:]) if follow else np.union1d(own.step, end)
+        if edges is None:
+            edges = mine
+        elif len(mine) != len(edges) or (mine != edges).any():
+            edges = np.intersect1d(edges, mine, assume_unique=True)
+    assert edges is not None
+    step, length = edges[:-1], np.diff(edges)
+    whole = np.ones(len(step), dtype=np.bool_)
+    for own in cells.values():
+        before = np.append(0, np.cumsum(own.count))
+        first, end = (np.searchsorted(own.step, edge) for edge in (step, step + length))
+        whole &= before[end] - before[first] == length
+    return step[whole], length[whole]
+
+
+def _join(times: Ints, own: JudgedCells, step: Ints, count: Ints) -> Ints:
+    """[..., cell] of a rank, summed up to the stretches that all ranks have."""
+    chosen = times[..., own.column]
+    if len(own.step) == len(step) and (own.step == step).all():
+        return chosen
+    before = np.concatenate([np.zeros((*times.shape[:-1], 1), dtype=np.int64),
+                             np.cumsum(chosen, axis=-1)], axis=-1)  # fmt: skip
+    first, end = (np.searchsorted(own.step, edge) for edge in (step, step + count))
+    joined: Ints = before[..., end] - before[..., first]
+    return joined
+
+
 def job_time(
-    steps: Mapping[int, Ints],
+    steps: Mapping[int, JudgedCells],
     load: Callable[[int], tuple[Ints, Ints]],
     used: Sequence[int],
     peers: Mapping[int, Mapping[int, int]] | None,
@@ -257,7 +343,7 @@ def job_time(
 
     Args:
         steps: By rank: its judged steps; at least one rank.
-        load: The exact times of a rank: [position, step] of all its steps, without collections, and
+        load: The exact times of a rank: [position, cell] of all its steps, without collections, and
             in these.
         used: Positions that any of them was in.
         peers: By rank and step: how long it waited for later ranks, where that is known; None where
@@ -268,35 +354,44 @@ def job_time(
         device: By rank, what is known of its device; None without devices.
     """
     ranks = tuple(steps)
-    common = steps[ranks[0]]
-    for rank in ranks[1:]:
-        common = np.intersect1d(common, steps[rank], assume_unique=True)
-    count = min(len(own) for own in steps.values())
-    alone = len(common) < count / 2
-    common = steps[ranks[0]][:count] if alone else common
+    common, count = _common_cells(steps)
+    most = min(int(own.count.sum()) for own in steps.values())
+    alone = int(count.sum()) < most / 2
+    if alone:  # as many of each, one by one
+        fewest = min(len(own.step) for own in steps.values())
+        common, count = steps[ranks[0]].step[:fewest], steps[ranks[0]].count[:fewest]
     shape = (len(ranks), len(common))
     cells = np.zeros((len(used), *shape), dtype=np.float32)
     spiked = np.zeros((len(used), *shape), dtype=np.bool_)
     collected, period, idle = (np.zeros(shape, dtype=np.float32) for _ in range(3))
     totals = np.zeros((len(ranks), 3, _COUNT))
     for row, rank in enumerate(ranks):
-        chosen = steps[rank][:count] if alone else common
-        plain, pauses = (times[used][:, chosen] for times in load(rank))
-        spike = spikes(plain)
-        cells[:, row], spiked[:, row] = plain, spike
-        collected[row], period[row] = pauses.sum(axis=0), (plain + pauses).sum(axis=0)
+        own = steps[rank]
+        chosen = own.step[: len(common)] if alone else common
+        plain, pauses = (
+            times[used][:, own.column[: len(common)]] if alone else _join(
+                times[used], own, common, count
+            )
+            for times in load(rank)
+        )  # fmt: skip
+        means = plain if (count == 1).all() else plain / count
+        spike = spikes(means)
+        cells[:, row], spiked[:, row] = means, spike
+        collected[row] = pauses.sum(axis=0) / count
+        period[row] = (plain + pauses).sum(axis=0) / count
         totals[row, 0, used] = np.where(spike, 0, plain).sum(axis=1)
         totals[row, 1, used] = np.where(spike, plain, 0).sum(axis=1)
         totals[row, 2, used] = pauses.sum(axis=1)
         if device is not None:
             idle[row] = device[rank].idle_ns(chosen, period[row])
-    means = period.mean(axis=1)
+    means = average(period, count)
     alike = len(ranks) > 1 and float(np.ptp(means)) < _ALIKE_RATIO * float(means.max())
     backward = cells[list(used).index(BACKWARD)] if BACKWARD in used else collected
     peer, covered = _peer_waits(ranks, common, backward, peers, tails or {})
     return JobTime(
         ranks=ranks,
         step=common,
+        count=count,
         used=tuple(used),
         cell_ns=cells,
         spike=spiked,
@@ -306,7 +401,7 @@ def job_time(
         waits_for_all=len(ranks) > 1 and (peers is not None or alike),
         peer_ns=peer,
         covered=covered,
-        slowest=ranks[int((means - peer.mean(axis=1)).argmax())],
+        slowest=ranks[int((means - average(peer, count)).argmax())],
         idle_ns=None if device is None else idle,
         is_idle_known=bool(device) and all(each.is_known for each in (device or {}).values()),
         is_idle_bound=any(each.busy_ratio is None for each in (device or {}).values()),
@@ -339,7 +434,7 @@ def find_stragglers(time: JobTime, own_ns: Singles, avoidable_ns: Floats) -> Str
     count = len(time.ranks)
     if not time.waits_for_all or count < 2:
         return None
-    means = own_ns.mean(axis=1)
+    means = time.average(own_ns)
     place = int(means.argmax())
     others = own_ns.copy()
     others[place] = np.inf
@@ -348,18 +443,17 @@ def find_stragglers(time: JobTime, own_ns: Singles, avoidable_ns: Floats) -> Str
     beyond = own_ns[place] - middle
     others = np.partition(own_ns, (count - 1) // 2, axis=0)
     lost = own_ns.max(axis=0) - others[(count - 1) // 2]
-    extra = float(beyond.mean())
-    if extra <= lost.mean() / 2 or not _is_steady(beyond):
+    extra = float(time.average(beyond))
+    if extra <= time.average(lost) / 2 or not _is_steady(beyond):
         return None
-    late = np.flatnonzero(means - float(middle.mean()) > extra / 2)
+    usual = float(time.average(middle))
+    late = np.flatnonzero(means - usual > extra / 2)
     late = late if len(late) <= count / 2 else np.array([place])
     return Stragglers(
         ranks=tuple(time.ranks[row] for row in late.tolist()),
         extra_ns=extra,
         by_position={
-            time.ranks[row]: _longer(
-                time, row, late, avoidable_ns, float(means[row] - middle.mean())
-            )
+            time.ranks[row]: _longer(time, row, late, avoidable_ns, float(means[row]) - usual)
             for row in late.tolist()
         },
     )
@@ -375,7 +469,9 @@ def _longer(time: JobTime, place: int, late: Ints, avoidable_ns: Floats, extra_n
         cells = time.of_covered(cells)
         others = np.median(np.delete(cells, late, axis=0), axis=0)
         usual = np.median(np.delete(avoidable_ns[:, position], late))
-        beyond = float((cells[place] - others).mean()) - (avoidable_ns[place, position] - usual)
+        beyond = float(time.average(cells[place] - others)) - (
+            avoidable_ns[place, position] - usual
+        )
         longer[position] = max(beyond, 0.0)
     return longer * min(extra_ns / max(float(longer.sum()), 1.0), 1.0)
 
@@ -412,7 +508,9 @@ def _peer_waits(
     return waiting - waiting.min(axis=0), np.ones(len(step), dtype=np.bool_)
 
 
-def peer_waits(groups: Sequence[Arrivals], starts: Mapping[int, Ints]) -> dict[int, dict[int, int]]:
+def peer_waits(
+    groups: Sequence[Arrivals], starts: Mapping[int, tuple[int, Ints]]
+) -> dict[int, dict[int, int]]:
     """By rank and step: from when a rank began its collectives until the last rank began them.
 
     Collectives between which ranks have not waited for each other (buckets of one backward) count
@@ -420,7 +518,8 @@ def peer_waits(groups: Sequence[Arrivals], starts: Mapping[int, Ints]) -> dict[i
 
     Args:
         groups: From `run_analysis.collectives.arrivals`.
-        starts: By rank: begin of each of its steps, Unix time in ns.
+        starts: By rank: the number of a step, and begin of each of its steps from there on, Unix
+            time in ns.
     """
     found: dict[int, dict[int, int]] = {}
     for group in groups:
@@ -429,11 +528,12 @@ def peer_waits(groups: Sequence[Arrivals], starts: Mapping[int, Ints]) -> dict[i
         last = np.flatnonzero(np.append(waited, True))
         waits = (created.max(axis=0) - created)[:, last]
         for place, rank in enumerate(group.ranks):
-            step = np.searchsorted(starts.get(rank, last[:0]), created[place][last], "right") - 1
+            first, begun = starts.get(rank, (0, last[:0]))
+            step = np.searchsorted(begun, created[place][last], "right") - 1
             known = found.setdefault(rank, {})
             for number, wait in zip(step.tolist(), waits[place].tolist(), strict=True):
                 if number >= 0:
-                    known[number] = known.get(number, 0) + wait
+                    known[first + number] = known.get(first + number, 0) + wait
     return found
 
 

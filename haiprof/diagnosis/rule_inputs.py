@@ -19,6 +19,7 @@ from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu
 from haiprof.run_analysis.parallelism import Layout, find_layout
 from haiprof.run_analysis.printed_lines import Output, printed_output
 from haiprof.run_analysis.process_ends import caught_failures
+from haiprof.run_analysis.ranks import Blocks
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.run_files import median as median
@@ -107,6 +108,8 @@ class RuleInputs:
     """What ranks said of their loaders, compilations and allocators."""
     backward_tail: Callable[[int], float | None]
     """Of a rank: the share of its backward after the last collective that it began there."""
+    blocks: Mapping[int, Blocks]
+    """Sums of folded steps that are judged, by rank; `steps` has those that are whole."""
     traces: TracedWindow
     """What the run's traces say of a window of steps, or why they say nothing."""
     reactions: tuple[Reaction, ...]
@@ -198,10 +201,12 @@ def gather_inputs(
     restarted = bool((steps["attempt"] > 0).any())
     parts = _by_rank(last_attempts(steps) if restarted else steps)
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
+    folded = analyzer.blocks(_attempts(parts))
     judged = {
-        rank: judged_steps(part) if since is None else untraced_steps(part.filter(since))
+        rank: untraced_steps(part.filter(since)) if since is not None
+        else untraced_steps(part) if rank in folded else judged_steps(part)
         for rank, part in parts.items()
-    }
+    }  # fmt: skip
     by_rank = {rank: part for rank, part in judged.items() if part.height}
     spans = training_spans(by_rank.values())
     windows = host_windows(spans, analyzer.ranks())
@@ -217,10 +222,22 @@ def gather_inputs(
     return RuleInputs(
         steps=pl.concat([steps.clear(), *by_rank.values()]),
         by_rank=by_rank,
-        step_count=sum(part.height for part in parts.values()),
+        step_count=sum(part.height for part in parts.values())
+        + sum(int(blocks.count.sum()) for blocks in folded.values()),
         first_steps=pl.concat(
-            [steps.clear(), *(part.head(1).filter(step=0) for part in parts.values())]
+            [
+                steps.clear(),
+                *(
+                    (
+                        analyzer.first_step(rank, part["attempt"][0])
+                        if rank in folded
+                        else part.head(1)
+                    ).filter(step=0)
+                    for rank, part in parts.items()
+                ),
+            ]
         ),
+        blocks={rank: _judged_blocks(each, since_ns) for rank, each in folded.items()},
         ranks=pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt"),
         gpu_use=counted.of("utilization_ratio"),
         main_cores=main_cores,
@@ -230,7 +247,11 @@ def gather_inputs(
         placements=placements(analyzer.files),
         node_cpus=node_cpus,
         stolen=_steal_ratios(analyzer.ranks(), main_cores, node_cpus),
-        trained_ns={rank: float(part["step_ns"].sum()) for rank, part in parts.items()},
+        trained_ns={
+            rank: float(part["step_ns"].sum())
+            + (float(folded[rank].step_ns.sum()) if rank in folded else 0.0)
+            for rank, part in parts.items()
+        },
         pauses=_within(pauses, spans),
         loading=_of_judged(analyzer.loading(), spans),
         settings=analyzer.settings(),
@@ -248,6 +269,17 @@ def gather_inputs(
         marked_by=untrained_boundary(steps),
         load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
     )
+
+
+def _attempts(parts: Mapping[int, pl.DataFrame]) -> dict[int, int]:
+    return {rank: int(part["attempt"][0]) for rank, part in parts.items() if part.height}
+
+
+def _judged_blocks(blocks: Blocks, since_ns: int | None) -> Blocks:
+    """Those after the first steps, without traced ones: blocks are cut there."""
+    warm = warm_up_steps(int(blocks.first_step[-1] + blocks.count[-1])) if since_ns is None else 0
+    judged = (blocks.first_step >= warm) & ~blocks.traced
+    return blocks.take(judged & (blocks.start_ns >= (since_ns or 0)))
 
 
 def judged_steps(steps: pl.DataFrame) -> pl.DataFrame:

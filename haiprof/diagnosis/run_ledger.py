@@ -16,6 +16,7 @@ from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.job_time import (
     DeviceUse,
     JobTime,
+    JudgedCells,
     Singles,
     Stragglers,
     find_stragglers,
@@ -125,7 +126,8 @@ class RunLedger:
         seen = table.sample >= 0
         position[table.sample[seen]] = table.position[seen]
         lineless = lacks_line(table)
-        means = dict(zip(self.time.ranks, self.time.period_ns.mean(axis=1).tolist(), strict=True))
+        each = self.time.average(self.time.period_ns)
+        means = dict(zip(self.time.ranks, each.tolist(), strict=True))
         for rank in np.unique(table.rank).tolist():
             own = table.rank == rank
             scale = means[rank] / max(float(table.ns[own].sum()), 1.0)
@@ -135,7 +137,7 @@ class RunLedger:
 
     def rank_positions(self) -> dict[int, dict[str, float]]:
         """By rank, the one with the longest mean step first: its mean step by position."""
-        means = self.time.totals_ns.sum(axis=1) / len(self.time.step)
+        means = self.time.totals_ns.sum(axis=1) / self.time.count.sum()
         order = np.argsort(-means.sum(axis=1), kind="stable").tolist()
         return {
             self.time.ranks[row]: {
@@ -159,7 +161,7 @@ def run_ledger(
         settings: Those that are on and have a price.
         also: Ranks whose samples are read beside those that are read anyway.
     """
-    steps = {rank: own["step"].to_numpy() for rank, own in inputs.by_rank.items()}
+    steps = {rank: _judged_cells(analyzer, inputs, rank) for rank in inputs.by_rank}
     if not steps:
         return None
     groups = analyzer.arrivals()
@@ -211,6 +213,16 @@ def run_ledger(
     )  # fmt: skip
 
 
+def _judged_cells(analyzer: RunFrames, inputs: RuleInputs, rank: int) -> JudgedCells:
+    """The judged steps of a rank, folded ones first."""
+    step, blocks = inputs.by_rank[rank]["step"].to_numpy(), inputs.blocks.get(rank)
+    if blocks is not None:
+        step = np.append(blocks.first_step, step)
+    cells = analyzer.cells(rank)
+    column = cells.columns(step)
+    return JudgedCells(step=step, count=cells.count[column], column=column)
+
+
 def _missing(analyzer: RunFrames, table: TimeTable) -> tuple[str, ...]:
     """Why no code is known; empty where any is."""
     if _sample_count(table):
@@ -238,18 +250,19 @@ def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
     """By rank, what events on its stream and its GPU's counter say; None without GPUs."""
     if not inputs.uses_gpu:
         return None
-    return {
-        rank: DeviceUse(
-            step=own["step"].to_numpy(),
-            bound_ns=own["idle_device_ns"].cast(pl.Float64).fill_null(np.nan).to_numpy(),
-            busy_ratio=inputs.gpu_use.get(rank),
-        )
-        for rank, own in inputs.by_rank.items()
-    }
+    found = {}
+    for rank, own in inputs.by_rank.items():
+        step = own["step"].to_numpy()
+        bound = own["idle_device_ns"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+        blocks = inputs.blocks.get(rank)
+        if blocks is not None:
+            step, bound = np.append(blocks.first_step, step), np.append(blocks.idle_ns, bound)
+        found[rank] = DeviceUse(step=step, bound_ns=bound, busy_ratio=inputs.gpu_use.get(rank))
+    return found
 
 
 def _known_waits(
-    groups: Sequence[Arrivals], analyzer: RunFrames, steps: Mapping[int, Ints]
+    groups: Sequence[Arrivals], analyzer: RunFrames, steps: Mapping[int, JudgedCells]
 ) -> dict[int, dict[int, int]]:
     """From the collectives of all groups; empty where a group is known in parts alone.
 
@@ -322,7 +335,7 @@ def _subtract_found(
     goes = []
     for each, rank in zip(found, alone, strict=True):
         parts = time.series_of(table, each.rows)
-        means = parts.mean(axis=1)
+        means = time.average(parts)
         whole = means <= 2 * lower_median(means.tolist())
         goes.append(np.ones(len(means), np.bool_) if rank is not None else whole)
         if each.activity == PEER_WAIT:  # own time is without it
@@ -331,7 +344,7 @@ def _subtract_found(
             more = ~goes[-1]
             parts[more] = np.minimum(parts[more], np.median(parts, axis=0))
         total += parts
-        by_position[:, each.position] += parts.mean(axis=1)
+        by_position[:, each.position] += time.average(parts)
     left = time.own_ns
     left -= time.of_covered(total)
     return np.maximum(left, 0, out=left), by_position, goes
@@ -363,7 +376,7 @@ def _split_stragglers(
             whole = float(table.ns[rows].sum())
             if not whole:
                 continue
-            share = min(float(by_position[position]) * len(time.step) / whole, _MOST_SPLIT)
+            share = min(float(by_position[position]) * time.count.sum() / whole, _MOST_SPLIT)
             np.add.at(time_of, account[rows], share * table.ns[rows])
             table, new = table.split(rows, share)
             needed = np.append(needed, np.zeros(len(new), dtype=np.bool_))
@@ -420,21 +433,28 @@ def _sampled_ranks(time: JobTime) -> set[int]:
 
 
 def _rank_samples(
-    analyzer: RunFrames, rank: int, step: Ints, time: JobTime, inputs: RuleInputs
+    analyzer: RunFrames, rank: int, own: JudgedCells, time: JobTime, inputs: RuleInputs
 ) -> RankSamples:
     row = time.ranks.index(rank)
-    waits = time.peer_ns[row, time.covered].sum() / time.period_ns[row, time.covered].sum()
+    part = time.count[time.covered]
+    waits, whole = (
+        (ns[row, time.covered] * part).sum() for ns in (time.peer_ns, time.period_ns)
+    )  # fmt: skip
     positions, offset = analyzer.step_positions(rank)
     plain, collected = analyzer.position_times(rank)
     return RankSamples(
         time=RankTime(
-            rank=rank, step=step, plain_ns=plain[:, step], collected_ns=collected[:, step]
+            rank=rank,
+            step=own.step,
+            count=own.count,
+            plain_ns=plain[:, own.column],
+            collected_ns=collected[:, own.column],
         ),
         positions=positions,
         wall_offset_ns=offset,
         no_core_ratio=inputs.core_waits.get(rank),
         tail_ratio=analyzer.backward_tail(rank),
-        peer_ratio=float(waits) if time.waits_for_all else None,
+        peer_ratio=float(waits / whole) if time.waits_for_all else None,
         free_ratio=_free_ratio(inputs, rank),
         busy=analyzer.busy_times(rank) if time.idle_ns is not None else None,
     )
@@ -478,16 +498,16 @@ def _ledger(
     ledger = Ledger(
         mean_ns=mean,
         median_ns=0.0,
-        count=len(time.step),
+        count=int(time.count.sum()),
         residual_ns=max(residual, unseen) if abs(residual - unseen) < 1 else residual,
         positions=time.positions,
         accounts=accounts,
         opportunities=tuple(place for place, (a, _) in enumerate(priced) if a.gain_ns > 0),
         device_idle_ns=None
         if time.idle_ns is None or not time.is_idle_known
-        else float(time.idle_ns.mean()),
+        else float(time.average(time.idle_ns).mean()),
         device_idle_is_bound=time.is_idle_bound,
-        rests_on=f"spans of {len(time.step)} steps and {_sample_count(table)} samples",
+        rests_on=f"spans of {time.count.sum()} steps and {_sample_count(table)} samples",
     )
     return ledger, tuple(rows for _, rows in (*priced, *others))
 
@@ -512,7 +532,7 @@ def _account(
     if found.activity == PEER_WAIT:  # others' lateness: it is theirs, unless they take turns
         uneven = found.key is not None
         gains = left.max(axis=0) - left.mean(axis=0, dtype=np.float64) if uneven else np.zeros(1)
-    gain = float(gains.mean())
+    gain = float(time.average(gains)) if len(gains) > 1 else float(gains.mean())
     gain_low, gain_high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
     gain_low = max(gain_low - found.unsure_ns, 0.0)
     if time.is_idle_bound and found.activity != PEER_WAIT:

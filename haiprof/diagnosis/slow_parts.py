@@ -112,7 +112,7 @@ def _own_times(
     What backward does after the last collective that it began in it is waiting, too.
     """
     trained = (samples.worker < 0) & (samples.step >= 0)
-    means = found.time.period_ns.mean(axis=1)
+    means = found.time.average(found.time.period_ns)
     rows = dict(zip(found.time.ranks, means.tolist(), strict=True))
     positions = found.rank_positions()
     own = []

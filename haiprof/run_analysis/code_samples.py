@@ -12,6 +12,8 @@ import numpy as np
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.folded_steps import phase_sums
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import entries, integer, text
 from haiprof.run_analysis.step_frame import RankSegments
@@ -53,7 +55,9 @@ _TIME_LIMIT_NS = 1 << 62
 _STACK_LIMIT = 1 << 16
 """Stacks of one process that are read; a rank writes an eighth of that."""
 _PER_SAMPLE = ("time_ns", "stack", "lock_wait", "cpu_ns", "queue_ns", "wait")
-_COLUMNS = ("rank", "worker", *_PER_SAMPLE, "step", "phase", "weight_ns")
+_OF_FOLDED = ("position", "around", "hidden")
+_COLUMNS = ("rank", "worker", *_PER_SAMPLE, "step", "phase", *_OF_FOLDED, "weight_ns")
+_CHECKPOINT_POSITION = POSITIONS.index("checkpoint")
 _FETCH_FILE = "/torch/utils/data/_utils/fetch.py"
 
 
@@ -203,16 +207,19 @@ class SampledProcess:
                 at_ns, since_ns = begin + values[0] * _NS_PER_US, values[4] * _NS_PER_US
                 self._others.append((at_ns, values[2], values[3], since_ns))
 
-    def samples(self) -> tuple[dict[str, Ints], int]:
+    def samples(self, *, as_stored: bool = False) -> tuple[dict[str, Ints], int]:
         """Columns of _PER_SAMPLE, and of how many samples the stack is not known.
 
-        `time_ns` is on the clock of the spans; `stack` is 0 where no Python code ran, too.
+        `time_ns` is on the clock of the spans; `stack` is 0 where no Python code ran, too. With
+        `as_stored` stacks have the numbers of the process.
         """
         none = (np.zeros(0, dtype=np.int64),) * len(_PER_SAMPLE)
         joined = map(np.concatenate, zip(none, *self._parts, strict=True))
         columns: dict[str, Ints] = dict(zip(_PER_SAMPLE, joined, strict=True))
+        if as_stored:
+            return columns, 0
         stack = columns["stack"]
-        columns["stack"] = self._number(stack)
+        columns["stack"] = self.number(stack)
         return columns, int(((columns["stack"] == 0) & (stack != 0)).sum())
 
     def others(self) -> tuple[Ints, Ints, Floats]:
@@ -223,9 +230,9 @@ class SampledProcess:
         time_ns, stack, thousandths, since_ns = (
             np.array(self._others, dtype=np.int64).reshape(-1, 4).T
         )
-        return time_ns, self._number(stack), thousandths / 1000 * since_ns
+        return time_ns, self.number(stack), thousandths / 1000 * since_ns
 
-    def _number(self, stack: Ints) -> Ints:
+    def number(self, stack: Ints) -> Ints:
         """Stacks as the tree numbers them; 0 for those that are not known."""
         table = np.zeros(max(self._stacks) + 1, dtype=np.int64)
         table[list(self._stacks)] = list(self._stacks.values())
@@ -233,11 +240,20 @@ class SampledProcess:
         return np.where(known, table[np.where(known, stack, 0)], 0)
 
 
-def read_stack_file(path: Path, tree: StackTree) -> tuple[list[SampledProcess], tuple[str, ...]]:
-    """The processes of one file, in order; and what was damaged."""
-    lines, notes = read_lines(path)
+def read_stack_file(
+    path: Path, tree: StackTree, before: Sequence[Mapping[str, Any]] = (), first: int = 0
+) -> tuple[list[SampledProcess], tuple[str, ...]]:
+    """The processes of one file, in order; and what was damaged.
+
+    Args:
+        path: The file.
+        tree: Takes their stacks.
+        before: Lines that stand for what was folded.
+        first: Place in the file where it goes on.
+    """
+    lines, notes = read_lines(path, first=first)
     found: dict[int, SampledProcess] = {}
-    for line in lines:
+    for line in (*before, *lines):
         pid = integer(line.get("pid"))
         if pid is None:
             continue
@@ -307,6 +323,12 @@ class CodeSamples:
     """-1 outside steps, and for workers."""
     phase: Ints
     """Index into CODE_PHASES."""
+    position: Ints
+    """Index into POSITIONS, of folded samples: spans tell it of the others; -1 there."""
+    around: Bools
+    """Whether a folded one was in an optimizer, outside of its closure's spans."""
+    hidden: Bools
+    """Whether a folded one was taken while its device had work queued."""
     stack: Ints
     weight_ns: Floats
     """The time that a sample stands for: that of its rank, phase and kind of step, shared evenly.
@@ -330,8 +352,11 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
     notes: list[str] = []
     for rank in ranks:
         for path in (rank.files.paths.stacks, *rank.files.paths.worker_stack_files()):
+            own = rank.folded if path == rank.files.paths.stacks else None
+            before = () if own is None else own.file.stack_lines
+            first = 0 if own is None else own.fact("first_stack_byte")
             try:
-                processes, damaged = read_stack_file(path, tree)
+                processes, damaged = read_stack_file(path, tree, before, first)
             except RunFormatError as error:
                 notes.append(str(error))
                 continue
@@ -347,15 +372,25 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
                 f"rank {rank.files.rank}: the stacks of {unknown_count} samples are not known"
             )
         weight_ns = spacing_ns(columns["time_ns"], columns["time_ns"])
+        count = len(weight_ns)
+        columns |= {"position": np.full(count, -1), "around": np.zeros(count, dtype=np.bool_),
+                    "hidden": np.zeros(count, dtype=np.bool_)}  # fmt: skip
         if process.worker is None:
-            phase, step = _locate(rank, columns["time_ns"])
+            phase, step = locate(rank, columns["time_ns"])
             weight_ns = _share_times(rank, phase, step, weight_ns)
+            step = np.where(step < 0, -1, step + rank.first_step)
+            if rank.folded is not None:
+                older = _folded_samples(rank, process)
+                columns = {name: np.append(older[name], own) for name, own in columns.items()}
+                phase, step = np.append(older["phase"], phase), np.append(older["step"], step)
+                weight_ns = np.append(older["weight_ns"], weight_ns)
         else:  # loading is what happens below the loader's own fetch
             phase = np.where(loads[columns["stack"]], WORKER, WORKER_WAITING)
             step = np.full(len(phase), -1)
         rows.append({**columns, "step": step, "phase": phase, "weight_ns": weight_ns})
         time_ns, stack, cpu_ns = process.others()
         unknown = dict.fromkeys(_COLUMNS, np.full(len(stack), -1))
+        unknown |= dict.fromkeys(_OF_FOLDED[1:], np.zeros(len(stack), dtype=np.bool_))
         of_others = np.full(len(stack), OTHER_THREADS)
         rows.append({**unknown, "time_ns": time_ns, "stack": stack, "phase": of_others,
                      "weight_ns": cpu_ns})  # fmt: skip
@@ -368,10 +403,44 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
             }
     none = np.zeros(0, dtype=np.int64)
     joined = {name: np.concatenate([none, *(part[name] for part in rows)]) for name in _COLUMNS}
+    joined |= {name: joined[name] > 0 for name in _OF_FOLDED[1:]}
     return CodeSamples(tree=whole, notes=tuple(notes), **joined)
 
 
-def _locate(rank: RankSegments, time_ns: Ints) -> tuple[Ints, Ints]:
+def _folded_samples(rank: RankSegments, process: SampledProcess) -> dict[str, np.ndarray]:
+    """Samples of a rank that were folded, with their places in steps as they were known then.
+
+    Each stands for its share of the time of its phase in all folded steps, and in those that are
+    whole but for their samples.
+    """
+    folded = rank.folded
+    assert folded is not None
+    found = folded.samples()
+    spacing = spacing_ns(found["time_ns"], found["time_ns"])
+    times = np.zeros(len(TRAINING_PHASES))
+    times[: len(PHASES)] = phase_sums(folded).sum(axis=1)
+    whole = int(folded.blocks["step_ns"].sum())
+    saved = folded.plain_ns[_CHECKPOINT_POSITION] + folded.collected_ns[_CHECKPOINT_POSITION]
+    times[CHECKPOINT] = saved.sum()
+    times[OTHER] = max(whole - times[: len(PHASES)].sum() - times[CHECKPOINT], 0)
+    evaluated = folded.evaluations
+    times[EVALUATION] = (evaluated.ends - evaluated.starts).sum()
+    later = found["step"] >= folded.step_count  # of steps that are whole: the same per sample
+    phase = found["phase"]
+    sampled = np.bincount(phase[~later], spacing[~later], len(TRAINING_PHASES))
+    weight = np.where(later, spacing, times[phase] * spacing / np.maximum(sampled, 1.0)[phase])
+    weight[found["step"] < 0] = spacing[found["step"] < 0]
+    return {
+        **{name: found[name] for name in ("time_ns", "lock_wait", "cpu_ns", "queue_ns", "wait")},
+        **{name: found[name] for name in ("step", "phase", "position")},
+        "stack": process.number(found["stack"]),
+        "around": found["around"] > 0,
+        "hidden": found["hidden"] > 0,
+        "weight_ns": weight,
+    }
+
+
+def locate(rank: RankSegments, time_ns: Ints) -> tuple[Ints, Ints]:
     """Phase and step of each moment of the training thread; -1 outside of steps."""
     found = rank.found
     step, saves = _step_at(found, time_ns), rank.events.take(rank.events.kind == schema.SAVE)

@@ -84,7 +84,7 @@ def read_digest(
     inside: _Stats = {}
     whole: _Stats = {}
     is_any_inside = False
-    for found in read_sources(run):
+    for found in read_sources(run, coarse=True):
         wanted = (found.time_ns >= first) & (found.time_ns <= last)
         shown = {metric.name: metric.shown & wanted for metric in found.metrics}
         present |= {(found.source, name) for name, here in shown.items() if here.any()}
@@ -196,7 +196,7 @@ def average_counters(
     for node in files.nodes:
         own: dict[str, list[_Part]] = defaultdict(list)
         shared: dict[str, list[_Part]] = defaultdict(list)
-        for found in read_sources(files, _WANTED, hosts={node.host}):
+        for found in read_sources(files, _WANTED, hosts={node.host}, coarse=True):
             for metric in found.metrics:
                 for each in found.series(metric):
                     _, rank, _, entity = each.owner

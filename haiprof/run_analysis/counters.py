@@ -15,7 +15,9 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.units import NS_PER_S
+from haiprof.run_analysis.counter_folding import fold_rows
 from haiprof.run_analysis.run_files import (
+    NUMPY_TYPE,
     NodeFiles,
     RunFiles,
     entries,
@@ -24,6 +26,7 @@ from haiprof.run_analysis.run_files import (
 )
 from haiprof.run_format import schema
 from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
+from haiprof.run_format.folded import file_identity, read_folded_records
 from haiprof.run_format.rates import NS_OF_EVENTS, rate_of
 from haiprof.run_format.reader import RecordFile
 from haiprof.run_format.tables import COUNTER_TABLES
@@ -224,8 +227,13 @@ def record_files(
     sources: Collection[str] | None = None,
     first: int = 0,
     limit: int | None = None,
+    coarse: bool = False,
 ) -> Iterator[tuple[NodeFiles, RecordFile | str]]:
-    """Record files of these nodes (None: of all) one by one, or why one cannot be read."""
+    """Record files of these nodes (None: of all) one by one, or why one cannot be read.
+
+    With `coarse` those whose old records were folded have one record a minute throughout, so that
+    each counts the same in a mean.
+    """
     for node in run.nodes:
         if hosts is not None and node.host not in hosts:
             continue
@@ -234,9 +242,38 @@ def record_files(
             if (sources is not None and table.name not in sources) or not os.path.lexists(path):
                 continue
             try:
-                yield node, read_table(path, table, first=first, limit=limit)
+                yield node, _read_whole(node, table, first=first, limit=limit, coarse=coarse)
             except RunFormatError as error:
                 yield node, str(error)
+
+
+_TRIES = 3
+"""So often a source is read that is folded at the same time, which happens once an hour."""
+
+
+def _read_whole(
+    node: NodeFiles, table: schema.Table, *, first: int, limit: int | None, coarse: bool
+) -> RecordFile:
+    """A source's records, the folded ones before the others."""
+    path, target = node.paths.records(table.name), node.paths.folded(table.name)
+    if first or limit is not None or not os.path.lexists(target):
+        return read_table(path, table, first=first, limit=limit)
+    for _ in range(_TRIES):
+        found = read_folded_records(target)
+        begin = 0 if found is None else int(found[0].header["folded"]["records"])
+        raw = read_table(path, table, first=begin)
+        if found is not None and found[1] == file_identity(target):
+            break
+    if found is None:
+        return raw
+    folded = found[0]
+    if folded.columns != raw.columns:
+        raise RunFormatError(f"{target}: its columns are not those of {path.name}")
+    data = raw.data
+    if coarse:
+        rows = np.frombuffer(data, dtype=[(n, NUMPY_TYPE[kind]) for n, kind, _, _ in raw.columns])
+        data = fold_rows(rows, raw.columns).tobytes()
+    return replace(raw, data=folded.data + data)
 
 
 def read_sources(
@@ -245,10 +282,12 @@ def read_sources(
     *,
     hosts: Collection[str] | None = None,
     first: int = 0,
+    coarse: bool = False,
 ) -> Iterator[SourceMetrics]:
     """These metrics (source, name; None: all) of the record files that can be read, one by one."""
     sources = None if metrics is None else {source for source, _ in metrics}
-    for node, records in record_files(run, hosts=hosts, sources=sources, first=first):
+    files = record_files(run, hosts=hosts, sources=sources, first=first, coarse=coarse)
+    for node, records in files:
         if isinstance(records, str):
             continue
         samples, entities = samples_of(records), entities_of(node, records)

@@ -121,9 +121,11 @@ class RankTime:
 
     rank: int
     step: Ints
-    """Numbers of the judged steps."""
+    """Numbers of the judged steps; a block of folded ones has that of its first one."""
+    count: Ints
+    """How many steps each stands for."""
     plain_ns: Ints
-    """[position, judged step]: without collections."""
+    """[position, judged step]: without collections; sums of a block."""
     collected_ns: Ints
     """The same of the garbage collector's pauses."""
 
@@ -193,9 +195,9 @@ def package_of(file: str, *, library: bool) -> str:
     return "torch" if _TORCH.search(file) else "python"
 
 
-def spikes(position_ns: Ints) -> Bools:
+def spikes(position_ns: Ints | Floats) -> Bools:
     """[position, step]: periods in which a position takes much longer than it usually does."""
-    total = max(int(position_ns.sum()), 1)
+    total = max(float(position_ns.sum()), 1.0)
     usual = np.median(position_ns, axis=1, keepdims=True)
     found: Bools = position_ns > _SPIKE * usual + _SPIKE_MIN_RATIO * total / position_ns.shape[1]
     held = np.where(found, position_ns, 0).sum(axis=1, keepdims=True)
@@ -255,16 +257,16 @@ def _rank_rows(
     time, cut = rank.time, rank.positions
     at = np.flatnonzero(own)
     place = cut.at(samples.time_ns[at] - rank.wall_offset_ns)
-    judged = np.full(cut.step_count + 1, -1)
-    judged[time.step] = np.arange(len(time.step))
-    column = judged[np.append(cut.period, cut.step_count)[place]]
-    keep = (place >= 0) & (column >= 0) & ~np.append(cut.collecting, True)[place]
-    at, place, column = at[keep], place[keep], column[keep]
-    cell = cut.position[place]
-    spike = spikes(time.plain_ns)
+    folded = samples.position[at] >= 0
+    column = _columns(time, np.where(folded, samples.step[at], np.append(cut.period, -1)[place]))
+    cell = np.where(folded, samples.position[at], np.append(cut.position, 0)[place])
+    keep = (folded | (place >= 0)) & (column >= 0)
+    keep &= folded | ~np.append(cut.collecting, True)[place]
+    at, place, column, cell = at[keep], place[keep], column[keep], cell[keep]
+    spike = spikes(time.plain_ns / time.count)
     spiked = spike[cell, column]
     whole_spike = np.append(spike, np.zeros((len(POSITIONS), 1), dtype=np.bool_), axis=1)
-    part = _part(cut.position, whole_spike[cut.position, judged[cut.period]])
+    part = _part(cut.position, whole_spike[cut.position, _columns(time, cut.period)])
     spacing = spacing_ns(samples.time_ns[own], samples.time_ns[at])
     weight = np.zeros(len(at))
     unseen: list[tuple[int, int, bool, int]] = []
@@ -281,12 +283,18 @@ def _rank_rows(
     rows = {
         "sample": at,
         "cell": cell,
-        "position": _after_closures(samples, at, cell, cut.around_closure[place]),
+        "position": _after_closures(
+            samples,
+            at,
+            cell,
+            np.where(folded[keep], samples.around[at], np.append(cut.around_closure, False)[place]),
+        ),
         "activity": _guess_activity(samples, at, cell, activity[at], packages),
         "stack": samples.stack[at],
         "step": time.step[column],
         "spike": spiked,
-        "hidden": _is_hidden(samples.time_ns[at] - rank.wall_offset_ns, rank.busy),
+        "hidden": samples.hidden[at]
+        | is_hidden(samples.time_ns[at] - rank.wall_offset_ns, rank.busy),
         "ns": weight,
         "count": np.ones(len(at)),
     }
@@ -313,7 +321,14 @@ def _rank_rows(
     return joined
 
 
-def _is_hidden(time_ns: Ints, busy: BusyTimes | None) -> Bools:
+def _columns(time: RankTime, step: Ints) -> Ints:
+    """The judged step, or block, that each number lies in; -1: in none."""
+    place = np.searchsorted(time.step, step, "right") - 1
+    within = (place >= 0) & (step < np.append(time.step + time.count, 0)[place])
+    return np.where(within, place, -1)
+
+
+def is_hidden(time_ns: Ints, busy: BusyTimes | None) -> Bools:
     """Whether a rank's device had work queued at some times."""
     if busy is None or not len(busy[0]):
         return np.zeros(len(time_ns), dtype=np.bool_)

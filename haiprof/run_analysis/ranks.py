@@ -25,6 +25,7 @@ from haiprof.run_analysis.step_frame import (
     SharedColumns,
     cut_segments,
     pause_frame,
+    slow_frame,
     step_frame,
 )
 from haiprof.run_analysis.step_positions import StepPositions, step_positions
@@ -100,22 +101,76 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
     row.update({n: text(report.get(n)) for n in ("host", "python", "torch", "device", "gpu_uuid")})
     if segments is not None:
         found = segments.found
-        row["step_count"] = len(found.steps.start_ns)
-        row["eval_ns"] = int((found.evaluation_end_ns - found.evaluation_start_ns).sum())
-        # Calls without gradients in a training step, which are no evaluation.
-        inside: Bools = (found.phase == NOGRAD_PHASE) & (found.step >= 0)
-        row["nograd_ns"] = int(found.nested.self_ns[inside].sum())
-        compiled, shift = compile_intervals(files), segments.wall_offset_ns
-        begun, ended = found.evaluation_start_ns, found.evaluation_end_ns
+        row["step_count"] = segments.step_count
+        evaluated = evaluations(segments)
+        row["eval_ns"] = int((evaluated.ends - evaluated.starts).sum())
+        row["nograd_ns"] = nograd_ns(segments)
+        compiled = compile_intervals(files)
         if compiled is not None:
             row["compile_ns"] = total(compiled)
-            evaluated = union(begun + shift, ended + shift)
-            row["eval_compile_ns"] = total(intersection(evaluated, compiled))
+            row["eval_compile_ns"] = total(intersection(union(*evaluated), compiled))
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
         row.update(_cost(files, segments))
     row.update(_recording(files, segments))
     row["notes"] = list(_rank_notes(files, segments))
     return row
+
+
+def evaluations(rank: RankSegments) -> Intervals:
+    """When a rank evaluated, Unix time in ns."""
+    found, folded = rank.found, rank.folded
+    none = np.zeros(0, dtype=np.int64)
+    before = Intervals(none, none) if folded is None else folded.evaluations
+    return Intervals(
+        np.append(before.starts, found.evaluation_start_ns) + rank.wall_offset_ns,
+        np.append(before.ends, found.evaluation_end_ns) + rank.wall_offset_ns,
+    )
+
+
+def nograd_ns(rank: RankSegments) -> int:
+    """Time of calls without gradients in training steps, which are no evaluation."""
+    found = rank.found
+    inside: Bools = (found.phase == NOGRAD_PHASE) & (found.step >= 0)
+    return int(found.nested.self_ns[inside].sum()) + _folded_fact(rank, "nograd_ns")
+
+
+def root_calls(rank: RankSegments) -> dict[int, int]:
+    """By tag of a root module: its calls."""
+    spans = rank.found.nested.spans
+    own = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
+    calls = {tag: int(own[tag]) for tag in np.flatnonzero(own).tolist()}
+    for tag, count in ({} if rank.folded is None else rank.folded.roots()).items():
+        calls[tag] = calls.get(tag, 0) + count
+    return calls
+
+
+def loading_row(rank: RankSegments) -> tuple[int, int, int]:
+    """Of its loader: starts of epochs, time of these, all waits; in the steps after the first."""
+    found = rank.found
+    spans, least = found.nested.spans, 0 if rank.folded is None else -1
+    chosen = np.flatnonzero((found.phase == _LOADER_PHASE) & (found.step > least))
+    kind, own = spans.kind[chosen], found.nested.self_ns[chosen]
+    starts = kind == schema.DATA_ITER
+    first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
+    edge = starts | first | (kind == schema.DATA_END)
+    counted = int(starts.sum()), int(own[edge].sum()), int(own.sum())
+    names = ("epoch_count", "epoch_ns", "loading_ns")
+    epochs, edge_ns, wait_ns = (
+        own + _folded_fact(rank, name) for own, name in zip(counted, names, strict=True)
+    )
+    return epochs, edge_ns, wait_ns
+
+
+def pauses_sum(rank: RankSegments) -> tuple[int, int, int]:
+    """Of its folded collector pauses: how many, their sum and the longest in ns."""
+    count, total_ns, longest_ns = (
+        _folded_fact(rank, name) for name in ("gc_count", "gc_ns", "gc_longest_ns")
+    )
+    return count, total_ns, longest_ns
+
+
+def _folded_fact(rank: RankSegments, name: str) -> int:
+    return 0 if rank.folded is None else rank.folded.fact(name)
 
 
 def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
@@ -138,14 +193,15 @@ def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
     roots, and for how long sampling held it up. Beside it: CPU time of haiprof's threads in the job
     (draining, sampling), of the time so far.
     """
-    line, steps = files.last("cost"), segments.found.steps.step_ns
-    if not line or not len(steps):
+    line, step_ns = files.last("cost"), int(segments.found.steps.step_ns.sum())
+    count = segments.step_count
+    if not line or not count:
         return {}
+    if segments.folded is not None:
+        step_ns += int(segments.folded.blocks["step_ns"].sum())
     # Calls of modules inside the roots, about: each passes through the hook's first line.
-    spans = segments.found.nested.spans
-    roots = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
     inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
-    calls = sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist())
+    calls = sum(n * ((inner.get(tag) or 1) - 1) for tag, n in root_calls(segments).items())
     names = ("event_count", "event_ns", "module_call_ns", "sampling_held_ns", "drain_cpu_ns",
              "sampling_cpu_ns", "elapsed_ns")  # fmt: skip
     events, event_ns, call_ns, held_ns, drain_ns, sampling_ns, elapsed_ns = (
@@ -153,8 +209,8 @@ def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
     )
     row: dict[str, object] = {}
     if events is not None and event_ns is not None:
-        per_step = (events * event_ns + calls * (call_ns or 0.0) + (held_ns or 0.0)) / len(steps)
-        mean = float(steps.mean())
+        per_step = (events * event_ns + calls * (call_ns or 0.0) + (held_ns or 0.0)) / count
+        mean = step_ns / count
         row = {"cost_ns_per_step": per_step, "cost_ratio": per_step / mean if mean else None}
     if drain_ns is not None and elapsed_ns:
         row["beside_cpu_ratio"] = (drain_ns + (sampling_ns or 0.0)) / elapsed_ns
@@ -166,6 +222,7 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
     notes = list(files.notes)
     if segments is not None:
         notes += segments.notes
+        notes += folded_notes(segments)
         left = segments.found.unfinished_micro_step_count
         if left:
             count = "1 micro-step" if left == 1 else f"{left} micro-steps"
@@ -192,6 +249,21 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
     return tuple(text(note) or "" for note in notes)
 
 
+def folded_notes(rank: RankSegments) -> list[str]:
+    """For which part of a rank's steps detail is gone."""
+    folded = rank.folded
+    if folded is None:
+        return []
+    whole = len(folded.slow["step"])
+    left_out = folded.fact("slow_left_out")
+    many = f", of {left_out:,} more slow ones their sums alone" if left_out else ""
+    return [
+        f"steps 0 to {folded.step_count - 1:,} are kept as sums of {len(folded.count):,} blocks and"
+        f" every Nth sample, {whole:,} slow ones whole{many}; all totals count them, medians and "
+        f"single steps are of step {folded.step_count:,} on"
+    ]
+
+
 def _lost_text(line: Mapping[str, Any]) -> str:
     went_on = line.get("reopened") is True
     return f"the job closed haiprof's descriptor of {line.get('file')}: " + (
@@ -213,17 +285,47 @@ def _why_missing(files: RankFiles, phase: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Blocks of folded steps: sums of each."""
+
+    first_step: Ints
+    count: Ints
+    """How many steps."""
+    start_ns: Ints
+    """Unix time."""
+    end_ns: Ints
+    step_ns: Ints
+    traced: Bools
+    idle_ns: Floats
+    """Of the mean step, for how long at most the device had nothing to do; NaN where not known."""
+    pauses: tuple[int, int, int]
+    """Collector pauses of all of them: how many, their sum and the longest in ns."""
+
+    def take(self, rows: Bools) -> Blocks:
+        """The chosen ones."""
+        chosen = {name: getattr(self, name)[rows] for name in _BLOCK_COLUMNS}
+        return Blocks(pauses=self.pauses, **chosen)
+
+
+_BLOCK_COLUMNS = ("first_step", "count", "start_ns", "end_ns", "step_ns", "traced", "idle_ns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankRows:
     """A tenth of what the rank's spans take."""
 
-    record_count: int
-    """Records that its spans were read from."""
+    record_end: int
+    """Place after the records that its spans were read from."""
     wall_offset_ns: int
     """Unix time minus the clock of the spans."""
     step_count: int
-    """Of the whole recording."""
+    """Of the whole recording, folded ones too."""
     steps: pl.DataFrame
-    """Of the whole recording; columns of `step_frame`."""
+    """Of the whole recording, but for folded ones; columns of `step_frame`."""
+    first: pl.DataFrame
+    """Its first step, also where it was folded."""
+    blocks: Blocks | None
+    """Its folded steps; None without any."""
     pauses: pl.DataFrame
     """Of the whole recording; columns of `phase_frame`."""
     loading: tuple[int, ...]
@@ -231,8 +333,9 @@ class RankRows:
     rank: Mapping[str, object]
     """Its row in RANK_SCHEMA."""
     positions: Mapping[int, Ints]
-    """[step] in ns of the whole recording, by index into POSITIONS; that of collections in a
-    position comes len(POSITIONS) later. Those that the rank never was in are left out."""
+    """[block, and then step] in ns of the whole recording, by index into POSITIONS; that of
+    collections in a position comes len(POSITIONS) later. Those that the rank never was in are left
+    out."""
 
 
 def rank_rows(
@@ -251,35 +354,50 @@ def rank_rows(
         counted = ("step_count", "eval_ns", "nograd_ns", "eval_compile_ns")
         row |= {name: inside.get(name) for name in counted}
     # Small numbers are stored small: of a thousand ranks they are much.
-    plain, collected = rank_positions(rank).sums()
-    times = np.concatenate([plain, collected])
+    times = np.concatenate(rank_positions(rank).sums())
+    if rank.folded is not None:
+        before = np.concatenate([rank.folded.plain_ns, rank.folded.collected_ns])
+        times = np.concatenate([before, times], axis=1)
     small = times.max(initial=0) < np.iinfo(np.int32).max
     kept = times.astype(np.int32) if small else times
-    found = cut.found
-    spans = found.nested.spans
-    chosen = np.flatnonzero((found.phase == _LOADER_PHASE) & (found.step > 0))
-    kind = spans.kind[chosen]
-    own = found.nested.self_ns[chosen]
-    starts = kind == schema.DATA_ITER
-    first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
-    edge = starts | first | (kind == schema.DATA_END)
+    epoch_count, epoch_ns, loading_ns = loading_row(cut)
+    steps = step_frame(rank, traced_steps(rank, windows), shared=shared)
     return RankRows(
-        record_count=rank.record_count,
+        record_end=rank.record_end,
         wall_offset_ns=rank.wall_offset_ns,
-        step_count=len(rank.found.steps.start_ns),
-        steps=step_frame(rank, traced_steps(rank, windows), shared=shared),
+        step_count=rank.step_count,
+        steps=steps,
+        first=steps.head(1) if rank.folded is None else slow_frame(rank).head(1),
+        blocks=_blocks(rank),
         pauses=pause_frame(rank),
         loading=(
             cut.files.rank,
             cut.files.attempt,
-            int(starts.sum()),
-            int(own[edge].sum()) if starts.any() else 0,
-            int(own.sum()),
+            epoch_count,
+            epoch_ns if epoch_count else 0,
+            loading_ns,
         ),
         rank=row,
         positions={
             place: kept[place].copy() for place in np.flatnonzero(times.any(axis=1)).tolist()
         },
+    )
+
+
+def _blocks(rank: RankSegments) -> Blocks | None:
+    folded, shift = rank.folded, rank.wall_offset_ns
+    if folded is None:
+        return None
+    blocks = folded.blocks
+    return Blocks(
+        first_step=folded.first_step,
+        count=folded.count,
+        start_ns=blocks["start_ns"] + shift,
+        end_ns=folded.end_ns + shift,
+        step_ns=blocks["step_ns"],
+        traced=blocks["traced"] > 0,
+        idle_ns=blocks["idle_ns"].astype(np.float64),
+        pauses=pauses_sum(rank),
     )
 
 

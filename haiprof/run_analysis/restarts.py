@@ -19,7 +19,7 @@ from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.nesting import Spans
 from haiprof.run_analysis.process_ends import ProcessEnd
-from haiprof.run_analysis.ranks import compile_intervals, rank_positions
+from haiprof.run_analysis.ranks import compile_intervals, evaluations, rank_positions
 from haiprof.run_analysis.reactions import reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, mapping, text
 from haiprof.run_analysis.step_frame import RankSegments
@@ -454,7 +454,7 @@ def _start(
     last = [end.failed_ns for end in ends if end.generation == generation and end.rank is not None]
     ended = [time for time in last if time is not None]
     ended += [] if rank is None else _line_times(rank.files, rank.wall_offset_ns, "record_end")
-    has_steps = rank is not None and len(rank.found.steps.start_ns)
+    has_steps = rank is not None and rank.step_count
     return StartRecord(
         run=files.paths.root.name,
         generation=generation,
@@ -513,17 +513,25 @@ def _process_start(rank: RankSegments) -> int | None:
 
 
 def _step_times(rank: RankSegments) -> StepTimes:
-    found, offset_ns = rank.found, rank.wall_offset_ns
+    found, folded, offset_ns = rank.found, rank.folded, rank.wall_offset_ns
     positions, spans = rank_positions(rank), found.nested.spans
     trained = found.steps.start_ns.copy()
     stepped = (found.step >= 0) & (spans.kind == schema.OPTIMIZER)
     np.maximum.at(trained, found.step[stepped], spans.end_ns[stepped])
     trained = np.where(trained > found.steps.start_ns, trained, found.steps.end_ns)
+    start, position, step = positions.start_ns, positions.position, positions.period
+    end_ns = positions.end_ns
+    if folded is not None:
+        before = folded.timeline()
+        whole = start, position, step + folded.step_count
+        start, position, step = map(np.append, before, whole)
+        trained = np.append(folded.trained_ns(), trained)
+        end_ns = end_ns or folded.until_ns
     return StepTimes(
-        start_ns=positions.start_ns + offset_ns,
-        end_ns=positions.end_ns + offset_ns,
-        position=positions.position,
-        step=positions.period,
+        start_ns=start + offset_ns,
+        end_ns=end_ns + offset_ns,
+        position=position,
+        step=step,
         trained_ns=trained + offset_ns,
     )
 
@@ -546,14 +554,23 @@ def _apart(rank: RankSegments) -> dict[int, Intervals]:
     met = spans.take(found.phase == COLLECTIVE_PHASE)
     reads = [(call.start_ns, call.end_ns) for call in _checkpoint_calls(files, "load")]
     waits = _pairs(files, files.of_type("process_group"))
+    if (folded := rank.folded) is not None:
+        first_ns = int(folded.blocks["start_ns"][0]) + shift
+        older = folded.saves()[0]
+        reads += _wall_pairs(Intervals(older.start_ns, older.end_ns), shift)
+        waits += _wall_pairs(folded.waits, shift)
     apart = {
         CHECKPOINT: _union(rank.events.take(saved), shift, reads),
-        EVALUATION: union(found.evaluation_start_ns + shift, found.evaluation_end_ns + shift),
+        EVALUATION: union(*evaluations(rank)),
         WAITING: _union(met, shift, waits),
     }
     apart[WAITING] = Intervals(*(np.minimum(side, first_ns) for side in apart[WAITING]))
     compiled = compile_intervals(files)
     return apart if compiled is None else {**apart, COMPILE: compiled}
+
+
+def _wall_pairs(when: Intervals, shift: int) -> list[tuple[int, int]]:
+    return list(zip((when.starts + shift).tolist(), (when.ends + shift).tolist(), strict=True))
 
 
 def _union(spans: Spans, shift: int, pairs: Sequence[tuple[int, int]]) -> Intervals:

@@ -26,14 +26,14 @@ from haiprof.run_format.reader import (
 )
 from haiprof.run_format.schema import Table
 
-_NUMPY_TYPE = {"i64": "<i8", "f64": "<f8", "f32": "<f4", "u32": "<u4"}
+NUMPY_TYPE = {"i64": "<i8", "f64": "<f8", "f32": "<f4", "u32": "<u4"}
 _I64_LIMIT = 1 << 63
 T = TypeVar("T")
 
 
 def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
     """The records as one strided array per column, without a copy."""
-    row = np.dtype([(name, _NUMPY_TYPE[kind]) for name, kind, _, _ in records.columns])
+    row = np.dtype([(name, NUMPY_TYPE[kind]) for name, kind, _, _ in records.columns])
     table = np.frombuffer(records.data, dtype=row)
     return {name: table[name] for name, _, _, _ in records.columns}
 
@@ -233,15 +233,25 @@ def _suspended_text(line: Mapping[str, Any]) -> str:
     )
 
 
-def open_run(path: Path) -> RunFiles:
-    """Opens a run directory, or the newest run of a log directory."""
+def open_run(path: Path, *, host: str | None = None) -> RunFiles:
+    """Opens a run directory, or the newest run of a log directory.
+
+    Args:
+        path: The directory.
+        host: Only this node's own, and its ranks; None takes all.
+    """
     paths = RunPaths(newest_run(path))
     manifest, notes = _manifest(paths)
-    ranks = tuple(_rank_files(*folder) for folder in paths.rank_folders())
+    folders = paths.rank_folders()
+    if host is not None:
+        folders = [folder for folder in folders if _host(folder[2]) == host]
+    ranks = tuple(_rank_files(*folder) for folder in folders)
     nodes = []
-    for host, own in paths.node_folders():
+    for name, own in paths.node_folders():
+        if host not in (None, name):
+            continue
         lines, damaged = _events(own.events)
-        nodes.append(NodeFiles(host=text(host) or "", paths=own, lines=lines, notes=damaged))
+        nodes.append(NodeFiles(host=text(name) or "", paths=own, lines=lines, notes=damaged))
     if manifest is None and not any(r.lines for r in ranks) and not any(n.lines for n in nodes):
         raise RunFormatError(f"{notes[0]}; and no rank or node of this run can be read")
     return RunFiles(
@@ -252,6 +262,11 @@ def open_run(path: Path) -> RunFiles:
         hook_failures=tuple(read_failures(paths.boot_failures)),
         notes=notes,
     )
+
+
+def _host(paths: RankPaths) -> object:
+    """The host that a rank says it is on."""
+    return _or_note(read_json, paths.report, dict[str, Any]())[0].get("host")
 
 
 def _manifest(paths: RunPaths) -> tuple[Manifest | None, tuple[str, ...]]:

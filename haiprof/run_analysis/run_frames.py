@@ -48,6 +48,7 @@ from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.ranks import (
     LOADING_SCHEMA,
     RANK_SCHEMA,
+    Blocks,
     RankRows,
     rank_positions,
     rank_row,
@@ -71,6 +72,7 @@ from haiprof.run_analysis.step_frame import (
     SharedColumns,
     load_segments,
     phase_frame,
+    slow_frame,
 )
 from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_analysis.windows import TraceWindow, all_windows, recorded_windows, window_frame
@@ -93,6 +95,20 @@ class _Loaded:
     """The spans themselves; None where they are too many."""
     damaged: list[str]
     """Why the other ranks have no steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """The steps of a rank side by side: blocks of folded ones, and then one by one."""
+
+    step: Ints
+    """Number of the first step of each."""
+    count: Ints
+    """How many steps it has."""
+
+    def columns(self, steps: Ints) -> Ints:
+        """Places of the cells that begin with these steps."""
+        return np.searchsorted(self.step, steps)
 
 
 def _once(ask: Callable[[RunFrames], T]) -> Callable[[RunFrames], T]:
@@ -137,6 +153,9 @@ class RunFrames:
     def steps(self) -> pl.DataFrame:
         """One row per rank and training step; columns in `haiprof.run_analysis.step_frame`.
 
+        Of a long run those that are not folded: `blocks` has sums of the others, `slow_steps` those
+        of them that are kept whole.
+
         Raises:
             RunNotFoundError: There is no run.
             RunFormatError: It is of another version, or nothing in it can be read.
@@ -144,11 +163,40 @@ class RunFrames:
         frames = [rows.steps for rows in self._rows.values()]
         return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
 
+    def slow_steps(self) -> pl.DataFrame:
+        """Folded steps that are kept whole: the first of each rank, and slow ones; as `steps`."""
+        frames = [slow_frame(rank) for rank in self._segments_of(self._folded_keys)]
+        return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
+
+    def blocks(self, attempts: Mapping[int, int]) -> dict[int, Blocks]:
+        """Sums of the folded steps of these attempts, by rank; those that have any."""
+        found = {}
+        for rank, attempt in attempts.items():
+            rows = self._rows.get((rank, attempt))
+            blocks = None if rows is None else self._blocks_within(rows)
+            if blocks is not None and len(blocks.count):
+                found[rank] = blocks
+        return found
+
+    def _blocks_within(self, rows: RankRows) -> Blocks | None:
+        blocks = rows.blocks
+        if blocks is None or self.between is None:
+            return blocks
+        first, last = self.between
+        return blocks.take((blocks.start_ns >= first) & (blocks.end_ns <= last))
+
+    def first_step(self, rank: int, attempt: int) -> pl.DataFrame:
+        """The first step of an attempt, also where it was folded; empty outside of the time."""
+        return self._within(self._rows[rank, attempt].first, "step_ns")
+
     def most_steps(self) -> int:
         """Steps of the rank that has most, in all its attempts; 0 without steps."""
         counts: dict[int, int] = {}
         for (rank, _), rows in self._rows.items():
-            counts[rank] = counts.get(rank, 0) + self._within(rows.steps, "step_ns").height
+            blocks = self._blocks_within(rows)
+            folded = 0 if blocks is None else int(blocks.count.sum())
+            own = self._within(rows.steps, "step_ns").height
+            counts[rank] = counts.get(rank, 0) + own + folded
         return max(counts.values(), default=0)
 
     def phases(self, ranks: Collection[int] | None = None) -> pl.DataFrame:
@@ -305,13 +353,23 @@ class RunFrames:
         first, last = self.between
         return samples.take((samples.time_ns >= first) & (samples.time_ns <= last))
 
-    def position_times(self, rank: int, attempt: int | None = None) -> tuple[Ints, Ints]:
-        """[position, step] in ns of a rank's attempt: without collections, and in these.
+    def cells(self, rank: int, attempt: int | None = None) -> Cells:
+        """What the columns of `position_times` stand for."""
+        rows = self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
+        none = np.zeros(0, dtype=np.int64)
+        blocks = rows.blocks
+        first, count = (none, none) if blocks is None else (blocks.first_step, blocks.count)
+        whole = np.arange(rows.step_count - rows.steps.height, rows.step_count)
+        return Cells(step=np.append(first, whole), count=np.append(count, np.ones_like(whole)))
 
-        Of the one that is judged, where none is named.
+    def position_times(self, rank: int, attempt: int | None = None) -> tuple[Ints, Ints]:
+        """[position, cell] in ns of a rank's attempt: without collections, and in these.
+
+        Of the one that is judged, where none is named. A cell is a step, or a block of folded ones.
         """
         rows = self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
-        times = np.zeros((2 * len(POSITIONS), rows.step_count), dtype=np.int64)
+        width = rows.steps.height + (0 if rows.blocks is None else len(rows.blocks.count))
+        times = np.zeros((2 * len(POSITIONS), width), dtype=np.int64)
         for place, own in rows.positions.items():
             times[place] = own
         return times[: len(POSITIONS)], times[len(POSITIONS) :]
@@ -322,20 +380,28 @@ class RunFrames:
         return sorted({place % len(POSITIONS) for place in places})
 
     def step_positions(self, rank: int) -> tuple[StepPositions, int]:
-        """Where a rank was at each moment, on the clock of its spans; and Unix time minus that."""
+        """Where a rank was at each moment, on the clock of its spans; and Unix time minus that.
+
+        Of the steps that are not folded, under their own numbers.
+        """
         segments = self._judged_segments(rank)
-        return rank_positions(segments), segments.wall_offset_ns
+        found = rank_positions(segments)
+        return replace(found, period=found.period + segments.first_step), segments.wall_offset_ns
 
     def busy_times(self, rank: int) -> BusyTimes | None:
         """When a rank's device had work queued, on the clock of spans; None where not recorded."""
         return self._judged_segments(rank).busy
 
-    def step_starts(self, ranks: Iterable[int]) -> dict[int, Ints]:
-        """By rank: begin of each step of its judged attempt, Unix time in ns."""
+    def step_starts(self, ranks: Iterable[int]) -> dict[int, tuple[int, Ints]]:
+        """By rank: number of the first whole step of its judged attempt, and begin of each of them.
+
+        Unix times in ns.
+        """
         found = {}
         for rank in ranks:
             rows = self._rows[rank, self._judged_attempts[rank]]
-            found[rank] = rows.steps["start_ns"].to_numpy()
+            first = rows.step_count - rows.steps.height
+            found[rank] = first, rows.steps["start_ns"].to_numpy()
         return found
 
     def arrivals(self) -> list[Arrivals]:
@@ -422,6 +488,10 @@ class RunFrames:
         trained = [key for key, steps in found.items() if self._within(steps, "step_ns").height]
         return {**dict(sorted(found)), **dict(sorted(trained))}
 
+    @property
+    def _folded_keys(self) -> set[Key]:
+        return {key for key, rows in self._rows.items() if rows.blocks is not None}
+
     def _keys(self, ranks: Collection[int] | None) -> set[Key]:
         return {key for key in self._rows if ranks is None or key[0] in ranks}
 
@@ -436,7 +506,7 @@ class RunFrames:
             if key not in keys:
                 continue
             rows = self._rows.get(key)
-            rank = _load(files, limit=rows.record_count) if rows else ""
+            rank = _load(files, end=rows.record_end) if rows else ""
             if not isinstance(rank, str):
                 yield rank
 
@@ -474,9 +544,9 @@ class RunFrames:
         return gather_evidence(self.files, self.collectives, steps)
 
 
-def _load(rank: RankFiles, *, limit: int | None = None) -> RankSegments | str:
+def _load(rank: RankFiles, *, end: int | None = None) -> RankSegments | str:
     """The rank's steps, or why there are none."""
     try:
-        return load_segments(rank, limit=limit)
+        return load_segments(rank, end=end)
     except RunFormatError as error:
         return f"rank {rank.rank}: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,22 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
-from haiprof.run_analysis.nesting import Bools, Codes, Spans, kind_table
+from haiprof.run_analysis.folded_steps import FoldedSteps, phase_sums, read_folded_steps
+from haiprof.run_analysis.nesting import Bools, Codes, Nested, Spans, kind_table
 from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
 from haiprof.run_analysis.step_positions import is_inside
-from haiprof.run_analysis.steps import BOUNDARIES, PHASES, SPAN_PHASES, WORDS, Segmentation, segment
+from haiprof.run_analysis.steps import (
+    BOUNDARIES,
+    PHASES,
+    SPAN_PHASES,
+    WORDS,
+    Segmentation,
+    StepColumns,
+    segment,
+)
 from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.folded import file_identity
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import RecordFile
 from haiprof.trace_format.frame_columns import Columns, types_of
@@ -135,6 +145,11 @@ class RankSegments:
     files: RankFiles
     record_count: int
     """Records that its spans were read from."""
+    record_end: int
+    """Place in the file after the last of them."""
+    folded: FoldedSteps | None
+    """Its old steps, of which sums are left; None where all are whole. `found` has the others, and
+    counts them from 0."""
     found: Segmentation
     events: Spans
     """Garbage collector pauses and checkpoint saves."""
@@ -149,20 +164,61 @@ class RankSegments:
     notes: tuple[str, ...]
     """What was left out of the spans and device records."""
 
+    @property
+    def first_step(self) -> int:
+        """The number of the first step of `found`."""
+        return 0 if self.folded is None else self.folded.step_count
 
-def load_segments(files: RankFiles, *, limit: int | None = None) -> RankSegments:
-    """Reads and cuts the spans of one rank."""
-    records = read_table(files.paths.phases, schema.PHASES, limit=limit)
-    spans, notes = spans_of(records)
+    @property
+    def step_count(self) -> int:
+        """All steps, the folded ones too."""
+        return self.first_step + len(self.found.steps.start_ns)
+
+
+_TRIES = 3
+"""So often a rank is read that is folded at the same time, which happens once an hour."""
+
+
+def load_segments(files: RankFiles, *, end: int | None = None) -> RankSegments:
+    """Reads and cuts the spans of one rank.
+
+    Args:
+        files: The rank.
+        end: Place of the record before which it ends; None: all.
+    """
+    for _ in range(_TRIES):
+        try:
+            folded, damage = read_folded_steps(files.paths), ""
+        except RunFormatError as error:
+            folded, damage = None, f"{error}: the steps before are missing"
+        found = _load_whole(files, folded, end=end, notes=(damage,) if damage else ())
+        known = None if folded is None else folded.file.identity
+        if damage or known == file_identity(files.paths.folded):
+            break
+    return found
+
+
+def _load_whole(
+    files: RankFiles, folded: FoldedSteps | None, *, end: int | None, notes: tuple[str, ...]
+) -> RankSegments:
+    """The steps that are whole: what comes before them was only kept to tell where they begin."""
+    first = 0 if folded is None else folded.fact("first_record")
+    limit = None if end is None else max(end - first, 0)
+    records = read_table(files.paths.phases, schema.PHASES, first=first, limit=limit)
+    spans, damaged = spans_of(records)
     clock = records.clock
     found = segment(spans, families=files.families())
+    notes += damaged
     crossing = found.nested.overlapping_count
     if crossing:
         notes += (f"{files.paths.phases}: {crossing} spans that cross others left out",)
-    device, busy, damaged = _read_device(files.paths, found)
-    return RankSegments(
+    first = 0 if folded is None else folded.fact("first_device_record")
+    device, busy, damaged = _read_device(files.paths, found, first=first)
+    rank = RankSegments(
         files=files,
         record_count=records.count,
+        record_end=records.first + records.count,
+        folded=folded,
         found=found,
         events=spans.take(_EVENTS[spans.kind]),
         wall_offset_ns=clock.wall_ns - clock.mono_ns,
@@ -171,6 +227,63 @@ def load_segments(files: RankFiles, *, limit: int | None = None) -> RankSegments
         seen=_phases_seen(found),
         notes=notes + damaged,
     )
+    if folded is None:
+        return rank
+    begun = found.steps.start_ns
+    place = int(np.searchsorted(begun, folded.until_ns))
+    rank = split_segments(rank, place)[1]
+    rank = replace(rank, seen=rank.seen | (phase_sums(folded).sum(axis=1) > 0))
+    if place == len(begun) or begun[place] != folded.until_ns:
+        why = f"{files.paths.folded}: its end is not where a step begins: some time is missing"
+        rank = replace(rank, notes=(*rank.notes, why))
+    return rank
+
+
+def split_segments(rank: RankSegments, place: int) -> tuple[RankSegments, RankSegments]:
+    """A rank up to the begin of a step, and from there on; each counts its steps from 0."""
+    found, steps = rank.found, rank.found.steps
+    at = int(steps.start_ns[place]) if place < len(steps.start_ns) else np.iinfo(np.int64).max
+    row = int(np.searchsorted(found.nested.spans.start_ns, at))
+    evaluated = int(np.searchsorted(found.evaluation_start_ns, at))
+    parts = []
+    for later in (False, True):
+        rows, own, mine = (
+            slice(edge, None) if later else slice(edge) for edge in (row, place, evaluated)
+        )
+        shift, nested = row if later else 0, found.nested
+        step = found.step[rows]
+        events = rank.events
+        cut = Segmentation(
+            nested=Nested(
+                spans=nested.spans.take(np.arange(len(found.step))[rows]),
+                parent=np.where(nested.parent[rows] < 0, -1, nested.parent[rows] - shift),
+                top=nested.top[rows] - shift,
+                self_ns=nested.self_ns[rows],
+                overlapping_count=nested.overlapping_count,
+            ),
+            phase=found.phase[rows],
+            step=np.where(step < 0, -1, step - place) if later else step,
+            steps=StepColumns(**{
+                field.name: getattr(steps, field.name)[..., own] for field in fields(steps)
+            }),
+            evaluation_start_ns=found.evaluation_start_ns[mine],
+            evaluation_end_ns=found.evaluation_end_ns[mine],
+            unfinished_micro_step_count=found.unfinished_micro_step_count if later else 0,
+        )  # fmt: skip
+        busy = rank.busy
+        if busy is not None:
+            chosen = (busy[0] >= at) == later
+            busy = busy[0][chosen], busy[1][chosen]
+        parts.append(
+            replace(
+                rank,
+                found=cut,
+                events=events.take((events.start_ns >= at) == later),
+                device_ns=None if rank.device_ns is None else rank.device_ns[:, own],
+                busy=busy,
+            )
+        )
+    return parts[0], parts[1]
 
 
 def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
@@ -184,6 +297,7 @@ def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
     found = segment(kept, families=rank.files.families())
     return replace(
         rank,
+        folded=None,
         found=found,
         events=events.take((events.start_ns >= begin) & (events.end_ns <= end)),
         device_ns=None,
@@ -193,12 +307,13 @@ def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
 
 
 def _read_device(
-    paths: RankPaths, found: Segmentation
+    paths: RankPaths, found: Segmentation, *, first: int
 ) -> tuple[Floats | None, BusyTimes | None, tuple[str, ...]]:
     if not os.path.lexists(paths.device):
         return None, None, ()
     try:
-        records = read_table(paths.device, schema.DEVICE, optional=("idle_ns", "lag_ns"))
+        optional = ("idle_ns", "lag_ns")
+        records = read_table(paths.device, schema.DEVICE, first=first, optional=optional)
     except RunFormatError as error:
         return None, None, (str(error),)
     if not records.count:
@@ -299,7 +414,7 @@ def step_frame(
     columns: dict[str, object] = {
         "rank": pl.Series([rank.files.rank], dtype=pl.Int64).new_from_index(0, count),
         "attempt": shared.constant(rank.files.attempt, count, pl.Int64),
-        "step": shared.counting(count),
+        "step": shared.counting(rank.step_count).tail(count),
         "start_ns": steps.start_ns + rank.wall_offset_ns,
         "step_ns": steps.step_ns,
         "micro_step_count": shared.compact(steps.micro_step_count, pl.Int64),
@@ -318,6 +433,37 @@ def step_frame(
     columns.update(_device(rank, missing))
     ordered = {name: columns[name] for name in STEP_SCHEMA}
     return pl.DataFrame(ordered, schema_overrides=STEP_SCHEMA)
+
+
+def slow_frame(rank: RankSegments) -> pl.DataFrame:
+    """Folded steps that are kept whole: the first one, and slow ones.
+
+    As `step_frame`, without device times.
+    """
+    slow = {} if rank.folded is None else rank.folded.slow
+    if not len(slow.get("step", ())):
+        return pl.DataFrame(schema=STEP_SCHEMA)
+    count = len(slow["step"])
+    known = {f"{phase}_host_ns": slow[f"{phase}_host_ns"] for phase in PHASES}
+    whole = {
+        "step": slow["step"],
+        "start_ns": slow["start_ns"] + rank.wall_offset_ns,
+        "rank": np.full(count, rank.files.rank),
+        "attempt": np.full(count, rank.files.attempt),
+        **{name: slow[name] for name in ("step_ns", "micro_step_count", "optimizer_step_count")},
+        **{f"{phase}_host_ns": known[f"{phase}_host_ns"] if rank.seen[place] else None
+           for place, phase in enumerate(PHASES)},
+        "other_host_ns": slow["step_ns"] - sum(known.values()),
+        "skipped": slow["skipped"] > 0,
+        "traced": slow["traced"] > 0,
+        "boundary": np.array(BOUNDARIES)[np.clip(slow["boundary"], 0, len(BOUNDARIES) - 1)],
+        "confidence": slow["confidence"],
+    }  # fmt: skip
+    rows = {name: whole.get(name) for name in STEP_SCHEMA}
+    return pl.DataFrame(
+        {n: [None] * count if v is None else v for n, v in rows.items()},
+        schema_overrides=STEP_SCHEMA,
+    )
 
 
 def untrained_boundary(steps: pl.DataFrame) -> str | None:
@@ -370,7 +516,7 @@ def _spans(rank: RankSegments) -> pl.DataFrame:
     spans = nested.spans
     return _frame(
         rank,
-        step=_where(rank.found.step >= 0, rank.found.step),
+        step=_where(rank.found.step >= 0, rank.found.step + rank.first_step),
         phase=pl.Series(SPAN_PHASES, dtype=pl.String).gather(rank.found.phase),
         name=_names(rank, spans.kind, spans.tag),
         start=spans.start_ns,
@@ -380,25 +526,38 @@ def _spans(rank: RankSegments) -> pl.DataFrame:
 
 
 def pause_frame(rank: RankSegments) -> pl.DataFrame:
-    """Collector pauses and checkpoint saves alone, in the columns of `phase_frame`."""
+    """Collector pauses and checkpoint saves alone, in the columns of `phase_frame`.
+
+    Of folded steps only the saves: their pauses are sums.
+    """
     events, steps = rank.events, rank.found.steps
-    if not len(events.kind):
+    saves, of_save = _folded_saves(rank)
+    if not len(events.kind) and not len(of_save):
         return pl.DataFrame(schema=PHASE_SCHEMA)
     duration = events.end_ns - events.start_ns
     place = np.searchsorted(steps.start_ns, events.start_ns, side="right") - 1
     inside = (place >= 0) & (events.start_ns < np.append(steps.end_ns, 0)[place])
     found = rank.found
     inside &= ~is_inside(found.evaluation_start_ns, found.evaluation_end_ns, events.start_ns)
-    phase = np.where(events.kind == schema.GC, GC_PHASE, SAVE_PHASE)
+    kind = np.append(saves.kind, events.kind)
+    place = np.append(of_save, np.where(inside, place + rank.first_step, -1))
+    duration = np.append(saves.end_ns - saves.start_ns, duration)
     return _frame(
         rank,
-        step=_where(inside, place),
-        phase=pl.Series(phase, dtype=pl.String),
+        step=_where(place >= 0, place),
+        phase=pl.Series(np.where(kind == schema.GC, GC_PHASE, SAVE_PHASE), dtype=pl.String),
         name=pl.Series([None] * len(place), dtype=pl.String),
-        start=events.start_ns,
+        start=np.append(saves.start_ns, events.start_ns),
         duration=duration,
         own=duration,
     )
+
+
+def _folded_saves(rank: RankSegments) -> tuple[Spans, Ints]:
+    """Checkpoints of folded steps, and the step of each; -1: in none."""
+    if rank.folded is None:
+        return rank.events.take(np.zeros(len(rank.events.kind), dtype=np.bool_)), np.zeros(0, int)
+    return rank.folded.saves()
 
 
 def _where(known: Bools, values: Ints) -> pl.Series:

@@ -54,7 +54,7 @@ class StepPositions:
     collecting: Bools
     """Whether the garbage collector had stopped the thread."""
     period: Ints
-    """The step in whose period it lies."""
+    """The step in whose period it lies; from 0, or under the numbers of the whole run."""
     step_count: int
 
     def at(self, time_ns: Ints) -> Ints:

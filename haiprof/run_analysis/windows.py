@@ -148,8 +148,8 @@ def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
             lead = LEAD_STEPS if each.trigger in ("option", "request") else 0
             traced |= _with_lead(touched, lead)
         elif each.first_step is not None and each.end_step is not None and counts_all:
-            first = max(each.first_step - LEAD_STEPS, 0)
-            traced[first : max(each.end_step + 1, 0)] = True  # and the one that waits
+            first, end = each.first_step - LEAD_STEPS, each.end_step + 1  # and the one that waits
+            traced[max(first - rank.first_step, 0) : max(end - rank.first_step, 0)] = True
     return traced
 
 

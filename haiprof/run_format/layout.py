@@ -53,6 +53,8 @@ class RankPaths:
     """Lines of varying size: roots, optimizers, recording marks, faults of the hook, cost."""
     heartbeat = _Below("heartbeat.rec")
     """Progress of each process group's collectives (`schema.HEARTBEAT`)."""
+    folded = _Below("folded.rec")
+    """Sums of its old steps, whose records are not kept (`run_format.folded`)."""
     stacks = _Below("stacks.jsonl")
     """Samples of the training thread's Python stack (`stack_lines`)."""
 
@@ -114,6 +116,10 @@ class NodePaths:
     def records(self, source: str) -> Path:
         """The record file of one sampler, such as `host`, `process` or `gpu`."""
         return self.root / f"{source}.rec"
+
+    def folded(self, source: str) -> Path:
+        """Its old records, one a minute; the file itself goes on where these end."""
+        return self.root / f"{source}-folded.rec"
 
     def history(self, source: str, tier: str, number: int) -> Path:
         """One file of what `haiprof node` keeps of a source: `host-10s-3.rec`."""

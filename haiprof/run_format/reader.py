@@ -36,6 +36,8 @@ class RecordFile:
     """Place in the file of the first record that was read."""
     torn_bytes: int = 0
     """What follows the last whole record."""
+    start: int = 0
+    """Where in the file its first record begins."""
 
     @property
     def clock(self) -> ClockAnchor:
@@ -56,7 +58,7 @@ class RecordFile:
 def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> RecordFile:
     """Reads a `.rec` file; a torn tail is cut at the last whole record and noted."""
     try:
-        with _open_regular(path) as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.readline(_HEADER_LIMIT_BYTES)
             if not start.endswith(b"\n"):
@@ -69,7 +71,7 @@ def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> Rec
             if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
                 raise RunFormatError(f"{path}: not a haiprof record file: {_shape(text)}")
             check_version(path, header.get("version"))
-            if not _consistent(header):
+            if not is_consistent(header):
                 raise RunFormatError(f"{path}: damaged header: {_shape(text)}")
             length = header["record_bytes"]
             count, torn = divmod(max(size - len(start), 0), length)
@@ -82,15 +84,22 @@ def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> Rec
     columns = tuple((str(n), str(t), str(u), str(k)) for n, t, u, k in header["columns"])
     body = body[: len(body) - len(body) % length]
     notes = (f"{path}: cut {torn} bytes of a torn last record",) if torn and not first else ()
-    return RecordFile(path, header["table"], columns, header, body, notes, place, torn)
+    return RecordFile(
+        path, header["table"], columns, header, body, notes, place, torn, len(start)
+    )  # fmt: skip
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Reads a `.jsonl` file: the lines that are JSON objects, and notes on the others."""
+def read_lines(path: Path, *, first: int = 0) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Reads a `.jsonl` file: the lines that are JSON objects, and notes on the others.
+
+    Args:
+        path: The file; one that does not exist has no lines.
+        first: Place of a line's begin: what is before it is not read.
+    """
     if not os.path.lexists(path):
         return [], ()
     lines, bad = [], 0
-    for text in _read_bytes(path).split(b"\n"):
+    for text in _read_bytes(path, first).split(b"\n"):
         if not text.strip():
             continue
         try:
@@ -135,15 +144,17 @@ def check_version(path: Path, version: object) -> None:
         )
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path, first: int = 0) -> bytes:
     try:
-        with _open_regular(path) as file:
+        with open_regular(path) as file:
+            file.seek(first)
             return file.read()
     except OSError as error:
         raise RunFormatError(f"{path}: {error.strerror or error}") from None
 
 
-def _open_regular(path: Path) -> BufferedReader:
+def open_regular(path: Path) -> BufferedReader:
+    """Opens a file to read; nothing else than a regular file."""
     # Not blocking: a pipe or a device in a file's place must not block the reader.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -152,7 +163,8 @@ def _open_regular(path: Path) -> BufferedReader:
     return file
 
 
-def _consistent(header: dict[str, Any]) -> bool:
+def is_consistent(header: dict[str, Any]) -> bool:
+    """Whether a header says all that is needed to read its records."""
     try:
         words = [tuple(column) for column in header["columns"]]
         names = [name for name, _, _, _ in words]

@@ -226,7 +226,7 @@ def _position_stats(
     if steps.is_empty():
         return ()
     plain, collected = data.position_times(rank, attempt)
-    whole = (plain + collected)[:, steps["step"].to_numpy()]
+    whole = (plain + collected)[:, data.cells(rank, attempt).columns(steps["step"].to_numpy())]
     total = int(whole.sum())
     return tuple(
         PhaseStat(

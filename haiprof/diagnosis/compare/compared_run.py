@@ -47,8 +47,12 @@ class ComparedRun:
 
     @property
     def step_count(self) -> int:
-        """Judged steps of the rank that has fewest."""
-        return min((own.height for own in self.inputs.by_rank.values()), default=0)
+        """Judged steps of the rank that has fewest, folded ones too."""
+        counts = (
+            own.height + (int(self.inputs.blocks[r].count.sum()) if r in self.inputs.blocks else 0)
+            for r, own in self.inputs.by_rank.items()
+        )
+        return min(counts, default=0)
 
     @cached_property
     def ledger(self) -> RunLedger | None:
@@ -58,7 +62,10 @@ class ComparedRun:
     @property
     def step_ns(self) -> Floats:
         """From each step's begin to the next one's, mean over ranks, in order."""
-        return np.zeros(0) if self.ledger is None else self.ledger.time.period_ns.mean(axis=0)
+        if self.ledger is None:
+            return np.zeros(0)
+        time = self.ledger.time
+        return time.each_step(time.period_ns.mean(axis=0))
 
 
 def open_compared_run(path: Path) -> ComparedRun:

@@ -192,8 +192,11 @@ def position_changes(before: ComparedRun, after: ComparedRun) -> tuple[PositionC
 def rank_changes(before: RunLedger, after: RunLedger) -> tuple[RankChange, ...]:
     """Ranks that both runs have and that changed unlike the middle one; at most 32 of them."""
     means = [
-        {rank: _mean(own) for rank, own in zip(found.time.ranks, found.time.own_ns, strict=True)}
-        for found in (before, after)
+        {
+            rank: _mean(time.each_step(own))
+            for rank, own in zip(time.ranks, time.own_ns, strict=True)
+        }
+        for time in (before.time, after.time)
     ]
     both = sorted(means[0].keys() & means[1].keys())
     found = certain([
@@ -216,7 +219,7 @@ def _positions(side: ComparedRun) -> dict[str, Floats]:
     time = side.ledger.time
     found = {POSITIONS[p]: time.cell_ns[row].mean(axis=0) for row, p in enumerate(time.used)}
     found["garbage collection"] = time.collected_ns.mean(axis=0)
-    return {name: own for name, own in found.items() if own.any()}
+    return {name: time.each_step(own) for name, own in found.items() if own.any()}
 
 
 def _device_phases(side: ComparedRun) -> dict[str, Floats]:
@@ -433,7 +436,8 @@ class _RunSide:
 
     def __init__(self, found: RunLedger) -> None:
         self.found = found
-        step = block_mean(found.time.period_ns.mean(axis=0), run_ratio=RUN_RATIO)
+        time = found.time
+        step = block_mean(time.each_step(time.period_ns.mean(axis=0)), run_ratio=RUN_RATIO)
         variance, self._freedom = step.error.parts[-1]
         self._run_ratio = math.sqrt(variance) / step.value
         self._counts = np.bincount(found.table.position, found.table.count, len(POSITIONS))

@@ -107,7 +107,10 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
         around_closure=position < 0, period=period, step_count=steps,
     )  # fmt: skip
     plain, collected = cut.sums()
-    time = RankTime(rank=0, step=np.arange(steps), plain_ns=plain, collected_ns=collected)
+    time = RankTime(
+        rank=0, step=np.arange(steps), count=np.ones(steps, dtype=np.int64), plain_ns=plain,
+        collected_ns=collected,
+    )  # fmt: skip
     more = dict.fromkeys(("no_core_ratio", "tail_ratio", "peer_ratio", "free_ratio", "busy")) | rank
     ranks = [RankSamples(time=time, positions=cut, wall_offset_ns=0, **more)]
     return time_table(samples_of(tree, samples), ranks)
@@ -119,6 +122,7 @@ def samples_of(tree: CodeTree, rows: Sequence[tuple[int, ...]]) -> CodeSamples:
     unknown = np.full(len(time), -1)
     columns = {f.name: unknown for f in fields(CodeSamples) if f.name not in ("tree", "notes")}
     columns |= {
+        **dict.fromkeys(("around", "hidden"), unknown > 0),
         "rank": unknown + 1, "time_ns": time, "stack": stack, "lock_wait": lock,
         "wait": wait, "queue_ns": queue, "cpu_ns": cpu,
         "phase": np.full(len(time), CODE_PHASES.index("other")),

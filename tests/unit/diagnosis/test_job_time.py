@@ -10,7 +10,13 @@ import pytest
 from haiprof.base.intervals import Floats
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.job_time import JobTime, find_stragglers, job_time, peer_waits
+from haiprof.diagnosis.job_time import (
+    JobTime,
+    JudgedCells,
+    find_stragglers,
+    job_time,
+    peer_waits,
+)
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import PYTHON, TimeTable
 from haiprof.run_analysis.step_positions import AFTER_STEP, BACKWARD, EVALUATION, FORWARD
@@ -20,6 +26,14 @@ STEPS = 200
 DICE = np.random.default_rng(5)
 Work = Callable[[int, int], float]
 """(rank, step) to ms of avoidable work."""
+
+
+def judged(numbers: Mapping[int, np.ndarray]) -> dict[int, JudgedCells]:
+    """Whole steps, each under its own number."""
+    return {
+        rank: JudgedCells(step=own, count=np.ones_like(own), column=own)
+        for rank, own in numbers.items()
+    }
 
 
 def recorded(work: Mapping[int, Floats], *, known: bool) -> JobTime:
@@ -41,7 +55,7 @@ def recorded(work: Mapping[int, Floats], *, known: bool) -> JobTime:
         for rank, ms in waits.items()
     }
     used = [p for p in range(len(POSITIONS)) if any(ms[p].any() for ms in times.values())]
-    return job_time(numbers, load, used, peers if known else None)
+    return job_time(judged(numbers), load, used, peers if known else None)
 
 
 def working(ranks: int, extra: Work, at: int = FORWARD, steps: int = STEPS) -> dict[int, Floats]:
@@ -104,7 +118,7 @@ def test_ranks_that_do_not_wait_for_each_other_gain_what_the_mean_one_does() -> 
         plain[FORWARD] = (10 + 20 * rank) * NS_PER_MS
         return plain, np.zeros_like(plain)
 
-    time = job_time(numbers, load, [FORWARD], None)
+    time = job_time(judged(numbers), load, [FORWARD], None)
     assert not time.waits_for_all
     assert time.gains(
         np.array([[0], [6]], dtype=np.float32).repeat(20, axis=1)
@@ -127,7 +141,7 @@ def test_ranks_with_unequal_steps_are_compared_where_both_have_them(
         plain[FORWARD, numbers[rank]] = (numbers[rank] + 1) * NS_PER_MS
         return plain, np.zeros_like(plain)
 
-    time = job_time(numbers, load, [FORWARD], None)
+    time = job_time(judged(numbers), load, [FORWARD], None)
     assert time.step.tolist() == list(steps)
     own = [n[: len(steps)] if first == {1: 60} else np.array(steps) for n in numbers.values()]
     assert (time.period_ns / NS_PER_MS).tolist() == [(each + 1).tolist() for each in own]
@@ -142,7 +156,7 @@ def test_ranks_without_a_common_clock_wait_after_their_own_last_collective() -> 
         plain[BACKWARD] = 20 * NS_PER_MS
         return plain, np.zeros_like(plain)
 
-    time = job_time(numbers, load, [BACKWARD], {}, {0: 0.5, 1: 0.1})
+    time = job_time(judged(numbers), load, [BACKWARD], {}, {0: 0.5, 1: 0.1})
     assert time.waits_for_all
     assert time.own_ns.mean(axis=1) / NS_PER_MS == pytest.approx([12.0, 20.0])
     assert time.gains(
@@ -270,6 +284,6 @@ def test_buckets_of_one_backward_are_one_delay_and_barriers_are_several() -> Non
     group = Arrivals(
         group="0", group_name="world", ranks=(0, 1), kinds=("all_reduce",) * 6, created_ns=created
     )
-    starts = {rank: np.array([0, 100]) * NS_PER_MS for rank in (0, 1)}
+    starts = {rank: (0, np.array([0, 100]) * NS_PER_MS) for rank in (0, 1)}
     found = peer_waits([group], starts)
     assert found == {0: {0: 35 * NS_PER_MS, 1: 35 * NS_PER_MS}, 1: {0: 0, 1: 0}}

@@ -1,0 +1,222 @@
+"""Steps of a rank that were folded: sums of blocks of them, and slow ones whole; as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Floats, Intervals, Ints
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.nesting import Bools, Spans
+from haiprof.run_analysis.run_files import counts, record_columns
+from haiprof.run_format import schema
+from haiprof.run_format.folded import (
+    BLOCKS,
+    CODE_BITS,
+    EVALUATED,
+    HOST_PHASES,
+    MET,
+    SAVED,
+    FoldedFile,
+    read_folded,
+)
+from haiprof.run_format.layout import RankPaths
+
+_LIMIT = 1 << 61
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedSteps:
+    """Times are on the clock of the rank's spans."""
+
+    file: FoldedFile
+    step_count: int
+    """Steps that were folded: the first one that is whole has this number."""
+    until_ns: int
+    """When that one begins."""
+    blocks: Mapping[str, np.ndarray]
+    """Columns of BLOCKS, one row per block, in order of the steps; they follow each other."""
+    plain_ns: Ints
+    """[position, block]: sums without collections."""
+    collected_ns: Ints
+    """The same of collections."""
+    slow: Mapping[str, np.ndarray]
+    """Columns of SLOW."""
+    spans: Spans
+    """Of the slow steps."""
+    stretches: Mapping[str, np.ndarray]
+    """Columns of STRETCHES."""
+
+    @property
+    def first_step(self) -> Ints:
+        """Per block: the number of its first step."""
+        return self.blocks["first_step"]
+
+    @property
+    def count(self) -> Ints:
+        """Per block: its steps."""
+        return self.blocks["step_count"]
+
+    @property
+    def end_ns(self) -> Ints:
+        """Per block: where it ends."""
+        return np.append(self.blocks["start_ns"][1:], self.until_ns)[: len(self.count)]
+
+    def fact(self, name: str) -> int:
+        """A sum over all folded steps."""
+        return self.file.whole(name)
+
+    def roots(self) -> dict[int, int]:
+        """Calls by tag of a root module."""
+        found = counts(self.file.facts.get("roots"))
+        return {int(tag): count for tag, count in found.items() if tag.isdigit()}
+
+    def when(self, kind: int) -> Intervals:
+        """The stretches of one kind."""
+        own = self.stretches["kind"] == kind
+        return Intervals(self.stretches["start_ns"][own], self.stretches["end_ns"][own])
+
+    @property
+    def evaluations(self) -> Intervals:
+        """When it evaluated."""
+        return self.when(EVALUATED)
+
+    @property
+    def waits(self) -> Intervals:
+        """Collectives before the first step."""
+        return self.when(MET)
+
+    def saves(self) -> tuple[Spans, Ints]:
+        """Checkpoints that were saved, and the step of each; -1: in none."""
+        own = self.stretches["kind"] == SAVED
+        start, end = self.stretches["start_ns"][own], self.stretches["end_ns"][own]
+        kind = np.full(len(start), schema.SAVE, dtype=np.int8)
+        spans = Spans(kind=kind, tag=np.zeros_like(kind), start_ns=start, end_ns=end)
+        return spans, self.stretches["step"][own]
+
+    def timeline(self) -> tuple[Ints, Ints, Ints]:
+        """Begin, position and step of each stretch of time up to `until_ns`, in order.
+
+        What has no stretch of its own stands at the beginning of its block, position by position:
+        the sums of each block are exact, the moments are not.
+        """
+        own = self.stretches["kind"] < len(POSITIONS)
+        start, end, kind = (self.stretches[name][own] for name in ("start_ns", "end_ns", "kind"))
+        begins, positions, steps = [], [], []
+        left = self.plain_ns + self.collected_ns
+        of_block = np.searchsorted(self.blocks["start_ns"], start, "right") - 1
+        np.subtract.at(left, (kind, np.maximum(of_block, 0)), end - start)
+        left = np.maximum(left, 0)
+        rows = np.searchsorted(of_block, np.arange(len(self.count) + 1))
+        for block, (at, until) in enumerate(
+            zip(self.blocks["start_ns"].tolist(), self.end_ns.tolist(), strict=True)
+        ):
+            mine = slice(rows[block], rows[block + 1])
+            gaps = zip([at, *end[mine].tolist()], [*start[mine].tolist(), until], strict=True)
+            fixed = [*kind[mine].tolist(), -1]
+            parts = [[p, left[p, block]] for p in np.flatnonzero(left[:, block]).tolist()]
+            for (begin, stop), then in zip(gaps, fixed, strict=True):
+                while begin < stop:
+                    part = parts[0] if parts else [len(POSITIONS) - 1, stop - begin]
+                    taken = min(int(part[1]), stop - begin)
+                    begins.append(begin)
+                    positions.append(part[0])
+                    steps.append(block)
+                    begin += taken
+                    part[1] -= taken
+                    if parts and not part[1]:
+                        parts.pop(0)
+                if then >= 0:
+                    begins.append(stop)
+                    positions.append(then)
+                    steps.append(block)
+        first = self.first_step[np.array(steps, dtype=np.int64)]
+        return np.array(begins, dtype=np.int64), np.array(positions, dtype=np.int64), first
+
+    def trained_ns(self) -> Ints:
+        """[step]: about when each had trained; exact at the end of each block."""
+        count = self.count
+        begin, end = self.blocks["start_ns"], self.blocks["trained_ns"]
+        place = np.arange(self.step_count) - np.repeat(self.first_step, count) + 1
+        length, number = np.repeat(end - begin, count), np.repeat(count, count)
+        found: Ints = np.repeat(end, count) - (length / number * (number - place)).astype(np.int64)
+        return found
+
+    def samples(self) -> dict[str, Ints]:
+        """Columns of SAMPLED, its codes one by one; -1 for what is not known."""
+        columns = record_columns(self.file.sections["samples"])
+        found = {name: column.astype(np.int64) for name, column in columns.items()}
+        codes = found.pop("codes")
+        for name, bits in CODE_BITS.items():
+            value = codes & ((1 << bits) - 1)
+            found[name] = np.where(value == (1 << bits) - 1, -1, value) if bits > 1 else value
+            codes = codes >> bits
+        return found
+
+
+def pack_codes(columns: Mapping[str, Ints | Bools]) -> Ints:
+    """The codes of samples, as they are stored."""
+    packed, at = np.zeros(len(columns["position"]), dtype=np.int64), 0
+    for name, bits in CODE_BITS.items():
+        packed |= (columns[name].astype(np.int64) & ((1 << bits) - 1)) << at
+        at += bits
+    return packed
+
+
+def read_folded_steps(paths: RankPaths) -> FoldedSteps | None:
+    """What was folded of a rank; None where nothing was.
+
+    Raises:
+        RunFormatError: It is damaged, or its blocks do not follow each other.
+    """
+    file = read_folded(paths.folded)
+    if file is None:
+        return None
+    blocks = _whole_columns(file, "blocks")
+    size = len(blocks["first_step"])
+    zeros = np.zeros(size, dtype=np.int64)
+    for column in BLOCKS.columns:
+        blocks.setdefault(column.name, zeros)
+    first, count = blocks["first_step"], blocks["step_count"]
+    step_count, until_ns = file.whole("step_count"), file.whole("until_ns")
+    follow = size > 0 and (count > 0).all() and first[0] == 0
+    follow = follow and (first[1:] == (first + count)[:-1]).all()
+    follow = follow and int(first[-1] + count[-1]) == step_count
+    ascending = bool((np.diff(np.append(blocks["start_ns"], until_ns)) > 0).all())
+    if not follow or not ascending or not 0 < step_count < _LIMIT >> 32:
+        raise RunFormatError(f"{paths.folded}: damaged: its blocks do not follow each other")
+    spans = record_columns(file.sections["spans"])
+    return FoldedSteps(
+        file=file,
+        step_count=step_count,
+        until_ns=until_ns,
+        blocks=blocks,
+        plain_ns=np.stack([blocks[f"{name}_ns"] for name in POSITIONS]),
+        collected_ns=np.stack([blocks[f"{name}_gc_ns"] for name in POSITIONS]),
+        slow=_whole_columns(file, "slow"),
+        spans=Spans(
+            kind=(spans["start"] & schema.TAG_MASK).astype(np.int8),
+            tag=(spans["end"] & schema.TAG_MASK).astype(np.int8),
+            start_ns=spans["start"] >> schema.TAG_BITS,
+            end_ns=spans["end"] >> schema.TAG_BITS,
+        ),
+        stretches=_whole_columns(file, "stretches"),
+    )
+
+
+def _whole_columns(file: FoldedFile, name: str) -> dict[str, np.ndarray]:
+    """The columns of a section; times and sums beyond all measure are damage."""
+    columns: dict[str, Any] = dict(record_columns(file.sections[name]))
+    for column in columns.values():
+        if column.dtype.kind == "i" and len(column) and np.abs(column).max() >= _LIMIT:
+            raise RunFormatError(f"{file.sections[name].path}: damaged: {name}")
+    return {key: np.ascontiguousarray(column) for key, column in columns.items()}
+
+
+def phase_sums(folded: FoldedSteps) -> Floats:
+    """[phase, block]: time of the four phases."""
+    return np.stack([folded.blocks[f"{phase}_host_ns"] for phase in HOST_PHASES])

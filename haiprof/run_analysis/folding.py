@@ -1,0 +1,550 @@
+"""Folds what is old of a run that goes on: sums of blocks of steps, records of a minute each.
+
+This runs beside the job, in a process of its own, once an hour; nothing waits for it. What is
+folded is written first, synced and renamed; only then the room of what it stands for is given back.
+A crash in between loses nothing. A rank is folded up to a step from which on its spans alone tell
+the same steps as all of them do; where they do not, it stays whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Ints
+from haiprof.base.ledger import POSITIONS
+from haiprof.base.units import NS_PER_S
+from haiprof.run_analysis.code_samples import SampledProcess, StackTree, locate
+from haiprof.run_analysis.counter_folding import MINUTE_NS, fold_rows
+from haiprof.run_analysis.folded_steps import pack_codes
+from haiprof.run_analysis.ledger import is_hidden
+from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.ranks import (
+    loading_row,
+    nograd_ns,
+    pauses_sum,
+    rank_positions,
+    root_calls,
+)
+from haiprof.run_analysis.run_files import (
+    NUMPY_TYPE,
+    NodeFiles,
+    RankFiles,
+    integer,
+    open_run,
+    read_table,
+    record_columns,
+)
+from haiprof.run_analysis.step_frame import (
+    RankSegments,
+    load_segments,
+    spans_of,
+    split_segments,
+)
+from haiprof.run_analysis.step_positions import StepPositions
+from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES, segment
+from haiprof.run_analysis.windows import TraceWindow, recorded_windows, traced_steps
+from haiprof.run_format import schema
+from haiprof.run_format.folded import (
+    BLOCKS,
+    EVALUATED,
+    MET,
+    SAMPLED,
+    SAVED,
+    SLOW,
+    SPANS,
+    STRETCHES,
+    free_beginning,
+    read_folded_records,
+    write_folded,
+    write_folded_records,
+)
+from haiprof.run_format.layout import RankPaths, RunPaths
+from haiprof.run_format.schema import Column, Table
+from haiprof.run_format.stack_lines import HEADER
+from haiprof.run_format.tables import COUNTER_TABLES
+
+_HOUR_NS = 3600 * NS_PER_S
+CONTEXT_STEPS = 64
+"""Spans of so many folded steps are kept: a step begins by what was before it."""
+LEAST_STEPS = 200
+"""With fewer steps the first ones that are no warm-up are not known yet (5 % are)."""
+WARM_UP_STEPS = 10
+"""So many first steps are a block of their own, as no verdict counts them."""
+SLOW_RATIO = 1.5
+"""A step that took so many times the median of the folded hour is kept whole."""
+MOST_SLOW, ALWAYS_SLOW = 0.02, 32
+"""Of the steps that are folded at once no more are kept whole, or so many, the longest first; of
+the others it is counted how many there were."""
+MOST_SAMPLES = 6_000
+"""Samples of a rank that are kept of all folded time."""
+BESIDE_DEATH_NS = (600 * NS_PER_S, 60 * NS_PER_S)
+"""Before and after the end of a process counters are kept whole."""
+_ON_TIME = tuple(POSITIONS.index(name) for name in ("evaluation", "checkpoint", "compile"))
+"""Positions whose moments are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What is kept in full, before the end of what was recorded."""
+
+    steps_ns: int = 2 * _HOUR_NS
+    """Spans and device times of steps."""
+    samples_ns: int = _HOUR_NS // 4
+    """Samples of stacks."""
+    counters_ns: int = _HOUR_NS // 4
+    """Each sample of counters, and of the progress of collectives."""
+
+
+Columns = dict[str, np.ndarray]
+
+
+def fold_node(run: RunPaths, host: str, kept: Kept | None = None) -> list[str]:
+    """Folds what is old of one node's own files and of its ranks.
+
+    Returns:
+        Why ranks or sources stay whole.
+    """
+    kept, files = kept or Kept(), open_run(run.root, host=host)
+    windows = recorded_windows(files)
+    left = []
+    for rank in files.ranks:
+        own = [w for w in windows if (w.rank, w.attempt) == (rank.rank, rank.attempt)]
+        why = _guarded(partial(fold_rank, rank, own, kept))
+        left += [f"rank {rank.rank}: {why}"] if why else []
+    for node in files.nodes:
+        for table in COUNTER_TABLES:
+            why = _guarded(partial(fold_counters, node, table, kept))
+            left += [f"{table.name}: {why}"] if why else []
+    return left
+
+
+def _guarded(fold: Callable[[], str]) -> str:
+    """One damaged file leaves the others alone."""
+    try:
+        return fold()
+    except (OSError, RunFormatError) as error:
+        return str(error)
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Kept) -> str:
+    """Folds the old steps of a rank; why it stays whole, or nothing."""
+    paths = files.paths
+    if not os.path.lexists(paths.phases):
+        return ""
+    rank = load_segments(files)
+    steps = rank.found.steps
+    if rank.folded is None and os.path.lexists(paths.folded):
+        return "what was folded before is damaged"
+    if not len(steps.start_ns):
+        return ""
+    last_ns = int(steps.end_ns[-1])
+    place = int(np.searchsorted(steps.end_ns, last_ns - kept.steps_ns, "right"))
+    size = _block_steps(rank)
+    number = rank.first_step + place
+    number -= number % size
+    place = number - rank.first_step
+    if place <= 0 or number < LEAST_STEPS:
+        return ""
+    begin = _Beginning.find(rank, place)
+    if isinstance(begin, str):
+        return begin
+    traced = traced_steps(rank, windows)
+    before = split_segments(rank, place)[0]
+    positions = rank_positions(rank)
+    blocks = _blocks(rank, positions, traced, place, size)
+    slow, spans, left_out = _slow_steps(before, traced[:place])
+    samples, lines, stack_byte = _fold_samples(rank, positions, last_ns - kept.samples_ns)
+    pauses = before.events.end_ns - before.events.start_ns
+    pauses = pauses[before.events.kind == schema.GC]
+    count, total_ns, longest_ns = pauses_sum(rank)
+    epochs, epoch_ns, loading_ns = loading_row(before)
+    facts = {
+        "step_count": number,
+        "until_ns": int(steps.start_ns[place]),
+        "first_record": begin.record,
+        "first_device_record": begin.device_record,
+        "first_stack_byte": stack_byte,
+        "block_steps": size,
+        "slow_left_out": left_out,
+        "gc_count": count + len(pauses),
+        "gc_ns": total_ns + int(pauses.sum()),
+        "gc_longest_ns": max(longest_ns, int(pauses.max(initial=0))),
+        "nograd_ns": nograd_ns(before),
+        "epoch_count": epochs,
+        "epoch_ns": epoch_ns,
+        "loading_ns": loading_ns,
+        "roots": {str(tag): calls for tag, calls in root_calls(before).items()},
+    }
+    parts = {"blocks": blocks, "slow": slow, "stretches": _stretches(rank, positions, place),
+             "samples": samples, "spans": spans}  # fmt: skip
+    older = {} if rank.folded is None else rank.folded.file.sections
+    sections = {}
+    for table in (BLOCKS, SLOW, STRETCHES, SAMPLED, SPANS):
+        columns = parts[table.name]
+        if table.name in older and table is not SAMPLED:  # all of these were taken in again
+            columns = _after(record_columns(older[table.name]), columns)
+        sections[table.name] = _packed(table, columns)
+    clock = {"mono_ns": 0, "wall_ns": rank.wall_offset_ns}
+    write_folded(
+        paths.folded, sections, facts=facts, stack_lines=lines, clock=clock, below=paths.run_root
+    )
+    _free(paths, begin, stack_byte, last_ns - kept.counters_ns)
+    return ""
+
+
+def _block_steps(rank: RankSegments) -> int:
+    """Steps of about a minute: a power of two, so that blocks of several ranks fit together."""
+    known = 0 if rank.folded is None else rank.folded.fact("block_steps")
+    usual = float(np.median(rank.found.steps.step_ns))
+    return known or 1 << max(round(np.log2(MINUTE_NS / max(usual, 1.0))), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beginning:
+    """Where the files of a rank go on."""
+
+    record: int
+    device_record: int
+
+    @classmethod
+    def find(cls, rank: RankSegments, place: int) -> _Beginning | str:
+        """The first record that is kept; or why the steps would not be the same without the others.
+
+        Args:
+            rank: The rank.
+            place: The first step that stays whole.
+        """
+        paths, steps = rank.files.paths, rank.found.steps
+        first = 0 if rank.folded is None else rank.folded.fact("first_record")
+        limit = rank.record_end - first
+        records = read_table(paths.phases, schema.PHASES, first=first, limit=limit)
+        spans, _ = spans_of(records)
+        if len(spans.kind) != records.count:
+            return "its spans are damaged"
+        since = int(steps.start_ns[max(place - CONTEXT_STEPS, 0)])
+        later = np.flatnonzero(spans.start_ns >= since)
+        begin = int(later[0]) if len(later) else 0
+        found = segment(
+            spans.take(np.arange(begin, len(spans.kind))), families=rank.files.families()
+        )
+        at = int(np.searchsorted(found.steps.start_ns, steps.start_ns[place]))
+        for name in ("start_ns", "end_ns", "step_ns", "host_ns"):
+            alone, whole = getattr(found.steps, name)[..., at:], getattr(steps, name)[..., place:]
+            if alone.shape != whole.shape or (alone != whole).any():
+                return "its last steps cannot be told without those before them"
+        device = 0
+        if os.path.lexists(paths.device):
+            ends = record_columns(read_table(paths.device, schema.DEVICE,
+                                             optional=("idle_ns", "lag_ns")))["end_ns"]  # fmt: skip
+            device = int(np.flatnonzero(ends >= since)[0]) if (ends >= since).any() else 0
+        return cls(record=first + begin, device_record=device)
+
+
+def _blocks(
+    rank: RankSegments, positions: StepPositions, traced: Bools, place: int, size: int
+) -> Columns:
+    """Sums of the steps up to a place, in blocks."""
+    found, steps, first = rank.found, rank.found.steps, rank.first_step
+    number = first + np.arange(place)
+    cut = (number % size == 0) | (number == WARM_UP_STEPS)
+    cut[1:] |= traced[1:place] != traced[: place - 1]
+    saves = rank.events.start_ns[rank.events.kind == schema.SAVE]
+    after = np.searchsorted(steps.start_ns, saves, "right")
+    cut[after[(after > 0) & (after < place)]] = True
+    cut[0] = True
+    edges = np.flatnonzero(cut)
+
+    def sums(values: Ints | Bools) -> Ints:
+        whole: Ints = np.add.reduceat(values[..., :place].astype(np.int64), edges, axis=-1)
+        return whole
+
+    plain, collected = (sums(times) for times in positions.sums())
+    trained = steps.start_ns.copy()
+    stepped = (found.step >= 0) & (found.nested.spans.kind == schema.OPTIMIZER)
+    np.maximum.at(trained, found.step[stepped], found.nested.spans.end_ns[stepped])
+    trained = np.where(trained > steps.start_ns, trained, steps.end_ns)
+    counts = np.diff(np.append(edges, place))
+    idle = np.full(len(edges), np.nan)
+    if rank.device_ns is not None:
+        known = np.isfinite(rank.device_ns[-1, :place])
+        ns = np.add.reduceat(np.where(known, rank.device_ns[-1, :place], 0.0), edges)
+        seen = np.add.reduceat(known.astype(np.int64), edges)
+        idle = np.divide(ns, seen, out=idle, where=seen > 0)
+    return {
+        "first_step": number[edges],
+        "step_count": counts,
+        "start_ns": steps.start_ns[edges],
+        "trained_ns": trained[edges + counts - 1],
+        "step_ns": sums(steps.step_ns),
+        "longest_ns": np.maximum.reduceat(steps.step_ns[:place], edges),
+        "optimizer_step_count": sums(steps.optimizer_step_count),
+        "micro_step_count": sums(steps.micro_step_count),
+        "skipped_count": sums(steps.skipped),
+        "traced": traced[edges],
+        "idle_ns": idle,
+        **{f"{p}_host_ns": sums(steps.host_ns[at]) for at, p in enumerate(PHASES)},
+        **{f"{name}_ns": plain[at] for at, name in enumerate(POSITIONS)},
+        **{f"{name}_gc_ns": collected[at] for at, name in enumerate(POSITIONS)},
+    }
+
+
+def _slow_steps(before: RankSegments, traced: Bools) -> tuple[Columns, Columns, int]:
+    """The first step and slow ones, their spans, and how many more slow ones there were."""
+    steps, first, found = before.found.steps, before.first_step, before.found
+    count = len(steps.step_ns)
+    slow = np.flatnonzero(steps.step_ns > SLOW_RATIO * np.median(steps.step_ns))
+    most = max(int(MOST_SLOW * count), ALWAYS_SLOW)
+    kept = slow[np.argsort(-steps.step_ns[slow], kind="stable")[:most]]
+    left_out = len(slow) - len(kept)
+    kept = np.unique(np.append(kept, 0)) if not first else np.sort(kept)
+    own = {name: getattr(steps, name)[kept] for name in
+           ("start_ns", "step_ns", "micro_step_count", "optimizer_step_count", "skipped",
+            "boundary", "confidence")}  # fmt: skip
+    host = {f"{p}_host_ns": steps.host_ns[at, kept] for at, p in enumerate(PHASES)}
+    columns = {"step": first + kept, "traced": traced[kept], **own, **host}
+    events = before.events
+    of_event = np.searchsorted(steps.start_ns, events.start_ns, "right") - 1
+    spans = [found.nested.spans.take(np.isin(found.step, kept)),
+             events.take(np.isin(of_event, kept))]  # fmt: skip
+    joined = {
+        name: np.concatenate([getattr(each, name) for each in spans]).astype(np.int64)
+        for name in ("kind", "tag", "start_ns", "end_ns")
+    }
+    packed = {
+        "start": joined["start_ns"] << schema.TAG_BITS | joined["kind"],
+        "end": joined["end_ns"] << schema.TAG_BITS | joined["tag"],
+    }
+    older = 0 if before.folded is None else before.folded.fact("slow_left_out")
+    return columns, packed, older + left_out
+
+
+def _stretches(rank: RankSegments, positions: StepPositions, place: int) -> Columns:
+    """When it evaluated, saved and compiled; and waited for ranks before its first step."""
+    until, begun = rank.found.steps.start_ns[place], rank.found.steps.start_ns
+    end = np.append(positions.start_ns[1:], positions.end_ns)[: len(positions.start_ns)]
+    rows: list[tuple[Ints, Ints, Ints]] = []
+    for kind in _ON_TIME:
+        own = np.flatnonzero((positions.position == kind) & (positions.start_ns < until))
+        goes_on = np.append(False, np.diff(own) == 1)[: len(own)]
+        goes_on[1:] &= positions.period[own[1:]] == positions.period[own[:-1]]
+        heads = np.flatnonzero(~goes_on)
+        tails = np.append(heads[1:], len(own))[: len(heads)] - 1
+        rows.append((positions.start_ns[own[heads]], end[own[tails]], np.full(len(heads), kind)))
+    evaluated = rank.found.evaluation_start_ns < until
+    rows.append((
+        rank.found.evaluation_start_ns[evaluated], rank.found.evaluation_end_ns[evaluated],
+        np.full(int(evaluated.sum()), EVALUATED),
+    ))  # fmt: skip
+    spans, met = rank.found.nested.spans, rank.found.phase == COLLECTIVE_PHASE
+    first = begun[0] if rank.folded is None else 0
+    saved = (rank.events.kind == schema.SAVE) & (rank.events.start_ns < until)
+    for kind, some in (
+        (SAVED, rank.events.take(saved)),
+        (MET, spans.take(met & (spans.start_ns < first))),
+    ):
+        rows.append((some.start_ns, some.end_ns, np.full(len(some.kind), kind)))
+    start, stop, kinds = (np.concatenate(side) for side in zip(*rows, strict=True))
+    order = np.argsort(start, kind="stable")
+    step = np.searchsorted(begun, start, "right") - 1
+    number = np.where(step < 0, -1, step + rank.first_step)
+    return {"start_ns": start[order], "end_ns": stop[order], "kind": kinds[order],
+            "step": number[order]}  # fmt: skip
+
+
+def _after(older: Mapping[str, np.ndarray], columns: Columns) -> Columns:
+    """Columns behind those of before, where a column of zeros was left out."""
+    length = len(next(iter(older.values())))
+    zeros = np.zeros(length, dtype=np.int64)
+    return {name: np.append(older.get(name, zeros), own) for name, own in columns.items()}
+
+
+def _packed(table: Table, columns: Columns) -> tuple[Sequence[Column], bytes]:
+    """Records of a table, without columns that hold only zeros."""
+    needed = {"first_step", "step_count", "start_ns", "trained_ns", "step_ns", "longest_ns"}
+    chosen = [
+        column for column in table.columns
+        if table is not BLOCKS or column.name in needed or np.any(columns[column.name] != 0)
+    ]  # fmt: skip
+    rows = np.zeros(
+        len(columns[chosen[0].name]), dtype=[(c.name, NUMPY_TYPE[c.type]) for c in chosen]
+    )
+    for column in chosen:
+        rows[column.name] = columns[column.name]
+    return chosen, rows.tobytes()
+
+
+def _fold_samples(
+    rank: RankSegments, positions: StepPositions, until_ns: int
+) -> tuple[Columns, list[dict[str, Any]], int]:
+    """Samples before a time with their places in steps, and the lines that name their stacks.
+
+    And where stacks.jsonl goes on.
+    """
+    paths, folded = rank.files.paths, rank.folded
+    known = [] if folded is None else [dict(line) for line in folded.file.stack_lines]
+    first = 0 if folded is None else folded.fact("first_stack_byte")
+    none = {column.name: np.zeros(0, dtype=np.int64) for column in SAMPLED.columns}
+    older = none if folded is None else record_columns(folded.file.sections["samples"])
+    lines, byte = _whole_lines(paths.stacks, first, until_ns)
+    processes = {integer(x.get("pid")) for x in (*known, *lines) if x.get("type") == HEADER}
+    pid = next(iter(processes), None)
+    if not lines or len(processes) != 1 or pid is None:
+        return dict(older), known, first
+    tree = StackTree()
+    process = SampledProcess(pid, None, ())
+    for line in lines:
+        if line.get("type") != HEADER:
+            process.add(line, tree)
+    columns, _ = process.samples(as_stored=True)
+    time_ns = columns["time_ns"]
+    phase, step = locate(rank, time_ns)
+    place = positions.at(time_ns)
+    inside = (place >= 0) & ~np.append(positions.collecting, False)[place]
+    new = {
+        "time_ns": time_ns,
+        "step": np.where(step < 0, -1, step + rank.first_step),
+        "period": np.where(
+            place < 0, -1, np.append(positions.period, 0)[place] + rank.first_step
+        ),
+        "cpu_ns": columns["cpu_ns"],
+        "queue_ns": columns["queue_ns"],
+        "stack": np.maximum(columns["stack"], 0),
+        "codes": pack_codes({
+            "position": np.where(inside, np.append(positions.position, 0)[place], -1),
+            "phase": phase, "lock_wait": columns["lock_wait"], "wait": columns["wait"],
+            "around": np.append(positions.around_closure, False)[place] & inside,
+            "hidden": is_hidden(time_ns, rank.busy),
+        }),
+    }  # fmt: skip
+    joined = {name: np.append(older[name], own) for name, own in new.items()}
+    return _thin(joined), _defining_lines(known, lines), byte
+
+
+def _thin(samples: Columns) -> Columns:
+    """At most so many, at even distances: each takes over the CPU time of those left out."""
+    time_ns = samples["time_ns"]
+    order = np.argsort(time_ns, kind="stable")
+    samples = {name: column[order] for name, column in samples.items()}
+    time_ns = samples["time_ns"]
+    if len(time_ns) <= MOST_SAMPLES:
+        return samples
+    width = max(int(time_ns[-1] - time_ns[0]) // MOST_SAMPLES, 1)
+    part = (time_ns - time_ns[0]) // width
+    heads = np.flatnonzero(np.diff(part, prepend=-1) > 0)
+    thinned = {name: column[heads] for name, column in samples.items()}
+    for name in ("cpu_ns", "queue_ns"):
+        spent = samples[name]
+        total = np.add.reduceat(np.maximum(spent, 0), heads)
+        seen = np.add.reduceat((spent >= 0).astype(np.int64), heads) > 0
+        thinned[name] = np.where(seen, total, -1)
+    return thinned
+
+
+def _whole_lines(path: Path, first: int, until_ns: int) -> tuple[list[dict[str, Any]], int]:
+    """Lines of a file from a place on that are older than a time, and where the next one begins."""
+    lines: list[dict[str, Any]] = []
+    try:
+        with open(path, "rb") as file:
+            file.seek(first)
+            at = first
+            for text in file:
+                line = json.loads(text) if text.endswith(b"\n") else None
+                time_ns = integer(line.get("time_ns")) if isinstance(line, dict) else None
+                if line is None or time_ns is None or time_ns >= until_ns:
+                    break
+                lines.append(line)
+                at += len(text)
+    except (OSError, ValueError):
+        return [], first
+    return lines, at
+
+
+def _defining_lines(
+    known: list[dict[str, Any]], lines: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The header, and one line with all frames and stacks of these lines."""
+    header: dict[str, Any] | None = None
+    frames: list[Any] = []
+    stacks: list[Any] = []
+    pid, time_ns = 0, 0
+    for line in (*known, *lines):
+        if line.get("type") == HEADER:
+            header = dict(line)
+            continue
+        pid, time_ns = line.get("pid", 0), line.get("time_ns", 0)
+        for own, entries, first in ((frames, "frames", "first_frame"),
+                                    (stacks, "stacks", "first_stack")):  # fmt: skip
+            number = line.get(first)
+            begin = (number or 0) - (1 if own is stacks else 0)
+            if isinstance(line.get(entries), list) and begin == len(own):
+                own += line[entries]
+    if header is None:
+        return []
+    all_of = {"type": "samples", "pid": pid, "time_ns": time_ns, "first_frame": 0, "frames": frames,
+              "first_stack": 1, "stacks": stacks, "offset_us": [], "stack": []}  # fmt: skip
+    return [header, all_of]
+
+
+def _free(paths: RankPaths, begin: _Beginning, stack_byte: int, heartbeats_until_ns: int) -> None:
+    """Gives back the room of what was folded; a file system that cannot keeps it."""
+    below = paths.run_root
+    for path, table, record in (
+        (paths.phases, schema.PHASES, begin.record),
+        (paths.device, schema.DEVICE, begin.device_record),
+    ):
+        if record and os.path.lexists(path):
+            start = read_table(path, table, limit=0, optional=("idle_ns", "lag_ns")).start
+            free_beginning(path, first=start, end=start + record * table.record_bytes, below=below)
+    free_beginning(paths.stacks, first=0, end=stack_byte, below=below)
+    if os.path.lexists(paths.heartbeat):  # only its end is ever read
+        beats = read_table(paths.heartbeat, schema.HEARTBEAT)
+        old = int((record_columns(beats)["time_ns"] < heartbeats_until_ns).sum())
+        end = beats.start + old * schema.HEARTBEAT.record_bytes
+        free_beginning(paths.heartbeat, first=beats.start, end=end, below=below)
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def fold_counters(node: NodeFiles, table: Table, kept: Kept) -> str:
+    """Folds the old records of one source; why they stay, or nothing."""
+    path, target = node.paths.records(table.name), node.paths.folded(table.name)
+    if not os.path.lexists(path):
+        return ""
+    found = read_folded_records(target)
+    before = 0 if found is None else int(found[0].header["folded"]["records"])
+    raw = read_table(path, table, first=before)
+    rows = np.frombuffer(raw.data, dtype=[(n, NUMPY_TYPE[kind]) for n, kind, _, _ in raw.columns])
+    if not len(rows):
+        return ""
+    reached = np.maximum.accumulate(rows["time_ns"])
+    until = int(reached[-1]) - kept.counters_ns
+    count = int(np.searchsorted(reached, until - until % MINUTE_NS))
+    if not count:
+        return ""
+    offset = raw.clock.wall_ns - raw.clock.mono_ns
+    ends = [integer(line.get("wall_ns")) for line in node.of_type("process_end")]
+    whole = np.zeros(count, dtype=np.bool_)
+    for end in ends:
+        if end is not None:
+            begin, stop = end - offset - BESIDE_DEATH_NS[0], end - offset + BESIDE_DEATH_NS[1]
+            whole |= (rows["time_ns"][:count] >= begin) & (rows["time_ns"][:count] <= stop)
+    folded = fold_rows(rows[:count], raw.columns, whole)
+    older = b"" if found is None else found[0].data
+    header = {**raw.header, "folded": {"records": before + count}}
+    write_folded_records(target, header, older + folded.tobytes(), below=node.paths.run_root)
+    end = raw.start + (before + count) * raw.record_bytes
+    free_beginning(path, first=raw.start, end=end, below=node.paths.run_root)
+    return ""
