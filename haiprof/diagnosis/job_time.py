@@ -541,17 +541,20 @@ def _shares(table: TimeTable, rows: Ints, slowest: int) -> tuple[dict[int, Float
     """By rank, and of all: [usual, spike or collections; position]: rows' share of each cell."""
     kind = np.where(table.activity == COLLECTION, 2, table.spike.astype(np.int64))
     cell = kind * _COUNT + table.cell
-    parts, totals, found = np.zeros(3 * _COUNT), np.zeros(3 * _COUNT), {}
-    sampled = np.unique(table.rank).tolist()
-    for rank in sampled:
-        own = table.rank == rank
-        total = np.bincount(cell[own], table.ns[own], minlength=3 * _COUNT)
-        chosen = rows[own[rows]]
-        part = np.bincount(cell[chosen], table.ns[chosen], minlength=3 * _COUNT)
-        found[rank] = _ratio(part, total)
-        if rank != slowest or len(sampled) == 1:  # what it does alone says nothing of the others
-            parts, totals = parts + part, totals + total
-    return found, _ratio(parts, totals)
+    ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
+    place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
+    place[ranks] = np.arange(len(ranks))
+    cell += place[table.rank] * 3 * _COUNT
+    shape = (len(ranks), 3 * _COUNT)
+    total, part = (
+        np.bincount(cell[own], table.ns[own], shape[0] * shape[1]).reshape(shape)
+        for own in (slice(None), rows)
+    )
+    others = ranks != slowest if len(ranks) > 1 else ranks == ranks
+    # What the slowest does alone says nothing of the others.
+    pooled = _ratio(part[others].sum(axis=0), total[others].sum(axis=0))
+    found = [_ratio(own, whole) for own, whole in zip(part, total, strict=True)]
+    return dict(zip(ranks.tolist(), found, strict=True)), pooled
 
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:

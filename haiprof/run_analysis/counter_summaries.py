@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,10 +206,12 @@ def average_counters(
                         shared[metric.name].append((entity, each.cut(*span), span))
         value = pl.col("value")
         for name, series in own.items():
-            rows = _rows(series, pl.Int64())
-            average = value.mean() if name in _SHARES else value.median()
-            averages[name].update(rows.group_by("owner").agg(average).rows())
+            average = np.mean if name in _SHARES else np.median
+            averages[name].update(
+                (int(rank or 0), float(average(values))) for rank, values in _by_owner(series)
+            )
             if name in _SERIES:  # at most POINT_COUNT of each rank, by medians
+                rows = _rows(series, pl.Int64())
                 thinned = rows.group_by("owner", "part").agg(
                     pl.col("time_ns").median().cast(pl.Int64), value.median()
                 )
@@ -219,9 +221,8 @@ def average_counters(
                 points.append(chosen)
         means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
         for name, series in sorted(shared.items()):
-            rows = _rows(series, pl.String()).sort("time_ns", maintain_order=True)
-            for entity, mean in rows.group_by("owner").agg(value.mean()).rows():
-                means[entity][name] = mean
+            for owner, values in _by_owner(series):
+                means[None if owner is None else str(owner)][name] = float(values.mean())
         nodes[node.host] = {each: means[each] for each in sorted(means, key=lambda e: e or "")}
     return CounterAverages(
         of_ranks={metric: dict(sorted(own.items())) for metric, own in sorted(averages.items())},
@@ -232,6 +233,16 @@ def average_counters(
 
 _Part = tuple[int | str | None, OwnerSeries, TimeRange]
 """Owner, and what was sampled of it in a time."""
+
+
+def _by_owner(parts: Sequence[_Part]) -> Iterator[tuple[int | str | None, Floats]]:
+    """All values of each owner that has any."""
+    found: dict[int | str | None, list[Floats]] = defaultdict(list)
+    for owner, series, _ in parts:
+        found[owner].append(series.values)
+    for owner, own in found.items():
+        if len(values := np.concatenate(own)):
+            yield owner, values
 
 
 def _rows(parts: Sequence[_Part], of: pl.DataType) -> pl.DataFrame:

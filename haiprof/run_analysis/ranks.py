@@ -367,7 +367,7 @@ def rank_rows(
         wall_offset_ns=rank.wall_offset_ns,
         step_count=rank.step_count,
         steps=steps,
-        first=steps.head(1) if rank.folded is None else slow_frame(rank).head(1),
+        first=steps.head(1) if rank.folded is None else slow_frame(rank, limit=1),
         blocks=_blocks(rank),
         pauses=pause_frame(rank),
         loading=(

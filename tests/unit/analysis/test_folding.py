@@ -17,7 +17,7 @@ from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
 from haiprof.run_analysis.folding import Kept, fold_node
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_format import folded, schema
+from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import GPU, PROCESS
 from tests.unit.analysis.recorded import (
@@ -173,7 +173,7 @@ def both(
     other = RunPaths(folder / "folded")
     shutil.copytree(whole.root, other.root)
     full = {n: paths.phases.read_bytes() for n, _, paths in whole.rank_folders()}
-    end_ns = int(RunFrames(whole.root).steps()["start_ns"].max() or 0) - CLOCK.wall_ns  # type: ignore[call-overload]
+    end_ns = max(RunFrames(whole.root).steps()["start_ns"].to_list()) - CLOCK.wall_ns
     for part in (0.6, 0.8, 1.0):
         cut_job(other, BEGIN_NS + int((end_ns - BEGIN_NS) * part))
         if part == 1.0:
@@ -323,7 +323,7 @@ def test_a_crash_while_it_is_written_leaves_the_run_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(folded.os, "fsync", crash)
+        patch.setattr(os, "fsync", crash)
         with pytest.raises(KeyboardInterrupt):
             fold_node(whole, "node0", KEPT)
     assert {path: path.read_bytes() for path in whole.root.rglob("*") if path.is_file()} == before
