@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     """Finishes all parts of one host: `RUN HOST`, and `last` once its ranks have ended."""
     run, host = RunPaths(Path(words[0])), words[1]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that we clean up
-    _step_back()
+    step_back()
     with _events(run, host) as note:
         finish_parts(run, note, host=host)
         if words[2:] == ["last"]:
@@ -211,7 +211,7 @@ def _events(run: RunPaths, host: str) -> Iterator[Note]:
         writer.close()
 
 
-def _step_back() -> None:
+def step_back() -> None:
     """Sets the lowest priority for CPU and disk."""
     with suppress(OSError):
         os.nice(19)

@@ -68,6 +68,8 @@ ENV_FLIGHT_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 FLIGHT_ENTRIES = "2000"
 _INTERVAL_ENV = re.compile(r"HAIPROF_([A-Z0-9_]+)_INTERVAL\Z")
 DEFAULT_CACHE_LIMIT_MB = 4000.0
+MIN_DETAIL_H = 0.25
+"""Samples of a quarter of an hour are always kept whole."""
 _BYTES_PER_MB = 1_000_000
 _PLATFORM_LOG_DIR = "MARSV2_LOG_DIR"
 _PORT_LIMIT = 65_535
@@ -82,6 +84,8 @@ class Options(TraceOptions, ReactOptions):
     """Seconds to record, from the first training step after the warm-up; 0 is the whole run."""
     warmup_s: float = 0.0
     """Seconds from the first training step that are not recorded."""
+    detail_h: float = 2.0
+    """Hours of a long run that are kept in full; what is older is folded. 0 keeps all."""
     recorder: tuple[str, ...] = USUAL_RECORDERS
     """Which recorders run."""
     interval_s: Mapping[str, float] = field(default_factory=dict)
@@ -126,6 +130,8 @@ class Options(TraceOptions, ReactOptions):
         for name in ("time_s", "warmup_s"):
             if not math.isfinite(getattr(self, name)) or getattr(self, name) < 0:
                 raise UsageError(f"{name.removesuffix('_s')} must be 0 or more seconds")
+        if self.detail_h and not MIN_DETAIL_H <= self.detail_h < math.inf:
+            raise UsageError(f"detail must be {MIN_DETAIL_H:g} or more hours, or 0 to keep all")
         for recorder, seconds in self.interval_s.items():
             if recorder not in RECORDERS:
                 raise UsageError(
@@ -184,6 +190,7 @@ class Options(TraceOptions, ReactOptions):
         return {
             "time": self.time_s,
             "warmup": self.warmup_s,
+            "detail": self.detail_h,
             **self.trace_json(),
             "recorder": list(self.recorder),
             "interval": dict(self.interval_s),
@@ -304,6 +311,9 @@ OPTIONS = (
                "stop recording after this time; the job runs on (default: the whole run)"),
     OptionSpec("warmup", "warmup_s", _seconds, "HAIPROF_WARMUP", "SECONDS",
                "do not record the first SECONDS after the first training step"),
+    OptionSpec("detail", "detail_h", float, "HAIPROF_DETAIL", "HOURS",
+               "keep so much of a long run in full, and sums per minute of what is older "
+               f"(default: {Options.detail_h:g}; 0: keep all)"),
     OptionSpec("trace", "trace", _switch, "HAIPROF_TRACE", "",
                "trace some steps with torch.profiler on every rank"),
     OptionSpec("steps", "steps", parse_steps, "HAIPROF_STEPS", "A:B",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from haiprof.agent.notifications import Notifier
     from haiprof.agent.process_ends import ProcessEnds
     from haiprof.agent.reactions import Reactor
+    from haiprof.agent.run_folder import RunFolder
     from haiprof.agent.trace_finisher import Finisher
     from haiprof.agent.trainjob_status import TrainJobStatus
 
@@ -82,6 +83,7 @@ class Job:
         self._trainjob: TrainJobStatus | None = None
         self._death_is_sent = False
         self._copies: RunCopies | None = None
+        self._folder: RunFolder | None = None
 
     def prepare(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Prepares the run before the job starts; returns variables for the job."""
@@ -254,6 +256,12 @@ class Job:
             self._start_burst(self._nsys, self._agent.host)
         if self.options.traces:
             self._start_finisher(self._agent)
+        if self.options.detail_h and self._agent.elected:
+            from haiprof.agent.run_folder import RunFolder
+
+            self._folder = RunFolder(
+                self.run, self._agent.host, self.options.detail_h, in_child=self._in_child()
+            )
         if (self.options.react != "off" or self.options.notify) and self._agent.elected:
             self._start_reactor(self._agent)
         with contextlib.suppress(OSError):  # no descriptor is left: how ranks end is not seen
@@ -379,6 +387,8 @@ class Job:
         if self._finisher is not None and agent.elected:
             self._finisher.tick()
         agent.serve()
+        if self._folder is not None:
+            self._guard(self._folder.tick, loses="_folder")
         if self._ends is not None:
             self._ends.tick(agent.live_ranks())
         if self._reactor is not None:
@@ -407,6 +417,8 @@ class Job:
             self._ends.close()
         if self._reactor is not None:
             self._reactor.close()
+        if self._folder is not None:
+            self._folder.close()
         if self._agent is not None:
             self._agent.close()
         if self._burst is not None and self.supervisor is not None:

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from haiprof.linux.procfs import process_state
 from haiprof.live.find import RunningJob, is_running, running_jobs, signalled_pid
 from haiprof.live.standstill import STOPPED
 from haiprof.run_analysis.counters import counter_frame
-from haiprof.run_analysis.run_files import RunFiles, open_run
+from haiprof.run_analysis.folded_steps import FoldedSteps, read_folded_steps
+from haiprof.run_analysis.run_files import RunFiles, open_run, read_table, record_columns
 from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_analysis.steps import PHASES, Segmentation, StepColumns, segment
 from haiprof.run_format import schema
@@ -40,8 +41,14 @@ _WHOLE_RECORDS = 1 << 18
 counted by optimizer steps."""
 _KEEP_STEPS = 120
 _TAIL_RECORDS = 1 << 14
+_SHORT_TAIL_RECORDS = 1 << 11
+"""Of a long file its last spans are read, and so many of them where these hold steps enough."""
 _SAMPLES_PER_RANK = 4
 _RANKS_PER_LOOK = 16
+MANY_RANKS = 64
+"""Of more ranks the first look is at so many, at equal distances; the others come in turn."""
+_HOSTS_PER_LOOK = 32
+"""And at counters of so many nodes at a time."""
 _COUNTERS_EVERY_S = 2.0
 _RECENT_S = 10.0
 _RANK_METRICS = ("cpu_cores", "cpu_main_cores", "memory_rss_bytes", "utilization_ratio")
@@ -94,12 +101,23 @@ class LiveRank:
         self._exact = True
         self._opened = False
 
-    def look(self, now_ns: int) -> RankNow:
-        """Its present progress; what cannot be read yet is None."""
-        self._read_lines()
+    def identify(self) -> RankNow:
+        """Which process it is, without its progress."""
         if not self._report:
             with contextlib.suppress(RunFormatError):  # it is being written
                 self._report = read_json(self.paths.report)
+        return self._now(None, 0, 0)
+
+    @property
+    def host(self) -> str | None:
+        """Where it reported in."""
+        host = self._report.get("host")
+        return host if isinstance(host, str) else None
+
+    def look(self, now_ns: int) -> RankNow:
+        """Its present progress; what cannot be read yet is None."""
+        self._read_lines()
+        self.identify()
         try:
             self._open()
             spans, clock, _ = read_spans(self.paths.phases, first=self._first)
@@ -131,22 +149,37 @@ class LiveRank:
             return
         count = (file_size(self.paths.phases) or 0) // schema.PHASES.record_bytes
         self._opened = count > 0
-        if count <= _WHOLE_RECORDS:
+        folded = read_folded_steps(self.paths)
+        if count <= _WHOLE_RECORDS and folded is None:
             return
         self._exact = False
-        self._first = count - _TAIL_RECORDS
-        spans, _, _ = read_spans(self.paths.phases, first=self._first)
-        found = segment(spans, families=self._families)
+        least = 0 if folded is None else folded.fact("first_record")
+        for tail in (min(_SHORT_TAIL_RECORDS, _TAIL_RECORDS), _TAIL_RECORDS):
+            self._first = max(count - tail, least)
+            spans, _, _ = read_spans(self.paths.phases, first=self._first)
+            found = segment(spans, families=self._families)
+            if len(found.steps.start_ns) >= 2 * LAST_STEPS:
+                break
         count = len(found.steps.start_ns)
         per_step = found.steps.optimizer_step_count.mean() if count else 0.0
-        before = self._optimizer_steps(self._first) if per_step else self._first
-        per_step = per_step or (_TAIL_RECORDS / count if count else 0.0)
+        before = self._optimizer_steps(self._first, folded) if per_step else self._first
+        per_step = per_step or (len(spans.kind) / count if count else 0.0)
         self._before = round(before / per_step) if per_step else 0
 
-    def _optimizer_steps(self, until: int) -> int:
-        """Optimizer spans before a record."""
-        spans, _, _ = read_spans(self.paths.phases)
-        return int((spans.kind[:until] == schema.OPTIMIZER).sum())
+    def _optimizer_steps(self, until: int, folded: FoldedSteps | None) -> int:
+        """Optimizer spans before a record, folded ones too."""
+        first, count, since_ns = 0, 0, 0
+        if folded is not None:
+            first, since_ns = folded.fact("first_record"), folded.until_ns
+            count = int(folded.blocks["optimizer_step_count"].sum())
+        if until <= first:  # what comes is folded in part
+            spans, _, _ = read_spans(self.paths.phases, first=first)
+            again = (spans.kind == schema.OPTIMIZER) & (spans.end_ns <= since_ns)
+            return count - int(again.sum())
+        records = read_table(self.paths.phases, schema.PHASES, first=first, limit=until - first)
+        columns = record_columns(records)
+        own = (columns["start"] & schema.TAG_MASK) == schema.OPTIMIZER
+        return count + int((own & (columns["end"] >> schema.TAG_BITS > since_ns)).sum())
 
     def _forget(self, found: Segmentation, starts: Ints) -> None:
         """Advances, so that the next look only reads the last steps again."""
@@ -272,6 +305,7 @@ class LiveJob:
         self._clock = clock
         self._ranks: dict[int, LiveRank] = {}
         self._known: dict[int, RankNow] = {}
+        self._looked: set[int] = set()
         self._turn = 0
         self._files: RunFiles | None = None
         self._counters: dict[int, dict[str, float]] = {}
@@ -290,6 +324,10 @@ class LiveJob:
         now_ns = self._clock()
         for live in self._due():
             self._known[live.rank] = live.look(now_ns)
+            self._looked.add(live.rank)
+        for live in self._ranks.values():
+            if live.rank not in self._known:
+                self._known[live.rank] = live.identify()
         if time.monotonic() > self._counted_s + _COUNTERS_EVERY_S:
             self._counted_s = time.monotonic()
             self._counters = self._read_counters(now_ns)
@@ -315,21 +353,30 @@ class LiveJob:
         )
 
     def _due(self) -> list[LiveRank]:
-        """All ranks at the first look, then so many in turn."""
-        new = [live for rank, live in self._ranks.items() if rank not in self._known]
-        old = [live for rank, live in sorted(self._ranks.items()) if rank in self._known]
+        """All ranks at the first look, of very many some of them; then so many in turn."""
+        new = [live for rank, live in sorted(self._ranks.items()) if rank not in self._known]
+        new = new[:: max(-(-len(new) // MANY_RANKS), 1)]
+        own = {live.rank for live in new}
+        old = [live for rank, live in sorted(self._ranks.items()) if rank not in own]
+        old = [] if own and len(self._ranks) > MANY_RANKS else old
         chosen = [old[(self._turn + i) % len(old)] for i in range(min(_RANKS_PER_LOOK, len(old)))]
         self._turn += len(chosen)
         return new + chosen
 
     def _read_counters(self, now_ns: int) -> dict[int, dict[str, float]]:
         """The latest value of each rank's metrics, from the ends of the files."""
+        hosts: Collection[str] | None = None
+        if len(self._ranks) > MANY_RANKS:
+            seen = {self._ranks[rank].host for rank in self._looked if rank in self._ranks}
+            known = sorted(host for host in seen if host is not None)
+            hosts = set(known[:: max(-(-len(known) // _HOSTS_PER_LOOK), 1)])
         try:
             if self._files is None or len(self._files.ranks) != len(self.job.run.rank_folders()):
-                self._files = open_run(self.job.run.root)
+                self._files = open_run(self.job.run.root, hosts=hosts)
             frame = counter_frame(
                 self._files,
                 between=(now_ns - round(_RECENT_S * NS_PER_S), now_ns),
+                hosts=hosts,
                 metrics=[(s, m) for s in ("process", "gpu") for m in _RANK_METRICS],
                 first=-_SAMPLES_PER_RANK * max(len(self._ranks), 8),
             )
@@ -389,9 +436,9 @@ class JobProgress:
     idle_ns: int | None
     """Since the last whole step ended on the rank that is farthest."""
     cpu_cores: float | None
-    """Latest, ranks together."""
+    """Latest, ranks together; None of more than MANY_RANKS, of which only some are looked at."""
     gpu_ratio: float | None
-    """Latest, mean over GPUs."""
+    """Latest, mean over GPUs that are looked at."""
     recording: bool
     stopped: tuple[int, ...]
     """Ranks that a signal has stopped, as far as this node can tell."""
@@ -422,6 +469,22 @@ def job_progress(job: RunningJob, *, verdict: str | None = None) -> JobProgress:
     )
 
 
+def steps_so_far(run: RunPaths) -> int:
+    """Steps of a running job: of the rank that has most, in all its attempts.
+
+    Of more than MANY_RANKS every Nth is asked; ranks of one job differ by a step.
+    """
+    found: dict[int, int] = {}
+    folders = run.rank_folders()
+    ranks = sorted({rank for rank, _, _ in folders})
+    chosen = set(ranks[:: max(-(-len(ranks) // MANY_RANKS), 1)])
+    for rank, attempt, paths in folders:
+        if rank in chosen:
+            step = LiveRank(rank, attempt, paths).look(0).step
+            found[rank] = found.get(rank, 0) + (0 if step is None else step + 1)
+    return max(found.values(), default=0)
+
+
 def _of_ranks(now: JobNow) -> dict[str, Any]:
     stepped = [rank for rank in now.ranks if rank.step is not None]
     farthest = max(stepped, key=lambda rank: rank.step or 0, default=None)
@@ -431,7 +494,8 @@ def _of_ranks(now: JobNow) -> dict[str, Any]:
         "ranks": sum(rank.pid is not None for rank in now.ranks),
         "hosts": tuple(sorted({rank.host for rank in now.ranks if rank.host is not None})),
         "idle_ns": None if farthest is None else farthest.idle_ns,
-        "cpu_cores": sum(cores) if cores else None,
+        # Of a part of the ranks their sum would say too little.
+        "cpu_cores": sum(cores) if cores and len(now.ranks) <= MANY_RANKS else None,
         "gpu_ratio": sum(gpus) / len(gpus) if gpus else None,
         "recording": any(rank.recording and rank.pid is not None for rank in now.ranks),
     }

@@ -62,12 +62,12 @@ def fold_rows(
     folded = rows[last].copy()
     for name, kind, unit, what in columns:
         if what == "gauge":
-            folded[name] = _joined(rows[name], heads, kind=kind, packed=unit == "packed")
+            folded[name] = _join_groups(rows[name], heads, kind=kind, packed=unit == "packed")
     ordered: Rows = folded[np.argsort(folded["time_ns"], kind="stable")]
     return ordered
 
 
-def _joined(values: Rows, heads: npt.NDArray[np.int64], *, kind: str, packed: bool) -> Rows:
+def _join_groups(values: Rows, heads: npt.NDArray[np.int64], *, kind: str, packed: bool) -> Rows:
     """Means of the known values of each group; bits that were set in any."""
     known = values != schema.NULL_I64 if kind == "i64" else np.isfinite(values)
     count = np.add.reduceat(known.astype(np.int64), heads)

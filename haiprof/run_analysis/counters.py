@@ -255,7 +255,7 @@ def _read_whole(
     node: NodeFiles, table: schema.Table, *, first: int, limit: int | None, coarse: bool
 ) -> RecordFile:
     """A source's records, the folded ones before the others."""
-    path, target = node.paths.records(table.name), node.paths.folded(table.name)
+    path, target = node.paths.records(table.name), node.paths.old_records(table.name)
     if first or limit is not None or not os.path.lexists(target):
         return read_table(path, table, first=first, limit=limit)
     for _ in range(_TRIES):

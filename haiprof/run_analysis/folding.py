@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,6 +73,7 @@ from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.schema import Column, Table
 from haiprof.run_format.stack_lines import HEADER
 from haiprof.run_format.tables import COUNTER_TABLES
+from haiprof.run_format.writer import append_line
 
 _HOUR_NS = 3600 * NS_PER_S
 CONTEXT_STEPS = 64
@@ -93,7 +96,7 @@ _ON_TIME = tuple(POSITIONS.index(name) for name in ("evaluation", "checkpoint", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Retention:
     """What is kept in full, before the end of what was recorded."""
 
     steps_ns: int = 2 * _HOUR_NS
@@ -107,27 +110,40 @@ class Kept:
 Columns = dict[str, np.ndarray]
 
 
-def fold_node(run: RunPaths, host: str, kept: Kept | None = None) -> list[str]:
+def fold_node(run: RunPaths, host: str, kept: Retention | None = None) -> list[str]:
     """Folds what is old of one node's own files and of its ranks.
 
     Returns:
         Why ranks or sources stay whole.
     """
-    kept, files = kept or Kept(), open_run(run.root, host=host)
+    kept, files = kept or Retention(), open_run(run.root, hosts={host})
     windows = recorded_windows(files)
     left = []
     for rank in files.ranks:
         own = [w for w in windows if (w.rank, w.attempt) == (rank.rank, rank.attempt)]
-        why = _guarded(partial(fold_rank, rank, own, kept))
+        why = _try_fold(partial(fold_rank, rank, own, kept))
         left += [f"rank {rank.rank}: {why}"] if why else []
     for node in files.nodes:
         for table in COUNTER_TABLES:
-            why = _guarded(partial(fold_counters, node, table, kept))
+            why = _try_fold(partial(fold_counters, node, table, kept))
             left += [f"{table.name}: {why}"] if why else []
     return left
 
 
-def _guarded(fold: Callable[[], str]) -> str:
+def main(words: Sequence[str]) -> None:
+    """In a process of its own: `RUN HOST HOURS`. It notes what stays whole, and why."""
+    run, host, hours = RunPaths(Path(words[0])), words[1], float(words[2])
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
+    kept = Retention(steps_ns=round(hours * _HOUR_NS))
+    began = time.thread_time_ns()
+    left = fold_node(run, host, kept)
+    line = {"type": "folded", "time_ns": time.perf_counter_ns(), "not_folded": left,
+            "cpu_ns": time.thread_time_ns() - began}  # fmt: skip
+    append_line(run.node(host).events, line)
+
+
+def _try_fold(fold: Callable[[], str]) -> str:
     """One damaged file leaves the others alone."""
     try:
         return fold()
@@ -138,7 +154,7 @@ def _guarded(fold: Callable[[], str]) -> str:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Kept) -> str:
+def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention) -> str:
     """Folds the old steps of a rank; why it stays whole, or nothing."""
     paths = files.paths
     if not os.path.lexists(paths.phases):
@@ -195,7 +211,7 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Kept) -> s
         columns = parts[table.name]
         if table.name in older and table is not SAMPLED:  # all of these were taken in again
             columns = _after(record_columns(older[table.name]), columns)
-        sections[table.name] = _packed(table, columns)
+        sections[table.name] = _pack_records(table, columns)
     clock = {"mono_ns": 0, "wall_ns": rank.wall_offset_ns}
     write_folded(
         paths.folded, sections, facts=facts, stack_lines=lines, clock=clock, below=paths.run_root
@@ -370,7 +386,7 @@ def _after(older: Mapping[str, np.ndarray], columns: Columns) -> Columns:
     return {name: np.append(older.get(name, zeros), own) for name, own in columns.items()}
 
 
-def _packed(table: Table, columns: Columns) -> tuple[Sequence[Column], bytes]:
+def _pack_records(table: Table, columns: Columns) -> tuple[Sequence[Column], bytes]:
     """Records of a table, without columns that hold only zeros."""
     needed = {"first_step", "step_count", "start_ns", "trained_ns", "step_ns", "longest_ns"}
     chosen = [
@@ -518,9 +534,9 @@ def _free(paths: RankPaths, begin: _Beginning, stack_byte: int, heartbeats_until
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-def fold_counters(node: NodeFiles, table: Table, kept: Kept) -> str:
+def fold_counters(node: NodeFiles, table: Table, kept: Retention) -> str:
     """Folds the old records of one source; why they stay, or nothing."""
-    path, target = node.paths.records(table.name), node.paths.folded(table.name)
+    path, target = node.paths.records(table.name), node.paths.old_records(table.name)
     if not os.path.lexists(path):
         return ""
     found = read_folded_records(target)

@@ -233,22 +233,22 @@ def _suspended_text(line: Mapping[str, Any]) -> str:
     )
 
 
-def open_run(path: Path, *, host: str | None = None) -> RunFiles:
+def open_run(path: Path, *, hosts: Collection[str] | None = None) -> RunFiles:
     """Opens a run directory, or the newest run of a log directory.
 
     Args:
         path: The directory.
-        host: Only this node's own, and its ranks; None takes all.
+        hosts: Only these nodes, and their ranks; None takes all.
     """
     paths = RunPaths(newest_run(path))
     manifest, notes = _manifest(paths)
     folders = paths.rank_folders()
-    if host is not None:
-        folders = [folder for folder in folders if _host(folder[2]) == host]
+    if hosts is not None:
+        folders = [folder for folder in folders if _host(folder[2]) in hosts]
     ranks = tuple(_rank_files(*folder) for folder in folders)
     nodes = []
     for name, own in paths.node_folders():
-        if host not in (None, name):
+        if hosts is not None and name not in hosts:
             continue
         lines, damaged = _events(own.events)
         nodes.append(NodeFiles(host=text(name) or "", paths=own, lines=lines, notes=damaged))

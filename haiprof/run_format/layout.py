@@ -117,7 +117,7 @@ class NodePaths:
         """The record file of one sampler, such as `host`, `process` or `gpu`."""
         return self.root / f"{source}.rec"
 
-    def folded(self, source: str) -> Path:
+    def old_records(self, source: str) -> Path:
         """Its old records, one a minute; the file itself goes on where these end."""
         return self.root / f"{source}-folded.rec"
 

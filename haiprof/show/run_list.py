@@ -275,10 +275,13 @@ def _death_words(cause: str, ranks: Sequence[object]) -> dict[str, Any]:
 
 def _with_steps(run: RunPaths, entry: RunEntry) -> RunEntry:
     """The entry with the steps of the rank that has most, and why the job died."""
+    from haiprof.live.follow import steps_so_far
     from haiprof.run_analysis.run_frames import RunFrames
 
     entry = replace(entry, is_counted=True)
     try:
+        if entry.state == RUNNING:  # it has not died
+            return replace(entry, step_count=steps_so_far(run))
         frames = RunFrames(run.root)
         death = next((death for death in frames.deaths() if death.final), None)
         words = {} if death is None else _death_words(death.cause, death.ranks)

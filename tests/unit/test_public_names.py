@@ -91,6 +91,7 @@ def test_launch_options_are_frozen() -> None:
     assert [(spec.name, spec.env) for spec in OPTIONS] == [
         ("time", "HAIPROF_TIME"),
         ("warmup", "HAIPROF_WARMUP"),
+        ("detail", "HAIPROF_DETAIL"),
         ("trace", "HAIPROF_TRACE"),
         ("steps", "HAIPROF_STEPS"),
         ("trace-steps", "HAIPROF_TRACE_STEPS"),

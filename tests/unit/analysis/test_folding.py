@@ -15,7 +15,7 @@ from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.compare.compared_run import open_compared_run
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
-from haiprof.run_analysis.folding import Kept, fold_node
+from haiprof.run_analysis.folding import Retention, fold_node
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
@@ -33,7 +33,7 @@ from tests.unit.analysis.sampled import write_stacks
 
 STEPS = 900
 BEGIN_NS = 50 * NS_PER_S
-KEPT = Kept(steps_ns=240 * NS_PER_S, samples_ns=120 * NS_PER_S, counters_ns=120 * NS_PER_S)
+KEPT = Retention(steps_ns=240 * NS_PER_S, samples_ns=120 * NS_PER_S, counters_ns=120 * NS_PER_S)
 MODEL = (("/job/train.py", 10, "main"), ("/job/model.py", 20, "forward"))
 EARLY = (("/job/train.py", 10, "main"), ("/job/early.py", 30, "only_early"))
 Rows = list[tuple[int, int, int, int]]
@@ -355,7 +355,7 @@ def test_a_file_system_without_holes_keeps_the_records(
 def test_a_damaged_file_is_said_and_the_rest_is_read(tmp_path: Path, size: int) -> None:
     run = write_job(tmp_path / "run", 11, ranks=1)
     assert fold_node(run, "node0", KEPT) == []
-    for path in (run.rank(0).folded, run.node("node0").folded("gpu")):
+    for path in (run.rank(0).folded, run.node("node0").old_records("gpu")):
         data = path.read_bytes()
         path.write_bytes(data[:size])
     frames = RunFrames(run.root)
@@ -372,7 +372,7 @@ def test_a_short_run_stays_whole(tmp_path: Path) -> None:
     write_rank(run, spans_from(rows))
     data = run.rank(0).phases.read_bytes()
     assert fold_node(run, "node0") == []
-    assert fold_node(run, "node0", Kept(steps_ns=NS_PER_S)) == []
+    assert fold_node(run, "node0", Retention(steps_ns=NS_PER_S)) == []
     assert run.rank(0).phases.read_bytes() == data
     assert not run.rank(0).folded.exists()
     assert packed(spans_from(rows)) == data[data.index(b"\n") + 1 :]
