@@ -34,7 +34,8 @@ DRAIN_INTERVAL_S = 1.0
 DRAIN_SOON_S = 0.1
 """While there are so many spans that they would fill the ring in some seconds."""
 MANY_SPANS = RING_CAPACITY // 4
-COST_EVERY_DRAINS = 10
+COST_EVERY_DRAINS, COST_PART = 10, 50
+"""A line of cost comes after so many, and after a fiftieth of all: some hundreds in a day."""
 UNARMED_LIMIT_SPANS = 512  # kept in a process that has not shown yet that it works
 UNARMED_NS = 1_000_000_000
 """So long a process must go on with calls that may be an evaluation, or nothing of a rank's."""
@@ -266,7 +267,7 @@ class Recorder:
 
     def _loop(self) -> None:
         """Body of the thread: all that is ever written to the run directory is written here."""
-        count = 0
+        count, cost_due = 0, COST_EVERY_DRAINS
         try:
             with self.installing:  # a job that trains already steps on meanwhile
                 pass
@@ -282,7 +283,8 @@ class Recorder:
                 try:
                     self._drain()
                     count += 1
-                    if count % COST_EVERY_DRAINS == 0:
+                    if count >= cost_due:
+                        cost_due = count + max(COST_EVERY_DRAINS, count // COST_PART)
                         self._note_cost()
                     if exiting:
                         self._end("exit")

@@ -193,15 +193,19 @@ def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
     roots, and for how long sampling held it up. Beside it: CPU time of haiprof's threads in the job
     (draining, sampling), of the time so far.
     """
-    line, step_ns = files.last("cost"), int(segments.found.steps.step_ns.sum())
-    count = segments.step_count
+    line, steps = files.last("cost"), segments.found.steps
+    step_ns, count = int(steps.step_ns.sum()), segments.step_count
     if not line or not count:
         return {}
+    until = integer(line.get("time_ns"))  # a job that was killed wrote none at its end
+    later = 0 if until is None else int((steps.start_ns >= until).sum())
+    counted = max(count - later, 1)
     if segments.folded is not None:
         step_ns += int(segments.folded.blocks["step_ns"].sum())
     # Calls of modules inside the roots, about: each passes through the hook's first line.
     inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
     calls = sum(n * ((inner.get(tag) or 1) - 1) for tag, n in root_calls(segments).items())
+    calls = calls * counted // count
     names = ("event_count", "event_ns", "module_call_ns", "sampling_held_ns", "drain_cpu_ns",
              "sampling_cpu_ns", "elapsed_ns")  # fmt: skip
     events, event_ns, call_ns, held_ns, drain_ns, sampling_ns, elapsed_ns = (
@@ -209,7 +213,7 @@ def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
     )
     row: dict[str, object] = {}
     if events is not None and event_ns is not None:
-        per_step = (events * event_ns + calls * (call_ns or 0.0) + (held_ns or 0.0)) / count
+        per_step = (events * event_ns + calls * (call_ns or 0.0) + (held_ns or 0.0)) / counted
         mean = step_ns / count
         row = {"cost_ns_per_step": per_step, "cost_ratio": per_step / mean if mean else None}
     if drain_ns is not None and elapsed_ns:
