@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ USUAL_S = 0.1
 PER_NODE = 8
 TEMPLATES = 2
 HZ = 100
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 """A command that takes longer is ended, and has no number."""
 CELLS = tuple((ranks, hours) for ranks in (64, 256, 1024) for hours in (1, 10, 24))
 COMMANDS = {
@@ -62,11 +62,26 @@ RESULTS = Path(__file__).parent / "results" / "scale.json"
 Result = dict[str, Any]
 
 
-def write_cell(root: Path, ranks: int, hours: float, *, whole: bool) -> None:
-    """A run of so many ranks and hours."""
+def write_cell(root: Path, ranks: int, hours: float, *, whole: bool, templates: Path) -> None:
+    """A run of so many ranks and hours: two nodes, and copies of the second."""
+    two = templates / f"{hours:g}-{'whole' if whole else 'folded'}"
+    if not two.exists():
+        write_template(two, hours, whole=whole)
+    _copy(two, root)
+    run = RunPaths(root)
+    for first in range(TEMPLATES * PER_NODE, ranks, PER_NODE):
+        _copy_node(run, first)
+    now = time.time_ns()
+    manifest = read_manifest(run)  # of a job that this process is the launcher of
+    live = {"host": socket.gethostname(), "launcher_pid": os.getpid(), "start_wall_ns": now}
+    write_manifest(run, replace(manifest, **live))
+
+
+def write_template(root: Path, hours: float, *, whole: bool) -> None:
+    """Two nodes that recorded for so many hours."""
     seconds = round(hours * 3600)
     steps = round(seconds / STEP_S)
-    count = min(ranks, TEMPLATES * PER_NODE)
+    count = TEMPLATES * PER_NODE
     write_many(root, ranks=count, steps=steps, samples=seconds, longer=STEP_S / USUAL_S)
     run = RunPaths(root)
     stacks = "".join(stack_lines(seconds)).encode()
@@ -79,12 +94,6 @@ def write_cell(root: Path, ranks: int, hours: float, *, whole: bool) -> None:
         _write(paths.heartbeat, schema.HEARTBEAT, times, group=0, enqueued=np.arange(seconds))
     if not whole:
         fold(run)
-    for first in range(count, ranks, PER_NODE):
-        _copy_node(run, first)
-    now = time.time_ns()
-    manifest = read_manifest(run)  # of a job that this process is the launcher of
-    live = {"host": socket.gethostname(), "launcher_pid": os.getpid(), "start_wall_ns": now}
-    write_manifest(run, replace(manifest, **live))
 
 
 def fold(run: RunPaths) -> None:
@@ -178,14 +187,19 @@ def measure(root: Path, words: Iterable[str]) -> Result:
 
 
 def sweep(
-    label: str, cells: Iterable[tuple[int, float]], commands: Iterable[str], *, whole: bool
+    label: str,
+    cells: Iterable[tuple[int, float]],
+    commands: Sequence[str],
+    *,
+    whole: bool,
+    templates: Path,
 ) -> None:
     """Measures all cells, and writes each down as it comes."""
     for ranks, hours in cells:
-        with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/var/tmp")) as folder:
+        with tempfile.TemporaryDirectory(dir=templates) as folder:
             root = Path(folder) / "runs" / "run"
             root.parent.mkdir()
-            write_cell(root, ranks, hours, whole=whole)
+            write_cell(root, ranks, hours, whole=whole, templates=templates)
             found: Result = {"disk_bytes": disk_bytes(root)}
             for name in commands:
                 found[name] = measure(root, COMMANDS[name])
@@ -252,19 +266,24 @@ def _fits(cells: Mapping[str, Result]) -> str:
     return ":\n\n" + "\n".join(rows)
 
 
-def main(words: list[str] | None = None) -> None:
+def main(line: list[str] | None = None) -> None:
     """Measures, and writes the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--label", default="after", help="under which results are kept")
     parser.add_argument("--cells", help="RANKSxHOURS, with commas; left out: all nine")
     parser.add_argument("--commands", default=",".join(COMMANDS))
     parser.add_argument("--whole", action="store_true", help="do not fold what is old")
+    parser.add_argument("--templates", type=Path, help="where two nodes of each time are kept")
     parser.add_argument("--table", action="store_true", help="only write the table")
-    options = parser.parse_args(words)
+    options = parser.parse_args(line)
     if not options.table:
         pairs = [cell.split("x") for cell in (options.cells or "").split(",") if cell]
         cells = [(int(ranks), float(hours)) for ranks, hours in pairs] or list(CELLS)
-        sweep(options.label, cells, options.commands.split(","), whole=options.whole)
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+            templates = options.templates or Path(folder)
+            templates.mkdir(exist_ok=True)
+            words = options.commands.split(",")
+            sweep(options.label, cells, words, whole=options.whole, templates=templates)
     write_table()
 
 

@@ -21,6 +21,7 @@ from haiprof.run_analysis.counters import (
     notes_of,
     ranks_of,
     record_files,
+    reports_by_host,
     samples_of,
 )
 from haiprof.run_analysis.run_files import NodeFiles, RunFiles, entries, integer, objects
@@ -72,7 +73,7 @@ def raw_counters(run: RunFiles) -> tuple[list[RawSeries], tuple[str, ...]]:
 def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[RawSeries]:
     samples = samples_of(records)
     entities = entities_of(node, records)
-    ranks = ranks_of(run, node, records, entities)
+    ranks = ranks_of(reports_by_host(run), node, records, entities)
     offset_ns = records.clock.wall_ns - records.clock.mono_ns
     table = next(table for table in COUNTER_TABLES if table.name == records.table)
     ends = np.searchsorted(samples.owner, np.arange(len(samples.keys)), side="right").tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import polars as pl
@@ -115,16 +116,28 @@ _Stats = dict[MetricOwner, dict[str, MetricStat]]
 
 def _add_stats(stats: _Stats, found: SourceMetrics, window: tuple[int, int]) -> None:
     """Adds a file, whose owners are in no other one."""
-    for metric in found.metrics if found.source in _SUMMED else ():
-        parts: dict[MetricOwner, list[Floats]] = defaultdict(list)
-        for each in found.series(metric):
-            owner = (found.source, *each.owner[:3])
-            parts[owner].append(each.cut(*window).values)
-        for owner, own in parts.items():
-            if len(values := np.concatenate(own)):
-                stats.setdefault(owner, {})[metric.name] = MetricStat(
-                    mean=float(values.mean()), min=float(values.min()), max=float(values.max())
-                )
+    if found.source not in _SUMMED:
+        return
+    owners = [(found.source, found.host, *own) for own in zip(found.ranks, found.gpus, strict=True)]
+    first: dict[MetricOwner, int] = {}
+    place = np.array([first.setdefault(owner, len(first)) for owner in owners], dtype=np.int64)
+    inside = (found.time_ns >= window[0]) & (found.time_ns <= window[1])
+    for metric in found.metrics:
+        rows = np.flatnonzero(inside & np.isfinite(metric.values))
+        if not len(rows):
+            continue
+        own = place[found.owner[rows]]
+        order = np.argsort(own, kind="stable")
+        values, own = metric.values[rows[order]], own[order]
+        heads = np.flatnonzero(np.diff(own, prepend=-1))
+        counts = np.diff(np.append(heads, len(own)))
+        means = np.add.reduceat(values, heads) / counts
+        ends = np.minimum.reduceat(values, heads), np.maximum.reduceat(values, heads)
+        known = list(first)
+        for at, mean, low, high in zip(own[heads].tolist(), means, *ends, strict=True):
+            stats.setdefault(known[at], {})[metric.name] = MetricStat(
+                mean=float(mean), min=float(low), max=float(high)
+            )
 
 
 POINT_COUNT = 240
@@ -193,16 +206,17 @@ def average_counters(
     averages: dict[str, dict[int, float]] = defaultdict(dict)
     points = [pl.DataFrame(schema=POINT_SCHEMA)]
     nodes: dict[str, Means] = {}
-    for node in files.nodes:
+    by_host = groupby(read_sources(files, _WANTED, coarse=True), key=lambda found: found.host)
+    for host, sources in by_host:
         own: dict[str, list[_Part]] = defaultdict(list)
         shared: dict[str, list[_Part]] = defaultdict(list)
-        for found in read_sources(files, _WANTED, hosts={node.host}, coarse=True):
+        for found in sources:
             for metric in found.metrics:
                 for each in found.series(metric):
                     _, rank, _, entity = each.owner
                     if found.source in _OF_RANKS and (span := of_ranks.get(rank)):
                         own[metric.name].append((rank, each.cut(*span), span))
-                    elif found.source in _OF_NODES and (span := of_hosts.get(node.host)):
+                    elif found.source in _OF_NODES and (span := of_hosts.get(host)):
                         shared[metric.name].append((entity, each.cut(*span), span))
         value = pl.col("value")
         for name, series in own.items():
@@ -223,7 +237,7 @@ def average_counters(
         for name, series in sorted(shared.items()):
             for owner, values in _by_owner(series):
                 means[None if owner is None else str(owner)][name] = float(values.mean())
-        nodes[node.host] = {each: means[each] for each in sorted(means, key=lambda e: e or "")}
+        nodes[host] = {each: means[each] for each in sorted(means, key=lambda e: e or "")}
     return CounterAverages(
         of_ranks={metric: dict(sorted(own.items())) for metric, own in sorted(averages.items())},
         points=pl.concat(points),

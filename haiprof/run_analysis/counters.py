@@ -23,6 +23,7 @@ from haiprof.run_analysis.run_files import (
     entries,
     read_table,
     record_columns,
+    text,
 )
 from haiprof.run_format import schema
 from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
@@ -287,6 +288,7 @@ def read_sources(
     """These metrics (source, name; None: all) of the record files that can be read, one by one."""
     sources = None if metrics is None else {source for source, _ in metrics}
     files = record_files(run, hosts=hosts, sources=sources, first=first, coarse=coarse)
+    reports = reports_by_host(run)
     for node, records in files:
         if isinstance(records, str):
             continue
@@ -295,7 +297,7 @@ def read_sources(
         with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
             found = list(_metrics(records, samples, chosen))
         names = {key: entity_name(entity) or None for key, entity in entities.items()}
-        ranks = ranks_of(run, node, records, entities)
+        ranks = ranks_of(reports, node, records, entities)
         gpu = _keys(records) == ["gpu"]
         yield SourceMetrics(
             host=node.host,
@@ -465,17 +467,28 @@ def entities_of(node: NodeFiles, records: RecordFile) -> dict[Key, Mapping[str, 
     return entities_by_key([*entries(records.header.get("entities")), *later])
 
 
+Reports = Mapping[object, Sequence[tuple[int, Mapping[str, Any]]]]
+"""By host: its ranks, and what each reported."""
+
+
+def reports_by_host(run: RunFiles) -> Reports:
+    """What all ranks reported; of a run of one node under its name, wherever they say they are."""
+    found: dict[object, list[tuple[int, Mapping[str, Any]]]] = {}
+    for rank in run.ranks:
+        found.setdefault(text(rank.report.get("host")), []).append((rank.rank, rank.report))
+    if len(run.nodes) == 1 and run.nodes[0].host not in found:
+        return {run.nodes[0].host: [(rank.rank, rank.report) for rank in run.ranks]}
+    return found
+
+
 def ranks_of(
-    run: RunFiles, node: NodeFiles, records: RecordFile, entities: Mapping[Key, Mapping[str, Any]]
-) -> dict[Key, int]:
+    reports: Reports, node: NodeFiles, records: RecordFile,
+    entities: Mapping[Key, Mapping[str, Any]],
+) -> dict[Key, int]:  # fmt: skip
     """Rank by process, or by GPU where exactly one rank uses that GPU."""
     if not _keys(records):
         return {}
-    here = [rank for rank in run.ranks if rank.report.get("host") == node.host]
-    if not here and len(run.nodes) == 1:
-        here = list(run.ranks)
-    reports = [(rank.rank, rank.report) for rank in here]
-    return ranks_by_key(reports, _keys(records), entities)
+    return ranks_by_key(reports.get(node.host, ()), _keys(records), entities)
 
 
 def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:

@@ -76,9 +76,17 @@ def mean_step_ns(steps: pl.DataFrame) -> float | None:
 
     What is paid between steps, at every Nth step or at the start of an epoch counts in full.
     """
+    return number(_settled_with_periods(steps)[_PERIOD].mean())
+
+
+_PERIOD = "period_ns"
+
+
+def _settled_with_periods(steps: pl.DataFrame) -> pl.DataFrame:
+    """`settled_steps`, each with the time from its begin to the next one's."""
     begin = pl.col("start_ns")
-    period = (begin.shift(-1) - begin).fill_null(pl.col("step_ns"))
-    return number(settled_steps(steps.sort("step").with_columns(period))["start_ns"].mean())
+    period = (begin.shift(-1) - begin).fill_null(pl.col("step_ns")).alias(_PERIOD)
+    return judged_steps(steps.sort("step").with_columns(period))
 
 
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
@@ -86,8 +94,12 @@ def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float 
 
     None for a phase without a value on that clock.
     """
-    found = usual_split(settled_steps(steps), clock=clock)
-    mean = mean_step_ns(steps) if clock == "host" else None
+    return _split_settled(_settled_with_periods(steps), clock=clock)
+
+
+def _split_settled(settled: pl.DataFrame, *, clock: str) -> dict[str, float | None]:
+    found = usual_split(settled, clock=clock)
+    mean = number(settled[_PERIOD].mean()) if clock == "host" else None
     if mean is not None:
         found["other"] = mean - sum(ns or 0.0 for name, ns in found.items() if name != "other")
     return found
@@ -393,18 +405,18 @@ def rank_steps(steps: pl.DataFrame, rank: int, attempt: int) -> pl.DataFrame:
 def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: Metrics) -> RankSummary:
     process = metrics_of_rank(stats, PROCESS, rank=row["rank"])
     gpu = metrics_of_rank(stats, GPU, rank=row["rank"])
-    median = settled_steps(own)["step_ns"].median()
-    device_split = phase_split(own, clock="device")
+    settled = _settled_with_periods(own)
+    device_split = _split_settled(settled, clock="device")
     return RankSummary(
         rank=row["rank"],
         attempt=row["attempt"],
         host=row["host"],
         pid=row["pid"],
         device=row["device"],
-        step_count=own.height,
-        mean_step_ns=mean_step_ns(own),
-        median_step_ns=number(median),
-        split_ns=phase_split(own),
+        step_count=own.height if row["step_count"] is None else row["step_count"],
+        mean_step_ns=number(settled[_PERIOD].mean()),
+        median_step_ns=number(settled["step_ns"].median()),
+        split_ns=_split_settled(settled, clock="host"),
         device_split_ns=device_split if any(device_split[p] is not None for p in PHASES) else None,
         cpu_cores=mean_of(process, "cpu_cores"),
         memory_rss_bytes=max_of(process, "memory_rss_bytes"),

@@ -57,10 +57,13 @@ def gap_starts(
     Samples that come more slowly from some time on, as on a node without a free core, are no
     pauses: a pause is much longer than those beside it, too.
     """
+    none = np.array([], dtype=np.intp)
     if len(starts) < 3:
-        return np.array([], dtype=np.intp)
-    usual: npt.NDArray[np.float64] = np.full(len(starts) - 1, np.median(np.diff(starts)))
+        return none
     pauses = starts[1:] - (starts if ends is None else ends)[:-1]
+    if ends is None and pauses.max() <= _GAP_INTERVALS * pauses.min():
+        return none  # as nearly always; of a thousand ranks the rest takes seconds
+    usual: npt.NDArray[np.float64] = np.full(len(starts) - 1, np.median(np.diff(starts)))
     if ends is None:
         beside = np.maximum(np.append(pauses[:1], pauses[:-1]), np.append(pauses[1:], pauses[-1:]))
         beside[[0, -1]] = usual[[0, -1]]
@@ -72,6 +75,8 @@ def with_gaps(
     kept: npt.NDArray[np.intp], breaks: npt.NDArray[np.intp], columns: Columns, ends: Floats
 ) -> Columns:
     """The chosen points of each column, and at each break a point without values."""
+    if not len(breaks):
+        return [columns[0][kept], *(c[kept].astype(np.float64) for c in columns[1:])]
     after = np.searchsorted(kept, breaks, side="right")
     inner = (after > 0) & (after < len(kept))
     places, first = np.unique(after[inner], return_index=True)
