@@ -38,11 +38,11 @@ LEAST_SHARE = 0.05
 OWN_WORK = re.compile(
     r"\.backward\(|optimizer\.step\(|prepared\.step\(|\.train\(\)|\.fit\(|\binner\(|\bnet\(|"
     r"\bmodel\(|self\.(?:first|last|head|down)\(|super\(\)\.forward\(|"
-    r"def forward\(self, x: Tensor\) -> Tensor|"
+    r"def forward\(self, x: Tensor\) -> Tensor|\bover\(step\)|"
     r"def (?:plain|accelerate|trainer|lightning|own|main)\("
 )
 """Source of lines that run the model, its backward, its optimizer, or the whole loop (of which
-torch.profiler knows the first line alone): nobody would change them."""
+torch.profiler knows the first line, or the one at which it began): nobody would change them."""
 Cause = dict[str, Any]
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from haiprof.run_analysis.run_files import RunFiles, entries, integer, read_record
+from haiprof.base.units import shorten, visible
+from haiprof.run_analysis.run_files import RunFiles, entries, integer, read_record, text
 
 ERRORS = ("traceback", "nccl", "memory")
+_SHOWN = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,9 @@ def printed_output(files: RunFiles) -> Output:
             ranks = entries(outputs.get(integer(line.get("output")), {}).get("ranks"))
             own = [line.get("rank"), *(ranks if len(ranks) == 1 else ())]
             rank = next((number for each in own if (number := integer(each)) is not None), None)
+            said = shorten(visible(text(line.get("text")) or ""), _SHOWN)
             wall_ns = integer(line.get("wall_ns")) or 0
-            found.append(read_record(PrintedLine, line, wall_ns=wall_ns, rank=rank))
+            found.append(read_record(PrintedLine, line, wall_ns=wall_ns, rank=rank, text=said))
     found.sort(key=lambda line: line.wall_ns)
     return Output(lines=tuple(found), file_count=count, skipped_bytes=skipped)
 
@@ -69,11 +72,11 @@ def printed_notes(output: Output, step_ns: float | None, *, died: bool) -> Itera
         if line.kind == "rate" and line.unit and line.per_second:
             rates[line.who, line.unit].append(line.per_second)
     for (who, unit), values in list(rates.items())[:3]:
-        text = f"{who} printed {median(values):,.4g} {unit}/s (median of {len(values)})"
+        note = f"{who} printed {median(values):,.4g} {unit}/s (median of {len(values)})"
         if step_ns:
             each = "" if unit == "steps" else f": {median(values) * step_ns / 1e9:,.4g} a step"
-            text += f"; haiprof measured {1e9 / step_ns:,.4g} steps/s{each}"
-        yield text
+            note += f"; haiprof measured {1e9 / step_ns:,.4g} steps/s{each}"
+        yield note
     errors = [line for line in output.lines if line.kind in ERRORS]
     if errors and not died:
         yield f"errors were printed ({len(errors)}), by {errors[0].who} first: {errors[0].text}"

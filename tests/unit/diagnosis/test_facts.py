@@ -19,6 +19,7 @@ from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP, GPU, PROCESS
+from haiprof.run_format.writer import append_line
 from tests.unit.analysis.recorded import CLOCK, row_of, write_records
 from tests.unit.diagnosis.stories import (
     BALANCED,
@@ -439,3 +440,30 @@ def test_unknown_nodes_abstain(root: Path) -> None:
     assert dict(verdict.abstained)["numa_placement"] == (
         "the NUMA nodes of the ranks' cores are not known"
     )
+
+
+def printed(root: Path, kind: str, text: str, **more: object) -> None:
+    """A line that the agent read in the file that rank 0 alone prints into."""
+    node = RunPaths(root).node("node0")
+    node.root.mkdir(parents=True, exist_ok=True)
+    output = {"type": "output", "output": 0, "file": "log", "ranks": [0], "skipped": 0}
+    line = {"type": "printed", "output": 0, "wall_ns": START_NS, "kind": kind, "text": text}
+    for each in (output, line | more):
+        append_line(node.events, each)
+
+
+def test_printed_loss_that_is_nan_is_a_problem_and_its_text_is_data(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED)
+    printed(root, "loss", "step 7 loss nan \x1b[31m\u202e" + "x" * 900, step=7)
+    finding = found(judged(root), "loss_not_finite")
+    assert finding.title.startswith("the loss that rank 0 printed was no finite number at step 7")
+    assert finding.title.isprintable()
+    assert len(finding.title) < 400
+
+
+def test_job_that_printed_finite_losses_is_checked_and_one_into_a_pipe_is_not(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED)
+    why = dict(judged(root).abstained)
+    assert why["loss_not_finite"] == "the job prints into no file"
+    printed(root, "rate", "300 tok/s", per_second=300.0, unit="tokens")
+    assert "loss_not_finite" in judged(root).checked
