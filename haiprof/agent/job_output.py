@@ -20,7 +20,7 @@ from haiprof.run_format.writer import append_line
 
 STDOUT, STDERR = 1, 2
 TURN_S = 2.0
-TURN_BYTES = 1 << 18
+TURN_BYTES = 1 << 17
 """So much of a file is read in a turn; of what is more, the end."""
 TAIL_BYTES, FAILED_LINES, CLEAN_LINES = 1 << 14, 60, 5
 MOST_FILES = 256

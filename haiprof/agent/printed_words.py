@@ -16,12 +16,15 @@ _THING = (
 )
 _A_SECOND = r"[ _]?(?:/|per)[ _]?s(?:ec(?:onds?)?)?"
 _RATES = tuple(re.compile(pattern, re.I) for pattern in (
-    rf"(?P<name>\w{{0,30}}?)(?<![a-z]){_THING}{_A_SECOND}[\"')\]]{{0,2}} ?[:=] ?[\"']?{_NUMBER}",
-    rf"(?P<name>\w{{0,30}}):? ?(?<![\w.,]){_NUMBER} ?(?P<scale>[kM]?) ?{_THING}{_A_SECOND}\b",
+    rf"(?<![a-z]){_THING}{_A_SECOND}[\"')\]]{{0,2}} ?[:=] ?[\"']?{_NUMBER}",
+    rf"(?<![\w.,]){_NUMBER} ?(?P<scale>[kM]?) ?{_THING}{_A_SECOND}\b",
     rf"(?<!\w)(?P<thing>t)ps[\"']? ?[:=] ?{_NUMBER}",
     rf"(?<![\w.,]){_NUMBER} ?s(?P<each>)(?:ec)?/{_THING}\b",
 ))  # fmt: skip
 """`train_samples_per_second: 41`, `12.5k tok/s`, `tps: 5,432`, `4.0s/it`."""
+_RATE_SIGN = re.compile(r"/ ?s|per[ _]s|tps|s/[a-z]|sec/")
+_NEAR = 60
+"""A rate stands within so many characters of its sign."""
 _EVALUATES = re.compile(r"(?<![a-z])(?:eval|val|test|predict|infer|generat|download)", re.I)
 _BEGIN = 40
 """Characters of a line that say what it is about."""
@@ -51,6 +54,7 @@ _KINDS = (
         r"(?:CUDA|HIP) (?:error: )?out of memory|OutOfMemoryError|std::bad_alloc|oom[_-]kill|"
         r"DefaultCPUAllocator: (?:can't|not enough)|Out of memory: Killed|Cannot allocate memory")),
 )  # fmt: skip
+_OF_KINDS = re.compile(r"NCCL|nccl|Watch|emory|OOM|oom|alloc")
 _MARK = re.compile(r"\[(?:(rank)|[a-z_]{1,20})(\d{1,7})\]: ?")
 """Torch's own `[rank1]:`, and `[trainer1]:` of torchrun, whose number is not the rank's."""
 _NCCL_PROCESS = re.compile(r"[\w.-]{1,100}:(\d{1,10}):\d{1,10} \[\d{1,4}\] ")
@@ -93,26 +97,30 @@ class Stream:
 
 
 def find_words(line: str) -> Iterator[Word]:
-    """What a line by itself tells."""
-    yield from (Word(kind, line.strip()) for kind, pattern in _KINDS if pattern.search(line))
-    said = _STEP.search(line)
-    step = int(said[1] or said[2]) if said else None
-    loss = _LOSS.search(line)
+    """What a line by itself tells: most tell nothing, and that is found out fast."""
+    if _OF_KINDS.search(line):
+        yield from (Word(kind, line.strip()) for kind, pattern in _KINDS if pattern.search(line))
+    low = line.lower()
+    loss = _LOSS.search(line) if "nan" in low or "inf" in low else None
     before = line[max(loss.start() - 40, 0) : loss.start()] if loss else ""
     if loss and "scale" not in loss[1].lower() and not _NO_LOSS.search(before):
-        yield Word("loss", line.strip(), step)
-    if rate := _find_rate(line):
+        said = _STEP.search(line)
+        yield Word("loss", line.strip(), int(said[1] or said[2]) if said else None)
+    at = _RATE_SIGN.search(low)
+    rate = _find_rate(line, line[max(at.start() - _NEAR, 0) : at.end() + _NEAR]) if at else None
+    if rate:
         yield rate
 
 
-def _find_rate(line: str) -> Word | None:
-    said = next(filter(None, (pattern.search(line) for pattern in _RATES)), None)
+def _find_rate(line: str, near: str) -> Word | None:
+    said = next(filter(None, (pattern.search(near) for pattern in _RATES)), None)
     if said is None:
         return None
     parts = said.groupdict()
     value = float(parts["number"].replace(",", ""))
     value *= {"k": 1e3, "m": 1e6}.get((parts.get("scale") or "").lower(), 1.0)
-    if not value or _EVALUATES.search(line[:_BEGIN] + " " + (parts.get("name") or "")):
+    name = near[: said.start()].rpartition(" ")[2]
+    if not value or _EVALUATES.search(f"{line[:_BEGIN]} {name}"):
         return None
     thing = parts["thing"].lower()
     unit = next((unit for begin, unit in _UNITS.items() if thing.startswith(begin)), "steps")
