@@ -36,9 +36,9 @@ PROTOCOL, MOST_CALLS, LIMIT_S = "haiprof-agents.1", 30, 600.0
 LEAST_SHARE = 0.05
 """The scripted clients claim nothing below it: haiprof's own limit of a problem."""
 OWN_WORK = re.compile(
-    r"\.backward\(|optimizer\.step\(|prepared\.step\(|\.train\(\)|\.fit\(|\binner\(|\bnet\(|"
+    r"\.backward\(|\.step\(|\.train\(\)|\.fit\(|\binner\(|\bnet\(|"
     r"\bmodel\(|self\.(?:first|last|head|down)\(|super\(\)\.forward\(|"
-    r"def forward\(self, x: Tensor\) -> Tensor|\bover\(step\)|"
+    r"def forward\(self, x: Tensor\) -> Tensor|\bover\(step|"
     r"def (?:plain|accelerate|trainer|lightning|own|main)\("
 )
 """Source of lines that run the model, its backward, its optimizer, or the whole loop (of which
@@ -114,7 +114,7 @@ async def ask_torch_profiler(session: Session) -> list[Cause]:
     return await _largest(session, [
         (frame[0], entry["self_cpu_ratio"])
         for entries in found.values() for entry in entries
-        if (frame := [f"train.py:{line}" for each in entry["stack"]
+        if not entry["name"].startswith("ProfilerStep") and (frame := [f"train.py:{line}" for each in entry["stack"]
                       for line in re.findall(r"train\.py\((\d+)\)", each)])
     ])  # fmt: skip
 
