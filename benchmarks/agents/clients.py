@@ -111,12 +111,12 @@ async def ask_haiprof(session: Session) -> list[Cause]:
 async def ask_torch_profiler(session: Session) -> list[Cause]:
     """The entry with the largest self time whose line in train.py is not the model's own work."""
     found = json.loads(await session.call("key_averages"))
-    return await _largest(session, [
-        (frame[0], entry["self_cpu_ratio"])
-        for entries in found.values() for entry in entries
-        if not entry["name"].startswith("ProfilerStep") and (frame := [f"train.py:{line}" for each in entry["stack"]
-                      for line in re.findall(r"train\.py\((\d+)\)", each)])
-    ])  # fmt: skip
+    named = []
+    for entry in (entry for entries in found.values() for entry in entries):
+        own = re.findall(r"train\.py\((\d+)\)", "\n".join(entry["stack"]))
+        if own and not entry["name"].startswith("ProfilerStep"):  # which is the profiler's own
+            named.append((f"train.py:{own[0]}", entry["self_cpu_ratio"]))
+    return await _largest(session, named)
 
 
 async def ask_py_spy(session: Session) -> list[Cause]:
