@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Ints
-from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, own_ns, roots
+from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, own_ns, roots, take
 from haiprof.trace_analysis.device_time import Steps, gpu_events, step_window
 from haiprof.trace_analysis.launches import with_call
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -368,8 +368,7 @@ def _name_around(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
 
 def _at(values: pl.Series, rows: Ints) -> pl.Series:
     """Values of some rows, null for -1; texts as String."""
-    places = pl.Series(rows, dtype=pl.Int64)
-    found = values.gather(pl.select(pl.when(places >= 0).then(places)).to_series())
+    found = take(values, rows)
     return found if values.dtype.is_integer() else found.cast(pl.String)
 
 

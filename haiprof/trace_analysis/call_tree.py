@@ -250,6 +250,12 @@ def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:
     return found
 
 
+def take(values: pl.Series, rows: Ints) -> pl.Series:
+    """The values of some rows; null for -1."""
+    at = pl.Series(rows, dtype=pl.Int64)
+    return values.gather(at.set(at < 0, None))
+
+
 def distinct_names(names: pl.Series) -> tuple[Ints, pl.Series]:
     """The place of each name among the distinct ones, and those."""
     _, first, code = np.unique(

@@ -390,8 +390,8 @@ def _accounts(host: Host, device: object, time: _Time, steps: pl.DataFrame) -> p
     named = summed.with_columns(
         position=pl.col("position").replace_strict(dict(enumerate(POSITIONS))),
         code=host.chains(summed["place"].to_numpy()),
-        callee=pl.Series(host.texts(summed["callee"]), dtype=pl.String),
-        operator=pl.Series(host.texts(summed["operator"]), dtype=pl.String),
+        callee=pl.Series(host.texts(summed["callee"].to_numpy()), dtype=pl.String),
+        operator=pl.Series(host.texts(summed["operator"].to_numpy()), dtype=pl.String),
     ).select(pl.col(name).cast(kind) for name, kind in ROWS_SCHEMA.items())
     return named.group_by(named.columns[:-1], maintain_order=True).agg(pl.col("ns").sum())
 

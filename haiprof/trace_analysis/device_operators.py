@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Ints, union
+from haiprof.base.intervals import union
 from haiprof.trace_analysis.attribution import with_operator
-from haiprof.trace_analysis.call_tree import roots
+from haiprof.trace_analysis.call_tree import roots, take
 from haiprof.trace_analysis.device_ledger import not_covered, step_windows
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
@@ -85,8 +85,8 @@ def rank_operators(
     events = with_kind(owned.gpu).select(
         "device", "ts_ns", "dur_ns", "kind", *launch_columns(trace), row=row,
         kernel=pl.col("name").cast(pl.String),
-        own=names.gather(_or_null(row.to_numpy())),
-        top=names.gather(_or_null(np.append(roots(tree.parent), -1)[row.to_numpy()])),
+        own=take(names, row.to_numpy()),
+        top=take(names, np.append(roots(tree.parent), -1)[row.to_numpy()]),
     )  # fmt: skip
     computing = events.filter(kind=COMPUTATION)
     by_call = computing.sort("dur_ns", descending=True).group_by("row").agg(
@@ -98,10 +98,6 @@ def rank_operators(
     ] or [_pieces(events, step_windows(trace))])  # fmt: skip
     rows = _name(pieces.join(_with_roofline(known, peak), on="row", how="left"))
     return RankOperators(rows=rows, device_name=device, peak_source=peak.source if peak else None)
-
-
-def _or_null(rows: Ints) -> pl.Series:
-    return pl.select(pl.when(pl.Series(rows) >= 0).then(pl.Series(rows))).to_series()
 
 
 def _pieces(events: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:

@@ -20,6 +20,7 @@ from haiprof.trace_analysis.call_tree import (
     distinct_names,
     nest,
     python_calls,
+    take,
     thread_numbers,
 )
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
@@ -159,14 +160,13 @@ class Host:
         codes: Ints = np.append(self.names[0], -1)[rows]
         return codes
 
-    def texts(self, codes: pl.Series) -> list[str | None]:
+    def texts(self, codes: Ints) -> list[str | None]:
         """The names of some codes."""
-        known = pl.select(pl.when(codes >= 0).then(codes)).to_series()
-        return self.names[1].gather(known).to_list()
+        return take(self.names[1], codes).to_list()
 
     def name_at(self, rows: Ints) -> list[str | None]:
         """The names of some rows; None for none."""
-        return self.texts(pl.Series(self.name_codes(rows)))
+        return self.texts(self.name_codes(rows))
 
     @cached_property
     def is_python(self) -> Bools:

@@ -24,6 +24,7 @@ from haiprof.trace_analysis.call_tree import (
     levels,
     nest,
     stacks,
+    take,
     thread_numbers,
 )
 from haiprof.trace_analysis.python_code import part_tree
@@ -252,9 +253,7 @@ def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
 
 def _names_at(operators: CallTree, rows: Ints) -> pl.Series:
     """`operator`, null where there is none (-1)."""
-    at = pl.Series(rows, dtype=pl.Int64)
-    names = operators.spans["name"].gather(at.set(at < 0, None))
-    return names.cast(pl.String).alias("operator")
+    return take(operators.spans["name"], rows).cast(pl.String).alias("operator")
 
 
 # By their place in the file: torch/profiler/_memory_profiler.py, _CATEGORY_TO_INDEX.

@@ -46,6 +46,7 @@ from haiprof.trace_analysis.pool import Pool, Progress, default_pool
 from haiprof.trace_analysis.report_cache import (
     UNFIT,
     Answer,
+    Reduced,
     cached_answers,
     common_steps,
     pack_answers,
@@ -260,27 +261,6 @@ _DERIVED = ("share_ratio", "bottleneck_ratio")
 _STORED = {name: kind for name, kind in FUNCTIONS_SCHEMA.items() if name not in _DERIVED}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatternFile:
-    """The content of a file."""
-
-    path: Path
-    steps: Steps
-    """First profiler step and the one after the last; None: all that was recorded."""
-    geometry: bool
-    """Whether kernels are told apart by grid and block."""
-    file: TraceFile
-    """The trace that it was made of."""
-    pattern: RankFunctions
-    left_out: tuple[str, ...]
-    """What its size left no room for, in words."""
-
-    @property
-    def rank(self) -> int | None:
-        """As the trace stated it; None where it did not."""
-        return self.file.rank
-
-
 def reduce_patterns(
     path: str | Path,
     folder: Path,
@@ -310,18 +290,16 @@ def file_and_pattern(
     return trace_file(trace), worker_pattern(trace, steps=steps, geometry=geometry)
 
 
-def read_pattern(path: Path) -> PatternFile:
-    """The content of a file."""
+def read_pattern(path: Path) -> tuple[Reduced, TraceFile, RankFunctions]:
+    """The content of a file, the trace that it was made of, and its pattern."""
     try:
         data = read_text(path, limit_bytes=_TEXT_LIMIT_BYTES)
-        head, steps, answers = unpack_reduced(data, path, "haiprof_functions", VERSION)
-        file = answers["file"]
+        found = unpack_reduced(data, path, "haiprof_functions", VERSION)
+        file, head = found.answers["file"], found.head
         if not isinstance(file, TraceFile):
             raise TypeError("no trace file")
-        return PatternFile(
-            path=path, steps=steps, geometry=bool(head["geometry"]), file=file,
-            pattern=_pattern(answers), left_out=tuple(map(str, head["left_out"])),
-        )  # fmt: skip
+        known = {"geometry": bool(head["geometry"]), "left_out": list(map(str, head["left_out"]))}
+        return replace(found, head=known), file, _pattern(found.answers)
     except UNFIT as error:
         raise TraceFormatError(
             f"{path}: no functions that this haiprof can read: {error}",
@@ -331,17 +309,19 @@ def read_pattern(path: Path) -> PatternFile:
 
 def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = False) -> Patterns:
     """The patterns of all ranks, as from their traces but for what each file has left out."""
-    read = [read_pattern(path) for path in paths]
-    common_steps(read, asked, command="trace functions")
-    known = [each.geometry for each in read]
+    every = [read_pattern(path) for path in paths]
+    read = {file.path: (found, pattern) for found, file, pattern in every}
+    common_steps([found for found, _ in read.values()], asked, command="trace functions")
+    known = [found.head["geometry"] for found, _ in read.values()]
     if not all(known) and (geometry or any(known)):
         raise MissingDataError(
             f"{paths[known.index(False)]}: kernels by name alone, without grid and block",
             hint="haiprof trace functions TRACES --geometry --reduce DIR",
         )
-    ranks = by_rank(read)
-    found = gather_patterns({rank: each.pattern for rank, each in ranks.items()})
-    lacks = [f"rank {rank}: {text}" for rank, each in ranks.items() for text in each.left_out]
+    files = by_rank(file for _, file, _ in every)
+    found = gather_patterns({rank: read[file.path][1] for rank, file in files.items()})
+    lacks = [f"rank {rank}: {text}" for rank, file in files.items()
+             for text in read[file.path][0].head["left_out"]]  # fmt: skip
     return replace(found, left_out=tuple(lacks))
 
 
@@ -407,7 +387,7 @@ def _size(frame: pl.DataFrame) -> int:
     return len(gzip.compress(pack_answers({"": frame}, plain=True), _LEVEL))
 
 
-def _pattern(answers: dict[str, Answer]) -> RankFunctions:
+def _pattern(answers: Mapping[str, Answer]) -> RankFunctions:
     totals = _frame(answers["totals"], TOTALS_SCHEMA)
     functions = _frame(answers["functions"], _STORED)
     collectives = _frame(answers["collectives"], KERNELS_SCHEMA)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -156,10 +156,12 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The content of a summary."""
+class Reduced:
+    """The content of a file that `--reduce` made of a trace."""
 
     path: Path
+    head: Mapping[str, Any]
+    """The line of JSON that it begins with."""
     steps: Steps
     """First profiler step and the one after the last; None: all that was recorded."""
     answers: Mapping[str, Answer]
@@ -183,11 +185,11 @@ def write_reduced(target: Path, data: bytes) -> Path:
     return target
 
 
-def read_summary(path: Path, questions: Collection[str]) -> Summary:
+def read_summary(path: Path, questions: Collection[str]) -> Reduced:
     """The answers in a file."""
     try:
-        _, steps, answers = unpack_reduced(path.read_bytes(), path, "haiprof_summary", VERSION)
-        lacking = sorted(set(questions) - set(answers))
+        found = unpack_reduced(path.read_bytes(), path, "haiprof_summary", VERSION)
+        lacking = sorted(set(questions) - set(found.answers))
         if lacking:
             raise ValueError(f"no answer to {lacking[0]}")
     except UNFIT as error:
@@ -195,32 +197,21 @@ def read_summary(path: Path, questions: Collection[str]) -> Summary:
             f"{path}: no summary that this haiprof can read: {error}",
             hint="haiprof trace report TRACES --reduce DIR writes it again",
         ) from None
-    return Summary(path=path, steps=steps, answers=answers)
+    return found
 
 
-def unpack_reduced(
-    data: bytes, path: Path, kind: str, version: int
-) -> tuple[dict[str, Any], Steps, dict[str, Answer]]:
-    """The line of JSON that a reduced trace begins with, its steps, and its answers."""
+def unpack_reduced(data: bytes, path: Path, kind: str, version: int) -> Reduced:
+    """Reads what a trace was reduced to."""
     at = data.index(b"\n") + 1
     head = json.loads(data[:at])
     if head[kind] != version:
         raise ValueError(f"version {head[kind]}")
     steps = None if head["steps"] is None else (int(head["steps"][0]), int(head["steps"][1]))
-    return head, steps, unpack_answers(data[at:], path)
-
-
-class _OfSteps(Protocol):
-    """What was made of some steps of a trace."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def steps(self) -> Steps: ...
+    return Reduced(path=path, head=head, steps=steps, answers=unpack_answers(data[at:], path))
 
 
 def common_steps(
-    summaries: Sequence[_OfSteps], asked: Steps, *, command: str = "trace report"
+    summaries: Sequence[Reduced], asked: Steps, *, command: str = "trace report"
 ) -> Steps:
     """The steps that all summaries share."""
     first = summaries[0]

@@ -89,7 +89,7 @@ class RankTraces:
         if is_reduced_to_functions(paths):
             from haiprof.trace_analysis.pattern_gathering import read_pattern
 
-            return by_rank(read_pattern(path).file for path in paths)
+            return by_rank(read_pattern(path)[1] for path in paths)
         found = self._ask(trace_file, paths, {})
         files = [replace(f, path=path) for f, path in zip(found, paths, strict=True)]
         if isinstance(self._named, Mapping):
