@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.intervals import Floats, Ints, covered_lengths, union
+from haiprof.base.intervals import Ints, covered_lengths, union
 from haiprof.trace_format.kineto.events import OPS, PYTHON
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -226,19 +226,17 @@ def stacks(by_level: list[Ints], parent: Ints, names: Ints, threads: Ints) -> St
     )
 
 
-_Times = TypeVar("_Times", Ints, Floats)
-
-
 def total_and_own(
-    measure: Callable[[Ints, Ints], _Times], starts: Ints, ends: Ints, parent: Ints
-) -> tuple[_Times, _Times]:
-    """What each call takes by a measure of (starts, ends), and what without the calls inside."""
+    starts: Ints, ends: Ints, parent: Ints, *measures: Callable[[Ints, Ints], Ints]
+) -> Iterator[tuple[Ints, Ints]]:
+    """What each call takes by measures of (starts, ends), and what without the calls inside."""
     inner = np.flatnonzero(parent >= 0)
     begins = uncovered_starts(starts, ends, parent)[inner]
-    total = measure(starts, ends)
-    own = total.copy()
-    np.subtract.at(own, parent[inner], measure(begins, ends[inner]))
-    return total, own
+    for measure in measures:
+        total = measure(starts, ends)
+        own = total.copy()
+        np.subtract.at(own, parent[inner], measure(begins, ends[inner]))
+        yield total, own
 
 
 def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:

@@ -133,27 +133,10 @@ def kind_ns(spans: Intervals, free: Intervals) -> int:
 _STEP = "ProfilerStep#"
 _COLUMNS = ("name", "ts_ns", "dur_ns", "pid", "tid")
 
-STACKS_SCHEMA = {
-    "name": pl.String,
-    "count": pl.Int64,
-    "total_ns": pl.Int64,
-    "median_ns": pl.Float64,
-    "covered_ns": pl.Int64,
-    "bottleneck_ns": pl.Int64,
-}
+_OF_STACKS = ("name", "count", "total_ns", "median_ns", "covered_ns", "bottleneck_ns")
 
 
-class HostCalls(NamedTuple):
-    """Nested Python functions and operators."""
-
-    tree: CallTree
-    code: Ints
-    """Of each call's name without addresses."""
-    names: pl.Series
-    """By code."""
-
-
-def host_calls(trace: Trace) -> HostCalls | None:
+def host_calls(trace: Trace) -> CallTree | None:
     """Calls of Python functions and operators, nested by their times; None where there are none.
 
     An operator that a Python function calls is part of its stack, as in PerfTracker's report. A
@@ -171,23 +154,21 @@ def host_calls(trace: Trace) -> HostCalls | None:
     spans = spans if working.is_empty() else working
     if spans.is_empty():
         return None
-    tree = nest(spans)
-    return HostCalls(tree, *name_codes(tree.spans["name"]))
+    return nest(spans)
 
 
 def stack_times(
-    calls: HostCalls, window: PatternWindow, free: Intervals, *, least_ns: int
+    tree: CallTree, window: PatternWindow, free: Intervals, *, least_ns: int
 ) -> pl.DataFrame:
     """Own time of each call stack, of all threads together."""
-    tree = calls.tree
     starts = np.clip(tree.starts, window.start, window.end)
     ends = np.clip(tree.starts + tree.spans["dur_ns"].to_numpy(), window.start, window.end)
-    _, own = total_and_own(lambda begin, end: end - begin, starts, ends, tree.parent)
-    _, lone = total_and_own(
-        lambda begin, end: covered_lengths(free, begin, end), starts, ends, tree.parent
-    )
-    by_level = levels(tree.parent) or []
-    found = stacks(by_level, tree.parent, calls.code, thread_numbers(tree.spans))
+    (_, own), (_, lone) = total_and_own(
+        starts, ends, tree.parent,
+        lambda begin, end: end - begin, lambda begin, end: covered_lengths(free, begin, end),
+    )  # fmt: skip
+    code, names = name_codes(tree.spans["name"])
+    found = stacks(levels(tree.parent) or [], tree.parent, code, thread_numbers(tree.spans))
     late = tree.starts + tree.spans["dur_ns"].to_numpy() > window.start
     rows = pl.DataFrame(
         {"stack": found.of_call, "dur": ends - starts, "own": own, "lone": lone}
@@ -201,7 +182,7 @@ def stack_times(
     )
     # By text: the same stack on two threads is one.
     kept = summed.filter(pl.col("covered_ns") > 0).sort("stack")
-    texts = stack_texts(found, calls.names.str.replace_all("|", "/", literal=True))
+    texts = stack_texts(found, names.str.replace_all("|", "/", literal=True))
     named = kept.with_columns(
         texts.gather(kept["stack"].cast(pl.UInt32)).str.replace_all(";", "|").alias("name")
     )
@@ -212,7 +193,7 @@ def stack_times(
             median_ns=pl.col("durations").explode().median(),
         )
         .filter(pl.col("covered_ns") >= least_ns)
-        .select(pl.col(name).cast(kind) for name, kind in STACKS_SCHEMA.items())
+        .select(pl.col(name).cast(FUNCTIONS_SCHEMA[name]) for name in _OF_STACKS)
     )
 
 
@@ -413,8 +394,8 @@ def _host(trace: Trace, window: PatternWindow, above: Intervals) -> tuple[pl.Dat
     free = free_below(window, above)
     least = int(KEPT_RATIO * (window.end - window.start))
     found = stack_times(calls, window, free, least_ns=least)
-    top = np.flatnonzero(calls.tree.parent < 0)
-    spans = inside(calls.tree.spans[top.tolist()], np.zeros(len(top), np.int64), window)
+    top = np.flatnonzero(calls.parent < 0)
+    spans = inside(calls.spans[top.tolist()], np.zeros(len(top), np.int64), window)
     return found.with_columns(kind=pl.lit(PYTHON), type=pl.lit("")), kind_ns(busy(spans), free)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -158,8 +159,7 @@ def _calls(trace: Trace, steps: Steps) -> _Calls:
     def without_gpu(starts: Ints, ends: Ints) -> Ints:
         return inside(starts, ends) - covered_lengths(busy, starts, ends)
 
-    times = [time for measure in (inside, without_gpu)
-             for time in total_and_own(measure, starts, ends, parent)]  # fmt: skip
+    times = chain.from_iterable(total_and_own(starts, ends, parent, inside, without_gpu))
     frame = pl.DataFrame({"begun": begun, **dict(zip(_TIMES, times, strict=True))})
     numbered = frame.with_columns(pl.Series("stack", found.of_call, dtype=pl.Int64))
     return _Calls(numbered, found, names, threads)
