@@ -144,11 +144,13 @@ def main(words: Sequence[str]) -> None:
 
 
 def _try_fold(fold: Callable[[], str]) -> str:
-    """One damaged file leaves the others alone."""
+    """What is wrong with one file leaves the others alone."""
     try:
         return fold()
     except (OSError, RunFormatError) as error:
         return str(error)
+    except Exception as error:  # noqa: BLE001  damaged: it stays as it is
+        return f"{type(error).__name__}: {error}"
 
 
 # -- ranks -----------------------------------------------------------------------------------------

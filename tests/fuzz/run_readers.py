@@ -64,12 +64,13 @@ from tests.fuzz.scratch import folder, put
 from tests.unit.jobs.test_nccl_ras import GONE, ONE_BEHIND, STOPPED, TWO_BEHIND
 from tests.unit.jobs.test_nccl_ras import STATES as RAS_STATES
 from tests.unit.jobs.test_nccl_ras import as_json as ras_json
-from tests.unit.rundir.small_run import read_all, write_small_run
+from tests.unit.rundir.small_run import fold_small_run, read_all, write_small_run
 
 FILES = (
     "run.json", "ranks/0/rank.json", "ranks/0/phases.rec", "ranks/0/device.rec",
     "ranks/0/events.jsonl", "nodes/node0/agent.json", "nodes/node0/events.jsonl",
     "nodes/node0/host.rec", "nodes/node0/process.rec", "nodes/node0/gpu.rec",
+    "ranks/0/folded.rec", "nodes/node0/gpu-folded.rec",
 )  # fmt: skip
 RUN_TOKENS = (
     b'"version": 1', b'"type": "root"', b'"type": "optimizer"', b'"type": "suspend"',
@@ -88,7 +89,7 @@ def named(data: bytes, names: Sequence[str]) -> tuple[str, bytes]:
 
 @cache
 def _run() -> RunPaths:
-    return write_small_run(folder() / "run")
+    return fold_small_run(write_small_run(folder() / "run"))
 
 
 @cache

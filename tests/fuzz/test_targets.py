@@ -58,6 +58,7 @@ _OWN = {
     "trace_analysis/kernel_names.py": "arguments of a trace that was loaded",
     "trace_format/kineto/rank_trace.py": "events of a trace that was loaded",
     "run_format/schema.py": "no bytes: it makes the struct",
+    "run_analysis/folding.py": "a rank's own stacks, in a child of its node's agent that may fail",
     "agent/node_history.py": "records that a sampler of the same process has just made",
 }
 

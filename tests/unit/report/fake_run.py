@@ -23,6 +23,7 @@ from haiprof.run_analysis.counters import (
 )
 from haiprof.run_analysis.ranks import RANK_SCHEMA
 from haiprof.run_analysis.reactions import REACTION_SCHEMA
+from haiprof.run_analysis.run_frames import Cells
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
 from haiprof.run_analysis.windows import WINDOW_SCHEMA
@@ -59,6 +60,10 @@ class FakeRun:
             ns = steps[f"{phase}_host_ns"].fill_null(0).to_numpy()
             times[POSITIONS.index(position), steps["step"].to_numpy()] = ns
         return times, np.zeros_like(times)
+
+    def cells(self, rank: int, attempt: int) -> Cells:
+        step = np.arange(self.position_times(rank, attempt)[0].shape[1])
+        return Cells(step=step, count=np.ones_like(step))
 
     def phases(self) -> pl.DataFrame:
         return pl.DataFrame(self.span_rows, schema=PHASE_SCHEMA)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 from haiprof import Analyzer
 from haiprof.base.errors import RunFormatError, RunNotFoundError
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import as_document
+from haiprof.run_analysis import folding
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import GPU, HOST, PROCESS
@@ -51,6 +53,14 @@ def write_small_run(root: Path, tables: Sequence[schema.Table] = (HOST, PROCESS,
     events.append({"type": "counter_missing", "source": "gpu", "metric": "*", "reason": "none"})
     events.append({"type": "unreported", "pid": 7, "command": "python x.py", "reason": "-I"})
     events.close()
+    return run
+
+
+def fold_small_run(run: RunPaths) -> RunPaths:
+    """Its first step and its old records are folded, though the run is short."""
+    with mock.patch.multiple(folding, LEAST_STEPS=1, MINUTE_NS=1):
+        short = folding.Retention(steps_ns=1, samples_ns=1, counters_ns=1)
+        assert folding.fold_node(run, "node0", short) == []
     return run
 
 
