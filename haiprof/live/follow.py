@@ -24,8 +24,8 @@ from haiprof.linux.procfs import process_state
 from haiprof.live.find import RunningJob, is_running, running_jobs, signalled_pid
 from haiprof.live.standstill import STOPPED
 from haiprof.run_analysis.counters import counter_frame
-from haiprof.run_analysis.folded_steps import FoldedSteps, read_folded_steps
-from haiprof.run_analysis.run_files import RunFiles, open_run, read_table, record_columns
+from haiprof.run_analysis.folded_steps import optimizer_steps_before, read_folded_steps
+from haiprof.run_analysis.run_files import RunFiles, open_run
 from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_analysis.steps import PHASES, Segmentation, StepColumns, segment
 from haiprof.run_format import schema
@@ -162,24 +162,11 @@ class LiveRank:
                 break
         count = len(found.steps.start_ns)
         per_step = found.steps.optimizer_step_count.mean() if count else 0.0
-        before = self._optimizer_steps(self._first, folded) if per_step else self._first
+        before = (
+            optimizer_steps_before(self.paths, self._first, folded) if per_step else self._first
+        )
         per_step = per_step or (len(spans.kind) / count if count else 0.0)
         self._before = round(before / per_step) if per_step else 0
-
-    def _optimizer_steps(self, until: int, folded: FoldedSteps | None) -> int:
-        """Optimizer spans before a record, folded ones too."""
-        first, count, since_ns = 0, 0, 0
-        if folded is not None:
-            first, since_ns = folded.fact("first_record"), folded.until_ns
-            count = int(folded.blocks["optimizer_step_count"].sum())
-        if until <= first:  # what comes is folded in part
-            spans, _, _ = read_spans(self.paths.phases, first=first)
-            again = (spans.kind == schema.OPTIMIZER) & (spans.end_ns <= since_ns)
-            return count - int(again.sum())
-        records = read_table(self.paths.phases, schema.PHASES, first=first, limit=until - first)
-        columns = record_columns(records)
-        own = (columns["start"] & schema.TAG_MASK) == schema.OPTIMIZER
-        return count + int((own & (columns["end"] >> schema.TAG_BITS > since_ns)).sum())
 
     def _forget(self, found: Segmentation, starts: Ints) -> None:
         """Advances, so that the next look only reads the last steps again."""

@@ -12,7 +12,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Intervals, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.nesting import Bools, Spans
-from haiprof.run_analysis.run_files import counts, record_columns
+from haiprof.run_analysis.run_files import counts, read_table, record_columns
 from haiprof.run_format import schema
 from haiprof.run_format.folded import (
     BLOCKS,
@@ -206,6 +206,20 @@ def read_folded_steps(paths: RankPaths) -> FoldedSteps | None:
         ),
         stretches=_whole_columns(file, "stretches"),
     )
+
+
+def optimizer_steps_before(paths: RankPaths, record: int, folded: FoldedSteps | None) -> int:
+    """Optimizer steps of a rank before a record, folded ones too."""
+    first, count, since_ns = 0, 0, 0
+    if folded is not None:
+        first, since_ns = folded.fact("first_record"), folded.until_ns
+        count = int(folded.blocks["optimizer_step_count"].sum())
+    columns = record_columns(read_table(paths.phases, schema.PHASES, first=first))
+    stepped = (columns["start"] & schema.TAG_MASK) == schema.OPTIMIZER
+    later = columns["end"] >> schema.TAG_BITS > since_ns
+    before = np.arange(len(stepped)) < record - first
+    # Some spans of folded steps are kept: those that come from the record on are not before it.
+    return count + int((stepped & later & before).sum()) - int((stepped & ~later & ~before).sum())
 
 
 def _whole_columns(file: FoldedFile, name: str) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.ledger import POSITIONS
+from haiprof.diagnosis.thresholds import WARM_UP_MAX_STEPS
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import RankSettings
@@ -142,7 +143,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
             sorted(a for a in ranks.filter(pl.col("rank") == rank)["attempt"] if a != attempt)
         ),
         about=about,
-        step_count=steps.height,
+        step_count=about["step_count"] or steps.height,
         mean_step_ns=mean_step_ns(steps),
         median_step_ns=number(counted["step_ns"].median()),
         split_ns=split,
@@ -151,7 +152,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
         skipped_step_count=int(steps["skipped"].sum() or 0),
         phases=tuple(_phase_stat(counted, phase, split) for phase in PHASES),
         positions=_position_stats(data, rank, attempt, counted),
-        slowest=slowest_steps(counted),
+        slowest=slowest_steps(counted, rank_steps(data.slow_steps(), rank, attempt)),
         events=event_stats(rank_steps(data.phases(), rank, attempt)),
         settings=data.settings().get(rank),
         phase_series=_phase_series(counted, window) if window else (),
@@ -175,13 +176,19 @@ def rank_counters(data: RunFrames, rank: int, host: str | None) -> pl.DataFrame:
     return counters.filter(own | (nobodys & (pl.col("host") == host)))
 
 
-def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
-    """The slowest steps, slowest first, each with the phase that exceeds its median most."""
+def slowest_steps(steps: pl.DataFrame, folded: pl.DataFrame) -> tuple[SlowStep, ...]:
+    """The slowest steps, slowest first, each with the phase that exceeds its median most.
+
+    Args:
+        steps: Those that count.
+        folded: Slow ones of the time before, the first step among them.
+    """
     median = number(steps["step_ns"].median())
     if not median:
         return ()
     medians = {phase: number(steps[f"{phase}_host_ns"].median()) for phase in PHASES}
-    rows = steps.sort("step_ns", descending=True).head(SLOWEST_COUNT).iter_rows(named=True)
+    every = pl.concat([steps, folded.filter(pl.col("step") >= WARM_UP_MAX_STEPS)])
+    rows = every.sort("step_ns", descending=True).head(SLOWEST_COUNT).iter_rows(named=True)
     return tuple(_slow_step(row, median, medians) for row in rows)
 
 

@@ -637,6 +637,12 @@ def compare_runs(
 def compare_steps(analyzer: RunFrames, step: int) -> Comparison:
     """Compares the steps of one run from a step on with those before it."""
     steps = analyzer.steps()
+    first = steps["step"].min()
+    if isinstance(first, int) and step <= first > 0:
+        raise MissingDataError(
+            f"{analyzer.run.root}: of steps before {first} only sums are kept",
+            hint=f"compare from a step after {first} on; a run started with --detail 0 keeps all",
+        )
     later = steps.filter(steps["step"] >= step)["start_ns"].min()
     if not isinstance(later, int):
         raise MissingDataError(f"{analyzer.run.root}: no step {step} was recorded")

@@ -11,15 +11,19 @@ import numpy as np
 import polars as pl
 import pytest
 
+from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.compare.compared_run import open_compared_run
+from haiprof.diagnosis.compare.comparison import compare_steps
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
+from haiprof.live.follow import steps_so_far
 from haiprof.run_analysis.folding import Retention, fold_node
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import GPU, PROCESS
+from haiprof.show.rank_summary import one_rank_summary
 from tests.unit.analysis.recorded import (
     CLOCK,
     packed,
@@ -376,3 +380,27 @@ def test_a_short_run_stays_whole(tmp_path: Path) -> None:
     assert run.rank(0).phases.read_bytes() == data
     assert not run.rank(0).folded.exists()
     assert packed(spans_from(rows)) == data[data.index(b"\n") + 1 :]
+
+
+def test_a_rank_s_slowest_steps_are_those_of_the_whole_run(
+    both: tuple[RunPaths, RunPaths],
+) -> None:
+    whole, other = (one_rank_summary(RunFrames(run.root), 1) for run in both)
+    assert [each.step for each in other.slowest] == [each.step for each in whole.slowest]
+    assert other.step_count == whole.step_count
+
+
+def test_steps_of_which_sums_are_kept_are_not_compared_one_by_one(
+    both: tuple[RunPaths, RunPaths],
+) -> None:
+    with pytest.raises(MissingDataError, match="only sums are kept"):
+        compare_steps(RunFrames(both[1].root), 20)
+    first = min(RunFrames(both[1].root).steps()["step"].to_list())
+    found = compare_steps(RunFrames(both[1].root), first + 150)
+    assert found.before.step_count > first
+
+
+def test_a_running_job_counts_its_folded_steps(both: tuple[RunPaths, RunPaths]) -> None:
+    whole, other = (steps_so_far(run) for run in both)
+    assert whole == RunFrames(both[0].root).most_steps()
+    assert abs(other - whole) <= whole // 100

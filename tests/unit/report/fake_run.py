@@ -61,6 +61,9 @@ class FakeRun:
             times[POSITIONS.index(position), steps["step"].to_numpy()] = ns
         return times, np.zeros_like(times)
 
+    def slow_steps(self) -> pl.DataFrame:
+        return pl.DataFrame(schema=STEP_SCHEMA)
+
     def cells(self, rank: int, attempt: int) -> Cells:
         step = np.arange(self.position_times(rank, attempt)[0].shape[1])
         return Cells(step=step, count=np.ones_like(step))
