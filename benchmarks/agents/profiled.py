@@ -1,6 +1,6 @@
 """Runs a script as a user of torch.profiler, or of py-spy, looks at it; stands beside the script.
 
-    python profiled.py train.py           torch.profiler around steps 22 to 30 of each process
+    python profiled.py train.py           torch.profiler around steps 22 to 25 of each process
     python profiled.py --mark train.py    the file `started` is made after step 20
     python profiled.py --attach COMMAND   py-spy attaches to a command once that file is there
 
@@ -47,7 +47,7 @@ def profile():
     verbose = torch._C._profiler._ExperimentalConfig(verbose=True)  # there is no stack else
     profiler = profile(
         activities=[ProfilerActivity.CPU], with_stack=True, experimental_config=verbose,
-        schedule=schedule(wait=FIRST, warmup=2, active=8, repeat=1), on_trace_ready=write,
+        schedule=schedule(wait=FIRST, warmup=2, active=3, repeat=1), on_trace_ready=write,
     )  # fmt: skip
     profiler.start()
     atexit.register(lambda: done or profiler.stop())

@@ -76,7 +76,7 @@ async def open_tools(toolset: str, folder: Path) -> AsyncIterator[tuple[list[Too
             yield [*tools, source], call_any
         return
     name, description, answer = {
-        TORCH: ("key_averages", "key_averages(group_by_stack_n=12) of 8 steps of each process, "
+        TORCH: ("key_averages", "key_averages(group_by_stack_n=12) of 3 steps of each process, "
                 "largest self time first; self_cpu_ratio is of all self times.", _key_averages),
         PY_SPY: ("lines", "Lines of train.py by samples of `py-spy record --pid`, all processes: "
                  "ratio of the samples in which it was the innermost line of train.py.", _lines),
