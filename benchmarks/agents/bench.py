@@ -205,14 +205,14 @@ def report(rows: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]
     python benchmarks/agents/bench.py
 
 20 jobs of the fault bench, 14 with a known fault and 6 healthy ones.{few} **These clients are \
-scripts**: they show what lies on the surface of a tool's answers, not what a model would find with \
-them. `haiprof` follows the recipe of `haiprof skill`; `torch.profiler` takes the largest self time \
-and its line, `py-spy` the line with most samples, both without lines that run the model, its \
-backward or its optimizer, and nothing below 5 %. True gains are those of results/faults.json, from \
-pairs of bare runs on another day. Intervals are Wilson's, as if recordings of the same job were \
-independent. The load average before a job was {loads[0]} to {loads[-1]} (median \
-{loads[len(loads) // 2]}) on {os.cpu_count()} cores, and others used {others[0]} to {others[-1]} \
-cores meanwhile (median {others[len(others) // 2]}).
+scripts**: they show what lies on the surface of a tool's answers, not what a model would find \
+with them. `haiprof` follows the recipe of `haiprof skill`; `torch.profiler` takes the largest \
+self time and its line, `py-spy` the line with most samples, both without lines that run the \
+model, its backward or its optimizer, and nothing below 5 %. True gains are those of \
+results/faults.json, from pairs of bare runs on another day. Intervals are Wilson's, as if \
+recordings of the same job were independent. The load average before a job was {loads[0]} to \
+{loads[-1]} (median {loads[len(loads) // 2]}) on {os.cpu_count()} cores, and others used \
+{others[0]} to {others[-1]} cores meanwhile (median {others[len(others) // 2]}).
 """
     lines = [text, *summary(tasks, rows), "", *table(tasks, rows)]
     RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
