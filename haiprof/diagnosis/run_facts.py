@@ -229,7 +229,7 @@ RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
     settings_facts.deterministic_mode, settings_facts.mkldnn_off, settings_facts.optimizer_loop,
     settings_facts.ddp_arguments, settings_facts.fsdp_units, settings_facts.fast_paths_off,
     settings_facts.half_precision, settings_facts.threads_over_cores,
-    settings_facts.threads_under_cores, settings_facts.settings_differ,
-    slow_kernels, slow_link, loss_not_finite,
+    settings_facts.threads_under_cores, settings_facts.settings_differ, loss_not_finite,
+    slow_kernels, slow_link,
 )  # fmt: skip
 """In the order in which they are asked; the name of each is its slug in documents."""
