@@ -31,11 +31,13 @@ sys.path.insert(0, str(FAULTS))
 import measure  # noqa: E402
 import score  # noqa: E402
 from clients import SCRIPTED, Cause, Client, Session, external  # noqa: E402
-from toolsets import HAIPROF, TOOLSETS, Recorded, open_tools  # noqa: E402
+from toolsets import HAIPROF, TOOLSETS, TORCH, Recorded, open_tools  # noqa: E402
 
 TASKS = Path(__file__).with_name("tasks.json")
 RESULT = Path(__file__).parents[1] / "results" / "agents.md"
 REPEATS = 3
+WINDOW_STEP = 22
+"""After this one torch.profiler records (profiled.py); a job under load may end before."""
 
 
 async def ask(toolset: str, folder: Path, question: str, client: Client) -> dict[str, Any]:
@@ -113,6 +115,8 @@ def measured(task: Mapping[str, Any], toolset: str, client: Client, folder: Path
     row = {"seed": task["seed"], "load": round(load, 1), **ran.numbers, "steps": ran.steps}
     if ran.status or not ran.steps:
         return {**row, "broken": (folder / "output.txt").read_text(errors="replace")[-300:]}
+    if toolset == TORCH and ran.steps <= WINDOW_STEP:
+        return {**row, "broken": f"the profiler's window never opened: {ran.steps} steps"}
     written = [f"train.py:{line}" for line in job.lines]
     if not task["healthy"] and written != task["cause"]["lines"]:
         return {**row, "broken": f"another program was drawn, with its fault at {written}"}
@@ -180,7 +184,7 @@ def table(tasks: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]])
 
 def _said(task: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     if "broken" in row:
-        return "broken"
+        return "not measured"
     if not row["causes"]:
         return "nothing" + ("" if task["healthy"] else " (missed)")
     first, gain = row["causes"][0], row["causes"][0].get("gain")
@@ -191,8 +195,10 @@ def _said(task: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return f"{first.get('line') or first.get('position')}{share} ({verdict})"
 
 
-def report(rows: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the table."""
+def report(
+    rows: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]], note: str = ""
+) -> None:  # fmt: skip
+    """Writes the table; the note says what else was special."""
     loads = sorted(row["load"] for row in rows)
     others = sorted(row["strangers_cores"] for row in rows)
     recorded = {row["seed"] for row in rows}
@@ -214,6 +220,7 @@ recordings of the same job were independent. The load average before a job was {
 {loads[-1]} (median {loads[len(loads) // 2]}) on {os.cpu_count()} cores, and others used \
 {others[0]} to {others[-1]} cores meanwhile (median {others[len(others) // 2]}).
 """
+    text += f"\n{note}\n" if note else ""
     lines = [text, *summary(tasks, rows), "", *table(tasks, rows)]
     RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -238,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", help="what that client is called in the table")
     parser.add_argument("--ask", type=Path, help="a folder that holds a recording: no score")
     parser.add_argument("--keep", type=Path, help="rows of jobs that ran, a line each")
+    parser.add_argument("--note", default="", help="what the table says of this run besides")
     parser.add_argument("--wait", type=float, default=0, help="s to wait for others to leave")
     parser.add_argument("--stop-after", type=float, default=1e9, help="seconds; no more jobs")
     options = parser.parse_args(arguments)
@@ -272,7 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{repeat} {task['seed']} {name}: {_said(task, row)} {row.get('broken', '')}",
                       flush=True)  # fmt: skip
                 shutil.rmtree(folder, ignore_errors=True)
-                report(rows, tasks)
+                report(rows, tasks, options.note)
+    report(rows, tasks, options.note)
 
 
 if __name__ == "__main__":
