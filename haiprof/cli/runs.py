@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson, Baseline, Form, HtmlFile, OutputForm, Rank, RunDir
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.output import Output
@@ -162,6 +162,10 @@ def lines(
     if phase is not None and phase not in LINE_PARTS:
         raise UsageError(f"--phase {phase}: no such phase", hint=f"one of {', '.join(LINE_PARTS)}")
     analyzer = open_target(directory)
+    ranks = sorted(set(analyzer.ranks()["rank"]))
+    if rank is not None and rank not in ranks:
+        known = f"its ranks: {', '.join(map(str, ranks))}"
+        raise MissingDataError(f"the run has no rank {rank}", hint=known)
     samples, found, notes = sampled_lines(analyzer, rank, phase)
     output = Output(json=as_json)
     if speedscope is not None:

@@ -550,6 +550,7 @@ _KINDS = (
     ("interrupted", re.compile(r"\AKeyboardInterrupt:")),
 )  # fmt: skip
 """Causes by what an exception says."""
+_LOADER_FILE = "torch/utils/data/dataloader.py"
 _WORKER_RAISED = re.compile(r"in DataLoader worker process (\d+)")
 _SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
@@ -569,9 +570,15 @@ _SIGNALS: dict[int, str] = {
 
 def wait_failure(error: Error | None) -> str | None:
     """What ended a rank that waited for another one; None where its error is its own."""
-    if error is None:
+    if error is None or _has_lost_worker(error):
         return None
     return wait_failure_text(f"{error.type}: {error.message}")
+
+
+def _has_lost_worker(error: Error) -> bool:
+    """Whether the connection to a DataLoader worker broke while a batch was taken over."""
+    lost = error.type.rpartition(".")[2] in ("ConnectionResetError", "EOFError", "BrokenPipeError")
+    return lost and any(file.endswith(_LOADER_FILE) for file, _, _ in error.frames)
 
 
 def wait_failure_text(said: str) -> str | None:
@@ -598,7 +605,9 @@ def worker_death(error: Error | None) -> tuple[str, str] | None:
     """
     match = WORKER_DIED.search(error.message) if error is not None else None
     if match is None:
-        return None
+        lost = error is not None and _has_lost_worker(error)
+        said = "a DataLoader worker of its ended while it handed a batch over; why is not known"
+        return ("exit", said) if lost else None
     if match[2] is None:
         status = f" with exit status {match[3]}" if match[3] else ""
         return "exit", f"its DataLoader worker {match[1]} ended{status}; why is not known"

@@ -509,8 +509,6 @@ def _group_by(accounts: _Group, key: Callable[[Account], _Key]) -> dict[_Key, _G
 def _change(before: _RunSide, after: _RunSide, old: _Group, new: _Group) -> AccountChange:
     most = [max(side, key=lambda a: a.ns_per_step) if side else None for side in (old, new)]
     shown = max((*old, *new), key=lambda a: a.ns_per_step)
-    if shown.function is not None:  # lines are those of the new code
-        shown = most[1] or shown
     gain = sum(account.gain_ns for account in old)
     when = [] if shown.when == "each step" else [shown.paid]
     return AccountChange(

@@ -643,6 +643,15 @@ def test_end_of_a_loader_worker_is_told_by_the_exception_that_knows_its_signal(j
     assert "its DataLoader worker 9 was ended by a signal: Killed" in death.headline
 
 
+def test_connection_to_a_loader_worker_that_breaks_is_no_waiting_for_other_ranks(job: Job) -> None:
+    loader = ("/x/site-packages/torch/utils/data/dataloader.py", 1291, "_try_get_data")
+    job.died(1, 0, "ConnectionResetError", "[Errno 104] Connection reset by peer",
+             frames=(LOCK, loader))  # fmt: skip
+    death = job.death()
+    assert (death.cause, death.ranks) == ("exit", (1,))
+    assert "a DataLoader worker of its ended while it handed a batch over" in death.headline
+
+
 @pytest.mark.parametrize(
     ("number", "limit"), [(signal.SIGXCPU, "ulimit -t"), (signal.SIGXFSZ, "ulimit -f")]
 )

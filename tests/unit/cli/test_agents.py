@@ -115,3 +115,10 @@ def test_comparison_as_markdown_has_a_table_of_accounts(
     traces = [str(log_dir / "two_ranks_traced" / "traces")] * 2
     assert main(["compare", *traces, "--format", "markdown"]) == 0
     assert capsys.readouterr().out.startswith("```text\n")
+
+
+def test_lines_of_a_rank_that_the_run_lacks_name_those_that_it_has(
+    log_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verdict", "lines", str(log_dir / "two_ranks"), "--rank", "7"]) == 5
+    assert "the run has no rank 7" in capsys.readouterr().err
