@@ -200,13 +200,14 @@ class JobTime:
         parts = np.split(place, edges)
         return [float(average(series[part], count[part])) for part in parts if len(part)]
 
-    def when(self, table: TimeTable, rows: Ints, series: Floats) -> str:
+    def when(self, table: TimeTable, rows: Ints, series: Floats, every: Floats) -> str:
         """When an account is paid.
 
         Args:
             table: The time table.
-            rows: Its rows.
-            series: [step]: its time in each step.
+            rows: Its rows in its own position, which tells the rhythm.
+            series: [step]: their time in each step.
+            every: [step]: the same of all of its rows.
         """
         if len(series) < _COVERED_MIN or not series.sum():
             return "each step"
@@ -214,7 +215,7 @@ class JobTime:
         whole = whole if whole.sum() >= _COVERED_MIN else np.ones_like(whole)
         spiked = _find_spikes(series[whole])
         if spiked.any() and not self._are_spikes_waits(table, rows):
-            return _spike_text(self.step[: len(series)][whole], series[whole], spiked)
+            return _spike_text(self.step[: len(series)][whole], every[whole], spiked)
         cells = self._same_cells(table, rows) & (table.step >= 0)
         exact = sum(
             self.cell_ns[row].mean(axis=0)

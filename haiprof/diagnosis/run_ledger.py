@@ -539,7 +539,6 @@ def _account(
         gain_low = 0.0
     main = found.rows[table.position[found.rows] == found.position]
     paid = parts if len(main) == len(found.rows) else time.series_of(table, main)
-    mean_paid = mean if paid is parts else paid.mean(axis=0, dtype=np.float64)
     share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)
     several = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
     ranks = (time.ranks[int(share.argmax())],) if several else ()
@@ -554,7 +553,12 @@ def _account(
         gain_ns=gain,
         gain_low_ns=min(gain_low, gain),
         gain_high_ns=max(gain_high, gain),
-        when=time.when(table, main, paid.max(axis=0) if several else mean_paid),
+        when=time.when(
+            table,
+            main,
+            paid.max(axis=0) if several else paid.mean(axis=0, dtype=np.float64),
+            parts.max(axis=0) if several else mean,
+        ),
         explanation=found.key,
         elsewhere=_elsewhere(table, found),
     )

@@ -271,7 +271,8 @@ def test_when_an_account_is_paid(series_ms: Floats, seen: np.ndarray, said: str)
     """Its samples among as many others of its position."""
     time = recorded(working(1, lambda r, s: 0.0, EVALUATION), known=False)
     table = rows_of(np.concatenate([seen, np.repeat(AT, 3)]), np.ones(len(seen) + 3 * STEPS))
-    assert time.when(table, np.arange(len(seen)), series_ms * NS_PER_MS) == said
+    paid = series_ms * NS_PER_MS
+    assert time.when(table, np.arange(len(seen)), paid, paid) == said
 
 
 # -- waiting for peers ----------------------------------------------------------------------------
