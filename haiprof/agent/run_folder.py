@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
-from haiprof.agent.trace_finisher import end_child
+from haiprof.agent.trace_finisher import end_child, start_child
 from haiprof.base.messages import print_message
 from haiprof.base.version import PACKAGE
 from haiprof.run_format.layout import RunPaths
@@ -51,14 +50,7 @@ class RunFolder:
             return
         self._due_s = self._clock() + self._every_s
         try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-I", "-c", _PROGRAM, *self._words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=self._in_child,
-            )
+            self._child = start_child(_PROGRAM, self._words, self._in_child)
         except (OSError, subprocess.SubprocessError) as error:
             print_message(f"cannot fold old records of {self._words[0]}: {error}; they are kept")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from haiprof.base.errors import RunFormatError
@@ -25,6 +25,24 @@ _PROGRAM = (
     f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
     "from haiprof.agent.finish_traces import main; raise SystemExit(main(sys.argv[1:]))"
 )
+
+
+def start_child(
+    program: str, words: Sequence[str], in_child: Callable[[], None] | None
+) -> subprocess.Popen[bytes]:
+    """Starts a program of haiprof's in a session of its own, so that Ctrl-C does not end it.
+
+    Raises:
+        OSError: It cannot be started; or subprocess.SubprocessError, where `in_child` fails.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", program, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=in_child,
+    )
 
 
 def end_child(child: subprocess.Popen[bytes]) -> None:
@@ -112,16 +130,9 @@ class Finisher:
         return self._child is not None
 
     def _start(self, *words: str) -> None:
-        """Starts the child in a session of its own, so that Ctrl-C does not end it."""
         try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-I", "-c", _PROGRAM, str(self._run.root), self._host, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=self._in_child,
-            )
+            given = (str(self._run.root), self._host, *words)
+            self._child = start_child(_PROGRAM, given, self._in_child)
         except (OSError, subprocess.SubprocessError) as error:
             print_message(f"cannot compress traces: {error}; they stay in {self._run.trace_parts}")
 

@@ -177,15 +177,10 @@ def write_synced(path: Path, data: bytes, *, below: Path) -> None:
 
 def read_folded(path: Path) -> FoldedFile | None:
     """What was folded of a rank; None where nothing was."""
-    try:
-        with open_regular(path) as file:
-            found = os.fstat(file.fileno())
-            text = file.readline(_HEADER_LIMIT_BYTES)
-            body = file.read()
-    except FileNotFoundError:
+    read = _read_whole(path)
+    if read is None:
         return None
-    except OSError as error:
-        raise RunFormatError(f"{path}: {error.strerror or error}") from None
+    text, body, identity = read
     try:
         header = json.loads(text)
         check_version(path, header.get("version"))
@@ -210,8 +205,21 @@ def read_folded(path: Path) -> FoldedFile | None:
         raise RunFormatError(f"{path}: damaged: what was folded is not known") from None
     return FoldedFile(
         sections=sections, facts=facts, stack_lines=lines,
-        identity=(found.st_ino, found.st_mtime_ns),
+        identity=identity,
     )  # fmt: skip
+
+
+def _read_whole(path: Path) -> tuple[bytes, bytes, tuple[int, int]] | None:
+    """The header's line, all behind it, and the identity; None where there is no such file."""
+    try:
+        with open_regular(path) as file:
+            found = os.fstat(file.fileno())
+            text, body = file.readline(_HEADER_LIMIT_BYTES), file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunFormatError(f"{path}: {error.strerror or error}") from None
+    return text, body, (found.st_ino, found.st_mtime_ns)
 
 
 def write_folded_records(
@@ -228,14 +236,10 @@ def read_folded_records(path: Path) -> tuple[RecordFile, tuple[int, int]] | None
     Raises:
         RunFormatError: It is damaged.
     """
-    try:
-        with open_regular(path) as file:
-            found = os.fstat(file.fileno())
-            text, body = file.readline(_HEADER_LIMIT_BYTES), file.read()
-    except FileNotFoundError:
+    read = _read_whole(path)
+    if read is None:
         return None
-    except OSError as error:
-        raise RunFormatError(f"{path}: {error.strerror or error}") from None
+    text, body, identity = read
     try:
         header = json.loads(text)
         check_version(path, header.get("version"))
@@ -248,7 +252,7 @@ def read_folded_records(path: Path) -> tuple[RecordFile, tuple[int, int]] | None
         raise RunFormatError(f"{path}: damaged: what was folded is not known") from None
     columns = tuple((str(n), str(t), str(u), str(k)) for n, t, u, k in header["columns"])
     records = RecordFile(path, header["table"], columns, header, data, ())
-    return records, (found.st_ino, found.st_mtime_ns)
+    return records, identity
 
 
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
