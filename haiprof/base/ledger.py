@@ -13,6 +13,9 @@ POSITIONS = (
     "evaluation", "checkpoint", "compile", "between_steps",
 )  # fmt: skip
 """Where in a step time passes, by the order of its spans; on a device also `idle`."""
+_POSITION_WORDS = {
+    "prepare": "before forward", "gradients": "before optimizer", "after_step": "after optimizer",
+}  # fmt: skip
 
 PROBLEM_RATIO = 0.05
 """The one limit: an opportunity whose gain is, with 95 % certainty, at least this share of the step
@@ -43,6 +46,11 @@ _DOES = {
     "unknown": "time that was not sampled",
 }
 """Activities in words; native code is that of a package."""
+
+
+def position_words(position: str) -> str:
+    """`before optimizer` for `gradients`: a position as people read it."""
+    return _POSITION_WORDS.get(position, position.replace("_", " "))
 
 
 def activity_words(activity: str) -> str:
@@ -95,7 +103,7 @@ class Account:
     @property
     def where(self) -> str:
         """`backward`, or `backward and others`, as people see it."""
-        return self.position.replace("_", " ") + (" and others" if self.elsewhere else "")
+        return position_words(self.position) + (" and others" if self.elsewhere else "")
 
     @property
     def code(self) -> str:

@@ -110,9 +110,9 @@ OnePhase = Annotated[
     str | None,
     Opt(
         "--phase PHASE",
-        "Only this position of the step: input, prepare, forward, loss, backward, gradients, "
-        "optimizer, after_step, evaluation, checkpoint, compile, between_steps; or only "
-        "worker, worker_waiting, other_threads.",
+        "Only this position of the step: input, prepare (before forward), forward, loss, backward, "
+        "gradients (before optimizer), optimizer, after_step (after optimizer), evaluation, "
+        "checkpoint, compile, between_steps; or only worker, worker_waiting, other_threads.",
     ),
 ]
 SpeedscopeFile = Annotated[

@@ -202,7 +202,9 @@ def _input(question: Question) -> Explanation:
             cause="receiving",
             title="what the training thread itself does to get a batch, beside the DataLoader's "
             f"workers: {question.amount}{_code_text(account)}",
-            remedy="move what this line does into the dataset, where the workers do it; hand over "
+            remedy=_OF_TRAINER
+            if _is_in_trainer(account)
+            else "move what this line does into the dataset, where the workers do it; hand over "
             "fewer and larger tensors",
         )
     waits = account.activity.startswith("wait")
@@ -293,13 +295,15 @@ def _link(question: Question) -> Explanation:
     if account.position in ("backward", "forward"):
         hosts = inputs.ranks["host"].drop_nulls().n_unique()
         between = "the network between the nodes" if hosts > 1 else "the link between the ranks"
+        starved = None if hosts > 1 else starvation(inputs)
+        first = f"first {starved.remedy}: on one node an exchange needs cores; " if starved else ""
         return Explanation(
             slug="link_bound",
             title="exchanging gradients takes longer than their bytes need on a good link, "
             f"{question.amount}, not counting the wait for late ranks",
-            remedy=f"measure {between} (haiprof doctor; iperf3, nccl-tests); send less: accumulate "
-            "with no_sync(), compress with a communication hook (bf16_compress_hook), or larger "
-            "batches",
+            remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
+            "accumulate with no_sync(), compress with a communication hook (bf16_compress_hook), "
+            "or larger batches",
         )
     return Explanation(
         slug="blocking_collectives",
@@ -430,6 +434,17 @@ _OF_ACTIVITY = {
 }
 
 
+_TRAINERS = ("transformers.trainer", "lightning.pytorch", "pytorch_lightning")
+_OF_TRAINER = (
+    "the trainer does it, not the line that calls it: see which of its callbacks, loggers, metrics "
+    "and plugins need this, and turn those off or run them less often"
+)
+
+
+def _is_in_trainer(account: Account) -> bool:
+    return any(name.startswith(_TRAINERS) for name in account.callees[:1])
+
+
 def _code(question: Question) -> Explanation:
     """A line of the job's."""
     account = question.account
@@ -440,6 +455,8 @@ def _code(question: Question) -> Explanation:
     called = " ".join(account.callees)
     by_call = next((do for part, do in _OF_CALL if part in called), None)
     does = _OF_ACTIVITY.get(account.activity)
+    if _is_in_trainer(account):
+        do = _OF_TRAINER
     if account.position == "forward" and account.package == "numpy":
         by_call = "use tensor operators in place of numpy, or do it ahead, in the dataset"
     if account.when == GROWING:

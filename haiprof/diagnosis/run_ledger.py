@@ -507,7 +507,8 @@ def _ledger(
         if time.idle_ns is None or not time.is_idle_known
         else float(time.average(time.idle_ns).mean()),
         device_idle_is_bound=time.is_idle_bound,
-        rests_on=f"spans of {time.count.sum()} steps and {_sample_count(table)} samples",
+        rests_on=f"spans of {time.count.sum()} steps, without warm-up and traced ones, and "
+        f"{_sample_count(table)} samples",
     )
     return ledger, tuple(rows for _, rows in (*priced, *others))
 

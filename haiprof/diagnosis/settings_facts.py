@@ -638,11 +638,15 @@ def threads_under_cores(inputs: RuleInputs) -> Finding | None:
     if rank is None or own[rank][1] < FEW_THREADS * own[rank][0]:
         return None
     threads, cores = own[rank]
+    asked = inputs.settings[rank].variables.get("OMP_NUM_THREADS")
+    if asked == str(threads):
+        why = f"OMP_NUM_THREADS is {asked} there" + ", as torchrun sets it" * (threads == 1)
+    else:
+        why = "the job sets fewer (torch.set_num_threads), or another variable does"
     return _found(
         inputs,
         f"operators use {threads} of {cores} cores",
-        f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): torchrun sets 1 where "
-        "it is not set",
+        f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): {why}",
         0.7,
         ("threads per operator", float(threads), "count"),
         ("cores of the rank", float(cores), "cores"),

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.errors import HaiprofError
+from haiprof.base.ledger import position_words
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.base.units import digits_text, duration_text, ratio_text, visible
 from haiprof.diagnosis.traced_window import StepWork
@@ -248,7 +249,7 @@ def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[Ren
     numbers = [
         Text.assemble(
             (filling(phase, colored=False), PHASE_COLORS[phase]),
-            f" {name.replace('_', ' ')} ",
+            f" {position_words(name)} ",
             (digits_text(value / ns), "bold"),
         )
         for phase, name, value in shown

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.base.ledger import POSITIONS
+from haiprof.base.ledger import POSITIONS, position_words
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
 from haiprof.diagnosis.opportunities import lacks_line
@@ -170,7 +170,7 @@ def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:
     rows = [
         (
             printable(frame.place), printable(frame.name),
-            PHASE_TITLES.get(top, top.replace("_", " ")), duration_text(times[key]),
+            PHASE_TITLES.get(top, position_words(top)), duration_text(times[key]),
             share_text(times[key], step_ns) if top in POSITIONS else "",
             printable(_most(calls[key])),
         )

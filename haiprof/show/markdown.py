@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from haiprof.base.ledger import position_words
 from haiprof.base.units import MISSING, duration_text
 from haiprof.show.frame_table import PageTable
 from haiprof.show.text import printable
@@ -40,7 +41,7 @@ def verdict_markdown(verdict: Verdict, name: str) -> str:
     lines = [f"## {markdown_text(name)}: {markdown_text(verdict.headline)}", ""]
     ledger = verdict.ledger
     if ledger is not None:
-        parts = (f"{k.replace('_', ' ')} {duration_text(ns)}" for k, ns in ledger.positions.items())
+        parts = (f"{position_words(k)} {duration_text(ns)}" for k, ns in ledger.positions.items())
         step = f"{duration_text(ledger.mean_ns)} (median {duration_text(ledger.median_ns)})"
         lines += [f"Step {step}: {', '.join(parts)}.", ""]
     if verdict.findings:

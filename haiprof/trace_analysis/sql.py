@@ -177,7 +177,9 @@ def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
         plan = context.execute(sql, eager=False)
         if _FILE_SCAN.search(plan.explain(optimized=False)):
             raise no_files()
-        return plan.collect()
+        found = plan.collect()
+        unnamed = "len" in found.columns and "len" not in words  # polars' name of count(*)
+        return found.rename({"len": "count"}) if unnamed else found
     except (pl.exceptions.PolarsError, OSError) as error:
         raise _explain(error, tables, words) from None
     except pl.exceptions.PanicException as error:

@@ -14,7 +14,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.intervals import Floats
-from haiprof.base.ledger import POSITIONS, PROBLEM_RATIO, Account
+from haiprof.base.ledger import POSITIONS, PROBLEM_RATIO, Account, position_words
 from haiprof.base.statistics import RUN_RATIO, BlockMean, Uncertain, adjust_p_values, block_mean
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.compare.compared_run import (
@@ -183,7 +183,7 @@ def position_changes(before: ComparedRun, after: ComparedRun) -> tuple[PositionC
         if all(sides):
             for name in sides[0] | sides[1]:
                 means = [_mean(side.get(name, np.zeros(4))) for side in sides]
-                title = name.replace("_", " ") + (", device" if clock == "device" else "")
+                title = position_words(name) + (", device" if clock == "device" else "")
                 known = difference(*means)
                 found.append(PositionChange(title=title, name=name, clock=clock, **known))
     return certain(found)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from haiprof.base.errors import HaiprofError
+from haiprof.base.ledger import position_words
 from haiprof.base.output_file import output_file
 from haiprof.base.safe_files import file_size
 from haiprof.base.units import MISSING, SPACES, bytes_text, duration_text, visible
@@ -207,6 +208,7 @@ def _template(name: str) -> Template:
         value_text=text.value_text,
         moment_text=text.moment_text,
         count_text=text.count_text,
+        position_words=position_words,
         steps_text=text.steps_text,
         share_text=text.share_text,
         gain_text=gain_text,

@@ -50,12 +50,13 @@ def headline(found: Comparison) -> str:
     """`12.4 % slower (11.2 to 13.5 %): train.py:40 log_step, after step, python +4.9 ms`."""
     change = found.change
     low, high = change.low_ratio, change.high_ratio
-    interval = "" if low is None or high is None else f"{_percent(low)} to {_percent(high)}"
+    ends = [] if low is None or high is None else [_percent(low), _percent(high)]
+    interval = " to ".join(ends)
     if found.unjudged:
         measured = f"; measured: {_percent(change.ratio)}" if change.ratio > 0 else ""
         return f"cannot be evaluated: {found.unjudged}{measured}{interval and f' ({interval})'}"
     if found.state == "undecided":
-        text = f"inconclusive: too noisy (the interval is {interval})"
+        text = f"inconclusive: too noisy (the change lies between {' and '.join(ends)})"
         part = _main_part(found, found.accounts)
         return text + (f", but this alone is certain: {_part_text(part[0])}" if part else "")
     if found.state == "same":
@@ -85,7 +86,7 @@ def _main_part(
 
 
 def _part_text(part: AccountChange | PositionChange) -> str:
-    return f"{printable(part.title)} {_signed_ns(part.difference_ns)}"
+    return f"{printable(part.title)} ({_signed_ns(part.difference_ns)} a step)"
 
 
 def what_would_decide(found: Comparison) -> str:
@@ -129,7 +130,9 @@ def promise_text(promise: Promise) -> str:
     others = f", with {_signed_ns(promise.others_ns)} in others" if is_much else ""
     noisy = ": too noisy to tell" if promise.came_true is None else ""
     accounts = "; ".join([*titles[:2], *more])
-    return f"{accounts}: predicted gain {promised}, measured {came}{others}{noisy}"
+    return (
+        f"{accounts}: predicted gain {promised} of the job's step, measured {came}{others}{noisy}"
+    )
 
 
 def notes(found: Comparison) -> list[str]:

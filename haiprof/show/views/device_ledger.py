@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from haiprof.base.code_places import place_text
-from haiprof.base.ledger import PROBLEM_RATIO, Account
+from haiprof.base.ledger import PROBLEM_RATIO, Account, position_words
 from haiprof.base.units import digits_text, duration_text, ranks_text, ratio_text
 from haiprof.show.figures.style import BLUE, DARK_GREY, GREY, ORANGE, PURPLE, SKY, YELLOW
 from haiprof.show.text import count_text, printable
@@ -323,7 +323,7 @@ def _phrase(found: DeviceLedger, each: Opportunity, subject: str = "") -> str:
         says = f"{subject} {'is ' if says.startswith('idle') else ''}{says}"
     if each.ranks and len(found.ranks) > 1:
         says = f"{says} on {ranks_text(each.ranks)}"
-    return f"{each.position.replace('_', ' ')}: {says}{_at(each)}"
+    return f"{position_words(each.position)}: {says}{_at(each)}"
 
 
 def _at(account: Account) -> str:

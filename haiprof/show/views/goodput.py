@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # a list of runs has words of this file, and reads no run
     from haiprof.run_analysis.restarts import Goodput, Start
 
 _WORDS = {
-    "productive_steps": "steps that count", "input": "input", "evaluation": "evaluation",
+    "productive_steps": "productive steps", "input": "input", "evaluation": "evaluation",
     "checkpoint": "checkpoint", "compile": "compile", "init": "init and import",
     "waiting_for_ranks": "waiting for ranks", "hang": "hang", "lost_steps": "lost steps",
-    "uncertain_steps": "steps that may count", "drain": "drain", "queue": "queue",
+    "uncertain_steps": "possibly lost steps", "drain": "after training", "queue": "queue",
     "unknown": "not known",
 }  # fmt: skip
 _MEANINGS = {
@@ -33,8 +33,8 @@ _MEANINGS = {
     "waiting_for_ranks": "in torch.distributed, before the first step",
     "hang": "nothing moved",
     "lost_steps": "trained again, or never finished",
-    "uncertain_steps": "no checkpoint tells",
-    "drain": "after the last step or a death",
+    "uncertain_steps": "no checkpoint tells whether they are trained again",
+    "drain": "from the last step, or a death, to the end",
     "queue": "between runs",
     "unknown": "no rank was recorded",
 }

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.ledger import POSITIONS
+from haiprof.base.ledger import POSITIONS, position_words
 from haiprof.base.units import (
     MISSING,
     NS_PER_S,
@@ -329,7 +329,7 @@ def _step_parts(summary: OneRankSummary) -> Iterator[RenderableType]:
     yield section("Mean step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
     yield section("Positions in the step", _positions(summary))
     yield section("Over time", _over_time(summary, summary.phase_series))
-    yield section("Slowest steps", _slowest(summary))
+    yield section("Slowest steps, without what lies between steps", _slowest(summary))
 
 
 def _over_time(summary: OneRankSummary, series: Sequence[Series]) -> RenderableType:
@@ -352,7 +352,7 @@ def _positions(summary: OneRankSummary) -> RenderableType:
     columns = ["", "position", "median", "p95", "max", "share"]
     table = plain_table(*columns, *(["on the GPU"] if device else []), left=["", "position"])
     for stat in summary.positions:
-        name = stat.phase.replace("_", " ")
+        name = position_words(stat.phase)
         row: list[RenderableType] = [PhaseMark(PHASE_OF.get(stat.phase, "other")), name]
         row += [duration_text(ns) for ns in (stat.median_ns, stat.p95_ns, stat.max_ns)]
         row.append(ratio_text(stat.share_ratio))
@@ -426,7 +426,7 @@ def _sections(lines: pl.DataFrame) -> Iterator[RenderableType]:
                 continue
             threads = found.filter(workers)["worker"].n_unique()
             who = f", {count_text(threads, 'worker')}" if threads else ""
-            title = f"rank {rank}: {_TITLES.get(name, name.replace('_', ' '))}{who}"
+            title = f"rank {rank}: {_TITLES.get(name, position_words(name))}{who}"
             yield section(title, _table(_merge_workers(found)))
 
 

@@ -6,6 +6,7 @@ const drawFlame = (() => {
   const TITLES = {
     worker: "DataLoader workers, loading",
     worker_waiting: "DataLoader workers, waiting", other_threads: "other Python threads",
+    prepare: "before forward", gradients: "before optimizer", after_step: "after optimizer",
   };
   const STEP = "a training step";
   const titleOf = (position) => TITLES[position] || position.replace("_", " ");

@@ -127,7 +127,7 @@
     const own = { ...figure.layout };
     delete own.template; delete own.title; delete own.height; delete own.margin; delete own.legend;
     for (const key of Object.keys(own)) {
-      if (/^[xy]axis\d*$/.test(key)) own[key] = { ...own[key], ...axis(), ...(narrow && key[0] === "x" ? { tickangle: 0, nticks: 4 } : {}) };
+      if (/^[xy]axis\d*$/.test(key)) own[key] = { ...own[key], ...axis(), ...(narrow && key[0] === "x" ? { tickangle: 0, nticks: 4, ticklabeloverflow: "hide past div" } : {}) };
     }
     if (narrow) own.annotations = own.annotations?.map((note) => ({ ...note, text: note.text?.replace(": ", ":<br>"), font: { ...note.font, size: 11 } }));
     for (const name of ["paper_bgcolor", "plot_bgcolor", "font", "hoverlabel"]) delete own[name];
