@@ -165,7 +165,7 @@ def test_the_position_that_grew_is_named(tmp_path: Path) -> None:
     first = found.positions[0]
     assert (first.name, first.clock) == ("input", "host")
     assert first.low_ns <= 2 * NS_PER_MS <= first.high_ns
-    assert re.search(r"% slower \(.*\): input \+2\.0\d ms makes", headline(found))
+    assert re.search(r"% slower \(.*\): input \(\+2\.0\d ms a step\) makes", headline(found))
     assert {one.name for one in found.positions if one.is_certain} == {"input"}
     assert sum(one.difference_ns for one in found.positions) == pytest.approx(
         found.change.difference_ns, rel=1e-6
@@ -184,7 +184,7 @@ def test_runs_that_are_too_noisy_to_tell_say_so(tmp_path: Path) -> None:
     found = compared(write(tmp_path, "a", seed=3), write(tmp_path, "b", seed=4))
     noisy = replace(found, change=changed(1.02, 0.95, 1.12))
     assert noisy.state == "undecided"
-    assert headline(noisy) == "inconclusive: too noisy (the interval is -5.0 % to +12.0 %)"
+    assert headline(noisy) == "inconclusive: too noisy (the change lies between -5.0 % and +12.0 %)"
     assert exceeds(noisy, 0.05) is None
     assert exceeds(noisy, 0.20) is False
 

@@ -108,8 +108,9 @@ def test_comparison_as_markdown_has_a_table_of_accounts(
     assert main(["compare", *runs, "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
-        "## inconclusive: too noisy (the interval is -21.3 % to +193.7 %), but this alone is "
-        "certain: train.py:15 Batches.\\_\\_getitem\\_\\_, input, native code +10.5 ms"
+        "## inconclusive: too noisy (the change lies between -21.3 % and +193.7 %), but this "
+        "alone is certain: train.py:15 Batches.\\_\\_getitem\\_\\_, input, native code "
+        "(+10.5 ms a step)"
     )
     assert any("Batches.\\_\\_getitem\\_\\_" in line and "+10.5 ms" in line for line in lines)
     traces = [str(log_dir / "two_ranks_traced" / "traces")] * 2

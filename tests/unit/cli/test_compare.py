@@ -46,7 +46,7 @@ def test_slower_run_fails_the_build_and_says_why(
     assert status == SLOWER
     first = out.splitlines()[0]
     assert "% slower (" in first
-    assert re.search(r"input \+(2.99|3.0\d) ms", first)
+    assert re.search(r"input \(\+(2.99|3.0\d) ms", first)
     assert "slower than 5.0 %: exit status 10" in err
     assert "if that is meant" not in err  # a baseline that was named is taken again
     assert run(capsys, before, after)[0] == 0

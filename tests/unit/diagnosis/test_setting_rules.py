@@ -315,3 +315,14 @@ def test_compiling_evaluation_is_compilation(root: Path) -> None:
     assert "evaluation_heavy" not in [f.rule for f in verdict.findings if f.severity != "info"]
     assert verdict.compile_ns == pytest.approx(2.9 * NS_PER_S)
     assert verdict.evaluation_ns == pytest.approx(0.1 * NS_PER_S, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [({"OMP_NUM_THREADS": "1"}, "as torchrun sets it"), ({}, "the job sets fewer")],
+)
+def test_who_sets_few_threads_is_told_by_the_variable(
+    root: Path, variables: dict[str, str], says: str
+) -> None:
+    found = with_threads(root, cores=8, threads=1, variables=variables)
+    assert says in found["threads_under_cores"].remedy

@@ -122,7 +122,7 @@ def data_start() -> int:
 def test_rank_view_shows_phases_slow_steps_and_events(tmp_path: Path) -> None:
     text = view_text(rank_view(one_rank_summary(two_rank_run(tmp_path), 0)), width=100)
     for part in ("dataloader +296 ms", "2.85x", "garbage collection", "checkpoint save", "p95",
-                 "after step"):  # fmt: skip
+                 "after optimizer"):  # fmt: skip
         assert part in text
 
 

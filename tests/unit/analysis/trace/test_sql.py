@@ -63,6 +63,9 @@ def test_ask_knows_steps_expressions_and_names_of_functions(tables: Tables) -> N
     assert rows(
         tables, "-- why\nselect count(*) as n from python where name like '%read_csv%'"
     ) == [{"n": 2}]
+    assert rows(tables, "select count(*) from python where name like '%read_csv%'") == [
+        {"count": 2}
+    ]
     assert {"name": "gpu"} in rows(tables, "show tables")
 
 
