@@ -62,8 +62,8 @@ def headline(found: Comparison) -> str:
     if found.state == "same":
         most = 100 * found.most_ratio
         return f"no difference above {most:.1f} %: {_percent(change.ratio)} ({interval})"
-    ends = sorted(abs(ratio - 1) * 100 for ratio in (low or 1.0, high or 1.0))
-    text = f"{abs(change.ratio - 1) * 100:.1f} % {found.state} ({ends[0]:.1f} to {ends[1]:.1f} %)"
+    sizes = sorted(abs(ratio - 1) * 100 for ratio in (low or 1.0, high or 1.0))
+    text = f"{abs(change.ratio - 1) * 100:.1f} % {found.state} ({sizes[0]:.1f} to {sizes[1]:.1f} %)"
     return text + (_cause(found, found.accounts) or _cause(found, found.positions))
 
 
