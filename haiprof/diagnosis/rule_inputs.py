@@ -25,7 +25,12 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.run_files import median as median
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import Placement, RankSettings, placements, sharing_groups
-from haiprof.run_analysis.step_frame import STEP_PHASES, last_attempts, untrained_boundary
+from haiprof.run_analysis.step_frame import (
+    STEP_PHASES,
+    by_attempt,
+    last_attempts,
+    untrained_boundary,
+)
 
 _SIZE_SCHEMA = {
     "rank": pl.Int64, "root": pl.Int64, "time_ns": pl.Int64, "number_count": pl.Int64
@@ -198,8 +203,8 @@ def gather_inputs(
 ) -> RuleInputs:
     """Gathers what rules judge by from the frames of a run, and from its traces up to a size."""
     steps = analyzer.steps()
-    restarted = bool((steps["attempt"] > 0).any())
-    parts = _by_rank(last_attempts(steps) if restarted else steps)
+    own_steps = by_attempt(last_attempts(steps))
+    parts = dict(sorted((rank, part) for (rank, _), part in own_steps))
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
     folded = analyzer.blocks(_attempts(parts))
     judged = {
@@ -293,16 +298,6 @@ def untraced_steps(settled: pl.DataFrame) -> pl.DataFrame:
         return settled  # a slice, which copies nothing
     untraced = settled.filter(~pl.col("traced").fill_null(value=False))
     return untraced if untraced.height > UNTRACED_MIN_RATIO * settled.height else settled
-
-
-def _by_rank(steps: pl.DataFrame) -> dict[int, pl.DataFrame]:
-    """Slices, which copy nothing: the steps stand rank by rank."""
-    lengths = steps.select(pl.col("rank").rle()).unnest("rank")
-    found, first = {}, 0
-    for length, rank in lengths.rows():
-        found[int(rank)] = steps.slice(first, length)
-        first += length
-    return dict(sorted(found.items()))
 
 
 def _of_judged(frame: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:

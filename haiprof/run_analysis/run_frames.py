@@ -70,6 +70,7 @@ from haiprof.run_analysis.step_frame import (
     BusyTimes,
     RankSegments,
     SharedColumns,
+    by_attempt,
     load_segments,
     phase_frame,
     slow_frame,
@@ -82,8 +83,8 @@ from haiprof.run_format.manifest import Manifest, read_manifest
 T = TypeVar("T")
 Key = tuple[int, int]
 """Rank and attempt."""
-_KEPT_RECORDS = 1_500_000
-"""Spans of a run with more than these are read again when they are asked for: 0.1 GB."""
+_KEPT_RECORDS = 300_000
+"""Spans of a run with more than these are read again when they are asked for: 25 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,8 +257,8 @@ class RunFrames:
 
     def counter_digest(self, judged: pl.DataFrame) -> CounterDigest:
         """The counters in short, of the time of these steps."""
-        parts = judged.group_by("rank", "attempt", maintain_order=True)
-        windows = host_windows(training_spans(part for _, part in parts), self.ranks())
+        spans = training_spans(part for _, part in by_attempt(judged))
+        windows = host_windows(spans, self.ranks())
         return read_digest(self.files, windows, between=self.between)
 
     def bursts(self) -> pl.DataFrame:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -369,7 +370,18 @@ STEP_SCHEMA = types_of(STEP_COLUMNS)
 
 def last_attempts(frame: pl.DataFrame) -> pl.DataFrame:
     """Rows of each rank's last attempt; others are of starts that died, or of jobs beside it."""
+    if frame["attempt"].max() in (0, None):
+        return frame  # the same one: a filter copies
     return frame.filter(pl.col("attempt") == pl.col("attempt").max().over("rank"))
+
+
+def by_attempt(steps: pl.DataFrame) -> Iterator[tuple[tuple[int, int], pl.DataFrame]]:
+    """Steps of each rank and attempt, which stand together: slices, which copy nothing."""
+    rank, attempt = steps["rank"].to_numpy(), steps["attempt"].to_numpy()
+    changes = np.flatnonzero((np.diff(rank) != 0) | (np.diff(attempt) != 0)) + 1
+    edges = [0, *changes.tolist(), len(rank)]
+    for first, end in pairwise(edges if len(rank) else []):
+        yield (int(rank[first]), int(attempt[first])), steps.slice(first, end - first)
 
 
 class SharedColumns:

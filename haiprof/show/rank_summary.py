@@ -11,6 +11,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.ledger import POSITIONS
+from haiprof.diagnosis.rule_inputs import judged_steps
 from haiprof.diagnosis.thresholds import WARM_UP_MAX_STEPS
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_files import number
@@ -28,7 +29,6 @@ from haiprof.show.summary import (
     phase_split,
     rank_steps,
     select_judged_samples,
-    settled_steps,
     step_series,
 )
 
@@ -130,7 +130,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     times = counters["time_ns"]
     span = time_range(steps, None if counters.is_empty() else (times[0], times[-1]))
     split = phase_split(steps)
-    counted = settled_steps(steps)
+    counted = judged_steps(steps)
     samples = select_judged_samples(counters, counted, ranks)
     window = find_judged_time(counted, span)
     return OneRankSummary(

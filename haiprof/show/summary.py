@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from haiprof.run_analysis.counters import (
     training_spans,
 )
 from haiprof.run_analysis.run_files import number
-from haiprof.run_analysis.step_frame import untrained_boundary
+from haiprof.run_analysis.step_frame import by_attempt, untrained_boundary
 from haiprof.run_analysis.steps import WORDS
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
@@ -42,15 +43,9 @@ if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
 
 
-def settled_steps(steps: pl.DataFrame) -> pl.DataFrame:
-    """The steps of one attempt of one rank that count, as in the verdict: warm and not traced."""
-    return judged_steps(steps.sort("step"))
-
-
 def select_judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
     """The steps of all ranks and attempts that count: warm and not traced."""
-    parts = steps.group_by("rank", "attempt", maintain_order=True)
-    return pl.concat([steps.clear(), *(settled_steps(part) for _, part in parts)])
+    return pl.concat([steps.clear(), *(judged_steps(part) for _, part in by_attempt(steps))])
 
 
 def select_judged_samples(
@@ -61,7 +56,7 @@ def select_judged_samples(
     All of them where there is none: a start-up of minutes must not dilute an average, but a short
     run must not lose all samples.
     """
-    spans = training_spans(judged.partition_by("rank", "attempt", maintain_order=True))
+    spans = training_spans(part for _, part in by_attempt(judged))
     inside = select_training_samples(counters, host_windows(spans, ranks))
     return counters if inside.is_empty() else inside
 
@@ -83,10 +78,10 @@ _PERIOD = "period_ns"
 
 
 def _settled_with_periods(steps: pl.DataFrame) -> pl.DataFrame:
-    """`settled_steps`, each with the time from its begin to the next one's."""
+    """The steps of one attempt that count, each with the time from its begin to the next one's."""
     begin = pl.col("start_ns")
     period = (begin.shift(-1) - begin).fill_null(pl.col("step_ns")).alias(_PERIOD)
-    return judged_steps(steps.sort("step").with_columns(period))
+    return judged_steps(steps.with_columns(period))
 
 
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
@@ -108,13 +103,15 @@ def _split_settled(settled: pl.DataFrame, *, clock: str) -> dict[str, float | No
 PROCESS, HOST, GPU = "process", "host", "gpu"
 
 
-def metrics_of_rank(metrics: Metrics, source: str, *, rank: int | None) -> dict[str, MetricStat]:
-    """Metrics of one rank's process or GPU; of the last one if it has several GPUs."""
-    merged: dict[str, MetricStat] = {}
-    for (of_source, _, of_rank, _), stats in metrics.items():
-        if of_source == source and of_rank == rank:
-            merged.update(stats)
-    return merged
+_OfRanks = Mapping[tuple[str, int | None], Mapping[str, MetricStat]]
+
+
+def _metrics_of_ranks(metrics: Metrics) -> _OfRanks:
+    """By source and rank; of the last one where a rank has several GPUs."""
+    found: defaultdict[tuple[str, int | None], dict[str, MetricStat]] = defaultdict(dict)
+    for (source, _, rank, _), stats in metrics.items():
+        found[source, rank].update(stats)
+    return found
 
 
 def mean_of(stats: Mapping[str, MetricStat], metric: str) -> float | None:
@@ -342,9 +339,10 @@ def overview_summary(
     stats = digest.stats
     span = time_range(steps, digest.span)
     rows = {(row["rank"], row["attempt"]): row for row in ranks.iter_rows(named=True)}
+    of_ranks = _metrics_of_ranks(stats)
     trained = {
-        (rank, attempt): _rank_summary(rows[rank, attempt], own, stats)
-        for (rank, attempt), own in steps.group_by("rank", "attempt", maintain_order=True)
+        (rank, attempt): _rank_summary(rows[rank, attempt], own, of_ranks)
+        for (rank, attempt), own in by_attempt(steps)
     }
     marked_by = untrained_boundary(steps)
     window = find_judged_time(counted, span)
@@ -353,7 +351,7 @@ def overview_summary(
         span=span,
         window=window,
         ranks=tuple(
-            trained.get(key) or _rank_summary(row, steps.clear(), stats)
+            trained.get(key) or _rank_summary(row, steps.clear(), of_ranks)
             for key, row in rows.items()
         ),
         nodes=tuple(
@@ -402,9 +400,8 @@ def rank_steps(steps: pl.DataFrame, rank: int, attempt: int) -> pl.DataFrame:
     return steps.filter((pl.col("rank") == rank) & (pl.col("attempt") == attempt))
 
 
-def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: Metrics) -> RankSummary:
-    process = metrics_of_rank(stats, PROCESS, rank=row["rank"])
-    gpu = metrics_of_rank(stats, GPU, rank=row["rank"])
+def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: _OfRanks) -> RankSummary:
+    process, gpu = (stats.get((source, row["rank"]), {}) for source in (PROCESS, GPU))
     settled = _settled_with_periods(own)
     device_split = _split_settled(settled, clock="device")
     return RankSummary(

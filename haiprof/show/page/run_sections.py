@@ -101,7 +101,8 @@ def phase_table(steps: pl.DataFrame) -> PageTable:
 
 def slow_table(steps: pl.DataFrame) -> PageTable:
     """The slowest steps of all ranks, and what each consists of."""
-    slowest = steps.sort("step_ns", "rank", "step", descending=[True, False, False])
+    by = ["step_ns", "rank", "step"]
+    slowest = steps.top_k(_SLOW_LIMIT, by=by, reverse=[False, True, True])
     rank = [("rank", "rank")] if steps["rank"].n_unique() > 1 else []
     columns = [*rank, ("step", "step"), ("step_ns", "took"),
                *((f"{phase}_host_ns", phase) for phase in PHASES)]  # fmt: skip
