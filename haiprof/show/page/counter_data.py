@@ -234,22 +234,20 @@ def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
     `ranks`; `counts`, points of each; and for all of them together `time` (s), `step`, and
     `phases` (ms). A point without values is a pause.
     """
-    ranks = steps["rank"].unique().sort().to_list()
+    columns = ["start_ns", "step_ns", "step", *(f"{phase}_host_ns" for phase in PHASES)]
+    ordered = steps.select("rank", *columns).sort("rank", "start_ns")
+    ranks, firsts = np.unique(ordered["rank"].to_numpy(), return_index=True)
     limit = max(
         _STEP_DATA_LEAST_POINTS,
         min(_STEP_DATA_MOST_POINTS, _STEP_DATA_POINT_LIMIT // max(1, len(ranks))),
     )
-    columns = ["start_ns", "step_ns", "step", *(f"{phase}_host_ns" for phase in PHASES)]
-    ordered = steps.select("rank", *columns).sort("rank", "start_ns")
+    values = ordered.select(pl.col(columns).cast(pl.Float64).fill_null(np.nan)).to_numpy()
     tables = [
-        _step_data_thin(
-            own.drop("rank").cast(pl.Float64).fill_null(np.nan).to_numpy(), start_ns, limit
-        )
-        for own in ordered.partition_by("rank", maintain_order=True)
+        _step_data_thin(own, start_ns, limit) for own in np.split(values, firsts[1:]) if len(own)
     ]
     whole = np.concatenate(tables, axis=1) if tables else np.empty((2 + len(PHASES), 0))
     return {
-        "ranks": ranks,
+        "ranks": ranks.tolist(),
         "counts": [table.shape[1] for table in tables],
         "time": single_floats(whole[0]),
         "step": single_floats(whole[1]),

@@ -101,12 +101,13 @@ def phase_table(steps: pl.DataFrame) -> PageTable:
 
 def slow_table(steps: pl.DataFrame) -> PageTable:
     """The slowest steps of all ranks, and what each consists of."""
-    by = ["step_ns", "rank", "step"]
-    slowest = steps.top_k(_SLOW_LIMIT, by=by, reverse=[False, True, True])
-    rank = [("rank", "rank")] if steps["rank"].n_unique() > 1 else []
-    columns = [*rank, ("step", "step"), ("step_ns", "took"),
-               *((f"{phase}_host_ns", phase) for phase in PHASES)]  # fmt: skip
-    return page_table("Slowest steps", slowest.head(_SLOW_LIMIT), columns, limit=_SLOW_LIMIT)
+    phases = [(f"{phase}_host_ns", phase) for phase in PHASES]
+    columns = [("rank", "rank"), ("step", "step"), ("step_ns", "took"), *phases]
+    slowest = steps.select(name for name, _ in columns).top_k(
+        _SLOW_LIMIT, by=["step_ns", "rank", "step"], reverse=[False, True, True]
+    )
+    shown = columns if steps["rank"].n_unique() > 1 else columns[1:]
+    return page_table("Slowest steps", slowest, shown, limit=_SLOW_LIMIT)
 
 
 def late_table(late: pl.DataFrame) -> PageTable:

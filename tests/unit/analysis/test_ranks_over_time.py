@@ -19,10 +19,21 @@ from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_analysis.collectives import arrivals, host_clock_offsets, lateness
 from haiprof.run_analysis.ranks import COLUMN_LIMIT, rank_grid
-from haiprof.run_analysis.step_frame import STEP_PHASES, STEP_SCHEMA
+from haiprof.run_analysis.step_frame import STEP_PHASES, STEP_SCHEMA, by_attempt
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_format.flight_recorder import read_flight
 from tests.unit.diagnosis.stories import write_story
+
+
+def test_steps_of_each_attempt_are_the_rows_with_its_numbers() -> None:
+    steps = frame(3, 5)
+    again = steps.filter(pl.col("rank") == 1).with_columns(attempt=pl.lit(1, pl.Int64))
+    whole = pl.concat([steps.filter(pl.col("rank") < 2), again, steps.filter(pl.col("rank") == 2)])
+    found = dict(by_attempt(whole))
+    assert list(found) == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    for (rank, attempt), own in found.items():
+        assert own.equals(whole.filter(rank=rank, attempt=attempt))
+    assert not list(by_attempt(steps.clear()))
 
 
 def frame(
