@@ -160,7 +160,7 @@ FormulasOption = Annotated[
 ]
 Baseline = Annotated[
     str | None,
-    Opt("--baseline DIR|last-good", "Also compare with this run, as `haiprof compare` does."),
+    Opt("--baseline DIR|last-good|median", "Also compare with this run, as `haiprof compare`."),
 ]
 Rank = Annotated[int | None, Opt("--rank R", "Only this rank.", low=0)]
 Window = Annotated[

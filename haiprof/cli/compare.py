@@ -35,10 +35,12 @@ Runs = Annotated[
 BaselineName = Annotated[
     str | None,
     Opt(
-        "--baseline DIR|last-good",
+        "--baseline DIR|last-good|median",
         "What RUN is compared with. last-good: the newest earlier run in the same log "
         "directory with the same name and number of ranks that ended with exit status 0 and "
-        "was not itself found slower; the result is kept in RUN/report/compare.json.",
+        "was not itself found slower; the result is kept in RUN/report/compare.json. median: of "
+        "the 100 newest such runs of the same job (the same script and arguments, or --run-id), "
+        "slower or not, the one with the median mean step.",
     ),
 ]
 Limit = Annotated[
@@ -79,6 +81,7 @@ def compare(
       haiprof compare haiprof-logs/train-before haiprof-logs/train-after
       haiprof compare before after --fail-if-slower 5%
       haiprof compare haiprof-logs --baseline last-good --fail-if-slower 5%
+      haiprof compare haiprof-logs --baseline median       the newest run against its job's others
       haiprof compare before after --format markdown > comment.md
       haiprof compare before after --json | jq .verdict
       haiprof compare run --from-step 412         what made steps slower within one run
@@ -125,8 +128,9 @@ def compare(
     after = compared_run_of(open_target(last))
     before = baseline_named(first, after)
     found, chosen = compare_runs(before.side, after), before.why
-    data = compare_data(found, chosen=chosen)
-    if chosen and not note_outcome(after, data):
+    data = compare_data(found, chosen=chosen, of=before.of)
+    is_noted = baseline == LAST_GOOD
+    if is_noted and not note_outcome(after, data):
         output.hint(f"cannot note the outcome in {after.path}")
     output.show(lambda _: compare_view(found, chosen=chosen), data,
                 lambda: compare_markdown(found, chosen=chosen))  # fmt: skip
@@ -139,7 +143,7 @@ def compare(
         )
     if decided:
         output.hint(f"slower than {ratio_text(limit)}: exit status {SLOWER}")
-        if chosen:
+        if is_noted:
             output.hint(f"if that is meant: remove {after.analyzer.run.comparison_json}, and this "
                         "run is the next one's baseline")  # fmt: skip
         raise ExitStatus(SLOWER)

@@ -15,7 +15,7 @@ from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.restarts import Goodput, goodput
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.manifest import Manifest, read_manifest, run_folders
+from haiprof.run_format.manifest import Manifest, read_manifest, run_folders, script_words
 
 Action = Literal["RESTART", "RESTART WITHOUT", "STOP"]
 _Judgement = tuple[Action, tuple[str, ...], str, str]
@@ -180,12 +180,12 @@ class JobRun(NamedTuple):
 def identity(manifest: Manifest) -> tuple[object, ...]:
     """What all runs of a job have in common.
 
-    `--run-id`; else the command, and Slurm's job or, where there is none, the folder.
+    `--run-id`; else the script with its arguments, and Slurm's job or, without one, the folder.
     """
     if manifest.options.get("run_id"):
         return manifest.name, manifest.options["run_id"]
     place = manifest.environment.get("slurm_job") or manifest.cwd
-    return manifest.name, place, *manifest.command
+    return manifest.name, place, *script_words(manifest.command)
 
 
 def runs_beside(run: RunPaths, own: Manifest) -> list[JobRun]:

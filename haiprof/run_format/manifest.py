@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,26 @@ def read_manifest(run: RunPaths) -> Manifest:
         return Manifest(**known)
     except TypeError as error:
         raise RunFormatError(f"{run.manifest}: {error}") from None
+
+
+def is_same_job(one: Manifest, other: Manifest) -> bool:
+    """Whether two runs are of one job: one --run-id, or one script with the same arguments.
+
+    How it was launched, and on which nodes, is not looked at.
+    """
+    if one.name != other.name:
+        return False
+    run_id = one.options.get("run_id")
+    same_id = run_id is not None and run_id == other.options.get("run_id")
+    return same_id or script_words(one.command) == script_words(other.command)
+
+
+def script_words(command: Sequence[str]) -> list[str]:
+    """The name of a command's script and its arguments; all words where no script is named."""
+    first = next((at for at, word in enumerate(command) if word.endswith(".py")), None)
+    if first is None:
+        return list(command)
+    return [Path(command[first]).name, *command[first + 1 :]]
 
 
 def _fits(name: str, value: object) -> bool:

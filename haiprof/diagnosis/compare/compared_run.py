@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,19 +14,22 @@ from haiprof.base.errors import HaiprofError, MissingDataError, RunFormatError, 
 from haiprof.base.intervals import Floats
 from haiprof.base.options import ENV_FLIGHT_DUMPS, ENV_FLIGHT_SIZES, FLIGHT_ENTRIES
 from haiprof.base.safe_files import make_folder
+from haiprof.base.units import duration_text
 from haiprof.diagnosis.engine import read_ledger
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS
-from haiprof.run_analysis.run_files import mapping
+from haiprof.run_analysis.run_files import entries, integer, mapping, number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.manifest import Manifest, find_runs, read_manifest
+from haiprof.run_format.manifest import Manifest, find_runs, is_same_job, read_manifest
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.writer import write_json
 
-LAST_GOOD = "last-good"
+LAST_GOOD, MEDIAN = "last-good", "median"
 _NAMED = 3
+_MEDIAN_OF = 100
+"""So many of the newest earlier runs are looked at."""
 Found = TypeVar("Found")
 
 
@@ -84,22 +87,34 @@ def compared_run_of(analyzer: RunFrames) -> ComparedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierRun:
+    """An earlier run of the same job, and how long its steps took."""
+
+    path: str
+    start_wall_ns: int
+    step_ns: float
+    """The mean step, as in its verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
     """The chosen run."""
 
     side: ComparedRun
     why: str
-    """For people: what it is the newest of, and what was passed over; empty where it was named."""
+    """For people: what it was chosen of, and what was passed over; empty where it was named."""
+    of: tuple[EarlierRun, ...] = ()
+    """Runs that it is the median of, oldest first."""
 
 
 def baseline_named(name: str, side: ComparedRun) -> Baseline:
-    """The run that `--baseline` means: a run directory, a log directory, or `last-good`."""
-    if name == LAST_GOOD:
-        return last_good(side)
+    """The run that `--baseline` means: a run or log directory, `last-good`, or `median`."""
+    if name in (LAST_GOOD, MEDIAN):
+        return last_good(side) if name == LAST_GOOD else median_run(side)
     try:
         return Baseline(side=open_compared_run(Path(name)), why="")
     except RunNotFoundError as error:
-        hint = f"a baseline is a run directory, a log directory, or {LAST_GOOD}"
+        hint = f"a baseline is a run directory, a log directory, {LAST_GOOD}, or {MEDIAN}"
         raise RunNotFoundError(str(error), hint=error.hint or hint) from None
 
 
@@ -111,13 +126,9 @@ def last_good(side: ComparedRun) -> Baseline:
     notes that in `report/compare.json` of the run that it judged.
     """
     manifest = side.analyzer.manifest()
-    log_dir = side.path.absolute().parent
     against: list[str] = []
-    for folder in reversed(find_runs(log_dir)):
-        earlier = _readable(lambda path: read_manifest(RunPaths(path)), folder)
-        if earlier is None or earlier.name != manifest.name or folder.samefile(side.path):
-            continue
-        if earlier.start_wall_ns >= manifest.start_wall_ns:
+    for folder, earlier in _earlier_runs(side):
+        if earlier.name != manifest.name:
             continue
         candidate = _readable(open_compared_run, folder)
         why_not = _why_not(earlier, candidate, side)
@@ -126,12 +137,81 @@ def last_good(side: ComparedRun) -> Baseline:
             good = f"the newest earlier run of {manifest.name!r} that ended well"
             return Baseline(side=candidate, why=f"{good} and was not found slower{passed}")
         against.append(f"{folder.name} {why_not}")
+    raise _nothing_earlier(side, f"no earlier good run named {manifest.name!r}", against)
+
+
+def median_run(side: ComparedRun) -> Baseline:
+    """The run whose mean step is the median of earlier runs of the same job.
+
+    Those lie in the same log directory, have as many ranks, ended with exit status 0 and have steps
+    enough; `is_same_job` says what a job is. Of an even number it is the faster of the two in the
+    middle: a run is compared, not a number.
+    """
+    manifest = side.analyzer.manifest()
+    found: list[EarlierRun] = []
+    against: list[str] = []
+    for folder, earlier in _earlier_runs(side):
+        if not is_same_job(earlier, manifest) or len(found) == _MEDIAN_OF:
+            continue
+        step_ns, why_not = _mean_step(folder, earlier, side)
+        if step_ns is None:
+            against.append(f"{folder.name} {why_not}")
+        else:
+            start_ns = earlier.start_wall_ns
+            found.append(EarlierRun(path=str(folder), start_wall_ns=start_ns, step_ns=step_ns))
+    if not found:
+        raise _nothing_earlier(side, "no earlier run of this job that ended well", against)
+    order = sorted(found, key=lambda run: run.step_ns)
+    chosen = order[(len(order) - 1) // 2]
+    runs = "1 earlier run" if len(order) == 1 else f"{len(order)} earlier runs"
+    range_text = " to ".join(dict.fromkeys(duration_text(order[at].step_ns) for at in (0, -1)))
+    own_ns = side.ledger.ledger.mean_ns if side.ledger else 0.0
+    below = sum(run.step_ns < own_ns for run in order)
+    passed = f"; passed over: {_several(against)}" if against else ""
+    return Baseline(
+        side=open_compared_run(Path(chosen.path)),
+        why=f"the median of {runs} of this job (mean steps of {range_text}; this run's "
+        f"{duration_text(own_ns)} is longer than in {below}){passed}",
+        of=tuple(found[::-1]),
+    )
+
+
+def _earlier_runs(side: ComparedRun) -> Iterator[tuple[Path, Manifest]]:
+    """Those of the same log directory that started before this one, newest first."""
+    own = side.analyzer.manifest()
+    for folder in reversed(find_runs(side.path.absolute().parent)):
+        earlier = _readable(lambda path: read_manifest(RunPaths(path)), folder)
+        if earlier is not None and earlier.start_wall_ns < own.start_wall_ns:
+            yield folder, earlier
+
+
+def _nothing_earlier(side: ComparedRun, what: str, against: list[str]) -> MissingDataError:
     passed = f" ({_several(against)})" if against else ""
-    raise MissingDataError(
-        f"{log_dir}: no earlier good run named {manifest.name!r}{passed}",
+    return MissingDataError(
+        f"{side.path.absolute().parent}: {what}{passed}",
         hint="the first run has none, and is the next one's if it ends well; "
         "or name one: haiprof compare BASELINE RUN",
     )
+
+
+def _mean_step(folder: Path, manifest: Manifest, side: ComparedRun) -> tuple[float | None, str]:
+    """An earlier run's, as its verdict said at its end; or why it is not compared with."""
+    if manifest.exit_status != 0:
+        return None, "did not end with exit status 0"
+    saved = _readable(read_json, RunPaths(folder).verdict_json) or {}
+    step_ns, ranks = number(saved.get("step_ns")), len(entries(saved.get("ranks")))
+    count = (integer(saved.get("step_count")) or 0) // max(ranks, 1)
+    if step_ns is None or saved.get("end_wall_ns") != manifest.end_wall_ns:
+        found = _readable(open_compared_run, folder)
+        if found is None or found.ledger is None:
+            return None, "cannot be read" if found is None else "has no steps"
+        step_ns, ranks, count = (
+            found.ledger.ledger.mean_ns,
+            len(found.inputs.world),
+            found.step_count,
+        )
+    why_not = _unlike(ranks, count, side)
+    return (None, why_not) if why_not else (step_ns, "")
 
 
 def note_outcome(side: ComparedRun, data: dict[str, Any]) -> bool:
@@ -155,13 +235,19 @@ def _why_not(manifest: Manifest, candidate: ComparedRun | None, side: ComparedRu
         return "did not end with exit status 0"
     if candidate is None:
         return "cannot be read"
-    if len(candidate.inputs.world) != len(side.inputs.world):
-        return f"has {len(candidate.inputs.world)} ranks with steps, not {len(side.inputs.world)}"
-    if candidate.step_count < COMPARE_MIN_STEPS:
-        return f"has fewer than {COMPARE_MIN_STEPS} steps after warm-up"
+    why_not = _unlike(len(candidate.inputs.world), candidate.step_count, side)
+    if why_not:
+        return why_not
     verdict = (_readable(read_json, candidate.analyzer.run.comparison_json) or {}).get("verdict")
     slower = isinstance(verdict, dict) and verdict.get("state") == "slower"
     return "was itself found slower" if slower else ""
+
+
+def _unlike(ranks: int, steps: int, side: ComparedRun) -> str:
+    if ranks != len(side.inputs.world):
+        return f"has {ranks} ranks with steps, not {len(side.inputs.world)}"
+    few = steps < COMPARE_MIN_STEPS
+    return f"has fewer than {COMPARE_MIN_STEPS} steps after warm-up" if few else ""
 
 
 def _readable(read: Callable[[Path], Found], folder: Path) -> Found | None:

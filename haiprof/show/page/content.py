@@ -97,7 +97,7 @@ def comparison_section(
         tables=tuple(rows.tables(found, limit=_KERNEL_LIMIT)),
         notes=tuple(map(printable, (*rows.notes(found), *kernels))),
         figure=comparison_picture(found, title=""),
-        data=compare_data(found, chosen=chosen.why),
+        data=compare_data(found, chosen=chosen.why, of=chosen.of),
         other=found.before.analyzer,
     )
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import MISSING, duration_text
+from haiprof.diagnosis.compare.compared_run import EarlierRun
 from haiprof.diagnosis.compare.comparison import (
     AccountChange,
     Change,
@@ -259,14 +260,17 @@ def _block(table: PageTable) -> RenderableType:
     return section(table.title, shown, *rest)
 
 
-def compare_data(found: Comparison, *, chosen: str = "") -> dict[str, Any]:
+def compare_data(
+    found: Comparison, *, chosen: str = "", of: Sequence[EarlierRun] = ()
+) -> dict[str, Any]:
     """The same for scripts, whole; docs/compare.md describes the fields."""
     change, promise = found.change, found.promise
     return {
         "version": 2,
         "verdict": {"state": found.state, "text": headline(found),
                     "undecided": found.unjudged},
-        "baseline": {"path": str(found.before.path), "chosen": chosen or None},
+        "baseline": {"path": str(found.before.path), "chosen": chosen or None,
+                     "of": [asdict(each) for each in of]},
         "run": {"path": str(found.after.path)},
         "step_time": {**asdict(change), "difference_ns": change.difference_ns},
         "accounts": [_change_data(one) for one in found.accounts],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,18 @@ import numpy as np
 import polars as pl
 import pytest
 
+from haiprof import Analyzer
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Floats
+from haiprof.base.safe_files import make_folder
 from haiprof.base.statistics import Uncertain, resample, student_p_value, student_quantile
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.compare.compared_run import last_good, note_outcome, open_compared_run
+from haiprof.diagnosis.compare.compared_run import (
+    baseline_named,
+    last_good,
+    note_outcome,
+    open_compared_run,
+)
 from haiprof.diagnosis.compare.comparison import (
     Comparison,
     Load,
@@ -27,10 +35,13 @@ from haiprof.diagnosis.compare.comparison import (
     other_load_ns,
     step_change,
 )
+from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.verdict import as_document
 from haiprof.run_analysis.nesting import Spans
 from haiprof.run_analysis.step_frame import STEP_PHASES
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
+from haiprof.run_format.writer import write_json
 from haiprof.show.views.compare import headline
 from tests.unit.analysis.recorded import CLOCK, KINDS, spans_from, write_rank
 
@@ -300,6 +311,65 @@ def test_no_good_run_is_one_error_that_says_why(tmp_path: Path) -> None:
     new = write(tmp_path, "new", second=2)
     with pytest.raises(MissingDataError, match="failed did not end with exit status 0"):
         last_good(open_compared_run(new))
+
+
+# -- the median of earlier runs -----------------------------------------------------------------
+
+
+def mean_step_ns(run: Path) -> float:
+    """From begin to begin, after the first ten steps: not as haiprof computes it."""
+    starts = Analyzer(run).steps()["start_ns"].to_numpy()[10:]
+    return float(np.diff(starts).mean())
+
+
+def test_baseline_is_the_run_with_the_median_step_of_the_same_job(tmp_path: Path) -> None:
+    times_ms = [4.0, 9.0, 5.0, 7.0, 6.0, 8.0, 4.5]
+    launched = [["torchrun", "--rdzv-endpoint", f"node{n}:29500", "/jobs/train.py", "--lr", "1"]
+                for n in range(len(times_ms))]  # fmt: skip
+    runs = [
+        write(tmp_path, f"run-{n}", data_ms=ms, second=n, seed=n, command=launched[n])
+        for n, ms in enumerate(times_ms)
+    ]
+    other = ["python", "train.py", "--lr", "2"]
+    write(tmp_path, "other-arguments", second=20, data_ms=1.0, command=other)
+    write(tmp_path, "failed", second=21, data_ms=1.0, command=launched[0], exit_status=1)
+    write(tmp_path, "two-ranks", second=22, data_ms=1.0, command=launched[0], world=2)
+    new = write(
+        tmp_path, "new", second=30, data_ms=7.5, command=["python", "train.py", "--lr", "1"]
+    )
+    write(tmp_path, "later", second=31, data_ms=1.0, command=launched[0])
+    usual = statistics.median(map(mean_step_ns, runs))
+    found = baseline_named("median", open_compared_run(new))
+    assert found.side.path == runs[4]
+    assert mean_step_ns(found.side.path) == usual
+    assert [Path(run.path).name for run in found.of] == [run.name for run in runs]
+    for run in found.of:
+        assert run.step_ns == pytest.approx(mean_step_ns(Path(run.path)), rel=1e-3)
+    assert "the median of 7 earlier runs of this job" in found.why
+    assert "is longer than in 5)" in found.why
+    assert "two-ranks has 2 ranks with steps, not 1; failed did not end" in found.why
+
+
+def test_earlier_runs_are_known_by_the_verdicts_of_their_ends(tmp_path: Path) -> None:
+    for n, ms in enumerate([6.0, 4.0, 5.0]):
+        run = Analyzer(write(tmp_path, f"run-{n}", data_ms=ms, second=n, seed=n))
+        make_folder(run.run.report, below=run.run.root)
+        write_json(run.run.verdict_json, as_document(diagnose(run)), below=run.run.root)
+    new = open_compared_run(write(tmp_path, "new", second=9))
+    found = baseline_named("median", new)
+    assert found.side.path == tmp_path / "run-2"
+    (tmp_path / "run-2" / "ranks" / "0" / "phases.rec").unlink()
+    assert [run.step_ns for run in baseline_named("median", new).of] == [
+        run.step_ns for run in found.of
+    ]
+
+
+def test_runs_of_one_run_id_are_of_one_job(tmp_path: Path) -> None:
+    first = write(tmp_path, "first", command=["python", "train.py", "1"], options={"run_id": "a"})
+    new = write(tmp_path, "new", second=1, options={"run_id": "a"})
+    assert baseline_named("median", open_compared_run(new)).side.path == first
+    with pytest.raises(MissingDataError, match="no earlier run of this job that ended well"):
+        baseline_named("median", open_compared_run(first))
 
 
 def noise(random: np.random.Generator, count: int, memory: float) -> Floats:
