@@ -16,6 +16,7 @@ from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
+from haiprof.cli.target import default_log_dir
 
 Words = Annotated[
     list[str] | None,
@@ -46,7 +47,8 @@ def preflight(
     The job's launcher is started with a probe in place of the script: processor, memory, matrix
     products, disk, DataLoader and limits of each rank in turn; bandwidth between each two ranks and
     an all-reduce over the job's own backend. On several nodes run it on each, as the job. The exit
-    status is 1 where something is to be left out or looked at.
+    status is 1 where something is to be left out or looked at. What was found is kept in the log
+    directory, for verdicts of later runs and `haiprof ls --nodes`.
 
     For example:
 
@@ -55,6 +57,7 @@ def preflight(
       haiprof preflight --json srun -N 4 torchrun --nnodes 4 ... train.py | jq -r .slurm
     """
     from haiprof.base.output_file import output_file
+    from haiprof.diagnosis.named_nodes import keep_preflight
     from haiprof.diagnosis.preflight import judge_preflight
     from haiprof.live.preflight import run_preflight
     from haiprof.show.views.prepare import headline, preflight_view
@@ -63,10 +66,16 @@ def preflight(
     begun = time.monotonic()
     ranks = run_preflight(words or [], folder=folder, limit_s=seconds, backend=backend)
     found = judge_preflight(ranks, known)
+    output = Output(json=as_json)
+    if found.ranks[0]["host"] == socket.gethostname():  # of several nodes one keeps it
+        try:
+            keep_preflight(found, default_log_dir(), time.time_ns())
+        except OSError as error:
+            output.hint(f"not kept in {default_log_dir()}: {error.strerror or error}")
     if keep is not None:
         with output_file(keep, force=True) as file:
             file.write(json.dumps(found.rates, indent=1).encode() + b"\n")
-    Output(json=as_json).show(
+    output.show(
         lambda _: preflight_view(found),
         {
             "headline": headline(found),

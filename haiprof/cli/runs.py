@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -260,22 +261,59 @@ All = Annotated[
 LIMIT_S = 0.5
 
 
-def list_runs(directory: LogDir = None, everything: All = False, as_json: AsJson = False) -> None:
+JobOfRun = Annotated[
+    Path | None,
+    Opt(
+        "--job RUN",
+        "Only runs of the same job as RUN: the same script and arguments, however launched, or the "
+        "same --run-id.",
+    ),
+]
+Nodes = Annotated[
+    bool,
+    Opt(
+        "--nodes",
+        "Instead of runs, the nodes that verdicts of runs and kept preflights named: how often, "
+        "and as what.",
+    ),
+]
+
+
+def list_runs(
+    directory: LogDir = None, everything: All = False, job: JobOfRun = None, nodes: Nodes = False,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
     """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
 
-    `haiprof ls --live` watches the jobs that run now, and has a --help of its own.
+    `each` is the mean step, where a verdict was kept at the end of the run: with --job, step time
+    over weeks. `haiprof ls --live` watches the jobs that run now, and has a --help of its own.
 
     For example:
 
       haiprof ls                      runs below the default log directory
       haiprof ls /shared/haiprof      runs below that one
+      haiprof ls --job train-7-3      step time of that run's job over weeks
+      haiprof ls --nodes              which nodes were named how often
       haiprof ls --json | jq -r '.runs[-1].path'
     """
+    log_dir = directory if directory is not None else existing_log_dir()
+    output = Output(json=as_json)
+    if nodes:
+        if everything or job is not None:
+            raise UsageError("ls --nodes is of all runs: --all and --job do not go with it")
+        from haiprof.diagnosis.named_nodes import read_named_nodes
+        from haiprof.show.views.node import named_nodes_view
+
+        named = read_named_nodes(log_dir)
+        data = {"log_dir": log_dir, **asdict(named)}
+        output.show(lambda _: named_nodes_view(log_dir, named), data)
+        return
+    from haiprof.run_format.layout import RunPaths
+    from haiprof.run_format.manifest import newest_run, read_manifest
     from haiprof.show.run_list import list_view, run_list
 
-    log_dir = directory if directory is not None else existing_log_dir()
-    runs = run_list(log_dir, limit_s=None if everything else LIMIT_S)
-    output = Output(json=as_json)
+    own = None if job is None else read_manifest(RunPaths(newest_run(whole_path(job))))
+    runs = run_list(log_dir, limit_s=None if everything else LIMIT_S, job=own)
     output.show(lambda _: list_view(log_dir, runs), {"log_dir": log_dir, "runs": runs})
     if runs:
         output.hint(f"next: haiprof verdict {runs[-1].path}")

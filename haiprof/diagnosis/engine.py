@@ -12,7 +12,7 @@ import polars as pl
 
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import ratio_text
+from haiprof.base.units import ratio_text, visible
 from haiprof.diagnosis.explanations import (
     Question,
     account_line,
@@ -21,6 +21,7 @@ from haiprof.diagnosis.explanations import (
     stragglers,
 )
 from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
+from haiprof.diagnosis.named_nodes import failed_before
 from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import RULES
@@ -36,7 +37,16 @@ from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.traced_window import step_work, traced_device
-from haiprof.diagnosis.verdict import SEVERITIES, Abstention, Cost, Events, Finding, Gain, Severity
+from haiprof.diagnosis.verdict import (
+    SEVERITIES,
+    Abstention,
+    Cost,
+    Events,
+    Finding,
+    Gain,
+    Severity,
+    ranks_of,
+)
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
@@ -87,7 +97,7 @@ def judge(
     part = None if found is None else slow_part(analyzer, inputs.layout, found)
     if part is not None:
         facts.append(_grade(part, few=inputs.steps.height < CRITICAL_MIN_STEPS))
-    findings = _findings(inputs, found, facts)
+    findings = _name_nodes(analyzer, inputs, _findings(inputs, found, facts), ledger)
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     verdict = Verdict(
@@ -201,6 +211,32 @@ def _findings(
             fact = replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
         rows.append(fact)
     return tuple(sorted(rows, key=_weight))
+
+
+def _name_nodes(
+    analyzer: RunFrames, inputs: RuleInputs, findings: tuple[Finding, ...], ledger: Ledger | None
+) -> tuple[Finding, ...]:
+    """Findings with the nodes of their ranks, and what the last preflight said of these."""
+    hosts = dict(inputs.ranks.select("rank", "host").drop_nulls().rows())
+    named = []
+    for finding in findings:
+        own = {hosts[rank] for rank in ranks_of(finding, ledger) if rank in hosts}
+        is_part = 0 < len(own) < len(set(hosts.values()))
+        named.append(replace(finding, nodes=tuple(sorted(own))) if is_part else finding)
+    manifest, nodes = analyzer.files.manifest, {node for one in named for node in one.nodes}
+    if manifest is None or not nodes:
+        return tuple(named)
+    failed = failed_before(analyzer.run.root.parent, sorted(nodes), manifest.start_wall_ns)
+    for place, finding in enumerate(named):
+        said = "; ".join(f"{visible(one.host)} ({visible(one.what)})" for one in failed
+                         if one.host in finding.nodes)  # fmt: skip
+        if said:
+            first = (
+                f"the last preflight before this run had named {said}: measure it again "
+                "(`haiprof preflight`), and leave it out if it still is; otherwise "
+            )
+            named[place] = replace(finding, remedy=first + finding.remedy)
+    return tuple(named)
 
 
 def _weight(finding: Finding) -> tuple[bool, int, float]:

@@ -31,7 +31,7 @@ _OF_CODE = ("exception", "exit", "crash", "early_exit", "mismatch", "hang")
 """Causes that stand at a line of the user's code."""
 _WITHOUT_LINE = ("early_exit", "mismatch")
 """Causes that no machine has, which need no line to be the same again."""
-_OF_NODES = ("killed", "crash", "hang", "gone", "node_lost", "never_started")
+OF_NODES = ("killed", "crash", "hang", "gone", "node_lost", "never_started")
 """Causes that a sick node has."""
 _HARDWARE = re.compile(
     r"uncorrectable ECC|fallen off the bus|NVLink error|CUDA-capable device\(s\) is/are busy or "
@@ -122,9 +122,9 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     if others_are_left and last.hosts and (last.cause == "node_lost" or last.is_hardware):
         text = "the node was lost" if last.cause == "node_lost" else "its device is broken"
         yield "RESTART WITHOUT", last.hosts, "broken_node", text
-    before = {h for a in earlier if a.cause in _OF_NODES or a.is_hardware for h in a.hosts}
+    before = {h for a in earlier if a.cause in OF_NODES or a.is_hardware for h in a.hosts}
     again = tuple(host for host in last.hosts if host in before)
-    if others_are_left and again and last.cause in _OF_NODES:
+    if others_are_left and again and last.cause in OF_NODES:
         yield "RESTART WITHOUT", again, "same_node", "ranks there were the first to die before"
     same = [a for a in alike if a.line == last.line and (a.line or a.cause in _WITHOUT_LINE)]
     if last.cause in _OF_CODE and same:

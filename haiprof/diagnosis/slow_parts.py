@@ -64,6 +64,8 @@ def slow_part(analyzer: RunFrames, layout: Layout | None, found: RunLedger) -> F
     works = np.isin(samples.rank, [r for r in ranks if r in part.ranks]) & ~waits
     inside = _of_part(ranks, part)
     usual, its_own = float(own[~inside].mean()), float(own[inside].mean())
+    hosts = dict(analyzer.ranks().select("rank", "host").drop_nulls().rows())
+    machines = {hosts[rank] for rank in part.ranks if rank in hosts and part.kind == MACHINE}
     return Finding(
         rule=RULE,
         title=_title(layout, part, extra),
@@ -79,6 +81,7 @@ def slow_part(analyzer: RunFrames, layout: Layout | None, found: RunLedger) -> F
         gain=Gain(step_ns=mean_ns, left_ns=mean_ns - extra, low_ns=max(mean_ns - high, 0.0),
                   high_ns=min(mean_ns - low, mean_ns)),
         rank=None,
+        nodes=tuple(sorted(machines)),
         code_lines=code_lines(
             samples.take(works & (samples.worker < 0)), "its ranks' step",
             min(its_own / mean_ns, 1.0),

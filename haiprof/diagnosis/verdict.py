@@ -117,6 +117,7 @@ class Finding:
     phases: tuple[str, ...] = ()
     """Of a setting: the phases whose operators `lost_ratio` is the price of."""
     code_lines: tuple[CodeLine, ...] = ()
+    nodes: tuple[str, ...] = ()
 
     @property
     def numbers(self) -> tuple[Evidence, ...]:
@@ -269,6 +270,7 @@ FINDING_FIELDS = {
     "evidence": "the numbers: `name`, `value` (base units; null: not known), `unit`",
     "remedy": "what to change",
     "ranks": "ranks it is about; empty: all",
+    "nodes": "nodes that these ranks are on, where the job has others too; empty: no node is named",
     "account": "row of `ledger` that it is about; null: none",
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
     "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
@@ -301,12 +303,17 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
     return {name: content[name] for name in FIELDS}
 
 
+def ranks_of(finding: Finding, ledger: Ledger | None) -> tuple[int, ...]:
+    """The ranks that a finding is about; empty: all."""
+    if ledger is not None and finding.account is not None:
+        return tuple(ledger.accounts[finding.account].ranks)
+    return () if finding.rank is None else (finding.rank,)
+
+
 def _finding(finding: Finding, ledger: Ledger | None) -> dict[str, Any]:
     content = asdict(finding) | {"explained_by": None}
     content["slug"] = finding.rule
-    content["ranks"] = [] if finding.rank is None else [finding.rank]
-    if ledger is not None and finding.account is not None:
-        content["ranks"] = list(ledger.accounts[finding.account].ranks)
+    content["ranks"] = list(ranks_of(finding, ledger))
     return {name: content[name] for name in FINDING_FIELDS}
 
 

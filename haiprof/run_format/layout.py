@@ -292,6 +292,17 @@ class RunPaths:
         return [(name, NodePaths(self.nodes / name)) for name in sorted(_subfolders(self.nodes))]
 
 
+def preflight_file(log_dir: Path, wall_ns: int) -> Path:
+    """What a preflight found, by the Unix time at which it was."""
+    return log_dir / "preflight" / f"{wall_ns}.json"
+
+
+def preflight_files(log_dir: Path) -> list[Path]:
+    """Those that exist, oldest first."""
+    files = [path for path in _json_files(log_dir / "preflight") if _is_number(path.stem, 20)]
+    return sorted(files, key=lambda path: int(path.stem))
+
+
 def _subfolders(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:
@@ -309,6 +320,6 @@ def _json_files(folder: Path) -> list[Path]:
     return [folder / name for name in names if name.endswith(".json")]
 
 
-def _is_number(name: str) -> bool:
+def _is_number(name: str, limit: int = 10) -> bool:
     """Plain decimal digits, few enough for an integer column."""
-    return name.isascii() and name.isdigit() and len(name) < 10
+    return name.isascii() and name.isdigit() and len(name) < limit

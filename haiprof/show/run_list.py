@@ -22,7 +22,13 @@ from haiprof.base.units import MISSING, duration_text
 from haiprof.run_format.control import Schema, conform, is_count, is_none_or, is_string
 from haiprof.run_format.kept_answers import fingerprint, keep_answer, read_answer
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
-from haiprof.run_format.manifest import run_folders, start_order
+from haiprof.run_format.manifest import (
+    Manifest,
+    is_same_job,
+    read_manifest,
+    run_folders,
+    start_order,
+)
 from haiprof.run_format.reader import read_json
 from haiprof.show.death_block import WORDS
 from haiprof.show.run_header import DAMAGED, ENDED, KILLED, RUNNING, manifest_or_none, run_header
@@ -33,7 +39,7 @@ _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "co
 """What the entry of a run is made from."""
 _RANK_S = 0.004
 """What reading a rank takes; 1,024 of 1,000 steps took 4.5 s (benchmarks/diagnose_scale.py)."""
-_COMPUTED = ("step_count", "died_of", "died_rank", "problem", "is_counted")
+_COMPUTED = ("step_count", "step_ns", "died_of", "died_rank", "problem", "is_counted")
 """Fields that take reading the ranks' files; the others are cheap."""
 
 
@@ -51,6 +57,8 @@ class RunEntry:
     rank_count: int
     step_count: int | None
     """Steps of the rank that has most; None where the ranks cannot be read."""
+    step_ns: float | None
+    """The mean step, as its verdict said at its end; None where none was kept."""
     died_of: str | None
     """Why it died, in a word: `exception`, `out of memory`; None where it did not."""
     died_rank: int | None
@@ -65,6 +73,10 @@ def _is_exit_status(value: object) -> bool:
     return type(value) is int and abs(value) < 1 << 31
 
 
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+
+
 _IS_TEXT_OR_NONE, _IS_COUNT_OR_NONE = is_none_or(is_string), is_none_or(is_count)
 _KEPT: Schema = {
     "name": is_string,
@@ -76,6 +88,7 @@ _KEPT: Schema = {
     "signal": _IS_TEXT_OR_NONE,
     "rank_count": is_count,
     "step_count": _IS_COUNT_OR_NONE,
+    "step_ns": is_none_or(_is_time),
     "died_of": _IS_TEXT_OR_NONE,
     "died_rank": _IS_COUNT_OR_NONE,
     "problem": _IS_TEXT_OR_NONE,
@@ -84,7 +97,9 @@ _KEPT: Schema = {
 """What the fields of a kept entry must hold; where one does not, the entry is worked out anew."""
 
 
-def run_list(log_dir: Path, *, limit_s: float | None = None) -> list[RunEntry]:
+def run_list(
+    log_dir: Path, *, limit_s: float | None = None, job: Manifest | None = None
+) -> list[RunEntry]:
     """The runs directly below a log directory, newest last.
 
     What is known of a run that is over is kept in it, so that a long list is read, not computed.
@@ -93,9 +108,11 @@ def run_list(log_dir: Path, *, limit_s: float | None = None) -> list[RunEntry]:
         log_dir: Where the runs are.
         limit_s: How long steps may be counted; a run that would take longer is not begun. None
             counts those of all.
+        job: Only runs of the same job as this one.
     """
     until_s = math.inf if limit_s is None else time.monotonic() + limit_s
-    entries = sorted((_kept_entry(RunPaths(path)) for path in run_folders(log_dir)), key=_order)
+    folders = [path for path in run_folders(log_dir) if job is None or _is_of_job(path, job)]
+    entries = sorted((_kept_entry(RunPaths(path)) for path in folders), key=_order)
     counted = [
         entry
         if entry.is_counted or time.monotonic() + entry.rank_count * _RANK_S > until_s
@@ -103,6 +120,13 @@ def run_list(log_dir: Path, *, limit_s: float | None = None) -> list[RunEntry]:
         for entry in reversed(entries)
     ]
     return counted[::-1]
+
+
+def _is_of_job(folder: Path, job: Manifest) -> bool:
+    try:
+        return is_same_job(read_manifest(RunPaths(folder)), job)
+    except HaiprofError:
+        return False
 
 
 def _order(entry: RunEntry) -> tuple[int, str]:
@@ -156,18 +180,19 @@ _COLUMNS: tuple[tuple[str, Callable[[RunEntry], str], bool], ...] = (
     ("lasted", lambda run: duration_text(run.duration_ns), False),
     ("ranks", lambda run: str(run.rank_count), False),
     ("steps", lambda run: MISSING if run.step_count is None else str(run.step_count), False),
+    ("each", lambda run: duration_text(run.step_ns), False),
     ("state", lambda run: run.state, True),
     ("exit", lambda run: _exit_text(run), False),
     ("why", lambda run: _why_text(run), True),
 )
 """Title, what it shows of a run, and whether it begins at the left."""
-_FIRST_TO_GO = ("lasted", "exit", "ranks", "why", "steps")
+_FIRST_TO_GO = ("lasted", "each", "exit", "ranks", "why", "steps")
 
 
 def _fitting(columns: list[list[str]], widths: list[int], width: int) -> list[int]:
-    """The columns that are shown: none that is empty, and fewer where the names find no room."""
+    """The columns that are shown: none without a value, and fewer where the names find no room."""
     titles = [title for title, _, _ in _COLUMNS]
-    shown = [i for i, column in enumerate(columns) if any(column[1:])]
+    shown = [i for i, column in enumerate(columns) if {*column[1:]} - {"", MISSING}]
     for title in _FIRST_TO_GO:
         if sum(widths[i] + _GAP for i in shown) + _LEAST_NAME > width:
             shown = [i for i in shown if titles[i] != title]
@@ -242,6 +267,7 @@ def _entry_without_steps(run: RunPaths) -> RunEntry:
         signal=header.signal,
         rank_count=len({rank for rank, _, _ in run.rank_folders()}),
         step_count=None,
+        step_ns=None,
         died_of=None,
         died_rank=None,
         problem=problem,
@@ -259,13 +285,14 @@ def _saved_verdict(run: RunPaths, end_wall_ns: int | None) -> dict[str, Any] | N
     steps = content.get("most_steps")
     if content.get("end_wall_ns") != end_wall_ns or not end_wall_ns or type(steps) is not int:
         return None
-    death = content.get("death")
+    death, step_ns = content.get("death"), content.get("step_ns")
+    step_ns = step_ns if _is_time(step_ns) else None
     if death is None:
-        return {"step_count": steps, "died_of": None, "died_rank": None}
+        return {"step_count": steps, "step_ns": step_ns, "died_of": None, "died_rank": None}
     cause, ranks = (death.get("cause"), death.get("ranks")) if isinstance(death, dict) else (0, 0)
     if not isinstance(cause, str) or cause not in WORDS or not isinstance(ranks, list):
         return None
-    return {"step_count": steps, **_death_words(cause, ranks)}
+    return {"step_count": steps, "step_ns": step_ns, **_death_words(cause, ranks)}
 
 
 def _death_words(cause: str, ranks: Sequence[object]) -> dict[str, Any]:

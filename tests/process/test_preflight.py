@@ -101,8 +101,12 @@ def test_preflight_keeps_a_baseline_and_its_status_says_what_it_names(tmp_path: 
     command = [sys.executable, "-m", "haiprof", "preflight", "--json", "--folder", str(tmp_path),
                "--keep-baseline", str(baseline), *TORCHRUN, "--standalone", "--nproc-per-node=2",
                "train.py", "--lr", "1"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    logs = tmp_path / "logs"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "HAIPROF_LOG_DIR": str(logs)})  # fmt: skip
     found = json.loads(done.stdout)
+    (kept,) = (logs / "preflight").iterdir()  # for verdicts of later runs
+    assert json.loads(kept.read_text())["suspects"] == found["suspects"]
     # Both are healthy, but other tests run beside them.
     assert done.returncode == (1 if found["suspects"] else 0), done.stdout
     assert found["rates"]

@@ -1,19 +1,22 @@
-"""What `haiprof node --show` shows: counters over time, jobs seen, GPUs that were held."""
+"""What `haiprof node --show` and `ls --nodes` show: counters, jobs seen, GPUs held; nodes named."""
 
 from __future__ import annotations
 
 import pwd
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import polars as pl
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import MISSING, NS_PER_S, bytes_text, duration_text, ratio_text
+from haiprof.diagnosis.named_nodes import NodeNames
 from haiprof.run_analysis.node_history import NodeRecord
 from haiprof.show.frame_table import frame_table
-from haiprof.show.text import fine_ratio_text, moment_text, printable
-from haiprof.show.views.blocks import FittingTable, one_line, section
+from haiprof.show.text import count_text, fine_ratio_text, moment_text, printable
+from haiprof.show.views.blocks import FittingTable, one_line, plain_table, section
 
 _CPU_BUSY = ("user", "nice", "system", "irq", "softirq")
 _CPU_STATES = (*_CPU_BUSY, "idle", "iowait", "steal")
@@ -50,6 +53,33 @@ def node_view(found: NodeRecord, step: int) -> RenderableType:
     parts.append(section("jobs seen", jobs))
     notes = [Text(printable(note), style="dim") for note in (*_event_texts(found), *found.notes)]
     return Group(title, Text(_summary(found), style="dim"), *notes, *parts)
+
+
+def named_nodes_view(log_dir: Path, found: NodeNames) -> RenderableType:
+    """Which nodes were named, those named most often first."""
+    table = plain_table("node", "named", "in runs", "of", "last", "as", left=("node", "as"))
+    table.columns[-1].no_wrap = False
+    for node in found.nodes:
+        kinds = Counter(f"{each.role} {each.what}".rstrip() for each in node.namings)
+        table.add_row(
+            printable(node.host), str(len(node.namings)), str(node.named_run_count),
+            str(node.run_count), moment_text(node.namings[-1].wall_ns),
+            printable(", ".join(f"{count} x {kind}" for kind, count in kinds.most_common())),
+        )  # fmt: skip
+    runs, preflights = (
+        count_text(found.run_count, "verdict"), count_text(found.preflight_count, "preflight"),
+    )  # fmt: skip
+    parts: list[RenderableType] = [
+        Text(str(log_dir), style="bold"),
+        one_line(f"{len(found.nodes)} of {count_text(found.node_count, 'node')} named by "
+                 f"{runs} and {preflights}"),
+    ]  # fmt: skip
+    if found.nodes:
+        parts.append(table)
+    if found.unjudged:
+        names = count_text(len(found.unjudged), "run")
+        parts.append(Text(f"{names} without a verdict kept at the end: name nobody", style="dim"))
+    return Group(*parts)
 
 
 def node_rows(counters: pl.DataFrame) -> pl.DataFrame:
