@@ -69,7 +69,8 @@ def preflight(
     output = Output(json=as_json)
     if found.ranks[0]["host"] == socket.gethostname():  # of several nodes one keeps it
         try:
-            keep_preflight(found, default_log_dir(), time.time_ns())
+            path = keep_preflight(found, default_log_dir(), time.time_ns())
+            output.hint(f"kept in {path}")
         except OSError as error:
             output.hint(f"not kept in {default_log_dir()}: {error.strerror or error}")
     if keep is not None:

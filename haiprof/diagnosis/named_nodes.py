@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.errors import HaiprofError, RunFormatError
-from haiprof.base.safe_files import make_folder
+from haiprof.base.safe_files import make_folder, make_named_folder
 from haiprof.diagnosis.preflight import Preflight
 from haiprof.diagnosis.restart_advice import OF_NODES
 from haiprof.run_analysis.run_files import entries, integer, mapping, objects, text
@@ -147,6 +147,7 @@ def failed_before(log_dir: Path, hosts: Sequence[str], until_ns: int) -> list[Na
 def keep_preflight(found: Preflight, log_dir: Path, wall_ns: int) -> Path:
     """Keeps what a preflight found in a log directory; returns the file."""
     path = preflight_file(log_dir, wall_ns)
+    make_named_folder(log_dir)
     make_folder(path.parent, below=log_dir)
     content = {
         "version": _VERSION, "wall_ns": wall_ns,
