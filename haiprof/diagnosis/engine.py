@@ -37,16 +37,7 @@ from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.traced_window import step_work, traced_device
-from haiprof.diagnosis.verdict import (
-    SEVERITIES,
-    Abstention,
-    Cost,
-    Events,
-    Finding,
-    Gain,
-    Severity,
-    ranks_of,
-)
+from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Gain, Severity, ranks_of
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
@@ -72,7 +63,6 @@ _LISTED_RATIO = PROBLEM_RATIO / 5
 """Opportunities below this are in the ledger alone."""
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
-_SURE = 0.95
 _NOTHING = "nothing stands out"
 
 
@@ -160,12 +150,12 @@ def _judge_facts(
     """What the ledger does not hold (memory, settings, hangs), and rules that could not judge."""
     if not inputs.steps.height:
         return [], tuple((rule.__name__, "no steps") for rule in RULES), ()
-    judged = [rule(inputs) for rule in RULES]
-    checked = [rule.__name__ for rule, each in zip(RULES, judged, strict=True) if each is None]
+    judged = [(rule.__name__, rule(inputs)) for rule in RULES]
     few = inputs.steps.height < CRITICAL_MIN_STEPS
-    facts = [_grade(each, few=few) for each in judged if isinstance(each, Finding)]
-    abstained = tuple((x.rule, x.why) for x in judged if isinstance(x, Abstention))
-    return facts, abstained, tuple(checked)
+    facts = [_grade(replace(each, rule=name), few=few)
+             for name, each in judged if isinstance(each, Finding)]  # fmt: skip
+    abstained = tuple((name, why) for name, why in judged if isinstance(why, str))
+    return facts, abstained, tuple(name for name, each in judged if each is None)
 
 
 def _grade(found: Finding, *, few: bool) -> Finding:
@@ -254,8 +244,6 @@ def _finding(
     ledger = found.ledger
     mean = max(ledger.mean_ns, 1.0)
     few = inputs.steps.height < CRITICAL_MIN_STEPS
-    rank = account.ranks[0] if len(account.ranks) == 1 else None
-    sure = FEW_STEPS_SURE if few else _SURE
     if account.explanation in priced:
         fact = priced[account.explanation]
         return replace(
@@ -274,18 +262,13 @@ def _finding(
     else:
         said = explain(question)
     line = account_line(account, ledger.mean_ns)
-    return Finding(
-        rule=said.slug,
-        cause=said.cause,
-        title=said.title,
-        evidence=said.evidence,
+    return replace(
+        said,
         gain=_gain(ledger, account),
-        remedy=said.remedy,
-        confidence=sure,
+        confidence=FEW_STEPS_SURE if few else said.confidence,
         severity=_severity(ledger, account, inputs) if said.is_choice else "info",
         lost_ratio=min(account.gain_ns / mean, 1.0),
-        missing=said.missing,
-        rank=rank,
+        rank=account.ranks[0] if len(account.ranks) == 1 else None,
         code_lines=(*((line,) if line else ()), *said.code_lines),
     )
 

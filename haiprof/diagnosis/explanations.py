@@ -19,7 +19,7 @@ from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.verdict import CodeLine, Evidence
+from haiprof.diagnosis.verdict import CodeLine, Evidence, Finding
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
 from haiprof.run_analysis.ledger import ACTIVITIES, UNKNOWN, WORKER_LOADER, WORKER_START
 from haiprof.run_analysis.lines import FunctionTime, function_times
@@ -59,22 +59,6 @@ _UNEVEN = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What is said of one opportunity."""
-
-    slug: str
-    title: str
-    remedy: str
-    cause: str | None = None
-    evidence: tuple[Evidence, ...] = ()
-    missing: tuple[str, ...] = ()
-    is_choice: bool = True
-    """Whether a change removes it; else it is a fact, however large."""
-    code_lines: tuple[CodeLine, ...] = ()
-    """Code beside the account's own line: of loader workers, of other threads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What an explanation may look at."""
 
@@ -106,7 +90,7 @@ def _whole_of(account: Account) -> str:
     return "the slowest rank's step" if account.gain_ns > _UNEVEN * account.ns_per_step else ""
 
 
-def explain(question: Question) -> Explanation:
+def explain(question: Question) -> Finding:
     """The first explanation that speaks of an account."""
     account = question.account
     by_activity = _BY_ACTIVITY.get(account.activity)
@@ -121,14 +105,14 @@ def explain(question: Question) -> Explanation:
     return replace(said, title=f"{question.inputs.name_ranks(account.ranks)} alone: {said.title}")
 
 
-def _small_operators(question: Question) -> Explanation:
+def _small_operators(question: Question) -> Finding:
     account, lines = question.account, question.inputs.traces.lines
     of_line = (pl.col("file") == account.file) & (pl.col("line") == account.line)
     own = pl.DataFrame() if lines is None else lines.filter(of_line)
     count = own.select((pl.col("operator_count") / pl.col("step_count")).mean()).item()
     mean = own.select(pl.col("operator_ns").mean()).item()
-    return Explanation(
-        slug=SMALL_OPERATORS,
+    return Finding(
+        rule=SMALL_OPERATORS,
         title=f"many small operators{_code_text(account)}: {count:,.0f} in a step, and as many in "
         f"backward, {question.amount} in both",
         remedy="vectorise the loop (torch.stack, einsum, torch.vmap), or torch.compile",
@@ -139,26 +123,26 @@ def _small_operators(question: Question) -> Explanation:
     )
 
 
-def _waits_for_loader(question: Question) -> Explanation:
+def _waits_for_loader(question: Question) -> Finding:
     inputs = question.inputs
     why = loader_cause(inputs)
     loading = question.samples.take(question.samples.phase == WORKER)
     lines = code_lines(loading, "the workers' loading", 1.0)
-    if why is None or why.slug in ("few_workers", "no_workers", "cores_full"):
+    if why is None or why.rule in ("few_workers", "no_workers", "cores_full"):
         starved = starvation(inputs)
         theirs = lost_to_waiting(inputs) >= min(question.share, 1.0) / 2
-        if starved is not None and starved.slug == "busy_neighbours" and theirs:
-            return Explanation(
-                slug="busy_neighbours",
+        if starved is not None and starved.rule == "busy_neighbours" and theirs:
+            return Finding(
+                rule="busy_neighbours",
                 title="other processes use the CPUs: training waits for loader workers, "
                 f"{question.amount}",
                 remedy=starved.remedy,
                 evidence=starved.evidence,
                 code_lines=lines,
             )
-    return Explanation(
-        slug="dataloader_bound",
-        cause=why.slug if why else None,
+    return Finding(
+        rule="dataloader_bound",
+        cause=why.rule if why else None,
         title=f"{question.bound}training waits for batches, {question.amount}"
         + (f", {why.title}" if why else ""),
         remedy=why.remedy
@@ -171,22 +155,22 @@ def _waits_for_loader(question: Question) -> Explanation:
     )
 
 
-def _input(question: Question) -> Explanation:
+def _input(question: Question) -> Finding:
     """The batch is made on the training thread."""
     inputs, account = question.inputs, question.account
     if account.activity == _UNKNOWN:  # nobody saw who makes it
         return _waits_for_loader(question)
     if any(WORKER_START in name for name in account.callees):
-        return Explanation(
-            slug="dataloader_bound",
+        return Finding(
+            rule="dataloader_bound",
             cause="worker_start",
             title=f"starting the DataLoader's workers, {question.amount}, {account.paid}",
             remedy="keep the workers alive between epochs: DataLoader(..., "
             "persistent_workers=True); or fewer workers, or longer epochs (a sampler that repeats)",
         )
     if any(WORKER_LOADER in name for name in account.callees):
-        return Explanation(
-            slug="dataloader_bound",
+        return Finding(
+            rule="dataloader_bound",
             cause="receiving",
             title="the training thread takes batches over from the DataLoader's workers, "
             f"{question.amount}",
@@ -195,10 +179,10 @@ def _input(question: Question) -> Explanation:
             "batches are cheap to make, num_workers=0 costs less",
         )
     why = loader_cause(inputs)
-    told = why if why is not None and why.slug in ("epoch_restart", "slow_samples") else None
+    told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
     if told is None and min(inputs.last_attempts.loader_workers.values(), default=0) > 0:
-        return Explanation(
-            slug="dataloader_bound",
+        return Finding(
+            rule="dataloader_bound",
             cause="receiving",
             title="what the training thread itself does to get a batch, beside the DataLoader's "
             f"workers: {question.amount}{_code_text(account)}",
@@ -208,11 +192,11 @@ def _input(question: Question) -> Explanation:
             "fewer and larger tensors",
         )
     waits = account.activity.startswith("wait")
-    is_its = why is not None and (why.slug == "cores_full" or (why.slug == "storage") == waits)
+    is_its = why is not None and (why.rule == "cores_full" or (why.rule == "storage") == waits)
     known = why if is_its else told
-    return Explanation(
-        slug="dataloader_bound",
-        cause=known.slug if known else "storage" if waits else "no_workers",
+    return Finding(
+        rule="dataloader_bound",
+        cause=known.rule if known else "storage" if waits else "no_workers",
         title=f"{question.bound}batches are made on the training thread, {question.amount}"
         + (f", {told.title}" if told else f"{_code_text(account)}"),
         remedy=known.remedy
@@ -224,7 +208,7 @@ def _input(question: Question) -> Explanation:
     )
 
 
-def _interpreter_lock(question: Question) -> Explanation:
+def _interpreter_lock(question: Question) -> Finding:
     others = question.samples.phase == OTHER_THREADS
     others &= question.samples.worker < 0
     chosen = question.samples.take(others)
@@ -234,8 +218,8 @@ def _interpreter_lock(question: Question) -> Explanation:
         else 1.0
     )
     used = min(float(chosen.weight_ns.sum()) / whole, 1.0)
-    return Explanation(
-        slug="interpreter_lock",
+    return Finding(
+        rule="interpreter_lock",
         title="another Python thread holds the interpreter lock (GIL): training waits for it, "
         f"{question.amount}",
         remedy="move that thread's work to another process (multiprocessing, subprocess, a "
@@ -245,19 +229,19 @@ def _interpreter_lock(question: Question) -> Explanation:
     )
 
 
-def _no_core(question: Question) -> Explanation:
+def _no_core(question: Question) -> Finding:
     starved = starvation(question.inputs)
     if starved is None:
-        return Explanation(
-            slug="no_core",
+        return Finding(
+            rule="no_core",
             title=f"the training thread was ready to run but had no CPU core, {question.amount}",
             remedy="see what else runs on these cores (top), or run fewer threads and workers "
             "(OMP_NUM_THREADS, DataLoader num_workers)",
             missing=("who had the cores meanwhile",),
             is_choice=False,
         )
-    return Explanation(
-        slug=starved.slug,
+    return Finding(
+        rule=starved.rule,
         title=f"{starved.title}: the training thread waits for a CPU core, {question.amount}",
         remedy=starved.remedy,
         evidence=starved.evidence,
@@ -265,15 +249,15 @@ def _no_core(question: Question) -> Explanation:
     )
 
 
-def _collections(question: Question) -> Explanation:
+def _collections(question: Question) -> Finding:
     inputs = question.inputs
     pauses = inputs.pauses.filter(pl.col("phase") == GC_PHASE)
     longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
     account, asked = question.account, question.account.file is not None
     by = f", called by {_function_text(account)}" if asked else ""
     device = ", and GPU memory only if a reference cycle holds tensors" * inputs.uses_gpu
-    return Explanation(
-        slug="garbage_collection",
+    return Finding(
+        rule="garbage_collection",
         cause="explicit" if asked else None,
         title=f"garbage collection stops training, {question.amount}, up to "
         f"{duration_text(longest)} at once{by}",
@@ -290,23 +274,23 @@ def _collections(question: Question) -> Explanation:
     )
 
 
-def _link(question: Question) -> Explanation:
+def _link(question: Question) -> Finding:
     inputs, account = question.inputs, question.account
     if account.position in ("backward", "forward"):
         hosts = inputs.ranks["host"].drop_nulls().n_unique()
         between = "the network between the nodes" if hosts > 1 else "the link between the ranks"
         starved = None if hosts > 1 else starvation(inputs)
         first = f"first {starved.remedy}: on one node an exchange needs cores; " if starved else ""
-        return Explanation(
-            slug="link_bound",
+        return Finding(
+            rule="link_bound",
             title="exchanging gradients takes longer than their bytes need on a good link, "
             f"{question.amount}, not counting the wait for late ranks",
             remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
             "accumulate with no_sync(), compress with a communication hook (bf16_compress_hook), "
             "or larger batches",
         )
-    return Explanation(
-        slug="blocking_collectives",
+    return Finding(
+        rule="blocking_collectives",
         title=f"collectives between the phases, {question.amount}, not counting the wait for late "
         "ranks",
         remedy="call them less often (metrics every N steps), several in one, or with "
@@ -314,9 +298,9 @@ def _link(question: Question) -> Explanation:
     )
 
 
-def _peers(question: Question) -> Explanation:
-    return Explanation(
-        slug="data_imbalance",
+def _peers(question: Question) -> Finding:
+    return Finding(
+        rule="data_imbalance",
         title="uneven work: the slowest rank, a different one in each step, makes the others "
         f"wait, {question.amount}",
         remedy="give all ranks batches of equal cost: group samples by length and distribute each "
@@ -326,7 +310,7 @@ def _peers(question: Question) -> Explanation:
     )
 
 
-def stragglers(question: Question, extra_ns: float) -> Explanation:
+def stragglers(question: Question, extra_ns: float) -> Finding:
     """Some ranks need longer than the others for the same work."""
     inputs, account = question.inputs, question.account
     state = state_of(inputs, account.ranks[0], question.share)
@@ -335,11 +319,11 @@ def stragglers(question: Question, extra_ns: float) -> Explanation:
     several = len(account.ranks) > 1
     are = "are stragglers" if several else "is a straggler"
     code = f": {_code_text(account, lead='')}" if account.file else ""
-    return Explanation(
-        slug="ranks_uneven",
+    return Finding(
+        rule="ranks_uneven",
         cause=state.cause if state else account.position,
         title=f"{inputs.name_ranks(account.ranks)} {are}: {duration_text(extra_ns)} longer per "
-        f"step than the others, most of it {where}{code}{state.text if state else ''}",
+        f"step than the others, most of it {where}{code}{state.title if state else ''}",
         remedy=state.remedy
         if state
         else f"compare rank {account.ranks[0]} with another: its data shard, its host's load, its "
@@ -349,9 +333,9 @@ def stragglers(question: Question, extra_ns: float) -> Explanation:
     )
 
 
-def _recomputation(question: Question) -> Explanation:
-    return Explanation(
-        slug=RECOMPUTED,
+def _recomputation(question: Question) -> Finding:
+    return Finding(
+        rule=RECOMPUTED,
         title="activation checkpointing runs forward again inside backward, "
         f"{question.amount}{_code_text(question.account)}",
         remedy="where memory allows, checkpoint fewer layers (every second one), keep what is "
@@ -360,12 +344,12 @@ def _recomputation(question: Question) -> Explanation:
     )
 
 
-def _evaluation(question: Question) -> Explanation:
+def _evaluation(question: Question) -> Finding:
     account = question.account
     alone = bool(account.ranks) and len(question.inputs.world) > 1
     who = f"{ranks_text(account.ranks)} evaluates alone while the others wait: " if alone else ""
-    return Explanation(
-        slug="evaluation_heavy",
+    return Finding(
+        rule="evaluation_heavy",
         title=f"{who}evaluation takes {question.amount}, {account.paid}",
         remedy="let all ranks evaluate a part each, less often or on fewer batches"
         if alone
@@ -374,11 +358,11 @@ def _evaluation(question: Question) -> Explanation:
     )
 
 
-def _checkpoint(question: Question) -> Explanation:
+def _checkpoint(question: Question) -> Finding:
     saves = question.inputs.pauses.filter(pl.col("phase") == SAVE_PHASE)
     mean = float(saves["duration_ns"].mean() or 0.0)  # type: ignore[arg-type]
-    return Explanation(
-        slug="checkpoint_stalls",
+    return Finding(
+        rule="checkpoint_stalls",
         title=f"saving checkpoints stops training, {question.amount}, {question.account.paid}",
         remedy="save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
@@ -389,10 +373,10 @@ def _checkpoint(question: Question) -> Explanation:
     )
 
 
-def _compile(question: Question) -> Explanation:
+def _compile(question: Question) -> Finding:
     at = question.account.code_place
-    return Explanation(
-        slug="recompiles",
+    return Finding(
+        rule="recompiles",
         title=f"torch.compile compiles {f'what {at} calls ' if at else ''}while the job trains, "
         f"{question.amount}, {question.account.paid}",
         remedy="TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
@@ -445,7 +429,7 @@ def _is_in_trainer(account: Account) -> bool:
     return any(name.startswith(_TRAINERS) for name in account.callees[:1])
 
 
-def _code(question: Question) -> Explanation:
+def _code(question: Question) -> Finding:
     """A line of the job's."""
     account = question.account
     where, do = WHERE.get(account.position, account.position), _DO.get(account.position, _OUTSIDE)
@@ -462,8 +446,8 @@ def _code(question: Question) -> Explanation:
     if account.when == GROWING:
         by_call = "find what grows: a list, a history or a graph to which each step adds; keep a "
         by_call += "running value or the last N entries"
-    return Explanation(
-        slug=SLUGS.get(account.position, "outside_the_model"),
+    return Finding(
+        rule=SLUGS.get(account.position, "outside_the_model"),
         cause="waits" if account.activity.startswith("wait") else account.activity,
         title=f"{where}: {_code_text(account, lead='')}, {question.amount}{when}",
         remedy=by_call or does or do,
@@ -487,7 +471,7 @@ def _function_text(account: Account) -> str:
     return f"{function} ({name}{line}{code})"
 
 
-_BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {
+_BY_ACTIVITY: dict[str, Callable[[Question], Finding]] = {
     "wait: loader": _waits_for_loader,
     "wait: interpreter lock": _interpreter_lock,
     "no core": _no_core,
@@ -497,11 +481,11 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {
 }
 _EVALUATED = ("wait: loader", "evaluation")
 """Batches of an evaluation are its own."""
-_BY_KEY: dict[str | None, Callable[[Question], Explanation]] = {
+_BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
     RECOMPUTED: _recomputation,
 }
-_BY_POSITION: dict[str, Callable[[Question], Explanation]] = {
+_BY_POSITION: dict[str, Callable[[Question], Finding]] = {
     "input": _input,
     "evaluation": _evaluation,
     "checkpoint": _checkpoint,

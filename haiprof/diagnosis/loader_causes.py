@@ -9,9 +9,9 @@ import numpy as np
 
 from haiprof.base.intervals import Floats
 from haiprof.base.medians import lower_median
-from haiprof.diagnosis.machine_causes import Cause, hosts_of, used_by_others
+from haiprof.diagnosis.machine_causes import hosts_of, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.verdict import Evidence, evidence_rows
+from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
 from haiprof.run_analysis.run_files import number
 
 CORES_FULL_RATIO = 0.90
@@ -94,7 +94,7 @@ class _Loading:
         )
 
 
-def loader_cause(inputs: RuleInputs) -> Cause | None:
+def loader_cause(inputs: RuleInputs) -> Finding | None:
     """Why training waits for input, as the numbers of a run show; None where nothing tells it."""
     # The rank that waits as long as the typical one: the lower middle.
     means = {rank: inputs.of_rank(rank)["dataloader_host_ns"].mean() for rank in inputs.world}
@@ -134,14 +134,14 @@ def loader_cause(inputs: RuleInputs) -> Cause | None:
     )
 
 
-def _epochs(inputs: RuleInputs, loading: _Loading) -> Cause | None:
+def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     """Most of the waiting is at the edges of epochs."""
     names = ("epoch_count", "epoch_ns", "wait_ns")
     count, edge, wait = (int(inputs.loading[name].sum()) for name in names)
     if not count or edge < EPOCH_MAIN_RATIO * wait:
         return None
-    return Cause(
-        slug="epoch_restart",
+    return Finding(
+        rule="epoch_restart",
         title="most of it where an epoch begins",
         remedy="keep the workers alive between epochs: DataLoader(..., persistent_workers=True); "
         "or make epochs longer (a sampler that repeats)"
@@ -156,7 +156,7 @@ def _epochs(inputs: RuleInputs, loading: _Loading) -> Cause | None:
     )
 
 
-def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Cause | None:
+def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     """Few steps hold most of the waiting: fewer than bursts of so many workers would give.
 
     What each step waits as usual, the median, is left out: slow samples are slow beside others.
@@ -167,8 +167,8 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Cause | None:
     typical = lower_median([_rare_share(each) for each in waits])
     if typical >= BURST_RARE_RATIO / max(loading.workers, 1):
         return None
-    return Cause(
-        slug="slow_samples",
+    return Finding(
+        rule="slow_samples",
         title="most of it for a few slow samples",
         remedy="find the samples that are slow (large or remote files, retries, outliers in "
         "length): time dataset[i] for each i; prepare them ahead, or read further ahead "
@@ -190,7 +190,7 @@ def _rare_share(waits: Floats) -> float:
     return float((int(reached.argmax()) + 1) / len(ordered))
 
 
-def _storage(inputs: RuleInputs, loading: _Loading) -> Cause | None:
+def _storage(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     """Whoever makes the batches waits himself: for storage, a network, or a lock."""
     if loading.is_computing is not False:
         return None
@@ -204,8 +204,8 @@ def _storage(inputs: RuleInputs, loading: _Loading) -> Cause | None:
         "read from storage, all ranks": inputs.counted.of("storage_read_bytes_per_s"),
     }
     rows = [(name, sum(ranks.values()), "bytes/s") for name, ranks in read.items() if ranks]
-    return Cause(
-        slug="storage",
+    return Finding(
+        rule="storage",
         title="and the loader itself waits: storage, network, or a lock",
         remedy=f"{parallel}read less often and more at once: larger files (tar, parquet, memory "
         "maps), a local copy of the data set, no request per sample",
@@ -221,7 +221,7 @@ def _more(loading: _Loading) -> int:
     return min(wanted, room)
 
 
-def _workers(loading: _Loading, *, on_gpu: bool) -> Cause | None:
+def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
     """The samples cost CPU time: more workers, where there are cores for them."""
     workers = loading.workers
     if workers is None:
@@ -252,8 +252,8 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Cause | None:
             f"give the DataLoader more workers (num_workers={_more(loading)}), or do less per "
             "sample: decode and tokenize once, ahead of training"
         )
-    return Cause(
-        slug=slug,
+    return Finding(
+        rule=slug,
         title=title,
         remedy=remedy,
         evidence=loading.evidence,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import polars as pl
 
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S, number_text, ranks_text, ratio_text
-from haiprof.diagnosis.rule_inputs import RuleInputs, fact
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
 from haiprof.run_analysis.settings import Placement
@@ -41,20 +40,7 @@ _THROTTLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """Why training waits, in words: what counters show behind an account of the ledger."""
-
-    slug: str
-    title: str
-    remedy: str
-    evidence: tuple[Evidence, ...] = ()
-    missing: tuple[str, ...] = ()
-    is_choice: bool = True
-    """Whether somebody could change it; not where each core of the node has its rank."""
-
-
-def starvation(inputs: RuleInputs) -> Cause | None:
+def starvation(inputs: RuleInputs) -> Finding | None:
     """Why the rank that waits most got no core; None where the counters do not show it.
 
     A limit comes first: the kernel counts a thread that is stopped at it as waiting. Then ranks
@@ -80,7 +66,7 @@ def lost_to_waiting(inputs: RuleInputs) -> float:
     return max(lost, default=0.0)
 
 
-def _limit(inputs: RuleInputs, rank: int) -> Cause | None:
+def _limit(inputs: RuleInputs, rank: int) -> Finding | None:
     """The cgroup's limit stopped something in as much of its periods as the rank waited."""
     host = hosts_of(inputs).get(rank)
     node = inputs.node_cpus.get(host) if host is not None else None
@@ -88,8 +74,8 @@ def _limit(inputs: RuleInputs, rank: int) -> Cause | None:
     if node is None or not stopped or stopped < inputs.core_waits[rank]:
         return None
     limit = "" if node.limit_cores is None else f" of {node.limit_cores:g} cores"
-    return Cause(
-        slug="cpu_throttled",
+    return Finding(
+        rule="cpu_throttled",
         title=f"the job's control group reaches its CPU limit{limit} in {ratio_text(stopped)} of "
         f"the periods",
         remedy="raise the limit (Kubernetes resources.limits.cpu, docker --cpus, cgroup cpu.max), "
@@ -101,7 +87,7 @@ def _limit(inputs: RuleInputs, rank: int) -> Cause | None:
     )
 
 
-def _own_doing(inputs: RuleInputs, rank: int) -> Cause | None:
+def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     """The ranks on these cores want more of them than there are."""
     group, cores = shared_cores(inputs, rank)
     ranks = [placement.rank for placement in group]
@@ -120,8 +106,8 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Cause | None:
     shared = len(ranks) > 1
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
-    return Cause(
-        slug="shared_cores" if shared else "too_few_cores",
+    return Finding(
+        rule="shared_cores" if shared else "too_few_cores",
         title=f"{ranks_text(ranks)} share {count}{of}"
         if shared
         else f"too few cores: {ranks_text(ranks)} may use {cores}{of}",
@@ -154,7 +140,7 @@ def _core_remedy(*, shared: bool, spare: bool) -> str:
     )
 
 
-def _neighbours(inputs: RuleInputs, rank: int) -> Cause | None:
+def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
     """Others use as many cores as the ranks of the node miss; else these hold each other up."""
     hosts = hosts_of(inputs)
     host = hosts.get(rank)
@@ -162,8 +148,8 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Cause | None:
     missed = sum(wait for r, wait in inputs.core_waits.items() if hosts.get(r) == host)
     if used is None or used < missed:
         return None
-    return Cause(
-        slug="busy_neighbours",
+    return Finding(
+        rule="busy_neighbours",
         title=f"other processes use the CPUs ({number_text(used)} cores)",
         remedy="see what else runs there (top, haiprof ls, other containers of the node), and give "
         "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
@@ -232,20 +218,11 @@ def stolen_notes(inputs: RuleInputs) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankState:
-    """What is different about a slow rank's hardware."""
+def state_of(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
+    """The first difference of a rank's hardware that would make it lose that share of a step.
 
-    cause: str
-    """Slug: `throttled`, `waits_for_cores`, `far_memory` or `page_faults`."""
-    text: str
-    """For the title, with a leading comma."""
-    remedy: str
-    evidence: tuple[Evidence, ...]
-
-
-def state_of(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
-    """The first difference that would make a rank lose that share of a step; None without one."""
+    Its title goes on a sentence, with a leading comma; None without one.
+    """
     return (
         _find_larger_inputs(inputs, rank)
         or _find_throttling(inputs, rank)
@@ -262,15 +239,15 @@ def _mean_sizes(inputs: RuleInputs) -> dict[int, float]:
     return known if len(known) == len(inputs.world) else {}
 
 
-def _find_larger_inputs(inputs: RuleInputs, rank: int) -> RankState | None:
+def _find_larger_inputs(inputs: RuleInputs, rank: int) -> Finding | None:
     """It is given more to do."""
     sizes = _mean_sizes(inputs)
     if len(sizes) < 2 or sizes[rank] <= (1 + SAME_COUNT_RATIO) * lower_median(sizes.values()):
         return None
     times = sizes[rank] / lower_median(sizes.values())
-    return RankState(
+    return Finding(
         cause="larger_inputs",
-        text=f", its inputs are {number_text(times)} times as large as theirs",
+        title=f", its inputs are {number_text(times)} times as large as theirs",
         remedy="give all ranks inputs of equal cost: check how the sampler distributes samples "
         "over ranks (DistributedSampler), group samples by length, or cap tokens per batch",
         evidence=(Evidence(name=f"rank {rank}: size of its inputs, of the others'",
@@ -285,22 +262,22 @@ def _beyond(values: Mapping[int, float], rank: int) -> float | None:
     return values[rank] - lower_median(values.values())
 
 
-def _find_throttling(inputs: RuleInputs, rank: int) -> RankState | None:
+def _find_throttling(inputs: RuleInputs, rank: int) -> Finding | None:
     beyond = {name: _beyond(inputs.counted.of(name), rank) or 0.0 for name in _THROTTLES}
     worst = max(beyond, key=lambda name: beyond[name])
     if beyond[worst] < HARDWARE_DIFFERENCE_RATIO:
         return None
     share, why = inputs.counted.of(worst)[rank], _THROTTLES[worst]
-    return RankState(
+    return Finding(
         cause="throttled",
-        text=f", its GPU is slowed by {why} {ratio_text(share)} of the time",
+        title=f", its GPU is slowed by {why} {ratio_text(share)} of the time",
         remedy=f"check the GPU of rank {rank}: cooling, dust, its power limit (nvidia-smi -q -d "
         "PERFORMANCE,POWER); move the job off this node until then",
         evidence=evidence_rows((f"rank {rank}: slowed by {why}", share, "ratio")),
     )
 
 
-def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
+def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
     """Waiting for cores must make most of what the rank loses.
 
     Ranks are compared by their wait for each second in which they could run: one that works more
@@ -317,28 +294,28 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> RankState |
     is_hungry = hungrier >= HARDWARE_DIFFERENCE_RATIO and wait >= most
     if not is_hungry and (longer < most or works_more is None or works_more >= most):
         return None
-    return RankState(
+    return Finding(
         cause="waits_for_cores",
-        text=f", it waits for a core {ratio_text(wait)} of the time",
+        title=f", it waits for a core {ratio_text(wait)} of the time",
         remedy=f"see what else runs on the cores of rank {rank} (top, another rank with the same "
         "affinity), and give it cores of its own",
         evidence=evidence_rows((f"rank {rank}: waits for a core", wait, "ratio")),
     )
 
 
-def _find_far_memory(inputs: RuleInputs, rank: int) -> RankState | None:
+def _find_far_memory(inputs: RuleInputs, rank: int) -> Finding | None:
     placed = numa_placement(inputs)
     if not isinstance(placed, Finding) or placed.rank != rank:
         return None
-    return RankState(
+    return Finding(
         cause="far_memory",
-        text=", it runs far from its GPU or memory",
+        title=", it runs far from its GPU or memory",
         remedy=placed.remedy,
         evidence=placed.evidence,
     )
 
 
-def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
+def _find_faults(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
     """The same work with far more page faults, which take most of what it loses.
 
     What the allocator keeps is chance. Larger inputs, which are found before, have more of them
@@ -350,9 +327,9 @@ def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | Non
     if not _mean_sizes(inputs) or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
         return None
     own = faults.get(rank, 0.0)
-    return RankState(
+    return Finding(
         cause="page_faults",
-        text=f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than the others",
+        title=f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than the others",
         remedy="memory is given back to the system and faulted in again in each step: keep it in "
         "the process (MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ of glibc; jemalloc or "
         "tcmalloc by LD_PRELOAD), or reuse the tensors",
@@ -384,7 +361,6 @@ _MISPLACED = {
 """Ways to be misplaced, the heaviest first."""
 
 
-@fact
 def numa_placement(inputs: RuleInputs) -> Finding | str | None:
     """A rank's cores, its memory, its GPU or its network adapters are on different NUMA nodes.
 

@@ -11,7 +11,7 @@ import polars as pl
 from haiprof.base.intervals import Floats
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
-from haiprof.diagnosis.rule_inputs import RuleInputs, fact
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Finding, evidence_rows
 from haiprof.run_analysis.gpu_memory import (
     LEAK_REMEDY,
@@ -60,7 +60,6 @@ _NO_LINE = "which line keeps it: two snapshots of tracemalloc, some hundred step
 _NO_ALLOCATOR = "no counts of a GPU's allocator"
 
 
-@fact
 def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     """Memory grows for as long as the job trains.
 
@@ -157,7 +156,6 @@ def _until_limit_ns(inputs: RuleInputs, rank: int) -> float | None:
     return max(left, 0.0) / rate if rate > 0 else None
 
 
-@fact
 def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
     """The node has too little memory: tasks wait for it a tenth of the time, or it swaps."""
     nodes = {host: means.get(None, {}) for host, means in inputs.counted.nodes.items()}
@@ -192,7 +190,6 @@ def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
     )  # fmt: skip
 
 
-@fact
 def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
     """The GPU's memory ran out and the job went on, grows from step to step, or is nearly full."""
     caught = _of_world(inputs, inputs.last_attempts.caught)
@@ -275,7 +272,6 @@ def _full(rank: int, series: GpuMemorySeries) -> Finding:
     )
 
 
-@fact
 def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
     """The GPU's memory is so full that the allocator gives its cache back to find room."""
     counted = _of_world(inputs, inputs.last_attempts.allocator)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache
 
 import polars as pl
 
 from haiprof.base.units import NS_PER_S, ranks_text
 from haiprof.diagnosis.thresholds import SHORT_RUN_S, UNTRACED_MIN_RATIO, warm_up_steps
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
-from haiprof.diagnosis.verdict import Abstention, Finding, Judgement
+from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.counter_summaries import CounterAverages, average_counters
 from haiprof.run_analysis.counters import host_windows, training_spans
@@ -181,21 +181,8 @@ class RuleInputs:
         return int(str(self.steps["start_ns"].min())), int(str(ends.max()))
 
 
-Find = Callable[[RuleInputs], Finding | str | None]
+Rule = Callable[[RuleInputs], Finding | str | None]
 """Looks for a fact: a finding, why that cannot be told, or None where nothing is amiss."""
-
-
-def fact(find: Find) -> Callable[[RuleInputs], Judgement]:
-    """A rule of that function: its name is the rule's."""
-
-    @wraps(find)
-    def rule(inputs: RuleInputs) -> Judgement:
-        found = find(inputs)
-        if isinstance(found, str):
-            return Abstention(rule=find.__name__, why=found)
-        return found and replace(found, rule=find.__name__)
-
-    return rule
 
 
 def gather_inputs(

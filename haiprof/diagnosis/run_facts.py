@@ -19,9 +19,9 @@ from haiprof.diagnosis.gpu_functions import (
     memory_report,
 )
 from haiprof.diagnosis.machine_causes import numa_placement
-from haiprof.diagnosis.rule_inputs import RuleInputs, fact, median
+from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, median
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
-from haiprof.diagnosis.verdict import Finding, Judgement, evidence_rows
+from haiprof.diagnosis.verdict import Finding, evidence_rows
 from haiprof.run_analysis.reactions import Reaction
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 _NO_GRIDS = "whether it got larger inputs: kernels' grids are not in the traces"
 
 
-def _over_ranks(
-    judge: Callable[[Patterns], Finding | None],
-) -> Callable[[RuleInputs], Judgement]:
+def _over_ranks(judge: Callable[[Patterns], Finding | None]) -> Rule:
     """A rule of a function on traces of GPUs, of as many ranks as it takes to call one slow."""
 
     @wraps(judge)
@@ -45,7 +43,7 @@ def _over_ranks(
         few = f"GPU traces of {count} ranks; it takes {FAR_MIN_RANKS}"
         return few if count < FAR_MIN_RANKS else judge(patterns)
 
-    return fact(find)
+    return find
 
 
 @_over_ranks
@@ -108,7 +106,6 @@ def slow_link(patterns: Patterns) -> Finding | None:
     )
 
 
-@fact
 def loss_not_finite(inputs: RuleInputs) -> Finding | str | None:
     """The loss that the job printed became NaN or infinite: what it trains from then on is lost."""
     if not inputs.output.file_count:
@@ -134,7 +131,6 @@ FIRST_BATCH_RATIO = 0.10
 """Of the recorded training time: TraceML's 10 % for waiting for input."""
 
 
-@fact
 def standstill(inputs: RuleInputs) -> Finding | str | None:
     """The job hung, and a snapshot names the rank that blocked it.
 
@@ -184,7 +180,6 @@ def _to_resume(reason: str, doing: str, path: str | None) -> str:
     return f"{where}: {reason}{see}"
 
 
-@fact
 def first_batch(inputs: RuleInputs) -> Finding | str | None:
     """Training starts late: the first batch takes long.
 
@@ -221,7 +216,7 @@ def first_batch(inputs: RuleInputs) -> Finding | str | None:
     )
 
 
-RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
+RULES: tuple[Rule, ...] = (
     standstill, first_batch, memory_facts.memory_creep, memory_facts.memory_pressure,
     memory_facts.gpu_memory_limit, memory_facts.allocator_retries, numa_placement,
     settings_facts.anomaly_detection, settings_facts.profiler_left_on,

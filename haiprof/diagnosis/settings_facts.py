@@ -15,16 +15,15 @@ import numpy as np
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.rule_inputs import (
-    Find,
+    Rule,
     RuleInputs,
-    fact,
     median,
     typical_rank,
     usual_share,
     usual_split,
 )
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
-from haiprof.diagnosis.verdict import Finding, Judgement, evidence_rows
+from haiprof.diagnosis.verdict import Finding, evidence_rows
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.run_analysis.settings import RankSettings, differences
 
@@ -103,7 +102,7 @@ def touched_ratio(inputs: RuleInputs, phases: tuple[str, ...]) -> float:
 
 def _setting(
     *, device: Literal["cpu", "cuda"] | None = None, ranks: int = 1
-) -> Callable[[Find], Callable[[RuleInputs], Judgement]]:
+) -> Callable[[Rule], Rule]:
     """A rule that abstains where a run has no settings, other devices, too few ranks or steps."""
 
     def why_not(inputs: RuleInputs) -> str | None:
@@ -115,7 +114,7 @@ def _setting(
             return "one rank"
         return f"fewer than {MIN_STEPS} steps" if inputs.steps.height < MIN_STEPS else None
 
-    return lambda find: fact(wraps(find)(lambda inputs: why_not(inputs) or find(inputs)))
+    return lambda find: wraps(find)(lambda inputs: why_not(inputs) or find(inputs))
 
 
 def _found(
@@ -659,7 +658,6 @@ def _sharing_counts(inputs: RuleInputs) -> dict[int, int]:
     return {placement.rank: len(group) for group in inputs.core_groups for placement in group}
 
 
-@fact
 def settings_differ(inputs: RuleInputs) -> Finding | str | None:
     """A rank was run with other settings than the others.
 

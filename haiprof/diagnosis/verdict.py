@@ -98,11 +98,11 @@ class Finding:
     """One cause that a rule found; FINDING_FIELDS says what its fields mean."""
 
     title: str
-    evidence: tuple[Evidence, ...]
     remedy: str
-    confidence: float
+    evidence: tuple[Evidence, ...] = ()
+    confidence: float = 0.95
     rule: str = ""
-    """Slug of the rule; `rule_inputs.fact` fills it in."""
+    """Slug of the rule: the function's name where a function of `run_facts.RULES` found it."""
     severity: Severity = "warning"
     """Where the time is known, what follows from it takes the place of what a rule says."""
     lost_ratio: float | None = None
@@ -118,6 +118,8 @@ class Finding:
     """Of a setting: the phases whose operators `lost_ratio` is the price of."""
     code_lines: tuple[CodeLine, ...] = ()
     nodes: tuple[str, ...] = ()
+    is_choice: bool = True
+    """Whether a change removes it; else it is a fact, however large."""
 
     @property
     def numbers(self) -> tuple[Evidence, ...]:
@@ -127,18 +129,6 @@ class Finding:
             for each in self.evidence
             if each.unit != "ns" or each.value is None or abs(each.value) >= 1
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abstention:
-    """Why a rule could not be judged."""
-
-    rule: str
-    why: str
-
-
-Judgement = Finding | Abstention | None
-"""What a rule returns: a finding, why it cannot tell, or nothing amiss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
