@@ -15,6 +15,7 @@ from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import COLLECTION, NO_CORE, TimeTable, spikes
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.run_frames import Cells
 from haiprof.run_analysis.step_positions import BACKWARD
 
 Singles = npt.NDArray[np.float32]
@@ -278,18 +279,6 @@ class DeviceUse:
         return bound * min(total / max(float(bound.sum()), 1.0), 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedCells:
-    """The judged steps of a rank: blocks of folded ones, and then one by one."""
-
-    step: Ints
-    """Number of the first step of each."""
-    count: Ints
-    """How many steps it has."""
-    column: Ints
-    """Where it is in what is loaded of the rank."""
-
-
 def average(values: Floats | Singles, count: Ints) -> Floats:
     """The mean of [..., step], each as often as it counts."""
     if (count == 1).all():
@@ -299,7 +288,7 @@ def average(values: Floats | Singles, count: Ints) -> Floats:
     return weighted
 
 
-def _common_cells(cells: Mapping[int, JudgedCells]) -> tuple[Ints, Ints]:
+def _common_cells(cells: Mapping[int, Cells]) -> tuple[Ints, Ints]:
     """First number and length of the stretches of steps that all ranks have whole."""
     edges: Ints | None = None
     for own in cells.values():
@@ -320,7 +309,7 @@ def _common_cells(cells: Mapping[int, JudgedCells]) -> tuple[Ints, Ints]:
     return step[whole], length[whole]
 
 
-def _join(times: Ints, own: JudgedCells, step: Ints, count: Ints) -> Ints:
+def _join(times: Ints, own: Cells, step: Ints, count: Ints) -> Ints:
     """[..., cell] of a rank, summed up to the stretches that all ranks have."""
     chosen = times[..., own.column]
     if len(own.step) == len(step) and (own.step == step).all():
@@ -333,7 +322,7 @@ def _join(times: Ints, own: JudgedCells, step: Ints, count: Ints) -> Ints:
 
 
 def job_time(
-    steps: Mapping[int, JudgedCells],
+    steps: Mapping[int, Cells],
     load: Callable[[int], tuple[Ints, Ints]],
     used: Sequence[int],
     peers: Mapping[int, Mapping[int, int]] | None,

@@ -123,10 +123,10 @@ class _Line:
     calls: dict[int, _Function] = field(default_factory=dict)
 
 
-def needed_rows(table: TimeTable) -> Bools:
-    """Per row: whether it is the model's own work, which no change around it removes."""
-    found: Bools = _is_models_own(table) & (table.activity != NO_CORE) & ~_is_recomputed(table)
-    return found
+def mark_needed(table: TimeTable) -> TimeTable:
+    """The table in which the rows of the model's own work are known."""
+    own = _is_models_own(table) & (table.activity != NO_CORE) & ~_is_recomputed(table)
+    return replace(table, needed=own)
 
 
 def _is_recomputed(table: TimeTable) -> Bools:
@@ -167,14 +167,9 @@ def lacks_line(table: TimeTable) -> Bools:
     return lacking
 
 
-def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
-    """All of them, in no order; what is needed is in none.
-
-    Args:
-        table: The time table.
-        needed: Per row, from `needed_rows`.
-    """
-    free = ~needed & (table.ns > 0)
+def find_opportunities(table: TimeTable) -> list[Opportunity]:
+    """All of them, in no order; what is needed (`mark_needed`) is in none."""
+    free = ~table.needed & (table.ns > 0)
     found = []
     lineless = lacks_line(table)
     for activity in NO_LINE:
@@ -195,7 +190,7 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
         rows = np.flatnonzero(free & (table.stack == 0) & (table.position == position))
         free[rows] = False
         found.append(opportunity(table, rows, None))
-    return [*found, *_of_code(table, free, needed)]
+    return [*found, *_of_code(table, free)]
 
 
 def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:
@@ -252,13 +247,13 @@ def code_place(tree: CodeTree, stack: int) -> CodePlace | None:
     return CodePlace(file=file, line=line, function=function, callers=tuple(way[1:]))
 
 
-def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportunity]:
+def _of_code(table: TimeTable, free: Bools) -> Iterator[Opportunity]:
     """Nodes of the call tree; those of one function and position are one."""
     tree = table.tree
     _, numbers = functions_of(tree)
     root = _grow(table, numbers)
     models = _model_functions(table, numbers)
-    walk = _Walk(table=table, free=free, needed=needed, models=models)
+    walk = _Walk(table=table, free=free, models=models)
     merged: dict[tuple[int, int, int], tuple[list[int], _Line]] = {}
     for rows, line in walk.nodes(root):
         position = int(np.bincount(table.position[rows], table.ns[rows]).argmax())
@@ -336,7 +331,6 @@ class _Walk:
 
     table: TimeTable
     free: Bools
-    needed: Bools
     models: set[int]
     _drivers: dict[int, bool] = field(default_factory=dict)
 
@@ -347,7 +341,7 @@ class _Walk:
             return
         ns = self.table.ns[rows]
         avoidable = float(ns[self.free[rows]].sum())
-        work = float(ns[self.needed[rows]].sum())
+        work = float(ns[self.table.needed[rows]].sum())
         whole = function.key >= 0 and not self.is_driver(function)
         if whole and avoidable > _PURE * (avoidable + work):
             yield [row for row in function.rows if self.free[row]], self._name(function)
@@ -368,7 +362,7 @@ class _Walk:
         known = self._drivers.get(id(function))
         if known is None:
             rows = np.array(function.rows, dtype=np.int64)
-            model = np.unique(self.table.position[rows[self.needed[rows]]])
+            model = np.unique(self.table.position[rows[self.table.needed[rows]]])
             at = np.unique(self.table.position[rows])
             known = len(np.intersect1d(model, (FORWARD, BACKWARD, OPTIMIZER, INPUT))) > 1
             known |= INPUT in at and len(np.intersect1d(at, _AFTER_INPUT)) > 0
@@ -413,17 +407,14 @@ _LEAST_SHARE = 0.002
 """Lines with less of backward stay with the line that called it."""
 
 
-def give_lines(
-    table: TimeTable, needed: Bools, lines: pl.DataFrame, time: JobTime
-) -> tuple[TimeTable, Bools]:
+def give_lines(table: TimeTable, lines: pl.DataFrame, time: JobTime) -> TimeTable:
     """The same table in which what autograd's engine does has the lines of its forward.
 
-    `lines` are of a window, by rank (`trace_analysis.operator_lines`); `needed` is the model's own
-    work, per row.
+    `lines` are of a window, by rank (`trace_analysis.operator_lines`).
     """
-    rows = np.flatnonzero(needed & (table.position == BACKWARD) & _in_engine(table))
+    rows = np.flatnonzero(table.needed & (table.position == BACKWARD) & _in_engine(table))
     if not len(rows):
-        return table, needed
+        return table
     left = 1.0
     for (file, line, function), share in _shares(lines, time.mean_of(table, rows)):
         tree, stack = _stack_of(table, Frame(file, line, function))
@@ -434,18 +425,17 @@ def give_lines(
             at[new] = stack
             packages = [*table.packages, *[JOB] * (len(tree.frames) - len(table.packages))]
             table = replace(table, stack=at, packages=packages)
-            needed = np.append(needed, np.ones(len(new), dtype=np.bool_))
-    return table, needed
+    return table
 
 
 def small_operators(
-    table: TimeTable, needed: Bools, found: Sequence[Opportunity], lines: pl.DataFrame
-) -> tuple[TimeTable, Bools, list[Opportunity]]:
+    table: TimeTable, found: Sequence[Opportunity], lines: pl.DataFrame
+) -> tuple[TimeTable, list[Opportunity]]:
     """Lines that call many operators, each too short for its own work: one opportunity a function.
 
     What can be gained is what the calls take; the numbers that they compute are still needed.
     """
-    listed, needed = list(found), needed.copy()
+    listed = list(found)
     pooled = lines.drop_nulls("file").group_by("file", "line", "function")
     counted = pooled.agg(
         count=(pl.col("operator_count") / pl.col("step_count")).mean(),
@@ -470,18 +460,17 @@ def small_operators(
         if not len(whole):  # sampled in an evaluation alone
             continue
         if share < 1.0:
-            table, new = table.split(whole, 1.0 - share)
-            needed = np.append(needed, np.ones(len(new), dtype=np.bool_))
+            table, _ = table.split(whole, 1.0 - share, needed=True)
         by_function.setdefault((frame.file, written_in(function)), []).append(whole)
     for parts in by_function.values():
         taken = np.concatenate(parts)
-        needed[taken] = False
+        table = replace(table, needed=table.needed & ~np.isin(np.arange(len(table.ns)), taken))
         listed = [replace(o, rows=np.setdiff1d(o.rows, taken)) for o in listed]
         stack = inner[taken]
         most = int(np.bincount(stack, table.ns[taken]).argmax())
         more = opportunity(table, taken, code_place(tree, most))
         listed.append(replace(more, key=SMALL_OPERATORS))
-    return table, needed, [each for each in listed if len(each.rows)]
+    return table, [each for each in listed if len(each.rows)]
 
 
 def _in_engine(table: TimeTable) -> Bools:

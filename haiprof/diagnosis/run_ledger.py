@@ -16,7 +16,6 @@ from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.job_time import (
     DeviceUse,
     JobTime,
-    JudgedCells,
     Singles,
     Stragglers,
     find_stragglers,
@@ -30,7 +29,7 @@ from haiprof.diagnosis.opportunities import (
     find_opportunities,
     give_lines,
     lacks_line,
-    needed_rows,
+    mark_needed,
     opportunity,
     small_operators,
 )
@@ -52,7 +51,6 @@ from haiprof.run_analysis.ledger import (
     PEER_WAIT,
     UNKNOWN,
     RankSamples,
-    RankTime,
     TimeTable,
     time_table,
 )
@@ -65,7 +63,7 @@ from haiprof.run_analysis.lines import (
 )
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import text
-from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
 
 SAMPLED_RANKS = 8
@@ -161,7 +159,10 @@ def run_ledger(
         settings: Those that are on and have a price.
         also: Ranks whose samples are read beside those that are read anyway.
     """
-    steps = {rank: _judged_cells(analyzer, inputs, rank) for rank in inputs.by_rank}
+    steps = {
+        rank: analyzer.cells(rank).of_steps(_judged_numbers(inputs, rank))
+        for rank in inputs.by_rank
+    }
     if not steps:
         return None
     groups = analyzer.arrivals()
@@ -178,17 +179,16 @@ def run_ledger(
     table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
-    table = table.take(sampled) if sampled.any() else table
-    needed = needed_rows(table)
+    table = mark_needed(table.take(sampled) if sampled.any() else table)
     found = [
         replace(each, at=_asked_collections(inputs)) if each.activity == COLLECTION else each
-        for each in find_opportunities(table, needed)
+        for each in find_opportunities(table)
     ]
     alone = _alone(table, time, found)
     left, by_position, goes = _subtract_found(table, time, found, alone)
     late = find_stragglers(time, left, by_position)
     if late is not None:
-        table, needed, more = _split_stragglers(table, needed, time, late, found, goes)
+        table, more = _split_stragglers(table, time, late, found, goes)
         found += more
         time = replace(time, like=dict.fromkeys(late.ranks, time.slowest))
     elif time.waits_for_all and _inputs_differ(inputs.last_attempts.input_sizes, left):
@@ -196,16 +196,14 @@ def run_ledger(
             replace(each, key="data_imbalance") if each.activity == PEER_WAIT else each
             for each in found
         ]
-    table, needed, found = _keep_needed_link(table, needed, found, inputs, time)
-    lines = inputs.traces.lines
-    if lines is not None:
-        table, needed = give_lines(table, needed, lines, time)
-        table, needed, found = small_operators(table, needed, found, lines)
+    table, found = _keep_needed_link(table, found, inputs, time)
+    if (lines := inputs.traces.lines) is not None:
+        table, found = small_operators(give_lines(table, lines, time), found, lines)
     for setting in settings:
-        table, needed, more = _split_setting(table, needed, setting)
+        table, more = _split_setting(table, setting)
         found += more
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
-    ledger, rows = _ledger(table, time, found, needed, left, late)
+    ledger, rows = _ledger(table, time, found, left, late)
     return RunLedger(
         ledger=replace(ledger, median_ns=median, missing=_missing(analyzer, table)),
         samples=samples, late=late,
@@ -213,14 +211,10 @@ def run_ledger(
     )  # fmt: skip
 
 
-def _judged_cells(analyzer: RunFrames, inputs: RuleInputs, rank: int) -> JudgedCells:
-    """The judged steps of a rank, folded ones first."""
+def _judged_numbers(inputs: RuleInputs, rank: int) -> Ints:
+    """The judged steps of a rank, folded ones first, a block by its first one."""
     step, blocks = inputs.by_rank[rank]["step"].to_numpy(), inputs.blocks.get(rank)
-    if blocks is not None:
-        step = np.append(blocks.first_step, step)
-    cells = analyzer.cells(rank)
-    column = cells.columns(step)
-    return JudgedCells(step=step, count=cells.count[column], column=column)
+    return step if blocks is None else np.append(blocks.first_step, step)
 
 
 def _missing(analyzer: RunFrames, table: TimeTable) -> tuple[str, ...]:
@@ -252,17 +246,17 @@ def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
         return None
     found = {}
     for rank, own in inputs.by_rank.items():
-        step = own["step"].to_numpy()
         bound = own["idle_device_ns"].cast(pl.Float64).fill_null(np.nan).to_numpy()
         blocks = inputs.blocks.get(rank)
         if blocks is not None:
-            step, bound = np.append(blocks.first_step, step), np.append(blocks.idle_ns, bound)
-        found[rank] = DeviceUse(step=step, bound_ns=bound, busy_ratio=inputs.gpu_use.get(rank))
+            bound = np.append(blocks.idle_ns, bound)
+        found[rank] = DeviceUse(step=_judged_numbers(inputs, rank), bound_ns=bound,
+                                busy_ratio=inputs.gpu_use.get(rank))  # fmt: skip
     return found
 
 
 def _known_waits(
-    groups: Sequence[Arrivals], analyzer: RunFrames, steps: Mapping[int, JudgedCells]
+    groups: Sequence[Arrivals], analyzer: RunFrames, steps: Mapping[int, Cells]
 ) -> dict[int, dict[int, int]]:
     """From the collectives of all groups; empty where a group is known in parts alone.
 
@@ -278,12 +272,8 @@ def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger |
 
 
 def _keep_needed_link(
-    table: TimeTable,
-    needed: np.ndarray,
-    found: list[Opportunity],
-    inputs: RuleInputs,
-    time: JobTime,
-) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
+    table: TimeTable, found: list[Opportunity], inputs: RuleInputs, time: JobTime
+) -> tuple[TimeTable, list[Opportunity]]:
     """Exchanging gradients takes what their bytes need on a good link; only what is more is lost.
 
     A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009). An
@@ -301,11 +291,10 @@ def _keep_needed_link(
             kept.append(each)
             continue
         is_long = whole > most_ns
-        table, new = table.split(each.rows, usual_ns / whole if is_long else 1.0)
-        needed = np.append(needed, np.ones(len(new), dtype=np.bool_))
+        table, _ = table.split(each.rows, usual_ns / whole if is_long else 1.0, needed=True)
         if is_long:
             kept.append(replace(each, unsure_ns=most_ns - usual_ns))
-    return table, needed, kept
+    return table, kept
 
 
 def _alone(table: TimeTable, time: JobTime, found: Sequence[Opportunity]) -> list[int | None]:
@@ -352,12 +341,11 @@ def _subtract_found(
 
 def _split_stragglers(
     table: TimeTable,
-    needed: np.ndarray,
     time: JobTime,
     late: Stragglers,
     found: Sequence[Opportunity],
     goes: Sequence[Bools],
-) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
+) -> tuple[TimeTable, list[Opportunity]]:
     """What the stragglers' work takes beyond the others', as one opportunity.
 
     It has a line where most of it is in one account that the others have, too.
@@ -378,31 +366,27 @@ def _split_stragglers(
                 continue
             share = min(float(by_position[position]) * time.count.sum() / whole, _MOST_SPLIT)
             np.add.at(time_of, account[rows], share * table.ns[rows])
-            table, new = table.split(rows, share)
-            needed = np.append(needed, np.zeros(len(new), dtype=np.bool_))
+            table, new = table.split(rows, share, needed=False)
             account = np.append(account, np.full(len(new), -2))
             moved.append(new)
     if not moved:
-        return table, needed, []
+        return table, []
     most = int(time_of.argmax())
     at = found[most].at if most < len(found) and 2 * time_of[most] > time_of.sum() else None
     more = opportunity(table, np.concatenate(moved), at)
-    return table, needed, [replace(more, key="ranks_uneven")]
+    return table, [replace(more, key="ranks_uneven")]
 
 
-def _split_setting(
-    table: TimeTable, needed: np.ndarray, setting: PricedSetting
-) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
+def _split_setting(table: TimeTable, setting: PricedSetting) -> tuple[TimeTable, list[Opportunity]]:
     """The part of the operators' time that a setting costs."""
     inside = np.isin(table.position, [POSITIONS.index(phase) for phase in setting.phases])
-    rows = np.flatnonzero(needed & inside)
+    rows = np.flatnonzero(table.needed & inside)
     whole = float(table.ns[rows].sum())
     if not whole or not setting.ratio:
-        return table, needed, []
+        return table, []
     share = min(setting.ratio * float(table.ns.sum()) / whole, _MOST_SPLIT)
-    table, new = table.split(rows, share)
-    needed = np.append(needed, np.zeros(len(new), dtype=np.bool_))
-    return table, needed, [replace(opportunity(table, new, None), key=setting.slug)]
+    table, new = table.split(rows, share, needed=False)
+    return table, [replace(opportunity(table, new, None), key=setting.slug)]
 
 
 def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
@@ -433,7 +417,7 @@ def _sampled_ranks(time: JobTime) -> set[int]:
 
 
 def _rank_samples(
-    analyzer: RunFrames, rank: int, own: JudgedCells, time: JobTime, inputs: RuleInputs
+    analyzer: RunFrames, rank: int, own: Cells, time: JobTime, inputs: RuleInputs
 ) -> RankSamples:
     row = time.ranks.index(rank)
     part = time.count[time.covered]
@@ -443,13 +427,11 @@ def _rank_samples(
     positions, offset = analyzer.step_positions(rank)
     plain, collected = analyzer.position_times(rank)
     return RankSamples(
-        time=RankTime(
-            rank=rank,
-            step=own.step,
-            count=own.count,
-            plain_ns=plain[:, own.column],
-            collected_ns=collected[:, own.column],
-        ),
+        rank=rank,
+        step=own.step,
+        count=own.count,
+        plain_ns=plain[:, own.column],
+        collected_ns=collected[:, own.column],
         positions=positions,
         wall_offset_ns=offset,
         no_core_ratio=inputs.core_waits.get(rank),
@@ -480,7 +462,6 @@ def _ledger(
     table: TimeTable,
     time: JobTime,
     found: Sequence[Opportunity],
-    needed: np.ndarray,
     left: Singles,
     late: Stragglers | None,
 ) -> tuple[Ledger, tuple[Ints, ...]]:
@@ -491,7 +472,7 @@ def _ledger(
     rest = np.ones(len(table.ns), dtype=np.bool_)
     for each in found:
         rest[each.rows] = False
-    others, unseen = _other_accounts(table, code, time, np.flatnonzero(rest), needed)
+    others, unseen = _other_accounts(table, code, time, np.flatnonzero(rest))
     accounts = tuple(account for account, _ in (*priced, *others))
     mean = time.mean_ns
     residual = mean - sum(account.ns_per_step for account in accounts)
@@ -622,7 +603,7 @@ def _package(table: TimeTable, rows: Ints) -> str | None:
 
 
 def _other_accounts(
-    table: TimeTable, code: Ints, time: JobTime, rows: Ints, needed: np.ndarray
+    table: TimeTable, code: Ints, time: JobTime, rows: Ints
 ) -> tuple[list[tuple[Account, Ints]], float]:
     """What no opportunity holds, by position, activity, package and function; and the residual.
 
@@ -638,7 +619,7 @@ def _other_accounts(
     package = np.array([*(names.index(name) for name in table.packages), -1])
     keys = np.stack([
         table.position[rows], table.activity[rows], package[tree.place[table.stack[rows]]],
-        function, needed[rows],
+        function, table.needed[rows],
     ])  # fmt: skip
     total = float(table.ns.sum())
     _, group = np.unique(keys, axis=1, return_inverse=True)

@@ -51,7 +51,7 @@ ACTIVITIES = (
     UNKNOWN,
 ) = range(len(ACTIVITIES))  # fmt: skip
 _COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "spike", "hidden",
-            "ns", "count", "sample")  # fmt: skip
+            "ns", "count", "sample", "needed")  # fmt: skip
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
 _WOKEN = (SLEEP, FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, LOCK_WAIT, OTHER_WAIT)
@@ -116,21 +116,6 @@ _SPIKE_MIN_RATIO = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankTime:
-    """The exact times of one rank: its judged steps by position."""
-
-    rank: int
-    step: Ints
-    """Numbers of the judged steps; a block of folded ones has that of its first one."""
-    count: Ints
-    """How many steps each stands for."""
-    plain_ns: Ints
-    """[position, judged step]: without collections; sums of a block."""
-    collected_ns: Ints
-    """The same of the garbage collector's pauses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeTable:
     """Rows of the sampled ranks; each is some time of one rank."""
 
@@ -158,6 +143,8 @@ class TimeTable:
     """Samples that it rests on."""
     sample: Ints
     """Which sample it is, or a part of: a row of the `CodeSamples`; -1: none."""
+    needed: Bools
+    """Whether it is the model's own work, which no change around it removes; unknown at first."""
     packages: Sequence[str]
     """Per frame of the tree: whose code it is."""
 
@@ -172,8 +159,13 @@ class TimeTable:
         chosen = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return TimeTable(tree=self.tree, packages=self.packages, **chosen)
 
-    def split(self, rows: Ints, share: float) -> tuple[TimeTable, Ints]:
-        """The table with a share of some rows moved to new rows at its end, and these rows."""
+    def split(
+        self, rows: Ints, share: float, *, needed: bool | None = None
+    ) -> tuple[TimeTable, Ints]:
+        """The table with a share of some rows moved to new ones at its end, and the new rows.
+
+        These are `needed` or not, as given; None: as the rows that they are of.
+        """
         part = self.take(rows)
         columns = {
             name: np.concatenate([getattr(self, name), getattr(part, name)]) for name in _COLUMNS
@@ -181,6 +173,8 @@ class TimeTable:
         for name in ("ns", "count"):
             columns[name][rows] *= 1 - share
             columns[name][len(self.ns) :] *= share
+        if needed is not None:
+            columns["needed"][len(self.ns) :] = needed
         found = TimeTable(tree=self.tree, packages=self.packages, **columns)
         return found, np.arange(len(self.ns), len(found.ns))
 
@@ -209,7 +203,15 @@ def spikes(position_ns: Ints | Floats) -> Bools:
 class RankSamples:
     """What is needed of one sampled rank."""
 
-    time: RankTime
+    rank: int
+    step: Ints
+    """Numbers of the judged steps; a block of folded ones has that of its first one."""
+    count: Ints
+    """How many steps each stands for."""
+    plain_ns: Ints
+    """[position, judged step]: without collections; sums of a block."""
+    collected_ns: Ints
+    """The same of the garbage collector's pauses."""
     positions: StepPositions
     wall_offset_ns: int
     no_core_ratio: float | None
@@ -243,7 +245,7 @@ def time_table(
     main = samples.worker < 0
     main &= samples.phase < len(TRAINING_PHASES)
     parts = [
-        _rank_rows(samples, activity, packages, (samples.rank == each.time.rank) & main, each)
+        _rank_rows(samples, activity, packages, (samples.rank == each.rank) & main, each)
         for each in ranks
     ]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
@@ -254,31 +256,31 @@ def _rank_rows(
     samples: CodeSamples, activity: Ints, packages: Sequence[str], own: Bools, rank: RankSamples
 ) -> _Rows:
     """The rows of one rank: one per sample, one per cell without samples, one per collections."""
-    time, cut = rank.time, rank.positions
+    cut = rank.positions
     at = np.flatnonzero(own)
     place = cut.at(samples.time_ns[at] - rank.wall_offset_ns)
     folded = samples.position[at] >= 0
-    column = _columns(time, np.where(folded, samples.step[at], np.append(cut.period, -1)[place]))
+    column = _columns(rank, np.where(folded, samples.step[at], np.append(cut.period, -1)[place]))
     cell = np.where(folded, samples.position[at], np.append(cut.position, 0)[place])
     keep = (folded | (place >= 0)) & (column >= 0)
     keep &= folded | ~np.append(cut.collecting, True)[place]
     at, place, column, cell = at[keep], place[keep], column[keep], cell[keep]
-    spike = spikes(time.plain_ns / time.count)
+    spike = spikes(rank.plain_ns / rank.count)
     spiked = spike[cell, column]
     whole_spike = np.append(spike, np.zeros((len(POSITIONS), 1), dtype=np.bool_), axis=1)
-    part = _part(cut.position, whole_spike[cut.position, _columns(time, cut.period)])
+    part = _part(cut.position, whole_spike[cut.position, _columns(rank, cut.period)])
     spacing = spacing_ns(samples.time_ns[own], samples.time_ns[at])
     weight = np.zeros(len(at))
     unseen: list[tuple[int, int, bool, int]] = []
     for number in range(len(POSITIONS)):
         for is_spike in (False, True):
-            total = int(time.plain_ns[number][spike[number] == is_spike].sum())
+            total = int(rank.plain_ns[number][spike[number] == is_spike].sum())
             chosen = (cell == number) & (spiked == is_spike)
             if chosen.any():
                 weight[chosen] = total * spacing[chosen] / spacing[chosen].sum()
             elif total:
                 unseen.append((number, UNKNOWN, is_spike, total))
-        if collected := int(time.collected_ns[number].sum()):
+        if collected := int(rank.collected_ns[number].sum()):
             unseen.append((number, COLLECTION, False, collected))
     rows = {
         "sample": at,
@@ -291,12 +293,13 @@ def _rank_rows(
         ),
         "activity": _guess_activity(samples, at, cell, activity[at], packages),
         "stack": samples.stack[at],
-        "step": time.step[column],
+        "step": rank.step[column],
         "spike": spiked,
         "hidden": samples.hidden[at]
         | is_hidden(samples.time_ns[at] - rank.wall_offset_ns, rank.busy),
         "ns": weight,
         "count": np.ones(len(at)),
+        "needed": np.zeros(len(at), dtype=np.bool_),
     }
     rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
     rows = _split(rows, _tail_share(rows, rank), LINK_WAIT)
@@ -311,20 +314,20 @@ def _rank_rows(
         "cell": np.array(rest[0]), "position": np.array(rest[0]),
         "activity": np.array(rest[1]), "work": np.array(rest[1]), "stack": none,
         "step": none - 1, "spike": np.array(rest[2]), "hidden": none,
-        "ns": np.array(rest[3]), "count": none, "sample": none - 1,
+        "ns": np.array(rest[3]), "count": none, "sample": none - 1, "needed": none,
     }  # fmt: skip
     joined = {
         name: np.concatenate([column, others[name].astype(column.dtype)])
         for name, column in rows.items()
     }
-    joined["rank"] = np.full(len(joined["ns"]), time.rank)
+    joined["rank"] = np.full(len(joined["ns"]), rank.rank)
     return joined
 
 
-def _columns(time: RankTime, step: Ints) -> Ints:
+def _columns(rank: RankSamples, step: Ints) -> Ints:
     """The judged step, or block, that each number lies in; -1: in none."""
-    place = np.searchsorted(time.step, step, "right") - 1
-    within = (place >= 0) & (step < np.append(time.step + time.count, 0)[place])
+    place = np.searchsorted(rank.step, step, "right") - 1
+    within = (place >= 0) & (step < np.append(rank.step + rank.count, 0)[place])
     return np.where(within, place, -1)
 
 
@@ -426,7 +429,7 @@ def _no_core_share(
     late = _late_ratio(samples, known, np.isin(known, rows["sample"][woken]))
     own = np.where(on_core, (most / np.maximum(able, 1.0))[part], np.where(woken, late, 0.0))
     waits = rows["activity"] == LOADER_WAIT
-    return np.where(waits, _workers_without_core(samples, rank.time.rank), own)
+    return np.where(waits, _workers_without_core(samples, rank.rank), own)
 
 
 def _late_ratio(samples: CodeSamples, known: Ints, waits: Bools) -> float:
@@ -473,7 +476,7 @@ def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats, interval_pa
         able: [part]: for which share of it the thread waits for nothing.
         interval_part: Per interval of the rank's time.
     """
-    own = (samples.rank == rank.time.rank) & (samples.worker < 0)
+    own = (samples.rank == rank.rank) & (samples.worker < 0)
     at = np.flatnonzero(own & (samples.phase < len(TRAINING_PHASES)))
     at = at[np.argsort(samples.time_ns[at], kind="stable")]
     time_ns, cpu_ns = samples.time_ns[at] - rank.wall_offset_ns, samples.cpu_ns[at][1:]

@@ -106,10 +106,13 @@ class Cells:
     """Number of the first step of each."""
     count: Ints
     """How many steps it has."""
+    column: Ints
+    """Where it is in `position_times`."""
 
-    def columns(self, steps: Ints) -> Ints:
-        """Places of the cells that begin with these steps."""
-        return np.searchsorted(self.step, steps)
+    def of_steps(self, steps: Ints) -> Cells:
+        """Those that begin with these steps."""
+        at = np.searchsorted(self.step, steps)
+        return Cells(step=steps, count=self.count[at], column=self.column[at])
 
 
 def _once(ask: Callable[[RunFrames], T]) -> Callable[[RunFrames], T]:
@@ -361,7 +364,8 @@ class RunFrames:
         blocks = rows.blocks
         first, count = (none, none) if blocks is None else (blocks.first_step, blocks.count)
         whole = np.arange(rows.step_count - rows.steps.height, rows.step_count)
-        return Cells(step=np.append(first, whole), count=np.append(count, np.ones_like(whole)))
+        count = np.append(count, np.ones_like(whole))
+        return Cells(step=np.append(first, whole), count=count, column=np.arange(len(count)))
 
     def position_times(self, rank: int, attempt: int | None = None) -> tuple[Ints, Ints]:
         """[position, cell] in ns of a rank's attempt: without collections, and in these.

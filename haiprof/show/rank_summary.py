@@ -233,7 +233,8 @@ def _position_stats(
     if steps.is_empty():
         return ()
     plain, collected = data.position_times(rank, attempt)
-    whole = (plain + collected)[:, data.cells(rank, attempt).columns(steps["step"].to_numpy())]
+    cells = data.cells(rank, attempt).of_steps(steps["step"].to_numpy())
+    whole = (plain + collected)[:, cells.column]
     total = int(whole.sum())
     return tuple(
         PhaseStat(

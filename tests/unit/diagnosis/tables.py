@@ -10,9 +10,9 @@ import numpy as np
 
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.opportunities import find_opportunities, needed_rows
+from haiprof.diagnosis.opportunities import find_opportunities, mark_needed
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree, Frame, StackTree
-from haiprof.run_analysis.ledger import ACTIVITIES, RankSamples, RankTime, TimeTable, time_table
+from haiprof.run_analysis.ledger import ACTIVITIES, RankSamples, TimeTable, time_table
 from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_format.stack_lines import LOCK_STATES, LOCK_UNKNOWN, WAIT_LETTERS, WAIT_UNKNOWN
 from tests.unit.analysis.sampled import Stack
@@ -107,12 +107,11 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
         around_closure=position < 0, period=period, step_count=steps,
     )  # fmt: skip
     plain, collected = cut.sums()
-    time = RankTime(
-        rank=0, step=np.arange(steps), count=np.ones(steps, dtype=np.int64), plain_ns=plain,
-        collected_ns=collected,
-    )  # fmt: skip
     more = dict.fromkeys(("no_core_ratio", "tail_ratio", "peer_ratio", "free_ratio", "busy")) | rank
-    ranks = [RankSamples(time=time, positions=cut, wall_offset_ns=0, **more)]
+    ranks = [RankSamples(
+        rank=0, step=np.arange(steps), count=np.ones(steps, dtype=np.int64), plain_ns=plain,
+        collected_ns=collected, positions=cut, wall_offset_ns=0, **more,
+    )]  # fmt: skip
     return time_table(samples_of(tree, samples), ranks)
 
 
@@ -141,10 +140,11 @@ def shares(table: TimeTable, position: str) -> dict[str, float]:
 
 def opportunities(table: TimeTable) -> dict[str, tuple[float, str, str]]:
     """By place: ms of all steps, position and activity; the largest first."""
-    found = find_opportunities(table, needed_rows(table))
+    table = mark_needed(table)
+    found = find_opportunities(table)
     rows = np.concatenate([each.rows for each in found]) if found else np.zeros(0, int)
     assert len(set(rows.tolist())) == len(rows), "a nanosecond in two opportunities"
-    assert not needed_rows(table)[rows].any()
+    assert not table.needed[rows].any()
     named = {}
     for each in sorted(found, key=lambda each: -float(table.ns[each.rows].sum())):
         at = each.at

@@ -12,13 +12,13 @@ from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.job_time import (
     JobTime,
-    JudgedCells,
     find_stragglers,
     job_time,
     peer_waits,
 )
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import PYTHON, TimeTable
+from haiprof.run_analysis.run_frames import Cells
 from haiprof.run_analysis.step_positions import AFTER_STEP, BACKWARD, EVALUATION, FORWARD
 from tests.unit.diagnosis.tables import tree_of
 
@@ -28,11 +28,10 @@ Work = Callable[[int, int], float]
 """(rank, step) to ms of avoidable work."""
 
 
-def judged(numbers: Mapping[int, np.ndarray]) -> dict[int, JudgedCells]:
+def judged(numbers: Mapping[int, np.ndarray]) -> dict[int, Cells]:
     """Whole steps, each under its own number."""
     return {
-        rank: JudgedCells(step=own, count=np.ones_like(own), column=own)
-        for rank, own in numbers.items()
+        rank: Cells(step=own, count=np.ones_like(own), column=own) for rank, own in numbers.items()
     }
 
 
@@ -210,6 +209,7 @@ def rows_of(step: np.ndarray, ns: np.ndarray, cell: int = FORWARD) -> TimeTable:
         tree=tree, packages=(), rank=same, cell=same + cell, position=same + cell,
         activity=same + PYTHON, work=same + PYTHON, stack=same, step=step, spike=same > 0,
         hidden=same > 0, ns=ns.astype(np.float64), count=np.ones(len(step)), sample=same - 1,
+        needed=same > 0,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.opportunities import find_opportunities, needed_rows
+from haiprof.diagnosis.opportunities import find_opportunities, mark_needed
 from tests.unit.diagnosis.tables import (
     BARRIER,
     ENGINE,
@@ -182,7 +182,7 @@ def test_a_line_of_the_loop_in_two_positions_is_one_in_each() -> None:
     table = table_of(
         *TRAINING, ("input", (SCRIPT, LOOP), 3, "h"), ("after_step", (SCRIPT, LOOP), 2, "h")
     )
-    places = [each.at for each in find_opportunities(table, needed_rows(table))]
+    places = [each.at for each in find_opportunities(mark_needed(table))]
     assert [place and place.line for place in places] == [50, 50]
 
 
@@ -192,7 +192,7 @@ def test_statements_of_one_line_are_opportunities_of_their_own() -> None:
     table = table_of(
         *TRAINING, ("after_step", (SCRIPT, sleeps), 3), ("after_step", (SCRIPT, sorts), 2, "h")
     )
-    parts = find_opportunities(table, needed_rows(table))
+    parts = find_opportunities(mark_needed(table))
     sums = sorted(float(table.ns[each.rows].sum()) / NS_PER_MS for each in parts)
     assert sums == pytest.approx([24, 36])
 
