@@ -25,7 +25,7 @@ from haiprof.diagnosis.named_nodes import failed_before
 from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import RULES
-from haiprof.diagnosis.run_ledger import PricedSetting, RunLedger, run_ledger
+from haiprof.diagnosis.run_ledger import RunLedger, run_ledger
 from haiprof.diagnosis.run_notes import (
     attempt_notes,
     not_measured,
@@ -82,7 +82,7 @@ def judge(
     deaths, wall_time = analyzer.deaths(), analyzer.goodput()
     death = next((each for each in deaths if each.final), None)
     facts, abstained, checked = _judge_facts(inputs)
-    found = run_ledger(analyzer, inputs, _price_settings(facts))
+    found = run_ledger(analyzer, inputs, facts)
     ledger = None if found is None else found.ledger
     part = None if found is None else slow_part(analyzer, inputs.layout, found)
     if part is not None:
@@ -141,7 +141,7 @@ def judge(
 
 def read_ledger(analyzer: RunFrames, inputs: RuleInputs) -> RunLedger | None:
     """The ledger that a run's verdict tells; None without judged steps."""
-    return run_ledger(analyzer, inputs, _price_settings(_judge_facts(inputs)[0]))
+    return run_ledger(analyzer, inputs, _judge_facts(inputs)[0])
 
 
 def _judge_facts(
@@ -169,17 +169,11 @@ def _grade(found: Finding, *, few: bool) -> Finding:
     return replace(found, severity="critical" if found.lost_ratio >= CRITICAL_RATIO else "warning")
 
 
-def _price_settings(facts: Sequence[Finding]) -> list[PricedSetting]:
-    """Facts that cost a known share of some phases."""
-    return [PricedSetting(slug=fact.rule, ratio=fact.lost_ratio, phases=fact.phases)
-            for fact in facts if fact.lost_ratio and fact.phases]  # fmt: skip
-
-
 def _findings(
     inputs: RuleInputs, found: RunLedger | None, facts: Sequence[Finding]
 ) -> tuple[Finding, ...]:
     """Opportunities by their gain; facts without one behind those of their severity."""
-    priced = {fact.rule: fact for fact in facts if fact.lost_ratio and fact.phases}
+    priced = {fact.rule: fact for fact in facts if fact.is_priced}
     rows: list[Finding] = []
     if found is not None:
         ledger = found.ledger
@@ -200,7 +194,9 @@ def _findings(
             first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
             fact = replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
         rows.append(fact)
-    return tuple(sorted(rows, key=_weight))
+    return tuple(sorted(rows, key=lambda row: (
+        row.rule != STANDSTILL, SEVERITIES.index(row.severity), -(row.lost_ratio or 0.0)
+    )))  # fmt: skip
 
 
 def _name_nodes(
@@ -227,14 +223,6 @@ def _name_nodes(
             )
             named[place] = replace(finding, remedy=first + finding.remedy)
     return tuple(named)
-
-
-def _weight(finding: Finding) -> tuple[bool, int, float]:
-    return (
-        finding.rule != STANDSTILL,
-        SEVERITIES.index(finding.severity),
-        -(finding.lost_ratio or 0.0),
-    )
 
 
 def _finding(
@@ -384,47 +372,30 @@ def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]
     return found
 
 
-def _events(phases: pl.DataFrame, folded: Sequence[tuple[int, int, int]]) -> dict[str, Events]:
+def _events(pauses: pl.DataFrame, folded: Sequence[tuple[int, int, int]]) -> dict[str, Events]:
     """Collector pauses and checkpoint saves, where there were any.
 
-    Args:
-        phases: `phase` and `duration_ns` of each.
-        folded: Of other collector pauses: how many, their sum and the longest.
+    `folded`, of other collector pauses: how many, their sum and the longest.
     """
-    found = (
-        phases.filter(pl.col("phase").is_in([GC_PHASE, SAVE_PHASE]))
-        .group_by("phase")
-        .agg(
-            count=pl.len(),
-            total=pl.col("duration_ns").sum(),
-            longest=pl.col("duration_ns").max(),
-        )
-        .sort("phase")
-    )
-    rows = {phase: numbers for phase, *numbers in found.rows()}
-    for more in folded:
-        if more[0]:
-            count, total, longest = rows.get(GC_PHASE, (0, 0, 0))
-            rows[GC_PHASE] = [count + more[0], total + more[1], max(longest, more[2])]
-    return {
-        phase: Events(count=count, total_ns=total, longest_ns=longest)
-        for phase, (count, total, longest) in sorted(rows.items())
-    }
+    found = {}
+    for phase in (GC_PHASE, SAVE_PHASE):
+        own = pauses.filter(pl.col("phase") == phase)["duration_ns"]
+        parts = [(len(own), int(own.sum()), _largest(own) or 0)]
+        parts += folded if phase == GC_PHASE else ()
+        counts, sums, longest = zip(*parts, strict=True)
+        if any(counts):
+            found[phase] = Events(count=sum(counts), total_ns=sum(sums), longest_ns=max(longest))
+    return found
 
 
 def _cost(analyzer: RunFrames, inputs: RuleInputs) -> Cost:
-    agents = []
-    for node in analyzer.files.nodes:
-        line = node.of_type("cost")[-1:]
-        spent = number(line[0].get("cpu_ns")) if line else None
-        elapsed = number(line[0].get("elapsed_ns")) if line else None
-        if spent is not None and elapsed:
-            agents.append(spent / elapsed)
+    lines = [node.last("cost") for node in analyzer.files.nodes]
+    times = [(number(line.get("cpu_ns")), number(line.get("elapsed_ns"))) for line in lines]
     return Cost(
         hook_ns_per_step=number(inputs.ranks["cost_ns_per_step"].max()),
         hook_ratio=number(inputs.ranks["cost_ratio"].max()),
         threads_cpu_ratio=number(inputs.ranks["beside_cpu_ratio"].max()),
-        agent_cpu_ratio=max(agents, default=None),
+        agent_cpu_ratio=max((ns / of for ns, of in times if ns is not None and of), default=None),
     )
 
 

@@ -122,10 +122,7 @@ class JobTime:
         max_r T[r,k] - max_r (T[r,k] - a[r,k]), where T is a rank's own time, its period less
         waiting for peers: ranks wait for the slowest. Steps where that is not known are left out.
         What the host does while its device is busy gains nothing: a is no longer than the device
-        was idle in that step.
-
-        Args:
-            parts: [rank, step]: a, in ns.
+        was idle in that step. `parts` is a, [rank, step] in ns.
         """
         if self.idle_ns is not None:
             parts = np.minimum(parts, self.idle_ns)
@@ -160,7 +157,21 @@ class JobTime:
 
     def _share(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, usual, spike or collections, position]: what rows have of each cell's time."""
-        of_rank, pooled = _shares(table, rows, self.slowest)
+        kind = np.where(table.activity == COLLECTION, 2, table.spike.astype(np.int64))
+        cell = kind * _COUNT + table.cell
+        ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
+        place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
+        place[ranks] = np.arange(len(ranks))
+        cell += place[table.rank] * 3 * _COUNT
+        total, part = (
+            np.bincount(cell[own], table.ns[own], len(ranks) * 3 * _COUNT).reshape(len(ranks), -1)
+            for own in (slice(None), rows)
+        )
+        others = ranks != self.slowest if len(ranks) > 1 else ranks == ranks
+        # What the slowest does alone says nothing of the others.
+        pooled = _ratio(part[others].sum(axis=0), total[others].sum(axis=0))
+        found = [_ratio(own, whole) for own, whole in zip(part, total, strict=True)]
+        of_rank = dict(zip(ranks.tolist(), found, strict=True))
         like = [rank if rank in of_rank else self.like.get(rank, rank) for rank in self.ranks]
         return np.array([of_rank.get(rank, pooled) for rank in like])
 
@@ -168,12 +179,7 @@ class JobTime:
         """Where a mean lies with 95 % certainty, in ns.
 
         By the samples of the positions that its rows lie in (Wilson 1927), and by its spread over
-        blocks of steps.
-
-        Args:
-            table: The time table.
-            rows: The rows that it is made of.
-            series: [step]: what is averaged.
+        blocks of steps. `series` is what is averaged, [step].
         """
         mean = float(self.average(series)) if len(series) > 1 else float(series.mean())
         cells = self._same_cells(table, rows)
@@ -192,8 +198,12 @@ class JobTime:
         )
 
     def _block_means(self, series: Floats) -> list[float]:
-        """Means over stretches of about as many steps."""
-        many, place = _block_count(series), np.arange(len(series))
+        """Means over stretches of about as many steps.
+
+        What is paid every Nth step is no spread: a block holds at least N steps.
+        """
+        period = _period(np.flatnonzero(_find_spikes(series)))
+        many, place = max(min(_BLOCKS, len(series) // (period or 1)), 1), np.arange(len(series))
         if len(series) == 1 or (self._counts(series) == 1).all():
             return [float(series[part].mean()) for part in np.array_split(place, many)]
         count = self._counts(series)
@@ -204,11 +214,8 @@ class JobTime:
     def when(self, table: TimeTable, rows: Ints, series: Floats, every: Floats) -> str:
         """When an account is paid.
 
-        Args:
-            table: The time table.
-            rows: Its rows in its own position, which tells the rhythm.
-            series: [step]: their time in each step.
-            every: [step]: the same of all of its rows.
+        The rows in its own position tell the rhythm: `series` is their time in each step, `every`
+        that of all its rows.
         """
         if len(series) < _COVERED_MIN or not series.sum():
             return "each step"
@@ -216,7 +223,12 @@ class JobTime:
         whole = whole if whole.sum() >= _COVERED_MIN else np.ones_like(whole)
         spiked = _find_spikes(series[whole])
         if spiked.any() and not self._are_spikes_waits(table, rows):
-            return _spike_text(self.step[: len(series)][whole], every[whole], spiked)
+            at = self.step[: len(series)][whole][spiked]
+            period, time = _period(at), duration_text(float(every[whole][spiked].mean()))
+            ending = {1: "st", 2: "nd", 3: "rd"}.get((period or 0) % 10, "th")
+            if period:
+                return f"every {period}{'th' if 10 <= period % 100 <= 20 else ending} step, {time}"
+            return f"in {len(at)} of {len(spiked)} steps, {time}"
         cells = self._same_cells(table, rows) & (table.step >= 0)
         exact = sum(
             self.cell_ns[row].mean(axis=0)
@@ -329,19 +341,13 @@ def job_time(
     tails: Mapping[int, float] | None = None,
     device: Mapping[int, DeviceUse] | None = None,
 ) -> JobTime:
-    """Puts ranks side by side.
+    """Puts the judged steps of ranks side by side; of at least one rank.
 
-    Args:
-        steps: By rank: its judged steps; at least one rank.
-        load: The exact times of a rank: [position, cell] of all its steps, without collections, and
-            in these.
-        used: Positions that any of them was in.
-        peers: By rank and step: how long it waited for later ranks, where that is known; None where
-            no collectives are known.
-        tails: By rank, of its backward, what follows the last collective that it began there: it
-            waits in that, and needs no clock in common with others. Asked where `peers` says
-            nothing.
-        device: By rank, what is known of its device; None without devices.
+    `load` gives the exact times of a rank, [position, cell] without collections and in these;
+    `used` are the positions that any rank was in. `peers` says by rank and step how long it waited
+    for later ranks (None: no collectives are known). Where it says nothing, `tails` does: of a
+    rank's backward, what follows the last collective that it began there. It waits in that, and
+    needs no clock in common with others.
     """
     ranks = tuple(steps)
     common, count = _common_cells(steps)
@@ -414,12 +420,9 @@ def find_stragglers(time: JobTime, own_ns: Singles, avoidable_ns: Floats) -> Str
 
     On the mean the slowest needs at least half of what the slowest of each step needs beyond the
     middle one: of ranks that take turns in being the slowest none does. Others that lose more than
-    half as much as it are stragglers, too, where they are fewer than half of all.
-
-    Args:
-        time: All ranks.
-        own_ns: [rank, covered step]: each rank's own time, without what was found avoidable.
-        avoidable_ns: [rank, position]: the mean of that.
+    half as much as it are stragglers, too, where they are fewer than half of all. `own_ns` is their
+    own time, [rank, covered step], without what was found avoidable: its mean is `avoidable_ns`,
+    [rank, position].
     """
     count = len(time.ranks)
     if not time.waits_for_all or count < 2:
@@ -504,12 +507,8 @@ def peer_waits(
     """By rank and step: from when a rank began its collectives until the last rank began them.
 
     Collectives between which ranks have not waited for each other (buckets of one backward) count
-    once, by the last of them: the delay before it is the same.
-
-    Args:
-        groups: From `run_analysis.collectives.arrivals`.
-        starts: By rank: the number of a step, and begin of each of its steps from there on, Unix
-            time in ns.
+    once, by the last of them: the delay before it is the same. `starts` has by rank the number of a
+    step, and the begin of each of its steps from there on in Unix time.
     """
     found: dict[int, dict[int, int]] = {}
     for group in groups:
@@ -525,26 +524,6 @@ def peer_waits(
                 if number >= 0:
                     known[first + number] = known.get(first + number, 0) + wait
     return found
-
-
-def _shares(table: TimeTable, rows: Ints, slowest: int) -> tuple[dict[int, Floats], Floats]:
-    """By rank, and of all: [usual, spike or collections; position]: rows' share of each cell."""
-    kind = np.where(table.activity == COLLECTION, 2, table.spike.astype(np.int64))
-    cell = kind * _COUNT + table.cell
-    ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
-    place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
-    place[ranks] = np.arange(len(ranks))
-    cell += place[table.rank] * 3 * _COUNT
-    shape = (len(ranks), 3 * _COUNT)
-    total, part = (
-        np.bincount(cell[own], table.ns[own], shape[0] * shape[1]).reshape(shape)
-        for own in (slice(None), rows)
-    )
-    others = ranks != slowest if len(ranks) > 1 else ranks == ranks
-    # What the slowest does alone says nothing of the others.
-    pooled = _ratio(part[others].sum(axis=0), total[others].sum(axis=0))
-    found = [_ratio(own, whole) for own, whole in zip(part, total, strict=True)]
-    return dict(zip(ranks.tolist(), found, strict=True)), pooled
 
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:
@@ -577,41 +556,13 @@ def _period(step: Ints) -> int | None:
     return round(usual) if usual >= 2 and alike else None
 
 
-def _block_count(series: Floats) -> int:
-    """Into how many blocks of steps a series is cut to see its spread.
-
-    What is paid every Nth step is no spread: a block holds at least N steps.
-    """
-    period = _period(np.flatnonzero(_find_spikes(series)))
-    return max(min(_BLOCKS, len(series) // (period or 1)), 1)
-
-
-def _spike_text(step: Ints, series: Floats, spiked: Bools) -> str:
-    at = step[spiked]
-    paid = float(series[spiked].mean())
-    period, time = _period(at), duration_text(paid)
-    if period:
-        return f"every {_ordinal(period)} step, {time}"
-    return f"in {len(at)} of {len(series)} steps, {time}"
-
-
-def _ordinal(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{'th' if 10 <= number % 100 <= 20 else ending}"
-
-
 def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> str:
     """Whether an account changed on the way.
 
     Where it changed is where the sum of its samples' time is farthest below that of an even one
     (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
-    1927), times the exact time of these, is more than before with 95 % certainty, and _GROWN times.
-
-    Args:
-        step: Numbers of the judged steps.
-        cells: All samples in its positions.
-        own: Which of them are its own.
-        exact_ns: [step]: time in its positions.
+    1927), times the exact time of these (`exact_ns`, by step), is more than before with 95 %
+    certainty, and _GROWN times. `own` are its samples among those of `cells`, its positions.
     """
     count = len(step)
     at = np.clip(np.searchsorted(step, cells.step), 0, count - 1)

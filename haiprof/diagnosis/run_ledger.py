@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -42,6 +43,7 @@ from haiprof.diagnosis.thresholds import (
     SAME_WORK_CORRELATION,
     SIZES_MIN_COUNT,
 )
+from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import (
@@ -76,17 +78,6 @@ _ONE_RANK = 0.8
 """Where one of several ranks has so much of an account, it is about that rank."""
 _ELSEWHERE_RATIO = 0.05
 """A position that holds so much of an account is named beside the one that holds most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedSetting:
-    """A setting that makes operators slower, by a price measured elsewhere."""
-
-    slug: str
-    ratio: float
-    """Of the step, what it costs at least."""
-    phases: tuple[str, ...]
-    """Whose operators it touches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +139,13 @@ class RunLedger:
 def run_ledger(
     analyzer: RunFrames,
     inputs: RuleInputs,
-    settings: Sequence[PricedSetting] = (),
+    facts: Sequence[Finding] = (),
     also: Collection[int] = (),
 ) -> RunLedger | None:
     """Builds the ledger of a run; None without judged steps.
 
-    Args:
-        analyzer: The run.
-        inputs: Its judged steps, and what was recorded beside them.
-        settings: Those that are on and have a price.
-        also: Ranks whose samples are read beside those that are read anyway.
+    Of `facts` the settings with a price have an account; samples of the ranks in `also` are read
+    beside those that are read anyway.
     """
     steps = {
         rank: analyzer.cells(rank).of_steps(_judged_numbers(inputs, rank))
@@ -199,9 +187,10 @@ def run_ledger(
     table, found = _keep_needed_link(table, found, inputs, time)
     if (lines := inputs.traces.lines) is not None:
         table, found = small_operators(give_lines(table, lines, time), found, lines)
-    for setting in settings:
-        table, more = _split_setting(table, setting)
-        found += more
+    for fact in facts:
+        if fact.is_priced:
+            table, more = _split_setting(table, fact)
+            found += more
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
     ledger, rows = _ledger(table, time, found, left, late)
     return RunLedger(
@@ -377,16 +366,16 @@ def _split_stragglers(
     return table, [replace(more, key="ranks_uneven")]
 
 
-def _split_setting(table: TimeTable, setting: PricedSetting) -> tuple[TimeTable, list[Opportunity]]:
+def _split_setting(table: TimeTable, setting: Finding) -> tuple[TimeTable, list[Opportunity]]:
     """The part of the operators' time that a setting costs."""
     inside = np.isin(table.position, [POSITIONS.index(phase) for phase in setting.phases])
     rows = np.flatnonzero(table.needed & inside)
     whole = float(table.ns[rows].sum())
-    if not whole or not setting.ratio:
+    if not whole:
         return table, []
-    share = min(setting.ratio * float(table.ns.sum()) / whole, _MOST_SPLIT)
+    share = min((setting.lost_ratio or 0.0) * float(table.ns.sum()) / whole, _MOST_SPLIT)
     table, new = table.split(rows, share, needed=False)
-    return table, [replace(opportunity(table, new, None), key=setting.slug)]
+    return table, [replace(opportunity(table, new, None), key=setting.rule)]
 
 
 def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
@@ -467,12 +456,13 @@ def _ledger(
 ) -> tuple[Ledger, tuple[Ints, ...]]:
     """The ledger, and the rows of the table by account."""
     code = table.tree.place[innermost_written_stack(table.tree)]
-    priced = [(_account(table, code, time, each, left, late), each.rows) for each in found]
+    make = _Accounts(table=table, time=time, code=code, left=left, late=late)
+    priced = [(make.opportunity(each), each.rows) for each in found]
     priced.sort(key=lambda one: -one[0].gain_ns)
     rest = np.ones(len(table.ns), dtype=np.bool_)
     for each in found:
         rest[each.rows] = False
-    others, unseen = _other_accounts(table, code, time, np.flatnonzero(rest))
+    others, unseen = make.others(np.flatnonzero(rest))
     accounts = tuple(account for account, _ in (*priced, *others))
     mean = time.mean_ns
     residual = mean - sum(account.ns_per_step for account in accounts)
@@ -498,173 +488,135 @@ def _sample_count(table: TimeTable) -> int:
     return len(np.unique(table.sample[table.sample >= 0]))
 
 
-def _account(
-    table: TimeTable,
-    code: Ints,
-    time: JobTime,
-    found: Opportunity,
-    left: Singles,
-    late: Stragglers | None,
-) -> Account:
-    parts = time.series_of(table, found.rows)
-    mean = parts.mean(axis=0, dtype=np.float64)
-    low, high = time.interval(table, found.rows, mean)
-    shown = found.rows[~table.hidden[found.rows]]  # behind the device it holds nothing up
-    gains = time.gains(parts if len(shown) == len(found.rows) else time.series_of(table, shown))
-    if found.activity == PEER_WAIT:  # others' lateness: it is theirs, unless they take turns
-        uneven = found.key is not None
-        gains = left.max(axis=0) - left.mean(axis=0, dtype=np.float64) if uneven else np.zeros(1)
-    gain = float(time.average(gains)) if len(gains) > 1 else float(gains.mean())
-    gain_low, gain_high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
-    gain_low = max(gain_low - found.unsure_ns, 0.0)
-    if time.is_idle_bound and found.activity != PEER_WAIT:
-        gain_low = 0.0
-    main = found.rows[table.position[found.rows] == found.position]
-    paid = parts if len(main) == len(found.rows) else time.series_of(table, main)
-    share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)
-    several = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
-    ranks = (time.ranks[int(share.argmax())],) if several else ()
-    account = Account(
-        ranks=late.ranks if found.key == "ranks_uneven" and late is not None else ranks,
-        position=POSITIONS[found.position],
-        activity=ACTIVITIES[found.activity],
-        package=_package(table, found.rows),
-        ns_per_step=time.mean_of(table, found.rows),
-        low_ns=low,
-        high_ns=high,
-        gain_ns=gain,
-        gain_low_ns=min(gain_low, gain),
-        gain_high_ns=max(gain_high, gain),
-        when=time.when(
-            table,
-            main,
-            paid.max(axis=0) if several else paid.mean(axis=0, dtype=np.float64),
-            parts.max(axis=0) if several else mean,
-        ),
-        explanation=found.key,
-        elsewhere=_elsewhere(table, found),
-    )
-    if found.at is None:
-        return account
-    at = found.at
-    expression, ratio, rows = _find_expression(table, code, found.rows, at.file, at.line)
-    return replace(
-        account,
-        file=at.file,
-        line=at.line,
-        function=at.function,
-        expression=expression,
-        expression_ratio=ratio,
-        callees=common_callees(table.tree, table.stack[rows], table.ns[rows]),
-        callers=tuple(place_text(*caller) for caller in at.callers),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Accounts:
+    """Makes accounts of rows of a table."""
 
+    table: TimeTable
+    time: JobTime
+    code: Ints
+    """By stack: the frame of the job's that it is in, outside of comprehensions; -1: none."""
+    left: Singles
+    late: Stragglers | None
 
-def _elsewhere(table: TimeTable, found: Opportunity) -> tuple[str, ...]:
-    """Positions that hold a good part of an account beside the one that it is named by."""
-    ns = np.bincount(table.position[found.rows], table.ns[found.rows], len(POSITIONS))
-    large = np.flatnonzero(ns >= _ELSEWHERE_RATIO * max(float(ns.sum()), 1.0)).tolist()
-    return tuple(POSITIONS[at] for at in large if at != found.position)
+    def opportunity(self, found: Opportunity) -> Account:
+        """What a change would remove, with its gain."""
+        table, time = self.table, self.time
+        parts = time.series_of(table, found.rows)
+        mean = parts.mean(axis=0, dtype=np.float64)
+        shown = found.rows[~table.hidden[found.rows]]  # behind the device it holds nothing up
+        gains = time.gains(parts if len(shown) == len(found.rows) else time.series_of(table, shown))
+        if found.activity == PEER_WAIT:  # others' lateness: it is theirs, unless they take turns
+            gains = np.zeros(1)
+            if found.key is not None:
+                gains = self.left.max(axis=0) - self.left.mean(axis=0, dtype=np.float64)
+        gain = float(time.average(gains)) if len(gains) > 1 else float(gains.mean())
+        low, high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
+        low = max(low - found.unsure_ns, 0.0)
+        if time.is_idle_bound and found.activity != PEER_WAIT:
+            low = 0.0
+        main = found.rows[table.position[found.rows] == found.position]
+        paid = parts if len(main) == len(found.rows) else time.series_of(table, main)
+        share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)
+        alone = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
+        ranks = (time.ranks[int(share.argmax())],) if alone else ()
+        ns = np.bincount(table.position[found.rows], table.ns[found.rows], len(POSITIONS))
+        large = np.flatnonzero(ns >= _ELSEWHERE_RATIO * max(float(ns.sum()), 1.0)).tolist()
+        at = found.at
+        return Account(
+            ranks=self.late.ranks if found.key == "ranks_uneven" and self.late else ranks,
+            position=POSITIONS[found.position],
+            activity=ACTIVITIES[found.activity],
+            package=self._package(found.rows),
+            gain_ns=gain,
+            gain_low_ns=min(low, gain),
+            gain_high_ns=max(high, gain),
+            when=time.when(
+                table,
+                main,
+                paid.max(axis=0) if alone else paid.mean(axis=0, dtype=np.float64),
+                parts.max(axis=0) if alone else mean,
+            ),
+            explanation=found.key,
+            elsewhere=tuple(POSITIONS[place] for place in large if place != found.position),
+            callers=tuple(place_text(*caller) for caller in at.callers) if at else (),
+            **self._measure(found.rows, mean),
+            **(self._place(found.rows, at.file, at.line, at.function) if at else {}),
+        )
 
+    def others(self, rows: Ints) -> tuple[list[tuple[Account, Ints]], float]:
+        """What no opportunity holds, by position, activity, package and function; and the residual.
 
-def _find_expression(
-    table: TimeTable, code: Ints, rows: Ints, file: str, line: int
-) -> tuple[str | None, float | None, Ints]:
-    """What of a line is most of what some rows do, its share of them, and its rows.
+        Work of the model that was never sampled is the residual: its position is known, no more.
+        """
+        table, tree = self.table, self.table.tree
+        sampled = table.activity[rows] != UNKNOWN
+        unseen = self.time.mean_of(table, rows[~sampled])
+        rows = rows[sampled]
+        frame = innermost_frame(tree)[table.stack[rows]]
+        names = sorted(set(table.packages))
+        package = np.array([*(names.index(name) for name in table.packages), -1])
+        keys = np.stack([
+            table.position[rows], table.activity[rows], package[tree.place[table.stack[rows]]],
+            functions_of(tree)[1][frame], table.needed[rows],
+        ])  # fmt: skip
+        _, group = np.unique(keys, axis=1, return_inverse=True)
+        small = np.bincount(group, table.ns[rows])[group] < SMALL_RATIO * float(table.ns.sum())
+        keys[2:4, small] = -1
+        _, group = np.unique(keys, axis=1, return_inverse=True)
+        found = []
+        for number in range(int(group.max(initial=-1)) + 1):
+            inside = np.flatnonzero(group == number)
+            own, key = rows[inside], keys[:, inside[0]]
+            mean = np.array([self.time.mean_of(table, own)])
+            at = {}
+            if key[3] >= 0:
+                seen = frame[inside] >= 0
+                most = np.bincount(frame[inside][seen], table.ns[own[seen]]).argmax()
+                at = self._place(own, *tree.frames[int(most)][:3])
+            account = Account(
+                ranks=(),
+                position=POSITIONS[key[0]],
+                activity=ACTIVITIES[key[1]],
+                package=names[key[2]] if key[2] >= 0 else None,
+                needed=bool(key[4]),
+                **self._measure(own, mean),
+                **at,
+            )
+            found.append((account, own))
+        return sorted(found, key=lambda one: -one[0].ns_per_step), unseen
 
-    None where that was not recorded; the rows of the line then, or all.
+    def _measure(self, rows: Ints, series: Floats) -> dict[str, Any]:
+        """What some rows take per step, exact, and where that lies by its series over steps."""
+        low, high = self.time.interval(self.table, rows, series)
+        mean = self.time.mean_of(self.table, rows)
+        return {"ns_per_step": mean, "low_ns": low, "high_ns": high}
 
-    Args:
-        table: The time table.
-        code: By stack: the frame of the job's that it is in, outside of comprehensions; -1: none.
-        rows: Of the table.
-        file: Of the line, as in the frames.
-        line: Its number.
-    """
-    frame, ns = code[table.stack[rows]], table.ns[rows]
-    seen = {at: table.tree.frames[at] for at in np.unique(frame[frame >= 0]).tolist()}
-    of_line = {at: own.expression for at, own in seen.items() if own[:2] == (file, line)}
-    if not of_line:
-        return None, None, rows
-    time = dict.fromkeys(of_line.values(), 0.0)
-    for at, name in of_line.items():
-        time[name] += float(ns[frame == at].sum())
-    most = max(time, key=lambda name: (name != "", time[name], name))
-    chosen = rows[np.isin(frame, [at for at, name in of_line.items() if not most or name == most])]
-    return (most, time[most] / max(float(ns.sum()), 1.0), chosen) if most else (None, None, chosen)
+    def _place(self, rows: Ints, file: str, line: int, function: str) -> dict[str, Any]:
+        """A line with what of it is most of what some rows do, and what that calls.
 
+        The expression is None where it was not recorded.
+        """
+        table, tree = self.table, self.table.tree
+        frame, ns = self.code[table.stack[rows]], table.ns[rows]
+        seen = {at: tree.frames[at] for at in np.unique(frame[frame >= 0]).tolist()}
+        of_line = {at: own.expression for at, own in seen.items() if own[:2] == (file, line)}
+        time = dict.fromkeys(of_line.values(), 0.0)
+        for at, name in of_line.items():
+            time[name] += float(ns[frame == at].sum())
+        most = max(time, key=lambda name: (name != "", time[name], name), default=None)
+        inside = [at for at, name in of_line.items() if not most or name == most]
+        inner = rows[np.isin(frame, inside)] if of_line else rows
+        return {
+            "file": file, "line": line, "function": function, "expression": most or None,
+            "expression_ratio": time[most] / max(float(ns.sum()), 1.0) if most else None,
+            "callees": common_callees(tree, table.stack[inner], table.ns[inner]),
+        }  # fmt: skip
 
-def _package(table: TimeTable, rows: Ints) -> str | None:
-    ns: dict[str, float] = {}
-    for name, part in zip(table.take(rows).package, table.ns[rows].tolist(), strict=True):
-        if name is not None:
-            ns[name] = ns.get(name, 0.0) + part
-    return max(ns, key=lambda name: (ns[name], name)) if ns else None
-
-
-def _other_accounts(
-    table: TimeTable, code: Ints, time: JobTime, rows: Ints
-) -> tuple[list[tuple[Account, Ints]], float]:
-    """What no opportunity holds, by position, activity, package and function; and the residual.
-
-    Work of the model that was never sampled is the residual: its position is known, and no more.
-    """
-    sampled = table.activity[rows] != UNKNOWN
-    unseen = time.mean_of(table, rows[~sampled])
-    rows = rows[sampled]
-    tree = table.tree
-    frame = innermost_frame(tree)[table.stack[rows]]
-    function = functions_of(tree)[1][frame]
-    names = sorted(set(table.packages))
-    package = np.array([*(names.index(name) for name in table.packages), -1])
-    keys = np.stack([
-        table.position[rows], table.activity[rows], package[tree.place[table.stack[rows]]],
-        function, table.needed[rows],
-    ])  # fmt: skip
-    total = float(table.ns.sum())
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    small = np.bincount(group, table.ns[rows])[group] < SMALL_RATIO * total
-    keys[2:4, small] = -1
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    found = []
-    for number in range(int(group.max(initial=-1)) + 1):
-        own = np.flatnonzero(group == number)
-        account = _plain_account(table, code, time, rows[own], keys[:, own[0]], names, frame[own])
-        found.append((account, rows[own]))
-    return sorted(found, key=lambda one: -one[0].ns_per_step), unseen
-
-
-def _plain_account(
-    table: TimeTable,
-    code: Ints,
-    time: JobTime,
-    rows: Ints,
-    key: Ints,
-    names: Sequence[str],
-    frame: Ints,
-) -> Account:
-    mean = time.mean_of(table, rows)
-    low, high = time.interval(table, rows, np.array([mean]))
-    named = key[3] >= 0
-    at, expression, ratio, inside = None, None, None, rows
-    if named:
-        at = table.tree.frames[
-            int(np.bincount(frame[frame >= 0], table.ns[rows[frame >= 0]]).argmax())
-        ]
-        expression, ratio, inside = _find_expression(table, code, rows, at.file, at.line)
-    return Account(
-        ranks=(),
-        position=POSITIONS[key[0]],
-        activity=ACTIVITIES[key[1]],
-        package=names[key[2]] if key[2] >= 0 else None,
-        file=at.file if at else None,
-        line=at.line if at else None,
-        function=at.function if at else None,
-        expression=expression,
-        expression_ratio=ratio,
-        callees=common_callees(table.tree, table.stack[inside], table.ns[inside]) if at else (),
-        ns_per_step=mean,
-        low_ns=low,
-        high_ns=high,
-        needed=bool(key[4]),
-    )
+    def _package(self, rows: Ints) -> str | None:
+        ns: dict[str, float] = {}
+        names = self.table.take(rows).package
+        for name, part in zip(names, self.table.ns[rows].tolist(), strict=True):
+            if name is not None:
+                ns[name] = ns.get(name, 0.0) + part
+        return max(ns, key=lambda name: (ns[name], name)) if ns else None

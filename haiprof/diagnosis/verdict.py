@@ -122,6 +122,11 @@ class Finding:
     """Whether a change removes it; else it is a fact, however large."""
 
     @property
+    def is_priced(self) -> bool:
+        """Whether it costs a known share of some phases."""
+        return bool(self.lost_ratio and self.phases)
+
+    @property
     def numbers(self) -> tuple[Evidence, ...]:
         """Its evidence as people see it: without times of what never happened, below 1 ns."""
         return tuple(

@@ -66,7 +66,7 @@ class FakeRun:
 
     def cells(self, rank: int, attempt: int) -> Cells:
         step = np.arange(self.position_times(rank, attempt)[0].shape[1])
-        return Cells(step=step, count=np.ones_like(step))
+        return Cells(step=step, count=np.ones_like(step), column=step)
 
     def phases(self) -> pl.DataFrame:
         return pl.DataFrame(self.span_rows, schema=PHASE_SCHEMA)
