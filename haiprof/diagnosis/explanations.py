@@ -132,25 +132,23 @@ def _waits_for_loader(question: Question) -> Finding:
         starved = starvation(inputs)
         theirs = lost_to_waiting(inputs) >= min(question.share, 1.0) / 2
         if starved is not None and starved.rule == "busy_neighbours" and theirs:
-            return Finding(
-                rule="busy_neighbours",
-                title="other processes use the CPUs: training waits for loader workers, "
-                f"{question.amount}",
-                remedy=starved.remedy,
-                evidence=starved.evidence,
-                code_lines=lines,
+            title = (
+                "other processes use the CPUs: training waits for loader workers, "
+                f"{question.amount}"
             )
-    return Finding(
-        rule="dataloader_bound",
-        cause=why.rule if why else None,
-        title=f"{question.bound}training waits for batches, {question.amount}"
-        + (f", {why.title}" if why else ""),
-        remedy=why.remedy
-        if why
-        else "give the DataLoader workers (num_workers, persistent_workers=True), or do less per "
+            return replace(starved, title=title, code_lines=lines)
+    why = why or Finding(
+        title="",
+        remedy="give the DataLoader workers (num_workers, persistent_workers=True), or do less per "
         "sample",
-        evidence=why.evidence if why else (),
-        missing=why.missing if why else ("how the loader was made, its CPU use",),
+        missing=("how the loader was made, its CPU use",),
+    )
+    return replace(
+        why,
+        rule=SLUGS["input"],
+        cause=why.rule or None,
+        title=f"{question.bound}training waits for batches, {question.amount}"
+        + (f", {why.title}" if why.title else ""),
         code_lines=lines,
     )
 
@@ -160,18 +158,18 @@ def _input(question: Question) -> Finding:
     inputs, account = question.inputs, question.account
     if account.activity == _UNKNOWN:  # nobody saw who makes it
         return _waits_for_loader(question)
+    found = Finding(rule=SLUGS["input"], cause="receiving", title="", remedy="")
     if any(WORKER_START in name for name in account.callees):
-        return Finding(
-            rule="dataloader_bound",
+        return replace(
+            found,
             cause="worker_start",
             title=f"starting the DataLoader's workers, {question.amount}, {account.paid}",
             remedy="keep the workers alive between epochs: DataLoader(..., "
             "persistent_workers=True); or fewer workers, or longer epochs (a sampler that repeats)",
         )
     if any(WORKER_LOADER in name for name in account.callees):
-        return Finding(
-            rule="dataloader_bound",
-            cause="receiving",
+        return replace(
+            found,
             title="the training thread takes batches over from the DataLoader's workers, "
             f"{question.amount}",
             remedy="hand over fewer and larger tensors: one stacked tensor in place of a list, "
@@ -181,9 +179,8 @@ def _input(question: Question) -> Finding:
     why = loader_cause(inputs)
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
     if told is None and min(inputs.last_attempts.loader_workers.values(), default=0) > 0:
-        return Finding(
-            rule="dataloader_bound",
-            cause="receiving",
+        return replace(
+            found,
             title="what the training thread itself does to get a batch, beside the DataLoader's "
             f"workers: {question.amount}{_code_text(account)}",
             remedy=_OF_TRAINER
@@ -193,18 +190,20 @@ def _input(question: Question) -> Finding:
         )
     waits = account.activity.startswith("wait")
     is_its = why is not None and (why.rule == "cores_full" or (why.rule == "storage") == waits)
-    known = why if is_its else told
-    return Finding(
-        rule="dataloader_bound",
-        cause=known.rule if known else "storage" if waits else "no_workers",
-        title=f"{question.bound}batches are made on the training thread, {question.amount}"
-        + (f", {told.title}" if told else f"{_code_text(account)}"),
-        remedy=known.remedy
-        if known
-        else "load batches in worker processes: DataLoader(..., num_workers=1, "
+    known = (why if is_its else told) or Finding(
+        rule="storage" if waits else "no_workers",
+        title="",
+        remedy="load batches in worker processes: DataLoader(..., num_workers=1, "
         "persistent_workers=True), or more where there are cores; or do less per sample: decode "
         "and tokenize once, ahead of training",
-        evidence=known.evidence if known else (),
+    )
+    return replace(
+        found,
+        cause=known.rule,
+        title=f"{question.bound}batches are made on the training thread, {question.amount}"
+        + (f", {told.title}" if told else f"{_code_text(account)}"),
+        remedy=known.remedy,
+        evidence=known.evidence,
     )
 
 
@@ -231,21 +230,16 @@ def _interpreter_lock(question: Question) -> Finding:
 
 def _no_core(question: Question) -> Finding:
     starved = starvation(question.inputs)
-    if starved is None:
-        return Finding(
-            rule="no_core",
-            title=f"the training thread was ready to run but had no CPU core, {question.amount}",
-            remedy="see what else runs on these cores (top), or run fewer threads and workers "
-            "(OMP_NUM_THREADS, DataLoader num_workers)",
-            missing=("who had the cores meanwhile",),
-            is_choice=False,
-        )
+    if starved is not None:
+        title = f"{starved.title}: the training thread waits for a CPU core, {question.amount}"
+        return replace(starved, title=title)
     return Finding(
-        rule=starved.rule,
-        title=f"{starved.title}: the training thread waits for a CPU core, {question.amount}",
-        remedy=starved.remedy,
-        evidence=starved.evidence,
-        is_choice=starved.is_choice,
+        rule="no_core",
+        title=f"the training thread was ready to run but had no CPU core, {question.amount}",
+        remedy="see what else runs on these cores (top), or run fewer threads and workers "
+        "(OMP_NUM_THREADS, DataLoader num_workers)",
+        missing=("who had the cores meanwhile",),
+        is_choice=False,
     )
 
 
@@ -298,18 +292,6 @@ def _link(question: Question) -> Finding:
     )
 
 
-def _peers(question: Question) -> Finding:
-    return Finding(
-        rule="data_imbalance",
-        title="uneven work: the slowest rank, a different one in each step, makes the others "
-        f"wait, {question.amount}",
-        remedy="give all ranks batches of equal cost: group samples by length and distribute each "
-        "group over all ranks (length-bucketing sampler), cap tokens per batch in place of "
-        "samples, or "
-        "pack sequences",
-    )
-
-
 def stragglers(question: Question, extra_ns: float) -> Finding:
     """Some ranks need longer than the others for the same work."""
     inputs, account = question.inputs, question.account
@@ -330,17 +312,6 @@ def stragglers(question: Question, extra_ns: float) -> Finding:
         f"CPU affinity{gpu}; the others wait for {'them' if several else 'it'} in their "
         "collectives",
         evidence=state.evidence if state else (),
-    )
-
-
-def _recomputation(question: Question) -> Finding:
-    return Finding(
-        rule=RECOMPUTED,
-        title="activation checkpointing runs forward again inside backward, "
-        f"{question.amount}{_code_text(question.account)}",
-        remedy="where memory allows, checkpoint fewer layers (every second one), keep what is "
-        "expensive to compute (torch.utils.checkpoint.create_selective_checkpoint_contexts), or "
-        "remove the checkpointing",
     )
 
 
@@ -373,16 +344,16 @@ def _checkpoint(question: Question) -> Finding:
     )
 
 
-def _compile(question: Question) -> Finding:
-    at = question.account.code_place
-    return Finding(
-        rule="recompiles",
-        title=f"torch.compile compiles {f'what {at} calls ' if at else ''}while the job trains, "
-        f"{question.amount}, {question.account.paid}",
-        remedy="TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
-        "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
-        "Python number or object that changes each step: make it a tensor",
-    )
+def _fixed(rule: str, title: str, remedy: str) -> Callable[[Question], Finding]:
+    """An explanation that needs no more than the account; its title has fields of it."""
+
+    def said(question: Question) -> Finding:
+        account, at = question.account, question.account.code_place
+        fields = {"amount": question.amount, "paid": account.paid, "code": _code_text(account),
+                  "called": f"what {at} calls " if at else ""}  # fmt: skip
+        return Finding(rule=rule, title=title.format(**fields), remedy=remedy)
+
+    return said
 
 
 _DO = {
@@ -477,19 +448,38 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Finding]] = {
     "no core": _no_core,
     "garbage collection": _collections,
     "wait: link": _link,
-    "wait: peer": _peers,
+    "wait: peer": _fixed(
+        "data_imbalance",
+        "uneven work: the slowest rank, a different one in each step, makes the others wait, "
+        "{amount}",
+        "give all ranks batches of equal cost: group samples by length and distribute each "
+        "group over all ranks (length-bucketing sampler), cap tokens per batch in place of "
+        "samples, or pack sequences",
+    ),
 }
 _EVALUATED = ("wait: loader", "evaluation")
 """Batches of an evaluation are its own."""
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
-    RECOMPUTED: _recomputation,
+    RECOMPUTED: _fixed(
+        RECOMPUTED,
+        "activation checkpointing runs forward again inside backward, {amount}{code}",
+        "where memory allows, checkpoint fewer layers (every second one), keep what is "
+        "expensive to compute (torch.utils.checkpoint.create_selective_checkpoint_contexts), or "
+        "remove the checkpointing",
+    ),
 }
 _BY_POSITION: dict[str, Callable[[Question], Finding]] = {
     "input": _input,
     "evaluation": _evaluation,
     "checkpoint": _checkpoint,
-    "compile": _compile,
+    "compile": _fixed(
+        "recompiles",
+        "torch.compile compiles {called}while the job trains, {amount}, {paid}",
+        "TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
+        "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
+        "Python number or object that changes each step: make it a tensor",
+    ),
 }
 
 

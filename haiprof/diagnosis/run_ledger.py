@@ -161,7 +161,8 @@ def run_ledger(
         steps, analyzer.position_times, analyzer.used_positions(), peers,
         known if len(known) == len(steps) else None, _device_use(inputs),
     )  # fmt: skip
-    chosen = _sampled_ranks(time) | (set(also) & set(time.ranks))
+    apart = max(len(time.ranks) // (SAMPLED_RANKS - 1), 1)
+    chosen = {time.slowest, *time.ranks[::apart], *set(also).intersection(time.ranks)}
     samples = analyzer.code_samples(chosen)
     parts = [_rank_samples(analyzer, rank, steps[rank], time, inputs) for rank in sorted(chosen)]
     table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
@@ -398,11 +399,6 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
         return False
     alike = np.corrcoef(varied)[np.triu_indices(len(varied), k=1)]
     return float(np.median(alike)) < SAME_WORK_CORRELATION
-
-
-def _sampled_ranks(time: JobTime) -> set[int]:
-    world = time.ranks
-    return {time.slowest, *world[:: max(len(world) // (SAMPLED_RANKS - 1), 1)]}
 
 
 def _rank_samples(

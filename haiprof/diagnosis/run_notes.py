@@ -286,7 +286,11 @@ def _attempt_lines(spans: pl.DataFrame) -> Iterator[str]:
     for (rank,), rows in spans.group_by("rank", maintain_order=True):
         if rows.height < 2:
             continue
-        counts = _list_attempts(rows["len"].to_list())
+        counts = rows["len"].to_list()
+        shown = [f"{count:,}" for count in counts[:_NAMED]]
+        more = len(counts) - _NAMED
+        shown += [f"{more} more"] if more > 0 else []
+        counts = ", ".join(shown[:-1]) + f" and {shown[-1]}"
         last = rows["attempt"][-1]
         if _side_by_side(rows):
             yield (
@@ -310,10 +314,3 @@ def _side_by_side(rows: pl.DataFrame) -> bool:
         > _SIDE_BY_SIDE_RATIO * max(min(one[1] - one[0], other[1] - other[0]), 1)
         for one, other in pairwise(spans)
     )
-
-
-def _list_attempts(counts: Sequence[int]) -> str:
-    shown = [f"{count:,}" for count in counts[:_NAMED]]
-    more = len(counts) - _NAMED
-    shown += [f"{more} more"] if more > 0 else []
-    return ", ".join(shown[:-1]) + f" and {shown[-1]}"

@@ -49,7 +49,12 @@ def slow_part(analyzer: RunFrames, layout: Layout | None, found: RunLedger) -> F
         return None
     known = set(np.unique(found.samples.rank).tolist())
     samples = found.samples if known >= set(ranks) else analyzer.code_samples(ranks)
-    waits = _waits(samples)
+    # Per sample: whether the thread was in torch.distributed, or waited for a handle of it.
+    frames = [
+        "/torch/distributed/" in frame.file or frame.expression.endswith(".wait()")
+        for frame in samples.tree.frames
+    ]
+    waits = samples.tree.holds(np.array([*frames, False]))[samples.stack]
     own = _own_times(analyzer, found, ranks, samples, waits)
     if own is None:
         return None
@@ -68,7 +73,8 @@ def slow_part(analyzer: RunFrames, layout: Layout | None, found: RunLedger) -> F
     machines = {hosts[rank] for rank in part.ranks if rank in hosts and part.kind == MACHINE}
     return Finding(
         rule=RULE,
-        title=_title(layout, part, extra),
+        title=f"{layout.names(part.ranks)} holds the job up: its ranks need "
+        f"{duration_text(extra)} longer per step than the others",
         evidence=evidence_rows(
             ("own time of a step there", its_own, "ns"),
             ("of the other ranks", usual, "ns"),
@@ -87,23 +93,6 @@ def slow_part(analyzer: RunFrames, layout: Layout | None, found: RunLedger) -> F
             min(its_own / mean_ns, 1.0),
         ),
     )  # fmt: skip
-
-
-def _title(layout: Layout, part: Part, extra_ns: float) -> str:
-    return (
-        f"{layout.names(part.ranks)} holds the job up: its ranks need {duration_text(extra_ns)} "
-        "longer per step than the others"
-    )
-
-
-def _waits(samples: CodeSamples) -> Bools:
-    """Per sample: whether the thread was in torch.distributed, or waited for a handle of it."""
-    frames = [
-        "/torch/distributed/" in frame.file or frame.expression.endswith(".wait()")
-        for frame in samples.tree.frames
-    ]
-    waiting: Bools = samples.tree.holds(np.array([*frames, False]))[samples.stack]
-    return waiting
 
 
 def _own_times(

@@ -57,7 +57,17 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     analyzer (torch.distributed.flight_recorder.components).
     """
     found = []
-    rows = _with_members(collectives.filter(~pl.col("p2p")))
+    rows = collectives.filter(~pl.col("p2p"))
+    # With `member`: the place of a collective among those of its rank with one sequence number.
+    own = ["rank", "group"]
+    rows = rows.with_columns(
+        pl.int_range(pl.len()).over(*own, "sequence").alias("member"),
+        pl.len().over(*own, "sequence").alias("member_count"),
+        (pl.col("sequence") == pl.col("sequence").min().over(own)).alias("oldest"),
+    )
+    cut = pl.col("oldest") & (pl.col("sequence") > 1)
+    unknown = cut.any() & (pl.col("member_count") > 1).any()
+    rows = rows.filter(~unknown.over("group", "sequence"))
     for (group,), part in rows.group_by("group", maintain_order=True):
         for what in ("kind", "element_count", "dtype"):
             of_interest = part.drop_nulls(what)  # a scatter has inputs on its root alone
@@ -85,23 +95,6 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
             )
             break
     return found
-
-
-def _with_members(rows: pl.DataFrame) -> pl.DataFrame:
-    """With `member`: the place of a collective among those of its rank with one sequence number.
-
-    Collectives that NCCL runs as one (coalesced ones, an all_gather of uneven tensors) share a
-    number. Where a rank's ring begins within them their places are not known: left out.
-    """
-    own = ["rank", "group"]
-    rows = rows.with_columns(
-        pl.int_range(pl.len()).over(*own, "sequence").alias("member"),
-        pl.len().over(*own, "sequence").alias("member_count"),
-        (pl.col("sequence") == pl.col("sequence").min().over(own)).alias("oldest"),
-    )
-    cut = pl.col("oldest") & (pl.col("sequence") > 1)
-    unknown = cut.any() & (pl.col("member_count") > 1).any()
-    return rows.filter(~unknown.over("group", "sequence"))
 
 
 MIN_MATCHES = 8
@@ -264,7 +257,11 @@ def _rows(group: Arrivals, starts_of: Mapping[int, Ints]) -> list[tuple[object, 
     created = group.created_ns
     middle = np.sort(created, axis=0)[(len(created) - 1) // 2]
     late = np.maximum(created - middle, 0)
-    begins = np.flatnonzero(np.diff(_segments(created), prepend=-1))
+    # [collective]: a number that grows where all ranks have waited for each other.
+    waited = created.min(axis=0)[1:] >= created.max(axis=0)[:-1]
+    begins = np.flatnonzero(
+        np.diff(np.concatenate([[0], np.cumsum(waited)]).astype(np.int64), prepend=-1)
+    )
     largest = np.maximum.reduceat(late, begins, axis=1)
     last = created == created.max(axis=0)
     alone = last & (last.sum(axis=0) == 1)
@@ -281,12 +278,6 @@ def _rows(group: Arrivals, starts_of: Mapping[int, Ints]) -> list[tuple[object, 
             str(names[int(sums.argmax())]),
         ))  # fmt: skip
     return rows
-
-
-def _segments(created: Ints) -> Ints:
-    """[collective]: a number that grows where all ranks have waited for each other."""
-    waited = created.min(axis=0)[1:] >= created.max(axis=0)[:-1]
-    return np.concatenate([[0], np.cumsum(waited)]).astype(np.int64)
 
 
 def _by_step(starts: Ints, created: Ints, late: Ints) -> Ints:

@@ -81,7 +81,10 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
         at = slice(start, end)
         for column in table.metrics:
             values = samples.column(column.name)[at]
-            known = _is_known(values, column)
+            # Where there is a value; a count below 0 is damage.
+            whole = values.dtype.kind == "i"
+            known: npt.NDArray[np.bool_] = values != NULL_I64 if whole else np.isfinite(values)
+            known = known & (values >= 0) if counter_end(column.kind) is not None else known
             if not known.any():
                 continue
             time_ns = samples.time_ns[at][known] + offset_ns
@@ -97,13 +100,6 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
                 values=values[known],
                 start_ns=_starts(time_ns, values[known]),
             )
-
-
-def _is_known(values: npt.NDArray[Any], column: Column) -> npt.NDArray[np.bool_]:
-    """Where there is a value; a count below 0 is damage."""
-    whole = values.dtype.kind == "i"
-    known: npt.NDArray[np.bool_] = values != NULL_I64 if whole else np.isfinite(values)
-    return known & (values >= 0) if counter_end(column.kind) is not None else known
 
 
 def _starts(time_ns: Ints, values: npt.NDArray[Any]) -> Ints:
@@ -298,30 +294,32 @@ def read_export(path: Path) -> _Export:
     """Reads the tables of an export that GPU metrics are in."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            return _read(path, database)
+            start = database.execute(
+                "SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME"
+            ).fetchone()
+            epoch_ns = integer(start[0]) if start else None
+            if epoch_ns is None or not 0 < epoch_ns < _TIME_LIMIT_NS:
+                raise RunFormatError(f"{path}: says no Unix time of its start")
+            names = database.execute(
+                "SELECT typeId, metricId, metricName FROM TARGET_INFO_GPU_METRICS"
+            )
+            metrics = {
+                (kind, metric): METRICS[bare]
+                for kind, metric, name in names
+                if isinstance(name, str) and (bare := name.removesuffix(_EVERY_RATIO)) in METRICS
+            }
+            ids = ",".join(str(int(metric)) for metric in sorted({metric for _, metric in metrics}))
+            rows = database.execute(
+                "SELECT timestamp, typeId, metricId, value FROM GPU_METRICS "
+                f"WHERE metricId IN ({ids}) AND value BETWEEN 0 AND 100 "
+                f"AND timestamp BETWEEN 0 AND {_TIME_LIMIT_NS}"
+            )
+            samples = np.fromiter(rows, dtype=_SAMPLE)
+            return _Export(
+                epoch_ns=epoch_ns, metrics=metrics, gpus=_identities(database), samples=samples
+            )
     except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
         raise RunFormatError(f"{path}: not an export of GPU metrics by nsys: {error}") from None
-
-
-def _read(path: Path, database: sqlite3.Connection) -> _Export:
-    start = database.execute("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME").fetchone()
-    epoch_ns = integer(start[0]) if start else None
-    if epoch_ns is None or not 0 < epoch_ns < _TIME_LIMIT_NS:
-        raise RunFormatError(f"{path}: says no Unix time of its start")
-    names = database.execute("SELECT typeId, metricId, metricName FROM TARGET_INFO_GPU_METRICS")
-    metrics = {
-        (kind, metric): METRICS[bare]
-        for kind, metric, name in names
-        if isinstance(name, str) and (bare := name.removesuffix(_EVERY_RATIO)) in METRICS
-    }
-    ids = ",".join(str(int(metric)) for metric in sorted({metric for _, metric in metrics}))
-    rows = database.execute(
-        "SELECT timestamp, typeId, metricId, value FROM GPU_METRICS "
-        f"WHERE metricId IN ({ids}) AND value BETWEEN 0 AND 100 "
-        f"AND timestamp BETWEEN 0 AND {_TIME_LIMIT_NS}"
-    )
-    samples = np.fromiter(rows, dtype=_SAMPLE)
-    return _Export(epoch_ns=epoch_ns, metrics=metrics, gpus=_identities(database), samples=samples)
 
 
 def _identities(database: sqlite3.Connection) -> dict[int, tuple[str, str]]:

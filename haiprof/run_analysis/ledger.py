@@ -588,7 +588,8 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     by_frame = np.array([*(_frame_activity(f, p, uses_gpu=uses_gpu) for f, p in pairs), UNKNOWN])
     place = tree.place
     found = by_frame[place][samples.stack]
-    waits = _wait_table()[samples.wait]
+    # By code of a sample's `wait`: its activity; -1 where it waited for nothing, or is unknown.
+    waits = np.array([*(_WAIT_OF_NAME.get(name, -1) for name in WAITS), -1])[samples.wait]
     ready = samples.wait == WAITS.index("none")
     found = np.where(ready & np.isin(found, _SEEN_IN_CODE), NATIVE, found)
     held = samples.lock_wait == LOCK_HELD
@@ -620,8 +621,3 @@ def _frame_activity(frame: Frame, package: str, *, uses_gpu: bool) -> int:
             if frame.file.endswith(end):
                 return wait
     return OPERATORS if package == "torch" else NATIVE
-
-
-def _wait_table() -> Ints:
-    """By code of a sample's `wait`: its activity; -1 where it waited for nothing, or is unknown."""
-    return np.array([*(_WAIT_OF_NAME.get(name, -1) for name in WAITS), -1])

@@ -94,11 +94,14 @@ def nest(spans: Spans) -> Nested:
         row = np.cumsum(keep) - 1
         line, top, parent = line.take(keep), row[top[keep]], parent[keep]
         parent = np.where(parent < 0, -1, row[parent])
+    own = line.end_ns - line.start_ns
+    inner = np.flatnonzero(parent >= 0)
+    np.subtract.at(own, parent[inner], own[inner])
     return Nested(
         spans=line,
         parent=parent,
         top=top,
-        self_ns=_own_time(line, parent),
+        self_ns=own,
         overlapping_count=overlapping,
     )
 
@@ -186,10 +189,3 @@ def _inherit(kind: Codes, depth: Ints, parent: Ints) -> tuple[Ints, Bools]:
         top[inner] = top[outer]
         swallowed[inner] = swallowed[outer] | _SWALLOWS[kind[outer], kind[inner]]
     return top, swallowed
-
-
-def _own_time(line: Spans, parent: Ints) -> Ints:
-    own = line.end_ns - line.start_ns
-    inner = np.flatnonzero(parent >= 0)
-    np.subtract.at(own, parent[inner], own[inner])
-    return own

@@ -111,7 +111,16 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
             row["eval_compile_ns"] = total(intersection(union(*evaluated), compiled))
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
         row.update(_cost(files, segments))
-    row.update(_recording(files, segments))
+    offset = files.clock_offset_ns if segments is None else segments.wall_offset_ns
+    marks: dict[str, object] = {}
+    for name in ("record_start", "record_end"):
+        lines = files.of_type(name)
+        line = lines[0 if name == "record_start" else -1] if lines else {}
+        time = integer(line.get("time_ns"))
+        known = time is not None and offset is not None
+        marks[f"{name}_ns"] = integer((time or 0) + (offset or 0)) if known else None
+        marks["recording_ended"] = text(line.get("reason"))
+    row.update(marks)
     row["notes"] = list(_rank_notes(files, segments))
     return row
 
@@ -171,19 +180,6 @@ def pauses_sum(rank: RankSegments) -> tuple[int, int, int]:
 
 def _folded_fact(rank: RankSegments, name: str) -> int:
     return 0 if rank.folded is None else rank.folded.fact(name)
-
-
-def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
-    offset = files.clock_offset_ns if segments is None else segments.wall_offset_ns
-    marks: dict[str, object] = {}
-    for name in ("record_start", "record_end"):
-        lines = files.of_type(name)
-        line = lines[0 if name == "record_start" else -1] if lines else {}
-        time = integer(line.get("time_ns"))
-        known = time is not None and offset is not None
-        marks[f"{name}_ns"] = integer((time or 0) + (offset or 0)) if known else None
-        marks["recording_ended"] = text(line.get("reason"))
-    return marks
 
 
 def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from haiprof.run_analysis.run_files import (
-    NodeFiles,
     RankFiles,
     RunFiles,
     counts,
@@ -292,17 +291,29 @@ def placements(run: RunFiles) -> dict[int, Placement]:
     }
     found = {}
     for rank_number, rank in run.last_attempts().items():
-        host = _host(rank, run.nodes)
+        # As the rank names it; of a run with one node that one, whatever it is called.
+        hosts = [node.host for node in run.nodes]
+        host = hosts[0] if len(hosts) == 1 else text(rank.report.get("host")) or ""
         line = lines.get((host, *_key(rank.report)))
         if line is not None:
-            found[rank_number] = _placement(rank_number, host, line)
+            adapters = objects(line.get("nics"))
+            named = ((text(each.get("name")), _node(each.get("node"))) for each in adapters)
+            nodes = (_node(value) for value in entries(line.get("cpu_nodes")))
+            held = mapping(line.get("memory_nodes"))
+            pages = ((_decimal(name), integer(count)) for name, count in held.items())
+            found[rank_number] = Placement(
+                rank=rank_number,
+                host=host,
+                allowed_cpus=cpu_list(line.get("allowed_cpus")),
+                cpu_nodes=tuple(sorted({node for node in nodes if node is not None})),
+                memory_pages={
+                    n: count for n, count in pages if n is not None and count and count > 0
+                },
+                thread_count=integer(line.get("thread_count")),
+                gpu_node=_node(line.get("gpu_node")),
+                adapters=tuple((name, node) for name, node in named if name and node is not None),
+            )
     return found
-
-
-def _host(rank: RankFiles, nodes: Iterable[NodeFiles]) -> str:
-    """As the rank names it; of a run with one node that one, whatever it is called."""
-    hosts = [node.host for node in nodes]
-    return hosts[0] if len(hosts) == 1 else text(rank.report.get("host")) or ""
 
 
 def _key(content: Mapping[str, Any]) -> tuple[int, ...]:
@@ -310,24 +321,6 @@ def _key(content: Mapping[str, Any]) -> tuple[int, ...]:
     found = [integer(content.get(name)) for name in _KEYS]
     numbers = tuple(value for value in found if value is not None)
     return numbers if len(numbers) == len(_KEYS) else ()
-
-
-def _placement(rank: int, host: str, line: Mapping[str, Any]) -> Placement:
-    adapters = objects(line.get("nics"))
-    named = ((text(each.get("name")), _node(each.get("node"))) for each in adapters)
-    nodes = (_node(value) for value in entries(line.get("cpu_nodes")))
-    held = mapping(line.get("memory_nodes"))
-    pages = ((_decimal(name), integer(count)) for name, count in held.items())
-    return Placement(
-        rank=rank,
-        host=host,
-        allowed_cpus=cpu_list(line.get("allowed_cpus")),
-        cpu_nodes=tuple(sorted({node for node in nodes if node is not None})),
-        memory_pages={n: count for n, count in pages if n is not None and count and count > 0},
-        thread_count=integer(line.get("thread_count")),
-        gpu_node=_node(line.get("gpu_node")),
-        adapters=tuple((name, node) for name, node in named if name and node is not None),
-    )
 
 
 def cpu_list(value: object) -> frozenset[int] | None:

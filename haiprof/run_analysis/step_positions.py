@@ -125,7 +125,12 @@ def step_positions(
     in_step = start < steps.end_ns[period]
     around, searched = _around_closures(found, row, major)
     major = np.where(around & ~searched, _NONE, major)  # it has the position that its code gives it
-    position = np.where(major < _NONE, _OF_PHASE[major], _gaps(major, period, in_step))
+    # Positions of what lies between spans, by the spans before and after it in the same step.
+    before, after = _neighbours((major < _NONE) & in_step)
+    kinds, periods = np.append(major, _NONE), np.append(period, -1)
+    of_before = np.where(periods[before] == period, kinds[before], _NONE)
+    of_after = np.where(periods[after] == period, kinds[after], _NONE)
+    position = np.where(major < _NONE, _OF_PHASE[major], _GAPS[of_before, of_after])
     position = np.where(in_step, position, BETWEEN_STEPS)
     position = np.where(is_inside_any(saves.start_ns, saves.end_ns, start), CHECKPOINT, position)
     position = np.where(evaluated, EVALUATION, position)
@@ -166,15 +171,6 @@ def _neighbours(mark: Bools) -> tuple[Ints, Ints]:
     before = np.maximum.accumulate(np.where(mark, places, -1))
     after = np.minimum.accumulate(np.where(mark, places, len(mark))[::-1])[::-1]
     return before, after
-
-
-def _gaps(major: Ints, period: Ints, in_step: Bools) -> Ints:
-    """Positions of what lies between spans, by the spans before and after it in the same step."""
-    before, after = _neighbours((major < _NONE) & in_step)
-    kinds, periods = np.append(major, _NONE), np.append(period, -1)
-    of_before = np.where(periods[before] == period, kinds[before], _NONE)
-    of_after = np.where(periods[after] == period, kinds[after], _NONE)
-    return _GAPS[of_before, of_after]
 
 
 def _around_closures(found: Segmentation, row: Ints, major: Ints) -> tuple[Bools, Bools]:
