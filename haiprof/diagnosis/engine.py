@@ -13,13 +13,7 @@ import polars as pl
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import ratio_text, visible
-from haiprof.diagnosis.explanations import (
-    Question,
-    account_line,
-    code_lines,
-    explain,
-    stragglers,
-)
+from haiprof.diagnosis.explanations import Question, account_line, code_lines, explain, stragglers
 from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
 from haiprof.diagnosis.named_nodes import failed_before
 from haiprof.diagnosis.restart_advice import restart_advice
@@ -301,11 +295,9 @@ def _headline(
 
 
 def _calls_of_operators(found: RunLedger) -> str:
-    """Where the model's own lines call operators so small that calling them takes as long.
-
-    While it calls an operator a thread holds the interpreter lock: of operators that take a
-    microsecond for a third of the time (`haiprof.run_analysis.ledger`).
-    """
+    """Where the model's own lines call operators so small that calling them takes as long."""
+    # While it calls an operator a thread holds the interpreter lock: of operators that take a
+    # microsecond for a third of the time (`haiprof.run_analysis.ledger`).
     for account, rows in zip(found.ledger.accounts, found.rows, strict=True):
         of_model = account.needed and account.position in ("forward", "loss")
         if not of_model or account.package != JOB or account.file is None:
@@ -373,10 +365,8 @@ def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]
 
 
 def _events(pauses: pl.DataFrame, folded: Sequence[tuple[int, int, int]]) -> dict[str, Events]:
-    """Collector pauses and checkpoint saves, where there were any.
-
-    `folded`, of other collector pauses: how many, their sum and the longest.
-    """
+    """Collector pauses and checkpoint saves, where there were any."""
+    # `folded`, of other collector pauses: how many, their sum and the longest.
     found = {}
     for phase in (GC_PHASE, SAVE_PHASE):
         own = pauses.filter(pl.col("phase") == phase)["duration_ns"]

@@ -33,13 +33,7 @@ from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.trace_analysis.device_time import Steps
 from haiprof.trace_analysis.function_patterns import NO_GPU
-from haiprof.trace_analysis.kernel_names import (
-    COMMUNICATION,
-    GPU_COMPUTE,
-    MEMORY,
-    PYTHON,
-    RUNTIME,
-)
+from haiprof.trace_analysis.kernel_names import COMMUNICATION, GPU_COMPUTE, MEMORY, PYTHON, RUNTIME
 from haiprof.trace_analysis.pattern_gathering import COUNTERS_SCHEMA, function_counters
 
 if TYPE_CHECKING:
@@ -93,12 +87,10 @@ def _python_line(name: str, rows: pl.DataFrame, far: list[int]) -> str:
 
 
 def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
-    """Functions of the host while no GPU event runs; a rank without the function counts as 0.
-
-    Calls of the CUDA or HIP runtime and driver, or Python functions and operators by call stack
-    (`root|...|leaf`). Source: PerfTracker (seed 001), CUDA Runtime and Python functions, where
-    operators are part of a stack, too.
-    """
+    """Functions of the host while no GPU event runs; a rank without the function counts as 0."""
+    # Calls of the CUDA or HIP runtime and driver, or Python functions and operators by call stack
+    # (`root|...|leaf`). Source: PerfTracker (seed 001), CUDA Runtime and Python functions, where
+    # operators are part of a stack, too.
     functions = patterns.functions.filter(pl.col("kind") == kind)
     abnormal = _abnormal_host(functions)
     missing, line, title, nothing = list(too_few_ranks(patterns)), _runtime_line, "", _NO_RUNTIME
@@ -134,12 +126,10 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
 
 
 def _abnormal_host(functions: pl.DataFrame) -> pl.DataFrame:
-    """Functions of ranks above 1 % of the window; those with a rank that is far come first.
-
-    A rank that has not got the function, or only below what a pattern keeps, counts as 0 in
-    `others_bottleneck_ratio`, the ranks' median. `is_far`: off the other ranks' by distance, and
-    higher by 1 % of the window.
-    """
+    """Functions of ranks above 1 % of the window; those with a rank that is far come first."""
+    # A rank that has not got the function, or only below what a pattern keeps, counts as 0 in
+    # `others_bottleneck_ratio`, the ranks' median. `is_far`: off the other ranks' by distance, and
+    # higher by 1 % of the window.
     above = functions.filter(pl.col(BETA) > ABNORMAL_RATIO).select("type", "name").unique()
     grid = above.join(functions.select("rank").unique(), how="cross")
     own = grid.join(functions, on=["rank", "type", "name"], how="left")

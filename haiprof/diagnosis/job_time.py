@@ -198,10 +198,8 @@ class JobTime:
         )
 
     def _block_means(self, series: Floats) -> list[float]:
-        """Means over stretches of about as many steps.
-
-        What is paid every Nth step is no spread: a block holds at least N steps.
-        """
+        """Means over stretches of about as many steps."""
+        # What is paid every Nth step is no spread: a block holds at least N steps.
         period = _period(np.flatnonzero(_find_spikes(series)))
         many, place = max(min(_BLOCKS, len(series) // (period or 1)), 1), np.arange(len(series))
         if len(series) == 1 or (self._counts(series) == 1).all():
@@ -240,10 +238,8 @@ class JobTime:
         )
 
     def _are_spikes_waits(self, table: TimeTable, rows: Ints) -> bool:
-        """Whether most of the long periods of its positions is waiting for a core, and it is not.
-
-        Such periods are the machine's: what runs in them runs in the others, too.
-        """
+        """Whether its positions' long periods mostly wait for a core, and it does not."""
+        # Such periods are the machine's: what runs in them runs in the others, too.
         lost = table.activity == NO_CORE
         long = self._same_cells(table, rows) & table.spike
         own = float(table.ns[rows[lost[rows]]].sum()) > 0.5 * float(table.ns[rows].sum())
@@ -470,10 +466,8 @@ def _longer(time: JobTime, place: int, late: Ints, avoidable_ns: Floats, extra_n
 
 
 def _is_steady(series: Floats) -> bool:
-    """Whether a series has a good part of its mean in most of one stretch of the steps.
-
-    The stretch is from the first such block of steps to the last, and a quarter of all at least.
-    """
+    """Whether a series has a good part of its mean in most of one stretch of the steps."""
+    # The stretch is from the first such block of steps to the last, and a quarter of all at least.
     blocks = np.array([part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))])
     high = blocks > series.mean() / 4
     at = np.flatnonzero(high)
@@ -532,10 +526,8 @@ def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:
 
 
 def _find_spikes(series: Floats) -> Bools:
-    """Steps in which an account is paid that other steps do not pay; none where most of them do.
-
-    What every second or third step pays is no more than usual, and is known by its regularity.
-    """
+    """Steps in which an account is paid that other steps do not pay; none where most of them do."""
+    # What every second or third step pays is no more than usual, and is known by its regularity.
     for level in (0.5, 0.25):
         found: Bools = series > 2 * np.quantile(series, level) + series.mean() / 2
         few = 0 < found.mean() <= 0.5
@@ -557,13 +549,11 @@ def _period(step: Ints) -> int | None:
 
 
 def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> str:
-    """Whether an account changed on the way.
-
-    Where it changed is where the sum of its samples' time is farthest below that of an even one
-    (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
-    1927), times the exact time of these (`exact_ns`, by step), is more than before with 95 %
-    certainty, and _GROWN times. `own` are its samples among those of `cells`, its positions.
-    """
+    """Whether an account changed on the way."""
+    # Where it changed is where the sum of its samples' time is farthest below that of an even one
+    # (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
+    # 1927), times the exact time of these (`exact_ns`, by step), is more than before with 95 %
+    # certainty, and _GROWN times. `own` are its samples among those of `cells`, its positions.
     count = len(step)
     at = np.clip(np.searchsorted(step, cells.step), 0, count - 1)
     each = np.bincount(at[own], cells.ns[own], minlength=count)

@@ -157,10 +157,8 @@ def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:
 
 
 def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
-    """Few steps hold most of the waiting: fewer than bursts of so many workers would give.
-
-    What each step waits as usual, the median, is left out: slow samples are slow beside others.
-    """
+    """Few steps hold most of the waiting: fewer than bursts of so many workers would give."""
+    # What each step waits as usual, the median, is left out: slow samples are slow beside others.
     if loading.workers is None:
         return None
     waits = (inputs.of_rank(rank)["dataloader_host_ns"].to_numpy() for rank in inputs.world)

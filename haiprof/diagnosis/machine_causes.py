@@ -278,12 +278,10 @@ def _find_throttling(inputs: RuleInputs, rank: int) -> Finding | None:
 
 
 def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
-    """Waiting for cores must make most of what the rank loses.
-
-    Ranks are compared by their wait for each second in which they could run: one that works more
-    also waits more, and is not starved by that. One that works no more, and waits for longer by
-    most of what it loses, is.
-    """
+    """Waiting for cores must make most of what the rank loses."""
+    # Ranks are compared by their wait for each second in which they could run: one that works more
+    # also waits more, and is not starved by that. One that works no more, and waits for longer by
+    # most of what it loses, is.
     waits, most = inputs.core_waits, DRIFT_PHASE_RATIO * share
     could = {r: wait + min(inputs.main_cores.get(r, 1.0), 1.0) for r, wait in waits.items()}
     hungers = {r: wait / could[r] if could[r] else 0.0 for r, wait in waits.items()}
@@ -316,12 +314,10 @@ def _find_far_memory(inputs: RuleInputs, rank: int) -> Finding | None:
 
 
 def _find_faults(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
-    """The same work with far more page faults, which take most of what it loses.
-
-    What the allocator keeps is chance. Larger inputs, which are found before, have more of them
-    too: where sizes are not known, nothing is said. Source of the remedy:
-    PyTorch's performance tuning guide, CPU specific optimizations.
-    """
+    """The same work with far more page faults, which take most of what it loses."""
+    # What the allocator keeps is chance. Larger inputs, which are found before, have more of them
+    # too: where sizes are not known, nothing is said. Source of the remedy: PyTorch's performance
+    # tuning guide, CPU specific optimizations.
     faults = inputs.counted.of("page_fault_count_per_s")
     beyond = _beyond(faults, rank) or 0.0
     if not _mean_sizes(inputs) or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:

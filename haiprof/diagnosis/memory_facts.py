@@ -13,11 +13,7 @@ from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Finding, evidence_rows
-from haiprof.run_analysis.gpu_memory import (
-    LEAK_REMEDY,
-    GpuMemorySeries,
-    growth_per_step,
-)
+from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
 
 TREND_P_VALUE = 0.01
 """Mann-Kendall, one-sided: a conventional level."""
@@ -115,10 +111,8 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
 
 
 def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> Floats:
-    """Samples as at equal distances of steps: what is kept of each step grows with them.
-
-    Over time, a leak looks like something that fills where steps become slower meanwhile.
-    """
+    """Samples as at equal distances of steps: what is kept of each step grows with them."""
+    # Over time, a leak looks like something that fills where steps become slower meanwhile.
     values: Floats = rows["value"].to_numpy()
     steps = np.searchsorted(inputs.of_rank(rank)["start_ns"].to_numpy(), rows["time_ns"].to_numpy())
     return np.interp(np.linspace(steps[0], steps[-1], len(steps)), steps, values)
@@ -133,10 +127,9 @@ def _grows(values: Floats) -> bool:
 
 
 def _until_limit_ns(inputs: RuleInputs, rank: int) -> float | None:
-    """When the host memory of a rank's node is used up, if its ranks go on to grow as they did.
-
-    The limit is that of the tightest control group, else the node's memory; None: neither is known.
-    """
+    """When the host memory of a rank's node is used up, if its ranks go on to grow as they did."""
+    # The limit is that of the tightest control group, else the node's memory; None: neither is
+    # known.
     hosts = dict(inputs.ranks.select("rank", "host").rows())
     means = inputs.counted.nodes.get(hosts.get(rank) or "", {})
     limits = [m["memory_limit_bytes"] for m in means.values() if m.get("memory_limit_bytes")]

@@ -482,11 +482,9 @@ def _in_engine(table: TimeTable) -> Bools:
 
 
 def _shares(lines: pl.DataFrame, plain_ns: float) -> list[tuple[tuple[str, int, str], float]]:
-    """Of backward, what each line's operators made; largest first.
-
-    Recording an operator takes time, too, so that small ones seem larger than they are: as much as
-    backward was longer in the window, and no more than the engine's time around a node allows.
-    """
+    """Of backward, what each line's operators made; largest first."""
+    # Recording an operator takes time, too, so that small ones seem larger than they are: as much
+    # as backward was longer in the window, and no more than the engine's time around a node allows.
     per_step = lines.with_columns(pl.col("backward_ns", "event_count") / pl.col("step_count"))
     ranks = max(per_step["rank"].n_unique(), 1)
     traced = float(per_step["backward_ns"].sum()) / ranks
@@ -508,10 +506,8 @@ def _shares(lines: pl.DataFrame, plain_ns: float) -> list[tuple[tuple[str, int, 
 
 
 def _stack_of(table: TimeTable, line: Frame) -> tuple[CodeTree, int]:
-    """The stack in which that line was sampled most in forward; a new one where it was not.
-
-    0 where not even its function was sampled.
-    """
+    """The stack in which that line was sampled most in forward; a new one where it was not."""
+    # 0 where not even its function was sampled.
     tree = table.tree
     inner = innermost_stack(tree)[table.stack]
     frames = [tree.frames[place] for place in tree.place[inner].tolist()]

@@ -82,11 +82,9 @@ def _rates(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def _lowest(values: Sequence[float], ratio: float) -> float:
-    """What is below it is slow: far from the median in MADs and as a share.
-
-    Half of what the share allows is slow however the peers spread: a node of four that is slow to
-    all others makes half of the links slow, and the MAD as large as the fault.
-    """
+    """What is below it is slow: far from the median in MADs and as a share."""
+    # Half of what the share allows is slow however the peers spread: a node of four that is slow to
+    # all others makes half of the links slow, and the MAD as large as the fault.
     usual = upper_median(values)  # of two the better one: the worse is not usual
     mad = mean_median([abs(value - usual) for value in values]) * MAD_TO_SIGMA
     return min(usual * (1 - ratio), max(usual * (1 - ratio) / 2, usual - PREFLIGHT_MADS * mad))
@@ -128,10 +126,8 @@ def _tight_limits(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
 
 
 def _slow_links(ranks: Sequence[Mapping[str, Any]], slow: set[int | None]) -> Iterator[Suspect]:
-    """Directions between nodes, and inside them, that are far below the others of their kind.
-
-    Ranks that are slow by themselves say nothing of a link.
-    """
+    """Directions between nodes, and inside them, that are far below the others of their kind."""
+    # Ranks that are slow by themselves say nothing of a link.
     hosts = {own["rank"]: own["host"] for own in ranks}
     links: dict[tuple[str, str], list[float]] = {}
     for own in ranks:

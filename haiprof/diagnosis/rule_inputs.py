@@ -319,10 +319,8 @@ def _steal_ratios(
 
 
 def _node_cpu(entities: Sequence[Mapping[str, float | None]]) -> NodeCpu:
-    """From the means by metric of the node, of its cgroup and of those above that have a limit.
-
-    Periods are of one cgroup: of the one that stops the job most often, and has counted longest.
-    """
+    """From the means by metric of the node, of its cgroup and of those above that have a limit."""
+    # Periods are of one cgroup: of the one that stops the job most often, and has counted longest.
     counts = [count for means in entities if (count := means.get("cpu_count")) is not None]
     limits = [limit for means in entities if (limit := means.get("cpu_limit_cores")) is not None]
     counted = [means for means in entities if means.get("cpu_period_count_per_s") is not None]

@@ -248,10 +248,8 @@ def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
 def _known_waits(
     groups: Sequence[Arrivals], analyzer: RunFrames, steps: Mapping[int, Cells]
 ) -> dict[int, dict[int, int]]:
-    """From the collectives of all groups; empty where a group is known in parts alone.
-
-    It is, where it spans hosts whose clocks are not known to each other.
-    """
+    """From the collectives of all groups; empty where a group is known in parts alone."""
+    # It is, where it spans hosts whose clocks are not known to each other.
     names = {(group.group, group.group_name) for group in groups}
     return peer_waits(groups, analyzer.step_starts(steps)) if len(names) == len(groups) else {}
 
@@ -264,12 +262,10 @@ def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger |
 def _keep_needed_link(
     table: TimeTable, found: list[Opportunity], inputs: RuleInputs, time: JobTime
 ) -> tuple[TimeTable, list[Opportunity]]:
-    """Exchanging gradients takes what their bytes need on a good link; only what is more is lost.
-
-    A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009). An
-    exchange that takes no longer than it may on a good link is needed as a whole; of a longer one
-    what it usually takes there is needed.
-    """
+    """Exchanging gradients takes what their bytes need on a good link; more is lost."""
+    # A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009). An
+    # exchange that takes no longer than it may on a good link is needed as a whole; of a longer one
+    # what it usually takes there is needed.
     count = len(time.ranks)
     gradient_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
     bytes_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
@@ -336,10 +332,8 @@ def _split_stragglers(
     found: Sequence[Opportunity],
     goes: Sequence[Bools],
 ) -> tuple[TimeTable, list[Opportunity]]:
-    """What the stragglers' work takes beyond the others', as one opportunity.
-
-    It has a line where most of it is in one account that the others have, too.
-    """
+    """What the stragglers' work takes beyond the others', as one opportunity."""
+    # It has a line where most of it is in one account that the others have, too.
     account = np.full(len(table.ns), -1)
     for number, (each, going) in enumerate(zip(found, goes, strict=True)):
         stays = np.isin(table.rank[each.rows], np.array(time.ranks)[going])
@@ -380,11 +374,9 @@ def _split_setting(table: TimeTable, setting: Finding) -> tuple[TimeTable, list[
 
 
 def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
-    """Whether ranks are given inputs of unlike sizes, each at steps of its own.
-
-    Sizes are looked at once a second, and so seldom on two ranks at the same step: whether a step
-    is a large one for all of them is seen by the correlation of their work over the steps.
-    """
+    """Whether ranks are given inputs of unlike sizes, each at steps of its own."""
+    # Sizes are looked at once a second, and so seldom on two ranks at the same step: whether a step
+    # is a large one for all of them is seen by the correlation of their work over the steps.
     known = sizes.filter(pl.col("number_count") > 0).group_by("rank", "root")
     ratio = (
         known.agg(
@@ -428,11 +420,9 @@ def _rank_samples(
 
 
 def _free_ratio(inputs: RuleInputs, rank: int) -> float | None:
-    """Of the time: how long cores that are fewer than their ranks had nothing to do.
-
-    None where they are not fewer, or nobody counted. While all wait for a slow link none of them
-    uses a core; what they exchange over their node's memory takes cores, for which they wait.
-    """
+    """Of the time: how long cores that are fewer than their ranks had nothing to do."""
+    # None where they are not fewer, or nobody counted. While all wait for a slow link none of them
+    # uses a core; what they exchange over their node's memory takes cores, for which they wait.
     group, cores = shared_cores(inputs, rank)
     busy = [inputs.busy_cores.get(placed.rank) for placed in group]
     known = [each for each in busy if each is not None]
@@ -589,10 +579,8 @@ class _Accounts:
         return {"ns_per_step": mean, "low_ns": low, "high_ns": high}
 
     def _place(self, rows: Ints, file: str, line: int, function: str) -> dict[str, Any]:
-        """A line with what of it is most of what some rows do, and what that calls.
-
-        The expression is None where it was not recorded.
-        """
+        """A line with what of it is most of what some rows do, and what that calls."""
+        # The expression is None where it was not recorded.
         table, tree = self.table, self.table.tree
         frame, ns = self.code[table.stack[rows]], table.ns[rows]
         seen = {at: tree.frames[at] for at in np.unique(frame[frame >= 0]).tolist()}

@@ -275,9 +275,7 @@ def attempt_notes(steps: pl.DataFrame) -> tuple[str, ...]:
     if not steps.height or not (steps["attempt"] > 0).any():
         return ()
     spans = steps.group_by("rank", "attempt").agg(
-        pl.len(),
-        begin=pl.col("start_ns").min(),
-        end=(pl.col("start_ns") + pl.col("step_ns")).max(),
+        pl.len(), begin=pl.col("start_ns").min(), end=(pl.col("start_ns") + pl.col("step_ns")).max()
     )
     return tuple(_attempt_lines(spans.sort("rank", "attempt")))
 

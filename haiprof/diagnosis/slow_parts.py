@@ -99,10 +99,8 @@ def _own_times(
     analyzer: RunFrames, found: RunLedger, ranks: tuple[int, ...], samples: CodeSamples,
     waits: Bools,
 ) -> Floats | None:  # fmt: skip
-    """[rank]: its mean step without waiting; None where one of them was not sampled enough.
-
-    What backward does after the last collective that it began in it is waiting, too.
-    """
+    """[rank]: its mean step without waiting; None where one of them was not sampled enough."""
+    # What backward does after the last collective that it began in it is waiting, too.
     trained = (samples.worker < 0) & (samples.step >= 0)
     means = found.time.average(found.time.period_ns)
     rows = dict(zip(found.time.ranks, means.tolist(), strict=True))

@@ -12,11 +12,7 @@ from haiprof.base.errors import RunFormatError, TraceFormatError
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.deaths import Death, Fate
-from haiprof.run_analysis.gpu_memory import (
-    GpuOutOfMemory,
-    gpu_memory_series,
-    growth_per_step,
-)
+from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, gpu_memory_series, growth_per_step
 from haiprof.run_analysis.process_ends import ProcessEnd
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
 from haiprof.run_analysis.step_frame import read_spans

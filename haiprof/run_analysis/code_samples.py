@@ -408,11 +408,9 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
 
 
 def _folded_samples(rank: RankSegments, process: SampledProcess) -> dict[str, np.ndarray]:
-    """Samples of a rank that were folded, with their places in steps as they were known then.
-
-    Each stands for its share of the time of its phase in all folded steps, and in those that are
-    whole but for their samples.
-    """
+    """Samples of a rank that were folded, with their places in steps as they were known then."""
+    # Each stands for its share of the time of its phase in all folded steps, and in those that are
+    # whole but for their samples.
     folded = rank.folded
     assert folded is not None
     found = folded.samples()
@@ -459,10 +457,8 @@ def _step_at(found: Segmentation, time_ns: Ints) -> Ints:
 
 
 def _share_times(rank: RankSegments, phase: Ints, step: Ints, spacing: Floats) -> Floats:
-    """Nanoseconds per sample: the time of each phase in slow and in usual steps, shared among them.
-
-    A run is sampled less often later: a sample counts as much as the time to the ones beside it.
-    """
+    """Nanoseconds per sample: each phase's time in slow and in usual steps, shared among them."""
+    # A run is sampled less often later: a sample counts as much as the time to the ones beside it.
     found, steps = rank.found, rank.found.steps
     usual_ns = np.median(steps.step_ns) if len(steps.step_ns) else 0.0
     slow = np.append(steps.step_ns > SLOW_RATIO * usual_ns, False)  # the last one: in no step

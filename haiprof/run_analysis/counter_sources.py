@@ -323,11 +323,9 @@ def read_export(path: Path) -> _Export:
 
 
 def _identities(database: sqlite3.Connection) -> dict[int, tuple[str, str]]:
-    """UUID and PCI address by GPU number.
-
-    The number is called `id`, and `pwGpuId` where that is a column; where the two differ, it
-    cannot be told which of them the samples mean.
-    """
+    """UUID and PCI address by GPU number."""
+    # The number is called `id`, and `pwGpuId` where that is a column; where the two differ, it
+    # cannot be told which of them the samples mean.
     columns = {row[1] for row in database.execute("PRAGMA table_info(TARGET_INFO_GPU)")}
     if not {"id", "uuid"} <= columns:
         return {}

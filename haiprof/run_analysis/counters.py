@@ -197,10 +197,7 @@ def _join_series(parts: Sequence[OwnerSeries]) -> OwnerSeries:
 
 
 def owner_series(
-    run: RunFiles,
-    metrics: Collection[tuple[str, str]],
-    *,
-    between: tuple[int, int] | None = None,
+    run: RunFiles, metrics: Collection[tuple[str, str]], *, between: tuple[int, int] | None = None
 ) -> dict[tuple[str, str], list[OwnerSeries]]:
     """These metrics (source, name) of all nodes; files are read one by one, and no others."""
     found: dict[tuple[str, str], list[OwnerSeries]] = {metric: [] for metric in metrics}
@@ -416,12 +413,10 @@ def _growth(
     sticks: bool,
     scale: int = 1,
 ) -> tuple[Floats, Flags]:
-    """Since the sample before, with flags; NaN where there is none or it cannot be known.
-
-    A counter of 32 bits that goes back has wrapped if it grew by less than half its range; more
-    is a counter that was set back (serial number arithmetic, RFC 1982). One of 64 bits that goes
-    back was set back. One that sticks at its highest value has grown by an unknown amount.
-    """
+    """Since the sample before, with flags; NaN where there is none or it cannot be known."""
+    # A counter of 32 bits that goes back has wrapped if it grew by less than half its range; more
+    # is a counter that was set back (serial number arithmetic, RFC 1982). One of 64 bits that goes
+    # back was set back. One that sticks at its highest value has grown by an unknown amount.
     flags = np.zeros(len(values), dtype=np.int8)
     whole = values.dtype.kind == "i"
     known = values != schema.NULL_I64 if whole else np.isfinite(values)
@@ -444,10 +439,8 @@ def _growth(
 
 
 def _cpu_shares(samples: Samples) -> Iterator[Metric]:
-    """Shares of all CPUs' time: of each state, and of those at work together.
-
-    No share is known where one of the states was set back.
-    """
+    """Shares of all CPUs' time: of each state, and of those at work together."""
+    # No share is known where one of the states was set back.
     grown = {name: _growth(samples.column(name), samples.follows, 64, False)
              for name in _CPU_STATES}  # fmt: skip
     flags = np.max([flags for _, flags in grown.values()], axis=0)

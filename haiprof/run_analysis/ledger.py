@@ -344,11 +344,9 @@ def is_hidden(time_ns: Ints, busy: BusyTimes | None) -> Bools:
 def _guess_activity(
     samples: CodeSamples, at: Ints, cell: Ints, activity: Ints, packages: Sequence[str]
 ) -> Ints:
-    """Activities of the job's own lines, which call operators as they call any other library.
-
-    Where nobody looked at the lock it is Python outside of the model, operators in it. What makes
-    batches and holds no lock is some native code, but for a line that has the name of torch.
-    """
+    """Activities of the job's own lines, which call operators as they call any other library."""
+    # Where nobody looked at the lock it is Python outside of the model, operators in it. What makes
+    # batches and holds no lock is some native code, but for a line that has the name of torch.
     pairs = zip(samples.tree.frames, packages, strict=True)
     kinds = [2 if _TORCH_CALL.search(f.expression) else 1 for f, name in pairs if name == JOB]
     of_job = np.array([*(name == JOB for name in packages), False])
@@ -372,12 +370,10 @@ def _split(rows: _Rows, share: Floats, activity: int, column: str = "activity") 
 
 
 def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) -> Floats:
-    """Per row: what of Python in the job's own lines is the calling of operators.
-
-    Whoever calls an operator holds the interpreter lock until it runs: as often as in torch's own
-    frames, or for DISPATCH_RATIO of the time, where that is more. Where Python beside that takes a
-    share h of a function, the lock is held in h + (1 - h) of it.
-    """
+    """Per row: what of Python in the job's own lines is the calling of operators."""
+    # Whoever calls an operator holds the interpreter lock until it runs: as often as in torch's own
+    # frames, or for DISPATCH_RATIO of the time, where that is more. Where Python beside that takes
+    # a share h of a function, the lock is held in h + (1 - h) of it.
     share = np.zeros(len(rows["ns"]))
     place = samples.tree.place[rows["stack"]]
     of_torch = np.array([*(name == "torch" for name in packages), False])[place]
@@ -407,11 +403,9 @@ def _part(position: Ints, spike: Bools) -> Ints:
 def _no_core_share(
     samples: CodeSamples, rows: _Rows, rank: RankSamples, interval_part: Ints
 ) -> Floats:
-    """Per row: for how much of it the thread was ready to run but had no CPU core.
-
-    A period in which a position took longer than usual is a part of its own: that may be what it
-    waited for a core. Of waiting for batches: for how much of their time the workers had none.
-    """
+    """Per row: for how much of it the thread was ready to run but had no CPU core."""
+    # A period in which a position took longer than usual is a part of its own: that may be what it
+    # waited for a core. Of waiting for batches: for how much of their time the workers had none.
     on_core = np.isin(rows["activity"], ON_CORE)
     part = _part(rows["cell"], rows["spike"])
     whole = np.bincount(part, rows["ns"], _PARTS)
@@ -449,11 +443,9 @@ def _late_ratio(samples: CodeSamples, known: Ints, waits: Bools) -> float:
 
 
 def _contended_share(rows: _Rows) -> Floats:
-    """Per row: what of waiting for a core has its cause in others, whatever this code is.
-
-    Code that is removed takes the waiting with it that its time on a core brings on average. What
-    its position waits beyond that comes from who has the core then, and is met by other code.
-    """
+    """Per row: what of waiting for a core has its cause in others, whatever this code is."""
+    # Code that is removed takes the waiting with it that its time on a core brings on average. What
+    # its position waits beyond that comes from who has the core then, and is met by other code.
     lost = rows["activity"] == NO_CORE
     on_core = np.isin(rows["activity"], ON_CORE)
     part = _part(rows["cell"], rows["spike"])
@@ -507,10 +499,8 @@ def _workers_without_core(samples: CodeSamples, rank: int) -> float:
 
 
 def _tail_share(rows: _Rows, rank: RankSamples) -> Floats:
-    """Per row: what of backward is not the rank's own work, but comes after its last collective.
-
-    A thread that holds the interpreter lock does not wait for the link.
-    """
+    """Per row: what of backward is not the rank's own work, but comes after its last collective."""
+    # A thread that holds the interpreter lock does not wait for the link.
     inside = rows["position"] == BACKWARD
     able = inside & np.isin(
         rows["activity"], (OPERATORS, NATIVE, LOCK_WAIT, SOCKET_WAIT, OTHER_WAIT)
@@ -536,12 +526,10 @@ def _crowded_share(rows: _Rows, rank: RankSamples) -> Floats:
 
 
 def _after_closures(samples: CodeSamples, at: Ints, position: Ints, around: Bools) -> Ints:
-    """Positions, where an optimizer's own code is told from that of its closure.
-
-    The closure is what an optimizer's `step` calls, outside of torch, on the way to a forward or
-    backward. Its code between the spans has their positions; after the last one it is `gradients`
-    (clipping). What is not below it is the optimizer's, wherever it runs.
-    """
+    """Positions, where an optimizer's own code is told from that of its closure."""
+    # The closure is what an optimizer's `step` calls, outside of torch, on the way to a forward or
+    # backward. Its code between the spans has their positions; after the last one it is `gradients`
+    # (clipping). What is not below it is the optimizer's, wherever it runs.
     if not around.any():
         return position
     called = _called_by_step(samples.tree)
@@ -553,10 +541,8 @@ def _after_closures(samples: CodeSamples, at: Ints, position: Ints, around: Bool
 
 
 def _called_by_step(tree: CodeTree) -> Ints:
-    """Per stack: the function that the innermost optimizer's `step` in it calls; -1: none.
-
-    Torch wraps each step in a function of its own; torch's own functions below it do not count.
-    """
+    """Per stack: the function that the innermost optimizer's `step` in it calls; -1: none."""
+    # Torch wraps each step in a function of its own; torch's own functions below it do not count.
     _, function = functions_of(tree)
     found = np.full(len(tree.place), -1)
     below = np.zeros(len(tree.place), dtype=np.bool_)  # a step, and nothing outside of torch in it

@@ -97,13 +97,7 @@ def nest(spans: Spans) -> Nested:
     own = line.end_ns - line.start_ns
     inner = np.flatnonzero(parent >= 0)
     np.subtract.at(own, parent[inner], own[inner])
-    return Nested(
-        spans=line,
-        parent=parent,
-        top=top,
-        self_ns=own,
-        overlapping_count=overlapping,
-    )
+    return Nested(spans=line, parent=parent, top=top, self_ns=own, overlapping_count=overlapping)
 
 
 def _by_start(start: Ints, end: Ints) -> Ints:
@@ -137,11 +131,9 @@ def _without_overlaps(line: Spans) -> tuple[Spans, Ints, Ints]:
 
 
 def _without_train_steps(line: Spans, parent: Ints) -> Spans:
-    """Modules whose call is a whole training step: as forward, they end where backward begins.
-
-    Such a call holds an optimizer step (Lightning's manual optimization under DDP, a train-step
-    module); what follows its first inner span is no forward pass.
-    """
+    """Modules whose call is a whole training step: as forward, they end where backward begins."""
+    # Such a call holds an optimizer step (Lightning's manual optimization under DDP, a train-step
+    # module); what follows its first inner span is no forward pass.
     holds = np.zeros(len(line.kind), dtype=np.bool_)
     outer = parent[CLOSING[line.kind]]
     while (outer >= 0).any():

@@ -11,14 +11,7 @@ import polars as pl
 
 from haiprof.base.intervals import Floats, Intervals, Ints, intersection, total, union
 from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
-from haiprof.run_analysis.run_files import (
-    RankFiles,
-    integer,
-    mapping,
-    median,
-    number,
-    text,
-)
+from haiprof.run_analysis.run_files import RankFiles, integer, mapping, median, number, text
 from haiprof.run_analysis.step_frame import (
     STEP_PHASES,
     RankSegments,
@@ -183,12 +176,10 @@ def _folded_fact(rank: RankSegments, name: str) -> int:
 
 
 def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
-    """From the last cost line, whose numbers are cumulative.
-
-    Of the training thread: the calibrated time of all spans and of calls of modules inside the
-    roots, and for how long sampling held it up. Beside it: CPU time of haiprof's threads in the job
-    (draining, sampling), of the time so far.
-    """
+    """From the last cost line, whose numbers are cumulative."""
+    # Of the training thread: the calibrated time of all spans and of calls of modules inside the
+    # roots, and for how long sampling held it up. Beside it: CPU time of haiprof's threads in the
+    # job (draining, sampling), of the time so far.
     line, steps = files.last("cost"), segments.found.steps
     step_ns, count = int(steps.step_ns.sum()), segments.step_count
     if not line or not count:

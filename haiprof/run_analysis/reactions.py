@@ -10,14 +10,7 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import RunFormatError, RunNotFoundError
-from haiprof.run_analysis.run_files import (
-    RunFiles,
-    entries,
-    integer,
-    objects,
-    read_record,
-    text,
-)
+from haiprof.run_analysis.run_files import RunFiles, entries, integer, objects, read_record, text
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
 from haiprof.run_format.reader import read_json, read_lines

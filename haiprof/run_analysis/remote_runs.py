@@ -20,13 +20,7 @@ from typing import Any
 from haiprof.base.errors import HaiprofError, MissingExtraError, RunNotFoundError, UsageError
 from haiprof.base.log_addresses import check_packages, run_address
 from haiprof.base.options import safe_name
-from haiprof.base.safe_files import (
-    MadeFolder,
-    is_unfinished,
-    make_folder,
-    open_to_read,
-    whole_file,
-)
+from haiprof.base.safe_files import MadeFolder, is_unfinished, make_folder, open_to_read, whole_file
 from haiprof.base.units import bytes_text
 from haiprof.run_format.kept_answers import keep_answer, read_answer
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths

@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from haiprof.base.intervals import (
-    Intervals,
-    Ints,
-    covered_lengths,
-    intersection,
-    total,
-    union,
-)
+from haiprof.base.intervals import Intervals, Ints, covered_lengths, intersection, total, union
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.nesting import Spans
@@ -288,11 +281,9 @@ class _Origin:
 
 
 def _find_origin(records: Sequence[StartRecord], place: int) -> _Origin | None:
-    """The checkpoint of an earlier start that one has read; None where it is not known.
-
-    A file tells by its time which save wrote it, also once it has another name. A file that was
-    written before the job trained (weights to begin with, a data set) is no checkpoint of it.
-    """
+    """The checkpoint of an earlier start that one has read; None where it is not known."""
+    # A file tells by its time which save wrote it, also once it has another name. A file that was
+    # written before the job trained (weights to begin with, a data set) is no checkpoint of it.
     known = [load for load in records[place].loads if load.written_ns is not None]
     for load in sorted(known, key=lambda load: -(load.written_ns or 0)):
         written_ns = load.written_ns or 0
@@ -497,10 +488,8 @@ def _line_times(files: RankFiles, offset_ns: int, name: str) -> list[int]:
 
 
 def _process_start(rank: RankSegments) -> int | None:
-    """Unix time at which its process began; where that is not known, its recording.
-
-    Ticks count from the machine's start, and the monotonic clock too but for times of suspension.
-    """
+    """Unix time at which its process began; where that is not known, its recording."""
+    # Ticks count from the machine's start, and the monotonic clock too but for times of suspension.
     report, offset_ns = rank.files.report, rank.wall_offset_ns
     ticks = integer(report.get("start_ticks"))
     began = _line_times(rank.files, offset_ns, "record_start")

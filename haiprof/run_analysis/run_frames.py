@@ -56,13 +56,7 @@ from haiprof.run_analysis.ranks import (
 )
 from haiprof.run_analysis.reactions import reaction_frame, reactions
 from haiprof.run_analysis.restarts import Goodput, RunRecord, goodput, run_record
-from haiprof.run_analysis.run_files import (
-    RankFiles,
-    RunFiles,
-    node_notes,
-    number,
-    open_run,
-)
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, number, open_run
 from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import (
     PHASE_SCHEMA,

@@ -174,11 +174,9 @@ def _neighbours(mark: Bools) -> tuple[Ints, Ints]:
 
 
 def _around_closures(found: Segmentation, row: Ints, major: Ints) -> tuple[Bools, Bools]:
-    """Whether a moment is an optimizer's own time around its closure's spans; and whether really.
-
-    What comes after the last backward is the optimizer's, as are searches between two closures
-    (LBFGS); before it the closure's code has the position that it would have without one.
-    """
+    """Whether moments are around the spans of an optimizer's closure; and its own time, too."""
+    # What comes after the last backward is the optimizer's, as are searches between two closures
+    # (LBFGS); before it the closure's code has the position that it would have without one.
     parent, top = found.nested.parent, np.append(found.nested.top, -1)
     inner = np.flatnonzero(
         (parent >= 0) & (found.phase < len(PHASES)) & (found.phase != _OPTIMIZER)

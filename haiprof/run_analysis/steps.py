@@ -259,10 +259,8 @@ def _runs(tokens: TrainTokens, closing: Ints, segment: Ints) -> Ints:
 
 
 def _step_heads(tag: Codes, run: Ints, segment: Ints) -> Ints:
-    """Positions (among closing tokens) of the first of each step.
-
-    A run opens a step when one of its optimizers has already stepped in the step before it.
-    """
+    """Positions (among closing tokens) of the first of each step."""
+    # A run opens a step when one of its optimizers has already stepped in the step before it.
     if not len(run):
         return run
     first = np.flatnonzero(np.diff(run, prepend=-1) > 0)
@@ -607,11 +605,9 @@ def _with_skipped(tag: Codes, empty: Bools) -> Codes:
 
 
 def _step_times(spans: Spans, training: _Training, found: Boundaries) -> tuple[Ints, Ints]:
-    """Start and end of each step.
-
-    A step ends where the next one's batch begins, or where an evaluation begins after its last
-    token, or with its last optimizer step; one that begins with no batch begins there too.
-    """
+    """Start and end of each step."""
+    # A step ends where the next one's batch begins, or where an evaluation begins after its last
+    # token, or with its last optimizer step; one that begins with no batch begins there too.
     count = len(found.first)
     if not count:
         return found.first, found.first
