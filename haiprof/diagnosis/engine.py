@@ -127,7 +127,7 @@ def judge(
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
-        traces=traced_lines(analyzer.windows(), analyzer.steps(), analyzer.run),
+        traces=traced_lines(analyzer),
         reactions=reacted_lines(inputs.reactions, analyzer.run),
     )
     return verdict, found

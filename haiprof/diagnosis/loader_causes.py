@@ -114,8 +114,7 @@ def loader_cause(inputs: RuleInputs) -> Finding | None:
         and place.host == placed.host
         and allowed & (place.allowed_cpus or frozenset())
     )
-    host = hosts_of(inputs).get(rank)
-    strangers = (used_by_others(inputs, host) if host is not None else None) or 0.0
+    strangers = used_by_others(inputs, hosts_of(inputs).get(rank)) or 0.0
     others += strangers
     loading = _Loading(
         workers=inputs.last_attempts.loader_workers.get(rank),

@@ -95,8 +95,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
         return None
     busy = sum(inputs.busy_cores[r] for r in ranks)
     wanted = busy + sum(inputs.core_waits[r] for r in ranks)
-    host = hosts_of(inputs).get(rank)
-    others = used_by_others(inputs, host) if host is not None else None
+    others = used_by_others(inputs, hosts_of(inputs).get(rank))
     too_many = len(ranks) > cores
     if (wanted <= cores and not too_many) or (others or 0.0) > busy:
         return None
@@ -144,7 +143,7 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
     """Others use as many cores as the ranks of the node miss; else these hold each other up."""
     hosts = hosts_of(inputs)
     host = hosts.get(rank)
-    used = used_by_others(inputs, host) if host is not None else None
+    used = used_by_others(inputs, host)
     missed = sum(wait for r, wait in inputs.core_waits.items() if hosts.get(r) == host)
     if used is None or used < missed:
         return None
@@ -173,8 +172,10 @@ def hosts_of(inputs: RuleInputs) -> dict[int, str]:
     return {rank: host for rank, host in rows if host in inputs.node_cpus}
 
 
-def used_by_others(inputs: RuleInputs, host: str) -> float | None:
+def used_by_others(inputs: RuleInputs, host: str | None) -> float | None:
     """Cores of a host that others than its ranks used; None where that is not known."""
+    if host is None:
+        return None
     cores, hosts = inputs.node_cpus[host].core_count, hosts_of(inputs)
     busy = inputs.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")
     ranks = [rank for rank in inputs.world if hosts.get(rank) == host]
@@ -192,7 +193,7 @@ def machine_text(inputs: RuleInputs) -> str | None:
     wait, rank = max(((w, r) for r, w in inputs.core_waits.items()), default=(None, None))
     hosts = hosts_of(inputs)
     host = hosts.get(rank) if rank is not None else next(iter(inputs.node_cpus), None)
-    others = used_by_others(inputs, host) if host is not None else None
+    others = used_by_others(inputs, host)
     parts = []
     if host is not None and others is not None:
         used = sum(inputs.busy_cores.get(r, 0.0) for r, h in hosts.items() if h == host)

@@ -428,9 +428,8 @@ def _free_ratio(inputs: RuleInputs, rank: int) -> float | None:
     known = [each for each in busy if each is not None]
     if len(group) <= cores or len(known) < len(busy):
         return None
-    host = hosts_of(inputs).get(rank)
-    others = used_by_others(inputs, host) if host is not None else None
-    return max(1.0 - (sum(known) + (others or 0.0)) / cores, 0.0)
+    others = used_by_others(inputs, hosts_of(inputs).get(rank)) or 0.0
+    return max(1.0 - (sum(known) + others) / cores, 0.0)
 
 
 def _ledger(

@@ -121,9 +121,10 @@ def _processes(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
         yield "more processes", f"{len(lines) - _NAMED} others did not report in"
 
 
-def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> tuple[str, ...]:
+def traced_lines(analyzer: RunFrames) -> tuple[str, ...]:
     """What was traced, in a line each: which steps, where the files are, why the rest was not."""
-    watched = tuple(_slow_step_lines(watched_frame(run)))
+    run, windows = analyzer.run, analyzer.windows()
+    watched = tuple(_slow_step_lines(watched_frame(analyzer.files)))
     if windows.is_empty():
         return watched
     kept = windows.filter(pl.col("path").is_not_null())
@@ -135,7 +136,7 @@ def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> t
             f"and {more} more: haiprof trace query {shown_path(run.root)} --schema"
         ]
     if kept.height:
-        lines.append(_left_out(steps, kept))
+        lines.append(_left_out(analyzer.steps(), kept))
         path = shown_path(run.root)
         lines.append(
             f"see them: haiprof trace report {path}, haiprof export --to tensorboard {path}"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
-from haiprof.base.errors import RunFormatError, RunNotFoundError
-from haiprof.run_analysis.run_files import RunFiles, entries, integer, objects, read_record, text
-from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.manifest import read_manifest
-from haiprof.run_format.reader import read_json, read_lines
+from haiprof.base.errors import RunFormatError
+from haiprof.run_analysis.run_files import (
+    RunFiles,
+    entries,
+    integer,
+    number,
+    objects,
+    read_record,
+    text,
+)
+from haiprof.run_format.reader import read_json
 from haiprof.trace_format.frame_columns import Columns, types_of
 
 _NOWHERE = ("nothing:", "not known:")
@@ -220,57 +226,33 @@ def _reaction(host: str, line: Mapping[str, Any], result: Mapping[str, Any]) -> 
     )
 
 
+_COUNTS = {
+    "step_count": "steps", "watched_count": "watched", "slow_count": "slow_seen",
+    "kept_count": "slow_kept", **{name: name for name in (
+        "kept_limit", "usual_ns", "cost_ns", "memory_bytes", "kept_bytes")},
+}  # fmt: skip
+"""Columns of `watched_frame`, and what a rank calls them."""
+_SHARES = ("cost_ratio", "budget_ratio")
 WATCHED_SCHEMA = {
     "rank": pl.Int64,
     "attempt": pl.Int64,
-    "step_count": pl.Int64,
-    "watched_count": pl.Int64,
-    "slow_count": pl.Int64,
-    "kept_count": pl.Int64,
-    "kept_limit": pl.Int64,
-    "usual_ns": pl.Int64,
-    "cost_ratio": pl.Float64,
-    "budget_ratio": pl.Float64,
-    "cost_ns": pl.Int64,
-    "memory_bytes": pl.Int64,
-    "kept_bytes": pl.Int64,
+    **dict.fromkeys(_COUNTS, pl.Int64),
+    **dict.fromkeys(_SHARES, pl.Float64),
     "refused": pl.String,
 }
-_FIELDS = {
-    "step_count": "steps", "watched_count": "watched", "slow_count": "slow_seen",
-    "kept_count": "slow_kept",
-}  # fmt: skip
-_INTEGERS = ("kept_limit", "usual_ns", "cost_ns", "memory_bytes", "kept_bytes")
 
 
-def watched_frame(run: RunPaths) -> pl.DataFrame:
+def watched_frame(files: RunFiles) -> pl.DataFrame:
     """What each rank said last of its rolling windows; without rows where there were none."""
-    rows = list(_rows(run)) if _is_asked(run) else []
+    rows = [
+        {
+            "rank": rank.rank,
+            "attempt": rank.attempt,
+            **{name: integer(line.get(field)) for name, field in _COUNTS.items()},
+            **{name: number(line.get(name)) for name in _SHARES},
+            "refused": text(line.get("refused")),
+        }
+        for rank in files.ranks
+        if (line := rank.last("keep_slow"))
+    ]
     return pl.DataFrame(rows, schema=WATCHED_SCHEMA).sort("rank", "attempt")
-
-
-def _is_asked(run: RunPaths) -> bool:
-    try:
-        return bool(read_manifest(run).options.get("keep_slow"))
-    except (RunFormatError, RunNotFoundError):
-        return True  # who knows
-
-
-def _rows(run: RunPaths) -> Iterator[dict[str, object]]:
-    for rank, attempt, paths in run.rank_folders():
-        with contextlib.suppress(RunFormatError):  # said where the rank is read
-            lines = [one for one in read_lines(paths.events)[0] if one.get("type") == "keep_slow"]
-            if lines:
-                line = lines[-1]
-                yield {
-                    "rank": rank,
-                    "attempt": attempt,
-                    **{name: integer(line.get(field)) for name, field in _FIELDS.items()},
-                    **{name: integer(line.get(name)) for name in _INTEGERS},
-                    **{name: _ratio(line.get(name)) for name in ("cost_ratio", "budget_ratio")},
-                    "refused": text(line.get("refused")),
-                }
-
-
-def _ratio(value: object) -> float | None:
-    return float(value) if type(value) in (int, float) and 0 <= value < 1e9 else None  # type: ignore[operator, arg-type]

@@ -292,19 +292,9 @@ def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
     first, last = (time - rank.wall_offset_ns for time in between)
     steps = rank.found.steps
     inside = np.flatnonzero((steps.start_ns >= first) & (steps.end_ns <= last))
-    begin, end = (steps.start_ns[inside[0]], steps.end_ns[inside[-1]]) if len(inside) else (0, -1)
-    spans, events = rank.found.nested.spans, rank.events
-    kept = spans.take((spans.start_ns >= begin) & (spans.end_ns <= end))
-    found = segment(kept, families=rank.files.families())
-    return replace(
-        rank,
-        folded=None,
-        found=found,
-        events=events.take((events.start_ns >= begin) & (events.end_ns <= end)),
-        device_ns=None,
-        busy=None,
-        seen=_phases_seen(found),
-    )
+    begin, end = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+    cut = split_segments(split_segments(rank, end)[0], begin)[1]
+    return replace(cut, folded=None, seen=_phases_seen(cut.found))
 
 
 def _read_device(

@@ -367,7 +367,7 @@ def overview_summary(
         if window and with_series
         else (),
         work=step_work(data.run, _job_step_ns(trained), limit_bytes=trace_limit_bytes),
-        traces=traced_lines(data.windows(), steps, data.run),
+        traces=traced_lines(data),
         reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
     )

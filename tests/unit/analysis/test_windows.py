@@ -271,7 +271,7 @@ def test_damaged_lines_cost_their_window_and_no_more(
     assert analyzer.windows().height >= 1
     assert analyzer.windows()["path"].null_count() == analyzer.windows().height
     assert analyzer.steps().height == 30
-    assert traced_lines(analyzer.windows(), analyzer.steps(), run)
+    assert traced_lines(analyzer)
 
 
 def test_restarted_rank_has_windows_of_both_attempts(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_what_was_watched_for_slow_steps_is_said_with_its_price(tmp_path: Path) 
     run = traced_run(tmp_path, [STEP_NS] * 30, lines={0: [{**line, "steps": 9}, line]},
                      keep_slow=True)  # fmt: skip
     analyzer = Analyzer(run.root)
-    first, second = traced_lines(analyzer.windows().clear(), analyzer.steps(), run)
+    first, second, *_ = traced_lines(analyzer)
     assert "1,200 of 12,000 steps (10 %) for 4.9 % of the time (--slow-cost 0.05)" in first
     assert "at most 11.4 MiB of memory per rank, 2.86 MiB of disk" in first
     assert "7 slow steps on the rank with most, 1 window kept" in second
@@ -313,6 +313,4 @@ def test_what_was_watched_may_be_damaged(damage: object, tmp_path: Path) -> None
     line = {"type": "keep_slow", **dict.fromkeys(fields, damage)}
     run = traced_run(tmp_path, [STEP_NS] * 30, lines={0: [line]}, keep_slow=True)
     analyzer = Analyzer(run.root)
-    assert not any(
-        "watched" in line for line in traced_lines(analyzer.windows(), analyzer.steps(), run)
-    )
+    assert not any("watched" in line for line in traced_lines(analyzer))
