@@ -10,7 +10,6 @@ import numpy as np
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, intersection, total, union
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.deaths import Death
-from haiprof.run_analysis.nesting import Spans
 from haiprof.run_analysis.process_ends import ProcessEnd
 from haiprof.run_analysis.ranks import compile_intervals, evaluations, rank_positions
 from haiprof.run_analysis.reactions import reactions
@@ -465,21 +464,19 @@ def _start(
 def _checkpoint_calls(files: RankFiles, action: str) -> list[CheckpointCall]:
     lines = [line for line in files.of_type("checkpoint") if line.get("action") == action]
     return [
-        CheckpointCall(start_ns=begin, end_ns=end, file=text(line.get("file")),
+        CheckpointCall(start_ns=int(begin), end_ns=int(end), file=text(line.get("file")),
                        written_ns=integer(line.get("written_ns")))
-        for line in lines for begin, end in _pairs(files, [line])
+        for line in lines for begin, end in zip(*_told(files, [line]), strict=True)
     ]  # fmt: skip
 
 
-def _pairs(files: RankFiles, lines: Sequence[Mapping[str, object]]) -> list[tuple[int, int]]:
+def _told(files: RankFiles, lines: Sequence[Mapping[str, object]]) -> Intervals:
     """Unix times of begin and end that lines tell."""
-    offset_ns = files.clock_offset_ns or 0
-    times = ((integer(line.get("start_ns")), integer(line.get("end_ns"))) for line in lines)
-    return [
-        (begin + offset_ns, end + offset_ns)
-        for begin, end in times
-        if begin is not None and end is not None and begin <= end and offset_ns
-    ]
+    times = [(integer(line.get("start_ns")), integer(line.get("end_ns"))) for line in lines]
+    known = [(b, e) for b, e in times if b is not None and e is not None and b <= e]
+    offset_ns = files.clock_offset_ns
+    table = np.array(known if offset_ns else [], dtype=np.int64).reshape(-1, 2) + (offset_ns or 0)
+    return Intervals(table[:, 0], table[:, 1])
 
 
 def _line_times(files: RankFiles, offset_ns: int, name: str) -> list[int]:
@@ -535,34 +532,22 @@ def _is_unfinished(rank: RankSegments) -> bool:
 
 def _apart(rank: RankSegments) -> dict[int, Intervals]:
     """When it saved, loaded, evaluated, compiled, and waited for ranks before its first step."""
-    found, files = rank.found, rank.files
-    spans, saved = found.nested.spans, rank.events.kind == schema.SAVE
-    shift = rank.wall_offset_ns
-    begun = found.steps.start_ns
+    found, files, folded, shift = rank.found, rank.files, rank.folded, rank.wall_offset_ns
+    met = found.nested.spans.take(found.phase == COLLECTIVE_PHASE)
+    waits, begun = [Intervals(met.start_ns, met.end_ns)], found.steps.start_ns
+    saved = [rank.events.take(rank.events.kind == schema.SAVE)]
+    if folded is not None:
+        waits, begun = [*waits, folded.waits], folded.blocks["start_ns"]
+        saved.append(folded.saves()[0])
     first_ns = int(begun[0]) + shift if len(begun) else np.iinfo(np.int64).max
-    met = spans.take(found.phase == COLLECTIVE_PHASE)
-    reads = [(call.start_ns, call.end_ns) for call in _checkpoint_calls(files, "load")]
-    waits = _pairs(files, files.of_type("process_group"))
-    if (folded := rank.folded) is not None:
-        first_ns = int(folded.blocks["start_ns"][0]) + shift
-        older = folded.saves()[0]
-        reads += _wall_pairs(Intervals(older.start_ns, older.end_ns), shift)
-        waits += _wall_pairs(folded.waits, shift)
+    loaded = [line for line in files.of_type("checkpoint") if line.get("action") == "load"]
+    saves = [Intervals(each.start_ns + shift, each.end_ns + shift) for each in saved]
+    told = [Intervals(each.starts + shift, each.ends + shift) for each in waits]
+    waited = _join([*told, _told(files, files.of_type("process_group"))])
     apart = {
-        CHECKPOINT: _union(rank.events.take(saved), shift, reads),
+        CHECKPOINT: _join([*saves, _told(files, loaded)]),
         EVALUATION: union(*evaluations(rank)),
-        WAITING: _union(met, shift, waits),
+        WAITING: Intervals(*(np.minimum(side, first_ns) for side in waited)),
     }
-    apart[WAITING] = Intervals(*(np.minimum(side, first_ns) for side in apart[WAITING]))
     compiled = compile_intervals(files)
     return apart if compiled is None else {**apart, COMPILE: compiled}
-
-
-def _wall_pairs(when: Intervals, shift: int) -> list[tuple[int, int]]:
-    return list(zip((when.starts + shift).tolist(), (when.ends + shift).tolist(), strict=True))
-
-
-def _union(spans: Spans, shift: int, pairs: Sequence[tuple[int, int]]) -> Intervals:
-    table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    starts = np.concatenate([spans.start_ns + shift, table[:, 0]])
-    return union(starts, np.concatenate([spans.end_ns + shift, table[:, 1]]))
