@@ -54,12 +54,7 @@ class Preflight:
 def judge_preflight(
     ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float] | None = None
 ) -> Preflight:
-    """Compares each rank and each link with its peers, and with a baseline's rates.
-
-    Args:
-        ranks: What each measured (haiprof.in_job.preflight_probe).
-        baseline: Median rates of an earlier preflight, as `Preflight.rates`.
-    """
+    """Compares what ranks measured (`preflight_probe`) with their peers and `Preflight.rates`."""
     found = [*_slow_ranks(ranks, baseline or {}), *_tight_limits(ranks)]
     found += _slow_links(ranks, {suspect.rank for suspect in found})
     found += _below_baseline(ranks, baseline or {}, {suspect.what for suspect in found})

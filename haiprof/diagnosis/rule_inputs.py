@@ -193,7 +193,7 @@ def gather_inputs(
     own_steps = by_attempt(last_attempts(steps))
     parts = dict(sorted((rank, part) for (rank, _), part in own_steps))
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
-    folded = analyzer.blocks(_attempts(parts))
+    folded = analyzer.blocks({r: int(part["attempt"][0]) for r, part in parts.items() if len(part)})
     judged = {
         rank: untraced_steps(part.filter(since)) if since is not None
         else untraced_steps(part) if rank in folded else judged_steps(part)
@@ -261,10 +261,6 @@ def gather_inputs(
         marked_by=untrained_boundary(steps),
         load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
     )
-
-
-def _attempts(parts: Mapping[int, pl.DataFrame]) -> dict[int, int]:
-    return {rank: int(part["attempt"][0]) for rank, part in parts.items() if part.height}
 
 
 def _judged_blocks(blocks: Blocks, since_ns: int | None) -> Blocks:

@@ -296,15 +296,12 @@ def _alone(table: TimeTable, time: JobTime, found: Sequence[Opportunity]) -> lis
 def _subtract_found(
     table: TimeTable, time: JobTime, found: Sequence[Opportunity], alone: Sequence[int | None]
 ) -> tuple[Singles, Floats, list[Bools]]:
-    """What is left of the ranks' own time without the opportunities that were found.
+    """What is left of the ranks' own time, [rank, covered step], without what was found.
 
-    What several ranks have goes whole, where a rank has no more than twice of what the middle one
-    has; else as much as that one has: what it has beyond that is lost to all.
-
-    Returns:
-        [rank, covered step]; [rank, position]: the mean of what goes; per opportunity, of each rank
-        whether all that it has goes.
+    And the mean of what goes, [rank, position]; per opportunity, of each rank whether all goes.
     """
+    # What several ranks have goes whole, where a rank has no more than twice of what the middle one
+    # has; else as much as that one has: what it has beyond that is lost to all.
     total = np.zeros(time.period_ns.shape, dtype=np.float32)
     by_position = np.zeros((len(time.ranks), len(POSITIONS)))
     goes = []

@@ -243,13 +243,9 @@ class SampledProcess:
 def read_stack_file(
     path: Path, tree: StackTree, before: Sequence[Mapping[str, Any]] = (), first: int = 0
 ) -> tuple[list[SampledProcess], tuple[str, ...]]:
-    """The processes of one file, in order; and what was damaged.
+    """The processes of one file, in order; and what was damaged. `tree` takes their stacks.
 
-    Args:
-        path: The file.
-        tree: Takes their stacks.
-        before: Lines that stand for what was folded.
-        first: Place in the file where it goes on.
+    Lines `before` stand for what was folded; the file goes on at `first`.
     """
     lines, notes = read_lines(path, first=first)
     found: dict[int, SampledProcess] = {}

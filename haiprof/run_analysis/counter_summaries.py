@@ -71,13 +71,7 @@ class CounterDigest:
 def read_digest(
     run: RunFiles, windows: pl.DataFrame, *, between: tuple[int, int] | None = None
 ) -> CounterDigest:
-    """Reads one file after another.
-
-    Args:
-        run: The run directory.
-        windows: `host`, `begin`, `end` (Unix time in ns): when each host's ranks trained.
-        between: Only samples of this time.
-    """
+    """Reads one file after another; `windows` say when each `host` trained (`begin`, `end`)."""
     by_host = {host: (begin, end) for host, begin, end in windows.iter_rows()}
     first, last = between or ALWAYS
     present: set[tuple[str, str]] = set()

@@ -229,13 +229,7 @@ class RankSamples:
 def time_table(
     samples: CodeSamples, ranks: Sequence[RankSamples], *, uses_gpu: bool = False
 ) -> TimeTable:
-    """The rows of some ranks.
-
-    Args:
-        samples: Of these ranks, in one tree.
-        ranks: The ranks, with their exact times.
-        uses_gpu: Whether operators are queued for a device.
-    """
+    """The rows of some ranks and their samples; `uses_gpu`: operators are queued for a device."""
     tree = samples.tree
     packages = [
         package_of(frame.file, library=library)
@@ -427,16 +421,9 @@ def _no_core_share(
 
 
 def _late_ratio(samples: CodeSamples, known: Ints, waits: Bools) -> float:
-    """How much of a wait that is many short ones a thread was runnable again and had no core.
-
-    It is measured between two samples of the same wait. A long one has a single such delay, at its
-    end, which ends with it.
-
-    Args:
-        samples: Of all ranks.
-        known: Samples of a training thread that tell how long it queued, in order of time.
-        waits: Which of them were in such a wait.
-    """
+    """How much of a wait that is many short ones a thread was runnable again and had no core."""
+    # Between two samples of the same wait (`waits`), of those that tell how long it queued
+    # (`known`). A long wait has a single such delay, at its end, which ends with it.
     inside = waits[1:] & waits[:-1] & (samples.stack[known[1:]] == samples.stack[known[:-1]])
     passed = float(np.diff(samples.time_ns[known])[inside].sum())
     return min(float(samples.queue_ns[known[1:]][inside].sum()) / max(passed, 1.0), _MOST)
@@ -456,18 +443,11 @@ def _contended_share(rows: _Rows) -> Floats:
 
 
 def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats, interval_part: Ints) -> Floats:
-    """[part]: of the time in which a thread could use a core, what it had none for, relatively.
-
-    Linear regression of the time without CPU use between two samples on the time in each position,
-    waits left out. It is drawn to the same share everywhere as far as the noise asks for it (ridge
-    regression as Bayes' rule has it: Hsiang 1975). Only its proportions count.
-
-    Args:
-        samples: Of all ranks.
-        rank: Of which rank.
-        able: [part]: for which share of it the thread waits for nothing.
-        interval_part: Per interval of the rank's time.
-    """
+    """[part]: of the time in which a thread could use a core, what it had none for, relatively."""
+    # Linear regression of the time without CPU use between two samples on the time in each
+    # position, waits left out (`able`: the share of a part without them). It is drawn to the same
+    # share everywhere as far as the noise asks for it (ridge regression as Bayes' rule has it:
+    # Hsiang 1975). Only its proportions count.
     own = (samples.rank == rank.rank) & (samples.worker < 0)
     at = np.flatnonzero(own & (samples.phase < len(TRAINING_PHASES)))
     at = at[np.argsort(samples.time_ns[at], kind="stable")]

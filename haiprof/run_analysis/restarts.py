@@ -395,14 +395,7 @@ def run_record(
     ends: Sequence[ProcessEnd],
     deaths: Sequence[Death],
 ) -> RunRecord:
-    """The record of one run.
-
-    Args:
-        files: The run.
-        segments: One rank, whose time it is: its starts in order.
-        ends: How all processes of the run ended.
-        deaths: Those of its starts that died.
-    """
+    """The record of one run; `segments` are the starts of the rank whose time it is, in order."""
     own = {_generation(rank.files): rank for rank in segments}
     by_generation = {death.generation: death for death in deaths}
     starts = [

@@ -181,12 +181,7 @@ _TRIES = 3
 
 
 def load_segments(files: RankFiles, *, end: int | None = None) -> RankSegments:
-    """Reads and cuts the spans of one rank.
-
-    Args:
-        files: The rank.
-        end: Place of the record before which it ends; None: all.
-    """
+    """Reads and cuts the spans of one rank; all of them, or up to the record at `end`."""
     for _ in range(_TRIES):
         try:
             folded, damage = read_folded_steps(files.paths), ""

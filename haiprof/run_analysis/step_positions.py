@@ -63,13 +63,7 @@ class StepPositions:
         return np.where(time_ns < self.end_ns, place, -1)
 
     def between(self, time_ns: Ints, kind: Ints, count: int) -> Ints:
-        """[kind, gap]: how long each kind of interval was between each moment and the next one.
-
-        Args:
-            time_ns: The moments, ascending.
-            kind: Per interval, below `count`.
-            count: How many kinds there are.
-        """
+        """[kind, gap]: how long each kind of interval was between one moment and the next."""
         length = np.diff(self.start_ns, append=self.end_ns)
         place = np.clip(self.at(time_ns), 0, None)
         passed = np.clip(time_ns - self.start_ns[place], 0, length[place])
