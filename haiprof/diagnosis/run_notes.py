@@ -289,18 +289,18 @@ def _attempt_lines(spans: pl.DataFrame) -> Iterator[str]:
         shown = [f"{count:,}" for count in counts[:_NAMED]]
         more = len(counts) - _NAMED
         shown += [f"{more} more"] if more > 0 else []
-        counts = ", ".join(shown[:-1]) + f" and {shown[-1]}"
+        listed = ", ".join(shown[:-1]) + f" and {shown[-1]}"
         last = rows["attempt"][-1]
         if _side_by_side(rows):
             yield (
                 f"{rows.height} processes trained at the same time and none had a rank of its own: "
-                f"they are jobs of their own ({counts} steps), and this verdict covers the one "
+                f"they are jobs of their own ({listed} steps), and this verdict covers the one "
                 f"that began last (ranks/{rank}.{last})"
             )
         else:
             gap = max(0, int(rows["begin"][-1]) - int(rows["end"][-2]))
             yield (
-                f"rank {rank} was started {rows.height} times ({counts} steps): only the last "
+                f"rank {rank} was started {rows.height} times ({listed} steps): only the last "
                 f"start is evaluated, {duration_text(gap)} after the step before it"
             )
 
