@@ -170,25 +170,26 @@ def lacks_line(table: TimeTable) -> Bools:
 def find_opportunities(table: TimeTable) -> list[Opportunity]:
     """All of them, in no order; what is needed (`mark_needed`) is in none."""
     free = ~table.needed & (table.ns > 0)
-    found = []
-    lineless = lacks_line(table)
-    for activity in NO_LINE:
-        rows = np.flatnonzero(free & (table.activity == activity) & lineless)
+
+    def take(chosen: Bools) -> Ints:
+        rows = np.flatnonzero(free & chosen)
         free[rows] = False
-        if len(rows):
-            found.append(replace(opportunity(table, rows, None), activity=activity))
-    rows = np.flatnonzero(free & (table.position == COMPILE))
-    free[rows] = False
-    if len(rows):
+        return rows
+
+    lineless = lacks_line(table)
+    found = [
+        replace(opportunity(table, rows, None), activity=activity)
+        for activity in NO_LINE
+        if len(rows := take((table.activity == activity) & lineless))
+    ]
+    if len(rows := take(table.position == COMPILE)):
         found.append(opportunity(table, rows, _find_caller(table, rows)))
-    rows = np.flatnonzero(free & _is_recomputed(table))
-    free[rows] = False
-    if len(rows):
+    if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
-    for position in np.unique(table.position[free & (table.stack == 0)]).tolist():
-        rows = np.flatnonzero(free & (table.stack == 0) & (table.position == position))
-        free[rows] = False
+    nowhere = table.stack == 0
+    for position in np.unique(table.position[free & nowhere]).tolist():
+        rows = take(nowhere & (table.position == position))
         found.append(opportunity(table, rows, None))
     return [*found, *_of_code(table, free)]
 
@@ -347,10 +348,11 @@ class _Walk:
             yield [row for row in function.rows if self.free[row]], self._name(function)
             return
         for line in function.lines.values():
-            own = [row for row in line.own if self.free[row]]
-            if own:
-                for part in self._by_position(own):
-                    yield part, line
+            # A line of a loop that holds several positions is one opportunity in each.
+            own = np.array(line.own, dtype=np.int64)
+            own = own[self.free[own]]
+            for position in np.unique(self.table.position[own]).tolist():
+                yield own[self.table.position[own] == position].tolist(), line
             for call in line.calls.values():
                 yield from self.nodes(call)
 
@@ -368,12 +370,6 @@ class _Walk:
             known |= INPUT in at and len(np.intersect1d(at, _AFTER_INPUT)) > 0
             self._drivers[id(function)] = known
         return known
-
-    def _by_position(self, rows: Sequence[int]) -> Iterator[list[int]]:
-        """A line of a loop that holds several positions is one opportunity in each."""
-        of = self.table.position[list(rows)]
-        for position in np.unique(of).tolist():
-            yield [row for row, at in zip(rows, of.tolist(), strict=True) if at == position]
 
     def _name(self, function: _Function) -> _Line:
         """Inwards, as long as one line and what it calls hold most of the avoidable time."""

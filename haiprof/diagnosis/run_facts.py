@@ -1,15 +1,18 @@
-"""Facts beside the ledger: the rules in order, those on start and hangs, and on slow GPUs."""
+"""Facts beside the ledger: the rules in order; those on memory, start, hangs and slow GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import polars as pl
 
-from haiprof.base.units import duration_text, rate_text, ratio_text
-from haiprof.diagnosis import memory_facts, settings_facts
+from haiprof.base.intervals import Floats
+from haiprof.base.statistics import growth_p_value
+from haiprof.base.units import NS_PER_S, bytes_text, duration_text, rate_text, ratio_text
+from haiprof.diagnosis import settings_facts
 from haiprof.diagnosis.gpu_functions import (
     ABNORMAL,
     RANKS,
@@ -22,6 +25,7 @@ from haiprof.diagnosis.machine_causes import numa_placement
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, median
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
 from haiprof.diagnosis.verdict import Finding, evidence_rows
+from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
 from haiprof.run_analysis.reactions import Reaction
 
 if TYPE_CHECKING:
@@ -216,9 +220,284 @@ def first_batch(inputs: RuleInputs) -> Finding | str | None:
     )
 
 
+TREND_P_VALUE = 0.01
+"""Mann-Kendall, one-sided: a conventional level."""
+TREND_MIN_POINTS = 8
+"""Kendall's normal approximation is good from 8 points on (Kendall 1975)."""
+CREEP_RATIO = 0.10
+"""Growth of memory while steps ran, of what it was at the beginning. Own choice: less could be a
+cache that fills."""
+CREEP_MIN_STEPS = 50
+"""Before so many steps what a job keeps by design may still fill: an optimizer's history (100
+updates of L-BFGS), caches of samples. Own choice."""
+CREEP_LAST_RATIO = 0.20
+"""The last third must hold this share of the growth, where steady growth gives a third: what fills
+and stays is no leak. Own choice."""
+PRESSURE_RATIO = 0.10
+"""Time in which some task waited for memory (Linux Documentation/accounting/psi.rst). oomd's
+documented default for killing is 60 % (systemd oomd.conf, DefaultMemoryPressureLimit); a tenth of
+the time is TraceML's share for a warning."""
+AVAILABLE_RATIO = 0.10
+"""Free memory below which earlyoom begins to act by default (its README, -m 10)."""
+GPU_MEMORY_FULL_RATIO = 0.95
+"""Peak of what is allocated, of what the process may take: the rest is what fragments and what
+libraries take beside the allocator. Own choice."""
+ALLOCATOR_RETRY_MIN_COUNT = 2
+"""One retry may be the first large batch; more are a state. Own choice."""
+
+_T = TypeVar("_T")
+_SOON_NS = 24 * 3600 * NS_PER_S
+"""A limit that is so near is said in the title."""
+_ENDS_NS = 3600 * NS_PER_S
+"""With a limit so near the job is about to end: no loss of time is graver."""
+_HOST, _GPU = "memory_rss_bytes", "memory_used_bytes"
+_GROWN = {
+    _HOST: ("host memory", "look for what is kept from each step: losses added up without .item() "
+            "or .detach() (they hold the whole graph), lists of outputs or metrics, a dataset that "
+            "caches samples in each worker (copy on write)"),
+    _GPU: ("GPU memory", LEAK_REMEDY),
+}  # fmt: skip
+_NO_LINE = "which line keeps it: two snapshots of tracemalloc, some hundred steps apart, would say"
+_NO_ALLOCATOR = "no counts of a GPU's allocator"
+
+
+def memory_creep(inputs: RuleInputs) -> Finding | str | None:
+    """Memory grows for as long as the job trains.
+
+    It grows by a tenth, beyond chance, and still does at the end. No line of code is named: stacks
+    are sampled by time, and keeping something takes none; only tracemalloc would say who allocated
+    what stays, and it makes Python code slower by a multiple.
+    """
+    if max(steps.height for steps in inputs.by_rank.values()) < CREEP_MIN_STEPS:
+        return f"fewer than {CREEP_MIN_STEPS} steps"
+    # What the allocator of a GPU counts is judged by `gpu_memory_limit`.
+    counted, points = inputs.last_attempts.gpu_memory, inputs.counted.points
+    runs = points.select(pl.struct("rank", "metric").rle().alias("run")).unnest("run")
+    begins = (runs["len"].cum_sum() - runs["len"]).to_list()  # they stand one behind another
+    long = [
+        (of["rank"], of["metric"], _by_step(inputs, of["rank"], points.slice(begin, length)))
+        for begin, length, of in zip(begins, runs["len"], runs["value"], strict=True)
+        if length >= TREND_MIN_POINTS and not (of["metric"] == _GPU and of["rank"] in counted)
+    ]
+    if not long:
+        return f"fewer than {TREND_MIN_POINTS} samples of memory"
+    found = [
+        (float(values[-1] - values[0]) / max(float(values[0]), 1.0), -rank, (rank, metric, values))
+        for rank, metric, values in long
+        if _grows(values)
+    ]
+    if not found:
+        return None
+    share, _, (rank, metric, values) = max(found, key=lambda each: each[:2])
+    per_step = float(values[-1] - values[0]) / max(inputs.of_rank(rank).height, 1)
+    is_ahead = metric == _HOST and not inputs.ran_out_of_memory()
+    left_ns = _until_limit_ns(inputs, rank) if is_ahead else None
+    soon = left_ns is not None and left_ns < _SOON_NS
+    what, remedy = _GROWN[metric]
+    until = ("until its limit, at this rate", left_ns, "ns")
+    return Finding(
+        severity="critical" if left_ns is not None and left_ns < _ENDS_NS else "warning",
+        title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
+        f"{ratio_text(share)} so far"
+        + (f"; its limit is {duration_text(left_ns)} away" if soon else ""),
+        evidence=evidence_rows(
+            ("at the beginning", float(values[0]), "bytes"),
+            ("at the end", float(values[-1]), "bytes"),
+            ("growth per step", per_step, "bytes"),
+            *([until] if left_ns is not None else []),
+            ("p of no trend (Mann-Kendall), below", TREND_P_VALUE, ""),
+            ("series that grow", float(len(found)), "count"),
+        ),
+        remedy=remedy,
+        confidence=0.8,
+        rank=rank,
+        missing=(_NO_LINE,),
+    )
+
+
+def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> Floats:
+    """Samples as at equal distances of steps: what is kept of each step grows with them."""
+    # Over time, a leak looks like something that fills where steps become slower meanwhile.
+    values: Floats = rows["value"].to_numpy()
+    steps = np.searchsorted(inputs.of_rank(rank)["start_ns"].to_numpy(), rows["time_ns"].to_numpy())
+    return np.interp(np.linspace(steps[0], steps[-1], len(steps)), steps, values)
+
+
+def _grows(values: Floats) -> bool:
+    third = max(len(values) // 3, 1)
+    first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
+    if last - first < CREEP_RATIO * first or growth_p_value(values) >= TREND_P_VALUE:
+        return False
+    return bool(values[-1] - values[-third - 1] >= CREEP_LAST_RATIO * (values[-1] - values[0]))
+
+
+def _until_limit_ns(inputs: RuleInputs, rank: int) -> float | None:
+    """When the host memory of a rank's node is used up, if its ranks go on to grow as they did."""
+    # The limit is that of the tightest control group, else the node's memory; None: neither is
+    # known.
+    hosts = dict(inputs.ranks.select("rank", "host").rows())
+    means = inputs.counted.nodes.get(hosts.get(rank) or "", {})
+    limits = [m["memory_limit_bytes"] for m in means.values() if m.get("memory_limit_bytes")]
+    limits = limits or [means.get(None, {}).get("memory_total_bytes")]
+    limit = min((each for each in limits if each), default=None)
+    if limit is None:
+        return None
+    there = [other for other, host in hosts.items() if host == hosts.get(rank)]
+    points = inputs.counted.points
+    own = points.filter((pl.col("metric") == _HOST) & pl.col("rank").is_in(there)).sort("time_ns")
+    first, last = pl.all().first().name.prefix("first_"), pl.all().last()
+    ends = own.group_by("rank").agg(first, last)
+    rates = (ends["value"] - ends["first_value"]) / (ends["time_ns"] - ends["first_time_ns"]).clip(
+        lower_bound=1
+    )
+    left, rate = limit - float(ends["value"].sum()), float(rates.sum())
+    return max(left, 0.0) / rate if rate > 0 else None
+
+
+def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
+    """The node has too little memory: tasks wait for it a tenth of the time, or it swaps."""
+    nodes = {host: means.get(None, {}) for host, means in inputs.counted.nodes.items()}
+    signs = ("pressure_memory_some_ratio", "swap_in_bytes_per_s")
+    judged = {h: n for h, n in nodes.items() if any(n.get(sign) is not None for sign in signs)}
+    if not judged:
+        return "neither memory pressure nor swapping was recorded"
+    host = max(judged, key=lambda h: (judged[h].get(signs[0]) or 0.0, h))
+    node = judged[host]
+    pressure, swapped = (node.get(sign) for sign in signs)
+    available, total = node.get("memory_available_bytes"), node.get("memory_total_bytes")
+    free = available / total if available is not None and total else None
+    swaps = bool(swapped) and free is not None and free < AVAILABLE_RATIO
+    if (pressure or 0.0) < PRESSURE_RATIO and not swaps:
+        return None
+    faults = inputs.counted.of("major_page_fault_count_per_s")
+    what = f"tasks wait for memory {ratio_text(pressure)} of the time" if not swaps else "it swaps"
+    return Finding(
+        severity="critical" if swaps else "warning",
+        title=f"memory is short on {host}: {what}",
+        evidence=evidence_rows(
+            ("some task waits for memory", pressure, "ratio"),
+            ("memory available", free, "ratio"),
+            ("read back from swap", swapped, "bytes/s"),
+            ("page faults from storage, all ranks", sum(faults.values()) if faults else None,
+             "count/s"),
+        ),
+        remedy="fewer or leaner DataLoader workers (each holds its own copies), a smaller cache or "
+        "shuffle buffer, memory maps in place of loading files whole, or a node with more memory",
+        confidence=0.85,
+        lost_ratio=pressure,
+    )  # fmt: skip
+
+
+def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
+    """The GPU's memory ran out and the job went on, grows from step to step, or is nearly full."""
+    caught = _of_world(inputs, inputs.last_attempts.caught)
+    if caught:
+        rank = max(caught, key=lambda r: (caught[r].count, -r))
+        failed = caught[rank]
+        sizes = {
+            "asked for": failed.requested_bytes,
+            "allocated": failed.allocated_bytes,
+            "reserved by the allocator": failed.reserved_bytes,
+            "limit": failed.limit_bytes,
+        }
+        return Finding(
+            title=f"rank {rank} ran {failed.text}; it went on",
+            evidence=evidence_rows(
+                ("allocations that failed", float(failed.count), "count"),
+                *((name, float(size), "bytes") for name, size in sizes.items() if size is not None),
+            ),
+            remedy=failed.remedy,
+            confidence=0.9,
+            rank=rank,
+        )
+    series = _of_world(inputs, inputs.last_attempts.gpu_memory)
+    counted = {rank: each for rank, each in series.items() if each.limit_bytes > 0}
+    if not counted:
+        return _NO_ALLOCATOR
+    grown = {rank: growth for rank, s in counted.items() if (growth := growth_per_step(s))}
+    if grown:
+        rank = max(grown, key=lambda r: (grown[r] / counted[r].limit_bytes, -r))
+        return _growing(rank, counted[rank], grown[rank], len(grown))
+    full = {r: float(each.peak_bytes.max()) / each.limit_bytes for r, each in counted.items()}
+    rank = max(full, key=lambda r: (full[r], -r))
+    return _full(rank, counted[rank]) if full[rank] >= GPU_MEMORY_FULL_RATIO else None
+
+
+def _of_world(inputs: RuleInputs, by_rank: Mapping[int, _T]) -> dict[int, _T]:
+    """Of the ranks that have steps."""
+    return {rank: value for rank, value in by_rank.items() if rank in inputs.world}
+
+
+def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> Finding:
+    peak = float(series.peak_bytes[-1])
+    steps_left = max(series.limit_bytes - peak, 0.0) / growth
+    steps = max(int(series.step[-1] - series.step[0]), 1)
+    left_ns = steps_left * float(series.time_ns[-1] - series.time_ns[0]) / steps
+    begins = float(series.allocated_bytes[-1])
+    return Finding(
+        title=f"GPU memory grows by {bytes_text(growth)} per step on rank {rank}: its limit is "
+        f"{duration_text(left_ns)} away",
+        evidence=evidence_rows(
+            ("growth per step", growth, "bytes"),
+            ("allocated where the last step began", begins, "bytes"),
+            ("peak so far", peak, "bytes"),
+            ("limit", float(series.limit_bytes), "bytes"),
+            ("steps until then, at this rate", steps_left, "count"),
+            ("time until then, at this rate", left_ns, "ns"),
+            ("ranks whose memory grows", float(count), "count"),
+        ),
+        remedy=LEAK_REMEDY,
+        confidence=0.85,
+        rank=rank,
+    )
+
+
+def _full(rank: int, series: GpuMemorySeries) -> Finding:
+    peak, limit = float(series.peak_bytes.max()), float(series.limit_bytes)
+    return Finding(
+        severity="info",
+        title=f"GPU memory is nearly full on rank {rank}: {ratio_text(peak / limit)} of it was "
+        "allocated at the peak",
+        evidence=evidence_rows(
+            ("peak", peak, "bytes"),
+            ("limit", limit, "bytes"),
+            ("reserved by the allocator", float(series.reserved_bytes[-1]), "bytes"),
+        ),
+        remedy="a longer sequence or a larger batch will not fit; where batches differ in size, "
+        "bound the largest, or checkpoint activations",
+        confidence=0.9,
+        rank=rank,
+    )
+
+
+def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
+    """The GPU's memory is so full that the allocator gives its cache back to find room."""
+    counted = _of_world(inputs, inputs.last_attempts.allocator)
+    if not counted:
+        return _NO_ALLOCATOR
+    rank = max(counted, key=lambda r: (counted[r][0], -r))
+    retries, failures, elapsed_ns = counted[rank]
+    if retries < ALLOCATOR_RETRY_MIN_COUNT:
+        return None
+    per_minute = retries / max(elapsed_ns / NS_PER_S / 60, 1e-9)
+    return Finding(
+        title=f"GPU memory is full on rank {rank}: the allocator emptied its cache {retries} times",
+        evidence=evidence_rows(
+            ("allocations tried again", float(retries), "count"),
+            ("the same per minute", per_minute, "count"),
+            ("allocations that failed for good", float(failures), "count"),
+        ),
+        remedy="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation; else a "
+        "smaller "
+        "batch, activation checkpointing, or bf16; each retry waits for the GPU and frees memory",
+        confidence=0.85,
+        rank=rank,
+    )
+
+
 RULES: tuple[Rule, ...] = (
-    standstill, first_batch, memory_facts.memory_creep, memory_facts.memory_pressure,
-    memory_facts.gpu_memory_limit, memory_facts.allocator_retries, numa_placement,
+    standstill, first_batch, memory_creep, memory_pressure,
+    gpu_memory_limit, allocator_retries, numa_placement,
     settings_facts.anomaly_detection, settings_facts.profiler_left_on,
     settings_facts.costly_switches, settings_facts.double_precision,
     settings_facts.deterministic_mode, settings_facts.mkldnn_off, settings_facts.optimizer_loop,

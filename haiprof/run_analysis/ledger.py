@@ -276,15 +276,11 @@ def _rank_rows(
                 unseen.append((number, UNKNOWN, is_spike, total))
         if collected := int(rank.collected_ns[number].sum()):
             unseen.append((number, COLLECTION, False, collected))
+    around = np.where(folded[keep], samples.around[at], np.append(cut.around_closure, False)[place])
     rows = {
         "sample": at,
         "cell": cell,
-        "position": _after_closures(
-            samples,
-            at,
-            cell,
-            np.where(folded[keep], samples.around[at], np.append(cut.around_closure, False)[place]),
-        ),
+        "position": _after_closures(samples, at, cell, around),
         "activity": _guess_activity(samples, at, cell, activity[at], packages),
         "stack": samples.stack[at],
         "step": rank.step[column],
@@ -296,19 +292,16 @@ def _rank_rows(
         "needed": np.zeros(len(at), dtype=np.bool_),
     }
     rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
-    rows = _split(rows, _tail_share(rows, rank), LINK_WAIT)
-    rows = _split(rows, _peer_share(rows, rank), PEER_WAIT)
-    rows = _split(rows, _crowded_share(rows, rank), NO_CORE)
+    rows = _split_waits(rows, rank)
     rows["work"] = rows["activity"].copy()
     rows = _split(rows, _no_core_share(samples, rows, rank, part), NO_CORE)
     rows = _split(rows, _contended_share(rows), NO_CORE, "work")
-    rest = list(zip(*unseen, strict=True)) or [(), (), (), ()]
-    none = np.zeros(len(unseen))
-    others = {
-        "cell": np.array(rest[0]), "position": np.array(rest[0]),
-        "activity": np.array(rest[1]), "work": np.array(rest[1]), "stack": none,
-        "step": none - 1, "spike": np.array(rest[2]), "hidden": none,
-        "ns": np.array(rest[3]), "count": none, "sample": none - 1, "needed": none,
+    position, activity, is_spike, ns = zip(*unseen, strict=True) if unseen else ((),) * 4
+    others = dict.fromkeys(rows, np.zeros(len(unseen))) | {
+        **dict.fromkeys(("cell", "position"), np.array(position)),
+        **dict.fromkeys(("activity", "work"), np.array(activity)),
+        **dict.fromkeys(("step", "sample"), np.full(len(unseen), -1)),
+        "spike": np.array(is_spike), "ns": np.array(ns),
     }  # fmt: skip
     joined = {
         name: np.concatenate([column, others[name].astype(column.dtype)])
@@ -478,31 +471,29 @@ def _workers_without_core(samples: CodeSamples, rank: int) -> float:
     return min(queue / whole, _MOST) if whole else 0.0
 
 
-def _tail_share(rows: _Rows, rank: RankSamples) -> Floats:
-    """Per row: what of backward is not the rank's own work, but comes after its last collective."""
-    # A thread that holds the interpreter lock does not wait for the link.
-    inside = rows["position"] == BACKWARD
-    able = inside & np.isin(
-        rows["activity"], (OPERATORS, NATIVE, LOCK_WAIT, SOCKET_WAIT, OTHER_WAIT)
-    )
-    tail = (rank.tail_ratio or 0.0) * float(rows["ns"][inside].sum())
-    return np.where(able, min(tail / max(float(rows["ns"][able].sum()), 1.0), 1.0), 0.0)
+def _share_of(rows: _Rows, inside: Bools, ns: float) -> Floats:
+    """Per row: the share of those inside that is so much time of all of them."""
+    whole = max(float(rows["ns"][inside].sum()), 1.0)
+    return np.where(inside, min(max(ns, 0.0) / whole, 1.0), 0.0)
 
 
-def _peer_share(rows: _Rows, rank: RankSamples) -> Floats:
-    """Per row: what of the time in collectives passes until the last rank is there."""
+def _split_waits(rows: _Rows, rank: RankSamples) -> _Rows:
+    """With what of backward and of exchanges is waiting for the link, for ranks, and for cores."""
+    # After the last collective that backward began it waits for the link. A thread that holds the
+    # interpreter lock does not.
+    backward = rows["position"] == BACKWARD
+    able = np.isin(rows["activity"], (OPERATORS, NATIVE, LOCK_WAIT, SOCKET_WAIT, OTHER_WAIT))
+    tail_ns = (rank.tail_ratio or 0.0) * float(rows["ns"][backward].sum())
+    rows = _split(rows, _share_of(rows, backward & able, tail_ns), LINK_WAIT)
+    # What of the time in collectives passes until the last rank is there.
+    whole, inside = float(rows["ns"].sum()), rows["activity"] == LINK_WAIT
+    rows = _split(rows, _share_of(rows, inside, (rank.peer_ratio or 0.0) * whole), PEER_WAIT)
+    if rank.free_ratio is None:
+        return rows
+    # And what of an exchange, until other ranks leave a core to those who exchange.
     inside = rows["activity"] == LINK_WAIT
-    wait, whole = float(rows["ns"][inside].sum()), float(rows["ns"].sum())
-    share = min((rank.peer_ratio or 0.0) * whole / wait, 1.0) if wait else 0.0
-    return np.where(inside, share, 0.0)
-
-
-def _crowded_share(rows: _Rows, rank: RankSamples) -> Floats:
-    """Per row: what of an exchange passes until other ranks leave a core to those who exchange."""
-    inside = rows["activity"] == LINK_WAIT
-    wait, whole = float(rows["ns"][inside].sum()), float(rows["ns"].sum())
-    most = wait if rank.free_ratio is None else rank.free_ratio * whole
-    return np.where(inside, 1.0 - min(most / max(wait, 1.0), 1.0), 0.0)
+    crowded_ns = float(rows["ns"][inside].sum()) - rank.free_ratio * whole
+    return _split(rows, _share_of(rows, inside, crowded_ns), NO_CORE)
 
 
 def _after_closures(samples: CodeSamples, at: Ints, position: Ints, around: Bools) -> Ints:
