@@ -128,7 +128,7 @@ def judge(
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
         traces=traced_lines(analyzer),
-        reactions=reacted_lines(inputs.reactions, analyzer.run),
+        reactions=tuple(reacted_lines(inputs.reactions, analyzer.run)),
     )
     return verdict, found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import polars as pl
@@ -241,29 +240,22 @@ def _most(values: pl.Series) -> float | None:
     return float(most) if isinstance(most, (int, float)) else None
 
 
-def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> tuple[str, ...]:
+def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> Iterator[str]:
     """What haiprof noticed and did while the job ran, in a line each."""
-    texts = []
     for each in reactions:
-        said = outcome_text(each) + (f"; {each.path}" if each.path else "")
-        hang = f"{each.reason} at {_clock_text(each.wall_ns)}: {said}"
-        texts.append(_slow_text(each, run) if each.trigger == "slow" else hang)
-    return tuple(texts)
-
-
-def _slow_text(reaction: Reaction, run: RunPaths) -> str:
-    grown = None
-    if reaction.before_ns and reaction.after_ns:
-        grown = reaction.after_ns / reaction.before_ns - 1
-    line = (
-        f"step {reaction.step} on became {ratio_text(grown)} slower on rank {reaction.rank} "
-        f"({duration_text(reaction.before_ns)} to {duration_text(reaction.after_ns)}) "
-        f"at {_clock_text(reaction.since_wall_ns)}"
-    )
-    line += f"; {outcome_text(reaction)}"
-    if reaction.window is None:
-        return line
-    return f"{line}: haiprof trace report {shown_path(run.root)} --window {reaction.window}"
+        said = outcome_text(each)
+        if each.trigger != "slow":
+            where = f"; {each.path}" if each.path else ""
+            yield f"{each.reason} at {_clock_text(each.wall_ns)}: {said}{where}"
+            continue
+        before, after = each.before_ns, each.after_ns
+        grown = after / before - 1 if before and after else None
+        see = f": haiprof trace report {shown_path(run.root)} --window {each.window}"
+        yield (
+            f"step {each.step} on became {ratio_text(grown)} slower on rank {each.rank} "
+            f"({duration_text(before)} to {duration_text(after)}) "
+            f"at {_clock_text(each.since_wall_ns)}; {said}{'' if each.window is None else see}"
+        )
 
 
 def _clock_text(wall_ns: int) -> str:
@@ -271,45 +263,33 @@ def _clock_text(wall_ns: int) -> str:
     return time.strftime("%H:%M:%S", time.localtime(wall_ns / NS_PER_S))
 
 
-def attempt_notes(steps: pl.DataFrame) -> tuple[str, ...]:
+def attempt_notes(steps: pl.DataFrame) -> Iterator[str]:
     """What is said where a rank had several processes: restarts, or jobs side by side."""
     if not steps.height or not (steps["attempt"] > 0).any():
-        return ()
+        return
+    begin, end = pl.col("begin"), pl.col("end")
     spans = steps.group_by("rank", "attempt").agg(
         pl.len(), begin=pl.col("start_ns").min(), end=(pl.col("start_ns") + pl.col("step_ns")).max()
     )
-    return tuple(_attempt_lines(spans.sort("rank", "attempt")))
-
-
-def _attempt_lines(spans: pl.DataFrame) -> Iterator[str]:
-    for (rank,), rows in spans.group_by("rank", maintain_order=True):
+    shorter = pl.max_horizontal(pl.min_horizontal(end - begin, (end - begin).shift(-1)), 1)
+    common = pl.min_horizontal(end, end.shift(-1)) - begin.shift(-1)
+    for (rank,), rows in spans.sort("rank", "attempt").group_by("rank", maintain_order=True):
         if rows.height < 2:
             continue
-        counts = rows["len"].to_list()
-        shown = [f"{count:,}" for count in counts[:_NAMED]]
-        more = len(counts) - _NAMED
-        shown += [f"{more} more"] if more > 0 else []
-        listed = ", ".join(shown[:-1]) + f" and {shown[-1]}"
-        last = rows["attempt"][-1]
-        if _side_by_side(rows):
+        shown = [f"{count:,}" for count in rows["len"].to_list()]
+        more = [f"{len(shown) - _NAMED} more"] if len(shown) > _NAMED else []
+        *first, final = [*shown[:_NAMED], *more]
+        counts = f"{', '.join(first)} and {final}"
+        overlap = rows.sort("begin", "end").select((common > _SIDE_BY_SIDE_RATIO * shorter).any())
+        if overlap.item():
             yield (
                 f"{rows.height} processes trained at the same time and none had a rank of its own: "
-                f"they are jobs of their own ({listed} steps), and this verdict covers the one "
-                f"that began last (ranks/{rank}.{last})"
+                f"they are jobs of their own ({counts} steps), and this verdict covers the one "
+                f"that began last (ranks/{rank}.{rows['attempt'][-1]})"
             )
         else:
             gap = max(0, int(rows["begin"][-1]) - int(rows["end"][-2]))
             yield (
-                f"rank {rank} was started {rows.height} times ({listed} steps): only the last "
+                f"rank {rank} was started {rows.height} times ({counts} steps): only the last "
                 f"start is evaluated, {duration_text(gap)} after the step before it"
             )
-
-
-def _side_by_side(rows: pl.DataFrame) -> bool:
-    """Whether two of them overlap by more than a tenth of the shorter one."""
-    spans = sorted(zip(rows["begin"].to_list(), rows["end"].to_list(), strict=True))
-    return any(
-        min(one[1], other[1]) - other[0]
-        > _SIDE_BY_SIDE_RATIO * max(min(one[1] - one[0], other[1] - other[0]), 1)
-        for one, other in pairwise(spans)
-    )

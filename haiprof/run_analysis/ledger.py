@@ -296,12 +296,11 @@ def _rank_rows(
     rows["work"] = rows["activity"].copy()
     rows = _split(rows, _no_core_share(samples, rows, rank, part), NO_CORE)
     rows = _split(rows, _contended_share(rows), NO_CORE, "work")
-    position, activity, is_spike, ns = zip(*unseen, strict=True) if unseen else ((),) * 4
+    whole = np.array(unseen, dtype=np.int64).reshape(-1, 4).T
     others = dict.fromkeys(rows, np.zeros(len(unseen))) | {
-        **dict.fromkeys(("cell", "position"), np.array(position)),
-        **dict.fromkeys(("activity", "work"), np.array(activity)),
+        **dict.fromkeys(("cell", "position"), whole[0]), "spike": whole[2], "ns": whole[3],
+        **dict.fromkeys(("activity", "work"), whole[1]),
         **dict.fromkeys(("step", "sample"), np.full(len(unseen), -1)),
-        "spike": np.array(is_spike), "ns": np.array(ns),
     }  # fmt: skip
     joined = {
         name: np.concatenate([column, others[name].astype(column.dtype)])
