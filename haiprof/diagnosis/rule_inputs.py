@@ -388,13 +388,6 @@ def _allocator(rank: RankFiles) -> tuple[int, int, int] | None:
     return (grown[0], grown[1], grown[2]) if len(grown) == len(names) else None
 
 
-def usual_share(inputs: RuleInputs, phase: str) -> float | None:
-    """A phase's share of the mean step; None where it is not measured."""
-    split = usual_split(inputs.of_rank(typical_rank(inputs)))
-    value, whole = split[phase], sum(ns or 0.0 for ns in split.values())
-    return None if value is None or not whole else value / whole
-
-
 def typical_rank(inputs: RuleInputs) -> int:
     """The rank whose own work per step is the lower middle of all: one slow rank is none.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from math import ceil
@@ -19,7 +19,6 @@ from haiprof.diagnosis.rule_inputs import (
     RuleInputs,
     median,
     typical_rank,
-    usual_share,
     usual_split,
 )
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
@@ -66,38 +65,31 @@ class Price:
     least: float
     """Of the jobs that it was measured on the one that it slowed least: judged is by this."""
     most: float
-    phases: tuple[str, ...]
+    phases: tuple[str, ...] = MODEL
 
     def lost_ratio(self, inputs: RuleInputs, *, on: float = 1.0) -> float:
         """Of the mean step, what the setting costs at least; `on`: share of the time it is on."""
         return on * touched_ratio(inputs, self.phases) * max(1 - 1 / self.least, 0.0)
 
-    def rows(self, inputs: RuleInputs) -> Sequence[tuple[str, float, str]]:
-        """Evidence: the price, and the share of the step that it is paid for."""
-        phases = " and ".join(self.phases) if len(self.phases) < 3 else "all phases of the model"
-        return (
-            (f"measured cost, least ({MEASURED})", self.least, ""),
-            ("measured cost, most", self.most, ""),
-            (f"{phases}, share of the step", touched_ratio(inputs, self.phases), "ratio"),
-        )
-
 
 PRICES: Mapping[str, Price] = {
-    "anomaly": Price(least=1.17, most=6.54, phases=MODEL),
-    "profiler": Price(least=1.01, most=1.48, phases=MODEL),
+    "anomaly": Price(least=1.17, most=6.54),
+    "profiler": Price(least=1.01, most=1.48),
     "float64": Price(least=1.16, most=3.31, phases=STEP),
-    "tracemalloc": Price(least=1.00, most=1.34, phases=MODEL),
-    "deterministic": Price(least=1.00, most=1.03, phases=MODEL),
-    "mkldnn_convolutions": Price(least=2.01, most=2.01, phases=MODEL),
-    "float16": Price(least=2.90, most=32.3, phases=MODEL),
-    "find_unused_parameters": Price(least=1.02, most=1.18, phases=MODEL),
+    "tracemalloc": Price(least=1.00, most=1.34),
+    "deterministic": Price(least=1.00, most=1.03),
+    "mkldnn_convolutions": Price(least=2.01, most=2.01),
+    "float16": Price(least=2.90, most=32.3),
+    "find_unused_parameters": Price(least=1.02, most=1.18),
 }
 """Least and most of the medians in `benchmarks/results/settings_price.md`, over its jobs."""
 
 
-def touched_ratio(inputs: RuleInputs, phases: tuple[str, ...]) -> float:
-    """Share of the mean step in some phases."""
-    return min(sum(usual_share(inputs, phase) or 0.0 for phase in phases), 1.0)
+def touched_ratio(inputs: RuleInputs, phases: Collection[str]) -> float:
+    """Share of some phases in the mean step of the typical rank."""
+    split = usual_split(inputs.of_rank(typical_rank(inputs)))
+    whole = sum(ns or 0.0 for ns in split.values())
+    return min(sum((split[phase] or 0.0) / whole for phase in phases), 1.0) if whole else 0.0
 
 
 def _setting(
@@ -133,10 +125,22 @@ def _found(
         said["phases"] = price.phases
     if price is not None and not inputs.uses_gpu:
         said.setdefault("lost_ratio", price.lost_ratio(inputs, on=on))
-        rows = (*rows, *price.rows(inputs))
+        named = " and ".join(price.phases) if len(price.phases) < 3 else "all phases of the model"
+        rows = (
+            *rows,
+            (f"measured cost, least ({MEASURED})", price.least, ""),
+            ("measured cost, most", price.most, ""),
+            (f"{named}, share of the step", touched_ratio(inputs, price.phases), "ratio"),
+        )
     said.setdefault("missing", () if said.get("lost_ratio") is not None else (UNKNOWN,))
     return Finding(title=title, evidence=evidence_rows(*rows), remedy=remedy,
                    confidence=confidence, **said)  # fmt: skip
+
+
+def _ranks_with(inputs: RuleInputs, name: str, least: float) -> tuple[list[int], float]:
+    """Ranks that had a switch on for at least so much of the looks at it, and the most of any."""
+    on = {rank: each.on_ratio(name) for rank, each in inputs.settings.items()}
+    return [rank for rank, ratio in on.items() if ratio >= least], max(on.values())
 
 
 @_setting()
@@ -147,11 +151,16 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
     through for NaN (torch/csrc/autograd/anomaly_mode.h). What the writing takes is seen in sampled
     stacks of this job; without them a CPU job is judged by the least price measured.
     """
-    on = {rank: each.on_ratio("anomaly") for rank, each in inputs.settings.items()}
-    ranks = [rank for rank, ratio in on.items() if ratio >= SWITCHED_ON_RATIO]
+    ranks, ratio = _ranks_with(inputs, "anomaly", SWITCHED_ON_RATIO)
     if not ranks:
         return None
-    ratio, seen = max(on.values()), _stack_writing_ratio(inputs)
+    samples = inputs.load_samples(typical_rank(inputs))
+    phases = [CODE_PHASES.index(phase) for phase in (*STEP, "dataloader", "other")]
+    chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
+    weight, seen = samples.weight_ns[chosen], None
+    if int(chosen.sum()) >= MIN_COUNT and weight.sum():
+        inside = samples.tree.within(_STACK_WRITERS)[samples.stack[chosen]]
+        seen = float(weight[inside].sum()) / float(weight.sum())
     known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
     known += [] if seen is None else [seen]
     return _found(
@@ -170,19 +179,6 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
     )
 
 
-def _stack_writing_ratio(inputs: RuleInputs) -> float | None:
-    """Share of the step in which stacks are written, of the typical rank; None: not sampled."""
-    samples = inputs.load_samples(typical_rank(inputs))
-    phases = [CODE_PHASES.index(phase) for phase in (*STEP, "dataloader", "other")]
-    chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
-    if int(chosen.sum()) < MIN_COUNT:
-        return None
-    inside = samples.tree.within(_STACK_WRITERS)
-    weight = samples.weight_ns[chosen]
-    whole = float(weight.sum())
-    return float(weight[inside[samples.stack[chosen]]].sum()) / whole if whole else None
-
-
 @_setting()
 def profiler_left_on(inputs: RuleInputs) -> Finding | None:
     """A profiler of the job's own records all the time.
@@ -190,11 +186,10 @@ def profiler_left_on(inputs: RuleInputs) -> Finding | None:
     It was on at half of the looks, which one with a schedule is not. haiprof's own trace windows
     do not count.
     """
-    on = {rank: each.on_ratio("profiler") for rank, each in inputs.settings.items()}
-    ranks = [rank for rank, ratio in on.items() if ratio >= LEFT_ON_RATIO]
+    ranks, ratio = _ranks_with(inputs, "profiler", LEFT_ON_RATIO)
     if not ranks:
         return None
-    ratio, some = max(on.values()), len(ranks) < len(inputs.world)
+    some = len(ranks) < len(inputs.world)
     return _found(
         inputs,
         f"the job's own profiler is on {ratio_text(ratio)} of the time"
@@ -431,7 +426,7 @@ def optimizer_loop(inputs: RuleInputs) -> Finding | None:
         if optimizer.foreach is False and not optimizer.fused and "cuda" in optimizer.devices
     ]
     count, name = max(loops, key=lambda loop: loop[0], default=(0, None))
-    share = usual_share(inputs, "optimizer") or 0.0
+    share = touched_ratio(inputs, ("optimizer",))
     if count < LOOP_MIN_TENSORS or share < PROBLEM_RATIO:
         return None
     return _found(
