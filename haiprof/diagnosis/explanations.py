@@ -7,22 +7,21 @@ function of an account, and at what the run recorded of its loaders, cores and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import polars as pl
 
-from haiprof.base.code_places import place_text
 from haiprof.base.ledger import GROWING, PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.verdict import CodeLine, Evidence, Finding
+from haiprof.diagnosis.verdict import Evidence, Finding
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
 from haiprof.run_analysis.ledger import ACTIVITIES, UNKNOWN, WORKER_LOADER, WORKER_START
-from haiprof.run_analysis.lines import FunctionTime, function_times
+from haiprof.run_analysis.lines import CodeLine, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 
 WHERE = {
@@ -504,20 +503,8 @@ def account_line(account: Account, mean_ns: float) -> CodeLine | None:
 
 def code_lines(samples: CodeSamples, of: str, part: float) -> tuple[CodeLine, ...]:
     """The lines that hold most of some samples' time."""
-    times: Sequence[FunctionTime] = function_times(samples)
     return tuple(
-        CodeLine(
-            file=time.file,
-            line=time.line,
-            function=time.function,
-            share=time.ratio * part,
-            low=None if time.low is None else time.low * part,
-            high=None if time.high is None else time.high * part,
-            of=of,
-            sample_count=time.sample_count,
-            callees=time.callees,
-            callers=tuple(place_text(at.file, at.line, at.function) for at in time.callers),
-        )
-        for time in times[:_LINE_LIMIT]
-        if time.sample_count >= _MIN_SAMPLES and time.ratio >= _LEAST_RATIO
+        line
+        for line in function_times(samples, of, part)[:_LINE_LIMIT]
+        if line.sample_count >= _MIN_SAMPLES and line.share >= _LEAST_RATIO * part
     )

@@ -408,7 +408,11 @@ def give_lines(table: TimeTable, lines: pl.DataFrame, time: JobTime) -> TimeTabl
 
     `lines` are of a window, by rank (`trace_analysis.operator_lines`).
     """
-    rows = np.flatnonzero(table.needed & (table.position == BACKWARD) & _in_engine(table))
+    # Per row: whether autograd's engine runs in it, and no code of the job below that.
+    code = table.tree
+    engine = np.array([*(_ENGINE in frame.file for frame in code.frames), False])
+    of_row: Bools = code.calls_libraries(engine & np.append(code.library, False))[table.stack]
+    rows = np.flatnonzero(table.needed & (table.position == BACKWARD) & of_row)
     if not len(rows):
         return table
     left = 1.0
@@ -467,14 +471,6 @@ def small_operators(
         more = opportunity(table, taken, code_place(tree, most))
         listed.append(replace(more, key=SMALL_OPERATORS))
     return table, [each for each in listed if len(each.rows)]
-
-
-def _in_engine(table: TimeTable) -> Bools:
-    """Per row: whether autograd's engine runs in it, and no code of the job below that."""
-    tree = table.tree
-    engine = np.array([*(_ENGINE in frame.file for frame in tree.frames), False])
-    of_row: Bools = tree.calls_libraries(engine & np.append(tree.library, False))[table.stack]
-    return of_row
 
 
 def _shares(lines: pl.DataFrame, plain_ns: float) -> list[tuple[tuple[str, int, str], float]]:

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from haiprof.base.code_places import place_text
 from haiprof.base.errors import HaiprofError
 from haiprof.base.ledger import Ledger, ledger_document
 from haiprof.base.safe_files import make_folder
-from haiprof.base.units import ratio_text, visible
 from haiprof.diagnosis.restart_advice import Advice
 from haiprof.diagnosis.traced_window import StepWork
 from haiprof.run_analysis.before_death import GpuMemoryAtEnd, MemoryAtEnd
 from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.lines import CodeLine as CodeLine
 from haiprof.run_analysis.restarts import Goodput, Start
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import write_json
@@ -41,45 +40,6 @@ class Evidence:
 def evidence_rows(*rows: tuple[str, float | None, str]) -> tuple[Evidence, ...]:
     """Evidence from its fields: name, value and unit."""
     return tuple(Evidence(name=name, value=value, unit=unit) for name, value, unit in rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodeLine:
-    """A function of the job's own code that a finding is about, as it was sampled."""
-
-    file: str
-    line: int
-    """Its line that was seen most often."""
-    function: str
-    share: float
-    """Of what `of` says."""
-    low: float | None
-    high: float | None
-    """Where the share lies with 95 % certainty; None where that is not known."""
-    of: str
-    """What it is a share of: `the step`, `the workers' loading`."""
-    sample_count: int
-    callees: tuple[str, ...]
-    """Functions of libraries in which most of that time passes, from its own call inwards."""
-    callers: tuple[str, ...] = ()
-    """The job's own lines through which most of that time came there, from the nearest outwards:
-    `train.py:307 log_metrics`."""
-
-    @property
-    def location(self) -> str:
-        """`train.py:88 load_image`; the names are whatever the run directory holds."""
-        return place_text(self.file, self.line, self.function)
-
-    def describe(self) -> str:
-        """`train.py:88 load_image: 61 % of the step (55 to 67 %), in PIL.Image.open`."""
-        between = ""
-        if self.low is not None and self.high is not None:
-            between = f" ({100 * self.low:.0f} to {ratio_text(self.high)})"
-            if ratio_text(self.high) == ratio_text(self.share):  # all that it can be
-                between = f" (at least {ratio_text(self.low)})"
-        inside = visible(f", in {' > '.join(self.callees)}") if self.callees else ""
-        by = f", called by {' < '.join(self.callers)}" if self.callers else ""
-        return f"{self.location}: {ratio_text(self.share)} of {self.of}{between}{inside}{by}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

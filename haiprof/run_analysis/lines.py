@@ -10,10 +10,11 @@ from typing import TypeVar
 import numpy as np
 import polars as pl
 
-from haiprof.base.code_places import code_name
+from haiprof.base.code_places import code_name, place_text
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
-from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree, Frame
+from haiprof.base.units import ratio_text, visible
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 
 LINE_SCHEMA = {
     "rank": pl.Int64,
@@ -56,24 +57,42 @@ _Z = 1.96  # 95 % of a normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionTime:
-    """A function of the user's in which samples ended, or in what libraries it calls."""
+class CodeLine:
+    """A function of the job's own code that a finding is about, as it was sampled."""
 
     file: str
     line: int
     """Its line that was seen most often."""
     function: str
-    ratio: float
-    """Its share of the time of the samples asked about."""
-    low: float
-    high: float
-    """Where that share lies with 95 % certainty, as the number of samples tells."""
+    share: float
+    """Of what `of` says."""
+    low: float | None
+    high: float | None
+    """Where the share lies with 95 % certainty; None where that is not known."""
+    of: str
+    """What it is a share of: `the step`, `the workers' loading`."""
     sample_count: int
-    time_ns: float
     callees: tuple[str, ...]
     """Functions of libraries in which most of that time passes, from its own call inwards."""
-    callers: tuple[Frame, ...]
-    """The user's lines through which most of that time came there, from the nearest outwards."""
+    callers: tuple[str, ...] = ()
+    """The job's own lines through which most of that time came there, from the nearest outwards:
+    `train.py:307 log_metrics`."""
+
+    @property
+    def location(self) -> str:
+        """`train.py:88 load_image`; the names are whatever the run directory holds."""
+        return place_text(self.file, self.line, self.function)
+
+    def describe(self) -> str:
+        """`train.py:88 load_image: 61 % of the step (55 to 67 %), in PIL.Image.open`."""
+        between = ""
+        if self.low is not None and self.high is not None:
+            between = f" ({100 * self.low:.0f} to {ratio_text(self.high)})"
+            if ratio_text(self.high) == ratio_text(self.share):  # all that it can be
+                between = f" (at least {ratio_text(self.low)})"
+        inside = visible(f", in {' > '.join(self.callees)}") if self.callees else ""
+        by = f", called by {' < '.join(self.callers)}" if self.callers else ""
+        return f"{self.location}: {ratio_text(self.share)} of {self.of}{between}{inside}{by}"
 
 
 def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) -> pl.DataFrame:
@@ -148,14 +167,17 @@ def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
     return chosen.sort(order, descending=descending, nulls_last=False)
 
 
-def function_times(samples: CodeSamples) -> list[FunctionTime]:
-    """User functions by the time that passes in them and in what libraries they call: the first."""
+def function_times(samples: CodeSamples, of: str, part: float = 1.0) -> list[CodeLine]:
+    """The job's functions by the time that passes in them and in what libraries they call.
+
+    The first of them; their shares are of what `of` says, of which the samples are a `part`.
+    """
     tree = samples.tree  # where no sample's time is known, each counts the same
     weight = samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
     total = float(weight.sum())
     if not total:
         return []
-    inner = innermost_stack(tree)
+    inner, place = innermost_stack(tree), tree.line_places()
     functions, number = functions_of(tree)
     of_sample = number[tree.place[inner[samples.stack]]]
     own = np.bincount(of_sample + 1, weights=weight, minlength=len(functions) + 1)[1:]
@@ -165,28 +187,23 @@ def function_times(samples: CodeSamples) -> list[FunctionTime]:
     found = []
     for function in order[:FUNCTION_LIMIT]:
         rows = of_sample == function
-        places = tree.line_places()[inner[samples.stack[rows]]]
-        frame = tree.frames[int(np.bincount(places, weights=weight[rows]).argmax())]
-        place = tree.line_places()
-        paths = [
-            _user_callers(tree, place, number) for number in inner[samples.stack[rows]].tolist()
-        ]
-        found.append(
-            FunctionTime(
-                file=frame.file,
-                line=frame.line,
-                function=frame.function,
-                ratio=float(own[function]) / total,
-                low=float(low[function]),
-                high=float(high[function]),
-                sample_count=int(rows.sum()),
-                time_ns=float(own[function]),
-                callees=_callees(tree, inner, samples.stack[rows], weight[rows]),
-                callers=tuple(
-                    tree.frames[frame] for frame in _common_way(paths, weight[rows], CALLER_LIMIT)
-                ),
-            )
+        stacks = inner[samples.stack[rows]]
+        frame = tree.frames[int(np.bincount(place[stacks], weights=weight[rows]).argmax())]
+        paths = [_user_callers(tree, place, stack) for stack in stacks.tolist()]
+        callers = (tree.frames[at] for at in _common_way(paths, weight[rows], CALLER_LIMIT))
+        line = CodeLine(
+            file=frame.file,
+            line=frame.line,
+            function=frame.function,
+            share=float(own[function]) / total * part,
+            low=float(low[function]) * part,
+            high=float(high[function]) * part,
+            of=of,
+            sample_count=int(rows.sum()),
+            callees=_callees(tree, inner, samples.stack[rows], weight[rows]),
+            callers=tuple(place_text(*caller[:3]) for caller in callers),
         )
+        found.append(line)
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
-from haiprof.base.code_places import code_name, is_library
+from haiprof.base.code_places import code_name, is_library, place_text
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.flame_graph import FlameGraph, collapsed_lines, inclusive_ns, speedscope
 from haiprof.run_analysis.lines import function_times, wilson
@@ -113,10 +113,10 @@ def test_function_is_named_with_its_top_line_and_what_it_calls(tmp_path: Path) -
     stacks += [(MAIN,)] * 20
     write_stacks(run.rank(0).worker_stacks(3), [(1000 * i, s) for i, s in enumerate(stacks, 1)],
                  worker=3)  # fmt: skip
-    times = function_times(Analyzer(run.root).code_samples())
-    assert (times[0].function, times[0].line, times[0].ratio) == ("load_image", 12, 0.8)
+    times = function_times(Analyzer(run.root).code_samples(), "all")
+    assert (times[0].function, times[0].line, times[0].share) == ("load_image", 12, 0.8)
     assert times[0].callees == ("PIL.Image.open",)
-    assert [(at.file, at.line, at.function) for at in times[0].callers] == [MAIN]
+    assert times[0].callers == (place_text(*MAIN),)
     assert times[1].function == "main"
 
 
@@ -131,8 +131,8 @@ def test_callers_are_the_way_that_most_of_the_time_came(tmp_path: Path) -> None:
     stacks += [(MAIN, seldom, evaluate, LOAD)] * 10
     write_stacks(run.rank(0).worker_stacks(3), [(1000 * i, s) for i, s in enumerate(stacks, 1)],
                  worker=3)  # fmt: skip
-    (load,) = function_times(Analyzer(run.root).code_samples())
-    assert [at.function for at in load.callers] == ["evaluate", "after_step", "main"]
+    (load,) = function_times(Analyzer(run.root).code_samples(), "all")
+    assert [at.partition(" ")[2] for at in load.callers] == ["evaluate", "after_step", "main"]
 
 
 def test_lines_are_of_the_last_attempt_that_has_steps(tmp_path: Path) -> None:
