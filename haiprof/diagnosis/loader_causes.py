@@ -65,25 +65,6 @@ class _Loading:
         return None
 
     @property
-    def has_room(self) -> bool:
-        """Whether there are cores for one more worker, as far as known.
-
-        It needs all of one. Without workers the main thread's own core is free in the time in which
-        it made batches.
-        """
-        return self.free_cores is None or self.free_cores >= self._cores_of_one
-
-    @property
-    def is_crowded_out(self) -> bool:
-        """Whether there would be, were it not for processes that are not the job's."""
-        return (self.free_cores or 0.0) + self.strangers_cores >= self._cores_of_one
-
-    @property
-    def _cores_of_one(self) -> float:
-        own = min(1.0, self.wait_share) if self.workers == 0 else 1.0
-        return FREE_CORES * CORES_FULL_RATIO * own
-
-    @property
     def evidence(self) -> tuple[Evidence, ...]:
         """Workers, and the cores that are used."""
         return evidence_rows(
@@ -224,7 +205,11 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
     if workers is None:
         return None
     missing = () if loading.is_computing is not None else ("CPU use of the loader",)
-    if not loading.has_room:
+    # One more worker needs a core. Without workers the main thread's own core is free in the time
+    # in which it made batches.
+    needed = FREE_CORES * CORES_FULL_RATIO * (loading.wait_share if workers == 0 else 1.0)
+    free = needed if loading.free_cores is None else loading.free_cores
+    if free < needed:
         slug, title = "cores_full", "and the cores are full"
         gpu = "; transforms on the GPU" if on_gpu else ""
         less = f"decode and tokenize once, ahead of training; cheaper augmentation{gpu}"
@@ -232,7 +217,7 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
             f"other processes use {loading.strangers_cores:.1f} of the cores, and workers would "
             "share the rest with them: what they gain is measured by haiprof try-loader; or do "
             f"less per sample ({less})"
-            if loading.is_crowded_out
+            if free + loading.strangers_cores >= needed
             else f"more workers would not help: do less per sample ({less}), or take more cores"
         )
     elif workers == 0:
