@@ -29,6 +29,10 @@ _ALIKE_RATIO = 0.03
 _PERIODIC = 0.8
 _SPIKE_RATIO, _ALL_PAID_RATIO = 0.5, 0.8
 """So much of an account must lie in spikes: in regular ones, and in others."""
+_SHORT_SPIKE = 0.3
+"""Of the one that the middle nanosecond of an account's spikes lies in."""
+_OWN_SPIKES = 0.2
+"""An account that has less of its positions' long periods does not make them long."""
 _GROWN = 1.5
 """An account that is so many times larger in its second part than in its first one has changed."""
 _DISTURBED = 0.1
@@ -220,13 +224,14 @@ class JobTime:
         whole = self.count[: len(series)] == 1  # in the mean step of a block nothing stands out
         whole = whole if whole.sum() >= _COVERED_MIN else np.ones_like(whole)
         spiked = _find_spikes(series[whole])
-        if spiked.any() and not self._are_spikes_waits(table, rows):
-            at = self.step[: len(series)][whole][spiked]
-            period, time = _period(at), duration_text(float(every[whole][spiked].mean()))
-            ending = {1: "st", 2: "nd", 3: "rd"}.get((period or 0) % 10, "th")
-            if period:
-                return f"every {period}{'th' if 10 <= period % 100 <= 20 else ending} step, {time}"
-            return f"in {len(at)} of {len(spiked)} steps, {time}"
+        at = self.step[: len(series)][whole][spiked]
+        period = _period(at)
+        if len(at) and self._makes_spikes(table, rows, is_regular=period is not None):
+            time = duration_text(float(every[whole][spiked].mean()))
+            if period is None:
+                return f"in {len(at)} of {len(spiked)} steps, {time}"
+            ending = {1: "st", 2: "nd", 3: "rd"}.get(period % 10, "th")
+            return f"every {period}{'th' if 10 <= period % 100 <= 20 else ending} step, {time}"
         cells = self._same_cells(table, rows) & (table.step >= 0)
         exact = sum(
             self.cell_ns[row].mean(axis=0)
@@ -237,13 +242,18 @@ class JobTime:
             self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact
         )
 
-    def _are_spikes_waits(self, table: TimeTable, rows: Ints) -> bool:
-        """Whether its positions' long periods mostly wait for a core, and it does not."""
-        # Such periods are the machine's: what runs in them runs in the others, too.
-        lost = table.activity == NO_CORE
+    def _makes_spikes(self, table: TimeTable, rows: Ints, *, is_regular: bool) -> bool:
+        """Whether its positions' long periods are its own: it holds a good part of their time."""
         long = self._same_cells(table, rows) & table.spike
+        whole = float(table.ns[long].sum())
+        if float(table.ns[rows[long[rows]]].sum()) < _OWN_SPIKES * whole:
+            return False  # another one makes them long, in which it was sampled now and then
+        # Where they mostly wait for a core they are the machine's: what runs in them runs in the
+        # others, too. But who waits at every Nth step has some reason for it.
+        lost = table.activity == NO_CORE
         own = float(table.ns[rows[lost[rows]]].sum()) > 0.5 * float(table.ns[rows].sum())
-        return not own and bool(table.ns[long & lost].sum() > 0.5 * table.ns[long].sum())
+        most = 0.5 if is_regular else _DISTURBED
+        return (own and is_regular) or float(table.ns[long & lost].sum()) <= most * whole
 
     def _same_cells(self, table: TimeTable, rows: Ints) -> Bools:
         """Samples of the cells that some rows lie in."""
@@ -530,6 +540,10 @@ def _find_spikes(series: Floats) -> Bools:
     # What every second or third step pays is no more than usual, and is known by its regularity.
     for level in (0.5, 0.25):
         found: Bools = series > 2 * np.quantile(series, level) + series.mean() / 2
+        if found.any():  # a short one among long ones is the machine's
+            order = np.sort(series[found])
+            usual = order[np.searchsorted(np.cumsum(order), order.sum() / 2)]
+            found &= series > _SHORT_SPIKE * usual
         few = 0 < found.mean() <= 0.5
         ratio = series[found].sum() / series.sum() if few else 0.0
         regular = ratio > _SPIKE_RATIO and _period(np.flatnonzero(found)) is not None
@@ -554,8 +568,12 @@ def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     # (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
     # 1927), times the exact time of these (`exact_ns`, by step), is more than before with 95 %
     # certainty, and _GROWN times. `own` are its samples among those of `cells`, its positions.
+    at = np.clip(np.searchsorted(step, cells.step), 0, len(step) - 1)
+    first = int(at.min(initial=len(step)))  # nobody sampled what was before
+    step, exact_ns, at = step[first:], exact_ns[first:], at - first
     count = len(step)
-    at = np.clip(np.searchsorted(step, cells.step), 0, count - 1)
+    if count < _COVERED_MIN:
+        return "each step"
     each = np.bincount(at[own], cells.ns[own], minlength=count)
     part = max(count // _PARTS, 1)
     below = np.arange(1, count) / count - np.cumsum(each)[:-1] / max(float(each.sum()), 1.0)

@@ -23,6 +23,7 @@ from haiprof.run_analysis.counters import (
 )
 from haiprof.run_analysis.ranks import RANK_SCHEMA
 from haiprof.run_analysis.reactions import REACTION_SCHEMA
+from haiprof.run_analysis.run_files import RunFiles, open_run
 from haiprof.run_analysis.run_frames import Cells
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
@@ -49,6 +50,10 @@ class FakeRun:
     window_rows: list[dict[str, object]] = field(default_factory=list)
     reaction_rows: list[dict[str, object]] = field(default_factory=list)
     note_lines: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> RunFiles:
+        return open_run(self.run.root)
 
     def steps(self) -> pl.DataFrame:
         return pl.DataFrame(self.step_rows, schema=STEP_SCHEMA)
