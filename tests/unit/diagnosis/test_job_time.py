@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -251,6 +252,11 @@ AT = np.arange(STEPS)
         (131.0 * (AT % 20 == 19), AT[19::20], "every 20th step, 131 ms"),
         (131.0 * (AT % 20 == 19) + 1.0, AT[19::20], "every 20th step, 132 ms"),
         (1310.0 * (AT % 20 == 19), AT[19::20], "every 20th step, 1.31 s"),
+        (
+            150.0 * (AT % 20 == 19) + 12.0 * np.isin(AT, (2, 30, 51, 88, 90, 133, 171)),
+            AT[19::20],
+            "every 20th step, 150 ms",
+        ),
         (8.0 * (AT % 2), AT[1::2], "every 2nd step, 8.00 ms"),
         (CHANCE.ravel()[:STEPS], AT, "each step"),
         (8.0 * (AT % 3 == 1), AT[1::3], "every 3rd step, 8.00 ms"),
@@ -273,6 +279,27 @@ def test_when_an_account_is_paid(series_ms: Floats, seen: np.ndarray, said: str)
     table = rows_of(np.concatenate([seen, np.repeat(AT, 3)]), np.ones(len(seen) + 3 * STEPS))
     paid = series_ms * NS_PER_MS
     assert time.when(table, np.arange(len(seen)), paid, paid) == said
+
+
+def test_what_nobody_sampled_at_first_did_not_begin_later() -> None:
+    time = recorded(working(1, lambda r, s: 0.0, EVALUATION), known=False)
+    late = np.repeat(AT[80:], 10)
+    table = rows_of(late, np.ones(len(late)))
+    rows = np.flatnonzero(np.arange(len(late)) % 10 > 0)
+    paid = np.full(STEPS, 9.0 * NS_PER_MS)
+    assert time.when(table, rows, paid, paid) == "each step"
+
+
+@pytest.mark.parametrize(("own_count", "said"), [(1, "each step"), (9, "every 20th step, 90.0 ms")])
+def test_long_periods_are_of_the_account_that_makes_them(own_count: int, said: str) -> None:
+    """Every 20th period has 20 samples: of one account, or 9 of another."""
+    time = recorded(working(1, lambda r, s: 0.0, EVALUATION), known=False)
+    step = np.concatenate([AT, np.repeat(AT[19::20], 20)])
+    table = rows_of(step, np.ones(len(step)))
+    table = replace(table, spike=step % 20 == 19)
+    rows = np.flatnonzero((np.arange(len(step)) >= STEPS) & (np.arange(len(step)) % 20 < own_count))
+    paid = own_count * 10.0 * NS_PER_MS * (AT % 20 == 19)
+    assert time.when(table, rows, paid, paid) == said
 
 
 # -- waiting for peers ----------------------------------------------------------------------------
