@@ -82,6 +82,9 @@ def judge(
     if part is not None:
         facts.append(_grade(part, few=inputs.steps.height < CRITICAL_MIN_STEPS))
     findings = _name_nodes(analyzer, inputs, _findings(inputs, found, facts), ledger)
+    creep = next((each for each in findings if each.rule == "memory_creep"), None)
+    if death is not None and death.cause == "out_of_memory" and creep is not None:
+        death = replace(death, remedy=f"{creep.title}: {creep.remedy}")
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     verdict = Verdict(

@@ -26,13 +26,13 @@ from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 
 WHERE = {
     "input": "making the batch on the training thread",
-    "prepare": "between batch and forward",
+    "prepare": "before forward",
     "forward": "in forward",
     "loss": "between forward and backward",
     "backward": "in backward",
-    "gradients": "between backward and optimizer",
+    "gradients": "before the optimizer",
     "optimizer": "in the optimizer",
-    "after_step": "after the step",
+    "after_step": "after the optimizer",
     "evaluation": "in evaluation",
     "checkpoint": "saving checkpoints",
     "compile": "in torch.compile",
@@ -404,7 +404,7 @@ def _code(question: Question) -> Finding:
     account = question.account
     where, do = WHERE.get(account.position, account.position), _DO.get(account.position, _OUTSIDE)
     if account.position == "prepare" and not question.inputs.has_loader:
-        where, do = "between optimizer and forward", f"{_OUTSIDE}; of batches: {do}"
+        do = f"{_OUTSIDE}; of batches: {do}"
     when = "" if account.when == "each step" else f", {account.paid}"
     called = " ".join(account.callees)
     by_call = next((do for part, do in _OF_CALL if part in called), None)

@@ -39,6 +39,13 @@ _HARDWARE = re.compile(
     re.IGNORECASE,
 )
 """Texts of CUDA's and the kernel's that only a broken device causes."""
+_PROGRAM = re.compile(
+    r"(?:SyntaxError|IndentationError|NameError|UnboundLocalError|AttributeError|TypeError|"
+    r"ImportError|ModuleNotFoundError|NotImplementedError)\b"
+)
+"""Exceptions of a program that is wrong, whatever its data and its machine."""
+_AT_FIRST = re.compile(r"(?:ZeroDivisionError|KeyError|IndexError|AssertionError)\b")
+"""These as well, before a step has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,8 @@ class Attempt:
     """Whether any rank is known to have ended a step."""
     is_hardware: bool
     """Whether the exception says that a device is broken."""
+    is_program: bool
+    """Whether its exception is one of the program, which comes again at each start."""
     hosts: tuple[str, ...]
     """Of the ranks that it began with, where that is known."""
     died_ns: int | None
@@ -102,6 +111,7 @@ def advise(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Advice:
 
 def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judgement]:
     *earlier, last = attempts
+    earlier = [each for each in earlier if each.cause not in _ASKED]
     alike = [each for each in earlier if each.cause == last.cause]
     if last.cause in _ASKED:
         yield (
@@ -130,6 +140,8 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     if last.cause in _OF_CODE and same:
         place = f"at the same line, {last.line}," if last.line else f"of the same ({last.cause})"
         yield "STOP", (), "same_line", f"it died {place} in {len(same) + 1} starts"
+    if last.is_program:
+        yield "STOP", (), "program", "an error of the program: it comes again at each start"
     idle = attempts[-_IDLE_DEATHS:]
     if len(idle) == _IDLE_DEATHS and not any(each.has_trained for each in idle):
         yield "STOP", (), "never_trained", f"no step ended in the last {_IDLE_DEATHS} starts"
@@ -139,14 +151,17 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
 
 def _attempt(frames: RunFrames, death: Death) -> Attempt:
     hosts = {fate.host for fate in death.fates if fate.rank in death.ranks}
+    trained = any(fate.step for fate in death.fates)
+    is_wrong = _PROGRAM.match(death.what) or (not trained and _AT_FIRST.match(death.what))
     return Attempt(
         run=frames.run.root.name,
         generation=death.generation,
         cause=death.cause,
         line=death.line,
         step=death.step,
-        has_trained=any(fate.step for fate in death.fates),
+        has_trained=trained,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
+        is_program=death.cause == "exception" and is_wrong is not None,
         hosts=tuple(sorted(host for host in hosts if host is not None)),
         died_ns=death.died_ns,
         headline=visible(death.headline),

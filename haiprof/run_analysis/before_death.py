@@ -66,10 +66,10 @@ class MemoryAtEnd:
         if self.rss_bytes is not None:
             before = self.sampled_before_ns or 0
             when = f"{duration_text(before)} before its end" if before >= _SOON_NS else "at its end"
-            resident = f"{bytes_text(self.rss_bytes)} resident with its workers {when}"
-            if (self.most_rss_bytes or 0) > _FREED_RATIO * self.rss_bytes:
-                resident += f", at most {bytes_text(self.most_rss_bytes or 0)} in the last minute"
-            parts.append(resident)
+            size = self.rss_bytes
+            if (self.most_rss_bytes or 0) > _FREED_RATIO * size:  # it frees what it had, then
+                size, when = self.most_rss_bytes or 0, "at most in its last minute"
+            parts.append(f"{bytes_text(size)} resident with its workers {when}")
         if self.growth_bytes_per_s:
             parts.append(f"growing by {bytes_text(round(self.growth_bytes_per_s))}/s")
         if self.limit_bytes:

@@ -576,7 +576,8 @@ class _Case:
             own = end.error is not None and end.how != "printed" and not is_launchers(end.error)
             if end.rank is None and own and end.error and end.error.type != "SystemExit":
                 what = what_happened(end)
-                own = end.ran_out_of_gpu_memory or end.how == "terminate"
+                own = end.error.line is not None  # code of the job's, in whatever process
+                own |= end.ran_out_of_gpu_memory or end.how == "terminate"
                 cause = kind_of(end) if own else "launcher"
                 return self._death(cause, (), f"process {end.pid} died: {what}", what=what,
                                    end=end)  # fmt: skip

@@ -330,6 +330,8 @@ def _at(account: Account) -> str:
     place = account.code_place or account.function
     inner = account.callees[-1] if account.callees else None
     words = [word for word in (place, inner and f"<{_short(inner.strip('<>'))}>") if word]
+    if account.position == "backward" and account.file is None and "backward" not in (place or ""):
+        words[:0] = ["backward of"] if words else []  # a range of forward, to which it belongs
     return f" ({' '.join(words)})" if words else ""
 
 

@@ -157,7 +157,14 @@ TWO = ("node-1", "node-2")
 
 
 def death(cause: str, *hosts: str, **more: object) -> Attempt:
-    known = {"line": None, "step": 90, "has_trained": True, "is_hardware": False, **more}
+    known = {
+        "line": None,
+        "step": 90,
+        "has_trained": True,
+        "is_hardware": False,
+        "is_program": False,
+        **more,
+    }
     return Attempt(run="job-7", generation=0, cause=cause, hosts=hosts, died_ns=None,
                    headline=f"it died of {cause}", **known)  # type: ignore[arg-type] # fmt: skip
 
@@ -199,8 +206,14 @@ CASES = {
     "requeued": (TWO, [death("requeued")] * 9, "RESTART"),
     "time limit": (TWO, [death("time_limit")] * 9, "RESTART"),
     "never a step": (TWO, [death("launcher", has_trained=False)] * 3, "STOP"),
+    "an error of the program": (TWO, [death("exception", is_program=True, **AT)], "STOP"),
     "twice no step": (TWO, [death("launcher", has_trained=False)] * 2, "RESTART"),
 }  # fmt: skip
+
+
+def test_an_interrupt_before_is_no_death() -> None:
+    found = advise([death("interrupted"), death("killed", "node-2")], frozenset(TWO))
+    assert (found.action, found.text.partition(":")[0]) == ("RESTART", "its first death")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -30,7 +30,7 @@ FORWARD_BOUND = Finding(
 DRIFT = Finding(
     rule="outside_the_model",
     severity="warning",
-    title="after the step: log (train.py:70), Python, 9.4 ms of a step, 4.7 %, longer and longer",
+    title="after the optimizer: log (train.py:70), Python, 9.4 ms of a step, longer and longer",
     evidence=(Evidence(name="growth of the step", value=1.3, unit=""),),
     remedy="look for lists that grow with every step (losses kept with their graph)",
     confidence=0.6,
