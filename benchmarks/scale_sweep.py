@@ -34,10 +34,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from haiprof.in_job.stack_sampler import PACE
+from haiprof.in_job.worker_stacks import MAX_HZ, MIN_HZ, SHARE
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, write_manifest
-from haiprof.run_format.stack_lines import HEADER, SAMPLES, STACKS_VERSION
+from haiprof.run_format.stack_lines import FILE_LIMIT_BYTES, HEADER, SAMPLES, STACKS_VERSION
 from haiprof.run_format.writer import RecordWriter
 from tests.unit.analysis.recorded import CLOCK
 from tests.unit.report.many_ranks import START_NS, write_many
@@ -45,6 +46,8 @@ from tests.unit.report.many_ranks import START_NS, write_many
 STEP_S = 2.0
 USUAL_S = 0.1
 """A step of `write_many`."""
+EPOCH_S, BEFORE_PACE_S = 600, 0.2
+"""New workers come so often; for so long each is sampled at the rate of the training thread."""
 PER_NODE = 8
 TEMPLATES = 2
 HZ = 100
@@ -62,11 +65,13 @@ RESULTS = Path(__file__).parent / "results" / "scale.json"
 Result = dict[str, Any]
 
 
-def write_cell(root: Path, ranks: int, hours: float, *, whole: bool, templates: Path) -> None:
+def write_cell(
+    root: Path, ranks: int, hours: float, *, whole: bool, workers: int, templates: Path
+) -> None:
     """A run of so many ranks and hours: two nodes, and copies of the second."""
-    two = templates / f"{hours:g}-{'whole' if whole else 'folded'}"
+    two = templates / f"{hours:g}-{workers}-{'whole' if whole else 'folded'}"
     if not two.exists():
-        write_template(two, hours, whole=whole)
+        write_template(two, hours, whole=whole, workers=workers)
     _copy(two, root)
     run = RunPaths(root)
     for first in range(TEMPLATES * PER_NODE, ranks, PER_NODE):
@@ -77,7 +82,7 @@ def write_cell(root: Path, ranks: int, hours: float, *, whole: bool, templates: 
     write_manifest(run, replace(manifest, **live))
 
 
-def write_template(root: Path, hours: float, *, whole: bool) -> None:
+def write_template(root: Path, hours: float, *, whole: bool, workers: int = 0) -> None:
     """Two nodes that recorded for so many hours."""
     seconds = round(hours * 3600)
     steps = round(seconds / STEP_S)
@@ -88,6 +93,9 @@ def write_template(root: Path, hours: float, *, whole: bool) -> None:
     for rank in range(count):
         paths = run.rank(rank)
         paths.stacks.write_bytes(stacks)
+        for worker in range(workers):
+            lines = "".join(worker_lines(worker, workers, seconds)).encode()
+            paths.worker_stacks(worker).write_bytes(lines[:FILE_LIMIT_BYTES])
         ends = np.arange(1, steps + 1) * round(STEP_S * 1e9) + START_NS
         _write(paths.device, schema.DEVICE, ends, interval_ns=STEP_S * 1e9, idle_ns=1e8, lag_ns=0)
         times = np.arange(seconds) * 10**9 + START_NS
@@ -129,6 +137,39 @@ def stack_lines(seconds: int) -> Iterator[str]:
         }  # fmt: skip
         known = {"first_frame": 60, "frames": [], "first_stack": 61, "stacks": []}
         yield json.dumps(line) + "\n"
+
+
+def worker_lines(worker: int, workers: int, seconds: int) -> Iterator[str]:
+    """Lines of one of so many workers, new ones each EPOCH_S, at the pace of the hook."""
+    hz = min(max(SHARE * HZ / workers, MIN_HZ), MAX_HZ)
+    random = np.random.default_rng(worker)
+    files = ["/job/data.py", "/job/augment.py", "/env/site-packages/PIL/Image.py"]
+    frames = [[files[n % 3], 10 + n, f"function_{n}", 9, "image.resize(size)"] for n in range(30)]
+    stacks = [[n if n % 5 else 0, n] for n in range(30)]
+    due = 0.0
+    for second in range(0, seconds, 2):
+        time_ns, pid = START_NS + second * 10**9, 1000 + second // EPOCH_S * workers + worker
+        known: dict[str, Any] = {}
+        if second % EPOCH_S == 0:
+            head = {"type": HEADER, "version": STACKS_VERSION, "pid": pid, "worker": worker,
+                    "time_ns": time_ns, "hz": hz, "libraries": ["/env/site-packages"]}  # fmt: skip
+            yield json.dumps(head) + "\n"
+            known = {"first_frame": 0, "frames": frames, "first_stack": 1, "stacks": stacks}
+            due += HZ * BEFORE_PACE_S
+        due += 2 * hz * next(share for age, share, _ in PACE if second < age)
+        count, due = int(due), due % 1
+        if count or known:
+            line = {
+                "type": SAMPLES, "pid": pid, "time_ns": time_ns, **known,
+                "offset_us": (np.arange(count) * (2 * 10**6 // max(count, 1))).tolist(),
+                "late_us": random.integers(0, 300, count).tolist(),
+                "stack": random.integers(1, 30, count).tolist(),
+                "lock_wait": "0" * count, "wait": "0" * count,
+                "run_us": random.integers(0, 10**6, count).tolist(),
+                "queue_us": random.integers(0, 10**4, count).tolist(),
+                "cpu_ns": second * 10**5, "held_ns": second * 10**4,
+            }  # fmt: skip
+            yield json.dumps(line) + "\n"
 
 
 def _write(path: Path, table: schema.Table, times: np.ndarray, **values: Any) -> None:
@@ -192,6 +233,7 @@ def sweep(
     commands: Sequence[str],
     *,
     whole: bool,
+    workers: int,
     templates: Path,
 ) -> None:
     """Measures all cells, and writes each down as it comes."""
@@ -199,7 +241,7 @@ def sweep(
         with tempfile.TemporaryDirectory(dir=templates) as folder:
             root = Path(folder) / "runs" / "run"
             root.parent.mkdir()
-            write_cell(root, ranks, hours, whole=whole, templates=templates)
+            write_cell(root, ranks, hours, whole=whole, workers=workers, templates=templates)
             found: Result = {"disk_bytes": disk_bytes(root)}
             for name in commands:
                 found[name] = measure(root, COMMANDS[name])
@@ -273,6 +315,7 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--cells", help="RANKSxHOURS, with commas; left out: all nine")
     parser.add_argument("--commands", default=",".join(COMMANDS))
     parser.add_argument("--whole", action="store_true", help="do not fold what is old")
+    parser.add_argument("--workers", type=int, default=0, help="DataLoader workers of each rank")
     parser.add_argument("--templates", type=Path, help="where two nodes of each time are kept")
     parser.add_argument("--table", action="store_true", help="only write the table")
     options = parser.parse_args(line)
@@ -283,7 +326,8 @@ def main(line: list[str] | None = None) -> None:
             templates = options.templates or Path(folder)
             templates.mkdir(exist_ok=True)
             words = options.commands.split(",")
-            sweep(options.label, cells, words, whole=options.whole, templates=templates)
+            sweep(options.label, cells, words, whole=options.whole, workers=options.workers,
+                  templates=templates)  # fmt: skip
     write_table()
 
 

@@ -169,7 +169,8 @@ class StackSampler:
 
     def begin_steps(self, age_s: float = 0.0) -> None:
         """The job trains, and has for so long: the age of the run counts from there."""
-        self._steps_began_ns = self._steps_began_ns or _now() - int(age_s * _NS_PER_S)
+        began_ns = _now() - int(age_s * _NS_PER_S)
+        self._steps_began_ns = min(self._steps_began_ns or began_ns, began_ns)
 
     def stop(self) -> None:
         """Ends the thread, soon; from any thread."""

@@ -8,13 +8,15 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from haiprof.in_job.identity import rank_and_world
 from haiprof.in_job.recorder import Recorder
-from haiprof.in_job.stack_sampler import StackSampler, why_not_sampled
+from haiprof.in_job.stack_sampler import PACE, StackSampler, why_not_sampled
 from haiprof.in_job.threads import start_deaf_thread
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.stack_lines import END, FILE_LIMIT_BYTES
@@ -29,6 +31,9 @@ MAX_HZ = 10.0
 MIN_HZ = 1.0
 SEARCHED_RANKS = 64
 _REPORT_LIMIT_BYTES = 1 << 20
+_HEADER_LIMIT_BYTES = 1 << 16
+_BLOCK_BYTES = 512
+"""What `st_blocks` counts."""
 _WORKER_MODULE = "torch.utils.data._utils.worker"
 
 
@@ -108,6 +113,8 @@ class WorkerSampler:
             count = getattr(info, "num_workers", None) or 1
             self._worker = getattr(info, "id", None)
             self._sampler.hz = min(max(SHARE * self._hz / count, MIN_HZ), MAX_HZ, self._hz)
+            if self._worker is not None:
+                self._open(self._worker)
             while self._sampler.sample_until(WRITE_EVERY_NS) and self._write():
                 continue
             self._write(last=True)
@@ -127,7 +134,8 @@ class WorkerSampler:
         line = self._sampler.take_line()
         if line is None:
             return True
-        room = paths.worker_stacks(self._worker).stat().st_size < FILE_LIMIT_BYTES
+        used = paths.worker_stacks(self._worker).stat().st_blocks * _BLOCK_BYTES  # without holes
+        room = used < FILE_LIMIT_BYTES
         if room:
             writer.append(line)
         if last or not room:
@@ -137,8 +145,25 @@ class WorkerSampler:
     def _open(self, worker: int) -> None:
         self._paths = find_rank(self._run, self._parent)
         if self._paths is not None and not self._paths.sampling_over.exists():
-            self._writer = LineWriter(self._paths.worker_stacks(worker))
+            path = self._paths.worker_stacks(worker)
+            self._sampler.begin_steps(_age_s(path))
+            self._writer = LineWriter(path)
             self._writer.append(self._sampler.header(worker))
+
+
+def _age_s(path: Path) -> float:
+    """How long ago the first worker of that number began: those of later epochs go on at its pace.
+
+    Where its beginning was folded, that is the longest age there is.
+    """
+    try:
+        with path.open("rb") as file:
+            began_ns = json.loads(file.readline(_HEADER_LIMIT_BYTES))["time_ns"]
+        return max(time.perf_counter_ns() - int(began_ns), 0) / 1e9
+    except FileNotFoundError:
+        return 0.0
+    except (OSError, ValueError, TypeError, LookupError):
+        return PACE[-2][0]
 
 
 def find_rank(run: RunPaths, pid: int | None) -> RankPaths | None:

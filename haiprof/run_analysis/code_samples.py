@@ -15,7 +15,7 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.folded_steps import phase_sums
 from haiprof.run_analysis.nesting import Bools
-from haiprof.run_analysis.run_files import entries, integer, text
+from haiprof.run_analysis.run_files import entries, integer, mapping, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_analysis.step_positions import innermost_phase, is_inside, is_inside_any
 from haiprof.run_analysis.steps import (
@@ -26,8 +26,11 @@ from haiprof.run_analysis.steps import (
     Segmentation,
 )
 from haiprof.run_format import schema
+from haiprof.run_format.folded import file_identity
+from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import read_lines
 from haiprof.run_format.stack_lines import (
+    FOLDED_WORKERS,
     HEADER,
     LOCK_STATES,
     SAMPLES,
@@ -171,6 +174,8 @@ class SampledProcess:
     """By the file's number: that of the tree."""
     _parts: list[tuple[Ints, ...]] = field(default_factory=list)
     """Columns of _PER_SAMPLE, of each line."""
+    _weights: list[Ints] = field(default_factory=list)
+    """The time that each sample stands for, of folded ones; -1 for the others."""
     _others: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def add(self, line: Mapping[str, Any], tree: StackTree) -> None:
@@ -201,6 +206,7 @@ class SampledProcess:
             _times_ns(line.get("queue_us"), count),
             _letters(line.get("wait"), WAIT_LETTERS, count),
         ))  # fmt: skip
+        self._weights.append(_times_ns(line.get("weight_us"), count))
         for entry in entries(line.get("others")):
             values = _integers(entry).tolist()
             if len(values) == 5:
@@ -221,6 +227,12 @@ class SampledProcess:
         stack = columns["stack"]
         columns["stack"] = self.number(stack)
         return columns, int(((columns["stack"] == 0) & (stack != 0)).sum())
+
+    def weights_ns(self, time_ns: Ints) -> Floats:
+        """The time that each of its samples stands for, by the ones beside it where not known."""
+        stored = np.concatenate([np.zeros(0, dtype=np.int64), *self._weights])
+        spacing = spacing_ns(time_ns, time_ns) if (stored < 0).any() else stored
+        return np.where(stored < 0, spacing, stored).astype(np.float64)
 
     def others(self) -> tuple[Ints, Ints, Floats]:
         """Looks at other Python threads that were busy: time, stack, CPU time since the one before.
@@ -248,8 +260,13 @@ def read_stack_file(
     Lines `before` stand for what was folded; the file goes on at `first`.
     """
     lines, notes = read_lines(path, first=first)
+    return sampled_processes((*before, *lines), tree), notes
+
+
+def sampled_processes(lines: Iterable[Mapping[str, Any]], tree: StackTree) -> list[SampledProcess]:
+    """The processes of these lines, in order."""
     found: dict[int, SampledProcess] = {}
-    for line in (*before, *lines):
+    for line in lines:
         pid = integer(line.get("pid"))
         if pid is None:
             continue
@@ -259,7 +276,74 @@ def read_stack_file(
             found[pid] = SampledProcess(pid, worker, tuple(name for name in named if name))
         elif line.get("type") == SAMPLES and pid in found:
             found[pid].add(line, tree)
-    return list(found.values()), notes
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedWorkers:
+    """What is left of the old samples of a rank's workers; see FOLDED_WORKERS."""
+
+    first_bytes: Mapping[int, int]
+    """By worker: the place where its file goes on."""
+    lines: Mapping[int, Sequence[Mapping[str, Any]]]
+    """By worker: what stands for the file's beginning."""
+
+
+def read_folded_workers(path: Path) -> FoldedWorkers:
+    """Reads workers-folded.jsonl; one that does not exist has nothing.
+
+    Raises:
+        RunFormatError: It is damaged.
+    """
+    lines, notes = read_lines(path)
+    if not lines and not notes:
+        return FoldedWorkers(first_bytes={}, lines={})
+    known = mapping(lines[0].get("first_bytes")) if lines else {}
+    places = {integer(int(n)): integer(at) for n, at in known.items() if n.isdecimal()}
+    first_bytes = {n: at for n, at in places.items() if n is not None and at is not None}
+    if notes or not lines or lines[0].get("type") != FOLDED_WORKERS or not first_bytes:
+        raise RunFormatError(f"{path}: damaged: old samples of workers are not known")
+    found: dict[int, list[Mapping[str, Any]]] = {number: [] for number in first_bytes}
+    worker_of: dict[object, int | None] = {}
+    for line in lines[1:]:
+        if line.get("type") == HEADER:
+            worker_of[line.get("pid")] = integer(line.get("worker"))
+        worker = worker_of.get(line.get("pid"))
+        if worker in found:
+            found[worker].append(line)
+    return FoldedWorkers(first_bytes=first_bytes, lines=found)
+
+
+_TRIES = 3
+"""So often workers' files are read that are folded at the same time, which happens once an hour."""
+
+
+def _read_workers(paths: RankPaths, tree: StackTree) -> tuple[list[SampledProcess], list[str]]:
+    """The workers of a rank, and what was damaged."""
+    for _ in range(_TRIES):
+        found, notes, identity = (
+            list[SampledProcess](),
+            list[str](),
+            file_identity(paths.old_worker_stacks),
+        )
+        try:
+            older = read_folded_workers(paths.old_worker_stacks)
+        except RunFormatError as error:
+            older = FoldedWorkers(first_bytes={}, lines={})
+            notes.append(str(error))
+        for number, path in paths.worker_stack_files().items():
+            try:
+                processes, damaged = read_stack_file(
+                    path, tree, older.lines.get(number, ()), older.first_bytes.get(number, 0)
+                )
+            except RunFormatError as error:
+                notes.append(str(error))
+                continue
+            found += processes
+            notes += damaged
+        if identity == file_identity(paths.old_worker_stacks):
+            break
+    return found, notes
 
 
 def _letters(value: object, known: str, count: int) -> Ints:
@@ -347,17 +431,16 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
     read: list[tuple[RankSegments, SampledProcess]] = []
     notes: list[str] = []
     for rank in ranks:
-        for path in (rank.files.paths.stacks, *rank.files.paths.worker_stack_files()):
-            own = rank.folded if path == rank.files.paths.stacks else None
-            before = () if own is None else own.file.stack_lines
-            first = 0 if own is None else own.fact("first_stack_byte")
-            try:
-                processes, damaged = read_stack_file(path, tree, before, first)
-            except RunFormatError as error:
-                notes.append(str(error))
-                continue
-            notes += damaged
-            read += [(rank, process) for process in processes]
+        own, paths = rank.folded, rank.files.paths
+        before = () if own is None else own.file.stack_lines
+        first = 0 if own is None else own.fact("first_stack_byte")
+        try:
+            processes, damaged = read_stack_file(paths.stacks, tree, before, first)
+        except RunFormatError as error:
+            processes, damaged = [], (str(error),)
+        workers, more = _read_workers(paths, tree)
+        notes += (*damaged, *more)
+        read += [(rank, process) for process in (*processes, *workers)]
     whole = tree.whole()
     loads = whole.within(_FETCH_FILE)
     rows: list[dict[str, np.ndarray]] = []
@@ -367,7 +450,7 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
             notes.append(
                 f"rank {rank.files.rank}: the stacks of {unknown_count} samples are not known"
             )
-        weight_ns = spacing_ns(columns["time_ns"], columns["time_ns"])
+        weight_ns = process.weights_ns(columns["time_ns"])
         count = len(weight_ns)
         columns |= {"position": np.full(count, -1), "around": np.zeros(count, dtype=np.bool_),
                     "hidden": np.zeros(count, dtype=np.bool_)}  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,14 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.code_samples import SampledProcess, StackTree, locate
+from haiprof.run_analysis.code_samples import (
+    CodeTree,
+    SampledProcess,
+    StackTree,
+    locate,
+    read_folded_workers,
+    sampled_processes,
+)
 from haiprof.run_analysis.counter_folding import MINUTE_NS, fold_rows
 from haiprof.run_analysis.folded_steps import pack_codes
 from haiprof.run_analysis.ledger import is_hidden
@@ -68,10 +75,19 @@ from haiprof.run_format.folded import (
     read_folded_records,
     write_folded,
     write_folded_records,
+    write_synced,
 )
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.schema import Column, Table
-from haiprof.run_format.stack_lines import HEADER
+from haiprof.run_format.stack_lines import (
+    END,
+    FOLDED_WORKERS,
+    HEADER,
+    LOCK_STATES,
+    SAMPLES,
+    STACKS_VERSION,
+    WAIT_LETTERS,
+)
 from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.run_format.writer import append_line
 
@@ -87,8 +103,8 @@ SLOW_RATIO = 1.5
 MOST_SLOW, ALWAYS_SLOW = 0.02, 32
 """Of the steps that are folded at once no more are kept whole, or so many, the longest first; of
 the others it is counted how many there were."""
-MOST_SAMPLES = 6_000
-"""Samples of a rank that are kept of all folded time."""
+MOST_SAMPLES, MOST_WORKER_SAMPLES = 6_000, 1_200
+"""Samples of a rank that are kept of all folded time, and those of all its workers."""
 BESIDE_DEATH_NS = (600 * NS_PER_S, 60 * NS_PER_S)
 """Before and after the end of a process counters are kept whole."""
 _ON_TIME = tuple(POSITIONS.index(name) for name in ("evaluation", "checkpoint", "compile"))
@@ -123,6 +139,8 @@ def fold_node(run: RunPaths, host: str, kept: Retention | None = None) -> list[s
         own = [w for w in windows if (w.rank, w.attempt) == (rank.rank, rank.attempt)]
         why = _try_fold(partial(fold_rank, rank, own, kept))
         left += [f"rank {rank.rank}: {why}"] if why else []
+        why = _try_fold(partial(fold_workers, rank.paths, kept))
+        left += [f"workers of rank {rank.rank}: {why}"] if why else []
     for node in files.nodes:
         for table in COUNTER_TABLES:
             why = _try_fold(partial(fold_counters, node, table, kept))
@@ -447,22 +465,25 @@ def _fold_samples(
         }),
     }  # fmt: skip
     joined = {name: np.append(older[name], own) for name, own in new.items()}
-    return _thin(joined), _defining_lines(known, lines), byte
+    return _thin(joined, MOST_SAMPLES), _defining_lines(known, lines), byte
 
 
-def _thin(samples: Columns) -> Columns:
-    """At most so many, at even distances: each takes over the CPU time of those left out."""
+_SUMMED = ("cpu_ns", "queue_ns", "weight_ns")
+
+
+def _thin(samples: Columns, most: int) -> Columns:
+    """At most so many, at even distances: each takes over the times of those left out."""
     time_ns = samples["time_ns"]
     order = np.argsort(time_ns, kind="stable")
     samples = {name: column[order] for name, column in samples.items()}
     time_ns = samples["time_ns"]
-    if len(time_ns) <= MOST_SAMPLES:
+    if len(time_ns) <= most:
         return samples
-    width = max(int(time_ns[-1] - time_ns[0]) // MOST_SAMPLES, 1)
+    width = max(int(time_ns[-1] - time_ns[0]) // most, 1)
     part = (time_ns - time_ns[0]) // width
     heads = np.flatnonzero(np.diff(part, prepend=-1) > 0)
     thinned = {name: column[heads] for name, column in samples.items()}
-    for name in ("cpu_ns", "queue_ns"):
+    for name in samples.keys() & set(_SUMMED):
         spent = samples[name]
         total = np.add.reduceat(np.maximum(spent, 0), heads)
         seen = np.add.reduceat((spent >= 0).astype(np.int64), heads) > 0
@@ -479,8 +500,10 @@ def _whole_lines(path: Path, first: int, until_ns: int) -> tuple[list[dict[str, 
             at = first
             for text in file:
                 line = json.loads(text) if text.endswith(b"\n") else None
-                time_ns = integer(line.get("time_ns")) if isinstance(line, dict) else None
-                if line is None or time_ns is None or time_ns >= until_ns:
+                if not isinstance(line, dict):
+                    break
+                time_ns = integer(line.get("time_ns"))  # the last line of a process has none
+                if (time_ns is None and line.get("type") != END) or (time_ns or 0) >= until_ns:
                     break
                 lines.append(line)
                 at += len(text)
@@ -513,6 +536,83 @@ def _defining_lines(
     all_of = {"type": "samples", "pid": pid, "time_ns": time_ns, "first_frame": 0, "frames": frames,
               "first_stack": 1, "stacks": stacks, "offset_us": [], "stack": []}  # fmt: skip
     return [header, all_of]
+
+
+def fold_workers(paths: RankPaths, kept: Retention) -> str:
+    """Folds the old samples of a rank's workers; why they stay, or nothing."""
+    files, older = paths.worker_stack_files(), read_folded_workers(paths.old_worker_stacks)
+    firsts = {number: older.first_bytes.get(number, 0) for number in files}
+    whole = {n: _whole_lines(path, firsts[n], 1 << 62)[0] for n, path in files.items()}
+    times = [integer(line.get("time_ns")) or 0 for lines in whole.values() for line in lines]
+    until_ns = max(times, default=0) - kept.samples_ns
+    if not any(time_ns < until_ns for time_ns in times):
+        return ""
+    places: dict[str, int] = {}
+    folded: list[dict[str, Any]] = []
+    for number, path in files.items():
+        known = [dict(line) for line in older.lines.get(number, ())]
+        lines, byte = _whole_lines(path, firsts[number], until_ns)
+        places[str(number)] = byte
+        folded += _fold_worker(number, [*known, *lines], MOST_WORKER_SAMPLES // len(files))
+    first = {"type": FOLDED_WORKERS, "version": STACKS_VERSION, "first_bytes": places}
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in (first, *folded))
+    write_synced(paths.old_worker_stacks, text.encode(), below=paths.run_root)
+    for number, path in files.items():
+        free_beginning(path, first=0, end=places[str(number)], below=paths.run_root)
+    return ""
+
+
+def _fold_worker(
+    number: int, lines: Sequence[dict[str, Any]], most: int
+) -> Iterator[dict[str, Any]]:
+    """Lines that stand for all samples of one worker, and begin the process that goes on."""
+    tree = StackTree()
+    parts: list[Columns] = []
+    processes = sampled_processes(lines, tree)
+    for process in processes:
+        columns, _ = process.samples()
+        parts.append({**columns, "weight_ns": process.weights_ns(columns["time_ns"])})
+    names = parts[0] if parts else ()
+    samples = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    if samples and len(samples["time_ns"]):
+        libraries = sorted({folder for process in processes for folder in process.libraries})
+        yield from _lines_of(number, libraries, _thin(samples, most), tree.whole())
+    last = lines[-1] if lines else {}
+    if last.get("type") != END and (integer(last.get("pid")) or -1) >= 0:
+        own = [line for line in lines if line.get("pid") == last.get("pid")]
+        yield from _defining_lines([], own)
+
+
+def _lines_of(
+    number: int, libraries: Sequence[str], samples: Columns, tree: CodeTree
+) -> Iterator[dict[str, Any]]:
+    """Header and samples of a process that stands for all of a worker."""
+    used: set[int] = set()
+    for stack in np.unique(samples["stack"]).tolist():
+        while stack not in used and stack:
+            used.add(stack)
+            stack = int(tree.parent[stack])
+    stacks = {stack: at for at, stack in enumerate(sorted(used), start=1)} | {0: 0}
+    frames = {place: at for at, place in enumerate(sorted({int(tree.place[s]) for s in used}))}
+    begin, pid = int(samples["time_ns"][0]), -1 - number
+    yield {"type": HEADER, "version": STACKS_VERSION, "pid": pid, "worker": number,
+           "time_ns": begin, "hz": 0.0, "libraries": libraries}  # fmt: skip
+    known = [tree.frames[place] for place in frames]
+    yield {
+        "type": SAMPLES, "pid": pid, "time_ns": begin,
+        "first_frame": 0,
+        "frames": [[f.file, f.line, f.function, f.line, f.expression, f.statement] for f in known],
+        "first_stack": 1,
+        "stacks": [[stacks[int(tree.parent[s])], frames[int(tree.place[s])]] for s in sorted(used)],
+        "offset_us": ((samples["time_ns"] - begin) // 1000).tolist(),
+        "stack": [stacks[stack] for stack in samples["stack"].tolist()],
+        "lock_wait": "".join(LOCK_STATES[at] for at in samples["lock_wait"].tolist()),
+        "wait": "".join(WAIT_LETTERS[at] for at in samples["wait"].tolist()),
+        **{name: np.where(ns < 0, -1, ns // 1000).astype(np.int64).tolist() for name, ns in (
+            ("run_us", samples["cpu_ns"]), ("queue_us", samples["queue_ns"]),
+            ("weight_us", samples["weight_ns"]),
+        )},
+    }  # fmt: skip
 
 
 def _free(paths: RankPaths, begin: _Beginning, stack_byte: int, heartbeats_until_ns: int) -> None:

@@ -62,9 +62,13 @@ class RankPaths:
         """The same of the rank's DataLoader workers of one number."""
         return self.root / f"worker-{worker}.jsonl"
 
-    def worker_stack_files(self) -> list[Path]:
-        """Those that exist."""
-        return sorted(self.root.glob("worker-*.jsonl"))
+    def worker_stack_files(self) -> dict[int, Path]:
+        """Those that exist, by the workers' number."""
+        names = (path.stem.removeprefix("worker-") for path in self.root.glob("worker-*.jsonl"))
+        return {n: self.worker_stacks(n) for n in sorted(int(x) for x in names if _is_number(x))}
+
+    old_worker_stacks = _Below("workers-folded.jsonl")
+    """A part of the old samples of all its workers; their files go on where these end."""
 
     sampling_over = _Below("sampling-over")
     """Tells the rank's DataLoader workers that the recording is over; empty."""

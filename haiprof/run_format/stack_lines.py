@@ -9,6 +9,10 @@ STACKS_VERSION = 1
 
 HEADER, SAMPLES, END = "stacks", "samples", "end"
 """What a line is, in its field `type`: the first line of a process, its samples, its last line."""
+FOLDED_WORKERS = "folded"
+"""The first line of workers-folded.jsonl: `first_bytes`, by worker, is where its own file goes on.
+A part of its old samples follows as of one process, whose pid is negative; then header, frames and
+stacks of the process whose file goes on."""
 
 HEADER_FIELDS = {
     "version": "of this format",
@@ -39,6 +43,8 @@ SAMPLE_FIELDS = {
     "the thread had a core nearly all the time; left out without any",
     "wait": "a letter for each sample, of WAIT_LETTERS: what the thread waited for when it was "
     "due; left out without any",
+    "weight_us": "the time that each sample stands for, of folded ones: others stand for the time "
+    "to those beside them; left out without any",
     "others": "[offset_us, thread, stack, share of a core in 1/1000, us since the look before]: "
     "other threads that were busy",
     "threads": "[number, name] of the threads in `others`, each written once",
@@ -61,4 +67,4 @@ WAIT_LETTERS = "0fsplzmov-"
 LEFT_OUT = -1
 """Number of the stack of samples whose stacks were too many to be told apart."""
 FILE_LIMIT_BYTES = 4 << 20
-"""A worker's file grows no further: a job that starts workers each minute goes on for days."""
+"""A worker's file takes no more room: a job that starts workers each minute goes on for days."""

@@ -18,22 +18,24 @@ from haiprof.diagnosis.compare.comparison import compare_steps
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
 from haiprof.live.follow import steps_so_far
-from haiprof.run_analysis.folding import Retention, fold_node
+from haiprof.run_analysis.folding import MOST_WORKER_SAMPLES, Retention, fold_node
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import GPU, PROCESS
+from haiprof.run_format.writer import append_line
 from haiprof.show.rank_summary import one_rank_summary
 from tests.unit.analysis.recorded import (
     CLOCK,
     packed,
     row_of,
     spans_from,
+    spans_of,
     write_rank,
     write_records,
     write_run,
 )
-from tests.unit.analysis.sampled import write_stacks
+from tests.unit.analysis.sampled import Stack, write_stacks
 
 STEPS = 900
 BEGIN_NS = 50 * NS_PER_S
@@ -404,3 +406,86 @@ def test_a_running_job_counts_its_folded_steps(both: tuple[RunPaths, RunPaths]) 
     whole, other = (steps_so_far(run) for run in both)
     assert whole == RunFrames(both[0].root).most_steps()
     assert abs(other - whole) <= whole // 100
+
+
+# -- loader workers ---------------------------------------------------------------------------
+
+LOAD: Stack = (("/env/torch/utils/data/_utils/fetch.py", 54, "fetch"), ("/job/data.py", 9, "load"))
+DECODE: Stack = (*LOAD, ("/job/data.py", 30, "decode"))
+IDLE: Stack = (("/env/queues.py", 3, "get"),)
+
+
+def write_workers(run: RunPaths, *, epochs: int = 6, workers: int = 2) -> int:
+    """Each epoch has its own workers: they load, decode for a third of it, and wait; its end."""
+    write_rank(run, spans_of("D F B O"), rank=0)
+    now = NS_PER_S
+    for epoch in range(epochs):
+        for worker in range(workers):
+            stacks = (LOAD, DECODE, LOAD, LOAD, DECODE, IDLE)
+            samples = [(now + i * NS_PER_S // 10, stacks[i % 6]) for i in range(1200)]
+            pid = 100 + epoch * workers + worker
+            write_stacks(run.rank(0).worker_stacks(worker), samples, worker=worker, pid=pid,
+                         libraries=["/env"])  # fmt: skip
+        now += 121 * NS_PER_S
+    return now
+
+
+def worker_times(run: RunPaths) -> tuple[dict[tuple[str, int], float], int]:
+    """Seconds of each innermost frame of all workers, and how many samples there are."""
+    found = RunFrames(run.root).code_samples()
+    assert not found.notes
+    times: dict[tuple[str, int], float] = {}
+    for stack, worker, ns in zip(found.stack, found.worker, found.weight_ns, strict=True):
+        place = found.tree.frames[found.tree.place[stack]]
+        key = place.function, int(worker)
+        times[key] = times.get(key, 0.0) + ns / NS_PER_S
+    return times, len(found.stack)
+
+
+def test_stacks_of_workers_keep_their_shares_in_a_part_of_their_room(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_workers(run)
+    before, count = worker_times(run)
+    raw = disk_bytes(list(run.rank(0).worker_stack_files().values()))
+    for kept_s in (400, 200, 60):  # once an hour, of a run that goes on
+        assert fold_node(run, "node0", Retention(samples_ns=kept_s * NS_PER_S)) == []
+        after, left = worker_times(run)
+        assert after.keys() == before.keys()
+        for place, seconds in before.items():
+            assert after[place] == pytest.approx(seconds, rel=0.15)
+        assert sum(after.values()) == pytest.approx(sum(before.values()), rel=0.01)
+    assert left < 2 * 600 + MOST_WORKER_SAMPLES + 10 < count
+    paths = [*run.rank(0).worker_stack_files().values(), run.rank(0).old_worker_stacks]
+    assert disk_bytes(paths) < raw / 3
+
+
+def test_a_worker_that_goes_on_after_it_was_folded_is_known(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_rank(run, spans_of("D F B O"), rank=0)
+    path = run.rank(0).worker_stacks(0)
+    samples = [(NS_PER_S + i * NS_PER_S // 10, (LOAD, DECODE)[i % 2]) for i in range(6000)]
+    write_stacks(path, samples, worker=0)
+    for kept_s in (300, 100):
+        fold_node(run, "node0", Retention(samples_ns=kept_s * NS_PER_S))
+    line = {"type": "samples", "pid": 7, "time_ns": 900 * NS_PER_S, "offset_us": [0, 100_000],
+            "stack": [2, 3]}  # fmt: skip
+    append_line(path, line)
+    found = RunFrames(run.root).code_samples()
+    assert not found.notes
+    assert [found.tree.frames[found.tree.place[s]].function for s in found.stack[-2:]] == [
+        "load", "decode",
+    ]  # fmt: skip
+
+
+def test_damaged_old_samples_of_workers_are_said_and_stay(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_workers(run)
+    fold_node(run, "node0", Retention(samples_ns=60 * NS_PER_S))
+    old = run.rank(0).old_worker_stacks
+    for text in (b"{}\n", b"\0\0\n", old.read_bytes()[:-9]):
+        old.write_bytes(text)
+        left = fold_node(run, "node0", Retention(samples_ns=30 * NS_PER_S))
+        notes = RunFrames(run.root).code_samples().notes
+        assert any("old samples of workers are not known" in note for note in notes)
+        assert [why for why in left if "old samples of workers are not known" in why]
+        assert old.read_bytes() == text
