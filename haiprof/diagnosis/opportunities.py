@@ -7,6 +7,8 @@ rank does has no code and is one opportunity by activity. No nanosecond is in tw
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -351,10 +353,26 @@ class _Walk:
             # A line of a loop that holds several positions is one opportunity in each.
             own = np.array(line.own, dtype=np.int64)
             own = own[self.free[own]]
+            for call in line.calls.values():
+                found = list(self.nodes(call))
+                if len(found) == 1:  # entering and leaving a function goes with it
+                    edges = np.array([self._is_call(row, call) for row in own.tolist()], np.bool_)
+                    found[0][0].extend(own[edges].tolist())
+                    own = own[~edges]
+                yield from found
             for position in np.unique(self.table.position[own]).tolist():
                 yield own[self.table.position[own] == position].tolist(), line
-            for call in line.calls.values():
-                yield from self.nodes(call)
+
+    def _is_call(self, row: int, function: _Function) -> bool:
+        """Whether a row is of the expression that calls a function, where nothing else runs."""
+        tree = self.table.tree
+        frame = tree.frames[tree.place[self.table.stack[row]]]
+        first = next(iter(function.lines.values()))
+        name = tree.frames[first.frame].function.rpartition(".")[2]
+        called = re.match(rf"(?:\w+\.)*{re.escape(name)}(?=\()", frame.expression)
+        rest = frame.expression[called.end() :] if called else ""
+        depth = list(itertools.accumulate((c == "(") - (c == ")") for c in rest))
+        return bool(rest) and 0 not in depth[:-1]  # nothing follows the call
 
     def is_driver(self, function: _Function) -> bool:
         """Whether the training loop passes through it: who runs both model and backward.

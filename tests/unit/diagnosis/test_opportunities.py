@@ -229,3 +229,19 @@ def test_python_between_operators_of_one_function_is_what_counts() -> None:
     (place, (ms, position, activity)), *more = found(("forward", layer, 12, "hh0")).items()
     assert (place, position, activity, more) == ("Cell.forward:9", "forward", "python", [])
     assert ms == pytest.approx(6)
+
+
+@pytest.mark.parametrize(("expression", "own_ms"), [("log(x, y)", None), ("log(x, y) + f(x)", 3.0)])
+def test_entering_and_leaving_a_function_goes_with_it(
+    expression: str, own_ms: float | None
+) -> None:
+    """Its lists are freed when it returns, by when its caller's line runs."""
+    call = (*job(45, "main"), expression)
+    rows = [
+        ("after_step", (SCRIPT, call), 3, "h"),
+        ("after_step", (SCRIPT, call, job(7, "log")), 9, "h"),
+    ]
+    told = found(*rows)
+    whole = 12.0 if own_ms is None else 9.0
+    assert told["log:7"] == (whole, "after_step", "python")
+    assert told.get("main:45", (None,))[0] == own_ms
