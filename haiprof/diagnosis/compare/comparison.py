@@ -31,6 +31,7 @@ from haiprof.run_analysis.counters import host_windows, select_training_samples,
 from haiprof.run_analysis.ledger import ACTIVITIES, ON_CORE, UNKNOWN
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import STEP_PHASES
+from haiprof.run_format.manifest import script_words
 from haiprof.trace_analysis.diff import TraceDiff
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
@@ -80,7 +81,8 @@ class StepChange:
         """The end of the difference's interval that is nearer to 0; 0 where nothing is claimed."""
         if self.low_ratio is None or self.high_ratio is None:
             return 0.0
-        return max(self.low_ratio - 1, 1 - self.high_ratio, 0.0) * self.before_ns
+        slower = max(self.low_ratio - 1, 0.0) * self.before_ns
+        return max(slower, (1 / self.high_ratio - 1) * self.after_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -693,6 +695,14 @@ def caveats(found: Comparison) -> Iterator[str]:
             yield f"{word}: it has no end: it still runs, or was killed"
         elif side.manifest is not None and side.manifest.exit_status != 0:
             yield f"{word}: it did not end with exit status 0"
+    scripts = {
+        script_words(side.manifest.command)[0]: None
+        for side in (found.before, found.after)
+        if side.manifest is not None and side.manifest.command
+    }
+    if len(scripts) > 1:
+        names = " and ".join(scripts)
+        yield f"the runs are of different scripts, {names}: a step may not be the same work"
     old, new = (load.other_ratio for load in found.loads)
     if old is not None and new is not None and abs(new - old) > COMPARE_LOAD_RATIO:
         word = "more" if new > old else "less"

@@ -287,6 +287,22 @@ def test_what_cannot_be_judged_is_still_measured_with_its_interval(tmp_path: Pat
     assert exceeds(loaded, 1.0) is False  # whatever others hid, it is not twice as slow
 
 
+def test_load_weighs_the_same_whichever_run_comes_first() -> None:
+    """A run of ten times the other's step, whose own noise is the interval."""
+    slower, faster = changed(10.0, 6.0, 15.0), changed(0.1, 1 / 15, 1 / 6)
+    faster = replace(faster, before_ns=slower.after_ns, after_ns=slower.before_ns)
+    assert slower.least_ns == pytest.approx(faster.least_ns) == pytest.approx(5e7)
+
+
+def test_runs_of_different_scripts_are_compared_with_a_word_on_that(tmp_path: Path) -> None:
+    found = compared(write(tmp_path, "a", seed=1), write(tmp_path, "b", seed=2))
+    assert found.before.manifest is not None
+    assert not any("scripts" in line for line in caveats(found))
+    other = replace(found.before.manifest, command=("torchrun", "other.py", "--lr", "1"))
+    unlike = replace(found, before=replace(found.before, manifest=other))
+    assert [line for line in caveats(unlike) if "different scripts, other.py and" in line]
+
+
 # -- the last good run --------------------------------------------------------------------------
 
 
