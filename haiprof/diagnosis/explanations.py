@@ -409,6 +409,8 @@ def _code(question: Question) -> Finding:
     called = " ".join(account.callees)
     by_call = next((do for part, do in _OF_CALL if part in called), None)
     does = _OF_ACTIVITY.get(account.activity)
+    if account.position == "gradients" and not question.inputs.uses_gpu:
+        do = "where it is for a log, do it every N steps"  # foreach gains nothing on a CPU
     if _is_in_trainer(account):
         do = _OF_TRAINER
     if account.position == "forward" and account.package == "numpy":

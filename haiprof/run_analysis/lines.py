@@ -46,7 +46,7 @@ MIN_WAY_RATIO = 0.5
 _WRAPPERS = (
     "Module._wrapped_call_impl", "Module._call_impl", ".decorate_context",
     "profile_hook_step.<locals>.wrapper", "._use_grad", "_exception_logger.<locals>.wrapper",
-    "_time_logger.<locals>.wrapper",
+    "_time_logger.<locals>.wrapper", "_no_grad.<locals>._no_grad_wrapper",
 )  # fmt: skip
 """Of torch, around calls of modules, optimizers, collectives, functions under no_grad: they tell
 nothing."""

@@ -110,8 +110,9 @@ OPERATOR_REMEDIES = {
             "inner dimension split that dimension; let torch.compile(mode='max-autotune') choose",
     "convolution": "channels_last, torch.backends.cudnn.benchmark=True, channels that are "
                    "multiples of 8; depthwise and transposed ones are often faster in another form",
-    "attention": "scaled_dot_product_attention with the flash or cuDNN kernel, a newer PyTorch, "
-                 "a head size of 64 or 128",
+    "attention": "scaled_dot_product_attention without a mask that its flash kernel lacks; where "
+                 "that one runs already, cuDNN's (SDPBackend.CUDNN_ATTENTION) or a newer "
+                 "FlashAttention; longer sequences or a larger batch fill the GPU better",
     "mixture of experts": "a kernel that is tuned for these shapes (grouped GEMM); more tokens to "
                           "an expert: a larger batch or fewer experts on a GPU",
     "optimizer": "fused=True, which reads and writes each parameter once",

@@ -329,7 +329,7 @@ def _step_parts(summary: OneRankSummary) -> Iterator[RenderableType]:
     yield section("Mean step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
     yield section("Positions in the step", _positions(summary))
     yield section("Over time", _over_time(summary, summary.phase_series))
-    yield section("Slowest steps, without what lies between steps", _slowest(summary))
+    yield section("Slowest steps, without evaluation and checkpoints", _slowest(summary))
 
 
 def _over_time(summary: OneRankSummary, series: Sequence[Series]) -> RenderableType:
