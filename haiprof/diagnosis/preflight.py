@@ -55,7 +55,7 @@ def judge_preflight(
     ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float] | None = None
 ) -> Preflight:
     """Compares what ranks measured (`preflight_probe`) with their peers and `Preflight.rates`."""
-    found = [*_slow_ranks(ranks, baseline or {}), *_tight_limits(ranks)]
+    found = [*_slow_ranks(ranks, baseline or {}), *_tight_limits(ranks), *_faults(ranks)]
     found += _slow_links(ranks, {suspect.rank for suspect in found})
     found += _below_baseline(ranks, baseline or {}, {suspect.what for suspect in found})
     return Preflight(
@@ -118,6 +118,15 @@ def _tight_limits(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
                 yield Suspect(what=name, rank=rank["rank"], host=rank["host"], to_host=None,
                               value=value, usual=None if usual == float("inf") else usual,
                               against="peers")  # fmt: skip
+
+
+def _faults(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
+    """Faults that a GPU tells itself: none of these is usual, whatever the peers have."""
+    for rank in ranks:
+        for what, value in rank.get("faults", {}).items():
+            if value:
+                yield Suspect(what=what, rank=rank["rank"], host=rank["host"], to_host=None,
+                              value=float(value), usual=0.0, against="peers")  # fmt: skip
 
 
 def _slow_links(ranks: Sequence[Mapping[str, Any]], slow: set[int | None]) -> Iterator[Suspect]:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,8 +18,10 @@ MARK = "haiprof-preflight: "
 """Before the printed line: launchers carry output from other nodes, where no file is shared."""
 _SLICE_S, _SLICES = 0.12, 7
 _COPY_BYTES, _FILE_BYTES, _MESSAGE_BYTES = 64 << 20, 16 << 20, 1 << 20
+_GPU_BYTES = 256 << 20
 _MATRIX, _GPU_MATRIX = 512, 8192
 _LOOP = 20_000
+_ASK_S = 20.0
 
 
 def median(values: list[float]) -> float:
@@ -71,6 +74,13 @@ def measure_rank(torch: Any, folder: str) -> dict[str, float]:
 
         found["gpu_gemm_flops"] = rate(multiply, 2 * _GPU_MATRIX**3)
         found["gpu_copy_bytes_per_s"] = rate(copy, _COPY_BYTES)
+        large = torch.ones(_GPU_BYTES // 4, device="cuda")
+
+        def move() -> None:
+            large.clone()
+            torch.cuda.synchronize()
+
+        found["gpu_memory_bytes_per_s"] = rate(move, 2 * _GPU_BYTES)
     return found
 
 
@@ -105,7 +115,60 @@ def read_limits() -> dict[str, float | None]:
         limits[f"ulimit_{name.lower()}"] = None if soft == resource.RLIM_INFINITY else soft
     shm = os.statvfs("/dev/shm")
     limits["shm_bytes"] = shm.f_blocks * shm.f_frsize
+    limits |= nfs_limits()
     return limits
+
+
+_NFS = {
+    "nfs_rpc_slots": "proc/sys/sunrpc/tcp_slot_table_entries",
+    "nfs_max_rpc_slots": "proc/sys/sunrpc/tcp_max_slot_table_entries",
+    "nfs_session_slots": "sys/module/nfs/parameters/max_session_slots",
+}
+
+
+def nfs_limits(root: Path = Path("/")) -> dict[str, float | None]:
+    """Requests that the NFS client has under way at once, to one server; None without a client."""
+    found: dict[str, float | None] = {}
+    for name, path in _NFS.items():
+        try:
+            found[name] = float((root / path).read_text())
+        except (OSError, ValueError):
+            found[name] = None
+    return found
+
+
+_GPU_LIMITS = {
+    "gpu_link_width": "pcie.link.width.current",
+    "gpu_link_generation": "pcie.link.gen.max",
+    "gpu_clock_mhz": "clocks.max.sm",
+    "gpu_power_limit_watts": "power.limit",
+}
+_GPU_FAULTS = {
+    "gpu_rows_failed": "remapped_rows.failure",
+    "gpu_rows_pending": "remapped_rows.pending",
+}
+
+
+def gpu_facts(uuid: str) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """Limits and faults (1: it has it) of one GPU by nvidia-smi; None for what it cannot tell."""
+    limits = ask_nvidia_smi("--query-gpu", _GPU_LIMITS, uuid)
+    return limits, ask_nvidia_smi("--query-remapped-rows", _GPU_FAULTS, uuid)
+
+
+def ask_nvidia_smi(query: str, fields: dict[str, str], uuid: str) -> dict[str, float | None]:
+    """One line of numbers of one GPU."""
+    line = ["nvidia-smi", f"{query}={','.join(fields.values())}", "--format=csv,noheader,nounits",
+            f"--id={uuid}"]  # fmt: skip
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=_ASK_S, check=True)
+        said = done.stdout.splitlines()[0].split(",")
+    except (OSError, subprocess.SubprocessError, IndexError):
+        said = []
+    found: dict[str, float | None] = dict.fromkeys(fields)
+    for name, word in zip(fields, said, strict=False):
+        word = {"yes": "1", "no": "0"}.get(word.strip().lower(), word.strip())
+        found[name] = float(word) if word.replace(".", "", 1).isdigit() else None
+    return found
 
 
 def cpu_limit(text: str, root: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -191,6 +254,10 @@ def main() -> None:
     own["gpu_count"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if own["gpu_count"]:
         torch.cuda.set_device(local % own["gpu_count"])
+        uuid = str(getattr(torch.cuda.get_device_properties(local % own["gpu_count"]), "uuid", ""))
+        if uuid:
+            limits, own["faults"] = gpu_facts(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            own["limits"] |= limits
     dist = torch.distributed
     everyone: list[Any] = [own]
     if world > 1:

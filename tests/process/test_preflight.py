@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from haiprof.diagnosis.preflight import judge_preflight
+from haiprof.in_job.preflight_probe import gpu_facts
 from tests.two_nodes import ENVIRONMENT, INTERFACE, Node, two_nodes
+from tests.unit.diagnosis.test_preflight import measured
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -118,3 +121,44 @@ def test_preflight_tells_why_a_launcher_failed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode not in (0, 1)
     assert "exit status 1" in done.stderr
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+    *--query-gpu=pcie.link.width.current,pcie.link.gen.max,clocks.max.sm,power.limit*)
+        echo "8, 5, 1980, 700.00" ;;
+    *--query-remapped-rows=remapped_rows.failure,remapped_rows.pending*) echo "No, Yes" ;;
+    *) exit 6 ;;
+esac
+"""
+
+
+def test_links_of_gpus_are_limits_and_remapped_rows_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    limits, faults = gpu_facts("GPU-1")
+    assert limits == {"gpu_link_width": 8, "gpu_link_generation": 5, "gpu_clock_mhz": 1980,
+                      "gpu_power_limit_watts": 700}  # fmt: skip
+    assert faults == {"gpu_rows_failed": 0, "gpu_rows_pending": 1}
+    ranks = measured(4, per_node=1)
+    for own in ranks:
+        own["limits"] = limits if own["rank"] == 2 else {**limits, "gpu_link_width": 16}
+    ranks[1]["faults"] = faults
+    found = {(one.what, one.host) for one in judge_preflight(ranks).suspects}
+    assert found == {("limit gpu_link_width", "n2"), ("gpu_rows_pending", "n1")}
+    assert judge_preflight(ranks).slurm == "--exclude=n1,n2"
+
+
+@pytest.mark.parametrize("said", ["", "[N/A], [Not Supported], x", "ERROR: no GPU"])
+def test_what_nvidia_smi_does_not_tell_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{said}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert [set(facts.values()) for facts in gpu_facts("GPU-1")] == [{None}, {None}]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from haiprof.diagnosis.preflight import judge_preflight
-from haiprof.in_job.preflight_probe import cpu_limit
+from haiprof.in_job.preflight_probe import cpu_limit, nfs_limits
 
 
 def measured(count: int, *, per_node: int = 2) -> list[dict[str, Any]]:
@@ -79,6 +79,22 @@ def test_what_all_ranks_lost_is_told_by_the_baseline() -> None:
     assert {one.against for one in found.suspects} == {"baseline"}
     assert {one.what for one in found.suspects} == {"cpu_loops_per_s", "all_reduce_bytes_per_s"}
     assert found.leave_out == ()  # it is all of them
+
+
+def test_few_requests_to_nfs_at_once_are_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "proc" / "sys" / "sunrpc" / "tcp_max_slot_table_entries"
+    path.parent.mkdir(parents=True)
+    path.write_text("65536\n")
+    usual = nfs_limits(tmp_path)
+    assert usual == {"nfs_rpc_slots": None, "nfs_max_rpc_slots": 65536, "nfs_session_slots": None}
+    path.write_text("2\n")
+    ranks = measured(4)
+    for own in ranks:
+        own["limits"] = nfs_limits(tmp_path) if own["rank"] == 3 else usual
+    (suspect,) = judge_preflight(ranks).suspects
+    assert (suspect.what, suspect.host, suspect.value, suspect.usual) == (
+        "limit nfs_max_rpc_slots", "n1", 2, 65536,
+    )  # fmt: skip
 
 
 def test_cpu_limit_is_read_of_both_kinds_of_control_groups(tmp_path: Path) -> None:
