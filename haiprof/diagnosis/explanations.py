@@ -403,7 +403,7 @@ def _code(question: Question) -> Finding:
     """A line of the job's."""
     account = question.account
     where, do = WHERE.get(account.position, account.position), _DO.get(account.position, _OUTSIDE)
-    if account.position == "prepare" and not question.inputs.has_loader:
+    if account.position == "prepare" and not question.inputs.steps["dataloader_host_ns"].count():
         do = f"{_OUTSIDE}; of batches: {do}"
     when = "" if account.when == "each step" else f", {account.paid}"
     called = " ".join(account.callees)

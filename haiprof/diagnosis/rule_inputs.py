@@ -152,17 +152,10 @@ class RuleInputs:
         return sharing_groups(self.placements[r] for r in self.world if r in self.placements)
 
     @property
-    def has_loader(self) -> bool:
-        """Whether a DataLoader was seen in the steps: it tells where the next batch begins."""
-        return bool(self.steps["dataloader_host_ns"].count())
-
-    @property
     def is_short(self) -> bool:
         """Whether the judged steps took less time than it takes to know anything of the cores."""
-        if not self.steps.height:
-            return False
-        begin, end = self.window_ns
-        return end - begin < SHORT_RUN_S * NS_PER_S
+        begin, length = self.steps["start_ns"].to_numpy(), self.steps["step_ns"].to_numpy()
+        return bool(len(begin)) and (begin + length).max() - begin.min() < SHORT_RUN_S * NS_PER_S
 
     @property
     def uses_gpu(self) -> bool:
@@ -173,12 +166,6 @@ class RuleInputs:
     def training_ns(self) -> float:
         """Time in training steps of the rank that has most of it."""
         return max(self.trained_ns.values(), default=0.0)
-
-    @property
-    def window_ns(self) -> tuple[int, int]:
-        """Unix time of the first judged step's begin and of the last one's end."""
-        ends = self.steps["start_ns"] + self.steps["step_ns"]
-        return int(str(self.steps["start_ns"].min())), int(str(ends.max()))
 
 
 Rule = Callable[[RuleInputs], Finding | str | None]

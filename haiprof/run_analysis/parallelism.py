@@ -47,14 +47,9 @@ class Layout:
     coordinates: Mapping[int, str]
     """By rank, for people: `DP 0, PP 1, TP 1`."""
 
-    def matching_parts(self, ranks: Collection[int]) -> list[Part]:
-        """All parts that are exactly these ranks."""
-        wanted = frozenset(ranks)
-        return [part for parts in self.dimensions for part in parts if part.ranks == wanted]
-
     def names(self, ranks: Collection[int]) -> str:
         """`pipeline stage 1 of 2 (ranks 2, 3)`, `rank 5 (DP 1, PP 0)`, or `ranks 1 and 4`."""
-        found = self.matching_parts(ranks)
+        found = [part for parts in self.dimensions for part in parts if part.ranks == {*ranks}]
         if found:
             return ", which is ".join([found[0].text, *(part.name for part in found[1:])])
         where = self.coordinates.get(next(iter(ranks))) if len(ranks) == 1 else None

@@ -163,7 +163,8 @@ class RunFrames:
 
     def slow_steps(self) -> pl.DataFrame:
         """Folded steps that are kept whole: the first of each rank, and slow ones; as `steps`."""
-        frames = [slow_frame(rank) for rank in self._segments_of(self._folded_keys)]
+        folded = {key for key, rows in self._rows.items() if rows.blocks is not None}
+        frames = [slow_frame(rank) for rank in self._segments_of(folded)]
         return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
 
     def blocks(self, attempts: Mapping[int, int]) -> dict[int, Blocks]:
@@ -486,10 +487,6 @@ class RunFrames:
         found = {key: rows.steps for key, rows in self._rows.items()}
         trained = [key for key, steps in found.items() if self._within(steps, "step_ns").height]
         return {**dict(sorted(found)), **dict(sorted(trained))}
-
-    @property
-    def _folded_keys(self) -> set[Key]:
-        return {key for key, rows in self._rows.items() if rows.blocks is not None}
 
     def _keys(self, ranks: Collection[int] | None) -> set[Key]:
         return {key for key in self._rows if ranks is None or key[0] in ranks}
