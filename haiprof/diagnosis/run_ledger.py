@@ -505,11 +505,16 @@ class _Accounts:
         ns = np.bincount(table.position[found.rows], table.ns[found.rows], len(POSITIONS))
         large = np.flatnonzero(ns >= _ELSEWHERE_RATIO * max(float(ns.sum()), 1.0)).tolist()
         at = found.at
+        held: dict[str, float] = {}
+        names = self.table.take(found.rows).package
+        for name, part in zip(names, self.table.ns[found.rows].tolist(), strict=True):
+            if name is not None:
+                held[name] = held.get(name, 0.0) + part
         return Account(
             ranks=self.late.ranks if found.key == "ranks_uneven" and self.late else ranks,
             position=POSITIONS[found.position],
             activity=ACTIVITIES[found.activity],
-            package=self._package(found.rows),
+            package=max(held, key=lambda name: (held[name], name), default=None),
             gain_ns=gain,
             gain_low_ns=min(low, gain),
             gain_high_ns=max(high, gain),
@@ -592,11 +597,3 @@ class _Accounts:
             "expression_ratio": time[most] / max(float(ns.sum()), 1.0) if most else None,
             "callees": common_callees(tree, table.stack[inner], table.ns[inner]),
         }  # fmt: skip
-
-    def _package(self, rows: Ints) -> str | None:
-        ns: dict[str, float] = {}
-        names = self.table.take(rows).package
-        for name, part in zip(names, self.table.ns[rows].tolist(), strict=True):
-            if name is not None:
-                ns[name] = ns.get(name, 0.0) + part
-        return max(ns, key=lambda name: (ns[name], name)) if ns else None

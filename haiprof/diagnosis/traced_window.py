@@ -133,10 +133,7 @@ def step_work(
         OSError,
     ):  # no trace, none with shapes: `haiprof trace efficiency` says which
         return None
-    return _mean(found.drop_nulls("step_count"), step_ns)
-
-
-def _mean(ranks: pl.DataFrame, step_ns: float) -> StepWork | None:
+    ranks = found.drop_nulls("step_count")
     per_step = ranks.with_columns(
         flops=pl.col("model_flops") / pl.col("step_count"),
         at_peak_ns=pl.col("mfu_ratio") * pl.col("wall_ns") / pl.col("step_count"),

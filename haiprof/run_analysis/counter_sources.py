@@ -88,6 +88,9 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
             if not known.any():
                 continue
             time_ns = samples.time_ns[at][known] + offset_ns
+            counted = values[known]
+            back = np.append(False, counted[1:] < counted[:-1])
+            since = np.maximum.accumulate(np.where(back, np.arange(len(counted)), 0))
             yield RawSeries(
                 host=node.host,
                 source=table.name,
@@ -98,14 +101,8 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
                 column=column,
                 time_ns=time_ns,
                 values=values[known],
-                start_ns=_starts(time_ns, values[known]),
+                start_ns=time_ns[since],
             )
-
-
-def _starts(time_ns: Ints, values: npt.NDArray[Any]) -> Ints:
-    back = np.append(False, values[1:] < values[:-1])
-    since = np.maximum.accumulate(np.where(back, np.arange(len(values)), 0))
-    return time_ns[since]
 
 
 SENT, RECEIVED = "sent", "received"
@@ -286,7 +283,20 @@ def burst_frame(run: RunFiles) -> pl.DataFrame:
         if path.exists():
             export = read_export(path)
             _check_clock(path, export, node)
-            frames += _frames(export, node, _gpus(run, node, export))
+            # Every GPU that was sampled.
+            numbers = np.unique(export.samples["type"] & _GPU_MASK)
+            entities: dict[Key, dict[str, str]] = {
+                (n,): {"uuid": u} for n, (u, _) in export.gpus.items()
+            }
+            reports = [(r.rank, r.report) for r in run.ranks if r.report.get("host") == node.host]
+            ranks = ranks_by_key(reports, ("gpu",), entities)
+            known = _recorded_gpus(node)
+            found = {}
+            for number in map(int, numbers):
+                uuid, bus = export.gpus.get(number, ("", ""))
+                index = known.get(plain_uuid(uuid), known.get(_bus(bus)))
+                found[number] = _Gpu(number, index, ranks.get((number,)))
+            frames += _frames(export, node, found)
     return pl.concat(frames).sort("time_ns", maintain_order=True)
 
 
@@ -352,21 +362,6 @@ def _check_clock(path: Path, export: _Export, node: NodeFiles) -> None:
             f"{path}: its samples are {off_ns / 1e9:.1f} s off the time in which they were taken: "
             "nsys used another clock, and they cannot be put beside the steps"
         )
-
-
-def _gpus(run: RunFiles, node: NodeFiles, export: _Export) -> dict[int, _Gpu]:
-    """Every GPU that was sampled."""
-    numbers = np.unique(export.samples["type"] & _GPU_MASK)
-    entities: dict[Key, dict[str, str]] = {(n,): {"uuid": u} for n, (u, _) in export.gpus.items()}
-    reports = [(r.rank, r.report) for r in run.ranks if r.report.get("host") == node.host]
-    ranks = ranks_by_key(reports, ("gpu",), entities)
-    known = _recorded_gpus(node)
-    found = {}
-    for number in map(int, numbers):
-        uuid, bus = export.gpus.get(number, ("", ""))
-        index = known.get(plain_uuid(uuid), known.get(_bus(bus)))
-        found[number] = _Gpu(number, index, ranks.get((number,)))
-    return found
 
 
 def _recorded_gpus(node: NodeFiles) -> dict[str, int]:
