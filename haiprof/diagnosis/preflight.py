@@ -19,15 +19,15 @@ class Suspect:
 
     what: str
     """`cpu_loops_per_s`, `send_bytes_per_s`, `limit cpu_cores`, ..."""
-    rank: int | None
+    rank: int | None = None
     """None for a link between nodes, and for what all ranks share."""
-    host: str | None
-    to_host: str | None
+    host: str | None = None
+    to_host: str | None = None
     """The receiver of a link."""
     value: float
     usual: float | None
     """Of its peers or of the baseline; None where the peers have no such limit."""
-    against: str
+    against: str = "peers"
     """`peers` or `baseline`."""
 
 
@@ -102,8 +102,8 @@ def _slow_ranks(
                 usual, against = known, "baseline"
             else:
                 continue
-            yield Suspect(what=what, rank=rank, host=hosts[rank], to_host=None, value=value,
-                          usual=usual, against=against)  # fmt: skip
+            yield Suspect(what=what, rank=rank, host=hosts[rank], value=value, usual=usual,
+                          against=against)  # fmt: skip
 
 
 def _tight_limits(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
@@ -115,9 +115,8 @@ def _tight_limits(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
         for rank, value in zip(ranks, numbers, strict=True):
             if value < usual:
                 name = what if what == "gpu_count" else f"limit {what}"
-                yield Suspect(what=name, rank=rank["rank"], host=rank["host"], to_host=None,
-                              value=value, usual=None if usual == float("inf") else usual,
-                              against="peers")  # fmt: skip
+                yield Suspect(what=name, rank=rank["rank"], host=rank["host"], value=value,
+                              usual=None if usual == float("inf") else usual)  # fmt: skip
 
 
 def _faults(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
@@ -151,9 +150,8 @@ def _slow_links(ranks: Sequence[Mapping[str, Any]], slow: set[int | None]) -> It
         lowest = _lowest(values, PREFLIGHT_LINK_RATIO)
         for (host, to_host), value in rates.items():
             if value < lowest:
-                yield Suspect(what="send_bytes_per_s", rank=None, host=host, to_host=to_host,
-                              value=value, usual=upper_median(values),
-                              against="peers")  # fmt: skip
+                yield Suspect(what="send_bytes_per_s", host=host, to_host=to_host, value=value,
+                              usual=upper_median(values))  # fmt: skip
 
 
 def _below_baseline(
@@ -164,8 +162,7 @@ def _below_baseline(
         known, value = baseline.get(what), mean_median(list(own.values()))
         shared = what.startswith("all_reduce") and "send_bytes_per_s" not in named
         if shared and known is not None and value < known * (1 - PREFLIGHT_LINK_RATIO):
-            yield Suspect(what=what, rank=None, host=None, to_host=None, value=value, usual=known,
-                          against="baseline")  # fmt: skip
+            yield Suspect(what=what, value=value, usual=known, against="baseline")
 
 
 def _blame_nodes(

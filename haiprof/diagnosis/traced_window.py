@@ -128,29 +128,26 @@ def step_work(
         if limit_bytes is not None and analysis.size_bytes() > limit_bytes:
             return None
         found = analysis.per_rank(step_efficiency, peaks=_named_peaks())
-    except (
-        HaiprofError,
-        OSError,
-    ):  # no trace, none with shapes: `haiprof trace efficiency` says which
+    except (HaiprofError, OSError):  # no trace, none with shapes: `trace efficiency` says which
         return None
-    ranks = found.drop_nulls("step_count")
-    per_step = ranks.with_columns(
+    ranks = found.drop_nulls("step_count").with_columns(
         flops=pl.col("model_flops") / pl.col("step_count"),
         at_peak_ns=pl.col("mfu_ratio") * pl.col("wall_ns") / pl.col("step_count"),
     )
-    if per_step.is_empty() or not per_step["flops"].sum():
+    if ranks.is_empty() or not ranks["flops"].sum():
         return None
-    flops = float(per_step.select(pl.col("flops").mean()).item())
-    known = per_step["at_peak_ns"].null_count() == 0
-    at_peak_ns = per_step.select(pl.col("at_peak_ns").mean()).item() if known else None
-    first = per_step.row(0, named=True)
+    first = ranks.row(0, named=True)
+    mean = ranks.select(
+        pl.col("flops", "at_peak_ns", "kernel_known_ratio").mean(), pl.col("is_lower_bound").any()
+    ).row(0, named=True)
+    known = ranks["at_peak_ns"].null_count() == 0
     return StepWork(
-        model_flops=flops,
-        flops_per_s=flops / step_ns * NS_PER_S,
-        mfu_ratio=None if at_peak_ns is None else at_peak_ns / step_ns,
-        is_lower_bound=bool(per_step["is_lower_bound"].any()),
-        kernel_known_ratio=per_step.select(pl.col("kernel_known_ratio").mean()).item(),
+        model_flops=mean["flops"],
+        flops_per_s=mean["flops"] / step_ns * NS_PER_S,
+        mfu_ratio=mean["at_peak_ns"] / step_ns if known else None,
+        is_lower_bound=mean["is_lower_bound"],
+        kernel_known_ratio=mean["kernel_known_ratio"],
         device=first["device_name"],
         peak=first["peak"],
-        reason=next((why for why in per_step["reason"] if why), None),
+        reason=next((why for why in ranks["reason"] if why), None),
     )

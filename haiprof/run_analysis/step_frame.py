@@ -445,27 +445,18 @@ def slow_frame(rank: RankSegments, *, limit: int | None = None) -> pl.DataFrame:
     slow = {name: column[:limit] for name, column in known.items()}
     if not len(slow.get("step", ())):
         return pl.DataFrame(schema=STEP_SCHEMA)
-    count = len(slow["step"])
     host = {f"{phase}_host_ns": slow[f"{phase}_host_ns"] for phase in PHASES}
-    whole = {
-        "step": slow["step"],
+    same = ("step", "step_ns", "micro_step_count", "optimizer_step_count", "confidence")
+    found = pl.DataFrame({
+        **{name: slow[name] for name in same},
+        **{name: own for seen, (name, own) in zip(rank.seen, host.items(), strict=True) if seen},
         "start_ns": slow["start_ns"] + rank.wall_offset_ns,
-        "rank": np.full(count, rank.files.rank),
-        "attempt": np.full(count, rank.files.attempt),
-        **{name: slow[name] for name in ("step_ns", "micro_step_count", "optimizer_step_count")},
-        **{f"{phase}_host_ns": host[f"{phase}_host_ns"] if rank.seen[place] else None
-           for place, phase in enumerate(PHASES)},
         "other_host_ns": slow["step_ns"] - sum(host.values()),
         "skipped": slow["skipped"] > 0,
         "traced": slow["traced"] > 0,
         "boundary": np.array(BOUNDARIES)[np.clip(slow["boundary"], 0, len(BOUNDARIES) - 1)],
-        "confidence": slow["confidence"],
-    }  # fmt: skip
-    rows = {name: whole.get(name) for name in STEP_SCHEMA}
-    return pl.DataFrame(
-        {n: [None] * count if v is None else v for n, v in rows.items()},
-        schema_overrides=STEP_SCHEMA,
-    )
+    }).with_columns(rank=pl.lit(rank.files.rank), attempt=pl.lit(rank.files.attempt))  # fmt: skip
+    return pl.concat([pl.DataFrame(schema=STEP_SCHEMA), found], how="diagonal_relaxed")
 
 
 def untrained_boundary(steps: pl.DataFrame) -> str | None:
