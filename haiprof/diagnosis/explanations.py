@@ -177,7 +177,7 @@ def _input(question: Question) -> Finding:
         )
     why = loader_cause(inputs)
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
-    if told is None and min(inputs.last_attempts.loader_workers.values(), default=0) > 0:
+    if told is None and min(inputs.loader_workers.values(), default=0) > 0:
         return replace(
             found,
             title="what the training thread itself does to get a batch, beside the DataLoader's "

@@ -98,7 +98,7 @@ def loader_cause(inputs: RuleInputs) -> Finding | None:
     strangers = used_by_others(inputs, hosts_of(inputs).get(rank)) or 0.0
     others += strangers
     loading = _Loading(
-        workers=inputs.last_attempts.loader_workers.get(rank),
+        workers=inputs.loader_workers.get(rank),
         wait_share=min(waits[rank] / step_ns, 1.0),
         main_cores=main,
         core_wait=inputs.core_waits.get(rank, 0.0),

@@ -235,7 +235,7 @@ def state_of(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
 
 def _mean_sizes(inputs: RuleInputs) -> dict[int, float]:
     """By rank: how many numbers its inputs hold on the mean; empty where one is not known."""
-    sizes = inputs.last_attempts.input_sizes.group_by("rank").agg(pl.col("number_count").mean())
+    sizes = inputs.input_sizes.group_by("rank").agg(pl.col("number_count").mean())
     known = {rank: float(size) for rank, size in sizes.rows() if rank in inputs.world and size}
     return known if len(known) == len(inputs.world) else {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import polars as pl
 
@@ -52,23 +53,6 @@ class NodeCpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LastAttempts:
-    """What ranks noted in events.jsonl in the attempt of each that is judged."""
-
-    loader_workers: Mapping[int, int]
-    """Workers of the loader that each rank iterated first, where known."""
-    input_sizes: pl.DataFrame
-    """`rank`, `root` (which module), `time_ns` (Unix time), `number_count`: numbers in what it was
-    called with from then on, looked at once a second; only those that changed have a row."""
-    allocator: Mapping[int, tuple[int, int, int]]
-    """(retries of the GPU's allocator, its failures, ns in which they were counted)."""
-    gpu_memory: Mapping[int, GpuMemorySeries]
-    """What the GPU's allocator held where steps began."""
-    caught: Mapping[int, GpuOutOfMemory]
-    """The last allocation that failed, of ranks that did not die of one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RuleInputs:
     """A run as the rules see it."""
 
@@ -109,8 +93,17 @@ class RuleInputs:
     """What starts of epochs cost; columns of `run_analysis.epochs`."""
     settings: Mapping[int, RankSettings]
     """What each rank was run with, where that was recorded."""
-    last_attempts: LastAttempts
-    """What ranks said of their loaders, compilations and allocators."""
+    loader_workers: Mapping[int, int]
+    """Workers of the loader that each rank iterated first, where known."""
+    input_sizes: pl.DataFrame
+    """`rank`, `root` (which module), `time_ns` (Unix time), `number_count`: numbers in what it was
+    called with from then on, looked at once a second; only those that changed have a row."""
+    allocator: Mapping[int, tuple[int, int, int]]
+    """(retries of the GPU's allocator, its failures, ns in which they were counted), of `world`."""
+    gpu_memory: Mapping[int, GpuMemorySeries]
+    """What the GPU's allocator held where steps of `world` began."""
+    caught: Mapping[int, GpuOutOfMemory]
+    """The last allocation that failed, of ranks of `world` that did not die of one."""
     backward_tail: Callable[[int], float | None]
     """Of a rank: the share of its backward after the last collective that it began there."""
     blocks: Mapping[int, Blocks]
@@ -234,9 +227,7 @@ def gather_inputs(
         pauses=_within(pauses, spans),
         loading=_of_judged(analyzer.loading(), spans),
         settings=analyzer.settings(),
-        last_attempts=_read_last_attempts(
-            analyzer.files, dict(spans.select("rank", "attempt").rows())
-        ),
+        **_read_events(analyzer.files, dict(spans.select("rank", "attempt").rows())),
         backward_tail=analyzer.backward_tail,
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
         reactions=tuple(reactions(analyzer.files)),
@@ -333,8 +324,8 @@ def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
     return throttled / periods if periods and throttled is not None else None
 
 
-def _read_last_attempts(files: RunFiles, judged: Mapping[int, int]) -> LastAttempts:
-    """Of the judged attempt by rank; of other ranks the last one counts."""
+def _read_events(files: RunFiles, judged: Mapping[int, int]) -> dict[str, Any]:
+    """What ranks noted in the attempt that is judged; of other ranks in the last one."""
     last = {
         rank.rank: rank
         for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))
@@ -343,14 +334,16 @@ def _read_last_attempts(files: RunFiles, judged: Mapping[int, int]) -> LastAttem
     loaders = {n: integer(line.get("workers")) for n, rank in last.items()
                for line in rank.of_type("dataloader")[:1]}  # fmt: skip
     sizes = [row for number, rank in last.items() for row in _input_sizes(number, rank)]
-    allocators = {number: _allocator(rank) for number, rank in last.items()}
-    return LastAttempts(
-        loader_workers={n: count for n, count in loaders.items() if count is not None},
-        input_sizes=pl.DataFrame(sizes, schema=_SIZE_SCHEMA, orient="row"),
-        allocator={n: counts for n, counts in allocators.items() if counts is not None},
-        gpu_memory=gpu_memory_series(files),
-        caught=caught_failures(files),
-    )
+    memory: dict[str, Mapping[int, Any]] = {
+        "allocator": {n: grown for n, rank in last.items() if (grown := _allocator(rank))},
+        "gpu_memory": gpu_memory_series(files),
+        "caught": caught_failures(files),
+    }
+    return {
+        "loader_workers": {n: count for n, count in loaders.items() if count is not None},
+        "input_sizes": pl.DataFrame(sizes, schema=_SIZE_SCHEMA, orient="row"),
+        **{name: {n: own[n] for n in own if n in judged} for name, own in memory.items()},
+    }
 
 
 def _input_sizes(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]]:

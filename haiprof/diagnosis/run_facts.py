@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -245,7 +245,6 @@ libraries take beside the allocator. Own choice."""
 ALLOCATOR_RETRY_MIN_COUNT = 2
 """One retry may be the first large batch; more are a state. Own choice."""
 
-_T = TypeVar("_T")
 _SOON_NS = 24 * 3600 * NS_PER_S
 """A limit that is so near is said in the title."""
 _ENDS_NS = 3600 * NS_PER_S
@@ -271,7 +270,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     if max(steps.height for steps in inputs.by_rank.values()) < CREEP_MIN_STEPS:
         return f"fewer than {CREEP_MIN_STEPS} steps"
     # What the allocator of a GPU counts is judged by `gpu_memory_limit`.
-    counted, points = inputs.last_attempts.gpu_memory, inputs.counted.points
+    counted, points = inputs.gpu_memory, inputs.counted.points
     runs = points.select(pl.struct("rank", "metric").rle().alias("run")).unnest("run")
     begins = (runs["len"].cum_sum() - runs["len"]).to_list()  # they stand one behind another
     long = [
@@ -390,7 +389,7 @@ def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
 
 def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
     """The GPU's memory ran out and the job went on, grows from step to step, or is nearly full."""
-    caught = _of_world(inputs, inputs.last_attempts.caught)
+    caught = inputs.caught
     if caught:
         rank = max(caught, key=lambda r: (caught[r].count, -r))
         failed = caught[rank]
@@ -410,7 +409,7 @@ def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
             confidence=0.9,
             rank=rank,
         )
-    series = _of_world(inputs, inputs.last_attempts.gpu_memory)
+    series = inputs.gpu_memory
     counted = {rank: each for rank, each in series.items() if each.limit_bytes > 0}
     if not counted:
         return _NO_ALLOCATOR
@@ -421,11 +420,6 @@ def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
     full = {r: float(each.peak_bytes.max()) / each.limit_bytes for r, each in counted.items()}
     rank = max(full, key=lambda r: (full[r], -r))
     return _full(rank, counted[rank]) if full[rank] >= GPU_MEMORY_FULL_RATIO else None
-
-
-def _of_world(inputs: RuleInputs, by_rank: Mapping[int, _T]) -> dict[int, _T]:
-    """Of the ranks that have steps."""
-    return {rank: value for rank, value in by_rank.items() if rank in inputs.world}
 
 
 def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> Finding:
@@ -472,7 +466,7 @@ def _full(rank: int, series: GpuMemorySeries) -> Finding:
 
 def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
     """The GPU's memory is so full that the allocator gives its cache back to find room."""
-    counted = _of_world(inputs, inputs.last_attempts.allocator)
+    counted = inputs.allocator
     if not counted:
         return _NO_ALLOCATOR
     rank = max(counted, key=lambda r: (counted[r][0], -r))

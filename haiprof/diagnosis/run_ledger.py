@@ -180,7 +180,7 @@ def run_ledger(
         table, more = _split_stragglers(table, time, late, found, goes)
         found += more
         time = replace(time, like=dict.fromkeys(late.ranks, time.slowest))
-    elif time.waits_for_all and _inputs_differ(inputs.last_attempts.input_sizes, left):
+    elif time.waits_for_all and _inputs_differ(inputs.input_sizes, left):
         found = [
             replace(each, key="data_imbalance") if each.activity == PEER_WAIT else each
             for each in found
