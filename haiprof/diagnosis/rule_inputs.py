@@ -189,6 +189,10 @@ def gather_inputs(
     counted = average_counters(ours_alone, spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")
     node_cpus = {h: _node_cpu(list(counted.nodes.get(h, {}).values())) for h in windows["host"]}
+    first = [
+        analyzer.first_step(rank, part["attempt"][0]) if rank in folded else part.head(1)
+        for rank, part in parts.items()
+    ]
     ranks = analyzer.ranks()
     others = ranks.join(spans, on="rank", how="anti")
     return RuleInputs(
@@ -196,19 +200,7 @@ def gather_inputs(
         by_rank=by_rank,
         step_count=sum(part.height for part in parts.values())
         + sum(int(blocks.count.sum()) for blocks in folded.values()),
-        first_steps=pl.concat(
-            [
-                steps.clear(),
-                *(
-                    (
-                        analyzer.first_step(rank, part["attempt"][0])
-                        if rank in folded
-                        else part.head(1)
-                    ).filter(step=0)
-                    for rank, part in parts.items()
-                ),
-            ]
-        ),
+        first_steps=pl.concat([steps.clear(), *(part.filter(step=0) for part in first)]),
         blocks={rank: _judged_blocks(each, since_ns) for rank, each in folded.items()},
         ranks=pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt"),
         gpu_use=counted.of("utilization_ratio"),

@@ -389,8 +389,7 @@ def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
 
 def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
     """The GPU's memory ran out and the job went on, grows from step to step, or is nearly full."""
-    caught = inputs.caught
-    if caught:
+    if caught := inputs.caught:
         rank = max(caught, key=lambda r: (caught[r].count, -r))
         failed = caught[rank]
         sizes = {
@@ -409,8 +408,7 @@ def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
             confidence=0.9,
             rank=rank,
         )
-    series = inputs.gpu_memory
-    counted = {rank: each for rank, each in series.items() if each.limit_bytes > 0}
+    counted = {rank: each for rank, each in inputs.gpu_memory.items() if each.limit_bytes > 0}
     if not counted:
         return _NO_ALLOCATOR
     grown = {rank: growth for rank, s in counted.items() if (growth := growth_per_step(s))}

@@ -98,7 +98,16 @@ def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> F
     sums = np.zeros((len(columns), count))
     for place, value in enumerate(values):
         np.add.at(sums[place], step, value)
-    covered, apart = _find_covered_steps(found, step, end)
+    # Steps whose records cover them alone, and those with no evaluation just before them.
+    closed = np.bincount(step, minlength=count) > 0
+    last = np.zeros(count, dtype=np.int64)
+    last[step] = end  # ascending: the last one of each step stays
+    passes = spans.start_ns[_PASSES[spans.kind]]
+    inside = np.searchsorted(passes, last) > np.searchsorted(passes, found.steps.start_ns)
+    before = np.append(found.steps.start_ns[:1], last[:-1])
+    begun = found.evaluation_start_ns
+    apart = np.searchsorted(begun, last) <= np.searchsorted(begun, before)
+    covered = closed & np.append(True, closed[:-1])[:count] & ~inside
     sums[:, ~covered] = np.nan
     sums[-2:, ~apart] = np.nan
     sums[-2] -= sums[:-2].sum(axis=0)
@@ -113,22 +122,6 @@ def _matching(keys: Ints, wanted: Ints) -> tuple[Ints, Bools]:
     place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
     row = order[place]
     return row, keys[row] == wanted
-
-
-def _find_covered_steps(found: Segmentation, step: Ints, end: Ints) -> tuple[Bools, Bools]:
-    """Steps whose records cover them alone; steps with no evaluation just before them."""
-    count = len(found.steps.start_ns)
-    closed = np.bincount(step, minlength=count) > 0
-    last = np.zeros(count, dtype=np.int64)
-    last[step] = end  # ascending: the last one of each step stays
-    spans = found.nested.spans
-    passes = spans.start_ns[_PASSES[spans.kind]]
-    inside = np.searchsorted(passes, last) > np.searchsorted(passes, found.steps.start_ns)
-    before = np.append(found.steps.start_ns[:1], last[:-1])
-    begun = found.evaluation_start_ns
-    apart: Bools = np.searchsorted(begun, last) <= np.searchsorted(begun, before)
-    covered: Bools = closed & np.append(True, closed[:-1])[:count] & ~inside
-    return covered, apart
 
 
 _EVENTS = kind_table(schema.GC, schema.SAVE)
@@ -511,7 +504,7 @@ def _spans(rank: RankSegments) -> pl.DataFrame:
     spans = nested.spans
     return _frame(
         rank,
-        step=_where(rank.found.step >= 0, rank.found.step + rank.first_step),
+        step=np.where(rank.found.step < 0, -1, rank.found.step + rank.first_step),
         phase=pl.Series(SPAN_PHASES, dtype=pl.String).gather(rank.found.phase),
         name=_names(rank, spans.kind, spans.tag),
         start=spans.start_ns,
@@ -539,7 +532,7 @@ def pause_frame(rank: RankSegments) -> pl.DataFrame:
     duration = np.append(saves.end_ns - saves.start_ns, duration)
     return _frame(
         rank,
-        step=_where(place >= 0, place),
+        step=place,
         phase=pl.Series(np.where(kind == schema.GC, GC_PHASE, SAVE_PHASE), dtype=pl.String),
         name=pl.Series([None] * len(place), dtype=pl.String),
         start=np.append(saves.start_ns, events.start_ns),
@@ -555,12 +548,6 @@ def _folded_saves(rank: RankSegments) -> tuple[Spans, Ints]:
     return rank.folded.saves()
 
 
-def _where(known: Bools, values: Ints) -> pl.Series:
-    """Null elsewhere."""
-    missing = pl.Series([None], dtype=pl.Int64).new_from_index(0, len(values))
-    return pl.Series(values, dtype=pl.Int64).zip_with(pl.Series(known), missing)
-
-
 def _names(rank: RankSegments, kind: Codes, tag: Codes) -> pl.Series:
     """Names from the event lines: modules by root tag, then optimizers, then none."""
     roots, optimizers = rank.files.names("root"), rank.files.names("optimizer")
@@ -574,7 +561,7 @@ def _names(rank: RankSegments, kind: Codes, tag: Codes) -> pl.Series:
 
 
 def _frame(
-    rank: RankSegments, *, step: pl.Series, phase: pl.Series, name: pl.Series, start: Ints,
+    rank: RankSegments, *, step: Ints, phase: pl.Series, name: pl.Series, start: Ints,
     duration: Ints, own: Ints,
 ) -> pl.DataFrame:  # fmt: skip
     columns = {
@@ -587,4 +574,5 @@ def _frame(
         "duration_ns": duration,
         "self_ns": own,
     }
-    return pl.DataFrame(columns, schema_overrides=PHASE_SCHEMA)
+    found = pl.DataFrame(columns, schema_overrides=PHASE_SCHEMA)
+    return found.with_columns(step=pl.when(pl.col("step") >= 0).then("step"))

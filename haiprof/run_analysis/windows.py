@@ -146,21 +146,13 @@ def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
             inside = np.minimum(steps.end_ns, end) - np.maximum(steps.start_ns, begin)
             touched = inside > TRACED_RATIO * np.maximum(steps.end_ns - steps.start_ns, 1)
             lead = LEAD_STEPS if each.trigger in ("option", "request") else 0
-            traced |= _with_lead(touched, lead)
+            if len(at := np.flatnonzero(touched)):
+                touched[max(int(at[0]) - lead, 0) : at[0]] = True
+            traced |= touched
         elif each.first_step is not None and each.end_step is not None and counts_all:
             first, end = each.first_step - LEAD_STEPS, each.end_step + 1  # and the one that waits
             traced[max(first - rank.first_step, 0) : max(end - rank.first_step, 0)] = True
     return traced
-
-
-def _with_lead(touched: Bools, count: int) -> Bools:
-    """With so many steps before the first one."""
-    found = np.flatnonzero(touched)
-    if not len(found):
-        return touched
-    lead = touched.copy()
-    lead[max(int(found[0]) - count, 0) : found[0]] = True
-    return lead
 
 
 def _read_sidecars(files: RunFiles) -> dict[str, Mapping[str, Any]]:
