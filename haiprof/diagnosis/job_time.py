@@ -369,13 +369,8 @@ def job_time(
     totals = np.zeros((len(ranks), 3, _COUNT))
     for row, rank in enumerate(ranks):
         own = steps[rank]
-        chosen = own.step[: len(common)] if alone else common
-        plain, pauses = (
-            times[used][:, own.column[: len(common)]] if alone else _join(
-                times[used], own, common, count
-            )
-            for times in load(rank)
-        )  # fmt: skip
+        at = (own.step[: len(common)], own.count[: len(common)]) if alone else (common, count)
+        plain, pauses = (_join(times[used], own, *at) for times in load(rank))
         means = plain if (count == 1).all() else plain / count
         spike = spikes(means)
         cells[:, row], spiked[:, row] = means, spike
@@ -385,7 +380,7 @@ def job_time(
         totals[row, 1, used] = np.where(spike, plain, 0).sum(axis=1)
         totals[row, 2, used] = pauses.sum(axis=1)
         if device is not None:
-            idle[row] = device[rank].idle_ns(chosen, period[row])
+            idle[row] = device[rank].idle_ns(at[0], period[row])
     means = average(period, count)
     alike = len(ranks) > 1 and float(np.ptp(means)) < _ALIKE_RATIO * float(means.max())
     backward = cells[list(used).index(BACKWARD)] if BACKWARD in used else collected

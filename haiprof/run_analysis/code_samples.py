@@ -507,9 +507,7 @@ def _folded_samples(rank: RankSegments, process: SampledProcess) -> dict[str, np
     sampled = np.bincount(phase[~later], spacing[~later], len(TRAINING_PHASES))
     weight = np.where(later, spacing, times[phase] * spacing / np.maximum(sampled, 1.0)[phase])
     weight[found["step"] < 0] = spacing[found["step"] < 0]
-    return {
-        **{name: found[name] for name in ("time_ns", "lock_wait", "cpu_ns", "queue_ns", "wait")},
-        **{name: found[name] for name in ("step", "phase", "position")},
+    return found | {
         "stack": process.number(found["stack"]),
         "around": found["around"] > 0,
         "hidden": found["hidden"] > 0,
