@@ -278,11 +278,9 @@ class DeviceUse:
         return self.busy_ratio is not None or bool(np.isfinite(self.bound_ns).any())
 
     def idle_ns(self, step: Ints, period_ns: Floats) -> Floats:
-        """By step: for how long it had nothing to do.
-
-        The counter tells the sum, events tell where: without the counter their bound is taken,
-        without events all steps have the same share, and without both all of them may be idle.
-        """
+        """By step: for how long it had nothing to do."""
+        # The counter tells the sum, events tell where: without the counter their bound is taken,
+        # without events all steps have the same share, and without both all of them may be idle.
         known = np.full(int(max(step.max(), self.step.max())) + 1, np.nan)
         known[self.step] = self.bound_ns
         bound = np.minimum(known[step], period_ns)

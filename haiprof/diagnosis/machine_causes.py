@@ -41,11 +41,9 @@ _THROTTLES = {
 
 
 def starvation(inputs: RuleInputs) -> Finding | None:
-    """Why the rank that waits most got no core; None where the counters do not show it.
-
-    A limit comes first: the kernel counts a thread that is stopped at it as waiting. Then ranks
-    that want more cores than they may use, which would wait without anybody else; then others.
-    """
+    """Why the rank that waits most got no core; None where the counters do not show it."""
+    # A limit comes first: the kernel counts a thread that is stopped at it as waiting. Then ranks
+    # that want more cores than they may use, which would wait without anybody else; then others.
     waits = inputs.core_waits
     rank = min(waits, key=lambda rank: (-waits[rank], rank), default=None)
     if rank is None or waits[rank] <= 0:
@@ -54,10 +52,8 @@ def starvation(inputs: RuleInputs) -> Finding | None:
 
 
 def lost_to_waiting(inputs: RuleInputs) -> float:
-    """Of the time in which a training thread could run, how long it had no core, at most.
-
-    Its loader's workers lose as much: they run on the same cores.
-    """
+    """Of the time in which a training thread could run, how long it had no core, at most."""
+    # Its loader's workers lose as much: they run on the same cores.
     lost = [
         wait / (wait + inputs.main_cores.get(rank, 0.0))
         for rank, wait in inputs.core_waits.items()
@@ -359,13 +355,11 @@ _MISPLACED = {
 
 
 def numa_placement(inputs: RuleInputs) -> Finding | str | None:
-    """A rank's cores, its memory, its GPU or its network adapters are on different NUMA nodes.
-
-    The heaviest way is told, with all ranks that have it. A machine with one node, and a rank that
-    may run anywhere with its memory near its GPU, is fine. Network adapters count where no GPU says
-    where the rank belongs; a rank beside a GPU without an adapter of its node is how the machine is
-    built.
-    """
+    """A rank's cores, its memory, its GPU or its network adapters are on different NUMA nodes."""
+    # The heaviest way is told, with all ranks that have it. A machine with one node, and a rank
+    # that may run anywhere with its memory near its GPU, is fine. Network adapters count where no
+    # GPU says where the rank belongs; a rank beside a GPU without an adapter of its node is how the
+    # machine is built.
     placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
     if not any(placement.cpu_nodes for placement in placed):
         unknown = "the NUMA nodes of the ranks' cores are not known"

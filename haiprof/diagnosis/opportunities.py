@@ -156,11 +156,9 @@ def _is_models_own(table: TimeTable) -> Bools:
 
 
 def lacks_line(table: TimeTable) -> Bools:
-    """Per row: whether no line of code is its cause, whatever the samples were in.
-
-    A collective that the job itself calls has a line; so has waiting for a core amid code that a
-    change removes, and for the batches of an evaluation.
-    """
+    """Per row: whether no line of code is its cause, whatever the samples were in."""
+    # A collective that the job itself calls has a line; so has waiting for a core amid code that a
+    # change removes, and for the batches of an evaluation.
     has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
     no_line = np.isin(table.work, (LOADER_WAIT, NO_CORE))
     has_line |= (table.activity == NO_CORE) & ~_is_models_own(table) & ~no_line
@@ -375,10 +373,8 @@ class _Walk:
         return bool(rest) and 0 not in depth[:-1]  # nothing follows the call
 
     def is_driver(self, function: _Function) -> bool:
-        """Whether the training loop passes through it: who runs both model and backward.
-
-        Of a model so small that it was never sampled, who takes batches and goes on after them.
-        """
+        """Whether the training loop passes through it: who runs both model and backward."""
+        # Of a model so small that it was never sampled, who takes batches and goes on after them.
         known = self._drivers.get(id(function))
         if known is None:
             rows = np.array(function.rows, dtype=np.int64)

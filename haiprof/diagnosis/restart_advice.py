@@ -216,10 +216,8 @@ def runs_beside(run: RunPaths, own: Manifest) -> list[JobRun]:
 
 
 def runs_of_job(run: RunPaths) -> tuple[list[Path], str]:
-    """All runs of a run's job, oldest first, and what they have in common, for people.
-
-    Where nothing but the command names the job, a run that ended well is the end of it.
-    """
+    """All runs of a run's job, oldest first, and what they have in common, for people."""
+    # Where nothing but the command names the job, a run that ended well is the end of it.
     own = read_manifest(run)
     others, at = runs_beside(run, own), own.start_wall_ns
     if own.options.get("run_id"):

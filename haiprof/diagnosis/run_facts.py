@@ -136,10 +136,8 @@ FIRST_BATCH_RATIO = 0.10
 
 
 def standstill(inputs: RuleInputs) -> Finding | str | None:
-    """The job hung, and a snapshot names the rank that blocked it.
-
-    Where the job was saving, or collectives went on, it did not stand still.
-    """
+    """The job hung, and a snapshot names the rank that blocked it."""
+    # Where the job was saving, or collectives went on, it did not stand still.
     hangs = [r for r in inputs.reactions if r.trigger == "hang" and r.suspects]
     if not hangs:
         return None
@@ -185,12 +183,10 @@ def _to_resume(reason: str, doing: str, path: str | None) -> str:
 
 
 def first_batch(inputs: RuleInputs) -> Finding | str | None:
-    """Training starts late: the first batch takes long.
-
-    The first wait for the loader is a tenth of the time in training steps. Beside others that take
-    the cores it lasts as much longer as all else: what would be less than a tenth without that wait
-    is theirs.
-    """
+    """Training starts late: the first batch takes long."""
+    # The first wait for the loader is a tenth of the time in training steps. Beside others that
+    # take the cores it lasts as much longer as all else: what would be less than a tenth without
+    # that wait is theirs.
     waits = inputs.first_steps.select("rank", ns="dataloader_host_ns").drop_nulls()
     if waits.is_empty():
         return "no torch DataLoader ran in a training step"
@@ -261,12 +257,10 @@ _NO_ALLOCATOR = "no counts of a GPU's allocator"
 
 
 def memory_creep(inputs: RuleInputs) -> Finding | str | None:
-    """Memory grows for as long as the job trains.
-
-    It grows by a tenth, beyond chance, and still does at the end. No line of code is named: stacks
-    are sampled by time, and keeping something takes none; only tracemalloc would say who allocated
-    what stays, and it makes Python code slower by a multiple.
-    """
+    """Memory grows for as long as the job trains."""
+    # It grows by a tenth, beyond chance, and still does at the end. No line of code is named:
+    # stacks are sampled by time, and keeping something takes none; only tracemalloc would say who
+    # allocated what stays, and it makes Python code slower by a multiple.
     if max(steps.height for steps in inputs.by_rank.values()) < CREEP_MIN_STEPS:
         return f"fewer than {CREEP_MIN_STEPS} steps"
     # What the allocator of a GPU counts is judged by `gpu_memory_limit`.

@@ -654,10 +654,8 @@ def _sharing_counts(inputs: RuleInputs) -> dict[int, int]:
 
 
 def settings_differ(inputs: RuleInputs) -> Finding | str | None:
-    """A rank was run with other settings than the others.
-
-    What it costs is said by the rule on that setting, or by the one on the slow rank.
-    """
+    """A rank was run with other settings than the others."""
+    # What it costs is said by the rule on that setting, or by the one on the slow rank.
     if len(inputs.settings) < 2:
         return "settings of fewer than two ranks were recorded"
     found = differences(inputs.settings)

@@ -38,12 +38,10 @@ _OTHERWISE = "compare what these ranks do with the others: `haiprof verdict rank
 
 
 def slow_part(analyzer: RunFrames, layout: Layout | None, found: RunLedger) -> Finding | None:
-    """The part of the job whose ranks all need longer than all others; None where there is none.
-
-    A rank's own time is its mean step without what it was sampled in torch.distributed, waiting.
-    In a job of pipeline stages ranks wait in sends and receives, which backends need not number:
-    there the times at which collectives begin do not tell who is late.
-    """
+    """The part of the job whose ranks all need longer than all others; None where there is none."""
+    # A rank's own time is its mean step without what it was sampled in torch.distributed, waiting.
+    # In a job of pipeline stages ranks wait in sends and receives, which backends need not number:
+    # there the times at which collectives begin do not tell who is late.
     ranks = found.time.ranks[:: max(-(-len(found.time.ranks) // _RANKS), 1)]
     if layout is None or len(ranks) < 2:
         return None

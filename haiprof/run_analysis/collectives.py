@@ -189,11 +189,9 @@ def host_clock_offsets(collectives: pl.DataFrame) -> dict[str, int | None]:
 
 
 def arrivals(collectives: pl.DataFrame, clocks: Mapping[str, int | None]) -> list[Arrivals]:
-    """Collectives by group, those that all ranks seen in the group have in common.
-
-    Ranks of hosts whose clocks are not known to each other are not compared: a group that spans
-    them falls into one part per clock.
-    """
+    """Collectives by group, those that all ranks seen in the group have in common."""
+    # Ranks of hosts whose clocks are not known to each other are not compared: a group that spans
+    # them falls into one part per clock.
     offset = {host: offset_ns or 0 for host, offset_ns in clocks.items()}
     own = {host: host if offset_ns is None else "" for host, offset_ns in clocks.items()}
     rows = collectives.filter(~pl.col("p2p") & pl.col("created_ns").is_not_null()).with_columns(

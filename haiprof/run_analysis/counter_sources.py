@@ -56,10 +56,8 @@ class RawSeries:
 
 
 def raw_counters(run: RunFiles) -> tuple[list[RawSeries], tuple[str, ...]]:
-    """Every series of every node, and notes on files that could not be read.
-
-    A counter keeps its own count, also where it wrapped, was set back or has stopped at its end.
-    """
+    """Every series of every node, and notes on files that could not be read."""
+    # A counter keeps its own count, also where it wrapped, was set back or has stopped at its end.
     found = list(record_files(run))
     series = [
         each

@@ -191,10 +191,8 @@ class CounterAverages:
 def average_counters(
     files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame
 ) -> CounterAverages:
-    """Counters of a run while its judged steps ran: `rank` or `host`, `begin`, `end` of windows.
-
-    Files are read one by one, so that memory holds one source of one node at a time.
-    """
+    """Counters of a run while its judged steps ran: `rank` or `host`, `begin`, `end` of windows."""
+    # Files are read one by one, so that memory holds one source of one node at a time.
     of_ranks = {rank: (begin, end) for rank, begin, end in windows.rows()}
     of_hosts = {host: (begin, end) for host, begin, end in node_windows.rows()}
     averages: dict[str, dict[int, float]] = defaultdict(dict)

@@ -75,11 +75,9 @@ def find_layout(files: RunFiles) -> Layout | None:
 def layout_of(
     groups: Mapping[tuple[int, ...], str], hosts: Mapping[str, set[int]], world: frozenset[int]
 ) -> Layout | None:
-    """The layout that groups tell of; None without any whose like cover the world.
-
-    Groups of one dimension have the same name but for numbers or, without a name, the same size and
-    distance of their ranks. A rank's coordinate is its place in its group.
-    """
+    """The layout that groups tell of; None without any whose like cover the world."""
+    # Groups of one dimension have the same name but for numbers or, without a name, the same size
+    # and distance of their ranks. A rank's coordinate is its place in its group.
     families: dict[tuple[str, object], list[tuple[int, ...]]] = {}
     for ranks, name in groups.items():
         word = _word(name)

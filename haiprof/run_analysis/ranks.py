@@ -436,10 +436,8 @@ class RankGrid:
         return self.step_ns if name == "step" else self.phase_ns[name]
 
     def excess_ratio(self, name: str) -> Floats:
-        """[rank, stretch]: what it takes above its median, as a share of the median step.
-
-        Shares of phases add up to that of the step, so that one scale of colours serves all.
-        """
+        """[rank, stretch]: what it takes above its median, as a share of the median step."""
+        # Shares of phases add up to that of the step, so that one scale of colours serves all.
         return (self.of(name) - (self.typical_ns[name] or 0.0)) / (self.typical_ns["step"] or 1.0)
 
 

@@ -223,13 +223,11 @@ def goodput(runs: Sequence[RunRecord]) -> Goodput:
 
 
 def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
-    """The starts in order, with what of each one counted.
-
-    The last start that trained has its steps; what it went on from has those that its checkpoint
-    holds, and so on back to the first one. Steps of starts beside that line are lost. Where a start
-    read nothing that is known as a checkpoint of the job, all before it may have counted; so may
-    those that the last start trained after its last save, where it died.
-    """
+    """The starts in order, with what of each one counted."""
+    # The last start that trained has its steps; what it went on from has those that its checkpoint
+    # holds, and so on back to the first one. Steps of starts beside that line are lost. Where a
+    # start read nothing that is known as a checkpoint of the job, all before it may have counted;
+    # so may those that the last start trained after its last save, where it died.
     origins = [_find_origin(records, place) for place in range(len(records))]
     trained = [place for place, record in enumerate(records) if record.step_count]
     first = trained[0] if trained else len(records)

@@ -353,10 +353,8 @@ def _node(value: object) -> int | None:
 
 
 def sharing_groups(placed: Iterable[Placement]) -> list[tuple[Placement, ...]]:
-    """Ranks of one host whose cores overlap, also by way of a third, together; in order of rank.
-
-    A rank alone on its cores is a group of one; those whose cores are not known are left out.
-    """
+    """Ranks of one host whose cores overlap, also by way of a third, together; in order of rank."""
+    # A rank alone on its cores is a group of one; those whose cores are not known are left out.
     groups: list[tuple[str, set[int], list[Placement]]] = []
     for each in sorted(placed, key=lambda placement: placement.rank):
         if not each.allowed_cpus:

@@ -491,11 +491,9 @@ _NAME_COUNT = schema.TAG_MASK + 1
 
 
 def phase_frame(rank: RankSegments) -> pl.DataFrame:
-    """Spans of one rank, by start.
-
-    Spans that belong to an outer span's own work (a recomputed forward inside the backward) are
-    left out: their time is the outer one's.
-    """
+    """Spans of one rank, by start."""
+    # Spans that belong to an outer span's own work (a recomputed forward inside the backward) are
+    # left out: their time is the outer one's.
     return pl.concat([_spans(rank), pause_frame(rank)]).sort("start_ns", maintain_order=True)
 
 
@@ -514,10 +512,8 @@ def _spans(rank: RankSegments) -> pl.DataFrame:
 
 
 def pause_frame(rank: RankSegments) -> pl.DataFrame:
-    """Collector pauses and checkpoint saves alone, in the columns of `phase_frame`.
-
-    Of folded steps only the saves: their pauses are sums.
-    """
+    """Collector pauses and checkpoint saves alone, in the columns of `phase_frame`."""
+    # Of folded steps only the saves: their pauses are sums.
     events, steps = rank.events, rank.found.steps
     saves, of_save = _folded_saves(rank)
     if not len(events.kind) and not len(of_save):

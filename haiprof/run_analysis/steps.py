@@ -199,12 +199,10 @@ class Boundaries:
 
 
 def find_boundaries(tokens: TrainTokens) -> Boundaries:
-    """Cuts the line into steps.
-
-    A segment begins with the first batch after an optimizer step. Inside a segment, and where
-    there is no loader, a step begins when an optimizer that has stepped steps again after more
-    forward or backward; unless nearly all segments hold the same number of those (an inner loop).
-    """
+    """Cuts the line into steps."""
+    # A segment begins with the first batch after an optimizer step. Inside a segment, and where
+    # there is no loader, a step begins when an optimizer that has stepped steps again after more
+    # forward or backward; unless nearly all segments hold the same number of those (an inner loop).
     closing = np.flatnonzero(tokens.closing)
     # Loader tokens with a closing token since the previous loader token, that one included.
     fetch = np.flatnonzero(tokens.fetch)
@@ -320,12 +318,10 @@ _TRAINING = kind_table(schema.OPTIMIZER, schema.SCALER, schema.BACKWARD)
 
 
 def find_sources(spans: Spans) -> tuple[int, ...]:
-    """What the steps of a process may be, of BOUNDARIES: the first that repeats.
-
-    PerfTracker finds iterations where a fetch or an optimizer step repeats (arXiv 2506.08528). Here
-    the fetch comes first, then the root module's call, then the collective; and they count only
-    where nothing trained: empty where something did.
-    """
+    """What the steps of a process may be, of BOUNDARIES: the first that repeats."""
+    # PerfTracker finds iterations where a fetch or an optimizer step repeats (arXiv 2506.08528).
+    # Here the fetch comes first, then the root module's call, then the collective; and they count
+    # only where nothing trained: empty where something did.
     kind = spans.kind
     if (kind == schema.MARK).any():
         return (BY_MARK,)

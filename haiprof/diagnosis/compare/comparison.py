@@ -397,11 +397,9 @@ class Promise:
 def account_changes(
     before: RunLedger | None, after: RunLedger | None
 ) -> tuple[tuple[AccountChange, ...], str]:
-    """Accounts of both runs, the largest difference first, and why there are none.
-
-    An account is known again by its position, activity, package, file and function. What is left
-    then, by position, file and function alone: what code does most of the time may change.
-    """
+    """Accounts of both runs, the largest difference first, and why there are none."""
+    # An account is known again by its position, activity, package, file and function. What is left
+    # then, by position, file and function alone: what code does most of the time may change.
     sides = []
     for word, found in (("baseline", before), ("new run", after)):
         if found is None or not found.table.count.any():
