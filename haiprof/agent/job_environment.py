@@ -30,6 +30,12 @@ def at_launch(cwd: str, environ: Mapping[str, str]) -> dict[str, Any]:
     job = environ.get("SLURM_JOB_ID")
     if job:
         found |= {"slurm_job": job, "slurm_restart": environ.get("SLURM_RESTART_COUNT") or "0"}
+        known = {"cluster": "CLUSTER_NAME", "nodes": "JOB_NODELIST", "name": "JOB_NAME"}
+        found |= {
+            f"slurm_{name}": mask_text(environ.get(f"SLURM_{of}", "")) for name, of in known.items()
+        }
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        found["kubernetes"] = True
     return found
 
 

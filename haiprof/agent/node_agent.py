@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from haiprof.agent.pod import find_pod
 from haiprof.agent.relay import LiveRank, Relay
 from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.base.errors import HaiprofError, RunFormatError
@@ -357,6 +358,8 @@ class Agent:
                 "pid": os.getpid(),
                 "job_pid": self.job_pid,
                 "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
+                "pod": find_pod(os.environ),
+                "slurm_node": os.environ.get("SLURMD_NODENAME"),
             },
             below=self.run.root,
         )

@@ -84,7 +84,9 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
 
     try:
         run = RunPaths(newest_run(Path(targets[0]) if targets else log_dir))
-        if read_manifest(run).end_wall_ns is None:
+        manifest = read_manifest(run)
+        to_ask = manifest.scheduler_may_know and not os.path.lexists(run.scheduler)
+        if manifest.end_wall_ns is None or to_ask:
             return None
     except (HaiprofError, OSError):
         return None  # the command itself says what is wrong

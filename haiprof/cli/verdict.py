@@ -149,6 +149,8 @@ def verdict(
         analyzer = open_target(run.root)
     else:
         analyzer = _open_run_or_job(target)
+        if not save:  # the launcher's own: its job is not over
+            _ask_schedulers(analyzer.run)
     from haiprof.diagnosis.engine import diagnose
     from haiprof.diagnosis.verdict import as_document, save_document
     from haiprof.show import death_block
@@ -194,6 +196,14 @@ def verdict(
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
+
+
+def _ask_schedulers(run: RunPaths) -> None:
+    """Asks Slurm or Kubernetes of a run that did not end well; says why there is no answer."""
+    from haiprof.live.scheduler import ask_schedulers
+
+    for line in ask_schedulers(run):
+        print_message(f"how the job ended was asked in vain: {line}")
 
 
 def _show_advice(analyzer: RunFrames, output: Output) -> None:

@@ -48,6 +48,7 @@ from haiprof.run_analysis.process_ends import (
 )
 from haiprof.run_analysis.reactions import Reaction, asked_snapshots, reactions
 from haiprof.run_analysis.run_files import RunFiles, integer
+from haiprof.run_analysis.scheduler_ends import SchedulerEnd, scheduler_ends
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, run_folders
 
@@ -64,10 +65,12 @@ _WITNESS_LIMIT, _LAST_LINES = 4, 10
 _PLACES_LIMIT = 4
 """Of so many ranks each one's line is shown where none of them is to blame."""
 _WITHOUT_A_REASON = (
-    "signal", "time_limit", "preempted", "requeued", "cancelled", "interrupted", "unknown",
-    "never_started", "hang", "gone", "launcher",
+    "signal", "time_limit", "preempted", "requeued", "evicted", "cancelled", "interrupted",
+    "unknown", "never_started", "hang", "gone", "launcher",
 )  # fmt: skip
 """Causes of a start that never trained which do not say why it did not."""
+_OF_SCHEDULER = ("time_limit", "preempted", "requeued", "cancelled", "evicted", "node_lost")
+"""What a scheduler does to a job, with a signal before it or without."""
 _SAME_KILL_NS = NS_PER_S // 100
 """Signals to several ranks at once arrive within this time; launchers look ten times a second."""
 
@@ -106,7 +109,7 @@ class Death:
     cause: str
     """`exception`, `out_of_memory`, `killed`, `crash`, `exit`, `early_exit`, `hang`, `mismatch`,
     `node_lost`, `never_started`, `shared_memory_full`, `disk_full`, `time_limit`, `preempted`,
-    `requeued`, `cancelled`, `signal`, `interrupted`, `launcher`, `gone`, or `unknown`."""
+    `requeued`, `evicted`, `cancelled`, `signal`, `interrupted`, `launcher`, `gone`, `unknown`."""
     ranks: tuple[int, ...]
     """Who it began with; empty where it came from outside, or is not known."""
     certain: bool
@@ -130,6 +133,8 @@ class Death:
     remedy: str
     witnesses: tuple[PrintedLine, ...] = ()
     """Errors that it printed before, behind the first loss that was no finite number."""
+    scheduler: tuple[str, ...] = ()
+    """What Slurm or Kubernetes said of the run's end, where they were asked."""
     own_end: str | None = None
     """How this start itself ended, where the death is that of the start before it."""
     generation: int = 0
@@ -161,6 +166,7 @@ class Evidence:
     """By rank and attempt."""
     world: int
     output: Output
+    scheduler: Sequence[SchedulerEnd] = ()
 
 
 def gather_evidence(
@@ -182,6 +188,7 @@ def gather_evidence(
         steps=steps,
         world=min(max((size for size in sizes if size is not None), default=0), 1 << 20),
         output=printed_output(files),
+        scheduler=scheduler_ends(files),
     )
 
 
@@ -198,9 +205,12 @@ def find_deaths(evidence: Evidence) -> list[Death]:
         }
         is_over = manifest is not None and manifest.end_wall_ns is not None
         has_failed = is_over and bool(manifest and (manifest.signal or manifest.exit_status))
+        told = evidence.scheduler if final else ()
+        has_failed |= not is_over and any(end.failed for end in told)
         if not final or has_failed or any(e.over and not e.clean for e in ends.values()):
-            death = _Case(evidence, ends).judge()
-            found.append(replace(death, generation=generation, final=final))
+            death = _Case(evidence, ends, told).judge()
+            lines = tuple(line for end in told for line in end.lines)
+            found.append(replace(death, generation=generation, final=final, scheduler=lines))
     last = found[-1] if len(found) > 1 else None
     if last is None or not last.final or last.cause not in _WITHOUT_A_REASON:
         return found
@@ -245,8 +255,15 @@ def _ranks(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
 class _Case:
     """One start of the ranks, looked into."""
 
-    def __init__(self, evidence: Evidence, ends: Mapping[int, ProcessEnd]) -> None:
+    def __init__(
+        self,
+        evidence: Evidence,
+        ends: Mapping[int, ProcessEnd],
+        scheduler: Sequence[SchedulerEnd],
+    ) -> None:
         self.evidence, self.ends = evidence, ends
+        self.told = next((end for end in scheduler if end.cause is not None), None)
+        """What the scheduler says that explains the end; None where it says nothing of it."""
         self.attempts = {
             rank.rank: rank.attempt
             for rank in evidence.files.ranks
@@ -277,8 +294,8 @@ class _Case:
     def judge(self) -> Death:
         """The first cause that is proved, the surest kinds of proof first."""
         for ask in (
-            self._signal, self._own_failure, self._find_accused, self._node_lost, self._mismatch,
-            self._never_started, self._early_exit,
+            self._signal, self._scheduler, self._own_failure, self._find_accused,
+            self._node_lost, self._mismatch, self._never_started, self._early_exit,
             lambda: self._of_hang(self._hang_before(self._first_ns())),
             lambda: self._own_failure(interrupted=True), self._behind, self._launcher,
         ):  # fmt: skip
@@ -370,22 +387,53 @@ class _Case:
             what = f"the job ended itself: {who} sent {name} to its launcher"
             ranks = () if by[0].rank is None else (by[0].rank,)
             return self._death("signal", ranks, what, died_ns=came.wall_ns)
+        if self.told is not None and self.told.cause in _OF_SCHEDULER:
+            return self._of_scheduler(self.told, self.told.cause, came.wall_ns, f"{name}{sender}")
+        cause, what = _outer_cause(came, self.evidence.files)
+        guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
+        return self._end_from_outside(
+            cause, what, f"{name}{sender}", came.wall_ns, certain=not guessed
+        )
+
+    def _scheduler(self) -> Death | None:
+        """The scheduler knows, and no rank had failed by itself: it ended all of the job."""
+        told = self.told
+        own = [e for e in self._causes() if e.error or e.oom or e.signal not in (*ENDING, None)
+               or (e.status and kind_of(e) != "interrupted")]  # fmt: skip
+        if told is None or told.cause is None or own:
+            return None
+        return self._of_scheduler(told, told.cause, told.ended_ns)
+
+    def _of_scheduler(
+        self, told: SchedulerEnd, cause: str, at_ns: int | None, by: str = ""
+    ) -> Death | None:
+        """What it says, of all of the job or of the ranks on the nodes that it names."""
+        if cause in _OF_SCHEDULER and not told.hosts:
+            return self._end_from_outside(cause, told.what, by, at_ns)
         self.is_ended_from_outside = True
-        hang = self._hang_before(came.wall_ns) or self._asked_before(came.wall_ns)
+        ranks = tuple(sorted(r for r, e in self.ends.items() if e.host in told.hosts))
+        if not told.hosts:  # of memory: who was killed first
+            ranks = tuple(e.rank for e in self._causes()[:1] if e.rank is not None)
+        what = f"{told.what} ({by})" if by else told.what
+        return self._death(cause, ranks, what, died_ns=at_ns, certain=bool(told.hosts))
+
+    def _end_from_outside(
+        self, cause: str, what: str, by: str, at_ns: int | None, *, certain: bool = True
+    ) -> Death | None:
+        """The whole job was ended from outside; what it was about before is told, too."""
+        self.is_ended_from_outside = True
+        hang = self._hang_before(at_ns) or (self._asked_before(at_ns) if at_ns else None)
         if hang is not None:
             found = self._of_hang(hang)
-            return found and replace(
-                found, headline=f"{found.headline}; then ended by {name}{sender}"
-            )
-        cause, what = _outer_cause(came, self.evidence.files)
-        what = f"{what} ({name}{sender})"
+            then = f"ended by {by}" if by else what
+            return found and replace(found, headline=f"{found.headline}; then {then}")
+        what += f" ({by})" if by else ""
         self.stopped = {rank: by for rank, by in self.stopped.items() if by == "SIGKILL"}
-        stuck = self._hang_before(came.wall_ns, named=False)
+        stuck = self._hang_before(at_ns, named=False)
         if stuck is not None:
             what += f"; before that, all ranks hung at {stuck.all_at}"
-        still = "" if stuck is not None else self._stood_still(came.wall_ns)
-        guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
-        found = self._death(cause, (), what + still, died_ns=came.wall_ns, certain=not guessed)
+        still = "" if stuck is not None or at_ns is None else self._stood_still(at_ns)
+        found = self._death(cause, (), what + still, died_ns=at_ns, certain=certain)
         return replace(found, remedy=f"{found.remedy}; {_LOOK_EARLIER}") if still else found
 
     def _own_failure(self, *, interrupted: bool = False) -> Death | None:
@@ -875,6 +923,7 @@ _REMEDIES: Mapping[str, str] = {
     "time_limit": "ask for more time, or save and requeue before it: --signal, --requeue",
     "preempted": "let Slurm start it again: --requeue, and checkpoints from which it resumes",
     "requeued": "no action if it resumes from a checkpoint; who asked: scontrol show job JOB",
+    "evicted": "ask for what the job uses (requests), or use less: kubectl describe pod, node",
     "cancelled": "find out who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
     "signal": "ask the sender; haiprof passed the signal on to the job",
     "interrupted": "no action: the job was stopped by Ctrl-C or SIGINT",

@@ -172,6 +172,8 @@ class RunPaths:
     """One folder per host."""
     uncaught = _Below("uncaught")
     """One file per process of the job that an exception ended."""
+    scheduler = _Below("scheduler.json")
+    """What Slurm or Kubernetes said of the run's end; absent where nobody asked them."""
     flight = _Below("flight")
     """Dumps of PyTorch's Flight Recorder, as its watchdog writes them."""
 

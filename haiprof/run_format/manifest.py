@@ -38,7 +38,8 @@ class Manifest:
     environment: dict[str, Any] = field(default_factory=dict)
     """`git` (`root`, `branch`, `commit`, `dirty`, `changed_files`, `changes_digest`, or `reason`),
     `variables` (only listed ones), `script`, `machine`; the last two and `dirty` come once the job
-    runs; `slurm_job` and `slurm_restart` under Slurm."""
+    runs; under Slurm `slurm_job`, `_restart`, `_cluster`, `_nodes` and `_name`; `kubernetes` in
+    a pod."""
     host: str = ""
     """Host of the launcher that created the run."""
     launcher_pid: int = 0
@@ -59,6 +60,13 @@ class Manifest:
     """Who should have and did not: `pid`, `command`, `reason`, `remedy`."""
     hook_failures: list[str] = field(default_factory=list)
     """Processes in which haiprof's hook could not be loaded, with the error."""
+
+    @property
+    def scheduler_may_know(self) -> bool:
+        """Whether it did not end well, and Slurm or Kubernetes may say why."""
+        ended_well = self.end_wall_ns is not None and self.exit_status == 0
+        scheduled = self.environment.get("slurm_job") or self.environment.get("kubernetes")
+        return bool(scheduled) and not ended_well
 
 
 def write_manifest(run: RunPaths, manifest: Manifest) -> None:

@@ -30,7 +30,8 @@ WORDS = {
     "crash": "crash", "exit": "exit status", "early_exit": "early exit", "hang": "hang",
     "mismatch": "collective mismatch", "node_lost": "node lost", "never_started": "not started",
     "shared_memory_full": "/dev/shm full", "disk_full": "disk full", "time_limit": "time limit",
-    "preempted": "preempted", "requeued": "requeued", "cancelled": "cancelled", "signal": "signal",
+    "preempted": "preempted", "requeued": "requeued", "evicted": "evicted",
+    "cancelled": "cancelled", "signal": "signal",
     "interrupted": "interrupted", "launcher": "launcher", "gone": "gone", "unknown": "not known",
 }  # fmt: skip
 """Causes in a word, by their slugs."""
@@ -117,6 +118,7 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
         order = f" · order: {death.clock}" if len(death.fates) > 1 else ""
         yield f"at {moment_text(death.died_ns)}{order}"
     yield from witness_lines(death)
+    yield from map(printable, death.scheduler)
     yield from memory_lines(verdict)
     yield from start_lines(verdict.starts)
     if verdict.goodput is not None:

@@ -35,7 +35,8 @@ from haiprof.show.run_header import DAMAGED, ENDED, KILLED, RUNNING, manifest_or
 from haiprof.show.text import moment_text
 
 _KEPT_NAME = "list"
-_SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control")
+_SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control",
+            "scheduler.json")  # fmt: skip
 """What the entry of a run is made from."""
 _RANK_S = 0.004
 """What reading a rank takes; 1,024 of 1,000 steps took 4.5 s (benchmarks/diagnose_scale.py)."""

@@ -34,11 +34,13 @@ from haiprof.in_job.windows.driver import plan_request
 from haiprof.live.follow import LiveRank
 from haiprof.live.kineto_processes import trigger
 from haiprof.live.nccl_ras import ras_suspects
+from haiprof.live.scheduler import read_pod
 from haiprof.live.snapshot import _native_stack, _run_spy
 from haiprof.live.standstill import RankState, groups, main_stack, merge, odd_ranks
 from haiprof.run_analysis.counter_sources import read_export
 from haiprof.run_analysis.remote_runs import _states
-from haiprof.run_analysis.run_files import open_run, record_columns
+from haiprof.run_analysis.run_files import RunFiles, open_run, record_columns
+from haiprof.run_analysis.scheduler_ends import scheduler_ends
 from haiprof.run_format.control import (
     encode_message,
     new_request,
@@ -52,7 +54,7 @@ from haiprof.run_format.control import (
 from haiprof.run_format.environment import git_head
 from haiprof.run_format.kept_answers import read_answer
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.manifest import find_runs, read_manifest
+from haiprof.run_format.manifest import Manifest, find_runs, read_manifest
 from haiprof.run_format.phase_ranges import KEY, PhaseRange, add_phases, pack_ranges, parse_ranges
 from haiprof.run_format.raw_traces import complete_parts
 from haiprof.run_format.reader import read_lines, read_records
@@ -550,6 +552,42 @@ def read_py_spy(data: bytes) -> object:
         return isinstance(_run_spy("py-spy", 1), str), isinstance(
             _native_stack("py-spy", state), str
         )
+
+
+def read_scheduler_answer(data: bytes) -> object:
+    """A pod as Kubernetes' API tells of it, and a record as another haiprof kept it in the run."""
+    text = data.decode("utf-8", "replace")
+    manifest = Manifest(
+        haiprof_version="", name="a", command=[], start_wall_ns=1_700_000_000 * 10**9
+    )
+    pod = {"name": "train-0", "namespace": "ml", "uid": None, "host": "node0"}
+    found = read_pod(text, pod, manifest)
+    root = put("scheduled/scheduler.json", data).parent
+    run = RunFiles(paths=RunPaths(root), manifest=None, ranks=(), nodes=(), hook_failures=(),
+                   notes=())  # fmt: skip
+    ends = scheduler_ends(run)
+    assert not any("\x1b" in line for end in ends for line in (end.what, *end.lines))
+    return isinstance(found, dict), [end.cause for end in ends]
+
+
+@cache
+def scheduler_seeds() -> list[bytes]:
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": "Killed",
+                            "startedAt": "2023-11-14T22:13:10Z",
+                            "finishedAt": "2023-11-14T22:23:10Z"}}  # fmt: skip
+    conditions = [{"type": "DisruptionTarget", "status": "True", "reason": "x"}]
+    containers = [{"name": "train", "state": ended, "lastState": {}}]
+    status = {"phase": "Failed", "reason": "Evicted", "message": "low on memory",
+              "conditions": conditions, "containerStatuses": containers}  # fmt: skip
+    pod = {"metadata": {"uid": "7"}, "spec": {"nodeName": "n"}, "status": status}
+    row = {"JobIDRaw": "12", "State": "CANCELLED by 7", "ExitCode": "0:9", "End": "1700000900",
+           "FailedNode": "n1", "ReqMem": "16G"}  # fmt: skip
+    slurm = {"job": "12", "sacct": row, "scontrol": {"JobState": "NODE_FAIL"},
+             "steps": [{**row, "State": "OUT_OF_MEMORY"}],
+             "nodes": [{"name": "n1", "state": "DOWN", "reason": "x"}]}  # fmt: skip
+    ended_pod = {"host": "h", "name": "p", "container": {"exitCode": 1, "ended_s": 5}}
+    kept = {"slurm": slurm, "pods": [ended_pod]}
+    return [json.dumps(each).encode() for each in (pod, kept)]
 
 
 def read_ras(data: bytes) -> object:

@@ -83,6 +83,8 @@ TARGETS = (
            run=run_readers.follow_spans, seeds=run_readers.span_seeds),
     Target(name="sidecar", reads="a raw trace's sidecar",
            run=run_readers.read_sidecar, seeds=run_readers.sidecar_seeds),
+    Target(name="scheduler", reads="what Kubernetes says of a pod; a scheduler's kept record",
+           run=run_readers.read_scheduler_answer, seeds=run_readers.scheduler_seeds),
     Target(name="requests", reads="a control request, in a file, a packet and the rank",
            run=run_readers.answer_requests, seeds=run_readers.request_seeds),
     Target(name="replies", reads="what ranks send to their launcher",

@@ -105,7 +105,7 @@ def trainjob(spec: JobSpec) -> str:
     trainer: dict[str, Any] = {
         "image": _image(spec),
         "command": [_escape(w) for w in node_words(spec, rendezvous=(), run_id=_RUN_ID)],
-        "env": [*_set_identity(), *_environment(spec)],
+        "env": [*_set_identity(), *_pod_identity(), *_environment(spec)],
         "numNodes": spec.nodes,
         "numProcPerNode": spec.ranks,
     }
@@ -141,7 +141,7 @@ def _pod(spec: JobSpec, *, head: str, env: list[dict[str, Any]]) -> dict[str, An
         "name": "train",
         "image": _image(spec),
         "command": [_escape(word) for word in words],
-        "env": [*env, *_environment(spec)],
+        "env": [*env, *_pod_identity(), *_environment(spec)],
     }
     if _resources(spec):
         container["resources"] = _resources(spec)
@@ -176,8 +176,17 @@ def _set_identity() -> list[dict[str, Any]]:
     return [uid, restart, {"name": "RUN_ID", "value": "$(JOBSET_UID)-$(JOBSET_RESTART)"}]
 
 
+def _pod_identity() -> list[dict[str, Any]]:
+    """Whom to ask how it ended: the host name of an indexed Job's pod is not the pod's name."""
+    return [_field_of_pod(f"POD_{name.upper()}", f"metadata.{name}")
+            for name in ("name", "namespace", "uid")]  # fmt: skip
+
+
 def _field(name: str, label: str) -> dict[str, Any]:
-    path = f"metadata.labels['{label}']"
+    return _field_of_pod(name, f"metadata.labels['{label}']")
+
+
+def _field_of_pod(name: str, path: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
