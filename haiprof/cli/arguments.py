@@ -60,7 +60,7 @@ JobName = Annotated[
     Arg(
         "JOB",
         "A running job: its id, its name, its script's name, the id of one of its processes, "
-        "or its run directory. Left out: the only one that runs.",
+        "slurm:NUMBER, or its run directory. Left out: the only one that runs.",
     ),
 ]
 LogDirs = Annotated[

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +13,7 @@ from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.log_addresses import check_packages
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import DEFAULT_STEPS
+from haiprof.base.units import NS_PER_S
 from haiprof.cli.arguments import (
     AsJson,
     JobName,
@@ -146,6 +149,28 @@ def _show(done: Attached, output: Output) -> None:
 
 
 DEFAULT_FOLDER = Path("haiprof-traces")
+_FAR_S = 86_400.0
+
+
+def parse_start(text: str | None) -> int:
+    """Unix time in ns of `--start-at`; 0 where it is not given.
+
+    Raises:
+        UsageError: It is no time, has passed, or is more than a day ahead.
+    """
+    if text is None:
+        return 0
+    now_s = time.time()
+    try:
+        start_s = now_s + float(text[1:]) if text.startswith("+") else float(text)
+    except ValueError:
+        start_s = math.nan
+    if not now_s <= start_s <= now_s + _FAR_S:
+        raise UsageError(
+            f"--start-at {text}: expected a Unix time within a day from now, or +SECONDS",
+            hint="--start-at $(($(date +%s) + 30))",
+        )
+    return round(start_s * NS_PER_S)
 
 
 def find_kineto_job(name: str, named: list[Path] | None, *, backend: str) -> KinetoJob | None:
@@ -158,6 +183,7 @@ def find_kineto_job(name: str, named: list[Path] | None, *, backend: str) -> Kin
 def trace_through_kineto(
     job: KinetoJob, options: Mapping[str, Any], *, ranks: tuple[int, ...] | None,
     timeout_s: float | None, endpoint: str | None, folder: Path | None, output: Output,
+    start_ns: int,
 ) -> None:  # fmt: skip
     """Traces the job and shows the result.
 
@@ -172,7 +198,7 @@ def trace_through_kineto(
         raise UsageError("--execution-trace needs --backend hook: Kineto's side writes none")
     request = TraceRequest(
         steps=options["count"], time_s=options["time_s"], options=options, timeout_s=timeout_s,
-        endpoint=None if endpoint is None else parse_endpoint(endpoint),
+        endpoint=None if endpoint is None else parse_endpoint(endpoint), start_wall_ns=start_ns,
     )  # fmt: skip
     if job.elsewhere:
         print_message(
@@ -224,6 +250,13 @@ Backend = Annotated[
     ),
 ]
 Endpoint = Annotated[str, Opt("--dynolog HOST:PORT", "Where dynolog listens.")]
+StartAt = Annotated[
+    str | None,
+    Opt(
+        "--start-at TIME",
+        "When it begins: Unix time in seconds, the same on all nodes, or +SECONDS from now.",
+    ),
+]
 Folder = Annotated[
     Path | None,
     Opt(
@@ -239,7 +272,8 @@ def trace_now(
     stacks: Stacks = False, shapes: Shapes = False, memory: Memory = False, flops: Flops = False,
     modules: Modules = False, sync: Sync = False, execution_trace: ExecutionTrace = False,
     timeout: Timeout = None, backend: Backend = "auto", dynolog: Endpoint = "localhost:1778",
-    folder: Folder = None, log_dir: LogDirs = None, as_json: AsJson = False,
+    start_at: StartAt = None, folder: Folder = None, log_dir: LogDirs = None,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Trace a running job with torch.profiler: the same steps on every rank of every node.
 
@@ -247,7 +281,8 @@ def trace_now(
     done, refused and why, or it is listed as silent. The traces land in the run directory.
 
     A job with KINETO_USE_DAEMON is traced through Kineto instead, also one that does not run under
-    haiprof (see haiprof trace kineto-agent): JOB is then the id of one of its processes.
+    haiprof (see haiprof trace kineto-agent): JOB is then the id of one of its processes, or
+    slurm:NUMBER. haiprof trace dyno takes dynolog's own options.
 
     For example:
 
@@ -260,6 +295,7 @@ def trace_now(
     from haiprof.show.views.requests import trace_now_view
 
     output = Output(json=as_json)
+    start_ns = parse_start(start_at)
     options = {
         "count": steps, "time_s": seconds or 0, "stacks": stacks, "shapes": shapes,
         "memory": memory, "flops": flops, "modules": modules, "sync": sync,
@@ -273,14 +309,14 @@ def trace_now(
         endpoint = dynolog if backend == "dynolog" else None
         trace_through_kineto(
             kineto_job, options, ranks=wanted_ranks, timeout_s=timeout, endpoint=endpoint,
-            folder=folder, output=output,
+            folder=folder, output=output, start_ns=start_ns,
         )  # fmt: skip
         return
     if folder is not None:
         raise UsageError("-o goes with --backend kineto or dynolog: the hook's are in the run")
     found = ask_for_trace(
         the_job(job, log_dir).run, options, ranks=wanted_ranks, timeout_s=timeout,
-        progress=print_message,
+        start_wall_ns=start_ns, progress=print_message,
     )  # fmt: skip
     output.show(lambda _: trace_now_view(found), found.as_json())
     if not found.done:

@@ -72,6 +72,8 @@ COMMANDS = {
                      "traces:query"),
     "kineto-agent": Command("trace kineto-agent", "", "lets jobs with KINETO_USE_DAEMON be traced",
                             "job_requests:kineto_agent"),
+    "dyno": Command("trace dyno", "COMMAND", "dynolog's own command line, also without its daemon",
+                    "dyno:dyno"),
     "export": Command("export", "[DIR] --to FORMAT", "to other tools: see haiprof export --help",
                       "export:export"),
     "tensorboard": Command("export --to tensorboard", "[RUN|TRACES]", "TensorBoard with scalars "
@@ -122,7 +124,7 @@ GROUPS = {
     "Read traces of torch.profiler": (
         "trace-now", "trace-report", "trace-table", "functions", "modules", "efficiency",
         "critical-path", "what-if", "memory-timeline", "flight-recorder", "trace-check", "query",
-        "kineto-agent", "trace-diff",
+        "kineto-agent", "dyno", "trace-diff",
     ),
     "Use other tools": (
         "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "wandb",

@@ -73,6 +73,9 @@ def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc"))
     fits = fits or [
         job for job in own if any(name in (w, os.path.basename(w)) for w in job.manifest.command)
     ]
+    slurm = slurm_number(name)
+    if slurm is not None:
+        fits = [job for job in jobs if job.manifest.environment.get("slurm_job") == str(slurm)]
     if not fits and name.isdigit():
         roots = set(_runs_of_process(proc, int(name)))
         fits = [j for j in jobs if j.run.root in roots or j.manifest.launcher_pid == int(name)]
@@ -85,6 +88,13 @@ def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc"))
         f"no running job {name!r}" + (f"; running: {known}" if known else ""),
         hint="haiprof ls --live lists them; name a run directory for one on another node",
     )
+
+
+def slurm_number(name: str) -> int | None:
+    """12 for `slurm:12`, a job of Slurm; None for other names."""
+    system, _, number = name.partition(":")
+    fits = system == "slurm" and number.isascii() and number.isdigit() and len(number) < 12
+    return int(number) if fits else None
 
 
 def is_running(run: RunPaths, manifest: Manifest, *, proc: Path = Path("/proc")) -> bool:

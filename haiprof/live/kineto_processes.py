@@ -23,7 +23,7 @@ from haiprof.linux.procfs import (
     read_parent,
 )
 from haiprof.live.ask import members
-from haiprof.live.find import find_job
+from haiprof.live.find import find_job, slurm_number
 from haiprof.run_format.control import read_object
 from haiprof.run_format.layout import RunPaths
 
@@ -164,16 +164,60 @@ def of_process(
     if not is_mine(pid):
         raise UsageError(f"process {pid}: it does not run, or belongs to another user")
     environ = environment(pid)
-    address = address_for(environ)
-    if address is None:
+    if address_for(environ) is None:
         raise UsageError(
             f"process {pid}: it was started neither under haiprof nor with KINETO_USE_DAEMON",
             hint="KINETO_USE_DAEMON=1 python train.py, with haiprof trace kineto-agent listening",
         )
+    return _await_processes(
+        lambda: _of_job(pid, environ), f"process {pid}: neither it nor a child", progress, by_agent
+    )
+
+
+def all_processes(
+    progress: Callable[[str], None],
+    *,
+    slurm_job: int = 0,
+    pids: Sequence[int] = (),
+    by_agent: bool = True,
+) -> list[KinetoProcess]:
+    """This user's processes on this node that speak Kineto's protocol: those of a job of Slurm.
+
+    With `pids` only these. Without either, all of them.
+    """
+
+    def choose() -> list[int]:
+        mine = [pid for pid in own_pids() if speaks_kineto(pid)]
+        number = str(slurm_job)
+        of_slurm = [p for p in mine if environment(p).get("SLURM_JOB_ID") == number]
+        return [p for p in (of_slurm if slurm_job else mine) if not pids or p in pids]
+
+    who = f"job {slurm_job} of Slurm: no process of it here" if slurm_job else "no process here"
+    if not choose():
+        raise MissingDataError(
+            f"{who} was started with KINETO_USE_DAEMON",
+            hint="KINETO_USE_DAEMON=1 python train.py, with haiprof trace kineto-agent listening",
+        )
+    return _await_processes(choose, who, progress, by_agent)
+
+
+def kineto_addresses() -> set[str]:
+    """Of the agents that this user's processes on this node ask."""
+    places = (address_for(environment(pid)) for pid in own_pids() if speaks_kineto(pid))
+    return {address for address in places if address is not None}
+
+
+def _await_processes(
+    choose: Callable[[], list[int]], who: str, progress: Callable[[str], None], by_agent: bool
+) -> list[KinetoProcess]:
+    """Those that train, once all of them have asked their agent, or the time for that is up."""
     limit, told = time.monotonic() + APPEAR_S, False
     while True:
-        clients = _clients(address) if by_agent else {}
-        chosen = _training(_of_job(pid, environ))
+        places = {pid: address_for(environment(pid)) for pid in _training(choose())}
+        chosen = {pid: address for pid, address in places.items() if address is not None}
+        clients: dict[int, dict[str, object]] = {}
+        for address in set(chosen.values()) if by_agent else ():
+            clients |= _clients(address)
         known = [each for each in chosen if each in clients]
         if chosen and (len(known) == len(chosen) or not by_agent):
             break
@@ -181,15 +225,17 @@ def of_process(
             if known:
                 break
             raise MissingDataError(
-                f"process {pid}: neither it nor a child has asked the agent for {APPEAR_S:.0f} s",
+                f"{who} has asked the agent for {APPEAR_S:.0f} s",
                 hint="a process asks every 5 s from `import torch` on, if an agent listened then",
             )
         if not told:
             told = True
-            progress(f"waiting for process {pid} to ask the agent, which it does every 5 s")
+            progress("waiting for the job to ask the agent, which it does every 5 s")
         time.sleep(_POLL_S)
     alone = len(chosen) == 1
-    return [_process(each, clients.get(each, {}), address, alone=alone) for each in chosen]
+    return [
+        _process(pid, clients.get(pid, {}), address, alone=alone) for pid, address in chosen.items()
+    ]
 
 
 def _clients(address: str) -> dict[int, dict[str, object]]:
@@ -302,6 +348,10 @@ def kineto_job(
     try:
         run = find_job(name, log_dirs).run
     except RunNotFoundError:
+        number = slurm_number(name)
+        if number is not None:
+            processes = all_processes(progress, slurm_job=number, by_agent=backend != "dynolog")
+            return KinetoJob(run=None, processes=tuple(processes))
         if not name.isdecimal() or not speaks_kineto(int(name)):
             raise
         found = of_process(int(name), progress, by_agent=backend != "dynolog")
@@ -363,15 +413,15 @@ def call(endpoint: tuple[str, int], request: Mapping[str, Any]) -> dict[str, Any
 
 
 def trigger(
-    endpoint: tuple[str, int], config: str, *, job: int, pids: Sequence[int]
+    endpoint: tuple[str, int], config: str, *, job: int, pids: Sequence[int], limit: int = 0
 ) -> tuple[set[int], set[int]]:
-    """Asks the daemon to have processes traced."""
+    """Asks the daemon to have processes traced: those that it matched, and those that it traces."""
     request = {
         "fn": "setKinetOnDemandRequest",  # as dynolog spells it
         "config": config,
         "job_id": job,
         "pids": list(pids) or [0],
-        "process_limit": max(len(pids), 1024 if not pids else 0),  # its own default is 3
+        "process_limit": limit or len(pids) or 1024,  # its own default is 3
     }
     answer = call(endpoint, request)
     found = [answer.get(name) for name in ("processesMatched", "activityProfilersTriggered")]

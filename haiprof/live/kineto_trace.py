@@ -30,7 +30,7 @@ from haiprof.base.safe_files import (
 from haiprof.linux.procfs import environment
 from haiprof.live import kineto_processes as dynolog
 from haiprof.live.kineto_processes import KinetoProcess, KinetoTraces, ProcessTrace
-from haiprof.live.trace_now import next_window
+from haiprof.live.trace_now import next_window, wait_until
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
 from haiprof.run_format.phase_ranges import NAMES, PhaseRange
@@ -281,6 +281,10 @@ class TraceRequest:
     timeout_s: float | None = None
     endpoint: tuple[str, int] | None = None
     """Of a dynolog daemon; None asks haiprof's own agent."""
+    start_wall_ns: int = 0
+    """Unix time from which on it begins, the same on all nodes; 0 is at once."""
+    roundup: int = 0
+    """Iterations begin at a multiple of it; 0 lets haiprof choose."""
 
 
 @dataclass(slots=True)
@@ -335,7 +339,9 @@ def trace_processes(
     if run is None and output is None:
         raise UsageError("a job that does not run under haiprof has no run directory: name -o DIR")
     folder = (output or (run.traces if run is not None else Path())).absolute()
-    roundup = FIRST_ROUNDUP if len(processes) > 1 else 1
+    roundup = trace_request.roundup or (FIRST_ROUNDUP if len(processes) > 1 else 1)
+    if not trace_request.time_s:  # Kineto begins iterations at no time of its own
+        wait_until(trace_request.start_wall_ns, ASK_EVERY_S, progress)
     for attempt in range(ATTEMPTS):
         request = Request(
             id=f"kineto-{time.time_ns() // 1_000_000:x}-{os.urandom(2).hex()}",
@@ -373,7 +379,8 @@ def _trace_once(
             steps=trace_request.steps, roundup=roundup, time_s=trace_request.time_s,
             options=trace_request.options, start_wall_ns=_start(trace_request, processes),
         )  # fmt: skip
-        limit_s = trace_request.timeout_s or WAIT_S + 3 * trace_request.time_s
+        ahead_s = max((trace_request.start_wall_ns - time.time_ns()) / _NS_PER_S, 0.0)
+        limit_s = ahead_s + (trace_request.timeout_s or WAIT_S + 3 * trace_request.time_s)
         _ask(asked, window.text(str(raw / f"{request.id}.json")), limit_s)
         progress(f"asked {len(processes)} processes, which look every 5 s: up to {limit_s:.0f} s")
         try:
@@ -409,9 +416,11 @@ def _raw_folder(request: Request) -> Iterator[Path]:
 
 def _start(trace_request: TraceRequest, processes: Sequence[KinetoProcess]) -> int:
     """When a window of seconds begins: once all have received it, and have warmed up."""
-    if not trace_request.time_s or (len(processes) == 1 and trace_request.endpoint is None):
+    alone = len(processes) == 1 and trace_request.endpoint is None
+    if not trace_request.time_s or (alone and not trace_request.start_wall_ns):
         return 0
-    return time.time_ns() + round((ASK_EVERY_S + WARMUP_S + 1.0) * _NS_PER_S)
+    soonest = time.time_ns() + round((ASK_EVERY_S + WARMUP_S + 1.0) * _NS_PER_S)
+    return max(soonest, trace_request.start_wall_ns)
 
 
 def _ask(asked: _Asked, text: str, limit_s: float) -> None:

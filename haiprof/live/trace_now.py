@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.errors import MissingDataError
+from haiprof.base.units import NS_PER_S
 from haiprof.live.ask import Answers, Member, ask, find_missing_ranks, members
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.control import OVER, TOO_LATE, read_members
@@ -90,9 +91,13 @@ def trace_now(
     *,
     ranks: tuple[int, ...] | None = None,
     timeout_s: float | None = None,
+    start_wall_ns: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TraceNow:
-    """Asks every rank for a window that starts at the same step, and waits for the files."""
+    """Asks every rank for a window that starts at the same step, and waits for the files.
+
+    With `start_wall_ns` at the first step from about that Unix time on.
+    """
     asked = [m for m in members(run) if ranks is None or m.rank in ranks]
     if not asked:
         raise MissingDataError(
@@ -100,6 +105,7 @@ def trace_now(
             hint="a rank reports in at its first step",
         )
     lead_s = AHEAD_S if len({m.host for m in asked}) == 1 else AHEAD_NODES_S
+    wait_until(start_wall_ns, lead_s, progress)
     for attempt in range(TRIES):
         found, answers = _ask_once(
             run, asked, options, ranks=ranks, timeout_s=timeout_s, lead_s=lead_s * 2**attempt,
@@ -108,6 +114,14 @@ def trace_now(
         if not all((rank.reason or "").endswith((OVER, TOO_LATE)) for rank in found.ranks):
             break
     return _with_files(run, found, answers, progress)
+
+
+def wait_until(wall_ns: int, before_s: float, progress: Callable[[str], None]) -> None:
+    """Waits until so many seconds before a Unix time; not at all where that has passed."""
+    left_s = (wall_ns - time.time_ns()) / NS_PER_S - before_s
+    if left_s > 0:
+        progress(f"waiting {left_s:.0f} s before the ranks are asked")
+        time.sleep(left_s)
 
 
 def _ask_once(

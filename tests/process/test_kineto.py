@@ -136,6 +136,48 @@ def test_job_with_only_the_variable_is_traced(folder: Path, sockets: Path) -> No
     assert not (sockets / "dynolog").exists()
 
 
+def test_job_of_slurm_is_chosen_by_its_number_and_begins_at_a_time(
+    folder: Path, sockets: Path
+) -> None:
+    env = environment(folder, KINETO_USE_DAEMON="1", KINETO_IPC_SOCKET_DIR=str(sockets))
+    other, own = env | {"SLURM_JOB_ID": "11"}, env | {"SLURM_JOB_ID": "12"}
+    with (agent(folder, env), running(folder, "train.py", env=other),
+          running(folder, "train.py", env=own) as job):  # fmt: skip
+        start = time.time() + 20
+        words = (
+            "slurm:12",
+            "--time",
+            "0.5",
+            "--start-at",
+            f"{start:.3f}",
+            "-o",
+            "traces",
+            "--json",
+        )
+        found = traces(haiprof(folder, "trace-now", *words, env=env))
+        assert [each["pid"] for each in found] == [job.pid]
+        assert found[0]["start_wall_ns"] >= (start - 0.5) * 1e9
+        # No daemon of dynolog's listens at that port.
+        asked = (
+            "trace",
+            "dyno",
+            "gputrace",
+            "--port",
+            "9",
+            "--job-id",
+            "12",
+            "--log-file",
+            "t.json",
+        )
+        done = haiprof(folder, *asked, "--iterations", "3", "--json", env=env)
+        (dyno,) = traces(done)
+        status = haiprof(folder, "trace", "dyno", "status", "--port", "9", "--json", env=env)
+        assert job.pid in json.loads(status.stdout)["agents"][f"{sockets}/dynolog"]
+    assert dyno["path"] == str(folder / f"t_{job.pid}.json")
+    assert Trace(dyno["path"]).rank == 0
+    assert list(folder.glob("*.gz")) == []
+
+
 @pytest.mark.proof
 def test_two_ranks_record_the_same_steps_and_torchrun_none(folder: Path, sockets: Path) -> None:
     env = environment(folder, KINETO_USE_DAEMON="1", KINETO_IPC_SOCKET_DIR=str(sockets))

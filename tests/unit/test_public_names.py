@@ -44,6 +44,7 @@ def test_commands_are_frozen() -> None:
         "critical-path",
         "diagnose",
         "doctor",
+        "dyno",
         "efficiency",
         "export",
         "fetch",

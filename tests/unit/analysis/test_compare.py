@@ -298,7 +298,7 @@ def test_runs_of_different_scripts_are_compared_with_a_word_on_that(tmp_path: Pa
     found = compared(write(tmp_path, "a", seed=1), write(tmp_path, "b", seed=2))
     assert found.before.manifest is not None
     assert not any("scripts" in line for line in caveats(found))
-    other = replace(found.before.manifest, command=("torchrun", "other.py", "--lr", "1"))
+    other = replace(found.before.manifest, command=["torchrun", "other.py", "--lr", "1"])
     unlike = replace(found, before=replace(found.before, manifest=other))
     assert [line for line in caveats(unlike) if "different scripts, other.py and" in line]
 

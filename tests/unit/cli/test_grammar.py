@@ -92,7 +92,7 @@ SHOWS_NO_DATA = {
 }  # fmt: skip
 """Commands that write files or serve pages: nothing that could be JSON."""
 READS_TRACES = set(GROUPS["Read traces of torch.profiler"]) - {
-    "trace-now", "kineto-agent", "flight-recorder",
+    "trace-now", "kineto-agent", "dyno", "flight-recorder",
 } | {
     "perfetto", "merge", "link", "chakra",
 }  # fmt: skip

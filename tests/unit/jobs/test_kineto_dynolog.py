@@ -33,10 +33,12 @@ TRACE = {
 class FakeDynolog:
     """Length-prefixed JSON over TCP, one connection after the other, as dynolog's own server."""
 
-    def __init__(self, known: set[int], raw: bytes | None = None) -> None:
+    def __init__(
+        self, known: set[int], raw: bytes | None = None, address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
         self.known, self.raw = known, raw
         self.requests: list[dict[str, Any]] = []
-        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server = socket.create_server(address)
         self.endpoint = self.server.getsockname()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
@@ -52,6 +54,10 @@ class FakeDynolog:
 
     def _answer(self) -> bytes:
         request = self.requests[-1]
+        if request["fn"] != "setKinetOnDemandRequest":
+            said = {"getStatus": {"status": 1}, "getVersion": {"version": "0.6.0"}}
+            answer = json.dumps(said.get(request["fn"], {"result": True})).encode()
+            return struct.pack("=i", len(answer)) + answer
         asked = set(request["pids"])
         matched = sorted(self.known if asked == {0} else asked & self.known)
         chosen = matched[: request.get("process_limit", 3)]
@@ -74,8 +80,10 @@ class FakeDynolog:
 
 
 @contextlib.contextmanager
-def dynolog_with(known: set[int], raw: bytes | None = None) -> Iterator[FakeDynolog]:
-    fake = FakeDynolog(known, raw)
+def dynolog_with(
+    known: set[int], raw: bytes | None = None, address: tuple[str, int] = ("127.0.0.1", 0)
+) -> Iterator[FakeDynolog]:
+    fake = FakeDynolog(known, raw, address)
     try:
         yield fake
     finally:
