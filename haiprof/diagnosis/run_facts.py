@@ -146,7 +146,7 @@ def standstill(inputs: RuleInputs) -> Finding | str | None:
     ends = inputs.steps["start_ns"] + inputs.steps["step_ns"]
     resumed_ns = ends.filter(ends > hang.wall_ns).min()
     rows: list[tuple[str, float | None, str]] = [
-        ("no step for, when noticed", hang.silent_ns, "ns")
+        ("without a step, when noticed", hang.silent_ns, "ns")
     ]
     if hang.step is not None:
         rows.append(("last step", float(hang.step), "count"))
@@ -298,7 +298,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
             ("at the end", float(values[-1]), "bytes"),
             ("growth per step", per_step, "bytes"),
             *([until] if left_ns is not None else []),
-            ("p of no trend (Mann-Kendall), below", TREND_P_VALUE, ""),
+            ("chance of such a trend at random (Mann-Kendall), below", TREND_P_VALUE, ""),
             ("series that grow", float(len(found)), "count"),
         ),
         remedy=remedy,

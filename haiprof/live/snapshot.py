@@ -401,7 +401,9 @@ def _with_worker(state: RankState, spy: str | None, progress: Callable[[str], No
         own = None if isinstance(stack, str) else own_frame(stack)
         in_worker = not isinstance(stack, str) and any(_WORKER in file for file, _, _ in stack)
         if in_worker and own is not None and not is_library(own[0], own[2]):
-            return replace(state, worker=f"its DataLoader worker {pid} is at {frame_text(own)}")
+            return replace(
+                state, worker=f"its DataLoader worker (pid {pid}) is at {frame_text(own)}"
+            )
     return state
 
 

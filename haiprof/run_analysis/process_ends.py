@@ -610,9 +610,9 @@ def worker_death(error: Error | None) -> tuple[str, str] | None:
         return ("exit", said) if lost else None
     if match[2] is None:
         status = f" with exit status {match[3]}" if match[3] else ""
-        return "exit", f"its DataLoader worker {match[1]} ended{status}; why is not known"
+        return "exit", f"its DataLoader worker (pid {match[1]}) ended{status}; why is not known"
     kind = "killed" if match[2] in ("Killed", "Terminated", "Interrupt") else "crash"
-    return kind, f"its DataLoader worker {match[1]} was ended by a signal: {match[2]}"
+    return kind, f"its DataLoader worker (pid {match[1]}) was ended by a signal: {match[2]}"
 
 
 def kind_of(end: ProcessEnd) -> str:

@@ -128,7 +128,7 @@ def promise_text(promise: Promise) -> str:
     promised = _estimate(promise.promised_ns, promise.low_ns, promise.high_ns)
     came = _estimate(promise.came_ns, promise.came_low_ns, promise.came_high_ns)
     is_much = abs(promise.others_ns) >= _OTHERS_RATIO * promise.promised_ns
-    others = f", with {_signed_ns(promise.others_ns)} in others" if is_much else ""
+    others = f", while other accounts took {_signed_ns(promise.others_ns)}" if is_much else ""
     noisy = ": too noisy to tell" if promise.came_true is None else ""
     accounts = "; ".join([*titles[:2], *more])
     return (

@@ -631,7 +631,7 @@ def test_end_of_a_loader_worker_is_not_blamed_on_the_line_where_its_signal_met_t
     death = job.death()
     assert death.cause == ("out_of_memory" if oom else "killed")
     assert (death.line, death.source) == (None, None)
-    assert "its DataLoader worker 9 was ended by a signal: Killed" in death.headline
+    assert "its DataLoader worker (pid 9) was ended by a signal: Killed" in death.headline
 
 
 def test_end_of_a_loader_worker_is_told_by_the_exception_that_knows_its_signal(job: Job) -> None:
@@ -640,7 +640,7 @@ def test_end_of_a_loader_worker_is_told_by_the_exception_that_knows_its_signal(j
              handled=[{"type": "RuntimeError", "message": told, "frames": [LOCK]}])  # fmt: skip
     death = job.death()
     assert death.cause == "killed"
-    assert "its DataLoader worker 9 was ended by a signal: Killed" in death.headline
+    assert "its DataLoader worker (pid 9) was ended by a signal: Killed" in death.headline
 
 
 def test_connection_to_a_loader_worker_that_breaks_is_no_waiting_for_other_ranks(job: Job) -> None:

@@ -77,7 +77,7 @@ def test_thread_that_may_hold_what_a_rank_waits_for_is_named_with_its_line() -> 
     assert suspect.doing == f"train.py:4 in read; {beside}"
 
 
-@pytest.mark.parametrize("worker", ["", "its DataLoader worker 9 is at data.py:3 in read"])
+@pytest.mark.parametrize("worker", ["", "its DataLoader worker (pid 9) is at data.py:3 in read"])
 def test_only_rank_that_stands_still_is_named_with_its_line(worker: str) -> None:
     stack = [["train.py", 4, "main"], ["/x/site-packages/torch/data.py", 8, "poll"]]
     ranks = [{"rank": 0, "stack": stack, "process_state": "S", "worker": worker}]
