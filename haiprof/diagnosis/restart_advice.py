@@ -114,12 +114,8 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     earlier = [each for each in earlier if each.cause not in _ASKED]
     alike = [each for each in earlier if each.cause == last.cause]
     if last.cause in _ASKED:
-        yield (
-            "STOP",
-            (),
-            "asked",
-            "it was interrupted or cancelled: start it again if that was not meant",
-        )
+        text = "it was interrupted or cancelled: start it again if that was not meant"
+        yield "STOP", (), "asked", text
     if last.cause in _FULL:
         yield "STOP", (), last.cause, "a restart finds it as full as it was"
     # Of a killed rank the last step may not be written.

@@ -14,13 +14,7 @@ import numpy as np
 
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text
-from haiprof.diagnosis.rule_inputs import (
-    Rule,
-    RuleInputs,
-    median,
-    typical_rank,
-    usual_split,
-)
+from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, median, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
 from haiprof.diagnosis.verdict import Finding, evidence_rows
 from haiprof.run_analysis.code_samples import CODE_PHASES

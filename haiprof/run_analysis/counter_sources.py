@@ -243,17 +243,8 @@ METRICS = {
 _SAMPLE = np.dtype([("time", "<i8"), ("type", "<i8"), ("metric", "<i8"), ("value", "<f8")])
 
 
-@dataclass(frozen=True, slots=True)
-class _Gpu:
-    """Which GPU one of Nsight Systems' is; None where that cannot be known."""
-
-    number: int
-    index: int | None
-    rank: int | None
-
-    @property
-    def name(self) -> str:
-        return f"nsys gpu {self.number}" if self.index is None else f"gpu {self.index}"
+_Gpu = tuple[str, int | None, int | None]
+"""Name, NVML index and rank of one of Nsight Systems' GPUs; None where that cannot be known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,11 +280,12 @@ def burst_frame(run: RunFiles) -> pl.DataFrame:
             reports = [(r.rank, r.report) for r in run.ranks if r.report.get("host") == node.host]
             ranks = ranks_by_key(reports, ("gpu",), entities)
             known = _recorded_gpus(node)
-            found = {}
+            found: dict[int, _Gpu] = {}
             for number in map(int, numbers):
                 uuid, bus = export.gpus.get(number, ("", ""))
                 index = known.get(plain_uuid(uuid), known.get(_bus(bus)))
-                found[number] = _Gpu(number, index, ranks.get((number,)))
+                name = f"nsys gpu {number}" if index is None else f"gpu {index}"
+                found[number] = name, index, ranks.get((number,))
             frames += _frames(export, node, found)
     return pl.concat(frames).sort("time_ns", maintain_order=True)
 
@@ -387,14 +379,14 @@ def _frames(export: _Export, node: NodeFiles, gpus: Mapping[int, _Gpu]) -> Itera
         rows = samples[(samples["type"] == kind) & (samples["metric"] == metric)]
         if not len(rows):
             continue
-        name, gpu = export.metrics[kind, metric], gpus[kind & _GPU_MASK]
+        name, (entity, index, rank) = export.metrics[kind, metric], gpus[kind & _GPU_MASK]
         full = name.startswith("nvlink_") and bool((rows["value"] == 100).all())
         facts = {
             "host": node.host,
             "source": SOURCE,
-            "entity": gpu.name,
-            "rank": gpu.rank,
-            "gpu": gpu.index,
+            "entity": entity,
+            "rank": rank,
+            "gpu": index,
             "metric": name,
             "unit": "ratio",
             "flag": "saturated" if full else None,
