@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import (
     AsJson,
@@ -26,6 +28,10 @@ from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.names import TABLES, nearest, second_words
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, open_target, trace_target
+
+if TYPE_CHECKING:
+    from haiprof.compat.otlp import Sender
+    from haiprof.run_analysis.run_frames import RunFrames
 
 
 class Format(str, Enum):
@@ -443,6 +449,70 @@ def mlflow(directory: RunDir = None) -> None:
       MLFLOW_TRACKING_URI=http://tracker:5000 haiprof export --to mlflow haiprof-logs/train-...
     """
     _send("mlflow", directory)
+
+
+Endpoint = Annotated[
+    str | None,
+    Opt(
+        "--endpoint URL",
+        "The collector's address; /v1/metrics is added to one without a path. Left out: "
+        "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, else this machine's.",
+    ),
+]
+
+
+FollowPush = Annotated[
+    bool, Opt("--follow", "The job runs: also what comes, every 10 s until it ends.")
+]
+_PUSH_S = 10.0
+
+
+def otlp(
+    directory: RunDir = None, endpoint: Endpoint = None, follow: FollowPush = False,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Push every sample of a run, and its steps, to an OpenTelemetry collector by OTLP/HTTP.
+
+    OpenTelemetry's own variables count: OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT, _CERTIFICATE,
+    _CLIENT_CERTIFICATE, _CLIENT_KEY, _COMPRESSION, and _PROTOCOL: http/json, or http/protobuf with
+    `pip install 'haiprof[otlp]'`. A collector that is busy is asked again for up to a minute.
+
+    For example:
+
+      haiprof export --to otlp --endpoint http://collector:4318
+      haiprof export --to otlp --follow &         while the newest run goes on
+      OTEL_EXPORTER_OTLP_HEADERS=api-key=... haiprof export --to otlp haiprof-logs/train-...
+    """
+    from haiprof.compat.otlp import Sender, find_collector
+
+    output, collector = Output(json=as_json), find_collector(endpoint, os.environ)
+    sender, analyzer = Sender(collector, print_message), open_target(directory)
+    if follow:
+        _push_while_it_runs(sender, analyzer)
+    done = sender.push(open_target(analyzer.run.root))
+    for note in done.notes:
+        output.hint(note)
+    lost = f"; it rejected {done.rejected_count} of them" if done.rejected_count else ""
+    why = f": {done.said}" if done.said else ""
+    sent = f"pushed {done.point_count} points in {done.request_count} requests to {done.url}"
+    text = f"{sent}{lost}{why}"
+    output.show(lambda _: text, asdict(done))
+    if done.rejected_count:
+        raise HaiprofError(f"{done.url} rejected {done.rejected_count} points")
+
+
+def _push_while_it_runs(sender: Sender, analyzer: RunFrames) -> None:
+    """What fails is pushed with the next samples."""
+    from haiprof.live.find import is_running
+
+    os.nice(10)
+    while is_running(analyzer.run, analyzer.manifest()):
+        try:
+            sender.push(analyzer)
+        except HaiprofError as error:
+            print_message(f"{error}; again in {_PUSH_S:g} s")
+        time.sleep(_PUSH_S)
+        analyzer = open_target(analyzer.run.root)
 
 
 def _send(tracker: str, directory: Path | None) -> None:

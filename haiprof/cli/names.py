@@ -92,6 +92,8 @@ COMMANDS = {
                      "export:wandb"),
     "mlflow": Command("export --to mlflow", "[RUN]", "verdict, ledger and page to MLflow",
                       "export:mlflow"),
+    "otlp": Command("export --to otlp", "[RUN]", "counters and step times to an OpenTelemetry "
+                    "collector", "export:otlp"),
     "put": Command("copy", "RUN ADDRESS", "a run to object storage, or from there to a folder",
                    "run_copies:put"),
     "fetch": Command("copy", "ADDRESS [DIR]", "a run from object storage into a folder",
@@ -128,7 +130,7 @@ GROUPS = {
     ),
     "Use other tools": (
         "export", "tensorboard", "perfetto", "merge", "link", "chakra", "scalars", "wandb",
-        "mlflow", "put", "mcp", "skill",
+        "mlflow", "otlp", "put", "mcp", "skill",
     ),
     "Prepare": ("submit", "try-loader", "preflight", "node", "doctor"),
     "Other forms": ("view", "fetch"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +14,7 @@ import polars as pl
 from haiprof.base.errors import UsageError
 from haiprof.base.output_file import output_file
 from haiprof.base.safe_files import make_named_folder
-from haiprof.base.units import NS_PER_MS, SPACES, visible
+from haiprof.base.units import NS_PER_MS, NS_PER_S, SPACES, visible
 from haiprof.run_analysis.counter_sources import RawSeries, raw_counters
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
@@ -92,6 +92,8 @@ class RunIdentity:
     """The haiprof that recorded it."""
     reports: Mapping[tuple[str, Key], Mapping[str, Any]] = field(default_factory=dict)
     """rank.json by host and process."""
+    processes: Mapping[tuple[object, object], tuple[str, Key]] = field(default_factory=dict)
+    """Host and process by rank and attempt."""
 
 
 def otlp_requests(series: Iterable[RawSeries], run: RunIdentity, *, lines: bool) -> Iterator[str]:
@@ -106,6 +108,78 @@ def otlp_requests(series: Iterable[RawSeries], run: RunIdentity, *, lines: bool)
         yield between if at else ""
         yield from _resource_metrics(_resource(run, host, process, own), own, run.version)
     yield "]}\n"
+
+
+MOST_POINTS = 20_000
+"""Of one request that is pushed: about 4 MB as JSON, before it is compressed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One ExportMetricsServiceRequest."""
+
+    text: str
+    """As JSON."""
+    point_count: int
+
+
+def otlp_batches(
+    series: Iterable[RawSeries], run: RunIdentity, *, most: int = MOST_POINTS
+) -> Iterator[Batch]:
+    """The same requests in pieces that a collector takes, in the order of time of each series."""
+    for (host, process), own in _by_resource(series).items():
+        resource = _resource(run, host, process, own)
+        held: list[RawSeries] = []
+        count = 0
+        for part in (piece for each in own for piece in _slice(each, most)):
+            if held and count + part.time_ns.size > most:
+                yield _batch(_resource_metrics(resource, held, run.version), count)
+                held, count = [], 0
+            held, count = [*held, part], count + part.time_ns.size
+        if held:
+            yield _batch(_resource_metrics(resource, held, run.version), count)
+
+
+def _slice(series: RawSeries, most: int) -> Iterator[RawSeries]:
+    for start in range(0, series.time_ns.size, most):
+        at = slice(start, start + most)
+        yield replace(
+            series, time_ns=series.time_ns[at], values=series.values[at],
+            start_ns=series.start_ns[at],
+        )  # fmt: skip
+
+
+def step_batches(
+    steps: pl.DataFrame, run: RunIdentity, *, most: int = MOST_POINTS
+) -> Iterator[Batch]:
+    """How long each step of each rank took, at its end (`haiprof.step.duration`)."""
+    columns = ("rank", "attempt", "start_ns", "step_ns")
+    for (rank, attempt), own in (
+        steps.select(columns).drop_nulls().group_by("rank", "attempt", maintain_order=True)
+    ):
+        host, process = run.processes.get((rank, attempt), ("", ()))
+        found: dict[str, str | int] = {
+            "service.name": "haiprof", "service.version": run.version, "host.name": host,
+            "haiprof.run": run.name, "haiprof.rank": int(str(rank)),
+        }  # fmt: skip
+        found |= {"process.pid": process[0]} if process else {}
+        resource = {name: value for name, value in found.items() if value != ""}
+        for part in own.iter_slices(most):
+            points = [
+                {"timeUnixNano": str(start + took), "asDouble": took / NS_PER_S}
+                for start, took in part.select("start_ns", "step_ns").rows()
+            ]
+            metric = {"name": "haiprof.step.duration", "unit": "s",
+                      "description": "how long a training step took, at its end",
+                      "gauge": {"dataPoints": points}}  # fmt: skip
+            scope = {"name": "haiprof", "version": run.version}
+            whole = {"resource": {"attributes": _attributes(resource)},
+                     "scopeMetrics": [{"scope": scope, "metrics": [metric]}]}  # fmt: skip
+            yield _batch([_json(whole)], len(points))
+
+
+def _batch(resource_metrics: Iterable[str], count: int) -> Batch:
+    return Batch(text=f'{{"resourceMetrics":[{"".join(resource_metrics)}]}}', point_count=count)
 
 
 def _by_resource(series: Iterable[RawSeries]) -> dict[tuple[str, Key], list[RawSeries]]:
@@ -282,7 +356,7 @@ def _prepare(analyzer: RunFrames, export: Export) -> tuple[_Write, Exported]:
     if export.format == "prometheus":
         text = exposition(last_values(series, run=_run_name(analyzer.files)))
     else:
-        text = otlp_requests(series, _identity(analyzer.files), lines=export.lines)
+        text = otlp_requests(series, run_identity(analyzer.files), lines=export.lines)
     return lambda file: _write_text(text, file), exported
 
 
@@ -308,9 +382,14 @@ def _run_name(run: RunFiles) -> str:
     return run.paths.root.resolve().name.encode("utf-8", "replace").decode()
 
 
-def _identity(run: RunFiles) -> RunIdentity:
+def run_identity(run: RunFiles) -> RunIdentity:
+    """What a run's resources are called."""
     version = run.manifest.haiprof_version if run.manifest is not None else ""
     reports = {
         (str(rank.report.get("host")), process_key(rank.report)): rank.report for rank in run.ranks
     }
-    return RunIdentity(name=_run_name(run), version=version, reports=reports)
+    processes: dict[tuple[object, object], tuple[str, Key]] = {
+        (rank.rank, rank.attempt): (str(rank.report.get("host")), process_key(rank.report))
+        for rank in run.ranks
+    }
+    return RunIdentity(name=_run_name(run), version=version, reports=reports, processes=processes)

@@ -59,6 +59,7 @@ _OWN = {
     "trace_format/kineto/rank_trace.py": "events of a trace that was loaded",
     "run_format/schema.py": "no bytes: it makes the struct",
     "run_analysis/folding.py": "a rank's own stacks, in a child of its node's agent that may fail",
+    "compat/otlp.py": "64 KiB of the answer of a collector that the user names",
     "agent/node_history.py": "records that a sampler of the same process has just made",
 }
 

@@ -51,7 +51,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "diagnosis": {"numpy", "polars"},
     "show": {"IPython", "jinja2", "markupsafe", "numpy", "plotly", "polars", "rich",
              "tensorboard", "werkzeug"},
-    "compat": {"numpy", "polars", "tensorboard", "torch_tb_profiler", "werkzeug"},
+    "compat": {"google", "numpy", "opentelemetry", "polars", "tensorboard", "torch_tb_profiler",
+               "werkzeug"},
     "api": {"polars"},
     "cli": {"mcp", "rich"},
 }  # fmt: skip

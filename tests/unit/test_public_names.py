@@ -61,6 +61,7 @@ def test_commands_are_frozen() -> None:
         "mlflow",
         "modules",
         "node",
+        "otlp",
         "overview",
         "perfetto",
         "preflight",
