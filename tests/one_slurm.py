@@ -50,8 +50,21 @@ _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "sinfo", "scancel")
 _START_S = 30.0
 
 
+_MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+_LIMITED = {
+    "proctrack/linuxproc": "proctrack/cgroup", "task/none": "task/cgroup",
+    "=CR_Core\n": "=CR_Core_Memory\n",
+}  # fmt: skip
+_CGROUP_CONF = """
+CgroupPlugin=cgroup/v1
+ConstrainRAMSpace=yes
+ConstrainSwapSpace=yes
+AllowedSwapSpace=0
+"""
+
+
 @contextmanager
-def one_machine_slurm(folder: Path) -> Iterator[Path]:
+def one_machine_slurm(folder: Path, *, limits_memory: bool = False) -> Iterator[Path]:
     """Starts it, and yields its configuration for SLURM_CONF; skips where it cannot run."""
     lacking = [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
     if lacking or os.geteuid():
@@ -61,6 +74,14 @@ def one_machine_slurm(folder: Path) -> Iterator[Path]:
     conf = folder / "slurm.conf"
     conf.write_text(_CONF.format(host=socket.gethostname(), port=port, folder=folder,
                                  first=port + 1, last=port + 2))  # fmt: skip
+    if limits_memory:
+        if not os.access(_MEMORY_GROUPS, os.W_OK):
+            pytest.skip("Slurm's memory limit: no control groups of version 1 here")
+        (folder / "cgroup.conf").write_text(_CGROUP_CONF)
+        text = conf.read_text()
+        for plain, limited in _LIMITED.items():
+            text = text.replace(plain, limited)
+        conf.write_text(text)
     for name in ("state", "spool/n1", "spool/n2"):
         (folder / name).mkdir(parents=True)
     environment = {**os.environ, "SLURM_CONF": str(conf), "PATH": _path()}

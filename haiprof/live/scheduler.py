@@ -42,6 +42,7 @@ _SHOWN = ("JobState", "Reason", "Restarts", "ExitCode", "StartTime", "EndTime", 
           "NodeList")  # fmt: skip
 _ACCOUNTED = ("JobIDRaw", "Cluster", "State", "ExitCode", "Start", "End", "Reason", "NodeList",
               "FailedNode", "Timelimit", "ReqMem", "MaxRSS")  # fmt: skip
+_NEWER = "FailedNode"
 _GOING_ON = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING", "RESIZING",
              "STAGE_OUT", "STOPPED", "SIGNALING")  # fmt: skip
 _SICK = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
@@ -140,9 +141,12 @@ def _accounting(
     if isinstance(cluster, str) and re.fullmatch(r"[\w.-]{1,64}", cluster):
         words.append(f"--clusters={cluster}")
     said, why = _run([*words, f"--format={','.join(_ACCOUNTED)}"], environ)
-    rows = [line.split("|") for line in said.splitlines()]
-    whole = [row for row in rows[1:] if len(row) == len(_ACCOUNTED)]
-    return [dict(zip(_ACCOUNTED, map(_cut, row), strict=True)) for row in whole], why
+    if _NEWER in why:  # Slurm before 23.02 does not have it
+        names = [name for name in _ACCOUNTED if name != _NEWER]
+        said, why = _run([*words, f"--format={','.join(names)}"], environ)
+    head, *rows = [line.split("|") for line in said.splitlines()] or [[""]]
+    whole = [dict(zip(head, map(_cut, row), strict=True)) for row in rows if len(row) == len(head)]
+    return [{name: row.get(name, "") for name in _ACCOUNTED} for row in whole], why
 
 
 def _is_step_of(row: Mapping[str, str], job: Mapping[str, str]) -> bool:

@@ -924,7 +924,7 @@ _REMEDIES: Mapping[str, str] = {
     "preempted": "let Slurm start it again: --requeue, and checkpoints from which it resumes",
     "requeued": "no action if it resumes from a checkpoint; who asked: scontrol show job JOB",
     "evicted": "ask for what the job uses (requests), or use less: kubectl describe pod, node",
-    "cancelled": "find out who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
+    "cancelled": "ask who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
     "signal": "ask the sender; haiprof passed the signal on to the job",
     "interrupted": "no action: the job was stopped by Ctrl-C or SIGINT",
     "launcher": "fix what the launcher reports",

@@ -24,6 +24,7 @@ from haiprof.live.scheduler import ask_schedulers
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest, write_manifest
 from haiprof.run_format.writer import write_json
+from tests.one_slurm import one_machine_slurm
 from tests.process.jobs import environment, run_command
 from tests.process.live import within
 from tests.process.test_trainjob_status import Pod
@@ -131,6 +132,19 @@ def test_requeue_is_told_by_the_controller_alone(run: RunPaths, tmp_path: Path) 
     later = shown("RUNNING", start=700, end=9000, restarts=1)
     ask_schedulers(run, environ=commands(tmp_path / "bin", scontrol=later))
     assert "Slurm requeued it" in headline(run)
+
+
+def test_accounting_of_an_older_slurm_has_no_failed_node(run: RunPaths, tmp_path: Path) -> None:
+    environ = commands(tmp_path / "bin")
+    rows = [HEADER, row("12", "NODE_FAIL")]
+    old = [[word for at, word in enumerate(line.split("|")) if at != 8] for line in map(str, rows)]
+    (tmp_path / "bin/old.txt").write_text("\n".join(map("|".join, old)))
+    (tmp_path / "bin/sacct.sh").write_text(  # as Slurm 22.05 answers
+        'case "$*" in *FailedNode*) echo "sacct: error: Invalid field requested: \\"FailedNode\\"" '
+        f">&2; exit 1;; esac; cat {tmp_path}/bin/old.txt; exit 0"
+    )
+    ask_schedulers(run, environ=environ)
+    assert "Slurm lost a node of the job" in headline(run)
 
 
 def test_step_out_of_memory_is_kept_with_its_size(run: RunPaths, tmp_path: Path) -> None:
@@ -246,6 +260,27 @@ def test_time_limit_of_a_job_that_was_killed_whole_is_asked_of_slurm(tmp_path: P
     within(LIMIT_S, lambda: not ask_schedulers(run, environ=environment({})), "an answer")
     (death,) = Analyzer(run.root).deaths()
     assert (death.cause, death.certain) == ("time_limit", True)
+
+
+@pytest.mark.proof
+def test_memory_limit_of_slurm_is_told_by_its_record_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, logs, script = (tmp_path / name for name in ("slurm", "logs", "count.py"))
+    folder.mkdir()
+    script.write_text("print('ready', flush=True)\nheld = bytes(b'x') * (1 << 30)\n")
+    with one_machine_slurm(folder, limits_memory=True) as conf:
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        haiprof = f"exec {sys.executable} -m haiprof --quiet --log-dir {logs} {script}"
+        options = ("--parsable", "--mem=300M", "--no-requeue", f"--chdir={tmp_path}")
+        number = ask("sbatch", *options, "--wrap", haiprof)
+        over = "JobState=OUT_OF_MEMORY"
+        within(LIMIT_S, lambda: over in ask("scontrol", "show", "job", number), over)
+        run = RunPaths(find_runs(logs)[0])
+        within(LIMIT_S, lambda: not ask_schedulers(run, environ=environment({})), "an answer")
+    (death,) = Analyzer(run.root).deaths()
+    assert death.cause == "out_of_memory"
+    assert death.scheduler == (f"Slurm: job {number} OUT_OF_MEMORY, exit 0:125, OutOfMemory",)
 
 
 def ask(*words: str) -> str:
