@@ -108,6 +108,10 @@ class FakeTree:
         self.write("proc/net/netstat", _NETSTAT)
         for name, total_us in (("cpu", 7), ("memory", 8), ("io", 9)):
             self.write(f"proc/pressure/{name}", _PRESSURE.format(total_us))
+        for zone, name in (("0", "package-0"), ("0:0", "core"), ("0:2", "dram"), ("1", "package-1"),
+                           ("1:2", "dram"), ("2", "psys")):  # fmt: skip
+            self.energy(f"intel-rapl:{zone}", name, 1_000_000)
+        self.energy("intel-rapl-mmio:0", "package-0", 1_000_000)
         for name in ("loop0", "nvme0n1", "sda"):
             (root / "sys/block" / name / "slaves").mkdir(parents=True)
         (root / "sys/block/dm-0/slaves/nvme0n1").mkdir(parents=True)
@@ -119,6 +123,13 @@ class FakeTree:
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
+
+    def energy(self, zone: str, name: str, microjoules: int) -> None:
+        """Puts a zone of RAPL in place, whose counter begins anew after 10 J."""
+        folder = f"sys/class/powercap/{zone}"
+        self.write(f"{folder}/name", f"{name}\n")
+        self.write(f"{folder}/max_energy_range_uj", "9999999\n")
+        self.write(f"{folder}/energy_uj", f"{microjoules}\n")
 
     def remove(self, path: str) -> None:
         """Takes a file or a process away."""

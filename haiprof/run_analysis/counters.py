@@ -21,7 +21,7 @@ from haiprof.run_analysis.run_files import (
     NodeFiles,
     RunFiles,
     entries,
-    read_table,
+    read_counters,
     record_columns,
     text,
 )
@@ -255,11 +255,11 @@ def _read_whole(
     """A source's records, the folded ones before the others."""
     path, target = node.paths.records(table.name), node.paths.old_records(table.name)
     if first or limit is not None or not os.path.lexists(target):
-        return read_table(path, table, first=first, limit=limit)
+        return read_counters(path, table, first=first, limit=limit)
     for _ in range(_TRIES):
         found = read_folded_records(target)
         begin = 0 if found is None else int(found[0].header["folded"]["records"])
-        raw = read_table(path, table, first=begin)
+        raw = read_counters(path, table, first=begin)
         if found is not None and found[1] == file_identity(target):
             break
     if found is None:

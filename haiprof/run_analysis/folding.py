@@ -49,6 +49,7 @@ from haiprof.run_analysis.run_files import (
     RankFiles,
     integer,
     open_run,
+    read_counters,
     read_table,
     record_columns,
 )
@@ -643,7 +644,7 @@ def fold_counters(node: NodeFiles, table: Table, kept: Retention) -> str:
         return ""
     found = read_folded_records(target)
     before = 0 if found is None else int(found[0].header["folded"]["records"])
-    raw = read_table(path, table, first=before)
+    raw = read_counters(path, table, first=before)
     rows = np.frombuffer(raw.data, dtype=[(n, NUMPY_TYPE[kind]) for n, kind, _, _ in raw.columns])
     if not len(rows):
         return ""

@@ -55,6 +55,14 @@ def read_table(
     return records
 
 
+def read_counters(
+    path: Path, table: Table, *, first: int = 0, limit: int | None = None
+) -> RecordFile:
+    """Reads a record file of counters: those that its haiprof did not have yet are not in it."""
+    optional = [column.name for column in table.metrics]
+    return read_table(path, table, first=first, limit=limit, optional=optional)
+
+
 def integer(value: object) -> int | None:
     """A JSON value as an integer of 64 bits; None for anything else."""
     if type(value) is float and math.isfinite(value):

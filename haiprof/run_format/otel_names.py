@@ -91,6 +91,8 @@ _NAMES = {
     ("host", "page_fault_count"): "system.paging.faults {fault}",
     ("host", "swap_used_bytes"): "system.paging.usage system.paging.state=used",
     ("host", "disk_busy_ns"): "system.disk.io_time",
+    ("host", "cpu_energy_joules"): "hw.energy hw.type=cpu",
+    ("host", "memory_energy_joules"): "hw.energy hw.type=memory",
     ("gpu", "utilization_ratio"): "hw.gpu.utilization hw.gpu.task=general",
     ("gpu", "memory_used_bytes"): "hw.gpu.memory.usage",
     ("gpu", "memory_total_bytes"): "hw.gpu.memory.limit",

@@ -246,6 +246,8 @@ HOST = _counters(
     ("pressure_memory_full_ns", "counter", "/proc/pressure/memory full"),
     ("pressure_io_some_ns", "counter", "/proc/pressure/io some total"),
     ("pressure_io_full_ns", "counter", "/proc/pressure/io full total"),
+    ("cpu_energy_joules", "counter", "RAPL package-N, all CPU packages"),
+    ("memory_energy_joules", "counter", "RAPL dram, of all packages"),
 )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from haiprof.agent.samplers.table import TableSampler
 from haiprof.base.units import NS_PER_MS
 from haiprof.linux import memory
+from haiprof.linux.energy import energy_reading
 from haiprof.linux.procfs import TICK_NS, file_reading, list_names
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value
 from haiprof.run_format.tables import HOST, NUMA
@@ -330,7 +331,8 @@ class HostSampler(TableSampler):
 
     def find(self) -> tuple[Entity]:
         """The node."""
-        return (Entity(readings=(*_files(self.root), *_pressures(self.root))),)
+        readings = (*_files(self.root), *_pressures(self.root), energy_reading(self.root))
+        return (Entity(readings=readings),)
 
 
 def _files(root: Path) -> tuple[Reading, ...]:

@@ -173,6 +173,10 @@ _NODES = PanelRow(
     panels=(
         _share("CPU of nodes", CounterSpec(source="host", metric="cpu_utilization_ratio"),
                terminal="CPU of node"),
+        _plain("CPU power", "W", "joules/s",
+               CounterSpec(source="host", metric="cpu_energy_joules_per_s", word="CPU"),
+               CounterSpec(source="host", metric="memory_energy_joules_per_s", word="memory",
+                           dash="dash")),
         _share("Pressure stall (PSI), some",
                CounterSpec(source="host", metric="pressure_cpu_some_ratio", word="CPU"),
                CounterSpec(source="host", metric="pressure_memory_some_ratio", word="memory",

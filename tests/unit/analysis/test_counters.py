@@ -56,6 +56,14 @@ def cpu(user: int, system: int, idle: int) -> dict[str, int]:
     }
 
 
+def test_run_of_a_haiprof_without_the_newest_counters_has_the_others(run: RunPaths) -> None:
+    older = Table(HOST.name, HOST.columns[:-2])
+    rows = [row_of(older, time_ns=n * NS_PER_S, **cpu(3 * n, 0, n)) for n in (1, 2)]
+    write_records(run.node("node0").records("host"), older, rows)
+    assert values(run, "host", "cpu_utilization_ratio") == [(2.0, 0.75)]
+    assert not Analyzer(run.root).notes()
+
+
 def test_cpu_use_is_the_share_of_all_cpus(run: RunPaths) -> None:
     rows = [host_row(1, **cpu(0, 0, 0)), host_row(2, **cpu(2, 1, 1)), host_row(3, **cpu(2, 1, 5))]
     write_records(run.node("node0").records("host"), HOST, rows)

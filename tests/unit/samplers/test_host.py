@@ -88,7 +88,54 @@ def test_host_sample_has_every_column_in_base_units(tree: FakeTree) -> None:
         "pressure_memory_full_ns": 3000,
         "pressure_io_some_ns": 9000,
         "pressure_io_full_ns": 3000,
+        "cpu_energy_joules": 2.0,
+        "memory_energy_joules": 2.0,
     }
+
+
+def test_energy_goes_on_where_a_package_begins_to_count_anew(tree: FakeTree) -> None:
+    sampler = opened(HostSampler(root=tree.root))
+    found = []
+    for first, second, memory in ((9, 1, 1), (9, 4, 2), (2, 4, 3)):
+        tree.energy("intel-rapl:0", "package-0", first * 1_000_000)
+        tree.energy("intel-rapl-mmio:0", "package-0", first * 1_000_000)
+        tree.energy("intel-rapl:1", "package-1", second * 1_000_000)
+        tree.energy("intel-rapl:0:2", "dram", memory * 1_000_000)
+        row = one(sampler)
+        found.append((row["cpu_energy_joules"], row["memory_energy_joules"]))
+    assert found == [(10.0, 2.0), (13.0, 3.0), (16.0, 4.0)]
+
+
+def test_energy_that_only_root_may_read_is_missing_with_what_helps(
+    tree: FakeTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_text
+
+    def denied(path: Path, *args: object, **words: object) -> str:
+        if path.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *args, **words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    missing = HostSampler(root=tree.root).open()
+    assert {(m.metric, m.status) for m in missing} == {
+        ("cpu_energy_joules", "denied"), ("memory_energy_joules", "denied"),
+    }  # fmt: skip
+    assert all("chmod a+r" in str(m.remedy) for m in missing)
+
+
+def test_machine_without_rapl_or_without_its_memory_says_so(tree: FakeTree) -> None:
+    for zone in ("intel-rapl:0:2", "intel-rapl:1:2"):
+        tree.remove(f"sys/class/powercap/{zone}")
+    sampler = HostSampler(root=tree.root)
+    assert [m.metric for m in sampler.open()] == ["memory_energy_joules"]
+    assert one(sampler)["cpu_energy_joules"] == 2.0
+    tree.remove("sys/class/powercap")
+    missing = HostSampler(root=tree.root).open()
+    assert {(m.metric, m.status) for m in missing} == {
+        ("cpu_energy_joules", "absent"), ("memory_energy_joules", "absent"),
+    }  # fmt: skip
+    assert "virtual machine" in missing[0].reason
 
 
 def test_host_kept_files_show_new_values(tree: FakeTree) -> None:
@@ -189,7 +236,9 @@ def test_host_without_pressure_is_null_with_the_reason_once(tree: FakeTree) -> N
     tree.remove("proc/pressure")
     sampler = HostSampler(root=tree.root)
     missing = sampler.open()
-    assert [m.metric for m in missing] == [c.name for c in HOST.columns[-5:]]
+    assert [m.metric for m in missing] == [
+        c.name for c in HOST.columns if c.name.startswith("pressure")
+    ]
     assert all("No such file" in m.reason and "CONFIG_PSI" in m.remedy for m in missing)
     row = one(sampler)
     assert row["pressure_io_some_ns"] is None
