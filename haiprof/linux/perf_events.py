@@ -18,7 +18,7 @@ from haiprof.linux.procfs import read_int
 from haiprof.linux.readings import Entity, Reading, Status, Unavailable, os_status
 from haiprof.linux.topology import socket_of_cache, socket_of_cpu
 
-TYPE_HARDWARE, TYPE_SOFTWARE, TYPE_RAW = 0, 1, 4
+TYPE_HARDWARE, TYPE_SOFTWARE, TYPE_CACHE, TYPE_RAW = 0, 1, 3, 4
 EXCLUDE_KERNEL = 1 << 5  # bits of perf_event_attr, after `disabled`
 INHERIT = 1 << 1
 

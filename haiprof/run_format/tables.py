@@ -372,6 +372,8 @@ REMOTE_MEMORY = _counters(
     ("local_dram_bytes", "counter", "64 B x cache fills from near DRAM: not all traffic"),
     ("remote_dram_bytes", "counter", "64 B x cache fills from far DRAM"),
     ("counted_ratio", "gauge", "share of the time counted; below 1 all is scaled up"),
+    ("cache_miss_count", "counter", "accesses that the last cache did not have, in user mode"),
+    ("tlb_miss_count", "counter", "loads whose address the data TLB did not have, likewise"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Per rank: instructions, cycles, and cache fills from near and far DRAM, without privileges."""
+"""Per rank: instructions, cycles, misses of caches and TLB, fills from near and far DRAM."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from haiprof.agent.samplers.table import RankProcess, RankReports
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
     INHERIT,
+    TYPE_CACHE,
     TYPE_HARDWARE,
     TYPE_RAW,
     Event,
@@ -34,7 +35,11 @@ from haiprof.run_format.tables import REMOTE_MEMORY
 
 LINE_BYTES = 64
 INSTRUCTIONS, CYCLES = "instruction_count", "cycle_count"
+CACHE, TLB = "cache_miss_count", "tlb_miss_count"
 LOCAL, REMOTE = "local_dram_bytes", "remote_dram_bytes"
+_CACHE_MISSES, _TLB_LOAD_MISSES = 3, 3 | 0 << 8 | 1 << 16
+"""PERF_COUNT_HW_CACHE_MISSES; PERF_COUNT_HW_CACHE_DTLB with OP_READ and RESULT_MISS: the kernel
+knows which event of Intel's or AMD's that is (perf_event_open(2))."""
 _OWN_THREADS = EXCLUDE_KERNEL | INHERIT
 
 
@@ -87,7 +92,11 @@ def core_events(cpu: Cpu) -> Mapping[str, Event | Unavailable]:
         CYCLES: Event(name="cycles", type=TYPE_HARDWARE, config=0, bits=_OWN_THREADS),
         LOCAL: local,
         REMOTE: remote,
-    }
+        CACHE: Event(name="cache-misses", type=TYPE_HARDWARE, config=_CACHE_MISSES,
+                     bits=_OWN_THREADS),
+        TLB: Event(name="dTLB-load-misses", type=TYPE_CACHE, config=_TLB_LOAD_MISSES,
+                   bits=_OWN_THREADS),
+    }  # fmt: skip
 
 
 def _fills(cpu: Cpu) -> tuple[Event | Unavailable, Event | Unavailable]:

@@ -137,13 +137,16 @@ def _share(
     )
 
 
+_SCALES = {"GiB": BYTES_PER_GIB, "GHz": 1e9, "G/s": 1e9, "M/s": 1e6, "MiB/s": BYTES_PER_MIB}
+
+
 def _plain(
     title: str, unit: str, base_unit: str, *counters: CounterSpec, terminal: str | None = None
 ) -> PanelSpec:
     return PanelSpec(
         title=title,
         unit=unit,
-        scale={"GiB": BYTES_PER_GIB, "GHz": 1e9, "G/s": 1e9, "MiB/s": BYTES_PER_MIB}.get(unit, 1.0),
+        scale=_SCALES.get(unit, 1.0),
         base_unit=base_unit,
         counters=counters,
         terminal=terminal,
@@ -270,6 +273,10 @@ _MEMORY = PanelRow(
               ("local_dram_bytes_per_s", "remote_dram_bytes_per_s"), ("near", "far")),
         _plain("Instructions of ranks", "G/s", "count/s",
                CounterSpec(source="remote_memory", metric="instruction_count_per_s")),
+        _plain("Cache and TLB misses of ranks", "M/s", "count/s",
+               CounterSpec(source="remote_memory", metric="cache_miss_count_per_s", word="cache"),
+               CounterSpec(source="remote_memory", metric="tlb_miss_count_per_s", word="TLB",
+                           dash="dash")),
     ),
 )  # fmt: skip
 _FILES = PanelRow(

@@ -26,6 +26,7 @@ from tests.unit.samplers.records import Row, rows
 
 HOST = "node1"
 INSTRUCTIONS, CYCLES, NEAR, FAR = 1, 0, 0x0844, 0x4044  # configs on Zen 4
+CACHE_MISSES, TLB_LOAD_MISSES = 3, 0x10003  # linux/perf_event.h
 
 
 @pytest.fixture
@@ -85,6 +86,8 @@ def test_rank_is_counted_over_its_threads_and_what_they_start(
         perf.runs(thread, CYCLES, 2 * count)
         perf.runs(thread, NEAR, count // 2)
         perf.runs(thread, FAR, count // 4)
+        perf.runs(thread, CACHE_MISSES, 3 * count)
+        perf.runs(thread, TLB_LOAD_MISSES, 5 * count)
     (row,) = sampled(sampler)
     assert sampler.header()["entities"] == [{"key": [10, 1000], "name": "rank 0"}]
     assert {name: value for name, value in row.items() if not name.endswith("_ns")} == {
@@ -95,6 +98,8 @@ def test_rank_is_counted_over_its_threads_and_what_they_start(
         "local_dram_bytes": (500 + 100 + 15 + 2) * 64,
         "remote_dram_bytes": (250 + 50 + 7 + 1) * 64,
         "counted_ratio": 1.0,
+        "cache_miss_count": 3 * 1234,
+        "tlb_miss_count": 5 * 1234,
     }
     sampler.close()
     assert perf.events == {}
@@ -174,7 +179,7 @@ def test_rank_with_more_threads_than_files_is_missing_not_partial(
     missing = sampler.open()
     (row,) = sampled(sampler)
     assert {each.metric for each in missing} >= {"instruction_count", "remote_dram_bytes"}
-    assert "2 threads need 8 open files, haiprof may open 7" in missing[0].reason
+    assert "2 threads need 12 open files, haiprof may open 7" in missing[0].reason
     assert missing[0].remedy == "a higher ulimit -n"
     assert row["instruction_count"] is None
 
@@ -200,7 +205,7 @@ def test_rank_that_ends_frees_its_counters_and_a_reused_pid_is_not_it(
     sampler = sampler_of(tree, run, perf)
     report(run, 0, 10)
     sampler.open()
-    assert len(perf.events) == 8
+    assert len(perf.events) == 12
     rank_process(tree, 10, (10,), start=2000)
     assert sampled(sampler) == []
     assert perf.events == {}
@@ -226,7 +231,8 @@ def test_event_that_this_cpu_lacks_leaves_the_others(tree: FakeTree, run: RunPat
     report(run, 0, 10)
     missing = sampler.open()
     (row,) = sampled(sampler)
-    assert {each.metric for each in missing} == {"remote_dram_bytes"}
+    lacking = {"remote_dram_bytes", "cache_miss_count", "tlb_miss_count"}
+    assert {each.metric for each in missing} == lacking
     assert {each.status for each in missing} == {"unsupported"}
     assert row["remote_dram_bytes"] is None
     assert row["local_dram_bytes"] == 0
