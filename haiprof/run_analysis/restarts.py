@@ -457,11 +457,11 @@ def _checkpoint_calls(files: RankFiles, action: str) -> list[CheckpointCall]:
     return [
         CheckpointCall(start_ns=int(begin), end_ns=int(end), file=text(line.get("file")),
                        written_ns=integer(line.get("written_ns")))
-        for line in lines for begin, end in zip(*_told(files, [line]), strict=True)
+        for line in lines for begin, end in zip(*_read_times(files, [line]), strict=True)
     ]  # fmt: skip
 
 
-def _told(files: RankFiles, lines: Sequence[Mapping[str, object]]) -> Intervals:
+def _read_times(files: RankFiles, lines: Sequence[Mapping[str, object]]) -> Intervals:
     """Unix times of begin and end that lines tell."""
     times = [(integer(line.get("start_ns")), integer(line.get("end_ns"))) for line in lines]
     known = [(b, e) for b, e in times if b is not None and e is not None and b <= e]
@@ -534,9 +534,9 @@ def _apart(rank: RankSegments) -> dict[int, Intervals]:
     loaded = [line for line in files.of_type("checkpoint") if line.get("action") == "load"]
     saves = [Intervals(each.start_ns + shift, each.end_ns + shift) for each in saved]
     told = [Intervals(each.starts + shift, each.ends + shift) for each in waits]
-    waited = _join([*told, _told(files, files.of_type("process_group"))])
+    waited = _join([*told, _read_times(files, files.of_type("process_group"))])
     apart = {
-        CHECKPOINT: _join([*saves, _told(files, loaded)]),
+        CHECKPOINT: _join([*saves, _read_times(files, loaded)]),
         EVALUATION: union(*evaluations(rank)),
         WAITING: Intervals(*(np.minimum(side, first_ns) for side in waited)),
     }

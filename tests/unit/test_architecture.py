@@ -162,11 +162,6 @@ def test_no_module_imports_itself_through_others() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_kind_of_fact_imports_another_kind() -> None:
-    kinds = {f"haiprof.diagnosis.{kind}_facts" for kind in ("settings", "memory")}
-    assert {name: imports_of(name) & kinds for name in kinds if imports_of(name) & kinds} == {}
-
-
 def test_only_the_command_line_names_haiprof_commands_to_start() -> None:
     """What stands below `cli` is given the command it starts: it knows of none by itself."""
     assert [
