@@ -343,7 +343,7 @@ def _checkpoint(question: Question) -> Finding:
     )
 
 
-def _explain_with(rule: str, title: str, remedy: str) -> Callable[[Question], Finding]:
+def _explain_by(rule: str, title: str, remedy: str) -> Callable[[Question], Finding]:
     """An explanation that needs no more than the account; its title has fields of it."""
 
     def said(question: Question) -> Finding:
@@ -449,7 +449,7 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Finding]] = {
     "no core": _no_core,
     "garbage collection": _collections,
     "wait: link": _link,
-    "wait: peer": _explain_with(
+    "wait: peer": _explain_by(
         "data_imbalance",
         "uneven work: the slowest rank, a different one in each step, makes the others wait, "
         "{amount}",
@@ -462,7 +462,7 @@ _EVALUATED = ("wait: loader", "evaluation")
 """Batches of an evaluation are its own."""
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
-    RECOMPUTED: _explain_with(
+    RECOMPUTED: _explain_by(
         RECOMPUTED,
         "activation checkpointing runs forward again inside backward, {amount}{code}",
         "where memory allows, checkpoint fewer layers (every second one), keep what is "
@@ -474,7 +474,7 @@ _BY_POSITION: dict[str, Callable[[Question], Finding]] = {
     "input": _input,
     "evaluation": _evaluation,
     "checkpoint": _checkpoint,
-    "compile": _explain_with(
+    "compile": _explain_by(
         "recompiles",
         "torch.compile compiles {called}while the job trains, {amount}, {paid}",
         "TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "

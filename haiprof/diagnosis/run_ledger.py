@@ -528,7 +528,7 @@ class _Accounts:
             elsewhere=tuple(POSITIONS[place] for place in large if place != found.position),
             callers=tuple(place_text(*caller) for caller in at.callers) if at else (),
             **self._measure(found.rows, mean),
-            **(self._name_code(found.rows, at.file, at.line, at.function) if at else {}),
+            **(self._describe_line(found.rows, at.file, at.line, at.function) if at else {}),
         )
 
     def others(self, rows: Ints) -> tuple[list[tuple[Account, Ints]], float]:
@@ -560,7 +560,7 @@ class _Accounts:
             if key[3] >= 0:
                 seen = frame[inside] >= 0
                 most = np.bincount(frame[inside][seen], table.ns[own[seen]]).argmax()
-                at = self._name_code(own, *tree.frames[int(most)][:3])
+                at = self._describe_line(own, *tree.frames[int(most)][:3])
             account = Account(
                 ranks=(),
                 position=POSITIONS[key[0]],
@@ -579,7 +579,7 @@ class _Accounts:
         mean = self.time.mean_of(self.table, rows)
         return {"ns_per_step": mean, "low_ns": low, "high_ns": high}
 
-    def _name_code(self, rows: Ints, file: str, line: int, function: str) -> dict[str, Any]:
+    def _describe_line(self, rows: Ints, file: str, line: int, function: str) -> dict[str, Any]:
         """A line with what of it is most of what some rows do, and what that calls."""
         # The expression is None where it was not recorded.
         table, tree = self.table, self.table.tree
