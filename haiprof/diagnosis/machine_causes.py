@@ -101,37 +101,34 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     shared = len(ranks) > 1
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
+    if not spare:
+        remedy = (
+            "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), "
+            f"{'fewer ranks per node, ' if shared else ''}or take a node with more cores"
+        )
+    elif shared:
+        remedy = (
+            "give each rank cores of its own: torchrun --numa-binding=exclusive, srun "
+            "--cpus-per-task, mpirun --map-by slot:PE=N; look for a taskset or an affinity that "
+            "all ranks inherit"
+        )
+    else:
+        remedy = (
+            "allow the rank more cores (srun --cpus-per-task, docker --cpuset-cpus, a wider "
+            "taskset), or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
+        )
     return Finding(
         rule="shared_cores" if shared else "too_few_cores",
         title=f"{ranks_text(ranks)} share {count}{of}"
         if shared
         else f"too few cores: {ranks_text(ranks)} may use {cores}{of}",
-        remedy=_core_remedy(shared=shared, spare=spare),
+        remedy=remedy,
         evidence=evidence_rows(
             ("cores they may use", float(cores), "cores"),
             ("cores they use", busy, "cores"),
             ("cores they could use at least", wanted, "cores"),
         ),
         is_choice=spare or too_many,
-    )
-
-
-def _core_remedy(*, shared: bool, spare: bool) -> str:
-    if not spare:
-        ranks = "fewer ranks per node, " if shared else ""
-        return (
-            "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), "
-            f"{ranks}or take a node with more cores"
-        )
-    if shared:
-        return (
-            "give each rank cores of its own: torchrun --numa-binding=exclusive, srun "
-            "--cpus-per-task, mpirun --map-by slot:PE=N; look for a taskset or an affinity that "
-            "all ranks inherit"
-        )
-    return (
-        "allow the rank more cores (srun --cpus-per-task, docker --cpuset-cpus, a wider taskset), "
-        "or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
     )
 
 
