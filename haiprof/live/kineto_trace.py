@@ -295,6 +295,8 @@ class _Asked:
     folder: Path
     processes: Sequence[KinetoProcess]
     endpoint: tuple[str, int] | None
+    start_wall_ns: int = 0
+    """When the window begins; before it a process that has the request still asks for the next."""
     refused: dict[int, str] = field(default_factory=dict)
     """Why a process will not be traced, by pid."""
     over_s: dict[int, float] = field(default_factory=dict)
@@ -374,10 +376,11 @@ def _trace_once(
 ) -> tuple[KinetoTraces, int]:
     """One attempt, and the time between the processes' receipt of it in ns."""
     with _raw_folder(request) as raw:
-        asked = _Asked(request.id, raw, processes, trace_request.endpoint)
+        start_ns = _start(trace_request, processes)
+        asked = _Asked(request.id, raw, processes, trace_request.endpoint, start_ns)
         window = KinetoWindow(
             steps=trace_request.steps, roundup=roundup, time_s=trace_request.time_s,
-            options=trace_request.options, start_wall_ns=_start(trace_request, processes),
+            options=trace_request.options, start_wall_ns=start_ns,
         )  # fmt: skip
         ahead_s = max((trace_request.start_wall_ns - time.time_ns()) / _NS_PER_S, 0.0)
         limit_s = ahead_s + (trace_request.timeout_s or WAIT_S + 3 * trace_request.time_s)
@@ -477,7 +480,7 @@ def _look(asked: _Asked) -> None:
             said = ask_agent(address, {"do": "state", "id": asked.id})
             asked.states |= {int(pid): str(state) for pid, state in said["states"].items()}
             for pid, state in asked.states.items():
-                if state == "over":
+                if state == "over" and time.time_ns() > asked.start_wall_ns:
                     asked.over_s.setdefault(pid, time.monotonic())
             asked.delivered |= {int(p): int(ns) for p, ns in said["delivered_wall_ns"].items()}
 

@@ -154,7 +154,9 @@ def test_job_of_slurm_is_chosen_by_its_number_and_begins_at_a_time(
             "traces",
             "--json",
         )
-        found = traces(haiprof(folder, "trace-now", *words, env=env))
+        done = haiprof(folder, "trace-now", *words, env=env)
+        assert "again" not in done.stderr, "one request, however long before its window"
+        found = traces(done)
         assert [each["pid"] for each in found] == [job.pid]
         assert found[0]["start_wall_ns"] >= (start - 0.5) * 1e9
         # No daemon of dynolog's listens at that port.
