@@ -231,10 +231,9 @@ class RunFrames:
         return counter_frame(self.files, between=self.between)
 
     def host_counters(self, hosts: Collection[str] | None = None) -> Iterator[pl.DataFrame]:
-        """The rows of `counters()`, one host after another: of many ranks not all fit in memory.
+        """The rows of `counters()` of these hosts (None: all), one after another.
 
-        Args:
-            hosts: Only of these; None takes all.
+        Of many ranks not all fit in memory.
         """
         for node in self.files.nodes:
             if hosts is None or node.host in hosts:
@@ -332,13 +331,9 @@ class RunFrames:
         return line_frame(self.code_samples())
 
     def code_samples(self, ranks: Collection[int] | None = None) -> CodeSamples:
-        """Sampled stacks in their phases and steps, of the last attempt of each rank.
+        """Sampled stacks of ranks (None: of all) in their phases and steps.
 
-        That is the last one that has steps: the one that is judged. A note says how many others
-        were left out.
-
-        Args:
-            ranks: Only of these; None takes all.
+        Of the attempt that is judged, the last that has steps; a note counts the others.
         """
         keys = self._keys(ranks)
         judged = {key for key in keys if self._judged_attempts[key[0]] == key[1]}
