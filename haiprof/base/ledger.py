@@ -25,6 +25,8 @@ _WHOLE_RATIO = 0.8
 """Of an account, an expression with so much of it stands for all."""
 GROWING = "growing"
 """When an account is paid that takes longer the longer the run lasts."""
+EACH_STEP, NOT_KNOWN = "each step", "not known"
+"""And where nothing tells it from steps that the machine made long, or nobody asked."""
 _DOES = {
     "operators": "torch operators",
     "python": "Python",
@@ -93,8 +95,8 @@ class Account:
     """What the mean step of the job becomes shorter by without it."""
     gain_low_ns: float = 0.0
     gain_high_ns: float = 0.0
-    when: str = "each step"
-    """When it is paid: `each step`, `every 20th step`, `in bursts`, `since step 512`, `growing`."""
+    when: str = EACH_STEP
+    """When it is paid: `each step`, `every 20th step`, `since step 512`, `growing`, `not known`."""
     explanation: str | None = None
     """Key of the explanation that speaks of it; None where none does."""
     elsewhere: tuple[str, ...] = ()
@@ -127,7 +129,8 @@ class Account:
     @property
     def paid(self) -> str:
         """`paid every 20th step, 131 ms`."""
-        return "longer and longer" if self.when == GROWING else f"paid {self.when}"
+        words = {GROWING: "longer and longer", NOT_KNOWN: "not in all steps alike"}
+        return words.get(self.when, f"paid {self.when}")
 
     @property
     def code_place(self) -> str | None:

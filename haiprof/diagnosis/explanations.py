@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from haiprof.base.ledger import GROWING, PROBLEM_RATIO, Account
+from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
@@ -405,7 +405,7 @@ def _code(question: Question) -> Finding:
     where, do = WHERE.get(account.position, account.position), _DO.get(account.position, _OUTSIDE)
     if account.position == "prepare" and not question.inputs.steps["dataloader_host_ns"].count():
         do = f"{_OUTSIDE}; of batches: {do}"
-    when = "" if account.when == "each step" else f", {account.paid}"
+    when = "" if account.when in (EACH_STEP, NOT_KNOWN) else f", {account.paid}"
     called = " ".join(account.callees)
     by_call = next((do for part, do in _OF_CALL if part in called), None)
     does = _OF_ACTIVITY.get(account.activity)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import GROWING, POSITIONS
+from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, POSITIONS
 from haiprof.base.units import duration_text
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import COLLECTION, NO_CORE, TimeTable, spikes
@@ -220,13 +220,16 @@ class JobTime:
         that of all its rows.
         """
         if len(series) < _COVERED_MIN or not series.sum():
-            return "each step"
+            return EACH_STEP
         whole = self.count[: len(series)] == 1  # in the mean step of a block nothing stands out
         whole = whole if whole.sum() >= _COVERED_MIN else np.ones_like(whole)
         spiked = _find_spikes(series[whole])
         at = self.step[: len(series)][whole][spiked]
         period = _period(at)
-        if len(at) and self._makes_spikes(table, rows, is_regular=period is not None):
+        makes = len(at) and self._makes_spikes(table, rows, is_regular=period is not None)
+        if makes is None:
+            return NOT_KNOWN
+        if makes:
             time = duration_text(float(every[whole][spiked].mean()))
             if period is None:
                 return f"in {len(at)} of {len(spiked)} steps, {time}"
@@ -242,8 +245,8 @@ class JobTime:
             self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact
         )
 
-    def _makes_spikes(self, table: TimeTable, rows: Ints, *, is_regular: bool) -> bool:
-        """Whether its positions' long periods are its own: it holds a good part of their time."""
+    def _makes_spikes(self, table: TimeTable, rows: Ints, *, is_regular: bool) -> bool | None:
+        """Whether its positions' long periods are its own; None: they may be the machine's."""
         long = self._same_cells(table, rows) & table.spike
         whole = float(table.ns[long].sum())
         if float(table.ns[rows[long[rows]]].sum()) < _OWN_SPIKES * whole:
@@ -253,7 +256,9 @@ class JobTime:
         lost = table.activity == NO_CORE
         own = float(table.ns[rows[lost[rows]]].sum()) > 0.5 * float(table.ns[rows].sum())
         most = 0.5 if is_regular else _DISTURBED
-        return (own and is_regular) or float(table.ns[long & lost].sum()) <= most * whole
+        if (own and is_regular) or float(table.ns[long & lost].sum()) <= most * whole:
+            return True
+        return None
 
     def _same_cells(self, table: TimeTable, rows: Ints) -> Bools:
         """Samples of the cells that some rows lie in."""
@@ -566,7 +571,7 @@ def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     step, exact_ns, at = step[first:], exact_ns[first:], at - first
     count = len(step)
     if count < _COVERED_MIN:
-        return "each step"
+        return EACH_STEP
     each = np.bincount(at[own], cells.ns[own], minlength=count)
     part = max(count // _PARTS, 1)
     below = np.arange(1, count) / count - np.cumsum(each)[:-1] / max(float(each.sum()), 1.0)
@@ -580,7 +585,7 @@ def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     if cells.ns[cells.activity == NO_CORE].sum() > _DISTURBED * cells.ns.sum():
         before = after = 1.0  # who has the cores may have changed: its share alone tells
     if after * share[1] <= _GROWN * before * share[0] or after * low[1] <= before * high[0]:
-        return "each step"
+        return EACH_STEP
     parts = np.array([each[at : at + part].sum() for at in range(0, count - part + 1, part)])
     number = np.arange(len(parts))
     line = np.polyval(np.polyfit(number, parts, 1), number)
@@ -592,4 +597,4 @@ def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     mean = each[:cut].mean(), each[cut:].mean()
     if max(spread) < 0.5 * part * (mean[1] - mean[0]):
         return f"since step {step[cut]}"
-    return "each step"
+    return EACH_STEP

@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import POSITIONS, Account, Ledger
+from haiprof.base.ledger import NOT_KNOWN, POSITIONS, Account, Ledger
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.job_time import (
@@ -567,6 +567,7 @@ class _Accounts:
                 activity=ACTIVITIES[key[1]],
                 package=names[key[2]] if key[2] >= 0 else None,
                 needed=bool(key[4]),
+                when=NOT_KNOWN,
                 **self._measure(own, mean),
                 **at,
             )

@@ -349,6 +349,8 @@ def _stretches(rank: RankFiles, between: tuple[int, int]) -> Iterator[Stretch]:
     for kind, first, last in rows:
         name = _PHASES.get(kind, "other")
         if phase and (name == phase or until - since < least) and first - until < least:
+            if last - first > until - since:
+                phase = name  # not that of a moment before it
             until = max(until, last)
             continue
         if phase:

@@ -14,7 +14,14 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.intervals import Floats
-from haiprof.base.ledger import POSITIONS, PROBLEM_RATIO, Account, position_words
+from haiprof.base.ledger import (
+    EACH_STEP,
+    NOT_KNOWN,
+    POSITIONS,
+    PROBLEM_RATIO,
+    Account,
+    position_words,
+)
 from haiprof.base.statistics import RUN_RATIO, BlockMean, Uncertain, adjust_p_values, block_mean
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.compare.compared_run import (
@@ -510,7 +517,7 @@ def _change(before: _RunSide, after: _RunSide, old: _Group, new: _Group) -> Acco
     most = [max(side, key=lambda a: a.ns_per_step) if side else None for side in (old, new)]
     shown = max((*old, *new), key=lambda a: a.ns_per_step)
     gain = sum(account.gain_ns for account in old)
-    when = [] if shown.when == "each step" else [shown.paid]
+    when = [] if shown.when in (EACH_STEP, NOT_KNOWN) else [shown.paid]
     return AccountChange(
         title=", ".join([*filter(None, [shown.code_place]), shown.where, shown.does, *when]),
         position=shown.position,
