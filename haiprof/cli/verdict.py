@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import EXPLAIN_STEPS
+from haiprof.base.units import duration_text
 from haiprof.cli.arguments import (
     AsJson,
     Everything,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from haiprof.run_format.layout import RunPaths
 
 _TRACE_STEPS = 5
+_STALL_STEPS, _STALL_NS = 5, 10e9
+"""As in `haiprof ls --live`."""
 Target = Annotated[
     str | None,
     Arg(
@@ -193,9 +197,25 @@ def verdict(
                 else verdict_markdown(found, header.name)
             ),
         )
+    if header.is_running and since is None and last is None:
+        _hint_at_a_stall(analyzer, output)
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
+
+
+def _hint_at_a_stall(analyzer: RunFrames, output: Output) -> None:
+    """A job that stands still has a good verdict of the time before."""
+    steps = analyzer.steps()
+    ends, usual = (steps["start_ns"] + steps["step_ns"]).max(), steps["step_ns"].median()
+    if not isinstance(ends, int) or not isinstance(usual, float):
+        return
+    silent_ns = time.time_ns() - ends
+    if silent_ns > max(_STALL_NS, _STALL_STEPS * usual):
+        output.hint(
+            f"no step has ended for {duration_text(silent_ns)}, and none is judged since: `haiprof "
+            f"snapshot {shlex.quote(str(analyzer.run.root))} --hang` says who holds the job up"
+        )
 
 
 def _ask_schedulers(run: RunPaths) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -12,7 +12,7 @@ import polars as pl
 
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import ratio_text, visible
+from haiprof.base.units import duration_text, ratio_text, visible
 from haiprof.diagnosis.explanations import Question, account_line, code_lines, explain, stragglers
 from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
 from haiprof.diagnosis.named_nodes import failed_before
@@ -127,6 +127,7 @@ def judge(
             *analyzer.notes(),
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),
+            *uneven_notes(ledger),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
@@ -271,6 +272,17 @@ def _severity(ledger: Ledger, account: Account, inputs: RuleInputs) -> Severity:
     if not ledger.is_problem(account) or inputs.is_short:
         return "info"
     return "critical" if account.gain_low_ns >= CRITICAL_RATIO * ledger.mean_ns else "warning"
+
+
+def uneven_notes(ledger: Ledger | None) -> Iterator[str]:
+    """What the model itself does in a part of the steps alone."""
+    for each in () if ledger is None else ledger.accounts:
+        if each.needed and each.when.startswith(("since", "until", "every")):
+            yield (
+                f"{each.code_place or each.where}, {each.does} in {each.where}: "
+                f"{duration_text(each.ns_per_step)} of the mean step, {each.paid}; it is the "
+                "model's own work, and the other steps are without it"
+            )
 
 
 def short_notes(inputs: RuleInputs) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -232,7 +232,7 @@ class JobTime:
         if makes:
             time = duration_text(float(every[whole][spiked].mean()))
             if period is None:
-                return f"in {len(at)} of {len(spiked)} steps, {time}"
+                return _stretch_text(np.flatnonzero(spiked), self.step[: len(series)][whole], time)
             ending = {1: "st", 2: "nd", 3: "rd"}.get(period % 10, "th")
             return f"every {period}{'th' if 10 <= period % 100 <= 20 else ending} step, {time}"
         cells = self._same_cells(table, rows) & (table.step >= 0)
@@ -560,8 +560,30 @@ def _period(step: Ints) -> int | None:
     return round(usual) if usual >= 2 and alike else None
 
 
+def _stretch_text(at: Ints, step: Ints, time: str) -> str:
+    """When an account is paid in some steps: all from one on or until one, or now and then."""
+    first, last, edge = int(at[0]), int(at[-1]), len(step) // 20
+    if len(at) >= _PERIODIC * (last - first + 1) and len(at) > edge:
+        if first <= edge and last < len(step) - 1 - edge:
+            return f"until step {step[last]}"
+        if last >= len(step) - 1 - edge and first > edge:
+            return f"since step {step[first]}"
+    return f"in {len(at)} of {len(step)} steps, {time}"
+
+
 def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> str:
-    """Whether an account changed on the way."""
+    """Whether an account changed on the way: `since step 512`, `until step 299`, `growing`."""
+    begun = _find_growth(step, cells, own, exact_ns)
+    if begun is not None:
+        return begun if isinstance(begun, str) else f"since step {begun}"
+    ends = int(step[0] + step[-1])  # and the same backwards: what ends has begun then
+    back = replace(cells, step=ends - cells.step)
+    ended = _find_growth(ends - step[::-1], back, own, exact_ns[::-1])
+    return f"until step {ends - ended}" if isinstance(ended, int) else EACH_STEP
+
+
+def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> int | str | None:
+    """The step at which an account became larger; GROWING where it did so little by little."""
     # Where it changed is where the sum of its samples' time is farthest below that of an even one
     # (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
     # 1927), times the exact time of these (`exact_ns`, by step), is more than before with 95 %
@@ -571,7 +593,7 @@ def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     step, exact_ns, at = step[first:], exact_ns[first:], at - first
     count = len(step)
     if count < _COVERED_MIN:
-        return EACH_STEP
+        return None
     each = np.bincount(at[own], cells.ns[own], minlength=count)
     part = max(count // _PARTS, 1)
     below = np.arange(1, count) / count - np.cumsum(each)[:-1] / max(float(each.sum()), 1.0)
@@ -585,7 +607,7 @@ def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     if cells.ns[cells.activity == NO_CORE].sum() > _DISTURBED * cells.ns.sum():
         before = after = 1.0  # who has the cores may have changed: its share alone tells
     if after * share[1] <= _GROWN * before * share[0] or after * low[1] <= before * high[0]:
-        return EACH_STEP
+        return None
     parts = np.array([each[at : at + part].sum() for at in range(0, count - part + 1, part)])
     number = np.arange(len(parts))
     line = np.polyval(np.polyfit(number, parts, 1), number)
@@ -596,5 +618,5 @@ def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     spread = parts[: cut // part].std(), parts[later:].std()
     mean = each[:cut].mean(), each[cut:].mean()
     if max(spread) < 0.5 * part * (mean[1] - mean[0]):
-        return f"since step {step[cut]}"
-    return EACH_STEP
+        return int(step[cut])
+    return None

@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import NOT_KNOWN, POSITIONS, Account, Ledger
+from haiprof.base.ledger import NOT_KNOWN, POSITIONS, PROBLEM_RATIO, Account, Ledger
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.job_time import (
@@ -567,12 +567,19 @@ class _Accounts:
                 activity=ACTIVITIES[key[1]],
                 package=names[key[2]] if key[2] >= 0 else None,
                 needed=bool(key[4]),
-                when=NOT_KNOWN,
+                when=self._when(own, mean) if key[4] and key[3] >= 0 else NOT_KNOWN,
                 **self._measure(own, mean),
                 **at,
             )
             found.append((account, own))
         return sorted(found, key=lambda one: -one[0].ns_per_step), unseen
+
+    def _when(self, rows: Ints, mean: Floats) -> str:
+        """When the model's own work is done, where it is a large part of the step."""
+        if float(mean[0]) < PROBLEM_RATIO * self.time.mean_ns:
+            return NOT_KNOWN
+        series = self.time.series_of(self.table, rows).mean(axis=0, dtype=np.float64)
+        return self.time.when(self.table, rows, series, series)
 
     def _measure(self, rows: Ints, series: Floats) -> dict[str, Any]:
         """What some rows take per step, exact, and where that lies by its series over steps."""

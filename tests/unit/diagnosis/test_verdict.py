@@ -569,6 +569,20 @@ def test_a_model_that_calls_small_operators_is_told_of_explain(
     assert ("small operators one by one in forward: haiprof --explain" in headline) == said
 
 
+def test_what_the_model_does_in_a_part_of_the_steps_alone_is_said(root: Path) -> None:
+    """Its operators are no opportunity; that the other steps are without them is a fact."""
+    hard = (SCRIPT, MAIN, MODULE, FORWARD, job(9, "Net.hard"))
+    write_sampled(
+        root, lambda _, step: (0.2, 30.0 if step < 100 else 5.0, 10.0, 2.0),
+        {"forward": lambda step: hard if step < 100 and step % 5 else USUAL["forward"]}, steps=300,
+    )  # fmt: skip
+    verdict = judged(root)
+    assert verdict.headline.startswith("nothing stands out")
+    (said,) = [note for note in verdict.notes if "the other steps are without it" in note]
+    assert said.startswith("train.py:9 Net.hard, torch operators in forward: ")
+    assert ", paid until step 9" in said
+
+
 def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(root: Path) -> None:
     def write(dataloader_ms: float) -> str:
         write_sampled(
