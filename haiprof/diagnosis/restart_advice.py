@@ -157,7 +157,7 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         step=death.step,
         has_trained=trained,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
-        is_program=death.cause == "exception" and is_wrong is not None,
+        is_program=death.cause == "exception" and bool(is_wrong),
         hosts=tuple(sorted(host for host in hosts if host is not None)),
         died_ns=death.died_ns,
         headline=visible(death.headline),

@@ -35,6 +35,8 @@ for number in range(2000 if how == "wait" else 6):
         time.sleep(0.05)
     if number == 4 and how == "line":
         raise ValueError("no label in sample 9")
+    if number == 4 and how == "name":
+        undefined
     if number == 4 and how == "memory":
         kept = bytearray(1 << 40)
     if number == 4 and how == "disk":
@@ -65,6 +67,7 @@ def advice(logs: Path) -> tuple[int, str, dict[str, Any]]:
     ("how", "first", "second", "reason"),
     [
         ("line", 10, 12, "same_line"),
+        pytest.param("name", 12, 12, "same_line", marks=pytest.mark.proof),
         pytest.param("memory", 10, 12, "same_memory", marks=pytest.mark.proof),
         pytest.param("disk", 12, 12, "disk_full", marks=pytest.mark.proof),
         pytest.param("none", 0, 0, None, marks=pytest.mark.proof),
