@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from haiprof.base.messages import print_message
 from haiprof.base.options import is_notify_url
+from haiprof.base.posting import open_without_redirects
 from haiprof.base.units import duration_text
 from haiprof.base.version import __version__
 from haiprof.run_format.secrets import mask_text
@@ -178,19 +179,12 @@ def post(
     """
     from http.client import HTTPException
     from urllib.error import HTTPError  # these load what a job's own files may be named like
-    from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
-
-    class NoRedirect(HTTPRedirectHandler):
-        """A redirected POST would become a GET without its body, perhaps to another host."""
-
-        def redirect_request(self, *_: object) -> None:
-            return None
+    from urllib.request import Request
 
     own = {"Content-Type": "application/json", "User-Agent": f"haiprof/{__version__}"}
     request = Request(url, data=body, headers={**own, **headers}, method="POST")
-    opener = build_opener(NoRedirect, *([HTTPSHandler(context=context)] if context else ()))
     try:
-        opener.open(request, timeout=ATTEMPT_LIMIT_S).close()
+        open_without_redirects(request, ATTEMPT_LIMIT_S, context).close()
     except HTTPError as error:
         error.close()
         is_final = error.code < 500 and error.code not in _RETRIED

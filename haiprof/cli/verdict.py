@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from haiprof.run_format.layout import RunPaths
 
 _TRACE_STEPS = 5
-_STALL_STEPS, _STALL_NS = 5, 10e9
-"""As in `haiprof ls --live`."""
 Target = Annotated[
     str | None,
     Arg(
@@ -206,12 +204,14 @@ def verdict(
 
 def _hint_at_a_stall(analyzer: RunFrames, output: Output) -> None:
     """A job that stands still has a good verdict of the time before."""
+    from haiprof.show.views.jobs import is_stall
+
     steps = analyzer.steps()
     ends, usual = (steps["start_ns"] + steps["step_ns"]).max(), steps["step_ns"].median()
     if not isinstance(ends, int) or not isinstance(usual, float):
         return
     silent_ns = time.time_ns() - ends
-    if silent_ns > max(_STALL_NS, _STALL_STEPS * usual):
+    if is_stall(silent_ns, usual):
         output.hint(
             f"no step has ended for {duration_text(silent_ns)}, and none is judged since: `haiprof "
             f"snapshot {shlex.quote(str(analyzer.run.root))} --hang` says who holds the job up"

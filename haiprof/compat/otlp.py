@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
+from haiprof.base.posting import open_without_redirects
 from haiprof.base.units import shorten, visible
 from haiprof.base.version import __version__
 from haiprof.compat.exports import Batch, otlp_batches, run_identity, step_batches
@@ -245,18 +246,11 @@ def _post(
     """Status, None where nobody answered; why not; the answer; seconds until it may be asked."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+    from urllib.request import Request
 
-    class NoRedirect(HTTPRedirectHandler):
-        """A redirected POST would lose its body, and show its headers to another host."""
-
-        def redirect_request(self, *_: object) -> None:
-            return None
-
-    own = [HTTPSHandler(context=collector.context)] if collector.context is not None else []
     request = Request(collector.url, data=body, headers=dict(headers), method="POST")
     try:
-        with build_opener(NoRedirect, *own).open(request, timeout=collector.timeout_s) as answer:
+        with open_without_redirects(request, collector.timeout_s, collector.context) as answer:
             return answer.status, "", answer.read(_ANSWER_BYTES), None
     except HTTPError as error:
         with error:

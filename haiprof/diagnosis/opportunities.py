@@ -354,21 +354,22 @@ class _Walk:
             for call in line.calls.values():
                 found = list(self.nodes(call))
                 if len(found) == 1:  # entering and leaving a function goes with it
-                    edges = np.array([self._is_call(row, call) for row in own.tolist()], np.bool_)
+                    at = self.table.tree.place[self.table.stack[own]]
+                    calling = [frame for frame in np.unique(at) if self._is_call(frame, call)]
+                    edges = np.isin(at, calling)
                     found[0][0].extend(own[edges].tolist())
                     own = own[~edges]
                 yield from found
             for position in np.unique(self.table.position[own]).tolist():
                 yield own[self.table.position[own] == position].tolist(), line
 
-    def _is_call(self, row: int, function: _Function) -> bool:
-        """Whether a row is of the expression that calls a function, where nothing else runs."""
-        tree = self.table.tree
-        frame = tree.frames[tree.place[self.table.stack[row]]]
-        first = next(iter(function.lines.values()))
-        name = tree.frames[first.frame].function.rpartition(".")[2]
-        called = re.match(rf"(?:\w+\.)*{re.escape(name)}(?=\()", frame.expression)
-        rest = frame.expression[called.end() :] if called else ""
+    def _is_call(self, frame: int, function: _Function) -> bool:
+        """Whether a frame is of the expression that calls a function, where nothing else runs."""
+        frames = self.table.tree.frames
+        name = frames[next(iter(function.lines.values())).frame].function.rpartition(".")[2]
+        expression = frames[frame].expression
+        called = re.match(rf"(?:\w+\.)*{re.escape(name)}(?=\()", expression)
+        rest = expression[called.end() :] if called else ""
         depth = list(itertools.accumulate((c == "(") - (c == ")") for c in rest))
         return bool(rest) and 0 not in depth[:-1]  # nothing follows the call
 

@@ -243,7 +243,12 @@ def is_stalled(rank: RankNow | JobProgress) -> bool:
     """Whether it has made no step for several times its step time, and ten seconds."""
     if not rank.recording or rank.idle_ns is None or not rank.step_ns:
         return False
-    return rank.idle_ns > max(_STALL_STEPS * rank.step_ns, _STALL_NS)
+    return is_stall(rank.idle_ns, rank.step_ns)
+
+
+def is_stall(idle_ns: float, step_ns: float) -> bool:
+    """The same of so long without a step, where a step usually takes so long."""
+    return idle_ns > max(_STALL_STEPS * step_ns, _STALL_NS)
 
 
 def _top_ranks(
