@@ -19,7 +19,7 @@ from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding
-from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
+from haiprof.run_analysis.code_samples import DATALOADER, OTHER_THREADS, WORKER, CodeSamples
 from haiprof.run_analysis.ledger import ACTIVITIES, UNKNOWN, WORKER_LOADER, WORKER_START
 from haiprof.run_analysis.lines import CodeLine, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
@@ -124,8 +124,8 @@ def _small_operators(question: Question) -> Finding:
 
 def _waits_for_loader(question: Question) -> Finding:
     inputs = question.inputs
-    why = loader_cause(inputs)
     loading = question.samples.take(question.samples.phase == WORKER)
+    why = loader_cause(inputs, loading)
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is None or why.rule in ("few_workers", "no_workers", "cores_full"):
         starved = starvation(inputs)
@@ -175,7 +175,7 @@ def _input(question: Question) -> Finding:
             "larger batches, torch.multiprocessing.set_sharing_strategy('file_system'); where "
             "batches are cheap to make, num_workers=0 costs less",
         )
-    why = loader_cause(inputs)
+    why = loader_cause(inputs, question.samples.take(question.samples.phase == DATALOADER))
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
     if told is None and min(inputs.loader_workers.values(), default=0) > 0:
         return replace(

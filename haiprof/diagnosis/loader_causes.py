@@ -12,7 +12,9 @@ from haiprof.base.medians import lower_median
 from haiprof.diagnosis.machine_causes import hosts_of, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
+from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.run_files import number
+from haiprof.run_format.stack_lines import WAIT_UNKNOWN, WAITS
 
 CORES_FULL_RATIO = 0.90
 """From here on a set of cores is full by the ranks' own work: at most a tenth is left to others, so
@@ -27,6 +29,11 @@ BURST_UNUSUAL_RATIO = 0.50
 LOADER_IDLE_RATIO = 0.50
 """Whoever makes the batches waits himself where he uses the CPU for less than half of the time in
 which training waits for them. Own choice."""
+_WAIT_TEXTS = {
+    "sleep": "sleeps (time.sleep, or a pause between attempts)", "file": "waits for files",
+    "socket": "waits for the network", "lock": "waits for a lock",
+    "pipe": "waits for another process", "fault": "waits for memory that is read from files",
+}  # fmt: skip
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""
@@ -75,8 +82,11 @@ class _Loading:
         )
 
 
-def loader_cause(inputs: RuleInputs) -> Finding | None:
-    """Why training waits for input, as the numbers of a run show; None where nothing tells it."""
+def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | None:
+    """Why training waits for input, as the numbers of a run show; None where nothing tells it.
+
+    `loading_samples` are those of whoever makes the batches.
+    """
     # The rank that waits as long as the typical one: the lower middle.
     means = {rank: inputs.of_rank(rank)["dataloader_host_ns"].mean() for rank in inputs.world}
     waits = {rank: number(mean) or 0.0 for rank, mean in means.items()}
@@ -109,7 +119,7 @@ def loader_cause(inputs: RuleInputs) -> Finding | None:
     return (
         _epochs(inputs, loading)
         or _rare_samples(inputs, loading)
-        or _storage(inputs, loading)
+        or _storage(inputs, loading, loading_samples)
         or _workers(loading, on_gpu=inputs.uses_gpu)
     )
 
@@ -168,10 +178,20 @@ def _rare_share(waits: Floats) -> float:
     return float((int(reached.argmax()) + 1) / len(ordered))
 
 
-def _storage(inputs: RuleInputs, loading: _Loading) -> Finding | None:
-    """Whoever makes the batches waits himself: for storage, a network, or a lock."""
+def _wait_text(samples: CodeSamples) -> str:
+    """What whoever makes the batches waits for: what most of the waiting that was seen is for."""
+    weight = np.bincount(samples.wait - WAIT_UNKNOWN, samples.weight_ns, len(WAITS) + 1)
+    seen = dict(zip(WAITS[1:], weight[1 - WAIT_UNKNOWN :], strict=True))
+    kind, most = max(seen.items(), key=lambda each: each[1])
+    told = _WAIT_TEXTS.get(kind) if 2 * most > sum(seen.values()) else None
+    return told or "waits: for files, the network or a lock"
+
+
+def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Finding | None:
+    """Whoever makes the batches waits himself."""
     if loading.is_computing is not False:
         return None
+    wait = _wait_text(samples)
     parallel = (
         "more workers wait in parallel (num_workers), and "
         if loading.workers
@@ -184,9 +204,14 @@ def _storage(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     rows = [(name, sum(ranks.values()), "bytes/s") for name, ranks in read.items() if ranks]
     return Finding(
         rule="storage",
-        title="and the loader itself waits: storage, network, or a lock",
-        remedy=f"{parallel}read less often and more at once: larger files (tar, parquet, memory "
-        "maps), a local copy of the data set, no request per sample",
+        title=f"and the loader itself {wait}",
+        remedy=f"{parallel}"
+        + (
+            "take the pauses out: the lines below show where"
+            if wait == _WAIT_TEXTS["sleep"]
+            else "read less often and more at once: larger files (tar, parquet, memory maps), a "
+            "local copy of the data set, no request per sample"
+        ),
         evidence=(*loading.evidence, *evidence_rows(*rows)),
     )
 

@@ -44,6 +44,7 @@ WORKER_PHASES = ("worker", "worker_waiting")
 """What a DataLoader worker does: it loads, or it waits for requests and hands batches over."""
 CODE_PHASES = (*TRAINING_PHASES, *WORKER_PHASES, "other_threads")
 """And what other Python threads of the training process did while they used a core."""
+DATALOADER = PHASES.index("dataloader")
 OTHER, CHECKPOINT, EVALUATION, BETWEEN = range(len(PHASES), len(TRAINING_PHASES))
 WORKER, WORKER_WAITING, OTHER_THREADS = range(len(TRAINING_PHASES), len(CODE_PHASES))
 SLOW_RATIO = 1.5

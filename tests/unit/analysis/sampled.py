@@ -15,7 +15,7 @@ Stack = tuple[tuple[str, int, str], ...]
 def write_stacks(
     path: Path, samples: Sequence[tuple[int, Stack]], *, worker: int | None = None, pid: int = 7,
     per_line: int = 5, libraries: Sequence[str] = (), waits: Sequence[bool] | None = None,
-    other: Stack = (), lock: str = "",
+    other: Stack = (), lock: str = "", kernel_waits: str = "",
 ) -> None:  # fmt: skip
     """Writes (time_ns in whole us, stack) as the job would: so many samples in a line."""
     writer = LineWriter(path)
@@ -52,6 +52,8 @@ def write_stacks(
             ]}  # fmt: skip
         if lock:
             more["lock_wait"] = lock[first : first + len(chosen)]
+        if kernel_waits:
+            more["wait"] = kernel_waits[first : first + len(chosen)]
         writer.append({
             "type": SAMPLES, "pid": pid, "time_ns": begin,
             "first_frame": frame_count,

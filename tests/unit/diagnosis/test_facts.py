@@ -21,6 +21,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP, GPU, PROCESS
 from haiprof.run_format.writer import append_line
 from tests.unit.analysis.recorded import CLOCK, row_of, write_records
+from tests.unit.analysis.sampled import write_stacks
 from tests.unit.diagnosis.stories import (
     BALANCED,
     START_NS,
@@ -69,8 +70,9 @@ def limited(root: Path, limit_bytes: float) -> None:
 
 
 def loader_story(
-    root: Path, workers: int, *, main: float, all_cores: float, others: float = 0.0
-) -> Finding:
+    root: Path, workers: int, *, main: float, all_cores: float, others: float = 0.0,
+    kernel_waits: str = "",
+) -> Finding:  # fmt: skip
     write_story(root, lambda rank, step: (30.0, *BALANCED[1:]), steps=200)
     note(root, 0, type="dataloader", workers=workers, batch_size=8, persistent=False)
     counters(root, lambda t: {"cpu_main_ns": int(main * (t + 2) * NS_PER_S),
@@ -79,6 +81,12 @@ def loader_story(
                              "cpu_idle_ns": int((4 - all_cores - others) * (t + 2) * NS_PER_S),
                              "cpu_count": 4})  # fmt: skip
     placed(root, cpus="0-3")
+    if kernel_waits:
+        fetch = (("/site-packages/torch/utils/data/_utils/fetch.py", 9, "fetch"),)
+        samples = [(START_NS + i * NS_PER_MS, (*fetch, ("/me/data.py", 3, "read")))
+                   for i in range(len(kernel_waits))]  # fmt: skip
+        path = RunPaths(root).rank(0).worker_stacks(0)
+        write_stacks(path, samples, worker=0, pid=9, kernel_waits=kernel_waits)
     return found(judged(root), "dataloader_bound")
 
 
@@ -107,6 +115,23 @@ def test_reason_for_late_batches(
 ) -> None:
     finding = loader_story(root, workers, main=main, all_cores=all_cores)
     assert finding.cause == cause
+    assert advice in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("kernel_waits", "said", "advice"),
+    [
+        ("z" * 18 + "f0", "the loader itself sleeps", "take the pauses out"),
+        ("s" * 15 + "zz0", "the loader itself waits for the network", "no request per sample"),
+        ("f" * 9 + "s" * 9, "for files, the network or a lock", "a local copy"),
+        ("-" * 18 + "00", "for files, the network or a lock", "a local copy"),
+    ],
+)
+def test_what_workers_wait_for_is_said_as_the_kernel_saw_it(
+    root: Path, kernel_waits: str, said: str, advice: str
+) -> None:
+    finding = loader_story(root, 2, main=0.4, all_cores=0.5, kernel_waits=kernel_waits)
+    assert (finding.cause, said in finding.title) == ("storage", True), finding.title
     assert advice in finding.remedy
 
 
