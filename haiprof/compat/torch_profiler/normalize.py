@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from haiprof.trace_format.kineto.events import GPU_BACKEND_NAMES
+
 Event = dict[str, Any]
 
 OPERATOR, RUNTIME, ANNOTATION = "Operator", "Runtime", "user_annotation"
@@ -23,7 +25,7 @@ _OF_CATEGORY = {
 _DEVICE = ("Kernel", "Memcpy", "Memset")
 _HOST = (OPERATOR, ANNOTATION, RUNTIME, "python_function")
 _STEP = "ProfilerStep#"
-GPU_COLLECTIVES = tuple(f"{name}:" for name in ("nccl", "nccl2", "ncclx", "rccl", "xccl", "hccl"))
+GPU_COLLECTIVES = tuple(f"{name}:" for name in GPU_BACKEND_NAMES)
 _COLLECTIVES = (*GPU_COLLECTIVES, "gloo:")
 _LOADER = ("enumerate(DataLoader)#", "enumerate(DataPipe)#")
 _IDS = (int, str, type(None))

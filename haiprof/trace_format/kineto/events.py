@@ -54,7 +54,8 @@ TABLE_OF_CATEGORY = {
 LANE = 50_000_000
 """Added to a stream's or thread's number, once per lane: more than any such number (Linux counts
 threads to 4 million), and 64 of them fit the 32 bits that Perfetto reads."""
-GPU_BACKENDS = "nccl2?|ncclx|rccl|xccl|hccl|mccl"
+GPU_BACKEND_NAMES = ("nccl", "nccl2", "ncclx", "rccl", "xccl", "hccl", "mccl")
+GPU_BACKENDS = "|".join(GPU_BACKEND_NAMES)
 HOST_BACKENDS = "gloo|mpi|ucc"
 """Backends of collectives, as PyTorch's annotations begin: `nccl:all_reduce`, `ncclx:...`."""
 
