@@ -333,7 +333,10 @@ def _show_file(path: Path, output: Output) -> bool:
 
 Dumps = Annotated[
     list[Path],
-    Arg("DUMPS", "Files, one per rank, which end in the rank's number, or a folder of them."),
+    Arg(
+        "DUMPS",
+        "Files, one per rank, which end in the rank's number, or a folder; or NCCL's own.",
+    ),
 ]
 
 
@@ -342,21 +345,35 @@ def flight_recorder(dumps: Dumps, as_json: AsJson = False) -> None:
 
     PyTorch's watchdog writes such dumps where a collective times out
     (TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_BUFFER_SIZE=2000). Nothing in a pickle is executed.
-    Where stacks were recorded, lines of your code are named.
+    Where stacks were recorded, lines of your code are named. Without such dumps files of NCCL's
+    Inspector (JSON or .prom) and of its example profiler plugin are read: numbers of the last
+    collectives, bandwidth against the other ranks, and what the network proxy waited for.
 
     For example:
 
       haiprof trace flight-recorder /tmp/nccl_trace_rank_*
       haiprof trace flight-recorder dumps/ --json | jq '.findings[0]'
+      haiprof trace flight-recorder nccl-inspector-4711/
     """
-    from haiprof.run_analysis.collectives import judge_dumps
-    from haiprof.show.views.trace_files import flight_view
+    from haiprof.run_analysis.nccl_witness import NcclReport, judge_files, ranks_behind
+    from haiprof.show.views.trace_files import flight_view, nccl_view
 
-    verdict = judge_dumps(dumps)
+    verdict = judge_files(dumps)
+    if isinstance(verdict, NcclReport):
+        report, named = verdict, ranks_behind(verdict)
+        data = {
+            "findings": [f"rank {each.rank}: {each.why}" for each in named],
+            "ranks": list(dict.fromkeys(each.rank for each in named)),
+            **report.as_json(),
+            "notes": report.notes,
+        }
+        Output(json=as_json).show(lambda _: nccl_view(report), data)
+        return
+    found = verdict
     data = {
-        "findings": verdict.findings,
-        "ranks": verdict.ranks,
-        "last": verdict.last.to_dicts(),
-        "notes": verdict.notes,
+        "findings": found.findings,
+        "ranks": found.ranks,
+        "last": found.last.to_dicts(),
+        "notes": found.notes,
     }
-    Output(json=as_json).show(lambda _: flight_view(verdict), data)
+    Output(json=as_json).show(lambda _: flight_view(found), data)

@@ -133,6 +133,7 @@ def judge(
         ),
         traces=traced_lines(analyzer),
         reactions=tuple(reacted_lines(inputs.reactions, analyzer.run)),
+        nccl=analyzer.nccl().known,
     )
     return verdict, found
 

@@ -14,6 +14,7 @@ from haiprof.diagnosis.traced_window import StepWork
 from haiprof.run_analysis.before_death import GpuMemoryAtEnd, MemoryAtEnd
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.lines import CodeLine as CodeLine
+from haiprof.run_analysis.nccl_witness import NcclReport
 from haiprof.run_analysis.restarts import Goodput, Start
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import write_json
@@ -158,6 +159,7 @@ class Verdict:
     machine: str | None = None
     traces: tuple[str, ...] = ()
     reactions: tuple[str, ...] = ()
+    nccl: NcclReport | None = None
 
 
 SCHEMA = "haiprof.diagnosis.1"
@@ -211,6 +213,9 @@ FIELDS = {
     "notes": "what was damaged or left out while reading, and what to know of the run",
     "traces": "what was traced, and why the rest was not",
     "reactions": "what haiprof noticed while the job ran, and did by itself",
+    "nccl": "what NCCL's Inspector and profiler plugin wrote, by rank: `collectives` (number of "
+    "the last one, rates, `bus_ratio` to the others' median, `since_ns`), `waits` of its network "
+    "proxy; null: the job was not told to write such files, or none is there",
 }
 """Every field of the document."""
 FINDING_FIELDS = {
@@ -247,6 +252,7 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
     content = asdict(verdict) | {
         **ledger_document(ledger),
         "device": device,
+        "nccl": None if verdict.nccl is None else verdict.nccl.as_json(),
         "goodput": None if verdict.goodput is None else verdict.goodput.summary(),
         "problem_count": sum(found.severity != "info" for found in verdict.findings),
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""NCCL's RAS as a second witness: which rank of a communicator did not join, without torch."""
+"""NCCL as a second witness, by RAS or by its files: which rank did not join, without torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import visible
 from haiprof.live.standstill import RankState, Suspect, doing
+from haiprof.run_analysis.nccl_witness import NcclRank, nccl_report, ranks_behind
 from haiprof.run_analysis.run_files import RunFiles, integer, mapping, objects, text
 
 PORT = 28028
@@ -23,19 +23,8 @@ _LEG_S = 3
 _ANSWER_LIMIT = 16 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BETWEEN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RasRank:
-    """A rank that RAS names in one communicator."""
-
-    rank: int | None
-    """In the communicator; None where it names a process alone."""
-    size: int | None
-    """Ranks of the communicator."""
-    pid: int | None
-    why: str
-    """For people."""
+_TAIL_BYTES = 1 << 20
+"""Of a file of NCCL's the last records tell where a rank stands."""
 
 
 Address = tuple[str, int]
@@ -117,7 +106,7 @@ class _Talk:
         return bool(part)
 
 
-def parse_ras(answer: str) -> list[RasRank]:
+def parse_ras(answer: str) -> list[NcclRank]:
     """The ranks that have begun fewer operations of a kind than others, or that do not answer.
 
     Raises:
@@ -135,7 +124,7 @@ def parse_ras(answer: str) -> list[RasRank]:
     return _parse_text(answer)
 
 
-def _judge_communicator(content: Mapping[str, Any]) -> list[RasRank]:
+def _judge_communicator(content: Mapping[str, Any]) -> list[NcclRank]:
     size, found = integer(content.get("size")), []
     for missing in objects(content.get("missing_ranks")):
         status = mapping(missing.get("status"))
@@ -158,9 +147,9 @@ def _judge_communicator(content: Mapping[str, Any]) -> list[RasRank]:
     return found
 
 
-def _ras_rank(content: Mapping[str, Any], size: int | None, why: str) -> RasRank:
+def _ras_rank(content: Mapping[str, Any], size: int | None, why: str) -> NcclRank:
     pid = integer(content.get("pid"))
-    return RasRank(rank=integer(content.get("rank")), size=size, why=why,
+    return NcclRank(rank=integer(content.get("rank")), size=size, why=why,
                    pid=pid if pid is not None and pid > 0 else None)  # fmt: skip
 
 
@@ -182,17 +171,17 @@ _RANK = re.compile(
 _PROCESS = re.compile(r"  Process (\d{1,9}) on node .* managing GPU")
 
 
-def _parse_text(answer: str) -> list[RasRank]:
+def _parse_text(answer: str) -> list[NcclRank]:
     """The same of the text for people, in which only outliers are named."""
     sizes: dict[str, int] = {}
-    found: list[RasRank] = []
+    found: list[NcclRank] = []
     behind: list[tuple[int, int, int | None, int | None]] = []
     size, section, kind, shared, most = None, "", "", None, 0
 
     def settle() -> None:
         """Those that have begun fewer than the most of one kind of operation."""
         found.extend(
-            RasRank(rank=rank, size=of, pid=pid, why=_behind_text(kind, count, most))
+            NcclRank(rank=rank, size=of, pid=pid, why=_behind_text(kind, count, most))
             for rank, count, pid, of in behind
             if count < most
         )
@@ -215,14 +204,14 @@ def _parse_text(answer: str) -> list[RasRank]:
         elif one := _RANK.match(line):
             pid = int(one[4]) if one[4] else None
             if section == "INCOMPLETE":
-                found.append(RasRank(rank=int(one[1]), size=size, pid=pid,
+                found.append(NcclRank(rank=int(one[1]), size=size, pid=pid,
                                      why="its process is not reached by NCCL's RAS"))  # fmt: skip
             elif kind and (one[2] or one[3] or shared is not None):
                 count = int(one[2] or 0) if one[2] or one[3] else shared or 0
                 most = max(most, count)
                 behind.append((int(one[1]), count, pid, size))
         elif (gone := _PROCESS.match(line)) and section in ("INCOMPLETE", "DEAD"):
-            found.append(RasRank(rank=None, size=None, pid=int(gone[1]),
+            found.append(NcclRank(rank=None, size=None, pid=int(gone[1]),
                                  why="its process is not reached by NCCL's RAS"))  # fmt: skip
     settle()
     return found
@@ -237,14 +226,40 @@ def ras_suspects(
 ) -> list[Suspect]:
     """Ranks that block the job by what NCCL itself counts.
 
-    Asked twice: who is behind in both answers, at the same count, does not move.
-
     Raises:
         MissingDataError: RAS does not answer, or knows no process of this job.
     """
-    first = parse_ras(ask(address))
+    return _still_named(states, lambda: parse_ras(ask(address)), between_s, certain=True)
+
+
+def file_suspects(
+    states: Sequence[RankState], files: RunFiles, *, between_s: float = _BETWEEN_S
+) -> tuple[list[Suspect], tuple[str, ...]]:
+    """The same by what NCCL wrote into files, and notes on those.
+
+    Never certain: a rank may have written less than it did.
+    """
+    notes: dict[str, None] = {}
+
+    def look() -> list[NcclRank]:
+        report = nccl_report(files, limit_bytes=_TAIL_BYTES)
+        notes.update(dict.fromkeys(report.notes))
+        return ranks_behind(report)
+
+    return _still_named(states, look, between_s, certain=False), tuple(notes)
+
+
+def _still_named(
+    states: Sequence[RankState],
+    look: Callable[[], list[NcclRank]],
+    between_s: float,
+    *,
+    certain: bool,
+) -> list[Suspect]:
+    """Asked twice: who is behind in both answers, at the same count, does not move."""
+    first = look()
     time.sleep(between_s)
-    second = parse_ras(ask(address))
+    second = look()
     still = [each for each in first if each in second]
     by_pid: dict[int, list[RankState]] = {}
     for state in states:
@@ -254,12 +269,13 @@ def ras_suspects(
     found: dict[int, Suspect] = {}
     for each in still:
         named = by_pid.get(each.pid, []) if each.pid is not None else []
+        named = [state for state in named if each.host in (None, state.host)]
         if each.pid is None and each.rank is not None and each.size == len(states):
             named = [by_rank[each.rank]] if each.rank in by_rank else []
         if len(named) == 1:  # two nodes may have the same process id
             state = named[0]
-            suspect = Suspect(rank=state.rank, reason=each.why, doing=doing(state), certain=True)
+            suspect = Suspect(rank=state.rank, reason=each.why, doing=doing(state), certain=certain)
             found.setdefault(state.rank, suspect)
     if still and not found:
-        raise MissingDataError("NCCL's RAS names ranks, but no process of this job")
+        raise MissingDataError("NCCL names ranks, but no process of this job")
     return list(found.values())

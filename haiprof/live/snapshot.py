@@ -23,7 +23,7 @@ from haiprof.base.units import NS_PER_S
 from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import is_mine, process_state
 from haiprof.live.ask import Answers, Member, ask, find_missing_ranks, lost_members, members
-from haiprof.live.nccl_ras import find_address, ras_suspects
+from haiprof.live.nccl_ras import file_suspects, find_address, ras_suspects
 from haiprof.live.standstill import (
     GONE,
     STOPPED,
@@ -41,6 +41,7 @@ from haiprof.live.standstill import (
 )
 from haiprof.run_analysis.collectives import Mismatch, collective_frame, find_mismatches
 from haiprof.run_analysis.counters import counter_frame
+from haiprof.run_analysis.nccl_witness import files_of_run
 from haiprof.run_analysis.run_files import RunFiles, integer, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
@@ -282,15 +283,27 @@ def take_snapshot(
 def _ask_nccl(
     states: Sequence[RankState], files: RunFiles, progress: Callable[[str], None]
 ) -> tuple[list[Suspect], list[str]]:
-    """Where the Flight Recorder tells nothing: whom NCCL's own RAS names; and why nobody."""
-    address = find_address(files) if len(states) > 1 else None
-    if address is None:
+    """Where the Flight Recorder tells nothing: whom NCCL names, by RAS, else by its files.
+
+    And why nobody.
+    """
+    if len(states) < 2:
         return [], []
-    progress("the Flight Recorder tells nothing: asking NCCL's RAS")
+    said: list[str] = []
+    if (address := find_address(files)) is not None:
+        progress("the Flight Recorder tells nothing: asking NCCL's RAS")
+        try:
+            return ras_suspects(states, address), []
+        except MissingDataError as error:
+            said.append(str(error))
+    if not files_of_run(files)[0]:
+        return [], said
+    progress("the Flight Recorder tells nothing: reading NCCL's files")
     try:
-        return ras_suspects(states, address), []
+        found, notes = file_suspects(states, files)
     except MissingDataError as error:
-        return [], [str(error)]
+        return [], [*said, str(error)]
+    return found, [*said, *notes]
 
 
 def _everybody(run: RunPaths, stacks: Answers) -> list[Member]:

@@ -15,6 +15,7 @@ from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S, duration_text, ranks_text
 from haiprof.run_analysis.collectives import Mismatch, find_mismatches
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
+from haiprof.run_analysis.nccl_witness import begun_later
 from haiprof.run_analysis.printed_lines import (
     ERRORS,
     Output,
@@ -272,6 +273,9 @@ class _Case:
         }
         self.last = last_collectives(evidence.files, evidence.collectives(), self.attempts)
         self.behind = behind(self.last)
+        if not self.last:  # without the Flight Recorder, what NCCL itself wrote
+            begun = begun_later(evidence.files, self.attempts)
+            self.behind = {r: LastCollective(sequence=n, kind=k) for r, (k, n) in begun.items()}
         self.phases = {
             rank.rank: phase
             for rank in evidence.files.ranks

@@ -45,6 +45,7 @@ from haiprof.run_analysis.counters import (
 )
 from haiprof.run_analysis.deaths import Death, Evidence, LastStep, find_deaths, gather_evidence
 from haiprof.run_analysis.lines import line_frame
+from haiprof.run_analysis.nccl_witness import NcclReport, nccl_report
 from haiprof.run_analysis.ranks import (
     LOADING_SCHEMA,
     RANK_SCHEMA,
@@ -282,6 +283,14 @@ class RunFrames:
         """How late each rank begins its collectives; see `run_analysis.collectives.lateness`."""
         return lateness(self.arrivals(), self.steps())
 
+    @_once
+    def nccl(self) -> NcclReport:
+        """What NCCL's Inspector and profiler plugin wrote; see `run_analysis.nccl_witness`.
+
+        Of the whole run: of a part of its time nothing is said.
+        """
+        return nccl_report(self.files if self.between is None else replace(self.files, ranks=()))
+
     def windows(self) -> pl.DataFrame:
         """One row per rank and trace window; columns in `haiprof.run_analysis.windows`."""
         offsets = {key: rows.wall_offset_ns for key, rows in self._rows.items()}
@@ -430,6 +439,7 @@ class RunFrames:
             *(f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)),
             *counter_notes(self.files),
             *self._collectives[1],
+            *self.nccl().notes,
         ]
 
     def manifest(self) -> Manifest:

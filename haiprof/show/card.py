@@ -151,7 +151,8 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
         grid.add_row("", Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'smaller one')}"))
     known = tuple(why for _, why in verdict.not_measured)  # said with --all
     notes = [note for note in verdict.notes if not note.endswith(known)]
-    rows = (("noticed", verdict.reactions), ("traced", verdict.traces), ("notes", notes))
+    rows = (("noticed", verdict.reactions), ("traced", verdict.traces), ("NCCL", _nccl(verdict)),
+            ("notes", notes))  # fmt: skip
     for label, lines in rows:
         for line in lines[:1]:
             grid.add_row(label, Text(line, style="dim"))
@@ -326,6 +327,10 @@ def _with_label(label: str, text: str, *, style: str = "") -> RenderableType:
     return grid
 
 
+def _nccl(verdict: Verdict) -> list[str]:
+    return [] if verdict.nccl is None else list(verdict.nccl.lines())
+
+
 def _closing(verdict: Verdict) -> Iterator[RenderableType]:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
@@ -334,6 +339,8 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
         grid.add_row("" if place else "noticed", line)
     for place, line in enumerate(verdict.traces):
         grid.add_row("" if place else "traced", line)
+    for place, line in enumerate(_nccl(verdict)):
+        grid.add_row("" if place else "NCCL", line)
     if verdict.machine:
         grid.add_row("machine", verdict.machine)
     for label, what, why in _unknowns(verdict):

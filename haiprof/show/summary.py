@@ -20,6 +20,7 @@ from haiprof.run_analysis.counters import (
     select_training_samples,
     training_spans,
 )
+from haiprof.run_analysis.nccl_witness import NcclReport
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.step_frame import by_attempt, untrained_boundary
 from haiprof.run_analysis.steps import WORDS
@@ -313,11 +314,13 @@ class OverviewSummary:
     """Traced windows, and why others were not."""
     reactions: tuple[str, ...]
     """Automatic reactions."""
+    nccl: NcclReport | None
+    """What NCCL itself wrote of the ranks' collectives."""
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; times in ns, sizes in bytes, ratios in [0, 1]."""
-        return asdict(self)
+        return asdict(self) | {"nccl": self.nccl and self.nccl.as_json()}
 
 
 _TRACE_LIMIT_BYTES = 64 << 20
@@ -369,6 +372,7 @@ def overview_summary(
         work=step_work(data.run, _job_step_ns(trained), limit_bytes=trace_limit_bytes),
         traces=traced_lines(data),
         reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
+        nccl=data.nccl().known,
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
     )
 

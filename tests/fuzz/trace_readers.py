@@ -21,6 +21,7 @@ from benchmarks.gpu.simulated_allocator import MIB, Allocator
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
 from haiprof.diagnosis.function_reports import function_reports
+from haiprof.run_analysis.nccl_witness import nccl_folder_report, ranks_behind
 from haiprof.trace_analysis import report_cache
 from haiprof.trace_analysis.chakra import chakra_graph, write_chakra
 from haiprof.trace_analysis.memory_timeline import memory_by_category
@@ -41,6 +42,7 @@ from haiprof.trace_format.memory_snapshot import memory_history, read_memory_sna
 from haiprof.trace_format.merge import RankEvents, RankPlan
 from haiprof.trace_format.merge_inputs import TraceInput, trace_input
 from haiprof.trace_format.nsight import read_nsight
+from tests import fake_nccl_files as nccl
 from tests.fuzz.scratch import folder, put
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 from tests.unit.analysis.whatif.test_operations import two_ranks
@@ -250,6 +252,28 @@ def read_torch_flight(data: bytes) -> object:
 def torch_flight_seeds() -> list[bytes]:
     """What torch wrote, in both forms."""
     return [path.read_bytes() for path in sorted(DUMPS.glob("gloo_0.*"))]
+
+
+def read_nccl_folder(data: bytes) -> object:
+    """A file of NCCL's beside a whole one, and all that is said of both."""
+    put("nccl/whole.log", nccl.inspector_of(0, 3).encode())
+    path = put("nccl/nccl_inspector_metrics_00000001-aaaa.prom", data)
+    found = nccl_folder_report([path.parent])
+    said = json.dumps([found.as_json(), [each.why for each in ranks_behind(found)]])
+    assert "NaN" not in said
+    assert "Infinity" not in said
+    assert not any("\x1b" in line for line in found.lines())
+    return found.collectives.height, found.waits.height, len(found.notes)
+
+
+@cache
+def nccl_seeds() -> list[bytes]:
+    """Each form in each version."""
+    steps = [nccl.proxy("send", [nccl.SEND_STEP]), {"p2p_perf": nccl.p2p(1)}]
+    return [text.encode() for text in (
+        nccl.inspector_of(1, 4), nccl.inspector(1, steps, version="v4.4"), nccl.profiler(0, 1),
+        nccl.prometheus(200.0), nccl.prometheus_2_29(1, 40, 200.0),
+    )]  # fmt: skip
 
 
 def read_nsight_database(data: bytes) -> object:

@@ -1,11 +1,13 @@
-"""A job without a Flight Recorder stands still: NCCL's own RAS, a fake of it, names the rank."""
+"""A job without a Flight Recorder stands still: fakes of NCCL's RAS and files name the rank."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from tests.fake_nccl_files import inspector_of
 from tests.fake_ras import fake_ras
 from tests.process.jobs import SIMULATED_GPU
 from tests.process.live import START_S, LiveJob, plain_ranks, within
@@ -57,3 +59,29 @@ def test_rank_that_did_not_join_is_named_by_nccl_where_torch_tells_nothing(tmp_p
     assert (first["rank"], first["certain"]) == (1, True)
     assert first["reason"] == "it has begun 40 AllReduce, others 41, as NCCL's RAS tells"
     assert server.heard[:2] == ["CLIENT PROTOCOL 2", "TIMEOUT 3"]
+
+
+@pytest.mark.proof
+def test_files_of_nccls_inspector_name_it_where_ras_does_not_answer(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "nccl"
+    script.write_text(SCRIPT)
+    folder.mkdir()
+    with fake_ras("") as server:
+        port = server.address[1]
+    extra = {
+        "NCCL_RAS_ADDR": f"localhost:{port}", "TORCH_FR_BUFFER_SIZE": "0",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "NCCL_INSPECTOR_ENABLE": "1",
+        "NCCL_INSPECTOR_DUMP_DIR": str(folder),
+    }  # fmt: skip
+    with LiveJob(tmp_path, plain_ranks(2, str(script)), "--quiet", extra=extra) as job:
+        pids = within(START_S, lambda: p if len(p := job.pids()) == 2 else None)
+        for rank in (0, 1):
+            changes = {"pid": pids[rank], "hostname": socket.gethostname()}
+            text = inspector_of(rank, 41 - rank, size=2, changes=changes)
+            (folder / f"here-pid{pids[rank]}.log").write_text(text)
+        within(START_S, lambda: (job.listed()["idle_ns"] or 0) > 1e9)
+        seen = job.ask("snapshot", job.pid)
+    first = seen["suspects"][0]
+    assert (first["rank"], first["certain"]) == (1, False)
+    assert first["reason"].endswith("is number 40, others' 41, as NCCL's Inspector wrote")
+    assert any("RAS" in note and "refused" in note for note in seen["notes"])

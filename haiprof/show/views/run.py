@@ -49,6 +49,7 @@ from haiprof.show.views.blocks import (
     section,
     series_block,
 )
+from haiprof.show.views.trace_files import nccl_block
 
 _SWITCHES = {
     "anomaly": "anomaly detection",
@@ -169,6 +170,8 @@ def overview_view(summary: OverviewSummary, *, width: int) -> RenderableType:
     if summary.reactions:
         lines = [Text(printable(line), overflow="fold") for line in summary.reactions]
         parts.append(section("Noticed", *lines))
+    if summary.nccl is not None:
+        parts.append(section("NCCL", *nccl_block(summary.nccl)))
     if summary.traces:
         parts.append(section("Traces", *(Text(line, overflow="fold") for line in summary.traces)))
     parts.append(missing_block(summary.missing))

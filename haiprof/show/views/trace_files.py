@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.run_analysis.collectives import FlightVerdict
+from haiprof.run_analysis.nccl_witness import NcclReport, ranks_behind
 from haiprof.show.frame_table import frame_table
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import notes_block, section
@@ -179,4 +180,37 @@ def flight_view(verdict: FlightVerdict) -> RenderableType:
         *(Text(printable(text), style="bold") for text in verdict.findings or (_AGREE,)),
         section("The last collective of each rank", *frame_table(last, known, limit=40)),
         notes_block(verdict.notes),
+    )
+
+
+_NCCL_COLUMNS = (
+    ("rank", "rank"), ("member", "in it"), ("kind", "collective"), ("record_count", "records"),
+    ("sequence", "last"), ("message", "message"), ("exec_ns", "takes"),
+    ("bus_bytes_per_s", "bus"), ("bus_ratio", "of others"), ("since_ns", "written ago"),
+    ("communicator", "communicator"),
+)  # fmt: skip
+_WAIT_COLUMNS = (
+    ("rank", "rank"), ("member", "in it"), ("step_count", "steps"), ("gpu_ns", "own GPU"),
+    ("peer_ns", "room at peer"), ("send_ns", "send"), ("receive_ns", "data"),
+    ("flush_ns", "flush"), ("communicator", "communicator"),
+)  # fmt: skip
+_NCCL_LIMIT = 24
+
+
+def nccl_block(report: NcclReport) -> Iterator[RenderableType]:
+    """Sentences, then what each rank did, and what its network proxy waited for."""
+    yield from (Text(printable(line), overflow="fold") for line in report.lines())
+    for rows, columns in ((report.collectives, _NCCL_COLUMNS), (report.waits, _WAIT_COLUMNS)):
+        known = [(name, head) for name, head in columns if rows[name].count()]
+        if known:
+            yield from (Text(), *frame_table(rows, known, limit=_NCCL_LIMIT))
+
+
+def nccl_view(report: NcclReport) -> RenderableType:
+    """The whole view."""
+    named = [f"rank {each.rank}: {each.why}" for each in ranks_behind(report)[:_NCCL_LIMIT]]
+    return Group(
+        *(Text(printable(text), style="bold") for text in named),
+        section("What NCCL wrote", *nccl_block(report)),
+        notes_block(report.notes),
     )

@@ -15,6 +15,7 @@ from haiprof.run_analysis.collectives import judge_dumps
 from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, parse_torch_message
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.writer import LineWriter, write_json
+from tests.fake_nccl_files import COMM_HASH, profiler
 from tests.unit.analysis.test_deaths import T0, Job, S, found
 
 
@@ -65,6 +66,22 @@ def test_rank_behind_is_the_suspect_where_all_ranks_were_aborted(job: Job) -> No
     assert "it never came to all_reduce 5" in death.headline
     assert "ranks 0 and 2 waited in all_reduce 5 and were ended" in death.headline
     assert [fate.role for fate in death.fates] == ["victim", "cause", "victim"]
+
+
+def test_profiler_plugin_of_nccl_names_who_did_not_join_without_dumps(
+    job: Job, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "prof"
+    events = LineWriter(job.run.rank(0, 0).events)
+    events.append({"type": "environment", "variables": {"NCCL_PROFILE_DUMP_FILE": str(prefix)}})
+    events.close()
+    for rank, at_s in ((0, 1), (1, 2.2), (2, 1.1)):
+        text = profiler(rank, 40 if rank == 1 else 41)
+        (tmp_path / f"prof_{COMM_HASH}_{rank}.json").write_text(text)
+        job.over(rank, at_s, number=6)
+    death = job.death()
+    assert (death.cause, death.ranks, death.certain) == ("hang", (1,), False)
+    assert "it never came to AllReduce 41" in death.headline
 
 
 def test_rank_behind_that_aborted_long_before_the_others_crashed(job: Job) -> None:

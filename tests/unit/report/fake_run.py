@@ -21,6 +21,7 @@ from haiprof.run_analysis.counters import (
     host_windows,
     training_spans,
 )
+from haiprof.run_analysis.nccl_witness import NcclReport, nccl_report
 from haiprof.run_analysis.ranks import RANK_SCHEMA
 from haiprof.run_analysis.reactions import REACTION_SCHEMA
 from haiprof.run_analysis.run_files import RunFiles, open_run
@@ -105,6 +106,9 @@ class FakeRun:
 
     def reactions(self) -> pl.DataFrame:
         return pl.DataFrame(self.reaction_rows, schema=REACTION_SCHEMA)
+
+    def nccl(self) -> NcclReport:
+        return nccl_report(self.files)
 
     def notes(self) -> list[str]:
         return self.note_lines
