@@ -107,13 +107,17 @@ class NcclReport:
 def _group_text(part: pl.DataFrame, interval_ns: int) -> str:
     """`AllReduce of 8 ranks, 25.0 MiB: 170 GiB/s of bus bandwidth, from ... (NCCL's Inspector)`."""
     rate = part["bus_bytes_per_s"].median()
-    said = f"{visible(part['kind'][0])} of {part.height} ranks"
+    whole = max(part["size"][0] or 0, part.height)
+    count = f"{whole} ranks" if part.height == whole else f"{part.height} of {whole} ranks"
+    said = f"{visible(part['kind'][0])} of {count}"
     said += f", {visible(part['message'][0])}" if part["message"][0] else ""
     said += f": {rate_text(rate)} of bus bandwidth" if isinstance(rate, float) else ""
     slow = part.drop_nulls("bus_ratio").sort("bus_ratio")
-    if slow.height:
+    least, most = (
+        (rate_text(slow["bus_bytes_per_s"][at]) for at in (0, -1)) if slow.height else ("", "")
+    )
+    if least != most:
         ratio = ratio_text(slow["bus_ratio"][0])
-        least, most = (rate_text(slow["bus_bytes_per_s"][at]) for at in (0, -1))
         said += f", from {least} ({_name(slow)}, {ratio} of the others' median) "
         said += f"to {most} ({_name(slow.tail(1))})"
     if (late := _behind(part, interval_ns)).height:
@@ -230,7 +234,9 @@ def files_of_run(files: RunFiles) -> tuple[list[Path], list[str]]:
         inside = _inside(folder, since_ns=start_ns)
         own = [path for path in inside if any(each.fullmatch(path.name) for each in patterns)]
         if not own:
-            notes.append(f"{folder}: the job was told to write NCCL's files there, and none is")
+            notes.append(
+                f"{folder}: the job was told to write NCCL's files there; none of this run is here"
+            )
         found += own
     return list(dict.fromkeys(found)), notes
 

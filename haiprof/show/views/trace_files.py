@@ -184,13 +184,13 @@ def flight_view(verdict: FlightVerdict) -> RenderableType:
 
 
 _NCCL_COLUMNS = (
-    ("rank", "rank"), ("member", "in it"), ("kind", "collective"), ("record_count", "records"),
+    ("rank", "rank"), ("member", "member"), ("kind", "collective"), ("record_count", "records"),
     ("sequence", "last"), ("message", "message"), ("exec_ns", "takes"),
     ("bus_bytes_per_s", "bus"), ("bus_ratio", "of others"), ("since_ns", "written ago"),
     ("communicator", "communicator"),
 )  # fmt: skip
 _WAIT_COLUMNS = (
-    ("rank", "rank"), ("member", "in it"), ("step_count", "steps"), ("gpu_ns", "own GPU"),
+    ("rank", "rank"), ("member", "member"), ("step_count", "steps"), ("gpu_ns", "own GPU"),
     ("peer_ns", "room at peer"), ("send_ns", "send"), ("receive_ns", "data"),
     ("flush_ns", "flush"), ("communicator", "communicator"),
 )  # fmt: skip
