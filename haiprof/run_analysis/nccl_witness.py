@@ -306,7 +306,7 @@ def _report(paths: Sequence[Path], rank_of: _RankOf, until_ns: int, limit_bytes:
     waits = pl.concat([pl.DataFrame(schema=WAIT_SCHEMA), *(r.waits for r in read)])
     return NcclReport(
         collectives=_with_rank(collectives, rank_of).with_columns(
-            since_ns=pl.lit(until_ns) - pl.col("last_ns")
+            since_ns=(pl.lit(until_ns) - pl.col("last_ns")).clip(0)  # clocks of nodes differ
         ),
         waits=_with_rank(waits, rank_of),
         cut_count=sum(each.is_cut for each in read),

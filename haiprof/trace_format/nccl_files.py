@@ -84,7 +84,7 @@ def read_nccl_file(path: Path, *, limit_bytes: int = LIMIT_BYTES) -> NcclFile:
     elif lines[0].startswith(b"[") or b'"cat"' in lines[0]:
         _read_profiler(lines, rows)
     else:
-        _read_inspector(lines, rows, path)
+        _read_inspector(lines, rows, path, is_cut=is_cut)
     if rows.damaged == len(lines):
         raise TraceFormatError(f"{path}: no file of NCCL's Inspector or profiler plugin")
     notes = []
@@ -116,7 +116,6 @@ class _Rows:
 
     def __init__(self) -> None:
         self.records: list[tuple[object, ...]] = []
-        self.means: list[tuple[object, ...]] = []
         self.waits: dict[_Process, list[float]] = {}
         self.damaged = 0
 
@@ -127,18 +126,17 @@ class _Rows:
         sums[1 + WAITS.index(name)] += ns
 
     def as_file(self, notes: Sequence[str], *, is_cut: bool) -> NcclFile:
-        """Single records by message; means as they are."""
+        """Records of one process, kind and message together."""
         single = pl.DataFrame(self.records, schema=COLLECTIVE_SCHEMA, orient="row")
         medians = single.group_by([*PROCESS, "kind", "message"], maintain_order=True).agg(
-            pl.col("record_count").sum(),
+            pl.when(pl.col("record_count").count() > 0).then(pl.col("record_count").sum()),
             pl.col("sequence").max(),
             pl.col("exec_ns", "bus_bytes_per_s").median(),
             pl.col("last_ns").max(),
         )
-        means = pl.DataFrame(self.means, schema=COLLECTIVE_SCHEMA, orient="row")
         waits = [(*process, int(sums[0]), *sums[1:]) for process, sums in self.waits.items()]
         return NcclFile(
-            collectives=pl.concat([medians, means]),
+            collectives=medians,
             waits=pl.DataFrame(waits, schema=WAIT_SCHEMA, orient="row"),
             is_cut=is_cut,
             notes=tuple(notes),
@@ -213,7 +211,7 @@ class _Record(msgspec.Struct):
     dump_stats: _Stats | None = None
 
 
-def _read_inspector(lines: Sequence[bytes], rows: _Rows, path: Path) -> None:
+def _read_inspector(lines: Sequence[bytes], rows: _Rows, path: Path, *, is_cut: bool) -> None:
     """From v4.3 on a `dump_stats` line says whose so many lines after it are.
 
     A line that no such line counts is of nobody, and is left out as a damaged one.
@@ -229,13 +227,16 @@ def _read_inspector(lines: Sequence[bytes], rows: _Rows, path: Path) -> None:
             continue
         own = _context(record, path)
         if own is not None and (stats := record.dump_stats) is not None:
-            context = own
+            context, is_cut = own, False
             left = {"coll_perf": stats.coll_records, "p2p_perf": stats.p2p_records,
                     "proxy_trace": stats.proxy_records}  # fmt: skip
             continue
         kind = next((name for name in _PAYLOADS if getattr(record, name) is not None), "")
         if own is None and context is not None and left.get(kind, 0) > 0:
             own, left[kind] = context, left[kind] - 1
+        if own is None and kind and is_cut:
+            continue  # its line of context lies before what was read
+        is_cut = False
         if own is None or not kind:
             rows.damaged, context = rows.damaged + 1, None
         elif record.proxy_trace is not None:
@@ -313,7 +314,7 @@ def _read_prometheus(lines: Sequence[bytes], rows: _Rows, path: Path, changed_ns
             rows.damaged += len(values)  # a name with a quote in it: NCCL does not escape it
             continue
         exec_us, gbs = values.get("exec_time_microseconds"), values.get("bus_bandwidth_gbs")
-        rows.means.append((
+        rows.records.append((
             "prometheus", labels.get("comm_id") or labels.get("comm_name") or "unknown",
             _whole(labels.get("rank")), size, labels.get("hostname") or labels.get("node"), None,
             uuid[1].lower() if uuid else None, kind, message,

@@ -152,6 +152,14 @@ def test_prometheus_form_is_told_by_gpu(tmp_path: Path) -> None:
     assert report.collectives["sequence"].to_list() == [None] * 4
 
 
+def test_means_of_one_message_by_several_algorithms_are_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "nccl_inspector_metrics_00000001-aaaa.prom"
+    other = nccl.prometheus(300.0).replace("Ring_ll", "Tree_ll")
+    path.write_text(nccl.prometheus(100.0) + other)
+    (row,) = read_nccl_file(path).collectives.iter_rows(named=True)
+    assert (row["bus_bytes_per_s"], row["record_count"]) == (200e9, None)
+
+
 def test_prometheus_form_of_nccl_2_29_has_numbers(tmp_path: Path) -> None:
     path = tmp_path / "nccl_inspector_metrics_00000001-aaaa.prom"
     path.write_text(nccl.prometheus_2_29(1, 40, 200.0) + 'nccl_collectives_total{a="b"} 7\n')
@@ -237,6 +245,17 @@ def test_large_file_is_read_from_its_end(tmp_path: Path) -> None:
     assert found.is_cut
     assert found.collectives["sequence"].to_list() == [99]
     assert found.collectives["record_count"].to_list() < [10]
+    assert not found.notes
+
+
+def test_lines_whose_context_was_cut_off_are_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / log(0)
+    path.write_text(
+        nccl.inspector_of(0, 9, version="v4.4") + nccl.inspector_of(0, 99, version="v4.4")
+    )
+    found = read_nccl_file(path, limit_bytes=path.stat().st_size - 700)
+    assert found.is_cut
+    assert found.collectives.select("sequence", "record_count").rows() == [(99, 10)]
     assert not found.notes
 
 
