@@ -141,7 +141,9 @@ def nccl_report(files: RunFiles, *, limit_bytes: int = LIMIT_BYTES) -> NcclRepor
     report = _report(paths, _known_processes(files), until_ns, limit_bytes)
     collectives = report.collectives.drop_nulls("rank")
     if collectives.is_empty() and report.collectives.height:
-        notes.append(f"{paths[0].parent}: no process of this run wrote NCCL's files there")
+        notes.append(
+            f"{paths[0].parent}: whose NCCL's files there are is not known: no rank is told"
+        )
     return NcclReport(
         collectives=_against_others(collectives),
         waits=report.waits.drop_nulls("rank"),

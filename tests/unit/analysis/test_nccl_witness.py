@@ -277,9 +277,19 @@ def test_files_of_other_jobs_are_not_taken_for_this_one(tmp_path: Path) -> None:
     })  # fmt: skip
     report = report_of(root)
     assert report.known is None
-    assert report.notes == (
-        f"{tmp_path / 'nccl'}: no process of this run wrote NCCL's files there",
-    )
+    (note,) = report.notes
+    assert note.startswith(f"{tmp_path / 'nccl'}: whose NCCL's files there are is not known")
+
+
+def test_process_id_that_two_nodes_have_names_no_rank(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = [{"type": "environment", "variables": {"NCCL_PROFILE_DUMP_FILE": f"{tmp_path}/p"}}]
+    for rank in range(2):
+        write_rank(run, spans_of("F B O"), rank=rank, pid=100, host=f"node{rank}", lines=lines)
+    (tmp_path / "p_1_0.json").write_text(nccl.profiler(0, 41))
+    report = report_of(run.root)
+    assert report.known is None
+    assert "is not known" in report.notes[0]
 
 
 def test_file_from_before_the_run_is_not_read(tmp_path: Path) -> None:
