@@ -84,6 +84,7 @@ def preflight(
             "leave_out": found.leave_out,
             "slurm": found.slurm,
             "suspects": [asdict(one) for one in found.suspects],
+            "unread": found.unread,
             "rates": found.rates,
             "ranks": found.ranks,
         },

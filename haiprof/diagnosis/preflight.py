@@ -7,10 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from haiprof.base.medians import MAD_TO_SIGMA, mean_median, upper_median
-from haiprof.diagnosis.thresholds import PREFLIGHT_LINK_RATIO, PREFLIGHT_MADS, PREFLIGHT_RATIO
+from haiprof.base.units import NS_PER_S, duration_text
+from haiprof.diagnosis.collective_timeouts import Contradiction, find_contradictions
+from haiprof.diagnosis.thresholds import (
+    PREFLIGHT_CLOCK_RATIO,
+    PREFLIGHT_LINK_RATIO,
+    PREFLIGHT_MADS,
+    PREFLIGHT_RATIO,
+)
 
 _NOISY = ("disk_bytes_per_s", "loader_batches_per_s")
 """What others who use the same disk or cores change: half of the peers' is needed, as of links."""
+NONE_IS_USUAL, TIMEOUT = "none is usual", "timeout"
+_CLOCK = "gpu_load_clock_mhz"
+_HELD_DOWN = {
+    0x2: "its application clocks", 0x4: "its power cap", 0x8: "a slowdown of the hardware",
+    0x10: "sync boost", 0x20: "temperature", 0x40: "temperature (hardware)",
+    0x80: "the power brake",
+}  # fmt: skip
+"""Source: nvmlClocksEventReasons in nvml.h."""
+_NOT_USUAL = 0x8 | 0x20 | 0x40 | 0x80
+"""A GPU that multiplies matrices reaches its power cap; these say that something is wrong."""
+_OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
+"""XIDs that say nothing of the GPU. Source: what NVIDIA's k8s-device-plugin leaves out."""
+_XID_S = 86_400.0
+"""What is older was as a rule mended, by a reset that the log need not show. Own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +49,9 @@ class Suspect:
     usual: float | None
     """Of its peers or of the baseline; None where the peers have no such limit."""
     against: str = "peers"
-    """`peers` or `baseline`."""
+    """`peers`, `baseline`, `maximum` (of its own clock), `timeout`, or `none is usual`."""
+    reason: str = ""
+    """What is known beside the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +62,8 @@ class Preflight:
     suspects: tuple[Suspect, ...]
     leave_out: tuple[str, ...]
     """Nodes."""
+    unread: tuple[str, ...]
+    """What could not be read, and why."""
 
     @property
     def slurm(self) -> str:
@@ -55,11 +80,17 @@ def judge_preflight(
     ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float] | None = None
 ) -> Preflight:
     """Compares what ranks measured (`preflight_probe`) with their peers and `Preflight.rates`."""
-    found = [*_slow_ranks(ranks, baseline or {}), *_tight_limits(ranks), *_faults(ranks)]
+    known = baseline or {}
+    found = [*_slow_ranks(ranks, known), *_slow_clocks(ranks, known), *_tight_limits(ranks)]
+    found += [*_faults(ranks), *_xids(ranks)]
     found += _slow_links(ranks, {suspect.rank for suspect in found})
-    found += _below_baseline(ranks, baseline or {}, {suspect.what for suspect in found})
+    found += _contradictions(ranks)
+    found += _below_baseline(ranks, known, {suspect.what for suspect in found})
     return Preflight(
-        ranks=tuple(ranks), suspects=tuple(found), leave_out=_blame_nodes(ranks, found)
+        ranks=tuple(ranks),
+        suspects=tuple(found),
+        leave_out=_blame_nodes(ranks, found),
+        unread=tuple(_unread(ranks)),
     )
 
 
@@ -92,6 +123,8 @@ def _slow_ranks(
     for what, own in _rates(ranks).items():
         if what.startswith("all_reduce"):
             continue  # all ranks wait for the slowest: it says nothing of one
+        if what == _CLOCK:
+            continue
         ratio = PREFLIGHT_LINK_RATIO if what in _NOISY else PREFLIGHT_RATIO
         values = list(own.values())
         lowest, known = _lowest(values, ratio), baseline.get(what)
@@ -104,6 +137,30 @@ def _slow_ranks(
                 continue
             yield Suspect(what=what, rank=rank, host=hosts[rank], value=value, usual=usual,
                           against=against)  # fmt: skip
+
+
+def _slow_clocks(
+    ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float]
+) -> Iterator[Suspect]:
+    """GPUs whose clock under load is below that of their peers, or held down by what is unusual."""
+    clocks = [(own, own["clock"]["mhz"]) for own in ranks if own["rates"].get(_CLOCK) is not None]
+    values = [mhz for _, mhz in clocks]
+    known = baseline.get(_CLOCK)
+    for own, mhz in clocks:
+        bits, highest = int(own["clock"]["reasons"] or 0), own["clock"]["max_mhz"]
+        half = highest is not None and mhz < highest * (1 - PREFLIGHT_LINK_RATIO)
+        if len(values) > 1 and mhz < _lowest(values, PREFLIGHT_CLOCK_RATIO):
+            usual, against = upper_median(values), "peers"
+        elif known is not None and mhz < known * (1 - PREFLIGHT_CLOCK_RATIO):
+            usual, against = known, "baseline"
+        elif bits & _NOT_USUAL or half:
+            usual, against = highest, "maximum"
+        else:
+            continue
+        held = dict.fromkeys(word for bit, word in _HELD_DOWN.items() if bits & bit)
+        yield Suspect(what=_CLOCK, rank=own["rank"], host=own["host"], value=mhz, usual=usual,
+                      against=against,
+                      reason=f"held down by {', '.join(held)}" if held else "")  # fmt: skip
 
 
 def _tight_limits(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
@@ -125,7 +182,41 @@ def _faults(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
         for what, value in rank.get("faults", {}).items():
             if value:
                 yield Suspect(what=what, rank=rank["rank"], host=rank["host"], to_host=None,
-                              value=float(value), usual=0.0, against="peers")  # fmt: skip
+                              value=float(value), usual=0.0, against=NONE_IS_USUAL)  # fmt: skip
+
+
+def _xids(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
+    """Errors that the driver logged of a node's GPUs; a GPU that is lost has no rank."""
+    for own in ranks:
+        found: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+        for xid in own.get("xids", ()):
+            if xid["code"] not in _OF_PROGRAMS and xid["age_s"] < _XID_S:
+                found.setdefault((xid["code"], xid["gpu"]), []).append(xid)
+        for (code, gpu), same in found.items():
+            last = min(same, key=lambda xid: xid["age_s"])
+            ago = duration_text(last["age_s"] * NS_PER_S)
+            yield Suspect(what=f"xid_{code}", rank=None, host=own["host"], value=len(same),
+                          usual=0.0, against=NONE_IS_USUAL,
+                          reason=f"GPU {gpu}, last {ago} ago: {last['text']}")  # fmt: skip
+
+
+def _contradictions(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
+    """Settings of timeouts that work against each other; said once where all ranks have them."""
+    own = {rank["rank"]: rank["timeouts"] for rank in ranks if "timeouts" in rank}
+    found: dict[Contradiction, list[int]] = {}
+    for rank, timeouts in own.items():
+        for one in find_contradictions(timeouts["set"], timeouts["collective_s"]):
+            found.setdefault(one, []).append(rank)
+    for one, among in found.items():
+        for rank in [None] if len(among) == len(own) else among:
+            yield Suspect(what=f"setting {one.variable}", rank=rank, value=one.value,
+                          usual=one.against_s, against=TIMEOUT, reason=one.reason)  # fmt: skip
+
+
+def _unread(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for own in ranks:
+        for what, why in own.get("unread", {}).items():
+            yield f"rank {own['rank']} on {own['host']}: {what}: not readable, because {why}"
 
 
 def _slow_links(ranks: Sequence[Mapping[str, Any]], slow: set[int | None]) -> Iterator[Suspect]:
@@ -169,7 +260,7 @@ def _blame_nodes(
     ranks: Sequence[Mapping[str, Any]], suspects: Sequence[Suspect]
 ) -> tuple[str, ...]:
     """Nodes of slow ranks; of slow links the node that most of them share, if there is one."""
-    blamed = {one.host for one in suspects if one.rank is not None and one.host is not None}
+    blamed = {one.host for one in suspects if one.to_host is None and one.host is not None}
     ends: dict[str, int] = {}
     for one in suspects:
         if one.to_host is not None and one.host is not None:

@@ -85,5 +85,8 @@ PREFLIGHT_RATIO = 0.3
 """Source: two healthy ranks on a machine with other jobs differed by 24 % in plain Python."""
 PREFLIGHT_LINK_RATIO = 0.5
 """Source: a link that lost half its lanes, or fell to the next lower Ethernet rate."""
+PREFLIGHT_CLOCK_RATIO = 0.22
+"""Source: alike GPUs of five machines differed by 8 % on average and 22 % at most (Sinha et al.,
+"Not All GPUs Are Created Equal", SC22)."""
 PREFLIGHT_MADS = 5.0
 """Source: beyond 3.5 is an outlier (Iglewicz and Hoaglin, 1993); few peers estimate MAD badly."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -49,11 +50,15 @@ def loop() -> None:
         total += number
 
 
-def measure_rank(torch: Any, folder: str) -> dict[str, float]:
-    """Rates of this rank alone, higher is better: others of its node wait meanwhile."""
+def measure_rank(torch: Any, folder: str, uuid: str = "") -> dict[str, Any]:
+    """`rates` of this rank alone, higher is better: others of its node wait meanwhile.
+
+    Where it has a GPU also its `clock` under load, and in `unread` why that is not known.
+    """
     torch.set_num_threads(1)
     source, matrix = torch.ones(_COPY_BYTES // 4), torch.ones(_MATRIX, _MATRIX)
-    found = {
+    found: dict[str, Any] = {}
+    found["rates"] = rates = {
         "cpu_loops_per_s": rate(loop, _LOOP),
         "memory_bytes_per_s": rate(lambda: source.clone().sum(), 3 * _COPY_BYTES),
         "gemm_flops": rate(lambda: matrix @ matrix, 2 * _MATRIX**3),
@@ -72,15 +77,20 @@ def measure_rank(torch: Any, folder: str) -> dict[str, float]:
             pinned.to("cuda", non_blocking=True)
             torch.cuda.synchronize()
 
-        found["gpu_gemm_flops"] = rate(multiply, 2 * _GPU_MATRIX**3)
-        found["gpu_copy_bytes_per_s"] = rate(copy, _COPY_BYTES)
+        rates["gpu_gemm_flops"] = rate(multiply, 2 * _GPU_MATRIX**3)
+        found["clock"], why = loaded_clock(multiply, uuid)
+        if found["clock"]["mhz"] is None:
+            found["unread"] = {"clock of its GPU under load": why}
+        else:
+            rates["gpu_load_clock_mhz"] = found["clock"]["mhz"]
+        rates["gpu_copy_bytes_per_s"] = rate(copy, _COPY_BYTES)
         large = torch.ones(_GPU_BYTES // 4, device="cuda")
 
         def move() -> None:
             large.clone()
             torch.cuda.synchronize()
 
-        found["gpu_memory_bytes_per_s"] = rate(move, 2 * _GPU_BYTES)
+        rates["gpu_memory_bytes_per_s"] = rate(move, 2 * _GPU_BYTES)
     return found
 
 
@@ -147,28 +157,176 @@ _GPU_FAULTS = {
     "gpu_rows_failed": "remapped_rows.failure",
     "gpu_rows_pending": "remapped_rows.pending",
 }
+_GPU_RECOVERY = {"gpu_recovery_needed": "gpu_recovery_action"}
+_WORDS = {"yes": 1.0, "no": 0.0, "none": 0.0, "reset": 1.0, "reboot": 1.0, "drain p2p": 1.0,
+          "drain and reset": 1.0}  # fmt: skip
+"""What nvidia-smi says of a fault, or of what the driver wants done after one."""
+_CLOCK_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""Driver 535 and later, and earlier ones."""
+
+Facts = dict[str, float | None]
 
 
-def gpu_facts(uuid: str) -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """Limits and faults (1: it has it) of one GPU by nvidia-smi; None for what it cannot tell."""
-    limits = ask_nvidia_smi("--query-gpu", _GPU_LIMITS, uuid)
-    return limits, ask_nvidia_smi("--query-remapped-rows", _GPU_FAULTS, uuid)
+def gpu_uuid(properties: Any) -> str:
+    """As nvidia-smi takes it; empty where torch does not tell it."""
+    uuid = str(getattr(properties, "uuid", ""))
+    return uuid if not uuid or uuid.startswith("GPU-") else f"GPU-{uuid}"
 
 
-def ask_nvidia_smi(query: str, fields: dict[str, str], uuid: str) -> dict[str, float | None]:
-    """One line of numbers of one GPU."""
+def gpu_facts(uuid: str) -> tuple[Facts, Facts, str]:
+    """Limits and faults (1: it has it) of one GPU by nvidia-smi, None for what it cannot tell; why.
+
+    The reason is empty where it answers. Drivers before 570 do not know the recovery action.
+    """
+    limits, why = ask_nvidia_smi("--query-gpu", _GPU_LIMITS, uuid)
+    faults, _ = ask_nvidia_smi("--query-remapped-rows", _GPU_FAULTS, uuid)
+    recovery, _ = ask_nvidia_smi("--query-gpu", _GPU_RECOVERY, uuid)
+    return limits, {**faults, **recovery}, why
+
+
+def loaded_clock(work: Callable[[], None], uuid: str) -> tuple[Facts, str]:
+    """The SM clock of a GPU that works all the while, its maximum, and what holds it down; why not.
+
+    `mhz`, `max_mhz`, and `reasons`, bits of nvmlClocksEventReasons (nvml.h).
+    """
+    found: Facts = {}
+    why = ""
+    for reasons in _CLOCK_REASONS:
+        fields = {"mhz": "clocks.sm", "max_mhz": "clocks.max.sm", "reasons": reasons}
+        found, why = ask_nvidia_smi("--query-gpu", fields, uuid, meanwhile=work)
+        if found["mhz"] is not None:
+            break
+    return found, "" if found["mhz"] is not None else why or "nvidia-smi does not tell it"
+
+
+def ask_nvidia_smi(
+    query: str, fields: dict[str, str], uuid: str, meanwhile: Callable[[], None] | None = None
+) -> tuple[Facts, str]:
+    """One line of numbers of one GPU; why there is none, or nothing."""
+    if not uuid:
+        return dict.fromkeys(fields), "torch does not tell which GPU it is"
     line = ["nvidia-smi", f"{query}={','.join(fields.values())}", "--format=csv,noheader,nounits",
             f"--id={uuid}"]  # fmt: skip
+    found: Facts = dict.fromkeys(fields)
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=_ASK_S, check=True)
-        said = done.stdout.splitlines()[0].split(",")
-    except (OSError, subprocess.SubprocessError, IndexError):
-        said = []
-    found: dict[str, float | None] = dict.fromkeys(fields)
-    for name, word in zip(fields, said, strict=False):
-        word = {"yes": "1", "no": "0"}.get(word.strip().lower(), word.strip())
-        found[name] = float(word) if word.replace(".", "", 1).isdigit() else None
+        asked = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+        )
+    except OSError as error:
+        return found, f"nvidia-smi: {error.strerror}"
+    try:
+        until = time.monotonic() + _ASK_S
+        while meanwhile is not None and asked.poll() is None and time.monotonic() < until:
+            meanwhile()
+        said, _ = asked.communicate(timeout=_ASK_S)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        asked.communicate()
+        return found, f"nvidia-smi: no answer in {_ASK_S:.0f} s"
+    first = said.strip().partition("\n")[0]
+    words = first.split(",")
+    if asked.returncode or len(words) != len(fields):
+        return found, f"nvidia-smi: {first[:200] or f'exit status {asked.returncode}'}"
+    return {name: number(word.strip()) for name, word in zip(fields, words, strict=True)}, ""
+
+
+def number(word: str) -> float | None:
+    """A number, `Yes`, a recovery action or bits (`0x04`) as a number; None for anything else."""
+    try:
+        return float(int(word, 16)) if word.startswith("0x") else float(word)
+    except ValueError:
+        return _WORDS.get(word.lower())
+
+
+_XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,5}),? ?(.*)")
+_LOG_BYTES = 8192  # printk: the longest record of /dev/kmsg
+_XID_LIMIT = 100
+
+
+def kernel_log(root: Path = Path("/")) -> list[tuple[float, str]]:
+    """Seconds since boot and text of each message that the kernel still holds.
+
+    Raises:
+        OSError: It is not readable.
+    """
+    # printk(9): a read gives one record, "level,number,microseconds,flags;text"; EPIPE: it has been
+    # overwritten, and the next read goes on after it.
+    found: list[tuple[float, str]] = []
+    kernel = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                record = os.read(kernel, _LOG_BYTES)
+            except BlockingIOError:
+                return found
+            except BrokenPipeError:
+                continue
+            if not record:
+                return found
+            for line in record.decode(errors="replace").splitlines():
+                head, _, text = line.partition(";")
+                words = head.split(",")
+                if len(words) > 2 and words[2].isdigit():
+                    found.append((int(words[2]) / 1e6, text))
+    finally:
+        os.close(kernel)
+
+
+def journal() -> list[tuple[float, str]]:
+    """The same from the journal of this boot.
+
+    Raises:
+        OSError: There is none, or this user may not read it.
+    """
+    line = ["journalctl", "--dmesg", "--boot", "--output=short-monotonic", "--no-pager", "--quiet"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, errors="replace",
+                              timeout=_ASK_S, check=True)  # fmt: skip
+    except subprocess.SubprocessError as error:
+        raise OSError(0, str(error).partition("\n")[0]) from None
+    matches = [re.match(r"\[ *(\d+\.\d+)\] (.*)", line) for line in done.stdout.splitlines()]
+    found = [(float(match[1]), match[2]) for match in matches if match]
+    if not found:  # a kernel that has booted has said something
+        raise OSError(0, "no message of the kernel may be read")
     return found
+
+
+def read_xids(root: Path = Path("/")) -> tuple[list[dict[str, Any]], str]:
+    """XID errors that the NVIDIA driver logged since boot, with their age; why none can be read."""
+    reasons = []
+    for name in ("/dev/kmsg", "journalctl"):
+        try:
+            log = journal() if name == "journalctl" else kernel_log(root)
+            break
+        except OSError as error:
+            reasons.append(f"{name}: {error.strerror or error}")
+    else:
+        return [], "; ".join(reasons)
+    now = time.clock_gettime(time.CLOCK_MONOTONIC)
+    found = [(at, match) for at, text in log if (match := _XID.search(text))]
+    return [
+        {"gpu": match[1].removeprefix("PCI:"), "code": int(match[2]), "text": match[3][:200],
+         "age_s": max(now - at, 0.0)}
+        for at, match in found[-_XID_LIMIT:]
+    ], ""  # fmt: skip
+
+
+VARIABLES = (
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE",
+    "NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT",
+)  # fmt: skip
+"""What says when a collective that hangs is given up, and what is written then."""
+
+
+def read_timeouts(torch: Any) -> dict[str, Any]:
+    """Seconds until NCCL's collectives are given up, unless the job says them; VARIABLES as set."""
+    usual = torch.distributed.constants.default_pg_nccl_timeout
+    set_here = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    return {"collective_s": None if usual is None else usual.total_seconds(), "set": set_here}
 
 
 def cpu_limit(text: str, root: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -252,12 +410,15 @@ def main() -> None:
     on_node = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     own: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "limits": read_limits()}
     own["gpu_count"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    unread: dict[str, str] = {}
+    uuid = ""
     if own["gpu_count"]:
         torch.cuda.set_device(local % own["gpu_count"])
-        uuid = str(getattr(torch.cuda.get_device_properties(local % own["gpu_count"]), "uuid", ""))
-        if uuid:
-            limits, own["faults"] = gpu_facts(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-            own["limits"] |= limits
+        uuid = gpu_uuid(torch.cuda.get_device_properties(local % own["gpu_count"]))
+        limits, own["faults"], unread["limits of its GPU"] = gpu_facts(uuid)
+        own["limits"] |= limits
+    if local == 0 and os.path.exists("/proc/driver/nvidia"):
+        own["xids"], unread["XIDs of its node"] = read_xids()
     dist = torch.distributed
     everyone: list[Any] = [own]
     if world > 1:
@@ -266,11 +427,17 @@ def main() -> None:
         if world > 1:
             dist.barrier()
         if turn == local:
-            own["rates"] = measure_rank(torch, environment.get("HAIPROF_PREFLIGHT_FOLDER", "."))
+            folder = environment.get("HAIPROF_PREFLIGHT_FOLDER", ".")
+            measured = measure_rank(torch, folder, uuid)
+            unread |= measured.pop("unread", {})
+            own |= measured
+    own["unread"] = {what: why for what, why in unread.items() if why}
     if world > 1:
         own["sends"] = measure_pairs(torch, rank, world)
         own["all_reduce"] = measure_reduction(torch)
         own["backend"] = dist.get_backend()
+        if "nccl" in own["backend"]:
+            own["timeouts"] = read_timeouts(torch)
         everyone = [None] * world
         dist.all_gather_object(everyone, own)
         dist.barrier()

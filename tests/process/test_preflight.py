@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from haiprof.diagnosis.preflight import judge_preflight
-from haiprof.in_job.preflight_probe import gpu_facts
+from haiprof.in_job.preflight_probe import gpu_facts, loaded_clock, read_xids
+from tests.security.second_user import as_second_user
 from tests.two_nodes import ENVIRONMENT, INTERFACE, Node, two_nodes
 from tests.unit.diagnosis.test_preflight import measured
 
@@ -94,7 +95,8 @@ def test_preflight_names_a_throttled_link_and_a_rank_in_a_small_group(
     assert links == {("node-2", "node-1")}
     assert ranks == {SLOW_RANK}
     whats = {one["what"] for one in found["suspects"] if one["rank"] == SLOW_RANK}
-    assert {"cpu_loops_per_s", "gemm_flops", "limit cpu_cores"} <= whats
+    assert "limit cpu_cores" in whats
+    assert whats & {"cpu_loops_per_s", "gemm_flops"}, "a host that takes time itself blurs one"
     assert (found["leave_out"], found["slurm"]) == (["node-2"], "--exclude=node-2")
 
 
@@ -128,29 +130,70 @@ case "$*" in
     *--query-gpu=pcie.link.width.current,pcie.link.gen.max,clocks.max.sm,power.limit*)
         echo "8, 5, 1980, 700.00" ;;
     *--query-remapped-rows=remapped_rows.failure,remapped_rows.pending*) echo "No, Yes" ;;
-    *) exit 6 ;;
+    *--query-gpu=gpu_recovery_action*) echo "Drain and Reset" ;;
+    *--query-gpu=clocks.sm,clocks.max.sm,clocks_throttle_reasons.active*)
+        sleep 0.3; echo "1095, 1980, 0x0000000000000040" ;;
+    *) echo "Field \\"x\\" is not a valid field to query."; exit 2 ;;
 esac
 """
 
 
-def test_links_of_gpus_are_limits_and_remapped_rows_faults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "nvidia-smi"
     program.write_text(NVIDIA_SMI)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    limits, faults = gpu_facts("GPU-1")
+    return program
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_links_of_gpus_are_limits_and_remapped_rows_faults() -> None:
+    limits, faults, why = gpu_facts("GPU-1")
+    assert why == ""
     assert limits == {"gpu_link_width": 8, "gpu_link_generation": 5, "gpu_clock_mhz": 1980,
                       "gpu_power_limit_watts": 700}  # fmt: skip
-    assert faults == {"gpu_rows_failed": 0, "gpu_rows_pending": 1}
+    assert faults == {"gpu_rows_failed": 0, "gpu_rows_pending": 1, "gpu_recovery_needed": 1}
     ranks = measured(4, per_node=1)
     for own in ranks:
         own["limits"] = limits if own["rank"] == 2 else {**limits, "gpu_link_width": 16}
     ranks[1]["faults"] = faults
     found = {(one.what, one.host) for one in judge_preflight(ranks).suspects}
-    assert found == {("limit gpu_link_width", "n2"), ("gpu_rows_pending", "n1")}
+    assert found == {("limit gpu_link_width", "n2"), ("gpu_rows_pending", "n1"),
+                     ("gpu_recovery_needed", "n1")}  # fmt: skip
     assert judge_preflight(ranks).slurm == "--exclude=n1,n2"
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_clock_is_asked_while_the_gpu_works_of_older_drivers_too() -> None:
+    done: list[float] = []
+
+    def work() -> None:
+        time.sleep(0.01)
+        done.append(time.monotonic())
+
+    assert loaded_clock(work, "GPU-1") == ({"mhz": 1095, "max_mhz": 1980, "reasons": 0x40}, "")
+    assert done, "it works until nvidia-smi has answered"
+
+
+def test_why_nvidia_smi_tells_nothing_is_said(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi.write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
+    assert loaded_clock(lambda: None, "GPU-1")[1] == "nvidia-smi: NVIDIA-SMI has failed"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert loaded_clock(lambda: None, "GPU-1")[1] == "nvidia-smi: No such file or directory"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a second user")
+def test_why_xids_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    found, why = as_second_user(read_xids)
+    if not why:
+        pytest.skip("everybody may read the log of this kernel")
+    assert found == []
+    assert why.startswith("/dev/kmsg: ")
+    assert "journalctl: No such file" in why
 
 
 @pytest.mark.parametrize("said", ["", "[N/A], [Not Supported], x", "ERROR: no GPU"])
@@ -161,4 +204,4 @@ def test_what_nvidia_smi_does_not_tell_is_not_known(
     program.write_text(f"#!/bin/sh\necho '{said}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert [set(facts.values()) for facts in gpu_facts("GPU-1")] == [{None}, {None}]
+    assert [set(facts.values()) for facts in gpu_facts("GPU-1")[:2]] == [{None}, {None}]

@@ -14,7 +14,7 @@ from haiprof.agent.samplers.table import CounterState
 from haiprof.agent.samplers.tools import Permission, Software, Tool
 from haiprof.base.options import KEPT_BATCHES
 from haiprof.base.units import MISSING, bytes_text, digits_text, duration_text
-from haiprof.diagnosis.preflight import Preflight, Suspect
+from haiprof.diagnosis.preflight import NONE_IS_USUAL, TIMEOUT, Preflight, Suspect
 from haiprof.live.loader_trials import AS_GIVEN, LoaderTrial
 from haiprof.show.text import count_text, printable, value_text
 from haiprof.show.views.blocks import one_line, plain_table, section
@@ -264,15 +264,16 @@ def _group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def preflight_view(found: Preflight) -> RenderableType:
     """The whole view."""
-    whats = list(found.ranks[0]["rates"])
+    whats = list(dict.fromkeys(what for own in found.ranks for what in own["rates"]))
     heads = (what.removesuffix("_bytes_per_s").replace("_per_s", "/s") for what in whats)
     table = plain_table("rank", "node", *heads, left=("node",))
     for own in found.ranks:
-        rates = (_value_text(what, own["rates"][what]) for what in whats)
+        rates = (_value_text(what, own["rates"].get(what)) for what in whats)
         table.add_row(str(own["rank"]), printable(own["host"]), *rates)
-    lines = [one_line(suspect_text(one)) for one in found.suspects]
+    lines = [Text(suspect_text(one)) for one in found.suspects]
     slurm = [one_line(f"Slurm: {found.slurm}")] if found.slurm else []
-    return Group(Text(headline(found), style="bold"), *lines, *slurm, table)
+    unread = [Text(printable(each), style="dim") for each in found.unread]
+    return Group(Text(headline(found), style="bold"), *lines, *slurm, table, *unread)
 
 
 def headline(found: Preflight) -> str:
@@ -289,17 +290,31 @@ def suspect_text(one: Suspect) -> str:
     """`rank 3 on node-2: memory_bytes_per_s 1.2 GiB/s, peers 5.9 GiB/s`."""
     if one.to_host is not None:
         who = f"link {one.host} -> {one.to_host}"
+    elif one.rank is None:
+        who = "all ranks" if one.host is None else f"node {one.host}"
     else:
-        who = "all ranks" if one.rank is None else f"rank {one.rank} on {one.host}"
-    usual = MISSING if one.usual is None else _value_text(one.what, one.usual)
-    return printable(f"{who}: {one.what} {_value_text(one.what, one.value)}, {one.against} {usual}")
+        who = f"rank {one.rank}" if one.host is None else f"rank {one.rank} on {one.host}"
+    reason = f": {one.reason}" if one.reason else ""
+    return printable(f"{who}: {one.what} {_value_text(one.what, one.value)}{_than(one)}{reason}")
 
 
-def _value_text(what: str, value: float) -> str:
+def _than(one: Suspect) -> str:
+    if one.against == NONE_IS_USUAL:
+        return f", {one.against}"
+    if one.against == TIMEOUT:
+        return "" if one.usual is None else f", the timeout of collectives is {one.usual:g} s"
+    return f", {one.against} {_value_text(one.what, one.usual)}"
+
+
+def _value_text(what: str, value: float | None) -> str:
+    if value is None:
+        return MISSING
     if what.endswith("bytes_per_s"):
         return f"{bytes_text(value)}/s"
     if what.endswith("bytes"):
         return bytes_text(value)
+    if value == int(value) and value < 1e6:
+        return str(int(value))
     return f"{digits_text(value / 1e9)} G" if value > 1e9 else digits_text(value)
 
 
