@@ -31,6 +31,8 @@ RECORDERS = (*USUAL_RECORDERS, "perf")
 RECORDER_GROUPS = {"all": USUAL_RECORDERS, "basic": ("phases", "host", "process")}
 SHARES = {"nobody": 0o700, "group": 0o750, "all": 0o755}
 """Who may read a run beside its owner, as the mode of its directory."""
+SITE_OPTIONS = Path("/etc/haiprof/config.toml")
+"""Options of all users of a machine, as its administrator sets them."""
 MEMORY_HISTORY = ("off", "auto", "on")
 DEFAULT_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.1
@@ -98,6 +100,8 @@ class Options(TraceOptions, ReactOptions):
     """Name of the job; empty takes the script's."""
     share: str = "nobody"
     """Who may read the run beside its owner: `nobody`, `group` or `all`; none of them writes."""
+    admin_group: str = ""
+    """Administrators, who may read the run too, and whom commands show the jobs of others."""
     run_id: str = ""
     """Shared by launchers of one job on several nodes, so that they write one run directory."""
     burst: bool = False
@@ -197,6 +201,7 @@ class Options(TraceOptions, ReactOptions):
             "log_dir": str(self.log_dir),
             "name": self.name,
             "share": self.share,
+            "admin_group": self.admin_group,
             "run_id": self.run_id,
             "burst": self.burst,
             "burst_hz": self.burst_hz,
@@ -359,6 +364,8 @@ OPTIONS = (
                "name of the job (default: the script's)"),
     OptionSpec("share", "share", str, "HAIPROF_SHARE", "WHO",
                "who else may read the run: nobody (default), group, or all"),
+    OptionSpec("admin-group", "admin_group", str, "HAIPROF_ADMIN_GROUP", "GROUP",
+               "they may read the run, and are shown jobs of others (default: root alone)"),
     OptionSpec("run-id", "run_id", str, "HAIPROF_RUN_ID", "ID",
                "give all nodes of a job the same ID: they share one run directory"),
     OptionSpec("burst", "burst", _switch, "HAIPROF_BURST", "",
@@ -459,6 +466,19 @@ def options_from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     return values
 
 
+def options_from_files(
+    pyproject: Path = Path("pyproject.toml"), site: Path = SITE_OPTIONS
+) -> dict[str, object]:
+    """Those of the machine, and in their place those of `[tool.haiprof]` of a pyproject.toml."""
+    try:
+        content, mode = site.read_bytes(), site.stat().st_mode
+    except OSError:
+        return options_from_pyproject(pyproject)
+    if mode & 0o022:
+        raise UsageError(f"{site}: others may write to it", hint=f"chmod go-w {site}")
+    return {**_options_of(site, read_toml(site, content)), **options_from_pyproject(pyproject)}
+
+
 def options_from_pyproject(path: Path) -> dict[str, object]:
     """`[tool.haiprof]` of a pyproject.toml; no file or no such table is no options."""
     try:
@@ -467,11 +487,14 @@ def options_from_pyproject(path: Path) -> dict[str, object]:
         return {}
     if b"haiprof" not in content:
         return {}
-    table = _toml_table(path, content)
+    return _options_of(f"{path} [tool.haiprof]", _toml_table(path, content))
+
+
+def _options_of(origin: object, table: Mapping[str, object]) -> dict[str, object]:
     values: dict[str, object] = {}
     for name, value in _flatten(table):
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        key, parsed = parse_value(name, text, origin=f"{path} [tool.haiprof]")
+        key, parsed = parse_value(name, text, origin=str(origin))
         values[key] = parsed
     return values
 

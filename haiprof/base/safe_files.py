@@ -94,6 +94,25 @@ def make_private(path: Path, *, below: Path) -> None:
             os.fchmod(folder, PRIVATE)
 
 
+def let_group_read(path: Path, gid: int, *, below: Path) -> None:
+    """Lets a group read a folder, and what will be made in it with the folder's own mode.
+
+    By an access list: the owner of the folder need not be in that group, as chown would want it.
+    """
+    # acl(5); posix_acl_xattr.h: version 2, then tag, permissions and id of each entry.
+    import struct
+
+    with open_folder(path, below=below) as folder:
+        mode = os.fstat(folder).st_mode
+        read, nobody = 5, 0xFFFFFFFF
+        entries = ((1, 7, nobody), (4, mode >> 3 & 7, nobody), (8, read, gid), (16, read, nobody),
+                   (32, mode & 7, nobody))  # fmt: skip
+        content = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *each) for each in entries)
+        with _errors_with_path(path):
+            for kind in ("access", "default"):
+                os.setxattr(folder, f"system.posix_acl_{kind}", content)
+
+
 def list_folder(path: Path, *, below: Path) -> list[str]:
     """Names in a folder, sorted."""
     with open_folder(path, below=below) as folder:

@@ -13,7 +13,7 @@ from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_PEAK
 from haiprof.cli.command_line import Arg, Opt
-from haiprof.cli.target import default_log_dir, existing_log_dir, trace_target
+from haiprof.cli.target import default_log_dir, default_options, existing_log_dir, trace_target
 
 if TYPE_CHECKING:
     from haiprof.linux.processes import Process
@@ -77,6 +77,17 @@ def log_dirs(named: list[Path] | None) -> list[Path]:
     return [*(named or []), default_log_dir()]
 
 
+def sees_others() -> bool:
+    """Whether this user may look at jobs of others: root, and the group that the options name.
+
+    Raises:
+        UsageError: An option is invalid.
+    """
+    from haiprof.base.users import is_administrator
+
+    return is_administrator(default_options().admin_group)
+
+
 def job_or_processes(
     name: str | None, named: list[Path] | None
 ) -> tuple[RunningJob | None, list[Process]]:
@@ -96,8 +107,8 @@ def job_or_processes(
         return None, training_processes(name)
 
 
-def the_job(name: str | None, named: list[Path] | None) -> RunningJob:
-    """The job of a command.
+def the_job(name: str | None, named: list[Path] | None, *, reads: bool = False) -> RunningJob:
+    """The job of a command; with `reads` of one that only looks at it.
 
     Raises:
         RunNotFoundError: It does not run, or none is named and none runs.
@@ -106,7 +117,7 @@ def the_job(name: str | None, named: list[Path] | None) -> RunningJob:
     from haiprof.live.find import find_job, job_names, running_jobs
 
     if name is not None:
-        return find_job(name, log_dirs(named))
+        return find_job(name, log_dirs(named), others=sees_others(), reads=reads)
     jobs = running_jobs(log_dirs(named))
     if not jobs:
         raise RunNotFoundError(

@@ -21,6 +21,7 @@ from haiprof.cli.arguments import (
     job_or_processes,
     log_dirs,
     parse_ranks,
+    sees_others,
     the_job,
 )
 from haiprof.cli.command_line import Opt
@@ -177,7 +178,9 @@ def find_kineto_job(name: str, named: list[Path] | None, *, backend: str) -> Kin
     """The job, where it is traced through Kineto's side; None where haiprof's hook traces it."""
     from haiprof.live.kineto_processes import kineto_job
 
-    return kineto_job(name, log_dirs(named), backend=backend, progress=print_message)
+    return kineto_job(
+        name, log_dirs(named), backend=backend, progress=print_message, others=sees_others()
+    )
 
 
 def trace_through_kineto(

@@ -40,7 +40,8 @@ _LAYERS = (
     "Each option can also be given as --options profile.NAME=VALUE (repeatable), as an environment "
     "variable (HAIPROF_TIME, HAIPROF_WARMUP, HAIPROF_RECORDERS, HAIPROF_GPU_INTERVAL, ...) and in "
     "[tool.haiprof] of pyproject.toml. The command line wins over the environment, which wins over "
-    "pyproject.toml. HAIPROF_ENABLED=0 runs the command without haiprof."
+    "pyproject.toml, and that over /etc/haiprof/config.toml. HAIPROF_ENABLED=0 runs the command "
+    "without haiprof."
 )
 _TRACING = (
     "Tracing: torch.profiler records some steps of every rank into the traces/ folder of the run."

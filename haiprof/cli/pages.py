@@ -95,7 +95,11 @@ def tensorboard(
 
 
 OutFile = Annotated[
-    Path | None, Opt("-o --output FILE", "Left out: report/report.html in the run.")
+    Path | None,
+    Opt(
+        "-o --output FILE",
+        "Left out: report/report.html in the run; of another user's run RUN.html here.",
+    ),
 ]
 ReadTraces = Annotated[
     bool,
@@ -126,6 +130,7 @@ def report(
     """
     from haiprof.base.safe_files import make_folder
     from haiprof.base.units import bytes_text
+    from haiprof.base.users import other_uid
     from haiprof.show.page.content import page_content
     from haiprof.show.page.render import write_report, write_trace_page
 
@@ -144,6 +149,8 @@ def report(
     if content.comparison is not None and content.comparison.missing:
         print_message(f"not compared: {content.comparison.missing}")
     below = None
+    if output is None and other_uid(analyzer.run.manifest) is not None:
+        output = Path(f"{analyzer.run.root.name}.html")  # another user's run is only read
     if output is None:
         output, below = analyzer.run.report_html, analyzer.run.root
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.live import Live
 
 from haiprof.base.errors import HaiprofError
-from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs
+from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs, sees_others
 from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
 from haiprof.show.views.jobs import BACK, DOWN, ENTER, QUIT, UP
@@ -35,7 +35,7 @@ _NO_JOB = "no job runs under haiprof here\nstart one: haiprof train.py"
 
 
 def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = False) -> None:
-    """List this user's jobs that run under haiprof now: their progress and their speed.
+    """List the jobs that run under haiprof now: their progress and their speed.
 
     Looks at the processes of this node, and below the log directory for jobs of other nodes.
 
@@ -47,7 +47,7 @@ def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = 
     from haiprof.live.find import running_jobs
 
     output = Output(json=as_json)
-    running = running_jobs(log_dirs(log_dir))
+    running = running_jobs(log_dirs(log_dir), others=sees_others())
     if not running:  # no need to load what reads jobs
         output.show(lambda _: _NO_JOB, {"jobs": []})
         return
@@ -161,8 +161,9 @@ def top(
 ) -> None:
     """Watch running jobs: steps, their time and split, CPU and GPU, each rank, the verdict so far.
 
-    Looks at the processes of this node, and below the log directory for jobs of other nodes. Keys:
-    up and down choose a job or a rank, enter looks at it, q goes back and leaves.
+    Looks at the processes of this node, and below the log directory for jobs of other nodes. Root
+    and a configured group see those of all users (docs/fleet.md). Keys: up and down choose a job or
+    a rank, enter looks at it, q goes back and leaves.
 
     For example:
 
@@ -180,9 +181,14 @@ def top(
     if job is None and not (is_live or as_json):
         ps(log_dir=log_dir)
         return
-    found = None if job is None else find_job(job, log_dirs(log_dir))
+    others = sees_others()
+    found = None
+    if job is not None:
+        found = find_job(job, log_dirs(log_dir), others=others, reads=True)
     wants_verdicts = is_live or follow
-    watch = Watch(log_dirs(log_dir), found, subcommand=own_command if wants_verdicts else None)
+    watch = Watch(
+        log_dirs(log_dir), found, subcommand=own_command if wants_verdicts else None, others=others
+    )
     selection = Selection(level=JOBS if found is None else RANKS, alone=found is not None)
     try:
         if as_json and follow:

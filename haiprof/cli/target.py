@@ -19,7 +19,7 @@ from haiprof.base.options import (
     Options,
     merge_options,
     options_from_environment,
-    options_from_pyproject,
+    options_from_files,
 )
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def default_log_dir() -> Path:
 
 
 def default_options() -> Options:
-    """Where a job started here would write: the options `log_dir` and `address`, and no others.
+    """Where a job started here would write: where, and the administrators; no other options.
 
     Raises:
         UsageError: An option is invalid.
     """
-    pyproject = options_from_pyproject(Path("pyproject.toml"))
+    files = options_from_files()
     environment = options_from_environment(os.environ)
-    names = ("log_dir", "local_dir")
-    layers = [{k: v for k, v in layer.items() if k in names} for layer in (pyproject, environment)]
+    names = ("log_dir", "local_dir", "admin_group")
+    layers = [{k: v for k, v in layer.items() if k in names} for layer in (files, environment)]
     named: dict[str, object] = {"log_dir": ADDRESS.get()} if ADDRESS.get() else {}
     return merge_options(*layers, named)
 

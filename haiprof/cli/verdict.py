@@ -15,6 +15,7 @@ from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import EXPLAIN_STEPS
 from haiprof.base.units import duration_text
+from haiprof.base.users import other_uid
 from haiprof.cli.arguments import (
     AsJson,
     Everything,
@@ -195,9 +196,10 @@ def verdict(
                 else verdict_markdown(found, header.name)
             ),
         )
-    if header.is_running and since is None and last is None:
+    is_own = other_uid(analyzer.run.manifest) is None
+    if header.is_running and since is None and last is None and is_own:
         _hint_at_a_stall(analyzer, output)
-    if collect or COMMAND_NAME.get() in OTHER_NAMES:
+    if is_own and (collect or COMMAND_NAME.get() in OTHER_NAMES):
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
@@ -219,7 +221,9 @@ def _hint_at_a_stall(analyzer: RunFrames, output: Output) -> None:
 
 
 def _ask_schedulers(run: RunPaths) -> None:
-    """Asks Slurm or Kubernetes of a run that did not end well; says why there is no answer."""
+    """Asks Slurm or Kubernetes of an own run that did not end well; says why there is no answer."""
+    if other_uid(run.manifest) is not None:
+        return  # the answer is kept in the run
     from haiprof.live.scheduler import ask_schedulers
 
     for line in ask_schedulers(run):
@@ -306,7 +310,7 @@ def _open_run_or_job(target: str | None) -> RunFrames:
     """The run of a directory, of the default log directory, or of a running job of that name."""
     if target is not None and Path(target).is_file():
         with contextlib.suppress(RunNotFoundError, UsageError, OSError):  # a running job's script
-            job = the_job(target, None)
+            job = the_job(target, None, reads=True)
             scripts = [Path(job.manifest.cwd, word) for word in job.manifest.command]
             if any(os.path.samefile(target, each) for each in scripts if each.is_file()):
                 return open_target(job.run.root)
@@ -315,7 +319,7 @@ def _open_run_or_job(target: str | None) -> RunFrames:
     if (default_log_dir() / target).is_dir():
         return open_target(default_log_dir() / target)
     try:
-        return open_target(the_job(target, None).run.root)
+        return open_target(the_job(target, None, reads=True).run.root)
     except RunNotFoundError as error:
         with contextlib.suppress(RunNotFoundError):  # as much of a run's name as tells it
             return open_target(Path(target))

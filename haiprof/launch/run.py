@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import NoReturn
 
 from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
@@ -22,7 +21,7 @@ from haiprof.base.options import (
     is_enabled,
     merge_options,
     options_from_environment,
-    options_from_pyproject,
+    options_from_files,
 )
 from haiprof.base.subcommand import Subcommand
 from haiprof.launch.command import CommandLine, parse_command_line
@@ -53,7 +52,7 @@ def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand
     if not is_enabled(environ):
         return _run_plain(line.command)
     options = merge_options(
-        options_from_pyproject(Path("pyproject.toml")),
+        options_from_files(),
         options_from_environment(environ),
         line.options,
     )

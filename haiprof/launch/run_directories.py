@@ -18,7 +18,14 @@ from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import run_address
 from haiprof.base.messages import print_message
 from haiprof.base.options import SHARES, Options, safe_name
-from haiprof.base.safe_files import MadeFolder, find_problem, make_folder, make_named_folder
+from haiprof.base.safe_files import (
+    MadeFolder,
+    find_problem,
+    let_group_read,
+    make_folder,
+    make_named_folder,
+)
+from haiprof.base.users import group_id
 from haiprof.base.version import __version__
 from haiprof.run_format.boot import check_carried
 from haiprof.run_format.layout import RunPaths
@@ -84,6 +91,8 @@ def _make(run: RunPaths, manifest: Manifest, options: Options) -> bool:
     log_dir = run.root.parent
     make_named_folder(log_dir)
     made = MadeFolder.temporary(f".{run.root.name}.", log_dir, mode=SHARES[options.share])
+    if options.admin_group:
+        _let_administrators_read(made.path, options.admin_group)
     draft = RunPaths(made.path)
     traces = (draft.trace_parts,) if options.traces else ()
     for folder in (draft.boot, draft.ranks, draft.nodes, draft.report, draft.flight, *traces):
@@ -100,6 +109,18 @@ def _make(run: RunPaths, manifest: Manifest, options: Options) -> bool:
         _check_own(run, owner)
         return False
     return True
+
+
+def _let_administrators_read(folder: Path, group: str) -> None:
+    gid = group_id(group)
+    why = "" if gid is not None else "there is no such group on this machine"
+    try:
+        if gid is not None:
+            let_group_read(folder, gid, below=folder.parent)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        print_message(f"administrators ({group}) cannot read this run: {why}")
 
 
 def _check_own(run: RunPaths, owner: int) -> None:

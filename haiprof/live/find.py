@@ -1,4 +1,4 @@
-"""Which jobs run under haiprof: of this user on this node, and below a log directory."""
+"""Which jobs run under haiprof: on this node, and below a log directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.options import ENV_ACTIVE
 from haiprof.base.units import NS_PER_S
-from haiprof.linux.procfs import TICK_NS, environment, is_mine, own_pids, read_stat
+from haiprof.base.users import other_uid, user_name
+from haiprof.linux.procfs import TICK_NS, environment, own_pids, process_ids, read_stat, user_id
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
 from haiprof.run_format.manifest import Manifest, find_runs, read_manifest
 
@@ -31,6 +32,8 @@ class RunningJob:
 
     run: RunPaths
     manifest: Manifest
+    uid: int | None = None
+    """Whose it is, where it is another user's: it may be read, and not asked for anything."""
 
     @property
     def id(self) -> str:
@@ -38,36 +41,60 @@ class RunningJob:
         return self.run.root.name
 
     @property
+    def user(self) -> str | None:
+        """The name of that user; None for one's own."""
+        return None if self.uid is None else user_name(self.uid)
+
+    @property
     def pid(self) -> int:
         """The process to signal for the job."""
         return signalled_pid(self.manifest)
 
 
-def running_jobs(log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> list[RunningJob]:
-    """Jobs of this user: those with processes on this node, and those below the log directories."""
-    roots = set(_active_runs(proc))
+def running_jobs(
+    log_dirs: Iterable[Path], *, others: bool = False, proc: Path = Path("/proc")
+) -> list[RunningJob]:
+    """Jobs with processes on this node, and those below the log directories.
+
+    Args:
+        log_dirs: Where to look.
+        others: Also those of other users, as far as this one may read them.
+        proc: Where the kernel shows processes.
+    """
+    roots = set(_active_runs(proc, others=others))
     for log_dir in log_dirs:
         with contextlib.suppress(HaiprofError):
             roots.update(path.absolute() for path in find_runs(log_dir))
     jobs = (_running(RunPaths(root), proc) for root in roots)
-    found = [job for job in jobs if job is not None]
+    found = [job for job in jobs if job is not None and (others or job.uid is None)]
     return sorted(found, key=lambda job: (job.manifest.start_wall_ns, job.id))
 
 
-def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> RunningJob:
-    """Finds a running job by name."""
+def find_job(
+    name: str, log_dirs: Iterable[Path], *, others: bool = False, reads: bool = False,
+    proc: Path = Path("/proc"),
+) -> RunningJob:  # fmt: skip
+    """Finds a running job by name.
+
+    Args:
+        name: Its id, name, script, the id of a process, `slurm:NUMBER`, or its run directory.
+        log_dirs: Where to look beside this node's processes.
+        others: Whether this user may look at jobs of others.
+        reads: Whether it is only looked at: then it may be another user's.
+        proc: Where the kernel shows processes.
+    """
     if os.path.lexists(Path(name) / MANIFEST_NAME):
         run = RunPaths(Path(name).absolute())
         manifest = read_manifest(run)
-        owner = run.manifest.stat().st_uid
-        if owner != os.getuid():
-            raise UsageError(f"{run.root}: a job of another user (uid {owner})")
+        uid = other_uid(run.manifest)
+        if uid is not None and not (others and reads):
+            raise _not_own(run, uid)
         if not is_running(run, manifest, proc=proc):
             raise RunNotFoundError(
                 f"{run.root}: this job does not run any more", hint=f"haiprof verdict {run.root}"
             )
-        return RunningJob(run=run, manifest=manifest)
-    jobs = running_jobs(log_dirs, proc=proc)
+        return RunningJob(run=run, manifest=manifest, uid=uid)
+    jobs = running_jobs(log_dirs, others=others, proc=proc)
     fits = [job for job in jobs if name in (job.id, job.manifest.name)]
     own = [job for job in jobs if not job.manifest.environment.get("attached")]
     fits = fits or [
@@ -77,9 +104,12 @@ def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc"))
     if slurm is not None:
         fits = [job for job in jobs if job.manifest.environment.get("slurm_job") == str(slurm)]
     if not fits and name.isdigit():
-        roots = set(_runs_of_process(proc, int(name)))
+        roots = set(_runs_of_process(proc, int(name), others=others))
         fits = [j for j in jobs if j.run.root in roots or j.manifest.launcher_pid == int(name)]
+    fits = [job for job in fits if job.uid is None] or fits
     if len(fits) == 1:
+        if fits[0].uid is not None and not reads:
+            raise _not_own(fits[0].run, fits[0].uid)
         return fits[0]
     known = job_names(fits or jobs)
     if fits:
@@ -87,6 +117,13 @@ def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc"))
     raise RunNotFoundError(
         f"no running job {name!r}" + (f"; running: {known}" if known else ""),
         hint="haiprof ls --live lists them; name a run directory for one on another node",
+    )
+
+
+def _not_own(run: RunPaths, uid: int) -> UsageError:
+    return UsageError(
+        f"{run.root}: a job of another user ({user_name(uid)}): only that user may ask it for "
+        "something"
     )
 
 
@@ -127,12 +164,12 @@ def _write_times_ns(folder: Path) -> list[int]:
 def _running(run: RunPaths, proc: Path) -> RunningJob | None:
     try:
         manifest = read_manifest(run)
-        mine = run.manifest.stat().st_uid == os.getuid()
+        uid = other_uid(run.manifest)
     except (HaiprofError, OSError):
         return None
-    if not mine or not is_running(run, manifest, proc=proc):
+    if not is_running(run, manifest, proc=proc):
         return None
-    return RunningJob(run=run, manifest=manifest)
+    return RunningJob(run=run, manifest=manifest, uid=uid)
 
 
 def job_names(jobs: Sequence[RunningJob]) -> str:
@@ -177,13 +214,17 @@ def _process_start_s(pid: int, proc: Path) -> float | None:
         return None
 
 
-def _active_runs(proc: Path) -> Iterator[Path]:
-    """Run directories that processes of this user carry in their environment."""
-    for pid in own_pids(proc=proc):
-        yield from _runs_of_process(proc, pid)
+def _active_runs(proc: Path, *, others: bool) -> Iterator[Path]:
+    """Run directories that processes carry in their environment; root can read that of others."""
+    for pid in process_ids(proc) if others else own_pids(proc=proc):
+        yield from _runs_of_process(proc, pid, others=others)
 
 
-def _runs_of_process(proc: Path, pid: int) -> Iterator[Path]:
-    root = environment(pid, proc=proc).get(ENV_ACTIVE) if is_mine(pid, proc=proc) else None
-    if root:
-        yield Path(root)
+def _runs_of_process(proc: Path, pid: int, *, others: bool) -> Iterator[Path]:
+    uid = user_id(pid, proc=proc)
+    if uid is None or not (others or uid == os.getuid()):
+        return
+    root = environment(pid, proc=proc).get(ENV_ACTIVE)
+    with contextlib.suppress(OSError, ValueError):
+        if root and (uid == os.getuid() or os.stat(root).st_uid == uid):  # not what it only names
+            yield Path(root)

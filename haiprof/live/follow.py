@@ -249,6 +249,8 @@ class JobNow:
     ranks: tuple[RankNow, ...]
     verdict: str | None = None
     """The verdict so far in one line; None before the first."""
+    user: str | None = None
+    """Whose it is; None for one's own."""
 
     @property
     def step(self) -> int | None:
@@ -330,6 +332,7 @@ class LiveJob:
             path=str(self.job.run.root),
             host=manifest.host,
             pid=signalled_pid(manifest),
+            user=self.job.user,
             elapsed_ns=max(now_ns - manifest.start_wall_ns, 0),
             running=is_running(self.job.run, manifest),
             world_size=max(sizes, default=None),
@@ -403,6 +406,8 @@ class JobProgress:
 
     id: str
     name: str
+    user: str | None
+    """Whose it is; None for one's own."""
     path: str
     host: str
     pid: int
@@ -445,7 +450,7 @@ def job_progress(job: RunningJob, *, verdict: str | None = None) -> JobProgress:
     except HaiprofError as error:
         now, problem = live.nothing(), str(error)
     return JobProgress(
-        **{name: getattr(now, name) for name in ("id", "name", "path", "host", "pid")},
+        **{name: getattr(now, name) for name in ("id", "name", "user", "path", "host", "pid")},
         **{name: getattr(now, name) for name in ("elapsed_ns", "world_size")},
         **{name: getattr(now, name) for name in ("step", "step_ns", "split")},
         **{name: getattr(now, name) for name in ("stopped", "suspended")},
@@ -543,7 +548,7 @@ def _headline(text: str) -> str | None:
 
 
 class Watch:
-    """Follows one job, or all that run."""
+    """Follows one job, or all that run; with `others` those of other users, too."""
 
     def __init__(
         self,
@@ -552,8 +557,9 @@ class Watch:
         *,
         clock: Callable[[], int] = time.time_ns,
         subcommand: Subcommand | None = None,
+        others: bool = False,
     ) -> None:
-        self._log_dirs = log_dirs
+        self._log_dirs, self._others = log_dirs, others
         self._clock = clock
         self._subcommand = subcommand
         self._only = job
@@ -587,7 +593,8 @@ class Watch:
         if time.monotonic() < self._found_s + FIND_EVERY_S:
             return
         self._found_s = time.monotonic()
-        jobs = {job.run.root: job for job in running_jobs(self._log_dirs)}
+        running = running_jobs(self._log_dirs, others=self._others)
+        jobs = {job.run.root: job for job in running}
         for root in set(self._live) - set(jobs):
             del self._live[root]
             if root in self._verdicts:

@@ -338,15 +338,16 @@ class KinetoJob:
 
 
 def kineto_job(
-    name: str, log_dirs: Iterable[Path], *, backend: str, progress: Callable[[str], None]
-) -> KinetoJob | None:
+    name: str, log_dirs: Iterable[Path], *, backend: str, progress: Callable[[str], None],
+    others: bool = False,
+) -> KinetoJob | None:  # fmt: skip
     """The job, if it is to be traced that way; None if haiprof's hook traces it."""
     if backend not in BACKENDS:
         raise UsageError(f"no backend {backend!r}", hint=f"one of {', '.join(BACKENDS)}")
     if backend == "hook":
         return None
     try:
-        run = find_job(name, log_dirs).run
+        run = find_job(name, log_dirs, others=others).run
     except RunNotFoundError:
         number = slurm_number(name)
         if number is not None:

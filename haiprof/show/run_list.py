@@ -19,6 +19,7 @@ from rich.text import Text
 from haiprof.base.errors import HaiprofError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import MISSING, duration_text
+from haiprof.base.users import other_uid, user_name
 from haiprof.run_format.control import Schema, conform, is_count, is_none_or, is_string
 from haiprof.run_format.kept_answers import fingerprint, keep_answer, read_answer
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
@@ -49,6 +50,8 @@ class RunEntry:
     """One run of the list."""
 
     name: str
+    user: str | None
+    """Whose it is; None for one's own."""
     path: str
     start_wall_ns: int | None
     duration_ns: int | None
@@ -81,6 +84,7 @@ def _is_time(value: object) -> bool:
 _IS_TEXT_OR_NONE, _IS_COUNT_OR_NONE = is_none_or(is_string), is_none_or(is_count)
 _KEPT: Schema = {
     "name": is_string,
+    "user": _IS_TEXT_OR_NONE,
     "path": is_string,
     "start_wall_ns": _IS_COUNT_OR_NONE,
     "duration_ns": _IS_COUNT_OR_NONE,
@@ -178,6 +182,7 @@ _GAP = 2
 _LEAST_NAME = 24
 _COLUMNS: tuple[tuple[str, Callable[[RunEntry], str], bool], ...] = (
     ("start", lambda run: moment_text(run.start_wall_ns), True),
+    ("user", lambda run: run.user or "", True),
     ("lasted", lambda run: duration_text(run.duration_ns), False),
     ("ranks", lambda run: str(run.rank_count), False),
     ("steps", lambda run: MISSING if run.step_count is None else str(run.step_count), False),
@@ -187,7 +192,7 @@ _COLUMNS: tuple[tuple[str, Callable[[RunEntry], str], bool], ...] = (
     ("why", lambda run: _why_text(run), True),
 )
 """Title, what it shows of a run, and whether it begins at the left."""
-_FIRST_TO_GO = ("lasted", "each", "exit", "ranks", "why", "steps")
+_FIRST_TO_GO = ("lasted", "each", "exit", "ranks", "why", "user", "steps")
 
 
 def _fitting(columns: list[list[str]], widths: list[int], width: int) -> list[int]:
@@ -256,10 +261,11 @@ def _entry_without_steps(run: RunPaths) -> RunEntry:
         manifest = manifest_or_none(run)
     except HaiprofError as error:
         problem = str(error)
-    header = run_header(run, manifest)
+    header, uid = run_header(run, manifest), other_uid(run.manifest)
     judged = _saved_verdict(run, manifest.end_wall_ns if manifest else None)
     entry = RunEntry(
         name=header.name,
+        user=None if uid is None else user_name(uid),
         path=header.path,
         start_wall_ns=header.start_wall_ns,
         duration_ns=header.duration_ns,

@@ -167,8 +167,8 @@ def test_job_of_another_user_is_refused_by_every_command(job: LiveJob, stranger:
         ["sleep", "100"], user=stranger, env={ENV_ACTIVE: str(copy), "KINETO_USE_DAEMON": "1"}
     )
     try:
-        listed = [one["path"] for one in job.ask("ps", "--log-dir", str(copy.parent))["jobs"]]
-        assert str(copy) not in listed
+        jobs = job.ask("ps", "--log-dir", str(copy.parent))["jobs"]
+        assert (str(copy), stranger) in [(one["path"], one["user"]) for one in jobs], "to root"
         for words in (
             ("snapshot", str(copy)), ("trace-now", str(copy)), ("attach", str(copy)),
             ("snapshot", str(process.pid)), ("trace-now", str(process.pid)),

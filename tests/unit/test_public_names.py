@@ -116,6 +116,7 @@ def test_launch_options_are_frozen() -> None:
         ("local-dir", "HAIPROF_LOCAL_DIR"),
         ("name", "HAIPROF_NAME"),
         ("share", "HAIPROF_SHARE"),
+        ("admin-group", "HAIPROF_ADMIN_GROUP"),
         ("run-id", "HAIPROF_RUN_ID"),
         ("burst", "HAIPROF_BURST"),
         ("burst-hz", "HAIPROF_BURST_HZ"),

@@ -16,7 +16,7 @@ from haiprof.base.options import (
     merge_options,
     option_spec,
     options_from_environment,
-    options_from_pyproject,
+    options_from_files,
     parse_dotted,
     parse_value,
     safe_name,
@@ -41,7 +41,7 @@ def resolve_options(
         texts[_canonical(name.removeprefix("profile."))] = text
     texts |= {name: text for name, text in given.items() if text is not None}
     options = merge_options(
-        options_from_pyproject(pyproject),
+        options_from_files(pyproject),
         options_from_environment(environ),
         dict(parse_value(name, text, origin=f"--{name}") for name, text in texts.items()),
     )

@@ -27,8 +27,9 @@ def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> Renderab
         return Group(
             Text("no job runs under haiprof here"), Text("start one: haiprof train.py", style="dim")
         )
-    names = ("pid", "for", "ranks", "step", "each", "split", "cpu", "gpu", "id")
-    rows = [
+    users = ["user"] if any(job.user for job in jobs) else []
+    names = ("pid", "for", "ranks", "step", "each", "split", "cpu", "gpu", *users, "id")
+    rows: list[tuple[str | Text, ...]] = [
         (
             str(job.pid),
             duration_text(job.elapsed_ns),
@@ -38,12 +39,16 @@ def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> Renderab
             split_text(job.split, width=_WIDE_BAR, colored=colored),
             MISSING if job.cpu_cores is None else f"{job.cpu_cores:.1f}",
             ratio_text(job.gpu_ratio),
+            *(job.user or "" for _ in users),
             one_line(job.id),
         )
         for job in jobs
     ]
     table = FittingTable(
-        names, rows, left=("split", "id"), first_to_go=("cpu", "ranks", "gpu", "for", "split")
+        names,
+        rows,
+        left=("split", *users, "id"),
+        first_to_go=("cpu", "ranks", "gpu", "for", "split"),
     )
     words = [
         Text(f"{printable(j.name)}: {printable(j.problem)}", style="dim") for j in jobs if j.problem
@@ -190,7 +195,7 @@ def _jobs(
         bar = () if narrow else (split_text(job.split, width=_BAR, colored=colored),)
         line = () if narrow else (_line(job.ranks[0].times_ns) if job.ranks else "",)
         table.add_row(
-            printable(job.id),
+            printable(job.id) + (f" ({job.user})" if job.user else ""),
             _count_text(len(job.ranks), job.world_size),
             _step(job.step, all(r.step_is_exact for r in job.ranks)),
             duration_text(job.step_ns),
@@ -207,6 +212,7 @@ def _head(job: JobNow, colored: bool) -> list[RenderableType]:
     title = Text(overflow="fold")
     title.append(printable(job.id), style="bold")
     title.append("" if job.id.startswith(job.name) else f"  {printable(job.name)}")
+    title.append(f"  {job.user}'s, read-only" if job.user else "", style="dim")
     title.append(f"  {duration_text(job.elapsed_ns)}", style="dim")
     if not job.running:
         title.append("  ended", style="yellow")

@@ -75,7 +75,7 @@ def test_script_of_a_running_job_is_its_name(
     for folder, status in (("elsewhere", 3), (str(tmp_path), 0)):
         manifest = replace(read_manifest(run), command=["python", "train.py"], cwd=folder)
         job = RunningJob(run=run, manifest=manifest)
-        monkeypatch.setattr("haiprof.cli.verdict.the_job", lambda *_, job=job: job)
+        monkeypatch.setattr("haiprof.cli.verdict.the_job", lambda *_, job=job, **__: job)
         assert main(["verdict", "train.py", "--json"]) == status
     assert json.loads(capsys.readouterr().out)["run"].endswith("job-1")
 

@@ -1,0 +1,172 @@
+"""Who sees the jobs of others: root and the configured group, and they only read.
+
+pytest tests/security/test_administrators.py -v
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.live import within
+from tests.security.several_users import Machine, several_users
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("administrators")]
+
+OWNER, ADMINISTRATOR, STRANGER = "hp-alice", "hp-ann", "hp-bob"
+GROUP = "hp-admins"
+SCRIPT = """
+import os, time
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while not os.path.exists("end"):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    with several_users({OWNER: (), ADMINISTRATOR: (GROUP,), STRANGER: ()}) as found:
+        found.configure(f'admin-group = "{GROUP}"\nlog-dir = "{found.shared}"\n')
+        yield found
+
+
+@pytest.fixture(scope="module")
+def run(machine: Machine) -> Iterator[Path]:
+    """The run directory of a job of one user, which runs on."""
+    home = machine.home(OWNER)
+    (home / "train.py").write_text(SCRIPT)
+    job = machine.start(OWNER, sys.executable, "-m", "haiprof", "--quiet", "train.py")
+    try:
+        yield within(60, lambda: next(machine.shared.glob("train-*/ranks/0/phases.rec"), None),
+                     "a run").parents[2]  # fmt: skip
+    finally:
+        (home / "end").touch()
+        said = job.communicate(timeout=120)
+        assert job.returncode == 0, said
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def jobs(machine: Machine, user: str, *words: str) -> list[tuple[str, str | None]]:
+    found = answer(machine.haiprof(user, "ls", "--live", "--json", *words))["jobs"]
+    return [(job["id"], job["user"]) for job in found]
+
+
+def is_running_in(machine: Machine, run: Path) -> None:
+    within(60, lambda: jobs(machine, OWNER) == [(run.name, None)] or None, "the owner sees it")
+
+
+def test_root_and_the_group_see_the_job_that_runs_and_nobody_else(
+    machine: Machine, run: Path
+) -> None:
+    is_running_in(machine, run)
+    assert jobs(machine, ADMINISTRATOR) == [(run.name, OWNER)]
+    assert (run.name, OWNER) in jobs(machine, "root")
+    assert jobs(machine, STRANGER) == []
+    shown = machine.haiprof(ADMINISTRATOR, "ls", "--live", "--once").stdout
+    assert OWNER in shown
+    assert jobs(machine, ADMINISTRATOR, run.name) == [(run.name, OWNER)]
+
+
+def test_root_sees_it_wherever_it_writes(machine: Machine, run: Path) -> None:
+    is_running_in(machine, run)
+    done = machine.run("root", "env", "HAIPROF_LOG_DIR=/nowhere", sys.executable, "-m", "haiprof",
+                       "ls", "--live", "--json")  # fmt: skip
+    assert (run.name, OWNER) in [(job["id"], job["user"]) for job in answer(done)["jobs"]]
+
+
+@pytest.mark.parametrize("user", [ADMINISTRATOR, "root"])
+def test_list_and_verdict_are_of_others_too(machine: Machine, run: Path, user: str) -> None:
+    is_running_in(machine, run)
+    listed = answer(machine.haiprof(user, "ls", "--json"))["runs"]
+    assert [(each["user"], Path(each["path"]).name) for each in listed] == [(OWNER, run.name)]
+    assert OWNER in machine.haiprof(user, "ls").stdout
+    for name in (run.name, str(run)):
+        assert answer(machine.haiprof(user, "verdict", name, "--json"))["headline"]
+
+
+def test_stranger_reads_nothing(machine: Machine, run: Path) -> None:
+    assert answer(machine.haiprof(STRANGER, "ls", "--json"))["runs"] == []
+    assert machine.haiprof(STRANGER, "verdict", str(run)).returncode != 0
+    claimed = machine.run(STRANGER, "env", f"HAIPROF_ADMIN_GROUP={STRANGER}", sys.executable, "-m",
+                          "haiprof", "ls", "--live", "--json")  # fmt: skip
+    assert answer(claimed)["jobs"] == [], "who says so is no administrator of others' files"
+    assert machine.run(STRANGER, "ls", str(run)).returncode != 0
+
+
+REQUESTS = (
+    ("snapshot",), ("trace", "now"), ("attach", "--time", "1"),
+    ("verdict", "--collect", "--time", "1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("user", [ADMINISTRATOR, "root"])
+@pytest.mark.parametrize("request_words", REQUESTS, ids=lambda words: " ".join(words[:2]))
+def test_what_changes_a_job_is_its_users_alone(
+    machine: Machine, run: Path, user: str, request_words: tuple[str, ...]
+) -> None:
+    is_running_in(machine, run)
+    before = files_of(run)
+    for name in (run.name, str(run)):
+        command, *options = request_words
+        words = (command, *options[:1], name) if command == "trace" else (command, name, *options)
+        done = machine.haiprof(user, *words)
+        assert done.returncode != 0
+        said = done.stderr.strip().splitlines()
+        assert len([line for line in said if "error:" in line]) == 1, said
+        assert f"a job of another user ({OWNER})" in " ".join(done.stderr.split())
+    assert files_of(run) == before
+
+
+def test_page_of_anothers_run_is_written_where_its_reader_is(machine: Machine, run: Path) -> None:
+    is_running_in(machine, run)
+    before = files_of(run)
+    for user in (ADMINISTRATOR, "root"):
+        done = machine.haiprof(user, "report", str(run), "--no-traces")
+        assert done.returncode == 0, done.stderr
+        assert (machine.home(user) / f"{run.name}.html").is_file()
+    assert files_of(run) == before
+
+
+def files_of(run: Path) -> set[tuple[str, int, int]]:
+    """Every file with its owner and mode; what is in the middle of being written is left out."""
+    found = set()
+    for path in (run, *run.rglob("*")):
+        if not any(part.startswith(".") for part in path.relative_to(run).parts):
+            state = path.lstat()
+            found.add((str(path), state.st_uid, state.st_mode))
+    return found
+
+
+def test_rights_of_a_run_are_no_wider_than_configured(machine: Machine, run: Path) -> None:
+    for path, _, mode in files_of(run):
+        assert not mode & 0o027, path
+    for denied in ("control", "boot/x", "ranks/0/x", "x"):
+        reach = ("ls", str(run / denied)) if denied == "control" else ("touch", str(run / denied))
+        assert machine.run(ADMINISTRATOR, *reach).returncode != 0, denied
+    assert machine.run(ADMINISTRATOR, "cat", str(run / "run.json")).returncode == 0
+
+
+def test_without_the_configuration_a_run_is_its_owners_alone(machine: Machine) -> None:
+    logs = machine.home(OWNER) / "own"
+    words = ["--admin-group", "hp-nobody-has-this", "--log-dir", str(logs)]
+    done = machine.haiprof(OWNER, *words, "--", sys.executable, "-c", "")
+    assert done.returncode == 0, done.stderr
+    assert "no such group" in done.stderr
+    (own,) = logs.iterdir()
+    assert {mode & 0o077 for _, _, mode in files_of(own)} == {0}
