@@ -29,7 +29,7 @@ class Part:
     kind: str
     """`pipeline stage`, `data shard`, ..., `machine`; `place` in groups without a name."""
     name: str
-    """`pipeline stage 1 of 2`, `machine node7`."""
+    """`pipeline stage 1 of 0-1`, `machine node7`."""
     ranks: frozenset[int]
 
     @property
@@ -48,7 +48,7 @@ class Layout:
     """By rank, for people: `DP 0, PP 1, TP 1`."""
 
     def names(self, ranks: Collection[int]) -> str:
-        """`pipeline stage 1 of 2 (ranks 2, 3)`, `rank 5 (DP 1, PP 0)`, or `ranks 1 and 4`."""
+        """`pipeline stage 1 of 0-1 (ranks 2, 3)`, `rank 5 (DP 1, PP 0)`, or `ranks 1 and 4`."""
         found = [part for parts in self.dimensions for part in parts if part.ranks == {*ranks}]
         if found:
             return ", which is ".join([found[0].text, *(part.name for part in found[1:])])
@@ -124,6 +124,6 @@ def _coordinate_parts(word: str, family: Sequence[tuple[int, ...]]) -> tuple[Par
     like = "" if word else f" in groups like {ranks_text(family[0])}"
     return tuple(
         Part(kind=word or "place", ranks=frozenset(ranks),
-             name=f"{word or 'place'} {place} of {len(family[0])}{like}")
+             name=f"{word or 'place'} {place} of 0-{len(family[0]) - 1}{like}")
         for place, ranks in enumerate(zip(*family, strict=True))
     )  # fmt: skip

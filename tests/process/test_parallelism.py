@@ -92,8 +92,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
-        ("stage", "pipeline stage 1 of 2 (ranks 2, 3, 6 and 7)"),
-        ("shard", "data shard 1 of 2 (ranks 4-7)"),
+        ("stage", "pipeline stage 1 of 0-1 (ranks 2, 3, 6 and 7)"),
+        ("shard", "data shard 1 of 0-1 (ranks 4-7)"),
         ("machine", "machine node1 (ranks 2-5)"),
     ],
 )

@@ -34,9 +34,9 @@ def layout(*families: tuple[str, Family], hosts: int = 1) -> Layout | None:
 def test_names_of_groups_tell_what_they_are_for(data: str, tensor: str, pipeline: str) -> None:
     found = layout((data, QUADS), (tensor, PAIRS), (pipeline, FAR))
     assert found is not None
-    assert found.names([2, 3, 6, 7]) == "pipeline stage 1 of 2 (ranks 2, 3, 6 and 7)"
-    assert found.names([0, 1, 2, 3]) == "data shard 0 of 2 (ranks 0-3)"
-    assert found.names([1, 3, 5, 7]) == "tensor shard 1 of 2 (ranks 1, 3, 5 and 7)"
+    assert found.names([2, 3, 6, 7]) == "pipeline stage 1 of 0-1 (ranks 2, 3, 6 and 7)"
+    assert found.names([0, 1, 2, 3]) == "data shard 0 of 0-1 (ranks 0-3)"
+    assert found.names([1, 3, 5, 7]) == "tensor shard 1 of 0-1 (ranks 1, 3, 5 and 7)"
     assert found.names([6]) == "rank 6 (PP 1, TP 0, DP 1)"
     assert found.names([0, 6]) == "ranks 0 and 6"
 
@@ -44,14 +44,14 @@ def test_names_of_groups_tell_what_they_are_for(data: str, tensor: str, pipeline
 def test_machine_that_is_a_shard_has_both_names() -> None:
     found = layout(("dp", QUADS), ("tp", PAIRS), hosts=2)
     assert found is not None
-    assert found.names([4, 5, 6, 7]) == "data shard 1 of 2 (ranks 4-7), which is machine node1"
+    assert found.names([4, 5, 6, 7]) == "data shard 1 of 0-1 (ranks 4-7), which is machine node1"
 
 
 def test_groups_without_a_name_are_told_by_their_like() -> None:
     found = layout(("undefined", QUADS), ("undefined", PAIRS))
     assert found is not None
     assert found.names([0, 2, 4, 6]) == (
-        "place 0 of 2 in groups like ranks 0 and 1 (ranks 0, 2, 4 and 6)"
+        "place 0 of 0-1 in groups like ranks 0 and 1 (ranks 0, 2, 4 and 6)"
     )
 
 
