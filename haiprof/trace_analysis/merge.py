@@ -62,12 +62,7 @@ _STEPS, _PHASES, _PAUSES = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTracks:
-    """Makes tracks of a merged trace from a run's own records.
-
-    Called with the time that each rank's trace covers, it gives the tracks. A time of the run is
-    its anchor's Unix time, shifted like the rank's trace, and by any change of the wall clock
-    between the run's anchor and the trace's own, where the trace has one (`haiprof.clock`).
-    """
+    """Makes tracks of a merged trace from a run's own records, once the ranks' times are known."""
 
     run: RunFiles
     inputs: Mapping[int, TraceInput]
@@ -239,12 +234,12 @@ class MergeReport:
         """For scripts."""
         rows = [
             {
-                "rank": rank.rank,
-                "file": str(rank.path),
-                "text_bytes": rank.text_bytes,
+                "rank": rank.plan.rank,
+                "file": str(rank.text.path),
+                "text_bytes": rank.text.size_bytes,
                 "event_count": rank.event_count,
                 "merged_count": rank.passed_count,
-                "lost_count": rank.lost_count,
+                "lost_count": rank.damage.lost_count,
                 "added_count": rank.added_count,
                 "start_ns": rank.range_ns[0] if rank.range_ns else None,
                 **{key: value for key, value in asdict(clock).items() if key != "rank"},
@@ -384,7 +379,7 @@ def _run_folder(source: Path) -> Path | None:
 def _notes(merged: MergedTrace) -> list[str]:
     """Notes on what was read, for people."""
     found = [note for rank in merged.ranks for note in rank.notes]
-    timed = {rank.rank: rank.range_ns for rank in merged.ranks if rank.range_ns is not None}
+    timed = {each.plan.rank: each.range_ns for each in merged.ranks if each.range_ns is not None}
     for rank, own in timed.items():
         others = [other for name, other in timed.items() if name != rank]
         if others and all(own[1] < other[0] or other[1] < own[0] for other in others):

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation, localcontext
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,6 +127,8 @@ class RankEvents:
     """Rewrites one rank's events."""
 
     plan: RankPlan
+    base_ns: int = 0
+    """Unix time that the merged trace counts from."""
     text: TraceText = field(init=False)
     lanes: Lanes = field(init=False)
     damage: Damage = field(default_factory=Damage)
@@ -136,7 +139,7 @@ class RankEvents:
     added_count: int = 0
     """Added events that name processes without a name in the file, and lanes beside streams."""
     range_ns: Range | None = None
-    """First and last start of the written events, in the merged trace's times."""
+    """First and last start of the written events, in Unix time on the merged trace's clock."""
 
     def __post_init__(self) -> None:
         """Creates the mutable state; the file is opened by `pieces`."""
@@ -162,24 +165,20 @@ class RankEvents:
         for start in range(0, len(held) + len(added), _TAIL_EVENTS):
             yield b",\n".join((held + added)[start : start + _TAIL_EVENTS])
 
+    @property
     def notes(self) -> list[str]:
         """Notes on what could not be read of the file, for people."""
         damage, cut = self.damage, self.text.truncated_bytes
-        found = list(self.text.notes)
-        if cut is not None:
-            found.append(f"the file is cut off: {cut} bytes after the last whole event left out")
-        if damage.lost_count:
-            found.append(
-                f"{damage.lost_count} events cannot be read and are left out, such as "
-                f"{damage.examples[0]!r}"
-            )
-        if damage.repaired_count:
-            found.append(
-                f"{damage.repaired_count} pieces held values that are no JSON (NaN, stray bytes): "
-                "they are null"
-            )
-        if not self.event_count:
-            found.append("it holds no events")
+        counted = (
+            (cut is not None,
+             f"the file is cut off: {cut} bytes after the last whole event left out"),
+            (damage.lost_count, f"{damage.lost_count} events cannot be read and are left out, such "
+                                f"as {' and '.join(map(repr, damage.examples[:1]))}"),
+            (damage.repaired_count, f"{damage.repaired_count} pieces held values that are no JSON "
+                                    "(NaN, stray bytes): they are null"),
+            (not self.event_count, "it holds no events"),
+        )  # fmt: skip
+        found = [*self.text.notes, *(note for is_so, note in counted if is_so)]
         return [f"{self.text.path}: {note}" for note in found]
 
     def _rewrite(self, events: Sequence[Fields]) -> list[bytes]:
@@ -213,7 +212,7 @@ class RankEvents:
             events = [event for event in events if id(event) not in dropped]
         if passes.any():
             first, last = int(start[passes].min()), int(start[passes].max())
-            first, last = first + self.plan.shift_ns, last + self.plan.shift_ns
+            first, last = (ns + self.plan.shift_ns + self.base_ns for ns in (first, last))
             known = self.range_ns or (first, last)
             self.range_ns = min(first, known[0]), max(last, known[1])
         return events
@@ -290,6 +289,7 @@ class Sink:
         self._file = file
         self._thread = ThreadPoolExecutor(1)
         self._waiting: deque[Future[int]] = deque()
+        self._separator = b""
         self.text_bytes = 0
 
     def write(self, text: bytes) -> None:
@@ -298,6 +298,11 @@ class Sink:
             self._waiting.popleft().result()
         self.text_bytes += len(text)
         self._waiting.append(self._thread.submit(self._file.write, text))
+
+    def add_events(self, text: bytes) -> None:
+        """Queues events, with a comma behind those before them."""
+        self.write(self._separator + text)
+        self._separator = b",\n"
 
     def close(self) -> None:
         """Waits until all is written."""
@@ -363,30 +368,10 @@ Tracks = Callable[[Mapping[int, Range]], Iterable[Track]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergedRank:
-    """The result of merging one rank's file."""
-
-    rank: int
-    path: Path
-    text_bytes: int
-    event_count: int
-    """That could be read."""
-    passed_count: int
-    """Of those, that are in the merged trace."""
-    lost_count: int
-    added_count: int
-    range_ns: Range | None
-    """First and last start, in Unix time on the merged trace's clock; None without events."""
-    notes: tuple[str, ...]
-    metadata: Mapping[str, Any]
-    """Everything in the file other than its events."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MergedTrace:
     """What was written."""
 
-    ranks: tuple[MergedRank, ...]
+    ranks: tuple[RankEvents, ...]
     track_event_count: int
     """Of counters and phases, with the names of their processes."""
     text_bytes: int
@@ -409,8 +394,8 @@ def write_merged(
     progress: Progress | None = None,
 ) -> MergedTrace:
     """Writes all ranks into one file, each read once and in pieces."""
+    ranks, count = [RankEvents(plan, base_ns) for plan in plans], 0
     with packed_file(path) as sink:
-        writer = _Writer(sink)
         head = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -418,82 +403,36 @@ def write_merged(
             MERGED_KEY: {"version": VERSION, **about},
         }
         sink.write(msgspec.json.encode(head)[:-1] + b',\n"traceEvents": [\n')
-        ranks = [_write_rank(writer, plan, base_ns, progress) for plan in plans]
-        ranges = {rank.rank: rank.range_ns for rank in ranks if rank.range_ns is not None}
-        count = 0
+        for rank in ranks:
+            for piece in rank.pieces():
+                sink.add_events(piece)
+                if progress is not None:
+                    progress(rank.plan.rank, rank.text.size_bytes)
+        ranges = {rank.plan.rank: rank.range_ns for rank in ranks if rank.range_ns is not None}
         for track in tracks(ranges) if tracks else ():
-            count += writer.events(track_events(track, base_ns))
-        merged = MergedTrace(ranks=tuple(ranks), track_event_count=count, text_bytes=0)
-        tail = {RANKS_KEY: _about(plans, merged)}
+            events = track_events(track, base_ns)
+            while batch := list(islice(events, _BATCH)):
+                sink.add_events(b",\n".join(batch))
+                count += len(batch)
+        tail = {RANKS_KEY: list(_about(ranks))}
         sink.write(b"\n],\n" + msgspec.json.encode(tail)[1:] + b"\n")
-    return replace(merged, text_bytes=sink.text_bytes)
+    return MergedTrace(
+        ranks=tuple(ranks), track_event_count=count, text_bytes=sink.text_bytes
+    )  # fmt: skip
 
 
-class _Writer:
-    """Writes pieces with commas in between."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._separator = b""
-
-    def piece(self, text: bytes) -> None:
-        """Events separated by commas."""
-        self._sink.write(self._separator + text)
-        self._separator = b",\n"
-
-    def events(self, events: Iterator[bytes]) -> int:
-        """Events one by one; returns how many."""
-        count, batch = 0, []
-        for event in events:
-            batch.append(event)
-            count += 1
-            if len(batch) == _BATCH:
-                self.piece(b",\n".join(batch))
-                batch = []
-        if batch:
-            self.piece(b",\n".join(batch))
-        return count
-
-
-def _write_rank(
-    writer: _Writer, plan: RankPlan, base_ns: int, progress: Progress | None
-) -> MergedRank:
-    events = RankEvents(plan)
-    for piece in events.pieces():
-        writer.piece(piece)
-        if progress is not None:
-            progress(plan.rank, events.text.size_bytes)
-    found = events.range_ns
-    return MergedRank(
-        rank=plan.rank,
-        path=plan.source.path,
-        text_bytes=events.text.size_bytes,
-        event_count=events.event_count,
-        passed_count=events.passed_count,
-        lost_count=events.damage.lost_count,
-        added_count=events.added_count,
-        range_ns=(found[0] + base_ns, found[1] + base_ns) if found else None,
-        notes=tuple(events.notes()),
-        metadata=events.text.metadata,
-    )
-
-
-def _about(plans: Sequence[RankPlan], merged: MergedTrace) -> list[dict[str, Any]]:
+def _about(ranks: Iterable[RankEvents]) -> Iterator[dict[str, Any]]:
     """Metadata on where the events are from, and how their times were changed."""
-    ranks = []
-    for plan, rank in zip(plans, merged.ranks, strict=True):
-        said = rank.metadata
-        ranks.append(
-            {
-                "rank": rank.rank,
-                "file": rank.path.name,
-                "clock": plan.clock,
-                "event_count": rank.event_count,
-                "passed_count": rank.passed_count,
-                "lost_count": rank.lost_count,
-                "notes": rank.notes,
-                **{key: said[key] for key in _TAKEN_OUT if key in said},
-                "metadata": {key: said[key] for key in said if key not in _TAKEN_OUT},
-            }
-        )
-    return ranks
+    for each in ranks:
+        said = each.text.metadata
+        yield {
+            "rank": each.plan.rank,
+            "file": each.text.path.name,
+            "clock": each.plan.clock,
+            "event_count": each.event_count,
+            "passed_count": each.passed_count,
+            "lost_count": each.damage.lost_count,
+            "notes": each.notes,
+            **{key: said[key] for key in _TAKEN_OUT if key in said},
+            "metadata": {key: said[key] for key in said if key not in _TAKEN_OUT},
+        }
