@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import html
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,8 +153,7 @@ class Analyzer(RunFrames):
         """
         from haiprof.trace_analysis.sql_tables import describe_run_table
 
-        _, columns = describe_run_table(frame)
-        return Description([asdict(column) for column in columns])
+        return Description(describe_run_table(frame))
 
     def flame_graph(self, baseline: str | Path | None = None) -> RunFlameGraph:
         """Lines of user code and what they call, by their time per step; drawn in a notebook.

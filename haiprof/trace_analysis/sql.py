@@ -161,10 +161,7 @@ _MANY = 40
 
 
 def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
-    """The answer to one question.
-
-    Only the tables that it names are read.
-    """
+    """The answer to one question; only the tables that it names are read."""
     sql = check_sql(sql)
     words = {word.lower() for word in _WORD.findall(sql)}
     context = pl.SQLContext(
@@ -206,9 +203,7 @@ def _explain(error: Exception, tables: Mapping[str, SqlTable], words: Iterable[s
     missing = isinstance(error, pl.exceptions.ColumnNotFoundError) or "no column named" in text
     if name and missing:
         named = [table for name, table in tables.items() if name in set(words)]
-        texts = [
-            f"{t.name}: {', '.join(column.name for column in t.columns[:_MANY])}" for t in named
-        ]
+        texts = [f"{t.name}: {', '.join(list(t.columns)[:_MANY])}" for t in named]
         return UsageError(
             f"no column {name[1]!r}", hint=("; ".join(texts) or f"tables: {', '.join(tables)}")
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,12 @@ _FUNCTION_TABLES: dict[str, tuple[str, Columns]] = {
 }  # fmt: skip
 STEPS = "profiler_steps"
 
-_TYPES = {"i64": pl.Int64(), "f64": pl.Float64(), "str": pl.String()}
+_STEP_COLUMNS: Columns = {
+    **_RANK, "step": (pl.Int64, "number that the profiler gave it"),
+    "start_ns": (pl.Int64, "on the trace's clock"), "end_ns": (pl.Int64, "on the trace's clock"),
+    "dur_ns": (pl.Int64, "end less start"), "tid": (pl.Int64, "thread"),
+}  # fmt: skip
+_TYPES = {"i64": pl.Int64, "f64": pl.Float64, "str": pl.String}
 _UNITS = (
     ("_bytes_per_s", "bytes/s"),
     ("_ns_per_step", "ns"),
@@ -79,28 +84,35 @@ _RUN_TABLES: dict[str, tuple[str, Columns]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SqlColumn:
-    """One column that SQL can ask for."""
-
-    name: str
-    type: str
-    """As polars calls it."""
-    unit: str
-    """Empty where it has none."""
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SqlTable:
     """One table that SQL can ask."""
 
     name: str
     meaning: str
-    columns: tuple[SqlColumn, ...]
-    dtypes: Mapping[str, pl.DataType]
-    """Of the columns."""
+    columns: Columns
     frame: Callable[[], pl.LazyFrame]
     """Its rows, read when it is called."""
+
+    @property
+    def dtypes(self) -> dict[str, pl.DataType]:
+        """Of the columns."""
+        return dict(pl.Schema(types_of(self.columns)))
+
+    def describe(self) -> list[dict[str, str]]:
+        """Its columns as `describe_columns` has them."""
+        return describe_columns(self.columns)
+
+
+def describe_columns(columns: Columns) -> list[dict[str, str]]:
+    """`name`, `type` (as polars calls it), `unit` (empty for none) and `meaning` of each column."""
+    return [
+        {
+            "name": name, "type": str(pl.Schema(types_of(columns))[name]),
+            "unit": next((unit for suffix, unit in _UNITS if name.endswith(suffix)), ""),
+            "meaning": meaning,
+        }
+        for name, (_, meaning) in columns.items()
+    ]  # fmt: skip
 
 
 def sql_tables(
@@ -142,28 +154,16 @@ def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
         "rank_totals": lambda: patterns().totals,
         "lateness": lambda: patterns().lateness,
     }
-    functions = [
-        _make_table(name, meaning, columns, frames[name])
-        for name, (meaning, columns) in _FUNCTION_TABLES.items()
-    ]
+    functions = [_table(name, *known, frames[name]) for name, known in _FUNCTION_TABLES.items()]
     if is_reduced_to_functions(window_files(analysis.path)):
         return functions
     found = []
     for name, meaning in _TRACE_TABLES.items():
-        columns = [_column("rank", "Int64", "of the trace")]
-        columns += [_column(c.name, str(_TYPES[c.type]), c.meaning) for c in TABLES[name]]
+        columns = {**_RANK, **{c.name: (_TYPES[c.type], c.meaning) for c in TABLES[name]}}
         if name == GPU:
-            columns.append(_column("kind", "String", "computation, communication or memory"))
-        found.append(_table(name, meaning, columns, _rows_of(analysis, name)))
-    steps = [
-        _column("rank", "Int64", "of the trace"),
-        _column("step", "Int64", "number that the profiler gave it"),
-        _column("start_ns", "Int64", "on the trace's clock"),
-        _column("end_ns", "Int64", "on the trace's clock"),
-        _column("dur_ns", "Int64", "end less start"),
-        _column("tid", "Int64", "thread"),
-    ]
-    marks = _table(STEPS, "profiler steps of the traces", steps, _rows_of(analysis, STEPS))
+            columns["kind"] = (pl.String, "computation, communication or memory")
+        found.append(_table_of_traces(analysis, name, meaning, columns))
+    marks = _table_of_traces(analysis, STEPS, "profiler steps of the traces", _STEP_COLUMNS)
     return [*found, marks, *functions]
 
 
@@ -175,57 +175,37 @@ def is_of_run(name: str) -> bool:
 def run_tables(analyzer: RunFrames) -> list[SqlTable]:
     """The frames of a run."""
     _ = analyzer.files  # whether there is a run
-    return [
-        _make_table(name, meaning, columns, getattr(analyzer, name))
-        for name, (meaning, columns) in _RUN_TABLES.items()
-    ]
+    return [_table(name, *known, getattr(analyzer, name)) for name, known in _RUN_TABLES.items()]
 
 
-def _make_table(
-    name: str, meaning: str, columns: Columns, frame: Callable[[], pl.DataFrame]
-) -> SqlTable:
-    return _table(name, meaning, _columns(columns), lambda: frame().lazy())
+def describe_run_table(name: str) -> list[dict[str, str]]:
+    """Each column of a frame of a run."""
+    if name not in _RUN_TABLES:
+        raise UsageError(f"{name}: no frame of a run", hint=f"there are {', '.join(_RUN_TABLES)}")
+    return describe_columns(_RUN_TABLES[name][1])
 
 
 def _table(
-    name: str, meaning: str, columns: list[SqlColumn], frame: Callable[[], pl.LazyFrame]
+    name: str, meaning: str, columns: Columns, frame: Callable[[], pl.DataFrame]
 ) -> SqlTable:
-    types: dict[str, pl.DataType] = {"Boolean": pl.Boolean(), "List(String)": pl.List(pl.String)}
-    types |= {str(dtype): dtype for dtype in _TYPES.values()}
-    dtypes = {column.name: types[column.type] for column in columns}
-    return SqlTable(name=name, meaning=meaning, columns=tuple(columns), dtypes=dtypes, frame=frame)
+    return SqlTable(name=name, meaning=meaning, columns=columns, frame=lambda: frame().lazy())
 
 
-def describe_run_table(name: str) -> tuple[str, tuple[SqlColumn, ...]]:
-    """What a frame of a run holds, and each of its columns."""
-    if name not in _RUN_TABLES:
-        raise UsageError(f"{name}: no frame of a run", hint=f"there are {', '.join(_RUN_TABLES)}")
-    meaning, columns = _RUN_TABLES[name]
-    return meaning, tuple(_columns(columns))
-
-
-def _columns(columns: Columns) -> list[SqlColumn]:
-    types = pl.Schema(types_of(columns))
-    return [_column(name, str(types[name]), meaning) for name, (_, meaning) in columns.items()]
-
-
-def _column(name: str, type_: str, meaning: str) -> SqlColumn:
-    unit = next((unit for suffix, unit in _UNITS if name.endswith(suffix)), "")
-    return SqlColumn(name=name, type=type_, unit=unit, meaning=meaning)
-
-
-def _rows_of(analysis: TraceQuestions, name: str) -> Callable[[], pl.LazyFrame]:
+def _table_of_traces(
+    analysis: TraceQuestions, name: str, meaning: str, columns: Columns
+) -> SqlTable:
     """One table of all ranks; texts become strings only where the query uses them."""
-    return lambda: pl.concat(
-        [_of_rank(trace, name, rank) for rank, trace in analysis.traces.items()]
-    )
+
+    def frame() -> pl.LazyFrame:
+        return pl.concat(_of_rank(trace, name, rank) for rank, trace in analysis.traces.items())
+
+    return SqlTable(name=name, meaning=meaning, columns=columns, frame=frame)
 
 
 def _of_rank(trace: Trace, name: str, rank: int) -> pl.LazyFrame:
     if name == STEPS:
-        duration = pl.col("end_ns") - pl.col("start_ns")
-        steps = trace.steps.with_columns(dur_ns=duration)
-        frame = steps.select("step", "start_ns", "end_ns", "dur_ns", "tid")
+        steps = trace.steps.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns"))
+        frame = steps.select(list(_STEP_COLUMNS)[1:])
     elif name == GPU:
         frame = with_kind(gpu_events(trace, None)).select(*(c.name for c in TABLES[GPU]), "kind")
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ def schema_data(tables: Mapping[str, SqlTable]) -> dict[str, Any]:
     """The same as JSON."""
     return {
         "tables": {
-            name: {"meaning": table.meaning, "columns": [asdict(c) for c in table.columns]}
+            name: {"meaning": table.meaning, "columns": table.describe()}
             for name, table in tables.items()
         }
     }
@@ -66,8 +66,8 @@ def _table(table: SqlTable) -> RenderableType:
     for style in ("", "dim", "dim"):
         rows.add_column(no_wrap=True, style=style)
     rows.add_column(overflow="fold")
-    for column in table.columns:
-        rows.add_row(column.name, column.type, column.unit, column.meaning)
+    for column in table.describe():
+        rows.add_row(*column.values())
     return section(f"{table.name}: {table.meaning}", rows)
 
 
@@ -115,11 +115,8 @@ def _counters(traces: TraceQuestions, steps: Steps, *, folder: Path | None = Non
 
 
 _CUTOFFS = {"runtime_cutoff": "runtime_cutoff_ns", "launch_delay_cutoff": "launch_delay_cutoff_ns"}
-LAUNCH_HEADS = (
-    ("blocks_per_sm", "blocks/SM"),
-    ("waves", "waves"),
-    ("occupancy_ratio", "occ. (longest call)"),
-)
+LAUNCH_HEADS = (("blocks_per_sm", "blocks/SM"), ("waves", "waves"),
+                ("occupancy_ratio", "occ. (longest call)"))  # fmt: skip
 _TIMES = (("count", "calls"), ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"))
 TABLES: Mapping[str, Table] = {
     "kernels": Table(
@@ -196,9 +193,6 @@ def table_view(found: pl.DataFrame, table: Table) -> RenderableType:
         return Text("no rows: the traces have no such event (of a job without a GPU: no kernel)")
     shown = found.rename({table.named_by: "name"})
     known = [head for head in table.columns if head not in LAUNCH_HEADS or shown[head[0]].count()]
-    lost = (
-        [Text(f"not in the table: {NO_LAUNCHES}", style="dim")]
-        if len(known) < len(table.columns)
-        else []
-    )
-    return Group(*frame_table(shown, known, limit=_ROWS), *lost)
+    lost = Text(f"not in the table: {NO_LAUNCHES}", style="dim")
+    is_whole = len(known) == len(table.columns)
+    return Group(*frame_table(shown, known, limit=_ROWS), *(() if is_whole else (lost,)))

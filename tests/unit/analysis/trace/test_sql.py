@@ -78,7 +78,7 @@ def test_tables_that_the_question_does_not_name_are_not_read(tables: Tables) -> 
         raise AssertionError("read")
 
     gpu = tables["gpu"]
-    closed = SqlTable(name="gpu", meaning="", columns=gpu.columns, dtypes=gpu.dtypes, frame=refused)
+    closed = SqlTable(name="gpu", meaning="", columns=gpu.columns, frame=refused)
     assert rows({**tables, "gpu": closed}, "select count(*) as n from runtime") == [{"n": 2}]
 
 
@@ -151,10 +151,10 @@ def test_a_plan_that_reads_a_file_is_refused_too(
 def test_schema_has_every_column_with_its_meaning_and_unit(tables: Tables) -> None:
     assert set(TABLES) <= set(tables)
     for table in tables.values():
-        assert list(table.frame().collect_schema()) == [c.name for c in table.columns]
+        assert list(table.frame().collect_schema()) == list(table.columns)
         assert dict(table.frame().collect_schema()) == table.dtypes
-        assert all(column.meaning for column in table.columns)
-    units = {column.name: column.unit for column in tables["gpu"].columns}
+        assert all(column["meaning"] for column in table.describe())
+    units = {each["name"]: each["unit"] for each in tables["gpu"].describe()}
     assert (units["dur_ns"], units["bandwidth_bytes_per_s"], units["name"]) == ("ns", "bytes/s", "")
 
 
@@ -206,7 +206,7 @@ def test_a_question_is_of_traces_by_its_tables_and_not_by_its_columns(
     sql: str, expected: bool
 ) -> None:
     tables = {
-        name: SqlTable(name=name, meaning="", columns=(), dtypes={}, frame=pl.LazyFrame)
+        name: SqlTable(name=name, meaning="", columns={}, frame=pl.LazyFrame)
         for name in ("gpu", "counters")
     }
     assert names_traces(tables, sql) is expected
