@@ -29,11 +29,12 @@ from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_lines
 from haiprof.show.figures.panel_table import (
     PANEL_ROWS,
+    PANELS,
     CounterSpec,
     PanelRow,
     PanelSpec,
     label_series,
-    row_metrics,
+    panel_metrics,
 )
 from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
@@ -68,10 +69,7 @@ def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange
 
 
 def mean_step_ns(steps: pl.DataFrame) -> float | None:
-    """The mean step of one attempt of one rank, as in the verdict: from begin to begin.
-
-    What is paid between steps, at every Nth step or at the start of an epoch counts in full.
-    """
+    """The mean step of one attempt of one rank, as in the verdict: from begin to begin."""
     return number(_settled_with_periods(steps)[_PERIOD].mean())
 
 
@@ -86,10 +84,7 @@ def _settled_with_periods(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
-    """The mean step of one attempt of one rank by phase; what lies between steps is `other`.
-
-    None for a phase without a value on that clock.
-    """
+    """The mean step of one attempt of one rank by phase; what lies between steps is `other`."""
     return _split_settled(_settled_with_periods(steps), clock=clock)
 
 
@@ -115,14 +110,17 @@ def _metrics_of_ranks(metrics: Metrics) -> _OfRanks:
     return found
 
 
-def mean_of(stats: Mapping[str, MetricStat], metric: str) -> float | None:
-    """Its mean; None where it was not measured."""
-    return stats[metric].mean if metric in stats else None
+_HIGHEST = ("memory_rss_bytes", "memory_used_bytes", "memory_total_bytes", "cpu_count")
+"""Metrics of which the highest value is shown; of others the mean."""
 
 
-def max_of(stats: Mapping[str, MetricStat], metric: str) -> float | None:
-    """Its highest value; None where it was not measured."""
-    return stats[metric].max if metric in stats else None
+def _values(stats: Mapping[str, MetricStat], *metrics: str, prefix: str = "") -> dict[str, Any]:
+    """What is shown of some metrics; None where one was not measured."""
+    found = {name: stats.get(name) for name in metrics}
+    return {
+        f"{prefix}{name}": None if each is None else each.max if name in _HIGHEST else each.mean
+        for name, each in found.items()
+    }
 
 
 _ALL = "all"
@@ -132,23 +130,20 @@ Line = Mapping[str, Any]
 def missing_sources(
     run: RunPaths, manifest: Manifest | None, present: Collection[tuple[str, str]]
 ) -> dict[str, str]:
-    """Rows of panels without any sample, each with the reason.
-
-    Reason by the row's title: `node`, `processes`, `GPU`, ...
-    """
+    """Rows of panels without any sample, by title, each with the reason."""
     lines = _agent_lines(run)
     chosen = manifest.options.get("recorder") if manifest else None
     return {
         row.title: _reason(row, chosen, lines)
         for row in PANEL_ROWS
-        if not row_metrics(row).intersection(present)
+        if not panel_metrics(row.panels).intersection(present)
     }
 
 
 def _reason(row: PanelRow, chosen: object, lines: Sequence[Line]) -> str:
     if isinstance(chosen, list) and row.recorder not in chosen:
         return f"the recorder `{row.recorder}` was left out by --recorder"
-    wanted = {(source, _stem(metric)) for source, metric in row_metrics(row)}
+    wanted = {(source, _stem(metric)) for source, metric in panel_metrics(row.panels)}
     wanted |= {(source, _ALL) for source in row.sources}
     for line in lines:
         metric = _stem(str(line.get("metric") or _ALL))
@@ -176,11 +171,6 @@ def _agent_lines(run: RunPaths) -> list[Line]:
     return found
 
 
-def panel_metrics() -> set[tuple[str, str]]:
-    """Source and metric of all that panels show."""
-    return {metric for row in PANEL_ROWS for metric in row_metrics(row)}
-
-
 def read_counted_series(data: RunFrames, digest: CounterDigest) -> SeriesReader:
     """The series of panels, while the steps ran that count."""
     return digest.count_series(data.read_series(panel_metrics().intersection(digest.present)))
@@ -194,11 +184,9 @@ def overview_series(steps: pl.DataFrame, read: SeriesReader, span: TimeRange) ->
 
 def counters_over_time(read: SeriesReader, span: TimeRange) -> Iterator[Series]:
     """Each counter that the terminal draws and that has a sample, one series per owner."""
-    for row in PANEL_ROWS:
-        for panel in row.panels:
-            if panel.terminal is not None:
-                for spec in panel.counters:
-                    yield from _counter_series(read, panel, spec, span)
+    for panel in PANELS:
+        for spec in panel.counters if panel.terminal is not None else ():
+            yield from _counter_series(read, panel, spec, span)
 
 
 def step_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
@@ -409,52 +397,31 @@ def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: _OfRanks) ->
     settled = _settled_with_periods(own)
     device_split = _split_settled(settled, clock="device")
     return RankSummary(
-        rank=row["rank"],
-        attempt=row["attempt"],
-        host=row["host"],
-        pid=row["pid"],
-        device=row["device"],
+        **{name: row[name] for name in ("rank", "attempt", "host", "pid", "device")},
         step_count=own.height if row["step_count"] is None else row["step_count"],
         mean_step_ns=number(settled[_PERIOD].mean()),
         median_step_ns=number(settled["step_ns"].median()),
         split_ns=_split_settled(settled, clock="host"),
         device_split_ns=device_split if any(device_split[p] is not None for p in PHASES) else None,
-        cpu_cores=mean_of(process, "cpu_cores"),
-        memory_rss_bytes=max_of(process, "memory_rss_bytes"),
-        read_bytes_per_s=mean_of(process, "read_bytes_per_s"),
-        write_bytes_per_s=mean_of(process, "write_bytes_per_s"),
-        gpu_utilization_ratio=mean_of(gpu, "utilization_ratio"),
-        gpu_memory_used_bytes=max_of(gpu, "memory_used_bytes"),
-        gpu_power_watts=mean_of(gpu, "power_watts"),
+        **_values(
+            process, "cpu_cores", "memory_rss_bytes", "read_bytes_per_s", "write_bytes_per_s"
+        ),
+        **_values(gpu, "utilization_ratio", "memory_used_bytes", "power_watts", prefix="gpu_"),
         notes=tuple(row["notes"] or ()),
     )
 
 
 def _node_summary(host: str | None, stats: Mapping[str, MetricStat]) -> NodeSummary:
-    total = max_of(stats, "memory_total_bytes")
-    available = stats.get("memory_available_bytes")
-    known = total is not None and available is not None
-    return NodeSummary(
-        host=host,
-        cpu_count=max_of(stats, "cpu_count"),
-        cpu_utilization_ratio=mean_of(stats, "cpu_utilization_ratio"),
-        memory_used_bytes=total - available.min if known and total and available else None,
-        memory_total_bytes=total,
-        disk_read_bytes_per_s=mean_of(stats, "disk_read_bytes_per_s"),
-        disk_write_bytes_per_s=mean_of(stats, "disk_write_bytes_per_s"),
-        network_receive_bytes_per_s=mean_of(stats, "network_receive_bytes_per_s"),
-        network_transmit_bytes_per_s=mean_of(stats, "network_transmit_bytes_per_s"),
-    )
+    values = _values(
+        stats, "cpu_count", "cpu_utilization_ratio", "memory_total_bytes", "disk_read_bytes_per_s",
+        "disk_write_bytes_per_s", "network_receive_bytes_per_s", "network_transmit_bytes_per_s",
+    )  # fmt: skip
+    total, available = values["memory_total_bytes"], stats.get("memory_available_bytes")
+    used = None if total is None or available is None else total - available.min
+    return NodeSummary(host=host, memory_used_bytes=used, **values)
 
 
 def _gpu_summary(owner: MetricOwner, stats: Mapping[str, MetricStat]) -> GpuSummary:
     _, host, rank, gpu = owner
-    return GpuSummary(
-        host=host,
-        gpu=gpu,
-        rank=rank,
-        utilization_ratio=mean_of(stats, "utilization_ratio"),
-        memory_used_bytes=max_of(stats, "memory_used_bytes"),
-        memory_total_bytes=max_of(stats, "memory_total_bytes"),
-        power_watts=mean_of(stats, "power_watts"),
-    )
+    names = ("utilization_ratio", "memory_used_bytes", "memory_total_bytes", "power_watts")
+    return GpuSummary(host=host, gpu=gpu, rank=rank, **_values(stats, *names))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import polars as pl
 
@@ -53,39 +55,49 @@ def label_series(read: SeriesReader, spec: CounterSpec) -> list[tuple[str, Owner
     return [(entity_label(*each.owner, many_hosts=many_hosts), each) for each in found]
 
 
-BYTES_PER_MIB = 1 << 20
-PERCENT = 0.01
+_UNITS = {
+    "cores": (1.0, "cores"), "GiB": (BYTES_PER_GIB, "bytes"), "MiB/s": (1 << 20, "bytes/s"),
+    "%": (0.01, "ratio"), "W": (1.0, "watts"), "GHz": (1e9, "hz"), "G/s": (1e9, "count/s"),
+    "M/s": (1e6, "count/s"), "ticks/s": (1.0, "count/s"), "packets/s": (1.0, "count/s"),
+}  # fmt: skip
+"""By unit as a figure shows it: base units per shown unit, and the base unit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CounterSpec:
+class CounterSpec(NamedTuple):
     """One counter in a panel."""
 
     source: str
     metric: str
     word: str = ""
-    """Drawn dashed, to distinguish it from another counter of the panel."""
     dash: str = "solid"
+    """Its line, to distinguish it from another counter of the panel."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PanelSpec:
     """One panel of counters."""
 
     title: str
     unit: str
-    """As a figure shows it."""
-    scale: float
-    """Base units per shown unit."""
-    base_unit: str
+    """As a figure shows it: one of `_UNITS`."""
     counters: tuple[CounterSpec, ...]
-    top: float | None = None
-    """Upper end of its axis where it has one, in shown units."""
     terminal: str | None = None
     """Its name in the terminal, before the counter's own; None shows it in figures only."""
+    top: float | None = None
+    """Upper end of its axis where it has one, in shown units."""
+
+    @property
+    def scale(self) -> float:
+        """Base units per shown unit."""
+        return _UNITS[self.unit][0]
+
+    @property
+    def base_unit(self) -> str:
+        """Of the counters' values."""
+        return _UNITS[self.unit][1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PanelRow:
     """One row of related panels."""
 
@@ -97,203 +109,106 @@ class PanelRow:
     panels: tuple[PanelSpec, ...]
 
 
-def _pair(source: str, metrics: tuple[str, str], words: tuple[str, str]) -> tuple[CounterSpec, ...]:
-    """Two directions of one thing: a solid and a dotted line."""
-    return (
-        CounterSpec(source=source, metric=metrics[0], word=words[0]),
-        CounterSpec(source=source, metric=metrics[1], word=words[1], dash="dot"),
-    )
+_FULL = 105
+"""Upper end of an axis of percent."""
+
+
+def panel(
+    title: str, unit: str, *counters: CounterSpec, terminal: str | None = None,
+    top: float | None = None,
+) -> PanelSpec:  # fmt: skip
+    """A panel of any counters."""
+    return PanelSpec(title, unit, counters, terminal, top)
 
 
 def _rate(
-    title: str,
-    source: str,
-    metrics: tuple[str, str],
-    words: tuple[str, str],
-    *,
-    terminal: str | None = None,
+    title: str, source: str, metrics: str, words: str, *, terminal: str | None = None
 ) -> PanelSpec:
-    return PanelSpec(
-        title=title,
-        unit="MiB/s",
-        scale=BYTES_PER_MIB,
-        base_unit="bytes/s",
-        counters=_pair(source, metrics, words),
-        terminal=terminal,
-    )
+    """Two directions of one thing, such as `read write`: a solid and a dotted line."""
+    (first, second), (name, other) = metrics.split(), words.split()
+    return panel(
+        title, "MiB/s", CounterSpec(source, f"{first}_bytes_per_s", name),
+        CounterSpec(source, f"{second}_bytes_per_s", other, "dot"), terminal=terminal,
+    )  # fmt: skip
 
 
-def _share(
-    title: str, *counters: CounterSpec, top: float | None = 105, terminal: str | None = None
-) -> PanelSpec:
-    return PanelSpec(
-        title=title,
-        unit="%",
-        scale=PERCENT,
-        base_unit="ratio",
-        counters=counters,
-        top=top,
-        terminal=terminal,
-    )
+def _of_gpu_units(title: str, metric: str, terminal: str) -> PanelSpec:
+    """A share that NVML's GPM or DCGM tells."""
+    own = (CounterSpec("gpu", metric), CounterSpec("dcgm", metric, "DCGM"))
+    return panel(title, "%", *own, terminal=terminal, top=_FULL)
 
-
-_SCALES = {"GiB": BYTES_PER_GIB, "GHz": 1e9, "G/s": 1e9, "M/s": 1e6, "MiB/s": BYTES_PER_MIB}
-
-
-def _plain(
-    title: str, unit: str, base_unit: str, *counters: CounterSpec, terminal: str | None = None
-) -> PanelSpec:
-    return PanelSpec(
-        title=title,
-        unit=unit,
-        scale=_SCALES.get(unit, 1.0),
-        base_unit=base_unit,
-        counters=counters,
-        terminal=terminal,
-    )
-
-
-_RANKS = PanelRow(
-    title="processes",
-    recorder="process",
-    sources=("process", "placement"),
-    panels=(
-        _plain("CPU of ranks", "cores", "cores",
-               CounterSpec(source="process", metric="cpu_cores"), terminal="CPU of ranks"),
-        _plain("Memory of ranks", "GiB", "bytes",
-               CounterSpec(source="process", metric="memory_rss_bytes"),
-               terminal="memory of ranks"),
-        _rate("Read and write of ranks", "process", ("read_bytes_per_s", "write_bytes_per_s"),
-              ("read", "write"), terminal=""),
-        _share("Waiting for a core",
-               CounterSpec(source="process", metric="run_queue_wait_ratio"), top=None),
-    ),
-)  # fmt: skip
-_NODES = PanelRow(
-    title="node",
-    recorder="host",
-    sources=("host", "cgroup"),
-    panels=(
-        _share("CPU of nodes", CounterSpec(source="host", metric="cpu_utilization_ratio"),
-               terminal="CPU of node"),
-        _plain("CPU power", "W", "joules/s",
-               CounterSpec(source="host", metric="cpu_energy_joules_per_s", word="CPU"),
-               CounterSpec(source="host", metric="memory_energy_joules_per_s", word="memory",
-                           dash="dash")),
-        _share("Pressure stall (PSI), some",
-               CounterSpec(source="host", metric="pressure_cpu_some_ratio", word="CPU"),
-               CounterSpec(source="host", metric="pressure_memory_some_ratio", word="memory",
-                           dash="dash"),
-               CounterSpec(source="host", metric="pressure_io_some_ratio", word="I/O", dash="dot"),
-               CounterSpec(source="cgroup", metric="cpu_throttled_ratio", word="throttled",
-                           dash="dashdot"),
-               top=None),
-        _rate("Disks of nodes", "host", ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
-              ("read", "write")),
-        _rate("Network of nodes", "host",
-              ("network_receive_bytes_per_s", "network_transmit_bytes_per_s"),
-              ("receive", "transmit"), terminal="net"),
-    ),
-)  # fmt: skip
-_GPUS = PanelRow(
-    title="GPU",
-    recorder="gpu",
-    sources=("gpu",),
-    panels=(
-        _share("GPU utilization", CounterSpec(source="gpu", metric="utilization_ratio"),
-               terminal="GPU utilization"),
-        _plain("GPU memory", "GiB", "bytes",
-               CounterSpec(source="gpu", metric="memory_used_bytes"), terminal="GPU memory"),
-        _plain("GPU power", "W", "watts", CounterSpec(source="gpu", metric="power_watts"),
-               terminal="GPU power"),
-        _plain("GPU clock", "GHz", "hz", CounterSpec(source="gpu", metric="sm_clock_hz")),
-    ),
-)  # fmt: skip
-_GPU_UNITS = PanelRow(
-    title="GPU units",
-    recorder="gpu",
-    sources=("gpu", "dcgm"),
-    panels=(
-        _share("SMs active", CounterSpec(source="gpu", metric="sm_active_ratio"),
-               CounterSpec(source="dcgm", metric="sm_active_ratio", word="DCGM"),
-               terminal="SMs active"),
-        _share("Tensor cores active", CounterSpec(source="gpu", metric="tensor_active_ratio"),
-               CounterSpec(source="dcgm", metric="tensor_active_ratio", word="DCGM"),
-               terminal="tensor cores"),
-        _share("GPU memory busy", CounterSpec(source="gpu", metric="dram_active_ratio"),
-               CounterSpec(source="dcgm", metric="dram_active_ratio", word="DCGM"),
-               terminal="GPU mem. busy"),
-        _share("GPU throttled",
-               CounterSpec(source="gpu", metric="throttle_power_ratio", word="power"),
-               CounterSpec(source="gpu", metric="throttle_thermal_ratio", word="heat",
-                           dash="dot")),
-    ),
-)  # fmt: skip
-_GPU_LINKS = PanelRow(
-    title="GPU links",
-    recorder="gpu",
-    sources=("gpu",),
-    panels=(
-        _rate("PCIe of GPUs", "gpu", ("pcie_receive_bytes_per_s", "pcie_transmit_bytes_per_s"),
-              ("receive", "transmit")),
-        _rate("NVLink of GPUs", "gpu",
-              ("nvlink_receive_bytes_per_s", "nvlink_transmit_bytes_per_s"),
-              ("receive", "transmit")),
-    ),
-)  # fmt: skip
-_INFINIBAND = PanelRow(
-    title="InfiniBand",
-    recorder="infiniband",
-    sources=("infiniband",),
-    panels=(
-        _rate("InfiniBand", "infiniband", ("receive_bytes_per_s", "transmit_bytes_per_s"),
-              ("receive", "transmit"), terminal="IB"),
-        _plain("InfiniBand waiting to send", "ticks/s", "count/s",
-               CounterSpec(source="infiniband", metric="transmit_wait_count_per_s")),
-        _plain("Congestion and loss", "packets/s", "count/s",
-               CounterSpec(source="infiniband", metric="ecn_marked_count_per_s", word="ECN"),
-               CounterSpec(source="infiniband", metric="out_of_sequence_count_per_s",
-                           word="out of order", dash="dot")),
-    ),
-)  # fmt: skip
-_MEMORY = PanelRow(
-    title="memory bandwidth",
-    recorder="numa",
-    sources=("memory_bandwidth", "remote_memory"),
-    panels=(
-        _plain("Memory bandwidth", "MiB/s", "bytes/s",
-               CounterSpec(source="memory_bandwidth", metric="total_bytes_per_s"),
-               CounterSpec(source="memory_bandwidth", metric="write_bytes_per_s", word="write",
-                           dash="dot"),
-               terminal="memory traffic"),
-        _plain("Between NUMA nodes", "MiB/s", "bytes/s",
-               CounterSpec(source="memory_bandwidth", metric="remote_bytes_per_s"),
-               terminal="between NUMA"),
-        _rate("Memory reads of ranks", "remote_memory",
-              ("local_dram_bytes_per_s", "remote_dram_bytes_per_s"), ("near", "far")),
-        _plain("Instructions of ranks", "G/s", "count/s",
-               CounterSpec(source="remote_memory", metric="instruction_count_per_s")),
-        _plain("Cache and TLB misses of ranks", "M/s", "count/s",
-               CounterSpec(source="remote_memory", metric="cache_miss_count_per_s", word="cache"),
-               CounterSpec(source="remote_memory", metric="tlb_miss_count_per_s", word="TLB",
-                           dash="dash")),
-    ),
-)  # fmt: skip
-_FILES = PanelRow(
-    title="network file systems",
-    recorder="filesystem",
-    sources=("filesystem",),
-    panels=(
-        _rate("Network file systems", "filesystem", ("read_bytes_per_s", "write_bytes_per_s"),
-              ("read", "write"), terminal="NFS"),
-    ),
-)  # fmt: skip
 
 PANEL_ROWS = (
-    _RANKS, _NODES, _GPUS, _GPU_UNITS, _GPU_LINKS, _INFINIBAND, _MEMORY, _FILES,
+    PanelRow("processes", "process", ("process", "placement"), (
+        panel("CPU of ranks", "cores", CounterSpec("process", "cpu_cores"),
+              terminal="CPU of ranks"),
+        panel("Memory of ranks", "GiB", CounterSpec("process", "memory_rss_bytes"),
+              terminal="memory of ranks"),
+        _rate("Read and write of ranks", "process", "read write", "read write", terminal=""),
+        panel("Waiting for a core", "%", CounterSpec("process", "run_queue_wait_ratio")),
+    )),
+    PanelRow("node", "host", ("host", "cgroup"), (
+        panel("CPU of nodes", "%", CounterSpec("host", "cpu_utilization_ratio"),
+              terminal="CPU of node", top=_FULL),
+        panel("CPU power", "W", CounterSpec("host", "cpu_energy_joules_per_s", "CPU"),
+              CounterSpec("host", "memory_energy_joules_per_s", "memory", "dash")),
+        panel("Pressure stall (PSI), some", "%",
+              CounterSpec("host", "pressure_cpu_some_ratio", "CPU"),
+              CounterSpec("host", "pressure_memory_some_ratio", "memory", "dash"),
+              CounterSpec("host", "pressure_io_some_ratio", "I/O", "dot"),
+              CounterSpec("cgroup", "cpu_throttled_ratio", "throttled", "dashdot")),
+        _rate("Disks of nodes", "host", "disk_read disk_write", "read write"),
+        _rate("Network of nodes", "host", "network_receive network_transmit", "receive transmit",
+              terminal="net"),
+    )),
+    PanelRow("GPU", "gpu", ("gpu",), (
+        panel("GPU utilization", "%", CounterSpec("gpu", "utilization_ratio"),
+              terminal="GPU utilization", top=_FULL),
+        panel("GPU memory", "GiB", CounterSpec("gpu", "memory_used_bytes"), terminal="GPU memory"),
+        panel("GPU power", "W", CounterSpec("gpu", "power_watts"), terminal="GPU power"),
+        panel("GPU clock", "GHz", CounterSpec("gpu", "sm_clock_hz")),
+    )),
+    PanelRow("GPU units", "gpu", ("gpu", "dcgm"), (
+        _of_gpu_units("SMs active", "sm_active_ratio", "SMs active"),
+        _of_gpu_units("Tensor cores active", "tensor_active_ratio", "tensor cores"),
+        _of_gpu_units("GPU memory busy", "dram_active_ratio", "GPU mem. busy"),
+        panel("GPU throttled", "%", CounterSpec("gpu", "throttle_power_ratio", "power"),
+              CounterSpec("gpu", "throttle_thermal_ratio", "heat", "dot"), top=_FULL),
+    )),
+    PanelRow("GPU links", "gpu", ("gpu",), (
+        _rate("PCIe of GPUs", "gpu", "pcie_receive pcie_transmit", "receive transmit"),
+        _rate("NVLink of GPUs", "gpu", "nvlink_receive nvlink_transmit", "receive transmit"),
+    )),
+    PanelRow("InfiniBand", "infiniband", ("infiniband",), (
+        _rate("InfiniBand", "infiniband", "receive transmit", "receive transmit", terminal="IB"),
+        panel("InfiniBand waiting to send", "ticks/s",
+              CounterSpec("infiniband", "transmit_wait_count_per_s")),
+        panel("Congestion and loss", "packets/s",
+              CounterSpec("infiniband", "ecn_marked_count_per_s", "ECN"),
+              CounterSpec("infiniband", "out_of_sequence_count_per_s", "out of order", "dot")),
+    )),
+    PanelRow("memory bandwidth", "numa", ("memory_bandwidth", "remote_memory"), (
+        panel("Memory bandwidth", "MiB/s", CounterSpec("memory_bandwidth", "total_bytes_per_s"),
+              CounterSpec("memory_bandwidth", "write_bytes_per_s", "write", "dot"),
+              terminal="memory traffic"),
+        panel("Between NUMA nodes", "MiB/s", CounterSpec("memory_bandwidth", "remote_bytes_per_s"),
+              terminal="between NUMA"),
+        _rate("Memory reads of ranks", "remote_memory", "local_dram remote_dram", "near far"),
+        panel("Instructions of ranks", "G/s",
+              CounterSpec("remote_memory", "instruction_count_per_s")),
+        panel("Cache and TLB misses of ranks", "M/s",
+              CounterSpec("remote_memory", "cache_miss_count_per_s", "cache"),
+              CounterSpec("remote_memory", "tlb_miss_count_per_s", "TLB", "dash")),
+    )),
+    PanelRow("network file systems", "filesystem", ("filesystem",), (
+        _rate("Network file systems", "filesystem", "read write", "read write", terminal="NFS"),
+    )),
 )  # fmt: skip
 
 
-def row_metrics(row: PanelRow) -> set[tuple[str, str]]:
-    """(source, metric) of all that a row shows."""
-    return {(spec.source, spec.metric) for panel in row.panels for spec in panel.counters}
+PANELS = tuple(each for row in PANEL_ROWS for each in row.panels)
+
+
+def panel_metrics(panels: Iterable[PanelSpec] = PANELS) -> set[tuple[str, str]]:
+    """Source and metric of all that some panels show."""
+    return {(spec.source, spec.metric) for each in panels for spec in each.counters}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 import polars as pl
@@ -30,6 +30,7 @@ from haiprof.show.death_block import (
     witness_lines,
 )
 from haiprof.show.figures.job import PARTS, heat_style, late_ranks_figure, over_time_figure
+from haiprof.show.figures.panel_table import panel_metrics
 from haiprof.show.figures.run_figures import comparison_picture
 from haiprof.show.figures.style import FONT, PHASE_COLORS
 from haiprof.show.flame import RunFlames, run_flames
@@ -46,12 +47,7 @@ from haiprof.show.page.run_sections import (
 )
 from haiprof.show.run_header import RunHeader
 from haiprof.show.series import TimeRange
-from haiprof.show.summary import (
-    OverviewSummary,
-    overview_summary,
-    panel_metrics,
-    select_judged_steps,
-)
+from haiprof.show.summary import OverviewSummary, overview_summary, select_judged_steps
 from haiprof.show.text import by_reason, moment_text, printable
 from haiprof.show.views import compare as rows
 from haiprof.show.views.compare import compare_data
@@ -103,12 +99,10 @@ def comparison_section(
 
 
 _ROWS = 64
-_FRAMES = 20
 _ORDER = ("cause", "victim", "stopped", "unknown", "clean", "absent")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineRow:
+class TimelineRow(NamedTuple):
     """One rank's last seconds: places in percent of the picture's width."""
 
     name: str
@@ -120,21 +114,14 @@ class TimelineRow:
     what: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeathPart:
-    """The death of a run."""
+class DeathPart(NamedTuple):
+    """What the page says of the death of a run, beside what the verdict has of it."""
 
     word: str
-    certain: bool
-    line: str
-    source: str
-    remedy: str
     facts: tuple[str, ...]
     fates: PageTable
-    traceback: tuple[str, ...]
     rows: tuple[TimelineRow, ...]
-    left: str
-    right: str
+    ends: tuple[str, str]
     """What the ends of the time axis are."""
     more: int
     """Ranks that are left out of the picture."""
@@ -155,16 +142,10 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     before, after = (died - between[0], between[1] - died) if between else (0, 0)
     return DeathPart(
         word=WORDS.get(death.cause, death.cause),
-        certain=death.certain,
-        line=printable(death.line or ""),
-        source=printable(death.source or ""),
-        remedy=death.remedy,
         facts=(*facts, *witness_lines(death), *memory_lines(verdict), *start_lines(verdict.starts)),
         fates=text_table("", head, rows, left=head),
-        traceback=tuple(map(printable, death.traceback[-_FRAMES:])),
         rows=lanes,
-        left=f"{duration_text(before)} before",
-        right=f"{duration_text(after)} after",
+        ends=(f"{duration_text(before)} before", f"{duration_text(after)} after"),
         more=max(0, len(fates) - _ROWS),
     )
 
@@ -183,13 +164,8 @@ def _row(row: RankTimeline, death: Death) -> TimelineRow:
     for piece in row.stretches:
         left = position(piece.begin_ns)
         pieces.append((piece.phase, left, max(round(position(piece.end_ns) - left, 2), 0.1)))
-    return TimelineRow(
-        name=f"rank {fate.rank}",
-        stretches=tuple(pieces),
-        end=None if fate.ended_ns is None else position(fate.ended_ns),
-        role=fate.role,
-        what=printable(fate.what),
-    )
+    ended = None if fate.ended_ns is None else position(fate.ended_ns)
+    return TimelineRow(f"rank {fate.rank}", tuple(pieces), ended, fate.role, printable(fate.what))
 
 
 MARKS: Mapping[str, str] = {"cause": "✖", "victim": "●", "stopped": "■"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,7 @@ from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.run_analysis.counters import SeriesReader
 from haiprof.run_analysis.ranks import RankGrid
-from haiprof.show.figures.panel_table import (
-    PANEL_ROWS,
-    CounterSpec,
-    PanelRow,
-    PanelSpec,
-    label_series,
-)
+from haiprof.show.figures.panel_table import PANELS, CounterSpec, PanelSpec, label_series
 from haiprof.show.figures.panels import gap_starts, owner_color, thin_points, with_gaps
 from haiprof.show.figures.style import BLUE, GREY, PHASES, VERMILLION
 from haiprof.show.series import TimeRange
@@ -56,10 +50,7 @@ def single_floats(values: Floats) -> dict[str, Any]:
 
 
 def on_axis(values: Floats, *, low: float, high: float) -> dict[str, Any]:
-    """Positions on an axis to 1/65535 of its length, which no screen resolves.
-
-    `low`, `step` and `u2`, base64 of little-endian integers.
-    """
+    """Positions on an axis to 1/65535 of its length, which no screen resolves."""
     step = (high - low) / _PLACES or 1.0
     codes = np.clip(np.round((values - low) / step), 0, _PLACES)
     return {"low": low, "step": step, "u2": _base64(codes.astype("<u2"))}
@@ -98,32 +89,22 @@ class _Line:
 
 
 def counter_data(
-    read: SeriesReader,
-    start_ns: int,
-    *,
-    rows: Sequence[PanelRow] = PANEL_ROWS,
-    each: bool = True,
+    read: SeriesReader, start_ns: int, *, panels: Iterable[PanelSpec] = PANELS, each: bool = True
 ) -> dict[str, Any]:
-    """The panels that have something to show.
-
-    `panels` (`row`, `title`, `unit`, `top`); `lines`, each with the number of its `panel`, its
-    `name`, whose it is (`rank`, `host`), its `color` and `dash`, whether it is drawn with `all`
-    or alone (`own`), and its `count` of points; and for all lines `time` (s) and `value`.
-    """
-    panels: list[dict[str, Any]] = []
+    """The panels that have something to show, and the lines in them, one after the other."""
+    shown: list[dict[str, Any]] = []
     lines: list[_Line] = []
-    for row in rows:
-        for panel in row.panels:
-            found = [
-                line
-                for spec in panel.counters
-                for line in _lines(read, panel, spec, len(panels), start_ns)
-                if each or line.about["all"]
-            ]
-            if found:
-                panels.append({"title": panel.title, "unit": panel.unit, "top": panel.top})
-                lines += found
-    return _pack(panels, lines)
+    for panel in panels:
+        found = [
+            line
+            for spec in panel.counters
+            for line in _lines(read, panel, spec, len(shown), start_ns)
+            if each or line.about["all"]
+        ]
+        if found:
+            shown.append({"title": panel.title, "unit": panel.unit, "top": panel.top})
+            lines += found
+    return _pack(shown, lines)
 
 
 def _pack(panels: list[dict[str, Any]], lines: list[_Line]) -> dict[str, Any]:
@@ -229,11 +210,7 @@ def traced_times(steps: pl.DataFrame) -> list[TimeRange]:
 
 
 def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
-    """Real steps of each rank, the slowest and fastest of each stretch where they are many.
-
-    `ranks`; `counts`, points of each; and for all of them together `time` (s), `step`, and
-    `phases` (ms). A point without values is a pause.
-    """
+    """Real steps of each rank, the slowest and fastest of each stretch where they are many."""
     columns = ["start_ns", "step_ns", "step", *(f"{phase}_host_ns" for phase in PHASES)]
     ordered = steps.select("rank", *columns).sort("rank", "start_ns")
     ranks, firsts = np.unique(ordered["rank"].to_numpy(), return_index=True)

@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import Account, Ledger, activity_words
-from haiprof.base.units import NS_PER_MS
+from haiprof.base.units import NS_PER_MS, shorten
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.show.figures.panels import thin_points
@@ -233,7 +233,9 @@ def _gaps(found: DeviceLedger) -> PageTable:
             separator=" · ",
             ignore_nulls=True,
         ),
-        kernel=pl.col("kernel").map_elements(_short_label, pl.String),
+        kernel=pl.col("kernel").map_elements(
+            lambda name: shorten(kernel_label(name), _NAME_LENGTH), pl.String
+        ),
         rank=pl.col("rank") if len(found.ranks) > 1 else None,
     )
     return page_table("The longest idle times", rows, _GAPS, limit=_GAP_LIMIT, note=_OF_GAPS)
@@ -243,11 +245,6 @@ def _code_place(name: str) -> str:
     """A Python function as PyTorch names it, as its place; any other name as it is."""
     file, line, function = parse_place(name)
     return place_text(file, line, function) if file else name
-
-
-def _short_label(name: str) -> str:
-    label = kernel_label(name)
-    return label if len(label) <= _NAME_LENGTH else f"{label[: _NAME_LENGTH - 1]}…"
 
 
 def _operators(found: DeviceLedger) -> PageTable:

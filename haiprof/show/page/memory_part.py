@@ -19,13 +19,7 @@ from haiprof.run_analysis.gpu_memory import (
     gpu_memory_series,
 )
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.figures.panel_table import (
-    CounterSpec,
-    PanelRow,
-    PanelSpec,
-    entity_label,
-    row_metrics,
-)
+from haiprof.show.figures.panel_table import CounterSpec, entity_label, panel, panel_metrics
 from haiprof.show.figures.style import PHASES, series_color
 from haiprof.show.frame_table import PageTable, text_table
 from haiprof.show.page.counter_data import LINE_LIMIT, counter_data
@@ -48,44 +42,19 @@ _GPU_WORDS = (
 )
 _NO_TRACE = "no traced window with allocations: `--trace --trace-memory` records one"
 
-
-def _gib(title: str, *counters: CounterSpec) -> PanelSpec:
-    return PanelSpec(
-        title=title, unit="GiB", scale=BYTES_PER_GIB, base_unit="bytes", counters=counters
-    )
-
-
-def _row(title: str, *panels: PanelSpec) -> PanelRow:
-    sources = tuple({spec.source for panel in panels for spec in panel.counters})
-    return PanelRow(title=title, recorder="", sources=sources, panels=panels)
-
-
-_ROWS = (
-    _row(
-        "host",
-        _gib("Memory of ranks", CounterSpec(source=_RSS[0], metric=_RSS[1])),
-        _gib(
-            "Memory of nodes",
-            CounterSpec(source="host", metric="memory_used_bytes", word="used"),
-            CounterSpec(source="host", metric="memory_shared_bytes", word="shared", dash="dash"),
-            CounterSpec(source="host", metric="memory_cached_bytes", word="page cache", dash="dot"),
-        ),
-        _gib(
-            "Memory of the job's control group",
-            CounterSpec(source="cgroup", metric="memory_anonymous_bytes", word="processes"),
-            CounterSpec(source="cgroup", metric="memory_file_bytes", word="files and /dev/shm",
-                        dash="dot"),
-            CounterSpec(source="cgroup", metric="memory_limit_bytes", word="limit", dash="dash"),
-        ),
-    ),
-    _row(
-        "GPU",
-        _gib("Used on the GPU", CounterSpec(source="gpu", metric="memory_used_bytes")),
-        _gib("Allocated where steps begin",
-             CounterSpec(source=_ALLOCATOR, metric="allocated_bytes")),
-        _gib("Highest allocated so far", CounterSpec(source=_ALLOCATOR, metric="peak_bytes")),
-        _gib("Reserved by the allocator", CounterSpec(source=_ALLOCATOR, metric="reserved_bytes")),
-    ),
+_PANELS = (
+    panel("Memory of ranks", "GiB", CounterSpec(*_RSS)),
+    panel("Memory of nodes", "GiB", CounterSpec("host", "memory_used_bytes", "used"),
+          CounterSpec("host", "memory_shared_bytes", "shared", "dash"),
+          CounterSpec("host", "memory_cached_bytes", "page cache", "dot")),
+    panel("Memory of the job's control group", "GiB",
+          CounterSpec("cgroup", "memory_anonymous_bytes", "processes"),
+          CounterSpec("cgroup", "memory_file_bytes", "files and /dev/shm", "dot"),
+          CounterSpec("cgroup", "memory_limit_bytes", "limit", "dash")),
+    panel("Used on the GPU", "GiB", CounterSpec("gpu", "memory_used_bytes")),
+    panel("Allocated where steps begin", "GiB", CounterSpec(_ALLOCATOR, "allocated_bytes")),
+    panel("Highest allocated so far", "GiB", CounterSpec(_ALLOCATOR, "peak_bytes")),
+    panel("Reserved by the allocator", "GiB", CounterSpec(_ALLOCATOR, "reserved_bytes")),
 )  # fmt: skip
 
 
@@ -116,7 +85,9 @@ def memory_part(
     levels = gpu_memory_series(analyzer.files)
     peaks = _peaks(analyzer, digest.count_series(analyzer.read_series({_RSS})))
     failed = [each for _, _, each in failed_allocations(analyzer.run)]
-    data = counter_data(_derived_reader(analyzer, levels, digest), start_ns, rows=_ROWS, each=False)
+    data = counter_data(
+        _derived_reader(analyzer, levels, digest), start_ns, panels=_PANELS, each=False
+    )
     return MemoryPart(
         peaks=_peak_table(peaks, start_ns),
         gpu=_gpu_table(levels),
@@ -133,7 +104,7 @@ def _derived_reader(
     analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries], digest: CounterDigest
 ) -> SeriesReader:
     """The counters, with the used memory of nodes and what the allocators counted."""
-    metrics = {metric for row in _ROWS for metric in row_metrics(row)} | _OF_USE
+    metrics = panel_metrics(_PANELS) | _OF_USE
     recorded = analyzer.read_series(metrics.intersection(digest.present))
 
     def read(source: str, metric: str) -> Sequence[OwnerSeries]:
@@ -228,7 +199,7 @@ def _peak(own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame) -> _Peak:
 def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak], start_ns: int) -> dict[str, Any]:
     """Marks the peaks of ranks that have a line of their own."""
     panels = [dict(panel) for panel in data["panels"]]
-    if panels and panels[0]["title"] == _ROWS[0].panels[0].title and len(peaks) <= LINE_LIMIT:
+    if panels and panels[0]["title"] == _PANELS[0].title and len(peaks) <= LINE_LIMIT:
         panels[0]["marks"] = [
             {
                 "seconds": (peak.time_ns - start_ns) / NS_PER_S,

@@ -353,10 +353,7 @@ def _short(text: str, run: RunPaths) -> str:
 
 
 def _operator_tables(questions: TraceQuestions) -> Iterator[PageTable]:
-    """Operators and nn.Modules by the GPU time that they launched; none without a GPU.
-
-    Operators by their time on the host are in the report's tables.
-    """
+    """Operators and nn.Modules by the GPU time that they launched; none without a GPU."""
     by_operator, launched = questions.operator_kernels(), questions.kernel_operators()
     columns = [
         ("operator", "operator"), ("call_count", "calls"), ("cpu_self_ns", "CPU, itself"),

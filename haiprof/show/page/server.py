@@ -103,10 +103,7 @@ class CachedPage:
         return self._held.analyzer
 
     def status(self) -> dict[str, Any]:
-        """Whether the job runs, has written since the page was made, and a new one is due; cheap.
-
-        A page is due at once when the job has ended.
-        """
+        """Whether the job runs, has written since the page was made, and one is due; cheap."""
         header = run_header(self._run, manifest_or_none(self._run))
         read = self._held
         changed = read is not None and self._has_news(read)

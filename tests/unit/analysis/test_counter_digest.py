@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from haiprof import Analyzer
-from haiprof.show.figures.panel_table import frame_reader
-from haiprof.show.summary import panel_metrics, select_judged_samples, select_judged_steps
+from haiprof.show.figures.panel_table import frame_reader, panel_metrics
+from haiprof.show.summary import select_judged_samples, select_judged_steps
 from tests.unit.report.fake_run import frame_digest
 from tests.unit.report.many_ranks import write_many
 

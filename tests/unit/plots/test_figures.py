@@ -12,7 +12,7 @@ from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.compare.comparison import Change
 from haiprof.run_format.tables import COUNTER_TABLES
-from haiprof.show.figures.panel_table import PANEL_ROWS, row_metrics
+from haiprof.show.figures.panel_table import PANEL_ROWS, panel_metrics
 from haiprof.show.figures.panels import gap_starts, points_per_series, thin_points, with_gaps
 from haiprof.show.figures.run_figures import (
     one_rank_picture,
@@ -119,13 +119,13 @@ def test_panels_show_metrics_that_a_run_with_all_sources_has(tmp_path: Path) -> 
     run = write_small_run(tmp_path / "run", COUNTER_TABLES)
     counters = Analyzer(run.root).counters()
     known = set(counters.select("source", "metric").unique().rows())
-    shown = {metric for row in PANEL_ROWS for metric in row_metrics(row)}
+    shown = panel_metrics()
     assert shown - known == set()
 
 
 def test_row_is_filled_by_the_sources_of_its_metrics() -> None:
     for row in PANEL_ROWS:
-        assert {source for source, _ in row_metrics(row)} <= set(row.sources), row.title
+        assert {source for source, _ in panel_metrics(row.panels)} <= set(row.sources), row.title
 
 
 PARTS = (
