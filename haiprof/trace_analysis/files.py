@@ -17,7 +17,7 @@ from haiprof.trace_format.kineto.events import TABLES
 from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.launch_checks import ALL_RANKS, Finding, count_text, milliseconds
+from haiprof.trace_format.launch_checks import Finding, count_text, milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,15 +197,9 @@ def _row(file: TraceFile) -> dict[str, object]:
 
 
 CHECK_SCHEMA = {
-    "rank": pl.Int64,
-    "file": pl.String,
-    "check": pl.String,
-    "is_fault": pl.Boolean,
-    "count": pl.Int64,
-    "text": pl.String,
-    "effect": pl.String,
-    "answers": pl.String,
-}
+    "rank": pl.Int64, "file": pl.String, "check": pl.String, "is_fault": pl.Boolean,
+    "count": pl.Int64, "text": pl.String, "effect": pl.String, "answers": pl.String,
+}  # fmt: skip
 
 
 def check_frame(
@@ -270,12 +264,10 @@ def _missing_ranks(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
         return
     alone = len(files) == 1
     yield Finding(
-        check="missing_ranks",
-        count=count,
+        "missing_ranks", count,
         text=f"{count_text(count, 'rank')} of {size:,} without a trace",
         effect="who waited for whom cannot be said of one rank" if alone else
         "the last to arrive at a collective may be one of them: waits are lower bounds",
-        answers=ALL_RANKS,
         is_fault=not alone,
     )  # fmt: skip
 
@@ -288,13 +280,11 @@ def _different_steps(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
     usual = max(set(known), key=known.count)
     others = [rank for rank, each in steps.items() if each != usual]
     yield Finding(
-        check="different_steps",
-        count=len(others),
+        "different_steps", len(others),
         text=f"{count_text(len(others), 'rank')} with other profiler steps than {usual[0]} to "
         f"{usual[1]}: {', '.join(map(str, others[:8]))}",
         effect="ranks are compared over different steps; --steps takes those they have in common",
-        answers=(*ALL_RANKS, "temporal", "steps", "kernels"),
-    )
+    )  # fmt: skip
 
 
 def _different_times(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
@@ -310,14 +300,12 @@ def _different_times(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
     if latest <= earliest:
         return
     yield Finding(
-        check="two_clocks",
-        count=len(windows),
+        "two_clocks", len(windows),
         text=f"the ranks' windows have no moment in common, {milliseconds(latest - earliest)} "
         "apart: recorded at different times, or on clocks that differ",
         effect="ranks are compared only by collectives that they have in common; without any, "
         "nothing is said of who waited",
-        answers=ALL_RANKS,
-    )
+    )  # fmt: skip
 
 
 def _corrected_clocks(offsets: pl.DataFrame) -> Iterator[Finding]:
@@ -328,12 +316,10 @@ def _corrected_clocks(offsets: pl.DataFrame) -> Iterator[Finding]:
     rank, offset = apart["rank"][0], int(apart["offset_ns"][0])
     more = f", the most of {len(apart)} that stand apart" if len(apart) > 1 else ""
     yield Finding(
-        check="two_clocks",
-        count=len(apart),
+        "two_clocks", len(apart),
         text=f"rank {rank}'s clock is {milliseconds(abs(offset))} "
         f"{'ahead of' if offset > 0 else 'behind'} the middle of all{more}, as the ends of "
         "collectives tell",
         effect="corrected: their times are moved by as much before ranks are compared or merged",
-        answers=ALL_RANKS,
         is_fault=False,
-    )
+    )  # fmt: skip

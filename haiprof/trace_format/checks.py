@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -11,8 +12,6 @@ import polars as pl
 from haiprof.base.intervals import Ints
 from haiprof.trace_format.kineto.columns import Flags
 from haiprof.trace_format.launch_checks import (
-    EVERYTHING,
-    GPU_TIME,
     Finding,
     check_launches,
     count_text,
@@ -88,12 +87,10 @@ def _event_finding(
         return None
     total, names = sum(found.values()), ", ".join(f"{n} of {table}" for table, n in found.items())
     return Finding(
-        check=check,
-        count=total,
+        check, total,
         text=f"{count_text(total, 'event')} {what} ({names})",
         effect=effect,
-        answers=EVERYTHING,
-    )
+    )  # fmt: skip
 
 
 def unit_finding(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Finding | None:
@@ -113,12 +110,10 @@ def unit_finding(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Finding | None:
     else:
         return None
     return Finding(
-        check="wrong_unit",
-        count=len(gpu) + len(runtime),
+        "wrong_unit", len(gpu) + len(runtime),
         text=f"all times seem {said} (the median launch call takes {median / 1e3:,.3f} µs)",
         effect=f"shares hold, durations do not: {advice}",
-        answers=EVERYTHING,
-    )
+    )  # fmt: skip
 
 
 _COVERED_LEAST = 3
@@ -131,7 +126,6 @@ _WINDOW_FACTOR = 2
 _ALONE_NS = 100_000_000
 """By so much the only kernel of its name may be longer than the host's window."""
 _DEVICE = 1_000_003  # tells the streams of devices apart in one number
-_RESULT_ANSWERS = (*GPU_TIME, "critical-path", "what-if", "process_groups", "efficiency")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +188,7 @@ def _by_stream(gpu: pl.DataFrame) -> _Streams:
 
 
 def _longer(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Flags:
-    """Which events are longer than the window in which the host recorded calls, and odd.
-
-    A window may end long before the GPU is done: others of the same name are as long then.
-    """
+    """Which events are longer than the host's window, and than others of their name."""
     length = order.end - order.start
     found: Flags = np.zeros(len(length), dtype=np.bool_)
     if host is None:
@@ -255,13 +246,11 @@ def _cut(
         "the window, or over later kernels of the same stream"
     )
     found = Finding(
-        check="covering_kernels",
-        count=len(at),
+        "covering_kernels", len(at),
         text=f"{text} ({lost / max(recorded, 1):.0%} of the recorded kernel time)",
         effect=f"taken to end where the next one begins, {milliseconds(lost)} less; "
         f"at most {milliseconds(int((ends - order.start[at]).sum()))} is theirs",
-        answers=_RESULT_ANSWERS,
-    )
+    )  # fmt: skip
     return gpu.with_columns(dur_ns=pl.Series(durations, dtype=pl.Int64)), found
 
 
@@ -273,22 +262,19 @@ def _overlap_finding(order: _Streams, wrong: Flags) -> Finding | None:
     graph = int((sound & order.in_graph).sum())
     of_graphs = f", {graph:,} of them inside one CUDA graph" if graph else ""
     return Finding(
-        check="overlap_by_design",
-        count=int(sound.sum()),
+        "overlap_by_design", int(sound.sum()),
         text=f"{count_text(int(sound.sum()), 'kernel')} still running when the next one of the "
         f"stream begins{of_graphs}, by at most {milliseconds(overlap)}",
         effect="by design (programmatic dependent launch, branches of graphs): busy time counts "
         "it once, sums of kernel times twice",
-        answers=("kernels",),
         is_fault=False,
-    )
+    )  # fmt: skip
 
 
 _IDS = {"gpu": "correlation", "runtime": "correlation", "ops": "external_id"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedTable:
+class CheckedTable(NamedTuple):
     """A table without events that are far from all others or recorded twice."""
 
     name: str
@@ -297,8 +283,7 @@ class CheckedTable:
     duplicate_count: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedDevice:
+class CheckedDevice(NamedTuple):
     """GPU events that were corrected, and what was found of them and their launches."""
 
     gpu: pl.DataFrame
@@ -311,12 +296,7 @@ def check_table(name: str, events: pl.DataFrame) -> CheckedTable:
     """A table without events that are far from all others or recorded twice."""
     near = without_far(events)
     once = without_duplicates(near, _IDS[name]) if name in _IDS and len(near) else near
-    return CheckedTable(
-        name=name,
-        events=once,
-        far_count=len(events) - len(near),
-        duplicate_count=len(near) - len(once),
-    )
+    return CheckedTable(name, once, len(events) - len(near), len(near) - len(once))
 
 
 def check_device(gpu: pl.DataFrame, runtime: pl.DataFrame) -> CheckedDevice:
@@ -330,7 +310,7 @@ def check_device(gpu: pl.DataFrame, runtime: pl.DataFrame) -> CheckedDevice:
     moved, of_launches = check_launches(cut, runtime)
     unit = unit_finding(near, runtime)
     found = (*of_streams, *of_launches, *([unit] if unit else []))
-    return CheckedDevice(gpu=moved, findings=found, far_count=len(gpu) - len(near))
+    return CheckedDevice(moved, found, len(gpu) - len(near))
 
 
 def all_findings(
@@ -346,14 +326,6 @@ def all_findings(
         {table.name: table.duplicate_count for table in tables}, "duplicate_events",
         what="recorded twice", effect="counted once",
     )  # fmt: skip
-    read = [
-        Finding(
-            check="damaged_file",
-            count=1,
-            text=note.partition(": ")[2] or note,
-            effect="what could not be read is in no answer",
-            answers=EVERYTHING,
-        )
-        for note in notes
-    ]
+    unread = "what could not be read is in no answer"
+    read = [Finding("damaged_file", 1, note.partition(": ")[2] or note, unread) for note in notes]
     return (*read, *(each for each in (far, twice) if each), *device.findings)

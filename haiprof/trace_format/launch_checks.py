@@ -43,7 +43,26 @@ OF_EACH_RANK = (*GPU_TIME, *LAUNCHES)
 EVERYTHING = tuple(dict.fromkeys((*GPU_TIME, *LAUNCHES, *ALL_RANKS, "efficiency")))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_ANSWERS: dict[str, tuple[str, ...]] = {
+    "kernel_before_launch": LAUNCHES,
+    "kernel_after_wait": LAUNCHES,
+    "linked_without_correlation": LAUNCHES,
+    "queued_before_window": ("launches", "efficiency"),
+    "kernels_without_launch": (*LAUNCHES, "steps", "efficiency"),
+    "no_launch_known": (*LAUNCHES, "steps", "efficiency"),
+    "window_during_capture": ("launches", "queue", "efficiency"),
+    "window_ended_early": (*GPU_TIME, *LAUNCHES, "efficiency"),
+    "launches_without_kernel": (*GPU_TIME, *LAUNCHES, "efficiency"),
+    "covering_kernels": (*GPU_TIME, "critical-path", "what-if", "process_groups", "efficiency"),
+    "overlap_by_design": ("kernels",),
+    "missing_ranks": ALL_RANKS,
+    "different_steps": (*ALL_RANKS, "temporal", "steps", "kernels"),
+    "two_clocks": ALL_RANKS,
+}
+"""Tables of the report, and commands, that rest on what a check found; of any other, all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is odd about a trace."""
 
@@ -55,10 +74,13 @@ class Finding:
     """What was seen, with its numbers."""
     effect: str
     """What becomes of the answers: what was corrected or left out, or what they cannot say."""
-    answers: tuple[str, ...]
-    """Tables of the report, and commands, that rest on it."""
     is_fault: bool = True
     """False where it is so by design, and nothing is wrong."""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Tables of the report, and commands, that rest on it."""
+        return _ANSWERS.get(self.check, EVERYTHING)
 
     @property
     def line(self) -> str:
@@ -134,10 +156,7 @@ def _calls_named(runtime: pl.DataFrame, pattern: str) -> pl.DataFrame:
 def _clock(
     gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame
 ) -> tuple[pl.DataFrame, Finding | None]:
-    """Kernels before their launch, or after the host has waited for them.
-
-    A wrong stamp or two, or the GPU's clock behind the host's or ahead of it.
-    """
+    """Kernels before their launch, or after the host has waited: wrong stamps or clocks."""
     delay = gpu["ts_ns"] - called
     early = delay < -_TOLERANCE_NS
     count, known = int(early.sum()), len(delay) - delay.null_count()
@@ -164,21 +183,13 @@ def _clock(
             "no single clock offset explains it, times stay as recorded and these are joined to no "
             "launch: do not rely on launch delays, queues and what the GPU waited for"
         )
-    return moved, Finding(
-        check="kernel_before_launch", count=count, text=text, effect=effect, answers=LAUNCHES
-    )  # fmt: skip
+    return moved, Finding("kernel_before_launch", count, text, effect)
 
 
 def _clock_ahead(
     gpu: pl.DataFrame, delay: pl.Series, most: int
 ) -> tuple[pl.DataFrame, Finding | None]:
-    """Kernels that end after the host has waited for them, which cannot be.
-
-    Args:
-        gpu: All events.
-        delay: From each one's launch to its begin.
-        most: By how much all of them end before the host has waited; negative where some do not.
-    """
+    """Kernels that end after the host has waited for them, which cannot be."""
     if most >= -_AHEAD_LEAST_NS:
         return gpu, None
     text = f"kernels end up to {milliseconds(-most)} after the host has waited for them"
@@ -191,9 +202,7 @@ def _clock_ahead(
         "delays, queues and what the GPU waited for"
     )
     moved = gpu.with_columns(pl.col("ts_ns") + most) if fits else gpu
-    return moved, Finding(
-        check="kernel_after_wait", count=1, text=text, effect=effect, answers=LAUNCHES
-    )
+    return moved, Finding("kernel_after_wait", 1, text, effect)
 
 
 def _most(gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame) -> int | None:
@@ -255,21 +264,17 @@ def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:
     queued = int(alone.sum()) - len(later)
     if queued:
         found.append(Finding(
-            check="queued_before_window",
-            count=queued,
+            "queued_before_window", queued,
             text=f"{count_text(queued, 'kernel')} of {len(gpu):,} launched before the window began",
             effect="they count as GPU time; no launch, step or operator is known of them",
-            answers=("launches", "efficiency"),
             is_fault=False,
         ))  # fmt: skip
     if len(later):
         found.append(Finding(
-            check="kernels_without_launch",
-            count=len(later),
+            "kernels_without_launch", len(later),
             text=f"{count_text(len(later), 'kernel')} of {len(gpu):,} without a launch call, "
             f"{_when(later, gpu)}",
             effect="records of the host were lost: their launches, operators and steps are unknown",
-            answers=(*LAUNCHES, "steps", "efficiency"),
         ))  # fmt: skip
     return found
 
@@ -293,8 +298,7 @@ def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
     if captured:
         is_whole = bool(begun[inside].all())  # every capture is in the trace from its beginning
         found.append(Finding(
-            check="window_during_capture",
-            count=captured,
+            "window_during_capture", captured,
             text=f"{count_text(captured, 'launch call')} while a CUDA graph was being captured: "
             "nothing ran",
             effect="not launches; the graph's kernels name the operators of these calls where it "
@@ -302,27 +306,22 @@ def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
             if is_whole
             else "not launches; the window opened "
             "within the capture, so that the graph's kernels name no operator",
-            answers=("launches", "queue", "efficiency"),
             is_fault=not is_whole,
         ))  # fmt: skip
     if len(tail):
         found.append(Finding(
-            check="window_ended_early",
-            count=len(tail),
+            "window_ended_early", len(tail),
             text=f"{count_text(len(tail), 'last launch call')} of {len(launches):,} without a "
             "kernel: the window ended before the GPU's records of them",
             effect="the last step's GPU time is too low; leave it out with --steps",
-            answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
         ))  # fmt: skip
     if len(lost):
         found.append(Finding(
-            check="launches_without_kernel",
-            count=len(lost),
+            "launches_without_kernel", len(lost),
             text=f"{count_text(len(lost), 'launch call')} of {len(launches):,} without a kernel, "
             f"{_when(lost['ts_ns'], launches)}",
             effect="records of the GPU were lost (buffers): GPU time there is too low by up to "
             f"{ratio_text(len(lost) / len(launches))}, and counted as idle",
-            answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
         ))  # fmt: skip
     return found
 
@@ -415,25 +414,21 @@ def link_launches(gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path) -> Linke
     found = []
     if len(pairs):
         found.append(Finding(
-            check="linked_without_correlation",
-            count=len(pairs),
+            "linked_without_correlation", len(pairs),
             text=f"correlations do not join kernels with their launches; {len(pairs):,} of "
             f"{len(gpu):,} were joined by {by}",
             effect="launches and operators are known of these",
-            answers=LAUNCHES,
             is_fault=False,
         ))  # fmt: skip
     alone = len(gpu) - len(pairs)
     if alone:
         why = f", {refused:,} of them before the call that their number names" if refused else ""
         found.append(Finding(
-            check="no_launch_known",
-            count=alone,
+            "no_launch_known", alone,
             text=f"{count_text(alone, 'GPU event')} of {len(gpu):,} cannot be joined to a launch"
             f"{why}",
             effect="their launches, operators and steps are unknown: no launch delay, no cause of "
             "idle time and no operator's GPU time rests on them",
-            answers=(*LAUNCHES, "steps", "efficiency"),
         ))  # fmt: skip
     if pairs.is_empty():
         return LinkedLaunches(gpu=gpu, runtime=runtime, findings=tuple(found))
@@ -451,11 +446,7 @@ def _with_number(table: pl.DataFrame, numbers: pl.DataFrame) -> pl.DataFrame:
 
 
 def _pairs(events: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """`event`, `ts_ns`, `call`, `call_ns` of what has one number.
-
-    An operator's number is that of all its calls and kernels: then the nth belongs to the nth,
-    where there are as many of both. All nodes of a graph belong to its one call.
-    """
+    """`event`, `ts_ns`, `call`, `call_ns` of what has one number; of an operator's nth with nth."""
     size, nth = pl.len().over("id").alias("size"), pl.int_range(pl.len()).over("id").alias("nth")
     own = events.drop_nulls("id").sort("ts_ns", "event").select("event", "ts_ns", "id", size, nth)
     known = calls.drop_nulls("id").sort("ts_ns", "event").select(
@@ -477,10 +468,7 @@ def _in_time(pairs: pl.DataFrame) -> tuple[pl.DataFrame, int]:
 def _by_arrows(
     gpu: pl.DataFrame, calls: pl.DataFrame, path: Path
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """GPU events and calls with the number of the arrow that ends or begins at each.
-
-    The arrows are read from the file: only traces without any other number need them.
-    """
+    """GPU events and calls with the number of the arrow of the file that ends or begins at each."""
     found = []
     for piece in event_texts(TraceText(path)):
         for raw in TEXTS.decode(b"[" + piece + b"]"):
