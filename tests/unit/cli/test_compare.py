@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from haiprof.base.errors import UsageError
-from haiprof.cli import main
 from haiprof.cli.compare import parse_runs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest, write_manifest
 from tests.unit.analysis.recorded import write_run
 from tests.unit.analysis.test_compare import write
+from tests.unit.cli import Run
 
 SLOWER, UNDECIDED = 10, 5
 
@@ -27,44 +27,34 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    status = main(["compare", *(str(word) for word in words)])
-    output = capsys.readouterr()
-    return status, output.out, output.err
-
-
 @pytest.fixture
 def before(tmp_path: Path) -> Path:
     return write(tmp_path, "before", seed=1, second=1)
 
 
-def test_slower_run_fails_the_build_and_says_why(
-    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slower_run_fails_the_build_and_says_why(tmp_path: Path, before: Path, run: Run) -> None:
     after = write(tmp_path, "after", seed=2, data_ms=7.0, second=2)
-    status, out, err = run(capsys, before, after, "--fail-if-slower", "5%")
+    status, out, err = run("compare", before, after, "--fail-if-slower", "5%")
     assert status == SLOWER
     first = out.splitlines()[0]
     assert "% slower (" in first
     assert re.search(r"input \(\+(2.99|3.0\d) ms", first)
     assert "slower than 5.0 %: exit status 10" in err
     assert "if that is meant" not in err  # a baseline that was named is taken again
-    assert run(capsys, before, after)[0] == 0
-    assert run(capsys, before, after, "--fail-if-slower", "50%")[0] == 0
+    assert run("compare", before, after)[0] == 0
+    assert run("compare", before, after, "--fail-if-slower", "50%")[0] == 0
 
 
-def test_equal_runs_pass(tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_runs_pass(tmp_path: Path, before: Path, run: Run) -> None:
     after = write(tmp_path, "after", seed=3)
-    status, out, _ = run(capsys, before, after, "--fail-if-slower", "5%")
+    status, out, _ = run("compare", before, after, "--fail-if-slower", "5%")
     assert status == 0
     assert out.startswith("no difference above")
 
 
-def test_too_few_steps_cannot_be_judged(
-    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_steps_cannot_be_judged(tmp_path: Path, before: Path, run: Run) -> None:
     after = write(tmp_path, "after", seed=3, step_count=15)
-    status, out, err = run(capsys, before, after, "--fail-if-slower", "5%")
+    status, out, err = run("compare", before, after, "--fail-if-slower", "5%")
     assert status == UNDECIDED
     assert out.startswith("cannot be evaluated")
     assert "steps after warm-up" in err
@@ -72,10 +62,10 @@ def test_too_few_steps_cannot_be_judged(
 
 
 def test_json_is_all_that_stdout_gets_and_holds_the_verdict(
-    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, before: Path, run: Run
 ) -> None:
     after = write(tmp_path, "after", seed=2, data_ms=7.0)
-    status, out, _ = run(capsys, before, after, "--json", "--fail-if-slower", "5%")
+    status, out, _ = run("compare", before, after, "--json", "--fail-if-slower", "5%")
     found = json.loads(out)
     assert status == SLOWER
     assert found["verdict"]["state"] == "slower"
@@ -88,23 +78,21 @@ def test_json_is_all_that_stdout_gets_and_holds_the_verdict(
     assert "--trace" in found["no_kernels"]
 
 
-def test_slower_run_is_not_the_next_ones_baseline(
-    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slower_run_is_not_the_next_ones_baseline(tmp_path: Path, before: Path, run: Run) -> None:
     slow = write(tmp_path, "slow", seed=2, data_ms=7.0, second=2)
     words = ("--baseline", "last-good", "--fail-if-slower", "5%")
-    status, _, err = run(capsys, slow, *words)
+    status, _, err = run("compare", slow, *words)
     assert status == SLOWER
     assert f"remove {slow}/report/compare.json" in err
     again = write(tmp_path, "again", seed=4, data_ms=7.0, second=3)
-    status, out, _ = run(capsys, again, *words)
+    status, out, _ = run("compare", again, *words)
     assert status == SLOWER
     assert str(before) in out.replace("\n", "")
     assert "slow was itself found slower" in " ".join(out.split())
 
 
 def test_code_and_surroundings_that_differ_are_shown(
-    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, before: Path, run: Run
 ) -> None:
     after = write(
         tmp_path, "after", seed=2, command=["python", "train.py", "--workers", "0"],
@@ -113,7 +101,7 @@ def test_code_and_surroundings_that_differ_are_shown(
     manifest = read_manifest(RunPaths(before))
     known = {"git": {"root": "/x", "commit": "a" * 40, "branch": "main"}}
     write_manifest(RunPaths(before), Manifest(**{**vars(manifest), "environment": known}))
-    _, out, _ = run(capsys, before, after)
+    _, out, _ = run("compare", before, after)
     assert "--workers 0" in out
     assert "a" * 12 in out
     assert "b" * 12 in out
@@ -121,17 +109,17 @@ def test_code_and_surroundings_that_differ_are_shown(
 
 
 def test_run_without_steps_and_missing_runs_are_one_line(
-    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, before: Path, run: Run
 ) -> None:
     empty = write_run(tmp_path / "empty").root
-    status, out, _ = run(capsys, before, empty)
+    status, out, _ = run("compare", before, empty)
     assert status == 0
     assert out.startswith("cannot be evaluated")
-    assert run(capsys, before, empty, "--fail-if-slower", "5%")[0] == UNDECIDED
-    status, _, err = run(capsys, before, tmp_path / "nowhere")
+    assert run("compare", before, empty, "--fail-if-slower", "5%")[0] == UNDECIDED
+    status, _, err = run("compare", before, tmp_path / "nowhere")
     assert status == 3
     assert "nowhere" in err
-    status, _, err = run(capsys, tmp_path / "neither", tmp_path / "nor")
+    status, _, err = run("compare", tmp_path / "neither", tmp_path / "nor")
     assert status == 3
     assert all(f"{name}: no such run" in err for name in ("neither", "nor"))
 
@@ -143,44 +131,44 @@ def test_runs_that_do_not_pair_are_refused(words: tuple[list[str], str | None]) 
 
 
 def test_run_left_out_is_the_newest_of_the_log_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log_dir = tmp_path / "haiprof-logs"
     for number in (1, 2):
         write(log_dir, f"run-{number}", seed=number, second=number)
     monkeypatch.chdir(tmp_path)
-    status, out, _ = run(capsys, "--baseline", "last-good", "--fail-if-slower", "5%")
+    status, out, _ = run("compare", "--baseline", "last-good", "--fail-if-slower", "5%")
     assert status == 0
     assert "run-1" in out
     assert "run-2" in out
 
 
 def test_run_against_itself_and_limits_that_look_like_ratios_are_refused(
-    before: Path, capsys: pytest.CaptureFixture[str]
+    before: Path, run: Run
 ) -> None:
-    status, _, err = run(capsys, before, before)
+    status, _, err = run("compare", before, before)
     assert status == 2
     assert "compared with itself" in err
-    status, _, err = run(capsys, before, before, "--fail-if-slower", "0.05")
+    status, _, err = run("compare", before, before, "--fail-if-slower", "0.05")
     assert status == 2
     assert "hint: --fail-if-slower 5%" in err
 
 
 def test_first_run_and_a_baseline_that_is_not_there_say_what_to_do(
-    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, before: Path, run: Run
 ) -> None:
-    status, _, err = run(capsys, before, "--baseline", "last-good")
+    status, _, err = run("compare", before, "--baseline", "last-good")
     assert status == UNDECIDED
     assert "the first run has none" in err
-    status, _, err = run(capsys, before, "--baseline", "last-bad")
+    status, _, err = run("compare", before, "--baseline", "last-bad")
     assert status == 3
     assert "last-good" in err
 
 
 def test_interval_beyond_the_limit_says_what_would_decide(
-    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, before: Path, run: Run
 ) -> None:
     after = write(tmp_path, "after", seed=3)
-    status, _, err = run(capsys, before, after, "--fail-if-slower", "0.1%")
+    status, _, err = run("compare", before, after, "--fail-if-slower", "0.1%")
     assert status == UNDECIDED
     assert "beyond the limit" in err

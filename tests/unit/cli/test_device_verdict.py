@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from haiprof.base.ledger import PROBLEM_RATIO
-from haiprof.cli import main
 from tests.unit.analysis.trace.shared import (
     Event,
     event,
@@ -21,6 +20,7 @@ from tests.unit.analysis.trace.shared import (
     traces,
     write_trace,
 )
+from tests.unit.cli import Run
 
 LEDGER_FIELDS = {
     "ranks", "position", "activity", "package", "file", "line", "function", "expression",
@@ -31,14 +31,8 @@ LEDGER_FIELDS = {
 }  # fmt: skip
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    status = main([str(word) for word in words])
-    output = capsys.readouterr()
-    return status, output.out, output.err
-
-
-def data(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
-    status, out, _ = run(capsys, "verdict", path, "--json")
+def data(run: Run, path: Path) -> dict[str, Any]:
+    status, out, _ = run("verdict", path, "--json")
     assert status == 0
     found: dict[str, Any] = json.loads(out)
     return found
@@ -59,11 +53,9 @@ def steps_with_item(ms: int = 3) -> list[Event]:
     return found
 
 
-def test_verdict_of_a_trace_names_the_largest_opportunity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verdict_of_a_trace_names_the_largest_opportunity(tmp_path: Path, run: Run) -> None:
     path = write_trace(tmp_path / "trace.json", steps_with_item())
-    status, out, err = run(capsys, "verdict", path)
+    status, out, err = run("verdict", path)
     text = " ".join(out.split())
     assert status == 0
     assert text.startswith(
@@ -78,10 +70,8 @@ def test_verdict_of_a_trace_names_the_largest_opportunity(
     assert "haiprof trace report" in err
 
 
-def test_json_has_the_ledger_under_fixed_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = data(capsys, write_trace(tmp_path / "trace.json", steps_with_item()))
+def test_json_has_the_ledger_under_fixed_names(tmp_path: Path, run: Run) -> None:
+    found = data(run, write_trace(tmp_path / "trace.json", steps_with_item()))
     assert {"mean_ns", "median_ns", "count", "residual_ns"} <= found["step"].keys()
     assert all(account.keys() == LEDGER_FIELDS for account in found["ledger"])
     whole = sum(account["ns_per_step"] for account in found["ledger"])
@@ -93,20 +83,6 @@ def test_json_has_the_ledger_under_fixed_names(
     assert found["problem_count"] == sum(ns >= PROBLEM_RATIO * 100_000 for ns in sure) == 1
 
 
-def test_nothing_stands_out_where_the_gpu_is_busy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_trace(tmp_path / "trace.json", [
-        step(1, 0, 100), launch(1, 0, 1), kernel("gemm", 1, 98, correlation=1),
-    ])  # fmt: skip
-    out = run(capsys, "verdict", path)[1]
-    assert " ".join(out.split()).startswith(
-        "The GPU computes 98 % of the step, most of it gemm, whose FLOPs and bytes are not known; "
-        "whether that is slow is not known; largest opportunity: "
-    )
-    assert data(capsys, path)["problem_count"] == 0
-
-
 def slow_product(kernel_us: float = 1000) -> list[Event]:
     """A product of 2 * 4096**3 FLOPs and 101 MB."""
     shape, types = [[4096, 4096]] * 2, ["c10::BFloat16"] * 2
@@ -116,37 +92,20 @@ def slow_product(kernel_us: float = 1000) -> list[Event]:
     ]  # fmt: skip
 
 
-def test_an_operator_far_from_the_roofline_comes_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_operator_far_from_the_roofline_comes_first(tmp_path: Path, run: Run) -> None:
     path = write_trace(tmp_path / "trace.json", slow_product())
-    out = " ".join(run(capsys, "verdict", path, "--peak", "MI300X")[1].split())
+    out = run("verdict", path, "--peak", "MI300X").said
     assert out.startswith(
         "aten::mm [4096,4096] x2 bf16 at 137 TFLOP/s, 11 % of the bf16 peak: 1.00 ms of 1.01 ms"
     )
     assert "at what such operators usually reach" in out
     peak = "bf16=1307.4,memory=5.3"
-    found = json.loads(run(capsys, "verdict", path, "--peak", peak, "--json")[1])
+    found = run("verdict", path, "--peak", peak, "--json").data
     (operator,) = found["operators"]
     assert operator["bound"] == "compute"
     assert operator["roofline_ratio"] == pytest.approx(2 * 4096**3 / 1307.4e12 / 1e-3)
     assert operator["gain_low_ns"] < operator["gain_ns"] < operator["gain_high_ns"] < 1e6
     assert found["problem_count"] == 1
-
-
-def test_no_operator_is_slow_where_it_does_what_it_can(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_trace(tmp_path / "trace.json", slow_product(kernel_us=180))
-    out = " ".join(run(capsys, "verdict", path, "--peak", "MI300X")[1].split())
-    assert out.startswith(
-        "aten::mm [4096,4096] x2 bf16 at 764 TFLOP/s, 58 % of the bf16 peak: 180 µs of 188 µs a "
-        "step, as fast as such operators usually are: nothing stands out; "
-    )
-    assert (
-        json.loads(run(capsys, "verdict", path, "--peak", "MI300X", "--json")[1])["problem_count"]
-        == 0
-    )
 
 
 def fused_experts(tokens: int, kernel_us: float) -> list[Event]:
@@ -161,108 +120,100 @@ def fused_experts(tokens: int, kernel_us: float) -> list[Event]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel_us", "says"), [
+BUSY = [step(1, 0, 100), launch(1, 0, 1), kernel("gemm", 1, 98, correlation=1)]
+LATE = [event("aten::mul_", "cpu_op", 500, 100), launch(2, 590),
+        kernel("elementwise", 600, 10, correlation=2)]  # fmt: skip
+UNKNOWN = [
+    event("aten::topk", "cpu_op", 0, 9), launch(1, 2), kernel("topk", 10, 990, correlation=1),
+    event("aten::mul", "cpu_op", 1000, 70), event("aten::mul", "cpu_op", 1000, 9),
+    launch(2, 1060, 8), kernel("elementwise", 1070, 10, correlation=2),
+]  # fmt: skip
+EXPERTS = "vllm::outplace_fused_experts [16,4096]"
+
+
+@pytest.mark.parametrize(("events", "peak", "begins", "says", "problems"), [
+    (BUSY, "", "The GPU computes 98 % of the step, most of it gemm, whose FLOPs and bytes are not "
+     "known; whether that is slow is not known; largest opportunity: ", "", 0),
+    (slow_product(180), "MI300X", "aten::mm [4096,4096] x2 bf16 at 764 TFLOP/s, 58 % of the bf16 "
+     "peak: 180 µs of 188 µs a step, as fast as such operators usually are: nothing stands out; ",
+     "", 0),
     # 25.5 experts of 69 MB are read where tokens are routed evenly: 1.77 GB.
-    (2000, "about 17 % of the memory's bandwidth, a small batch of 16: 2.00 ms of 2.01 ms a step"),
-    (400, "about 83 % of the memory's bandwidth: 400 µs of 408 µs a step: a small batch"),
+    (fused_experts(16, 2000), "MI300X", EXPERTS, "about 17 % of the memory's bandwidth, a small "
+     "batch of 16: 2.00 ms of 2.01 ms a step", None),
+    (fused_experts(16, 400), "MI300X", EXPERTS, "about 83 % of the memory's bandwidth: 400 µs of "
+     "408 µs a step: a small batch", None),
     # 250 us do not suffice for them: it is known of two alone that they were read.
-    (250, "at least 10 % of the memory's bandwidth, a small batch of 16: 250 µs of 258 µs a step"),
-])  # fmt: skip
-def test_how_many_experts_were_read_is_said_as_it_is_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kernel_us: float, says: str
-) -> None:
-    path = write_trace(tmp_path / "trace.json", fused_experts(16, kernel_us))
-    out = " ".join(run(capsys, "verdict", path, "--peak", "MI300X")[1].split())
-    assert out.startswith("vllm::outplace_fused_experts [16,4096] ")
-    assert says in out
-
-
-def test_a_small_batch_comes_before_the_idle_time_that_it_leaves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    late = [event("aten::mul_", "cpu_op", 500, 100), launch(2, 590),
-            kernel("elementwise", 600, 10, correlation=2)]  # fmt: skip
-    path = write_trace(tmp_path / "trace.json", [*fused_experts(16, 340), *late])
-    out = " ".join(run(capsys, "verdict", path, "--peak", "MI300X")[1].split())
-    assert out.startswith("vllm::outplace_fused_experts [16,4096]")
-    assert "bf16 works on 16 rows a call, a small batch: 340 µs of 608 µs a step; forward: " in out
-
-
-def test_an_operator_of_unknown_work_that_is_most_of_the_step_comes_before_small_problems(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    late = [launch(2, 1060, 8), kernel("elementwise", 1070, 10, correlation=2)]
-    path = write_trace(tmp_path / "trace.json", [
-        event("aten::topk", "cpu_op", 0, 9), launch(1, 2), kernel("topk", 10, 990, correlation=1),
-        event("aten::mul", "cpu_op", 1000, 70), event("aten::mul", "cpu_op", 1000, 9), *late,
-    ])  # fmt: skip
-    out = " ".join(run(capsys, "verdict", path, "--peak", "MI300X")[1].split())
-    assert out.startswith("aten::topk, whose FLOPs and bytes are not known: 990 µs of 1.08 ms")
+    (fused_experts(16, 250), "MI300X", EXPERTS, "at least 10 % of the memory's bandwidth, a small "
+     "batch of 16: 250 µs of 258 µs a step", None),
+    # A small batch comes before the idle time that it leaves.
+    ([*fused_experts(16, 340), *LATE], "MI300X", EXPERTS, "bf16 works on 16 rows a call, a small "
+     "batch: 340 µs of 608 µs a step; forward: ", None),
+    # What is most of the step comes before small problems, though its work is not known.
+    (UNKNOWN, "MI300X", "aten::topk, whose FLOPs and bytes are not known: 990 µs of 1.08 ms", "",
+     None),
+    (slow_product(), "", "", "most of it aten::mm [4096,4096] x2 bf16 at 137 TFLOP/s and 0.101 "
+     "TB/s", None),
+    (slow_product(), "", "", "no peak is known of the GPU, which the trace does not name; --peak "
+     "NAME", None),
+    (slow_product(50), "MI300X", "", "more than the GPU can do: shapes, times or peak are wrong",
+     None),
+], ids=["busy", "fast", "experts", "few experts", "two experts", "small batch", "unknown",
+        "no peak", "no peak said", "impossible"])  # fmt: skip
+def test_what_verdict_says_first_of_a_trace(
+    tmp_path: Path, run: Run, events: list[Event], peak: str, begins: str, says: str,
+    problems: int | None,
+) -> None:  # fmt: skip
+    option = ("--peak", peak) if peak else ()
+    words = ("verdict", write_trace(tmp_path / "trace.json", events), *option)
+    said = run(*words).said
+    assert said.startswith(begins)
+    assert says in said
+    assert ("peak:" in said) <= bool(peak)
+    if problems is not None:
+        assert run(*words, "--json").data["problem_count"] == problems
 
 
 def test_gaps_between_queued_kernels_are_a_problem_beyond_what_a_device_needs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run
 ) -> None:
     """The second kernel waits 100 us in the queue, of which a device needs ten."""
     path = write_trace(tmp_path / "trace.json", [
         launch(1, 0), kernel("gemm", 1, 200, correlation=1),
         launch(2, 5), kernel("gemm", 301, 199, correlation=2),
     ])  # fmt: skip
-    out = " ".join(run(capsys, "verdict", path)[1].split())
+    out = run("verdict", path).said
     assert "idle for more than 10 µs each between kernels that are queued" in out
-    found = {each["activity"]: each for each in data(capsys, path)["ledger"]}
+    found = {each["activity"]: each for each in data(run, path)["ledger"]}
     assert found["idle: between kernels, long"]["gain_low_ns"] == pytest.approx(90_000)
     assert found["idle: between kernels"]["gain_low_ns"] == 0
 
 
-def test_without_a_known_gpu_nothing_is_said_of_distances(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_trace(tmp_path / "trace.json", slow_product())
-    out = " ".join(run(capsys, "verdict", path)[1].split())
-    assert "most of it aten::mm [4096,4096] x2 bf16 at 137 TFLOP/s and 0.101 TB/s" in out
-    assert "no peak is known of the GPU, which the trace does not name; --peak NAME" in out
-    assert "peak:" not in out
-
-
-def test_what_is_faster_than_the_gpu_is_called_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_trace(tmp_path / "trace.json", slow_product(kernel_us=50))
-    out = " ".join(run(capsys, "verdict", path, "--peak", "MI300X")[1].split())
-    assert "more than the GPU can do: shapes, times or peak are wrong" in out
-
-
-def test_a_folder_of_ranks_is_one_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_ranks_is_one_verdict(tmp_path: Path, run: Run) -> None:
     for rank in (0, 1):
         rank_file(tmp_path, rank, steps_with_item())
-    out = run(capsys, "verdict", tmp_path)[1]
+    out = run("verdict", tmp_path)[1]
     assert "traces of 2 ranks, 3 steps; 12 of 12 GPU events" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("option", [["--save"], ["--last", "5"], ["--svg", "card.svg"]])
 def test_what_needs_a_run_is_refused_for_traces(
-    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: list[str], tmp_path: Path, run: Run
 ) -> None:
     path = write_trace(tmp_path / "trace.json", steps_with_item())
-    status, _, err = run(capsys, "verdict", path, *option)
+    status, _, err = run("verdict", path, *option)
     assert status == 2
     assert "traces, and no run" in err
 
 
-def test_a_folder_of_neither_says_what_it_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, _, err = run(capsys, "verdict", tmp_path)
+def test_a_folder_of_neither_says_what_it_said(tmp_path: Path, run: Run) -> None:
+    status, _, err = run("verdict", tmp_path)
     assert status != 0
     assert f"{tmp_path}: neither a run directory nor a log directory with runs" in err
 
 
 @pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "dlrm_v100_8ranks"])
-def test_verdict_of_real_traces(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = data(capsys, traces(name))
+def test_verdict_of_real_traces(name: str, run: Run) -> None:
+    found = data(run, traces(name))
     whole = sum(account["ns_per_step"] for account in found["ledger"])
     assert whole == pytest.approx(found["step"]["mean_ns"], abs=1e-3)
     assert found["step"]["residual_ns"] == 0
@@ -290,20 +241,20 @@ def side(top: str, kernels: list[tuple[str, str, float]]) -> list[Event]:
      "GPU busy 0.40 to 0.70 ms: conv (aten::convolution to aten::mm, aten::unfold)"),
 ])  # fmt: skip
 def test_compare_of_traces_says_what_changed_on_the_device(
-    after: list[Event], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    after: list[Event], said: str, tmp_path: Path, run: Run
 ) -> None:
     before = side("conv", [("aten::convolution", "miopenConv", 400)])
     paths = [write_trace(tmp_path / f"{name}.json", events)
              for name, events in (("a", before), ("b", after))]  # fmt: skip
-    status, out, _ = run(capsys, "compare", *paths)
+    status, out, _ = run("compare", *paths)
     assert status == 0
     assert out.startswith(said + "\n")
-    found = json.loads(run(capsys, "compare", *paths, "--json")[1])
+    found = run("compare", *paths, "--json").data
     assert found["headline"] == said
 
 
 def test_compare_of_traces_names_the_branch_of_the_call_tree_that_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run
 ) -> None:
     """Two layers launch a kernel each; that of one is slower, whose line has moved."""
     paths = []
@@ -316,10 +267,10 @@ def test_compare_of_traces_names_the_branch_of_the_call_tree_that_changed(
             event("aten::mm", "cpu_op", 41, 8), launch(2, 42, 2),
             kernel("gemm", 100, 200, correlation=1), kernel("gemm", 300, us, correlation=2),
         ]))  # fmt: skip
-    out = " ".join(run(capsys, "compare", *paths)[1].split())
+    out = run("compare", *paths).said
     where = "where: train.py: main > model.py: decoder > aten::mm: 0.05 to 0.35 ms"
     assert f"GPU busy 0.25 to 0.55 ms: aten::mm {where} per step" in out
-    branch = json.loads(run(capsys, "compare", *paths, "--json")[1])["branch"]
+    branch = run("compare", *paths, "--json").data["branch"]
     assert branch == {"path": ["train.py: main", "model.py: decoder", "aten::mm"],
                       "before_ns": 50_000, "after_ns": 350_000}  # fmt: skip
 
@@ -345,13 +296,13 @@ def products(rank: int, us: float, dims: str, types: str, name: str = "gemm") ->
 
 @pytest.mark.parametrize(("rows", "why"), [(4096, "for the same calls"), (8192, "larger calls")])
 def test_rank_whose_operator_takes_longer_is_named_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: int, why: str
+    tmp_path: Path, run: Run, rows: int, why: str
 ) -> None:
     for rank, us in enumerate((300, 900)):
         dims = f"[[{rows if rank else 4096}, 4096], [4096, 4096]]"
         types = '["c10::BFloat16", "c10::BFloat16"]'
         rank_file(tmp_path, rank, products(rank, us, dims, types))
-    out = " ".join(run(capsys, "verdict", tmp_path)[1].split())
+    out = run("verdict", tmp_path).said
     assert out.startswith("rank 1 is waited for: aten::mm takes 900 µs there")
     assert why in out.partition(": 600 µs of")[0]
     assert "300 µs elsewhere" in out
@@ -402,24 +353,24 @@ COPY = "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>"
      "may be: forward: copies or casts tensors (<aten::copy_>), 40 %", "cast weights once"),
 ], ids=["fp32", "triton", "index", "layout", "copies"])  # fmt: skip
 def test_faults_of_computing_are_said_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, run: Run,
     kernels: list[tuple[str, Event, float]], says: str, do: str,
 ) -> None:  # fmt: skip
-    out = " ".join(run(capsys, "verdict", gpu_trace(tmp_path / "t.json", kernels))[1].split())
+    out = run("verdict", gpu_trace(tmp_path / "t.json", kernels)).said
     assert says in out.partition(" t.json: ledger")[0]
     assert do in out
 
 
 def test_report_of_a_trace_is_the_page_of_that_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = rank_file(tmp_path, 0, steps_with_item())
     monkeypatch.chdir(tmp_path)
-    status, _, err = run(capsys, "report", path)
+    status, _, err = run("report", path)
     assert (status, err.count("error")) == (0, 0)
     written = path.name.partition(".json")[0] + ".html"
     assert written in err
-    page, found = html.unescape((tmp_path / written).read_text()), data(capsys, path)
+    page, found = html.unescape((tmp_path / written).read_text()), data(run, path)
     assert found["headline"] in page.replace("\N{NO-BREAK SPACE}", " ")
     assert found["explanations"]["synchronising_call"] in page
     assert "Operators by GPU time" in page
@@ -427,69 +378,59 @@ def test_report_of_a_trace_is_the_page_of_that_trace(
     longest = {name: found["gaps"][0][name] for name in ("idle_ns", "activity", "kernel")}
     assert longest == {"idle_ns": 30_000, "activity": "idle: wait: device", "kernel": "gemm"}
     assert "gemm" in page
-    assert run(capsys, "report", path)[0] == 2, "a file of the user is not replaced"
+    assert run("report", path)[0] == 2, "a file of the user is not replaced"
 
 
-def test_compare_of_two_traces_with_a_limit_compares_their_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_of_two_traces_with_a_limit_compares_their_steps(tmp_path: Path, run: Run) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     first = rank_file(tmp_path / "a", 0, steps_with_item())
     second = rank_file(tmp_path / "b", 0, steps_with_item())
-    status, out, err = run(capsys, "compare", first, second, "--json", "--fail-if-slower", "5%")
+    status, out, err = run("compare", first, second, "--json", "--fail-if-slower", "5%")
     assert status in (0, 5), err
     assert "verdict" in json.loads(out)
 
 
-def test_compare_of_a_trace_and_a_run_says_which_is_which(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_of_a_trace_and_a_run_says_which_is_which(tmp_path: Path, run: Run) -> None:
     path = rank_file(tmp_path, 0, steps_with_item())
     other = tmp_path / "empty"
     other.mkdir()
-    status, _, err = run(capsys, "compare", path, other)
+    status, _, err = run("compare", path, other)
     assert status == 2
     assert f"{path} is a trace" in err
 
 
-def test_command_on_runs_names_what_reads_a_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_on_runs_names_what_reads_a_trace(tmp_path: Path, run: Run) -> None:
     path = rank_file(tmp_path, 0, steps_with_item())
     for command in ("overview", "rank", "lines", "view"):
-        status, _, err = run(capsys, command, path)
+        status, _, err = run(command, path)
         assert status != 0
         assert f"haiprof verdict {path}" in err, command
 
 
-def test_headline_and_row_of_ranks_that_differ_say_one_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_headline_and_row_of_ranks_that_differ_say_one_number(tmp_path: Path, run: Run) -> None:
     late = [
         {**each, "dur": 38} if (each.get("name"), each.get("dur")) == ("gemm", 58) else each
         for each in steps_with_item()
     ]
     for rank, events in enumerate((steps_with_item(), late)):
         rank_file(tmp_path, rank, events)
-    account = data(capsys, tmp_path)["ledger"][0]
+    account = data(run, tmp_path)["ledger"][0]
     assert account["gain_ns"] < account["ns_per_step"], "the step ends with the slowest rank"
-    _, out, _ = run(capsys, "verdict", tmp_path)
+    _, out, _ = run("verdict", tmp_path)
     text = " ".join(out.split())
     assert "): 40.0 µs of 100 µs a step" in text
     assert "40.0 µs, 40 % of the step, each step, the mean of 2 ranks →" in text
 
 
-def test_compare_of_traces_without_a_gpu_speaks_of_the_host(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_of_traces_without_a_gpu_speaks_of_the_host(tmp_path: Path, run: Run) -> None:
     paths = []
     for name, us in (("a", 400), ("b", 600)):
         (tmp_path / name).mkdir()
         events = [step(1, 0, 1000), event("aten::mm", "cpu_op", 10, us)]
         paths.append(rank_file(tmp_path / name, 0, events, world_size=1))
-    _, same, _ = run(capsys, "compare", paths[0], paths[0])
-    _, other, _ = run(capsys, "compare", *paths)
+    _, same, _ = run("compare", paths[0], paths[0])
+    _, other, _ = run("compare", *paths)
     assert same.startswith("the host's operators take equally long: 0.40 ms\n")
     assert other.startswith("host operators 0.40 to 0.60 ms\n")
     assert "What the host did" in other
@@ -504,7 +445,7 @@ def test_compare_of_traces_without_a_gpu_speaks_of_the_host(
     (40.0, 0, "1 kernel a step →"),
 ])  # fmt: skip
 def test_a_slow_operator_says_how_its_launch_fills_the_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], blocks: float, fill: float, says: str
+    tmp_path: Path, run: Run, blocks: float, fill: float, says: str
 ) -> None:
     """Blocks of eight warps on multiprocessors with room for 64."""
     events = slow_product()
@@ -512,7 +453,7 @@ def test_a_slow_operator_says_how_its_launch_fills_the_gpu(
                            "est. achieved occupancy %": fill}  # fmt: skip
     gpu = {"id": 0, "name": "H100", "maxThreadsPerMultiprocessor": 2048, "warpSize": 32}
     path = write_trace(tmp_path / "trace.json", events, {"deviceProperties": [gpu]})
-    assert says in " ".join(run(capsys, "verdict", path)[1].split())
+    assert says in run("verdict", path).said
 
 
 def cpu_steps(outside: list[Event], *, stacks: bool = False) -> list[Event]:
@@ -544,12 +485,12 @@ def cpu_steps(outside: list[Event], *, stacks: bool = False) -> list[Event]:
      "the rank that comes last"),
 ])  # fmt: skip
 def test_verdict_of_a_cpu_job_says_what_its_host_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], outside: list[Event], stacks: bool,
+    tmp_path: Path, run: Run, outside: list[Event], stacks: bool,
     says: str, do: str,
 ) -> None:  # fmt: skip
     (tmp_path / "run.json").touch()
     path = write_trace(tmp_path / "trace.json", cpu_steps(outside, stacks=stacks))
-    _, said, hints = run(capsys, "verdict", path)
+    _, said, hints = run("verdict", path)
     out = " ".join(said.split())
     assert says in out
     assert do in out
@@ -561,11 +502,11 @@ def test_verdict_of_a_cpu_job_says_what_its_host_does(
 
 
 def test_a_cpu_job_of_operators_names_the_longest_and_no_small_change(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run
 ) -> None:
     events = [step(1, 0, 1000), event("aten::mm", "cpu_op", 3, 600),
               event("aten::add", "cpu_op", 603, 395)]  # fmt: skip
-    out = run(capsys, "verdict", write_trace(tmp_path / "trace.json", events))[1]
+    out = run("verdict", write_trace(tmp_path / "trace.json", events))[1]
     assert " ".join(out.split()).startswith(
         "Nothing stands out: the host runs operators for 100 % of the step, the longest "
         "aten::mm 600 µs, 60 % trace.json"
@@ -574,23 +515,19 @@ def test_a_cpu_job_of_operators_names_the_longest_and_no_small_change(
     assert "record with_stack" not in out
 
 
-def test_verdict_of_a_trace_that_is_cut_off_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verdict_of_a_trace_that_is_cut_off_says_so(tmp_path: Path, run: Run) -> None:
     events = [event("aten::mm", "cpu_op", at, 40) for at in range(10, 1000, 50)]
     path = rank_file(tmp_path, 0, events, world_size=1)
     cut = tmp_path / "cut.json"
     cut.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    status, out, _ = run(capsys, "verdict", cut)
+    status, out, _ = run("verdict", cut)
     assert status == 0
     assert "cut.json: the file is cut off" in " ".join(out.split())
-    assert "cut off" not in run(capsys, "verdict", path)[1]
+    assert "cut off" not in run("verdict", path)[1]
 
 
-def test_verdict_of_a_trace_in_which_no_time_passes_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verdict_of_a_trace_in_which_no_time_passes_is_refused(tmp_path: Path, run: Run) -> None:
     path = write_trace(tmp_path / "trace.json", [event("f", "python_function", 0, 0)])
-    status, _, said = run(capsys, "verdict", path)
+    status, _, said = run("verdict", path)
     assert status == 5
     assert "no event of a GPU, and no operator or Python function of the host" in said

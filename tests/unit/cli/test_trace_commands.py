@@ -16,6 +16,7 @@ from haiprof.cli.arguments import parse_steps
 from haiprof.trace_analysis import report as report_module
 from haiprof.trace_analysis.report import SECTIONS
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step, traces
+from tests.unit.cli import Run
 
 
 @pytest.fixture(autouse=True)
@@ -45,16 +46,8 @@ def ranks(tmp_path: Path) -> Path:
     return folder
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    status = main([str(word) for word in words])
-    output = capsys.readouterr()
-    return status, output.out, output.err
-
-
-def test_report_shows_people_tables_and_the_next_command(
-    ranks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, err = run(capsys, "trace-report", ranks)
+def test_report_shows_people_tables_and_the_next_command(ranks: Path, run: Run) -> None:
+    status, out, err = run("trace-report", ranks)
     assert status == 0
     assert "2 ranks" in out.splitlines()[1]
     assert "profiler steps 1 to 2" in out.splitlines()[1]
@@ -66,29 +59,25 @@ def test_report_shows_people_tables_and_the_next_command(
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_report_as_json_is_all_that_is_printed(
-    ranks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, err = run(capsys, "trace-report", ranks, "--json", "--steps", "2")
+def test_report_as_json_is_all_that_is_printed(ranks: Path, run: Run) -> None:
+    status, out, err = run("trace-report", ranks, "--json", "--steps", "2")
     found = json.loads(out)
     assert (status, err) == (0, "")
     assert (found["ranks"], found["steps"]) == ([0, 1], [2, 3])
     assert [row["compute_ns"] for row in found["tables"]["temporal"]] == [20_000, 40_000]
 
 
-def test_report_as_csv_is_one_file_per_table(
-    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_as_csv_is_one_file_per_table(ranks: Path, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "new" / "tables"
-    status, _, err = run(capsys, "trace-report", ranks, "--csv", folder, "--rank", 1)
+    status, _, err = run("trace-report", ranks, "--csv", folder, "--rank", 1)
     assert status == 0
     assert {path.stem for path in folder.iterdir()} < set(SECTIONS)
     assert pl.read_csv(folder / "temporal.csv")["compute_ns"].to_list() == [80_000]
     assert f"tables to {folder}" in err
-    status, _, err = run(capsys, "trace-report", ranks, "--csv", folder)
+    status, _, err = run("trace-report", ranks, "--csv", folder)
     assert (status, "already exists" in err) == (2, True)
     assert pl.read_csv(folder / "temporal.csv").height == 1
-    assert run(capsys, "trace-report", ranks, "--csv", folder, "--force")[0] == 0
+    assert run("trace-report", ranks, "--csv", folder, "--force")[0] == 0
     assert pl.read_csv(folder / "temporal.csv").height == 2
 
 
@@ -120,11 +109,11 @@ def test_error_is_one_line_and_a_status(
     words: list[str],
     status: int,
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ranks.parent)  # where no log directory is
-    found, out, err = run(capsys, *(word.replace("{}", str(ranks)) for word in words))
+    found, out, err = run(*(word.replace("{}", str(ranks)) for word in words))
     lines = err.splitlines()
     assert (found, out) == (status, "")
     assert lines[0].startswith("haiprof: error: ")
@@ -146,7 +135,7 @@ def test_steps_that_are_none_are_refused(text: str) -> None:
 
 
 def test_long_work_says_so_on_stderr(
-    ranks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ranks: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("haiprof.cli.arguments._QUIET_S", 0.05)
     monkeypatch.setattr("haiprof.cli.arguments._EVERY_S", 0.0)
@@ -157,15 +146,15 @@ def test_long_work_says_so_on_stderr(
         return original(trace, **options)
 
     monkeypatch.setattr(report_module, "_visit", slow)
-    _, out, err = run(capsys, "trace-report", ranks)
+    _, out, err = run("trace-report", ranks)
     assert "reading traces" in err
     assert "1 of 2 traces" in err
     assert "reading" not in out
 
 
-def test_query_shows_numbers_as_they_are(ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_query_shows_numbers_as_they_are(ranks: Path, run: Run) -> None:
     sql = "select rank, sum(dur_ns) as ns from gpu group by rank order by rank"
-    status, out, _ = run(capsys, "query", ranks, sql)
+    status, out, _ = run("query", ranks, sql)
     assert status == 0
     assert [line.split() for line in out.splitlines()] == [
         ["rank", "ns"],
@@ -173,34 +162,30 @@ def test_query_shows_numbers_as_they_are(ranks: Path, capsys: pytest.CaptureFixt
         ["1", "80000"],
         ["2", "rows"],
     ]
-    assert json.loads(run(capsys, "query", ranks, sql, "--json")[1]) == {
+    assert run("query", ranks, sql, "--json").data == {
         "columns": [{"name": "rank", "type": "Int64"}, {"name": "ns", "type": "Int64"}],
         "rows": [{"rank": 0, "ns": 40_000}, {"rank": 1, "ns": 80_000}],
         "row_count": 2,
         "faults": [],
     }
-    limited = json.loads(run(capsys, "query", ranks, sql, "--json", "--limit", "1")[1])
+    limited = run("query", ranks, sql, "--json", "--limit", "1").data
     assert (len(limited["rows"]), limited["row_count"]) == (1, 2)
-    assert run(capsys, "query", ranks, sql, "--csv")[1] == "rank,ns\n0,40000\n1,80000\n"
+    assert run("query", ranks, sql, "--csv")[1] == "rank,ns\n0,40000\n1,80000\n"
 
 
-def test_query_shows_the_first_rows_of_many(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_query_shows_the_first_rows_of_many(tmp_path: Path, run: Run) -> None:
     rank_file(tmp_path, 0, [event("aten::add", "cpu_op", place, 1) for place in range(80)])
-    _, out, _ = run(capsys, "query", tmp_path, "select event, sequence_number from ops")
+    _, out, _ = run("query", tmp_path, "select event, sequence_number from ops")
     assert len(out.splitlines()) == 52
     assert out.splitlines()[-1].startswith("80 rows, the first 50")
     assert "\N{EN DASH}" in out
 
 
-def test_query_schema_has_units_and_meanings(
-    ranks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out, _ = run(capsys, "query", ranks, "--schema")
+def test_query_schema_has_units_and_meanings(ranks: Path, run: Run) -> None:
+    _, out, _ = run("query", ranks, "--schema")
     rows = [line.split() for line in out.splitlines()]
     assert ["dur_ns", "Int64", "ns", "duration;", "0", "of", "what", "has", "none"] in rows
-    found = json.loads(run(capsys, "query", ranks, "--schema", "--json")[1])
+    found = run("query", ranks, "--schema", "--json").data
     assert found["tables"]["gpu"]["columns"][0] == {
         "name": "rank",
         "type": "Int64",
@@ -210,10 +195,8 @@ def test_query_schema_has_units_and_meanings(
 
 
 @pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "tl_b200_r0of8_nccl", "tb_resnet50_nw0_v100"])
-def test_report_of_real_traces_fits_the_width(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, _ = run(capsys, "trace-report", traces(name))
+def test_report_of_real_traces_fits_the_width(name: str, run: Run) -> None:
+    status, out, _ = run("trace-report", traces(name))
     assert status == 0
     assert max(map(len, out.splitlines())) <= 100
     assert "None" not in out
@@ -244,31 +227,29 @@ def test_diff_fails_where_steps_are_slower(
     test: Sequence[int],
     percent: str,
     status: int,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
 ) -> None:
     before, after = steps_of(tmp_path / "before", FAST), steps_of(tmp_path / "after", test)
-    found, out, err = run(capsys, "trace-diff", before, after, "--fail-if-slower", percent)
+    found, out, err = run("trace-diff", before, after, "--fail-if-slower", percent)
     assert found == status
     assert ("cannot be decided" in err) == (status == 5)
-    assert run(capsys, "trace-diff", before, after)[0] == 0
+    assert run("trace-diff", before, after)[0] == 0
     if test is SLOW:
         assert "slower by 95.2 %" in out
         assert "gemm" in out
 
 
-def test_diff_as_json_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_as_json_is_whole(tmp_path: Path, run: Run) -> None:
     before, after = steps_of(tmp_path / "before", FAST), steps_of(tmp_path / "after", SLOW)
-    found = json.loads(run(capsys, "trace-diff", before, after, "--json")[1])
+    found = run("trace-diff", before, after, "--json").data
     assert found["is_slower"] is True
     assert found["step_time"]["difference_ns"] == 100_000
     assert {row["name"] for row in found["names"]} >= {"gemm", "(GPU idle)"}
 
 
-def test_critical_path_adds_up(
-    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_critical_path_adds_up(ranks: Path, tmp_path: Path, run: Run) -> None:
     words = ("critical-path", ranks, "--rank", 1, "--steps", "2")
-    status, out, err = run(capsys, *words, "--overlay", tmp_path)
+    status, out, err = run(*words, "--overlay", tmp_path)
     assert status == 0
     assert "cpu_bound" in out
     assert "cudaLaunchKernel" in out
@@ -278,7 +259,7 @@ def test_critical_path_adds_up(
         gzip.decompress(written.read_bytes()) if written.suffix == ".gz" else written.read_bytes()
     )
     assert b"critical" in text
-    found = json.loads(run(capsys, *words, "--json")[1])
+    found = run(*words, "--json").data
     total = sum(row["duration_ns"] for row in found["summary"])
     assert total == found["end_ns"] - found["start_ns"]
 
@@ -291,7 +272,7 @@ def allocation(ts_us: int, size: int, total: int, address: int) -> Event:
     )  # fmt: skip
 
 
-def test_memory_timeline_names_the_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_timeline_names_the_peak(tmp_path: Path, run: Run) -> None:
     events = [
         event("aten::empty", "cpu_op", 9, 5),
         allocation(10, 1024, 2048, 1),
@@ -299,19 +280,17 @@ def test_memory_timeline_names_the_peak(tmp_path: Path, capsys: pytest.CaptureFi
         allocation(30, -1024, 2048, 1),
     ]
     rank_file(tmp_path, 0, events)
-    status, out, _ = run(capsys, "memory-timeline", tmp_path)
+    status, out, _ = run("memory-timeline", tmp_path)
     assert status == 0
     assert "Alive at the peak of rank 0, cuda 0: 3.00 KiB" in out
     assert "aten::empty" in out
-    found = json.loads(run(capsys, "memory-timeline", tmp_path, "--rank", 0, "--json")[1])
+    found = run("memory-timeline", tmp_path, "--rank", 0, "--json").data
     assert sum(row["size_bytes"] for row in found["at_peak"]) == 3072
 
 
 @pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "tb_resnet50_nw0_v100"])
-def test_memory_of_real_traces_fits_the_width(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, _ = run(capsys, "memory-timeline", traces(name))
+def test_memory_of_real_traces_fits_the_width(name: str, run: Run) -> None:
+    status, out, _ = run("memory-timeline", traces(name))
     assert status == 0
     assert max(map(len, out.splitlines())) <= 100
 

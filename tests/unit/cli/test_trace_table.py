@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from haiprof.cli import main
 from haiprof.cli.traces import NAMES
 from haiprof.show.views.tables import TABLES
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
+from tests.unit.cli import Run
 
 
 @pytest.fixture
@@ -33,9 +33,8 @@ def trace(tmp_path: Path) -> Path:
     return traces
 
 
-def rows(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
-    assert main(["trace-table", *map(str, words), "--json"]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
+def rows(run: Run, *words: object) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run("trace-table", *words, "--json").data["rows"]
     return found
 
 
@@ -43,46 +42,38 @@ def test_help_names_the_tables_that_there_are() -> None:
     assert tuple(TABLES) == NAMES
 
 
-def test_kernels_are_limited_by_number_and_by_share(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_are_limited_by_number_and_by_share(trace: Path, run: Run) -> None:
     def names(*words: object) -> list[str]:
-        return [row["name"] for row in rows(capsys, "kernels", trace, *words)]
+        return [row["name"] for row in rows(run, "kernels", trace, *words)]
 
     assert names() == ["kernel_0", "kernel_1", "kernel_2"]
     assert names("--num-kernels", 1) == ["kernel_0", "others"]
     assert names("--duration-ratio", 0.85) == ["kernel_0", "kernel_1", "others"]
 
 
-def test_cutoffs_say_what_an_outlier_is(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cutoffs_say_what_an_outlier_is(trace: Path, run: Run) -> None:
     def counted(*words: object) -> tuple[int, int]:
-        (row,) = rows(capsys, "launches", trace, *words)
+        (row,) = rows(run, "launches", trace, *words)
         return row["runtime_outlier_count"], row["launch_delay_outlier_count"]
 
     assert counted() == (1, 1)
     assert counted("--runtime-cutoff", 10) == (2, 1)
     assert counted("--launch-delay-cutoff", 200, "--runtime-cutoff", 4) == (3, 0)
-    each = rows(capsys, "single-launches", trace, "--runtime-cutoff", 10)
+    each = rows(run, "single-launches", trace, "--runtime-cutoff", 10)
     assert [row["is_runtime_outlier"] for row in each] == [True, True, False]
 
 
-def test_counter_traces_go_into_a_new_folder(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (row,) = rows(capsys, "counter-traces", trace, "-o", tmp_path / "made" / "here")
+def test_counter_traces_go_into_a_new_folder(trace: Path, tmp_path: Path, run: Run) -> None:
+    (row,) = rows(run, "counter-traces", trace, "-o", tmp_path / "made" / "here")
     found = json.loads(gzip.decompress(Path(row["path"]).read_bytes()))["traceEvents"]
     assert {one["ph"] for one in found} >= {"C", "X"}
     assert [path.name for path in trace.iterdir()] == ["rank0.json"]
 
 
-def test_a_table_is_csv_whole_and_a_view_in_a_hundred_columns(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace-table", "annotations", str(trace), "--csv"]) == 0
-    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+def test_a_table_is_csv_whole_and_a_view_in_a_hundred_columns(trace: Path, run: Run) -> None:
+    (row,) = csv.DictReader(io.StringIO(run("trace-table", "annotations", trace, "--csv").out))
     assert (row["name"], row["count"], row["sum_ns"]) == ("ProfilerStep#1", "1", "1000000")
-    assert main(["trace-table", "annotations", str(trace)]) == 0
-    out = capsys.readouterr().out
+    out = run("trace-table", "annotations", trace).out
     assert "ProfilerStep#1" in out
     assert max(map(len, out.splitlines())) <= 100
 
@@ -96,9 +87,8 @@ def test_a_table_is_csv_whole_and_a_view_in_a_hundred_columns(
         (["counter-traces", "--steps", "1"], "without --steps"),
     ],
 )
-def test_what_does_not_fit_is_said(
-    trace: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_said(trace: Path, words: list[str], said: str, run: Run) -> None:
     name, *options = words
-    assert main(["trace-table", name, str(trace), *options]) == 2
-    assert said in capsys.readouterr().err
+    ran = run("trace-table", name, trace, *options)
+    assert ran.status == 2
+    assert said in ran.err

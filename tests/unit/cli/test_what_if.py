@@ -11,10 +11,10 @@ import polars as pl
 import pytest
 
 from haiprof.base.errors import UsageError
-from haiprof.cli import main
 from haiprof.cli.trace_causes import parse_change
 from haiprof.trace_analysis.what_if.replay_parts import RANK, Change
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
+from tests.unit.cli import Run
 
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
@@ -33,16 +33,10 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    status = main([str(word) for word in words])
-    output = capsys.readouterr()
-    return status, output.out, output.err
-
-
 def test_what_if_says_first_how_well_it_reproduces_and_then_what_helps_most(
-    trace: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, run: Run
 ) -> None:
-    status, out, err = run(capsys, "what-if", trace)
+    status, out, err = run("what-if", trace)
     lines = [line.split() for line in out.splitlines()]
     assert (status, err) == (0, "")
     assert " ".join(lines[0]) == (
@@ -56,12 +50,10 @@ def test_what_if_says_first_how_well_it_reproduces_and_then_what_helps_most(
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_what_if_answers_what_was_asked_in_its_order(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_if_answers_what_was_asked_in_its_order(trace: Path, run: Run) -> None:
     asked = ("launches", "loader:5x", "kernel=gemm:2x", "operator=aten::mm:2x")
     words = [word for text in asked for word in ("--faster", text)]
-    status, out, _ = run(capsys, "what-if", trace, *words, "--json")
+    status, out, _ = run("what-if", trace, *words, "--json")
     found = json.loads(out)
     assert status == 0
     assert (found["measured_step_ns"], found["error_ratio"]) == (1_000_000, 0.0)
@@ -74,10 +66,8 @@ def test_what_if_answers_what_was_asked_in_its_order(
     ]
 
 
-def test_what_if_says_that_a_name_meets_nothing(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out, _ = run(capsys, "what-if", trace, "--faster", "kernel=conv:2x")
+def test_what_if_says_that_a_name_meets_nothing(trace: Path, run: Run) -> None:
+    _, out, _ = run("what-if", trace, "--faster", "kernel=conv:2x")
     assert "kernel conv 2x: it met nothing in these steps" in out
 
 
@@ -90,10 +80,10 @@ def test_what_if_says_that_a_name_meets_nothing(
     ],
 )
 def test_what_if_says_what_one_rank_alone_cannot_change(
-    asked: str, shown: str, count: int, capsys: pytest.CaptureFixture[str]
+    asked: str, shown: str, count: int, run: Run
 ) -> None:
     path = traces("tl_b200_r0of8_nccl")
-    _, out, _ = run(capsys, "what-if", path, "--faster", asked, "--json")
+    _, out, _ = run("what-if", path, "--faster", asked, "--json")
     found = json.loads(out)
     assert (found["predictions"][0]["held_count"], found["unmatched_count"]) == (count, 74)
     many = "collectives" if count > 1 else "collective"
@@ -121,9 +111,9 @@ def test_what_if_error_is_one_line(
     words: list[str],
     status: int,
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
 ) -> None:
-    found, out, err = run(capsys, "what-if", *(word.replace("{}", str(trace)) for word in words))
+    found, out, err = run("what-if", *(word.replace("{}", str(trace)) for word in words))
     assert (found, out) == (status, "")
     assert message in err.splitlines()[0]
 
@@ -151,8 +141,8 @@ def test_change_without_speed_takes_no_time() -> None:
 
 
 @pytest.mark.proof
-def test_late_rank_of_real_traces_is_tried_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "what-if", traces("dlrm_v100_8ranks"), "--json")
+def test_late_rank_of_real_traces_is_tried_alone(run: Run) -> None:
+    status, out, _ = run("what-if", traces("dlrm_v100_8ranks"), "--json")
     found = json.loads(out)
     names = [row["change"] for row in found["predictions"]]
     saved = [row["saved_ratio"] for row in found["predictions"]]
@@ -163,9 +153,9 @@ def test_late_rank_of_real_traces_is_tried_alone(capsys: pytest.CaptureFixture[s
     assert saved == sorted(saved, reverse=True)
 
 
-def test_tables_of_published_jobs_give_their_slowdowns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_published_jobs_give_their_slowdowns(run: Run) -> None:
     folder = traces("straggler_whatif")
-    status, out, _ = run(capsys, "what-if", folder, "--json")
+    status, out, _ = run("what-if", folder, "--json")
     jobs = {Path(job["path"]).stem[-2:]: job for job in json.loads(out)["jobs"]}
     assert (status, set(jobs)) == (0, {"AR", "ST"})
     for name, job in jobs.items():
@@ -175,50 +165,50 @@ def test_tables_of_published_jobs_give_their_slowdowns(capsys: pytest.CaptureFix
                                 ("ms", "Ms", "last_stage_ratio")):  # fmt: skip
             published = json.loads((folder / f"{file}-{name}.json").read_text())[key]
             assert job[ours] == pytest.approx(published, rel=0.01, abs=0.001)
-    _, out, _ = run(capsys, "what-if", folder)
+    _, out, _ = run("what-if", folder)
     assert max(map(len, out.splitlines())) <= 100
     assert "M_W" in out
 
 
-def test_table_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_that_is_none_is_one_line(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "job.parquet"
     path.write_bytes(b"PAR1 no such thing")
-    assert run(capsys, "what-if", path)[0] == 4
+    assert run("what-if", path)[0] == 4
     columns = {"dp_rank": [0], "stage": [0], "rank": [0], "step": [0], "optype": ["gc"],
                "start_ts": [math.nan], "duration": [1.0], "seq_id": [0]}  # fmt: skip
     pl.DataFrame(columns).write_parquet(path)
-    assert run(capsys, "what-if", path)[0] == 4
+    assert run("what-if", path)[0] == 4
     pl.DataFrame(columns | {"start_ts": [0.0], "duration": [-1.0]}).write_parquet(path)
-    status, _, err = run(capsys, "what-if", path)
+    status, _, err = run("what-if", path)
     assert (status, "negative" in err) == (4, True)
     pl.DataFrame({"a": [1]}).write_parquet(path)
-    assert run(capsys, "what-if", path)[0] == 5
-    status, _, err = run(capsys, "what-if", path, "--faster", "loader")
+    assert run("what-if", path)[0] == 5
+    status, _, err = run("what-if", path, "--faster", "loader")
     assert (status, "replayed whole" in err) == (2, True)
 
 
 def test_host_time_outside_of_all_events_is_told_before_small_gains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run
 ) -> None:
     """A job that sleeps for most of its step: a faster operator hardly helps."""
     rank_file(tmp_path, 0, [step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 50)], world_size=1)
-    status, out, _ = run(capsys, "what-if", tmp_path)
+    status, out, _ = run("what-if", tmp_path)
     assert status == 0
     assert "95 % of the step is host time outside of all recorded" in " ".join(out.split())
     rank_file(tmp_path, 0, [
         step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 50),
         event("train.py(3): augment", "python_function", 160, 800),
     ], world_size=1)  # fmt: skip
-    said = " ".join(run(capsys, "what-if", tmp_path)[1].split())
+    said = run("what-if", tmp_path).said
     assert "95 % of the step is host time outside of all operators" in said
     assert "record Python stacks" not in said
 
 
 def test_a_change_that_makes_nothing_faster_is_no_shorter_and_steps_are_told_apart(
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
 ) -> None:
-    said = run(capsys, "what-if", traces("tb_resnet50_nw0_v100"))[1]
+    said = run("what-if", traces("tb_resnet50_nw0_v100"))[1]
     assert re.search(r"^  kernel .* 178 ms +no shorter", said, re.MULTILINE), said
-    said = " ".join(run(capsys, "what-if", traces("tl_h100_qwen05_mem_stack"))[1].split())
+    said = run("what-if", traces("tl_h100_qwen05_mem_stack")).said
     assert "step 49.4 ms measured" in said
     assert "the verdict's step is 35.2 ms, the device's own" in said

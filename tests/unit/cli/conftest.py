@@ -1,0 +1,19 @@
+"""What tests of commands share."""
+
+from __future__ import annotations
+
+import pytest
+
+from haiprof.cli import main
+from tests.unit.cli import Ran, Run
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process."""
+
+    def ran(*words: object) -> Ran:
+        status = main([str(word) for word in words])
+        return Ran(status, *capsys.readouterr())
+
+    return ran
