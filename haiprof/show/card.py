@@ -335,35 +335,31 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold", style="dim")
-    for place, line in enumerate(verdict.reactions):
-        grid.add_row("" if place else "noticed", line)
-    for place, line in enumerate(verdict.traces):
-        grid.add_row("" if place else "traced", line)
-    for place, line in enumerate(_nccl(verdict)):
-        grid.add_row("" if place else "NCCL", line)
-    if verdict.machine:
-        grid.add_row("machine", verdict.machine)
-    for label, what, why in _unknowns(verdict):
-        grid.add_row(label, f"{what}: {why}" if what else why)
-    grid.add_row("own cost", cost_text(verdict.cost))
+    rows: list[tuple[str, Sequence[str]]] = [
+        ("noticed", verdict.reactions),
+        ("traced", verdict.traces),
+        ("NCCL", [*_nccl(verdict)]),
+        ("machine", [verdict.machine] if verdict.machine else []),
+        *_unknowns(verdict),
+        ("own cost", [cost_text(verdict.cost)]),
+    ]
+    for label, lines in rows:
+        for place, line in enumerate(lines):
+            grid.add_row("" if place else label, line)
     yield grid
 
 
-def _unknowns(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
-    """(label, what, why), the label only where it changes."""
-    measurable = [row for row in verdict.not_measured if not is_foreign(verdict, *row)]
-    for place, (what, why) in enumerate(measurable):
-        yield "" if place else "not measured", what, why
+def _unknowns(verdict: Verdict) -> Iterator[tuple[str, Sequence[str]]]:
+    known = [row for row in verdict.not_measured if not is_foreign(verdict, *row)]
+    yield "not measured", [f"{what}: {why}" for what, why in known]
     rules: dict[str, list[str]] = {}
     for rule, why in verdict.abstained:
         if not is_foreign(verdict, rule, why):
             rules.setdefault(why, []).append(rule.replace("_", " "))
-    for place, (why, names) in enumerate(rules.items()):
-        yield "" if place else "not evaluated", ", ".join(names), why
-    for place, note in enumerate(verdict.notes[:_NOTE_LIMIT]):
-        yield "" if place else "notes", "", note
-    if len(verdict.notes) > _NOTE_LIMIT:
-        yield "", "", f"and {len(verdict.notes) - _NOTE_LIMIT} more, in --json"
+    yield "not evaluated", [f"{', '.join(names)}: {why}" for why, names in rules.items()]
+    more = len(verdict.notes) - _NOTE_LIMIT
+    rest = [f"and {more} more, in --json"] if more > 0 else []
+    yield "notes", [*verdict.notes[:_NOTE_LIMIT], *rest]
 
 
 def is_foreign(verdict: Verdict, what: str, why: str) -> bool:

@@ -57,13 +57,7 @@ class RunFlames:
 def run_flames(
     analyzer: RunFrames, other: RunFrames | None = None, ledger: RunLedger | None = None
 ) -> RunFlames:
-    """The stacks that were sampled in the steps that count: warm and not traced.
-
-    Args:
-        analyzer: The run.
-        other: One that it is compared with.
-        ledger: Of the run, whose accounts are drawn, too; None draws none of them.
-    """
+    """The stacks that were sampled in the steps that count: warm and not traced."""
     known = ledger or plain_ledger(analyzer)
     if known is None:
         graph = FlameGraph(frames=(), nodes=(), series=())

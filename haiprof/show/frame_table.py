@@ -14,7 +14,7 @@ from rich.text import Text
 
 from haiprof.base.units import MISSING, number_text
 from haiprof.show.text import value_text
-from haiprof.show.views.blocks import one_line, plain_table
+from haiprof.show.views.blocks import more_lines, one_line, plain_table
 
 _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"),
           ("_watts", "watts"))  # fmt: skip
@@ -33,8 +33,7 @@ def frame_table(
     shown = _since_first(found).head(limit)
     rows = [[cell(name, row[name]) for name, _ in columns] for row in shown.iter_rows(named=True)]
     table = _FrameTable(found, columns, rows, where)
-    more = found.height - limit
-    return [table, *([Text(f"and {more} more, in {where}", style="dim")] if more > 0 else [])]
+    return [table, *more_lines(found.height - limit, where)]
 
 
 @dataclass(frozen=True, slots=True)

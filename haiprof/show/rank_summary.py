@@ -177,12 +177,7 @@ def rank_counters(data: RunFrames, rank: int, host: str | None) -> pl.DataFrame:
 
 
 def slowest_steps(steps: pl.DataFrame, folded: pl.DataFrame) -> tuple[SlowStep, ...]:
-    """The slowest steps, slowest first, each with the phase that exceeds its median most.
-
-    Args:
-        steps: Those that count.
-        folded: Slow ones of the time before, the first step among them.
-    """
+    """The slowest steps, slowest first, each with the phase that exceeds its median most."""
     median = number(steps["step_ns"].median())
     if not median:
         return ()

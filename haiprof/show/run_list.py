@@ -41,6 +41,7 @@ _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "co
 """What the entry of a run is made from."""
 _RANK_S = 0.004
 """What reading a rank takes; 1,024 of 1,000 steps took 4.5 s (benchmarks/diagnose_scale.py)."""
+_OF_HEADER = ("name", "path", "start_wall_ns", "duration_ns", "state", "exit_status", "signal")
 _COMPUTED = ("step_count", "step_ns", "died_of", "died_rank", "problem", "is_counted")
 """Fields that take reading the ranks' files; the others are cheap."""
 
@@ -59,17 +60,17 @@ class RunEntry:
     exit_status: int | None
     signal: str | None
     rank_count: int
-    step_count: int | None
+    step_count: int | None = None
     """Steps of the rank that has most; None where the ranks cannot be read."""
-    step_ns: float | None
+    step_ns: float | None = None
     """The mean step, as its verdict said at its end; None where none was kept."""
-    died_of: str | None
+    died_of: str | None = None
     """Why it died, in a word: `exception`, `out of memory`; None where it did not."""
-    died_rank: int | None
+    died_rank: int | None = None
     """The rank that it began with; None where it is not known, or were several."""
-    problem: str | None
+    problem: str | None = None
     """Why something of it cannot be read."""
-    is_counted: bool
+    is_counted: bool = False
     """Whether its ranks' files were read; where not, `step_count` and `died_of` are None."""
 
 
@@ -81,22 +82,15 @@ def _is_time(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
 
-_IS_TEXT_OR_NONE, _IS_COUNT_OR_NONE = is_none_or(is_string), is_none_or(is_count)
+_COUNTS = ("start_wall_ns", "duration_ns", "step_count", "died_rank")
 _KEPT: Schema = {
-    "name": is_string,
-    "user": _IS_TEXT_OR_NONE,
-    "path": is_string,
-    "start_wall_ns": _IS_COUNT_OR_NONE,
-    "duration_ns": _IS_COUNT_OR_NONE,
+    **dict.fromkeys(("name", "path"), is_string),
+    **dict.fromkeys(_COUNTS, is_none_or(is_count)),
+    **dict.fromkeys(("user", "signal", "died_of", "problem"), is_none_or(is_string)),
     "state": (RUNNING, ENDED, KILLED, DAMAGED).__contains__,
     "exit_status": is_none_or(_is_exit_status),
-    "signal": _IS_TEXT_OR_NONE,
     "rank_count": is_count,
-    "step_count": _IS_COUNT_OR_NONE,
     "step_ns": is_none_or(_is_time),
-    "died_of": _IS_TEXT_OR_NONE,
-    "died_rank": _IS_COUNT_OR_NONE,
-    "problem": _IS_TEXT_OR_NONE,
     "is_counted": lambda value: isinstance(value, bool),
 }
 """What the fields of a kept entry must hold; where one does not, the entry is worked out anew."""
@@ -105,15 +99,9 @@ _KEPT: Schema = {
 def run_list(
     log_dir: Path, *, limit_s: float | None = None, job: Manifest | None = None
 ) -> list[RunEntry]:
-    """The runs directly below a log directory, newest last.
+    """The runs directly below a log directory, newest last; of those over what they keep is read.
 
-    What is known of a run that is over is kept in it, so that a long list is read, not computed.
-
-    Args:
-        log_dir: Where the runs are.
-        limit_s: How long steps may be counted; a run that would take longer is not begun. None
-            counts those of all.
-        job: Only runs of the same job as this one.
+    None begins to be counted after `limit_s`; with `job` only runs of the same job are in it.
     """
     until_s = math.inf if limit_s is None else time.monotonic() + limit_s
     folders = [path for path in run_folders(log_dir) if job is None or _is_of_job(path, job)]
@@ -225,10 +213,7 @@ def _kept_entry(run: RunPaths) -> RunEntry:
     if kept is not None and kept.state == ENDED:
         return kept  # its run.json is among what the kept entry is valid for
     entry = _entry_without_steps(run)
-    if kept is not None and entry.state in (
-        KILLED,
-        DAMAGED,
-    ):  # by now; its time of death is read again
+    if kept is not None and entry.state in (KILLED, DAMAGED):  # by now; when is read again
         return replace(entry, **{name: getattr(kept, name) for name in _COMPUTED})
     return entry
 
@@ -264,21 +249,10 @@ def _entry_without_steps(run: RunPaths) -> RunEntry:
     header, uid = run_header(run, manifest), other_uid(run.manifest)
     judged = _saved_verdict(run, manifest.end_wall_ns if manifest else None)
     entry = RunEntry(
-        name=header.name,
+        **{name: getattr(header, name) for name in _OF_HEADER},
         user=None if uid is None else user_name(uid),
-        path=header.path,
-        start_wall_ns=header.start_wall_ns,
-        duration_ns=header.duration_ns,
-        state=header.state,
-        exit_status=header.exit_status,
-        signal=header.signal,
         rank_count=len({rank for rank, _, _ in run.rank_folders()}),
-        step_count=None,
-        step_ns=None,
-        died_of=None,
-        died_rank=None,
         problem=problem,
-        is_counted=False,
     )
     return entry if judged is None else replace(entry, **judged, is_counted=True)
 

@@ -62,11 +62,7 @@ class Progress:
 def new_points(
     steps: pl.DataFrame, counters: pl.DataFrame, progress: Progress, *, complete: bool
 ) -> tuple[list[Point], Progress]:
-    """Points that are new since the last look, in order of time.
-
-    Steps closer than 1/50 s to the one taken before are left out: TensorBoard shows a thousand
-    points of a series, and a job of 2000 steps per second would write megabytes per minute.
-    """
+    """Points new since the last look, in order of time; of a fast job at most 50 a second."""
     points: list[Point] = []
     step_count, drawn_ns = dict(progress.step_count), dict(progress.drawn_ns)
     sample_ns = dict(progress.sample_ns)

@@ -59,10 +59,7 @@ def time_range(steps: pl.DataFrame, sampled: tuple[int, int] | None) -> TimeRang
 def bucket_means(
     frame: pl.DataFrame, *, span: TimeRange, bucket_count: int = BUCKET_COUNT
 ) -> tuple[float | None, ...]:
-    """Mean of the values in equal buckets of the time axis.
-
-    One mean per bucket over the values that touch it, None for a bucket without one.
-    """
+    """Mean of the values in equal buckets of the time axis; None for a bucket without one."""
     valid = frame.filter(pl.col("value").is_finite())
     if valid.is_empty():
         return ()

@@ -149,10 +149,7 @@ def _brings_script() -> bool:
 
 
 def _running_cell() -> tuple[object, object, bool]:
-    """The cell's id, where the front end tells it, and the number of its execution.
-
-    And whether nobody can be asked for input: then a program executes the notebook as a whole.
-    """
+    """The cell's id, where known, the number of its execution, and whether nobody watches it."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     try:

@@ -106,11 +106,7 @@ def filling(phase: str, *, colored: bool) -> str:
 
 
 def block_lengths(split_ns: Mapping[str, float | None], width: int) -> dict[str, int]:
-    """Characters per phase; they add up to `width`, and no phase above zero is lost.
-
-    Source:
-        Largest remainders, as seats are given in proportional elections.
-    """
+    """Characters per phase by largest remainder; no phase above zero is lost."""
     present = {p: split_ns[p] or 0.0 for p in PHASES if split_ns.get(p)}
     total = sum(present.values())
     if total <= 0:

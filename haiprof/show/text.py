@@ -42,11 +42,7 @@ def value_text(value: float | None, unit: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a trace on one line, safe for a terminal, and possibly truncated.
-
-    Names are arbitrary text: control characters and marks that reverse the direction of writing are
-    shown as U+FFFD, and what no line could hold is left out.
-    """
+    """Text from a trace on one line, safe for a terminal, and possibly truncated."""
     return visible(" ".join(text[:_LINE].split()))
 
 

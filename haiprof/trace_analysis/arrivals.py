@@ -16,12 +16,7 @@ _GROUP = ("process_group", "group_ranks")
 
 
 def with_time_elsewhere(kernels: pl.DataFrame) -> pl.DataFrame:
-    """How long each rank was in communication of its other groups before a collective.
-
-    The same with `elsewhere_ns`: from the end of the rank's last collective of the same group
-    (of the first: from its first collective of all) to the beginning of this one, the time in
-    kernels of other groups, waiting included. 0 where a rank has one group.
-    """
+    """With how long each rank was in collectives of its other groups before each one."""
     texts = (pl.col(name).fill_null("") for name in _GROUP)
     group = pl.concat_str(*texts, separator="|").rank("dense").cast(pl.Int64)
     placed = kernels.with_columns(group=group).with_row_index("place")
@@ -81,16 +76,7 @@ WAITS = ("wait_ns", "transfer_ns")
 
 
 def collective_waits(kernels: pl.DataFrame) -> pl.DataFrame:
-    """What each rank did in each collective.
-
-    The same, matched ones only, with `group_size` (recorded; else the world's size where all
-    ranks take part; else null), `rank_count` of those traced; `late_ns`, start less the first
-    start; `wait_ns` until the last rank has started; `transfer_ns` from then to its own end;
-    `elsewhere_ns` in collectives of other groups before it (`other_groups`);
-    `arrived_last` (nobody where two tie); `missing`, the reason why the last three are null:
-    a rank of the group without trace (the last one may be it), a kind that a rank may leave
-    before others enter, or times that contradict each other.
-    """
+    """What each rank did in each collective; `missing` says why times of it are null."""
     inside = with_time_elsewhere(kernels).filter(pl.col("collective").is_not_null())
     count = pl.col("rank").n_unique().over("collective").cast(pl.Int64)
     world = pl.when(count == pl.col("world_size")).then("world_size")

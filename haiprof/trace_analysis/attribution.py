@@ -30,15 +30,12 @@ CAPTURED_SCHEMA = {"event": pl.Int64, **{f"captured_{name}": pl.Int64 for name i
 
 
 def captured_calls(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
-    """The call that made the node of each GPU event of a CUDA graph.
+    """The call that made the node of each GPU event of a CUDA graph, where it is known.
 
     A graph and a capture belong together where both have the same kinds of nodes (kernels, copies,
     sets) in the same order, and where as many captures have that order as graphs: the first is the
     first then. Nodes are numbered as they are made; the numbers must also be the order on each
     stream, else nothing is said of that graph.
-
-    `event`, and `captured_pid`, `captured_tid`, `captured_ts_ns`, `captured_dur_ns` of the
-    call; no row where the capture is not in the trace, or which one it was is not known.
 
     Source: CUDA's graphs by stream capture; CUPTI's `graphNodeId` ("graph node id").
     """
@@ -82,10 +79,7 @@ def _nodes(gpu: pl.DataFrame) -> pl.DataFrame:
 
 
 def _captures(trace: Trace) -> list[pl.DataFrame]:
-    """Calls of each capture as they were made, by its begin: `kind` and `captured_...`.
-
-    Captures at the same time on several threads cannot be told apart, and are left out.
-    """
+    """Calls of each capture as they were made; of captures at the same time none."""
     name = pl.col("name").cast(pl.String)
     calls = trace.runtime.sort("ts_ns")
     marks = calls.filter(name.str.contains(f"{BEGIN_CAPTURE}|{END_CAPTURE}")).select(
@@ -179,6 +173,8 @@ def kernel_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         .otherwise(pl.lit(NESTING))
     )  # fmt: skip
     top = np.where(row < 0, -1, roots(tree.parent)[row]) if len(tree.parent) else row
+    is_module = pl.col("name").cast(pl.String).str.starts_with(_MODULE)
+    modules = _name_around(trace.python.filter(is_module), owned.made_by)
     return owned.gpu.select(
         "event",
         pl.col("name", "category").cast(pl.String),
@@ -189,7 +185,7 @@ def kernel_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         _at(tree.spans["event"], row).alias("operator_event"),
         _at(tree.spans["name"], top).alias("top_operator"),
         pl.when(pl.Series(row >= 0)).then(matched_by).alias("matched_by"),
-        _name_around(_modules(trace), owned.made_by).str.strip_prefix(_MODULE).alias("module"),
+        modules.str.strip_prefix(_MODULE).alias("module"),
         _name_around(_ranges(trace), owned.made_by).alias("annotation"),
     )
 
@@ -372,10 +368,6 @@ def _at(values: pl.Series, rows: Ints) -> pl.Series:
     return found if values.dtype.is_integer() else found.cast(pl.String)
 
 
-def _modules(trace: Trace) -> pl.DataFrame:
-    return trace.python.filter(pl.col("name").cast(pl.String).str.starts_with(_MODULE))
-
-
 def _ranges(trace: Trace) -> pl.DataFrame:
     """record_function ranges on the CPU."""
     return _without_steps(trace.host_ranges)
@@ -478,11 +470,7 @@ def operator_sequences(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 
 
 def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
-    """A row per outermost matching call with kernels.
-
-    `operator`, `operator_row`, `kernels` in the order of their start, `gpu_duration_ns`,
-    `cpu_duration_ns`.
-    """
+    """A row per outermost matching call with kernels, these in the order of their start."""
     spans = owned.tree.spans
     matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()
     # The outermost matching row at or above each row; -1 where none matches.

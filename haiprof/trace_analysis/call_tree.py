@@ -194,10 +194,7 @@ class Stacks(NamedTuple):
 
 
 def levels(parent: Ints) -> list[Ints] | None:
-    """Rows by their depth, the roots first.
-
-    None if a row is its own caller in the end.
-    """
+    """Rows by their depth, the roots first; None if a row is its own caller in the end."""
     depth = depths(parent)
     if depth is None:
         return None

@@ -49,13 +49,9 @@ _ANCESTORS = 4  # nccl:all_to_all, record_param_comms, c10d::alltoall_base_ and 
 _ROLES = {"send": COMM_SEND, "receive": COMM_RECV}
 
 TYPE_SCHEMA: dict[str, Any] = {
-    "type": pl.Int64,
-    "collective_kind": pl.String,
-    "comm_bytes": pl.Int64,
-    "peer": pl.Int64,
-    "tag": pl.Int64,
-    "group": pl.String,
-}
+    "type": pl.Int64, "collective_kind": pl.String, "comm_bytes": pl.Int64, "peer": pl.Int64,
+    "tag": pl.Int64, "group": pl.String,
+}  # fmt: skip
 
 
 _Row = tuple[int, str | None, int | None, int | None, int | None, str | None]

@@ -37,13 +37,9 @@ _WORDS = (
 _OF_EXPERTS = r"expert_(?=data|tensor_parallel)|(?<=dp)_(?:shard_)?(?:mod|in)_ep"
 
 GROUPS_SCHEMA = {
-    "process_group": pl.String,
-    "description": pl.String,
-    "part": pl.String,
-    "backend": pl.String,
-    "group_size": pl.Int64,
-    "group_ranks": pl.String,
-}
+    "process_group": pl.String, "description": pl.String, "part": pl.String, "backend": pl.String,
+    "group_size": pl.Int64, "group_ranks": pl.String,
+}  # fmt: skip
 
 
 def part_of(description: str | None) -> str | None:
@@ -102,13 +98,7 @@ WAIT = "wait for a collective"
 
 
 def cpu_collectives(trace: Trace) -> pl.DataFrame:
-    """The collectives that threads of a backend ran on the CPU.
-
-    By start: `event`, `name`, `ts_ns`, `dur_ns`; `input_dims` and `input_types` as JSON where
-    shapes were recorded; `launch_ns` and `launch_tid` of the operator
-    `c10d::...` that asked for it, the last one before it began; `correlation`, a negative
-    number that no call of a GPU has.
-    """
+    """The collectives that threads of a backend ran on the CPU, and who asked for each."""
     texts = pl.col("name", "input_dims", "input_types").cast(pl.String)
     tables = (trace.annotations, trace.ops)
     both = pl.concat([table.select("event", "ts_ns", "dur_ns", texts) for table in tables])
@@ -123,9 +113,7 @@ def cpu_collectives(trace: Trace) -> pl.DataFrame:
 def collective_waits(spans: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     """Pauses of the thread that asked for a collective in which the collective ended.
 
-    `name`, `tid`, `ts_ns`, `end_ns` (when the last collective of the pause ended) and
-    `kernel`. A thread in an operator does not wait; between operators it does, since
-    `Work.wait()` and the end of a backward pass are no operators.
+    Between operators a thread waits: `Work.wait()` and the end of a backward pass are none.
     """
     parts = [pl.DataFrame(schema={"name": pl.String, "tid": pl.Int64, "ts_ns": pl.Int64,
                                   "end_ns": pl.Int64, "kernel": pl.Int64})]  # fmt: skip
@@ -177,25 +165,12 @@ _MOST_ELEMENTS = 1 << 56
 ON_CPU = -1
 """Device of collectives that gloo or MPI run on the CPU."""
 KERNELS_SCHEMA = {
-    "event": pl.Int64,
-    "step": pl.Int64,
-    "kind": pl.String,
-    "name": pl.String,
-    "device": pl.Int64,
-    "stream": pl.Int64,
-    "process_group": pl.String,
-    "group_ranks": pl.String,
-    "part": pl.String,
-    "group_size": pl.Int64,
-    "world_size": pl.Int64,
-    "sequence": pl.Int64,
-    "dtype": pl.String,
-    "in_count": pl.Int64,
-    "out_count": pl.Int64,
-    "element_bytes": pl.Int64,
-    "start_ns": pl.Int64,
+    "event": pl.Int64, "step": pl.Int64, "kind": pl.String, "name": pl.String, "device": pl.Int64,
+    "stream": pl.Int64, "process_group": pl.String, "group_ranks": pl.String, "part": pl.String,
+    "group_size": pl.Int64, "world_size": pl.Int64, "sequence": pl.Int64, "dtype": pl.String,
+    "in_count": pl.Int64, "out_count": pl.Int64, "element_bytes": pl.Int64, "start_ns": pl.Int64,
     "end_ns": pl.Int64,
-}
+}  # fmt: skip
 
 
 def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) -> pl.DataFrame:
@@ -403,14 +378,9 @@ def _with_kind(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 PARTS_SCHEMA = {
-    "device": pl.Int64,
-    "part": pl.String,
-    "group_count": pl.Int64,
-    "collective_count": pl.Int64,
-    "time_ns": pl.Int64,
-    "exposed_ns": pl.Int64,
-    "exposed_ratio": pl.Float64,
-}
+    "device": pl.Int64, "part": pl.String, "group_count": pl.Int64, "collective_count": pl.Int64,
+    "time_ns": pl.Int64, "exposed_ns": pl.Int64, "exposed_ratio": pl.Float64,
+}  # fmt: skip
 
 
 def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
@@ -444,11 +414,7 @@ def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 
 def waits_by_part(parts: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
-    """With how long each rank waited in the collectives of each part.
-
-    The same with `wait_ns`, the sum over the collectives whose arrivals are known, and
-    `waited_count` of those; null and 0 where none is.
-    """
+    """With how long each rank waited in the collectives of each part; null where none is known."""
     known = waits.filter(pl.col("missing").is_null())
     keys = ["rank", "device", "part"]
     summed = known.group_by(keys).agg(pl.col("wait_ns").sum(), waited_count=pl.len().cast(pl.Int64))

@@ -71,7 +71,8 @@ def segments(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
     parts = [_on_host(graph, path, data_loading), _returns(graph, path), _hand_overs(graph, path),
              _on_gpu(graph, path)]  # fmt: skip
     types = [pl.col(name).cast(type_) for name, type_ in SEGMENTS.items()]
-    return pl.concat([part.select(types) for part in parts]).sort("start_ns")
+    named = [part.select(name for name in part.columns if name in SEGMENTS) for part in parts]
+    return pl.concat(named, how="diagonal_relaxed").select(types).sort("start_ns")
 
 
 def _on_host(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
@@ -138,22 +139,17 @@ def _describe(graph: Graph, pieces: pl.DataFrame) -> pl.DataFrame:
         .with_columns(
             bound_by=pl.when(waiting.fill_null(value=False)).then(pl.lit(SYNC))
             .when("loading").then(pl.lit(DATA)).otherwise(pl.lit(CPU)),
-            device=pl.lit(None), stream=pl.lit(None),
         )
         .rename({"ts_ns": "start_ns", "dur_ns": "duration_ns"})
     )  # fmt: skip
 
 
 def _host_events(graph: Graph) -> pl.DataFrame:
-    """`event`, `name` and category (`kind`) of each row of the host's events.
-
-    A mark of a whole step has neither name nor category: time of its own is time that no other
-    event covers.
-    """
+    """`event`, `name` and `kind` of each row of the host's; a step's mark has no name."""
     name, kind = pl.col("name").cast(pl.String), pl.col("category").cast(pl.String)
     is_work = pl.col("row").is_in(graph.host.rows_named(_WRAPPER)).not_()
     return graph.host.frame.with_row_index("row").select(
-        pl.col("row").cast(pl.Int64), "event", name=pl.when(is_work).then(name),
+        pl.col("row").cast(pl.Int64), "event", "pid", "tid", name=pl.when(is_work).then(name),
         kind=pl.when(is_work).then(kind),
     )  # fmt: skip
 
@@ -168,20 +164,14 @@ def _base(path: Stretches, chosen: npt.NDArray[np.bool_]) -> pl.DataFrame:
 
 
 def _returns(graph: Graph, path: Stretches) -> pl.DataFrame:
-    """From the end of what a blocking call waited for to its return.
-
-    Time that a copy or free takes to return after the GPU is done is the host's own work.
-    """
+    """From the end of what a blocking call waited for to its return: the host's own work."""
     waits = pl.col("name").str.contains(f"{DEVICE_SYNC}|{STREAM_SYNC}")
-    of = graph.host.frame.with_row_index("row").select(pl.col("row").cast(pl.Int64), "pid", "tid")
     return (
         _base(path, path.kind == RETURN)
         .join(_host_events(graph), on="row", how="left")
-        .join(of, on="row", how="left")
         .with_columns(
             bound_by=pl.when(waits | (pl.col("duration_ns") <= USUAL_DELAY_NS))
             .then(pl.lit(SYNC)).otherwise(pl.lit(CPU)),
-            device=pl.lit(None), stream=pl.lit(None),
         )
     )  # fmt: skip
 
@@ -191,15 +181,8 @@ def _hand_overs(graph: Graph, path: Stretches) -> pl.DataFrame:
     threads = pl.DataFrame(
         graph.host.threads, schema={"pid": pl.Int64, "tid": pl.Int64}, orient="row"
     )
-    numbered = threads.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
-    return (
-        _base(path, path.kind == HAND_OVER)
-        .join(numbered, on="row", how="left")
-        .with_columns(
-            bound_by=pl.lit(CPU), event=pl.lit(None), name=pl.lit(None), kind=pl.lit(None),
-            device=pl.lit(None), stream=pl.lit(None),
-        )
-    )  # fmt: skip
+    base = _base(path, path.kind == HAND_OVER).with_columns(bound_by=pl.lit(CPU))
+    return pl.concat([base, threads[base["row"].to_numpy()]], how="horizontal")
 
 
 def _on_gpu(graph: Graph, path: Stretches) -> pl.DataFrame:

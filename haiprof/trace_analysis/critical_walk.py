@@ -138,10 +138,7 @@ def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
 
 
 def _last_gpu_end(trace: Trace, otherwise: int) -> int:
-    """When a busy GPU is done, where the host neither waits for that nor begins anything after it.
-
-    Then the host's last operator ends later for no reason that the trace has.
-    """
+    """When a busy GPU is done, where the host neither waits for it nor begins more."""
     if trace.gpu.is_empty():
         return otherwise
     end = int((trace.gpu["ts_ns"] + trace.gpu["dur_ns"]).max())  # type: ignore[arg-type]
@@ -198,11 +195,7 @@ def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
 
 
 def _by_launch(calls: RuntimeCalls, gpu: DeviceEvents) -> tuple[Ints, Ints]:
-    """The start of the launch call, as HTA has it.
-
-    For a call that took unusually long (it loaded a module, or the queue was full) the time in it
-    is the host's: its end counts, or the kernel's start if that is earlier.
-    """
+    """The start of the launch call, as HTA has it; of an unusually long one its end."""
     begun = np.minimum(gpu.launched, gpu.starts)
     done = np.minimum(np.append(calls.ends, 0)[gpu.call], gpu.starts)
     return gpu.call, np.where(done - begun > USUAL_DELAY_NS, done, begun)

@@ -188,9 +188,7 @@ def _numbers(keys: pl.DataFrame) -> Ints:
 def _launch_times(keys: pl.DataFrame, known: pl.Series, starts: Ints, begin: int) -> Ints:
     """When each event was launched, as far as the trace tells.
 
-    A stream runs in order, so an event without a recorded launch was launched after its
-    predecessors: it gets the latest of their launches. Before the first recorded one of its stream
-    it was launched before the trace began. A stream without any: its events count from their start.
+    A stream runs in order, so an event without a recorded launch has the latest of those before it.
     """
     own = pl.col("known")
     streams = ("device", "stream")
@@ -246,10 +244,7 @@ def recorded_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Pair
 def _wait_calls(
     trace: Trace, calls: RuntimeCalls
 ) -> list[tuple[tuple[int, int, int], pl.DataFrame]]:
-    """Times of the wait calls and of their records by device, stream and awaited stream.
-
-    Correlations count up with the calls, so one whose call is not in the trace has its place too.
-    """
+    """Times of the wait calls and of their records by device, stream and awaited stream."""
     waits = trace.sync.filter(pl.col("sync_kind") == "Stream Wait Event")
     times = calls.frame.select("correlation", "ts_ns").drop_nulls().sort("correlation", "ts_ns")
     times = times.unique("correlation", keep="first", maintain_order=True)

@@ -164,11 +164,7 @@ def rank_ledger(trace: Trace) -> RankLedger:
 
 
 def step_windows(trace: Trace) -> pl.DataFrame:
-    """Steps as the device has them; what lies between two that follow each other is the first's.
-
-    Without profiler steps it is one, from the first launch to the end of the last event: nobody
-    knows whether the device would have worked before that or after it.
-    """
+    """Steps as the device has them; what lies between two that follow each other is the first's."""
     marks = trace.steps
     if marks.is_empty():
         window = trace.checked.window

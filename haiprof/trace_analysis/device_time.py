@@ -63,14 +63,7 @@ def weighted_mean(value: pl.Expr, weight: pl.Expr) -> tuple[pl.Expr, pl.Expr]:
 
 
 def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
-    """GPU events with their kind.
-
-    The same with the column `kind`, one of `KINDS`. HTA takes names alone: any `hip...` is
-    communication there, and names with `Sync`, `dma` or `Memset` in them are left out (D13 in
-    docs/hta-differences.md); of communication it knows the kernels of NCCL and HCCL, as
-    TensorBoard's plugin knows those of NCCL, so that an all-reduce on symmetric memory or of
-    an inference engine is computing there (D25).
-    """
+    """GPU events with their `kind`, one of `KINDS` (docs/hta-differences.md, D13 and D25)."""
     names = gpu.select(pl.col("name").unique()).to_series()
     collective = names.cast(pl.String).str.contains(COMMUNICATION_NAMES)
     talking = pl.col("name").is_in(names.filter(collective).implode()) | (
@@ -91,12 +84,9 @@ def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
 Steps = tuple[int, int] | None
 """First profiler step and the one after the last; None is everything in the file."""
 TEMPORAL_SCHEMA = {
-    "device": pl.Int64,
-    "span_ns": pl.Int64,
-    "idle_ns": pl.Int64,
-    "compute_ns": pl.Int64,
+    "device": pl.Int64, "span_ns": pl.Int64, "idle_ns": pl.Int64, "compute_ns": pl.Int64,
     "non_compute_ns": pl.Int64,
-}
+}  # fmt: skip
 
 
 def temporal_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
@@ -127,11 +117,9 @@ def union_of(events: pl.DataFrame) -> Intervals:
 
 
 def gpu_events(trace: Trace, steps: Steps) -> pl.DataFrame:
-    """`Trace.gpu`, or those events of it that were launched in some profiler steps.
+    """`Trace.gpu`, or those events of it whose launch call began in some profiler steps.
 
-    Those whose launch call began between the beginning of the first and the end of the last
-    of the steps; an event without a launch in the trace counts by its own beginning. Where
-    the arguments name no device or stream, `pid` and `tid` do.
+    An event without a launch counts by its own beginning.
     """
     gpu = trace.gpu.with_columns(
         device=pl.coalesce("device", "pid"), stream=pl.coalesce("stream", "tid")
@@ -180,11 +168,7 @@ def traced_time(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 
 
 def with_launch(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
-    """GPU events with the time of their launch.
-
-    The same rows in the same order, with `launch_ns`, the beginning of the call that launched
-    each; null where it is not in the trace. All kernels of a CUDA graph have one launch.
-    """
+    """GPU events with the beginning of the call that launched each, null where it is not there."""
     calls = runtime.select("correlation", launch_ns="ts_ns").filter(pl.col("correlation") > 0)
     first = calls.group_by("correlation").agg(pl.col("launch_ns").min())
     joined = gpu.with_row_index("place").join(first, on="correlation", how="left")
@@ -192,12 +176,9 @@ def with_launch(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
 
 
 OVERLAP_SCHEMA = {
-    "device": pl.Int64,
-    "compute_ns": pl.Int64,
-    "communication_ns": pl.Int64,
-    "overlap_ns": pl.Int64,
-    "overlap_ratio": pl.Float64,
-}
+    "device": pl.Int64, "compute_ns": pl.Int64, "communication_ns": pl.Int64,
+    "overlap_ns": pl.Int64, "overlap_ratio": pl.Float64,
+}  # fmt: skip
 TYPES_SCHEMA = {
     "device": pl.Int64,
     "kernel_type": pl.String,
@@ -341,11 +322,7 @@ def idle_breakdown(
 
 
 def gaps(gpu: pl.DataFrame, runtime: pl.DataFrame, delay_ns: int) -> pl.DataFrame:
-    """The idle intervals of every stream.
-
-    One row per interval: `device`, `stream`, `ts_ns` at which the next event begins, `gap_ns`,
-    `before_launch_ns`, `idle_category`.
-    """
+    """The idle intervals of every stream, each at the time at which the next event begins."""
     end = pl.col("ts_ns") + pl.col("dur_ns")
     timed = with_launch(gpu, runtime).with_columns(
         busy_until_ns=end.cum_max().shift(1).over(_STREAM)
@@ -465,10 +442,7 @@ def kernels(
 def limit_kernels(
     gpu: pl.DataFrame, *, num_kernels: int | None, duration_ratio: float | None
 ) -> pl.DataFrame:
-    """GPU events by name; those with the least time as one row `others`.
-
-    As `kernels`.
-    """
+    """GPU events by name; those with the least time as one row `others`, as in `kernels`."""
     told = [name for name in (*GEOMETRY, *LAUNCH) if name in gpu.columns]
     by_name = gpu.group_by(*_GROUP, "name").agg(
         "dur_ns", pl.col(told).get(pl.col("dur_ns").arg_max()),

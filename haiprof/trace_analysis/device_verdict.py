@@ -217,10 +217,7 @@ class _Traces(RankTraces):
 
 
 def split_waits(rows: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
-    """Rows with exposed communication as waiting for the last rank and as the link's.
-
-    `waits` has `rank`, `event`, and `wait_ns` until the last rank had come.
-    """
+    """Exposed communication as waiting for the last rank, by `waits`, and as the link's."""
     talks = pl.col("event") >= 0
     known = rows.filter(talks).join(waits, on=["rank", "event"], how="inner")
     waited = (pl.min_horizontal("end_ns", "wait_ns") - pl.col("start_ns")).clip(0)
@@ -264,8 +261,7 @@ def call_nodes(times: Mapping[_Chain, int], least_ns: float = 0) -> dict[_Chain,
     """For each call stack the node of the call tree that its time is counted to.
 
     From the root inwards as long as one call holds more than half of the time; what is not below
-    that call is divided again in the same way. A node is empty where no call holds so much, and for
-    what is left below `least_ns`.
+    that call is divided again in the same way. Empty for what is left below `least_ns`.
     """
     nowhere: _Chain = ()
     left, found = dict(times), dict.fromkeys(times, nowhere)
@@ -502,10 +498,7 @@ class _Steps:
 def _account(
     key: dict[str, Any], times: Ints, own: Ints, count: int, code: list[str], rank_count: int
 ) -> Account:
-    """One row of the ledger.
-
-    `times` of the account and `own`, each device's without waiting for peers, are [device, step].
-    """
+    """One row of the ledger; `times` of the account and `own` are by device and step."""
     activity, function = str(key["activity"]), key["function"]
     needed = activity.startswith((COMPUTE, f"{OPERATORS}: ")) and activity not in CONVERSIONS
     mean = key["ns"] / count

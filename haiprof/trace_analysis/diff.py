@@ -25,13 +25,9 @@ NOTHING = {KERNEL: "(GPU idle)", OPERATOR: "(no operator)"}
 """The name of the time in a step in which none of them ran."""
 
 SAMPLE_SCHEMA = {
-    "step": pl.Int64,
-    "of": pl.String,
-    "name": pl.String,
-    "count": pl.Int64,
-    "total_ns": pl.Int64,
+    "step": pl.Int64, "of": pl.String, "name": pl.String, "count": pl.Int64, "total_ns": pl.Int64,
     "share_ns": pl.Float64,
-}
+}  # fmt: skip
 
 
 class _StepWindow(NamedTuple):
@@ -239,23 +235,13 @@ ADDED, DELETED, INCREASED, DECREASED, UNCHANGED = (
     "added", "deleted", "increased", "decreased", "unchanged",
 )  # fmt: skip
 
-_NAMES_SCHEMA = {
-    "of": pl.String,
-    "name": pl.String,
-    "change": pl.String,
-    **{f"{samples}_count": pl.Float64 for samples in ("control", "test")},
-    **{f"{samples}_ns": pl.Float64 for samples in ("control", "test")},
-    "difference_ns": pl.Float64,
-    "ratio": pl.Float64,
-    **{f"{samples}_step_std_ns": pl.Float64 for samples in ("control", "test")},
-    **{f"{samples}_rank_std_ns": pl.Float64 for samples in ("control", "test")},
-    "explained_ns": pl.Float64,
-    "explained_ratio": pl.Float64,
-    "slower_probability": pl.Float64,
-    "p_value": pl.Float64,
-    "adjusted_p_value": pl.Float64,
-    "no_p_value_reason": pl.String,
-}
+_TEXTS = ("of", "name", "change", "no_p_value_reason")
+_NAMES_SCHEMA = {name: pl.String if name in _TEXTS else pl.Float64 for name in (
+    "of", "name", "change", "control_count", "test_count", "control_ns", "test_ns",
+    "difference_ns", "ratio", "control_step_std_ns", "test_step_std_ns", "control_rank_std_ns",
+    "test_rank_std_ns", "explained_ns", "explained_ratio", "slower_probability", "p_value",
+    "adjusted_p_value", "no_p_value_reason",
+)}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

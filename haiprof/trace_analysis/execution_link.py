@@ -209,10 +209,7 @@ def _threads(frame: pl.DataFrame, wanted: npt.NDArray[np.bool_]) -> list[Ints]:
 
 
 def _begin_order(rows: Ints, tree: CallTree) -> Ints:
-    """Rows of a thread as they began: by external id, which counts, where times do not object.
-
-    Whole microseconds leave the order of what began at the same time open.
-    """
+    """Rows of a thread as they began: by external id, which counts, where times do not object."""
     ids = tree.spans["external_id"][rows]
     if ids.null_count():
         return rows
@@ -392,7 +389,8 @@ def link(pair: Pair) -> Linked:
     for a link whatever the names say, and sorts the whole file once more for each GPU event.
     """
     nodes = pair.execution.nodes.filter(pl.col("category").is_null())
-    tree = nest(_spans(pair.trace))
+    ranges, operators = pair.trace.host_ranges.select(_SPAN), pair.trace.ops.select(_SPAN)
+    tree = nest(pl.concat([ranges, operators]).sort("event"))
     found = identify(nodes, tree)
     timed = _add_times(nodes, tree, found)
     gpu, numbers, reasons = _gpu_nodes(pair.trace, timed, tree, found)
@@ -401,11 +399,6 @@ def link(pair: Pair) -> Linked:
         sync_dependencies=sync_dependencies(pair.trace, joined, numbers, tree, found.row)
     )
     return Linked(pair=pair, nodes=joined, share=_share(pair, tree, found, gpu, reasons))
-
-
-def _spans(trace: Trace) -> pl.DataFrame:
-    """Operators and record_function ranges on the CPU, in the file's order."""
-    return pl.concat([trace.host_ranges.select(_SPAN), trace.ops.select(_SPAN)]).sort("event")
 
 
 def _add_times(nodes: pl.DataFrame, tree: CallTree, found: Identified) -> pl.DataFrame:

@@ -106,11 +106,7 @@ def join_spans(left: Intervals, right: Intervals) -> Intervals:
 
 
 def function_times(spans: Spans, free: Intervals, count: int) -> tuple[Ints, Ints]:
-    """How long each function ran, and how long with no kind above it.
-
-    `covered_ns` and `bottleneck_ns`, shape (count,). Calls of one function at the same time
-    count once; of two functions of one kind at the same time, both count.
-    """
+    """How long each function ran, and how long with no kind above it."""
     length, own = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     if not len(spans.starts):
         return length, own
@@ -139,9 +135,7 @@ _OF_STACKS = ("name", "count", "total_ns", "median_ns", "covered_ns", "bottlenec
 def host_calls(trace: Trace) -> CallTree | None:
     """Calls of Python functions and operators, nested by their times; None where there are none.
 
-    An operator that a Python function calls is part of its stack, as in PerfTracker's report. A
-    thread without an operator or a call of the runtime only waits (progress bars, queues): it is
-    left out where others work.
+    A thread without an operator or a call of the runtime only waits: it is left out beside others.
     """
     python = python_calls(trace).select(_COLUMNS)
     operators = trace.ops.select(_COLUMNS).with_columns(pl.col("name").cast(python["name"].dtype))
@@ -294,10 +288,7 @@ def has_gpu(trace: Trace) -> bool:
 def function_events(
     trace: Trace, window: PatternWindow, *, geometry: bool = False
 ) -> tuple[dict[str, pl.DataFrame], pl.DataFrame]:
-    """The calls of each function by kind but Python, and the collectives that began in a window.
-
-    By kind `type`, `name`, `ts_ns`, `dur_ns` and more; collectives as `collective_kernels`.
-    """
+    """The calls of each function by kind but Python, and the collectives that began in a window."""
     base = clock_base_ns(trace)
     began = pl.col("start_ns").is_between(window.start + base, window.end + base, closed="left")
     communication = collective_kernels(trace).filter(began)

@@ -272,10 +272,7 @@ class Host:
         return found
 
     def place_rows(self, rows: Ints, times: Ints) -> Ints:
-        """The job's innermost code around some rows; of autograd's, around the forward's operator.
-
-        What has no code of its own has that of the training thread at that time.
-        """
+        """The job's innermost code around some rows, or of the training thread then."""
         found = self.tree.climb(rows, self.is_place)
         back = self.tree.climb(rows, self.is_backward & (self.forward_of >= 0))
         # Code inside of autograd (a hook, a Function) is its own; on a CPU the call of backward()

@@ -81,10 +81,7 @@ _LIMIT = 1 << 31
 
 
 def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
-    """Kernels under their names with grid and block, as CUDA writes a launch.
-
-    Source: PerfTracker (seed 001), where name, grid and block make a kernel.
-    """
+    """Kernels under their names with grid and block, as CUDA writes a launch."""
     triple = ("name", "grid", "block")
     kinds = gpu.select(triple).unique()
     names = [_launch_name(*(str(part or "") for part in row)) for row in kinds.iter_rows()]
@@ -169,12 +166,7 @@ _SURELY_OFF = re.compile(r"simt|ffma")  # xmma_gemm with ordinary multiply-adds 
 
 
 def work_kind(name: str, operator: str | None = None) -> str:
-    """What a kernel, or an operator of the host, works on; `other` where its name does not say.
-
-    Args:
-        name: Of the kernel or operator.
-        operator: That launched it: cuDNN's convolutions are matrix products by their names.
-    """
+    """What a kernel, or an operator of the host, works on; cuDNN's are told by their operator."""
     plain = name.lower()
     kind = next((kind for kind, sign in _KERNEL_KINDS if re.search(sign, plain)), "other")
     return "convolution" if kind == "gemm" and "conv" in (operator or "") else kind

@@ -1,4 +1,4 @@
-"""Launches of GPU work: delays, queues, bandwidth of copies, and both as counters of a trace."""
+"""Launches of GPU work and copies over time; counters, graph nodes and system calls of a trace."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ LAUNCH_DELAY_CUTOFF_NS = 100_000
 
 
 def with_call(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
-    """GPU events with the call that launched them, whatever the call's name.
+    """Every GPU event with the call that launched it, whatever the call's name; null where unknown.
 
-    Every GPU event, by start, with `call`, `call_ts_ns`, `call_dur_ns` and the call's `pid`,
-    `tid`, `external_id`; null where the launch is not in the trace. Kernels of a CUDA graph
-    share one call. Of several calls with one correlation the outermost counts: a runtime call
-    around the driver's. A correlation of 0 is none.
+    Of several calls with one correlation the outermost counts; a correlation of 0 is none.
     """
     calls = runtime.filter(pl.col("correlation") > 0).select(
         "correlation",
@@ -267,10 +264,7 @@ _KIND = ("device", "copy_kind")
 
 
 def _copies(trace: Trace, steps: Steps) -> pl.DataFrame:
-    """Copies and sets with `copy_kind` and their own `bandwidth_bytes_per_s`, null if unknown.
-
-    `Memcpy HtoD (Pinned -> Device)` is of the kind `Memcpy HtoD`, as in HTA.
-    """
+    """Copies and sets with `copy_kind`, as in HTA, and their own `bandwidth_bytes_per_s`."""
     gpu = gpu_events(trace, steps)
     copies = gpu.filter(pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
     own = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") / pl.col("dur_ns") * 1e9)
@@ -426,3 +420,79 @@ def _events(trace: Trace, counter: str) -> pl.Series:
         pl.lit("}}"),
     )
     return series.select(event=pl.concat_str(*parts)).to_series()
+
+
+def gpu_counters(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+    """Counters of the GPU over the trace, or over some of its steps.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all samples.
+
+    Returns:
+        One row per device and counter: `device`, `name` (with its unit), `sample_count`,
+        `mean_value`, `min_value`, `max_value`; no row where none were recorded.
+
+    Source: PyTorch's CUPTI collector (`CuspyConfig`) writes them as `GPU N Counters`,
+    Nsight Systems as GPU_METRICS.
+    """
+    value = pl.col("value")
+    found = _within(trace, trace.gpu_counters, steps).drop_nulls("value")
+    return found.group_by("device", pl.col("name").cast(pl.String)).agg(
+        sample_count=pl.len().cast(pl.Int64), mean_value=value.mean(), min_value=value.min(),
+        max_value=value.max(),
+    ).sort("device", "name")  # fmt: skip
+
+
+def graph_nodes(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+    """Nodes of CUDA graphs that are no work of the GPU: it waits for what they do on the host.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+
+    Returns:
+        One row per device, kind and name, the longest first: `device`, `kind`
+        (`graph_host_node`, `graph_event_node`), `name`, `count`, `sum_ns`, `mean_ns`, `max_ns`.
+
+    Source: torch/profiler/_cuspy/trace.py.
+    """
+    found = _within(trace, trace.graph_nodes, steps)
+    return _sum_up(found, "device", pl.col("category").cast(pl.String).alias("kind"))
+
+
+def os_calls(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+    """Calls of the operating system by name, those of threads that launch work first.
+
+    Args:
+        trace: Of one rank.
+        steps: First profiler step and the one after the last; None takes all.
+
+    Returns:
+        One row per name: `is_launching` (whether its thread called the CUDA runtime), `name`,
+        `count`, `sum_ns`, `mean_ns`, `max_ns`. Threads are summed: a call may take longer than the
+        trace.
+
+    Source: Nsight Systems, OSRT_API.
+    """
+    launching = trace.runtime.select("pid", "tid").unique().with_columns(is_launching=True)
+    found = _within(trace, trace.os_calls, steps).join(launching, on=["pid", "tid"], how="left")
+    return _sum_up(found, pl.col("is_launching").fill_null(value=False))
+
+
+def _sum_up(found: pl.DataFrame, *keys: str | pl.Expr) -> pl.DataFrame:
+    length, name = pl.col("dur_ns"), pl.col("name").cast(pl.String)
+    sums = found.group_by(*keys, name).agg(
+        count=pl.len().cast(pl.Int64), sum_ns=length.sum(), mean_ns=length.mean(),
+        max_ns=length.max(),
+    )  # fmt: skip
+    first = sums.columns[0]
+    return sums.sort(pl.col(first), "sum_ns", "name", descending=[first != "device", True, False])
+
+
+def _within(trace: Trace, events: pl.DataFrame, steps: Steps) -> pl.DataFrame:
+    if steps is None:
+        return events
+    own = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
+    first, last = own["start_ns"].min(), own["end_ns"].max()
+    return events.filter(pl.col("ts_ns").is_between(first, last, closed="left"))

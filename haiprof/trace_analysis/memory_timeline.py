@@ -208,11 +208,7 @@ def _allocations(trace: Trace, events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _blocks(events: pl.DataFrame) -> pl.DataFrame:
-    """Pairs each allocation with the next event at its address, if that frees the same size.
-
-    `order` is the place among the events, `gone` that of the next event at the same address, by
-    which a block is gone even if its end was not recorded.
-    """
+    """Pairs each allocation with the next event at its address, if that frees the same size."""
     size, born = pl.col("bytes"), pl.col("bytes") > 0
     after = {name: pl.col(name).shift(-1).over(*_DEVICE, "address")
              for name in ("bytes", "ts_ns", "operator", "order")}  # fmt: skip

@@ -342,13 +342,7 @@ def _fused_experts(tokens: Tensor, up: Tensor, down: Tensor, chosen: int) -> Wor
     The shapes do not say how tokens were routed: at least `chosen` experts are read, and where each
     token is as likely to go to one as to another, so many as TraceLens counts (FusedMoE.bytes_func,
     TraceLens/PerfModel/extensions/moe_perf_model_extensions.py). Weights of 4 bits stand two to a
-    byte.
-
-    Args:
-        tokens: (tokens, width).
-        up: Weights of all experts, (experts, inner width, width); twice as wide where gated.
-        down: (experts, width, inner width).
-        chosen: Experts of a token.
+    byte. `up` is (experts, inner width, width), twice as wide where gated; `down` is its transpose.
     """
     experts, wide, packed = up.shape
     if down.shape[0] != experts or not 0 < chosen <= experts:
@@ -405,10 +399,7 @@ def _copy(call: Call) -> Work:
 
 
 def triton_work(name: str) -> Formula:
-    """A kernel that Inductor wrote: all its tensors are arguments, most are read or written once.
-
-    How much of one it gathers, or reads twice, its shapes leave open.
-    """
+    """A kernel that Inductor wrote: all its tensors are arguments, most used once."""
     kind = ELEMENTWISE if name.startswith("triton_poi_") else "reduction"
     return lambda call: Work(kind, 0, _size(*call.tensors()), None, least_bytes=0)
 
@@ -470,10 +461,7 @@ def _embedding_backward(call: Call) -> Work:
 
 
 def _foreach(flops: int, *, written: int = 1) -> Formula:
-    """All lists are read, and so many are written; optimizers and clipping call these.
-
-    As of fused optimizers fp32 is assumed.
-    """
+    """All lists are read, and so many written, in fp32; optimizers and clipping call these."""
 
     def formula(call: Call) -> Work:
         lists = call.lists()
@@ -484,10 +472,7 @@ def _foreach(flops: int, *, written: int = 1) -> Formula:
 
 
 def _fused_optimizer(flops: int, lists: int, written: int) -> Formula:
-    """So many lists of equal shapes are read, and some of them written.
-
-    The profiler notes the shapes of a list's tensors and not their types: fp32 is assumed.
-    """
+    """So many lists of equal shapes are read, and some written; fp32, as no trace says."""
 
     def formula(call: Call) -> Work:
         found = call.lists()[:lists]

@@ -176,20 +176,11 @@ the sample says more about something else. Own choice."""
 
 _SERIES = ("source", "entity")
 COUNTERS_SCHEMA: dict[str, type[pl.DataType]] = {
-    "kind": pl.String,
-    "type": pl.String,
-    "name": pl.String,
-    "source": pl.String,
-    "entity": pl.String,
-    "metric": pl.String,
-    "unit": pl.String,
-    "mean": pl.Float64,
-    "std": pl.Float64,
-    "min": pl.Float64,
-    "max": pl.Float64,
-    "sample_count": pl.Int64,
+    "kind": pl.String, "type": pl.String, "name": pl.String, "source": pl.String,
+    "entity": pl.String, "metric": pl.String, "unit": pl.String, "mean": pl.Float64,
+    "std": pl.Float64, "min": pl.Float64, "max": pl.Float64, "sample_count": pl.Int64,
     "interval_ns": pl.Int64,
-}
+}  # fmt: skip
 
 
 def function_counters(
@@ -328,11 +319,7 @@ def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = F
 def pack_pattern(
     steps: Steps, file: TraceFile, pattern: RankFunctions, *, geometry: bool = False
 ) -> bytes:
-    """The bytes of a file; where they are too many, without what weighs least.
-
-    Functions are left out by the time in which they ran, the least first; of collectives the
-    last, so that those that are left are the same on every rank.
-    """
+    """The bytes of a file; where too many, without what ran least, and of collectives the last."""
     functions, collectives = pattern.functions, pattern.collectives
     while True:
         content = replace(pattern, functions=functions, collectives=collectives)

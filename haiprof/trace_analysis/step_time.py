@@ -73,10 +73,7 @@ def annotation_kernels(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 
 
 def with_annotation(gpu: pl.DataFrame, annotations: pl.DataFrame) -> pl.DataFrame:
-    """GPU events with the innermost annotation around each.
-
-    The same rows, by device and stream, with `annotation`; null outside of all.
-    """
+    """GPU events with the innermost `annotation` around each, null outside of all."""
     on_gpu = annotations.filter(pl.col("category") == GPU_RANGES)
     ranges = on_gpu.with_columns(device="pid", stream="tid")
     by_stream = ranges.partition_by("device", "stream", as_dict=True, maintain_order=True)

@@ -94,10 +94,7 @@ def _host_events(trace: Trace, window: Intervals) -> pl.DataFrame:
 
 
 def _draw(lane: pl.DataFrame, start: int, end: int) -> pl.DataFrame:
-    """Bars of one lane at a resolution that can be seen: what most of each piece of time is of.
-
-    Events that are long enough for a name keep a bar of their own.
-    """
+    """Bars of one lane as they can be seen; events long enough for a name stay alone."""
     edges = np.linspace(start, end, _PIECES + 1).round().astype(np.int64)
     begins, lengths = lane["start_ns"].to_numpy(), lane["dur_ns"].to_numpy()
     own = np.where(lengths >= NAMED_RATIO * (end - start), np.arange(len(lengths)), -1)

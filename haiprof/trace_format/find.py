@@ -108,11 +108,7 @@ def one_window(files: Iterable[Path], window: int | None = None) -> list[Path]:
 
 
 def _windows(files: Sequence[tuple[Stem, Path]]) -> list[list[Path]]:
-    """Files by window, in order of their first start; of each rank the latest file, by rank.
-
-    A window goes by its rank's attempt and its own number, as its sidecar has them; without one,
-    by the place of the file among those of its process.
-    """
+    """Files by window, in order of their first start; of each rank the latest file, by rank."""
     sidecars: dict[str, Mapping[str, Any]] = {}
     for folder in {path.absolute().parent for _, path in files}:
         sidecars |= _sidecars(folder)

@@ -25,18 +25,10 @@ TORCH_DUMP_LIMIT_BYTES = 64_000_000
 _RANKS_CHARS, _FRAMES = 1 << 20, 64
 
 FLIGHT_SCHEMA = {
-    "group": pl.String,
-    "group_name": pl.String,
-    "sequence": pl.Int64,
-    "kind": pl.String,
-    "p2p": pl.Boolean,
-    "element_count": pl.Int64,
-    "dtype": pl.String,
-    "created_ns": pl.Int64,
-    "started_ns": pl.Int64,
-    "completed_ns": pl.Int64,
-    "state": pl.String,
-}
+    "group": pl.String, "group_name": pl.String, "sequence": pl.Int64, "kind": pl.String,
+    "p2p": pl.Boolean, "element_count": pl.Int64, "dtype": pl.String, "created_ns": pl.Int64,
+    "started_ns": pl.Int64, "completed_ns": pl.Int64, "state": pl.String,
+}  # fmt: skip
 
 
 class _Entry(msgspec.Struct, gc=False):

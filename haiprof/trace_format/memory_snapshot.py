@@ -232,12 +232,7 @@ class _Parser:
 
 
 def sum_by_line(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """Memory in use by the line of the job's own code that allocated it.
-
-    One row per device and line, most first: `device`; `line` (`train.py:88 in step`), null for
-    blocks that were allocated before a history was recorded; `file` of that line;
-    `block_count`; `size_bytes`.
-    """
+    """Memory in use by the line of the job's own code that allocated it, most first."""
     used = snapshot.blocks.filter(pl.col("state").str.starts_with("active"))
     return (
         used.join(_lines(snapshot), on="stack", how="left")

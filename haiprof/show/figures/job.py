@@ -32,11 +32,7 @@ _BAND = "rgba(0, 114, 178, 0.25)"
 
 
 def over_time_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
-    """Step time above, phases below, both as means of the steps in each stretch of time.
-
-    Of up to eight ranks each has its line; of more the median, the middle 90 % and the slowest one
-    of each stretch. The phases are means over all ranks.
-    """
+    """Step time above, phases below; of more than eight ranks the median, most and the slowest."""
     unit, unit_ns = time_unit(grid.typical_ns["step"])
     edges = np.linspace(grid.start_ns, grid.end_ns, grid.column_count + 1)
     seconds = (edges - start_ns) / NS_PER_S
@@ -121,11 +117,7 @@ SCALE = ((0.0, BLUE), (_MIDDLE, "#F2F2F2"), (0.5, "#F0B58A"), (1.0, VERMILLION))
 
 
 def rank_map_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
-    """A cell per rank and stretch of time; a menu chooses the step or one of its phases.
-
-    The colour is what the step or phase takes above its median over all ranks, as a share of the
-    median step: 100 % in the row of a rank is a step that takes twice the median.
-    """
+    """A cell per rank and stretch of time: what a step or phase takes above the ranks' median."""
     edges = (np.linspace(grid.start_ns, grid.end_ns, grid.column_count + 1) - start_ns) / NS_PER_S
     figure = go.Figure(
         go.Heatmap(
@@ -182,10 +174,7 @@ _LATE_RATIO = 0.02
 def late_ranks_figure(
     late: pl.DataFrame, *, title: str, step_ns: float | None, hung: Sequence[int] = ()
 ) -> go.Figure:
-    """One bar per rank: its lateness per step in the group in which it is latest.
-
-    The latest is marked where that is a good part of a step; where ranks hung, these are.
-    """
+    """One bar per rank: its lateness per step in the group in which it is latest."""
     known = late.filter(pl.col("late_ns_per_step").is_finite())
     worst = known.sort("late_ns_per_step", descending=True).unique(
         "rank", keep="first", maintain_order=True

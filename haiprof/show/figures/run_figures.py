@@ -207,13 +207,7 @@ _SMALL = "<br><span style='font-size:12px;color:#666666'>{}</span>"
 
 
 def overview_picture(data: RunFrames) -> go.Figure:
-    """The whole job as one interactive figure.
-
-    Split of the mean step per rank; over time the step, and one row of panels per source. Series
-    longer than about 5000 points are thinned; the highest and lowest point of each stretch stay. A
-    pause of a series is a gap in its line. Sources that are missing as a whole are named below the
-    panels, each with the reason.
-    """
+    """The whole job as one interactive figure: the mean step per rank, and panels over time."""
     counted = select_judged_steps(data.steps())
     digest = data.counter_digest(counted)
     summary = overview_summary(data, digest=digest)
@@ -243,12 +237,7 @@ def overview_picture(data: RunFrames) -> go.Figure:
 
 
 def one_rank_picture(data: RunFrames, rank: int) -> go.Figure:
-    """One rank over time as one interactive figure.
-
-    Phases of each step as a stacked area, and below it the counters of the rank and its host. Of
-    more than about 5000 steps the slowest and fastest of each stretch are drawn, all their phases
-    together, so that a stack always is one real step.
-    """
+    """One rank over time: its real steps by phase, and below them the counters."""
     summary = one_rank_summary(data, rank)
     counted = select_judged_steps(rank_steps(data.steps(), rank, summary.attempt))
     samples = rank_counters(data, rank, summary.about["host"])

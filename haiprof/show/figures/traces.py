@@ -10,7 +10,7 @@ import polars as pl
 from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
-from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_US, duration_text
+from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_US, duration_text, shorten
 from haiprof.show.figures.panels import points_per_series, thin_points
 from haiprof.show.figures.style import (
     AXIS,
@@ -354,9 +354,7 @@ def one_kernel_figure(found: pl.DataFrame) -> go.Figure:
 
 def kernel_label(name: str) -> str:
     """A kernel's name for a legend: without template arguments, and not longer than a line."""
-    short = short_label(name)
-    cut = short if len(short) <= _NAME_LENGTH else f"{short[: _NAME_LENGTH - 1]}…"
-    return cut.replace("&", "&amp;").replace("<", "&lt;")
+    return shorten(short_label(name), _NAME_LENGTH).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _bars(names: list[str], values: pl.Series, name: str, color: str, unit: str) -> go.Bar:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -168,12 +168,24 @@ def missing_block(missing: Mapping[str, str]) -> RenderableType:
     """What was not measured, each with the reason; nothing where all was."""
     if not missing:
         return Group()
+    return section("Not measured", label_table(by_reason(missing), second="dim"))
+
+
+def label_table(
+    rows: Iterable[tuple[str, str]], *, first: str = "", second: str = ""
+) -> RenderableType:
+    """Labels in one style, and beside each its text in another one, which is folded."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for what, why in by_reason(missing):
-        table.add_row(what, Text(why, style="dim"))
-    return section("Not measured", table)
+    table.add_column(style=first, no_wrap=True)
+    table.add_column(style=second, overflow="fold")
+    for label, text in rows:
+        table.add_row(label, Text(text))
+    return table
+
+
+def more_lines(count: int, where: str = "--json") -> list[RenderableType]:
+    """How many rows are left out, where some are."""
+    return [Text(f"and {count} more, in {where}", style="dim")] if count > 0 else []
 
 
 def notes_block(notes: Sequence[str]) -> RenderableType:

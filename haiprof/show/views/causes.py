@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.errors import HaiprofError, MissingDataError
-from haiprof.base.units import duration_text, ratio_text
+from haiprof.base.units import MISSING, duration_text, ratio_text
 from haiprof.show.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
@@ -264,7 +264,10 @@ def _job_parts(job: JobAnswers) -> Iterator[RenderableType]:
             ],
             "value": [
                 f"{row['slowdown_ratio']:.4f}",
-                *(_share(row[key]) for key in ("slowest_workers_ratio", "last_stage_ratio")),
+                *(
+                    MISSING if (ratio := row[key]) is None else f"{ratio:.4f}"
+                    for key in ("slowest_workers_ratio", "last_stage_ratio")
+                ),
             ],
         }
     )
@@ -316,10 +319,6 @@ def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:
 def _sign_text(ratio: float) -> str:
     text = f"{ratio * 100:+.1f} %"
     return "0.0 %" if text[1:] == "0.0 %" else text
-
-
-def _share(ratio: float | None) -> str:
-    return "\N{EN DASH}" if ratio is None else f"{ratio:.4f}"
 
 
 _TRACE_DIFF_COLUMNS = (

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.ledger import PROBLEM_RATIO
-from haiprof.base.units import MISSING, duration_text
+from haiprof.base.units import MISSING, duration_text, shorten
 from haiprof.diagnosis.compare.compared_run import EarlierRun
 from haiprof.diagnosis.compare.comparison import (
     AccountChange,
@@ -26,7 +26,7 @@ from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
 from haiprof.show.frame_table import PageTable, page_table, text_table
 from haiprof.show.markdown import comparison_markdown
 from haiprof.show.text import printable, value_text
-from haiprof.show.views.blocks import notes_block, one_line, plain_table, section
+from haiprof.show.views.blocks import more_lines, notes_block, one_line, plain_table, section
 from haiprof.trace_analysis.device_comparison import (
     IDLE_TIME,
     OPERATORS,
@@ -256,8 +256,7 @@ def _block(table: PageTable) -> RenderableType:
         cells = [one_line(row[0]), *(Text(cell) for cell in row[1:])]
         shown.add_row(*cells, style="dim" if number in table.faint else "")
     more = len(table.rows) + table.more - len(table.rows[:_SHOWN])
-    rest = [Text(f"and {more} more, in --json", style="dim")] if more else []
-    return section(table.title, shown, *rest)
+    return section(table.title, shown, *more_lines(more))
 
 
 def compare_data(
@@ -309,12 +308,12 @@ _LEAST_OF_UNIT, _EQUAL_RATIO, _CLOSE_RATIO = 0.1, 0.01, 0.3
 def device_comparison_view(found: DeviceComparison, *, width: int) -> RenderableType:
     """The whole view, for a terminal of so many columns."""
     table = plain_table("before", "after", "change", "what", left=("what",))
-    changed = [row for row in found.rows if row.difference_ns]
+    changed, room = [row for row in found.rows if row.difference_ns], max(width - _NUMBERS_WIDTH, 2)
     for row in changed[:_ROWS]:
         table.add_row(
             duration_text(row.before_ns), duration_text(row.after_ns),
             _change_text(row.difference_ns),
-            _shorten(printable(_row_text(row)), width - _NUMBERS_WIDTH),
+            shorten(printable(_name_row(row) if row.of == OPERATORS else row.role), room),
         )  # fmt: skip
     device = "device" if found.on_device else "host"
     step = f"step {span_text(found.before_step_ns, found.after_step_ns)}"
@@ -381,14 +380,6 @@ def _role_text(activity: str) -> str:
 def _change_text(ns: float) -> str:
     sign = "+" if ns >= 0.5 else "-" if ns <= -0.5 else ""
     return f"{sign}{duration_text(abs(ns))}"
-
-
-def _shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: max(width, 2) - 1]}…"
-
-
-def _row_text(row: ComparedRow) -> str:
-    return _name_row(row) if row.of == OPERATORS else row.role
 
 
 def span_text(before: float, after: float) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import PROBLEM_RATIO, Account, position_words
-from haiprof.base.units import digits_text, duration_text, ranks_text, ratio_text
+from haiprof.base.units import digits_text, duration_text, ranks_text, ratio_text, shorten
 from haiprof.show.figures.style import BLUE, DARK_GREY, GREY, ORANGE, PURPLE, SKY, YELLOW
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import INDENT, bullets
@@ -39,7 +39,7 @@ from haiprof.trace_analysis.host_activity import parse_place
 
 _FEW = 3
 _MANY = 20
-_BAR_WIDTH = 80
+_BAR_WIDTH, _NAME_WIDTH = 80, 48
 _WORTH_RATIO, _HOST_WORTH_RATIO = 0.002, 0.01
 """Of a step, on a device and on a host: a smaller opportunity is shown with --all alone."""
 _GROUPS = (
@@ -82,14 +82,7 @@ _MARKS_DIFFER_RATIO = 0.05
 def device_ledger_view(
     found: DeviceLedger, name: str, *, width: int, everything: bool = False
 ) -> RenderableType:
-    """The whole view.
-
-    Args:
-        found: Of some traces.
-        name: What they are called.
-        width: Columns of the terminal.
-        everything: Whether all opportunities above 0.1 % are shown.
-    """
+    """The whole view of what is found in `name`; on request all opportunities."""
     title, worth = f"{name}: {rests_on(found)}", worth_showing(found, everything=everything)
     parts: list[RenderableType] = [
         Text(printable(headline(found)), style="bold"),
@@ -271,7 +264,7 @@ def shapes_text(shapes: str | None) -> str:
     plain = _SPACES.sub("", shapes or "").replace("(", "[").replace(")", "]")
     each = [text for text in re.findall(r"\[[\d,]*\]", plain) if text != "[]"]
     runs = [(text, len(list(same))) for text, same in groupby(each)]
-    return _short(" ".join(text if count == 1 else f"{text} x{count}" for text, count in runs))
+    return shorten(" ".join(text if n == 1 else f"{text} x{n}" for text, n in runs), _NAME_WIDTH)
 
 
 def _operator_notes(found: DeviceLedger, shown: list[Opportunity]) -> Iterator[str]:
@@ -328,15 +321,11 @@ def _phrase(found: DeviceLedger, each: Opportunity, subject: str = "") -> str:
 
 def _at(account: Account) -> str:
     place = account.code_place or account.function
-    inner = account.callees[-1] if account.callees else None
-    words = [word for word in (place, inner and f"<{_short(inner.strip('<>'))}>") if word]
+    inner = shorten(account.callees[-1].strip("<>"), _NAME_WIDTH) if account.callees else ""
+    words = [word for word in (place, inner and f"<{inner}>") if word]
     if account.position == "backward" and account.file is None and "backward" not in (place or ""):
         words[:0] = ["backward of"] if words else []  # a range of forward, to which it belongs
     return f" ({' '.join(words)})" if words else ""
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 48 else f"{name[:47]}…"
 
 
 def _share(part: float, whole: float) -> str:

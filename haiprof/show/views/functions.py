@@ -119,7 +119,10 @@ _HOST_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "o
 
 def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None) -> RenderableType:
     """The whole screen; times are sums over ranks."""
-    summed = _modules_over_ranks(found)
+    summed = found.group_by("path", maintain_order=True).agg(
+        pl.col("name", "kind", "depth").first(),
+        pl.col("call_count", "kernel_count", "graph_kernel_count", *_TIMES).sum(),
+    )
     whole, on = _whole(summed, wall_ns)
     tree = summed.filter(pl.col("path").is_not_null()).with_columns(
         own_ns=pl.col("device_self_ns") + pl.col("backward_device_self_ns"),
@@ -136,13 +139,6 @@ def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None)
     table = frame_table(classes, by_class, limit=_CLASS_LIMIT)
     parts.append(section("By class, self time", *table))
     return Group(*parts, *_graph_lines(summed), *_outside_lines(summed, whole))
-
-
-def _modules_over_ranks(found: pl.DataFrame) -> pl.DataFrame:
-    return found.group_by("path", maintain_order=True).agg(
-        pl.col("name", "kind", "depth").first(),
-        pl.col("call_count", "kernel_count", "graph_kernel_count", *_TIMES).sum(),
-    )
 
 
 def _whole(summed: pl.DataFrame, wall_ns: int) -> tuple[int, pl.Expr]:
@@ -335,10 +331,7 @@ def _report(report: FunctionReport, rank_count: int, *, brief: bool) -> Iterator
 def shown_tables(
     report: FunctionReport, rank_count: int
 ) -> Iterator[tuple[str, pl.DataFrame, Columns]]:
-    """Name, rows and columns of its tables that say something, the abnormal first.
-
-    Fewer ranks than `FAR_MIN_RANKS` have none that is abnormal: their functions are in the others.
-    """
+    """Name, rows and columns of its tables that say something, the abnormal first."""
     for name, columns in _COLUMNS[report.kind].items():
         if name == ABNORMAL and rank_count < FAR_MIN_RANKS:
             continue

@@ -42,7 +42,9 @@ from haiprof.show.views.blocks import (
     FittingTable,
     bullets,
     header_block,
+    label_table,
     missing_block,
+    more_lines,
     notes_block,
     one_line,
     plain_table,
@@ -304,7 +306,15 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
     if summary.events:
         parts.append(section("Besides the phases", record_table(summary.events, _EVENTS)))
     if summary.settings is not None:
-        parts.append(section("Settings", _settings(summary.settings)))
+        parts.append(
+            section(
+                "Settings",
+                label_table(
+                    ((name, visible(text)) for name, text in setting_rows(summary.settings)),
+                    first="dim",
+                ),
+            )
+        )
     if summary.counter_series:
         parts.append(section("Counters", _over_time(summary, summary.counter_series)))
     parts.append(missing_block(summary.missing))
@@ -387,15 +397,6 @@ _EVENTS: Fields = (
 )  # fmt: skip
 
 
-def _settings(settings: RankSettings) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in setting_rows(settings):
-        table.add_row(name, Text(visible(text)))
-    return table
-
-
 _LINES = 8
 _MOST_GROUPS = 40
 _TITLES = {
@@ -460,9 +461,7 @@ def _table(found: pl.DataFrame) -> RenderableType:
     ]
     names = ("itself", "with what it calls", "samples", "per step" if of_step else "time", "line")
     table = FittingTable(names, rows, left=["line"], first_to_go=("samples", names[3]))
-    more = found.height - _LINES
-    text = Text(f"and {more} more, in --json", style="dim") if more > 0 else Text()
-    return Group(table, *([text] if more > 0 else []))
+    return Group(table, *more_lines(found.height - _LINES))
 
 
 def _notes(notes: tuple[str, ...]) -> list[RenderableType]:

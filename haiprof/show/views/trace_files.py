@@ -9,14 +9,13 @@ from typing import Any
 
 import polars as pl
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from haiprof.run_analysis.collectives import FlightVerdict
 from haiprof.run_analysis.nccl_witness import NcclReport, ranks_behind
 from haiprof.show.frame_table import frame_table
 from haiprof.show.text import count_text, printable
-from haiprof.show.views.blocks import notes_block, section
+from haiprof.show.views.blocks import notes_block, plain_table, section
 from haiprof.trace_analysis.chakra import ChakraGraph
 from haiprof.trace_analysis.execution_link import LinkShare
 from haiprof.trace_analysis.matching import RULE
@@ -36,11 +35,10 @@ def row_of(graph: ChakraGraph, path: Path) -> dict[str, Any]:
 
 def chakra_view(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> RenderableType:
     """A row per rank, and notes below."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "nodes", "dependencies"):
-        table.add_column(name, justify="right")
-    table.add_column("of them")
-    table.add_column("file", overflow="fold")
+    texts = ("of them", "file")
+    table = plain_table("rank", "nodes", "dependencies", *texts, left=texts)
+    for column in table.columns[3:]:
+        column.no_wrap, column.overflow = False, "fold"
     for row in rows:
         kinds = ", ".join(f"{count} {kind}" for kind, count in row["types"].items())
         table.add_row(
@@ -54,11 +52,8 @@ _NAMES_SHOWN = 3
 
 def link_view(shares: Sequence[LinkShare], alone: Sequence[str]) -> RenderableType:
     """A row per rank, and below it what was not linked."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("rank", justify="right")
-    table.add_column("linked by")
-    for name in ("nodes", "operators", "GPU events"):
-        table.add_column(name, justify="right")
+    counts = ("nodes", "operators", "GPU events")
+    table = plain_table("rank", "linked by", *counts, left=("linked by",))
     for share in shares:
         table.add_row(
             str(share.rank),

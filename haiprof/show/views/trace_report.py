@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import polars as pl
 from rich.console import Group, RenderableType
@@ -158,14 +159,15 @@ def rank_collectives(tables: Tables) -> pl.DataFrame:
 _MANY = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """One table as people see it."""
 
     title: str
     of: tuple[str, ...]
     """Tables of the report that it needs."""
-    rows: Callable[[Tables], pl.DataFrame]
+    rows: Callable[[Tables], pl.DataFrame] | None
+    """What is shown of them; None shows the first as it is."""
     columns: tuple[tuple[str, str], ...]
     """Column of the frame and its heading."""
     limit: int = _MANY
@@ -179,9 +181,7 @@ class View:
 
 VIEWS = (
     View(
-        title="GPU time",
-        of=("temporal", "overlap"),
-        rows=gpu_time,
+        "GPU time", ("temporal", "overlap"), gpu_time,
         columns=(
             ("rank", "rank"), ("device", "device"), ("span_ns", "span"),
             ("compute_ratio", "computes"), ("non_compute_ratio", "other work"),
@@ -190,9 +190,7 @@ VIEWS = (
         ),
     ),
     View(
-        title="Steps as the host marks them: where their time goes",
-        of=("steps",),
-        rows=step_time,
+        "Steps as the host marks them: where their time goes", ("steps",), step_time,
         columns=(
             ("rank", "rank"), ("step_count", "steps"), ("wall_ns", "mean"),
             ("kernel_ratio", "kernels"), ("communication_ratio", "comm."),
@@ -202,15 +200,11 @@ VIEWS = (
         ),
     ),
     View(
-        title="Busy GPU time by concurrent activity",
-        of=("kernel_types",),
-        rows=kernel_types,
+        "Busy GPU time by concurrent activity", ("kernel_types",), kernel_types,
         columns=(("kernel_type", "kinds"), ("time_ns", "time"), ("time_ratio", "share")),
     ),
     View(
-        title="Kernels by total time",
-        of=("kernels",),
-        rows=lambda tables: tables["kernels"],
+        "Kernels by total time", ("kernels",), None,
         columns=(
             ("name", "kernel"), ("kind", "kind"), ("count", "calls"), ("sum_ns", "time"),
             ("mean_ns", "mean"), ("slowest_rank", "slowest rank"),
@@ -221,9 +215,7 @@ VIEWS = (
         legend_of="distance_ratio",
     ),
     View(
-        title="Idle time of streams by cause",
-        of=("idle",),
-        rows=idle,
+        "Idle time of streams by cause", ("idle",), idle,
         columns=(
             ("rank", "rank"), ("device", "device"), ("stream", "stream"), ("idle_ns", "idle"),
             ("count", "gaps"), ("host_wait_ratio", "host"), ("kernel_wait_ratio", "next kernel"),
@@ -231,9 +223,7 @@ VIEWS = (
         ),
     ),
     View(
-        title="Operators by self time",
-        of=("operators",),
-        rows=operators,
+        "Operators by self time", ("operators",), operators,
         columns=(
             ("name", "operator"), ("shapes", "shapes"), ("call_count", "calls"),
             ("cpu_self_ns", "own time"), ("cpu_total_ns", "with inner ones"),
@@ -242,9 +232,7 @@ VIEWS = (
         limit=15,
     ),
     View(
-        title="Launches",
-        of=("launches",),
-        rows=launches,
+        "Launches", ("launches",), launches,
         columns=(
             ("call", "call"), ("launch_count", "launches"), ("kernel_count", "kernels"),
             ("cpu_mean_ns", "mean call"), ("delay_mean_ns", "mean delay"),
@@ -255,9 +243,7 @@ VIEWS = (
         "late: the kernel began more than 100 µs after the call",
     ),
     View(
-        title="Launch queues, the longest first",
-        of=("queue",),
-        rows=queues,
+        "Launch queues, the longest first", ("queue",), queues,
         columns=(
             ("rank", "rank"), ("device", "device"), ("stream", "stream"),
             ("launch_count", "launches"), ("mean_length", "mean length"), ("max_length", "max"),
@@ -266,9 +252,8 @@ VIEWS = (
         limit=8,
     ),
     View(
-        title="Efficiency: matrix work against the device's dense peak",
-        of=("efficiency",),
-        rows=lambda tables: tables["efficiency"].filter(pl.col("mfu_ratio").is_not_null()),
+        "Efficiency: matrix work against the device's dense peak", ("efficiency",),
+        lambda tables: tables["efficiency"].filter(pl.col("mfu_ratio").is_not_null()),
         columns=(
             ("rank", "rank"), ("device_name", "device"), ("mfu_ratio", "MFU"),
             ("hfu_ratio", "with recomputation"), ("kernel_known_ratio", "of kernels known"),
@@ -278,18 +263,14 @@ VIEWS = (
         "haiprof trace efficiency",
     ),
     View(
-        title="Copies and sets",
-        of=("memory_bandwidth",),
-        rows=copies,
+        "Copies and sets", ("memory_bandwidth",), copies,
         columns=(
             ("copy_kind", "kind"), ("copy_count", "count"), ("bytes", "size"),
             ("busy_ns", "time"), ("mean_bytes_per_s", "bandwidth"),
         ),
     ),
     View(
-        title="GPU counters",
-        of=("gpu_counters",),
-        rows=lambda tables: tables["gpu_counters"],
+        "GPU counters", ("gpu_counters",), None,
         columns=(
             ("rank", "rank"), ("device", "device"), ("name", "counter"),
             ("sample_count", "samples"), ("mean_value", "mean"), ("min_value", "lowest"),
@@ -297,9 +278,7 @@ VIEWS = (
         ),
     ),
     View(
-        title="Nodes of CUDA graphs that are no GPU work",
-        of=("graph_nodes",),
-        rows=lambda tables: tables["graph_nodes"],
+        "Nodes of CUDA graphs that are no GPU work", ("graph_nodes",), None,
         columns=(
             ("rank", "rank"), ("device", "device"), ("name", "node"), ("count", "count"),
             ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"),
@@ -307,18 +286,15 @@ VIEWS = (
         legend="the stream waits for a node on the host (HostNode)",
     ),
     View(
-        title="Calls of the operating system by threads that launch work",
-        of=("os_calls",),
-        rows=lambda tables: tables["os_calls"].filter("is_launching"),
+        "Calls of the operating system by threads that launch work", ("os_calls",),
+        lambda tables: tables["os_calls"].filter("is_launching"),
         columns=(
             ("rank", "rank"), ("name", "call"), ("count", "calls"), ("sum_ns", "time"),
             ("mean_ns", "mean"), ("max_ns", "longest"),
         ),
     ),
     View(
-        title="Communication by part of the job",
-        of=("communication_parts",),
-        rows=communication_parts,
+        "Communication by part of the job", ("communication_parts",), communication_parts,
         columns=(
             ("rank", "rank"), ("device", "device"), ("part", "part"), ("group_count", "groups"),
             ("collective_count", "count"), ("time_ns", "time"), ("exposed_ns", "exposed"),
@@ -327,9 +303,7 @@ VIEWS = (
         legend="exposed: no kernel computes; of a pipeline that is its bubble and its transfers",
     ),
     View(
-        title="Collectives of one rank",
-        of=("rank_collectives",),
-        rows=rank_collectives,
+        "Collectives of one rank", ("rank_collectives",), rank_collectives,
         columns=(
             ("process_group", "group"), ("part", "part"), ("kind", "kind"), ("dtype", "type"),
             ("group_size", "ranks"), ("collective_count", "count"), ("bytes", "size"),
@@ -339,9 +313,7 @@ VIEWS = (
         legend="the time holds waiting for other ranks: bandwidths are lower bounds",
     ),
     View(
-        title="Collectives: from the last rank's arrival on",
-        of=("process_groups",),
-        rows=lambda tables: tables["process_groups"],
+        "Collectives: from the last rank's arrival on", ("process_groups",), None,
         columns=(
             ("process_group", "group"), ("part", "part"), ("kind", "kind"), ("group_size", "ranks"),
             ("collective_count", "count"), ("timed_count", "timed"), ("bytes", "size"),
@@ -349,9 +321,7 @@ VIEWS = (
         ),
     ),
     View(
-        title="Who is late at collectives",
-        of=("lateness", "stragglers"),
-        rows=lateness,
+        "Who is late at collectives", ("lateness", "stragglers"), lateness,
         columns=(
             ("rank", "rank"), ("part", "part"), ("late_ns", "later per step"), ("low_ns", "from"),
             ("high_ns", "to"), ("last_ratio", "last"), ("held_up_ns", "held others up"),
@@ -364,20 +334,14 @@ VIEWS = (
 
 def trace_view(report: TraceReport) -> RenderableType:
     """The whole view."""
+    faults = fault_lines(report.tables["checks"], EVERYTHING)
     return Group(
         _head(report),
-        *_recording(report),
+        *([section("Faults of the recording", *bullets(faults))] if faults else []),
         *map(_table, shown_tables(report)),
         missing_block(report.missing),
         notes_block(report.notes),
     )
-
-
-def _recording(report: TraceReport) -> Iterator[RenderableType]:
-    """What is wrong with the recording, each kind of fault in a line."""
-    lines = fault_lines(report.tables["checks"], EVERYTHING)
-    if lines:
-        yield section("Faults of the recording", *bullets(lines))
 
 
 def _head(report: TraceReport) -> RenderableType:
@@ -408,8 +372,7 @@ def _range_text(noun: str, first: int, last: int) -> str:
     return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class Shown(NamedTuple):
     """One table of a report, without uninformative columns."""
 
     title: str
@@ -425,19 +388,14 @@ def shown_tables(report: TraceReport) -> Iterator[Shown]:
     """The tables that have rows, in order."""
     for view in VIEWS:
         if set(view.of) <= set(report.tables):
-            found = view.rows(report.tables)
+            found = view.rows(report.tables) if view.rows else report.tables[view.of[0]]
             columns = [column for column in view.columns if not _is_uninformative(column[0], found)]
             told = not view.legend_of or view.legend_of in (name for name, _ in columns)
             if any(found[name].count() for name, _ in columns if name != "rank"):
                 legend = str(found[view.answer][0]) if view.answer else view.legend
-                yield Shown(
-                    title=view.title,
-                    rows=found,
-                    columns=tuple(columns),
-                    limit=view.limit,
-                    legend=legend if told else "",
-                    faults=fault_names(report.tables["checks"], view.of),
-                )
+                faults = fault_names(report.tables["checks"], view.of)
+                about = legend if told else ""
+                yield Shown(view.title, found, tuple(columns), view.limit, about, faults)
 
 
 def _table(shown: Shown) -> RenderableType:

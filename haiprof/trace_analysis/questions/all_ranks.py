@@ -14,7 +14,6 @@ from haiprof.trace_analysis import (
     device_time,
     launches,
     operator_efficiency,
-    other_records,
     python_code,
     step_time,
 )
@@ -114,9 +113,9 @@ class OneRankQuestions(RankTraces):
     full_queue = of_each_rank(launches.full_queue)
     memory_bandwidth = of_each_rank(launches.memory_bandwidth)
     memory_bandwidth_summary = of_each_rank(launches.memory_bandwidth_summary)
-    gpu_counters = of_each_rank(other_records.gpu_counters)
-    graph_nodes = of_each_rank(other_records.graph_nodes)
-    os_calls = of_each_rank(other_records.os_calls)
+    gpu_counters = of_each_rank(launches.gpu_counters)
+    graph_nodes = of_each_rank(launches.graph_nodes)
+    os_calls = of_each_rank(launches.os_calls)
     kernel_operators = of_each_rank(attribution.kernel_operators)
     operator_kernels = of_each_rank(attribution.operator_kernels)
     host_operators = of_each_rank(attribution.host_operators)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -118,10 +118,10 @@ class _Stage:
     def waits(self, last: int) -> Iterator[tuple[Operation, Operation]]:
         """All pairs (earlier, later) within the stage."""
         computing = self.these(*COMPUTING)
-        yield from _chain(computing)
-        yield from _chain(self.these(GATHER, SCATTER))
+        yield from pairwise(computing)
+        yield from pairwise(self.these(GATHER, SCATTER))
         for optype in SENDS_AND_RECEIVES:
-            yield from _chain(self.these(optype))
+            yield from pairwise(self.these(optype))
             yield from self._around_computing(optype)
         yield from self._first_of_backward(computing)
         for gather in self.these(GATHER)[-1:]:
@@ -165,11 +165,7 @@ class _Stage:
             yield from ((self.these(BACKWARD)[-1], scatter) for scatter in scatters[:1])
             yield from ((scatters[-1], o) for o in self.these(LAYERNORM) if scatters)
         tail += separate or scatters
-        yield from _chain([*tail, *self.these(CLIP), *self.these(OPTIMIZER)])
-
-
-def _chain(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Operation]]:
-    return pairwise(operations)
+        yield from pairwise([*tail, *self.these(CLIP), *self.these(OPTIMIZER)])
 
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
@@ -268,10 +264,7 @@ class OperationWhatIf:
 
     @cached_property
     def _plan(self) -> tuple[Plan, Ints]:
-        """The graph of a whole step: two points per operation and rank, one per transfer.
-
-        Its first edges are the operations. And the number of each one's transfer, or -1.
-        """
+        """The graph of a whole step, operations first, and each one's transfer, or -1."""
         rows, model = self.table.rows.height, self.table.model
         columns = self.table.rows.select("optype", "seq_id", "stage", "dp_rank").rows()
         place = {(Operation(*row[:3]), row[3]): at for at, row in enumerate(columns)}
@@ -323,10 +316,7 @@ class OperationWhatIf:
 
     @cached_property
     def durations_ns(self) -> Ints:
-        """Of each operation, shape (rows, steps); of a transfer, from when all have started.
-
-        A transfer that seems to end before all have started (clocks differ) takes 0.
-        """
+        """Of each operation, shape (rows, steps); of a transfer once all have started."""
         starts, transfer_of = self.table.starts.copy(), self._plan[1]
         members = np.flatnonzero(transfer_of >= 0)
         of = transfer_of[members]
@@ -361,10 +351,7 @@ class OperationWhatIf:
         return float(self.replay(durations).mean() / self.ideal_ns.mean())
 
     def explained_ratio(self, rows: Bools) -> float | None:
-        """Share of the slowdown that goes away once some operations take their ideal durations.
-
-        None where there is no slowdown to explain.
-        """
+        """Share of the slowdown that goes away once some operations are ideal, if it has any."""
         durations = np.where(rows[:, None], self.ideal_durations_ns, self.durations_ns)
         real, ideal = self.reproduced_ns.mean(), self.ideal_ns.mean()
         return (
@@ -372,10 +359,7 @@ class OperationWhatIf:
         )
 
     def by(self, column: str) -> pl.DataFrame:
-        """Slowdown due to each type of operation, stage or rank alone.
-
-        That column and `slowdown_ratio`, the largest first. Source: the paper's S_t and S_w.
-        """
+        """Slowdown due to each type of operation, stage or rank alone (the paper's S_t and S_w)."""
         labels = self.table.rows[column]
         labels = labels.replace(old=SHOWN_AS) if column == "optype" else labels
         groups = labels.unique().sort()

@@ -182,10 +182,7 @@ def join_ranks(
 def _side_by_side(
     graphs: Mapping[int, RankGraph], offsets: Mapping[int, int]
 ) -> tuple[Ints, Ints, pl.DataFrame, Ints]:
-    """Points of all ranks (`times`, `caused_ns`), their edges with `rank` and `edge`, and lengths.
-
-    Point 0 is the beginning, from which what nothing leads to keeps its distance.
-    """
+    """Points of all ranks, their edges and lengths; point 0 is the beginning of all."""
     begin = min(each.begins_ns - offsets.get(rank, 0) for rank, each in graphs.items())
     points, edges, first = [pl.DataFrame({"time_ns": [0], "caused_ns": [0]})], [], 1
     for rank, each in graphs.items():
@@ -216,10 +213,7 @@ def _with_collectives(
     members: pl.DataFrame,
     changes: Sequence[Change],
 ) -> tuple[Graph, Ints, Ints]:
-    """The graph with a point per collective between the starts of its members and their ends.
-
-    And when the last member of each came there, and lengths: of the members their transfer.
-    """
+    """The graph with a point per collective, when the last member came, and lengths."""
     sources, targets = edges["source"].to_numpy().copy(), edges["target"].to_numpy()
     edge, number = members["edge"].to_numpy(), members["collective"].to_numpy()
     begun = sources[edge]
@@ -359,23 +353,13 @@ def _mean_error(residuals: Floats) -> float:
 
 
 PREDICTIONS_SCHEMA = {
-    "change": pl.String,
-    "measured_step_ns": pl.Int64,
-    "reproduced_step_ns": pl.Int64,
-    "error_ratio": pl.Float64,
-    "unexplained_ratio": pl.Float64,
-    "predicted_step_ns": pl.Int64,
-    "low_step_ns": pl.Int64,
-    "high_step_ns": pl.Int64,
-    "saved_ratio": pl.Float64,
-    "shortened_ns": pl.Int64,
-    "changed_count": pl.Int64,
-    "held_count": pl.Int64,
-    "collective_count": pl.Int64,
-    "unmatched_count": pl.Int64,
-    "apart_count": pl.Int64,
+    "change": pl.String, "measured_step_ns": pl.Int64, "reproduced_step_ns": pl.Int64,
+    "error_ratio": pl.Float64, "unexplained_ratio": pl.Float64, "predicted_step_ns": pl.Int64,
+    "low_step_ns": pl.Int64, "high_step_ns": pl.Int64, "saved_ratio": pl.Float64,
+    "shortened_ns": pl.Int64, "changed_count": pl.Int64, "held_count": pl.Int64,
+    "collective_count": pl.Int64, "unmatched_count": pl.Int64, "apart_count": pl.Int64,
     "ahead_count": pl.Int64,
-}
+}  # fmt: skip
 
 
 def predictions(

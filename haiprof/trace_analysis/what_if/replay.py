@@ -230,10 +230,7 @@ def _points(
 def _host_edges(
     points: pl.DataFrame, blocking: pl.DataFrame, window: ReplayWindow, batches: Batches | None
 ) -> pl.DataFrame:
-    """From each point of a thread to the next, and between threads that wait for each other.
-
-    `source`, `target`, `length`; of work `label`, `begin_ns`, `end_ns`, and `tid`.
-    """
+    """From each point of a thread to the next, and between threads that wait for each other."""
     time, tid = points["time_ns"].to_numpy(), points["tid"].to_numpy()
     source = np.flatnonzero(tid[1:] == tid[:-1])
     target = source + 1
@@ -311,11 +308,7 @@ def _waiting(
     waited: pl.DataFrame,
     times: Ints,
 ) -> Iterator[pl.DataFrame]:
-    """Launches, streams in order, streams that wait for each other, and calls that wait.
-
-    A wait gets the usual length of such waits, or its own where that was shorter; the rest remains
-    unexplained.
-    """
+    """Launches, streams in order, streams that wait, and calls, whose waits are the usual."""
     earlier, later = ordered_pairs(kernels)
     first, second = stream_waits(trace, kernels, runtime)
     # From a launch to the start of a computing kernel that nothing else on the GPU held up.
@@ -357,10 +350,7 @@ def _waiting(
 def _wait(
     times: Ints, sources: Ints, targets: Ints, usual_ns: int, *, least_ns: int = 0
 ) -> pl.DataFrame:
-    """Edges of waiting; what ends more than `-least_ns` after it was waited for is left out.
-
-    The trace's own times contradict it.
-    """
+    """Edges of waiting, without those that the trace's own times contradict."""
     seen = times[targets] - times[sources]
     kept = seen >= least_ns
     length = np.minimum(seen[kept], usual_ns)

@@ -258,10 +258,7 @@ def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pa
 
 
 def _next_launches(kernels: DeviceEvents, calls: RuntimeCalls) -> Pairs:
-    """Times of calls that make a stream wait, and the next kernel that each one's thread launched.
-
-    A trace without synchronisation events does not say which stream waits.
-    """
+    """Calls that make some stream wait, and the next kernel that the thread launched."""
     waits = calls.find(WAIT_CALL)
     _, found = launches_around(kernels, calls, waits)
     return calls.starts[waits[found >= 0]], found[found >= 0]
@@ -270,12 +267,7 @@ def _next_launches(kernels: DeviceEvents, calls: RuntimeCalls) -> Pairs:
 def blocking_calls(
     trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls, window: tuple[int, int]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Calls in a window that wait for the GPU, and what each of them waits for.
-
-    `call`, `name`, `tid`, `ts_ns`, `end_ns` of synchronisations, blocking copies, copies to the
-    host that return after they have ended, and launches into a full queue; and `call`,
-    `begin_ns`, `kernel` of those that wait for one.
-    """
+    """Calls in a window that wait for the GPU, and what each of them waits for."""
     parts = [np.empty((0, 2), dtype=np.int64)]
     for why, call, event, assumed in host_waits(trace, kernels, calls):
         meant = (calls.starts[call] >= window[0]) & (calls.starts[call] <= window[1])
@@ -339,12 +331,7 @@ class Batches:
 
     @property
     def bounds(self) -> Ints:
-        """When each batch was taken that had been waited for.
-
-        From one to the next the workers were busy all the time. A window that begins or ends
-        elsewhere, such as between two batches that came together, holds more or less of their
-        work than of the steps'.
-        """
+        """When each batch was taken that had been waited for: in between the workers were busy."""
         return self.taken_ns[self.waited]
 
     @property
@@ -356,11 +343,7 @@ class Batches:
 def worker_batches(
     trace: Trace, window: tuple[int, int], main_tid: int
 ) -> tuple[Batches | None, bool]:
-    """The batches that a rank's main thread took in a window, and whether workers made any.
-
-    None where the workers' pace does not show: training never waits for two batches near each
-    other.
-    """
+    """The batches that a rank's main thread took; None where it never waits for workers."""
     # The outermost marks of `__next__`; until 2022 they were operators.
     end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
     parts = [table.select(pl.col("name").cast(pl.String), "tid", "ts_ns", end)
@@ -414,11 +397,7 @@ WORKERS, HOST = "workers", "host"
 
 
 def change_lengths(trace: Trace, change: Change, lengths: Ints, edges: pl.DataFrame) -> Ints:
-    """Lengths of all edges with a change; those that concern several ranks change nothing here.
-
-    `edges` as `RankGraph` has them, with the `tid` that worked or launched, and when the CPU ended
-    it, `end_ns`; of a kernel, its launch.
-    """
+    """Lengths of all edges with a change; those that concern several ranks change nothing here."""
     for each in change.parts:
         lengths = change_lengths(trace, each, lengths, edges)
     is_work, of_kernel = edges["label"].is_not_null(), edges["event"].is_not_null()

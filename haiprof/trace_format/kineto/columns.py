@@ -267,10 +267,7 @@ class TableBatch:
             column.add(heads if column.is_own else args, names)
 
     def take(self) -> pl.DataFrame:
-        """Returns and clears the rows; texts are codes.
-
-        Columns in which no row has a value are left out: see `merge_parts`.
-        """
+        """Returns and clears the rows, without empty columns; texts are codes."""
         parts, self._common, self.row_count = self._common, [], 0
         found = {
             name: pl.Series(name, np.concatenate([getattr(part, name) for part in parts]), kind)

@@ -225,10 +225,7 @@ _ARGS: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decode
 
 
 def write_copy(target: Path, text: TraceText, pieces: Iterable[bytes], *, mark: str = "{") -> None:
-    """Writes a trace anew, whole or not at all: pieces of events, then its metadata.
-
-    The pieces are made of the text as they are taken, whatever its size.
-    """
+    """Writes a trace anew, whole or not at all: pieces of events, then its metadata."""
     separator = f'{mark}"traceEvents": [\n'.encode()
     try:
         with (

@@ -364,17 +364,11 @@ def _join(begin: Head, end: Head) -> Head:
     """One event with a duration; it has no usable time where one of the two has none."""
     start, stop = _decimal(begin.ts), _decimal(end.ts)
     known = start is not None and stop is not None
-    return Head(
-        ph="X",
-        cat=begin.cat,
-        name="" if begin.name is None else begin.name,
-        pid=begin.pid,
-        tid=begin.tid,
-        ts=msgspec.Raw(f"{start:f}".encode() if known else b"null"),
-        dur=msgspec.Raw(f"{stop - start:f}".encode() if known else b"null"),  # type: ignore[operator]
-        id=begin.id,
-        args=begin.args,
-    )
+    dur = f"{stop - start:f}" if known else "null"  # type: ignore[operator]
+    return msgspec.structs.replace(
+        begin, ph="X", name="" if begin.name is None else begin.name,
+        ts=msgspec.Raw(f"{start:f}".encode() if known else b"null"), dur=msgspec.Raw(dur.encode()),
+    )  # fmt: skip
 
 
 def _decimal(written: msgspec.Raw) -> Decimal | None:

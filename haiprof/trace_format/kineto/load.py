@@ -105,10 +105,7 @@ class NativeColumns:
         self._scanner: Any = _compiled and _compiled.Scanner(_SPEC, _CATEGORIES, names)
 
     def scan(self, piece: bytes, first: int) -> tuple[tuple[int, ...], bool] | None:
-        """Reads the events of a piece, all or none.
-
-        None where Python has to read them.
-        """
+        """Reads the events of a piece, all or none: None where Python has to read them."""
         return self._scanner.scan(piece, first) if self._scanner else None
 
     def row_count(self, number: int) -> int:
