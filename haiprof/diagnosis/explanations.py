@@ -20,7 +20,13 @@ from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding
 from haiprof.run_analysis.code_samples import DATALOADER, OTHER_THREADS, WORKER, CodeSamples
-from haiprof.run_analysis.ledger import ACTIVITIES, UNKNOWN, WORKER_LOADER, WORKER_START
+from haiprof.run_analysis.ledger import (
+    ACTIVITIES,
+    UNKNOWN,
+    WORKER_LOADER,
+    WORKER_START,
+    workers_without_core,
+)
 from haiprof.run_analysis.lines import CodeLine, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 
@@ -127,9 +133,14 @@ def _waits_for_loader(question: Question) -> Finding:
     loading = question.samples.take(question.samples.phase == WORKER)
     why = loader_cause(inputs, loading)
     lines = code_lines(loading, "the workers' loading", 1.0)
-    if why is None or why.rule in ("few_workers", "no_workers", "cores_full"):
+    if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
         starved = starvation(inputs)
-        theirs = lost_to_waiting(inputs) >= min(question.share, 1.0) / 2
+        lost = (
+            max(workers_without_core(question.samples, rank) for rank in set(loading.rank.tolist()))
+            if (loading.queue_ns >= 0).any()
+            else lost_to_waiting(inputs)
+        )
+        theirs = lost >= min(question.share, 1.0) / 2
         if starved is not None and starved.rule == "busy_neighbours" and theirs:
             title = (
                 "other processes use the CPUs: training waits for loader workers, "
@@ -172,8 +183,8 @@ def _input(question: Question) -> Finding:
             title="the training thread takes batches over from the DataLoader's workers, "
             f"{question.amount}",
             remedy="hand over fewer and larger tensors: one stacked tensor in place of a list, "
-            "larger batches, torch.multiprocessing.set_sharing_strategy('file_system'); where "
-            "batches are cheap to make, num_workers=0 costs less",
+            "larger batches, torch.multiprocessing.set_sharing_strategy('file_system'); what fewer "
+            "workers gain is measured by haiprof try-loader",
         )
     why = loader_cause(inputs, question.samples.take(question.samples.phase == DATALOADER))
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None

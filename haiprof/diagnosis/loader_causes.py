@@ -207,7 +207,7 @@ def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Fin
         title=f"and the loader itself {wait}",
         remedy=f"{parallel}"
         + (
-            "take the pauses out: the lines below show where"
+            "take the pauses out (time.sleep, attempts that wait)"
             if wait == _WAIT_TEXTS["sleep"]
             else "read less often and more at once: larger files (tar, parquet, memory maps), a "
             "local copy of the data set, no request per sample"

@@ -244,12 +244,15 @@ ALLOCATOR_RETRY_MIN_COUNT = 2
 _SOON_NS = 24 * 3600 * NS_PER_S
 """A limit that is so near is said in the title."""
 _ENDS_NS = 3600 * NS_PER_S
-"""With a limit so near the job is about to end: no loss of time is graver."""
+_CARRIED_ON = 10
+"""With a limit so near the job is about to end: no loss of time is graver, where the growth was
+seen for a tenth of that time at least."""
 _HOST, _GPU = "memory_rss_bytes", "memory_used_bytes"
 _GROWN = {
     _HOST: ("host memory", "look for what is kept from each step: losses added up without .item() "
             "or .detach() (they hold the whole graph), lists of outputs or metrics, a dataset that "
-            "caches samples in each worker (copy on write)"),
+            "caches samples in each worker (copy on write); where the job keeps nothing, the C "
+            "library keeps what was freed: MALLOC_ARENA_MAX=1 shows it"),
     _GPU: ("GPU memory", LEAK_REMEDY),
 }  # fmt: skip
 _NO_LINE = "which line keeps it: two snapshots of tracemalloc, some hundred steps apart, would say"
@@ -286,13 +289,15 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     is_ahead = metric == _HOST and not inputs.ran_out_of_memory()
     left_ns = _until_limit_ns(inputs, rank) if is_ahead else None
     soon = left_ns is not None and left_ns < _SOON_NS
+    seen_ns = float(inputs.of_rank(rank)["step_ns"].sum())
+    ends = left_ns is not None and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
     what, remedy = _GROWN[metric]
     until = ("until its limit, at this rate", left_ns, "ns")
     return Finding(
-        severity="critical" if left_ns is not None and left_ns < _ENDS_NS else "warning",
+        severity="critical" if ends else "warning",
         title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far"
-        + (f"; its limit is {duration_text(left_ns)} away" if soon else ""),
+        + (f"; at this rate its limit is {duration_text(left_ns)} away" if soon else ""),
         evidence=evidence_rows(
             ("at the beginning", float(values[0]), "bytes"),
             ("at the end", float(values[-1]), "bytes"),

@@ -409,7 +409,7 @@ def _no_core_share(
     late = _late_ratio(samples, known, np.isin(known, rows["sample"][woken]))
     own = np.where(on_core, (most / np.maximum(able, 1.0))[part], np.where(woken, late, 0.0))
     waits = rows["activity"] == LOADER_WAIT
-    return np.where(waits, _workers_without_core(samples, rank.rank), own)
+    return np.where(waits, workers_without_core(samples, rank.rank), own)
 
 
 def _late_ratio(samples: CodeSamples, known: Ints, waits: Bools) -> float:
@@ -458,7 +458,7 @@ def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats, interval_pa
     return np.clip(found, 0.0, 1.0)
 
 
-def _workers_without_core(samples: CodeSamples, rank: int) -> float:
+def workers_without_core(samples: CodeSamples, rank: int) -> float:
     """Of the time in which a rank's workers make batches and hand them over: without a core."""
     own = (samples.rank == rank) & (samples.worker >= 0)
     waiting = own & (samples.phase == WORKER_WAITING)
