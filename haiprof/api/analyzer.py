@@ -14,7 +14,7 @@ from haiprof.api.frames import Frame, with_frames
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.log_addresses import is_address
 from haiprof.diagnosis.verdict import Verdict
-from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.run_frames import RankPool, RunFrames
 from haiprof.show import show
 
 if TYPE_CHECKING:
@@ -84,11 +84,16 @@ class Analyzer(RunFrames):
         path: A run directory, or a log directory whose newest run is meant; or the address of
             one, such as `s3://bucket/runs`: it is fetched, and removed when Python ends.
         between: Only what was recorded between two times, in ns on the run's clock.
+        pool: Where ranks are read, of thousands of them: `LocalProcesses()`, or a pool of a Dask
+            or Slurm cluster as for `TraceAnalysis`. None: in this process.
     """
 
-    def __init__(self, path: str | Path, *, between: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, *, between: tuple[int, int] | None = None,
+        pool: RankPool | None = None,
+    ) -> None:  # fmt: skip
         is_remote = isinstance(path, str) and is_address(path)
-        super().__init__(_fetch(str(path)) if is_remote else path, between=between)
+        super().__init__(_fetch(str(path)) if is_remote else path, between=between, pool=pool)
 
     def __repr__(self) -> str:
         """The run, how it ended, and how many ranks reported in."""

@@ -10,6 +10,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from haiprof.base.intervals import Floats, Ints
 
@@ -364,3 +365,41 @@ def growth_p_value(values: Floats) -> float:
         return 1.0
     z = (score - 1) / math.sqrt(variance)
     return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+class Excess(NamedTuple):
+    """By how much some values of a series are larger than the others, on the mean."""
+
+    mean: float
+    low: float
+    high: float
+    """Where that lies with 95 % certainty."""
+
+
+def excess(series: Floats, chosen: npt.NDArray[np.bool_]) -> Excess | None:
+    """Compares the chosen values of a series, some stretches of it, with those around each.
+
+    A stretch and the values up to halfway to the next ones are one difference: so what drifts, and
+    neighbours that are alike, count as they should. The interval is by how unlike the differences
+    are (Student 1908): None where there are fewer than two.
+    """
+    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
+    heads, tails = edges[::2], edges[1::2]
+    if len(heads) < 2:
+        return None
+    cycles = np.append(0, (tails[:-1] + heads[1:] + 1) // 2)
+    parts = []
+    for own in (chosen, ~chosen):
+        count = np.add.reduceat(own.astype(np.int64), cycles)
+        total = np.add.reduceat(np.where(own, series, 0.0), cycles)
+        parts.append((count, total / np.maximum(count, 1)))
+    (many, inside), (others, outside) = parts
+    whole = others > 0
+    if whole.sum() < 2:
+        return None
+    weight = many[whole] / many[whole].sum()
+    difference = (inside - outside)[whole]
+    mean, freedom = float(weight @ difference), len(weight) - 1
+    error = float(np.sqrt((weight**2 @ (difference - mean) ** 2) * (freedom + 1) / freedom))
+    reach = student_quantile(0.975, freedom) * error
+    return Excess(mean, mean - reach, mean + reach)

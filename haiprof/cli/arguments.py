@@ -185,9 +185,9 @@ Cluster = Annotated[
     str | None,
     Opt(
         "--cluster ADDRESS",
-        "Read the traces on the workers of a Dask cluster, such as tcp://HOST:8786, or of "
-        "Slurm: slurm, slurm:jobs=4,partition=cpu,time=00:30:00,memory=8GB. Left out: in "
-        "processes of this machine.",
+        "Read the traces, or the ranks of a run, on the workers of a Dask cluster, such as "
+        "tcp://HOST:8786, or of Slurm: slurm, slurm:jobs=4,partition=cpu,time=00:30:00,"
+        "memory=8GB. Left out: on this machine.",
     ),
 ]
 Geometry = Annotated[

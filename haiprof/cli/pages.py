@@ -14,7 +14,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.messages import print_message
 from haiprof.base.safe_files import MadeFolder, write_file
-from haiprof.cli.arguments import Baseline, Rank, ReadProgress, RunDir
+from haiprof.cli.arguments import Baseline, Cluster, Rank, ReadProgress, RunDir, parse_cluster
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.target import named_traces, open_target, run_or_traces
 
@@ -115,6 +115,7 @@ def report(
     output: OutFile = None,
     baseline: Baseline = None,
     read_traces: ReadTraces = True,
+    cluster: Cluster = None,
 ) -> None:
     """Write all of a run, or of traces, into one HTML file, for a ticket or to keep.
 
@@ -134,17 +135,18 @@ def report(
     from haiprof.show.page.content import page_content
     from haiprof.show.page.render import write_report, write_trace_page
 
+    pool = parse_cluster(cluster)
     if (traces := named_traces(directory)) is not None:
         from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
         from haiprof.trace_analysis.report import standard_report
 
         with ReadProgress(quiet=False) as waiting:
-            found = standard_report(traces, progress=waiting)
+            found = standard_report(traces, pool=pool, progress=waiting)
         path = output or Path(f"{traces.resolve().name.partition('.json')[0]}.html")
         write_trace_page(found, TraceQuestions(found.path), path, force=output is not None)
         print_message(f"wrote {path}: open it in a browser")
         return
-    analyzer = open_target(directory)
+    analyzer = open_target(directory, pool=pool)
     content = page_content(analyzer, read_traces=read_traces, baseline=baseline)
     if content.comparison is not None and content.comparison.missing:
         print_message(f"not compared: {content.comparison.missing}")

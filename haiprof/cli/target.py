@@ -23,7 +23,7 @@ from haiprof.base.options import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.run_analysis.run_frames import RunFrames
+    from haiprof.run_analysis.run_frames import RankPool, RunFrames
     from haiprof.run_format.layout import RunPaths
 
 LOG_DIR: ContextVar[Path | None] = ContextVar("LOG_DIR", default=None)
@@ -88,11 +88,12 @@ def existing_log_dir() -> Path:
     return log_dir
 
 
-def open_target(path: Path | None) -> RunFrames:
+def open_target(path: Path | None, *, pool: RankPool | None = None) -> RunFrames:
     """The run of a command.
 
     Args:
         path: A run or log directory; None takes the default log directory.
+        pool: Where its ranks are read.
 
     Raises:
         RunNotFoundError: There is no run.
@@ -106,7 +107,7 @@ def open_target(path: Path | None) -> RunFrames:
             hint=f"of a trace: haiprof verdict {shlex.quote(str(path))}" if is_trace else
             "haiprof ls shows the runs recorded here",
         )  # fmt: skip
-    return RunFrames(existing_log_dir() if path is None else whole_path(path))
+    return RunFrames(existing_log_dir() if path is None else whole_path(path), pool=pool)
 
 
 def whole_path(path: Path) -> Path:

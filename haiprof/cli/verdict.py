@@ -18,12 +18,14 @@ from haiprof.base.units import duration_text
 from haiprof.base.users import other_uid
 from haiprof.cli.arguments import (
     AsJson,
+    Cluster,
     Everything,
     Form,
     FormulasOption,
     OutputForm,
     PeakOption,
     ReadProgress,
+    parse_cluster,
     the_job,
 )
 from haiprof.cli.command_line import Arg, ExitStatus, Opt
@@ -40,6 +42,7 @@ from haiprof.cli.target import (
 if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
     from haiprof.run_format.layout import RunPaths
+    from haiprof.trace_analysis.pool import Pool
 
 _TRACE_STEPS = 5
 Target = Annotated[
@@ -98,7 +101,7 @@ def verdict(
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
     advice: AdviceAlone = False, everything: Everything = False, peak: PeakOption = None,
-    formulas: FormulasOption = None, form: OutputForm = Form.TEXT,
+    formulas: FormulasOption = None, form: OutputForm = Form.TEXT, cluster: Cluster = None,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
@@ -130,6 +133,7 @@ def verdict(
       haiprof verdict trace.json --peak MI300X    a trace that does not name its GPU
     """
     output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
+    pool = parse_cluster(cluster)
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
     if advice and (save or svg or folder or exit_report or collect or last is not None):
         raise UsageError(
@@ -143,15 +147,17 @@ def verdict(
                 f"{traces}: traces, and no run: only --json and --all go with them",
                 hint="name a run directory, or leave the other options out",
             )
-        _show_traces(traces, output, everything=everything, peak=peak, formulas=formulas)
+        _show_traces(traces, output, pool, everything=everything, peak=peak, formulas=formulas)
         return
     since = None
     if collect:
         run = the_job(target, None).run
         since = _watch(run, seconds, traces=save_traces or folder is not None)
-        analyzer = open_target(run.root)
+        analyzer = open_target(run.root, pool=pool)
     else:
         analyzer = _open_run_or_job(target)
+        if pool is not None:
+            analyzer = open_target(analyzer.run.root, pool=pool)
         if not save:  # the launcher's own: its job is not over
             _ask_schedulers(analyzer.run)
     from haiprof.diagnosis.engine import diagnose
@@ -243,8 +249,9 @@ def _show_advice(analyzer: RunFrames, output: Output) -> None:
 
 
 def _show_traces(
-    path: Path, output: Output, *, everything: bool, peak: str | None, formulas: Path | None
-) -> None:
+    path: Path, output: Output, pool: Pool | None, *, everything: bool, peak: str | None,
+    formulas: Path | None,
+) -> None:  # fmt: skip
     from haiprof.run_format.layout import MANIFEST_NAME
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
@@ -253,7 +260,9 @@ def _show_traces(
 
     own = read_formulas(formulas)
     with ReadProgress(quiet=output.json) as waiting:
-        found = device_ledger(path, peaks=parse_peak(peak), progress=waiting, formulas=own)
+        found = device_ledger(
+            path, peaks=parse_peak(peak), progress=waiting, formulas=own, pool=pool
+        )
     output.show(
         lambda width: device_ledger_view(found, path.name, width=width, everything=everything),
         device_ledger_data(found, path),

@@ -13,7 +13,15 @@ import polars as pl
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import duration_text, ratio_text, visible
-from haiprof.diagnosis.explanations import Question, account_line, code_lines, explain, stragglers
+from haiprof.diagnosis.background_saves import SLOWED
+from haiprof.diagnosis.explanations import (
+    Question,
+    account_line,
+    code_lines,
+    explain,
+    slowed_by_saves,
+    stragglers,
+)
 from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
 from haiprof.diagnosis.named_nodes import failed_before
 from haiprof.diagnosis.restart_advice import restart_advice
@@ -246,6 +254,8 @@ def _finding(
         extra_ns = found.late.extra_ns  # of which others may still have to wait for someone else
         gain_ns = account.gain_ns
         said = stragglers(question, gain_ns if gain_ns < extra_ns / 2 else extra_ns)
+    elif account.explanation == SLOWED and found.slowed is not None:
+        said = slowed_by_saves(question, found.slowed)
     else:
         said = explain(question)
     line = account_line(account, ledger.mean_ns)

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, PROBLEM_RATIO, Account
-from haiprof.base.units import duration_text, ranks_text, ratio_text
+from haiprof.base.units import duration_text, ranks_text, ratio_text, visible
+from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
+from haiprof.diagnosis.network_storage import nfs_wait
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.verdict import Evidence, Finding
+from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
 from haiprof.run_analysis.code_samples import DATALOADER, OTHER_THREADS, WORKER, CodeSamples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
@@ -105,9 +107,47 @@ def explain(question: Question) -> Finding:
     elif by_activity is not None and (account.activity, account.position) != _EVALUATED:
         function = by_activity
     said = function(question)
-    if not account.ranks or len(question.inputs.world) < 2 or said.title.startswith("rank"):
+    if account.activity == "wait: file":
+        said = _with_mount(question, said)
+    if account.activity == "wait: socket":
+        said = replace(said, evidence=(*said.evidence, *_sent_again(question)))
+    return _name_alone(question, said)
+
+
+def _name_alone(question: Question, said: Finding) -> Finding:
+    ranks = question.account.ranks
+    if not ranks or len(question.inputs.world) < 2 or said.title.startswith("rank"):
         return said
-    return replace(said, title=f"{question.inputs.name_ranks(account.ranks)} alone: {said.title}")
+    return replace(said, title=f"{question.inputs.name_ranks(ranks)} alone: {said.title}")
+
+
+def _with_mount(question: Question, said: Finding) -> Finding:
+    """What waits for a file, with what the node's NFS client counted, where it may be that."""
+    account = question.account
+    share = account.ns_per_step / max(question.mean_ns, 1.0)
+    nfs = nfs_wait(question.inputs, account.ranks, share)
+    if nfs is None or nfs.text in said.title:
+        return said
+    return replace(
+        said,
+        title=f"{said.title}; {nfs.text}",
+        remedy=f"{said.remedy}; {nfs.remedy}",
+        evidence=(*said.evidence, *nfs.evidence),
+    )
+
+
+def _sent_again(question: Question) -> tuple[Evidence, ...]:
+    """What the account's nodes had to send again: what came in late has its counts on the peer."""
+    inputs, found = question.inputs, list[tuple[str, float, str]]()
+    hosts = dict(inputs.ranks.select("rank", "host").drop_nulls().rows())
+    for host in sorted({hosts[r] for r in question.account.ranks or hosts if r in hosts}):
+        node = inputs.counted.nodes.get(host, {}).get(None, {})
+        sent = node.get("tcp_transmit_segment_count_per_s")
+        again = node.get("tcp_retransmit_segment_count_per_s")
+        if sent and again is not None:
+            name = f"{visible(host)}: TCP segments sent again, of those it sent"
+            found.append((name, again / sent, "ratio"))
+    return evidence_rows(*found)
 
 
 def _small_operators(question: Question) -> Finding:
@@ -323,6 +363,41 @@ def stragglers(question: Question, extra_ns: float) -> Finding:
         "collectives",
         evidence=state.evidence if state else (),
     )
+
+
+_OF_WRITER = {
+    "wait: interpreter lock": "write from another process, which has a lock of its own: "
+    "torch.distributed.checkpoint.async_save(..., async_checkpointer_type=AsyncCheckpointerType."
+    "PROCESS), or a subprocess that is given the copied tensors",
+    "no core": "leave the writer a core that training does not use: fewer threads and workers "
+    "(OMP_NUM_THREADS, DataLoader num_workers)",
+}
+
+
+def slowed_by_saves(question: Question, slowed: SlowedSteps) -> Finding:
+    """Steps take longer while a checkpoint is written beside them."""
+    account = question.account
+    code = f", begun by {_function_text(account)}" if account.file else ""
+    do = _OF_WRITER.get(account.activity, "write from another process, or from fewer threads")
+    said = Finding(
+        rule=SLOWED,
+        cause=account.activity,
+        title=f"steps are {duration_text(slowed.extra.mean)} slower while a save is written beside "
+        f"them{code}: {question.amount} on average",
+        remedy=f"{do}; or save less often, or less",
+        evidence=(
+            Evidence(name="saves beside the training", value=float(slowed.save_count),
+                     unit="count"),
+            Evidence(name="steps that began meanwhile", value=float(slowed.step_count),
+                     unit="count"),
+            Evidence(name="of steps that were compared", value=float(slowed.of_count),
+                     unit="count"),
+            Evidence(name="slower at least", value=slowed.extra.low, unit="ns"),
+            Evidence(name="slower at most", value=slowed.extra.high, unit="ns"),
+        ),
+        missing=() if account.file else ("which line begins the saves",),
+    )  # fmt: skip
+    return _name_alone(question, said)
 
 
 def _evaluation(question: Question) -> Finding:

@@ -11,8 +11,17 @@ import numpy.typing as npt
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, POSITIONS
 from haiprof.base.units import duration_text
+from haiprof.run_analysis.background_saves import BESIDE, FREE, NEITHER
 from haiprof.run_analysis.collectives import Arrivals
-from haiprof.run_analysis.ledger import COLLECTION, NO_CORE, TimeTable, spikes
+from haiprof.run_analysis.ledger import (
+    BESIDE_SAVE,
+    COLLECTION,
+    LONG,
+    NO_CORE,
+    USUAL,
+    TimeTable,
+    period_kinds,
+)
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_frames import Cells
@@ -20,6 +29,8 @@ from haiprof.run_analysis.step_positions import BACKWARD
 
 Singles = npt.NDArray[np.float32]
 _COUNT = len(POSITIONS)
+_COLLECTED = BESIDE_SAVE + 1
+_CELLS = (_COLLECTED + 1) * _COUNT
 _Z = 1.96
 _BLOCKS = 20
 _COVERED_MIN = 8
@@ -57,14 +68,16 @@ class JobTime:
     """Positions that any rank was in."""
     cell_ns: Singles
     """[used position, rank, step]: without collections."""
-    spike: Bools
-    """[used position, rank, step]: where that is much longer than usual."""
+    beside: npt.NDArray[np.int8]
+    """[rank, step]: BESIDE, FREE or NEITHER."""
+    kind: npt.NDArray[np.int8]
+    """[used position, rank, step]: USUAL, LONG or BESIDE_SAVE."""
     collected_ns: Singles
     """[rank, step]: in collections."""
     period_ns: Singles
     """[rank, step]: from a step's begin to the next one's."""
     totals_ns: Floats
-    """[rank, usual, spike or collections, position]: over all steps."""
+    """[rank, kind or collections, position]: over all steps."""
     waits_for_all: bool
     """Whether ranks wait for the slowest."""
     peer_ns: Singles
@@ -144,13 +157,13 @@ class JobTime:
         share = self._share(table, rows).astype(np.float32)
         found = np.zeros(self.period_ns.shape, dtype=np.float32)
         for row, position in enumerate(self.used):
-            usual, spike = share[:, 0, position, None], share[:, 1, position, None]
-            if usual.any() or spike.any():
-                part = np.where(self.spike[row], spike, usual)
+            if share[:, :_COLLECTED, position].any():
+                part = np.take_along_axis(share[:, :, position], self.kind[row], axis=1)
                 part *= self.cell_ns[row]
                 found += part
-        collected = self.totals_ns[:, 2]
-        paused = (share[:, 2] * collected).sum(axis=1) / np.maximum(collected.sum(axis=1), 1.0)
+        collected = self.totals_ns[:, _COLLECTED]
+        whole = np.maximum(collected.sum(axis=1), 1.0)
+        paused = (share[:, _COLLECTED] * collected).sum(axis=1) / whole
         if paused.any():
             found += paused[:, None].astype(np.float32) * self.collected_ns
         return found
@@ -160,15 +173,15 @@ class JobTime:
         return float((self._share(table, rows) * self.totals_ns).sum()) / self.period_count
 
     def _share(self, table: TimeTable, rows: Ints) -> Floats:
-        """[rank, usual, spike or collections, position]: what rows have of each cell's time."""
-        kind = np.where(table.activity == COLLECTION, 2, table.spike.astype(np.int64))
+        """[rank, kind or collections, position]: what rows have of each cell's time."""
+        kind = np.where(table.activity == COLLECTION, _COLLECTED, table.kind)
         cell = kind * _COUNT + table.cell
         ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
         place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
         place[ranks] = np.arange(len(ranks))
-        cell += place[table.rank] * 3 * _COUNT
+        cell += place[table.rank] * _CELLS
         total, part = (
-            np.bincount(cell[own], table.ns[own], len(ranks) * 3 * _COUNT).reshape(len(ranks), -1)
+            np.bincount(cell[own], table.ns[own], len(ranks) * _CELLS).reshape(len(ranks), -1)
             for own in (slice(None), rows)
         )
         others = ranks != self.slowest if len(ranks) > 1 else ranks == ranks
@@ -247,7 +260,7 @@ class JobTime:
 
     def _makes_spikes(self, table: TimeTable, rows: Ints, *, is_regular: bool) -> bool | None:
         """Whether its positions' long periods are its own; None: they may be the machine's."""
-        long = self._same_cells(table, rows) & table.spike
+        long = self._same_cells(table, rows) & (table.kind == LONG)
         whole = float(table.ns[long].sum())
         if float(table.ns[rows[long[rows]]].sum()) < _OWN_SPIKES * whole:
             return False  # another one makes them long, in which it was sampled now and then
@@ -342,6 +355,13 @@ def _join(times: Ints, own: Cells, step: Ints, count: Ints) -> Ints:
     return joined
 
 
+def _of_stretches(values: Ints, own: Cells, step: Ints, count: Ints) -> Ints:
+    """What is said of a rank's cells, by stretch; NEITHER where a stretch is several of them."""
+    place = np.minimum(np.searchsorted(own.step, step), len(own.step) - 1)
+    same = (own.step[place] == step) & (own.count[place] == count)
+    return np.where(same, values[place], NEITHER)
+
+
 def job_time(
     steps: Mapping[int, Cells],
     load: Callable[[int], tuple[Ints, Ints]],
@@ -349,6 +369,7 @@ def job_time(
     peers: Mapping[int, Mapping[int, int]] | None,
     tails: Mapping[int, float] | None = None,
     device: Mapping[int, DeviceUse] | None = None,
+    beside: Mapping[int, Ints] | None = None,
 ) -> JobTime:
     """Puts the judged steps of ranks side by side; of at least one rank.
 
@@ -356,7 +377,8 @@ def job_time(
     `used` are the positions that any rank was in. `peers` says by rank and step how long it waited
     for later ranks (None: no collectives are known). Where it says nothing, `tails` does: of a
     rank's backward, what follows the last collective that it began there. It waits in that, and
-    needs no clock in common with others.
+    needs no clock in common with others. `beside` says by rank of each of its cells whether it
+    began while a save was written beside it: BESIDE, FREE or NEITHER.
     """
     ranks = tuple(steps)
     common, count = _common_cells(steps)
@@ -367,21 +389,24 @@ def job_time(
         common, count = steps[ranks[0]].step[:fewest], steps[ranks[0]].count[:fewest]
     shape = (len(ranks), len(common))
     cells = np.zeros((len(used), *shape), dtype=np.float32)
-    spiked = np.zeros((len(used), *shape), dtype=np.bool_)
+    kinds = np.zeros((len(used), *shape), dtype=np.int8)
+    saved = np.full(shape, FREE, dtype=np.int8)
     collected, period, idle = (np.zeros(shape, dtype=np.float32) for _ in range(3))
-    totals = np.zeros((len(ranks), 3, _COUNT))
+    totals = np.zeros((len(ranks), _COLLECTED + 1, _COUNT))
     for row, rank in enumerate(ranks):
         own = steps[rank]
         at = (own.step[: len(common)], own.count[: len(common)]) if alone else (common, count)
         plain, pauses = (_join(times[used], own, *at) for times in load(rank))
         means = plain if (count == 1).all() else plain / count
-        spike = spikes(means)
-        cells[:, row], spiked[:, row] = means, spike
+        if beside is not None:
+            saved[row] = _of_stretches(beside[rank], own, *at)
+        kind = period_kinds(means, saved[row] == BESIDE)
+        cells[:, row], kinds[:, row] = means, kind
         collected[row] = pauses.sum(axis=0) / count
         period[row] = (plain + pauses).sum(axis=0) / count
-        totals[row, 0, used] = np.where(spike, 0, plain).sum(axis=1)
-        totals[row, 1, used] = np.where(spike, plain, 0).sum(axis=1)
-        totals[row, 2, used] = pauses.sum(axis=1)
+        for of_kind in (USUAL, LONG, BESIDE_SAVE):
+            totals[row, of_kind, used] = np.where(kind == of_kind, plain, 0).sum(axis=1)
+        totals[row, _COLLECTED, used] = pauses.sum(axis=1)
         if device is not None:
             idle[row] = device[rank].idle_ns(at[0], period[row])
     means = average(period, count)
@@ -394,7 +419,8 @@ def job_time(
         count=count,
         used=tuple(used),
         cell_ns=cells,
-        spike=spiked,
+        kind=kinds,
+        beside=saved,
         collected_ns=collected,
         period_ns=period,
         totals_ns=totals,
@@ -530,7 +556,7 @@ def peer_waits(
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:
     share: Floats = np.divide(part, total, out=np.zeros(len(part)), where=total > 0)
-    return share.reshape(3, _COUNT)
+    return share.reshape(-1, _COUNT)
 
 
 def _find_spikes(series: Floats) -> Bools:

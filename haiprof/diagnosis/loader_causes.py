@@ -10,6 +10,7 @@ import numpy as np
 from haiprof.base.intervals import Floats
 from haiprof.base.medians import lower_median
 from haiprof.diagnosis.machine_causes import hosts_of, used_by_others
+from haiprof.diagnosis.network_storage import nfs_wait
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
 from haiprof.run_analysis.code_samples import CodeSamples
@@ -31,9 +32,10 @@ LOADER_IDLE_RATIO = 0.50
 which training waits for them. Own choice."""
 _WAIT_TEXTS = {
     "sleep": "sleeps (time.sleep, or a pause between attempts)", "file": "waits for files",
-    "socket": "waits for the network", "lock": "waits for a lock",
+    "socket": "waits for a network peer", "lock": "waits for a lock",
     "pipe": "waits for another process", "fault": "waits for memory that is read from files",
 }  # fmt: skip
+_SOME_WAIT = "waits: for files, the network or a lock"
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""
@@ -184,7 +186,7 @@ def _wait_text(samples: CodeSamples) -> str:
     seen = dict(zip(WAITS[1:], weight[1 - WAIT_UNKNOWN :], strict=True))
     kind, most = max(seen.items(), key=lambda each: each[1])
     told = _WAIT_TEXTS.get(kind) if 2 * most > sum(seen.values()) else None
-    return told or "waits: for files, the network or a lock"
+    return told or _SOME_WAIT
 
 
 def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Finding | None:
@@ -202,17 +204,20 @@ def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Fin
         "read from storage, all ranks": inputs.counted.of("storage_read_bytes_per_s"),
     }
     rows = [(name, sum(ranks.values()), "bytes/s") for name, ranks in read.items() if ranks]
+    is_file = wait in (_WAIT_TEXTS["file"], _SOME_WAIT)
+    nfs = nfs_wait(inputs, (), loading.wait_share) if is_file else None
     return Finding(
         rule="storage",
-        title=f"and the loader itself {wait}",
+        title=f"and the loader itself {f'waits: {nfs.text}' if nfs else wait}",
         remedy=f"{parallel}"
         + (
             "take the pauses out (time.sleep, attempts that wait)"
             if wait == _WAIT_TEXTS["sleep"]
             else "read less often and more at once: larger files (tar, parquet, memory maps), a "
             "local copy of the data set, no request per sample"
-        ),
-        evidence=(*loading.evidence, *evidence_rows(*rows)),
+        )
+        + (f"; {nfs.remedy}" if nfs else ""),
+        evidence=(*loading.evidence, *(nfs.evidence if nfs else ()), *evidence_rows(*rows)),
     )
 
 

@@ -98,6 +98,10 @@ class Opportunity:
     """Of the explanation, where it was found by more than the table."""
     unsure_ns: float = 0.0
     """Of its time per step, what may be needed."""
+    spread: tuple[float, float] | None = None
+    """Where its time lies with 95 % certainty, as parts of it, where not samples tell that."""
+    when: str | None = None
+    """When it is paid, where more is known of that than its time in each step."""
 
 
 @dataclass(slots=True)

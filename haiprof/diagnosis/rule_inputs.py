@@ -17,6 +17,7 @@ from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.counter_summaries import CounterAverages, average_counters
 from haiprof.run_analysis.counters import host_windows, training_spans
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu_memory_series
+from haiprof.run_analysis.network_storage import MountRequests, mount_requests
 from haiprof.run_analysis.parallelism import Layout, find_layout
 from haiprof.run_analysis.printed_lines import Output, printed_output
 from haiprof.run_analysis.process_ends import caught_failures
@@ -87,6 +88,8 @@ class RuleInputs:
     """Time in training steps of each rank, the first ones included."""
     counted: CounterAverages
     """More counters of ranks and nodes."""
+    mounts: tuple[MountRequests, ...]
+    """Requests of NFS mounts meanwhile; those of which most were under way come first."""
     pauses: pl.DataFrame
     """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
     loading: pl.DataFrame
@@ -208,6 +211,7 @@ def gather_inputs(
         busy_cores=counted.of("cpu_cores"),
         core_waits=counted.of("run_queue_wait_ratio"),
         counted=counted,
+        mounts=mount_requests(ours_alone, windows),
         placements=placements(analyzer.files),
         node_cpus=node_cpus,
         stolen=_steal_ratios(analyzer.ranks(), main_cores, node_cpus),

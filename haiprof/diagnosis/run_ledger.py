@@ -14,6 +14,13 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import NOT_KNOWN, POSITIONS, PROBLEM_RATIO, Account, Ledger
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
+from haiprof.diagnosis.background_saves import (
+    SLOWED,
+    Saves,
+    SlowedSteps,
+    find_saves,
+    split_saves,
+)
 from haiprof.diagnosis.job_time import (
     DeviceUse,
     JobTime,
@@ -44,6 +51,7 @@ from haiprof.diagnosis.thresholds import (
     SIZES_MIN_COUNT,
 )
 from haiprof.diagnosis.verdict import Finding
+from haiprof.run_analysis.background_saves import BESIDE
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import (
@@ -88,6 +96,8 @@ class RunLedger:
     samples: CodeSamples
     late: Stragglers | None
     """The ranks that need longer than the others; None without any."""
+    slowed: SlowedSteps | None
+    """What saves beside the training cost; None where there were none, or nothing is sure."""
     time: JobTime
     table: TimeTable
     rows: tuple[Ints, ...]
@@ -157,14 +167,19 @@ def run_ledger(
     peers = _known_waits(groups, analyzer, steps) if groups else None
     tails = {} if peers or not groups else {r: analyzer.backward_tail(r) for r in steps}
     known = {rank: share for rank, share in tails.items() if share is not None}
+    saves = find_saves(analyzer, steps, dict(inputs.ranks.select("rank", "host").rows()))
     time = job_time(
         steps, analyzer.position_times, analyzer.used_positions(), peers,
         known if len(known) == len(steps) else None, _device_use(inputs),
+        saves.steps if saves else None,
     )  # fmt: skip
     apart = max(len(time.ranks) // (SAMPLED_RANKS - 1), 1)
     chosen = {time.slowest, *time.ranks[::apart], *set(also).intersection(time.ranks)}
+    chosen |= set(sorted(saves.own)[:1]) if saves else set()
     samples = analyzer.code_samples(chosen)
-    parts = [_rank_samples(analyzer, rank, steps[rank], time, inputs) for rank in sorted(chosen)]
+    parts = [
+        _rank_samples(analyzer, rank, steps[rank], time, inputs, saves) for rank in sorted(chosen)
+    ]
     table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
@@ -173,6 +188,10 @@ def run_ledger(
         replace(each, at=_asked_collections(inputs)) if each.activity == COLLECTION else each
         for each in find_opportunities(table)
     ]
+    slowed = None
+    if saves is not None:
+        table, beside, slowed = split_saves(table, time, saves)
+        found += [beside] if beside else []
     alone = _alone(table, time, found)
     left, by_position, goes = _subtract_found(table, time, found, alone)
     late = find_stragglers(time, left, by_position)
@@ -196,7 +215,7 @@ def run_ledger(
     ledger, rows = _ledger(table, time, found, left, late)
     return RunLedger(
         ledger=replace(ledger, median_ns=median, missing=_missing(analyzer, table)),
-        samples=samples, late=late,
+        samples=samples, late=late, slowed=slowed,
         time=time, table=table, rows=rows,
     )  # fmt: skip
 
@@ -391,8 +410,9 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
 
 
 def _rank_samples(
-    analyzer: RunFrames, rank: int, own: Cells, time: JobTime, inputs: RuleInputs
-) -> RankSamples:
+    analyzer: RunFrames, rank: int, own: Cells, time: JobTime, inputs: RuleInputs,
+    saves: Saves | None,
+) -> RankSamples:  # fmt: skip
     row = time.ranks.index(rank)
     part = time.count[time.covered]
     waits, whole = (
@@ -413,6 +433,7 @@ def _rank_samples(
         peer_ratio=float(waits / whole) if time.waits_for_all else None,
         free_ratio=_free_ratio(inputs, rank),
         busy=analyzer.busy_times(rank) if time.idle_ns is not None else None,
+        beside=saves.steps[rank] == BESIDE if saves else None,
     )
 
 
@@ -493,7 +514,9 @@ class _Accounts:
             if found.key is not None:
                 gains = self.left.max(axis=0) - self.left.mean(axis=0, dtype=np.float64)
         gain = float(time.average(gains)) if len(gains) > 1 else float(gains.mean())
-        low, high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
+        low, high = (
+            self._interval(found.rows, gains, gain, found.spread) if gain > 0 else (0.0, 0.0)
+        )
         low = max(low - found.unsure_ns, 0.0)
         if time.is_idle_bound and found.activity != PEER_WAIT:
             low = 0.0
@@ -518,7 +541,8 @@ class _Accounts:
             gain_ns=gain,
             gain_low_ns=min(low, gain),
             gain_high_ns=max(high, gain),
-            when=time.when(
+            when=found.when
+            or time.when(
                 table,
                 main,
                 paid.max(axis=0) if alone else paid.mean(axis=0, dtype=np.float64),
@@ -527,8 +551,8 @@ class _Accounts:
             explanation=found.key,
             elsewhere=tuple(POSITIONS[place] for place in large if place != found.position),
             callers=tuple(place_text(*caller) for caller in at.callers) if at else (),
-            **self._measure(found.rows, mean),
-            **(self._describe_line(found.rows, at.file, at.line, at.function) if at else {}),
+            **self._measure(found.rows, mean, found.spread),
+            **self._line_of(found),
         )
 
     def others(self, rows: Ints) -> tuple[list[tuple[Account, Ints]], float]:
@@ -581,11 +605,28 @@ class _Accounts:
         series = self.time.series_of(self.table, rows).mean(axis=0, dtype=np.float64)
         return self.time.when(self.table, rows, series, series)
 
-    def _measure(self, rows: Ints, series: Floats) -> dict[str, Any]:
+    def _measure(
+        self, rows: Ints, series: Floats, spread: tuple[float, float] | None = None
+    ) -> dict[str, Any]:
         """What some rows take per step, exact, and where that lies by its series over steps."""
-        low, high = self.time.interval(self.table, rows, series)
         mean = self.time.mean_of(self.table, rows)
+        low, high = self._interval(rows, series, mean, spread)
         return {"ns_per_step": mean, "low_ns": low, "high_ns": high}
+
+    def _interval(
+        self, rows: Ints, series: Floats, mean: float, spread: tuple[float, float] | None
+    ) -> tuple[float, float]:
+        if spread is not None:
+            return mean * spread[0], mean * spread[1]
+        return self.time.interval(self.table, rows, series)
+
+    def _line_of(self, found: Opportunity) -> dict[str, Any]:
+        at = found.at
+        if at is None:
+            return {}
+        if found.key == SLOWED:  # it runs beside what it slows down
+            return {"file": at.file, "line": at.line, "function": at.function}
+        return self._describe_line(found.rows, at.file, at.line, at.function)
 
     def _describe_line(self, rows: Ints, file: str, line: int, function: str) -> dict[str, Any]:
         """A line with what of it is most of what some rows do, and what that calls."""

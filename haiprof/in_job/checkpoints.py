@@ -6,9 +6,11 @@ import functools
 import os
 import time
 from _thread import get_ident
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from haiprof.base.code_places import is_library
+from haiprof.in_job.frames import MAX_DEPTH, OWN_FOLDER, Place, line_of, read_stacks
 from haiprof.in_job.patches import State
 
 SAVES = (
@@ -27,19 +29,24 @@ _PLACES = {"save": 1, "save_file": 1, "load": 0, "load_file": 0}
 """Where the file is among the arguments."""
 _NAMES = ("f", "filename", "checkpoint_id")
 _FOLDER_INDEX = ".metadata"
+_FOLDERS = "/torch/distributed/checkpoint/"
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py")
+"""Where a thread is that has just given another one its work."""
 _now = time.perf_counter_ns
 
 
 class CheckpointLog:
-    """Writes down the training thread's saves, and what it loads before it first trained.
+    """Writes down the saves of all threads, and what the training thread loads before it trains.
 
     A load tells when its file was written, whatever the file is called by now: by that a reader
-    knows which save it holds.
+    knows which save it holds. A save that goes on beside the training thread tells since when, and
+    which line of the job began it.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._is_inside = False
+        self._inside: set[int] = set()
+        """Threads in one of these functions: what it calls itself is no other."""
         self._load_count = 0
 
     def wrap(self, original: Callable[..., Any], *, loads: bool) -> Callable[..., Any]:
@@ -47,37 +54,103 @@ class CheckpointLog:
 
         @functools.wraps(original)
         def note(*args: Any, **kwargs: Any) -> Any:
-            if not self._counts(loads=loads):
+            thread = get_ident()
+            line = self._begin(thread, loads=loads)
+            if line is None:
                 return original(*args, **kwargs)
-            self._is_inside = True  # what it calls itself is no other
-            start_ns = _now()
             try:
                 result = original(*args, **kwargs)
             finally:
-                self._is_inside = False
-            try:
-                self._load_count += loads
-                line = {"type": "checkpoint", "action": "load" if loads else "save",
-                        "start_ns": start_ns, "end_ns": _now()}  # fmt: skip
-                self._state.recorder.lines.append(line | _file_facts(original, args, kwargs))
-            except Exception as error:
-                self._state.recorder.fault("checkpoint", error)
+                self._inside.discard(thread)
+            self._end(line, result, original, args, kwargs)
             return result
 
         return note
 
-    def _counts(self, *, loads: bool) -> bool:
-        """`loading`: a dataset that reads its samples so."""
+    def _begin(self, thread: int, *, loads: bool) -> dict[str, Any] | None:
+        """The beginning of a call's line; None where it leaves none."""
         state = self._state
-        if state.loading or self._is_inside or get_ident() != state.owner:
-            return False
-        return not loads or not (state.stepped or self._load_count >= _LOAD_LIMIT)
+        try:
+            if thread in self._inside or state.is_closed:
+                return None
+            line: dict[str, Any] = {"type": "checkpoint", "action": "load" if loads else "save"}
+            if thread == state.owner:
+                if state.loading:  # a dataset that reads its samples so
+                    return None
+                if loads and (state.stepped or self._load_count >= _LOAD_LIMIT):
+                    return None
+                self._load_count += loads
+            else:
+                stack = read_stacks((thread, state.owner), limit=MAX_DEPTH)
+                own = [place for place in stack[thread] if not _is_ours(place)]
+                if loads or (own and _FOLDERS in own[0][0].co_filename):
+                    return None  # a part of a save of torch.distributed is no other one
+                line |= _begun_at(own, stack.get(state.owner, ()))
+                line["beside_ns"] = _now()
+            self._inside.add(thread)
+            return {**line, "start_ns": line.get("beside_ns") or _now()}
+        except Exception as error:
+            state.recorder.fault("checkpoint", error)
+            return None
+
+    def _end(
+        self, line: dict[str, Any], result: Any, original: Callable[..., Any],
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Leaves the line, once what the call began is written."""
+        try:
+            path = _path_of(original, args, kwargs)
+            written = getattr(result, "upload_completion", result)  # of torch's async_save
+            is_begun = line["action"] == "save"
+            when_done = getattr(written, "add_done_callback", None) if is_begun else None
+            if when_done is None:
+                self._state.recorder.lines.append({**line, "end_ns": _now(), **_file_facts(path)})
+                return
+            thread = get_ident()
+            stack = read_stacks((thread,), limit=MAX_DEPTH)[thread]
+            line |= {"beside_ns": _now(), **_begun_at(stack)}
+            when_done(functools.partial(self._is_written, line, path))
+        except Exception as error:
+            self._state.recorder.fault("checkpoint", error)
+
+    def _is_written(self, line: dict[str, Any], path: str | None, future: Any) -> None:
+        """On whichever thread: what was written beside the training is there, or has failed."""
+        try:
+            if not self._state.is_closed and not future.cancelled() and future.exception() is None:
+                self._state.recorder.lines.append({**line, "end_ns": _now(), **_file_facts(path)})
+        except Exception as error:
+            self._state.recorder.fault("checkpoint", error)
 
 
-def _file_facts(
+def _begun_at(own: Sequence[Place], starter: Sequence[Place] = ()) -> dict[str, Any]:
+    """The job's line that saves; of a thread that runs a library's function, who started it.
+
+    Whoever starts a thread waits until it runs, and so is seen there; None each where nobody is, as
+    with a thread that was there before.
+    """
+    places = [place for place in own if _is_of_job(place)]
+    if not places and starter and starter[0][0].co_filename.endswith(_STARTERS):
+        places = [place for place in starter if _is_of_job(place)]
+    if not places:
+        return dict.fromkeys(("begun_file", "begun_line", "begun_function"))
+    code = places[0][0]
+    return {"begun_file": code.co_filename, "begun_line": line_of(places[0]),
+            "begun_function": getattr(code, "co_qualname", code.co_name)}  # fmt: skip
+
+
+def _is_of_job(place: Place) -> bool:
+    file = place[0].co_filename
+    return not _is_ours(place) and not is_library(file, place[0].co_name)
+
+
+def _is_ours(place: Place) -> bool:
+    return place[0].co_filename.startswith(OWN_FOLDER)
+
+
+def _path_of(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The file's name, and Unix time of when it was written; None where they are not known."""
+) -> str | None:
+    """The file's or folder's name; None where it is not known."""
     place = _PLACES.get(original.__name__)
     is_of_folders = "checkpoint" in original.__module__
     target = next((kwargs[name] for name in _NAMES if name in kwargs), None)
@@ -86,12 +159,16 @@ def _file_facts(
     if not isinstance(target, (str, os.PathLike)):
         target = getattr(target, "name", None)  # an open file, which may have none
     if not isinstance(target, (str, os.PathLike)):
-        return {"file": None, "written_ns": None}
-    path = os.path.abspath(os.fspath(target))
+        return None
+    return os.path.abspath(os.fspath(target))
+
+
+def _file_facts(path: str | None) -> dict[str, Any]:
+    """The file's name, and Unix time of when it was written; None where they are not known."""
     written_ns = None
-    for place_of in (os.path.join(path, _FOLDER_INDEX), path):
+    for place in () if path is None else (os.path.join(path, _FOLDER_INDEX), path):
         try:
-            written_ns = os.stat(place_of).st_mtime_ns
+            written_ns = os.stat(place).st_mtime_ns
             break
         except OSError:  # no folder, or not this machine's file system
             continue

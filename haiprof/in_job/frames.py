@@ -35,7 +35,7 @@ _SOURCE_COUNT = 64
 _LOADED_S = time.time()
 """A file that is newer may not be what runs."""
 
-_OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
+OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
 
 _VERSION = 3
 """Of frames.c; one that was built of older text is not used."""
@@ -180,7 +180,7 @@ class StackTree:
         if caller == LEFT_OUT or len(self._places) >= MAX_PLACES:
             return LEFT_OUT
         code, _ = place
-        if code.co_filename.startswith(_OWN_FOLDER):
+        if code.co_filename.startswith(OWN_FOLDER):
             return caller  # haiprof's own frame is passed over: what it calls is the job's
         name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
         key = (code.co_filename, line_of(place), name, *self._expression(place, name))

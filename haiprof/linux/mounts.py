@@ -43,7 +43,7 @@ _LUSTRE_METADATA = (
     "symlink", "unlink", "rmdir", "rename",
 )  # fmt: skip
 
-NFS_COLUMNS = FILESYSTEM.names("read_bytes", "timeout_count")
+NFS_COLUMNS = FILESYSTEM.names("read_bytes", "metadata_queue_ns")
 LUSTRE_COLUMNS = ("read_bytes", "write_bytes", "metadata_count")
 
 
@@ -143,14 +143,13 @@ def _of_requests(requests: Mapping[str, Sequence[int]]) -> dict[str, int | None]
     if not requests:
         return {}
     values: dict[str, int | None] = {}
-    for column, name in (("server_read", "READ"), ("server_write", "WRITE")):
-        if name in requests:
-            values[f"{column}_count"] = requests[name][0]
-            values[f"{column}_rtt_ns"] = requests[name][6] * _MS
-            values[f"{column}_execute_ns"] = requests[name][7] * _MS
-    metadata = [numbers for name, numbers in requests.items() if name in _NFS_METADATA]
-    values["metadata_count"] = sum(numbers[0] for numbers in metadata)
-    values["metadata_execute_ns"] = sum(numbers[7] for numbers in metadata) * _MS
+    known = (("server_read", ("READ",)), ("server_write", ("WRITE",)), ("metadata", _NFS_METADATA))
+    for column, names in known:
+        own = [requests[name] for name in names if name in requests]
+        if own or column == "metadata":
+            values[f"{column}_count"] = sum(numbers[0] for numbers in own)
+            for part, place in (("queue", 5), ("rtt", 6), ("execute", 7)):
+                values[f"{column}_{part}_ns"] = sum(numbers[place] for numbers in own) * _MS
     values["retransmission_count"] = sum(n[1] - n[0] for n in requests.values())
     values["timeout_count"] = sum(n[2] for n in requests.values())
     return values

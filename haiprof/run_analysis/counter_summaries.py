@@ -151,6 +151,7 @@ _OF_NODES = {
     "host": (
         "cpu_count", "cpu_utilization_ratio", "cpu_steal_ratio", "memory_total_bytes",
         "memory_available_bytes", "swap_in_bytes_per_s", "pressure_memory_some_ratio",
+        "tcp_transmit_segment_count_per_s", "tcp_retransmit_segment_count_per_s",
     ),
     "cgroup": (
         "cpu_limit_cores", "cpu_period_count_per_s", "cpu_throttled_period_count_per_s",

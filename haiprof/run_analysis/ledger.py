@@ -50,7 +50,7 @@ ACTIVITIES = (
     FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, SLEEP, PROCESS_WAIT, OTHER_WAIT, NO_CORE, FAULTS, COLLECTION,
     UNKNOWN,
 ) = range(len(ACTIVITIES))  # fmt: skip
-_COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "spike", "hidden",
+_COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "kind", "hidden",
             "ns", "count", "sample", "needed")  # fmt: skip
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
@@ -110,7 +110,10 @@ alike. Own choice."""
 _SPIKE = 2.0
 """A period in which a position takes so many times its median is sampled for itself: what is paid
 at every Nth step is not spread over all of them."""
-_PARTS = 2 * len(POSITIONS)
+USUAL, LONG, BESIDE_SAVE = range(3)
+"""Periods of a position are sampled apart: those in which it took much longer than usual, and those
+of steps that began while a save was written beside the training thread."""
+_PARTS = 3 * len(POSITIONS)
 _SPIKE_MIN_RATIO = 0.01
 """Where such periods hold at least this share of all time."""
 
@@ -133,8 +136,8 @@ class TimeTable:
     """Of the tree; 0 where no code is known."""
     step: Ints
     """Number of the step in whose period the time was seen; -1: spread over all."""
-    spike: Bools
-    """Whether that step's period took much longer than usual in this position."""
+    kind: Ints
+    """Of the position in that step's period: USUAL, LONG or BESIDE_SAVE."""
     hidden: Bools
     """Whether the device still had work then: nothing that the host did held it up."""
     ns: Floats
@@ -199,6 +202,12 @@ def spikes(position_ns: Ints | Floats) -> Bools:
     return kept
 
 
+def period_kinds(position_ns: Ints | Floats, beside: Bools | None) -> Ints:
+    """[position, step]: kinds of periods; `beside`: steps that began while a save was written."""
+    found = np.where(spikes(position_ns), LONG, USUAL)
+    return found if beside is None else np.where(beside, BESIDE_SAVE, found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSamples:
     """What is needed of one sampled rank."""
@@ -224,6 +233,8 @@ class RankSamples:
     """Of its time, how long its cores had nothing to do; None: they are as many as their ranks."""
     busy: BusyTimes | None
     """When its device had work queued; None: no device, or not known."""
+    beside: Bools | None = None
+    """[judged step]: whether it began while a save was written beside it; None: none did."""
 
 
 def time_table(
@@ -259,23 +270,23 @@ def _rank_rows(
     keep = (folded | (place >= 0)) & (column >= 0)
     keep &= folded | ~np.append(cut.collecting, True)[place]
     at, place, column, cell = at[keep], place[keep], column[keep], cell[keep]
-    spike = spikes(rank.plain_ns / rank.count)
-    spiked = spike[cell, column]
-    whole_spike = np.append(spike, np.zeros((len(POSITIONS), 1), dtype=np.bool_), axis=1)
-    part = _part(cut.position, whole_spike[cut.position, _columns(rank, cut.period)])
+    kinds = period_kinds(rank.plain_ns / rank.count, rank.beside)
+    kind = kinds[cell, column]
+    whole = np.append(kinds, np.full((len(POSITIONS), 1), USUAL), axis=1)
+    part = _part(cut.position, whole[cut.position, _columns(rank, cut.period)])
     spacing = spacing_ns(samples.time_ns[own], samples.time_ns[at])
     weight = np.zeros(len(at))
-    unseen: list[tuple[int, int, bool, int]] = []
+    unseen: list[tuple[int, int, int, int]] = []
     for number in range(len(POSITIONS)):
-        for is_spike in (False, True):
-            total = int(rank.plain_ns[number][spike[number] == is_spike].sum())
-            chosen = (cell == number) & (spiked == is_spike)
+        for of_kind in (USUAL, LONG, BESIDE_SAVE):
+            total = int(rank.plain_ns[number][kinds[number] == of_kind].sum())
+            chosen = (cell == number) & (kind == of_kind)
             if chosen.any():
                 weight[chosen] = total * spacing[chosen] / spacing[chosen].sum()
             elif total:
-                unseen.append((number, UNKNOWN, is_spike, total))
+                unseen.append((number, UNKNOWN, of_kind, total))
         if collected := int(rank.collected_ns[number].sum()):
-            unseen.append((number, COLLECTION, False, collected))
+            unseen.append((number, COLLECTION, USUAL, collected))
     around = np.where(folded[keep], samples.around[at], np.append(cut.around_closure, False)[place])
     rows = {
         "sample": at,
@@ -284,7 +295,7 @@ def _rank_rows(
         "activity": _guess_activity(samples, at, cell, activity[at], packages),
         "stack": samples.stack[at],
         "step": rank.step[column],
-        "spike": spiked,
+        "kind": kind,
         "hidden": samples.hidden[at]
         | is_hidden(samples.time_ns[at] - rank.wall_offset_ns, rank.busy),
         "ns": weight,
@@ -298,7 +309,7 @@ def _rank_rows(
     rows = _split(rows, _contended_share(rows), NO_CORE, "work")
     whole = np.array(unseen, dtype=np.int64).reshape(-1, 4).T
     others = dict.fromkeys(rows, np.zeros(len(unseen))) | {
-        **dict.fromkeys(("cell", "position"), whole[0]), "spike": whole[2], "ns": whole[3],
+        **dict.fromkeys(("cell", "position"), whole[0]), "kind": whole[2], "ns": whole[3],
         **dict.fromkeys(("activity", "work"), whole[1]),
         **dict.fromkeys(("step", "sample"), np.full(len(unseen), -1)),
     }  # fmt: skip
@@ -381,9 +392,9 @@ def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) 
     return share
 
 
-def _part(position: Ints, spike: Bools) -> Ints:
-    """A position in usual periods, and the same in those in which it took much longer."""
-    return position + len(POSITIONS) * spike
+def _part(position: Ints, kind: Ints) -> Ints:
+    """A position in one kind of its periods."""
+    return position + len(POSITIONS) * kind
 
 
 def _no_core_share(
@@ -393,7 +404,7 @@ def _no_core_share(
     # A period in which a position took longer than usual is a part of its own: that may be what it
     # waited for a core. Of waiting for batches: for how much of their time the workers had none.
     on_core = np.isin(rows["activity"], ON_CORE)
-    part = _part(rows["cell"], rows["spike"])
+    part = _part(rows["cell"], rows["kind"])
     whole = np.bincount(part, rows["ns"], _PARTS)
     able = np.bincount(part[on_core], rows["ns"][on_core], _PARTS)
     lost_ns = (rank.no_core_ratio or 0.0) * whole.sum()
@@ -427,7 +438,7 @@ def _contended_share(rows: _Rows) -> Floats:
     # its position waits beyond that comes from who has the core then, and is met by other code.
     lost = rows["activity"] == NO_CORE
     on_core = np.isin(rows["activity"], ON_CORE)
-    part = _part(rows["cell"], rows["spike"])
+    part = _part(rows["cell"], rows["kind"])
     waited, worked = (np.bincount(part[own], rows["ns"][own], _PARTS) for own in (lost, on_core))
     usual = waited.sum() / max(float(worked.sum()), 1.0)
     brought = np.minimum(usual * worked / np.maximum(waited, 1.0), 1.0)

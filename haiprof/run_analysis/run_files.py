@@ -290,6 +290,12 @@ def _manifest(paths: RunPaths) -> tuple[Manifest | None, tuple[str, ...]]:
         return None, (str(error),)
 
 
+def open_rank(folder: Path) -> RankFiles:
+    """What one rank reported, of its folder in a run directory."""
+    rank, _, attempt = folder.name.partition(".")
+    return _rank_files(int(rank), int(attempt or 0), RankPaths(folder))
+
+
 def _rank_files(rank: int, attempt: int, paths: RankPaths) -> RankFiles:
     report, damaged = _or_note(read_json, paths.report, dict[str, Any]())
     lines, notes = _events(paths.events)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from time import localtime, strftime
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import polars as pl
@@ -57,7 +57,14 @@ from haiprof.run_analysis.ranks import (
 )
 from haiprof.run_analysis.reactions import reaction_frame, reactions
 from haiprof.run_analysis.restarts import Goodput, RunRecord, goodput, run_record
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, number, open_run
+from haiprof.run_analysis.run_files import (
+    RankFiles,
+    RunFiles,
+    node_notes,
+    number,
+    open_rank,
+    open_run,
+)
 from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import (
     PHASE_SCHEMA,
@@ -124,6 +131,21 @@ def _once(ask: Callable[[RunFrames], T]) -> Callable[[RunFrames], T]:
     return answer
 
 
+class RankPool(Protocol):
+    """Where the ranks of a run are read: a pool of `haiprof.trace_analysis.pool`."""
+
+    def map(
+        self, question: Callable[..., Any], paths: Sequence[Path], options: Mapping[str, Any]
+    ) -> list[Any]:
+        """The answer for each folder, in order."""
+
+
+class _Named(Protocol):
+    """What a pool asks questions of: a trace, which reads nothing before it is asked to."""
+
+    path: Path
+
+
 class RunFrames:
     """A recorded run as polars frames; files are read at the first question that needs them.
 
@@ -134,11 +156,20 @@ class RunFrames:
         path: A run directory, or a log directory, of which the newest run is taken.
         between: Only what happened from the first to the second Unix time in ns: steps that lie
             whole in it, under the numbers that they have in the whole run. None takes all.
+        pool: Where the spans of ranks are read, such as a cluster whose workers see the run under
+            the same path; None: in this process.
     """
 
-    def __init__(self, path: str | Path, *, between: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        between: tuple[int, int] | None = None,
+        pool: RankPool | None = None,
+    ) -> None:
         self.path = Path(path)
         self.between = between
+        self.pool = pool
         self._phases: pl.DataFrame | None = None
 
     def last(self, seconds: float) -> RunFrames:
@@ -146,7 +177,8 @@ class RunFrames:
         steps = self.steps()
         end = (steps["start_ns"] + steps["step_ns"]).max()
         until = end if isinstance(end, int) else 0
-        return RunFrames(self.run.root, between=(until - round(seconds * NS_PER_S), until))
+        between = until - round(seconds * NS_PER_S), until
+        return RunFrames(self.run.root, between=between, pool=self.pool)
 
     @_once
     def steps(self) -> pl.DataFrame:
@@ -408,6 +440,11 @@ class RunFrames:
             found[rank] = first, rows.steps["start_ns"].to_numpy()
         return found
 
+    def judged_files(self) -> dict[int, RankFiles]:
+        """By rank: what it reported in the attempt that is judged."""
+        judged = self._judged_attempts
+        return {f.rank: f for f in self.files.ranks if judged.get(f.rank) == f.attempt}
+
     def arrivals(self) -> list[Arrivals]:
         """Collectives that all ranks of their group began, by group."""
         collectives = self.collectives()
@@ -464,6 +501,8 @@ class RunFrames:
     @cached_property
     def _loaded(self) -> _Loaded:
         """Ranks are read one by one, and their spans let go of where they are many."""
+        if self.pool is not None:
+            return self._load_with(self.pool)
         rows, damaged, shared = {}, [], SharedColumns()
         kept: dict[Key, RankSegments] | None = {}
         left = _KEPT_RECORDS
@@ -473,14 +512,25 @@ class RunFrames:
                 damaged.append(rank)
                 continue
             key = (files.rank, files.attempt)
-            own = [w for w in self._recorded_windows if (w.rank, w.attempt) == key]
-            rows[key] = rank_rows(rank, own, between=self.between, shared=shared)
+            rows[key] = _rows_of(rank, self._recorded_windows, self.between, shared)
             left -= rank.record_count
             if left < 0:
                 kept = None
             if kept is not None:
                 kept[key] = rank
         return _Loaded(rows=rows, kept=kept, damaged=damaged)
+
+    def _load_with(self, pool: RankPool) -> _Loaded:
+        ranks = self.files.ranks
+        options = {"windows": self._recorded_windows, "between": self.between}
+        found = pool.map(read_rows, [f.paths.root for f in ranks], options)
+        keys = [(files.rank, files.attempt) for files in ranks]
+        whole = dict(zip(keys, found, strict=True))
+        return _Loaded(
+            rows={key: rows for key, rows in whole.items() if not isinstance(rows, str)},
+            kept=None,
+            damaged=[why for why in found if isinstance(why, str)],
+        )
 
     @property
     def _rows(self) -> Mapping[Key, RankRows]:
@@ -543,6 +593,22 @@ class RunFrames:
             if part.height
         }
         return gather_evidence(self.files, self.collectives, steps)
+
+
+def read_rows(
+    folder: _Named, windows: Sequence[TraceWindow], between: tuple[int, int] | None
+) -> RankRows | str:
+    """What is kept of one rank, or why it has no steps; on whichever machine."""
+    rank = _load(open_rank(folder.path))
+    return rank if isinstance(rank, str) else _rows_of(rank, windows, between, SharedColumns())
+
+
+def _rows_of(
+    rank: RankSegments, windows: Sequence[TraceWindow], between: tuple[int, int] | None,
+    shared: SharedColumns,
+) -> RankRows:  # fmt: skip
+    own = [w for w in windows if (w.rank, w.attempt) == (rank.files.rank, rank.files.attempt)]
+    return rank_rows(rank, own, between=between, shared=shared)
 
 
 def _load(rank: RankFiles, *, end: int | None = None) -> RankSegments | str:

@@ -18,11 +18,11 @@ _RATES_OF_NS = {
     "transmit_pause_ns": ("transmit_paused_priority_count", "count"),
 }
 NS_OF_EVENTS = {
-    "server_read_rtt_ns": "server_read_count",
-    "server_read_execute_ns": "server_read_count",
-    "server_write_rtt_ns": "server_write_count",
-    "server_write_execute_ns": "server_write_count",
-    "metadata_execute_ns": "metadata_count",
+    **{
+        f"{events}_{part}_ns": f"{events}_count"
+        for events in ("server_read", "server_write", "metadata")
+        for part in ("queue", "rtt", "execute")
+    },
 }
 """Counters of ns that events took, with the counter of those events: the mean of one is shown."""
 

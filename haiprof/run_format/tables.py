@@ -119,6 +119,10 @@ FILESYSTEM = _counters(
     ("metadata_execute_ns", "counter", "NFS: time of metadata requests"),
     ("retransmission_count", "counter", "NFS: requests sent again"),
     ("timeout_count", "counter", "NFS: requests not answered in time"),
+    ("server_read_queue_ns", "counter", "READ: waiting on this client to be sent"),
+    ("server_write_queue_ns", "counter", "WRITE: waiting on this client to be sent"),
+    ("metadata_rtt_ns", "counter", "NFS, metadata: from sending to the reply"),
+    ("metadata_queue_ns", "counter", "NFS, metadata: waiting on this client to be sent"),
 )
 
 

@@ -44,7 +44,7 @@ from haiprof.trace_analysis.host_activity import (
     parse_place,
 )
 from haiprof.trace_analysis.own_formulas import OwnFormulas
-from haiprof.trace_analysis.pool import Progress
+from haiprof.trace_analysis.pool import Pool, Progress
 from haiprof.trace_analysis.questions.base import RankTraces
 
 LINK, PEER = "link: ", "wait: peer"
@@ -176,9 +176,11 @@ class DeviceLedger:
 def device_ledger(
     path: str | Path, *, window: int | None = None, peaks: Mapping[str, float] | None = None,
     progress: Progress | None = None, formulas: OwnFormulas | None = None,
+    pool: Pool | None = None,
 ) -> DeviceLedger:  # fmt: skip
     """The ledger of the device's time line of some traces; options as of `TraceAnalysis`."""
-    return _Traces(path, window=window).ledger({"peaks": peaks, "formulas": formulas}, progress)
+    traces = _Traces(path, window=window, pool=pool)
+    return traces.ledger({"peaks": peaks, "formulas": formulas}, progress)
 
 
 class _Traces(RankTraces):

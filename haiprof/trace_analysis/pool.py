@@ -264,7 +264,7 @@ class SlurmOptions:
     """What Slurm is asked for: one job per worker, one core each."""
 
     jobs: int = 4
-    """How many workers; never more than there are traces."""
+    """How many workers; never more than there are traces, or ranks of a run."""
     partition: str | None = None
     """None takes Slurm's default."""
     account: str | None = None
@@ -295,8 +295,8 @@ class SlurmOptions:
 class SlurmCluster(DaskPool):
     """On workers that Slurm starts, and that end with this object or its process.
 
-    Traces and haiprof's Python must have the same paths on the nodes. Workers and scheduler speak
-    TLS with keys made for this one cluster, as a scheduler executes whatever it receives.
+    Traces, runs and haiprof's Python must have the same paths on the nodes. Workers and scheduler
+    speak TLS with keys made for this one cluster, as a scheduler executes whatever it receives.
     """
 
     def __init__(self, options: SlurmOptions | None = None) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from haiprof.run_format.stack_lines import HEADER, SAMPLES, STACKS_VERSION
 from haiprof.run_format.writer import LineWriter
 
-Stack = tuple[tuple[str, int, str], ...]
-"""Frames (file, line, function), the outermost first."""
+Stack = tuple[tuple[Any, ...], ...]
+"""Frames (file, line, function, and maybe the expression), the outermost first."""
 
 
 def write_stacks(
@@ -23,7 +24,7 @@ def write_stacks(
         "type": HEADER, "version": STACKS_VERSION, "pid": pid, "worker": worker, "time_ns": 0,
         "hz": 20.0, "libraries": list(libraries),
     })  # fmt: skip
-    frames: dict[tuple[str, int, str], int] = {}
+    frames: dict[tuple[Any, ...], int] = {}
     stacks: dict[tuple[int, int], int] = {}
     for first in range(0, len(samples), per_line):
         chosen = samples[first : first + per_line]
@@ -57,7 +58,7 @@ def write_stacks(
         writer.append({
             "type": SAMPLES, "pid": pid, "time_ns": begin,
             "first_frame": frame_count,
-            "frames": [[*frame, frame[1]] for frame in list(frames)[frame_count:]],
+            "frames": [[*f[:3], f[1], *f[3:]] for f in list(frames)[frame_count:]],
             "first_stack": stack_count + 1,
             "stacks": [list(stack) for stack in list(stacks)[stack_count:]],
             "offset_us": [(time - begin) // 1000 for time, _ in chosen],

@@ -9,7 +9,7 @@ import pytest
 
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.run_analysis.ledger import ACTIVITIES, package_of, spikes
+from haiprof.run_analysis.ledger import ACTIVITIES, LONG, USUAL, package_of, spikes
 from tests.unit.diagnosis.tables import (
     BARRIER,
     ENGINE,
@@ -149,7 +149,7 @@ def test_a_step_that_waited_for_a_core_took_no_longer_itself() -> None:
         steps=60,
     )
     own = table.activity == ACTIVITIES.index("python")
-    usual, long = (float(table.ns[own & (table.spike == is_long)].sum()) for is_long in (0, 1))
+    usual, long = (float(table.ns[own & (table.kind == kind)].sum()) for kind in (USUAL, LONG))
     assert usual == pytest.approx(54 * 4e6, rel=0.1)
     assert long < 6 * 8e6
 

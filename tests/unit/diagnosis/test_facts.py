@@ -122,7 +122,7 @@ def test_reason_for_late_batches(
     ("kernel_waits", "said", "advice"),
     [
         ("z" * 18 + "f0", "the loader itself sleeps", "take the pauses out"),
-        ("s" * 15 + "zz0", "the loader itself waits for the network", "no request per sample"),
+        ("s" * 15 + "zz0", "the loader itself waits for a network peer", "no request per sample"),
         ("f" * 9 + "s" * 9, "for files, the network or a lock", "a local copy"),
         ("-" * 18 + "00", "for files, the network or a lock", "a local copy"),
     ],

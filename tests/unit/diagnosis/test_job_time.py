@@ -18,7 +18,7 @@ from haiprof.diagnosis.job_time import (
     peer_waits,
 )
 from haiprof.run_analysis.collectives import Arrivals
-from haiprof.run_analysis.ledger import PYTHON, TimeTable
+from haiprof.run_analysis.ledger import LONG, PYTHON, USUAL, TimeTable
 from haiprof.run_analysis.run_frames import Cells
 from haiprof.run_analysis.step_positions import AFTER_STEP, BACKWARD, EVALUATION, FORWARD
 from tests.unit.diagnosis.tables import tree_of
@@ -208,7 +208,7 @@ def rows_of(step: np.ndarray, ns: np.ndarray, cell: int = FORWARD) -> TimeTable:
     tree, _ = tree_of([])
     return TimeTable(
         tree=tree, packages=(), rank=same, cell=same + cell, position=same + cell,
-        activity=same + PYTHON, work=same + PYTHON, stack=same, step=step, spike=same > 0,
+        activity=same + PYTHON, work=same + PYTHON, stack=same, step=step, kind=same,
         hidden=same > 0, ns=ns.astype(np.float64), count=np.ones(len(step)), sample=same - 1,
         needed=same > 0,
     )  # fmt: skip
@@ -300,7 +300,7 @@ def test_long_periods_are_of_the_account_that_makes_them(own_count: int, said: s
     time = recorded(working(1, lambda r, s: 0.0, EVALUATION), known=False)
     step = np.concatenate([AT, np.repeat(AT[19::20], 20)])
     table = rows_of(step, np.ones(len(step)))
-    table = replace(table, spike=step % 20 == 19)
+    table = replace(table, kind=np.where(step % 20 == 19, LONG, USUAL))
     rows = np.flatnonzero((np.arange(len(step)) >= STEPS) & (np.arange(len(step)) % 20 < own_count))
     paid = own_count * 10.0 * NS_PER_MS * (AT % 20 == 19)
     assert time.when(table, rows, paid, paid) == said

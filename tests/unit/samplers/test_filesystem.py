@@ -70,9 +70,13 @@ def test_nfs_counts_come_in_base_units(ticking: Ticking) -> None:
         "metadata_count": 10,
         "server_read_rtt_ns": 500_000_000,
         "server_read_execute_ns": 700_000_000,
+        "server_read_queue_ns": 40_000_000,
         "server_write_rtt_ns": 50_000_000,
         "server_write_execute_ns": 70_000_000,
+        "server_write_queue_ns": 4_000_000,
         "metadata_execute_ns": 30_000_000,
+        "metadata_rtt_ns": 20_000_000,
+        "metadata_queue_ns": 0,
         "retransmission_count": 3,
         "timeout_count": 2,
     }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,11 +12,17 @@ import pytest
 from polars.testing import assert_frame_equal
 
 import haiprof
+from haiprof import Analyzer
 from haiprof.base.errors import HaiprofError, MissingExtraError, TraceFormatError, UsageError
+from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.verdict import as_document
+from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.pool import DaskCluster, LocalProcesses, Pool, Serial, cluster_pool
 from haiprof.trace_analysis.report import standard_report
 from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.process.jobs import run_command
 from tests.unit.analysis.trace.shared import kernel, rank_file, traces
+from tests.unit.report.many_ranks import write_many
 
 pytestmark = pytest.mark.xdist_group("dask")  # one cluster for all of them
 
@@ -104,6 +111,24 @@ def test_real_ranks_have_the_same_report_in_every_pool(dask_address: str) -> Non
         assert list(report.tables) == list(first.tables)
         for name, table in first.tables.items():
             assert_frame_equal(report.tables[name], table, check_exact=True)
+
+
+def test_a_run_is_judged_alike_in_every_pool(tmp_path: Path, dask_address: str) -> None:
+    """Twelve ranks, one of which left nothing that can be read."""
+    root = write_many(tmp_path / "run", ranks=12, steps=60)
+    RunPaths(root).rank(7).phases.write_bytes(b"no records")
+    here, *others = [
+        Analyzer(root, pool=pool) for pool in (None, *pools(dask_address), LocalProcesses(1))
+    ]
+    expected = as_document(diagnose(here))
+    assert any("rank 7" in note for note in expected["notes"])
+    for there in others:
+        assert as_document(diagnose(there)) == expected
+        assert_frame_equal(there.steps(), here.steps(), check_exact=True)
+        assert_frame_equal(there.phases(), here.phases(), check_exact=True)
+    said = run_command(["verdict", "--json", str(root), "--cluster", dask_address], folder=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout)["step"] == expected["step"]
 
 
 @pytest.mark.proof

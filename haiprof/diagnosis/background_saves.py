@@ -1,0 +1,187 @@
+"""What steps take longer while a checkpoint is written beside them: an account of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from haiprof.base.intervals import Floats, Ints
+from haiprof.base.statistics import Excess, excess
+from haiprof.base.units import duration_text
+from haiprof.diagnosis.job_time import JobTime
+from haiprof.diagnosis.opportunities import CodePlace, Opportunity, opportunity
+from haiprof.run_analysis.background_saves import (
+    BESIDE,
+    FREE,
+    NEITHER,
+    BackgroundSave,
+    background_saves,
+    steps_beside,
+)
+from haiprof.run_analysis.ledger import BESIDE_SAVE, COLLECTION, PEER_WAIT, TimeTable
+from haiprof.run_analysis.lines import written_in
+from haiprof.run_analysis.run_frames import Cells, RunFrames
+from haiprof.run_analysis.step_positions import (
+    BACKWARD,
+    BETWEEN_STEPS,
+    CHECKPOINT,
+    COMPILE,
+    EVALUATION,
+)
+
+SLOWED = "background_save"
+_MOST_SPLIT = 0.95
+_NOT_OF_STEPS = (EVALUATION, CHECKPOINT, COMPILE, BETWEEN_STEPS)
+"""What is not done in each step says nothing of how fast steps are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """The saves of a run that were written beside its training."""
+
+    steps: Mapping[int, Ints]
+    """Of each rank and cell: BESIDE, FREE or NEITHER, by the saves of all ranks of its host."""
+    own: Mapping[int, Sequence[BackgroundSave]]
+    """Those that each rank has begun itself; ranks with any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowedSteps:
+    """What they cost the steps that began meanwhile."""
+
+    extra: Excess
+    """ns by which such a step of the job is longer than the others."""
+    step_count: int
+    """Such steps."""
+    of_count: int
+    """Steps that were looked at."""
+    save_count: int
+
+
+def find_saves(
+    analyzer: RunFrames, steps: Mapping[int, Cells], hosts: Mapping[int, str]
+) -> Saves | None:
+    """The saves beside the judged steps of ranks; None where there are none."""
+    last = analyzer.judged_files()
+    own = {rank: found for rank in steps if (found := background_saves(last[rank]))}
+    if not own:
+        return None
+    by_host: dict[str | None, list[BackgroundSave]] = {}
+    for rank, found in own.items():
+        by_host.setdefault(hosts.get(rank), []).extend(found)
+    marks = {}
+    for rank, (first, begin_ns) in analyzer.step_starts(steps).items():
+        cells, known = steps[rank], steps_beside(by_host.get(hosts.get(rank), ()), begin_ns)
+        whole = (cells.step >= first) & (cells.count == 1)
+        place = np.where(whole, cells.step - first, -1)
+        marks[rank] = np.where(whole, np.append(known, NEITHER)[place], NEITHER)
+    return Saves(steps=marks, own=own)
+
+
+def split_saves(
+    table: TimeTable, time: JobTime, saves: Saves
+) -> tuple[TimeTable, Opportunity | None, SlowedSteps | None]:
+    """What steps take longer beside saves, as one opportunity; None where chance could be it."""
+    mark = time.beside[:, time.covered]
+    work, by_position = _own_times(time)
+    job = work.max(axis=0) if time.waits_for_all else work.mean(axis=0)
+    of_job = np.where((mark == NEITHER).any(axis=0), NEITHER, mark.max(axis=0))
+    found = _compare(job, of_job)
+    if found is None or found.low <= 0:
+        return table, None, None
+    moved: list[Ints] = []
+    for rank in np.unique(table.rank).tolist():
+        row = time.ranks.index(rank)
+        own = _compare(work[row], mark[row])
+        if own is None or own.low <= 0:
+            continue
+        longer = {
+            position: max(_difference(ns[row], mark[row]), 0.0)
+            for position, ns in by_position.items()
+        }
+        scale = min(own.mean / max(sum(longer.values()), 1.0), 1.0)
+        for position, extra_ns in longer.items():
+            table, rows = _take(table, time, row, position, scale * extra_ns)
+            moved += rows
+    if not moved:
+        return table, None, None
+    count, whole = int((of_job == BESIDE).sum()), int((of_job != NEITHER).sum())
+    slowed = SlowedSteps(
+        extra=found, step_count=count, of_count=whole,
+        save_count=sum(len(each) for each in saves.own.values()),
+    )  # fmt: skip
+    more = opportunity(table, np.concatenate(moved), _most_begun_at(saves))
+    return table, Opportunity(
+        rows=more.rows, at=more.at, position=more.position, activity=more.activity, key=SLOWED,
+        spread=(found.low / found.mean, found.high / found.mean),
+        when=f"in {count} of {whole} steps, {duration_text(found.mean)}",
+    ), slowed  # fmt: skip
+
+
+def _own_times(time: JobTime) -> tuple[Floats, dict[int, Floats]]:
+    """[rank, covered step] of what is done in each step, without waiting for peers; by position."""
+    by_position = {}
+    for row, position in enumerate(time.used):
+        if position in _NOT_OF_STEPS:
+            continue
+        ns = time.cell_ns[row]
+        if position == BACKWARD:
+            ns = np.maximum(ns - time.peer_ns, 0.0)
+        by_position[position] = time.of_covered(ns).astype(np.float64)
+    whole: Floats = np.sum(list(by_position.values()), axis=0)
+    return whole, by_position
+
+
+def _compare(series: Floats, mark: Ints) -> Excess | None:
+    known = mark != NEITHER
+    return excess(series[known], mark[known] == BESIDE)
+
+
+def _difference(series: Floats, mark: Ints) -> float:
+    return float(series[mark == BESIDE].mean() - series[mark == FREE].mean())
+
+
+def _take(
+    table: TimeTable, time: JobTime, row: int, position: int, extra_ns: float
+) -> tuple[TimeTable, list[Ints]]:
+    """Moves so much of a position's time in each step beside a save to rows of their own."""
+    # It is taken from what the thread was sampled doing more than in the other steps.
+    own = (table.rank == time.ranks[row]) & (table.cell == position)
+    own &= table.activity != COLLECTION
+    beside, others = own & (table.kind == BESIDE_SAVE), own & (table.kind != BESIDE_SAVE)
+    kinds = time.kind[time.used.index(position), row]
+    steps = np.array([(kinds == BESIDE_SAVE).sum(), time.count[kinds != BESIDE_SAVE].sum()])
+    whole = time.totals_ns[row, BESIDE_SAVE, position] / max(steps[0], 1)
+    usual = time.totals_ns[row, :BESIDE_SAVE, position].sum() / max(steps[1], 1)
+    many = int(table.activity.max(initial=0)) + 1
+    now, before = (
+        ns * each / max(float(each.sum()), 1.0)
+        for ns, each in (
+            (whole, np.bincount(table.activity[beside], table.ns[beside], many)),
+            (usual, np.bincount(table.activity[others], table.ns[others], many)),
+        )
+    )
+    more = np.maximum(now - before, 0.0)
+    more[PEER_WAIT : PEER_WAIT + 1] = 0.0  # it is no work of its own
+    more *= extra_ns / max(float(more.sum()), 1.0)
+    found = []
+    for activity in np.flatnonzero(more).tolist():
+        rows = np.flatnonzero(beside[: len(own)] & (table.activity[: len(own)] == activity))
+        table, new = table.split(rows, min(more[activity] / now[activity], _MOST_SPLIT),
+                                 needed=False)  # fmt: skip
+        found.append(new)
+    return table, found
+
+
+def _most_begun_at(saves: Saves) -> CodePlace | None:
+    """The line that began those that took longest together."""
+    spent: dict[tuple[str, int, str], int] = {}
+    for save in (save for found in saves.own.values() for save in found):
+        if save.begun_at is not None:
+            spent[save.begun_at] = spent.get(save.begun_at, 0) + save.end_ns - save.start_ns
+    if not spent:
+        return None
+    file, line, function = max(spent, key=lambda at: (spent[at], at))
+    return CodePlace(file=file, line=line, function=written_in(function))
