@@ -168,10 +168,16 @@ def _small_operators(question: Question) -> Finding:
     )
 
 
+def _of_input(question: Question) -> CodeSamples:
+    """What the training thread itself does for its batches."""
+    return question.samples.take(question.samples.phase == DATALOADER)
+
+
 def _waits_for_loader(question: Question) -> Finding:
     inputs = question.inputs
     loading = question.samples.take(question.samples.phase == WORKER)
-    why = loader_cause(inputs, loading)
+    makes = loading if len(loading.rank) else _of_input(question)
+    why = loader_cause(inputs, makes)
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
         starved = starvation(inputs)
@@ -226,7 +232,7 @@ def _input(question: Question) -> Finding:
             "larger batches, torch.multiprocessing.set_sharing_strategy('file_system'); what fewer "
             "workers gain is measured by haiprof try-loader",
         )
-    why = loader_cause(inputs, question.samples.take(question.samples.phase == DATALOADER))
+    why = loader_cause(inputs, _of_input(question))
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
     if told is None and min(inputs.loader_workers.values(), default=0) > 0:
         return replace(

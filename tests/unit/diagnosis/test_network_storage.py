@@ -59,7 +59,7 @@ def starved(root: Path) -> Finding:
          "nconnect"),
         (SERVER, "NFS /data: a read takes 345 ms (RTT 340 ms, queue 2.00 ms), 1.00 requests a "
          "second sent again", "server"),
-        (IDLE, "storage, network, or a lock", "local copy"),
+        (IDLE, "for files, the network or a lock", "local copy"),
     ],
     ids=["slots", "server", "idle"],
 )  # fmt: skip
