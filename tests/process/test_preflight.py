@@ -95,8 +95,7 @@ def test_preflight_names_a_throttled_link_and_a_rank_in_a_small_group(
     assert links == {("node-2", "node-1")}
     assert ranks == {SLOW_RANK}
     whats = {one["what"] for one in found["suspects"] if one["rank"] == SLOW_RANK}
-    assert "limit cpu_cores" in whats
-    assert whats & {"cpu_loops_per_s", "gemm_flops"}, "a host that takes time itself blurs one"
+    assert "limit cpu_cores" in whats  # how slow it is then shows on quiet cores alone
     assert (found["leave_out"], found["slurm"]) == (["node-2"], "--exclude=node-2")
 
 
