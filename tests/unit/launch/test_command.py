@@ -12,6 +12,7 @@ from haiprof.base.options import (
     Options,
     merge_options,
     options_from_environment,
+    options_from_files,
     options_from_pyproject,
 )
 from haiprof.launch.command import parse_command_line
@@ -229,3 +230,20 @@ def test_pyproject_with_an_unknown_option_names_the_file(tmp_path: Path) -> None
     with pytest.raises(UsageError, match=r"pyproject\.toml") as caught:
         options_from_pyproject(project)
     assert caught.value.hint == "did you mean time?"
+
+
+def test_options_of_the_machine_stand_below_all_others(tmp_path: Path) -> None:
+    site, project = tmp_path / "config.toml", tmp_path / "pyproject.toml"
+    site.write_text('admin-group = "hpc"\ntime = 1\nlog-dir = "/shared"\n')
+    project.write_text("[tool.haiprof]\ntime = 2\n")
+    options = merge_options(options_from_files(project, site))
+    assert (options.admin_group, options.time_s, options.log_dir) == ("hpc", 2.0, Path("/shared"))
+    assert options_from_files(project, tmp_path / "none") == {"time_s": 2.0}
+
+
+def test_options_of_the_machine_that_others_may_write_are_refused(tmp_path: Path) -> None:
+    site = tmp_path / "config.toml"
+    site.write_text('notify = "sh -c theirs"\n')
+    site.chmod(0o666)
+    with pytest.raises(UsageError, match="others may write to it"):
+        options_from_files(tmp_path / "pyproject.toml", site)
