@@ -423,10 +423,16 @@ def _evaluation(question: Question) -> Finding:
 def _checkpoint(question: Question) -> Finding:
     saves = question.inputs.pauses.filter(pl.col("phase") == SAVE_PHASE)
     mean = float(saves["duration_ns"].mean() or 0.0)  # type: ignore[arg-type]
+    account = question.account
+    is_copying = "async_save" in " ".join((account.expression or "", *account.callees))
     return Finding(
         rule="checkpoint_stalls",
-        title=f"saving checkpoints stops training, {question.amount}, {question.account.paid}",
-        remedy="save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
+        title=f"saving checkpoints stops training, {question.amount}, {account.paid}",
+        remedy="save less often, or less: async_save copies the state before it writes it; "
+        "StagingOptions(use_async_staging=True) of torch.distributed.checkpoint.staging copies it "
+        "beside the training, too"
+        if is_copying
+        else "save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
         evidence=(
             Evidence(name="saves", value=float(saves.height), unit="count"),
