@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from haiprof.base.intervals import Floats, Ints
+from haiprof.base.ledger import POSITIONS
 from haiprof.base.statistics import Excess, excess
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.job_time import JobTime
@@ -35,6 +36,8 @@ SLOWED = "background_save"
 _MOST_SPLIT = 0.95
 _NOT_OF_STEPS = (EVALUATION, CHECKPOINT, COMPILE, BETWEEN_STEPS)
 """What is not done in each step says nothing of how fast steps are."""
+_PAUSES = len(POSITIONS)
+"""Stands for collections, wherever they happen: what a writer makes sets off more of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,8 @@ def split_saves(
         }
         scale = min(own.mean / max(sum(longer.values()), 1.0), 1.0)
         for position, extra_ns in longer.items():
-            table, rows = _take(table, time, row, position, scale * extra_ns)
+            take = _take_pauses if position == _PAUSES else _take
+            table, rows = take(table, time, row, position, scale * extra_ns)
             moved += rows
     if not moved:
         return table, None, None
@@ -130,6 +134,7 @@ def _own_times(time: JobTime) -> tuple[Floats, dict[int, Floats]]:
         if position == BACKWARD:
             ns = np.maximum(ns - time.peer_ns, 0.0)
         by_position[position] = time.of_covered(ns).astype(np.float64)
+    by_position[_PAUSES] = time.of_covered(time.collected_ns).astype(np.float64)
     whole: Floats = np.sum(list(by_position.values()), axis=0)
     return whole, by_position
 
@@ -173,6 +178,19 @@ def _take(
                                  needed=False)  # fmt: skip
         found.append(new)
     return table, found
+
+
+def _take_pauses(
+    table: TimeTable, time: JobTime, row: int, _: int, extra_ns: float
+) -> tuple[TimeTable, list[Ints]]:
+    """The same of collections, which are kept without their steps."""
+    rows = np.flatnonzero((table.rank == time.ranks[row]) & (table.activity == COLLECTION))
+    whole = float(table.ns[rows].sum())
+    if not whole:
+        return table, []
+    share = extra_ns * float((time.beside[row] == BESIDE).sum()) / whole
+    table, new = table.split(rows, min(share, _MOST_SPLIT), needed=False)
+    return table, [new]
 
 
 def _most_begun_at(saves: Saves) -> CodePlace | None:
