@@ -260,7 +260,8 @@ def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[Ren
         (f"step {digits_text((verdict.step_ns or 0.0) / ns)} {unit}", "bold"), (median, "dim")
     )
     yield from _fill_lines([step, *numbers], min(width, MAX_WIDTH) - _INSIDE)
-    facts = [steps_text(verdict.step_count, len(verdict.ranks))]
+    of = "mean of " * (len(verdict.ranks) > 1)
+    facts = [f"{of}{steps_text(verdict.step_count, len(verdict.ranks))}"]
     facts += [work_text(verdict.work)] if verdict.work else []
     if verdict.compile_ns:
         facts.append(f"{duration_text(verdict.compile_ns)} of compilation")
