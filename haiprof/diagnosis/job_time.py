@@ -138,6 +138,8 @@ class JobTime:
 
         max_r T[r,k] - max_r (T[r,k] - a[r,k]), where T is a rank's own time, its period less
         waiting for peers: ranks wait for the slowest. Steps where that is not known are left out.
+        Of ranks that are not in step, the slowest of each step add up to more than the job takes:
+        then all is scaled to that.
         What the host does while its device is busy gains nothing: a is no longer than the device
         was idle in that step. `parts` is a, [rank, step] in ns.
         """
@@ -150,7 +152,9 @@ class JobTime:
         slowest = own.max(axis=0)
         own -= self.of_covered(parts)
         gained: Singles = slowest - own.max(axis=0)
-        return gained.astype(np.float64)
+        took = float(self.average(self.of_covered(self.period_ns)).max())
+        scale = min(took / max(float(self.average(slowest)), 1.0), 1.0)
+        return gained.astype(np.float64) * scale
 
     def series_of(self, table: TimeTable, rows: Ints) -> Singles:
         """[rank, step]: the time of some rows; unsampled ranks are as those that were sampled."""

@@ -319,3 +319,19 @@ def test_buckets_of_one_backward_are_one_delay_and_barriers_are_several() -> Non
     starts = {rank: (0, np.array([0, 100]) * NS_PER_MS) for rank in (0, 1)}
     found = peer_waits([group], starts)
     assert found == {0: {0: 35 * NS_PER_MS, 1: 35 * NS_PER_MS}, 1: {0: 0, 1: 0}}
+
+
+def test_no_gain_is_longer_than_the_step_of_ranks_that_are_not_in_step() -> None:
+    """Each of four is slow in its own turn, and none waits for another within a step."""
+    extra = np.where(np.arange(STEPS) % 4 == np.arange(4)[:, None], 60.0 * NS_PER_MS, 0.0)
+    ms = {rank: np.zeros((len(POSITIONS), STEPS)) for rank in range(4)}
+    for rank, own in ms.items():
+        own[[FORWARD, BACKWARD]] = [10.0 + extra[rank] / NS_PER_MS, np.full(STEPS, 20.0)]
+    times = {rank: (own * NS_PER_MS).astype(np.int64) for rank, own in ms.items()}
+    numbers = {rank: np.arange(STEPS) for rank in ms}
+    none: dict[int, dict[int, int]] = {rank: dict.fromkeys(range(STEPS), 0) for rank in ms}
+    load = lambda rank: (times[rank], np.zeros_like(times[rank]))  # noqa: E731
+    time = job_time(judged(numbers), load, [FORWARD, BACKWARD], none)
+    assert time.waits_for_all
+    step = float(time.period_ns.mean())
+    assert 0 < time.gains(extra.astype(np.float32)).mean() < step
