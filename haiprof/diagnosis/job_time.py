@@ -572,6 +572,9 @@ def _find_spikes(series: Floats) -> Bools:
             order = np.sort(series[found])
             usual = order[np.searchsorted(np.cumsum(order), order.sum() / 2)]
             found &= series > _SHORT_SPIKE * usual
+            long: Bools = found & (series > 2 * _SHORT_SPIKE * usual)
+            if _period(np.flatnonzero(found)) is None and _period(np.flatnonzero(long)) is not None:
+                found = long
         few = 0 < found.mean() <= 0.5
         ratio = series[found].sum() / series.sum() if few else 0.0
         regular = ratio > _SPIKE_RATIO and _period(np.flatnonzero(found)) is not None

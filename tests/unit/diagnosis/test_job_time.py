@@ -257,6 +257,11 @@ AT = np.arange(STEPS)
             AT[19::20],
             "every 20th step, 150 ms",
         ),
+        (
+            3.0 * (AT % 20 == 19) + 1.2 * np.isin(AT, (2, 30, 51, 88, 90, 133, 171)),
+            AT[19::20],
+            "every 20th step, 3.00 ms",
+        ),
         (8.0 * (AT % 2), AT[1::2], "every 2nd step, 8.00 ms"),
         (CHANCE.ravel()[:STEPS], AT, "each step"),
         (8.0 * (AT % 3 == 1), AT[1::3], "every 3rd step, 8.00 ms"),
