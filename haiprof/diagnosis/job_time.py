@@ -637,18 +637,24 @@ def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     low, high = wilson(seen[:, 0], np.maximum(seen[:, 1], 1.0))
     share = seen[:, 0] / np.maximum(seen[:, 1], 1.0)
     before, after = float(exact_ns[:cut].mean()), float(exact_ns[cut:].mean())
-    if cells.ns[cells.activity == NO_CORE].sum() > _DISTURBED * cells.ns.sum():
+    disturbed = cells.ns[cells.activity == NO_CORE].sum() > _DISTURBED * cells.ns.sum()
+    if disturbed:
         before = after = 1.0  # who has the cores may have changed: its share alone tells
     if after * share[1] <= _GROWN * before * share[0] or after * low[1] <= before * high[0]:
         return None
-    parts = np.array([each[at : at + part].sum() for at in range(0, count - part + 1, part)])
+    sampled, exact, of_all = (
+        ns[: count // part * part].reshape(-1, part).sum(axis=1)
+        for ns in (each, exact_ns, np.bincount(at, cells.ns, count))
+    )
+    # What samples stand for is no exact time: of that, their share of each part.
+    parts = sampled if disturbed else exact * sampled / np.maximum(of_all, 1.0)
     number = np.arange(len(parts))
     line = np.polyval(np.polyfit(number, parts, 1), number)
     later = min(-(-cut // part), len(parts) - 1)  # the last part may be less than a whole one
     two = np.where(number < later, parts[:later].mean(), parts[later:].mean())
     if ((parts - line) ** 2).sum() < ((parts - two) ** 2).sum():
         return GROWING
-    spread = parts[: cut // part].std(), parts[later:].std()
+    spread = sampled[: cut // part].std(), sampled[later:].std()
     mean = each[:cut].mean(), each[cut:].mean()
     if max(spread) < 0.5 * part * (mean[1] - mean[0]):
         return int(step[cut])

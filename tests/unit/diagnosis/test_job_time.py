@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from haiprof.base.intervals import Floats
-from haiprof.base.ledger import POSITIONS
+from haiprof.base.ledger import GROWING, POSITIONS
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.job_time import (
     JobTime,
@@ -340,3 +340,10 @@ def test_no_gain_is_longer_than_the_step_of_ranks_that_are_not_in_step() -> None
     assert time.waits_for_all
     step = float(time.period_ns.mean())
     assert 0 < time.gains(extra.astype(np.float32)).mean() < step
+
+
+def test_growth_is_told_by_exact_times_though_samples_become_fewer() -> None:
+    time = recorded(working(1, lambda rank, step: 0.2 * step, at=AFTER_STEP), known=False)
+    table = rows_of(AT, 5e6 * np.minimum(0.1 + AT / 60, 1.0), AFTER_STEP)
+    paid = time.series_of(table, AT)[0].astype(np.float64)
+    assert time.when(table, AT, paid, paid) == GROWING
