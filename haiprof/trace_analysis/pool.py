@@ -329,7 +329,7 @@ class SlurmCluster(DaskPool):
             job_name="haiprof",
             log_directory=asked.log,
             job_extra_directives=[] if asked.log else ["--output=/dev/null"],
-            scheduler_options={"dashboard": False, "dashboard_address": None},
+            scheduler_options={"dashboard": False, "dashboard_address": ":0"},
             security=_write_keys(keys.path),
         )
         weakref.finalize(self, cluster.close)
