@@ -16,7 +16,7 @@ from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, PROBLEM_RATIO, Ac
 from haiprof.base.units import duration_text, ranks_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import loader_cause
-from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
+from haiprof.diagnosis.machine_causes import LOADER_WORKERS, lost_to_waiting, starvation, state_of
 from haiprof.diagnosis.network_storage import nfs_wait
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -288,7 +288,10 @@ def _no_core(question: Question) -> Finding:
     starved = starvation(question.inputs)
     if starved is not None:
         title = f"{starved.title}: the training thread waits for a CPU core, {question.amount}"
-        return replace(starved, title=title)
+        loading = question.samples.take(question.samples.phase == WORKER)
+        is_loading = starved.cause == LOADER_WORKERS
+        lines = code_lines(loading, "the workers' loading", 1.0) if is_loading else ()
+        return replace(starved, title=title, code_lines=lines)
     return Finding(
         rule="no_core",
         title=f"the training thread was ready to run but had no CPU core, {question.amount}",

@@ -36,6 +36,9 @@ _WAIT_TEXTS = {
     "pipe": "waits for another process", "fault": "waits for memory that is read from files",
 }  # fmt: skip
 _SOME_WAIT = "waits: for files, the network or a lock"
+_TRIED = (
+    "the time above is with batches always ready; haiprof try-loader measures what workers gain"
+)
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""
@@ -254,15 +257,15 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
         slug, title = "no_workers", "made on the training thread"
         remedy = (
             f"load batches in worker processes: DataLoader(..., num_workers={_more(loading)}, "
-            "persistent_workers=True); or do less per sample: decode and tokenize once, ahead of "
-            "training"
+            f"persistent_workers=True); {_TRIED}; or do less per sample: decode and tokenize "
+            "once, ahead of training"
         )
     else:
         slug = "few_workers"
         title = f"{workers} {'worker is' if workers == 1 else 'workers are'} too few"
         remedy = (
-            f"give the DataLoader more workers (num_workers={_more(loading)}), or do less per "
-            "sample: decode and tokenize once, ahead of training"
+            f"give the DataLoader more workers (num_workers={_more(loading)}; {_TRIED}), or do "
+            "less per sample: decode and tokenize once, ahead of training"
         )
     return Finding(
         rule=slug,

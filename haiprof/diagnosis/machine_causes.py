@@ -29,6 +29,8 @@ PAGES_MIN_COUNT = 64
 HARDWARE_DIFFERENCE_RATIO = 0.15
 """A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's: as
 CORE_WAIT_WARNING_RATIO."""
+LOADER_WORKERS = "loader_workers"
+"""Cause of too few cores where they would do without what the loader's workers compute."""
 
 _NAMED_RANKS = 4
 _THROTTLES = {
@@ -101,7 +103,20 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     shared = len(ranks) > 1
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
-    if not spare:
+    loading = sum(
+        max(inputs.busy_cores[r] - inputs.main_cores.get(r, inputs.busy_cores[r]), 0.0)
+        for r in ranks
+        if inputs.loader_workers.get(r)
+    )
+    by_workers = wanted - loading <= cores and not too_many and loading > 0
+    if by_workers:
+        remedy = (
+            f"do less per sample in the DataLoader's workers, which use {number_text(loading)} of "
+            "the cores: decode and tokenize once, ahead of training; or "
+            f"{'allow the job' if spare else 'take a node with'} more cores; what fewer workers "
+            "gain is measured by haiprof try-loader"
+        )
+    elif not spare:
         remedy = (
             "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), "
             f"{'fewer ranks per node, ' if shared else ''}or take a node with more cores"
@@ -121,14 +136,16 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
         rule="shared_cores" if shared else "too_few_cores",
         title=f"{ranks_text(ranks)} share {count}{of}"
         if shared
-        else f"too few cores: {ranks_text(ranks)} may use {cores}{of}",
+        else f"too few cores{' for its loader workers' if by_workers else ''}: "
+        f"{ranks_text(ranks)} may use {cores}{of}",
+        cause=LOADER_WORKERS if by_workers else None,
         remedy=remedy,
         evidence=evidence_rows(
             ("cores they may use", float(cores), "cores"),
             ("cores they use", busy, "cores"),
             ("cores they could use at least", wanted, "cores"),
         ),
-        is_choice=spare or too_many,
+        is_choice=spare or too_many or by_workers,
     )
 
 

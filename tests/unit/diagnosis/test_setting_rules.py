@@ -15,7 +15,15 @@ from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.setting_lines import FLAGS
 from tests.unit.analysis.recorded import CLOCK, spans_from, write_rank, write_run
-from tests.unit.diagnosis.stories import START_NS, judged, note, placed, report, write_story
+from tests.unit.diagnosis.stories import (
+    START_NS,
+    counters,
+    judged,
+    note,
+    placed,
+    report,
+    write_story,
+)
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
@@ -315,6 +323,16 @@ def test_compiling_evaluation_is_compilation(root: Path) -> None:
     assert "evaluation_heavy" not in [f.rule for f in verdict.findings if f.severity != "info"]
     assert verdict.compile_ns == pytest.approx(2.9 * NS_PER_S)
     assert verdict.evaluation_ns == pytest.approx(0.1 * NS_PER_S, rel=0.1)
+
+
+@pytest.mark.parametrize(("beside", "is_said"), [(0.2, True), (3.6, False)])
+def test_more_threads_are_not_advised_where_workers_use_the_cores(
+    root: Path, beside: float, is_said: bool
+) -> None:
+    with_threads(root, threads=1)
+    counters(root, lambda s: {"cpu_ns": int((0.9 + beside) * (s + 9) * NS_PER_S),
+                              "cpu_main_ns": int(0.9 * (s + 9) * NS_PER_S)})  # fmt: skip
+    assert ("threads_under_cores" in of_settings(judged(root))) is is_said
 
 
 @pytest.mark.parametrize(

@@ -434,7 +434,11 @@ STORIES = {
     ),
     "more workers than cores": Story(
         write=busy([Cores(workers=0.98, wait=0.35)], cores=32), slug="too_few_cores", lost=0.35,
-        says="too few cores: rank 0 may use 2 of 32",
+        cause="loader_workers", says="too few cores for its loader workers: rank 0 may use 2 of 32",
+    ),
+    "workers that fill the cores of the node": Story(
+        write=busy([Cores(workers=0.98, wait=0.35)]), slug="too_few_cores", lost=0.35,
+        cause="loader_workers", says="too few cores for its loader workers: rank 0 may use 2",
     ),
     "stopped at a limit": Story(
         write=busy([Cores(cpus="0-31", workers=2.9, wait=0.4)], cores=32, limit=(4.0, 0.9)),
