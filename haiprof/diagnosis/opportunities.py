@@ -349,7 +349,8 @@ class _Walk:
         work = float(ns[self.table.needed[rows]].sum())
         whole = function.key >= 0 and not self.is_driver(function)
         if whole and avoidable > _PURE * (avoidable + work):
-            yield [row for row in function.rows if self.free[row]], self._name(function)
+            rows_free = [row for row in function.rows if self.free[row]]
+            yield rows_free, self._caller_of_model(function) or self._name(function)
             return
         for line in function.lines.values():
             # A line of a loop that holds several positions is one opportunity in each.
@@ -398,9 +399,14 @@ class _Walk:
             whole = self._time(function.rows)
             if inner is None or self._time(inner.rows) < _MOST * whole:
                 return line
-            if inner.key in self.models and not self._is_in_model(inner):
+            if self._caller_of_model(inner) is not None:
                 return line
             function = inner
+
+    def _caller_of_model(self, function: _Function) -> _Line | None:
+        """The line that runs the model outside of training (evaluation); None where it is not."""
+        is_model = function.key in self.models and not self._is_in_model(function)
+        return function.outer if is_model else None
 
     def _is_in_model(self, function: _Function) -> bool:
         rows = np.array(function.rows)

@@ -104,10 +104,10 @@ def test_slow_first_batch_is_named_with_its_length(root: Path) -> None:
     [
         (0, 0.35, 0.35, "storage", "num_workers=4 and up"),
         (0, 1.0, 1.0, "no_workers", "num_workers=3,"),  # of four cores one is its own
-        (1, 0.4, 1.4, "few_workers", "num_workers=2)"),
+        (1, 0.4, 1.4, "few_workers", "num_workers=2;"),
         (2, 0.4, 0.5, "storage", "more workers wait in parallel"),
         (3, 0.6, 3.6, "cores_full", "more workers would not help"),
-        (3, 0.2, 3.2, "few_workers", "num_workers=4)"),  # six have no room
+        (3, 0.2, 3.2, "few_workers", "num_workers=4;"),  # six have no room
     ],
 )
 def test_reason_for_late_batches(

@@ -130,6 +130,13 @@ def test_an_evaluation_is_not_named_by_the_layers_that_it_runs() -> None:
     }
 
 
+def test_an_evaluation_written_into_the_loop_is_named_by_its_line_there() -> None:
+    model = (SCRIPT, LOOP, MODULE, FORWARD, MODULE, LINEAR)
+    assert found(("evaluation", model, 9)) == {
+        "main:50": (pytest.approx(9), "evaluation", "operators")
+    }
+
+
 def test_what_a_model_calls_in_its_own_forward_is_named_though_it_runs_operators_too() -> None:
     layer = (SCRIPT, job(41, "main"), MODULE, job(6, "Net.forward"), job(7, "normalise"))
     (place,) = found(("forward", layer, 12, "hhh0"))
