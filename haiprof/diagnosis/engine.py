@@ -12,7 +12,7 @@ import polars as pl
 
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import duration_text, ratio_text, visible
+from haiprof.base.units import bytes_text, duration_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED
 from haiprof.diagnosis.explanations import (
     Question,
@@ -26,7 +26,7 @@ from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
 from haiprof.diagnosis.named_nodes import failed_before
 from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
-from haiprof.diagnosis.run_facts import RULES
+from haiprof.diagnosis.run_facts import KEPT_REMEDY, RULES
 from haiprof.diagnosis.run_ledger import RunLedger, run_ledger
 from haiprof.diagnosis.run_notes import (
     attempt_notes,
@@ -91,8 +91,12 @@ def judge(
         facts.append(_grade(part, few=inputs.steps.height < CRITICAL_MIN_STEPS))
     findings = _name_nodes(analyzer, inputs, _findings(inputs, found, facts), ledger)
     creep = next((each for each in findings if each.rule == "memory_creep"), None)
-    if death is not None and death.cause == "out_of_memory" and creep is not None:
-        death = replace(death, remedy=f"{creep.title}: {creep.remedy}")
+    memory = analyzer.memory_at_end() if death else ()
+    grown = next((m.growth_bytes_per_step for m in memory if m.growth_bytes_per_step), None)
+    if death is not None and death.cause == "out_of_memory" and (creep or grown):
+        title = f"memory grew by {bytes_text(round(grown))} a step" if grown else ""
+        title = title or (creep.title if creep else "")
+        death = replace(death, remedy=f"{title}: {creep.remedy if creep else KEPT_REMEDY}")
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     verdict = Verdict(
@@ -101,7 +105,7 @@ def judge(
         headline=death.headline if death else _headline(analyzer, inputs, findings, found),
         death=death,
         advice=restart_advice(analyzer),
-        memory_at_end=analyzer.memory_at_end() if death else (),
+        memory_at_end=memory,
         gpu_memory_at_end=analyzer.gpu_memory_at_end() if death else (),
         starts=wall_time.starts if deaths else (),
         goodput=wall_time if deaths and wall_time.has_ended else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,8 @@ _OWN_SPIKES = 0.2
 """An account that has less of its positions' long periods does not make them long."""
 _GROWN = 1.5
 """An account that is so many times larger in its second part than in its first one has changed."""
+_NOTHING, _HARDLY = 0.05, 0.25
+"""Of what is paid later, for it to have begun then: what was seen before, what may have been."""
 _DISTURBED = 0.1
 """Positions that wait for a core so long are longer or shorter as others come and go."""
 _PARTS = 8
@@ -605,17 +608,30 @@ def _stretch_text(at: Ints, step: Ints, time: str) -> str:
 
 
 def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> str:
-    """Whether an account changed on the way: `since step 512`, `until step 299`, `growing`."""
+    """Whether an account changed on the way: `since step 512`, `until step 299`, `growing`.
+
+    `more since step 512` where it was paid before, too, or may have been.
+    """
     begun = _find_growth(step, cells, own, exact_ns)
     if begun is not None:
-        return begun if isinstance(begun, str) else f"since step {begun}"
+        return begun if isinstance(begun, str) else begun.text("since", begun.step)
     ends = int(step[0] + step[-1])  # and the same backwards: what ends has begun then
     back = replace(cells, step=ends - cells.step)
     ended = _find_growth(ends - step[::-1], back, own, exact_ns[::-1])
-    return f"until step {ends - ended}" if isinstance(ended, int) else EACH_STEP
+    return ended.text("until", ends - ended.step) if isinstance(ended, _Began) else EACH_STEP
 
 
-def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> int | str | None:
+class _Began(NamedTuple):
+    """From which step on more is paid, and whether nothing was before."""
+
+    step: int
+    anew: bool
+
+    def text(self, word: str, step: int) -> str:
+        return f"{'' if self.anew else 'more '}{word} step {step}"
+
+
+def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> _Began | str | None:
     """The step at which an account became larger; GROWING where it did so little by little."""
     # Where it changed is where the sum of its samples' time is farthest below that of an even one
     # (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
@@ -657,5 +673,7 @@ def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     spread = sampled[: cut // part].std(), sampled[later:].std()
     mean = each[:cut].mean(), each[cut:].mean()
     if max(spread) < 0.5 * part * (mean[1] - mean[0]):
-        return int(step[cut])
+        anew = share[0] * before <= _NOTHING * share[1] * after
+        anew &= high[0] * before <= _HARDLY * share[1] * after
+        return _Began(int(step[cut]), bool(anew))
     return None

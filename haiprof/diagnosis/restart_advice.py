@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from haiprof.base.errors import HaiprofError
-from haiprof.base.units import visible
+from haiprof.base.units import bytes_text, visible
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.restarts import Goodput, goodput
 from haiprof.run_analysis.run_frames import RunFrames
@@ -44,8 +44,8 @@ _PROGRAM = re.compile(
     r"ImportError|ModuleNotFoundError|NotImplementedError)\b"
 )
 """Exceptions of a program that is wrong, whatever its data and its machine."""
-_AT_FIRST = re.compile(r"(?:ZeroDivisionError|KeyError|IndexError|AssertionError)\b")
-"""These as well, before a step has ended."""
+_OF_DATA = re.compile(r"(ZeroDivisionError|KeyError|IndexError|AssertionError|ValueError)\b")
+"""These as well before a step has ended; later they may be of the data, or of chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,12 @@ class Attempt:
     """Whether the exception says that a device is broken."""
     is_program: bool
     """Whether its exception is one of the program, which comes again at each start."""
+    own_error: str | None
+    """The exception's type where the job's own code raised it and its data may have caused it."""
+    growth_bytes_per_step: float | None
+    """By which memory grew all along until it ran out; None where it did not, or is not known."""
+    has_saved: bool
+    """Whether a checkpoint was seen to be written."""
     hosts: tuple[str, ...]
     """Of the ranks that it began with, where that is known."""
     died_ns: int | None
@@ -141,14 +147,26 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     idle = attempts[-_IDLE_DEATHS:]
     if len(idle) == _IDLE_DEATHS and not any(each.has_trained for each in idle):
         yield "STOP", (), "never_trained", f"no step ended in the last {_IDLE_DEATHS} starts"
+    if last.growth_bytes_per_step is not None:
+        grown = f"memory grew by {bytes_text(round(last.growth_bytes_per_step))} a step"
+        buys = "" if last.step is None else f" after some {last.step + 1} steps"
+        if last.has_saved:
+            yield "RESTART", (), "grows", f"{grown}: it dies again{buys}; stop the growth first"
+        text = f"{grown}, and no checkpoint was seen: begun anew, it dies at about the same step"
+        yield "STOP", (), "grows", f"{text}; stop the growth first"
     none = f"none of {len(earlier)} earlier deaths was like it" if earlier else "its first death"
-    yield "RESTART", (), "not_repeated", f"{none}: whether it fails again is not known"
+    text = f"{none}: whether it fails again is not known"
+    if last.own_error is not None:
+        text = f"{none}, once: {last.own_error} of the job's own code comes again unless data or "
+        text += "machine caused it; after a second death at that line: STOP"
+    yield "RESTART", (), "not_repeated", text
 
 
 def _attempt(frames: RunFrames, death: Death) -> Attempt:
     hosts = {fate.host for fate in death.fates if fate.rank in death.ranks}
     trained = any(fate.step for fate in death.fates)
-    is_wrong = _PROGRAM.match(death.what) or (not trained and _AT_FIRST.match(death.what))
+    of_data = _OF_DATA.match(death.what) if death.cause == "exception" else None
+    is_wrong = _PROGRAM.match(death.what) or (not trained and of_data)
     return Attempt(
         run=frames.run.root.name,
         generation=death.generation,
@@ -158,10 +176,23 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         has_trained=trained,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
         is_program=death.cause == "exception" and bool(is_wrong),
+        own_error=of_data.group() if of_data and death.line else None,
+        growth_bytes_per_step=_growth(frames) if death.final else None,
+        has_saved=any(start.saves for start in frames.run_record().starts),
         hosts=tuple(sorted(host for host in hosts if host is not None)),
         died_ns=death.died_ns,
         headline=visible(death.headline),
     )
+
+
+def _growth(frames: RunFrames) -> float | None:
+    """By how much memory grew with each step of a rank that it ran out on, of GPU or host."""
+    death = next((each for each in frames.deaths() if each.final), None)
+    if death is None or death.cause != "out_of_memory":
+        return None
+    of_gpu = [each.growth_bytes_per_step for each in frames.gpu_memory_at_end()]
+    of_host = [each.growth_bytes_per_step for each in frames.memory_at_end()]
+    return next((growth for growth in of_gpu or of_host if growth is not None), None)
 
 
 def _earlier_attempts(frames: RunFrames) -> list[Attempt]:

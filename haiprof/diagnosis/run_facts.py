@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -244,17 +244,19 @@ ALLOCATOR_RETRY_MIN_COUNT = 2
 _SOON_NS = 24 * 3600 * NS_PER_S
 """A limit that is so near is said in the title."""
 _ENDS_NS = 3600 * NS_PER_S
+_WARM_NS = 15 * NS_PER_S
+"""Of steps: in less a job may still load what it keeps. Own choice."""
 _CARRIED_ON = 10
 """With a limit so near the job is about to end: no loss of time is graver, where the growth was
 seen for a tenth of that time at least."""
 _HOST, _GPU = "memory_rss_bytes", "memory_used_bytes"
-_GROWN = {
-    _HOST: ("host memory", "look for what is kept from each step: losses added up without .item() "
-            "or .detach() (they hold the whole graph), lists of outputs or metrics, a dataset that "
-            "caches samples in each worker (copy on write); where the job keeps nothing, the C "
-            "library keeps what was freed: MALLOC_ARENA_MAX=1 shows it"),
-    _GPU: ("GPU memory", LEAK_REMEDY),
-}  # fmt: skip
+KEPT_REMEDY = (
+    "look for what is kept from each step: losses added up without .item() or .detach() (they "
+    "hold the whole graph), lists of outputs or metrics, a dataset that caches samples in each "
+    "worker (copy on write); where the job keeps nothing, the C library keeps what was freed: "
+    "MALLOC_ARENA_MAX=1 shows it"
+)
+_GROWN = {_HOST: ("host memory", KEPT_REMEDY), _GPU: ("GPU memory", LEAK_REMEDY)}
 _NO_LINE = "which line keeps it: two snapshots of tracemalloc, some hundred steps apart, would say"
 _NO_ALLOCATOR = "no counts of a GPU's allocator"
 
@@ -271,33 +273,41 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     runs = points.select(pl.struct("rank", "metric").rle().alias("run")).unnest("run")
     begins = (runs["len"].cum_sum() - runs["len"]).to_list()  # they stand one behind another
     long = [
-        (of["rank"], of["metric"], _by_step(inputs, of["rank"], points.slice(begin, length)))
+        (of["rank"], of["metric"], *_by_step(inputs, of["rank"], points.slice(begin, length)))
         for begin, length, of in zip(begins, runs["len"], runs["value"], strict=True)
         if length >= TREND_MIN_POINTS and not (of["metric"] == _GPU and of["rank"] in counted)
     ]
     if not long:
         return f"fewer than {TREND_MIN_POINTS} samples of memory"
     found = [
-        (float(values[-1] - values[0]) / max(float(values[0]), 1.0), -rank, (rank, metric, values))
-        for rank, metric, values in long
+        (
+            float(values[-1] - values[0]) / max(float(values[0]), 1.0),
+            -rank,
+            (rank, metric, steps, values),
+        )
+        for rank, metric, steps, values in long
         if _grows(values)
     ]
     if not found:
         return None
-    share, _, (rank, metric, values) = max(found, key=lambda each: each[:2])
-    per_step = float(values[-1] - values[0]) / max(inputs.of_rank(rank).height, 1)
+    share, _, (rank, metric, steps, values) = max(found, key=lambda each: each[:2])
+    per_step = float(np.polyfit(steps, values, 1)[0])
     is_ahead = metric == _HOST and not inputs.ran_out_of_memory()
-    left_ns = _until_limit_ns(inputs, rank) if is_ahead else None
-    soon = left_ns is not None and left_ns < _SOON_NS
+    limit = _limit_ahead(inputs, rank) if is_ahead else None
+    left_ns = None if limit is None else limit.left_ns
     seen_ns = float(inputs.of_rank(rank)["step_ns"].sum())
-    ends = left_ns is not None and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
+    is_sure = seen_ns >= _WARM_NS  # what a job loads at first grows, too
+    ends = is_sure and left_ns is not None and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
     what, remedy = _GROWN[metric]
+    step_ns = seen_ns / max(inputs.of_rank(rank).height, 1)
     until = ("until its limit, at this rate", left_ns, "ns")
     return Finding(
         severity="critical" if ends else "warning",
         title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far"
-        + (f"; at this rate its limit is {duration_text(left_ns)} away" if soon else ""),
+        + (
+            "" if limit is None or limit.left_ns >= _SOON_NS else f"; {_limit_text(limit, step_ns)}"
+        ),
         evidence=evidence_rows(
             ("at the beginning", float(values[0]), "bytes"),
             ("at the end", float(values[-1]), "bytes"),
@@ -313,12 +323,13 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     )
 
 
-def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> Floats:
-    """Samples as at equal distances of steps: what is kept of each step grows with them."""
+def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> tuple[Floats, Floats]:
+    """Samples as at equal distances of steps, and these: what each step keeps grows with them."""
     # Over time, a leak looks like something that fills where steps become slower meanwhile.
     values: Floats = rows["value"].to_numpy()
     steps = np.searchsorted(inputs.of_rank(rank)["start_ns"].to_numpy(), rows["time_ns"].to_numpy())
-    return np.interp(np.linspace(steps[0], steps[-1], len(steps)), steps, values)
+    even: Floats = np.linspace(steps[0], steps[-1], len(steps))
+    return even, np.interp(even, steps, values)
 
 
 def _grows(values: Floats) -> bool:
@@ -329,13 +340,29 @@ def _grows(values: Floats) -> bool:
     return bool(values[-1] - values[-third - 1] >= CREEP_LAST_RATIO * (values[-1] - values[0]))
 
 
-def _until_limit_ns(inputs: RuleInputs, rank: int) -> float | None:
+class _Limit(NamedTuple):
+    """What memory grows towards."""
+
+    whose: str
+    size_bytes: float
+    left_ns: float
+
+
+def _limit_text(limit: _Limit, step_ns: float) -> str:
+    """`at this rate the 47.0 GiB of its node are used up in 15 min, after about 109,000 steps`."""
+    steps = int(float(f"{limit.left_ns / max(step_ns, 1.0):.2g}"))
+    return (f"at this rate the {bytes_text(round(limit.size_bytes))} of its {limit.whose} are used "
+            f"up in {duration_text(limit.left_ns)}, after about {steps:,} more steps")  # fmt: skip
+
+
+def _limit_ahead(inputs: RuleInputs, rank: int) -> _Limit | None:
     """When the host memory of a rank's node is used up, if its ranks go on to grow as they did."""
     # The limit is that of the tightest control group, else the node's memory; None: neither is
     # known.
     hosts = dict(inputs.ranks.select("rank", "host").rows())
     means = inputs.counted.nodes.get(hosts.get(rank) or "", {})
     limits = [m["memory_limit_bytes"] for m in means.values() if m.get("memory_limit_bytes")]
+    whose = "control group" if limits else "node"
     limits = limits or [means.get(None, {}).get("memory_total_bytes")]
     limit = min((each for each in limits if each), default=None)
     if limit is None:
@@ -349,7 +376,7 @@ def _until_limit_ns(inputs: RuleInputs, rank: int) -> float | None:
         lower_bound=1
     )
     left, rate = limit - float(ends["value"].sum()), float(rates.sum())
-    return max(left, 0.0) / rate if rate > 0 else None
+    return _Limit(whose, limit, max(left, 0.0) / rate) if rate > 0 else None
 
 
 def memory_pressure(inputs: RuleInputs) -> Finding | str | None:

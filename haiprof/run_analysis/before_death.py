@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +25,15 @@ LAST_NS = 60 * NS_PER_S
 _SOON_NS = NS_PER_S // 2
 _LEAST_SAMPLES = 3
 _GROWN_RATIO = 0.02
+_WARM_UP_STEPS = 10
+_CLOCK_NS = NS_PER_S // 50
+"""A sample begins so long before its time at the most."""
 _FREED_RATIO = 1.1
+OWN_ADDRESS_SPACE = "of that haiprof maps about 250 MiB"
+"""With glibc: stacks (24 MiB) and arenas of malloc (192) of three threads, and what is kept for
+uncaught errors (32); measured by /proc/PID/maps with and without haiprof."""
 _METRICS = (
-    ("process", "memory_rss_bytes"), ("cgroup", "memory_used_bytes"),
+    ("process", "memory_rss_bytes"), ("process", "process_count"), ("cgroup", "memory_used_bytes"),
     ("cgroup", "memory_limit_bytes"), ("host", "memory_available_bytes"),
 )  # fmt: skip
 
@@ -38,15 +44,19 @@ class MemoryAtEnd:
 
     rank: int
     rss_bytes: int | None
-    """Resident, with its children: the last sample."""
-    most_rss_bytes: int | None
-    """The same at most in the last minute: a worker that ran out of memory is gone at its end."""
+    """Resident, with its children: the last sample before the death."""
     sampled_before_ns: int | None
     """How long before the death that was."""
+    most_rss_bytes: int | None
+    """The same at most in the last minute: a worker that ran out of memory is gone at its end."""
+    most_before_ns: int | None
+    """How long before the death that was."""
+    process_count: int | None
+    """The rank and its descendants, when it was most."""
     killed_with_bytes: int | None
     """Resident at the kill, as the kernel's log has it."""
-    growth_bytes_per_s: float | None
-    """Over the last minute; None where it did not grow, or too few samples are there."""
+    growth_bytes_per_step: float | None
+    """Over the steps of the last minute; None where it did not grow steadily, or is not known."""
     limit_bytes: int | None
     """Of its control group."""
     address_limit_bytes: int | None
@@ -63,21 +73,22 @@ class MemoryAtEnd:
         parts = []
         if self.killed_with_bytes:
             parts.append(f"{bytes_text(self.killed_with_bytes)} resident at the kill")
-        if self.rss_bytes is not None:
-            before = self.sampled_before_ns or 0
-            when = f"{duration_text(before)} before its end" if before >= _SOON_NS else "at its end"
-            size = self.rss_bytes
-            if (self.most_rss_bytes or 0) > _FREED_RATIO * size:  # it frees what it had, then
-                size, when = self.most_rss_bytes or 0, "at most in its last minute"
-            parts.append(f"{bytes_text(size)} resident with its workers {when}")
-        if self.growth_bytes_per_s:
-            parts.append(f"growing by {bytes_text(round(self.growth_bytes_per_s))}/s")
+        size, before = self.rss_bytes, self.sampled_before_ns
+        if (self.most_rss_bytes or 0) > _FREED_RATIO * (size or 0):  # it frees what it had, then
+            size, before = self.most_rss_bytes, self.most_before_ns
+        if size is not None:
+            when = f"{duration_text(before)} before its end" if (before or 0) >= _SOON_NS else \
+                "at its end"  # fmt: skip
+            whose = " with its child processes" if (self.process_count or 0) > 1 else ""
+            parts.append(f"{bytes_text(size)} resident{whose} {when}")
+        if self.growth_bytes_per_step:
+            parts.append(f"growing by {bytes_text(round(self.growth_bytes_per_step))} a step")
         if self.limit_bytes:
             parts.append(f"limit of its control group {bytes_text(self.limit_bytes)}")
         if self.address_limit_bytes:
             limit = bytes_text(self.address_limit_bytes)
             parts.append(f"limit of its address space {limit} (ulimit -v: what it has mapped "
-                         "counts, resident or not)")  # fmt: skip
+                         f"counts, resident or not; {OWN_ADDRESS_SPACE})")  # fmt: skip
         if self.available_bytes is not None:
             parts.append(f"{bytes_text(self.available_bytes)} available on the node")
         if self.shm_bytes and self.shm_used_bytes is not None:
@@ -88,7 +99,10 @@ class MemoryAtEnd:
 
 
 def memory_at_end(
-    files: RunFiles, death: Death | None, ends: Sequence[ProcessEnd]
+    files: RunFiles,
+    death: Death | None,
+    ends: Sequence[ProcessEnd],
+    steps: Callable[[], pl.DataFrame],
 ) -> tuple[MemoryAtEnd, ...]:
     """Memory of the ranks that a death began with, where memory may be its reason."""
     if death is None or death.cause not in CAUSES or death.died_ns is None:
@@ -98,16 +112,23 @@ def memory_at_end(
     between = (death.died_ns - LAST_NS, death.died_ns + NS_PER_S)
     frame = counter_frame(files, between=between, hosts=hosts, metrics=list(_METRICS))
     found = [
-        _of_rank(rank, end, frame, death.died_ns)
+        _of_rank(rank, end, frame, death.died_ns, steps())
         for rank in death.ranks[:8]
         if (end := own.get(rank)) is not None
     ]
     return tuple(each for each in found if each.text)
 
 
-def _of_rank(rank: int, end: ProcessEnd, frame: pl.DataFrame, died_ns: int) -> MemoryAtEnd:
+def _of_rank(
+    rank: int, end: ProcessEnd, frame: pl.DataFrame, died_ns: int, steps: pl.DataFrame
+) -> MemoryAtEnd:
     node = frame.filter(pl.col("host") == end.host)
-    rss = _series(node.filter(pl.col("rank") == rank), "memory_rss_bytes")
+    own = node.filter(pl.col("rank") == rank)
+    # What a process frees on its way out says nothing of why it died; without older ones it does.
+    rss = _series(own, "memory_rss_bytes")
+    rss = [each for each in rss if each[0] <= died_ns + _CLOCK_NS] or rss[:1]
+    most_at, most = max(rss, key=lambda each: each[1], default=(None, None))
+    counts = dict(_series(own, "process_count"))
     oom = end.oom or {}
     limit = integer(oom.get("limit_bytes"))
     limits = _series(node, "memory_limit_bytes")
@@ -118,10 +139,12 @@ def _of_rank(rank: int, end: ProcessEnd, frame: pl.DataFrame, died_ns: int) -> M
     return MemoryAtEnd(
         rank=rank,
         rss_bytes=round(rss[-1][1]) if rss else None,
-        most_rss_bytes=round(max(value for _, value in rss)) if rss else None,
         sampled_before_ns=max(0, died_ns - rss[-1][0]) if rss else None,
+        most_rss_bytes=None if most is None else round(most),
+        most_before_ns=None if most_at is None else max(0, died_ns - most_at),
+        process_count=None if (n := counts.get(most_at or 0)) is None else round(n),
         killed_with_bytes=sum(known) if known else None,
-        growth_bytes_per_s=_growth(rss),
+        growth_bytes_per_step=_growth(rss, steps.filter(steps["rank"] == rank)),
         limit_bytes=limit if limit is not None else (round(limits[-1][1]) if limits else None),
         address_limit_bytes=end.address_limit_bytes,
         available_bytes=round(available[-1][1]) if available else None,
@@ -135,14 +158,25 @@ def _series(frame: pl.DataFrame, metric: str) -> list[tuple[int, float]]:
     return [(time, value) for time, value in rows.sort("time_ns").select("time_ns", "value").rows()]
 
 
-def _growth(series: Sequence[tuple[int, float]]) -> float | None:
-    """Bytes per second between the first and the last sample; None where it is hardly any."""
-    if len(series) < _LEAST_SAMPLES:
+def _growth(series: Sequence[tuple[int, float]], steps: pl.DataFrame) -> float | None:
+    """Bytes per step over the steps of the last start; None where it did not grow all along."""
+    if not steps.height:
         return None
-    (first, before), (last, after) = series[0], series[-1]
-    if after - before < _GROWN_RATIO * before:
+    own = steps.filter(steps["attempt"] == steps["attempt"].max())
+    starts = own["start_ns"].sort().to_numpy()
+    times = np.array([time for time, _ in series], dtype=np.int64)
+    at = np.searchsorted(starts, times)
+    until = int((own["start_ns"] + own["step_ns"]).to_numpy().max())
+    trained = (at >= min(_WARM_UP_STEPS, len(starts) // 10)) & (times <= until)
+    at, values = at[trained], np.array([value for _, value in series])[trained]
+    if len(values) < _LEAST_SAMPLES or at[-1] <= at[0]:
         return None
-    return (after - before) * NS_PER_S / max(last - first, 1)
+    rate = float((values[-1] - values[0]) / (at[-1] - at[0]))
+    halfway = np.interp((at[0] + at[-1]) / 2, at, values)
+    late = 2 * float(values[-1] - halfway) / float(at[-1] - at[0])
+    if values[-1] - values[0] < _GROWN_RATIO * values[0] or late < rate / 2:
+        return None
+    return rate
 
 
 BEFORE_NS = 60 * NS_PER_S

@@ -909,8 +909,8 @@ _SIGNAL_REMEDIES: Mapping[int, str] = {
 }
 _REMEDIES: Mapping[str, str] = {
     "exception": "fix the line that raised it",
-    "out_of_memory": "use less memory on that rank (smaller batches, fewer or leaner workers), or "
-    "give the job more",
+    "out_of_memory": "use less memory on that rank (smaller batches, leaner DataLoader workers "
+    "where there are any), or give the job more",
     "shared_memory_full": "give /dev/shm more room (docker --shm-size, an emptyDir of medium "
     "Memory), or use fewer workers, a lower prefetch_factor, or the sharing strategy file_system",
     "disk_full": "make room where the job writes, or write elsewhere",

@@ -88,6 +88,8 @@ class CodeLine:
         between = ""
         if self.low is not None and self.high is not None:
             between = f" ({100 * self.low:.0f} to {ratio_text(self.high)})"
+            if round(100 * self.low) == 0:
+                between = f" (at most {ratio_text(self.high)})"
             if ratio_text(self.high) == ratio_text(self.share):  # all that it can be
                 between = f" (at least {ratio_text(self.low)})"
         inside = visible(f", in {' > '.join(self.callees)}") if self.callees else ""

@@ -344,7 +344,7 @@ class RunFrames:
 
     def memory_at_end(self) -> tuple[MemoryAtEnd, ...]:
         """Memory of the ranks that the job's death began with."""
-        return memory_at_end(self.files, self._last_death(), self._evidence.ends)
+        return memory_at_end(self.files, self._last_death(), self._evidence.ends, self.steps)
 
     def gpu_memory_at_end(self) -> tuple[GpuMemoryAtEnd, ...]:
         """GPU memory of the same ranks, where it ran out."""

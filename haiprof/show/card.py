@@ -212,7 +212,7 @@ def gain_text(finding: Finding) -> str:
     unit, ns = time_unit(gain.step_ns)
     times = (gain.left_ns, gain.low_ns, gain.high_ns)
     left, low, high = (digits_text(value / ns) for value in times)
-    between = f"at most {high}" if low == left else f"{low} to {high}"
+    between = f"at most {high}" if low in (left, "0") else f"{low} to {high}"
     return f"from {digits_text(gain.step_ns / ns)} to {left} {unit} a step ({between})"
 
 

@@ -234,7 +234,56 @@ def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> 
     assert until is not None
     assert last is not None
     assert until / NS_PER_S == pytest.approx((2e9 - last) / 2e7, rel=0.1)
-    assert "its limit is " in creep.title
+    assert "at this rate the 1.86 GiB of its control group are used up in 28" in creep.title
+    assert creep.title.endswith("after about 1,600 more steps")
+
+
+def test_memory_that_grows_in_a_jobs_first_seconds_is_not_grave(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED, steps=600)
+    limited(root, 2e9)
+    assert found(judged(root), "memory_creep").severity == "warning"
+
+
+def ran_out(root: Path) -> None:
+    """The rank fails to allocate 20 s after its first step."""
+    end = {"type": "process_end", "pid": 100, "rank": 0, "wall_ns": CLOCK.wall_ns + 29 * NS_PER_S,
+           "status": None, "signal": 9, "oom": {"kills": 1}}  # fmt: skip
+    with RunPaths(root).node("node0").events.open("a") as file:
+        file.write(json.dumps(end) + "\n")
+
+
+def test_memory_that_filled_up_before_it_ran_out_did_not_grow_with_each_step(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1000)
+    counters(root, lambda t: {"memory_rss_bytes": int(1e8 + 1e7 * min(t, 8.0))})
+    ran_out(root)
+    verdict = judged(root)
+    assert verdict.memory_at_end[0].growth_bytes_per_step is None
+    assert verdict.advice is not None
+    assert verdict.advice.action == "RESTART"
+
+
+def test_memory_that_grew_with_each_step_until_it_ran_out_is_mended_before_a_restart(
+    root: Path,
+) -> None:
+    step_s = sum(BALANCED) / 1e3
+    write_story(root, lambda *_: BALANCED, steps=1150)
+
+    def kept(seconds: float) -> float:
+        return 1e8 + 1e6 * max(seconds, 0.0) / step_s
+
+    counters(root, lambda t: {"memory_rss_bytes": int(kept(t) if t < 20 else 1e8)})
+    ran_out(root)
+    verdict = judged(root)
+    (memory,) = verdict.memory_at_end
+    assert memory.growth_bytes_per_step == pytest.approx(1e6, rel=0.05)
+    assert " KiB a step" in memory.text
+    assert "with its" not in memory.text
+    assert "last minute" not in memory.text
+    assert verdict.death is not None
+    assert "look for what is kept from each step" in verdict.death.remedy
+    assert verdict.advice is not None
+    assert verdict.advice.headline == "STOP"
+    assert "a step, and no checkpoint was seen: begun anew, it dies" in verdict.advice.text
 
 
 def test_limit_at_which_the_job_has_died_does_not_lie_ahead(root: Path) -> None:

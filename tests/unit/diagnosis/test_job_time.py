@@ -273,8 +273,12 @@ AT = np.arange(STEPS)
         (4.0 * (AT < 100), AT[:100].repeat(2), "until step 99"),
         (90.0 * (AT < 60), AT[:60].repeat(2), "until step 59"),
         (90.0 * (AT >= 150), AT[150:].repeat(2), "since step 150"),
-        (1.0 + 4.0 * (AT < 60), np.append(AT, np.repeat(AT[:60], 9)), "until step 59"),
-        (1.0 + 4.0 * (AT >= 100), np.append(AT, np.repeat(AT[100:], 4)), "since step 100"),
+        (1.0 + 4.0 * (AT < 60), np.append(AT, np.repeat(AT[:60], 9)), "more until step 59"),
+        (
+            1.0 + 4.0 * (AT >= 100),
+            np.append(AT, np.repeat(AT[100:], 4)),
+            "more since step 100",
+        ),
         (np.full(STEPS, 0.5), AT[175:].repeat(2), "since step 175"),
         (0.05 * AT, np.repeat(AT, AT // 20), "growing"),
         (1.0 + 0.0004 * AT**2, np.repeat(AT, AT**2 // 4000)[::7], "growing"),  # few samples

@@ -163,6 +163,9 @@ def death(cause: str, *hosts: str, **more: object) -> Attempt:
         "has_trained": True,
         "is_hardware": False,
         "is_program": False,
+        "own_error": None,
+        "growth_bytes_per_step": None,
+        "has_saved": False,
         **more,
     }
     return Attempt(run="job-7", generation=0, cause=cause, hosts=hosts, died_ns=None,
@@ -207,6 +210,12 @@ CASES = {
     "time limit": (TWO, [death("time_limit")] * 9, "RESTART"),
     "never a step": (TWO, [death("launcher", has_trained=False)] * 3, "STOP"),
     "an error of the program": (TWO, [death("exception", is_program=True, **AT)], "STOP"),
+    "memory that grew": (
+        TWO, [death("out_of_memory", growth_bytes_per_step=2e6)], "STOP"),
+    "memory that grew between saves": (
+        TWO, [death("out_of_memory", growth_bytes_per_step=2e6, has_saved=True)], "RESTART"),
+    "an error that data may have caused": (
+        TWO, [death("exception", own_error="IndexError", **AT)], "RESTART"),
     "twice no step": (TWO, [death("launcher", has_trained=False)] * 2, "RESTART"),
 }  # fmt: skip
 
@@ -214,6 +223,14 @@ CASES = {
 def test_an_interrupt_before_is_no_death() -> None:
     found = advise([death("interrupted"), death("killed", "node-2")], frozenset(TWO))
     assert (found.action, found.text.partition(":")[0]) == ("RESTART", "its first death")
+
+
+def test_restart_is_said_with_what_it_is_good_for() -> None:
+    grew = advise(CASES["memory that grew between saves"][1], frozenset(TWO)).text
+    assert grew == ("memory grew by 1.91 MiB a step: it dies again after some 91 steps; "
+                    "stop the growth first")  # fmt: skip
+    text = advise(CASES["an error that data may have caused"][1], frozenset(TWO)).text
+    assert "once: IndexError of the job's own code comes again unless" in text
 
 
 @pytest.mark.parametrize("case", CASES)
