@@ -44,7 +44,10 @@ _PROGRAM = re.compile(
     r"ImportError|ModuleNotFoundError|NotImplementedError)\b"
 )
 """Exceptions of a program that is wrong, whatever its data and its machine."""
-_OF_DATA = re.compile(r"(ZeroDivisionError|KeyError|IndexError|AssertionError|ValueError)\b")
+_OF_DATA = re.compile(
+    r"(ZeroDivisionError|KeyError|IndexError|AssertionError|ValueError|"
+    r"RecursionError)\b"
+)
 """These as well before a step has ended; later they may be of the data, or of chance."""
 
 
