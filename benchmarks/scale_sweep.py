@@ -3,13 +3,15 @@
     python benchmarks/scale_sweep.py --label after
     python benchmarks/scale_sweep.py --label after --cells 64x24,1024x24 --commands verdict,ls
     python benchmarks/scale_sweep.py --label before --whole --cells 64x1,64x10,256x1,1024x1
+    python benchmarks/scale_sweep.py --label deaths --deaths --cells 8x0.03,1024x0.03
 
-`diagnose_scale.py --sweep` is the same. Steps take 2 s, as those of a large model do: 43,200 in a
+Steps take 2 s, as those of a large model do: 43,200 in a
 day. A node has 8 ranks with a GPU each; each source of counters has a row a second, stacks are
 sampled at the hook's own pace, a rank notes the device's times at each step and the progress of one
 process group each second. Two nodes are made up (one with a slow rank and one that waits more and
 more for data); the others are copies of the second under their own names. They are folded as the
-agent does it, unless `--whole`. Each command is a process of its own, which reads the run for the
+agent does it, unless `--whole`. With `--deaths` one rank raises and NCCL's watchdog ends the others:
+each leaves PyTorch's dump of 2,000 collectives with stacks. Each command is a process of its own, which reads the run for the
 first time. Results are kept in results/scale.json, from which results/scale.md is written.
 """
 
@@ -19,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -39,9 +42,9 @@ from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.stack_lines import FILE_LIMIT_BYTES, HEADER, SAMPLES, STACKS_VERSION
-from haiprof.run_format.writer import RecordWriter
+from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 from tests.unit.analysis.recorded import CLOCK
-from tests.unit.report.many_ranks import START_NS, write_many
+from tests.unit.report.many_ranks import SLOW_RANK, START_NS, write_many
 
 STEP_S = 2.0
 USUAL_S = 0.1
@@ -51,6 +54,7 @@ EPOCH_S, BEFORE_PACE_S = 600, 0.2
 PER_NODE = 8
 TEMPLATES = 2
 HZ = 100
+COLLECTIVES, FRAMES = 2_000, 12
 LIMIT_S = 400.0
 """A command that takes longer is ended, and has no number."""
 CELLS = tuple((ranks, hours) for ranks in (64, 256, 1024) for hours in (1, 10, 24))
@@ -66,7 +70,14 @@ Result = dict[str, Any]
 
 
 def write_cell(
-    root: Path, ranks: int, hours: float, *, whole: bool, workers: int, templates: Path
+    root: Path,
+    ranks: int,
+    hours: float,
+    *,
+    whole: bool,
+    workers: int,
+    deaths: bool,
+    templates: Path,
 ) -> None:
     """A run of so many ranks and hours: two nodes, and copies of the second."""
     two = templates / f"{hours:g}-{workers}-{'whole' if whole else 'folded'}"
@@ -76,10 +87,56 @@ def write_cell(
     run = RunPaths(root)
     for first in range(TEMPLATES * PER_NODE, ranks, PER_NODE):
         _copy_node(run, first)
+    if deaths:
+        write_death(run, ranks, round(hours * 3600e9))
+        return
     now = time.time_ns()
     manifest = read_manifest(run)  # of a job that this process is the launcher of
     live = {"host": socket.gethostname(), "launcher_pid": os.getpid(), "start_wall_ns": now}
     write_manifest(run, replace(manifest, **live))
+
+
+def write_death(run: RunPaths, ranks: int, end_ns: int) -> None:
+    """One rank raises, and the others are aborted by NCCL's watchdog, each with its dump."""
+    frames = [{"name": f"forward_{n}", "filename": f"/opt/torch/nn/modules/module_{n}.py",
+               "line": 100 + n} for n in range(FRAMES)]  # fmt: skip
+    head = {"host": f"node{SLOW_RANK // PER_NODE:04d}", "pid": 100 + SLOW_RANK}
+    run.flight.mkdir()
+    run.uncaught.mkdir()
+    for rank in range(ranks):
+        raised = rank == SLOW_RANK
+        events = LineWriter(run.node(f"node{rank // PER_NODE:04d}").events)
+        status = {"status": 1, "signal": None} if raised else {"signal": 6}
+        wall_ns = CLOCK.wall_ns + end_ns + (0 if raised else 25 * 10**9)
+        events.append({"type": "process_end", "pid": 100 + rank, "rank": rank, "parent": 1,
+                       "wall_ns": wall_ns, **status})  # fmt: skip
+        events.close()
+        entries = [_collective(n, frames) for n in range(1, COLLECTIVES + 1 - raised)]
+        dump = {"version": "2.10", "pg_config": {}, "entries": entries}
+        (run.flight / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    error = {"type": "RuntimeError", "message": "bad sample 17", "frames": [], "source": ""}
+    ended = {"how": "exception", "thread": None, "wall_ns": CLOCK.wall_ns + end_ns - 1,
+             "errors": [error]}  # fmt: skip
+    write_json(
+        run.uncaught_file(head["host"], head["pid"]),
+        {**head, "rank": SLOW_RANK, "restart": 0, "ended": [ended]}, below=run.root,
+    )  # fmt: skip
+    end_wall_ns = CLOCK.wall_ns + end_ns + 30 * 10**9
+    write_manifest(run, replace(read_manifest(run), end_wall_ns=end_wall_ns, exit_status=1))
+
+
+def _collective(number: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    """An entry as NCCL's Flight Recorder writes it; stacks that are the same are one object."""
+    at_ns = CLOCK.wall_ns + number * 10**6
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "is_p2p": False,
+        "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "frames": list(frames),
+        "profiling_name": "nccl:all_reduce", "input_sizes": [[4096, 4096]],
+        "input_dtypes": ["BFloat16"], "output_sizes": [[4096, 4096]], "retired": True,
+        "output_dtypes": ["BFloat16"], "state": "completed", "timeout_ms": 600_000,
+        "time_created_ns": at_ns, "duration_ms": 1.0, "time_discovered_started_ns": at_ns + 10,
+        "time_discovered_completed_ns": at_ns + 90,
+    }  # fmt: skip
 
 
 def write_template(root: Path, hours: float, *, whole: bool, workers: int = 0) -> None:
@@ -228,20 +285,14 @@ def measure(root: Path, words: Iterable[str]) -> Result:
 
 
 def sweep(
-    label: str,
-    cells: Iterable[tuple[int, float]],
-    commands: Sequence[str],
-    *,
-    whole: bool,
-    workers: int,
-    templates: Path,
+    label: str, cells: Iterable[tuple[int, float]], commands: Sequence[str], **how: Any
 ) -> None:
     """Measures all cells, and writes each down as it comes."""
     for ranks, hours in cells:
-        with tempfile.TemporaryDirectory(dir=templates) as folder:
+        with tempfile.TemporaryDirectory(dir=how["templates"]) as folder:
             root = Path(folder) / "runs" / "run"
             root.parent.mkdir()
-            write_cell(root, ranks, hours, whole=whole, workers=workers, templates=templates)
+            write_cell(root, ranks, hours, **how)
             found: Result = {"disk_bytes": disk_bytes(root)}
             for name in commands:
                 found[name] = measure(root, COMMANDS[name])
@@ -308,17 +359,18 @@ def _fits(cells: Mapping[str, Result]) -> str:
     return ":\n\n" + "\n".join(rows)
 
 
-def main(line: list[str] | None = None) -> None:
+def main() -> None:
     """Measures, and writes the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--label", default="after", help="under which results are kept")
     parser.add_argument("--cells", help="RANKSxHOURS, with commas; left out: all nine")
     parser.add_argument("--commands", default=",".join(COMMANDS))
     parser.add_argument("--whole", action="store_true", help="do not fold what is old")
+    parser.add_argument("--deaths", action="store_true", help="all ranks end, one of itself")
     parser.add_argument("--workers", type=int, default=0, help="DataLoader workers of each rank")
     parser.add_argument("--templates", type=Path, help="where two nodes of each time are kept")
     parser.add_argument("--table", action="store_true", help="only write the table")
-    options = parser.parse_args(line)
+    options = parser.parse_args()
     if not options.table:
         pairs = [cell.split("x") for cell in (options.cells or "").split(",") if cell]
         cells = [(int(ranks), float(hours)) for ranks, hours in pairs] or list(CELLS)
@@ -327,7 +379,7 @@ def main(line: list[str] | None = None) -> None:
             templates.mkdir(exist_ok=True)
             words = options.commands.split(",")
             sweep(options.label, cells, words, whole=options.whole, workers=options.workers,
-                  templates=templates)  # fmt: skip
+                  deaths=options.deaths, templates=templates)  # fmt: skip
     write_table()
 
 

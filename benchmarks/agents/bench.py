@@ -5,9 +5,12 @@
     python benchmarks/agents/bench.py --client 'python mine.py' --name mine --tools haiprof
     python benchmarks/agents/bench.py --client 'python mine.py' --ask FOLDER   no score
 
-tasks.json holds the questions and the truth (tasks.py says which and why), clients.py the scripted
-clients and the protocol of any other, toolsets.py how each tool records a job and what it answers.
-Each repeat is a recording of its own. FOLDER holds train.py and logs/, a log directory of haiprof.
+tasks.json holds the questions and the truth, from results/faults.json: the first 14 faults from
+seed 5000 on that gain 5 % of the step or more, whose pairs agree to 7 points, each of a kind of its
+own and without other processes or limits beside it; the first four healthy jobs of which haiprof
+said nothing, and the two of which it said something false. clients.py holds the scripted clients
+and the protocol of any other, toolsets.py how each tool records a job and what it answers. Each
+repeat is a recording of its own. FOLDER holds train.py and logs/, a log directory of haiprof.
 A run that was stopped goes on where it was; results are in benchmarks/results/agents.md.
 """
 

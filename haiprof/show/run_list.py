@@ -40,7 +40,7 @@ _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "co
             "scheduler.json")  # fmt: skip
 """What the entry of a run is made from."""
 _RANK_S = 0.004
-"""What reading a rank takes; 1,024 of 1,000 steps took 4.5 s (benchmarks/diagnose_scale.py)."""
+"""What reading a rank takes; 1,024 of 1,000 steps took 4.5 s (benchmarks/scale_sweep.py)."""
 _OF_HEADER = ("name", "path", "start_wall_ns", "duration_ns", "state", "exit_status", "signal")
 _COMPUTED = ("step_count", "step_ns", "died_of", "died_rank", "problem", "is_counted")
 """Fields that take reading the ranks' files; the others are cheap."""
