@@ -10,9 +10,10 @@ day. A node has 8 ranks with a GPU each; each source of counters has a row a sec
 sampled at the hook's own pace, a rank notes the device's times at each step and the progress of one
 process group each second. Two nodes are made up (one with a slow rank and one that waits more and
 more for data); the others are copies of the second under their own names. They are folded as the
-agent does it, unless `--whole`. With `--deaths` one rank raises and NCCL's watchdog ends the others:
-each leaves PyTorch's dump of 2,000 collectives with stacks. Each command is a process of its own, which reads the run for the
-first time. Results are kept in results/scale.json, from which results/scale.md is written.
+agent does it, unless `--whole`. With `--deaths` one rank raises and NCCL's watchdog ends the
+others: each leaves PyTorch's dump of 2,000 collectives with stacks. Each command is a process of
+its own, which reads the run for the first time. Results are kept in results/scale.json, from which
+results/scale.md is written.
 """
 
 from __future__ import annotations
@@ -70,15 +71,9 @@ Result = dict[str, Any]
 
 
 def write_cell(
-    root: Path,
-    ranks: int,
-    hours: float,
-    *,
-    whole: bool,
-    workers: int,
-    deaths: bool,
+    root: Path, ranks: int, hours: float, *, whole: bool, workers: int, deaths: bool,
     templates: Path,
-) -> None:
+) -> None:  # fmt: skip
     """A run of so many ranks and hours: two nodes, and copies of the second."""
     two = templates / f"{hours:g}-{workers}-{'whole' if whole else 'folded'}"
     if not two.exists():

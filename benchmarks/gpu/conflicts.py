@@ -1,30 +1,13 @@
-"""Other tools on the same GPU: the job's own profiler, Kineto's daemon, nsys, PM sampling."""
+"""Other tools on the same GPU: the job's own profiler, Kineto's daemon, nsys."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.driver import machine
 from benchmarks.gpu.findings import rank_lines
-from benchmarks.gpu.gpm import gpm_at
-from benchmarks.gpu.load import load
 from benchmarks.gpu.recording import run_job
-
-PM_SAMPLING = """
-from cupti import pm_sampling
-collector = pm_sampling.Collector(0)
-collector.enable(["sm__cycles_active.avg"])
-collector.configure()
-collector.start()
-__import__("time").sleep(1)
-collector.stop()
-print(repr(collector.decode())[:400])
-"""
 
 
 def own_profiler(bench: Bench) -> None:
@@ -81,27 +64,6 @@ def nsys_here() -> tuple[str | None, str]:
     if not isinstance(found, Refusal):
         return found, ""
     return (str(bundled[-1]), "") if bundled else (None, found.reason)
-
-
-def pm_sampling(bench: Bench) -> None:
-    """CUPTI's PM sampling from a process of its own beside a job, and GPM beside torch.profiler."""
-    of = machine()
-    with load(seconds=40):
-        done = subprocess.run(
-            [sys.executable, "-c", PM_SAMPLING], capture_output=True, text=True, timeout=30,
-            check=False,
-        )  # fmt: skip
-        if "No module named 'cupti'" in done.stderr and not bench.fake:
-            bench.skip("status", "this Python has no cupti-python")
-        else:
-            bench.tell("status", done.returncode)
-        bench.note("said", done.stdout[-400:] + done.stderr[-600:])
-        bench.note("GPM afterwards", gpm_at(of, bench.scale(0.2, 0.1)))
-    with load("--profile", seconds=bench.scale(15, 3)):
-        time.sleep(bench.scale(2.0, 0.1))
-        beside = gpm_at(of, bench.scale(0.5, 0.1))
-    bench.tell("gpm_beside_profiler", isinstance(beside, dict))
-    bench.note("GPM beside torch.profiler", beside)
 
 
 def burst(bench: Bench) -> None:

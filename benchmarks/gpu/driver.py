@@ -83,8 +83,39 @@ def attempt(call: Callable[[], object]) -> object:
 # -- prices ----------------------------------------------------------------------------------------
 
 
-def percentiles(call: Callable[[], object], count: int) -> dict[str, object]:
-    """Percentiles of a call's time in us, or why it cannot be called."""
+def prices(bench: Bench) -> None:
+    """What a call of NVML takes, idle and under load; and a sample as the agent takes it."""
+    of = machine()
+    tables = {"idle": price_table(of, bench)}
+    with load(seconds=120):
+        tables["loaded"] = price_table(of, bench)
+    for figure, price in tables["loaded"].items():
+        if isinstance(price, str):
+            bench.skip(figure, price)
+        else:
+            bench.tell(figure, price)
+    bench.keep_json("nvml-prices.json", tables)
+    bench.note("prices", tables)
+
+
+def price_table(of: Machine, bench: Bench) -> dict[str, float | str]:
+    """Medians in us, or why a call cannot be made."""
+    p, h, count = of.pynvml, of.handle, bench.scale(200, 5)
+    table: dict[str, float | str] = {
+        "utilization_us": median_us(lambda: p.nvmlDeviceGetUtilizationRates(h), count),
+        "memory_us": median_us(lambda: p.nvmlDeviceGetMemoryInfo(h, 0x02000028), count),
+        "processes_us": median_us(lambda: p.nvmlDeviceGetComputeRunningProcesses(h), 5),
+    }
+    reads = []
+    with sampler() as found:
+        for _ in range(bench.scale(30, 4)):
+            time.sleep(0.11)  # GPM wants 0.1 s between two samples
+            reads.append((row_of(found)["read_ns"] or 0) / 1e3)
+    return {**table, "sample_us": statistics.median(reads), "sample_p99_us": max(reads)}
+
+
+def median_us(call: Callable[[], object], count: int) -> float | str:
+    """Of a call's time, or the error that it raises."""
     took = []
     try:
         for _ in range(count):
@@ -93,74 +124,8 @@ def percentiles(call: Callable[[], object], count: int) -> dict[str, object]:
             took.append((time.perf_counter_ns() - began) / 1e3)
             time.sleep(0.001)
     except Exception as error:  # noqa: BLE001
-        return {"error": repr(error)}
-    took.sort()
-    return {"p50_us": took[count // 2], "p99_us": took[int(count * 0.99)], "max_us": took[-1]}
-
-
-def calls(of: Machine, bench: Bench) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is timed, and how often."""
-    p, h, count = of.pynvml, of.handle, bench.scale(200, 5)
-    fields = {n: ALL_LINKS if n in (138, 139) else 0 for n in
-              (74, 75, 82, 83, 94, 138, 139, 142, 185, 186, 197, 198, 269, 270, 271)}  # fmt: skip
-    found: dict[str, tuple[Callable[[], object], int]] = {
-        "UtilizationRates": (lambda: p.nvmlDeviceGetUtilizationRates(h), count),
-        "MemoryInfo_v2": (lambda: p.nvmlDeviceGetMemoryInfo(h, 0x02000028), count),
-        "PowerUsage": (lambda: p.nvmlDeviceGetPowerUsage(h), count),
-        "ClockInfo SM": (lambda: p.nvmlDeviceGetClockInfo(h, 1), count),
-        "ClockInfo memory": (lambda: p.nvmlDeviceGetClockInfo(h, 2), count),
-        "Temperature": (lambda: p.nvmlDeviceGetTemperature(h, 0), count),
-        "TemperatureV": (lambda: p.nvmlDeviceGetTemperatureV(h, 0), count),
-        "ClocksEventReasons": (lambda: p.nvmlDeviceGetCurrentClocksEventReasons(h), count),
-        "PcieLinkGeneration": (lambda: p.nvmlDeviceGetCurrPcieLinkGeneration(h), count),
-        "PcieThroughput": (lambda: p.nvmlDeviceGetPcieThroughput(h, 0), 5),
-        "ComputeRunningProcesses": (lambda: p.nvmlDeviceGetComputeRunningProcesses(h), 5),
-    }
-    for number, scope in fields.items():
-        query = [(number, scope)]
-        found[f"field {number}"] = (lambda q=query: p.nvmlDeviceGetFieldValues(h, q), count)
-    every = list(fields.items())
-    found["all fields in one call"] = (lambda: p.nvmlDeviceGetFieldValues(h, every), count)
-    return found
-
-
-def prices(bench: Bench) -> None:
-    """What each NVML call takes, idle and under load; and a sample of haiprof's."""
-    of = machine()
-    tables: dict[str, dict[str, dict[str, object]]] = {}
-    for state in ("idle", "loaded"):
-        if state == "loaded":
-            with load(seconds=120):
-                tables[state] = price_table(of, bench)
-        else:
-            tables[state] = price_table(of, bench)
-    loaded = tables["loaded"]
-    names = {"utilization_us": "UtilizationRates", "memory_us": "MemoryInfo_v2",
-             "processes_us": "ComputeRunningProcesses", "sample_us": "haiprof sample"}  # fmt: skip
-    for figure, call in names.items():
-        if "p50_us" in loaded[call]:
-            bench.tell(figure, loaded[call]["p50_us"])  # type: ignore[arg-type]
-        else:
-            bench.skip(figure, str(loaded[call].get("error")))
-    if "p99_us" in loaded["haiprof sample"]:
-        bench.tell("sample_p99_us", loaded["haiprof sample"]["p99_us"])  # type: ignore[arg-type]
-    bench.keep_json("nvml-prices.json", tables)
-    bench.note("prices", tables)
-
-
-def price_table(of: Machine, bench: Bench) -> dict[str, dict[str, object]]:
-    """Percentiles of every call, and of a whole sample as the agent takes it."""
-    table = {name: percentiles(call, count) for name, (call, count) in calls(of, bench).items()}
-    with sampler() as found:
-        reads = []
-        for _ in range(bench.scale(30, 4)):
-            time.sleep(0.11)  # GPM wants 0.1 s between two samples
-            reads.append((row_of(found)["read_ns"] or 0) / 1e3)
-    reads.sort()
-    table["haiprof sample"] = {
-        "p50_us": reads[len(reads) // 2], "p99_us": reads[-1], "max_us": reads[-1]
-    }  # fmt: skip
-    return table
+        return repr(error)
+    return statistics.median(took)
 
 
 def beside_a_job(bench: Bench) -> None:

@@ -58,7 +58,7 @@ def install(folder: Path) -> dict[str, str]:
     }  # fmt: skip
     library = compile_stub(folder / "lib")
     if library is not None:
-        found |= {"LD_LIBRARY_PATH": str(library), "GPU_CHECK_STUB": "stub"}
+        found |= {"LD_LIBRARY_PATH": str(library)}
     return found
 
 

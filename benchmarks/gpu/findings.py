@@ -1,17 +1,14 @@
-"""Jobs with one fault each, under haiprof: does the verdict on a GPU name it; and MFU."""
+"""Jobs with one fault each, under haiprof: does the verdict on a GPU name it."""
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.device import Gpu, decoder, open_gpu
-from benchmarks.gpu.recording import Job, run_job
+from benchmarks.gpu.recording import Job, lines_of, run_job
 
 TRACED = ("--steps", "12:17", "--trace-sync")
 FP32 = "fp32_products"
-PEAK_BF16_FLOPS = 989e12  # NVIDIA H100/H200 datasheet, dense, SXM
 
 
 def launch_bound(bench: Bench) -> None:
@@ -51,7 +48,7 @@ def healthy(bench: Bench) -> None:
     bench.tell("window_state", str(window.get("state", "no window")))
     bench.tell("window_stall_s", (window.get("stall_ns") or 0) / 1e9)
     bench.note("window", window)
-    keep_run(bench, job, "run-healthy")
+    bench.keep(job.paths.root, "run-healthy")
 
 
 def loader_bound(bench: Bench) -> None:
@@ -81,7 +78,7 @@ def judge(bench: Bench, job: Job, *rules: str) -> None:
                             for f in as_plain(verdict["findings"])])  # fmt: skip
     wanted = [a for a in as_plain(verdict["abstained"]) if a["slug"] in rules]
     bench.note("abstained", wanted)
-    keep_run(bench, job, f"run-{rules[0]}")
+    bench.keep(job.paths.root, f"run-{rules[0]}")
 
 
 def named(job: Job) -> set[str]:
@@ -109,63 +106,4 @@ def as_plain(found: Any) -> list[dict[str, Any]]:
 
 def rank_lines(job: Job, kind: str) -> list[dict[str, Any]]:
     """Lines of a type that the ranks wrote."""
-    from benchmarks.gpu.recording import lines_of
-
     return lines_of(job.paths, kind)
-
-
-def keep_run(bench: Bench, job: Job, name: str) -> None:
-    """The run directory among the recordings."""
-    bench.keep(job.paths.root, name)
-
-
-# -- how much of the GPU ---------------------------------------------------------------------------
-
-
-def utilisation(bench: Bench) -> None:
-    """FLOP/s of a matrix product and of a transformer's step, counted by torch's flop counter."""
-    gpu = open_gpu()
-    torch = gpu.torch
-    n = bench.scale(8192, 256)
-    a = torch.randn(n, n, device=gpu.device, dtype=torch.bfloat16)
-    b = torch.randn(n, n, device=gpu.device, dtype=torch.bfloat16)
-    counted = flops_of(lambda: torch.mm(a, b))
-    bench.tell("counted_by_formula_ratio", counted / (2 * n**3))
-    seconds = event_seconds(gpu, lambda: torch.mm(a, b), bench.scale(10, 3))
-    bench.tell("product_tflops", counted / seconds / 1e12)
-    bench.tell("product_mfu_ratio", counted / seconds / PEAK_BF16_FLOPS)
-    with torch.autocast(gpu.device, dtype=torch.bfloat16):
-        step = decoder(
-            gpu, layers=bench.scale(12, 1), width=bench.scale(2048, 32),
-            tokens=bench.scale(2048, 8),
-        )  # fmt: skip
-        counted = flops_of(step)
-        seconds = event_seconds(gpu, step, bench.scale(10, 3))
-    bench.tell("step_flops", counted)
-    bench.tell("step_mfu_ratio", counted / seconds / PEAK_BF16_FLOPS)
-
-
-def flops_of(call: Any) -> int:
-    """Floating-point operations of a call, forward and backward."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return int(counter.get_total_flops())
-
-
-def event_seconds(gpu: Gpu, call: Any, count: int) -> float:
-    """Median of a call's time on the device."""
-    cuda = gpu.torch.cuda
-    for _ in range(3):
-        call()
-    took = []
-    for _ in range(count):
-        first, last = (cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        call()
-        last.record()
-        cuda.synchronize()
-        last.synchronize()
-        took.append(first.elapsed_time(last) / 1e3)
-    return statistics.median(took)

@@ -115,53 +115,6 @@ def state_of(run: Any) -> str:
     return str(state) if reason is None else f"{state}: {reason}"
 
 
-def events(bench: Bench) -> None:
-    """One event record, one query, and the pool's work for the four spans of a step."""
-    gpu = open_gpu()
-    cuda, count = gpu.torch.cuda, bench.scale(20_000, 500)
-    for name, timing in (("timed", True), ("untimed", False)):
-        marks = [cuda.Event(enable_timing=timing) for _ in range(64)]
-        bench.tell(
-            f"{name}_record_us", per_call_us(cuda, lambda n, m=marks: m[n % 64].record(), count)
-        )
-    reached = cuda.Event(enable_timing=True)
-    reached.record()
-    cuda.synchronize()
-    bench.tell("query_us", per_call_us(cuda, lambda _: reached.query(), count))
-    bench.tell("pool_step_us", pool_us(gpu, bench.scale(2_000, 100)))
-
-
-def per_call_us(cuda: Any, call: Callable[[int], object], count: int) -> float:
-    """Median over blocks of the host's time for one call."""
-    took = []
-    for _ in range(10):
-        cuda.synchronize()
-        began = time.perf_counter_ns()
-        for number in range(count // 10):
-            call(number)
-        took.append((time.perf_counter_ns() - began) / 1e3 / (count // 10))
-    return statistics.median(took)
-
-
-def pool_us(gpu: Gpu, steps: int) -> float:
-    """What haiprof's device timer takes for a step of dataloader, forward, backward, optimizer."""
-    from haiprof.in_job.device import DeviceTimer
-    from haiprof.run_format.schema import BACKWARD, DATA, FORWARD, OPTIMIZER
-
-    records: list[bytes] = []
-    timer = DeviceTimer(gpu.torch, records)
-
-    def step(number: int) -> None:
-        for kind in (DATA, FORWARD, BACKWARD, OPTIMIZER):
-            end = timer.begin(kind)
-            if end is not None:
-                end()
-        timer.close(number)
-
-    step(0)
-    return per_call_us(gpu.torch.cuda, step, steps)
-
-
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 Events = list[dict[str, Any]]
 
