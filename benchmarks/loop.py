@@ -1,7 +1,7 @@
-"""The training loops that overhead.py times: a ~0.4 ms MLP step and a ~40 ms transformer step.
+"""The training loops that are timed: a ~0.4 ms MLP step and a ~40 ms transformer step.
 
 Run as a script it trains, takes the time of every step, and writes them as JSON. It knows nothing
-of haiprof, except with `--in-process`, which installs and removes the hook between blocks of steps.
+of haiprof.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -18,8 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-
-BLOCK_STEPS = {"mlp": 200, "transformer": 10}
 
 
 class Causal(nn.Module):
@@ -57,10 +54,13 @@ def transformer() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
     return model, torch.optim.AdamW(model.parameters()), DataLoader(batches, batch_size=None)
 
 
+LOOPS = {"mlp": mlp, "transformer": transformer}
+
+
 def stepper(kind: str) -> Callable[[], None]:
     """A function that trains for one step."""
     torch.manual_seed(0)
-    model, optimizer, loader = {"mlp": mlp, "transformer": transformer}[kind]()
+    model, optimizer, loader = LOOPS[kind]()
     loss_of = nn.CrossEntropyLoss()
 
     def forever() -> Iterator[tuple[Tensor, Tensor]]:
@@ -91,38 +91,13 @@ def timed(
     return [end - begin for begin, end in pairwise(marks)]
 
 
-def in_process(
-    step: Callable[[], None], run_dir: Path, *, kind: str, blocks: int, clock: Callable[[], int]
-) -> dict[str, list]:
-    """Times of blocks with the hook in place and without, in shuffled pairs."""
-    from haiprof.in_job.installer import Installer
-    from haiprof.in_job.recorder import Recorder
-
-    run_dir.mkdir(parents=True)
-    config = {"run_dir": str(run_dir), "time": 0, "warmup": 0, "recorder": ["phases"]}
-    recorder = Recorder.from_config(config)
-    rows: dict[str, list] = {"bare": [], "haiprof": []}
-    for _ in range(blocks):
-        for name in random.sample(list(rows), 2):
-            installer = Installer(recorder) if name == "haiprof" else None
-            if installer:
-                installer.install()
-            timed(step, 5)  # type caches are cold after an install
-            rows[name].append(timed(step, BLOCK_STEPS[kind], clock=clock))
-            if installer:
-                installer.uninstall()
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=sorted(BLOCK_STEPS))
+    parser.add_argument("kind", choices=sorted(LOOPS))
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--skip", type=int, default=20, help="steps before the timed ones")
     parser.add_argument("--skip-seconds", type=float, default=0.0, help="and at least so long")
     parser.add_argument("--profiler", action="store_true", help="under torch.profiler, CPU, always")
-    parser.add_argument("--in-process", type=Path, help="run directory; --steps counts block pairs")
-    parser.add_argument("--cpu-time", action="store_true", help="with --in-process: of the thread")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -133,13 +108,6 @@ def main() -> None:
     while time.monotonic() < until:
         step()
         skipped += 1
-    if options.in_process:
-        clock = time.thread_time_ns if options.cpu_time else time.perf_counter_ns
-        result = in_process(
-            step, options.in_process, kind=options.kind, blocks=options.steps, clock=clock
-        )
-        options.out.write_text(json.dumps(result))
-        return
     cpu_only = [torch.profiler.ProfilerActivity.CPU]
     profiler = torch.profiler.profile(activities=cpu_only) if options.profiler else None
     with profiler or contextlib.nullcontext():

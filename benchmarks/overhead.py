@@ -2,15 +2,13 @@
 
     python benchmarks/overhead.py --rounds 9 --json benchmarks/results/overhead.json
     python benchmarks/overhead.py --loops mlp --rounds 40 --ways haiprof
-    python benchmarks/overhead.py --in-process --loops mlp --pairs 100 [--cpu-time]
 
 Every run is a fresh process; the runs of a round are shuffled, and each is compared with the bare
 run of its own round: `added` is the median of these differences, with its bootstrap interval. Of a
 run its lower quartile step says the least of what else the machine did, its median what most steps
 took, and its mean holds the drain thread and the stack sampler, which no median shows. Fresh
 processes of one program differ by more than what is measured, so some tens of rounds are needed;
-`--in-process` compares blocks of steps of one process, and has neither sampler nor launcher; with
-`--cpu-time` it counts the training thread's CPU time, for machines on which others run, too.
+in_process.py compares blocks of steps of one process.
 haiprof runs at default settings: hooks, drain thread, and the launcher's samplers beside it.
 `haiprof, time over` is measured after `--time` has passed.
 """
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -29,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from compare import Row, against, interleaved, save, table
+from compare import against, interleaved, save, table
 
 HERE = Path(__file__).parent
 LOOP = HERE / "loop.py"
@@ -94,46 +91,19 @@ def fresh_processes(
     return content
 
 
-def same_process(kind: str, pairs: int, *, folder: Path, cpu_time: bool) -> dict[str, object]:
-    """Blocks with and without the hook inside one process; prints a table."""
-    out = folder / "blocks.json"
-    command = [PYTHON, str(LOOP), kind, "--steps", str(pairs), "--out", str(out)]
-    command += ["--in-process", str(folder / f"run-{kind}")]
-    command += ["--cpu-time"] if cpu_time else []
-    environ = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    subprocess.run(command, check=True, cwd=HERE.parent, env=environ)
-    blocks = json.loads(out.read_text())
-    medians = {
-        name: [statistics.median(block) / 1e3 for block in rows] for name, rows in blocks.items()
-    }
-    rows: list[Row] = [against(medians["bare"], values, name) for name, values in medians.items()]
-    what = "CPU time of the median step" if cpu_time else "median step"
-    title = f"{kind}: {what} of a block, hook put in and taken out in one process"
-    print(table(rows, title=title, unit="us"))
-    return {"median": [asdict(row) for row in rows]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--loops", nargs="+", default=sorted(STEPS), choices=sorted(STEPS))
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="beside the bare one")
-    parser.add_argument("--in-process", action="store_true")
-    parser.add_argument("--cpu-time", action="store_true", help="in process: of the thread")
-    parser.add_argument("--pairs", type=int, default=60, help="blocks of each sort, in process")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     content: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for kind in options.loops:
-            if options.in_process:
-                content[kind] = same_process(
-                    kind, options.pairs, folder=Path(temporary), cpu_time=options.cpu_time
-                )
-            else:
-                content[kind] = fresh_processes(
-                    kind, options.rounds, folder=Path(temporary), asked=options.ways
-                )
+            content[kind] = fresh_processes(
+                kind, options.rounds, folder=Path(temporary), asked=options.ways
+            )
     if options.json:
         save(options.json, content)
 

@@ -86,8 +86,6 @@ def prepared(options: argparse.Namespace, gpu: dict[str, Any], folder: Path) -> 
         from benchmarks.gpu import fakes
 
         os.environ.update(fakes.install(folder / "fakes"))
-
-        import haiprof.diagnosis.engine  # noqa: F401
     from benchmarks.gpu.runner import Plan, run
 
     chosen = [item for item in ITEMS if not options.only or item.name in options.only]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import shutil
+import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -252,3 +255,26 @@ def _row(row: Mapping[str, Any]) -> str:
     return (
         "| " + " | ".join(str(c).replace("|", "/").replace("\n", " ")[:300] for c in cells) + " |"
     )
+
+
+def main() -> int:
+    """Runs one item: FUNCTION FIGURES SCRATCH RECORDINGS FAKE SECONDS."""
+    function, figures, scratch, recordings, fake, seconds = sys.argv[1:]
+    bench = Bench(Path(figures), scratch=Path(scratch), recordings=Path(recordings),
+                  fake=fake == "1", seconds=float(seconds))  # fmt: skip
+    module, _, name = function.partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(bench)
+    except BaseException:  # noqa: BLE001  it is told, and the process ends here in any case
+        text = traceback.format_exc()
+        bench.note("error", text)
+        sys.stderr.write(text)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # whatever threads or a driver still hold

@@ -5,7 +5,6 @@ The library is `tests/nvml_stub`, compiled here; nsys is `tests/fake_nsys.py`.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -72,7 +71,6 @@ def compile_stub(folder: Path) -> Path | None:
     name = f"-Wl,-soname,{target.name}"
     command = [compiler, "-shared", "-fPIC", name, "-o", str(target), str(STUB)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    ctypes.CDLL(str(target))  # this process and its forks find it by its name from here on
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Runs items one after the other, each in a forked process with its own limit; keeps what there is.
+"""Runs items one after the other, each in a process with its own limit; keeps what there is.
 
 Whatever an item does (raise, crash, hang, never come back from the driver), its figures up to then
 stay, and the next one starts. Nothing here resets the GPU or changes one of its settings.
@@ -7,23 +7,23 @@ stay, and the next one starts. Nothing here resets the GPU or changes one of its
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.bench import Bench, Item, judge, markdown
+from benchmarks.gpu.bench import Item, judge, markdown
+from benchmarks.gpu.recording import python_path
 
 RESULT, TABLE, LOG, ARCHIVE = (
     "gpu-check.json", "gpu-check.md", "gpu-check.log", "gpu-check-recordings.tar.gz"
@@ -47,16 +47,14 @@ class Plan:
     machine: Mapping[str, Any]
 
 
-class Ended(BaseException):
-    """Somebody wants this to end: what there is is written."""
-
-
 def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Runs every item for which there is time; the results, also in `plan.out`."""
     plan.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + plan.seconds
-    results = [_untouched(item, "the time was up") for item in plan.items]
-    before = signal.signal(signal.SIGTERM, _end)
+    results = [_result(item, "not reached", "the time was up") for item in plan.items]
+    ended = threading.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: ended.set()) for number in numbers]
     # What an item has started may still be dying, and write there.
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         recordings = Path(folder) / "recordings"
@@ -64,131 +62,70 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
         try:
             for at, item in enumerate(plan.items):
                 left = deadline - time.monotonic()
-                if left < LEAST_S:
+                if left < LEAST_S or ended.is_set():
                     break
                 limit_s = item.limit_s * (FAKE_PATIENCE if plan.fake else 1)
-                results[at] = _run_one(item, plan, Path(folder), min(limit_s, left))
+                results[at] = _run_one(item, plan, Path(folder), min(limit_s, left), ended)
                 say(_line(results[at]))
                 _write(plan, results, recordings)
-        except (Ended, KeyboardInterrupt):
-            say("ended early; what was measured is kept")
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
             _write(plan, results, recordings)
+    if ended.is_set():
+        say("ended early; what was measured is kept")
     return results
 
 
-def _end(*_: object) -> None:
-    raise Ended
+def _result(item: Item, state: str, reason: str, **more: Any) -> dict[str, Any]:
+    return {"name": item.name, "question": item.question, "state": state, "reason": reason,
+            "seconds": 0.0, "rows": [], "notes": {}, **more}  # fmt: skip
 
 
-def _untouched(item: Item, reason: str) -> dict[str, Any]:
-    return {"name": item.name, "question": item.question, "state": "not reached", "reason": reason,
-            "seconds": 0.0, "cpu_seconds": 0.0, "rows": [], "notes": {}}  # fmt: skip
-
-
-def _run_one(item: Item, plan: Plan, folder: Path, seconds: float) -> dict[str, Any]:
-    """One item in a process of its own."""
+def _run_one(
+    item: Item, plan: Plan, folder: Path, seconds: float, ended: threading.Event
+) -> dict[str, Any]:
+    """One item in a process and a session of its own."""
     figures, scratch = folder / f"{item.name}.jsonl", folder / item.name
     scratch.mkdir()
-    bench = Bench(figures, scratch=scratch, recordings=folder / "recordings", fake=plan.fake,
-                  seconds=seconds)  # fmt: skip
-    began = time.monotonic()
-    log = scratch / "log"
-    # No signal between the start of the item and the `try` that ends it.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    child = _fork(item, bench, log, blocked)
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        state, reason, cpu_s = _await(child, began + seconds)
-    except (Ended, KeyboardInterrupt):
-        os.kill(child, signal.SIGKILL)  # it may not have come to its session yet
-        raise
-    finally:
-        _kill_group(child)
+    began, log = time.monotonic(), scratch / "log"
+    words = [item.function, figures, scratch, folder / "recordings", int(plan.fake), seconds]
+    environ = {**os.environ, **item.environment, "PYTHONPATH": python_path()}
+    with log.open("wb") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.bench", *map(str, words)], cwd=scratch,
+            env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    state, reason = _await(child, began + seconds, ended)
     content = _content(figures)
     with (plan.out / LOG).open("ab") as whole:
         whole.write(f"\n==== {item.name}: {state} {reason}\n".encode() + _tail(log))
     shutil.rmtree(scratch, ignore_errors=True)
-    if state == "failed" and not reason:
+    if state == "failed":
         reason = str(content["notes"].pop("error", "")).strip().rpartition("\n")[2]
-    result = {"figures": content["figures"], "skipped": content["skipped"], "reason": reason}
-    return {
-        "name": item.name, "question": item.question, "state": state, "reason": reason,
-        "seconds": round(time.monotonic() - began, 1), "cpu_seconds": round(cpu_s, 1),
-        "notes": content["notes"], "rows": judge(item, result, fake=plan.fake),
-    }  # fmt: skip
+    rows = judge(item, {**content, "reason": reason}, fake=plan.fake)
+    return _result(item, state, reason, seconds=round(time.monotonic() - began, 1), rows=rows,
+                   notes=content["notes"])  # fmt: skip
 
 
-def _fork(item: Item, bench: Bench, log: Path, mask: set[int]) -> int:
-    """Starts the item in a session of its own, with this mask of signals; its pid."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this process has none
-        child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setsid()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _redirect(log)
-        os.environ.update(item.environment)
-        os.chdir(bench.scratch)
-        module, _, name = item.function.partition(":")
-        getattr(importlib.import_module(module), name)(bench)
-        status = 0
-    except BaseException:  # noqa: BLE001  it is told, and the process ends here in any case
-        text = traceback.format_exc()
-        with contextlib.suppress(Exception):
-            bench.note("error", text)
-            sys.stderr.write(text)
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _redirect(log: Path) -> None:
-    null, file = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT, 0o644)
-    for target, source in ((0, null), (1, file), (2, file)):
-        os.dup2(source, target)
-
-
-def _await(child: int, deadline: float) -> tuple[str, str, float]:
-    """How it ended: `done`, `failed`, `crashed`, `timed out`; why; and its seconds of CPU time."""
-    ended = _wait_until(child, deadline)
-    if ended is None:
-        _kill_group(child)
-        ended = _wait_until(child, time.monotonic() + DEATH_S)
-        cpu_s = ended[1] if ended else 0.0
-        return "timed out", "" if ended else "and it does not even die", cpu_s
-    status, cpu_s = ended
-    if os.WIFSIGNALED(status):
-        return "crashed", signal.Signals(os.WTERMSIG(status)).name, cpu_s
-    return "done" if os.WEXITSTATUS(status) == 0 else "failed", "", cpu_s
-
-
-def _wait_until(child: int, deadline: float) -> tuple[int, float] | None:
-    """Status and CPU time with which a child ends by then; None if it does not."""
-    pause = 0.005
-    while True:
-        pid, status, usage = os.wait4(child, os.WNOHANG)
-        if pid:
-            return status, usage.ru_utime + usage.ru_stime
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.1)
-
-
-def _kill_group(leader: int) -> None:
-    """Ends what an item has started in its session, and the item itself."""
+def _await(
+    child: subprocess.Popen[bytes], deadline: float, ended: threading.Event
+) -> tuple[str, str]:
+    """How it ended (`done`, `failed`, `crashed`, `timed out`, `not reached`), and why."""
+    while child.poll() is None and time.monotonic() < deadline and not ended.is_set():
+        ended.wait(0.05)
+    status = child.poll()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGKILL)  # and what it has started
+    if status is None:
+        try:
+            child.wait(DEATH_S)
+        except subprocess.TimeoutExpired:
+            return "timed out", "and it does not even die"
+        return ("not reached", "this was ended") if ended.is_set() else ("timed out", "")
+    if status < 0:
+        return "crashed", signal.Signals(-status).name
+    return "failed" if status else "done", ""
 
 
 def _content(figures: Path) -> dict[str, dict[str, Any]]:

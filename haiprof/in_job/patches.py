@@ -1,6 +1,6 @@
 """Everything haiprof changes in the job: each wrapped function, and its undo.
 
-The wrappers obey four rules, measured in benchmarks/overhead.py and held by tests:
+The wrappers obey four rules, measured in benchmarks/in_process.py and held by tests:
 
 - the user's call is made exactly once, outside our own `try`;
 - while torch.compile traces, and inside a span of the same sort, they only pass the call on;

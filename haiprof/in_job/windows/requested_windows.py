@@ -31,7 +31,7 @@ from haiprof.run_format.writer import write_json
 SPARE_BYTES = 64_000_000
 FINISHED_SHARE = 0.3  # of the raw size: the compressed trace, while both are there
 # Where no step could be rehearsed: what torch.profiler writes at the most per second of training,
-# measured with eager operators back to back (benchmarks/window.py).
+# measured with eager operators back to back (benchmarks/in_process.py).
 BYTES_PER_S = {False: 150_000_000, True: 400_000_000}
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _HOST_LIMIT = 80
