@@ -25,8 +25,9 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,34 +71,72 @@ def make_job(kind: str, *, dtype: torch.dtype = torch.float32, **optimizer: bool
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+def between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    """Something is switched on, and off again."""
+    begin()
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        end()
 
 
-@contextmanager
-def memory_traced() -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-    finally:
-        tracemalloc.stop()
+def threads(count: int) -> AbstractContextManager[None]:
+    """So many of torch's."""
+    before, change = torch.get_num_threads(), torch.set_num_threads
+    return between(lambda: change(count), lambda: change(before))
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def deterministic() -> AbstractContextManager[None]:
+    """Deterministic algorithms alone."""
+    change = torch.use_deterministic_algorithms
+    return between(lambda: change(True), lambda: change(False))
 
 
-def block(work: Callable[[], None], clock: Callable[[], float]) -> float:
+def profiled() -> AbstractContextManager[object]:
+    """A profiler that is always on."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+CORES = len(os.sched_getaffinity(0))
+SWITCHES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], int]] = {
+    "anomaly": (torch.autograd.detect_anomaly, 1),
+    "profiler": (profiled, 1),
+    "deterministic": (deterministic, 1),
+    "mkldnn off": (lambda: torch.backends.mkldnn.flags(False), 1),
+    "float16": (lambda: torch.autocast("cpu", torch.float16), 1),
+    "tracemalloc": (lambda: between(tracemalloc.start, tracemalloc.stop), 1),
+    **{f"{n}x threads": (partial(threads, n * CORES), CORES) for n in (2, 4, 8)},
+}
+"""What is switched on and off in one process, and how many threads compute."""
+WITHOUT_CONVOLUTIONS = ("tracemalloc", "optimizer", "gc.collect")
+Case = tuple[str, str, int, Callable[[], object], Callable[[], object], Any]
+
+
+def cases(kind: str) -> Iterator[Case]:
+    """Setting, what it is of, threads; the work without and with it, and what is around that."""
+    job = make_job(kind)
+    for name, (around, count) in SWITCHES.items():
+        yield name, "forward and backward", count, job.model_work, job.model_work, around
+    float64 = make_job(kind, dtype=torch.float64)
+    yield "float64", "the step", 1, job.step, float64.step, nullcontext
+    for name in ("foreach", "fused"):
+        other = make_job(kind, **{name: True})
+        job.model_work()
+        other.model_work()
+        title = f"optimizer's loop against {name}"
+        yield title, "the optimizer", 1, other.optimizer.step, job.optimizer.step, nullcontext
+    if kind == "small":
+        collecting = partial(call_all, job.step, gc.collect)
+        yield "gc.collect() each step", "the step", 1, job.step, collecting, nullcontext
+
+
+def call_all(*calls: Callable[[], object]) -> None:
+    """One after the other."""
+    for call in calls:
+        call()
+
+
+def block(work: Callable[[], object], clock: Callable[[], float]) -> float:
     """Mean seconds of one call, over about BLOCK_S."""
     work()
     began, used, count = time.perf_counter(), clock(), 0
@@ -107,78 +146,27 @@ def block(work: Callable[[], None], clock: Callable[[], float]) -> float:
     return (clock() - used) / count
 
 
-def pairs(
-    base: Callable[[], None], other: Callable[[], None], *, rounds: int, clock: str, around: object
-) -> list[float]:
-    """Ratios of neighbouring blocks."""
-    found = []
-    for _ in range(rounds):
-        plain = block(base, CLOCKS[clock])
-        with around():  # type: ignore[operator]
-            found.append(block(other, CLOCKS[clock]) / plain)
-    return found
-
-
 def row(name: str, kind: str, of: str, clock: str, ratios: list[float]) -> None:
     """One line of the table."""
-    low, high = min(ratios), max(ratios)
-    middle = statistics.median(ratios)
-    print(
-        f"| {name} | {kind} | {of} | {clock} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True
-    )
+    spread = f"{statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f}"
+    print(f"| {name} | {kind} | {of} | {clock} | {spread} |", flush=True)
 
 
-def switches(rounds: int, only: str) -> None:
-    """What is switched on and off in one process."""
-    cores = len(os.sched_getaffinity(0))
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    table = (
-        ("anomaly", "small large convolutions", torch.autograd.detect_anomaly, 1),
-        ("profiler", "small large convolutions", lambda: torch.profiler.profile(activities=cpu), 1),
-        ("deterministic", "small large convolutions", deterministic, 1),
-        ("mkldnn off", "small large convolutions", lambda: torch.backends.mkldnn.flags(False), 1),
-        ("float16", "small large convolutions", lambda: torch.autocast("cpu", torch.float16), 1),
-        ("tracemalloc", "small large", memory_traced, 1),
-        ("2x threads", "small large convolutions", lambda: threads(2 * cores), cores),
-        ("4x threads", "small large convolutions", lambda: threads(4 * cores), cores),
-        ("8x threads", "small large convolutions", lambda: threads(8 * cores), cores),
-    )
-    for name, kinds, around, count in table:
-        for kind in kinds.split():
-            if only and only not in name:
+def in_one_process(rounds: int, only: str) -> None:
+    """Ratios of neighbouring blocks, without a setting and with it."""
+    for kind in ("small", "large", "convolutions"):
+        for name, of, count, base, other, around in cases(kind):
+            left_out = kind == "convolutions" and name.startswith(WITHOUT_CONVOLUTIONS)
+            if left_out or only not in name:
                 continue
             torch.set_num_threads(count)
-            job = make_job(kind)
-            clock = "CPU" if count == 1 else "elapsed"
-            found = pairs(job.model_work, job.model_work, rounds=rounds, clock=clock, around=around)
-            row(name, kind, "forward and backward", clock, found)
+            clock, ratios = "CPU" if count == 1 else "elapsed", []
+            for _ in range(rounds):
+                plain = block(base, CLOCKS[clock])
+                with around():
+                    ratios.append(block(other, CLOCKS[clock]) / plain)
+            row(name, kind, of, clock, ratios)
     torch.set_num_threads(1)
-
-
-def kinds_of_work(rounds: int, only: str) -> None:
-    """What makes the step another one: float64, loops over parameters, gc.collect()."""
-    for kind in ("small", "large", "convolutions"):
-        base = make_job(kind)
-        if only in "float64":
-            other = make_job(kind, dtype=torch.float64)
-            found = pairs(base.step, other.step, rounds=rounds, clock="CPU", around=nullcontext)
-            row("float64", kind, "the step", "CPU", found)
-        if only in "optimizer" and kind != "convolutions":
-            base.model_work()
-            for name, kwargs in (("foreach", {"foreach": True}), ("fused", {"fused": True})):
-                other = make_job(kind, **kwargs)  # type: ignore[arg-type]
-                other.model_work()
-                step, loop = other.optimizer.step, base.optimizer.step
-                found = pairs(step, loop, rounds=rounds, clock="CPU", around=nullcontext)
-                row(f"optimizer's loop against {name}", kind, "the optimizer", "CPU", found)
-        if only in "gc.collect" and kind == "small":
-
-            def collecting(job: Job = base) -> None:
-                job.step()
-                gc.collect()
-
-            found = pairs(base.step, collecting, rounds=rounds, clock="CPU", around=nullcontext)
-            row("gc.collect() each step", kind, "the step", "CPU", found)
 
 
 def parallel_main(rounds: int) -> None:
@@ -229,17 +217,15 @@ def main() -> None:
     if chosen.as_rank:
         parallel_main(chosen.rounds)
         return
-    cores = len(os.sched_getaffinity(0))
     print("# What settings cost\n")
     print(f"`python benchmarks/settings_price.py --rounds {chosen.rounds}`,")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {cores} cores,")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {CORES} cores,")
     print(f"load {os.getloadavg()[0]:.1f} at the")
     print("start. Time with the setting over time without it; blocks of both take turns.\n")
     print("| setting | job | of | clock | median | range |\n|---|---|---|---|---|---|", flush=True)
     torch.set_num_threads(1)
-    switches(chosen.rounds, chosen.only)
-    kinds_of_work(chosen.rounds, chosen.only)
-    if not chosen.only or chosen.only in "distributed":
+    in_one_process(chosen.rounds, chosen.only)
+    if chosen.only in "find_unused_parameters":
         parallel(chosen.rounds)
 
 
