@@ -78,6 +78,8 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
     for key, start, end in zip(samples.keys, [0, *ends], ends, strict=False):
         at = slice(start, end)
         for column in table.metrics:
+            if column.name not in samples.columns:
+                continue  # of an older haiprof
             values = samples.column(column.name)[at]
             # Where there is a value; a count below 0 is damage.
             whole = values.dtype.kind == "i"

@@ -183,6 +183,13 @@ def test_large_series_go_in_requests_of_a_bounded_size(run: RunPaths) -> None:
     assert points.items() >= points_of([whole(run)]).items()
 
 
+def test_run_of_an_older_haiprof_whose_tables_had_fewer_columns_is_sent() -> None:
+    files = Analyzer(Path(__file__).parents[2] / "data/runs/killed").files
+    series, notes = raw_counters(files)
+    assert not notes
+    assert {"cpu_user_ns", "memory_used_bytes"} & {each.column.name for each in series}
+
+
 def test_command_pushes_and_says_how_much(
     run: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
