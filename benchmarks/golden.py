@@ -29,6 +29,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORKER = str(REPOSITORY / "benchmarks/golden_worker.py")
+INPUTS = ("runs", "runs/*", "traces", "traces/*", "flight_recorder")
 CALLS_OF_A_PROCESS, LIMIT_S = 50, 1200
 NAMES = "from haiprof.cli.names import COMMANDS; print(*COMMANDS)"
 DATA = re.compile(r'<script type="text/plain" id="data">([\w+/=]+)</script>')
@@ -112,10 +113,12 @@ class Tree:
                 build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
                 subprocess.run(build, cwd=self.package, check=True, capture_output=True)
         traces = os.environ.get("HAIPROF_TRACES") or REPOSITORY.parent / "shared/traces"
-        for name, folder in (("runs", REPOSITORY / "tests/data/runs"), ("traces", Path(traces))):
+        data = REPOSITORY / "tests/data"
+        for name, folder in (("runs", data / "runs"), ("traces", Path(traces)),
+                             ("flight_recorder", data / "flight_recorder")):  # fmt: skip
             if folder.is_dir():
                 shutil.copytree(folder, root / name, ignore=shutil.ignore_patterns("reference"))
-        found = (sorted(root.glob(name)) for name in ("runs", "runs/*", "traces", "traces/*"))
+        found = (sorted(root.glob(name)) for name in INPUTS)
         self.inputs = [str(p.relative_to(root)) for paths in found for p in paths if p.is_dir()]
 
     def python(self, *words: str) -> str:
