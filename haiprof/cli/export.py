@@ -124,6 +124,12 @@ def export(
         Output().hint(note)
     if output is not None:
         Output().hint(f"wrote {written.count} {written.unit} to {output}")
+    if format_ in _TABULAR:
+        others = ", ".join(other.value for other in Table if other is not what)
+        Output().hint(
+            f"these are its {what.value}; others with --what: {others}; the ledger: "
+            "haiprof verdict RUN --json"
+        )
 
 
 Sources = Annotated[

@@ -47,6 +47,14 @@ Words = Annotated[
         "A run or log directory and a rank, in either order. Left out: rank 0 of the newest run.",
     ),
 ]
+WordsOfLines = Annotated[
+    list[str] | None,
+    Arg(
+        "[DIR] [RANK]",
+        "A run or log directory and a rank, in either order. Left out: all ranks of the newest "
+        "run.",
+    ),
+]
 
 
 def rank(
@@ -64,8 +72,9 @@ def rank(
       haiprof verdict rank 0 --html rank0.html            interactive, in one file
       haiprof verdict rank 0 --json | jq '.slowest'
     """
-    directory, chosen = parse_rank_words(words or [], number)
+    directory, chosen = parse_rank_words("rank", words or [], number)
     analyzer = open_target(directory)
+    chosen = 0 if chosen is None else chosen
     from haiprof.show.rank_summary import one_rank_summary
     from haiprof.show.views.run import rank_view
 
@@ -79,10 +88,13 @@ def rank(
     output.hint(f"next: haiprof verdict {summary.run.path}")
 
 
-def parse_rank_words(words: Sequence[str], number: int | None = None) -> tuple[Path | None, int]:
-    """A run and a rank in either order as (directory, rank); rank 0 where none is named.
+def parse_rank_words(
+    command: str, words: Sequence[str], number: int | None = None
+) -> tuple[Path | None, int | None]:
+    """A run and a rank in either order as (directory, rank); None where none is named.
 
     Args:
+        command: `rank` or `lines`.
         words: At most a directory and a number.
         number: The rank that `--rank` names.
 
@@ -94,16 +106,11 @@ def parse_rank_words(words: Sequence[str], number: int | None = None) -> tuple[P
     targets = [word for word in words if word not in numbers]
     if len(numbers) > 1 or len(targets) > 1:
         raise UsageError(
-            f"rank {' '.join(words)}: expected a directory and a rank",
-            hint="haiprof verdict rank haiprof-logs 0",
+            f"{command} {' '.join(words)}: expected a directory and a rank",
+            hint=f"haiprof verdict {command} haiprof-logs 0",
         )
     target = Path(targets[0]) if targets else None
-    if target is not None and not target.exists() and not numbers:
-        raise UsageError(
-            f"rank {target}: expected a directory and a rank",
-            hint="haiprof verdict rank haiprof-logs 0",
-        )
-    return target, int(numbers[0]) if numbers else 0
+    return target, int(numbers[0]) if numbers else None
 
 
 OneRank = Annotated[int | None, Opt("--rank RANK", "Only this rank.")]
@@ -134,7 +141,7 @@ Force = Annotated[bool, Opt("--force", "Replace a file that already exists.")]
 
 
 def lines(
-    directory: RunDir = None, rank: OneRank = None, phase: OnePhase = None,
+    words: WordsOfLines = None, number: OneRank = None, phase: OnePhase = None,
     html: HtmlFile = None, baseline: Baseline = None, speedscope: SpeedscopeFile = None,
     collapsed: CollapsedFile = None, force: Force = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -162,6 +169,7 @@ def lines(
 
     if phase is not None and phase not in LINE_PARTS:
         raise UsageError(f"--phase {phase}: no such phase", hint=f"one of {', '.join(LINE_PARTS)}")
+    directory, rank = parse_rank_words("lines", words or [], number)
     analyzer = open_target(directory)
     ranks = sorted(set(analyzer.ranks()["rank"]))
     if rank is not None and rank not in ranks:
@@ -208,7 +216,7 @@ def goodput(runs: Runs = None, as_json: AsJson = False, form: OutputForm = Form.
 
     Steps that count, input, evaluation, checkpoints, compilation, init and import, waiting for
     ranks, hangs, lost steps, drain, and the queue between runs. Each moment is in one account, and
-    the residual is shown.
+    what is in none is shown.
 
     Runs of one job are joined: those with the same --run-id, else with the same command in the same
     job of Slurm, else in the same folder up to a run that ended well. Restarts by torchrun are
@@ -216,7 +224,7 @@ def goodput(runs: Runs = None, as_json: AsJson = False, form: OutputForm = Form.
 
     Lost steps were trained in vain: a later start went on from an older checkpoint. Which one is
     told by the file that it read: when it had been written. Where no such file was seen, the steps
-    before it are said to be steps that may count, and goodput has two bounds.
+    before it are steps that may be lost, and goodput lies between two shares.
 
     For example:
 

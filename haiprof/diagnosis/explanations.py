@@ -16,7 +16,13 @@ from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, PROBLEM_RATIO, Ac
 from haiprof.base.units import duration_text, ranks_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import loader_cause
-from haiprof.diagnosis.machine_causes import LOADER_WORKERS, lost_to_waiting, starvation, state_of
+from haiprof.diagnosis.machine_causes import (
+    LOADER_WORKERS,
+    lost_to_waiting,
+    others_beside,
+    starvation,
+    state_of,
+)
 from haiprof.diagnosis.network_storage import nfs_wait
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -226,7 +232,7 @@ def _input(question: Question) -> Finding:
     if any(WORKER_LOADER in name for name in account.callees):
         return replace(
             found,
-            title="the training thread takes batches over from the DataLoader's workers, "
+            title="the training thread receives the batches that the DataLoader's workers made, "
             f"{question.amount}",
             remedy="hand over fewer and larger tensors: one stacked tensor in place of a list, "
             "larger batches, torch.multiprocessing.set_sharing_strategy('file_system'); what fewer "
@@ -292,12 +298,18 @@ def _no_core(question: Question) -> Finding:
         is_loading = starved.cause == LOADER_WORKERS
         lines = code_lines(loading, "the workers' loading", 1.0) if is_loading else ()
         return replace(starved, title=title, code_lines=lines)
+    used = others_beside(question.inputs, question.account.ranks)
+    is_own = used is not None and used < question.share
+    fewer = "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
     return Finding(
         rule="no_core",
         title=f"the training thread was ready to run but had no CPU core, {question.amount}",
-        remedy="see what else runs on these cores (top), or run fewer threads and workers "
-        "(OMP_NUM_THREADS, DataLoader num_workers)",
-        missing=("who had the cores meanwhile",),
+        remedy=f"{fewer}, or allow the job more cores: what else runs on the node used too little "
+        "to be it"
+        if is_own
+        else f"see what else runs on these cores (top), or {fewer}",
+        evidence=evidence_rows(("cores used by others on its node", used, "cores")),
+        missing=() if is_own else ("who had the cores meanwhile",),
         is_choice=False,
     )
 
@@ -438,7 +450,7 @@ def _checkpoint(question: Question) -> Finding:
         else "save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
         evidence=(
-            Evidence(name="saves", value=float(saves.height), unit="count"),
+            Evidence(name="saves in the judged steps", value=float(saves.height), unit="count"),
             Evidence(name="mean save", value=mean, unit="ns"),
         ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import polars as pl
 
@@ -180,6 +180,15 @@ def hosts_of(inputs: RuleInputs) -> dict[int, str]:
     """The last host of each rank, where its CPUs were counted."""
     rows = inputs.ranks.select("rank", "host").drop_nulls().rows()
     return {rank: host for rank, host in rows if host in inputs.node_cpus}
+
+
+def others_beside(inputs: RuleInputs, ranks: Sequence[int]) -> float | None:
+    """Cores that others used on the node of some ranks, the most of several; none named: of all."""
+    hosts = hosts_of(inputs)
+    used = [used_by_others(inputs, hosts.get(rank)) for rank in ranks or inputs.world]
+    return (
+        None if None in used else max((cores for cores in used if cores is not None), default=None)
+    )
 
 
 def used_by_others(inputs: RuleInputs, host: str | None) -> float | None:

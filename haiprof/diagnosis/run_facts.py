@@ -314,7 +314,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
             ("growth per step", per_step, "bytes"),
             *([until] if left_ns is not None else []),
             ("chance of such a trend at random (Mann-Kendall), below", TREND_P_VALUE, ""),
-            ("series that grow", float(len(found)), "count"),
+            ("memory counters that grow so, of all ranks", float(len(found)), "count"),
         ),
         remedy=remedy,
         confidence=0.8,

@@ -457,7 +457,7 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
         spare = None if tail is None or backward is None else backward * tail * (count - 1) / count
         return _found(
             inputs,
-            f"gradients of {count:.0f} micro-steps are accumulated, and reduced after each one",
+            f"gradients of {count:.0f} backward passes are accumulated, and reduced after each one",
             "all but the last backward of a step under `with model.no_sync():`, its forward too",
             0.8,
             ("backward passes of a step", count, "count"),

@@ -88,12 +88,16 @@ def compiled_part() -> Any | None:
 
 
 def line_of(place: Place) -> int:
-    """The line of an instruction; that of the function where the instruction has none."""
+    """The line of an instruction; where it has none, of the one before it in the code."""
+    # The jump back to a loop's begin has none after an `if`; a thread often gives up the
+    # interpreter lock there, and what it ran until then is the end of the loop's body.
     code, offset = place
-    for begin, end, line in code.co_lines():
-        if begin <= offset < end:
-            return code.co_firstlineno if line is None else line
-    return code.co_firstlineno
+    known = code.co_firstlineno
+    for begin, _, line in code.co_lines():
+        if begin > offset:
+            break
+        known = line or known
+    return known
 
 
 def frame_lines(stack: Sequence[Place]) -> list[Frame]:

@@ -216,7 +216,7 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
         notes += folded_notes(segments)
         left = segments.found.unfinished_micro_step_count
         if left:
-            count = "1 micro-step" if left == 1 else f"{left} micro-steps"
+            count = f"{left} forward and backward pass{'es' if left > 1 else ''}"
             verb = "belongs" if left == 1 else "belong"
             notes.append(f"{count} after the last step {verb} to no step")
         boundary = segments.found.steps.boundary  # steps that are no training lack phases

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.errors import HaiprofError, RunFormatError, RunNotFoundError
+from haiprof.base.units import visible
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
 from haiprof.run_format.reader import check_version, read_json
 from haiprof.run_format.schema import SCHEMA_VERSION
@@ -159,6 +162,24 @@ def run_folders(log_dir: Path) -> list[Path]:
     return [folder for folder in folders if os.path.lexists(folder / MANIFEST_NAME)]
 
 
+_FOLDERS_TO_LOOK_INTO = 500
+_NAMED_FOLDERS = 5
+
+
+def where_runs_are(path: Path) -> str:
+    """What to do about a folder without runs: log directories in it, or one deeper, are named."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for depth in ("*", "*/*"):
+            folders = itertools.islice(path.glob(depth), _FOLDERS_TO_LOOK_INTO)
+            logs = (each for each in folders if next(each.glob(f"*/{MANIFEST_NAME}"), None))
+            found += [visible(str(each)) for each in logs]
+    found.sort()
+    more = len(found) - _NAMED_FOLDERS
+    named = [*found[:_NAMED_FOLDERS], *([f"{more} more"] if more > 0 else [])]
+    return f"runs are in {', '.join(named)}" if found else "record one: haiprof train.py"
+
+
 def newest_run(path: Path) -> Path:
     """The run directory itself, or the newest run of a log directory."""
     if os.path.lexists(path / MANIFEST_NAME):
@@ -167,7 +188,7 @@ def newest_run(path: Path) -> Path:
     if not runs:
         raise RunNotFoundError(
             f"{path}: neither a run directory nor a log directory with runs",
-            hint="record one: haiprof train.py",
+            hint=where_runs_are(path),
         )
     return runs[-1]
 

@@ -29,6 +29,7 @@ from haiprof.run_format.manifest import (
     read_manifest,
     run_folders,
     start_order,
+    where_runs_are,
 )
 from haiprof.run_format.reader import read_json
 from haiprof.show.death_block import WORDS
@@ -130,9 +131,7 @@ def _order(entry: RunEntry) -> tuple[int, str]:
 def list_view(log_dir: Path, runs: Sequence[RunEntry]) -> RenderableType:
     """The runs as a table for people."""
     if not runs:
-        return Group(
-            Text(f"no runs in {log_dir}"), Text("record one: haiprof train.py", style="dim")
-        )
+        return Group(Text(f"no runs in {log_dir}"), Text(where_runs_are(log_dir), style="dim"))
     return RunTable(log_dir, runs)
 
 

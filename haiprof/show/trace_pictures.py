@@ -72,7 +72,11 @@ class Drawing:
         else:
             found = self.ask(traces, steps, **options)
         if self.needs and not found[self.needs].count():
-            hint = "profile with ProfilerActivity.CUDA" if self.why is _NO_GPU else ""
+            hint = (
+                "if the job used a GPU: profile with ProfilerActivity.CUDA"
+                if self.why is _NO_GPU
+                else ""
+            )
             raise MissingDataError(f"{traces.path}: {self.why}", hint=hint)
         drawn = {name: options[name] for name in self.drawn_options if name in options}
         figure = self.figure(found, **drawn, **({"share": True} if share else {}))

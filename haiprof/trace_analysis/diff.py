@@ -374,8 +374,8 @@ def verdict(
     """Decides whether the test's steps are slower."""
     time = diff.step_time
     change = time.change_ratio
-    direction = "slower" if change > 0 else "faster"
-    words = f"{direction} by {abs(change):.1%}".replace("%", " %") if change else "equally fast"
+    direction = "more" if change > 0 else "less"
+    words = f"{abs(change):.1%} {direction} time".replace("%", " %") if change else "equally fast"
     if time.p_value is None:
         return Verdict(is_slower=None, text=f"{words}, by chance or not: {time.no_p_value_reason}")
     counts = f"{time.control_step_count} and {time.test_step_count} steps"

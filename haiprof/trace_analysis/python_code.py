@@ -115,7 +115,7 @@ def folded_stacks(stacks: pl.DataFrame, *, value: str = "self_ns") -> str:
     if stacks[value].null_count():
         raise MissingDataError(
             "no GPU event was recorded: nobody knows what ran beside these functions",
-            hint="profile with ProfilerActivity.CUDA",
+            hint="if the job used a GPU: profile with ProfilerActivity.CUDA",
         )
     rank = [pl.format("rank {}", "rank")] if "rank" in stacks.columns else []
     parts = [*rank, pl.format("thread {}", "tid"), pl.col("stack")]

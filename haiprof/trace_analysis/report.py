@@ -270,6 +270,6 @@ def _without_gpu(files: pl.DataFrame) -> list[str]:
     found = files.filter(pl.col("gpu_count") == 0)
     return [
         f"{row['file']}: no GPU event in it, the GPU times of rank {row['rank']} are unknown: "
-        "profile with ProfilerActivity.CUDA"
+        "the job used no GPU, or ProfilerActivity.CUDA was not profiled"
         for row in found.iter_rows(named=True)
     ]

@@ -144,7 +144,9 @@ PANEL_ROWS = (
               terminal="CPU of ranks"),
         panel("Memory of ranks", "GiB", CounterSpec("process", "memory_rss_bytes"),
               terminal="memory of ranks"),
-        _rate("Read and write of ranks", "process", "read write", "read write", terminal=""),
+        panel("Read and write calls of ranks: files, pipes, sockets", "MiB/s",
+              CounterSpec("process", "read_bytes_per_s", "read calls"),
+              CounterSpec("process", "write_bytes_per_s", "write calls", "dot"), terminal=""),
         panel("Waiting for a core", "%", CounterSpec("process", "run_queue_wait_ratio")),
     )),
     PanelRow("node", "host", ("host", "cgroup"), (

@@ -47,8 +47,11 @@ _FOLDED = ("name", "before", "after")
 """Columns of text that take several lines where they are long."""
 
 
+_TIME_WORDS = {"slower": "more time", "faster": "less time"}
+
+
 def headline(found: Comparison) -> str:
-    """`12.4 % slower (11.2 to 13.5 %): train.py:40 log_step, after step, python +4.9 ms`."""
+    """`the step takes 12.4 % more time (11.2 to 13.5 %): train.py:40 log_step +4.9 ms`."""
     change = found.change
     low, high = change.low_ratio, change.high_ratio
     ends = [] if low is None or high is None else [_percent(low), _percent(high)]
@@ -64,7 +67,8 @@ def headline(found: Comparison) -> str:
         most = 100 * found.most_ratio
         return f"no difference above {most:.1f} %: {_percent(change.ratio)} ({interval})"
     sizes = sorted(abs(ratio - 1) * 100 for ratio in (low or 1.0, high or 1.0))
-    text = f"{abs(change.ratio - 1) * 100:.1f} % {found.state} ({sizes[0]:.1f} to {sizes[1]:.1f} %)"
+    text = f"the step takes {abs(change.ratio - 1) * 100:.1f} % {_TIME_WORDS[found.state]} "
+    text += f"({sizes[0]:.1f} to {sizes[1]:.1f} %)"
     return text + (_cause(found, found.accounts) or _cause(found, found.positions))
 
 
@@ -136,10 +140,16 @@ def promise_text(promise: Promise) -> str:
     )
 
 
+_NO_DIFFERENCE = (
+    "no difference in what was recorded: settings, code, packages, machine, and the variables of "
+    "torch, CUDA, NCCL, threads and memory; other variables of the job are never recorded"
+)
+
+
 def notes(found: Comparison) -> list[str]:
     """What a reader must know before trusting the claim, and what could not be compared."""
     accounts = [f"accounts: {found.no_accounts}"] if found.no_accounts else []
-    same = [] if found.differs else ["no recorded difference in settings or environment"]
+    same = [] if found.differs else [_NO_DIFFERENCE]
     return [*caveats(found), *accounts, *same, *found.unknown]
 
 

@@ -22,7 +22,7 @@ _WORDS = {
     "productive_steps": "productive steps", "input": "input", "evaluation": "evaluation",
     "checkpoint": "checkpoint", "compile": "compile", "init": "init and import",
     "waiting_for_ranks": "waiting for ranks", "hang": "hang", "lost_steps": "lost steps",
-    "uncertain_steps": "possibly lost steps", "drain": "after training", "queue": "queue",
+    "uncertain_steps": "steps that may be lost", "drain": "after training", "queue": "queue",
     "unknown": "not known",
 }  # fmt: skip
 _MEANINGS = {
@@ -33,7 +33,7 @@ _MEANINGS = {
     "waiting_for_ranks": "in torch.distributed, before the first step",
     "hang": "nothing moved",
     "lost_steps": "trained again, or never finished",
-    "uncertain_steps": "no checkpoint tells whether they are trained again",
+    "uncertain_steps": "no checkpoint of them was seen: they may be trained again",
     "drain": "from the last step, or a death, to the end",
     "queue": "between runs",
     "unknown": "no rank was recorded",
@@ -52,7 +52,7 @@ def fate_text(start: Start) -> str:
     """`, 3 of them lost`: what became of a start's steps; empty where all of them counted."""
     parts = [f"{start.lost_steps} of them lost"] if start.lost_steps else []
     if start.uncertain_steps:
-        parts.append(f"{start.uncertain_steps} of them may count")
+        parts.append(f"{start.uncertain_steps} of them may be lost")
     return "".join(f", {part}" for part in parts)
 
 
@@ -61,8 +61,10 @@ def goodput_text(found: Goodput) -> str:
     wall = duration_text(found.wall_ns)
     if found.ratio is None:
         return f"no step in {wall}"
-    upto = "" if found.ratio_high == found.ratio else f" to {ratio_text(found.ratio_high)}"
-    return f"goodput {ratio_text(found.ratio)}{upto} of {wall}: {_lost_text(found)}"
+    share = ratio_text(found.ratio)
+    if found.ratio_high != found.ratio:
+        share = f"between {share} and {ratio_text(found.ratio_high)}"
+    return f"goodput: {share} of {wall} was training that counts; {_lost_text(found)}"
 
 
 def _lost_text(found: Goodput) -> str:
@@ -71,7 +73,7 @@ def _lost_text(found: Goodput) -> str:
         return "no step was lost"
     if low == high:
         return f"{count_text(low, 'step')} lost"
-    return f"{low} to {count_text(high, 'step')} lost: no checkpoint of them was seen"
+    return f"{low} to {count_text(high, 'step')} lost, as no checkpoint of them was seen"
 
 
 def _origin_text(start: Start) -> str:
@@ -93,7 +95,7 @@ def _rows(found: Goodput) -> Iterator[tuple[str, str, str, str]]:
             share = share_text(ns, found.wall_ns)
             yield account_text(name), duration_text(ns), share, _MEANINGS.get(name, "")
     whole = share_text(found.wall_ns, found.wall_ns)
-    yield "all", duration_text(found.wall_ns), whole, f"residual {found.residual_ns} ns"
+    yield "all", duration_text(found.wall_ns), whole, f"in none of these: {found.residual_ns} ns"
 
 
 _HEAD = ("start", "began", "steps", "count", "went on from", "run", "ended")

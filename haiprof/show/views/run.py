@@ -249,7 +249,7 @@ def _cores_text(node: NodeSummary) -> str:
 
 _PROCESSES: Fields = (
     (rank_name, "rank"), ("pid", "pid"), ("cpu_cores", "CPU cores"), ("memory_rss_bytes", "memory"),
-    ("read_bytes_per_s", "read"), ("write_bytes_per_s", "write"),
+    ("read_bytes_per_s", "read calls"), ("write_bytes_per_s", "write calls"),
 )  # fmt: skip
 _GPUS: Fields = (
     ("gpu", "GPU"), ("rank", "rank"), ("utilization_ratio", "utilization"),

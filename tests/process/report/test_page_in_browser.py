@@ -462,7 +462,7 @@ def test_comparison_with_another_run_is_drawn(
     keys = page.texts("#comparison .keys li")
     assert keys[:3] == ["baseline", "new run", "beyond chance"]
     assert "input" in page.texts("[data-figure=comparison] .y2tick text")
-    assert " % slower (" in page.text("#comparison .claim").replace("\xa0", " ")
+    assert " % more time (" in page.text("#comparison .claim").replace("\xa0", " ")
     assert page.run("document.documentElement.scrollWidth") <= width
     check_quiet(page, own=1)
 

@@ -163,7 +163,7 @@ def test_ranks_tell_what_was_recorded_and_what_it_cost(run: RunPaths) -> None:
     assert row["cost_ratio"] == pytest.approx(450.0 / float(steps.to_numpy().mean()))
     assert row["beside_cpu_ratio"] == 0.03
     assert "forward is not measured: no such name" in row["notes"]
-    assert "1 micro-step after the last step belongs to no step" in row["notes"]
+    assert "1 forward and backward pass after the last step belongs to no step" in row["notes"]
 
 
 def test_rank_that_cannot_be_read_leaves_the_others(run: RunPaths) -> None:

@@ -176,7 +176,7 @@ def test_the_position_that_grew_is_named(tmp_path: Path) -> None:
     first = found.positions[0]
     assert (first.name, first.clock) == ("input", "host")
     assert first.low_ns <= 2 * NS_PER_MS <= first.high_ns
-    assert re.search(r"% slower \(.*\): input \(\+2\.0\d ms a step\) makes", headline(found))
+    assert re.search(r"% more time \(.*\): input \(\+2\.0\d ms a step\) makes", headline(found))
     assert {one.name for one in found.positions if one.is_certain} == {"input"}
     assert sum(one.difference_ns for one in found.positions) == pytest.approx(
         found.change.difference_ns, rel=1e-6

@@ -292,7 +292,7 @@ def test_command_says_what_it_joined_in_every_form(
     assert main(["goodput", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "3 runs joined: the same command in the same folder" in shown
-    assert "residual 0 ns" in shown
+    assert "in none of these: 0 ns" in shown
     assert main(["goodput", str(tmp_path / "job-1"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["schema"], data["wall_ns"], data["residual_ns"]) == (

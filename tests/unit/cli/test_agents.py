@@ -123,3 +123,16 @@ def test_lines_of_a_rank_that_the_run_lacks_name_those_that_it_has(
 ) -> None:
     assert main(["verdict", "lines", str(log_dir / "two_ranks"), "--rank", "7"]) == 5
     assert "the run has no rank 7" in capsys.readouterr().err
+
+
+def test_lines_take_a_rank_beside_the_run(
+    log_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(log_dir / "two_ranks")
+    assert main(["verdict", "lines", run, "--rank", "1", "--json"]) == 0
+    named = capsys.readouterr().out
+    for words in (["lines", run, "1"], ["lines", "1", run], [run, "lines", "1"]):
+        assert main(["verdict", *words, "--json"]) == 0
+        assert capsys.readouterr().out == named
+    assert main(["verdict", "lines", run, "7"]) == 5
+    assert "the run has no rank 7" in capsys.readouterr().err

@@ -159,7 +159,8 @@ def test_html_and_svg_are_written(run: RunPaths, tmp_path: Path) -> None:
         (["overview", "/nowhere"], 3, "/nowhere"),
         (["overview"], 3, "haiprof-logs"),
         (["overview", "--bad"], 2, "--bad"),
-        (["rank", "one"], 2, "expected a directory and a rank"),
+        (["rank", "one"], 3, "one: no such run"),
+        (["rank", "1", "2"], 2, "expected a directory and a rank"),
         (["rank", "{run}", "7"], 5, "no rank 7"),
         (["overview", "{run}", "--html", "/nowhere/o.html"], 2, "/nowhere/o.html"),
     ],
@@ -272,3 +273,19 @@ def test_option_that_begins_a_command_of_the_group_is_suggested(
 ) -> None:
     assert main(["ls", "--liv"]) == 2
     assert "did you mean --live?" in capsys.readouterr().err
+
+
+def test_a_folder_of_log_directories_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rank(write_run(tmp_path / "jobs" / "logs-a" / "job-1"), spans_of("F B O " * 3))
+    write_rank(write_run(tmp_path / "jobs" / "old" / "logs-b" / "job-2"), spans_of("F B O " * 3))
+    assert main(["ls", str(tmp_path / "jobs")]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    for folder in ("logs-a", "old/logs-b"):
+        assert f"{tmp_path}/jobs/{folder}" in shown
+    assert main(["verdict", str(tmp_path / "jobs")]) != 0
+    assert "logs-a" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["ls", str(tmp_path / "empty")]) == 0
+    assert "record one" in capsys.readouterr().out

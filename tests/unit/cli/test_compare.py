@@ -37,7 +37,7 @@ def test_slower_run_fails_the_build_and_says_why(tmp_path: Path, before: Path, r
     status, out, err = run("compare", before, after, "--fail-if-slower", "5%")
     assert status == SLOWER
     first = out.splitlines()[0]
-    assert "% slower (" in first
+    assert "% more time (" in first
     assert re.search(r"input \(\+(2.99|3.0\d) ms", first)
     assert "slower than 5.0 %: exit status 10" in err
     assert "if that is meant" not in err  # a baseline that was named is taken again

@@ -50,7 +50,10 @@ def test_counters_of_the_newest_run_as_csv_is_the_default(
     captured = capsysbinary.readouterr()
     frame = pl.read_csv(captured.out)
     assert frame.equals(haiprof.Analyzer(run.root).counters().cast(frame.schema))
-    assert captured.err == b""
+    assert captured.err.decode().splitlines() == [
+        "haiprof: these are its counters; others with --what: steps, phases, ranks; the ledger: "
+        "haiprof verdict RUN --json"
+    ]
 
 
 def test_text_formats_go_to_stdout_and_nothing_else_does(

@@ -139,3 +139,16 @@ def test_a_thread_is_sampled_at_its_rate_until_it_is_stopped(
     slept.join()
     assert count >= 20
     assert any(frame[2].endswith("wait") for frame in seen)
+
+
+def test_the_jump_back_of_a_loop_is_no_line_of_an_import() -> None:
+    source = "import os\nfor n in range(3):\n    m = n\n    if n % 2 and m:\n        m = 7\n"
+    code = compile(source, "train.py", "exec")
+    lines = {
+        frames.line_of((code, at))
+        for begin, end, line in code.co_lines()
+        if line is None
+        for at in range(begin, end, 2)
+    }
+    assert not lines & {1}
+    assert frames.line_of((code, -1)) == 1

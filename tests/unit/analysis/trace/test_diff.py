@@ -112,7 +112,7 @@ def test_real_shares_explain_the_whole_difference() -> None:
         assert own["explained_ns"].sum() == pytest.approx(diff.step_time.difference_ns, abs=1)
     assert diff.names.filter(of="runtime")["explained_ns"].null_count() > 0
     assert verdict(diff).is_slower
-    assert verdict(diff).text == "slower by 60.1 % (p = 0.0022, 6 and 6 steps)"
+    assert verdict(diff).text == "60.1 % more time (p = 0.0022, 6 and 6 steps)"
     assert any("614 GPU events of the test" in note for note in diff.notes)
 
 
@@ -245,7 +245,7 @@ def test_few_steps_have_no_significance_but_a_reason(tmp_path: Path) -> None:
     assert row["no_p_value_reason"] == "3 and 9 steps; at least 4 each are needed"
     judged = verdict(diff)
     assert judged.is_slower is None
-    assert judged.text.startswith("slower by 60.0 %, by chance or not: 3 and 9 steps")
+    assert judged.text.startswith("60.0 % more time, by chance or not: 3 and 9 steps")
 
 
 def test_one_slow_step_is_no_regression(tmp_path: Path) -> None:
