@@ -62,6 +62,8 @@ class DeviceComparison:
     """Whether the busy time differs, by more than chance where several steps tell."""
     rows: tuple[ComparedRow, ...]
     """The largest difference first."""
+    damage: tuple[str, ...] = ()
+    """What of the files could not be read."""
     branch: ComparedBranch | None = None
     """None where no call holds more than half of the difference."""
 
@@ -97,6 +99,7 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
         on_device=on_device,
         is_different=abs(new - old) > max(unsure, _EQUAL_RATIO * max(old, new)),
         rows=tuple(sorted(rows, key=lambda row: -abs(row.difference_ns))),
+        damage=(*before.damage, *after.damage),
         branch=_changed_branch(before.branches, after.branches),
     )  # fmt: skip
 

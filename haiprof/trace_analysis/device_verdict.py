@@ -169,6 +169,8 @@ class DeviceLedger:
     """Who states the peak that operators are held against; None where it is not known."""
     gaps: pl.DataFrame = field(default_factory=pl.DataFrame)
     """The longest idle times, longest first: `rank` and what `device_ledger.GAPS_SCHEMA` has."""
+    damage: tuple[str, ...] = ()
+    """What of the files could not be read, such as the end of one that is cut off."""
     late: str | None = None
     """Who comes last to collectives, in words; None where nobody waited, or nothing tells."""
 
@@ -353,6 +355,7 @@ def _as_ledger(
         roles=_roles(parts, count),
         host_operators=() if is_on_device else _host_operators(rows, count),
         branches={tuple(code.split("\n")): ns / count for code, ns in summed.iter_rows() if code},
+        damage=tuple(note for each in ranks.values() for note in each.damage),
         device_name=next((each.device_name for each in parts.values()), None),
         peak=next((each.peak_source for each in parts.values()), None),
     )
@@ -580,7 +583,7 @@ def _missing(
     ranks: Mapping[int, RankLedger], unknown: list[str], *, is_on_device: bool
 ) -> list[str]:
     """What the traces lack, each with what would bring it."""
-    found = [note for each in ranks.values() for note in each.damage]
+    found = []
     bare = [rank for rank, each in ranks.items() if not each.has_stacks]
     if bare:
         who = "" if len(bare) == len(ranks) else f" of {ranks_text(bare)}"
@@ -588,9 +591,11 @@ def _missing(
     if unknown:
         found.append(f"waiting for peers in collectives: {'; '.join(unknown)}")
     if any(each.steps["number"].null_count() for each in ranks.values()):
-        found.append("steps: profiler.step() was not called, all that was recorded counts as one")
+        found.append(
+            "steps: no whole one is marked (profiler.step()), all that was recorded counts as one"
+        )
     elif max(len(each.steps) for each in ranks.values()) == 1:
-        found.append("spread over steps: one step was recorded")
+        found.append("spread over steps: there is one whole step, and it takes several")
     lost = sum(each.kernel_count - each.linked_count for each in ranks.values())
     if lost and is_on_device:
         found.append(
@@ -605,6 +610,7 @@ def device_document(found: DeviceLedger) -> dict[str, Any]:
     return {
         **ledger_document(found.ledger),
         "ranks": list(found.ranks),
+        "damage": list(found.damage),
         "device_name": found.device_name,
         "peak": found.peak,
         "operators": [

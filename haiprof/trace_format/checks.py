@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,8 @@ import polars as pl
 
 from haiprof.base.intervals import Ints
 from haiprof.trace_format.kineto.columns import Flags
+from haiprof.trace_format.kineto.events import ANNOTATIONS, GPU, GPU_RANGES, OPS, PYTHON, RUNTIME
+from haiprof.trace_format.kineto.load import Cut, LoadReport
 from haiprof.trace_format.launch_checks import (
     Finding,
     check_launches,
@@ -77,6 +79,91 @@ def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
     again = rows.filter(~rows.select(pl.exclude("event")).is_unique())
     later = again.filter(~pl.struct(pl.exclude("event")).is_first_distinct())
     return events.join(later.select("event"), on="event", how="anti") if len(later) else events
+
+
+_UNORDERED_SHARE = 0.01
+"""Of a table's time: where starts go back further, the file is not in order of time."""
+WRITTEN = (OPS, ANNOTATIONS, PYTHON, RUNTIME, GPU)
+"""Tables that tell where a file is cut off."""
+
+
+def find_cut(tables: Mapping[str, pl.DataFrame], marks: pl.DataFrame, *, has_gpu: bool) -> Cut:
+    """Where the events of a file that is cut off are no longer all there.
+
+    Kineto writes operators and ranges of one thread after the other, then Python functions, then
+    calls and GPU events in turns, then ranges as they are on the GPU; each by start, but calls and
+    GPU events of long traces in blocks without an order.
+
+    Args:
+        tables: Those of `WRITTEN`, as they are in the file.
+        marks: All profiler steps that begin in the file, as `Trace.steps` has them.
+        has_gpu: Whether the machine had GPUs.
+    """
+    ends = {name: max(tables[name]["event"].to_list(), default=-1) for name in WRITTEN}
+    last = max(ends, key=lambda name: ends[name])
+    if ends[last] < 0:
+        return Cut(text="the file is cut off", effect="no event of it is left")
+    if last == ANNOTATIONS and str(tables[last].sort("event")["category"][-1]) == GPU_RANGES:
+        return Cut(text="the file is cut off behind its last GPU event",
+                   effect="ranges as they are on the GPU may be missing")  # fmt: skip
+    known_ns = _known_until(tables, last)
+    is_lost = has_gpu and last not in (RUNTIME, GPU)
+    lost = "; its GPU events came later, and are lost" if is_lost else ""
+    end_ns = None if known_ns is None else known_ns + 1
+    if marks.is_empty():
+        effect = f"how much of it is missing is not known{lost}"
+        return Cut(end_ns=end_ns, text="the file is cut off", effect=effect)
+    whole = marks.filter(pl.col("end_ns") <= (-1 if known_ns is None else known_ns))
+    begun = marks.filter(pl.col("end_ns") > (-1 if known_ns is None else known_ns))["step"]
+    if whole.is_empty():
+        where = "" if known_ns is None else f" in its first step, {begun[0]}"
+        sure = " for certain: it is not in the order of time" if known_ns is None else ""
+        return Cut(whole_ns=-1, end_ns=end_ns, text=f"the file is cut off{where}",
+                   effect=f"no step of it is whole{sure}{lost}")  # fmt: skip
+    step, whole_ns = whole["step"][-1], max(whole["end_ns"].to_list())
+    where = f"in step {begun[0]}" if len(begun) else f"behind step {step}"
+    effect = f"what follows step {step}, its last whole one, is left out{lost}"
+    return Cut(
+        whole_ns=whole_ns, end_ns=whole_ns, text=f"the file is cut off {where}", effect=effect
+    )
+
+
+def _known_until(tables: Mapping[str, pl.DataFrame], last: str) -> int | None:
+    """When the last event began before which all are there; None where nobody can tell."""
+    written = {name: tables[name].sort("event") for name in WRITTEN}
+    if last in (RUNTIME, GPU):  # a kernel counts by its launch: all launched before ran before
+        calls = written[RUNTIME].select("correlation", call_ns="ts_ns")
+        launched = written[GPU].select("correlation").join(
+            calls, on="correlation", maintain_order="left"
+        )  # fmt: skip
+        parts = [calls["call_ns"], launched["call_ns"]]
+    elif last == PYTHON:
+        parts = [written[PYTHON]["ts_ns"]]
+    else:  # haiprof's own ranges stand first in its traces: operators alone are looked at
+        parts = [written[OPS].filter(pl.col("tid").eq_missing(pl.col("tid").last()))["ts_ns"]]
+    found = [each.to_numpy() for each in parts]
+    if not all(len(starts) and _is_in_order(starts) for starts in found):
+        return None
+    return int(min(starts[-1] for starts in found))
+
+
+def _is_in_order(starts: Ints) -> bool:
+    """Whether none is far before an earlier one."""
+    back = np.maximum.accumulate(starts) - starts
+    return bool(back.max() <= _UNORDERED_SHARE * (starts.max() - starts.min()))
+
+
+def before_cut(
+    name: str, events: pl.DataFrame, runtime: Callable[[], pl.DataFrame], end_ns: int
+) -> pl.DataFrame:
+    """A table's events that began before `end_ns`; those of the GPU that were launched before."""
+    if name != GPU:
+        return events.filter(pl.col("ts_ns") < end_ns)
+    calls = runtime()
+    by = [calls.filter(when)["correlation"].drop_nulls().implode()
+          for when in (pl.col("ts_ns") < end_ns, pl.col("ts_ns") >= end_ns)]  # fmt: skip
+    early, late = (pl.col("correlation").is_in(each).fill_null(False) for each in by)
+    return events.filter(early | ((pl.col("ts_ns") < end_ns) & ~late))
 
 
 def _event_finding(
@@ -314,7 +401,7 @@ def check_device(gpu: pl.DataFrame, runtime: pl.DataFrame) -> CheckedDevice:
 
 
 def all_findings(
-    tables: Sequence[CheckedTable], device: CheckedDevice, notes: Sequence[str]
+    tables: Sequence[CheckedTable], device: CheckedDevice, report: LoadReport
 ) -> tuple[Finding, ...]:
     """What was found of one trace."""
     counts = {table.name: table.far_count for table in tables}
@@ -327,5 +414,11 @@ def all_findings(
         what="recorded twice", effect="counted once",
     )  # fmt: skip
     unread = "what could not be read is in no answer"
-    read = [Finding("damaged_file", 1, note.partition(": ")[2] or note, unread) for note in notes]
+    read = [
+        Finding("damaged_file", 1, note.partition(": ")[2] or note, unread)
+        for note in replace(report, truncated_bytes=None).notes
+    ]
+    cut = report.cut
+    if cut is not None:
+        read.insert(0, Finding("damaged_file", 1, cut.text, cut.effect))
     return (*read, *(each for each in (far, twice) if each), *device.findings)

@@ -203,7 +203,7 @@ def device_part(found: DeviceLedger | None) -> DevicePart | None:
             for each in worth[:_OPPORTUNITY_LIMIT]
         ),
         tables=tuple(_tables(found)),
-        notes=tuple(view.notes(found, worth)),
+        notes=(*found.damage, *view.notes(found, worth)),
     )  # fmt: skip
 
 

@@ -323,7 +323,7 @@ def _sign_text(ratio: float) -> str:
 
 _TRACE_DIFF_COLUMNS = (
     ("name", "name"), ("change", "calls"), ("control_ns", "control"), ("test_ns", "test"),
-    ("difference_ns", "difference"), ("explained_ratio", "explains"),
+    ("difference_ns", "difference"), ("explained_ns", "adds to the step"),
     ("adjusted_p_value", "p"),
 )  # fmt: skip
 _STYLES = {True: "bold red", False: "bold green", None: "bold yellow"}
@@ -339,7 +339,10 @@ def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
         Text(words, style="dim"),
     ]
     for kind, title in _TITLES.items():
-        changed = diff.names.filter((pl.col("of") == kind) & (pl.col("difference_ns") != 0))
+        own = diff.names.filter(pl.col("of") == kind)
+        if own.height == 1:  # of a job without a GPU: nothing ran on it, all the time
+            continue
+        changed = own.filter(pl.col("difference_ns") != 0)
         table = frame_table(changed, _TRACE_DIFF_COLUMNS, limit=10)
         parts.append(section(f"{title} per step, the largest difference first", *table))
     return Group(*parts, notes_block(diff.notes))

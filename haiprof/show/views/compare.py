@@ -334,6 +334,7 @@ def device_comparison_view(found: DeviceComparison, *, width: int) -> Renderable
         where = [Text(printable(f"where: {' > '.join(branch.path[-_DEPTH:])}: {span}"))]
     return Group(
         Text(printable(comparison_headline(found)), style="bold"),
+        *(Text(printable(note), style="yellow") for note in found.damage),
         *where,
         Text(f"per step; {step}", style="dim"),
         *([section(f"What the {device} did, the largest change first", table)] if changed else []),
@@ -358,7 +359,10 @@ def comparison_headline(found: DeviceComparison) -> str:
         and abs(change) >= PROBLEM_RATIO * step_ns
     )
     if not found.is_different:
-        same = "GPU equally busy" if found.on_device else "the host's operators take equally long"
+        apart = abs(found.after_busy_ns - found.before_busy_ns)
+        what = "GPU busy time" if found.on_device else "the host's operators"
+        is_equal = apart <= _EQUAL_RATIO * max(found.before_busy_ns, found.after_busy_ns)
+        same = f"{what}: {'equally long' if is_equal else 'no difference that is certain'}"
         return f"{same}: {span}{idle}"
     busy = f"GPU busy {span}" if found.on_device else f"host operators {span}"
     whole = found.after_busy_ns - found.before_busy_ns

@@ -86,6 +86,7 @@ def device_ledger_view(
     title, worth = f"{name}: {rests_on(found)}", worth_showing(found, everything=everything)
     parts: list[RenderableType] = [
         Text(printable(headline(found)), style="bold"),
+        *damage_lines(found),
         Text(printable(title), style="dim"),
         Text(),
         *_two_lines(found, min(width, _BAR_WIDTH)),
@@ -95,6 +96,11 @@ def device_ledger_view(
         parts += [Text(), *_opportunity(found, each, place)]
     said = list(notes(found, worth))
     return Group(*parts, *([Text(), *bullets(said)] if said else []))
+
+
+def damage_lines(found: DeviceLedger) -> list[Text]:
+    """What of the files could not be read: it decides what the numbers beside it are worth."""
+    return [Text(printable(note), style="yellow") for note in found.damage]
 
 
 def rests_on(found: DeviceLedger) -> str:

@@ -326,7 +326,7 @@ class _PartWriter:
         self._file.write(data)
 
 
-_VERSION = 3  # of the checks: findings of another one are worked out anew
+_VERSION = 4  # of the checks: findings of another one are worked out anew
 _SIZE_LIMIT_BYTES = 1 << 20
 _UNFIT = (OSError, ValueError, RecursionError)
 """What reading of a damaged entry raises."""

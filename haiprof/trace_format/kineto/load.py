@@ -165,6 +165,19 @@ _PLACES: dict[Any, int] = {category: place for place, category in enumerate(CATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Where the events of a file that is cut off are no longer all there."""
+
+    whole_ns: int | None = None
+    """Steps that end later are not whole; None where all are."""
+    end_ns: int | None = None
+    """What begins then or later is left out; None where nothing is."""
+    text: str
+    effect: str
+    """What becomes of the answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """Counts of a file's events by what was done with them; they add up to `event_count`."""
 
@@ -193,13 +206,15 @@ class LoadReport:
     """The beginnings of the first lost events."""
     file_notes: tuple[str, ...]
     """Problems of the file other than those of events."""
+    cut: Cut | None = None
+    """Where a trace whose file is cut off is taken to end; `rank_trace` finds it."""
 
     @property
     def notes(self) -> list[str]:
         """Notes for people."""
+        cut = self.cut and f"{self.cut.text}: {self.cut.effect}"
         counted = (
-            (self.truncated_bytes is not None,
-             f"the file is cut off: {self.truncated_bytes} bytes after the last whole event"),
+            (self.truncated_bytes is not None, cut or "the file is cut off"),
             (self.lost_count, f"{self.lost_count} events cannot be read, such as "
                               + " and ".join(map(repr, self.examples[:1]))),
             (self.repaired_count, f"{self.repaired_count} pieces held values that are no JSON "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Ints
 from haiprof.run_format.phase_ranges import NAMES
 from haiprof.trace_format.checks import (
+    WRITTEN,
     CheckedDevice,
     CheckedTable,
     all_findings,
+    before_cut,
     check_device,
     check_table,
+    find_cut,
 )
 from haiprof.trace_format.find import FUNCTIONS_SUFFIX, SUMMARY_SUFFIX, rank_of
 from haiprof.trace_format.kineto.cache import (
@@ -98,10 +102,16 @@ class Trace:
         """Everything in the file other than its events."""
         return self.columns.metadata
 
-    @property
+    @cached_property
     def report(self) -> LoadReport:
         """What was read and what was not."""
-        return self.columns.report
+        read = self.columns.report
+        if read.truncated_bytes is None:
+            return read
+        tables = {name: self.columns.table(name) for name in WRITTEN}
+        has_gpu = bool(self.metadata.get("deviceProperties"))
+        marks = _step_marks(tables[ANNOTATIONS], tables[OPS])
+        return replace(read, cut=find_cut(tables, marks, has_gpu=has_gpu))
 
     @cached_property
     def gpu(self) -> pl.DataFrame:
@@ -122,7 +132,7 @@ class Trace:
         if self._stored_findings is not None:
             return self._stored_findings
         tables = (self._checked[GPU], self._checked[RUNTIME], self._checked[OPS])
-        found = (*all_findings(tables, self._device, self.report.notes), *self._linked.findings)
+        found = (*all_findings(tables, self._device, self.report), *self._linked.findings)
         corrected = {table.name for table in tables if table.far_count or table.duplicate_count}
         if self._device.gpu is not self._checked[GPU].events:
             corrected.add(GPU)
@@ -210,26 +220,12 @@ class Trace:
         """Profiler steps by their number.
 
         `step`, `start_ns`, `end_ns`, `tid`; empty where the profiler's `step()` was not called.
+        Of a file that is cut off, those that are whole.
         """
-        marks = self.host_ranges
-        if self.annotations.is_empty():  # before 2022 they were operators like any other
-            marks = self.ops.select(marks.columns)
-            steps = [name for name in marks["name"].unique().cast(pl.String) if STEP.match(name)]
-            marks = marks.filter(pl.col("name").is_in(steps))
-        named = marks.with_columns(
-            step=pl.col("name").cast(pl.String).str.extract(STEP.pattern.replace("\\Z", "$"))
-        )
-        numbered = named.with_columns(pl.col("step").cast(pl.Int64, strict=False))
-        return (
-            numbered.drop_nulls("step")
-            .select(
-                "step",
-                start_ns="ts_ns",
-                end_ns=pl.col("ts_ns") + pl.col("dur_ns"),
-                tid="tid",
-            )
-            .sort("start_ns")
-        )
+        marks, cut = _step_marks(self.annotations, self.ops), self.report.cut
+        if cut is None or cut.whole_ns is None:
+            return marks
+        return marks.filter(pl.col("end_ns") <= cut.whole_ns)
 
     @property
     def rank(self) -> int | None:
@@ -269,7 +265,28 @@ class Trace:
         return _CheckedTables(self._table)
 
     def _table(self, name: str) -> pl.DataFrame:
-        return self.columns.table(name)
+        events, cut = self.columns.table(name), self.report.cut
+        if cut is None or cut.end_ns is None:
+            return events
+        return before_cut(name, events, lambda: self.columns.table(RUNTIME), cut.end_ns)
+
+
+def _step_marks(annotations: pl.DataFrame, ops: pl.DataFrame) -> pl.DataFrame:
+    """Profiler steps by their number, whole or not."""
+    marks = annotations.filter(pl.col("category") != GPU_RANGES)
+    if annotations.is_empty():  # before 2022 they were operators like any other
+        marks = ops.select(marks.columns)
+        steps = [name for name in marks["name"].unique().cast(pl.String) if STEP.match(name)]
+        marks = marks.filter(pl.col("name").is_in(steps))
+    named = marks.with_columns(
+        step=pl.col("name").cast(pl.String).str.extract(STEP.pattern.replace("\\Z", "$"))
+    )
+    numbered = named.with_columns(pl.col("step").cast(pl.Int64, strict=False))
+    return (
+        numbered.drop_nulls("step")
+        .select("step", start_ns="ts_ns", end_ns=pl.col("ts_ns") + pl.col("dur_ns"), tid="tid")
+        .sort("start_ns")
+    )
 
 
 class _Args(msgspec.Struct):

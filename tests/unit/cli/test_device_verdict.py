@@ -236,7 +236,7 @@ def side(top: str, kernels: list[tuple[str, str, float]]) -> list[Event]:
 @pytest.mark.parametrize(("after", "said"), [
     (side("conv", [("aten::convolution", "cudnn", 40)]),
      "GPU busy 0.40 to 0.04 ms: aten::convolution"),
-    (side("conv", [("aten::convolution", "Cijk", 400)]), "GPU equally busy: 0.40 ms"),
+    (side("conv", [("aten::convolution", "Cijk", 400)]), "GPU busy time: equally long: 0.40 ms"),
     (side("conv", [("aten::unfold", "im2col", 100), ("aten::mm", "gemm", 600)]),
      "GPU busy 0.40 to 0.70 ms: conv (aten::convolution to aten::mm, aten::unfold)"),
 ])  # fmt: skip
@@ -431,7 +431,7 @@ def test_compare_of_traces_without_a_gpu_speaks_of_the_host(tmp_path: Path, run:
         paths.append(rank_file(tmp_path / name, 0, events, world_size=1))
     _, same, _ = run("compare", paths[0], paths[0])
     _, other, _ = run("compare", *paths)
-    assert same.startswith("the host's operators take equally long: 0.40 ms\n")
+    assert same.startswith("the host's operators: equally long: 0.40 ms\n")
     assert other.startswith("host operators 0.40 to 0.60 ms\n")
     assert "What the host did" in other
     assert "What the host did" not in same, "nothing changed"
@@ -515,15 +515,52 @@ def test_a_cpu_job_of_operators_names_the_longest_and_no_small_change(
     assert "record with_stack" not in out
 
 
-def test_verdict_of_a_trace_that_is_cut_off_says_so(tmp_path: Path, run: Run) -> None:
-    events = [event("aten::mm", "cpu_op", at, 40) for at in range(10, 1000, 50)]
-    path = rank_file(tmp_path, 0, events, world_size=1)
-    cut = tmp_path / "cut.json"
-    cut.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def cut_in_its_third_step(tmp_path: Path) -> tuple[Path, Path]:
+    """A trace of four equal steps of the host, and the same without all behind 2.2 steps."""
+    events = []
+    for number in range(4):
+        at = 100 * number
+        events += [step(number, at, 100), event("aten::mm", "cpu_op", at + 5, 40),
+                   event("aten::add", "cpu_op", at + 50, 45)]  # fmt: skip
+    whole, cut = write_trace(tmp_path / "whole.json", events), tmp_path / "cut.json"
+    text = whole.read_text()
+    cut.write_text(text[: text.rindex("aten::add", 0, text.index("ProfilerStep#3"))])
+    return whole, cut
+
+
+def test_verdict_of_a_trace_that_is_cut_off_says_so_first_and_judges_whole_steps(
+    tmp_path: Path, run: Run
+) -> None:
+    whole, cut = cut_in_its_third_step(tmp_path)
     status, out, _ = run("verdict", cut)
+    said = " ".join(out.split())
     assert status == 0
-    assert "cut.json: the file is cut off" in " ".join(out.split())
-    assert "cut off" not in run("verdict", path)[1]
+    told = "cut.json: the file is cut off in step 2: what follows step 1, its last whole one, is"
+    assert said.index(told) < said.index("ledger of the host's time, a trace")
+    assert "2 steps" in said
+    assert "operators 85.0 µs, 85 %" in said
+    assert "cut off" not in run("verdict", whole)[1]
+    assert data(run, cut)["damage"][0].endswith("its last whole one, is left out")
+
+
+def test_compare_of_a_trace_that_is_cut_off_says_so_below_its_headline(
+    tmp_path: Path, run: Run
+) -> None:
+    out = run("compare", *cut_in_its_third_step(tmp_path))[1].splitlines()
+    assert out[0] == "the host's operators: equally long: 85.00 µs"
+    assert "cut.json: the file is cut off in step 2" in " ".join(" ".join(out[1:3]).split())
+    assert out[-1] == "per step; step 0.10 ms"
+
+
+@pytest.mark.parametrize("command", ["report", "critical-path", "what-if", "functions"])
+def test_each_view_of_a_trace_that_is_cut_off_says_so_and_leaves_its_last_step_out(
+    tmp_path: Path, run: Run, command: str
+) -> None:
+    _, cut = cut_in_its_third_step(tmp_path)
+    _, out, err = run("trace", command, cut)
+    assert "the file is cut off in step 2" in " ".join((out + err).split())
+    if command == "what-if":
+        assert "step 100 µs measured" in out
 
 
 def test_verdict_of_a_trace_in_which_no_time_passes_is_refused(tmp_path: Path, run: Run) -> None:

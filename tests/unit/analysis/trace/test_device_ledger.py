@@ -501,3 +501,44 @@ def test_launches_of_real_operators_fill_the_gpu_so_far(
     largest = max((each for each in found if each.name == operator), key=lambda x: x.ns_per_step)
     said = (largest.blocks_per_sm, largest.occupancy_ratio, largest.waves)
     assert said == pytest.approx(launch, rel=1e-5)
+
+
+def by_step(found: RankLedger) -> dict[int | None, list[tuple[Any, ...]]]:
+    """Begin and end of each step by its number, and its time by activity."""
+    keys = ("number", "start_ns", "end_ns")
+    rows = found.rows.join(found.steps.select("step", *keys), on="step")
+    summed = rows.group_by(*keys, "activity").agg(pl.col("ns").sum()).sort("activity")
+    kept: dict[int | None, list[tuple[Any, ...]]] = {}
+    for number, *row in summed.iter_rows():
+        kept.setdefault(number, []).append(tuple(row))
+    return kept
+
+
+@pytest.mark.parametrize("part", first_of((0.5, 0.7, 0.9, 0.99), 0.7))
+def test_whole_steps_of_a_file_that_is_cut_off_are_as_in_the_whole_file(
+    tmp_path: Path, part: float
+) -> None:
+    packed = trace_files(traces("hta_nsres_v100_r0of1"))[0]
+    text, cut = gzip.decompress(packed.read_bytes()), tmp_path / "cut.json"
+    cut.write_bytes(text[: int(len(text) * part)])
+    whole, found = (by_step(rank_ledger(Trace(path))) for path in (packed, cut))
+    assert found
+    assert found.items() < whole.items()
+
+
+def test_no_step_of_a_file_that_is_cut_off_out_of_the_order_of_time_is_whole(
+    tmp_path: Path,
+) -> None:
+    """Kineto writes the records of a long trace in blocks, whose order is not that of time."""
+    calls = [
+        each for at in (205, 210, 215, 5, 10, 15)
+        for each in (launch(at, at, 1), kernel("gemm", at + 2, 3, correlation=at))
+    ]  # fmt: skip
+    ops = [event("aten::mm", "cpu_op", at, 20) for at in (1, 101, 201)]
+    events = [*(step(at, 100 * at, 100) for at in range(3)), *ops, *calls]
+    path = write_trace(tmp_path / "trace.json", events)
+    path.write_text(path.read_text()[:-300])
+    trace = Trace(path)
+    assert trace.steps.is_empty()
+    assert "no step of it is whole for certain" in trace.report.notes[0]
+    assert "no whole one is marked" in " ".join(device_ledger(path).ledger.missing)
