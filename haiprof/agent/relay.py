@@ -336,13 +336,13 @@ class Relay:
         for line in (self.controller, self.uplink):
             if line is not None:
                 line.stop()
-        listener, self._listener = self._listener, None
-        if listener is None:
+        if self._listener is None:
             return
         with contextlib.suppress(OSError):
-            self._accept()
+            self._accept()  # a job that ended soon after it connected has left its ring there
             for peer in list(self.peers):
                 self._read(peer)  # messages before the end of the connection
+        listener, self._listener = self._listener, None
         self.rings.close()
         for peer in self.peers:
             peer.connection.close()

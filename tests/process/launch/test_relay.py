@@ -264,3 +264,30 @@ def test_rank_without_an_agent_notes_it_and_goes_on(tmp_path: Path, monkeypatch:
     within(90, lambda: notes)
     assert notes[0]["state"] == "unreachable"
     assert str(tmp_path) in notes[0]["reason"]
+
+
+ENDS_AT_ONCE = """
+import os, sys, time
+from pathlib import Path
+from haiprof.in_job.commands import Commands
+from haiprof.in_job.spans import RingMemory, make_spans
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.schema import OPTIMIZER
+ring, spans = RingMemory(warm=True), make_spans()
+spans.attach(ring.address)
+spans.end(spans.begin(OPTIMIZER), OPTIMIZER)
+commands = Commands(RunPaths(Path(sys.argv[1])), {}, print)
+commands.start({"rank": 0, "attempt": 0}, ring=ring)
+while commands._line is None:
+    time.sleep(0.001)
+os._exit(3)
+"""
+
+
+def test_what_a_rank_left_that_ended_between_two_ticks_is_kept(node: Node) -> None:
+    folder = node.run.rank(0).events.parent
+    folder.mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(node.run.root)], check=False)
+    node.relay.stop()
+    (line,) = map(json.loads, node.run.rank(0).events.read_text().splitlines())
+    assert (line["type"], line["optimizer_steps"]) == ("unclean_end", 1)
