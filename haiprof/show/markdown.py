@@ -55,10 +55,9 @@ def verdict_markdown(verdict: Verdict, name: str) -> str:
 
 def _cause(finding: Finding) -> tuple[str, ...]:
     gain = finding.gain
-    without = gain and (
-        f"{duration_text(gain.left_ns)} ({duration_text(gain.low_ns)} to "
-        f"{duration_text(gain.high_ns)})"
-    )
+    low, high = (duration_text(gain.low_ns), duration_text(gain.high_ns)) if gain else ("", "")
+    between = f"{low} to {high}" if gain and gain.low_ns > 0 else f"at most {high}"
+    without = gain and f"{duration_text(gain.left_ns)} ({between})"
     at = "; ".join(place.location for place in finding.code_lines[:2])
     return finding.severity, finding.title, without or "not known", at, finding.remedy
 
