@@ -298,8 +298,10 @@ def _no_core(question: Question) -> Finding:
         is_loading = starved.cause == LOADER_WORKERS
         lines = code_lines(loading, "the workers' loading", 1.0) if is_loading else ()
         return replace(starved, title=title, code_lines=lines)
-    used = others_beside(question.inputs, question.account.ranks)
-    is_own = used is not None and used < question.share
+    inputs, ranks = question.inputs, question.account.ranks
+    used = others_beside(inputs, ranks)
+    missed = max((inputs.core_waits.get(rank, 0.0) for rank in ranks or inputs.world), default=0.0)
+    is_own = used is not None and used < max(missed, question.share)
     fewer = "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
     return Finding(
         rule="no_core",
