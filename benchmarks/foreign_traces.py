@@ -73,7 +73,7 @@ EXPECTED_PAIRS = (
     Expected("test02", ("GPU busy 0.28 to 0.12 ms", "aten::bmm", "aten::softmax")),
     Expected("test03", ("GPU busy 0.35 to 0.78 ms", "_flash_attn_forward to aten::bmm")),
     Expected("test04", ("GPU busy 0.73 to 0.48 ms", "aten::mm to aten::addmm")),
-    Expected("test05", ("GPU equally busy: 0.20 ms",)),
+    Expected("test05", ("GPU busy time: equally long: 0.20 ms",)),
     Expected("test06", ("GPU busy 2.00 to 0.04 ms: aten::convolution",)),
 )
 

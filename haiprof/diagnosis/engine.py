@@ -257,7 +257,10 @@ def _finding(
     if account.explanation == "ranks_uneven" and found.late is not None:
         extra_ns = found.late.extra_ns  # of which others may still have to wait for someone else
         gain_ns = account.gain_ns
-        said = stragglers(question, gain_ns if gain_ns < extra_ns / 2 else extra_ns)
+        extra_ns = gain_ns if gain_ns < extra_ns / 2 else extra_ns
+        named = (ledger.accounts[index] for index in ledger.opportunities)
+        is_rest = any(each.ranks == account.ranks and each != account for each in named)
+        said = stragglers(question, extra_ns, is_rest=is_rest)
     elif account.explanation == SLOWED and found.slowed is not None:
         said = slowed_by_saves(question, found.slowed)
     else:

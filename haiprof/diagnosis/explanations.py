@@ -365,8 +365,8 @@ def _link(question: Question) -> Finding:
     )
 
 
-def stragglers(question: Question, extra_ns: float) -> Finding:
-    """Some ranks need longer than the others for the same work."""
+def stragglers(question: Question, extra_ns: float, *, is_rest: bool) -> Finding:
+    """Some ranks need longer than the others for the same work, without what else is listed."""
     inputs, account = question.inputs, question.account
     state = state_of(inputs, account.ranks[0], question.share)
     where = WHERE[account.position]
@@ -374,11 +374,12 @@ def stragglers(question: Question, extra_ns: float) -> Finding:
     several = len(account.ranks) > 1
     are = "are stragglers" if several else "is a straggler"
     code = f": {_code_text(account, lead='')}" if account.file else ""
+    rest = ", beyond its other causes listed here" * is_rest
     return Finding(
         rule="ranks_uneven",
         cause=state.cause if state else account.position,
         title=f"{inputs.name_ranks(account.ranks)} {are}: {duration_text(extra_ns)} longer per "
-        f"step than the others, most of it {where}{code}{state.title if state else ''}",
+        f"step than the others{rest}, most of it {where}{code}{state.title if state else ''}",
         remedy=state.remedy
         if state
         else f"compare rank {account.ranks[0]} with another: its data shard, its host's load, its "

@@ -19,7 +19,7 @@ from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
 from haiprof.trace_analysis.critical_path import CriticalPath
 from haiprof.trace_analysis.device_ledger import step_windows
-from haiprof.trace_analysis.diff import TraceDiff, Verdict
+from haiprof.trace_analysis.diff import NOTHING, TraceDiff, Verdict
 from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
@@ -340,7 +340,7 @@ def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
     ]
     for kind, title in _TITLES.items():
         own = diff.names.filter(pl.col("of") == kind)
-        if own.height == 1:  # of a job without a GPU: nothing ran on it, all the time
+        if own["name"].to_list() == [NOTHING[kind]]:  # a job without a GPU: it idles all the time
             continue
         changed = own.filter(pl.col("difference_ns") != 0)
         table = frame_table(changed, _TRACE_DIFF_COLUMNS, limit=10)
