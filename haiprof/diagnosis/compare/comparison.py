@@ -590,6 +590,17 @@ class Comparison:
         )
 
     @property
+    def load_text(self) -> str:
+        """What others used of the cores in both runs; empty where it was little."""
+        old, new = (load.other_ratio for load in self.loads)
+        if max(old or 0.0, new or 0.0) <= COMPARE_LOAD_RATIO:
+            return ""
+        return (
+            f"other processes used {ratio_text(old)} of the cores in the baseline, "
+            f"{ratio_text(new)} in the new run"
+        )
+
+    @property
     def most_ratio(self) -> float:
         """No difference is larger than this: the end of the interval that is farther from 0."""
         low, high = self.change.low_ratio, self.change.high_ratio
@@ -708,11 +719,6 @@ def caveats(found: Comparison) -> Iterator[str]:
     if len(scripts) > 1:
         names = " and ".join(scripts)
         yield f"the runs are of different scripts, {names}: a step may not be the same work"
-    old, new = (load.other_ratio for load in found.loads)
-    if old is not None and new is not None and abs(new - old) > COMPARE_LOAD_RATIO:
-        word = "more" if new > old else "less"
-        share = ratio_text(abs(new - old))
-        yield f"other processes used {share} {word} of the cores in the new run"
     if len(found.before.inputs.world) != len(found.after.inputs.world):
         yield "the runs have different numbers of ranks: a step is not the same work"
 

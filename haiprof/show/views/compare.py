@@ -119,6 +119,7 @@ def headline_notes(found: Comparison, chosen: str) -> list[str]:
     return [
         *([printable(promise_text(found.promise))] if found.promise else []),
         step_facts(found),
+        *([found.load_text] if found.load_text else []),
         printable(f"baseline: {found.before.path}"),
         printable(f"new run: {found.after.path}"),
         *([printable(f"chosen: {chosen}")] if chosen else []),

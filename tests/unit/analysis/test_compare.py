@@ -42,7 +42,7 @@ from haiprof.run_analysis.step_frame import STEP_PHASES
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.run_format.writer import write_json
-from haiprof.show.views.compare import headline
+from haiprof.show.views.compare import headline, headline_notes
 from tests.unit.analysis.recorded import CLOCK, KINDS, spans_from, write_rank
 
 STEP_NS = 20 * NS_PER_MS
@@ -283,6 +283,9 @@ def test_what_cannot_be_judged_is_still_measured_with_its_interval(tmp_path: Pat
     text = headline(loaded)
     assert "other processes used 95 % of the cores" in text
     assert re.search(r"measured: \+6\.\d % \(\+\d\.\d % to \+\d\.\d %\)$", text), text
+    said = "other processes used 0.0 % of the cores in the baseline, 95 % in the new run"
+    assert said in headline_notes(loaded, "")
+    assert not any("other processes" in line for line in headline_notes(found, ""))
     assert exceeds(loaded, 0.05) is None
     assert exceeds(loaded, 1.0) is False  # whatever others hid, it is not twice as slow
 
