@@ -59,6 +59,8 @@ def _headline(snapshot: Snapshot) -> str:
         return "no rank has reported in"
     if snapshot.suspended:
         return "The job is suspended: all its ranks are stopped by a signal (kill -CONT)"
+    if not any(state.answered or state.stack for state in snapshot.states):
+        return "No rank answered: they are stopped, hold the interpreter lock, or have ended since"
     certain = [s.rank for s in snapshot.suspects if s.certain]
     if certain:
         return f"{_names_text(certain)} {'holds' if len(certain) == 1 else 'hold'} the job up"
@@ -71,7 +73,9 @@ def _headline(snapshot: Snapshot) -> str:
             f"rest"
         )
     if snapshot.moves is None:
-        return "No collectives to compare; all ranks do the same or none could be compared"
+        if len(snapshot.states) == 1:
+            return "One rank, nothing to compare it with: what it does is below"
+        return "No collectives to compare, and no rank's stack differs from the others'"
     return "Nothing moves, and no rank differs from the others: all wait for something else"
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from haiprof.agent.reactions import _of_snapshot
-from haiprof.live.standstill import RankState, other_threads, suspects
+from haiprof.live.snapshot import Snapshot
+from haiprof.live.standstill import Node, RankState, other_threads, suspects
+from haiprof.show.views.requests import snapshot_view
 
 WAITS = (("train.py", 9, "main"), ("/x/torch/autograd/graph.py", 800, "_engine_run_backward"))
 LOADS = (("train.py", 4, "read"),)
@@ -93,3 +97,21 @@ def test_ranks_that_all_stand_at_the_same_line_are_said_with_it() -> None:
     assert found["all_at"] == "train.py:4 in main → c10d.py:8 in init_process_group"
     ranks[1] = {"rank": 1, "stack": stack[:1]}
     assert _of_snapshot({"suspects": [], "ranks": ranks})["all_at"] is None
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        ([mute(0)], "No rank answered"),
+        ([state(0, collectives={}, before={})], "One rank, nothing to compare it with"),
+        ([state(0, collectives={}), state(1, collectives={})], "no rank's stack differs"),
+    ],
+)
+def test_headline_says_what_could_not_be_compared(states: list[RankState], says: str) -> None:
+    found = Snapshot(
+        wall_ns=1, run="run", states=tuple(states), moves=None, suspended=False, suspects=(),
+        mismatches=(), threads={}, saving=(), details=(), tree=Node(frame=None), notes=(), path="",
+    )  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=100).print(snapshot_view(found))
+    assert says in out.getvalue().splitlines()[0]
