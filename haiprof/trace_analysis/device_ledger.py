@@ -103,6 +103,8 @@ class RankLedger:
     world_size: int | None
     damage: tuple[str, ...]
     """What of the file could not be read."""
+    is_device_lost: bool = False
+    """Of a job on GPUs, from a file that is cut off before their first event."""
 
 
 class _Time(NamedTuple):
@@ -138,7 +140,9 @@ def rank_ledger(trace: Trace) -> RankLedger:
         key[0]: _device_line(host, part, steps, spoken)
         for key, part in gpu.group_by("device", maintain_order=True)
     }
-    if gpu.is_empty() and len(host.kind) and len(steps):
+    is_cut = gpu.is_empty() and trace.report.cut is not None
+    is_lost = is_cut and bool(trace.metadata.get("deviceProperties"))
+    if gpu.is_empty() and not is_lost and len(host.kind) and len(steps):
         # The time line of the training thread of a trace without a GPU.
         starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
         line = _host_pieces(host, starts, ends, np.full(len(starts), host.main), "")
@@ -160,6 +164,7 @@ def rank_ledger(trace: Trace) -> RankLedger:
         has_stacks=host.has_stacks,
         world_size=trace.world_size,
         damage=tuple(trace.report.notes),
+        is_device_lost=is_lost,
     )
 
 

@@ -542,3 +542,13 @@ def test_no_step_of_a_file_that_is_cut_off_out_of_the_order_of_time_is_whole(
     assert trace.steps.is_empty()
     assert "no step of it is whole for certain" in trace.report.notes[0]
     assert "no whole one is marked" in " ".join(device_ledger(path).ledger.missing)
+
+
+def test_a_gpu_jobs_trace_that_lost_its_gpu_events_is_not_judged_as_one_of_a_cpu_job(
+    tmp_path: Path,
+) -> None:
+    packed = trace_files(traces("hta_nsres_v100_r0of1"))[0]
+    text, cut = gzip.decompress(packed.read_bytes()), tmp_path / "cut.json"
+    cut.write_bytes(text[: text.index(b'"kernel"') - 3000])
+    with pytest.raises(MissingDataError, match="its GPU events came later, and are lost"):
+        device_ledger(cut)
