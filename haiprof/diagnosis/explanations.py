@@ -294,9 +294,10 @@ def _no_core(question: Question) -> Finding:
     starved = starvation(question.inputs)
     if starved is not None:
         title = f"{starved.title}: the training thread waits for a CPU core, {question.amount}"
+        if starved.cause != LOADER_WORKERS:
+            return replace(starved, title=title)
         loading = question.samples.take(question.samples.phase == WORKER)
-        is_loading = starved.cause == LOADER_WORKERS
-        lines = code_lines(loading, "the workers' loading", 1.0) if is_loading else ()
+        lines = code_lines(loading, "the workers' loading", 1.0)
         return replace(starved, title=title, code_lines=lines)
     inputs, ranks = question.inputs, question.account.ranks
     used = others_beside(inputs, ranks)

@@ -117,7 +117,7 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
         wait_share=min(waits[rank] / step_ns, 1.0),
         main_cores=main,
         core_wait=inputs.core_waits.get(rank, 0.0),
-        worker_cores=None if main is None or busy is None else max(busy - main, 0.0),
+        worker_cores=inputs.worker_cores(rank),
         free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
         strangers_cores=strangers,
     )

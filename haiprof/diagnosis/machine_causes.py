@@ -103,11 +103,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     shared = len(ranks) > 1
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
-    loading = sum(
-        max(inputs.busy_cores[r] - inputs.main_cores.get(r, inputs.busy_cores[r]), 0.0)
-        for r in ranks
-        if inputs.loader_workers.get(r)
-    )
+    loading = sum(inputs.worker_cores(r) or 0.0 for r in ranks if inputs.loader_workers.get(r))
     by_workers = wanted - loading <= cores and not too_many and loading > 0
     if by_workers:
         remedy = (
@@ -186,9 +182,8 @@ def others_beside(inputs: RuleInputs, ranks: Sequence[int]) -> float | None:
     """Cores that others used on the node of some ranks, the most of several; none named: of all."""
     hosts = hosts_of(inputs)
     used = [used_by_others(inputs, hosts.get(rank)) for rank in ranks or inputs.world]
-    return (
-        None if None in used else max((cores for cores in used if cores is not None), default=None)
-    )
+    known = [cores for cores in used if cores is not None]
+    return max(known) if known and len(known) == len(used) else None
 
 
 def used_by_others(inputs: RuleInputs, host: str | None) -> float | None:

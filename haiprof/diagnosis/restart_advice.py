@@ -180,7 +180,7 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         is_hardware=_HARDWARE.search(death.message or "") is not None,
         is_program=death.cause == "exception" and bool(is_wrong),
         own_error=of_data.group() if of_data and death.line else None,
-        growth_bytes_per_step=_growth(frames) if death.final else None,
+        growth_bytes_per_step=_growth(frames, death),
         has_saved=any(start.saves for start in frames.run_record().starts),
         hosts=tuple(sorted(host for host in hosts if host is not None)),
         died_ns=death.died_ns,
@@ -188,10 +188,9 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
     )
 
 
-def _growth(frames: RunFrames) -> float | None:
+def _growth(frames: RunFrames, death: Death) -> float | None:
     """By how much memory grew with each step of a rank that it ran out on, of GPU or host."""
-    death = next((each for each in frames.deaths() if each.final), None)
-    if death is None or death.cause != "out_of_memory":
+    if not death.final or death.cause != "out_of_memory":
         return None
     of_gpu = [each.growth_bytes_per_step for each in frames.gpu_memory_at_end()]
     of_host = [each.growth_bytes_per_step for each in frames.memory_at_end()]

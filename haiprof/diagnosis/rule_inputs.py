@@ -138,6 +138,11 @@ class RuleInputs:
         """Ranks that have steps."""
         return tuple(self.by_rank)
 
+    def worker_cores(self, rank: int) -> float | None:
+        """CPU cores used by a rank's child processes; None where not known."""
+        main, busy = self.main_cores.get(rank), self.busy_cores.get(rank)
+        return None if main is None or busy is None else max(busy - main, 0.0)
+
     def of_rank(self, rank: int) -> pl.DataFrame:
         """Steps of one rank, in order."""
         return self.by_rank[rank]

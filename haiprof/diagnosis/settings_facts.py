@@ -626,9 +626,7 @@ def threads_under_cores(inputs: RuleInputs) -> Finding | None:
     if rank is None or own[rank][1] < FEW_THREADS * own[rank][0]:
         return None
     threads, cores = own[rank]
-    busy = inputs.busy_cores.get(rank, 0.0)
-    beside = busy - inputs.main_cores.get(rank, busy)
-    if cores - beside < threads + 0.5:  # its loader's workers use them
+    if cores - (inputs.worker_cores(rank) or 0.0) < threads + 0.5:  # its loader's workers use them
         return None
     asked = inputs.settings[rank].variables.get("OMP_NUM_THREADS")
     if asked == str(threads):

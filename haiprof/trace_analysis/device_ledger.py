@@ -140,8 +140,8 @@ def rank_ledger(trace: Trace) -> RankLedger:
         key[0]: _device_line(host, part, steps, spoken)
         for key, part in gpu.group_by("device", maintain_order=True)
     }
-    is_cut = gpu.is_empty() and trace.report.cut is not None
-    is_lost = is_cut and bool(trace.metadata.get("deviceProperties"))
+    cut = trace.report.cut
+    is_lost = gpu.is_empty() and cut is not None and cut.is_device_lost
     if gpu.is_empty() and not is_lost and len(host.kind) and len(steps):
         # The time line of the training thread of a trace without a GPU.
         starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()

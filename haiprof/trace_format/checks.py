@@ -99,48 +99,54 @@ def find_cut(tables: Mapping[str, pl.DataFrame], marks: pl.DataFrame, *, has_gpu
         marks: All profiler steps that begin in the file, as `Trace.steps` has them.
         has_gpu: Whether the machine had GPUs.
     """
-    ends = {name: max(tables[name]["event"].to_list(), default=-1) for name in WRITTEN}
+    events = {name: tables[name]["event"].cast(pl.Int64).to_numpy() for name in WRITTEN}
+    ends = {name: int(each.max(initial=-1)) for name, each in events.items()}
     last = max(ends, key=lambda name: ends[name])
     if ends[last] < 0:
         return Cut(text="the file is cut off", effect="no event of it is left")
-    if last == ANNOTATIONS and str(tables[last].sort("event")["category"][-1]) == GPU_RANGES:
+    if last == ANNOTATIONS and _last_category(tables[last]) == GPU_RANGES:
         return Cut(text="the file is cut off behind its last GPU event",
                    effect="ranges as they are on the GPU may be missing")  # fmt: skip
     known_ns = _known_until(tables, last)
-    is_lost = has_gpu and last not in (RUNTIME, GPU)
+    is_lost = has_gpu and tables[GPU].is_empty()
     lost = "; its GPU events came later, and are lost" if is_lost else ""
     end_ns = None if known_ns is None else known_ns + 1
     if marks.is_empty():
         effect = f"how much of it is missing is not known{lost}"
-        return Cut(end_ns=end_ns, text="the file is cut off", effect=effect)
+        return Cut(end_ns=end_ns, text="the file is cut off", effect=effect,
+                   is_device_lost=is_lost)  # fmt: skip
     whole = marks.filter(pl.col("end_ns") <= (-1 if known_ns is None else known_ns))
     begun = marks.filter(pl.col("end_ns") > (-1 if known_ns is None else known_ns))["step"]
     if whole.is_empty():
         where = "" if known_ns is None else f" in its first step, {begun[0]}"
         sure = " for certain: it is not in the order of time" if known_ns is None else ""
+        effect = f"no step of it is whole{sure}{lost}"
         return Cut(whole_ns=-1, end_ns=end_ns, text=f"the file is cut off{where}",
-                   effect=f"no step of it is whole{sure}{lost}")  # fmt: skip
+                   effect=effect, is_device_lost=is_lost)  # fmt: skip
     step, whole_ns = whole["step"][-1], max(whole["end_ns"].to_list())
     where = f"in step {begun[0]}" if len(begun) else f"behind step {step}"
     effect = f"what follows step {step}, its last whole one, is left out{lost}"
-    return Cut(
-        whole_ns=whole_ns, end_ns=whole_ns, text=f"the file is cut off {where}", effect=effect
-    )
+    return Cut(whole_ns=whole_ns, end_ns=whole_ns, text=f"the file is cut off {where}",
+               effect=effect, is_device_lost=is_lost)  # fmt: skip
+
+
+def _last_category(ranges: pl.DataFrame) -> str:
+    return str(ranges.filter(pl.col("event") == pl.col("event").max())["category"][0])
 
 
 def _known_until(tables: Mapping[str, pl.DataFrame], last: str) -> int | None:
     """When the last event began before which all are there; None where nobody can tell."""
-    written = {name: tables[name].sort("event") for name in WRITTEN}
     if last in (RUNTIME, GPU):  # a kernel counts by its launch: all launched before ran before
-        calls = written[RUNTIME].select("correlation", call_ns="ts_ns")
-        launched = written[GPU].select("correlation").join(
+        calls = tables[RUNTIME].sort("event").select("correlation", call_ns="ts_ns")
+        launched = tables[GPU].sort("event").select("correlation").join(
             calls, on="correlation", maintain_order="left"
         )  # fmt: skip
         parts = [calls["call_ns"], launched["call_ns"]]
     elif last == PYTHON:
-        parts = [written[PYTHON]["ts_ns"]]
+        parts = [tables[PYTHON].sort("event")["ts_ns"]]
     else:  # haiprof's own ranges stand first in its traces: operators alone are looked at
-        parts = [written[OPS].filter(pl.col("tid").eq_missing(pl.col("tid").last()))["ts_ns"]]
+        written = tables[OPS].sort("event")
+        parts = [written.filter(pl.col("tid").eq_missing(pl.col("tid").last()))["ts_ns"]]
     found = [each.to_numpy() for each in parts]
     if not all(len(starts) and _is_in_order(starts) for starts in found):
         return None

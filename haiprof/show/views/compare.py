@@ -27,6 +27,7 @@ from haiprof.show.frame_table import PageTable, page_table, text_table
 from haiprof.show.markdown import comparison_markdown
 from haiprof.show.text import printable, value_text
 from haiprof.show.views.blocks import more_lines, notes_block, one_line, plain_table, section
+from haiprof.show.views.device_ledger import damage_lines
 from haiprof.trace_analysis.device_comparison import (
     IDLE_TIME,
     OPERATORS,
@@ -335,7 +336,7 @@ def device_comparison_view(found: DeviceComparison, *, width: int) -> Renderable
         where = [Text(printable(f"where: {' > '.join(branch.path[-_DEPTH:])}: {span}"))]
     return Group(
         Text(printable(comparison_headline(found)), style="bold"),
-        *(Text(printable(note), style="yellow") for note in found.damage),
+        *damage_lines(found.damage),
         *where,
         Text(f"per step; {step}", style="dim"),
         *([section(f"What the {device} did, the largest change first", table)] if changed else []),

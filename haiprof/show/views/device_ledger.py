@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def device_ledger_view(
     title, worth = f"{name}: {rests_on(found)}", worth_showing(found, everything=everything)
     parts: list[RenderableType] = [
         Text(printable(headline(found)), style="bold"),
-        *damage_lines(found),
+        *damage_lines(found.damage),
         Text(printable(title), style="dim"),
         Text(),
         *_two_lines(found, min(width, _BAR_WIDTH)),
@@ -98,9 +98,9 @@ def device_ledger_view(
     return Group(*parts, *([Text(), *bullets(said)] if said else []))
 
 
-def damage_lines(found: DeviceLedger) -> list[Text]:
+def damage_lines(damage: Sequence[str]) -> list[Text]:
     """What of the files could not be read: it decides what the numbers beside it are worth."""
-    return [Text(printable(note), style="yellow") for note in found.damage]
+    return [Text(printable(note), style="yellow") for note in damage]
 
 
 def rests_on(found: DeviceLedger) -> str:

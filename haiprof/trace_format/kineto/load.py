@@ -175,6 +175,8 @@ class Cut:
     text: str
     effect: str
     """What becomes of the answers."""
+    is_device_lost: bool = False
+    """Of a job on GPUs: it ends before their first event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
