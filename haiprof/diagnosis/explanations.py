@@ -527,8 +527,9 @@ def _code(question: Question) -> Finding:
     """A line of the job's."""
     account = question.account
     where, do = WHERE.get(account.position, account.position), _DO.get(account.position, _OUTSIDE)
-    if account.position == "prepare" and not question.inputs.steps["dataloader_host_ns"].count():
-        do = f"{_OUTSIDE}; of batches: {do}"
+    has_loader = question.inputs.steps["dataloader_host_ns"].count() > 0
+    if account.position in ("prepare", "between_steps") and not has_loader:
+        do = f"{_OUTSIDE}; of batches: {_DO['prepare']}"
     when = "" if account.when in (EACH_STEP, NOT_KNOWN) else f", {account.paid}"
     called = " ".join(account.callees)
     by_call = next((do for part, do in _OF_CALL if part in called), None)

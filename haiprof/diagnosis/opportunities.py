@@ -42,6 +42,7 @@ from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import (
     AFTER_STEP,
     BACKWARD,
+    BETWEEN_STEPS,
     COMPILE,
     EVALUATION,
     FORWARD,
@@ -60,6 +61,8 @@ FRAMEWORKS = frozenset({
 """Packages whose code in a model or an optimizer is the model's and the optimizer's own."""
 _WITHOUT_PHASES = (PREPARE, AFTER_STEP)
 """Where the model is in a job of which only the ends of steps are known."""
+_WITH_ROLLOUTS = (PREPARE, BETWEEN_STEPS)
+"""Where code in a module is a model's that is not trained: a teacher's, a policy's."""
 _AFTER_INPUT = (FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP)
 _PURE = 0.5
 """A function whose time is avoidable for more than this is one opportunity as a whole."""
@@ -152,7 +155,7 @@ def _is_models_own(table: TimeTable) -> Bools:
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
     of_module = np.array([*(_MODULE_FILE in frame.file for frame in table.tree.frames), False])
-    inside |= (table.position == PREPARE) & table.tree.holds(of_module)[table.stack]
+    inside |= np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
     own = (table.work == OPERATORS) | ((table.work == PYTHON) & of_model)
     own |= table.work == UNKNOWN
     found: Bools = (inside & own) | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))

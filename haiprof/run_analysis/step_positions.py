@@ -26,6 +26,7 @@ def _gap_table() -> Ints:
     table[:, _FORWARD] = PREPARE
     table[:, _BACKWARD] = LOSS
     table[_INPUT, [_FORWARD, _BACKWARD]] = PREPARE
+    table[_NONE, _FORWARD] = BETWEEN_STEPS  # no loader: what follows a step, or makes a batch
     table[_FORWARD, [_FORWARD, _OPTIMIZER, _NONE, _INPUT]] = LOSS
     table[:, _OPTIMIZER] = GRADIENTS
     table[_BACKWARD, _BACKWARD] = GRADIENTS

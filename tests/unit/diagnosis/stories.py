@@ -40,10 +40,12 @@ def write_story(
     cores: float | None = None,
     noise: float = 0.02,
     gap_ms: float | Callable[[int], float] = GAP_MS,
+    after_ms: float = 0.0,
 ) -> Path:
     """A run with these phase times, each shaken by a few percent.
 
-    `gap_ms` may be of the step, `gpu` (its utilization) of the sample.
+    `gap_ms` follows each phase and may be of the step, `after_ms` the last one; `gpu` (its
+    utilization) may be of the sample.
     """
     run = write_run(root)
     random = np.random.default_rng(7)
@@ -57,6 +59,7 @@ def write_story(
                 if length > 0:
                     rows.append((kind, 0, now, now + length))
                     now += length + gap_ns
+            now += int(after_ms * NS_PER_MS)
         uuid = f"GPU-{rank}" if gpu is not None else None
         device = "cpu" if gpu is None else "cuda"
         cost = {"type": "cost", "event_count": 240, "event_ns": 1_000, "elapsed_ns": now - START_NS}

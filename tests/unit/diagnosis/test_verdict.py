@@ -587,17 +587,23 @@ def test_what_the_model_does_in_a_part_of_the_steps_alone_is_said(root: Path) ->
     assert ", paid until step 9" in said
 
 
-def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(root: Path) -> None:
-    def write(dataloader_ms: float) -> str:
-        write_sampled(
-            root / str(dataloader_ms), lambda *_: (dataloader_ms, *BALANCED[1:]),
-            {"other": (SCRIPT, MAIN, LOG)}, "h", gap_ms=3.0,
-        )  # fmt: skip
-        findings = judged(root / str(dataloader_ms)).findings
-        return next(f.remedy for f in findings if f.title.startswith("before forward: log"))
-
-    assert write(0.0).startswith("do it less often")
-    assert write(0.2).startswith("do it in the dataset")
+@pytest.mark.parametrize(
+    ("loader_ms", "title", "remedy"),
+    [
+        (0.0, "between steps: log", "do it less often, in another process, or not at all; of batches"),
+        (0.2, "after the optimizer: log", "do it less often, in another process, or not at all"),
+    ],
+)
+def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(
+    root: Path, loader_ms: float, title: str, remedy: str
+) -> None:
+    write_sampled(
+        root, lambda *_: (loader_ms, *BALANCED[1:]), {"other": (SCRIPT, MAIN, LOG)}, "h",
+        after_ms=3.0,
+    )  # fmt: skip
+    (found,) = judged(root).findings
+    assert found.title.startswith(title)
+    assert found.remedy.startswith(remedy)
 
 
 def test_where_no_code_was_sampled_nothing_is_said_of_it(root: Path) -> None:
