@@ -48,8 +48,10 @@ def starvation(inputs: RuleInputs) -> Finding | None:
     # that want more cores than they may use, which would wait without anybody else; then others.
     waits = inputs.core_waits
     rank = min(waits, key=lambda rank: (-waits[rank], rank), default=None)
-    if rank is None or waits[rank] <= 0:
-        return None
+    return None if rank is None or waits[rank] <= 0 else _starvation_of(inputs, rank)
+
+
+def _starvation_of(inputs: RuleInputs, rank: int) -> Finding | None:
     return _limit(inputs, rank) or _own_doing(inputs, rank) or _neighbours(inputs, rank)
 
 
@@ -307,12 +309,18 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> Finding | N
     is_hungry = hungrier >= HARDWARE_DIFFERENCE_RATIO and wait >= most
     if not is_hungry and (longer < most or works_more is None or works_more >= most):
         return None
+    why = _starvation_of(inputs, rank)
+    title = f", it waits for a core {ratio_text(wait)} of the time"
     return Finding(
         cause="waits_for_cores",
-        title=f", it waits for a core {ratio_text(wait)} of the time",
-        remedy=f"see what else runs on the cores of rank {rank} (top, another rank with the same "
-        "affinity), and give it cores of its own",
-        evidence=evidence_rows((f"rank {rank}: waits for a core", wait, "ratio")),
+        title=title if why is None else f"{title}: {why.title}",
+        remedy=f"give rank {rank} cores of its own, or run fewer threads and workers in it"
+        if why is None
+        else why.remedy,
+        evidence=(
+            *evidence_rows((f"rank {rank}: waits for a core", wait, "ratio")),
+            *(why.evidence if why is not None else ()),
+        ),
     )
 
 
