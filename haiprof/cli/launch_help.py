@@ -30,8 +30,8 @@ _MORE_USAGE = (
     ("haiprof trace train.py", "the same as haiprof --trace train.py"),
 )
 _FREQUENT = ("time", "warmup", "steps", "log-dir", "name")
+_OF_VERDICT = ("verdict overview | rank | lines", "the same run by rank, and by line of your code")
 _MORE_ROWS = [
-    ("verdict overview | rank | lines", "the same run by rank, and by line of your code"),
     ("trace now | report | ...", "trace a running job; read traces: haiprof trace --help"),
     ("copy A B", COMMANDS["put"].text),
     ("help COMMAND", "options and examples; everything: haiprof --help-all"),
@@ -145,6 +145,7 @@ def help_text(width: int = 100) -> str:
     commands = [(name, COMMANDS[name]) for names in GROUPS.values() for name in names]
     rows = [(f"{c.words} {c.usage}", c.text) for _, c in commands if len(c.words.split()) == 1
             and c.words != "copy"]  # fmt: skip
+    rows.insert(1, _OF_VERDICT)
     rows += _MORE_ROWS
     return (
         f"{wrap(_ABOUT, width)}\n\nRecord: put haiprof in front of any training command\n"

@@ -455,7 +455,7 @@ def _checkpoint(question: Question) -> Finding:
         "copy the state to the CPU and write it from another thread; write to a local disk first",
         evidence=(
             Evidence(name="saves in the judged steps", value=float(saves.height), unit="count"),
-            Evidence(name="mean save", value=mean, unit="ns"),
+            Evidence(name="mean time of a save", value=mean, unit="ns"),
         ),
     )
 

@@ -335,12 +335,14 @@ VIEWS = (
 def trace_view(report: TraceReport) -> RenderableType:
     """The whole view."""
     faults = fault_lines(report.tables["checks"], EVERYTHING)
+    said = "\n".join(faults)
+    notes = [note for note in report.notes if (note.partition(": ")[2] or note) not in said]
     return Group(
         _head(report),
         *([section("Faults of the recording", *bullets(faults))] if faults else []),
         *map(_table, shown_tables(report)),
         missing_block(report.missing),
-        notes_block(report.notes),
+        notes_block(notes),
     )
 
 

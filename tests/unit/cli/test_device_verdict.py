@@ -559,6 +559,7 @@ def test_each_view_of_a_trace_that_is_cut_off_says_so_and_leaves_its_last_step_o
     _, cut = cut_in_its_third_step(tmp_path)
     _, out, err = run("trace", command, cut)
     assert "the file is cut off in step 2" in " ".join((out + err).split())
+    assert out.count("the file is cut off in") <= 1
     if command == "what-if":
         assert "step 100 µs measured" in out
 
