@@ -590,7 +590,7 @@ def test_what_the_model_does_in_a_part_of_the_steps_alone_is_said(root: Path) ->
 @pytest.mark.parametrize(
     ("loader_ms", "title", "remedy"),
     [
-        (0.0, "between steps: log", "do it less often, in another process, or not at all; of batches"),
+        (0.0, "between steps: log", "do it less often, in another process, or not at all; of"),
         (0.2, "after the optimizer: log", "do it less often, in another process, or not at all"),
     ],
 )
