@@ -485,8 +485,8 @@ _DO = {
 }
 _OUTSIDE = "do it less often, in another process, or not at all"
 _OF_CALL = (
-    ("copy.deepcopy", "do not copy it in each step: update averages in place "
-     "(torch.optim.swa_utils.AveragedModel, or lerp_ on the parameters)"),
+    ("copy.deepcopy", "copy less: only what changes, and less often; averages of parameters are "
+     "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
     ("torch.serialization", "save less often, or from another thread"),
     ("gzip.", "compress in another process, or with a lower level"),
     ("json.", "write it less often, or from another process"),
@@ -526,7 +526,7 @@ def _is_in_trainer(account: Account) -> bool:
 def _code(question: Question) -> Finding:
     """A line of the job's."""
     account = question.account
-    where, do = WHERE.get(account.position, account.position), _DO.get(account.position, _OUTSIDE)
+    where, do = _where(account), _DO.get(account.position, _OUTSIDE)
     has_loader = question.inputs.steps["dataloader_host_ns"].count() > 0
     if account.position in ("prepare", "between_steps") and not has_loader:
         do = f"{_OUTSIDE}; of batches: {_DO['prepare']}"
@@ -549,6 +549,12 @@ def _code(question: Question) -> Finding:
         title=f"{where}: {_code_text(account, lead='')}, {question.amount}{when}",
         remedy=by_call or does or do,
     )
+
+
+def _where(account: Account) -> str:
+    """`before forward`; of several positions the largest, and the other one where it is one."""
+    parts = [WHERE.get(each, each) for each in (account.position, *account.elsewhere)]
+    return " and ".join(parts if len(parts) < 3 else (parts[0], "elsewhere"))
 
 
 def _code_text(account: Account, lead: str = ": ") -> str:

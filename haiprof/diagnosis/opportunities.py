@@ -158,6 +158,9 @@ def _is_models_own(table: TimeTable) -> Bools:
     inside |= np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
     own = (table.work == OPERATORS) | ((table.work == PYTHON) & of_model)
     own |= table.work == UNKNOWN
+    if not (table.position == OPTIMIZER).any():  # parameters are updated by hand
+        updates = np.array([*(".grad" in f.expression for f in table.tree.frames), False])
+        inside |= (table.position != INPUT) & table.tree.holds(updates)[table.stack]
     found: Bools = (inside & own) | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))
     return found
 

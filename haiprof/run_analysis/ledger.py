@@ -408,11 +408,10 @@ def _no_core_share(
     whole = np.bincount(part, rows["ns"], _PARTS)
     able = np.bincount(part[on_core], rows["ns"][on_core], _PARTS)
     lost_ns = (rank.no_core_ratio or 0.0) * whole.sum()
-    known = np.unique(rows["sample"])  # a sample may have several rows by now
-    known = known[samples.queue_ns[known] >= 0]
+    sampled = np.unique(rows["sample"])  # a sample may have several rows by now
+    known = sampled[samples.queue_ns[sampled] >= 0]
     if len(known) > 1:  # each tells of the time since the one before
-        queued = float(samples.queue_ns[known[1:]].sum())
-        lost_ns = whole.sum() * queued / max(float(np.ptp(samples.time_ns[known])), 1.0)
+        lost_ns = whole.sum() * _queued_ratio(samples, sampled, known)
     lost = able * _off_core(samples, rank, able / np.maximum(whole, 1.0), interval_part)
     lost *= lost_ns / max(float(lost.sum()), 1.0)
     most = np.minimum(lost, _MOST * able)
@@ -421,6 +420,20 @@ def _no_core_share(
     own = np.where(on_core, (most / np.maximum(able, 1.0))[part], np.where(woken, late, 0.0))
     waits = rows["activity"] == LOADER_WAIT
     return np.where(waits, workers_without_core(samples, rank.rank), own)
+
+
+def _queued_ratio(samples: CodeSamples, sampled: Ints, known: Ints) -> float:
+    """Of a thread's time, how long it was ready to run but had no core."""
+    # Nobody asks while it is on a core all the time (`look` in sample_clock.c). So the time before
+    # the first answer (`known`) and after the last one holds less of it than the time between: as
+    # much less as it was less off its core.
+    time_ns, cpu_ns = samples.time_ns[sampled], samples.cpu_ns[sampled]
+    passed = np.where(np.diff(sampled, prepend=-2) == 1, np.diff(time_ns, prepend=time_ns[0]), 0)
+    off = np.where(cpu_ns >= 0, np.maximum(passed - cpu_ns, 0), 0)
+    between = (sampled > known[0]) & (sampled <= known[-1])
+    rest = float(off[~between].sum()) / max(float(off[between].sum()), 1.0)
+    queued = float(samples.queue_ns[known[1:]].sum()) * (1.0 + rest)
+    return min(queued / max(float(np.ptp(time_ns)), 1.0), _MOST)
 
 
 def _late_ratio(samples: CodeSamples, known: Ints, waits: Bools) -> float:
