@@ -100,7 +100,7 @@ class Account:
     explanation: str | None = None
     """Key of the explanation that speaks of it; None where none does."""
     elsewhere: tuple[str, ...] = ()
-    """Other positions that hold a twentieth of it or more."""
+    """Other positions that hold a tenth of it or more."""
 
     @property
     def where(self) -> str:

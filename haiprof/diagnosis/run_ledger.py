@@ -84,7 +84,7 @@ _MOST_SPLIT = 0.95
 """No more of the model's own operators is called avoidable."""
 _ONE_RANK = 0.8
 """Where one of several ranks has so much of an account, it is about that rank."""
-_ELSEWHERE_RATIO = 0.05
+_ELSEWHERE_RATIO = 0.1
 """A position that holds so much of an account is named beside the one that holds most."""
 
 
