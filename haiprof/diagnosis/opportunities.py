@@ -64,6 +64,8 @@ _WITHOUT_PHASES = (PREPARE, AFTER_STEP)
 _WITH_ROLLOUTS = (PREPARE, BETWEEN_STEPS)
 """Where code in a module is a model's that is not trained: a teacher's, a policy's."""
 _AFTER_INPUT = (FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP)
+_HARDLY = 0.1
+"""A rank that spends so little of what another does on some work is without it."""
 _PURE = 0.5
 """A function whose time is avoidable for more than this is one opportunity as a whole."""
 _MOST = 0.7
@@ -155,7 +157,9 @@ def _is_models_own(table: TimeTable) -> Bools:
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
     of_module = np.array([*(_MODULE_FILE in frame.file for frame in table.tree.frames), False])
-    inside |= np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
+    beside = np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
+    if not _is_of_few(table, beside):
+        inside |= beside
     own = (table.work == OPERATORS) | ((table.work == PYTHON) & of_model)
     own |= table.work == UNKNOWN
     if not (table.position == OPTIMIZER).any():  # parameters are updated by hand
@@ -163,6 +167,13 @@ def _is_models_own(table: TimeTable) -> Bools:
         inside |= (table.position != INPUT) & table.tree.holds(updates)[table.stack]
     found: Bools = (inside & own) | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))
     return found
+
+
+def _is_of_few(table: TimeTable, rows: Bools) -> bool:
+    """Whether ranks do without what others do: what one evaluates is no part of the model."""
+    each = np.unique(table.rank, return_inverse=True)[1]
+    ns = np.bincount(each, np.where(rows, table.ns, 0.0))
+    return bool(ns.min(initial=np.inf) < _HARDLY * ns.max(initial=0.0))
 
 
 def lacks_line(table: TimeTable) -> Bools:

@@ -93,6 +93,7 @@ _WAITING_CALLS = (
 _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 """Calls that wait until the device has done what is queued, where there is one (PyTorch, CUDA
 semantics, asynchronous execution)."""
+_MODULE_FILE = "/torch/nn/modules/module.py"
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 """Begins the names of what takes batches from workers."""
@@ -564,9 +565,11 @@ def _is_part(frame: Frame, tree: CodeTree, parent: int) -> bool:
 def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool) -> Ints:
     """Per sample: what the training thread did, by its stack and how it stood to the lock."""
     tree = samples.tree
-    pairs = zip(tree.frames, packages, strict=True)
-    by_frame = np.array([*(_frame_activity(f, p, uses_gpu=uses_gpu) for f, p in pairs), UNKNOWN])
-    place = tree.place
+    place, models = tree.place, _model_packages(tree, packages)
+    by_frame = np.array([
+        *(OPERATORS if name in models else _frame_activity(frame, name, uses_gpu=uses_gpu)
+          for frame, name in zip(tree.frames, packages, strict=True)), UNKNOWN,
+    ])  # fmt: skip
     found = by_frame[place][samples.stack]
     # By code of a sample's `wait`: its activity; -1 where it waited for nothing, or is unknown.
     waits = np.array([*(_WAIT_OF_NAME.get(name, -1) for name in WAITS), -1])[samples.wait]
@@ -585,6 +588,13 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(tree.within(_COLLECTIVES)[samples.stack], LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
+
+
+def _model_packages(tree: CodeTree, packages: Sequence[str]) -> set[str]:
+    """Whose code is a module's forward: without the interpreter lock it runs torch's operators."""
+    modules = np.array([*(_MODULE_FILE in frame.file for frame in tree.frames), False])
+    called = np.flatnonzero(modules[tree.place][tree.parent])
+    return {packages[tree.place[stack]] for stack in called.tolist()} - {JOB, "torch", "python"}
 
 
 def _frame_activity(frame: Frame, package: str, *, uses_gpu: bool) -> int:
