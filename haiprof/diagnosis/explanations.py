@@ -35,7 +35,7 @@ from haiprof.run_analysis.ledger import (
     WORKER_START,
     workers_without_core,
 )
-from haiprof.run_analysis.lines import CodeLine, function_times
+from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 
 WHERE = {
@@ -512,7 +512,6 @@ _OF_ACTIVITY = {
 }
 
 
-_TRAINERS = ("transformers.trainer", "lightning.pytorch", "pytorch_lightning")
 _OF_TRAINER = (
     "the trainer does it, not the line that calls it: see which of its callbacks, loggers, metrics "
     "and plugins need this, and turn those off or run them less often"
@@ -520,7 +519,7 @@ _OF_TRAINER = (
 
 
 def _is_in_trainer(account: Account) -> bool:
-    return any(name.startswith(_TRAINERS) for name in account.callees[:1])
+    return any(name.startswith(TRAINERS) for name in account.callees[:1])
 
 
 def _code(question: Question) -> Finding:
@@ -536,6 +535,8 @@ def _code(question: Question) -> Finding:
     does = _OF_ACTIVITY.get(account.activity)
     if account.position == "gradients" and not question.inputs.uses_gpu:
         do = "where it is for a log, do it every N steps"  # foreach gains nothing on a CPU
+    if account.ranks and len(question.inputs.world) > 1 and do.startswith(_OUTSIDE):
+        do = "let all ranks do a part of it each, or less often"
     if _is_in_trainer(account):
         do = _OF_TRAINER
     if account.position == "forward" and account.package == "numpy":

@@ -40,6 +40,8 @@ _COMPREHENSION = re.compile(
 """What runs in a comprehension or a lambda is its function's."""
 CALLEE_LIMIT = 3
 CALLER_LIMIT = 3
+TRAINERS = ("transformers.trainer", "lightning.pytorch", "pytorch_lightning")
+"""Of a way through these, the ends tell what is done; all between is their loop."""
 FUNCTION_LIMIT = 20
 MIN_WAY_RATIO = 0.5
 """What a function calls, or is called by, is named where so much of its time goes that way."""
@@ -192,7 +194,7 @@ def function_times(samples: CodeSamples, of: str, part: float = 1.0) -> list[Cod
         stacks = inner[samples.stack[rows]]
         frame = tree.frames[int(np.bincount(place[stacks], weights=weight[rows]).argmax())]
         paths = [_user_callers(tree, place, stack) for stack in stacks.tolist()]
-        callers = (tree.frames[at] for at in _common_way(paths, weight[rows], CALLER_LIMIT))
+        callers = (tree.frames[at] for at in _common_way(paths, weight[rows]))
         line = CodeLine(
             file=frame.file,
             line=frame.line,
@@ -235,16 +237,17 @@ def common_callees(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[str, ..
 def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[str, ...]:
     """From the user's own frame inwards, as long as most of its time goes the same way."""
     paths = [_library_path(tree, inner, number) for number in stack.tolist()]
-    return _common_way(paths, weight, CALLEE_LIMIT)
+    way = _common_way(paths, weight)
+    if way and way[0].startswith(TRAINERS):
+        return (*way[:1], *way[1:][1 - CALLEE_LIMIT :])
+    return way[:CALLEE_LIMIT]
 
 
-def _common_way(
-    paths: Sequence[tuple[_Step, ...]], weight: Floats, limit: int
-) -> tuple[_Step, ...]:
+def _common_way(paths: Sequence[tuple[_Step, ...]], weight: Floats) -> tuple[_Step, ...]:
     """The steps that most of the weight takes, one after the other."""
     total = float(weight.sum())
     way: list[_Step] = []
-    while len(way) < limit:
+    while True:
         times: dict[_Step, float] = {}
         for path, part in zip(paths, weight.tolist(), strict=True):
             if len(path) > len(way) and list(path[: len(way)]) == way:
