@@ -337,7 +337,7 @@ def _calls_of_operators(found: RunLedger) -> str:
             continue
         seen = np.unique(found.table.sample[rows])
         held = float((found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD).mean())
-        share = account.low_ns / max(found.ledger.mean_ns, 1.0)
+        share = 2 * account.low_ns / max(found.ledger.mean_ns, 1.0)  # and as many in backward
         if held >= DISPATCH_RATIO and share >= PROBLEM_RATIO:
             return (
                 f"; {account.code_place} calls small operators one by one in {account.where}: "

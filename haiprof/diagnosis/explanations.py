@@ -234,9 +234,9 @@ def _input(question: Question) -> Finding:
             found,
             title="the training thread receives the batches that the DataLoader's workers made, "
             f"{question.amount}",
-            remedy="hand over fewer and larger tensors: one stacked tensor in place of a list, "
-            "larger batches, torch.multiprocessing.set_sharing_strategy('file_system'); what fewer "
-            "workers gain is measured by haiprof try-loader",
+            remedy="hand over less: uint8 or float16 in place of float32, one stacked tensor where "
+            "a batch holds many, larger batches; what fewer workers gain is measured by haiprof "
+            "try-loader",
         )
     why = loader_cause(inputs, _of_input(question))
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None

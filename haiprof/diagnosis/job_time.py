@@ -631,11 +631,6 @@ class _Began(NamedTuple):
         return f"{'' if self.anew else 'more '}{word} step {step}"
 
 
-_KOLMOGOROV = 1.36
-"""What the distance between two distributions, times the root of the samples' number, is below with
-95 % certainty where they are the same (Kolmogorov 1933, Smirnov 1948)."""
-
-
 def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> _Began | str | None:
     """The step at which an account became larger; GROWING where it did so little by little."""
     # Where it changed is where the sum of its samples' time is farthest below that of an even one
@@ -652,9 +647,6 @@ def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     part = max(count // _PARTS, 1)
     below = np.arange(1, count) / count - np.cumsum(each)[:-1] / max(float(each.sum()), 1.0)
     cut = part + int(below[part - 1 : count - part].argmax())
-    samples = float(each.sum()) ** 2 / max(float((cells.ns[own] ** 2).sum()), 1.0)
-    if below[cut - 1] * samples**0.5 < _KOLMOGOROV:
-        return None
     early = at < cut
     seen = np.array([[cells.count[own & half].sum(), cells.count[half].sum()]
                      for half in (early, ~early)])  # fmt: skip

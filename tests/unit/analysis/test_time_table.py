@@ -140,6 +140,28 @@ def test_waiting_for_a_core_is_where_the_kernel_counted_it() -> None:
     assert shares(table, "backward").get("no core", 0.0) == pytest.approx(0, abs=0.05)
 
 
+def test_what_queued_in_the_stretch_that_was_looked_at_is_not_that_of_the_whole_run() -> None:
+    """Nobody asks how long a thread queued while it is on a core all the time."""
+    table = table_of(
+        Part(position="forward", stack=(MAIN, MODULE, LINEAR), ms=10, queued=0.0, asked=False),
+        Part(position="backward", stack=(MAIN, ENGINE), ms=20, queued=0.5, every=1000),
+        steps=40,
+    )
+    lost = table.ns[table.activity == ACTIVITIES.index("no core")].sum()
+    assert lost == pytest.approx(10e6, rel=0.1)
+
+
+def test_a_package_that_modules_call_runs_operators_and_any_other_its_own_code() -> None:
+    attention, sort = ((f"{SITE}/{name}/x.py", 3, "f") for name in ("models", "fastsort"))
+    table = table_of(
+        Part(position="forward", stack=(MAIN, MODULE, attention), ms=6),
+        Part(position="loss", stack=(MAIN, attention), ms=6),
+        Part(position="after_step", stack=(MAIN, LOG, sort), ms=6),
+    )
+    assert shares(table, "forward") == shares(table, "loss") == {"operators": 1}
+    assert shares(table, "after_step") == {"native": 1}
+
+
 def test_a_step_that_waited_for_a_core_took_no_longer_itself() -> None:
     """Every tenth step 40 ms longer, for want of a core: the line takes 4 ms in all of them."""
     table = table_of(

@@ -55,6 +55,8 @@ class Part:
     """What it waited for, a letter of WAIT_LETTERS."""
     queued: float | None = None
     """Share of its time in which it was ready, but had no core; None: not known."""
+    asked: bool = True
+    """Whether it was asked how long the thread queued."""
     collecting: bool = False
     every: int = 1
     """It is in every Nth step."""
@@ -99,6 +101,7 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
                 wait = WAIT_LETTERS.index(part.wait) if part.wait != "-" else WAIT_UNKNOWN
                 queue = -1 if part.queued is None else int(part.queued * NS_PER_MS)
                 cpu = -1 if part.queued is None else NS_PER_MS - queue
+                queue = queue if part.asked else -1
                 samples.append((now + NS_PER_MS - 1, numbers[place], lock, wait, queue, cpu))
                 now += NS_PER_MS
     position, collecting, period = (np.array(column) for column in zip(*rows, strict=True))

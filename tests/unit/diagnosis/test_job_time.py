@@ -282,6 +282,11 @@ AT = np.arange(STEPS)
         (np.full(STEPS, 0.5), AT[175:].repeat(2), "since step 175"),
         (0.05 * AT, np.repeat(AT, AT // 20), "growing"),
         (1.0 + 0.0004 * AT**2, np.repeat(AT, AT**2 // 4000)[::7], "growing"),  # few samples
+        (  # from within a part of the steps on, and sampled by chance more at the end
+            1.0 * (AT >= 88),
+            np.concatenate([AT[88:100], AT[103:125], AT[128:], AT[150:151], AT[180:191]]),
+            "since step 88",
+        ),
         (5.0 - 0.02 * AT, np.repeat(AT, 10 - AT // 20), "each step"),  # it becomes less
         (np.full(STEPS, 3.0), AT[150:180:8], "each step"),  # too few samples tell nothing
     ],
@@ -292,6 +297,15 @@ def test_when_an_account_is_paid(series_ms: Floats, seen: np.ndarray, said: str)
     table = rows_of(np.concatenate([seen, np.repeat(AT, 3)]), np.ones(len(seen) + 3 * STEPS))
     paid = series_ms * NS_PER_MS
     assert time.when(table, np.arange(len(seen)), paid, paid) == said
+
+
+def test_since_when_an_account_is_paid_is_as_exact_as_the_time_of_its_position() -> None:
+    """Its first sample is of step 112; forward takes longer from step 100 on."""
+    time = recorded(working(1, lambda r, s: 4.0 * (s >= 100)), known=False)
+    seen = AT[112:].repeat(2)
+    table = rows_of(np.concatenate([seen, np.repeat(AT, 3)]), np.ones(len(seen) + 3 * STEPS))
+    paid = np.full(STEPS, 2.0 * NS_PER_MS)
+    assert time.when(table, np.arange(len(seen)), paid, paid) == "since step 100"
 
 
 def test_what_nobody_sampled_at_first_did_not_begin_later() -> None:

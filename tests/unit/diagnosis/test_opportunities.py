@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.opportunities import find_opportunities, mark_needed
 from tests.unit.diagnosis.tables import (
@@ -55,6 +58,22 @@ def test_the_models_own_work_is_in_none() -> None:
         ("forward", (SCRIPT, TRAINER, MODULE, FORWARD), 2),
     ]
     assert found(*own) == {}
+
+
+def test_what_one_rank_alone_evaluates_between_steps_is_no_part_of_the_model() -> None:
+    beside = ("between_steps", (SCRIPT, job(50, "sanity"), MODULE, FORWARD, MODULE, LINEAR), 9)
+    table = table_of(*TRAINING, beside)
+    both, is_beside = table.step % 2, table.position == POSITIONS.index("between_steps")
+    assert opportunities(replace(table, rank=both)) == {}
+    alone = replace(table, rank=np.where(is_beside, 0, both))
+    assert list(opportunities(alone)) == ["sanity:50"]
+
+
+def test_parameters_that_are_updated_by_hand_are_the_models_own_work() -> None:
+    update = (*job(13, "main"), "p -= 0.01 * p.grad")
+    rows = [*TRAINING[:2], ("between_steps", (SCRIPT, update), 3)]
+    assert opportunities(table_of(*rows)) == {}
+    assert list(opportunities(table_of(*rows, TRAINING[2]))) == ["main:13"]  # a log of gradients
 
 
 def test_what_backward_computes_again_is_the_line_that_asks_for_it() -> None:
