@@ -123,7 +123,7 @@ class Account:
     @property
     def does(self) -> str:
         """What the thread did, in words: `Python`, `waiting for a file`, `numpy`."""
-        package = None if self.package in (None, "job") else self.package
+        package = None if self.package in (None, "job", "python") else self.package
         return _DOES.get(self.activity, package or "native code")
 
     @property

@@ -587,6 +587,11 @@ def test_what_the_model_does_in_a_part_of_the_steps_alone_is_said(root: Path) ->
     assert ", paid until step 9" in said
 
 
+def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path) -> None:
+    write_sampled(root, lambda *_: BALANCED, {"other": (SCRIPT, MAIN, LOG)}, "h", gap_ms=3.0)
+    assert judged(root).findings[0].title.startswith("before forward and elsewhere: log (train.py")
+
+
 @pytest.mark.parametrize(
     ("loader_ms", "title", "remedy"),
     [
