@@ -42,6 +42,7 @@ from haiprof.trace_analysis.host_activity import (
 from haiprof.trace_analysis.kernel_names import work_kind
 from haiprof.trace_analysis.launches import with_call
 from haiprof.trace_analysis.step_time import innermost, steps_with_gpu_tails
+from haiprof.trace_format.kineto.load import Cut
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE
 
@@ -103,8 +104,8 @@ class RankLedger:
     world_size: int | None
     damage: tuple[str, ...]
     """What of the file could not be read."""
-    is_device_lost: bool = False
-    """Of a job on GPUs, from a file that is cut off before their first event."""
+    cut: Cut | None = None
+    """Where its file is cut off."""
 
 
 class _Time(NamedTuple):
@@ -164,7 +165,7 @@ def rank_ledger(trace: Trace) -> RankLedger:
         has_stacks=host.has_stacks,
         world_size=trace.world_size,
         damage=tuple(trace.report.notes),
-        is_device_lost=is_lost,
+        cut=cut,
     )
 
 

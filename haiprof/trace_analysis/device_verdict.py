@@ -195,12 +195,12 @@ class _Traces(RankTraces):
         operators = self._ask(rank_operators, paths, options, progress)
         rows = with_rank((rank, each.rows) for rank, each in ranks.items())
         if rows.is_empty():
-            lost = [each.damage[0] for each in ranks.values() if each.is_device_lost]
-            if lost:
-                raise MissingDataError(
-                    f"{lost[0]}: no verdict without them",
-                    hint=f"haiprof trace report {self.path}: what is left of the host's time",
-                )
+            for path, each in zip(paths, ranks.values(), strict=True):
+                if each.cut:
+                    raise MissingDataError(
+                        f"{path}: no verdict: {each.cut.text}; {each.cut.effect}",
+                        hint="copy the file again, or record again",
+                    )
             raise MissingDataError(
                 f"{self.path}: no event of a GPU, and no operator or Python function of the host",
                 hint="profile with ProfilerActivity.CPU and ProfilerActivity.CUDA",

@@ -543,6 +543,23 @@ def test_verdict_of_a_trace_that_is_cut_off_says_so_first_and_judges_whole_steps
     assert data(run, cut)["damage"][0].endswith("its last whole one, is left out")
 
 
+def test_verdict_of_a_trace_that_is_cut_off_in_its_first_step_says_so_and_what_to_do(
+    tmp_path: Path, run: Run
+) -> None:
+    whole = write_trace(tmp_path / "whole.json", [
+        step(7, 10, 100), event("aten::mm", "cpu_op", 15, 40),
+        event("t.py(1): main", "python_function", 0, 200, tid=2),
+        event("train.py(2): step", "python_function", 20, 80),
+    ])  # fmt: skip
+    cut = tmp_path / "cut.json"
+    cut.write_text(whole.read_text().partition("train.py(2)")[0])
+    status, _, said = run("verdict", cut)
+    assert status == 5
+    assert "cut.json: no verdict: the file is cut off in its first step, 7; no step" in said
+    assert "copy the file again, or record again" in said
+    assert "ProfilerActivity" not in said
+
+
 def test_compare_of_a_trace_that_is_cut_off_says_so_below_its_headline(
     tmp_path: Path, run: Run
 ) -> None:
