@@ -19,7 +19,7 @@ from haiprof.trace_analysis.device_time import (
     kernels,
     temporal_breakdown,
 )
-from haiprof.trace_analysis.files import check_frame, load_notes, trace_file
+from haiprof.trace_analysis.files import TraceFile, check_frame, load_notes, trace_file
 from haiprof.trace_analysis.launches import full_queue, queue_length_summary
 from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -155,6 +155,7 @@ def standard_report(
         file = visit[trace_file.__name__]
         visit[trace_file.__name__] = replace(file, rank=rank)  # the file itself may not say it
         analysis = TraceQuestions(files[0], pool=visited)
+    _refuse_nothing(analysis.files)
     tables, missing = _tables(analysis, visited)
     return TraceReport(
         path=Path(path),
@@ -165,6 +166,14 @@ def standard_report(
         notes=(*load_notes(analysis.files), *_without_gpu(tables["files"])),
         reduced=reduced,
     )
+
+
+def _refuse_nothing(files: Mapping[int, TraceFile]) -> None:
+    """An error that says why where damaged files hold nothing with a time."""
+    damage = [f"{file.path}: nothing to report: {each.text}" for file in files.values()
+              for each in file.findings if each.check == "damaged_file"]  # fmt: skip
+    if damage and all(file.start_ns is None for file in files.values()):
+        raise MissingDataError(damage[0], hint="copy the file again, or record again")
 
 
 def reduce_traces(

@@ -59,6 +59,23 @@ def test_report_shows_people_tables_and_the_next_command(ranks: Path, run: Run) 
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("command", ["trace report", "report"])
+@pytest.mark.parametrize(
+    ("text", "why"), [('{"traceEvents": [{"ph": "X", "na', "cut off"), ("[]", "no events")]
+)
+def test_report_of_a_trace_without_anything_readable_is_one_error(
+    command: str, text: str, why: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    status, out, err = run(*command.split(), path)
+    assert (status, out) == (5, "")
+    assert f"{path}: nothing to report: " in err
+    assert why in err
+    assert sorted(tmp_path.glob("*.html")) == []
+
+
 def test_report_as_json_is_all_that_is_printed(ranks: Path, run: Run) -> None:
     status, out, err = run("trace-report", ranks, "--json", "--steps", "2")
     found = json.loads(out)
