@@ -358,6 +358,8 @@ def judge_dumps(paths: Sequence[Path]) -> FlightVerdict:
 def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in paths:
+        if not path.exists():
+            raise TraceFormatError(f"{path}: no such file or folder")
         inside = sorted(path.iterdir()) if path.is_dir() else [path]
         for file in inside:
             is_named = not path.is_dir()

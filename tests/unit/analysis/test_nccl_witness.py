@@ -378,6 +378,10 @@ def test_folder_is_judged_by_hand_without_a_run(
     (tmp_path / "empty").mkdir()
     assert main(["trace", "flight-recorder", str(tmp_path / "empty")]) != 0
     assert str(tmp_path / "empty") in capsys.readouterr().err
+    assert main(["trace", "flight-recorder", str(tmp_path / "rank_0")]) == 4
+    assert f"{tmp_path}/rank_0: no such file or folder" in capsys.readouterr().err
+    assert main(["trace", "flight-recorder", str(tmp_path / "nope")]) == 4
+    assert f"{tmp_path}/nope: no such file or folder" in capsys.readouterr().err
 
 
 def test_ranks_that_write_at_other_moments_while_the_job_moves_are_not_behind(
