@@ -302,7 +302,7 @@ HELPERS = (
 )
 LAUNCHERS = frozenset((
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed",
-    "accelerate.commands.launch",
+    "accelerate.commands.launch", "mpirun", "mpiexec",
 ))  # fmt: skip
 _LAUNCHER_WORDS = 6  # python -u -X opt -m NAME
 _MAPS_LIMIT_BYTES = 1 << 24
@@ -355,6 +355,19 @@ def ranks_below(pid: int, *, proc: Path = Path("/proc")) -> list[Process]:
         found += new
         seen.update(new)
     return ranks_among(found, proc=proc)
+
+
+def jobs_below(pid: int, *, proc: Path = Path("/proc")) -> list[int]:
+    """The uppermost launchers and processes with torch at or below a process, by pid."""
+    tree = ProcessTree(proc.parent)
+    tree.refresh()
+    found, left = [], [pid]
+    for each in left:
+        if is_launcher(command_line(each, proc=proc)) or _process(each, proc) is not None:
+            found.append(each)
+        else:
+            left += [child for child in tree.children.get(each, ()) if child != pid]
+    return sorted(found)
 
 
 def is_launcher(command: Iterable[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.safe_files import MadeFolder, write_file
 from haiprof.linux.process_files import status_fields
-from haiprof.linux.processes import Process, ranks_among, ranks_below
+from haiprof.linux.processes import Process, jobs_below, ranks_among, ranks_below
 from haiprof.linux.procfs import (
     command_line,
     is_mine,
@@ -34,7 +35,14 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
     """The ranks at or below a process, or of a script's name, by rank."""
     if name.isdigit():
         _check_owner(int(name), proc)
-        ranks = ranks_below(int(name), proc=proc)
+        jobs = jobs_below(int(name), proc=proc)
+        ranks = [rank for job in jobs for rank in ranks_below(job, proc=proc)]
+        if len(jobs) > 1 and not _are_one_job(ranks):
+            named = [f"{job} ({shlex.join(command_line(job, proc=proc))[:60]})" for job in jobs]
+            raise UsageError(
+                f"process {name}: several jobs run below it: {'; '.join(named)}",
+                hint="name one of them",
+            )
     else:
         pids = [pid for pid in own_pids(proc=proc) if _runs(pid, name, proc)]
         ranks = ranks_among(pids, proc=proc)
@@ -45,6 +53,12 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
             hint="haiprof ls --live lists jobs under haiprof; or name a process id",
         )
     return ranks
+
+
+def _are_one_job(ranks: Sequence[Process]) -> bool:
+    """Whether processes without a common launcher are labelled as the ranks of one job."""
+    numbers, worlds = {each.rank for each in ranks}, {each.world_size for each in ranks}
+    return len(numbers) == len(ranks) and None not in numbers and len(worlds) == 1
 
 
 def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> str | None:

@@ -68,6 +68,24 @@ def test_script_is_found_by_name_and_its_parent_without_torch_is_not(fake: Fake)
     assert training_processes("31", proc=fake.proc)[0].python == 11
 
 
+def test_only_the_ranks_of_one_job_are_found_below_a_process(fake: Fake) -> None:
+    fake.add(1, parent=0, command="bash", torch=False)
+    fake.add(30, command="bash run.sh", torch=False)
+    for rank in (0, 1):
+        fake.add(31 + rank, parent=30, environ=f"RANK={rank} WORLD_SIZE=2")
+    fake.add(40, command="mpirun -np 2 python train.py", torch=False)
+    fake.add(41, parent=40, command="python other.py")
+    fake.add(42, parent=40, command="python other.py")
+    fake.add(50, command="python third.py")
+    assert fake.found("30") == [31, 32]
+    assert fake.found("40") == [41, 42]
+    assert fake.found("50") == [50]
+    with pytest.raises(UsageError) as caught:
+        fake.found("1")
+    assert "process 1: several jobs run below it: 31 (python train.py); " in str(caught.value)
+    assert "; 40 (mpirun -np 2 python train.py); 50 (python third.py)" in str(caught.value)
+
+
 def test_process_without_torch_and_missing_ones_are_named(fake: Fake) -> None:
     fake.add(40, torch=False)
     with pytest.raises(RunNotFoundError, match="PyTorch"):
