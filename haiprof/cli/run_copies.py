@@ -68,6 +68,7 @@ def put(
     from haiprof.run_format.layout import RunPaths
     from haiprof.run_format.manifest import newest_run
     from haiprof.run_format.secrets import mask_text
+    from haiprof.show.text import count_text
 
     if run is not None and address is None and is_address(run):
         run, address = None, run
@@ -75,7 +76,7 @@ def put(
     address = address or default_options().address
     if not is_address(address):
         raise UsageError(
-            f"put: {address!r} is no address" if address else "put: no address",
+            f"copy: {address!r} is no address" if address else "copy: no address",
             hint=f"haiprof copy {shlex.quote(str(found.root))} s3://BUCKET/FOLDER",
         )
     before = signal.signal(signal.SIGTERM, _end)
@@ -94,7 +95,8 @@ def put(
     data = {"address": shown, "files": result.file_count, "bytes": result.size_bytes}
     if as_json:
         output.show(lambda _: "", data)
-    output.hint(f"put {result.file_count} files ({bytes_text(result.size_bytes)}) at {shown}")
+    files = count_text(result.file_count, "file")
+    output.hint(f"put {files} ({bytes_text(result.size_bytes)}) at {shown}")
     output.hint(f"next: haiprof verdict {shlex.quote(shown)}")
 
 
@@ -127,7 +129,7 @@ def fetch(address: Source, output: Folder = None, as_json: AsJson = False) -> No
 
     if not is_address(address):
         raise UsageError(
-            f"fetch: {address!r} is no address", hint="haiprof copy s3://BUCKET/RUN DIR"
+            f"copy: {address!r} is no address", hint="haiprof copy s3://BUCKET/RUN DIR"
         )
     folder = output if output is not None else default_options().log_dir
     try:

@@ -457,7 +457,7 @@ def _record(
         raise HaiprofError(
             f"no rank is recorded: {reasons}", hint="haiprof snapshot shows what they do"
         )
-    progress(f"recording {count} ranks for {request.time_s:g} s into {run.root}")
+    progress(f"recording {count} rank{'s' * (count != 1)} for {request.time_s:g} s into {run.root}")
     began = time.time_ns()
     wait(lambda: len(_reported_ranks(run)) >= count, time.monotonic() + REPORT_S, progress)
     if not _reported_ranks(run):

@@ -109,7 +109,8 @@ def worker_counts(ranks: int) -> list[int]:
 def _words_of(loader: str) -> str:
     if loader == AS_GIVEN:
         return loader
-    return "with kept batches" if loader == KEPT_BATCHES else f"with {loader} workers"
+    noun = "worker" if loader == "1" else "workers"
+    return "with kept batches" if loader == KEPT_BATCHES else f"with {loader} {noun}"
 
 
 def _try(

@@ -46,14 +46,15 @@ def test_a_free_loader_and_workers_are_measured(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     (tmp_path / "model.pt").write_text("of the real run")
-    words = ("--trial-steps", "120", "--workers", "0,2", "--json", str(script), "100000")
+    words = ("--trial-steps", "120", "--workers", "0,1", "--json", str(script), "100000")
     done = run_command(["try-loader", *words], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
+    assert "trying the loader with 1 worker: 120 steps" in done.stderr
 
     trials = {trial["loader"]: trial for trial in content["trials"]}
-    assert list(trials) == ["as given", "kept", "0", "2"]
-    assert [trial["workers"] for trial in trials.values()] == [0, 0, 0, 2]
+    assert list(trials) == ["as given", "kept", "0", "1"]
+    assert [trial["workers"] for trial in trials.values()] == [0, 0, 0, 1]
     for trial in trials.values():
         assert trial["reason"] is None
         assert trial["low"] < trial["steps_per_s"] < trial["high"]

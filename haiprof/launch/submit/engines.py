@@ -206,7 +206,7 @@ def _name(spec: JobSpec) -> str:
 
 
 _DRIVER = '''\
-"""{name} under haiprof on {nodes} nodes of a Ray cluster.
+"""{name} under haiprof on a Ray cluster.
 
     ray job submit --working-dir . -- python THIS_FILE.py
 """

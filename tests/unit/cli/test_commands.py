@@ -162,6 +162,7 @@ def test_html_and_svg_are_written(run: RunPaths, tmp_path: Path) -> None:
         (["rank", "one"], 3, "one: no such run"),
         (["rank", "1", "2"], 2, "expected a directory and a rank"),
         (["rank", "{run}", "7"], 5, "no rank 7"),
+        (["copy", "{run}", "nowhere"], 2, "error: copy: 'nowhere' is no address"),
         (["overview", "{run}", "--html", "/nowhere/o.html"], 2, "/nowhere/o.html"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
