@@ -31,6 +31,7 @@ from haiprof.show.terminal import PHASE_OF, SafeConsole, SplitBar, filling
 from haiprof.show.text import (
     count_text,
     fine_ratio_text,
+    flops_text,
     printable,
     steps_text,
     value_text,
@@ -40,8 +41,6 @@ from haiprof.show.views.goodput import account_text
 if TYPE_CHECKING:
     from haiprof.diagnosis.verdict import Cost, Finding, Verdict
 
-_SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
-
 
 def work_text(work: StepWork) -> str:
     """The whole, of one rank; MFU only where the device's peak is known."""
@@ -50,12 +49,6 @@ def work_text(work: StepWork) -> str:
     if work.mfu_ratio is not None:
         parts.append(f"MFU {ratio_text(work.mfu_ratio)}")
     return ", ".join(parts)
-
-
-def flops_text(flops: float) -> str:
-    """`3.2 TFLOP`; three digits, and 1,000 of a unit is one of the next."""
-    size, prefix = next((each for each in _SCALES if flops >= 0.9995 * each[0]), (1.0, ""))
-    return f"{digits_text(flops / size)} {prefix}FLOP"
 
 
 MAX_WIDTH = 100

@@ -17,7 +17,7 @@ from haiprof.show.text import value_text
 from haiprof.show.views.blocks import more_lines, one_line, plain_table
 
 _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"),
-          ("_watts", "watts"))  # fmt: skip
+          ("_watts", "watts"), ("_rate", "prefix"))  # fmt: skip
 
 _SHARE = re.compile(r"(?:_share)?_ratio$")
 _UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s)$")

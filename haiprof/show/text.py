@@ -9,6 +9,7 @@ from haiprof.base.units import (
     MISSING,
     NS_PER_S,
     bytes_text,
+    digits_text,
     duration_text,
     number_text,
     rate_text,
@@ -16,12 +17,27 @@ from haiprof.base.units import (
     visible,
 )
 
+_SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def prefix_text(value: float) -> str:
+    """`3.20 T`, before a unit; three digits, and 1,000 of a prefix is one of the next."""
+    size, prefix = next((each for each in _SCALES if value >= 0.9995 * each[0]), (1.0, ""))
+    return f"{digits_text(value / size)} {prefix}"
+
+
+def flops_text(flops: float) -> str:
+    """`3.20 TFLOP`."""
+    return f"{prefix_text(flops)}FLOP"
+
+
 _TEXTS = {
     "ns": duration_text,
     "bytes": bytes_text,
     "bytes/s": rate_text,
     "bytes_per_s": rate_text,
     "ratio": ratio_text,
+    "prefix": prefix_text,
 }
 _LINE = 2000
 """Maximum number of characters on one line of a terminal."""

@@ -14,7 +14,7 @@ from haiprof.diagnosis.function_reports import FunctionReports
 from haiprof.diagnosis.gpu_functions import ABNORMAL, FUNCTIONS, RANKS, FunctionReport
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 from haiprof.show.frame_table import Columns, frame_table
-from haiprof.show.text import count_text, printable, value_text
+from haiprof.show.text import count_text, flops_text, printable, value_text
 from haiprof.show.views.blocks import bullets, section
 from haiprof.trace_analysis.kernel_names import (
     COMMUNICATION,
@@ -29,7 +29,7 @@ from haiprof.trace_analysis.kernel_names import (
 _EFFICIENCY_LIMIT = 14
 _EFFICIENCY_COLUMNS = (
     ("operator", "operator"), ("shapes", "shapes"), ("precision", "type"), ("count", "calls"),
-    ("time_ns", "time"), ("tflops", "TFLOP/s"), ("tb_per_s", "TB/s"), ("bound", "bound"),
+    ("time_ns", "time"), ("flops_rate", "FLOP/s"), ("bytes_rate", "byte/s"), ("bound", "bound"),
     ("roofline_ratio", "roofline"),
 )  # fmt: skip
 _OPERATOR_WIDTH, _SHAPES_WIDTH = 20, 18
@@ -44,8 +44,8 @@ def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableT
     rows = summed.with_columns(
         shapes=short,
         operator=pl.col("operator").str.strip_prefix("aten::").str.slice(0, _OPERATOR_WIDTH),
-        tflops=pl.col("flops_per_s") / 1e12,
-        tb_per_s=pl.col("bytes_per_s") / 1e12,
+        flops_rate="flops_per_s",
+        bytes_rate="bytes_per_s",
     )
     table = frame_table(rows, _EFFICIENCY_COLUMNS, limit=_EFFICIENCY_LIMIT)
     nothing = [Text("none whose FLOPs and bytes are known")]
@@ -64,7 +64,7 @@ def _ranks(whole: pl.DataFrame) -> Iterator[RenderableType]:
 
 def _mfu_text(row: dict[str, object]) -> str:
     work = float(row["model_flops"] or 0)  # type: ignore[arg-type]
-    amount = f"{work / 1e12:,.3g} TFLOP" if work else "FLOPs not known"
+    amount = flops_text(work) if work else "FLOPs not known"
     amount = f"{amount} in {duration_text(int(row['wall_ns']))}"  # type: ignore[call-overload]
     if row["mfu_ratio"] is None:
         return f"MFU not known ({row['reason']}); {amount}"

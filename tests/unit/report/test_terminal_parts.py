@@ -13,7 +13,7 @@ from rich.console import Console, Group
 
 from haiprof.base.units import MISSING, number_text
 from haiprof.diagnosis.traced_window import StepWork
-from haiprof.show.card import flops_text, view_text, work_text
+from haiprof.show.card import view_text, work_text
 from haiprof.show.figures.style import PHASES, time_unit
 from haiprof.show.frame_table import frame_table
 from haiprof.show.series import Series, TimeRange, bucket_means, fold_series
@@ -25,7 +25,7 @@ from haiprof.show.terminal import (
     shows_colors,
     sparkline,
 )
-from haiprof.show.text import count_text, fine_ratio_text, value_text
+from haiprof.show.text import count_text, fine_ratio_text, flops_text, prefix_text, value_text
 from haiprof.show.views.blocks import FittingTable
 from haiprof.show.views.functions import stack_labels
 from haiprof.show.views.jobs import split_text
@@ -43,7 +43,7 @@ from haiprof.show.views.jobs import split_text
         (fine_ratio_text(0.3), "30 %"),
         (flops_text(14.68e6), "14.7 MFLOP"), (flops_text(999.4e6), "999 MFLOP"),
         (flops_text(999.7e6), "1.00 GFLOP"), (flops_text(3.217e12), "3.22 TFLOP"),
-        (flops_text(12.0), "12.0 FLOP"),
+        (flops_text(12.0), "12.0 FLOP"), (prefix_text(2.31e12), "2.31 T"),
         (time_unit(None)[0], "ms"), (time_unit(90e3)[0], "µs"), (time_unit(3e6)[0], "ms"),
         (time_unit(900e6)[0], "ms"), (time_unit(30e9)[0], "s"),
         (sparkline([0.0, None, 1.0]), "▁ ▇"), (sparkline([0.0, 0.0]), "▁▁"),

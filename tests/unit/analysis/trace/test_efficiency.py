@@ -249,11 +249,23 @@ def test_command_shows_mfu_and_operators(
     out = capsys.readouterr().out
     assert "MFU at least 12 %" in out
     assert "_scaled_dot_product" in out
-    assert re.search(r"copy_ .* 2\.33 ms +0\.00 +2\.31 +memory", out), "2.31 TB/s, not 2 B"
+    assert re.search(r"copy_ .* 2\.33 ms +0 +2\.31 T +memory", out), "2.31 TB/s, not 2 B"
     assert main(["efficiency", path, "--json", "--peak", "bf16=1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["steps"][0]["peak"].startswith("as given")
     assert found["faults"] == []
+
+
+def test_small_rates_of_a_cpu_are_shown_in_their_unit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = {"Input Dims": [[40, 80], [80, 20]], "Input type": ["float"] * 2}
+    path = trace_of(tmp_path, [event("aten::mm", "cpu_op", 0, 400, **shapes)]).path
+    assert main(["trace", "efficiency", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "128 kFLOP in 400 µs" in out
+    assert re.search(r"mm .* 400 µs +320 M +56\.0 M", out)
+    assert "0.00" not in out
 
 
 def test_a_composed_operator_counts_where_nothing_inside_is_known(tmp_path: Path) -> None:
