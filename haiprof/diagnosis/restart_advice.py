@@ -46,9 +46,13 @@ _PROGRAM = re.compile(
 """Exceptions of a program that is wrong, whatever its data and its machine."""
 _OF_DATA = re.compile(
     r"(ZeroDivisionError|KeyError|IndexError|AssertionError|ValueError|"
-    r"RecursionError)\b"
+    r"RecursionError|RuntimeError(?=: (?:mat1 and mat2|The size of tensor|Sizes of tensors|shape |"
+    r"Expected |expected )))\b"
 )
 """These as well before a step has ended; later they may be of the data, or of chance."""
+_OF_WORKER = re.compile(r"its DataLoader worker \d+ raised ")
+_NO_NUMBER = re.compile(r"\b(?:nans?|(?:non-?|not )finite|is_?(?:nan|finite|inf))\b", re.IGNORECASE)
+"""What a job says, or asks, that ends itself because its loss is no number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,8 @@ class Attempt:
     """Whether its exception is one of the program, which comes again at each start."""
     own_error: str | None
     """The exception's type where the job's own code raised it and its data may have caused it."""
+    is_nan: bool
+    """Whether the job ended itself because a value, such as its loss, was no finite number."""
     growth_bytes_per_step: float | None
     """By which memory grew all along until it ran out; None where it did not, or is not known."""
     has_saved: bool
@@ -147,6 +153,10 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
         yield "STOP", (), "same_line", f"it died {place} in {len(same) + 1} starts"
     if last.is_program:
         yield "STOP", (), "program", "an error of the program: it comes again at each start"
+    if last.is_nan:
+        text = "it ended on a NaN: the same seeds and settings meet it again; begin from a "
+        text += "checkpoint before it with another setting, such as a lower learning rate"
+        yield "STOP", (), "nan", text
     idle = attempts[-_IDLE_DEATHS:]
     if len(idle) == _IDLE_DEATHS and not any(each.has_trained for each in idle):
         yield "STOP", (), "never_trained", f"no step ended in the last {_IDLE_DEATHS} starts"
@@ -168,8 +178,9 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
 def _attempt(frames: RunFrames, death: Death) -> Attempt:
     hosts = {fate.host for fate in death.fates if fate.rank in death.ranks}
     trained = any(fate.step for fate in death.fates)
-    of_data = _OF_DATA.match(death.what) if death.cause == "exception" else None
-    is_wrong = _PROGRAM.match(death.what) or (not trained and of_data)
+    what = _OF_WORKER.sub("", death.what, count=1)
+    of_data = _OF_DATA.match(what) if death.cause == "exception" else None
+    is_wrong = _PROGRAM.match(what) or (not trained and of_data)
     return Attempt(
         run=frames.run.root.name,
         generation=death.generation,
@@ -180,12 +191,24 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         is_hardware=_HARDWARE.search(death.message or "") is not None,
         is_program=death.cause == "exception" and bool(is_wrong),
         own_error=of_data.group() if of_data and death.line else None,
+        is_nan=_is_nan(death),
         growth_bytes_per_step=_growth(frames, death),
         has_saved=any(start.saves for start in frames.run_record().starts),
         hosts=tuple(sorted(host for host in hosts if host is not None)),
         died_ns=death.died_ns,
         headline=visible(death.headline),
     )
+
+
+def _is_nan(death: Death) -> bool:
+    """By what it said, by the line that ended it, or before sys.exit by the last lines printed."""
+    if death.cause not in ("exit", "exception"):
+        return False
+    said = [death.message, death.source]
+    if death.cause == "exit":
+        last = [line for fate in death.fates if fate.rank in death.ranks for line in fate.printed]
+        said += [line for line in last if "loss" in line.lower()]
+    return any(_NO_NUMBER.search(text or "") for text in said)
 
 
 def _growth(frames: RunFrames, death: Death) -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import read_manifest, write_manifest
@@ -441,6 +442,32 @@ def test_line_that_called_sys_exit_is_named(job: Job, code: str, status: int) ->
         f"rank 1 died first: it exited with status {status} (sys.exit) at train.py:88 in step{text}"
     )
     assert (death.line, death.source) == ("train.py:88 in step", "x = y()")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "printed", "advice", "said"),
+    [
+        ("SystemExit", "loss is nan at 110", [], "STOP", "it ended on a NaN"),
+        ("SystemExit", "1", ["step 110 loss nan", "stopping"], "STOP", "it ended on a NaN"),
+        ("FloatingPointError", "Non-finite loss", [], "STOP", "it ended on a NaN"),
+        ("SystemExit", "1", ["best loss: inf"], "RESTART", "its first death"),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (32x60 and 64x64)", [],
+         "RESTART", "RuntimeError of the job's own code comes again"),
+        ("RuntimeError", "cuDNN error", [], "RESTART", "whether it fails again is not known"),
+        ("AssertionError", "Caught AssertionError in DataLoader worker process 0.\nOriginal "
+         "Traceback (most recent call last):\nAssertionError: bad sample", [],
+         "RESTART", "AssertionError of the job's own code comes again"),
+    ],
+)  # fmt: skip
+def test_first_death_that_comes_again_is_told_so(
+    job: Job, kind: str, message: str, printed: list[str], advice: str, said: str
+) -> None:
+    how = "exit_call" if kind == "SystemExit" else "exception"
+    job.raised(1, 0, kind, message, how=how)
+    job.over(1, 0, status=1, stdout=printed)
+    found = restart_advice(RunFrames(job.run.root))
+    assert found is not None
+    assert (found.action, said in found.text) == (advice, True), found.text
 
 
 def test_rank_that_leaves_since_another_one_is_gone_is_its_victim(job: Job) -> None:

@@ -53,8 +53,9 @@ def slow_preflight(log_dir: Path, second: int, *, node: int = 0) -> None:
 def attempt(run: str, cause: str, host: str) -> Attempt:
     return Attempt(
         run=run, generation=0, cause=cause, line=None, step=3, has_trained=True,
-        is_hardware=False, is_program=False, own_error=None, growth_bytes_per_step=None,
-        has_saved=False, hosts=(host,), died_ns=CLOCK.wall_ns, headline="x",
+        is_hardware=False, is_program=False, own_error=None, is_nan=False,
+        growth_bytes_per_step=None, has_saved=False, hosts=(host,), died_ns=CLOCK.wall_ns,
+        headline="x",
     )  # fmt: skip
 
 

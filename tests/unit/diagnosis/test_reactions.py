@@ -164,6 +164,7 @@ def death(cause: str, *hosts: str, **more: object) -> Attempt:
         "is_hardware": False,
         "is_program": False,
         "own_error": None,
+        "is_nan": False,
         "growth_bytes_per_step": None,
         "has_saved": False,
         **more,
@@ -210,6 +211,7 @@ CASES = {
     "time limit": (TWO, [death("time_limit")] * 9, "RESTART"),
     "never a step": (TWO, [death("launcher", has_trained=False)] * 3, "STOP"),
     "an error of the program": (TWO, [death("exception", is_program=True, **AT)], "STOP"),
+    "a loss that is no number": (TWO, [death("exit", is_nan=True, **AT)], "STOP"),
     "memory that grew": (
         TWO, [death("out_of_memory", growth_bytes_per_step=2e6)], "STOP"),
     "memory that grew between saves": (
