@@ -107,6 +107,11 @@ class RankLedger:
     cut: Cut | None = None
     """Where its file is cut off."""
 
+    @property
+    def has_no_step(self) -> bool:
+        """Whether it is certain that the file is cut off in its first step."""
+        return self.cut is not None and self.cut.whole_ns == -1 and self.cut.end_ns is not None
+
 
 class _Time(NamedTuple):
     """Pieces of a time line with what they were spent on; one row per piece."""

@@ -194,7 +194,7 @@ class _Traces(RankTraces):
         ranks = dict(zip(self.files, self._ask(rank_ledger, paths, {}, progress), strict=True))
         operators = self._ask(rank_operators, paths, options, progress)
         rows = with_rank((rank, each.rows) for rank, each in ranks.items())
-        if rows.is_empty():
+        if rows.is_empty() or all(each.has_no_step for each in ranks.values()):
             for path, each in zip(paths, ranks.values(), strict=True):
                 if each.cut:
                     raise MissingDataError(

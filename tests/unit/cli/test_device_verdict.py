@@ -543,16 +543,17 @@ def test_verdict_of_a_trace_that_is_cut_off_says_so_first_and_judges_whole_steps
     assert data(run, cut)["damage"][0].endswith("its last whole one, is left out")
 
 
+@pytest.mark.parametrize("end", ["train.py(2)", "aten::add"])
 def test_verdict_of_a_trace_that_is_cut_off_in_its_first_step_says_so_and_what_to_do(
-    tmp_path: Path, run: Run
+    tmp_path: Path, run: Run, end: str
 ) -> None:
     whole = write_trace(tmp_path / "whole.json", [
-        step(7, 10, 100), event("aten::mm", "cpu_op", 15, 40),
+        step(7, 10, 100), event("aten::mm", "cpu_op", 15, 40), event("aten::add", "cpu_op", 56, 9),
         event("t.py(1): main", "python_function", 0, 200, tid=2),
         event("train.py(2): step", "python_function", 20, 80),
     ])  # fmt: skip
     cut = tmp_path / "cut.json"
-    cut.write_text(whole.read_text().partition("train.py(2)")[0])
+    cut.write_text(whole.read_text().partition(end)[0])
     status, _, said = run("verdict", cut)
     assert status == 5
     assert "cut.json: no verdict: the file is cut off in its first step, 7; no step" in said
