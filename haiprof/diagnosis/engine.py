@@ -324,7 +324,23 @@ def _headline(
         return nothing_text(None)
     calls = _calls_of_operators(found) if inputs.traces.lines is None else ""
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
-    return nothing_text(found.ledger, few=few) + calls
+    large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
+    return nothing_text(found.ledger, few=few) + (calls or large)
+
+
+def _large_optimizer(ledger: Ledger) -> str:
+    """What is true of an optimizer that takes longer than all that it follows, on a CPU."""
+    model, own = (
+        sum(ledger.positions.get(name, 0.0) for name in names)
+        for names in (("forward", "loss", "backward"), ("optimizer",))
+    )
+    if own <= model:
+        return ""
+    return (
+        f"; the optimizer takes {ratio_text(own / ledger.mean_ns)}, more than forward and "
+        "backward: it updates all parameters, used or not (fused=True reads each once; a large "
+        "embedding: sparse=True with SparseAdam)"
+    )
 
 
 def _calls_of_operators(found: RunLedger) -> str:

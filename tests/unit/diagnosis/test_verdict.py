@@ -587,6 +587,14 @@ def test_what_the_model_does_in_a_part_of_the_steps_alone_is_said(root: Path) ->
     assert ", paid until step 9" in said
 
 
+def test_an_optimizer_that_takes_more_than_the_model_is_said(root: Path) -> None:
+    """No change of the job's own code removes it, but a setting or another optimizer may."""
+    write_story(root, lambda *_: (0.2, 5.0, 10.0, 30.0))
+    headline = judged(root).headline
+    assert headline.startswith("nothing stands out")
+    assert "; the optimizer takes 65 %, more than forward and backward: it updates" in headline
+
+
 def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path) -> None:
     write_sampled(root, lambda *_: BALANCED, {"other": (SCRIPT, MAIN, LOG)}, "h", gap_ms=3.0)
     assert judged(root).findings[0].title.startswith("before forward and elsewhere: log (train.py")
