@@ -338,8 +338,8 @@ def _large_optimizer(ledger: Ledger) -> str:
         return ""
     return (
         f"; the optimizer takes {ratio_text(own / ledger.mean_ns)}, more than forward and "
-        "backward: it updates all parameters, used or not (fused=True reads each once; a large "
-        "embedding: sparse=True with SparseAdam)"
+        "backward: it updates all parameters, used or not (a large embedding: sparse=True "
+        "with SparseAdam)"
     )
 
 

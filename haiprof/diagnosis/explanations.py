@@ -64,6 +64,8 @@ SLUGS = {
     "compile": "recompiles",
 }
 """By position; what lies between the phases is `outside_the_model`."""
+_HANDED_OVER = "torch.multiprocessing.reductions"
+"""What takes tensors over from another process."""
 _MIN_SAMPLES = 4
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
@@ -229,7 +231,7 @@ def _input(question: Question) -> Finding:
             remedy="keep the workers alive between epochs: DataLoader(..., "
             "persistent_workers=True); or fewer workers, or longer epochs (a sampler that repeats)",
         )
-    if any(WORKER_LOADER in name for name in account.callees):
+    if any(WORKER_LOADER in name or _HANDED_OVER in name for name in account.callees):
         return replace(
             found,
             title="the training thread receives the batches that the DataLoader's workers made, "

@@ -406,6 +406,37 @@ def mkldnn_off(inputs: RuleInputs) -> Finding | None:
     )
 
 
+_LOOP_LEAST = 1.78
+"""Time of an Adam without fused=True over that of one with it, on CPUs, of the fewest numbers."""
+
+
+@_setting(device="cpu")
+def unfused_adam(inputs: RuleInputs) -> Finding | None:
+    """Adam or AdamW on CPUs goes over its numbers several times, where fused=True does so once.
+
+    Source: torch.optim, "Algorithms"; on CPUs since PyTorch 2.4.
+    """
+    loops = {
+        optimizer.name
+        for each in inputs.settings.values()
+        for optimizer in each.optimizers
+        if optimizer.name in ("Adam", "AdamW") and not optimizer.fused
+        and optimizer.devices == ("cpu",)
+    }  # fmt: skip
+    share = touched_ratio(inputs, ("optimizer",))
+    if not loops or share * (1 - 1 / _LOOP_LEAST) < PROBLEM_RATIO:
+        return None
+    name = min(loops)
+    return _found(
+        inputs,
+        f"{name} without fused=True: the optimizer is {ratio_text(share)} of the step",
+        f"{name}(..., fused=True), on CPUs since PyTorch 2.4; results differ by rounding",
+        0.7,
+        (f"times as long as with it, least ({MEASURED})", _LOOP_LEAST, ""),
+        missing=("what it gains here: the more numbers, the more",),
+    )
+
+
 @_setting(device="cuda")
 def optimizer_loop(inputs: RuleInputs) -> Finding | None:
     """The optimizer updates parameters one by one on a GPU, where one call could update all.

@@ -23,7 +23,8 @@ from tests.process.jobs import PYTHON, TWO_RANKS, Job, rank_events, run_command,
 pytestmark = pytest.mark.slow
 RULES = {
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
-    "deterministic_mode", "mkldnn_off", "optimizer_loop", "ddp_arguments", "threads_over_cores",
+    "deterministic_mode", "mkldnn_off", "unfused_adam", "optimizer_loop", "ddp_arguments",
+    "threads_over_cores",
     "settings_differ",
 }  # fmt: skip
 COMMON = """

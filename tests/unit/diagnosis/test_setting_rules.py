@@ -28,7 +28,8 @@ from tests.unit.diagnosis.stories import (
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
-    "deterministic_mode", "mkldnn_off", "optimizer_loop", "ddp_arguments", "threads_over_cores",
+    "deterministic_mode", "mkldnn_off", "unfused_adam", "optimizer_loop", "ddp_arguments",
+    "threads_over_cores",
     "settings_differ", "fast_paths_off", "fsdp_units", "half_precision", "threads_under_cores",
 }  # fmt: skip
 LINE: dict[str, Any] = {
@@ -88,6 +89,13 @@ def of_settings(verdict: Verdict) -> dict[str, Finding]:
 def on_cpus(root: Path, **settings: Any) -> dict[str, Finding]:
     """Findings on settings of a job on CPUs with one rank."""
     write_story(root, lambda rank, step: USUAL)
+    told(root, **settings)
+    return of_settings(judged(root))
+
+
+def long_updates(root: Path, **settings: Any) -> dict[str, Finding]:
+    """The same of a job whose optimizer takes a third of the step."""
+    write_story(root, lambda rank, step: (0.2, 5.0, 10.0, 8.0))
     told(root, **settings)
     return of_settings(judged(root))
 
@@ -177,6 +185,9 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"variables": {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1"}}, ()),
         (on_cpus, {"optimizer": {"foreach": False}}, ()),
         (on_cpus, {"flags": {"distributed_debug": "DETAIL"}}, ()),
+        (long_updates, {}, ("unfused_adam",)),
+        (long_updates, {"optimizer": {"fused": True}}, ()),
+        (long_updates, {"optimizer": {"name": "SGD"}}, ()),  # which gains nothing
         (on_gpu, UNPRICED,
          ("costly_switches", "deterministic_mode", "optimizer_loop", "profiler_left_on")),
         (on_gpu, {"variables": {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_P2P_DISABLE": "1"}}, ()),
