@@ -44,7 +44,7 @@ def batches(count):
 """
 PLAIN = """
 model = build(512)
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 for _ in range(150):
     optimizer.zero_grad()
     model(torch.randn(64, 512)).square().mean().backward()
