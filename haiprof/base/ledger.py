@@ -133,6 +133,11 @@ class Account:
         return words.get(self.when, f"paid {self.when}")
 
     @property
+    def paid_aside(self) -> str:
+        """`, paid every 20th step, 131 ms`; empty where it is paid each step, or nobody knows."""
+        return "" if self.when in (EACH_STEP, NOT_KNOWN) else f", {self.paid}"
+
+    @property
     def code_place(self) -> str | None:
         """`train.py:88 load_image`; None where no code is known."""
         return place_text(self.file, self.line, self.function or "") if self.file else None

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 import polars as pl
 
-from haiprof.base.ledger import EACH_STEP, NOT_KNOWN, PROBLEM_RATIO, Account, Ledger
+from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED
@@ -397,8 +397,7 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False) -> str:
                 f"too little was recorded to be sure ({ledger.count:,} steps): {most.does} in "
                 f"{most.where}{at} takes {share} of the step"
             )
-    when = "" if most.when in (EACH_STEP, NOT_KNOWN) else f", {most.paid}"
-    return f"{text}; largest opportunity: {most.does} in {most.where}, {share}{when}"
+    return f"{text}; largest opportunity: {most.does} in {most.where}, {share}{most.paid_aside}"
 
 
 def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, PROBLEM_RATIO, Account
+from haiprof.base.ledger import GROWING, PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import loader_cause
@@ -531,7 +531,6 @@ def _code(question: Question) -> Finding:
     has_loader = question.inputs.steps["dataloader_host_ns"].count() > 0
     if account.position in ("prepare", "between_steps") and not has_loader:
         do = f"{_OUTSIDE}; of batches: {_DO['prepare']}"
-    when = "" if account.when in (EACH_STEP, NOT_KNOWN) else f", {account.paid}"
     called = " ".join(account.callees)
     by_call = next((do for part, do in _OF_CALL if part in called), None)
     does = _OF_ACTIVITY.get(account.activity)
@@ -549,7 +548,7 @@ def _code(question: Question) -> Finding:
     return Finding(
         rule=SLUGS.get(account.position, "outside_the_model"),
         cause="waits" if account.activity.startswith("wait") else account.activity,
-        title=f"{where}: {_code_text(account, lead='')}, {question.amount}{when}",
+        title=f"{where}: {_code_text(account, lead='')}, {question.amount}{account.paid_aside}",
         remedy=by_call or does or do,
     )
 

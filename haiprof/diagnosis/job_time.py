@@ -645,8 +645,7 @@ def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
         return None
     each = np.bincount(at[own], cells.ns[own], minlength=count)
     part = max(count // _PARTS, 1)
-    below = np.arange(1, count) / count - np.cumsum(each)[:-1] / max(float(each.sum()), 1.0)
-    cut = part + int(below[part - 1 : count - part].argmax())
+    cut = part + int(_below_even(each.astype(np.float64))[part - 1 : count - part].argmax())
     early = at < cut
     seen = np.array([[cells.count[own & half].sum(), cells.count[half].sum()]
                      for half in (early, ~early)])  # fmt: skip
@@ -680,13 +679,18 @@ def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     return None
 
 
+def _below_even(series: Floats) -> Floats:
+    """By how much the sum up to each place is below that of an even series of the same sum."""
+    below: Floats = np.arange(1, len(series)) * series.mean() - np.cumsum(series)[:-1]
+    return below
+
+
 def _exact_cut(exact_ns: Floats, cut: int, reach: int, rise_ns: float) -> int:
     """Where the exact time rises, no farther than `reach` from where samples say so."""
     # Samples are seldom. The time of the positions is exact, and rises by the account's part there
     # unless something else falls.
     capped = np.minimum(exact_ns, np.quantile(exact_ns, 0.95))
-    below = np.arange(1, len(capped)) * capped.mean() - np.cumsum(capped)[:-1]
     first = max(cut - reach, 1)
-    found = first + int(below[first - 1 : cut + reach].argmax())
+    found = first + int(_below_even(capped)[first - 1 : cut + reach].argmax())
     rises = capped[found:].mean() - capped[:found].mean() >= rise_ns / 2
     return found if rises else cut

@@ -24,6 +24,7 @@ from haiprof.run_analysis.ledger import (
     LINK_WAIT,
     LOADER_WAIT,
     MODEL_POSITIONS,
+    MODULE_FILE,
     NATIVE,
     NO_CORE,
     NO_LINE,
@@ -73,9 +74,6 @@ _MOST = 0.7
 _OPTIMIZER_FILES = "/torch/optim/"
 RECOMPUTED = "recomputation"
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
-_MODULE_FILE = "/torch/nn/modules/module.py"
-"""A module that runs before the forward of the trained model is a part of it: a teacher, an encoder
-that follows it, the other one of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +154,7 @@ def _is_models_own(table: TimeTable) -> Bools:
     inside = np.isin(table.position, MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
-    of_module = np.array([*(_MODULE_FILE in frame.file for frame in table.tree.frames), False])
+    of_module = np.array([*(MODULE_FILE in frame.file for frame in table.tree.frames), False])
     beside = np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
     if not _is_of_few(table, beside):
         inside |= beside
@@ -338,7 +336,7 @@ def _model_functions(table: TimeTable, numbers: Ints) -> set[int]:
         below: set[int] = set()
         while stack:
             frame = int(tree.place[stack])
-            if tree.frames[frame].file.endswith(_MODULE_FILE):
+            if tree.frames[frame].file.endswith(MODULE_FILE):
                 found |= below
                 below.clear()
             elif not tree.library[frame]:

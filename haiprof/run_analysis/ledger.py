@@ -93,7 +93,7 @@ _WAITING_CALLS = (
 _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 """Calls that wait until the device has done what is queued, where there is one (PyTorch, CUDA
 semantics, asynchronous execution)."""
-_MODULE_FILE = "/torch/nn/modules/module.py"
+MODULE_FILE = "/torch/nn/modules/module.py"
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 """Begins the names of what takes batches from workers."""
@@ -592,7 +592,7 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
 
 def _model_packages(tree: CodeTree, packages: Sequence[str]) -> set[str]:
     """Whose code is a module's forward: without the interpreter lock it runs torch's operators."""
-    modules = np.array([*(_MODULE_FILE in frame.file for frame in tree.frames), False])
+    modules = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
     called = np.flatnonzero(modules[tree.place][tree.parent])
     return {packages[tree.place[stack]] for stack in called.tolist()} - {JOB, "torch", "python"}
 

@@ -236,11 +236,10 @@ def common_callees(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[str, ..
 
 def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[str, ...]:
     """From the user's own frame inwards, as long as most of its time goes the same way."""
-    paths = [_library_path(tree, inner, number) for number in stack.tolist()]
-    way = _common_way(paths, weight)
-    if way and way[0].startswith(TRAINERS):
-        return (*way[:1], *way[1:][1 - CALLEE_LIMIT :])
-    return way[:CALLEE_LIMIT]
+    paths = (_library_path(tree, inner, number) for number in stack.tolist())
+    ways = [p if p[:1] and p[0].startswith(TRAINERS) else p[:CALLEE_LIMIT] for p in paths]
+    way = _common_way(ways, weight)
+    return (*way[:1], *way[1:][1 - CALLEE_LIMIT :])
 
 
 def _common_way(paths: Sequence[tuple[_Step, ...]], weight: Floats) -> tuple[_Step, ...]:

@@ -133,4 +133,5 @@ def test_reader_of_an_export_that_closes_stdout_gets_no_traceback(
     command = f"{sys.executable} -m haiprof export {run.root} --to {form} | head -c 10"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert len(done.stdout) == 10
-    assert not done.stderr or done.stderr.startswith("haiprof: these are its counters")  # in time
+    hints = [line for line in done.stderr.splitlines() if form == "csv" and "--what: steps" in line]
+    assert done.stderr.splitlines() == hints  # csv's comes where the reader is slower than it

@@ -597,7 +597,9 @@ def test_an_optimizer_that_takes_more_than_the_model_is_said(root: Path) -> None
 
 def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path) -> None:
     write_sampled(root, lambda *_: BALANCED, {"other": (SCRIPT, MAIN, LOG)}, "h", gap_ms=3.0)
-    assert judged(root).findings[0].title.startswith("before forward and elsewhere: log (train.py")
+    found = judged(root).findings[0]
+    assert found.title.startswith("before forward and elsewhere: log (train.py")
+    assert found.remedy.startswith("do it in the dataset")
 
 
 @pytest.mark.parametrize(
