@@ -39,7 +39,7 @@ from haiprof.cli.target import (
 _OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit", "try-loader"})
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
 _LOG_DIR = Parameter(
-    name="log_dir", kind=Path, several=False, default=None,
+    name="log_dir", kind=Path, several=False, is_required=False,
     declared=Opt("--log-dir DIR", "The log directory, instead of the default one; where a run "
                  "is read, its newest.", callback=name_log_dir),
 )  # fmt: skip

@@ -7,12 +7,12 @@ import time
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_PEAK
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.command_line import argument, option
 from haiprof.cli.target import default_log_dir, default_options, existing_log_dir, trace_target
 
 if TYPE_CHECKING:
@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from haiprof.live.find import RunningJob
     from haiprof.trace_analysis.pool import Pool
 
-RunDir = Annotated[
-    Path | None,
-    Arg(
-        "DIR",
-        "A run directory, or a log directory whose newest run is taken. Left out: the log "
-        "directory that a job started here would write to.",
-    ),
-]
-AsJson = Annotated[bool, Opt("--json", "Print the data as JSON, and nothing else.")]
+RUN_DIR = argument(
+    "DIR",
+    "A run directory, or a log directory whose newest run is taken. Left out: the log "
+    "directory that a job started here would write to.",
+)
+AS_JSON = option("--json", "Print the data as JSON, and nothing else.")
 
 
 class Form(str, Enum):
@@ -39,37 +36,26 @@ class Form(str, Enum):
     JSON = "json"
 
 
-OutputForm = Annotated[
-    Form,
-    Opt("--format FORM", "text, markdown (for a pull request or a job summary), or json."),
-]
-Everything = Annotated[
-    bool,
-    Opt("--all", "Also all numbers, what could not be measured or judged, and what haiprof cost."),
-]
-HtmlFile = Annotated[
-    Path | None,
-    Opt(
-        "--html FILE", "Write this as a part of the report page, into one self-contained HTML file."
-    ),
-]
+OUTPUT_FORM = option(
+    "--format FORM", "text, markdown (for a pull request or a job summary), or json.", Form.TEXT
+)
+EVERYTHING = option(
+    "--all", "Also all numbers, what could not be measured or judged, and what haiprof cost."
+)
+HTML_FILE = option(
+    "--html FILE", "Write this as a part of the report page, into one self-contained HTML file."
+)
 
 
-JobName = Annotated[
-    str | None,
-    Arg(
-        "JOB",
-        "A running job: its id, its name, its script's name, the id of one of its processes, "
-        "slurm:NUMBER, or its run directory. Left out: the only one that runs.",
-    ),
-]
-LogDirs = Annotated[
-    list[Path] | None,
-    Opt(
-        "--log-dir DIR",
-        "Also look for jobs below this log directory (jobs of other nodes); may repeat.",
-    ),
-]
+JOB_NAME = argument(
+    "JOB",
+    "A running job: its id, its name, its script's name, the id of one of its processes, "
+    "slurm:NUMBER, or its run directory. Left out: the only one that runs.",
+)
+LOG_DIRS = option(
+    "--log-dir DIR",
+    "Also look for jobs below this log directory (jobs of other nodes); may repeat.",
+)
 
 
 def log_dirs(named: list[Path] | None) -> list[Path]:
@@ -133,71 +119,49 @@ def the_job(name: str | None, named: list[Path] | None, *, reads: bool = False) 
 
 _RANK_LIMIT = 1 << 20
 
-Traces = Annotated[
-    Path,
-    Arg(
-        "[TRACES]",
-        "A trace of torch.profiler (.json, .json.gz), a folder with one file per rank, a run "
-        "directory with traces, or a log directory, whose newest run is taken. Left out: the "
-        "log directory that a job started here would write to.",
-        callback=trace_target,
-        factory=existing_log_dir,
-    ),
-]
-CsvFolder = Annotated[
-    Path | None, Opt("--csv DIR", "Write each table whole as CSV into this folder.")
-]
-Force = Annotated[bool, Opt("--force", "Replace files that already exist.")]
-StepRange = Annotated[
-    str | None,
-    Opt("--steps A:B", "Only what profiler steps A to before B launched; A alone is one step."),
-]
-PeakOption = Annotated[
-    str | None,
-    Opt(
-        "--peak GPU|NAME=VALUE,...",
-        "What the device can do at most: a GPU of the table (MI300X), or TFLOP/s by precision "
-        "and TB/s of memory: bf16=989.4,memory=3.35.",
-        env=ENV_PEAK,
-    ),
-]
-FormulasOption = Annotated[
-    Path | None,
-    Opt(
-        "--formulas FILE",
-        "Your own formulas of FLOPs and bytes, a TOML file (docs/traces.md): operators that "
-        "haiprof does not know, or counts otherwise.",
-    ),
-]
-Baseline = Annotated[
-    str | None,
-    Opt("--baseline DIR|last-good|median", "Also compare with this run, as `haiprof compare`."),
-]
-Rank = Annotated[int | None, Opt("--rank R", "Only this rank.", low=0)]
-Window = Annotated[
-    int | None,
-    Opt(
-        "--window W",
-        "Of a run with several trace windows, this one: 0 is the first. Default: the last.",
-    ),
-]
-Cluster = Annotated[
-    str | None,
-    Opt(
-        "--cluster ADDRESS",
-        "Read the traces, or the ranks of a run, on the workers of a Dask cluster, such as "
-        "tcp://HOST:8786, or of Slurm: slurm, slurm:jobs=4,partition=cpu,time=00:30:00,"
-        "memory=8GB. Left out: on this machine.",
-    ),
-]
-Geometry = Annotated[
-    bool,
-    Opt(
-        "--geometry",
-        "A kernel of the same name with another grid or block is another kernel, where the "
-        "traces have them.",
-    ),
-]
+TRACES = argument(
+    "[TRACES]",
+    "A trace of torch.profiler (.json, .json.gz), a folder with one file per rank, a run "
+    "directory with traces, or a log directory, whose newest run is taken. Left out: the "
+    "log directory that a job started here would write to.",
+    callback=trace_target,
+    factory=existing_log_dir,
+)
+CSV_FOLDER = option("--csv DIR", "Write each table whole as CSV into this folder.")
+FORCE = option("--force", "Replace files that already exist.")
+STEP_RANGE = option(
+    "--steps A:B", "Only what profiler steps A to before B launched; A alone is one step."
+)
+PEAK_OPTION = option(
+    "--peak GPU|NAME=VALUE,...",
+    "What the device can do at most: a GPU of the table (MI300X), or TFLOP/s by precision "
+    "and TB/s of memory: bf16=989.4,memory=3.35.",
+    env=ENV_PEAK,
+)
+FORMULAS_OPTION = option(
+    "--formulas FILE",
+    "Your own formulas of FLOPs and bytes, a TOML file (docs/traces.md): operators that "
+    "haiprof does not know, or counts otherwise.",
+)
+BASELINE = option(
+    "--baseline DIR|last-good|median", "Also compare with this run, as `haiprof compare`."
+)
+RANK = option("--rank R", "Only this rank.", low=0)
+WINDOW = option(
+    "--window W",
+    "Of a run with several trace windows, this one: 0 is the first. Default: the last.",
+)
+CLUSTER = option(
+    "--cluster ADDRESS",
+    "Read the traces, or the ranks of a run, on the workers of a Dask cluster, such as "
+    "tcp://HOST:8786, or of Slurm: slurm, slurm:jobs=4,partition=cpu,time=00:30:00,"
+    "memory=8GB. Left out: on this machine.",
+)
+GEOMETRY = option(
+    "--geometry",
+    "A kernel of the same name with another grid or block is another kernel, where the "
+    "traces have them.",
+)
 _QUIET_S = 2.0
 _EVERY_S = 10.0
 

@@ -1,4 +1,4 @@
-"""Options of commands, declared in the annotations of their functions: reading them, their help."""
+"""Options of commands, declared as the defaults of their functions: reading them, their help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from haiprof.cli.names import second_words
 
 HELP = ("--help", "-h")
 _KINDS = {str: "a text", Path: "a path", int: "a whole number", float: "a number"}
-_EMPTY = inspect.Parameter.empty
 
 
 class ExitStatus(Exception):  # noqa: N818 - no error: the command did its work
@@ -36,6 +35,7 @@ class Opt:
 
     spelling: str
     help: str
+    default: Any = None
     low: float | None = field(default=None, kw_only=True)
     high: float | None = field(default=None, kw_only=True)
     env: str = field(default="", kw_only=True)
@@ -69,10 +69,16 @@ class Arg:
 
     spelling: str
     help: str
+    default: Any = None
     factory: Callable[[], Any] | None = field(default=None, kw_only=True)
     callback: Callable[[Any], Any] | None = field(default=None, kw_only=True)
     is_command: bool = field(default=False, kw_only=True)
     """Whether it is another command line: what follows its first word is that command's own."""
+
+
+option: Callable[..., Any] = Opt
+argument: Callable[..., Any] = Arg
+"""As a parameter's default, which a type checker takes for any value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,7 @@ class Parameter:
     kind: Any
     """Type of one value."""
     several: bool
-    default: Any
+    is_required: bool
 
     @property
     def is_switch(self) -> bool:
@@ -101,12 +107,12 @@ class Parameter:
             found = values if self.several else values[-1]
         elif isinstance(declared, Arg) and declared.factory is not None:
             found = declared.factory()
-        elif self.default is _EMPTY:
+        elif self.is_required:
             raise UsageError(
                 f"{command}: {declared.spelling} is missing", hint=f"haiprof {command} --help"
             )
         else:
-            return self.default
+            return False if self.is_switch and declared.default is None else declared.default
         return found if declared.callback is None else declared.callback(found)
 
     def _value(self, text: str) -> Any:  # noqa: ANN401
@@ -134,20 +140,19 @@ class Parameter:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[Parameter]:
-    """What a command declares."""
-    signature = inspect.signature(function, eval_str=True)
-    return [_parameter(each) for each in signature.parameters.values()]
-
-
-def _parameter(parameter: inspect.Parameter) -> Parameter:
-    kind, declared = get_args(parameter.annotation)
-    if type(None) in get_args(kind):
-        kind = next(part for part in get_args(kind) if part is not type(None))
-    several = get_origin(kind) is list
-    return Parameter(
-        name=parameter.name, declared=declared, kind=get_args(kind)[0] if several else kind,
-        several=several, default=parameter.default,
-    )  # fmt: skip
+    """What a command declares; what has neither a default nor room for None must be given."""
+    found = []
+    for each in inspect.signature(function, eval_str=True).parameters.values():
+        kind, declared = each.annotation, each.default
+        is_optional = type(None) in get_args(kind)
+        if is_optional:
+            kind = next(part for part in get_args(kind) if part is not type(None))
+        several = get_origin(kind) is list
+        kind = get_args(kind)[0] if several else kind
+        is_given = is_optional or kind is bool or declared.default is not None
+        found.append(Parameter(name=each.name, declared=declared, kind=kind, several=several,
+                               is_required=not is_given))  # fmt: skip
+    return found
 
 
 def read_arguments(
@@ -284,15 +289,14 @@ def help_page(command: str, docstring: str, parameters: Sequence[Parameter], wid
 
 def _usage(each: Parameter) -> str:
     spelling = each.declared.spelling
-    optional = each.default is not _EMPTY or getattr(each.declared, "factory", None)
+    optional = not each.is_required or getattr(each.declared, "factory", None)
     return f"[{spelling}]" if optional and not spelling.startswith("[") else spelling
 
 
 def _row(each: Parameter) -> tuple[str, str]:
-    text = each.declared.help
-    is_told = "efault" in text or each.default in (None, "", _EMPTY)
-    if not each.is_switch and not is_told:
-        default = each.default.value if isinstance(each.default, Enum) else each.default
+    text, default = each.declared.help, each.declared.default
+    if not each.is_switch and "efault" not in text and default not in (None, ""):
+        default = default.value if isinstance(default, Enum) else default
         shown = f"{default:g}" if isinstance(default, (int, float)) else default
         text += f" (default: {shown})"
     return re.sub(r" (?=-)", ", ", each.declared.spelling), text

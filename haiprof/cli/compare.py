@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from haiprof.base.errors import MissingDataError, RunNotFoundError, UsageError
 from haiprof.cli.arguments import (
-    AsJson,
+    AS_JSON,
+    GEOMETRY,
+    OUTPUT_FORM,
+    STEP_RANGE,
+    WINDOW,
     Form,
-    Geometry,
-    OutputForm,
     ReadProgress,
-    StepRange,
-    Window,
     parse_steps,
 )
-from haiprof.cli.command_line import Arg, ExitStatus, Opt
+from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
 from haiprof.cli.target import named_traces, open_target, trace_target, whole_path
 from haiprof.cli.trace_causes import print_faults
 
 LAST_GOOD = "last-good"
 
-Runs = Annotated[
-    list[Path] | None,
-    Arg(
+
+def compare(
+    runs: list[Path] | None = argument(
         "[BASELINE] RUN",
         "The run before and the new one; or the new one alone, with --baseline. A log "
         "directory stands for its newest run; left out: the log directory of a job started "
         "here.",
     ),
-]
-BaselineName = Annotated[
-    str | None,
-    Opt(
+    baseline: str | None = option(
         "--baseline DIR|last-good|median",
         "What RUN is compared with. last-good: the newest earlier run in the same log "
         "directory with the same name and number of ranks that ended with exit status 0 and "
@@ -42,30 +38,17 @@ BaselineName = Annotated[
         "the 100 newest such runs of the same job (the same script and arguments, or --run-id), "
         "slower or not, the one with the median mean step.",
     ),
-]
-Limit = Annotated[
-    str | None,
-    Opt(
+    fail_if_slower: str | None = option(
         "--fail-if-slower PERCENT",
         "End with status 10 where the mean step is longer by more than this and the interval "
         "excludes 0, and with 5 where that cannot be judged (too few steps, an interval from "
         "below 0 to beyond the limit, other load). For continuous integration.",
     ),
-]
-
-FromStep = Annotated[
-    int | None,
-    Opt("--from-step N", "Compare the steps of RUN from step N on with those before it.", low=1),
-]
-
-
-def compare(
-    runs: Runs = None,
-    baseline: BaselineName = None,
-    fail_if_slower: Limit = None,
-    from_step: FromStep = None,
-    as_json: AsJson = False,
-    form: OutputForm = Form.TEXT,
+    from_step: int | None = option(
+        "--from-step N", "Compare the steps of RUN from step N on with those before it.", low=1
+    ),
+    as_json: bool = AS_JSON,
+    form: Form = OUTPUT_FORM,
 ) -> None:
     """Compare two recorded runs, or two traces: is the new one slower, and by what.
 
@@ -116,8 +99,9 @@ def compare(
                              hint="haiprof compare A B --format markdown")  # fmt: skip
         else:
             trace_diff(
-                before_traces, after_traces, fail_if_slower=fail_if_slower, as_json=output.json
-            )
+                before_traces, after_traces, fail_if_slower, steps=None, test_steps=None,
+                window=None, short_names=False, geometry=False, as_json=output.json,
+            )  # fmt: skip
         return
     if before_traces or after_traces:
         raise UsageError(
@@ -197,38 +181,25 @@ SLOWER = 10
 _LEAST_PERCENT = 1.0
 """A smaller number without % is more likely a ratio: no comparison resolves so little."""
 
-Control = Annotated[
-    Path,
-    Arg(
+
+def trace_diff(
+    control: Path = argument(
         "CONTROL", "Traces from before; of a log directory, its newest run.", callback=trace_target
     ),
-]
-Test = Annotated[
-    Path,
-    Arg("TEST", "Traces from after; of a log directory, its newest run.", callback=trace_target),
-]
-Tolerance = Annotated[
-    str | None,
-    Opt(
+    test: Path = argument(
+        "TEST", "Traces from after; of a log directory, its newest run.", callback=trace_target
+    ),
+    fail_if_slower: str | None = option(
         "--fail-if-slower PERCENT",
         "End with status 10 where steps are slower by more than this and not by chance, and "
         "with 5 if that cannot be judged; for continuous integration.",
     ),
-]
-TestSteps = Annotated[str | None, Opt("--test-steps A:B", "Steps of TEST, where they differ.")]
-Short = Annotated[bool, Opt("--short-names", "Kernels without template arguments are one.")]
-
-
-def trace_diff(
-    control: Control,
-    test: Test,
-    fail_if_slower: Tolerance = None,
-    steps: StepRange = None,
-    test_steps: TestSteps = None,
-    window: Window = None,
-    short_names: Short = False,
-    geometry: Geometry = False,
-    as_json: AsJson = False,
+    steps: str | None = STEP_RANGE,
+    test_steps: str | None = option("--test-steps A:B", "Steps of TEST, where they differ."),
+    window: int | None = WINDOW,
+    short_names: bool = option("--short-names", "Kernels without template arguments are one."),
+    geometry: bool = GEOMETRY,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Compare traces from before and after, step by step and name by name.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.version import __version__
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.arguments import AS_JSON
+from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
@@ -33,51 +33,43 @@ _RPC = {
     Wish.DCGM_PAUSE: "dcgmProfPause",
     Wish.DCGM_RESUME: "dcgmProfResume",
 }
-Command = Annotated[Wish, Arg("COMMAND", "status, version, gputrace, dcgm-pause or dcgm-resume.")]
-Hosts = Annotated[
-    str | None,
-    Opt(
+
+
+def dyno(
+    command: Wish = argument("COMMAND", "status, version, gputrace, dcgm-pause or dcgm-resume."),
+    hostname: str | None = option(
         "--hostname HOSTS",
         "Where dynolog's daemons listen: n1, or n[01-16,20] for one request to many. Left out: "
         "the daemon of this machine; where there is none, haiprof's own agent here.",
     ),
-]
-Port = Annotated[int, Opt("--port PORT", "dynolog's port.", low=1, high=65535)]
-JobId = Annotated[int, Opt("--job-id NUMBER", "Of this job of Slurm (SLURM_JOB_ID).", low=0)]
-Pids = Annotated[str, Opt("--pids LIST", "Only these processes: 4711,4712. 0: all.")]
-Duration = Annotated[int, Opt("--duration-ms MS", "How long to trace.", low=1)]
-Iterations = Annotated[int, Opt("--iterations N", "Iterations in place of a duration.")]
-LogFile = Annotated[
-    str, Opt("--log-file FILE", "Traces are FILE with _PID before .json, on the job's nodes.")
-]
-StartTime = Annotated[
-    int, Opt("--profile-start-time MS", "Unix time at which a duration begins.", low=0)
-]
-Roundup = Annotated[
-    int,
-    Opt("--profile-start-iteration-roundup N", "Iterations begin at a multiple of it.", low=0),
-]
-Limit = Annotated[
-    int, Opt("--process-limit N", "Processes of a node at most; 0: all (dyno's own: 3).", low=0)
-]
-Shapes = Annotated[bool, Opt("--record-shapes", "Shapes of operators' inputs.")]
-Memory = Annotated[bool, Opt("--profile-memory", "Allocations.")]
-Stacks = Annotated[bool, Opt("--with-stacks", "Python stacks.")]
-Flops = Annotated[bool, Opt("--with-flops", "Floating-point operations.")]
-Modules = Annotated[bool, Opt("--with-modules", "Names of TorchScript modules.")]
-MustMatch = Annotated[bool, Opt("--fail-on-no-process", "Status 1 where no process is found.")]
-Pause = Annotated[int, Opt("--duration-s SECONDS", "How long dcgm-pause lasts.", low=1)]
-
-
-def dyno(
-    command: Command, hostname: Hosts = None, port: Port = 1778, job_id: JobId = 0,
-    pids: Pids = "0", duration_ms: Duration = 500, iterations: Iterations = -1,
-    log_file: LogFile = "", profile_start_time: StartTime = 0,
-    profile_start_iteration_roundup: Roundup = 0, process_limit: Limit = 0,
-    record_shapes: Shapes = False, profile_memory: Memory = False, with_stacks: Stacks = False,
-    with_flops: Flops = False, with_modules: Modules = False, fail_on_no_process: MustMatch = False,
-    duration_s: Pause = 300, as_json: AsJson = False,
-) -> None:  # fmt: skip
+    port: int = option("--port PORT", "dynolog's port.", 1778, low=1, high=65535),
+    job_id: int = option("--job-id NUMBER", "Of this job of Slurm (SLURM_JOB_ID).", 0, low=0),
+    pids: str = option("--pids LIST", "Only these processes: 4711,4712. 0: all.", "0"),
+    duration_ms: int = option("--duration-ms MS", "How long to trace.", 500, low=1),
+    iterations: int = option("--iterations N", "Iterations in place of a duration.", -1),
+    log_file: str = option(
+        "--log-file FILE", "Traces are FILE with _PID before .json, on the job's nodes.", ""
+    ),
+    profile_start_time: int = option(
+        "--profile-start-time MS", "Unix time at which a duration begins.", 0, low=0
+    ),
+    profile_start_iteration_roundup: int = option(
+        "--profile-start-iteration-roundup N", "Iterations begin at a multiple of it.", 0, low=0
+    ),
+    process_limit: int = option(
+        "--process-limit N", "Processes of a node at most; 0: all (dyno's own: 3).", 0, low=0
+    ),
+    record_shapes: bool = option("--record-shapes", "Shapes of operators' inputs."),
+    profile_memory: bool = option("--profile-memory", "Allocations."),
+    with_stacks: bool = option("--with-stacks", "Python stacks."),
+    with_flops: bool = option("--with-flops", "Floating-point operations."),
+    with_modules: bool = option("--with-modules", "Names of TorchScript modules."),
+    fail_on_no_process: bool = option(
+        "--fail-on-no-process", "Status 1 where no process is found."
+    ),
+    duration_s: int = option("--duration-s SECONDS", "How long dcgm-pause lasts.", 300, low=1),
+    as_json: bool = AS_JSON,
+) -> None:
     """Take dynolog's command line: alias dyno='haiprof trace dyno'.
 
     With dynolog's daemons it asks them, also those of many nodes at once, whose traces then begin

@@ -9,22 +9,22 @@ import time
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import (
-    AsJson,
-    Rank,
+    AS_JSON,
+    RANK,
+    RUN_DIR,
+    STEP_RANGE,
+    TRACES,
+    WINDOW,
     ReadProgress,
-    RunDir,
-    StepRange,
-    Traces,
-    Window,
     parse_ranks,
     parse_steps,
 )
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.command_line import argument, option
 from haiprof.cli.names import TABLES, nearest, second_words
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, open_target, trace_target
@@ -75,23 +75,15 @@ def _known_format(text: str) -> Format:
     )
 
 
-FormatOption = Annotated[str, Opt("--to FORMAT", _FORMAT_HELP, old=("--format",))]
-TableOption = Annotated[Table, Opt("--what VALUE", "The table, for csv and parquet.")]
-OutputFile = Annotated[
-    Path | None,
-    Opt("-o --output FILE", "Where to write. Left out: standard output, but for parquet."),
-]
-Force = Annotated[bool, Opt("--force", "Replace FILE if it already exists.")]
-Lines = Annotated[bool, Opt("--lines", "otlp-json: a line for each node and rank, for large runs.")]
-
-
 def export(
-    directory: RunDir = None,
-    to: FormatOption = "csv",
-    what: TableOption = Table.COUNTERS,
-    output: OutputFile = None,
-    force: Force = False,
-    lines: Lines = False,
+    directory: Path | None = RUN_DIR,
+    to: str = option("--to FORMAT", _FORMAT_HELP, "csv", old=("--format",)),
+    what: Table = option("--what VALUE", "The table, for csv and parquet.", Table.COUNTERS),
+    output: Path | None = option(
+        "-o --output FILE", "Where to write. Left out: standard output, but for parquet."
+    ),
+    force: bool = option("--force", "Replace FILE if it already exists."),
+    lines: bool = option("--lines", "otlp-json: a line for each node and rank, for large runs."),
 ) -> None:
     """Write a run's data for other tools. What was not measured is left out, never 0.
 
@@ -132,44 +124,30 @@ def export(
         )
 
 
-Sources = Annotated[
-    list[Path] | None,
-    Arg(
-        "[RUN_OR_TRACES]...",
-        "A run or log directory, a folder with one trace per rank, or trace files. Left out: "
-        "the newest run.",
-    ),
-]
-MergedFile = Annotated[
-    Path | None,
-    Opt(
-        "-o --output FILE",
-        "Where to write; packed where it ends in .gz. `-` is standard output, as text. Left "
-        "out: merged.json.gz in the run directory, or here.",
-    ),
-]
-ForceMerged = Annotated[bool, Opt("-f --force", "Replace FILE if it already exists.")]
-Ranks = Annotated[str | None, Opt("--ranks LIST", "Only these, such as 0,3-5.")]
-WallClocks = Annotated[
-    bool,
-    Opt("--wall-clocks", "Take hosts' clocks as they are; left out: compare them by collectives."),
-]
-NoCounters = Annotated[bool, Opt("--no-counters", "Leave the run's counters out.")]
-NoPhases = Annotated[bool, Opt("--no-phases", "Leave haiprof's phases out.")]
 _EVERY_S = 2.0
 
 
 def merge(
-    sources: Sources = None,
-    output: MergedFile = None,
-    steps: StepRange = None,
-    ranks: Ranks = None,
-    window: Window = None,
-    wall_clocks: WallClocks = False,
-    no_counters: NoCounters = False,
-    no_phases: NoPhases = False,
-    force: ForceMerged = False,
-    as_json: AsJson = False,
+    sources: list[Path] | None = argument(
+        "[RUN_OR_TRACES]...",
+        "A run or log directory, a folder with one trace per rank, or trace files. Left out: "
+        "the newest run.",
+    ),
+    output: Path | None = option(
+        "-o --output FILE",
+        "Where to write; packed where it ends in .gz. `-` is standard output, as text. Left "
+        "out: merged.json.gz in the run directory, or here.",
+    ),
+    steps: str | None = STEP_RANGE,
+    ranks: str | None = option("--ranks LIST", "Only these, such as 0,3-5."),
+    window: int | None = WINDOW,
+    wall_clocks: bool = option(
+        "--wall-clocks", "Take hosts' clocks as they are; left out: compare them by collectives."
+    ),
+    no_counters: bool = option("--no-counters", "Leave the run's counters out."),
+    no_phases: bool = option("--no-phases", "Leave haiprof's phases out."),
+    force: bool = option("-f --force", "Replace FILE if it already exists."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Write all ranks' traces into one timeline, each with lanes of its own.
 
@@ -244,30 +222,22 @@ class _WriteProgress:
             print_message(f"merging rank {rank}: {megabytes:.0f} MB, {rate:.0f} MB/s")
 
 
-ExecutionTraces = Annotated[
-    Path | None,
-    Opt(
-        "--et FILE_OR_DIR",
-        "Execution traces; left out: *.et.json or *.et.json.gz next to the traces.",
-    ),
-]
-LinkedFile = Annotated[
-    Path | None,
-    Opt(
+EXECUTION_TRACES = option(
+    "--et FILE_OR_DIR", "Execution traces; left out: *.et.json or *.et.json.gz next to the traces."
+)
+
+
+def link(
+    traces: Path = TRACES,
+    execution: Path | None = EXECUTION_TRACES,
+    output_file: Path | None = option(
         "-o --output FILE",
         "Write the joined trace, .json or .json.gz; of several ranks one file each, "
         "FILE.rankN.json.gz. Left out: only the report.",
     ),
-]
-
-
-def link(
-    traces: Traces,
-    execution: ExecutionTraces = None,
-    output_file: LinkedFile = None,
-    rank: Rank = None,
-    window: Window = None,
-    as_json: AsJson = False,
+    rank: int | None = RANK,
+    window: int | None = WINDOW,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Link execution traces to timelines, operator by operator.
 
@@ -308,51 +278,34 @@ def link(
         output.hint(f"next: haiprof export --to chakra {shlex.quote(str(written[0]))} -o chakra")
 
 
-Source = Annotated[
-    Path,
-    Arg(
+def chakra(
+    source: Path = argument(
         "[RUN_OR_LINKED]",
         "A run directory or a folder with traces and execution traces, or what haiprof export "
         "--to linked wrote, or bare execution traces.",
         callback=trace_target,
         factory=existing_log_dir,
     ),
-]
-Folder = Annotated[
-    Path | None,
-    Opt("-o --output DIR", "Write NAME.RANK.et files, which Chakra's tools and simulators read."),
-]
-Name = Annotated[str, Opt("--name NAME", "Begins the files' names.")]
-GraphFile = Annotated[
-    Path | None,
-    Opt("--graph FILE", "Draw one rank's graph: .graphml, .dot, or .pdf, .svg, .png by Graphviz."),
-]
-MaxNodes = Annotated[int, Opt("--max-nodes N", "Of the graph: deeper operators are folded.", low=2)]
-Step = Annotated[
-    str | None, Opt("--steps N", "Of the graph: only ProfilerStep#N.", old=("--step",))
-]
-Depth = Annotated[
-    int | None,
-    Opt(
+    execution: Path | None = EXECUTION_TRACES,
+    folder: Path | None = option(
+        "-o --output DIR", "Write NAME.RANK.et files, which Chakra's tools and simulators read."
+    ),
+    name: str = option("--name NAME", "Begins the files' names.", "chakra"),
+    rank: int | None = RANK,
+    window: int | None = WINDOW,
+    graph_file: Path | None = option(
+        "--graph FILE", "Draw one rank's graph: .graphml, .dot, or .pdf, .svg, .png by Graphviz."
+    ),
+    max_nodes: int = option(
+        "--max-nodes N", "Of the graph: deeper operators are folded.", 150, low=2
+    ),
+    steps: str | None = option("--steps N", "Of the graph: only ProfilerStep#N.", old=("--step",)),
+    depth: int | None = option(
         "--depth D",
         "Of the graph: levels of operators; left out: as many as --max-nodes allows.",
         low=1,
     ),
-]
-
-
-def chakra(
-    source: Source,
-    execution: ExecutionTraces = None,
-    folder: Folder = None,
-    name: Name = "chakra",
-    rank: Rank = None,
-    window: Window = None,
-    graph_file: GraphFile = None,
-    max_nodes: MaxNodes = 150,
-    steps: Step = None,
-    depth: Depth = None,
-    as_json: AsJson = False,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Convert execution traces to Chakra (MLCommons), or draw the graph.
 
@@ -400,15 +353,13 @@ def chakra(
     output.show(lambda _: chakra_view(rows, notes), {"ranks": rows, "notes": notes})
 
 
-JsonAtEnd = Annotated[bool, Opt("--json", "Print what was written as JSON at the end.")]
-Follow = Annotated[
-    bool, Opt("--follow", "Keep writing until the job has ended, or until interrupted.")
-]
-Every = Annotated[float, Opt("--every SECONDS", "Time between two looks at the run.", low=0.5)]
-
-
 def scalars(
-    directory: RunDir = None, follow: Follow = False, every: Every = 5.0, as_json: JsonAtEnd = False
+    directory: Path | None = RUN_DIR,
+    follow: bool = option(
+        "--follow", "Keep writing until the job has ended, or until interrupted."
+    ),
+    every: float = option("--every SECONDS", "Time between two looks at the run.", 5.0, low=0.5),
+    as_json: bool = option("--json", "Print what was written as JSON at the end."),
 ) -> None:
     """Write step time, phases, CPU, memory and GPU of every rank as scalars for TensorBoard.
 
@@ -428,7 +379,9 @@ def scalars(
     Output(json=as_json).show(lambda _: written.line, written.as_json())
 
 
-def wandb(directory: RunDir = None) -> None:
+def wandb(
+    directory: Path | None = RUN_DIR,
+) -> None:
     """Send verdict, ledger, medians, step times and the page to Weights & Biases.
 
     Its own variables count: WANDB_PROJECT, WANDB_MODE=offline, WANDB_DIR; with WANDB_RUN_ID and
@@ -443,7 +396,9 @@ def wandb(directory: RunDir = None) -> None:
     _send("wandb", directory)
 
 
-def mlflow(directory: RunDir = None) -> None:
+def mlflow(
+    directory: Path | None = RUN_DIR,
+) -> None:
     """Send verdict, ledger, medians, step times and the page to MLflow.
 
     Its own variables count: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME; with MLFLOW_RUN_ID they go
@@ -457,26 +412,19 @@ def mlflow(directory: RunDir = None) -> None:
     _send("mlflow", directory)
 
 
-Endpoint = Annotated[
-    str | None,
-    Opt(
-        "--endpoint URL",
-        "The collector's address; /v1/metrics is added to one without a path. Left out: "
-        "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, else this machine's.",
-    ),
-]
-
-
-FollowPush = Annotated[
-    bool, Opt("--follow", "The job runs: also what comes, every 10 s until it ends.")
-]
 _PUSH_S = 10.0
 
 
 def otlp(
-    directory: RunDir = None, endpoint: Endpoint = None, follow: FollowPush = False,
-    as_json: AsJson = False,
-) -> None:  # fmt: skip
+    directory: Path | None = RUN_DIR,
+    endpoint: str | None = option(
+        "--endpoint URL",
+        "The collector's address; /v1/metrics is added to one without a path. Left out: "
+        "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, else this machine's.",
+    ),
+    follow: bool = option("--follow", "The job runs: also what comes, every 10 s until it ends."),
+    as_json: bool = AS_JSON,
+) -> None:
     """Push every sample of a run, and its steps, to an OpenTelemetry collector by OTLP/HTTP.
 
     OpenTelemetry's own variables count: OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT, _CERTIFICATE,

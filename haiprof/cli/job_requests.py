@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.log_addresses import check_packages
@@ -15,16 +15,16 @@ from haiprof.base.messages import print_message
 from haiprof.base.trace_options import DEFAULT_STEPS
 from haiprof.base.units import NS_PER_S
 from haiprof.cli.arguments import (
-    AsJson,
-    JobName,
-    LogDirs,
+    AS_JSON,
+    JOB_NAME,
+    LOG_DIRS,
     job_or_processes,
     log_dirs,
     parse_ranks,
     sees_others,
     the_job,
 )
-from haiprof.cli.command_line import Opt
+from haiprof.cli.command_line import option
 from haiprof.cli.output import Output
 from haiprof.cli.target import default_log_dir, default_options
 from haiprof.run_format.layout import RunPaths
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from haiprof.live.kineto_processes import KinetoJob
 
 
-Hang = Annotated[bool, Opt("--hang", "The job hangs: also compare the ranks' last collectives.")]
-
-
 def snapshot(
-    job: JobName = None, hang: Hang = False, log_dir: LogDirs = None, as_json: AsJson = False
+    job: str | None = JOB_NAME,
+    hang: bool = option("--hang", "The job hangs: also compare the ranks' last collectives."),
+    log_dir: list[Path] | None = LOG_DIRS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show what every rank of a running job does now: for a job that hangs, who holds it up.
 
@@ -61,29 +61,27 @@ def snapshot(
     output.hint(f"kept in {found.path}")
 
 
-AttachedSeconds = Annotated[float, Opt("--time SECONDS", "For how many seconds.", low=0.5)]
-Trace = Annotated[bool, Opt("--trace", "Also trace some steps with torch.profiler.")]
-AttachedSteps = Annotated[
-    int, Opt("--trace-steps N", "How many steps to trace.", low=1, high=10000, old=("--steps",))
-]
-AttachedStacks = Annotated[
-    bool, Opt("--trace-stacks", "With Python stacks (slower).", old=("--stacks",))
-]
-Inject = Annotated[
-    bool,
-    Opt(
+def attach(
+    job: str | None = JOB_NAME,
+    seconds: float = option("--time SECONDS", "For how many seconds.", 60.0, low=0.5),
+    trace: bool = option("--trace", "Also trace some steps with torch.profiler."),
+    steps: int = option(
+        "--trace-steps N",
+        "How many steps to trace.",
+        DEFAULT_STEPS,
+        low=1,
+        high=10000,
+        old=("--steps",),
+    ),
+    stacks: bool = option("--trace-stacks", "With Python stacks (slower).", old=("--stacks",)),
+    inject: bool = option(
         "--inject",
         "A process that was not started under haiprof: put the hook into it. It has risks, "
         "which are listed before anything is done.",
     ),
-]
-
-
-def attach(
-    job: JobName = None, seconds: AttachedSeconds = 60.0, trace: Trace = False,
-    steps: AttachedSteps = DEFAULT_STEPS, stacks: AttachedStacks = False, inject: Inject = False,
-    log_dir: LogDirs = None, as_json: AsJson = False,
-) -> None:  # fmt: skip
+    log_dir: list[Path] | None = LOG_DIRS,
+    as_json: bool = AS_JSON,
+) -> None:
     """Record a running job for a while, and show what makes it slow.
 
     A job that is recorded anyway is judged by its next seconds. One whose recording has ended
@@ -221,63 +219,46 @@ def trace_through_kineto(
     output.hint(f"next: haiprof trace report {where}")
 
 
-Steps = Annotated[
-    int, Opt("--trace-steps N", "How many steps.", old=("--steps",), low=1, high=10000)
-]
-Seconds = Annotated[float | None, Opt("--time SECONDS", "Seconds in place of steps.", low=0.1)]
-Ranks = Annotated[str | None, Opt("--ranks LIST", "Only these: 0,3-5.")]
-Stacks = Annotated[bool, Opt("--trace-stacks", "Python stacks (slower).", old=("--stacks",))]
-Shapes = Annotated[bool, Opt("--trace-shapes", "Shapes of operators' inputs.", old=("--shapes",))]
-Memory = Annotated[bool, Opt("--trace-memory", "Allocations.", old=("--memory",))]
-Flops = Annotated[bool, Opt("--trace-flops", "Floating-point operations.", old=("--flops",))]
-Modules = Annotated[
-    bool,
-    Opt(
+def trace_now(
+    job: str | None = JOB_NAME,
+    steps: int = option(
+        "--trace-steps N", "How many steps.", DEFAULT_STEPS, old=("--steps",), low=1, high=10000
+    ),
+    seconds: float | None = option("--time SECONDS", "Seconds in place of steps.", low=0.1),
+    ranks: str | None = option("--ranks LIST", "Only these: 0,3-5."),
+    stacks: bool = option("--trace-stacks", "Python stacks (slower).", old=("--stacks",)),
+    shapes: bool = option("--trace-shapes", "Shapes of operators' inputs.", old=("--shapes",)),
+    memory: bool = option("--trace-memory", "Allocations.", old=("--memory",)),
+    flops: bool = option("--trace-flops", "Floating-point operations.", old=("--flops",)),
+    modules: bool = option(
         "--trace-modules",
         "Names of TorchScript modules; of others: --trace-stacks.",
         old=("--modules",),
     ),
-]
-Sync = Annotated[bool, Opt("--trace-sync", "CUDA synchronisation events.", old=("--sync",))]
-ExecutionTrace = Annotated[
-    bool, Opt("--execution-trace", "Also the execution trace, for haiprof export --to linked.")
-]
-Timeout = Annotated[float | None, Opt("--timeout SECONDS", "Seconds to wait for the ranks.", low=1)]
-
-Backend = Annotated[
-    str,
-    Opt(
+    sync: bool = option("--trace-sync", "CUDA synchronisation events.", old=("--sync",)),
+    execution_trace: bool = option(
+        "--execution-trace", "Also the execution trace, for haiprof export --to linked."
+    ),
+    timeout: float | None = option("--timeout SECONDS", "Seconds to wait for the ranks.", low=1),
+    backend: str = option(
         "--backend NAME",
         "hook: through Python; kineto: without it, for jobs with --kineto or "
         "KINETO_USE_DAEMON; dynolog: a daemon of the site's own; auto: what the job takes.",
+        "auto",
     ),
-]
-Endpoint = Annotated[str, Opt("--dynolog HOST:PORT", "Where dynolog listens.")]
-StartAt = Annotated[
-    str | None,
-    Opt(
+    dynolog: str = option("--dynolog HOST:PORT", "Where dynolog listens.", "localhost:1778"),
+    start_at: str | None = option(
         "--start-at TIME",
         "When it begins: Unix time in seconds, the same on all nodes, or +SECONDS from now.",
     ),
-]
-Folder = Annotated[
-    Path | None,
-    Opt(
+    folder: Path | None = option(
         "-o --output DIR",
         "Where the traces go (with kineto and dynolog; default: the run directory, else "
         "haiprof-traces).",
     ),
-]
-
-
-def trace_now(
-    job: JobName = None, steps: Steps = DEFAULT_STEPS, seconds: Seconds = None, ranks: Ranks = None,
-    stacks: Stacks = False, shapes: Shapes = False, memory: Memory = False, flops: Flops = False,
-    modules: Modules = False, sync: Sync = False, execution_trace: ExecutionTrace = False,
-    timeout: Timeout = None, backend: Backend = "auto", dynolog: Endpoint = "localhost:1778",
-    start_at: StartAt = None, folder: Folder = None, log_dir: LogDirs = None,
-    as_json: AsJson = False,
-) -> None:  # fmt: skip
+    log_dir: list[Path] | None = LOG_DIRS,
+    as_json: bool = AS_JSON,
+) -> None:
     """Trace a running job with torch.profiler: the same steps on every rank of every node.
 
     The job must run under haiprof; nothing in it needs to have been prepared. Every rank answers:
@@ -327,17 +308,13 @@ def trace_now(
     output.hint(f"next: haiprof trace report {found.run} --window {found.window}")
 
 
-SocketFolder = Annotated[
-    Path | None,
-    Opt(
+def kineto_agent(
+    socket_dir: Path | None = option(
         "--socket-dir DIR",
         "The jobs' KINETO_IPC_SOCKET_DIR, a folder with mode 700 (default: that variable, "
         "else Kineto's abstract address).",
     ),
-]
-
-
-def kineto_agent(socket_dir: SocketFolder = None) -> None:
+) -> None:
     """Listen for jobs that run with KINETO_USE_DAEMON=1 and not under haiprof.
 
     Stands in for the daemon that PyTorch asks for traces every 5 seconds (dynolog's): start it

@@ -5,30 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated
 
 from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.arguments import AS_JSON
+from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
 from haiprof.run_format.node_history import LIMIT_MB
 
-Folder = Annotated[
-    Path | None,
-    Arg("DIR", "Where the records are; several nodes may share it. Default: "
-        "~/.local/state/haiprof/node.", callback=Path.expanduser),
-]  # fmt: skip
-Show = Annotated[bool, Opt("--show", "Show what is there instead of recording.")]
-Last = Annotated[str, Opt("--last TIME", "With --show: how far back, such as 10m, 24h, 7d, 26w.")]
-Limit = Annotated[float, Opt("--limit MB", "Size of all files of this node at the most.", low=32.0)]
-Port = Annotated[
-    int | None,
-    Opt("--prometheus PORT", "Serve the newest sample at 127.0.0.1:PORT/metrics. Left out: "
-        "no port.", low=1, high=65_535),
-]  # fmt: skip
-Allow = Annotated[
-    str, Opt("--prometheus-allow USERS", "Who else may read it: names, uids, or all.")
-]
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
@@ -39,9 +22,29 @@ class NodeAgentError(HaiprofError):
 
 
 def node(
-    directory: Folder = None, show: Show = False, last: Last = "24h", limit: Limit = LIMIT_MB,
-    prometheus: Port = None, allow: Allow = "", as_json: AsJson = False,
-) -> None:  # fmt: skip
+    directory: Path | None = argument(
+        "DIR",
+        "Where the records are; several nodes may share it. Default: ~/.local/state/haiprof/node.",
+        callback=Path.expanduser,
+    ),
+    show: bool = option("--show", "Show what is there instead of recording."),
+    last: str = option(
+        "--last TIME", "With --show: how far back, such as 10m, 24h, 7d, 26w.", "24h"
+    ),
+    limit: float = option(
+        "--limit MB", "Size of all files of this node at the most.", LIMIT_MB, low=32.0
+    ),
+    prometheus: int | None = option(
+        "--prometheus PORT",
+        "Serve the newest sample at 127.0.0.1:PORT/metrics. Left out: no port.",
+        low=1,
+        high=65_535,
+    ),
+    allow: str = option(
+        "--prometheus-allow USERS", "Who else may read it: names, uids, or all.", ""
+    ),
+    as_json: bool = AS_JSON,
+) -> None:
     """Record this node without a job, for months: counters, jobs that come and go, GPUs held.
 
     Counters of host, disks, network, GPUs and InfiniBand each second for 6 hours, in 10 s for 3

@@ -7,18 +7,18 @@ import html
 import os
 import webbrowser
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.messages import print_message
 from haiprof.base.safe_files import MadeFolder, write_file
-from haiprof.cli.arguments import Baseline, Cluster, Rank, ReadProgress, RunDir, parse_cluster
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.arguments import BASELINE, CLUSTER, RANK, RUN_DIR, ReadProgress, parse_cluster
+from haiprof.cli.command_line import argument, option
 from haiprof.cli.target import named_traces, open_target, run_or_traces
 
-NoBrowser = Annotated[bool, Opt("--no-browser", "Only print the address.")]
+NO_BROWSER = option("--no-browser", "Only print the address.")
 
 _PAGE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={url}">'
 
@@ -47,26 +47,20 @@ def page_opener(port: int, no_browser: bool) -> Iterator[Callable[[int, str, str
         yield open_page
 
 
-RunOrTraces = Annotated[
-    Path | None,
-    Arg(
+PORT = option("--port N", "The port; the next free one if it is taken.", low=0, high=65535)
+HOST = option("--host ADDRESS", "Address to listen on.", "127.0.0.1")
+
+
+def tensorboard(
+    source: Path | None = argument(
         "RUN_OR_TRACES",
         "A run directory, a log directory whose newest run is taken, a trace, or a folder "
         "with one trace per rank. Left out: the log directory that a job started here would "
         "write to.",
     ),
-]
-Port = Annotated[
-    int, Opt("--port N", "The port; the next free one if it is taken.", low=0, high=65535)
-]
-Host = Annotated[str, Opt("--host ADDRESS", "Address to listen on.")]
-
-
-def tensorboard(
-    source: RunOrTraces = None,
-    port: Port = 6006,
-    host: Host = "127.0.0.1",
-    no_browser: NoBrowser = False,
+    port: int = replace(PORT, default=6006),
+    host: str = HOST,
+    no_browser: bool = NO_BROWSER,
 ) -> None:
     """Start TensorBoard on a run: its scalars, also while the job runs, and its traces.
 
@@ -94,28 +88,22 @@ def tensorboard(
         serve_tensorboard(run, traces, host=host, port=port, ready=ready)
 
 
-OutFile = Annotated[
-    Path | None,
-    Opt(
-        "-o --output FILE",
-        "Left out: report/report.html in the run; of another user's run RUN.html here.",
-    ),
-]
-ReadTraces = Annotated[
-    bool,
-    Opt(
-        "--traces/--no-traces",
-        "Read the run's traces, which takes long for large ones: kernels, functions, memory.",
-    ),
-]
+READ_TRACES = option(
+    "--traces/--no-traces",
+    "Read the run's traces, which takes long for large ones: kernels, functions, memory.",
+    True,
+)
 
 
 def report(
-    directory: RunDir = None,
-    output: OutFile = None,
-    baseline: Baseline = None,
-    read_traces: ReadTraces = True,
-    cluster: Cluster = None,
+    directory: Path | None = RUN_DIR,
+    output: Path | None = option(
+        "-o --output FILE",
+        "Left out: report/report.html in the run; of another user's run RUN.html here.",
+    ),
+    baseline: str | None = BASELINE,
+    read_traces: bool = READ_TRACES,
+    cluster: str | None = CLUSTER,
 ) -> None:
     """Write all of a run, or of traces, into one HTML file, for a ticket or to keep.
 
@@ -171,12 +159,12 @@ def report(
 
 
 def view(
-    directory: RunDir = None,
-    port: Port = 5000,
-    host: Host = "127.0.0.1",
-    no_browser: NoBrowser = False,
-    baseline: Baseline = None,
-    read_traces: ReadTraces = True,
+    directory: Path | None = RUN_DIR,
+    port: int = replace(PORT, default=5000),
+    host: str = HOST,
+    no_browser: bool = NO_BROWSER,
+    baseline: str | None = BASELINE,
+    read_traces: bool = READ_TRACES,
 ) -> None:
     """Show the page of `haiprof report` in a browser, also while the job runs.
 
@@ -199,24 +187,15 @@ def view(
         )  # fmt: skip
 
 
-TraceOrRun = Annotated[
-    Path | None,
-    Arg(
+def perfetto(
+    source: Path | None = argument(
         "TRACE_OR_RUN",
         "A trace, a folder of traces, or a run or log directory. Left out: the newest run.",
     ),
-]
-Window = Annotated[
-    int | None, Opt("--window W", "This trace window instead of the last one.", low=0)
-]
-
-
-def perfetto(
-    source: TraceOrRun = None,
-    rank: Rank = None,
-    window: Window = None,
-    port: Port = 9010,
-    no_browser: NoBrowser = False,
+    rank: int | None = RANK,
+    window: int | None = option("--window W", "This trace window instead of the last one.", low=0),
+    port: int = replace(PORT, default=9010),
+    no_browser: bool = NO_BROWSER,
 ) -> None:
     """Show a trace in Perfetto's UI, which is served from this machine: no network is needed.
 

@@ -8,40 +8,38 @@ import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import is_address
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.command_line import Arg, ExitStatus, Opt
+from haiprof.cli.arguments import AS_JSON
+from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
 from haiprof.cli.target import default_log_dir
 
-Words = Annotated[
-    list[str] | None,
-    Arg(
+
+def preflight(
+    words: list[str] | None = argument(
         "COMMAND",
         "The job's launcher as it is started on this node; this command's own options come before "
         "it. Left out: one rank per GPU, or per core, of this machine.",
         is_command=True,
     ),
-]
-Baseline = Annotated[
-    Path | None, Opt("--baseline FILE", "Also compare with the rates kept in this file.")
-]
-Keep = Annotated[Path | None, Opt("--keep-baseline FILE", "Keep the median rates in this file.")]
-Folder = Annotated[Path, Opt("--folder DIR", "The disk to measure, such as where data lies.")]
-Seconds = Annotated[float, Opt("--time SECONDS", "The preflight is ended after so long.", low=1.0)]
-Backend = Annotated[
-    str | None, Opt("--backend NAME", "Of torch.distributed; left out: nccl on GPUs, else gloo.")
-]
-
-
-def preflight(
-    words: Words = None, baseline: Baseline = None, keep: Keep = None, folder: Folder = Path("."),
-    seconds: Seconds = 120.0, backend: Backend = None, as_json: AsJson = False,
-) -> None:  # fmt: skip
+    baseline: Path | None = option(
+        "--baseline FILE", "Also compare with the rates kept in this file."
+    ),
+    keep: Path | None = option("--keep-baseline FILE", "Keep the median rates in this file."),
+    folder: Path = option(
+        "--folder DIR", "The disk to measure, such as where data lies.", Path(".")
+    ),
+    seconds: float = option(
+        "--time SECONDS", "The preflight is ended after so long.", 120.0, low=1.0
+    ),
+    backend: str | None = option(
+        "--backend NAME", "Of torch.distributed; left out: nccl on GPUs, else gloo."
+    ),
+    as_json: bool = AS_JSON,
+) -> None:
     """Measure ranks, nodes and links before a job, and name those that differ from their peers.
 
     The job's launcher is started with a probe in place of the script: processor, memory, matrix
@@ -105,33 +103,24 @@ def _read_baseline(path: Path | None) -> dict[str, float]:
         ) from None
 
 
-JobWords = Annotated[
-    list[str],
-    Arg(
+def try_loader(
+    words: list[str] = argument(
         "COMMAND",
         "The job, as after haiprof; this command's own options come before it.",
         is_command=True,
     ),
-]
-Steps = Annotated[int, Opt("--trial-steps N", "Steps of a trial.", low=60)]
-TrialSeconds = Annotated[
-    float, Opt("--time SECONDS", "A trial ends after so long, fewer steps or not.", low=1.0)
-]
-Workers = Annotated[
-    str | None,
-    Opt(
+    steps: int = option("--trial-steps N", "Steps of a trial.", 300, low=60),
+    seconds: float = option(
+        "--time SECONDS", "A trial ends after so long, fewer steps or not.", 60.0, low=1.0
+    ),
+    workers: str | None = option(
         "--workers LIST",
         "Numbers of workers to try: 0,2,8 (default: 0, 1, 2, 4, ... up to a rank's share of "
         "the cores).",
     ),
-]
-LogDir = Annotated[str | None, Opt("--log-dir DIR", "Keep the trials' runs here.")]
-
-
-def try_loader(
-    words: JobWords, steps: Steps = 300, seconds: TrialSeconds = 60.0, workers: Workers = None,
-    log_dir: LogDir = None, as_json: AsJson = False,
-) -> None:  # fmt: skip
+    log_dir: str | None = option("--log-dir DIR", "Keep the trials' runs here."),
+    as_json: bool = AS_JSON,
+) -> None:
     """Measure what a faster DataLoader would bring: the job's first steps, run again and again.
 
     The job is started for a few hundred steps as given, then with batches that are kept and handed
@@ -177,11 +166,13 @@ def _parse_counts(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-EveryRow = Annotated[bool, Opt("--all", "Every counter on a line of its own, missing ones too.")]
 _NO_RUN = Path(os.devnull) / "doctor"  # no folder can be there: nothing is found, nothing is left
 
 
-def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
+def doctor(
+    as_json: bool = AS_JSON,
+    every_row: bool = option("--all", "Every counter on a line of its own, missing ones too."),
+) -> None:
     """Show every counter of this node: its value, source and cost, or why there is none.
 
     Needs no job, changes nothing, leaves no file. What is missing is shown with what an

@@ -11,46 +11,37 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated
 
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.log_addresses import is_address
 from haiprof.base.options import ENV_LOG_DIR
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.command_line import Arg, ExitStatus, Opt
+from haiprof.cli.arguments import AS_JSON
+from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
 from haiprof.cli.own_command import own_command
 from haiprof.cli.target import default_options, existing_log_dir
 from haiprof.launch.run_directories import RunCopies
 from haiprof.run_format.layout import RunPaths
 
-Run = Annotated[
-    str | None,
-    Arg(
+
+def put(
+    run: str | None = argument(
         "RUN",
         "A run directory, or a log directory whose newest run is taken. Left out: the log "
         "directory that a job started here would write to.",
     ),
-]
-Address = Annotated[
-    str | None,
-    Arg(
+    address: str | None = argument(
         "ADDRESS",
         "Where runs go, such as s3://bucket/runs. Left out: the one that a job started here "
         "would use.",
     ),
-]
-OnlyNode = Annotated[bool, Opt("--only-node", "Only what processes of this node wrote.")]
-Quiet = Annotated[bool, Opt("--quiet", "Print only what went wrong.")]
-Silent = Annotated[
-    bool, Opt("--silent", "Print nothing at all; the exit status says whether it worked.")
-]
-
-
-def put(
-    run: Run = None, address: Address = None, only_node: OnlyNode = False, quiet: Quiet = False,
-    silent: Silent = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
+    only_node: bool = option("--only-node", "Only what processes of this node wrote."),
+    quiet: bool = option("--quiet", "Print only what went wrong."),
+    silent: bool = option(
+        "--silent", "Print nothing at all; the exit status says whether it worked."
+    ),
+    as_json: bool = AS_JSON,
+) -> None:
     """Put a run at an address: object storage, or any other file system that fsspec knows.
 
     Only files that are not there yet or have changed are sent. Jobs with --log-dir s3://... do the
@@ -105,16 +96,15 @@ def _end(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-Source = Annotated[
-    str, Arg("ADDRESS", "Of a run, or of a log directory, whose newest run is taken.")
-]
-Folder = Annotated[
-    Path | None,
-    Opt("-o --output DIR", "The log directory that it is put into. Left out: the default one."),
-]
-
-
-def fetch(address: Source, output: Folder = None, as_json: AsJson = False) -> None:
+def fetch(
+    address: str = argument(
+        "ADDRESS", "Of a run, or of a log directory, whose newest run is taken."
+    ),
+    output: Path | None = option(
+        "-o --output DIR", "The log directory that it is put into. Left out: the default one."
+    ),
+    as_json: bool = AS_JSON,
+) -> None:
     """Fetch a run that was put at an address, to read it more than once or without network.
 
     Every command that reads runs also takes an address itself, and fetches the run for its time.

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.live import Live
 
 from haiprof.base.errors import HaiprofError
-from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs, sees_others
-from haiprof.cli.command_line import Opt
+from haiprof.cli.arguments import AS_JSON, JOB_NAME, LOG_DIRS, log_dirs, sees_others
+from haiprof.cli.command_line import option
 from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
 from haiprof.show.views.jobs import BACK, DOWN, ENTER, QUIT, UP
 
@@ -27,14 +28,17 @@ if TYPE_CHECKING:
     from haiprof.show.views.jobs import Selection
 
 
-WithVerdict = Annotated[
-    bool, Opt("--verdict", "Also the verdict on the last two minutes, in one line each.")
-]
 _LAST_S = 120.0
 _NO_JOB = "no job runs under haiprof here\nstart one: haiprof train.py"
 
 
-def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = False) -> None:
+def ps(
+    log_dir: list[Path] | None = LOG_DIRS,
+    verdict: bool = option(
+        "--verdict", "Also the verdict on the last two minutes, in one line each."
+    ),
+    as_json: bool = AS_JSON,
+) -> None:
     """List the jobs that run under haiprof now: their progress and their speed.
 
     Looks at the processes of this node, and below the log directory for jobs of other nodes.
@@ -146,18 +150,14 @@ def keys() -> Iterator[Keys]:
 
 
 REFRESH_S = 1.0
-Once = Annotated[
-    bool, Opt("--once", "Print one frame and end, as where the output is no terminal.")
-]
-Follow = Annotated[bool, Opt("--follow", "With --json: one line each second until the job ends.")]
 
 
 def top(
-    job: JobName = None,
-    once: Once = False,
-    follow: Follow = False,
-    log_dir: LogDirs = None,
-    as_json: AsJson = False,
+    job: str | None = JOB_NAME,
+    once: bool = option("--once", "Print one frame and end, as where the output is no terminal."),
+    follow: bool = option("--follow", "With --json: one line each second until the job ends."),
+    log_dir: list[Path] | None = LOG_DIRS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Watch running jobs: steps, their time and split, CPU and GPU, each rank, the verdict so far.
 
@@ -179,7 +179,7 @@ def top(
 
     is_live = not (as_json or once) and sys.stdout.isatty()
     if job is None and not (is_live or as_json):
-        ps(log_dir=log_dir)
+        ps(log_dir=log_dir, verdict=False, as_json=False)
         return
     others = sees_others()
     found = None

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.cli.arguments import AsJson, Baseline, Form, HtmlFile, OutputForm, Rank, RunDir
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.arguments import AS_JSON, BASELINE, HTML_FILE, OUTPUT_FORM, RANK, RUN_DIR, Form
+from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, open_target, whole_path
 
 
-def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile = None) -> None:
+def overview(
+    directory: Path | None = RUN_DIR,
+    as_json: bool = AS_JSON,
+    html: Path | None = HTML_FILE,
+) -> None:
     """Show the whole job: per rank the steps and their time split, CPU, memory, traffic, GPU.
 
     Also works while the job runs. What was not measured is a dash, with the reason below.
@@ -40,28 +43,14 @@ def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile =
     output.hint(f"next: haiprof verdict rank {summary.run.path} 0")
 
 
-Words = Annotated[
-    list[str] | None,
-    Arg(
+def rank(
+    words: list[str] | None = argument(
         "[DIR] [RANK]",
         "A run or log directory and a rank, in either order. Left out: rank 0 of the newest run.",
     ),
-]
-WordsOfLines = Annotated[
-    list[str] | None,
-    Arg(
-        "[DIR] [RANK]",
-        "A run or log directory and a rank, in either order. Left out: all ranks of the newest "
-        "run.",
-    ),
-]
-
-
-def rank(
-    words: Words = None,
-    number: Rank = None,
-    as_json: AsJson = False,
-    html: HtmlFile = None,
+    number: int | None = RANK,
+    as_json: bool = AS_JSON,
+    html: Path | None = HTML_FILE,
 ) -> None:
     """Show one rank over time: each phase's statistics, the slowest steps, pauses, its counters.
 
@@ -113,38 +102,32 @@ def parse_rank_words(
     return target, int(numbers[0]) if numbers else None
 
 
-OneRank = Annotated[int | None, Opt("--rank RANK", "Only this rank.")]
-OnePhase = Annotated[
-    str | None,
-    Opt(
+def lines(
+    words: list[str] | None = argument(
+        "[DIR] [RANK]",
+        "A run or log directory and a rank, in either order. Left out: all ranks of the newest "
+        "run.",
+    ),
+    number: int | None = option("--rank RANK", "Only this rank."),
+    phase: str | None = option(
         "--phase PHASE",
         "Only this position of the step: input, prepare (before forward), forward, loss, backward, "
         "gradients (before optimizer), optimizer, after_step (after optimizer), evaluation, "
         "checkpoint, compile, between_steps; or only worker, worker_waiting, other_threads.",
     ),
-]
-SpeedscopeFile = Annotated[
-    Path | None,
-    Opt(
+    html: Path | None = HTML_FILE,
+    baseline: str | None = BASELINE,
+    speedscope: Path | None = option(
         "--speedscope FILE",
         "Write all stacks for https://www.speedscope.app (it runs in the browser alone).",
     ),
-]
-CollapsedFile = Annotated[
-    Path | None,
-    Opt(
+    collapsed: Path | None = option(
         "--collapsed FILE",
         "Write all stacks as lines `frame;frame COUNT`, for flamegraph.pl and others.",
     ),
-]
-Force = Annotated[bool, Opt("--force", "Replace a file that already exists.")]
-
-
-def lines(
-    words: WordsOfLines = None, number: OneRank = None, phase: OnePhase = None,
-    html: HtmlFile = None, baseline: Baseline = None, speedscope: SpeedscopeFile = None,
-    collapsed: CollapsedFile = None, force: Force = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
+    force: bool = option("--force", "Replace a file that already exists."),
+    as_json: bool = AS_JSON,
+) -> None:
     """Show which lines of your code take the time, by rank and position, as they were sampled.
 
     haiprof looks at the training thread's Python stack up to 100 times a second (less often
@@ -200,18 +183,16 @@ def _write(path: Path, content: bytes, force: bool) -> None:
         file.write(content)
 
 
-Runs = Annotated[
-    list[Path] | None,
-    Arg(
+def goodput(
+    runs: list[Path] | None = argument(
         "[JOB|RUN...]",
         "A run, or a log directory for its newest one: all runs of its job are joined. Several "
         "runs: exactly these. Left out: the newest run of the log directory that a job started "
         "here would write to.",
     ),
-]
-
-
-def goodput(runs: Runs = None, as_json: AsJson = False, form: OutputForm = Form.TEXT) -> None:
+    as_json: bool = AS_JSON,
+    form: Form = OUTPUT_FORM,
+) -> None:
     """Show where a job's wall time went, from its first start to its last end: it adds up to 100 %.
 
     Steps that count, input, evaluation, checkpoints, compilation, init and import, waiting for
@@ -252,45 +233,30 @@ def goodput(runs: Runs = None, as_json: AsJson = False, form: OutputForm = Form.
     output.hint(f"next: haiprof verdict {folders[-1]}")
 
 
-LogDir = Annotated[
-    Path | None,
-    Arg("DIR", "A log directory. Left out: the one that a job started here would write to."),
-]
+LIMIT_S = 0.5
 
 
-All = Annotated[
-    bool,
-    Opt(
+def list_runs(
+    directory: Path | None = argument(
+        "DIR", "A log directory. Left out: the one that a job started here would write to."
+    ),
+    everything: bool = option(
         "--all",
         "Count the steps of every run, however many there are. Left out: of as many of the "
         "newest as half a second allows; what was counted once is kept in the run.",
     ),
-]
-LIMIT_S = 0.5
-
-
-JobOfRun = Annotated[
-    Path | None,
-    Opt(
+    job: Path | None = option(
         "--job RUN",
         "Only runs of the same job as RUN: the same script and arguments, however launched, or the "
         "same --run-id.",
     ),
-]
-Nodes = Annotated[
-    bool,
-    Opt(
+    nodes: bool = option(
         "--nodes",
         "Instead of runs, the nodes that verdicts of runs and kept preflights named: how often, "
         "and as what.",
     ),
-]
-
-
-def list_runs(
-    directory: LogDir = None, everything: All = False, job: JobOfRun = None, nodes: Nodes = False,
-    as_json: AsJson = False,
-) -> None:  # fmt: skip
+    as_json: bool = AS_JSON,
+) -> None:
     """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
 
     `each` is the mean step, where a verdict was kept at the end of the run: with --job, step time

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
 
 SKILL = """\
@@ -55,13 +54,15 @@ have moved to another account. Report: the cause and its line, promised and true
 what was not measured. Then the next round, until nothing stands out.
 """  # noqa: E501 - the description is one line of YAML
 
-Folder = Annotated[
-    Path, Arg("DIR", "The agent's folder of skills. Left out: .claude/skills in this folder.")
-]
-Force = Annotated[bool, Opt("--force", "Replace a SKILL.md that already exists.")]
 
-
-def skill(directory: Folder = Path(".claude/skills"), force: Force = False) -> None:
+def skill(
+    directory: Path = argument(
+        "DIR",
+        "The agent's folder of skills. Left out: .claude/skills in this folder.",
+        Path(".claude/skills"),
+    ),
+    force: bool = option("--force", "Replace a SKILL.md that already exists."),
+) -> None:
     """Write DIR/haiprof/SKILL.md: how an agent measures, reads the ledger, changes and compares.
 
     For example:

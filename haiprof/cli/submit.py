@@ -6,11 +6,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.command_line import Arg, ExitStatus, Opt
+from haiprof.cli.arguments import AS_JSON
+from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
@@ -18,96 +18,61 @@ if TYPE_CHECKING:
     from haiprof.launch.submit.submission import SubmittedJob
 
 _JOB, _NODE, _SITE = "The job", "Each node", "Where it runs"
-Words = Annotated[
-    list[str] | None,
-    Arg(
-        "SCRIPT -- ARGUMENTS...",
-        "The training script, and after -- what is the script's own, untouched.",
-    ),
-]
-
-
-Module = Annotated[str | None, Opt("-m --module MODULE", "As python -m.", group=_JOB)]
-Nodes = Annotated[int, Opt("-n --nodes N", "How many nodes (default: 1).", group=_NODE)]
-Ranks = Annotated[
-    int | None,
-    Opt("--nproc-per-node N", "Processes, started by torchrun (default: GPUs, or 1).", group=_NODE),
-]
-Gpus = Annotated[int | None, Opt("--gpus-per-node N", "GPUs to ask for.", group=_NODE)]
-GpuType = Annotated[str | None, Opt("--gpu-type NAME", "Which GPUs, such as H100.", group=_NODE)]
-Cpus = Annotated[int | None, Opt("--cpus-per-node N", "CPU cores to ask for.", group=_NODE)]
-ProfileOptions = Annotated[
-    list[str] | None,
-    Opt("--options profile.NAME=VALUE", "Any option of haiprof; may repeat.", group=_JOB),
-]
-Time = Annotated[str | None, Opt("--time SECONDS", "For how long to record.", group=_JOB)]
-Warmup = Annotated[str | None, Opt("--warmup SECONDS", "How long to wait before that.", group=_JOB)]
-Trace = Annotated[bool, Opt("--trace", "Trace some steps with torch.profiler.", group=_JOB)]
-Recorder = Annotated[str | None, Opt("--recorder LIST", "Such as basic,gpu.", group=_JOB)]
-LogDir = Annotated[
-    str | None,
-    Opt("--log-dir DIR", "Where run directories go; all nodes must see it.", group=_JOB),
-]
-Name = Annotated[str | None, Opt("--name NAME", "Default: the script's.", group=_JOB)]
-Env = Annotated[
-    list[str] | None,
-    Opt("-e --env NAME[=VALUE]", "Set for the job; may repeat. Without VALUE: as it is here. "
-          "Here and on Slurm the job also gets this shell's environment.", group=_JOB),
-]  # fmt: skip
-On = Annotated[str, Opt("--on local|slurm", "Where to run.", group=_SITE)]
-Emit = Annotated[
-    str | None,
-    Opt("--emit FORM", "Submit nothing; print the file for slurm, kubernetes, jobset, "
-          "trainjob, ray or skypilot.", group=_SITE),
-]  # fmt: skip
-Limit = Annotated[
-    str | None, Opt("--time-limit TIME", "MINUTES, HH:MM:SS or DAYS-HH:MM:SS.", group=_SITE)
-]
-Requeue = Annotated[
-    bool,
-    Opt(
-        "--requeue", "Start it again after it was preempted or reached its time limit.", group=_SITE
-    ),
-]
-Partition = Annotated[str | None, Opt("--partition NAME", "Slurm's partition.", group=_SITE)]
-Account = Annotated[str | None, Opt("--account NAME", "Slurm's account.", group=_SITE)]
-Sbatch = Annotated[
-    list[str] | None, Opt("--sbatch NAME[=VALUE]", "Any option of sbatch; may repeat.", group=_SITE)
-]
-Image = Annotated[str | None, Opt("--image IMAGE", "Container image of pods.", group=_SITE)]
-Claim = Annotated[
-    str | None, Opt("--claim NAME", "Volume claim, mounted at the log directory.", group=_SITE)
-]
-Wait = Annotated[bool, Opt("--wait", "Show the job's log, end with its exit status.", group=_SITE)]
 
 
 def submit(
-    words: Words = None,
-    module: Module = None,
-    nodes: Nodes = 1,
-    nproc_per_node: Ranks = None,
-    gpus_per_node: Gpus = None,
-    gpu_type: GpuType = None,
-    cpus_per_node: Cpus = None,
-    options: ProfileOptions = None,
-    time: Time = None,
-    warmup: Warmup = None,
-    trace: Trace = False,
-    recorder: Recorder = None,
-    log_dir: LogDir = None,
-    name: Name = None,
-    env: Env = None,
-    on: On = "local",
-    emit: Emit = None,
-    time_limit: Limit = None,
-    requeue: Requeue = False,
-    partition: Partition = None,
-    account: Account = None,
-    sbatch: Sbatch = None,
-    image: Image = None,
-    claim: Claim = None,
-    wait: Wait = False,
-    as_json: AsJson = False,
+    words: list[str] | None = argument(
+        "SCRIPT -- ARGUMENTS...",
+        "The training script, and after -- what is the script's own, untouched.",
+    ),
+    module: str | None = option("-m --module MODULE", "As python -m.", group=_JOB),
+    nodes: int = option("-n --nodes N", "How many nodes (default: 1).", 1, group=_NODE),
+    nproc_per_node: int | None = option(
+        "--nproc-per-node N", "Processes, started by torchrun (default: GPUs, or 1).", group=_NODE
+    ),
+    gpus_per_node: int | None = option("--gpus-per-node N", "GPUs to ask for.", group=_NODE),
+    gpu_type: str | None = option("--gpu-type NAME", "Which GPUs, such as H100.", group=_NODE),
+    cpus_per_node: int | None = option("--cpus-per-node N", "CPU cores to ask for.", group=_NODE),
+    options: list[str] | None = option(
+        "--options profile.NAME=VALUE", "Any option of haiprof; may repeat.", group=_JOB
+    ),
+    time: str | None = option("--time SECONDS", "For how long to record.", group=_JOB),
+    warmup: str | None = option("--warmup SECONDS", "How long to wait before that.", group=_JOB),
+    trace: bool = option("--trace", "Trace some steps with torch.profiler.", group=_JOB),
+    recorder: str | None = option("--recorder LIST", "Such as basic,gpu.", group=_JOB),
+    log_dir: str | None = option(
+        "--log-dir DIR", "Where run directories go; all nodes must see it.", group=_JOB
+    ),
+    name: str | None = option("--name NAME", "Default: the script's.", group=_JOB),
+    env: list[str] | None = option(
+        "-e --env NAME[=VALUE]",
+        "Set for the job; may repeat. Without VALUE: as it is here. "
+        "Here and on Slurm the job also gets this shell's environment.",
+        group=_JOB,
+    ),
+    on: str = option("--on local|slurm", "Where to run.", "local", group=_SITE),
+    emit: str | None = option(
+        "--emit FORM",
+        "Submit nothing; print the file for slurm, kubernetes, jobset, trainjob, ray or skypilot.",
+        group=_SITE,
+    ),
+    time_limit: str | None = option(
+        "--time-limit TIME", "MINUTES, HH:MM:SS or DAYS-HH:MM:SS.", group=_SITE
+    ),
+    requeue: bool = option(
+        "--requeue", "Start it again after it was preempted or reached its time limit.", group=_SITE
+    ),
+    partition: str | None = option("--partition NAME", "Slurm's partition.", group=_SITE),
+    account: str | None = option("--account NAME", "Slurm's account.", group=_SITE),
+    sbatch: list[str] | None = option(
+        "--sbatch NAME[=VALUE]", "Any option of sbatch; may repeat.", group=_SITE
+    ),
+    image: str | None = option("--image IMAGE", "Container image of pods.", group=_SITE),
+    claim: str | None = option(
+        "--claim NAME", "Volume claim, mounted at the log directory.", group=_SITE
+    ),
+    wait: bool = option("--wait", "Show the job's log, end with its exit status.", group=_SITE),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Start a training job in the background, here or on a cluster, recorded by haiprof.
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import (
-    AsJson,
-    Cluster,
-    FormulasOption,
-    PeakOption,
-    Rank,
+    AS_JSON,
+    CLUSTER,
+    FORMULAS_OPTION,
+    PEAK_OPTION,
+    RANK,
+    STEP_RANGE,
+    TRACES,
+    WINDOW,
     ReadProgress,
-    StepRange,
-    Traces,
-    Window,
     parse_cluster,
     parse_steps,
 )
-from haiprof.cli.command_line import Arg, ExitStatus, Opt
+from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
 
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from haiprof.trace_analysis.what_if.replay_parts import Change
 
 
-def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) -> None:
+def trace_check(
+    traces: Path = TRACES,
+    window: int | None = WINDOW,
+    as_json: bool = AS_JSON,
+) -> None:
     """Show what is wrong with the recording of traces, and what becomes of the answers.
 
     Kernels with impossible ends, clocks that differ, records that were lost, events
@@ -73,12 +77,12 @@ def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> lis
 
 
 def efficiency(
-    traces: Traces,
-    steps: StepRange = None,
-    peak: PeakOption = None,
-    formulas: FormulasOption = None,
-    window: Window = None,
-    as_json: AsJson = False,
+    traces: Path = TRACES,
+    steps: str | None = STEP_RANGE,
+    peak: str | None = PEAK_OPTION,
+    formulas: Path | None = FORMULAS_OPTION,
+    window: int | None = WINDOW,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show MFU and HFU of traced steps, and which operators are far from the roofline.
 
@@ -116,26 +120,19 @@ def efficiency(
     )
 
 
-Annotation = Annotated[
-    str | None,
-    Opt("--annotation NAME", "The window is a record_function range with this in its name."),
-]
-Instance = Annotated[int, Opt("--instance N", "Which of those ranges, from 0.", low=0)]
-Overlay = Annotated[
-    Path | None,
-    Opt("--overlay DIR", "Write a copy of the trace with the path drawn in, for Perfetto."),
-]
-
-
 def critical_path(
-    traces: Traces,
-    rank: Rank = None,
-    steps: StepRange = None,
-    annotation: Annotation = None,
-    instance: Instance = 0,
-    overlay: Overlay = None,
-    window: Window = None,
-    as_json: AsJson = False,
+    traces: Path = TRACES,
+    rank: int | None = RANK,
+    steps: str | None = STEP_RANGE,
+    annotation: str | None = option(
+        "--annotation NAME", "The window is a record_function range with this in its name."
+    ),
+    instance: int = option("--instance N", "Which of those ranges, from 0.", 0, low=0),
+    overlay: Path | None = option(
+        "--overlay DIR", "Write a copy of the trace with the path drawn in, for Perfetto."
+    ),
+    window: int | None = WINDOW,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show what a step's time consists of: work of the host, of the GPU, and delays.
 
@@ -165,37 +162,29 @@ def critical_path(
     output.show(lambda _: critical_path_view(path), critical_path_data(path) | {"faults": faults})
 
 
-Source = Annotated[
-    Path,
-    Arg(
+_NAMED, _PLAIN = ("kernel", "operator", "collective"), ("loader", "network", "launches")
+_HINT = "--faster kernel=gemm:2x, operator=aten::conv2d, loader:2x, network:2x, launches:2x, rank=3"
+
+
+def what_if(
+    source: Path = argument(
         "[TRACES_OR_RUN]",
         "A trace, a folder with one file per rank, a run directory with traces, or a table of "
         "a pipelined job's operations (.parquet), or a folder of such.",
         callback=trace_target,
         factory=existing_log_dir,
     ),
-]
-Faster = Annotated[
-    list[str] | None,
-    Opt(
+    faster: list[str] | None = option(
         "--faster WHAT[:SPEED]",
         "kernel=NAME, operator=NAME, collective=NAME (regular expressions), loader, network, "
         "launches, each with how many times as fast (:2x; without it: takes no time); rank=R "
         "or ranks: as fast as the others. 'A and B' is both together. May be given several "
         "times.",
     ),
-]
-_NAMED, _PLAIN = ("kernel", "operator", "collective"), ("loader", "network", "launches")
-_HINT = "--faster kernel=gemm:2x, operator=aten::conv2d, loader:2x, network:2x, launches:2x, rank=3"
-
-
-def what_if(
-    source: Source,
-    faster: Faster = None,
-    steps: StepRange = None,
-    window: Window = None,
-    cluster: Cluster = None,
-    as_json: AsJson = False,
+    steps: str | None = STEP_RANGE,
+    window: int | None = WINDOW,
+    cluster: str | None = CLUSTER,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Predict the step's time if something were faster; alone: what would help most.
 
@@ -284,7 +273,10 @@ def _speedup(text: str | None, whole: str) -> float:
 
 
 def memory_timeline(
-    traces: Traces, rank: Rank = None, window: Window = None, as_json: AsJson = False
+    traces: Path = TRACES,
+    rank: int | None = RANK,
+    window: int | None = WINDOW,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show memory over time and what was alive at the peak, by operator.
 
@@ -331,16 +323,12 @@ def _show_file(path: Path, output: Output) -> bool:
     return False
 
 
-Dumps = Annotated[
-    list[Path],
-    Arg(
-        "DUMPS",
-        "Files, one per rank, which end in the rank's number, or a folder; or NCCL's own.",
+def flight_recorder(
+    dumps: list[Path] = argument(
+        "DUMPS", "Files, one per rank, which end in the rank's number, or a folder; or NCCL's own."
     ),
-]
-
-
-def flight_recorder(dumps: Dumps, as_json: AsJson = False) -> None:
+    as_json: bool = AS_JSON,
+) -> None:
     """Name the collective that does not match, and the ranks, from dumps of the Flight Recorder.
 
     PyTorch's watchdog writes such dumps where a collective times out

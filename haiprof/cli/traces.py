@@ -7,53 +7,45 @@ import sys
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import (
-    AsJson,
-    Cluster,
-    CsvFolder,
-    Force,
-    Geometry,
-    Rank,
+    AS_JSON,
+    CLUSTER,
+    CSV_FOLDER,
+    FORCE,
+    GEOMETRY,
+    RANK,
+    STEP_RANGE,
+    TRACES,
+    WINDOW,
     ReadProgress,
-    StepRange,
-    Traces,
-    Window,
     parse_cluster,
     parse_steps,
 )
-from haiprof.cli.command_line import Arg, Opt
+from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, open_target, trace_target
 from haiprof.cli.trace_causes import print_faults
 
-Reduce = Annotated[
-    Path | None,
-    Opt(
+
+def trace_report(
+    traces: Path = TRACES,
+    steps: str | None = STEP_RANGE,
+    rank: int | None = RANK,
+    window: int | None = WINDOW,
+    cluster: str | None = CLUSTER,
+    as_json: bool = AS_JSON,
+    csv: Path | None = CSV_FOLDER,
+    force: bool = FORCE,
+    reduce: Path | None = option(
         "--reduce DIR",
         "Show nothing: write a small summary of each trace into this folder. trace report DIR "
         "then gives the same report without the traces.",
     ),
-]
-
-Html = Annotated[
-    Path | None, Opt("--html FILE", "Also write pictures and tables as one self-contained page.")
-]
-
-
-def trace_report(
-    traces: Traces,
-    steps: StepRange = None,
-    rank: Rank = None,
-    window: Window = None,
-    cluster: Cluster = None,
-    as_json: AsJson = False,
-    csv: CsvFolder = None,
-    force: Force = False,
-    reduce: Reduce = None,
-    html: Html = None,
+    html: Path | None = option(
+        "--html FILE", "Also write pictures and tables as one self-contained page."
+    ),
 ) -> None:
     """Show what traces of torch.profiler say: GPU time, steps, kernels, launches.
 
@@ -116,66 +108,43 @@ NAMES = ("kernels", "launches", "single-launches", "annotations", "annotation-ke
          "sequences", "counter-traces")  # fmt: skip
 """As `show.views.tables.TABLES` has them."""
 
-Name = Annotated[str, Arg("TABLE", ", ".join(NAMES))]
-Kernels = Annotated[
-    int | None,
-    Opt("--num-kernels N", "kernels: at most N per rank and kind, the rest is one row.", low=1),
-]
-Ratio = Annotated[
-    float | None,
-    Opt(
+
+def trace_table(
+    table: str = argument("TABLE", ", ".join(NAMES)),
+    traces: Path = TRACES,
+    steps: str | None = STEP_RANGE,
+    window: int | None = WINDOW,
+    num_kernels: int | None = option(
+        "--num-kernels N", "kernels: at most N per rank and kind, the rest is one row.", low=1
+    ),
+    duration_ratio: float | None = option(
         "--duration-ratio SHARE",
         "kernels: the longest that make this share of a kind's time.",
         low=0.0,
         high=1.0,
     ),
-]
-RuntimeCutoff = Annotated[
-    float | None,
-    Opt(
+    runtime_cutoff: float | None = option(
         "--runtime-cutoff US",
         "launches: a call longer than this is an outlier (default: 50).",
         low=0.0,
     ),
-]
-DelayCutoff = Annotated[
-    float | None,
-    Opt(
+    launch_delay_cutoff: float | None = option(
         "--launch-delay-cutoff US",
         "launches: a longer delay until the kernel begins is one (default: 100).",
         low=0.0,
     ),
-]
-Operator = Annotated[
-    str | None, Opt("--operator NAME", "sequences: of operators with this in their name.")
-]
-Length = Annotated[
-    int | None,
-    Opt("--min-length N", "sequences: calls with fewer kernels are left out (default: 3).", low=1),
-]
-Top = Annotated[int | None, Opt("--top N", "sequences: so many of each rank (default: 5).", low=1)]
-Folder = Annotated[
-    Path | None,
-    Opt("--output -o DIR", "counter-traces: where they go (default: beside each trace)."),
-]
-Csv = Annotated[bool, Opt("--as-csv", "Print the whole table as CSV.", old=("--csv",))]
-
-
-def trace_table(
-    table: Name,
-    traces: Traces,
-    steps: StepRange = None,
-    window: Window = None,
-    num_kernels: Kernels = None,
-    duration_ratio: Ratio = None,
-    runtime_cutoff: RuntimeCutoff = None,
-    launch_delay_cutoff: DelayCutoff = None,
-    operator: Operator = None,
-    min_length: Length = None,
-    top: Top = None,
-    folder: Folder = None,
-    csv: Csv = False,
-    as_json: AsJson = False,
+    operator: str | None = option(
+        "--operator NAME", "sequences: of operators with this in their name."
+    ),
+    min_length: int | None = option(
+        "--min-length N", "sequences: calls with fewer kernels are left out (default: 3).", low=1
+    ),
+    top: int | None = option("--top N", "sequences: so many of each rank (default: 5).", low=1),
+    folder: Path | None = option(
+        "--output -o DIR", "counter-traces: where they go (default: beside each trace)."
+    ),
+    csv: bool = option("--as-csv", "Print the whole table as CSV.", old=("--csv",)),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show one table of traces whole, with the cut-offs that Holistic Trace Analysis has.
 
@@ -223,32 +192,24 @@ class Kind(str, Enum):
     python = "python"
 
 
-Only = Annotated[Kind | None, Opt("--only VALUE", "One report, with all its tables.")]
-Hardware = Annotated[
-    bool, Opt("--hardware", "Of a run: also what its counters and bursts were while functions ran.")
-]
-ReduceFunctions = Annotated[
-    Path | None,
-    Opt(
+def functions(
+    traces: Path = TRACES,
+    only: Kind | None = option("--only VALUE", "One report, with all its tables."),
+    steps: str | None = STEP_RANGE,
+    window: int | None = WINDOW,
+    cluster: str | None = CLUSTER,
+    geometry: bool = GEOMETRY,
+    hardware: bool = option(
+        "--hardware", "Of a run: also what its counters and bursts were while functions ran."
+    ),
+    as_json: bool = AS_JSON,
+    csv: Path | None = CSV_FOLDER,
+    force: bool = FORCE,
+    reduce: Path | None = option(
         "--reduce DIR",
         "Show nothing: write each rank's functions into this folder, at most 30 KB per rank. "
         "functions DIR then gives the same answer without the traces.",
     ),
-]
-
-
-def functions(
-    traces: Traces,
-    only: Only = None,
-    steps: StepRange = None,
-    window: Window = None,
-    cluster: Cluster = None,
-    geometry: Geometry = False,
-    hardware: Hardware = False,
-    as_json: AsJson = False,
-    csv: CsvFolder = None,
-    force: Force = False,
-    reduce: ReduceFunctions = None,
 ) -> None:
     """Show what bounds the job by function, and which rank differs from the others.
 
@@ -319,15 +280,12 @@ def functions(
         )
 
 
-Depth = Annotated[int | None, Opt("--depth N", "Only the outer N levels of the tree.", low=1)]
-
-
 def modules(
-    traces: Traces,
-    steps: StepRange = None,
-    depth: Depth = None,
-    window: Window = None,
-    as_json: AsJson = False,
+    traces: Path = TRACES,
+    steps: str | None = STEP_RANGE,
+    depth: int | None = option("--depth N", "Only the outer N levels of the tree.", low=1),
+    window: int | None = WINDOW,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show which layers take the time: on the host, on the GPU, forward and backward.
 
@@ -357,28 +315,18 @@ def modules(
     )
 
 
-Target = Annotated[
-    str | None,
-    Arg(
+def query(
+    target: str | None = argument(
         "[TRACE_OR_RUN]",
         "A trace, a folder with one per rank, a run directory, or a log directory whose "
         "newest run is taken. Left out: the default log directory.",
     ),
-]
-Sql = Annotated[str | None, Arg("SQL", "One select.")]
-Schema = Annotated[bool, Opt("--schema", "Show tables and columns with units and meanings.")]
-Limit = Annotated[int | None, Opt("--limit ROWS", "Only the first rows of the answer.", low=1)]
-AsCsv = Annotated[bool, Opt("--as-csv", "Print all rows as CSV.", old=("--csv",))]
-
-
-def query(
-    target: Target = None,
-    sql: Sql = None,
-    schema: Schema = False,
-    window: Window = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    limit: Limit = None,
+    sql: str | None = argument("SQL", "One select."),
+    schema: bool = option("--schema", "Show tables and columns with units and meanings."),
+    window: int | None = WINDOW,
+    as_json: bool = AS_JSON,
+    as_csv: bool = option("--as-csv", "Print all rows as CSV.", old=("--csv",)),
+    limit: int | None = option("--limit ROWS", "Only the first rows of the answer.", low=1),
 ) -> None:
     """Ask traces or a run in SQL; nothing is changed and no other file is read.
 

@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
@@ -17,18 +17,18 @@ from haiprof.base.trace_options import EXPLAIN_STEPS
 from haiprof.base.units import duration_text
 from haiprof.base.users import other_uid
 from haiprof.cli.arguments import (
-    AsJson,
-    Cluster,
-    Everything,
+    AS_JSON,
+    CLUSTER,
+    EVERYTHING,
+    FORMULAS_OPTION,
+    OUTPUT_FORM,
+    PEAK_OPTION,
     Form,
-    FormulasOption,
-    OutputForm,
-    PeakOption,
     ReadProgress,
     parse_cluster,
     the_job,
 )
-from haiprof.cli.command_line import Arg, ExitStatus, Opt
+from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
 from haiprof.cli.target import (
@@ -45,64 +45,50 @@ if TYPE_CHECKING:
     from haiprof.trace_analysis.pool import Pool
 
 _TRACE_STEPS = 5
-Target = Annotated[
-    str | None,
-    Arg(
+
+
+def verdict(
+    target: str | None = argument(
         "RUN_OR_JOB",
         "A run or log directory; a trace of torch.profiler or a folder of them; or a running "
         "job: its id, name, script, or a process id. Left out: the newest run, with --collect "
         "the only running job.",
     ),
-]
-Collect = Annotated[
-    bool,
-    Opt(
+    as_json: bool = AS_JSON,
+    save: bool = option("--save", "Also write report/verdict.json and .txt into the run."),
+    svg: Path | None = option("--svg FILE", "Write the card as a picture."),
+    last: float | None = option(
+        "--last SECONDS", "Only the last seconds of what was recorded.", low=0.1
+    ),
+    collect: bool = option(
         "--collect",
         "The job runs: watch it for --time, trace two steps of it (the verdict says what that "
         "cost), and judge that part.",
     ),
-]
-Seconds = Annotated[float, Opt("--time SECONDS", "How long to watch.")]
-SaveTraces = Annotated[
-    bool,
-    Opt("--save-traces", "With --collect: trace five steps, for the other commands on traces."),
-]
-Folder = Annotated[
-    Path | None,
-    Opt(
+    seconds: float = option("--time SECONDS", "How long to watch.", 20.0),
+    save_traces: bool = option(
+        "--save-traces", "With --collect: trace five steps, for the other commands on traces."
+    ),
+    folder: Path | None = option(
         "--folder DIR",
         "Write everything into a new self-contained folder: card, page, tables, and the "
         "five reports of traced steps (with --collect some are traced).",
     ),
-]
-Save = Annotated[bool, Opt("--save", "Also write report/verdict.json and .txt into the run.")]
-SvgFile = Annotated[Path | None, Opt("--svg FILE", "Write the card as a picture.")]
-
-Last = Annotated[
-    float | None, Opt("--last SECONDS", "Only the last seconds of what was recorded.", low=0.1)
-]
-AdviceAlone = Annotated[
-    bool,
-    Opt(
+    exit_report: Path | None = option(
+        "--exit-report FILE", "Write how the job ended as Markdown, for a ticket. -: to stdout."
+    ),
+    advice: bool = option(
         "--advice",
         "Only what a job script should do after a death, in the first line and as exit status: "
         "10 RESTART, 11 RESTART WITHOUT (nodes as Slurm's --exclude takes them), 12 STOP, 0 "
         "where nothing died.",
     ),
-]
-ExitReport = Annotated[
-    Path | None,
-    Opt("--exit-report FILE", "Write how the job ended as Markdown, for a ticket. -: to stdout."),
-]
-
-
-def verdict(
-    target: Target = None, as_json: AsJson = False, save: Save = False,
-    svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
-    save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
-    advice: AdviceAlone = False, everything: Everything = False, peak: PeakOption = None,
-    formulas: FormulasOption = None, form: OutputForm = Form.TEXT, cluster: Cluster = None,
-) -> None:  # fmt: skip
+    everything: bool = EVERYTHING,
+    peak: str | None = PEAK_OPTION,
+    formulas: Path | None = FORMULAS_OPTION,
+    form: Form = OUTPUT_FORM,
+    cluster: str | None = CLUSTER,
+) -> None:
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
     With --all also what could not be measured or judged and why, and what haiprof itself cost.

@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.app import command_parameters
-from haiprof.cli.command_line import Arg, Opt, own_words, parameters_of, read_arguments
+from haiprof.cli.command_line import argument, option, own_words, parameters_of, read_arguments
 from haiprof.cli.names import COMMANDS, resolve
 
 
 def example(
-    traces: Annotated[Path, Arg("TRACES", "Traces.")],
-    sql: Annotated[str | None, Arg("SQL", "A question.")] = None,
-    rank: Annotated[int | None, Opt("--rank R", "One.", low=0)] = None,
-    output: Annotated[Path | None, Opt("-o --output FILE", "Where.")] = None,
-    env: Annotated[list[str] | None, Opt("--env NAME", "Several.")] = None,
-    peak: Annotated[str | None, Opt("--peak TEXT", "From outside.", env="A_PEAK")] = None,
-    steps: Annotated[int, Opt("--trace-steps N", "Renamed.", old=("--steps",))] = 5,
-    pictures: Annotated[bool, Opt("--pictures/--no-pictures", "A pair.")] = True,
-    as_json: Annotated[bool, Opt("--json", "A switch.")] = False,
+    traces: Path = argument("TRACES", "Traces."),
+    sql: str | None = argument("SQL", "A question."),
+    rank: int | None = option("--rank R", "One.", low=0),
+    output: Path | None = option("-o --output FILE", "Where."),
+    env: list[str] | None = option("--env NAME", "Several."),
+    peak: str | None = option("--peak TEXT", "From outside.", env="A_PEAK"),
+    steps: int = option("--trace-steps N", "Renamed.", 5, old=("--steps",)),
+    pictures: bool = option("--pictures/--no-pictures", "A pair.", True),
+    as_json: bool = option("--json", "A switch."),
 ) -> None:
     """An example."""
 
@@ -57,9 +57,9 @@ def test_command_line_is_read(line: str, expected: dict[str, Any]) -> None:
 
 
 def takes_a_command(
-    words: Annotated[list[str], Arg("COMMAND", "A job.", is_command=True)],
-    steps: Annotated[int, Opt("--steps N", "Of it.")] = 5,
-    as_json: Annotated[bool, Opt("--json", "A switch.")] = False,
+    words: list[str] = argument("COMMAND", "A job.", is_command=True),
+    steps: int = option("--steps N", "Of it.", 5),
+    as_json: bool = option("--json", "A switch."),
 ) -> None:
     """An example."""
 
