@@ -51,8 +51,9 @@ def machine() -> Machine:
 def sampler(name: str = "gpu") -> Iterator[Any]:
     """One of haiprof's GPU samplers, open; its first column of reasons in `told`."""
     from haiprof.agent.samplers.gpu import GpuHealthSampler, GpuSampler
+    from haiprof.agent.samplers.table import Node
 
-    found = {"gpu": GpuSampler, "gpu_health": GpuHealthSampler}[name]()
+    found = {"gpu": GpuSampler, "gpu_health": GpuHealthSampler}[name](Node())
     found.told = {each.metric: each for each in found.open()}  # type: ignore[attr-defined]
     with closing(found):
         yield found

@@ -166,9 +166,6 @@ def _parse_counts(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-_NO_RUN = Path(os.devnull) / "doctor"  # no folder can be there: nothing is found, nothing is left
-
-
 def doctor(
     as_json: bool = AS_JSON,
     every_row: bool = option("--all", "Every counter on a line of its own, missing ones too."),
@@ -189,11 +186,9 @@ def doctor(
     from haiprof.agent.samplers.registry import counter_row, survey
     from haiprof.agent.samplers.table import Node
     from haiprof.agent.samplers.tools import find_permissions, find_tools, software
-    from haiprof.run_format.layout import RunPaths
     from haiprof.show.views.prepare import doctor_view
 
-    here = Node(run=RunPaths(_NO_RUN), host=socket.gethostname(), pid=os.getpid())
-    counters = survey(here)
+    counters = survey(Node(host=socket.gethostname(), pid=os.getpid()))
     nsys = find_nsys(os.environ)
     tools = find_tools(known={"nsys": nsys} if isinstance(nsys, str) else {})
     permissions, node = find_permissions(), software()

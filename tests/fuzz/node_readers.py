@@ -17,7 +17,7 @@ from haiprof.agent.samplers.filesystem import FilesystemSampler
 from haiprof.agent.samplers.gpu_activity import DcgmSampler, fetch, parse_page
 from haiprof.agent.samplers.host import HostSampler, NumaSampler
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.agent.samplers.tools import find_permissions, software
 from haiprof.linux.ethtool import Ethtool
 from haiprof.linux.topology import read_cpu
@@ -78,27 +78,27 @@ def _clock() -> Callable[[], int]:
 
 
 def _host() -> TableSampler:
-    return HostSampler(root=_root(), clock=_clock())
+    return HostSampler(Node(root=_root(), clock=_clock()))
 
 
 def _mounts() -> TableSampler:
-    return FilesystemSampler(root=_root(), clock=_clock())
+    return FilesystemSampler(Node(root=_root(), clock=_clock()))
 
 
 def _process() -> TableSampler:
-    return ProcessSampler(_run(), _HOST, root=_root(), clock=_clock())
+    return ProcessSampler(Node(run=_run(), host=_HOST, root=_root(), clock=_clock()))
 
 
 def _placement() -> TableSampler:
-    return PlacementSampler(_run(), _HOST, root=_root(), clock=_clock())
+    return PlacementSampler(Node(run=_run(), host=_HOST, root=_root(), clock=_clock()))
 
 
 def _cgroup() -> TableSampler:
-    return CgroupSampler(root=_root(), clock=_clock())
+    return CgroupSampler(Node(root=_root(), clock=_clock()))
 
 
 def _numa() -> TableSampler:
-    return NumaSampler(root=_root(), clock=_clock())
+    return NumaSampler(Node(root=_root(), clock=_clock()))
 
 
 FILES: dict[str, Callable[[], TableSampler]] = {
@@ -165,7 +165,7 @@ def read_exporter(data: bytes) -> object:
     whole = data if data[:4] == b"HTTP" else b"HTTP/1.0 200 OK\r\n\r\n" + data
     with answers(whole):
         page = parse_page(fetch("http://127.0.0.1:9400/metrics"))
-        sampler = DcgmSampler(url="http://127.0.0.1:9400/metrics", clock=_clock())
+        sampler = DcgmSampler(Node(clock=_clock()), url="http://127.0.0.1:9400/metrics")
         kinds = [type(f).__name__ for uuid in page for f in sampler._figures(uuid)]
     return len(page), sorted(set(kinds))
 

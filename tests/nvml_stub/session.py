@@ -11,6 +11,7 @@ from typing import Any
 
 from haiprof.agent.samplers.gpu import GpuHealthSampler, GpuSampler
 from haiprof.agent.samplers.loop import SamplingLoop
+from haiprof.agent.samplers.table import Node
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths
 from tests.unit.samplers.records import rows
@@ -23,7 +24,9 @@ def main() -> None:
     if len(sys.argv) > 1:
         record(Path(sys.argv[1]), float(sys.argv[2]))
         return
-    json.dump({kind.name: session(kind()) for kind in (GpuSampler, GpuHealthSampler)}, sys.stdout)
+    json.dump(
+        {kind.name: session(kind(Node())) for kind in (GpuSampler, GpuHealthSampler)}, sys.stdout
+    )
 
 
 def session(sampler: GpuSampler | GpuHealthSampler) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def record(run: Path, seconds: float) -> None:
     """As the launcher's side thread does it, ten times a second."""
     stop = threading.Event()
     options = Options(recorder=("gpu",), interval_s={"gpu": 0.1})
-    loop = SamplingLoop(RunPaths(run), "node1", options, samplers=[GpuSampler()])
+    loop = SamplingLoop(RunPaths(run), "node1", options, samplers=[GpuSampler(Node())])
     threading.Timer(seconds, stop.set).start()
     loop.run(stop)
 

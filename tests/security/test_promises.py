@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from haiprof.agent.samplers.registry import SAMPLERS
-from haiprof.agent.samplers.table import ALL_METRICS, Node
+from haiprof.agent.samplers.table import ALL_METRICS, Node, TableSampler
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import NULL_I64
 from tests.fakes import FakeTree
@@ -167,7 +167,7 @@ class NoNvml(ModuleType):
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: sampler.name)
 @pytest.mark.parametrize("files", ["none", "empty"])
 def test_what_cannot_be_read_has_a_reason_and_is_never_0(
-    sampler: type, files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sampler: type[TableSampler], files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every sampler on a node that shows it nothing: no record has a value that nobody measured."""
     monkeypatch.delenv("HAIPROF_DCGM_URL", raising=False)
@@ -178,7 +178,7 @@ def test_what_cannot_be_read_has_a_reason_and_is_never_0(
         for path in [path for path in root.rglob("*") if path.is_file()]:
             tree.write(str(path.relative_to(root)), "")
     node = Node(run=RunPaths(tmp_path / "run"), host="node0", root=root, nvml=NoNvml("pynvml"))
-    found = sampler.for_node(node)  # type: ignore[attr-defined]
+    found = sampler(node)
     missing = found.open()
     assert all(each.reason for each in missing)
     is_nothing = ALL_METRICS in {each.metric for each in missing}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.cgroups import (
     V2,
     Cgroup,
@@ -19,7 +18,7 @@ from haiprof.linux.cgroups import (
     memory_limit,
 )
 from haiprof.linux.procfs import ProcFile, inode
-from haiprof.linux.readings import Clock, Entity, Unavailable
+from haiprof.linux.readings import Entity, Unavailable
 from haiprof.run_format.tables import CGROUP
 
 OWN = "own"  # the launcher's cgroup; those above it have the last part of their path as name
@@ -39,10 +38,10 @@ class CgroupSampler(TableSampler):
     recorder = "host"
     table = CGROUP
 
-    def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
-        super().__init__(root=root, clock=clock)
-        self._memberships = ProcFile(root / "proc/self/cgroup")
-        self._mountinfo = root / "proc/self/mountinfo"
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self._memberships = ProcFile(self.root / "proc/self/cgroup")
+        self._mountinfo = self.root / "proc/self/mountinfo"
         self._key = -1
         self._seen: object = None
         self._cgroups: Places = {}

@@ -5,16 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.ethtool import Ethtool, Ioctl
 from haiprof.linux.procfs import link_name, read_text
 from haiprof.linux.readings import (
-    Clock,
     Entity,
     Reading,
     Unavailable,
@@ -113,15 +110,9 @@ class EthernetSampler(TableSampler):
     table = ETHERNET
     every = 10
 
-    def __init__(
-        self,
-        *,
-        root: Path = Path("/"),
-        clock: Clock = time.perf_counter_ns,
-        ioctl: Ioctl = fcntl.ioctl,
-    ) -> None:
-        super().__init__(root=root, clock=clock)
-        self._net = root / "sys/class/net"
+    def __init__(self, node: Node, *, ioctl: Ioctl = fcntl.ioctl) -> None:
+        super().__init__(node)
+        self._net = self.root / "sys/class/net"
         self._ioctl = ioctl
         self._ethtool: Ethtool | None = None
         self._known: dict[int, str] = {}

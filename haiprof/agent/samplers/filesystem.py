@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.table import ALL_METRICS, TableSampler
+from haiprof.agent.samplers.table import ALL_METRICS, Node, TableSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.mounts import (
     LUSTRE,
@@ -24,7 +23,7 @@ from haiprof.linux.mounts import (
     nfs_counts,
 )
 from haiprof.linux.procfs import ProcFile, file_reading
-from haiprof.linux.readings import Clock, Entity, Reading, Unavailable, Value, refused_reading
+from haiprof.linux.readings import Entity, Reading, Unavailable, Value, refused_reading
 from haiprof.run_format.tables import FILESYSTEM
 
 _NONE = "no network file system is mounted (one that is mounted later will be seen)"
@@ -58,10 +57,10 @@ class FilesystemSampler(TableSampler):
     table = FILESYSTEM
     every = 10
 
-    def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
-        super().__init__(root=root, clock=clock)
-        self._mountinfo = ProcFile(root / "proc/self/mountinfo")
-        self._mountstats = ProcFile(root / "proc/self/mountstats")
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self._mountinfo = ProcFile(self.root / "proc/self/mountinfo")
+        self._mountstats = ProcFile(self.root / "proc/self/mountstats")
         self._sampled: dict[int, _FoundMount] = {}
         self._next_index = 0
         self._looks = 0

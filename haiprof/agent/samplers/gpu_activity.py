@@ -265,7 +265,7 @@ Page = Mapping[str, Mapping[str, float | None]]
 
 
 class DcgmSampler(TableSampler):
-    """One record per GPU and collection of the exporter."""
+    """One record per GPU and collection of the exporter; HAIPROF_DCGM_URL asks for it."""
 
     name = "dcgm"
     recorder = "gpu"
@@ -273,26 +273,16 @@ class DcgmSampler(TableSampler):
     table = DCGM
     read_limit_ns = 100_000_000
 
-    def __init__(
-        self,
-        *,
-        url: str | None = None,
-        nvml: ModuleType | None = None,
-        clock: Clock = time.perf_counter_ns,
-    ) -> None:
-        super().__init__(clock=clock)
+    def __init__(self, node: Node, *, url: str | None = None) -> None:
+        super().__init__(node)
+        url = url or os.environ.get(ENV_DCGM_URL)
         self.url = url or DEFAULT_URL
         self._asked_for = bool(url)
-        self._nvml = nvml
+        self._nvml = node.nvml
         self._text: str | None = None
         self._page: Page = {}
         self._failure: Unavailable | None = None
         self._recorded = ""
-
-    @classmethod
-    def for_node(cls, node: Node) -> DcgmSampler:
-        """The sampler of a node; HAIPROF_DCGM_URL asks for it."""
-        return cls(url=os.environ.get(ENV_DCGM_URL), nvml=node.nvml, clock=node.clock)
 
     def open(self) -> list[Missing]:
         """Looks for the exporter; without one the cost is a refused connection."""

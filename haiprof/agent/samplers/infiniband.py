@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.procfs import inode, link_name, list_names, read_text
 from haiprof.linux.readings import (
-    Clock,
     Entity,
     Reading,
     Unavailable,
@@ -235,14 +233,8 @@ class _PortSampler(TableSampler):
     sources: Mapping[str, tuple[Source, ...]]
     keep_open: bool
 
-    def __init__(
-        self,
-        *,
-        root: Path = Path("/"),
-        clock: Clock = time.perf_counter_ns,
-        pread: Pread = os.pread,
-    ) -> None:
-        super().__init__(root=root, clock=clock)
+    def __init__(self, node: Node, *, pread: Pread = os.pread) -> None:
+        super().__init__(node)
         self._pread = pread
         self._ports: dict[int, Port] = {}
         self._next_index = 0

@@ -318,7 +318,7 @@ class SamplingLoop:
         )
 
         chosen = [kind for kind in SAMPLERS if kind.recorder in self._options.recorder]
-        return [kind.for_node(self._surroundings) for kind in chosen]
+        return [kind(self._surroundings) for kind in chosen]
 
     def _seconds_to_wait(self, streams: Sequence[Stream]) -> float:
         now = self._clock()

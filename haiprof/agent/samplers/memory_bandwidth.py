@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.perf_events import (
     Event,
     Kernel,
@@ -21,7 +20,7 @@ from haiprof.linux.perf_events import (
     refusal,
     resctrl_entities,
 )
-from haiprof.linux.readings import Clock, Entity, Reading, Status, Unavailable, Value
+from haiprof.linux.readings import Entity, Reading, Status, Unavailable, Value
 from haiprof.linux.topology import (
     PMU_FOLDER,
     Cpu,
@@ -402,14 +401,8 @@ class MemoryBandwidthSampler(TableSampler):
     recorder = "numa"
     table = MEMORY_BANDWIDTH
 
-    def __init__(
-        self,
-        *,
-        root: Path = Path("/"),
-        kernel: Kernel | None = None,
-        clock: Clock = time.perf_counter_ns,
-    ) -> None:
-        super().__init__(root=root, clock=clock)
+    def __init__(self, node: Node, *, kernel: Kernel | None = None) -> None:
+        super().__init__(node)
         self._kernel = kernel or LinuxKernel()
 
     def find(self) -> Iterable[Entity]:

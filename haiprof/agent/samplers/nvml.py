@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.procfs import read_int
 from haiprof.linux.readings import (
-    Clock,
     Entity,
     EntityGone,
     Reading,
@@ -257,22 +255,11 @@ class NvmlSampler(TableSampler):
     recorder = "gpu"
     read_limit_ns = _LIMIT_NS
 
-    def __init__(
-        self,
-        *,
-        nvml: ModuleType | None = None,
-        root: Path = Path("/"),
-        clock: Clock = time.perf_counter_ns,
-    ) -> None:
-        super().__init__(root=root, clock=clock)
-        self.nvml = Nvml(nvml)
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self.nvml = Nvml(node.nvml)
         self.devices: list[Device] = []
         """Those that can be used; after `find`."""
-
-    @classmethod
-    def for_node(cls, node: Node) -> NvmlSampler:
-        """The sampler of a node."""
-        return cls(nvml=node.nvml, root=node.root, clock=node.clock)
 
     def readings(self, device: Device) -> Iterable[Reading]:
         """What is read of one GPU."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,9 +13,8 @@ from haiprof.linux import topology
 from haiprof.linux.memory import MovePages, PageSample, move_pages
 from haiprof.linux.processes import Family, ProcessTree
 from haiprof.linux.procfs import file_reading, read_process, read_start_ticks, read_stat
-from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailable, Value
+from haiprof.linux.readings import Entity, EntityGone, Reading, Unavailable, Value
 from haiprof.linux.topology import parse_cpu_list
-from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import PLACEMENT, PROCESS
 
 _OTHER_NAMESPACE = "run haiprof where the rank runs, in the same container"
@@ -31,33 +29,12 @@ class RankSampler(TableSampler):
 
     recorder = "process"
 
-    def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        *,
-        pid: int | None = None,
-        root: Path = Path("/"),
-        clock: Clock = time.perf_counter_ns,
-        reports: RankReports | None = None,
-    ) -> None:
-        super().__init__(root=root, clock=clock)
-        self._reports = reports or RankReports(run.ranks, clock=clock)
-        self._host = host
-        self._pid = pid
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self._reports = node.reports or RankReports(node.run.ranks, clock=node.clock)
+        self._host = node.host
+        self._pid = node.pid
         self._read_folders: set[str] = set()
-
-    @classmethod
-    def for_node(cls, node: Node) -> RankSampler:
-        """The sampler of a node."""
-        return cls(
-            node.run,
-            node.host,
-            pid=node.pid,
-            root=node.root,
-            clock=node.clock,
-            reports=node.reports,
-        )
 
     def readings(self, process: RankProcess) -> tuple[Reading, ...]:
         """What is read of one process."""
@@ -248,18 +225,8 @@ class PlacementSampler(RankSampler):
     every = 10
     table = PLACEMENT
 
-    def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        *,
-        pid: int | None = None,
-        root: Path = Path("/"),
-        clock: Clock = time.perf_counter_ns,
-        reports: RankReports | None = None,
-        ask: MovePages = move_pages,
-    ) -> None:
-        super().__init__(run, host, pid=pid, root=root, clock=clock, reports=reports)
+    def __init__(self, node: Node, *, ask: MovePages = move_pages) -> None:
+        super().__init__(node)
         self._ask = ask
         self._nodes: Mapping[int, int] | None = None
         self._places: dict[tuple[int, ...], _ProcessPlacement] = {}

@@ -64,7 +64,7 @@ def counter_row(state: CounterState) -> dict[str, Any]:
 
 def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
     try:
-        missing, states = _ask(kind.for_node(node))
+        missing, states = _ask(kind(node))
     except Exception as error:  # noqa: BLE001  one sampler must not stop the others
         why = f"the sampler failed, please report it: {type(error).__name__}: {error}"
         missing, states = [Missing(ALL_METRICS, why, "unsupported")], []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 from haiprof.agent.samplers.ranks import RankSampler
-from haiprof.agent.samplers.table import RankProcess, RankReports
+from haiprof.agent.samplers.table import Node, RankProcess
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
     INHERIT,
@@ -28,9 +27,8 @@ from haiprof.linux.perf_events import (
     refusal,
 )
 from haiprof.linux.procfs import read_start_ticks
-from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailable, Value
+from haiprof.linux.readings import Entity, EntityGone, Reading, Unavailable, Value
 from haiprof.linux.topology import Cpu, no_core_pmu, read_cpu
-from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import REMOTE_MEMORY
 
 LINE_BYTES = 64
@@ -129,20 +127,15 @@ class RemoteMemorySampler(RankSampler):
 
     def __init__(
         self,
-        run: RunPaths,
-        host: str,
+        node: Node,
         *,
-        pid: int | None = None,
-        root: Path = Path("/"),
-        clock: Clock = time.perf_counter_ns,
-        reports: RankReports | None = None,
         kernel: Kernel | None = None,
         events: Mapping[str, Event | Unavailable] | None = None,
         spare: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(run, host, pid=pid, root=root, clock=clock, reports=reports)
+        super().__init__(node)
         self._kernel = kernel or LinuxKernel()
-        self._cpu = read_cpu(root)
+        self._cpu = read_cpu(self.root)
         self._events = dict(events or core_events(self._cpu))
         self._spare = spare or spare_files
 

@@ -150,13 +150,16 @@ class CounterState:
         )
 
 
+_NO_RUN = RunPaths(Path(os.devnull))  # no folder can be below it: nobody reports in
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """The surroundings of a sampler; tests put fakes in."""
 
-    run: RunPaths
+    run: RunPaths = _NO_RUN
     """The run that is recorded."""
-    host: str
+    host: str = ""
     """This node's name, as the ranks report it."""
     root: Path = Path("/")
     """Where /proc and /sys are."""
@@ -213,8 +216,7 @@ class _Bound:
 class TableSampler:
     """Samples entities into a table; a subclass names the source and finds the entities.
 
-    It is owned and called by one thread. Subclasses also take what `Node` holds under the same
-    name, for tests: `root`, `nvml`.
+    It is owned and called by one thread.
     """
 
     name: str
@@ -228,21 +230,16 @@ class TableSampler:
     read_limit_ns = 50_000_000
     """A sample that takes longer makes the loop sample less often."""
 
-    def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
-        self.root = root
+    def __init__(self, node: Node) -> None:
+        self.root = node.root
         self.missing = MissingLog()
-        self._clock = clock
+        self._clock = node.clock
         self._lines: list[Mapping[str, object]] = []
         self._entities: dict[tuple[int, ...], tuple[Entity, list[_Bound]]] = {}
         self._opened = False
         self._nulls = [math.nan if c.type[0] == "f" else NULL_I64 for c in self.table.metrics]
         self._positions = {column.name: at for at, column in enumerate(self.table.metrics)}
         self._record = self.table.struct
-
-    @classmethod
-    def for_node(cls, node: Node) -> TableSampler:
-        """The sampler of a node."""
-        return cls(root=node.root, clock=node.clock)
 
     # -- for subclasses - ----------------------------------------------------------------
 

@@ -19,11 +19,12 @@ V1_CPU = Path("/sys/fs/cgroup/cpu")
 _BURN = """
 import json, os, sys, time
 from haiprof.agent.samplers.cgroup import CgroupSampler
+from haiprof.agent.samplers.table import Node
 from haiprof.run_format.tables import CGROUP
 from tests.unit.samplers.records import rows
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
-sampler = CgroupSampler()
+sampler = CgroupSampler(Node())
 sampler.open()
 first = rows(CGROUP, sampler.sample())
 end = time.monotonic() + 1.5

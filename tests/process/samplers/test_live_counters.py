@@ -18,6 +18,7 @@ import pytest
 
 from haiprof.agent.node_agent import find_unreported
 from haiprof.agent.samplers.remote_memory import RemoteMemorySampler
+from haiprof.agent.samplers.table import Node
 from haiprof.agent.samplers.tools import software
 from haiprof.linux.memory import PageSample
 from haiprof.linux.perf_events import EXCLUDE_KERNEL, INHERIT, TYPE_SOFTWARE, Event, paranoid
@@ -88,7 +89,9 @@ def test_live_rank_is_counted_over_old_and_new_threads_and_children(
         "local_dram_bytes": none,
         "remote_dram_bytes": none,
     }
-    sampler = RemoteMemorySampler(RunPaths(tmp_path), HOST, pid=job.pid, events=events)
+    sampler = RemoteMemorySampler(
+        Node(run=RunPaths(tmp_path), host=HOST, pid=job.pid), events=events
+    )
     if any(each.status == "denied" for each in sampler.open()):
         pytest.skip("perf_event_open is refused here")
     counts = [sampled(sampler)[0]["instruction_count"] or 0]

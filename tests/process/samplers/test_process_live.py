@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from haiprof.agent.samplers.ranks import ProcessSampler
+from haiprof.agent.samplers.table import Node
 from haiprof.base.units import NS_PER_S
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import PROCESS
@@ -79,7 +80,7 @@ def test_process_live_children_agree_with_psutil(run: RunPaths, job: subprocess.
     assert job.stdout.readline() == "ready\n"
     children = psutil.Process(job.pid).children(recursive=True)
     _until_idle([psutil.Process(job.pid), *children])
-    sampler = ProcessSampler(run, HOST, pid=job.pid)
+    sampler = ProcessSampler(Node(run=run, host=HOST, pid=job.pid))
     sampler.open()
     (row,) = sampled(sampler)
     everyone = [psutil.Process(job.pid), *children]
@@ -173,7 +174,7 @@ def test_process_live_known_work_is_right_within_2_percent(run: RunPaths, tmp_pa
         assert rank.stdin is not None
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
-        sampler = ProcessSampler(run, HOST, pid=rank.pid)
+        sampler = ProcessSampler(Node(run=run, host=HOST, pid=rank.pid))
         sampler.open()
         (before,) = sampled(sampler)
         rank.stdin.write("\n")
@@ -215,7 +216,7 @@ def test_process_live_thread_that_shares_its_cpu_runs_or_waits_all_the_time(run:
         assert rank.stdout.readline() == "ready\n"
         psutil.Process(rank.pid).cpu_percent(interval=0.5)
         children = psutil.Process(rank.pid).children()
-        sampler = ProcessSampler(run, HOST, pid=rank.pid)
+        sampler = ProcessSampler(Node(run=run, host=HOST, pid=rank.pid))
         sampler.open()
         (before,) = sampled(sampler)
         psutil.Process(rank.pid).cpu_percent(interval=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers.filesystem import FilesystemSampler
+from haiprof.agent.samplers.table import Node
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_format.layout import RunPaths
@@ -31,7 +32,7 @@ def write_mount(root: Path, of: Requests, *, point: str = "/data") -> None:
     count, *times, again = of
     now = START_NS - 2 * NS_PER_S
     fake = FakeMounts(root.parent / "fake")
-    sampler = FilesystemSampler(root=root.parent / "fake", clock=lambda: now)
+    sampler = FilesystemSampler(Node(root=root.parent / "fake", clock=lambda: now))
     path = RunPaths(root).node("node0").records("filesystem")
     writer = None
     for second in range(20):

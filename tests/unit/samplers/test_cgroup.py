@@ -8,7 +8,7 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.agent.samplers.cgroup import CgroupSampler
-from haiprof.agent.samplers.table import ALL_METRICS
+from haiprof.agent.samplers.table import ALL_METRICS, Node
 from haiprof.linux.cgroups import CgroupTree
 from haiprof.run_format.schema import Table
 from haiprof.run_format.tables import CGROUP
@@ -52,7 +52,7 @@ def test_cgroup_limit_in_cores_is_quota_by_its_own_period(
     tree: FakeTree, v2: FakeCgroups, content: str, cores: float
 ) -> None:
     tree.write(f"sys/fs/cgroup{JOB}/cpu.max", f"{content}\n")
-    sampler = opened(CgroupSampler(root=tree.root))
+    sampler = opened(CgroupSampler(Node(root=tree.root)))
     assert sampled(sampler)["own"]["cpu_limit_cores"] == cores
 
 
@@ -63,7 +63,7 @@ def test_cgroup_v2_has_every_column_in_base_units(tree: FakeTree, v2: FakeCgroup
             usage_us=5, memory=1000, memory_max=1 << 30, oom_kills=2, limit_hits=6, stalled_us=8,
         )
     )  # fmt: skip
-    sampler = CgroupSampler(root=tree.root)
+    sampler = CgroupSampler(Node(root=tree.root))
     assert sampler.open() == []
     row = sampled(sampler)["own"]
     del row["time_ns"], row["read_ns"]
@@ -102,7 +102,7 @@ def test_cgroup_v1_has_the_same_columns_and_its_throttled_time_is_in_ns(
     )  # fmt: skip
     cgroups.put_v1_cpu(group)
     cgroups.put_v1_memory(group)
-    sampler = CgroupSampler(root=tree.root)
+    sampler = CgroupSampler(Node(root=tree.root))
     reasons = {m.metric: m.reason for m in sampler.open()}
     row = sampled(sampler)["own"]
     assert {name for name in row if name.startswith("pressure_")} == set(reasons)
@@ -125,7 +125,7 @@ def test_cgroup_hybrid_takes_each_controller_where_it_is(
     cgroups.put_v1_memory(FakeGroup(path="/jobs/a", memory=77), hierarchical=1 << 20)
     cgroups.put_v1_memory(FakeGroup(path="/jobs"))
     cgroups.put_v2(FakeGroup(path="/user/b", stalled_us=9), mount="/sys/fs/cgroup/unified")
-    sampler = CgroupSampler(root=tree.root)
+    sampler = CgroupSampler(Node(root=tree.root))
     reasons = {m.metric: m.reason for m in sampler.open()}
     row = sampled(sampler)["own"]
     assert set(reasons) == {"cpu_ns", "cpu_limit_cores"}  # no cpuacct here, and no quota
@@ -140,7 +140,7 @@ def test_cgroup_limits_are_the_least_of_the_visible_ancestors(
     v2.put_v2(FakeGroup(path=JOB, quota_us=800_000, memory_max=1 << 34))
     v2.put_v2(FakeGroup(path="/slurm/job_7", quota_us=400_000))
     v2.put_v2(FakeGroup(path="/slurm", quota_us=900_000, memory_max=1 << 33))
-    sampler = opened(CgroupSampler(root=tree.root))
+    sampler = opened(CgroupSampler(Node(root=tree.root)))
     found = sampled(sampler)
     limits = {name: (r["cpu_limit_cores"], r["memory_limit_bytes"]) for name, r in found.items()}
     assert limits == {
@@ -153,7 +153,7 @@ def test_cgroup_limits_are_the_least_of_the_visible_ancestors(
 def test_cgroup_throttled_by_an_ancestor_shows_in_the_ancestors_record(
     tree: FakeTree, v2: FakeCgroups
 ) -> None:
-    sampler = opened(CgroupSampler(root=tree.root))
+    sampler = opened(CgroupSampler(Node(root=tree.root)))
     assert list(sampled(sampler)) == ["own"]
     v2.put_v2(FakeGroup(path="/slurm/job_7", quota_us=100_000, periods=9, throttled=8))
     found = sampled(sampler)
@@ -167,7 +167,7 @@ def test_cgroup_throttled_by_an_ancestor_shows_in_the_ancestors_record(
 
 
 def test_cgroup_without_limits_is_null_and_says_so(tree: FakeTree, v2: FakeCgroups) -> None:
-    sampler = CgroupSampler(root=tree.root)
+    sampler = CgroupSampler(Node(root=tree.root))
     missing = {m.metric: m for m in sampler.open()}
     row = sampled(sampler)["own"]
     assert set(missing) == {"cpu_limit_cores", "memory_limit_bytes"}
@@ -183,7 +183,7 @@ def test_cgroup_of_a_leaf_without_the_cpu_controller_takes_the_quota_above(
     tree.remove(f"sys/fs/cgroup{JOB}")
     v2.put_v2(FakeGroup(path=JOB, cpu_enabled=False))
     v2.put_v2(FakeGroup(path="/slurm", quota_us=300_000, throttled_us=4))
-    sampler = CgroupSampler(root=tree.root)
+    sampler = CgroupSampler(Node(root=tree.root))
     reasons = {m.metric: m.reason for m in sampler.open()}
     found = sampled(sampler)
     assert "cpu controller" in reasons["cpu_throttled_ns"]
@@ -196,7 +196,7 @@ def test_cgroup_at_the_top_of_the_tree_has_no_limits_and_no_pressure_of_its_own(
     tree: FakeTree, v2: FakeCgroups
 ) -> None:
     v2.member("0::/")
-    sampler = CgroupSampler(root=tree.root)
+    sampler = CgroupSampler(Node(root=tree.root))
     reasons = {m.metric: m.reason for m in sampler.open()}
     row = sampled(sampler)["own"]
     assert row["cpu_ns"] == 1_000_000
@@ -236,7 +236,7 @@ def test_cgroup_outside_its_mount_is_not_guessed(
     cgroups.mount_v2(root=mount_root)
     cgroups.put_v2(FakeGroup(path="/"))
     cgroups.member(f"0::{path}")
-    (missing,) = CgroupSampler(root=tree.root).open()
+    (missing,) = CgroupSampler(Node(root=tree.root)).open()
     assert missing.metric == ALL_METRICS
     assert "not visible" in missing.reason
 
@@ -244,11 +244,11 @@ def test_cgroup_outside_its_mount_is_not_guessed(
 def test_cgroup_without_any_tree_is_missing_as_a_whole(
     tree: FakeTree, cgroups: FakeCgroups
 ) -> None:
-    (missing,) = CgroupSampler(root=tree.root).open()
+    (missing,) = CgroupSampler(Node(root=tree.root)).open()
     assert missing.metric == ALL_METRICS
     assert "proc/self/cgroup" in missing.reason
     cgroups.member("0::/x")
-    (missing,) = CgroupSampler(root=tree.root).open()
+    (missing,) = CgroupSampler(Node(root=tree.root)).open()
     assert "not mounted" in missing.reason
 
 
@@ -256,7 +256,7 @@ def test_cgroup_mounted_at_a_path_with_blanks(tree: FakeTree, cgroups: FakeCgrou
     cgroups.mount_v2("/mnt/my\\040groups")
     cgroups.put_v2(FakeGroup(path="/a", memory=5), mount="/mnt/my groups")
     cgroups.member("0::/a")
-    sampler = opened(CgroupSampler(root=tree.root))
+    sampler = opened(CgroupSampler(Node(root=tree.root)))
     assert sampled(sampler)["own"]["memory_used_bytes"] == 5
 
 
@@ -265,7 +265,7 @@ def test_cgroup_that_is_made_anew_goes_on_under_another_key(
 ) -> None:
     fail_reads_of_removed_files(monkeypatch)
     v2.put_v2(FakeGroup(path=JOB, throttled_us=100))
-    sampler = opened(CgroupSampler(root=tree.root))
+    sampler = opened(CgroupSampler(Node(root=tree.root)))
     old = sampled(sampler)["own"]
     folder = tree.root / f"sys/fs/cgroup{JOB}"
     folder.rename(tree.root / "gone")
@@ -280,7 +280,7 @@ def test_cgroup_of_a_launcher_that_is_moved_is_never_subtracted_from_another(
     tree: FakeTree, v2: FakeCgroups
 ) -> None:
     v2.put_v2(FakeGroup(path="/other", usage_us=900_000_000))
-    sampler = opened(CgroupSampler(root=tree.root))
+    sampler = opened(CgroupSampler(Node(root=tree.root)))
     data = [sampler.sample(), sampler.sample()]
     v2.member("0::/other")
     data += [sampler.sample(), sampler.sample()]
@@ -294,7 +294,7 @@ def test_cgroup_of_a_launcher_that_is_moved_is_never_subtracted_from_another(
 def test_cgroup_that_vanishes_leaves_nulls_with_a_reason_until_it_returns(
     tree: FakeTree, v2: FakeCgroups
 ) -> None:
-    sampler = opened(CgroupSampler(root=tree.root))
+    sampler = opened(CgroupSampler(Node(root=tree.root)))
     tree.remove(f"sys/fs/cgroup{JOB}")
     row = sampled(sampler)["own"]
     reasons = {m.metric: m.reason for m in sampler.drain_missing()}
@@ -317,7 +317,7 @@ def test_cgroup_that_denies_is_denied_and_no_limit_is_made_up(
 
     v2.put_v2(FakeGroup(path=JOB, quota_us=100_000))
     monkeypatch.setattr(os, "open", deny)
-    sampler = CgroupSampler(root=tree.root)
+    sampler = CgroupSampler(Node(root=tree.root))
     missing = {m.metric: m for m in sampler.open()}
     row = sampled(sampler)["own"]
     assert missing["cpu_limit_cores"].status == "denied"
@@ -352,7 +352,7 @@ def test_throttled_ratio_is_the_share_of_periods(tmp_path: Path) -> None:
 
 
 def test_cgroup_on_this_machine_agrees_with_its_own_files() -> None:
-    sampler = CgroupSampler()
+    sampler = CgroupSampler(Node())
     if any(m.metric == ALL_METRICS for m in sampler.open()):
         pytest.skip("no cgroup is visible here")
     states = {s.metric: s for s in sampler.states() if s.entity == "own"}

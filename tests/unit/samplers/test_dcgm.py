@@ -13,7 +13,7 @@ import pytest
 
 from haiprof.agent.samplers import gpu_activity
 from haiprof.agent.samplers.gpu_activity import DEFAULT_URL, DcgmSampler, fetch
-from haiprof.agent.samplers.table import ALL_METRICS, Missing
+from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node
 from haiprof.linux.readings import Unavailable
 from haiprof.run_format.tables import DCGM
 from tests.fake_nvml import FakeGpu, FakeNvml, NVMLError_FunctionNotFound
@@ -103,10 +103,14 @@ def no_gpm() -> FakeNvml:
     return FakeNvml([FakeGpu(failures=dict(failures)), FakeGpu(failures=dict(failures))])
 
 
+def sampler_at(url: str) -> DcgmSampler:
+    return DcgmSampler(Node(nvml=no_gpm()), url=url)
+
+
 def test_figures_are_by_uuid_in_base_units_whatever_type_the_page_gives(exporter: Exporter) -> None:
     exporter.figures[UUIDS[1]]["DCGM_FI_PROF_SM_ACTIVE"] = "0.5"
     exporter.collect()
-    sampler = DcgmSampler(url=exporter.url, nvml=no_gpm())
+    sampler = sampler_at(exporter.url)
     missing = sampler.open()
     assert {each.metric for each in missing} >= {"dram_active_ratio", "pcie_receive_bytes_per_s"}
     first, second = rows(DCGM, sampler.sample())
@@ -122,7 +126,7 @@ def test_figures_are_by_uuid_in_base_units_whatever_type_the_page_gives(exporter
 
 
 def test_collection_that_was_recorded_is_not_recorded_again(exporter: Exporter) -> None:
-    sampler = opened(DcgmSampler(url=exporter.url, nvml=no_gpm()))
+    sampler = opened(sampler_at(exporter.url))
     assert len(rows(DCGM, sampler.sample())) == 2
     asked = exporter.requests
     assert sampler.sample() == b""
@@ -134,7 +138,7 @@ def test_collection_that_was_recorded_is_not_recorded_again(exporter: Exporter) 
 
 
 def test_no_exporter_is_absent_with_the_remedy() -> None:
-    sampler = DcgmSampler(url="http://127.0.0.1:9/metrics", nvml=no_gpm())
+    sampler = sampler_at("http://127.0.0.1:9/metrics")
     (missing,) = sampler.open()
     assert missing.metric == ALL_METRICS
     assert missing.status == "absent"
@@ -144,7 +148,7 @@ def test_no_exporter_is_absent_with_the_remedy() -> None:
 
 
 def test_default_is_this_machine_only() -> None:
-    assert DcgmSampler().url == DEFAULT_URL
+    assert DcgmSampler(Node()).url == DEFAULT_URL
     assert "127.0.0.1" in DEFAULT_URL
 
 
@@ -160,7 +164,7 @@ def test_default_is_this_machine_only() -> None:
     ],
 )
 def test_address_that_is_none_is_said(url: str) -> None:
-    (missing,) = DcgmSampler(url=url, nvml=no_gpm()).open()
+    (missing,) = sampler_at(url).open()
     assert "not an http address" in missing.reason
 
 
@@ -169,10 +173,10 @@ def test_gpm_makes_the_exporter_needless_unless_it_is_asked_for(
 ) -> None:
     monkeypatch.setattr("haiprof.agent.samplers.gpu_activity.DEFAULT_URL", exporter.url)
     nvml = FakeNvml([FakeGpu(), FakeGpu()])
-    (missing,) = DcgmSampler(nvml=nvml).open()
+    (missing,) = DcgmSampler(Node(nvml=nvml)).open()
     assert "not needed" in missing.reason
     assert exporter.requests == 0
-    asked = DcgmSampler(url=exporter.url, nvml=nvml)
+    asked = DcgmSampler(Node(nvml=nvml), url=exporter.url)
     asked.open()
     assert len(rows(DCGM, asked.sample())) == 2
     asked.close()
@@ -182,7 +186,7 @@ def test_gpm_makes_the_exporter_needless_unless_it_is_asked_for(
 def test_gpus_of_others_on_the_node_are_left_out(exporter: Exporter) -> None:
     exporter.figures["GPU-ffffffff-0000-0000-0000-000000000009"] = {"DCGM_FI_PROF_SM_ACTIVE": "1"}
     exporter.collect()
-    sampler = opened(DcgmSampler(url=exporter.url, nvml=no_gpm()))
+    sampler = opened(sampler_at(exporter.url))
     assert [row["gpu"] for row in rows(DCGM, sampler.sample())] == [0, 1]
 
 
@@ -201,7 +205,7 @@ def test_value_that_cannot_be_is_missing_with_the_reason(
 ) -> None:
     exporter.figures[UUIDS[0]][field] = value
     exporter.collect()
-    sampler = DcgmSampler(url=exporter.url, nvml=no_gpm())
+    sampler = sampler_at(exporter.url)
     found = [each for each in sampler.open() if each.metric == column]
     assert [words in each.reason for each in found] == [True]
     assert rows(DCGM, sampler.sample())[0][column] is None
@@ -212,7 +216,7 @@ def test_mig_instances_and_contradictions_are_not_taken_for_the_gpu(exporter: Ex
     twice = f'DCGM_FI_PROF_SM_ACTIVE{{gpu="0",UUID="{UUIDS[0]}",pod="b"}} 0.1 1700000000000\n'
     exporter.more = instance + twice
     exporter.collect()
-    sampler = opened(DcgmSampler(url=exporter.url, nvml=no_gpm()))
+    sampler = opened(sampler_at(exporter.url))
     first, second = rows(DCGM, sampler.sample())
     assert (first["dram_active_ratio"], first["sm_active_ratio"]) == (None, None)
     assert second["sm_active_ratio"] == 0.8125
@@ -223,7 +227,7 @@ def reasons(missing: list[Missing]) -> str:
 
 
 def test_exporter_that_goes_away_gives_no_records_and_comes_back(exporter: Exporter) -> None:
-    sampler = opened(DcgmSampler(url=exporter.url, nvml=no_gpm()))
+    sampler = opened(sampler_at(exporter.url))
     sampler.sample()
     exporter.status = 503
     assert sampler.sample() == b""
@@ -239,7 +243,7 @@ def test_exporter_that_goes_away_gives_no_records_and_comes_back(exporter: Expor
 
 
 def test_exporter_that_dribbles_is_not_waited_for(exporter: Exporter) -> None:
-    sampler = opened(DcgmSampler(url=exporter.url, nvml=no_gpm()))
+    sampler = opened(sampler_at(exporter.url))
     exporter.delay_s = 0.2  # 6 s for the page
     assert sampler.sample() == b""
     assert "too slow" in reasons(sampler.drain_missing())
@@ -267,7 +271,7 @@ def test_exporter_that_dribbles_its_head_is_not_waited_for() -> None:
 
 def test_exporter_that_sends_elsewhere_is_not_followed(exporter: Exporter) -> None:
     exporter.status, exporter.location = 302, f"{exporter.url}/elsewhere"
-    (missing,) = DcgmSampler(url=exporter.url, nvml=no_gpm()).open()
+    (missing,) = sampler_at(exporter.url).open()
     assert "HTTP 302" in missing.reason
     assert exporter.requests == 1
 
@@ -276,18 +280,18 @@ def test_proxy_is_not_asked_for_what_runs_here(
     exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    sampler = opened(DcgmSampler(url=exporter.url, nvml=no_gpm()))
+    sampler = opened(sampler_at(exporter.url))
     assert len(rows(DCGM, sampler.sample())) == 2
 
 
 def test_other_server_on_the_port_is_said(exporter: Exporter) -> None:
     exporter._page = "<html>hello</html>\n"
-    (missing,) = DcgmSampler(url=exporter.url, nvml=no_gpm()).open()
+    (missing,) = sampler_at(exporter.url).open()
     assert "no DCGM figures" in missing.reason
 
 
 def test_doctor_sees_value_price_and_reason(exporter: Exporter) -> None:
-    sampler = opened(DcgmSampler(url=exporter.url, nvml=no_gpm()))
+    sampler = opened(sampler_at(exporter.url))
     states = {(s.entity, s.metric): s for s in sampler.states()}
     active = states["gpu 0", "sm_active_ratio"]
     assert (active.status, active.value, active.origin) == ("available", 0.8125, exporter.url)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers.ethernet import COLUMNS, EthernetSampler
-from haiprof.agent.samplers.table import ALL_METRICS
+from haiprof.agent.samplers.table import ALL_METRICS, Node
 from haiprof.linux.ethtool import GSSET_INFO, GSTATS, GSTRINGS, SIOCETHTOOL, Ethtool
 from haiprof.run_format.tables import ETHERNET
 from tests.unit.samplers.records import Row, rows
@@ -88,7 +88,7 @@ def kernel(tmp_path: Path) -> FakeKernel:
 
 
 def sampler_on(kernel: FakeKernel) -> EthernetSampler:
-    return EthernetSampler(root=kernel.root, ioctl=kernel.ioctl)
+    return EthernetSampler(Node(root=kernel.root), ioctl=kernel.ioctl)
 
 
 def samples(sampler: EthernetSampler) -> dict[float | None, Row]:
@@ -211,7 +211,7 @@ def test_ethtool_on_this_machine_reads_each_value_beside_its_name() -> None:
 
 
 def test_ethernet_on_this_machine_samples_or_says_why_not() -> None:
-    sampler = EthernetSampler()
+    sampler = EthernetSampler(Node())
     missing = sampler.open()
     data = sampler.sample()
     assert bool(rows(ETHERNET, data)) != any(m.metric == ALL_METRICS for m in missing)

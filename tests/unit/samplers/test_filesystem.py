@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from haiprof import Analyzer
 from haiprof.agent.samplers.filesystem import FilesystemSampler
-from haiprof.agent.samplers.table import ALL_METRICS
+from haiprof.agent.samplers.table import ALL_METRICS, Node
 from haiprof.base.units import NS_PER_S
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import FILESYSTEM
@@ -37,7 +37,7 @@ class Ticking:
     def __init__(self, root: Path) -> None:
         self.mounts = FakeMounts(root)
         self.now = 1000 * NS_PER_S
-        self.sampler = FilesystemSampler(root=root, clock=lambda: self.now)
+        self.sampler = FilesystemSampler(Node(root=root, clock=lambda: self.now))
 
     def sample(self) -> dict[str, Row]:
         self.now += STEP_S * NS_PER_S
@@ -207,13 +207,13 @@ def test_remount_between_two_samples_is_another_entity(ticking: Ticking) -> None
 
 
 def test_without_mountinfo_nothing_is_sampled() -> None:
-    (missing,) = FilesystemSampler(root=Path("/nonexistent")).open()
+    (missing,) = FilesystemSampler(Node(root=Path("/nonexistent"))).open()
     assert missing.metric == ALL_METRICS
     assert "mountinfo" in missing.reason
 
 
 def test_filesystem_on_this_machine_names_what_is_mounted() -> None:
-    sampler = opened(FilesystemSampler())
+    sampler = opened(FilesystemSampler(Node()))
     sampler.sample()
     mounted = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     network = {words[1] for words in mounted if words[2] in ("nfs", "nfs4", "lustre", "beegfs")}

@@ -14,7 +14,7 @@ from haiprof.agent.samplers.gpu import GpuSampler
 from haiprof.agent.samplers.gpu_activity import RATIOS, Gpm
 from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.agent.samplers.nvml import Device, Nvml, numa_node, sysfs_bus_id
-from haiprof.agent.samplers.table import ALL_METRICS, Missing
+from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_lines, read_records
@@ -49,7 +49,7 @@ class Driver:
     def __init__(self, *gpus: FakeGpu, driver: str = "580.159.04", root: Path = Path("/none")):
         self.now = 5 * SECOND
         self.nvml = FakeNvml(gpus, driver=driver)
-        self.sampler = GpuSampler(nvml=self.nvml, root=root, clock=lambda: self.now)
+        self.sampler = GpuSampler(Node(nvml=self.nvml, root=root, clock=lambda: self.now))
 
     def open(self) -> list[Missing]:
         return self.sampler.open()
@@ -172,7 +172,7 @@ def test_gpu_driver_that_does_not_start_is_said_with_a_remedy(
     error: type[NVMLError], word: str, remedy: str
 ) -> None:
     nvml = FakeNvml([FakeGpu()], init_error=error)
-    sampler = GpuSampler(nvml=nvml)
+    sampler = GpuSampler(Node(nvml=nvml))
     (missing,) = sampler.open()
     assert missing.metric == ALL_METRICS
     assert word in missing.reason
@@ -184,7 +184,7 @@ def test_gpu_driver_that_does_not_start_is_said_with_a_remedy(
 
 def test_gpu_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml_module, "LIBRARY", "libnvidia-ml-is-not-here.so.1")
-    (missing,) = GpuSampler().open()
+    (missing,) = GpuSampler(Node()).open()
     assert missing.metric == ALL_METRICS
     assert "no NVIDIA driver here" in missing.reason
 
@@ -192,13 +192,13 @@ def test_gpu_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_gpu_without_the_binding_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml_module, "LIBRARY", "libc.so.6")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    (missing,) = GpuSampler().open()
+    (missing,) = GpuSampler(Node()).open()
     assert missing.metric == ALL_METRICS
     assert "nvidia-ml-py" in missing.reason
 
 
 def test_gpu_driver_without_a_gpu_says_so() -> None:
-    (missing,) = GpuSampler(nvml=FakeNvml()).open()
+    (missing,) = GpuSampler(Node(nvml=FakeNvml())).open()
     assert missing == Missing(ALL_METRICS, "NVML: the driver shows no usable GPU")
 
 
@@ -664,7 +664,7 @@ def test_gpu_calls_that_get_slow_are_made_less_often(tmp_path: Path) -> None:
     def clock() -> int:
         return stop.now
 
-    sampler = GpuSampler(nvml=SlowNvml(stop), clock=clock)
+    sampler = GpuSampler(Node(nvml=SlowNvml(stop), clock=clock))
     options = Options(interval_s={"gpu": 0.1})
     loop = SamplingLoop(run, "node1", options, clock=clock, boot_clock=clock, samplers=[sampler])
     loop.run(stop)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from haiprof.agent.samplers.gpu import GpuHealthSampler
+from haiprof.agent.samplers.table import Node
 from haiprof.run_format.tables import GPU_HEALTH
 from tests.fake_nvml import (
     UINT,
@@ -16,7 +17,7 @@ def test_gpu_health_has_errors_links_and_limits_of_each_gpu() -> None:
     gpu = FakeGpu()
     gpu.fields |= {(number, 0): (UINT, 20 + number) for number in (29, 30, 31)}
     nvml = FakeNvml([gpu, FakeGpu()])
-    sampler = opened(GpuHealthSampler(nvml=nvml, clock=lambda: 7))
+    sampler = opened(GpuHealthSampler(Node(nvml=nvml, clock=lambda: 7)))
     nvml.queries.clear()
     first, second = rows(GPU_HEALTH, sampler.sample())
     assert first == {
@@ -65,7 +66,7 @@ def test_gpu_health_that_a_gpu_or_driver_lacks_is_named() -> None:
             )
         ]
     )
-    sampler = GpuHealthSampler(nvml=nvml)
+    sampler = GpuHealthSampler(Node(nvml=nvml))
     missing = {each.metric: each for each in sampler.open()}
     retired = {
         f"retired_{word}_count" for word in ("corrected_page", "uncorrected_page", "pending")

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from haiprof.agent.samplers.host import HostSampler
+from haiprof.agent.samplers.table import Node
 from haiprof.linux.procfs import PAGE_BYTES, TICK_NS
 from haiprof.run_format.tables import HOST
 from tests.fakes import FakeTree, fail_reads_of_removed_files
@@ -28,7 +29,7 @@ def one(sampler: HostSampler) -> Row:
 
 def test_host_sample_has_every_column_in_base_units(tree: FakeTree) -> None:
     clock = iter(range(1000, 2000, 10))
-    sampler = HostSampler(root=tree.root, clock=lambda: next(clock))
+    sampler = HostSampler(Node(root=tree.root, clock=lambda: next(clock)))
     assert sampler.open() == []
     row = one(sampler)
     assert row == {
@@ -94,7 +95,7 @@ def test_host_sample_has_every_column_in_base_units(tree: FakeTree) -> None:
 
 
 def test_energy_goes_on_where_a_package_begins_to_count_anew(tree: FakeTree) -> None:
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     found = []
     for first, second, memory in ((9, 1, 1), (9, 4, 2), (2, 4, 3)):
         tree.energy("intel-rapl:0", "package-0", first * 1_000_000)
@@ -117,7 +118,7 @@ def test_energy_that_only_root_may_read_is_missing_with_what_helps(
         return read(path, *args, **words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "read_text", denied)
-    missing = HostSampler(root=tree.root).open()
+    missing = HostSampler(Node(root=tree.root)).open()
     assert {(m.metric, m.status) for m in missing} == {
         ("cpu_energy_joules", "denied"), ("memory_energy_joules", "denied"),
     }  # fmt: skip
@@ -127,11 +128,11 @@ def test_energy_that_only_root_may_read_is_missing_with_what_helps(
 def test_machine_without_rapl_or_without_its_memory_says_so(tree: FakeTree) -> None:
     for zone in ("intel-rapl:0:2", "intel-rapl:1:2"):
         tree.remove(f"sys/class/powercap/{zone}")
-    sampler = HostSampler(root=tree.root)
+    sampler = HostSampler(Node(root=tree.root))
     assert [m.metric for m in sampler.open()] == ["memory_energy_joules"]
     assert one(sampler)["cpu_energy_joules"] == 2.0
     tree.remove("sys/class/powercap")
-    missing = HostSampler(root=tree.root).open()
+    missing = HostSampler(Node(root=tree.root)).open()
     assert {(m.metric, m.status) for m in missing} == {
         ("cpu_energy_joules", "absent"), ("memory_energy_joules", "absent"),
     }  # fmt: skip
@@ -139,13 +140,13 @@ def test_machine_without_rapl_or_without_its_memory_says_so(tree: FakeTree) -> N
 
 
 def test_host_kept_files_show_new_values(tree: FakeTree) -> None:
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     tree.cpu(user=200)
     assert one(sampler)["cpu_user_ns"] == 200 * TICK_NS
 
 
 def test_host_idle_that_steps_back_is_held(tree: FakeTree) -> None:
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     seen = []
     for idle, iowait in ((100, 50), (99, 48), (101, 51)):
         tree.cpu(user=9, idle=idle, iowait=iowait)
@@ -155,7 +156,7 @@ def test_host_idle_that_steps_back_is_held(tree: FakeTree) -> None:
 
 
 def test_host_idle_is_not_held_when_all_modes_are_set_back(tree: FakeTree) -> None:
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     tree.cpu(user=500, idle=100, iowait=50)
     one(sampler)
     tree.cpu(user=3, idle=2, iowait=1)
@@ -164,7 +165,7 @@ def test_host_idle_is_not_held_when_all_modes_are_set_back(tree: FakeTree) -> No
 
 
 def test_host_names_where_the_kernel_wrote_more_lines_later(tree: FakeTree) -> None:
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     text = (tree.root / "proc/vmstat").read_text()
     tree.write("proc/vmstat", "new_first_line 1\n" + text.replace("oom_kill 1\n", ""))
     row = one(sampler)
@@ -176,14 +177,14 @@ def test_host_names_where_the_kernel_wrote_more_lines_later(tree: FakeTree) -> N
 
 def test_host_kernel_before_the_stall_of_all_lacks_that_alone(tree: FakeTree) -> None:
     tree.write("proc/pressure/io", "some avg10=0.00 avg60=0.10 avg300=0.00 total=4\n")
-    sampler = HostSampler(root=tree.root)
+    sampler = HostSampler(Node(root=tree.root))
     assert [m.metric for m in sampler.open()] == ["pressure_io_full_ns"]
     assert one(sampler)["pressure_io_some_ns"] == 4000
 
 
 def test_host_disk_that_wraps_comes_or_goes_is_no_step_in_the_sum(tree: FakeTree) -> None:
     tree.disks(sda=(100, 10, (1 << 32) - 5), sdb=(1000, 10, 40))
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     first = one(sampler)
     tree.disks(sda=(110, 10, (1 << 32) + 20), sdb=(1002, 10, 41))
     wrapped = one(sampler)
@@ -206,7 +207,7 @@ def growth(before: Row, after: Row) -> tuple[float, float]:
 
 def test_host_disk_that_was_set_back_is_a_gap_with_its_name(tree: FakeTree) -> None:
     tree.disks(sda=(100, 10, 5), sdb=(1000, 10, 40))
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     first = one(sampler)
     tree.disks(sda=(3, 1, 1), sdb=(1000, 10, 40))
     assert one(sampler)["disk_read_bytes"] is None
@@ -217,14 +218,14 @@ def test_host_disk_that_was_set_back_is_a_gap_with_its_name(tree: FakeTree) -> N
 
 def test_host_nvme_paths_count_and_their_head_does_not(tree: FakeTree) -> None:
     tree.disks(nvme0c0n1=(100, 10, 5), nvme0n1=(100, 10, 5), nvme1n1=(7, 1, 1))
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     row = one(sampler)
     assert (row["disk_read_bytes"], row["disk_count"]) == (107 * 512, 2)
 
 
 def test_host_interface_that_comes_with_a_past_is_no_step_in_the_sum(tree: FakeTree) -> None:
     tree.interfaces(eth0=(1000, 2000), ifb0=(500, 500))
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     first = one(sampler)
     tree.interfaces(eth0=(1001, 2002), eth9=(1 << 40, 1 << 40))
     second = one(sampler)
@@ -234,7 +235,7 @@ def test_host_interface_that_comes_with_a_past_is_no_step_in_the_sum(tree: FakeT
 
 def test_host_without_pressure_is_null_with_the_reason_once(tree: FakeTree) -> None:
     tree.remove("proc/pressure")
-    sampler = HostSampler(root=tree.root)
+    sampler = HostSampler(Node(root=tree.root))
     missing = sampler.open()
     assert [m.metric for m in missing] == [
         c.name for c in HOST.columns if c.name.startswith("pressure")
@@ -250,7 +251,7 @@ def test_host_source_that_vanishes_and_returns_leaves_a_gap(
     tree: FakeTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_reads_of_removed_files(monkeypatch)
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     tree.remove("proc/meminfo")
     assert one(sampler)["memory_total_bytes"] is None
     missing = [m.metric for m in sampler.drain_missing()]
@@ -264,7 +265,7 @@ def test_host_damaged_source_is_null_and_the_others_go_on(tree: FakeTree, conten
     sources = ("stat", "meminfo", "vmstat", "diskstats", "pressure/cpu")
     for path in (*sources, "net/dev", "net/snmp", "net/netstat"):
         tree.write(f"proc/{path}", content)
-    sampler = HostSampler(root=tree.root)
+    sampler = HostSampler(Node(root=tree.root))
     metrics = {m.metric for m in sampler.open()}
     row = one(sampler)
     assert {"cpu_user_ns", "cpu_count", "memory_total_bytes", "pressure_cpu_some_ns"} <= metrics
@@ -275,7 +276,7 @@ def test_host_damaged_source_is_null_and_the_others_go_on(tree: FakeTree, conten
 def test_host_old_kernel_lacks_available_memory_alone(tree: FakeTree) -> None:
     text = (tree.root / "proc/meminfo").read_text()
     tree.write("proc/meminfo", text.replace("MemAvailable", "MemSomething"))
-    sampler = HostSampler(root=tree.root)
+    sampler = HostSampler(Node(root=tree.root))
     (missing,) = sampler.open()
     assert missing.metric == "memory_available_bytes"
     assert one(sampler)["memory_total_bytes"] == 16384000 * 1024
@@ -284,7 +285,7 @@ def test_host_old_kernel_lacks_available_memory_alone(tree: FakeTree) -> None:
 def test_host_with_no_disk_or_network_says_so_instead_of_zero(tree: FakeTree) -> None:
     tree.write("proc/diskstats", "   7       0 loop0 11 0 900 0 0 0 0 0 0 0 0\n")
     tree.write("proc/net/dev", "Inter-|\n face |\n    lo: 9 9 0 0 0 0 0 0 9 9 0 0 0 0 0 0\n")
-    sampler = HostSampler(root=tree.root)
+    sampler = HostSampler(Node(root=tree.root))
     reasons = {m.metric: m.reason for m in sampler.open()}
     row = one(sampler)
     assert row["disk_read_bytes"] is None
@@ -295,7 +296,7 @@ def test_host_with_no_disk_or_network_says_so_instead_of_zero(tree: FakeTree) ->
 
 def test_host_without_sys_tells_disks_by_name(tree: FakeTree) -> None:
     tree.remove("sys/block")
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     assert one(sampler)["disk_read_bytes"] == 2100 * 512
 
 
@@ -305,7 +306,7 @@ def test_host_bridge_ports_of_containers_are_not_counted_twice(tree: FakeTree) -
     tree.write("proc/net/dev", text)
     for name in ("eth0/brport", "br0/lower_eth0", "br0/lower_veth1", "veth1/brport"):
         (tree.root / "sys/class/net" / name).mkdir(parents=True)
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     assert one(sampler)["network_receive_bytes"] == 100
 
 
@@ -313,7 +314,7 @@ def test_host_bridge_whose_first_port_comes_later_is_not_counted_twice(tree: Fak
     for name in ("eth0/device", "docker0"):
         (tree.root / "sys/class/net" / name).mkdir(parents=True, exist_ok=True)
     tree.interfaces(eth0=(1000, 0), docker0=(0, 0))
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     assert one(sampler)["network_receive_bytes"] == 1000
     for name in ("docker0/lower_veth1", "veth1/brport"):
         (tree.root / "sys/class/net" / name).mkdir(parents=True)
@@ -346,12 +347,12 @@ def test_host_ends_of_containers_that_are_routed_are_not_counted_twice(
     for link in ("eth0/statistics", "cali1/statistics", *links):
         (tree.root / "sys/class/net" / link).mkdir(parents=True)
     tree.write("proc/net/route", ROUTES.format(outward))
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     assert one(sampler)["network_receive_bytes"] == counted
 
 
 def test_host_count_without_room_costs_itself_alone(tree: FakeTree) -> None:
-    sampler = opened(HostSampler(root=tree.root))
+    sampler = opened(HostSampler(Node(root=tree.root)))
     was = one(sampler)
     path = tree.root / "proc/vmstat"
     words = re.sub(r"(?m)^pgmajfault \d+$", f"pgmajfault {(1 << 64) - 3}", path.read_text())
@@ -368,7 +369,7 @@ def test_host_count_without_room_costs_itself_alone(tree: FakeTree) -> None:
 
 
 def test_host_on_this_machine_agrees_with_psutil() -> None:
-    sampler = opened(HostSampler())
+    sampler = opened(HostSampler(Node()))
     before = psutil.cpu_times()
     row = one(sampler)
     after, memory, nics = psutil.cpu_times(), psutil.virtual_memory(), psutil.net_io_counters(True)
@@ -388,7 +389,7 @@ def test_host_on_this_machine_agrees_with_psutil() -> None:
 
 
 def test_host_on_this_machine_counts_faults_and_switches_that_were_made() -> None:
-    sampler = opened(HostSampler())
+    sampler = opened(HostSampler(Node()))
     before = one(sampler)
     pages = 2000
     touched = bytearray(os.urandom(1)) * (pages * PAGE_BYTES)  # written, so really there
@@ -406,7 +407,7 @@ def test_host_on_this_machine_counts_faults_and_switches_that_were_made() -> Non
 
 
 def test_host_on_this_machine_tcp_agrees_with_the_files() -> None:
-    sampler = opened(HostSampler())
+    sampler = opened(HostSampler(Node()))
     row = one(sampler)
     names, numbers = (
         line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line
@@ -417,7 +418,7 @@ def test_host_on_this_machine_tcp_agrees_with_the_files() -> None:
 
 
 def test_host_on_this_machine_sees_a_file_written_through(tmp_path: Path) -> None:
-    sampler = opened(HostSampler())
+    sampler = opened(HostSampler(Node()))
     before = one(sampler)["disk_write_bytes"]
     if before is None:
         pytest.skip("no whole disk is visible here")

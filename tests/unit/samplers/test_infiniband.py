@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from haiprof import Analyzer
 from haiprof.agent.samplers.infiniband import InfinibandHealthSampler, InfinibandSampler
-from haiprof.agent.samplers.table import ALL_METRICS
+from haiprof.agent.samplers.table import ALL_METRICS, Node
 from haiprof.base.units import NS_PER_S
 from haiprof.run_format.tables import INFINIBAND, INFINIBAND_HEALTH
 from haiprof.run_format.writer import LineWriter, RecordWriter
@@ -39,7 +39,7 @@ def test_infiniband_bytes_are_words_times_four_of_every_port(rdma: FakeRdma) -> 
     rdma.put(FakePort(pma={"port_xmit_data": 1000, "port_rcv_data": 1 << 40, "port_xmit_wait": 7}))
     rdma.put(FakePort(device="mlx5_0", number=2, pma={"port_xmit_data": 5}))
     rdma.put(mlx5_roce())
-    sampler = InfinibandSampler(root=rdma.root, pread=rdma.pread)
+    sampler = InfinibandSampler(Node(root=rdma.root), pread=rdma.pread)
     assert {m.metric for m in sampler.open()} == {"retransmission_count"}
     ports = by_name(sampler)
     assert list(ports) == ["mlx5_0/1", "mlx5_0/2", "mlx5_1/1"]
@@ -56,7 +56,7 @@ def test_infiniband_extended_counters_of_older_kernels_are_words_too(rdma: FakeR
     folder.mkdir()
     (folder / "port_xmit_data_64").write_text(f"{1 << 33}\n")
     (folder / "port_rcv_data_64").write_text(f"{1 << 34}\n")
-    sampler = opened(InfinibandSampler(root=rdma.root))
+    sampler = opened(InfinibandSampler(Node(root=rdma.root)))
     row = by_name(sampler)["mlx5_0/1"]
     assert (row["transmit_bytes"], row["receive_bytes"]) == (4 << 33, 4 << 34)
 
@@ -64,7 +64,7 @@ def test_infiniband_extended_counters_of_older_kernels_are_words_too(rdma: FakeR
 def test_infiniband_header_says_what_a_port_is(rdma: FakeRdma) -> None:
     rdma.put(mlx5_roce())
     rdma.put(efa())
-    sampler = opened(InfinibandSampler(root=rdma.root))
+    sampler = opened(InfinibandSampler(Node(root=rdma.root)))
     assert sampler.header()["entities"] == [
         {
             "key": [0],
@@ -98,7 +98,7 @@ def test_infiniband_of_other_vendors_uses_their_names_and_says_what_they_lack(
     for port in ports:
         port.hardware = {name: at + 1 for at, name in enumerate(port.hardware_names)}
         rdma.put(port)
-    sampler = InfinibandSampler(root=rdma.root)
+    sampler = InfinibandSampler(Node(root=rdma.root))
     missing = {(m.metric, m.reason.partition(":")[0]): m for m in sampler.open()}
     seen = by_name(sampler)
     named = {name: {k: v for k, v in row.items() if v is not None and k.endswith(("_bytes",
@@ -136,13 +136,13 @@ def test_infiniband_counters_of_the_device_are_those_of_its_only_port(rdma: Fake
     rdma.put(port)
     (rdma.root / "sys/class/infiniband/mana_0/hw_counters").mkdir()
     (rdma.root / "sys/class/infiniband/mana_0/hw_counters/sent_cnps").write_text("12\n")
-    sampler = opened(InfinibandSampler(root=rdma.root))
+    sampler = opened(InfinibandSampler(Node(root=rdma.root)))
     assert by_name(sampler)["mana_0/1"]["cnp_sent_count"] == 12
 
 
 def test_infiniband_port_without_pma_is_unsupported_in_the_drivers_words(rdma: FakeRdma) -> None:
     rdma.put(hfi1())
-    sampler = InfinibandSampler(root=rdma.root)
+    sampler = InfinibandSampler(Node(root=rdma.root))
     missing = {m.metric: m for m in sampler.open()}
     assert missing["transmit_bytes"].status == "unsupported"
     assert "N/A (no PMA)" in missing["transmit_bytes"].reason
@@ -165,14 +165,14 @@ def test_infiniband_file_that_may_not_be_read_is_denied(
         return real(path, flags, mode)
 
     monkeypatch.setattr(os, "open", refusing)  # the tests may run as root, who may read all
-    sampler = InfinibandSampler(root=rdma.root)
+    sampler = InfinibandSampler(Node(root=rdma.root))
     missing = {m.metric: m for m in sampler.open()}
     assert missing["receive_bytes"].status == "denied"
     assert by_name(sampler)["mlx5_0/1"]["transmit_bytes"] == 0
 
 
 def test_infiniband_absent_says_so_and_is_no_sampler() -> None:
-    (missing,) = InfinibandSampler(root=Path("/nonexistent")).open()
+    (missing,) = InfinibandSampler(Node(root=Path("/nonexistent"))).open()
     assert missing.metric == ALL_METRICS
     assert missing.status == "absent"
     assert "no RDMA device" in missing.reason
@@ -180,7 +180,7 @@ def test_infiniband_absent_says_so_and_is_no_sampler() -> None:
 
 def test_infiniband_nonsense_in_one_file_leaves_the_others(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"port_xmit_data": 3, "port_rcv_data": "garbage"}))
-    sampler = InfinibandSampler(root=rdma.root)
+    sampler = InfinibandSampler(Node(root=rdma.root))
     assert "receive_bytes" in {m.metric for m in sampler.open()}
     row = by_name(sampler)["mlx5_0/1"]
     assert (row["transmit_bytes"], row["receive_bytes"]) == (12, None)
@@ -188,7 +188,7 @@ def test_infiniband_nonsense_in_one_file_leaves_the_others(rdma: FakeRdma) -> No
 
 def test_infiniband_count_beyond_63_bits_is_missing_not_a_crash(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"port_xmit_data": (1 << 64) - 1, "port_rcv_data": 1}))
-    sampler = opened(InfinibandSampler(root=rdma.root))
+    sampler = opened(InfinibandSampler(Node(root=rdma.root)))
     row = by_name(sampler)["mlx5_0/1"]
     assert (row["transmit_bytes"], row["receive_bytes"]) == (None, 4)
 
@@ -196,7 +196,7 @@ def test_infiniband_count_beyond_63_bits_is_missing_not_a_crash(rdma: FakeRdma) 
 def test_infiniband_health_tells_link_and_errors(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"symbol_error": 70_000, "link_downed": 3, "port_xmit_packets": 9}))
     rdma.put(FakePort(device="mlx5_2", state="1: DOWN", rate="10 Gb/sec (4X SDR)"))
-    sampler = opened(InfinibandHealthSampler(root=rdma.root))
+    sampler = opened(InfinibandHealthSampler(Node(root=rdma.root)))
     ports = by_name(sampler)
     up, down = ports["mlx5_0/1"], ports["mlx5_2/1"]
     assert (up["link_up_ratio"], up["link_rate_bytes_per_s"]) == (1.0, 50e9)
@@ -208,7 +208,7 @@ def test_infiniband_health_tells_link_and_errors(rdma: FakeRdma) -> None:
 def test_infiniband_device_that_is_plugged_in_again_is_another_entity(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"port_xmit_data": 100}))
     rdma.put(FakePort(device="mlx5_9"))
-    sampler = opened(InfinibandSampler(root=rdma.root, pread=rdma.pread))
+    sampler = opened(InfinibandSampler(Node(root=rdma.root), pread=rdma.pread))
     rdma.remove("mlx5_0")
     assert list(by_name(sampler)) == ["mlx5_9/1"]
     assert [m.metric for m in sampler.drain_missing()] == ["mlx5_0/1"]
@@ -223,7 +223,7 @@ def test_infiniband_device_that_is_plugged_in_again_is_another_entity(rdma: Fake
 
 def test_infiniband_driver_reload_between_two_samples_is_noticed_at_once(rdma: FakeRdma) -> None:
     rdma.put(FakePort(pma={"port_xmit_data": 100}))
-    sampler = opened(InfinibandSampler(root=rdma.root, pread=rdma.pread))
+    sampler = opened(InfinibandSampler(Node(root=rdma.root), pread=rdma.pread))
     rdma.remove("mlx5_0")
     rdma.put(FakePort(pma={"port_xmit_data": 900}))  # more than before: no counter goes back
     assert by_name(sampler)["mlx5_0/1"]["port_index"] == 1
@@ -231,7 +231,10 @@ def test_infiniband_driver_reload_between_two_samples_is_noticed_at_once(rdma: F
 
 def test_infiniband_port_that_comes_up_later_is_found_within_a_minute(rdma: FakeRdma) -> None:
     rdma.put(FakePort())
-    for sampler in (InfinibandSampler(root=rdma.root), InfinibandHealthSampler(root=rdma.root)):
+    for sampler in (
+        InfinibandSampler(Node(root=rdma.root)),
+        InfinibandHealthSampler(Node(root=rdma.root)),
+    ):
         sampler.open()
         rdma.put(FakePort(device=f"late_{sampler.name}"))
         for _ in range(60 // sampler.every):
@@ -246,7 +249,9 @@ class Recording:
     def __init__(self, root: Path, rdma: FakeRdma) -> None:
         self.now = NS_PER_S
         self.run = write_run(root / "run")
-        self.sampler = InfinibandSampler(root=rdma.root, pread=rdma.pread, clock=lambda: self.now)
+        self.sampler = InfinibandSampler(
+            Node(root=rdma.root, clock=lambda: self.now), pread=rdma.pread
+        )
         self.sampler.open()
         node = self.run.node("node0")
         node.root.mkdir(parents=True)
@@ -370,7 +375,7 @@ def test_no_rate_reaches_across_a_reset_or_a_reload(
 
 
 def test_infiniband_on_this_machine_is_there_or_says_why_not() -> None:
-    sampler = InfinibandSampler()
+    sampler = InfinibandSampler(Node())
     missing = sampler.open()
     ports = list(Path("/sys/class/infiniband").glob("*/ports/*"))
     assert bool(ports) != any(m.metric == ALL_METRICS for m in missing)

@@ -357,7 +357,7 @@ def test_samplers_of_ranks_list_the_folder_together_and_read_each_report_once(
     monkeypatch.setattr("haiprof.agent.samplers.table.read_json", counted_read)
     reports = RankReports(run.ranks, clock=lambda: now[0], fresh_ns=100)
     node = Node(run=run, host=NODE, reports=reports, clock=lambda: now[0])
-    samplers = [kind.for_node(node) for kind in (ProcessSampler, PlacementSampler)]
+    samplers = [kind(node) for kind in (ProcessSampler, PlacementSampler)]
     for sampler in samplers:
         sampler.open()
     assert (listed.count(run.ranks), len(opened)) == (1, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers.memory_bandwidth import MemoryBandwidthSampler
-from haiprof.agent.samplers.table import Missing
+from haiprof.agent.samplers.table import Missing, Node
 from haiprof.linux.topology import no_core_pmu, read_cpu
 from haiprof.run_format.tables import MEMORY_BANDWIDTH
 from tests.fake_pmu import FakePerf, cpu, pmu, sockets
@@ -29,7 +29,7 @@ def tree(tmp_path: Path) -> FakeTree:
 
 
 def sampler_of(tree: FakeTree, perf: FakePerf | None = None) -> MemoryBandwidthSampler:
-    return MemoryBandwidthSampler(root=tree.root, kernel=perf or FakePerf(tree))
+    return MemoryBandwidthSampler(Node(root=tree.root), kernel=perf or FakePerf(tree))
 
 
 def sampled(sampler: MemoryBandwidthSampler) -> list[Row]:
@@ -405,7 +405,7 @@ def test_bandwidth_in_a_virtual_machine_is_missing_for_that_reason(tmp_path: Pat
 
 
 def test_live_bandwidth_here_is_a_number_or_a_reason() -> None:
-    sampler = MemoryBandwidthSampler()
+    sampler = MemoryBandwidthSampler(Node())
     missing = sampler.open()
     samples = sampled(sampler)
     if (

@@ -17,7 +17,7 @@ import pytest
 
 from haiprof.agent.node_history import NodeHistory
 from haiprof.agent.samplers.loop import Stream
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.readings import Entity, Reading
 from haiprof.run_analysis.counters import _growth as growth_of_all
@@ -46,7 +46,7 @@ class Numa(TableSampler):
     table = NUMA
 
     def __init__(self, clock: Callable[[], int], read: Callable[[], list[int | None]]) -> None:
-        super().__init__(clock=clock)
+        super().__init__(Node(clock=clock))
         self._read_all = read
 
     def find(self) -> list[Entity]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers.host import NumaSampler
+from haiprof.agent.samplers.table import Node
 from haiprof.run_format.tables import NUMA
 from tests.fakes import FakeTree
 from tests.unit.samplers.records import Row, opened, rows
@@ -36,7 +37,7 @@ def test_numa_sample_has_one_record_per_node_in_base_units(tree: FakeTree) -> No
     node(tree, 10)
     tree.write("sys/devices/system/node/online", "0-1,10\n")
     clock = iter(range(0, 1000, 10))
-    sampler = NumaSampler(root=tree.root, clock=lambda: next(clock))
+    sampler = NumaSampler(Node(root=tree.root, clock=lambda: next(clock)))
     assert sampler.open() == []
     first, second, third = sampled(sampler)
     assert sampler.header()["entities"] == [
@@ -62,7 +63,7 @@ def test_numa_sample_has_one_record_per_node_in_base_units(tree: FakeTree) -> No
 def test_numa_counters_advance_and_a_damaged_file_is_null(tree: FakeTree) -> None:
     node(tree, 0)
     node(tree, 1)
-    sampler = opened(NumaSampler(root=tree.root))
+    sampler = opened(NumaSampler(Node(root=tree.root)))
     node(tree, 0, hit=5000, free_kib=1)
     tree.write("sys/devices/system/node/node1/numastat", "numa_hit many\n")
     first, second = sampled(sampler)
@@ -76,7 +77,7 @@ def test_numa_counters_advance_and_a_damaged_file_is_null(tree: FakeTree) -> Non
 def test_numa_kernel_without_some_counter_lacks_that_alone(tree: FakeTree) -> None:
     node(tree, 0)
     tree.write("sys/devices/system/node/node0/numastat", "numa_hit 5\nlocal_node 5\n")
-    sampler = NumaSampler(root=tree.root)
+    sampler = NumaSampler(Node(root=tree.root))
     missing = {each.metric for each in sampler.open()}
     (row,) = sampled(sampler)
     assert missing == {"miss_page_count", "foreign_page_count", "other_page_count"}
@@ -85,7 +86,7 @@ def test_numa_kernel_without_some_counter_lacks_that_alone(tree: FakeTree) -> No
 
 
 def test_numa_machine_without_nodes_says_so(tree: FakeTree) -> None:
-    (missing,) = NumaSampler(root=tree.root).open()
+    (missing,) = NumaSampler(Node(root=tree.root)).open()
     assert (missing.metric, missing.status) == ("all", "absent")
     assert "CONFIG_NUMA" in missing.reason
 
@@ -94,7 +95,7 @@ def test_numa_on_this_machine_agrees_with_the_files() -> None:
     folder = Path("/sys/devices/system/node/node0")
     if not folder.is_dir():
         pytest.skip("this kernel shows no NUMA nodes")
-    sampler = NumaSampler()
+    sampler = NumaSampler(Node())
     assert sampler.open() == []
     before = hits(folder)
     row = sampled(sampler)[0]

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from haiprof.agent.samplers.ranks import PlacementSampler, is_other_placement
+from haiprof.agent.samplers.table import Node
 from haiprof.linux.memory import draw_pages, move_pages
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import PLACEMENT
@@ -35,7 +36,9 @@ class Machine:
         self.put()
         self.topology.frequency(9, 3_400_000)
         self.report(0, 10, gpu_uuid=GPU_UUIDS["gpu0"])
-        self.sampler = PlacementSampler(self.run, HOST, root=self.tree.root, ask=self.pages)
+        self.sampler = PlacementSampler(
+            Node(run=self.run, host=HOST, root=self.tree.root), ask=self.pages
+        )
 
     def put(self, **values: Any) -> None:
         for name, value in values.items():
@@ -254,7 +257,7 @@ def needs_move_pages() -> None:
 def test_placement_live_own_process_agrees_with_psutil(tmp_path: Path) -> None:
     needs_move_pages()
     threads = [psutil.Process().num_threads()]
-    sampler = opened(PlacementSampler(RunPaths(tmp_path), HOST, pid=os.getpid()))
+    sampler = opened(PlacementSampler(Node(run=RunPaths(tmp_path), host=HOST, pid=os.getpid())))
     threads.append(psutil.Process().num_threads())  # those of other tests end meanwhile
     states = {state.metric: state for state in sampler.states()}
     affinity = psutil.Process().cpu_affinity()

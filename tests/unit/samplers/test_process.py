@@ -10,6 +10,7 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.agent.samplers.ranks import ProcessSampler
+from haiprof.agent.samplers.table import Node
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import PAGE_BYTES, TICK_NS
 from haiprof.run_format.layout import RunPaths
@@ -55,7 +56,7 @@ def test_process_sample_has_one_record_per_rank_of_this_host(tree: FakeTree, run
     report(run, 1, 20, 2000)
     report(run, 2, 20, 2000, host="node2")
     clock = iter(range(0, 1000, 10))
-    sampler = ProcessSampler(run, HOST, root=tree.root, clock=lambda: next(clock))
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root, clock=lambda: next(clock)))
     assert sampler.open() == []
     first, second = sampled(sampler)
     assert first == {
@@ -83,14 +84,14 @@ def test_process_sample_has_one_record_per_rank_of_this_host(tree: FakeTree, run
 
 
 def test_process_without_ranks_gives_no_records(tree: FakeTree, run: RunPaths) -> None:
-    sampler = ProcessSampler(run, HOST, root=tree.root)
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     assert not sampler.urgent()
     assert sampler.sample() == b""
 
 
 def test_process_new_rank_is_urgent_once(tree: FakeTree, run: RunPaths) -> None:
     tree.process(FakeProcess(pid=10))
-    sampler = ProcessSampler(run, HOST, root=tree.root)
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     run.rank(0).root.mkdir(parents=True)
     assert not sampler.urgent()  # the folder is there, the report is not
     report(run, 0, 10, 1000)
@@ -103,7 +104,7 @@ def test_process_with_a_reused_pid_is_never_read(tree: FakeTree, run: RunPaths) 
     tree.process(FakeProcess(pid=10, start=5555))
     report(run, 0, 10, 1000)
     report(run, 1, 77, 1000)
-    sampler = ProcessSampler(run, HOST, root=tree.root)
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     assert sampler.sample() == b""
     reused, gone = sampler.drain_missing()
     assert {entity.name for entity in sampler.entities} == set()
@@ -116,7 +117,7 @@ def test_process_with_a_reused_pid_is_never_read(tree: FakeTree, run: RunPaths) 
 def test_process_rank_that_ends_gives_no_more_records(tree: FakeTree, run: RunPaths) -> None:
     tree.process(FakeProcess(pid=10))
     report(run, 0, 10, 1000)
-    sampler = ProcessSampler(run, HOST, root=tree.root)
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     assert len(sampled(sampler)) == 1
     tree.remove("proc/10")
     assert sampler.sample() == b""
@@ -128,7 +129,7 @@ def test_process_rank_that_ends_gives_no_more_records(tree: FakeTree, run: RunPa
 def test_process_unreadable_bytes_are_null_with_the_reason(tree: FakeTree, run: RunPaths) -> None:
     tree.process(FakeProcess(pid=10, io=None))
     report(run, 0, 10, 1000)
-    sampler = ProcessSampler(run, HOST, root=tree.root)
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     (row,) = sampled(sampler)
     assert row["read_bytes"] is None
     assert row["storage_write_bytes"] is None
@@ -146,7 +147,7 @@ def test_process_bytes_of_another_user_are_denied_with_a_remedy(
     tree.process(FakeProcess(pid=10))
     tree.process(FakeProcess(pid=11, parent=10, io=(500, 0, 0, 0)))
     report(run, 0, 10, 1000)
-    sampler = ProcessSampler(run, HOST, root=tree.root)
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     deny(monkeypatch, tree.root / "proc/11/io")
     (row,) = sampled(sampler)
     assert row["read_bytes"] == 0
@@ -166,7 +167,7 @@ def test_process_wait_that_the_kernel_does_not_count_is_null_not_zero(
 ) -> None:
     tree.process(FakeProcess(pid=10, schedstat=schedstat))
     report(run, 0, 10, 1000)
-    sampler = ProcessSampler(run, HOST, root=tree.root)
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     (row,) = sampled(sampler)
     assert row["run_queue_wait_ns"] is None
     assert row["context_switch_count"] == 24
@@ -177,7 +178,7 @@ def test_process_wait_that_the_kernel_does_not_count_is_null_not_zero(
 
 def test_process_states_show_a_process_that_is_no_rank(tree: FakeTree, run: RunPaths) -> None:
     tree.process(FakeProcess(pid=10, ticks=5, io=None))
-    sampler = opened(ProcessSampler(run, HOST, pid=10, root=tree.root))
+    sampler = opened(ProcessSampler(Node(run=run, host=HOST, pid=10, root=tree.root)))
     states = {state.metric: state for state in sampler.states()}
     assert states.keys() == {column.name for column in PROCESS.metrics}
     assert states["cpu_ns"].value == 5 * TICK_NS
@@ -188,8 +189,8 @@ def test_process_states_show_a_process_that_is_no_rank(tree: FakeTree, run: RunP
 
 
 def test_process_states_without_ranks_or_process_say_why(tree: FakeTree, run: RunPaths) -> None:
-    assert ProcessSampler(run, HOST, root=tree.root).states() == []
-    (missing,) = ProcessSampler(run, HOST, pid=77, root=tree.root).open()
+    assert ProcessSampler(Node(run=run, host=HOST, root=tree.root)).states() == []
+    (missing,) = ProcessSampler(Node(run=run, host=HOST, pid=77, root=tree.root)).open()
     assert (missing.metric, missing.reason) == ("all", "no process 77")
 
 
@@ -197,7 +198,7 @@ def test_process_rate_never_crosses_a_restart_of_a_rank(tree: FakeTree, tmp_path
     """Attempt 1 has the reused pid of attempt 0, attempt 2 another, each with higher counts."""
     run = write_run(tmp_path / "run")
     now = itertools.count(NS_PER_S, NS_PER_S // 2)  # half a second per reading of the clock
-    sampler = ProcessSampler(run, HOST, root=tree.root, clock=lambda: next(now))
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root, clock=lambda: next(now)))
     data = b""
     for attempt, (pid, start) in enumerate([(10, 1000), (10, 2000), (20, 3000)]):
         write_rank(run, spans_of("D F B O"), attempt=attempt, pid=pid, start_ticks=start, host=HOST)
@@ -239,7 +240,7 @@ def test_process_damaged_report_is_said_and_the_others_go_on(
     report(run, 0, 10, 1000)
     run.rank(1).root.mkdir()
     run.rank(1).report.write_text(content)
-    sampler = ProcessSampler(run, HOST, root=tree.root)
+    sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     assert len(sampled(sampler)) == 1
     (missing,) = sampler.drain_missing()
     assert missing.metric == "rank 1"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers.remote_memory import RemoteMemorySampler, core_events, spare_files
+from haiprof.agent.samplers.table import Node
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
     INHERIT,
@@ -61,7 +62,9 @@ def report(run: RunPaths, rank: int, pid: int, start: int = 1000) -> None:
 def sampler_of(
     tree: FakeTree, run: RunPaths, perf: FakePerf, *, spare: int = 1000, pid: int | None = None
 ) -> RemoteMemorySampler:
-    return RemoteMemorySampler(run, HOST, root=tree.root, kernel=perf, spare=lambda: spare, pid=pid)
+    return RemoteMemorySampler(
+        Node(run=run, host=HOST, root=tree.root, pid=pid), kernel=perf, spare=lambda: spare
+    )
 
 
 def sampled(sampler: RemoteMemorySampler) -> list[Row]:
@@ -307,7 +310,7 @@ def test_core_events_of_an_unknown_model_are_instructions_and_cycles_alone(tree:
 
 
 def test_live_counters_here_are_numbers_or_name_the_virtual_machine(tmp_path: Path) -> None:
-    sampler = RemoteMemorySampler(RunPaths(tmp_path), HOST, pid=os.getpid())
+    sampler = RemoteMemorySampler(Node(run=RunPaths(tmp_path), host=HOST, pid=os.getpid()))
     missing = sampler.open()
     states = sampler.states()
     machine = no_core_pmu(Path("/"), read_cpu(Path("/")))

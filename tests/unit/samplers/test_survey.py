@@ -41,10 +41,6 @@ class PortSampler(TableSampler):
     closed = 0
     busy: Callable[[], list[float | None]] = staticmethod(_quarter)
 
-    @classmethod
-    def for_node(cls, node: Node) -> PortSampler:
-        return cls(clock=node.clock)
-
     def find(self) -> Iterable[Entity]:
         return [self._port(0, type(self).busy), self._port(1, _refused)]
 
