@@ -14,16 +14,20 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.folded_steps import phase_sums
-from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.nesting import Bools, take_rows
 from haiprof.run_analysis.run_files import entries, integer, mapping, text
 from haiprof.run_analysis.step_frame import RankSegments
-from haiprof.run_analysis.step_positions import innermost_phase, is_inside, is_inside_any
+from haiprof.run_analysis.step_positions import (
+    innermost_phase,
+    is_inside,
+    is_inside_any,
+    place_in,
+)
 from haiprof.run_analysis.steps import (
     EVAL_LOADER_PHASE,
     EVAL_PHASE,
     PHASES,
     SPAN_PHASES,
-    Segmentation,
 )
 from haiprof.run_format import schema
 from haiprof.run_format.folded import file_identity
@@ -422,8 +426,7 @@ class CodeSamples:
 
     def take(self, rows: Bools) -> CodeSamples:
         """The chosen samples, with the same tree."""
-        chosen = {name: getattr(self, name)[rows] for name in _COLUMNS}
-        return CodeSamples(tree=self.tree, notes=self.notes, **chosen)
+        return take_rows(self, rows)
 
 
 def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
@@ -518,20 +521,14 @@ def _folded_samples(rank: RankSegments, process: SampledProcess) -> dict[str, np
 
 def locate(rank: RankSegments, time_ns: Ints) -> tuple[Ints, Ints]:
     """Phase and step of each moment of the training thread; -1 outside of steps."""
-    found = rank.found
-    step, saves = _step_at(found, time_ns), rank.events.take(rank.events.kind == schema.SAVE)
+    found, saves = rank.found, rank.events.take(rank.events.kind == schema.SAVE)
+    step = place_in(found.steps.start_ns, found.steps.end_ns, time_ns)
     phase = _OF_SPAN[innermost_phase(found, time_ns)]
     evaluated = is_inside(found.evaluation_start_ns, found.evaluation_end_ns, time_ns)
     evaluated |= phase == EVALUATION
     phase = np.where((phase == BETWEEN) & (step >= 0), OTHER, phase)
     phase = np.where(is_inside_any(saves.start_ns, saves.end_ns, time_ns), CHECKPOINT, phase)
     return np.where(evaluated, EVALUATION, phase), np.where(evaluated, -1, step)
-
-
-def _step_at(found: Segmentation, time_ns: Ints) -> Ints:
-    place = np.searchsorted(found.steps.start_ns, time_ns, side="right") - 1
-    inside = (place >= 0) & (time_ns < np.append(found.steps.end_ns, 0)[place])
-    return np.where(inside, place, -1)
 
 
 def _share_times(rank: RankSegments, phase: Ints, step: Ints, spacing: Floats) -> Floats:
@@ -541,7 +538,8 @@ def _share_times(rank: RankSegments, phase: Ints, step: Ints, spacing: Floats) -
     usual_ns = np.median(steps.step_ns) if len(steps.step_ns) else 0.0
     slow = np.append(steps.step_ns > SLOW_RATIO * usual_ns, False)  # the last one: in no step
     saves = rank.events.take(rank.events.kind == schema.SAVE)
-    of_save, saved_ns = _step_at(found, saves.start_ns), saves.end_ns - saves.start_ns
+    of_save = place_in(steps.start_ns, steps.end_ns, saves.start_ns)
+    saved_ns = saves.end_ns - saves.start_ns
     shared = np.zeros(len(phase))
     for is_slow in (False, True):
         chosen, rows = slow[:-1] == is_slow, slow[step] == is_slow

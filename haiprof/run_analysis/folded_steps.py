@@ -11,7 +11,7 @@ import numpy as np
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Intervals, Ints
 from haiprof.base.ledger import POSITIONS
-from haiprof.run_analysis.nesting import Bools, Spans
+from haiprof.run_analysis.nesting import Bools, Spans, unpack
 from haiprof.run_analysis.run_files import counts, read_table, record_columns
 from haiprof.run_format import schema
 from haiprof.run_format.folded import (
@@ -198,12 +198,7 @@ def read_folded_steps(paths: RankPaths) -> FoldedSteps | None:
         plain_ns=np.stack([blocks[f"{name}_ns"] for name in POSITIONS]),
         collected_ns=np.stack([blocks[f"{name}_gc_ns"] for name in POSITIONS]),
         slow=_whole_columns(file, "slow"),
-        spans=Spans(
-            kind=(spans["start"] & schema.TAG_MASK).astype(np.int8),
-            tag=(spans["end"] & schema.TAG_MASK).astype(np.int8),
-            start_ns=spans["start"] >> schema.TAG_BITS,
-            end_ns=spans["end"] >> schema.TAG_BITS,
-        ),
+        spans=unpack(spans["start"], spans["end"]),
         stretches=_whole_columns(file, "stretches"),
     )
 

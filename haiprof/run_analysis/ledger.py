@@ -25,7 +25,7 @@ from haiprof.run_analysis.code_samples import (
     spacing_ns,
 )
 from haiprof.run_analysis.lines import functions_of
-from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.nesting import Bools, take_rows
 from haiprof.run_analysis.step_frame import BusyTimes
 from haiprof.run_analysis.step_positions import (
     BACKWARD,
@@ -35,6 +35,8 @@ from haiprof.run_analysis.step_positions import (
     LOSS,
     OPTIMIZER,
     StepPositions,
+    is_inside,
+    place_in,
 )
 from haiprof.run_format.stack_lines import LOCK_HELD, LOCK_WAITED_FOR, WAITS
 
@@ -160,8 +162,7 @@ class TimeTable:
 
     def take(self, rows: Bools | Ints) -> TimeTable:
         """The chosen rows."""
-        chosen = {name: getattr(self, name)[rows] for name in _COLUMNS}
-        return TimeTable(tree=self.tree, packages=self.packages, **chosen)
+        return take_rows(self, rows)
 
     def split(
         self, rows: Ints, share: float, *, needed: bool | None = None
@@ -324,19 +325,14 @@ def _rank_rows(
 
 def _columns(rank: RankSamples, step: Ints) -> Ints:
     """The judged step, or block, that each number lies in; -1: in none."""
-    place = np.searchsorted(rank.step, step, "right") - 1
-    within = (place >= 0) & (step < np.append(rank.step + rank.count, 0)[place])
-    return np.where(within, place, -1)
+    return place_in(rank.step, rank.step + rank.count, step)
 
 
 def is_hidden(time_ns: Ints, busy: BusyTimes | None) -> Bools:
     """Whether a rank's device had work queued at some times."""
     if busy is None or not len(busy[0]):
         return np.zeros(len(time_ns), dtype=np.bool_)
-    begin, end = busy
-    number = np.searchsorted(begin, time_ns, "right") - 1
-    found: Bools = (number >= 0) & (time_ns < np.maximum.accumulate(end)[number])
-    return found
+    return is_inside(busy[0], np.maximum.accumulate(busy[1]), time_ns)
 
 
 def _guess_activity(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,18 @@ MODULE_KINDS = (schema.FORWARD, schema.FORWARD_EVAL, schema.EVAL, schema.NOGRAD)
 LOADER_KINDS = (schema.DATA, schema.DATA_END, schema.DATA_ITER)
 MAX_DEPTH = 16  # closures nest four deep; more is damage, and a pass per level would be slow
 _CLEAN_PASSES = 3
+T = TypeVar("T")
+
+
+def take_rows(table: T, rows: Ints | Bools | slice) -> T:
+    """The chosen rows of a record whose arrays are columns; rows are on their last axis."""
+    record: Any = table
+    chosen = {}
+    for name in (field.name for field in fields(record)):
+        if isinstance(own := getattr(record, name), np.ndarray):
+            chosen[name] = own[rows] if own.ndim == 1 else own[..., rows]  # `...` is slow
+    found: T = replace(record, **chosen)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +44,17 @@ class Spans:
 
     def take(self, rows: Ints | Bools) -> Spans:
         """The chosen rows."""
-        return Spans(
-            kind=self.kind[rows],
-            tag=self.tag[rows],
-            start_ns=self.start_ns[rows],
-            end_ns=self.end_ns[rows],
-        )
+        return take_rows(self, rows)
+
+
+def unpack(start: np.ndarray, end: np.ndarray) -> Spans:
+    """Spans from the two packed words of their records."""
+    return Spans(
+        kind=(start & schema.TAG_MASK).astype(np.int8),
+        tag=(end & schema.TAG_MASK).astype(np.int8),
+        start_ns=start >> schema.TAG_BITS,
+        end_ns=end >> schema.TAG_BITS,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +79,11 @@ def kind_table(*kinds: int) -> Bools:
     return table
 
 
-def _swallow_table() -> Bools:
-    """[outer, inner]: whether the inner span is part of the outer one's own work."""
-    table = np.zeros((KIND_COUNT, KIND_COUNT), dtype=np.bool_)
-    for outer in MODULE_KINDS:  # ahead-of-time tracing of a compiled backward; forces by autograd
-        table[outer, [schema.BACKWARD, *MODULE_KINDS]] = True
-    table[schema.BACKWARD, [schema.BACKWARD, *MODULE_KINDS]] = True  # recomputed checkpoints
-    table[list(LOADER_KINDS), :] = True  # a dataset that runs a model, a loader around a loader
-    return table
-
-
-_SWALLOWS = _swallow_table()
+_SWALLOWS = np.zeros((KIND_COUNT, KIND_COUNT), dtype=np.bool_)
+"""[outer, inner]: whether the inner span is part of the outer one's own work."""
+# Ahead-of-time tracing of a compiled backward, forces by autograd; recomputed checkpoints.
+_SWALLOWS[np.ix_([schema.BACKWARD, *MODULE_KINDS], [schema.BACKWARD, *MODULE_KINDS])] = True
+_SWALLOWS[list(LOADER_KINDS), :] = True  # a dataset that runs a model, a loader around a loader
 MODULES, LOADER = kind_table(*MODULE_KINDS), kind_table(*LOADER_KINDS)
 FETCH = kind_table(schema.DATA, schema.DATA_ITER)
 CLOSING = kind_table(schema.OPTIMIZER, schema.SCALER)

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Floats, Intervals, Ints, intersection, total, union
-from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
+from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table, take_rows
 from haiprof.run_analysis.run_files import RankFiles, integer, mapping, median, number, text
 from haiprof.run_analysis.step_frame import (
     STEP_PHASES,
@@ -294,11 +294,7 @@ class Blocks:
 
     def take(self, rows: Bools) -> Blocks:
         """The chosen ones."""
-        chosen = {name: getattr(self, name)[rows] for name in _BLOCK_COLUMNS}
-        return Blocks(pauses=self.pauses, **chosen)
-
-
-_BLOCK_COLUMNS = ("first_step", "count", "start_ns", "end_ns", "step_ns", "traced", "idle_ns")
+        return take_rows(self, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,23 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.folded_steps import FoldedSteps, phase_sums, read_folded_steps
-from haiprof.run_analysis.nesting import Bools, Codes, Nested, Spans, kind_table
+from haiprof.run_analysis.nesting import (
+    Bools,
+    Codes,
+    Nested,
+    Spans,
+    kind_table,
+    take_rows,
+    unpack,
+)
 from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
-from haiprof.run_analysis.step_positions import is_inside
+from haiprof.run_analysis.step_positions import is_inside, place_in
 from haiprof.run_analysis.steps import (
     BOUNDARIES,
     PHASES,
     SPAN_PHASES,
     WORDS,
     Segmentation,
-    StepColumns,
     segment,
 )
 from haiprof.run_format import schema
@@ -55,16 +62,6 @@ def spans_of(records: RecordFile) -> tuple[Spans, tuple[str, ...]]:
         notes += (f"{records.path}: {int((~sound).sum())} damaged spans left out",)
         spans = spans.take(sound)
     return spans, notes
-
-
-def unpack(start: np.ndarray, end: np.ndarray) -> Spans:
-    """Spans from the two packed words of their records."""
-    return Spans(
-        kind=(start & schema.TAG_MASK).astype(np.int8),
-        tag=(end & schema.TAG_MASK).astype(np.int8),
-        start_ns=start >> schema.TAG_BITS,
-        end_ns=end >> schema.TAG_BITS,
-    )
 
 
 _PASSES = kind_table(schema.EVAL, schema.NOGRAD)
@@ -244,7 +241,7 @@ def split_segments(rank: RankSegments, place: int) -> tuple[RankSegments, RankSe
         events = rank.events
         cut = Segmentation(
             nested=Nested(
-                spans=nested.spans.take(np.arange(len(found.step))[rows]),
+                spans=take_rows(nested.spans, rows),
                 parent=np.where(nested.parent[rows] < 0, -1, nested.parent[rows] - shift),
                 top=nested.top[rows] - shift,
                 self_ns=nested.self_ns[rows],
@@ -252,13 +249,11 @@ def split_segments(rank: RankSegments, place: int) -> tuple[RankSegments, RankSe
             ),
             phase=found.phase[rows],
             step=np.where(step < 0, -1, step - place) if later else step,
-            steps=StepColumns(**{
-                field.name: getattr(steps, field.name)[..., own] for field in fields(steps)
-            }),
+            steps=take_rows(steps, own),
             evaluation_start_ns=found.evaluation_start_ns[mine],
             evaluation_end_ns=found.evaluation_end_ns[mine],
             unfinished_micro_step_count=found.unfinished_micro_step_count if later else 0,
-        )  # fmt: skip
+        )
         busy = rank.busy
         if busy is not None:
             chosen = (busy[0] >= at) == later
@@ -299,18 +294,14 @@ def _read_device(
         return None, None, records.notes
     columns = record_columns(records)
     with np.errstate(all="ignore"):  # damaged values end as NaN, and those are null
-        return device_ns(columns, found), _busy_times(columns), records.notes
-
-
-def _busy_times(records: Mapping[str, npt.NDArray[Any]]) -> BusyTimes | None:
-    """None in recordings of versions that did not write it down."""
-    if "lag_ns" not in records:
-        return None
-    lag = np.asarray(records["lag_ns"], dtype=np.float64)
-    order = np.argsort(records["end_ns"], kind="stable")
+        times = device_ns(columns, found)
+    if "lag_ns" not in columns:  # of a version that did not write it down
+        return times, None, records.notes
+    lag = np.asarray(columns["lag_ns"], dtype=np.float64)
+    order = np.argsort(columns["end_ns"], kind="stable")
     order = order[np.isfinite(lag[order]) & (lag[order] < 2.0**62)]
-    begin = np.asarray(records["end_ns"])[order]
-    return begin, begin + np.maximum(lag[order], 0).astype(np.int64)
+    begin = np.asarray(columns["end_ns"])[order]
+    return times, (begin, begin + np.maximum(lag[order], 0).astype(np.int64)), records.notes
 
 
 def _phases_seen(found: Segmentation) -> Bools:
@@ -494,13 +485,9 @@ def phase_frame(rank: RankSegments) -> pl.DataFrame:
     """Spans of one rank, by start."""
     # Spans that belong to an outer span's own work (a recomputed forward inside the backward) are
     # left out: their time is the outer one's.
-    return pl.concat([_spans(rank), pause_frame(rank)]).sort("start_ns", maintain_order=True)
-
-
-def _spans(rank: RankSegments) -> pl.DataFrame:
     nested = rank.found.nested
     spans = nested.spans
-    return _frame(
+    found = _frame(
         rank,
         step=np.where(rank.found.step < 0, -1, rank.found.step + rank.first_step),
         phase=pl.Series(SPAN_PHASES, dtype=pl.String).gather(rank.found.phase),
@@ -509,23 +496,23 @@ def _spans(rank: RankSegments) -> pl.DataFrame:
         duration=spans.end_ns - spans.start_ns,
         own=nested.self_ns,
     )
+    return pl.concat([found, pause_frame(rank)]).sort("start_ns", maintain_order=True)
 
 
 def pause_frame(rank: RankSegments) -> pl.DataFrame:
     """Collector pauses and checkpoint saves alone, in the columns of `phase_frame`."""
     # Of folded steps only the saves: their pauses are sums.
-    events, steps = rank.events, rank.found.steps
-    saves, of_save = _folded_saves(rank)
+    events, found = rank.events, rank.found
+    saves, of_save = take_rows(events, slice(0)), np.zeros(0, dtype=np.int64)
+    if rank.folded is not None:
+        saves, of_save = rank.folded.saves()
     if not len(events.kind) and not len(of_save):
         return pl.DataFrame(schema=PHASE_SCHEMA)
-    duration = events.end_ns - events.start_ns
-    place = np.searchsorted(steps.start_ns, events.start_ns, side="right") - 1
-    inside = (place >= 0) & (events.start_ns < np.append(steps.end_ns, 0)[place])
-    found = rank.found
-    inside &= ~is_inside(found.evaluation_start_ns, found.evaluation_end_ns, events.start_ns)
-    kind = np.append(saves.kind, events.kind)
-    place = np.append(of_save, np.where(inside, place + rank.first_step, -1))
-    duration = np.append(saves.end_ns - saves.start_ns, duration)
+    place = place_in(found.steps.start_ns, found.steps.end_ns, events.start_ns)
+    evaluated = is_inside(found.evaluation_start_ns, found.evaluation_end_ns, events.start_ns)
+    place = np.where((place < 0) | evaluated, -1, place + rank.first_step)
+    kind, place = np.append(saves.kind, events.kind), np.append(of_save, place)
+    duration = np.append(saves.end_ns - saves.start_ns, events.end_ns - events.start_ns)
     return _frame(
         rank,
         step=place,
@@ -535,13 +522,6 @@ def pause_frame(rank: RankSegments) -> pl.DataFrame:
         duration=duration,
         own=duration,
     )
-
-
-def _folded_saves(rank: RankSegments) -> tuple[Spans, Ints]:
-    """Checkpoints of folded steps, and the step of each; -1: in none."""
-    if rank.folded is None:
-        return rank.events.take(np.zeros(len(rank.events.kind), dtype=np.bool_)), np.zeros(0, int)
-    return rank.folded.saves()
 
 
 def _names(rank: RankSegments, kind: Codes, tag: Codes) -> pl.Series:

@@ -189,10 +189,15 @@ def _around_closures(found: Segmentation, row: Ints, major: Ints) -> tuple[Bools
     return around, around & (searched | (of_after == _NONE))
 
 
+def place_in(start: Ints, end: Ints, time_ns: Ints) -> Ints:
+    """Which of some intervals, sorted and apart, holds each moment; -1: none."""
+    place = np.searchsorted(start, time_ns, side="right") - 1
+    return np.where((place >= 0) & (time_ns < np.append(end, 0)[place]), place, -1)
+
+
 def is_inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:
     """Whether one of some intervals, sorted and apart, holds each moment."""
-    place = np.searchsorted(start, time_ns, side="right") - 1
-    held: Bools = (place >= 0) & (time_ns < np.append(end, 0)[place])
+    held: Bools = place_in(start, end, time_ns) >= 0
     return held
 
 

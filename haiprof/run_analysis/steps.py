@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Intervals, Ints
 from haiprof.run_analysis.nesting import (
     CLOSING,
     FETCH,
@@ -162,8 +163,13 @@ MIN_SEGMENTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainTokens:
-    """The training part of the token line, one row per token."""
+    """The training part of the token line, one row per token, with the evaluations around it."""
 
+    row: Ints
+    """Row in the nested spans."""
+    eval_after: Ints
+    """Number of the evaluation that begins right after the token, -1 where none does."""
+    evaluations: Intervals
     closing: Bools
     """Optimizer or scaler step; what stands for it where no optimizer is seen."""
     tag: Codes
@@ -363,41 +369,21 @@ def spans_for(spans: Spans, source: int) -> Spans:
     )
 
 
-def without_gradients_as_forward(kind: Codes) -> Codes:
-    """Kinds where nothing trained: every root module's call is a forward pass of its step."""
-    if _TRAINING[kind].any():
-        return kind
-    forward = np.where(MODULES[kind], schema.FORWARD, kind)
-    return forward.astype(np.int8)
-
-
-def repeating_tokens(tag: Codes, token: Codes, source: int) -> TrainTokens:
+def _repeating_tokens(tag: Codes, token: Codes, source: int) -> dict[str, Any]:
     """The tokens that end steps, and those that a step can begin with."""
     none = np.zeros(len(token), dtype=np.bool_)
-    fetch = LOADER[token] if source == BY_FETCH else none
-    closing = _closing(token, source)
-    return TrainTokens(
-        closing=closing,
-        tag=tag if source in (BY_MODULE, BY_COLLECTIVE) else np.zeros_like(tag),
-        work=none,
-        holds_work=none,
-        fetch=fetch,
-        by=source,
-    )
-
-
-def _closing(token: Codes, source: int) -> Bools:
-    single = {BY_MARK: schema.MARK, BY_COLLECTIVE: schema.COLLECTIVE}.get(source)
-    closing: Bools = token == (schema.DATA if single is None else single)
-    if single is not None:
-        return closing
-    called: Bools = token == schema.FORWARD
-    if source == BY_MODULE or called.any():
-        return called
-    fetches = np.flatnonzero(LOADER[token])  # all else of its steps is invisible
-    if len(fetches):
-        closing[fetches[-1]] = False  # its step has no end that can be seen
-    return closing
+    marks = {BY_MARK: schema.MARK, BY_COLLECTIVE: schema.COLLECTIVE}
+    closing = token == marks.get(source, schema.FORWARD)
+    if source == BY_FETCH and not closing.any():  # all of its steps but the fetch is invisible
+        closing = token == schema.DATA
+        closing[np.flatnonzero(LOADER[token])[-1:]] = False  # the last one's end cannot be seen
+    return {
+        "closing": closing,
+        "tag": tag if source in (BY_MODULE, BY_COLLECTIVE) else np.zeros_like(tag),
+        "work": none, "holds_work": none,
+        "fetch": LOADER[token] if source == BY_FETCH else none,
+        "by": source,
+    }  # fmt: skip
 
 
 PHASES = ("dataloader", "forward", "backward", "optimizer")
@@ -460,19 +446,6 @@ class Segmentation:
     """Micro-steps after the last step: the job or the recording ended in the middle."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Training:
-    """The training tokens of a line, with what surrounds them."""
-
-    row: Ints
-    """Row in the nested spans."""
-    eval_after: Ints
-    """Number of the evaluation that begins right after the token, -1 where none does."""
-    eval_start_ns: Ints
-    eval_end_ns: Ints
-    tokens: TrainTokens
-
-
 def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segmentation:
     """Cuts the spans of one thread into steps.
 
@@ -492,12 +465,12 @@ def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segme
 def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segmentation:
     nested = nest(spans_for(spans, source))
     kind = nested.spans.kind
-    if source != BY_TRAINING:
-        kind = without_gradients_as_forward(kind)
+    if source != BY_TRAINING and not _TRAINING[kind].any():  # each module's call is a forward
+        kind = np.where(MODULES[kind], schema.FORWARD, kind).astype(np.int8)
     kind = resolve_eval_mode(kind)
     line = token_line(nested, kind, families)
     training = _training(nested, kind, line, source=source)
-    found = find_boundaries(training.tokens)
+    found = find_boundaries(training)
     start, end = _step_times(nested.spans, training, found)
     position = np.arange(len(training.row))
     of_token = np.searchsorted(found.first, position, side="right") - 1
@@ -510,18 +483,22 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
     evaluated[line.row[line.evaluation]] = True
     inside = np.flatnonzero(evaluated[nested.top])
     phase[inside] = np.where(LOADER[kind[inside]], EVAL_LOADER_PHASE, EVAL_PHASE)
+    micro = kind == (schema.BACKWARD if (kind == schema.BACKWARD).any() else schema.FORWARD)
+    left = np.zeros(len(kind), dtype=np.bool_)
+    if len(found.last_closing):
+        left[training.row[int(found.last_closing[-1]) + 1 :]] = True
     return Segmentation(
         nested=nested,
         phase=phase,
         step=step,
-        steps=_columns(nested, kind, step, training, found, start, end),
-        evaluation_start_ns=training.eval_start_ns,
-        evaluation_end_ns=training.eval_end_ns,
-        unfinished_micro_step_count=_count_unfinished(kind, nested, training, found),
+        steps=_columns(nested, kind, micro, step, training, found, start, end),
+        evaluation_start_ns=training.evaluations.starts,
+        evaluation_end_ns=training.evaluations.ends,
+        unfinished_micro_step_count=int((left[nested.top] & micro).sum()),
     )
 
 
-def _training(nested: Nested, kind: Codes, line: TokenLine, *, source: int) -> _Training:
+def _training(nested: Nested, kind: Codes, line: TokenLine, *, source: int) -> TrainTokens:
     """Training tokens, evaluation runs, and what a token holds inside."""
     evaluation = line.evaluation
     begins = evaluation & ~np.append(False, evaluation[:-1])
@@ -532,18 +509,17 @@ def _training(nested: Nested, kind: Codes, line: TokenLine, *, source: int) -> _
     tokens = (
         _train_tokens(nested, kind, line, train)
         if source == BY_TRAINING
-        else repeating_tokens(nested.spans.tag[line.row[train]], line.kind[train], source)
+        else _repeating_tokens(spans.tag[line.row[train]], line.kind[train], source)
     )
-    return _Training(
+    return TrainTokens(
         row=line.row[train],
         eval_after=after[train],
-        eval_start_ns=spans.start_ns[line.row[begins]],
-        eval_end_ns=spans.end_ns[line.row[ends]],
-        tokens=tokens,
+        evaluations=Intervals(spans.start_ns[line.row[begins]], spans.end_ns[line.row[ends]]),
+        **tokens,
     )
 
 
-def _train_tokens(nested: Nested, kind: Codes, line: TokenLine, train: Ints) -> TrainTokens:
+def _train_tokens(nested: Nested, kind: Codes, line: TokenLine, train: Ints) -> dict[str, Any]:
     row, token = line.row[train], line.kind[train]
     inner = np.flatnonzero(nested.parent >= 0)
     holds_work = _holders(nested, inner[_WORK[kind[inner]]])[row]
@@ -557,14 +533,14 @@ def _train_tokens(nested: Nested, kind: Codes, line: TokenLine, train: Ints) -> 
             closing = closing & holds_step  # the optimizer steps inside the backward
     at_work = np.append(~line.evaluation & ~LOADER[line.kind], False)[1:]
     early_end = (token == schema.DATA_END) & at_work[train]  # one batch was fetched ahead
-    return TrainTokens(
-        closing=closing,
-        tag=_optimizer_tags(nested, kind, inner)[row],
-        work=work & ~closing,
-        holds_work=closing & holds_work & (token != schema.BACKWARD),
-        fetch=FETCH[token] | early_end,
-        by=BY_BACKWARD if by_backward else None,
-    )
+    return {
+        "closing": closing,
+        "tag": _optimizer_tags(nested, kind, inner)[row],
+        "work": work & ~closing,
+        "holds_work": closing & holds_work & (token != schema.BACKWARD),
+        "fetch": FETCH[token] | early_end,
+        "by": BY_BACKWARD if by_backward else None,
+    }
 
 
 def _holders(nested: Nested, inner: Ints) -> Bools:
@@ -600,7 +576,7 @@ def _with_skipped(tag: Codes, empty: Bools) -> Codes:
     return filled
 
 
-def _step_times(spans: Spans, training: _Training, found: Boundaries) -> tuple[Ints, Ints]:
+def _step_times(spans: Spans, training: TrainTokens, found: Boundaries) -> tuple[Ints, Ints]:
     """Start and end of each step."""
     # A step ends where the next one's batch begins, or where an evaluation begins after its last
     # token, or with its last optimizer step; one that begins with no batch begins there too.
@@ -616,36 +592,35 @@ def _step_times(spans: Spans, training: _Training, found: Boundaries) -> tuple[I
     last = np.where(by_loader | (np.arange(count) < count - 1), follower - 1, found.last_closing)
     evaluation = training.eval_after[last]
     begun = np.flatnonzero(evaluation >= 0)
-    if training.tokens.by != BY_MARK:
-        end[begun] = training.eval_start_ns[evaluation[begun]]
+    if training.by != BY_MARK:
+        end[begun] = training.evaluations.starts[evaluation[begun]]
     start = np.append(spans.start_ns[row[found.first[:1]]], end[:-1])
     begun = begun[begun < count - 1]
-    start[begun + 1] = training.eval_end_ns[evaluation[begun]]
+    start[begun + 1] = training.evaluations.ends[evaluation[begun]]
     own = np.flatnonzero(found.by_loader)
     start[own] = spans.start_ns[row[found.first[own]]]
     return start, end
 
 
 def _columns(
-    nested: Nested, kind: Codes, step: Ints, training: _Training, found: Boundaries,
-    start: Ints, end: Ints,
+    nested: Nested, kind: Codes, micro: Bools, step: Ints, training: TrainTokens,
+    found: Boundaries, start: Ints, end: Ints,
 ) -> StepColumns:  # fmt: skip
-    count = len(start)
-    before = np.append(0, np.cumsum(training.eval_end_ns - training.eval_start_ns))
-    first, last = (np.searchsorted(training.eval_start_ns, edge) for edge in (start, end))
+    count, evaluated = len(start), training.evaluations
+    before = np.append(0, np.cumsum(evaluated.ends - evaluated.starts))
+    first, last = (np.searchsorted(evaluated.starts, edge) for edge in (start, end))
     step_ns = end - start - (before[last] - before[first])
     phase = _PHASE_OF_KIND[kind]
     host = np.stack([_sums(nested.self_ns, step, phase == p, count) for p in range(len(PHASES))])
     of_optimizer = np.append(kind, 0)[nested.parent] == schema.OPTIMIZER
     optimizer = _counts(step, (kind == schema.OPTIMIZER) & ~of_optimizer, count)
-    micro_kind = schema.BACKWARD if (kind == schema.BACKWARD).any() else schema.FORWARD
     return StepColumns(
         start_ns=start,
         end_ns=end,
         step_ns=step_ns,
         host_ns=host,
         other_ns=step_ns - host.sum(axis=0),
-        micro_step_count=_counts(step, kind == micro_kind, count),
+        micro_step_count=_counts(step, micro, count),
         optimizer_step_count=optimizer,
         skipped=(_counts(step, kind == schema.SCALER, count) > 0) & (optimizer == 0),
         boundary=found.boundary,
@@ -663,13 +638,3 @@ def _sums(values: Ints, step: Ints, mask: Bools, count: int) -> Ints:
 
 def _counts(step: Ints, mask: Bools, count: int) -> Ints:
     return np.bincount(step[mask & (step >= 0)], minlength=count)
-
-
-def _count_unfinished(kind: Codes, nested: Nested, training: _Training, found: Boundaries) -> int:
-    """Backward passes after the last step, forward passes where the rank has none."""
-    if not training.tokens.closing.any():
-        return 0
-    left = np.zeros(len(kind), dtype=np.bool_)
-    left[training.row[int(found.last_closing[-1]) + 1 :]] = True
-    micro_kind = schema.BACKWARD if (kind == schema.BACKWARD).any() else schema.FORWARD
-    return int((left[nested.top] & (kind == micro_kind)).sum())
