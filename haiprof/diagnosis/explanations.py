@@ -19,11 +19,11 @@ from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import (
     LOADER_WORKERS,
     lost_to_waiting,
+    nfs_wait,
     others_beside,
     starvation,
     state_of,
 )
-from haiprof.diagnosis.network_storage import nfs_wait
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
@@ -108,13 +108,10 @@ def _whole_of(account: Account) -> str:
 def explain(question: Question) -> Finding:
     """The first explanation that speaks of an account."""
     account = question.account
-    by_activity = _BY_ACTIVITY.get(account.activity)
-    function = _BY_POSITION.get(account.position, _code)
-    if account.explanation in _BY_KEY:
-        function = _BY_KEY[account.explanation]
-    elif by_activity is not None and (account.activity, account.position) != _EVALUATED:
-        function = by_activity
-    said = function(question)
+    is_evaluated = (account.activity, account.position) == _EVALUATED
+    by_activity = None if is_evaluated else _BY_ACTIVITY.get(account.activity)
+    by_position = _BY_POSITION.get(account.position, _code)
+    said = (_BY_KEY.get(account.explanation) or by_activity or by_position)(question)
     if account.activity == "wait: file":
         said = _with_mount(question, said)
     if account.activity == "wait: socket":
@@ -134,11 +131,11 @@ def _with_mount(question: Question, said: Finding) -> Finding:
     account = question.account
     share = account.ns_per_step / max(question.mean_ns, 1.0)
     nfs = nfs_wait(question.inputs, account.ranks, share)
-    if nfs is None or nfs.text in said.title:
+    if nfs is None or nfs.title in said.title:
         return said
     return replace(
         said,
-        title=f"{said.title}; {nfs.text}",
+        title=f"{said.title}; {nfs.title}",
         remedy=f"{said.remedy}; {nfs.remedy}",
         evidence=(*said.evidence, *nfs.evidence),
     )
@@ -169,9 +166,9 @@ def _small_operators(question: Question) -> Finding:
         title=f"many small operators{_code_text(account)}: {count:,.0f} in a step, and as many in "
         f"backward, {question.amount} in both",
         remedy="vectorise the loop (torch.stack, einsum, torch.vmap), or torch.compile",
-        evidence=(
-            Evidence(name="operators of that line in a step", value=count, unit="count"),
-            Evidence(name="median operator in the traced window", value=mean, unit="ns"),
+        evidence=evidence_rows(
+            ("operators of that line in a step", count, "count"),
+            ("median operator in the traced window", mean, "ns"),
         ),
     )
 
@@ -287,7 +284,7 @@ def _interpreter_lock(question: Question) -> Finding:
         f"{question.amount}",
         remedy="move that thread's work to another process (multiprocessing, subprocess, a "
         "DataLoader worker), do less of it, or use code that releases the GIL",
-        evidence=(Evidence(name="CPU of other Python threads", value=used, unit="cores"),),
+        evidence=evidence_rows(("CPU of other Python threads", used, "cores")),
         code_lines=code_lines(chosen, "a core, in another thread that takes the GIL", used),
     )
 
@@ -337,9 +334,9 @@ def _collections(question: Question) -> Finding:
         else "call gc.freeze() once the model and data are built; then gc.disable(), and "
         "gc.collect(1) every few hundred steps on all ranks alike; look for what makes reference "
         "cycles in each step (closures, kept exceptions), and for gc.collect() in the loop",
-        evidence=(
-            Evidence(name="pauses of 0.2 ms and more", value=float(pauses.height), unit="count"),
-            Evidence(name="longest pause", value=longest, unit="ns"),
+        evidence=evidence_rows(
+            ("pauses of 0.2 ms and more", float(pauses.height), "count"),
+            ("longest pause", longest, "ns"),
         ),
     )
 
@@ -412,18 +409,15 @@ def slowed_by_saves(question: Question, slowed: SlowedSteps) -> Finding:
         title=f"steps are {duration_text(slowed.extra.mean)} slower while a save is written beside "
         f"them{code}: {question.amount} on average",
         remedy=f"{do}; or save less often, or less",
-        evidence=(
-            Evidence(name="saves beside the training", value=float(slowed.save_count),
-                     unit="count"),
-            Evidence(name="steps that began meanwhile", value=float(slowed.step_count),
-                     unit="count"),
-            Evidence(name="of steps that were compared", value=float(slowed.of_count),
-                     unit="count"),
-            Evidence(name="slower at least", value=slowed.extra.low, unit="ns"),
-            Evidence(name="slower at most", value=slowed.extra.high, unit="ns"),
+        evidence=evidence_rows(
+            ("saves beside the training", float(slowed.save_count), "count"),
+            ("steps that began meanwhile", float(slowed.step_count), "count"),
+            ("of steps that were compared", float(slowed.of_count), "count"),
+            ("slower at least", slowed.extra.low, "ns"),
+            ("slower at most", slowed.extra.high, "ns"),
         ),
         missing=() if account.file else ("which line begins the saves",),
-    )  # fmt: skip
+    )
     return _name_alone(question, said)
 
 
@@ -455,9 +449,9 @@ def _checkpoint(question: Question) -> Finding:
         if is_copying
         else "save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
-        evidence=(
-            Evidence(name="saves in the judged steps", value=float(saves.height), unit="count"),
-            Evidence(name="mean time of a save", value=mean, unit="ns"),
+        evidence=evidence_rows(
+            ("saves in the judged steps", float(saves.height), "count"),
+            ("mean time of a save", mean, "ns"),
         ),
     )
 
@@ -527,29 +521,32 @@ def _is_in_trainer(account: Account) -> bool:
 def _code(question: Question) -> Finding:
     """A line of the job's."""
     account = question.account
-    where, do = _where(account), _DO.get(account.position, _OUTSIDE)
+    position, called = account.position, " ".join(account.callees)
     has_loader = question.inputs.steps["dataloader_host_ns"].count() > 0
-    if account.position in ("prepare", "between_steps") and not has_loader:
-        do = f"{_OUTSIDE}; of batches: {_DO['prepare']}"
-    called = " ".join(account.callees)
-    by_call = next((do for part, do in _OF_CALL if part in called), None)
-    does = _OF_ACTIVITY.get(account.activity)
-    if account.position == "gradients" and not question.inputs.uses_gpu:
-        do = "where it is for a log, do it every N steps"  # foreach gains nothing on a CPU
-    if account.ranks and len(question.inputs.world) > 1 and do.startswith(_OUTSIDE):
-        do = "let all ranks do a part of it each, or less often"
-    if _is_in_trainer(account):
-        do = _OF_TRAINER
-    if account.position == "forward" and account.package == "numpy":
-        by_call = "use tensor operators in place of numpy, or do it ahead, in the dataset"
-    if account.when == GROWING:
-        by_call = "find what grows: a list, a history or a graph to which each step adds; keep a "
-        by_call += "running value or the last N entries"
+    alone = bool(account.ranks) and len(question.inputs.world) > 1
+    may_load = position in ("prepare", "between_steps") and not has_loader
+    is_outside = position not in _DO or may_load
+    remedies = (  # the first that is true
+        (account.when == GROWING, "find what grows: a list, a history or a graph to which each "
+         "step adds; keep a running value or the last N entries"),
+        (position == "forward" and account.package == "numpy",
+         "use tensor operators in place of numpy, or do it ahead, in the dataset"),
+        *((part in called, do) for part, do in _OF_CALL),
+        (account.activity in _OF_ACTIVITY, _OF_ACTIVITY.get(account.activity, "")),
+        (_is_in_trainer(account), _OF_TRAINER),
+        (alone and is_outside, "let all ranks do a part of it each, or less often"),
+        (may_load, f"{_OUTSIDE}; of batches: {_DO['prepare']}"),
+        # foreach gains nothing on a CPU
+        (position == "gradients" and not question.inputs.uses_gpu,
+         "where it is for a log, do it every N steps"),
+        (True, _DO.get(position, _OUTSIDE)),
+    )  # fmt: skip
     return Finding(
-        rule=SLUGS.get(account.position, "outside_the_model"),
+        rule=SLUGS.get(position, "outside_the_model"),
         cause="waits" if account.activity.startswith("wait") else account.activity,
-        title=f"{where}: {_code_text(account, lead='')}, {question.amount}{account.paid_aside}",
-        remedy=by_call or does or do,
+        title=f"{_where(account)}: {_code_text(account, lead='')}, {question.amount}"
+        f"{account.paid_aside}",
+        remedy=next(do for is_so, do in remedies if is_so),
     )
 
 

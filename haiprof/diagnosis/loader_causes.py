@@ -9,8 +9,7 @@ import numpy as np
 
 from haiprof.base.intervals import Floats
 from haiprof.base.medians import lower_median
-from haiprof.diagnosis.machine_causes import hosts_of, used_by_others
-from haiprof.diagnosis.network_storage import nfs_wait
+from haiprof.diagnosis.machine_causes import hosts_of, nfs_wait, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
 from haiprof.run_analysis.code_samples import CodeSamples
@@ -211,7 +210,7 @@ def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Fin
     nfs = nfs_wait(inputs, (), loading.wait_share) if is_file else None
     return Finding(
         rule="storage",
-        title=f"and the loader itself {f'waits: {nfs.text}' if nfs else wait}",
+        title=f"and the loader itself {f'waits: {nfs.title}' if nfs else wait}",
         remedy=f"{parallel}"
         + (
             "take the pauses out (time.sleep, attempts that wait)"

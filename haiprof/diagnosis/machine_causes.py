@@ -1,4 +1,4 @@
-"""What the machine does to training: who has the cores, slow hardware of a rank, NUMA nodes."""
+"""What the machine does to training: who has the cores, slow hardware, NUMA nodes, NFS mounts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 import polars as pl
 
 from haiprof.base.medians import lower_median
-from haiprof.base.units import NS_PER_S, number_text, ranks_text, ratio_text
+from haiprof.base.units import (
+    NS_PER_S,
+    duration_text,
+    number_text,
+    ranks_text,
+    ratio_text,
+    visible,
+)
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
@@ -451,3 +458,46 @@ def _placement_evidence(placement: Placement, way: str) -> Evidence:
 
 def _join_nodes(nodes: Collection[int]) -> str:
     return " and ".join(map(str, sorted(nodes)))
+
+
+_SLOTS = (
+    "let the client send more at once: mount with nconnect=N, or raise "
+    "sunrpc.tcp_max_slot_table_entries and nfs.max_session_slots (`haiprof preflight` shows them)"
+)
+_SERVER = (
+    "the server or the way to it is slow: a copy of the data on a local disk, or larger files read "
+    "in order; nfsiostat and the server's own load tell more"
+)
+
+
+def nfs_wait(inputs: RuleInputs, ranks: Collection[int], share: float) -> Finding | None:
+    """The NFS mount whose requests may be a wait of such a share of the time; None where none is.
+
+    It may be where so many were under way on average, on a node of these ranks (none: of any). A
+    sentence on waiting for a file goes on with its title.
+    """
+    hosts = dict(inputs.ranks.select("rank", "host").drop_nulls().rows())
+    own = {hosts.get(rank) for rank in ranks or hosts}
+    found = next((each for each in inputs.mounts if each.host in own), None)
+    if found is None or found.under_way < share:
+        return None
+    queue, rtt = found.queue_ns, found.rtt_ns
+    is_held = queue is not None and rtt is not None and queue > rtt
+    again = found.sent_again_per_s
+    known = (("RTT", rtt), ("queue", queue))
+    parts = ", ".join(f"{name} {duration_text(ns)}" for name, ns in known if ns is not None)
+    return Finding(
+        title=f"NFS {visible(found.point)}: a {found.kind} takes {duration_text(found.execute_ns)}"
+        + (f" ({parts})" if parts else "")
+        + (": RPC slots full" if is_held else "")
+        + (f", {number_text(again)} requests a second sent again" if again else ""),
+        remedy=_SLOTS if is_held else _SERVER,
+        evidence=evidence_rows(
+            (f"{found.kind}s of NFS {visible(found.point)} a second", found.count_per_s, "count"),
+            ("such requests under way, on average", found.under_way, "count"),
+            ("one of them", found.execute_ns, "ns"),
+            ("waiting on this client to be sent", queue, "ns"),
+            ("from sending to the reply (RTT)", rtt, "ns"),
+            ("requests sent again a second", again, "count"),
+        ),
+    )

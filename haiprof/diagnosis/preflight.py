@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from haiprof.base.medians import MAD_TO_SIGMA, mean_median, upper_median
 from haiprof.base.units import NS_PER_S, duration_text
-from haiprof.diagnosis.collective_timeouts import Contradiction, find_contradictions
 from haiprof.diagnosis.thresholds import (
     PREFLIGHT_CLOCK_RATIO,
     PREFLIGHT_LINK_RATIO,
@@ -116,27 +115,36 @@ def _lowest(values: Sequence[float], ratio: float) -> float:
     return min(usual * (1 - ratio), max(usual * (1 - ratio) / 2, usual - PREFLIGHT_MADS * mad))
 
 
+def _comparison(
+    values: Sequence[float], known: float | None, ratio: float
+) -> Callable[[float], tuple[float, str] | None]:
+    """What one of some ranks' values is slower than: its peers, else the baseline; or None."""
+    lowest = _lowest(values, ratio) if len(values) > 1 else 0.0
+
+    def compare(value: float) -> tuple[float, str] | None:
+        if value < lowest:
+            return upper_median(values), "peers"
+        if known is not None and value < known * (1 - ratio):
+            return known, "baseline"
+        return None
+
+    return compare
+
+
 def _slow_ranks(
     ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float]
 ) -> Iterator[Suspect]:
     hosts = {own["rank"]: own["host"] for own in ranks}
     for what, own in _rates(ranks).items():
-        if what.startswith("all_reduce"):
-            continue  # all ranks wait for the slowest: it says nothing of one
-        if what == _CLOCK:
+        # All ranks wait for the slowest in an all-reduce: it says nothing of one.
+        if what.startswith("all_reduce") or what == _CLOCK:
             continue
         ratio = PREFLIGHT_LINK_RATIO if what in _NOISY else PREFLIGHT_RATIO
-        values = list(own.values())
-        lowest, known = _lowest(values, ratio), baseline.get(what)
+        compare = _comparison(list(own.values()), baseline.get(what), ratio)
         for rank, value in own.items():
-            if len(values) > 1 and value < lowest:
-                usual, against = upper_median(values), "peers"
-            elif known is not None and value < known * (1 - ratio):
-                usual, against = known, "baseline"
-            else:
-                continue
-            yield Suspect(what=what, rank=rank, host=hosts[rank], value=value, usual=usual,
-                          against=against)  # fmt: skip
+            if (faster := compare(value)) is not None:
+                yield Suspect(what=what, rank=rank, host=hosts[rank], value=value, usual=faster[0],
+                              against=faster[1])  # fmt: skip
 
 
 def _slow_clocks(
@@ -144,22 +152,16 @@ def _slow_clocks(
 ) -> Iterator[Suspect]:
     """GPUs whose clock under load is below that of their peers, or held down by what is unusual."""
     clocks = [(own, own["clock"]["mhz"]) for own in ranks if own["rates"].get(_CLOCK) is not None]
-    values = [mhz for _, mhz in clocks]
-    known = baseline.get(_CLOCK)
+    compare = _comparison([mhz for _, mhz in clocks], baseline.get(_CLOCK), PREFLIGHT_CLOCK_RATIO)
     for own, mhz in clocks:
         bits, highest = int(own["clock"]["reasons"] or 0), own["clock"]["max_mhz"]
         half = highest is not None and mhz < highest * (1 - PREFLIGHT_LINK_RATIO)
-        if len(values) > 1 and mhz < _lowest(values, PREFLIGHT_CLOCK_RATIO):
-            usual, against = upper_median(values), "peers"
-        elif known is not None and mhz < known * (1 - PREFLIGHT_CLOCK_RATIO):
-            usual, against = known, "baseline"
-        elif bits & _NOT_USUAL or half:
-            usual, against = highest, "maximum"
-        else:
+        faster = compare(mhz) or ((highest, "maximum") if bits & _NOT_USUAL or half else None)
+        if faster is None:
             continue
         held = dict.fromkeys(word for bit, word in _HELD_DOWN.items() if bits & bit)
-        yield Suspect(what=_CLOCK, rank=own["rank"], host=own["host"], value=mhz, usual=usual,
-                      against=against,
+        yield Suspect(what=_CLOCK, rank=own["rank"], host=own["host"], value=mhz, usual=faster[0],
+                      against=faster[1],
                       reason=f"held down by {', '.join(held)}" if held else "")  # fmt: skip
 
 
@@ -181,8 +183,8 @@ def _faults(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
     for rank in ranks:
         for what, value in rank.get("faults", {}).items():
             if value:
-                yield Suspect(what=what, rank=rank["rank"], host=rank["host"], to_host=None,
-                              value=float(value), usual=0.0, against=NONE_IS_USUAL)  # fmt: skip
+                yield Suspect(what=what, rank=rank["rank"], host=rank["host"], value=float(value),
+                              usual=0.0, against=NONE_IS_USUAL)  # fmt: skip
 
 
 def _xids(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
@@ -203,14 +205,19 @@ def _xids(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
 def _contradictions(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
     """Settings of timeouts that work against each other; said once where all ranks have them."""
     own = {rank["rank"]: rank["timeouts"] for rank in ranks if "timeouts" in rank}
-    found: dict[Contradiction, list[int]] = {}
+    found: dict[Suspect, list[int]] = {}
     for rank, timeouts in own.items():
-        for one in find_contradictions(timeouts["set"], timeouts["collective_s"]):
+        for one in _of_timeouts(timeouts["set"], timeouts["collective_s"]):
             found.setdefault(one, []).append(rank)
     for one, among in found.items():
         for rank in [None] if len(among) == len(own) else among:
-            yield Suspect(what=f"setting {one.variable}", rank=rank, value=one.value,
-                          usual=one.against_s, against=TIMEOUT, reason=one.reason)  # fmt: skip
+            yield replace(one, rank=rank)
+
+
+def _setting(variable: str, value: float, reason: str, timeout_s: float | None = None) -> Suspect:
+    """A setting that keeps another one, or a timeout, from its work."""
+    return Suspect(what=f"setting {variable}", value=value, usual=timeout_s, against=TIMEOUT,
+                   reason=reason)  # fmt: skip
 
 
 def _unread(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -271,3 +278,81 @@ def _blame_nodes(
     if len(worst) == 1:
         blamed.add(worst[0])
     return tuple(sorted(blamed)) if len(blamed) < len({own["host"] for own in ranks}) else ()
+
+
+_HEARTBEAT, _HEARTBEAT_S = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480
+"""Source: PyTorch's default (HeartbeatMonitor in ProcessGroupNCCL.cpp)."""
+_ASYNC, _BLOCKING, _DESYNC, _DUMP, _MONITORING = (
+    f"TORCH_NCCL_{name}"
+    for name in (
+        "ASYNC_ERROR_HANDLING",
+        "BLOCKING_WAIT",
+        "DESYNC_DEBUG",
+        "DUMP_ON_TIMEOUT",
+        "ENABLE_MONITORING",
+    )
+)
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_IB_TIMEOUT, _IB_RETRIES = "NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT"
+_IB_UNIT_S, _IB_USUAL_RETRIES, _IB_HIGHEST = 4.096e-6, 7, 31
+"""Source: NCCL's environment variables: 4.096 us * 2 ^ NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT times; 31
+is the highest that InfiniBand's five bits hold."""
+_TRUE = ("1", "true", "t", "yes", "y")
+
+
+def _of_timeouts(variables: Mapping[str, str], collective_s: float | None) -> Iterator[Suspect]:
+    """Settings of NCCL's timeouts and of PyTorch's watchdog that cannot work together.
+
+    Source: PyTorch's "ProcessGroupNCCL Environment Variables" and ProcessGroupNCCL.hpp, of which
+    variables must be set together; init_process_group, of the two of which one should be set;
+    NCCL's "Environment Variables".
+    """
+    handling = _number(variables, _ASYNC, _ASYNC.removeprefix("TORCH_"))
+    waits = _is_on(variables, _BLOCKING, _BLOCKING.removeprefix("TORCH_"))
+    if handling == 0 and not waits:
+        why = "a collective that fails or times out is not handled: the job hangs on"
+        yield _setting(_ASYNC, 0, why)
+    if handling and waits:
+        yield _setting(_BLOCKING, 1, f"only one of it and {_ASYNC} should be set: the other is not "
+                       "used")  # fmt: skip
+    if _is_on(variables, _DESYNC, _DESYNC.removeprefix("TORCH_")) and (handling == 0 or waits):
+        why = f"it must be set together with {_ASYNC}: no report will be written"
+        yield _setting(_DESYNC, 1, why)
+    monitors = _MONITORING not in variables or _is_on(variables, _MONITORING)
+    if _is_on(variables, _DUMP):
+        lacking = [name for name in _SIZES if name in variables][:1]
+        lacking = [name for name in lacking if _number(variables, name) == 0]
+        lacking += [] if monitors else [_MONITORING]
+        if lacking:
+            yield _setting(_DUMP, 1, f"nothing is dumped with {lacking[0]}=0")
+    if collective_s is None:
+        return
+    heartbeat = _number(variables, _HEARTBEAT)
+    # PyTorch's own heartbeat, 480 s, is shorter than its collectives' 600 s: only less is told.
+    if heartbeat is not None and monitors and heartbeat < min(collective_s, _HEARTBEAT_S):
+        why = (
+            "where the watchdog hangs in a call of CUDA or NCCL, the process is killed before its "
+            "timeout tells which collective hangs"
+        )
+        yield _setting(_HEARTBEAT, heartbeat, why, collective_s)
+    exponent, retries = (_number(variables, name) for name in (_IB_TIMEOUT, _IB_RETRIES))
+    if exponent is None or not 0 <= exponent <= _IB_HIGHEST:
+        return
+    gives_up_s = _IB_UNIT_S * 2**exponent * (_IB_USUAL_RETRIES if retries is None else retries)
+    if gives_up_s >= collective_s:
+        why = (
+            f"NCCL gives a broken network up after {gives_up_s:.0f} s: the watchdog ends the job "
+            "before that tells which link it is"
+        )
+        yield _setting(_IB_TIMEOUT, exponent, why, collective_s)
+
+
+def _number(variables: Mapping[str, str], *names: str) -> float | None:
+    """The first that is set; None where none is, or it is no whole number."""
+    text = next((variables[name].strip() for name in names if name in variables), "")
+    return float(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
+def _is_on(variables: Mapping[str, str], *names: str) -> bool:
+    text = next((variables[name] for name in names if name in variables), "")
+    return text.strip().lower() in _TRUE

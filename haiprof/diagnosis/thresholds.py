@@ -53,9 +53,6 @@ COMPARE_MIN_STEPS = 20
 COMPARE_P_VALUE = 0.05
 """Of an account, a position or a counter, for all of them together (Benjamini and Hochberg)."""
 
-SMALL_RATIO = 0.01
-"""No share that is divided by is taken to be less. Own choice."""
-
 LIKE_RATIO = 1.6
 """A step with more work: forward and backward both take a quarter longer than around it, and their
 growth differs by less than this factor, or by no more than that of attention from what is done per
