@@ -257,13 +257,11 @@ def host_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 
 def _totals(owned: GpuLaunches) -> pl.DataFrame:
     """`operator`, `kernel_total_count`, `gpu_total_ns`: a pass per level of the tree."""
-    kernel = np.flatnonzero(owned.row >= 0)
-    row, levels = owned.row[kernel], []
     names = owned.tree.spans["name"]
-    while len(row):
-        levels.append(pl.DataFrame({"kernel": kernel, "operator": names.gather(row)}))
-        row = owned.tree.parent[row]
-        kernel, row = kernel[row >= 0], row[row >= 0]
+    levels = [
+        pl.DataFrame({"kernel": kernel, "operator": names.gather(row)})
+        for kernel, row in owned.tree.outwards(owned.row)
+    ]
     if not levels:
         types = {"operator": pl.String, "kernel_total_count": pl.Int64, "gpu_total_ns": pl.Int64}
         return pl.DataFrame(schema=types)
@@ -280,11 +278,8 @@ def _cpu_time(tree: CallTree, window: tuple[int, int] | None) -> pl.DataFrame:
     """`operator`, `call_count`, `cpu_self_ns`, `cpu_total_ns` of what began in the window."""
     names = tree.spans["name"].to_physical().to_numpy()
     inner = np.zeros(len(names), dtype=np.bool_)
-    at, row = np.arange(len(names)), tree.parent
-    while len(at):
-        at, row = at[row >= 0], row[row >= 0]
+    for at, row in tree.outwards(tree.parent):
         inner[at] |= names[at] == names[row]
-        row = tree.parent[row]
     calls = tree.spans.select(
         "ts_ns",
         "dur_ns",

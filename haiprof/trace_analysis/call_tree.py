@@ -42,6 +42,16 @@ class CallTree:
             active = active[rows[active] >= 0]
         return rows
 
+    def outwards(self, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Yields rows, then what is around them, level by level: places in `rows`, and the row."""
+        place = np.arange(len(rows))
+        while True:
+            place, rows = place[rows >= 0], rows[rows >= 0]
+            if not len(rows):
+                return
+            yield place, rows
+            rows = self.parent[rows]
+
 
 def nest(spans: pl.DataFrame) -> CallTree:
     """Resolves the nesting of spans; O(n log n) without a loop over them."""
@@ -104,15 +114,8 @@ def roots(parent: Ints) -> Ints:
 
 def own_ns(tree: CallTree) -> Ints:
     """Duration of each span without what the spans directly inside it cover, in ns."""
-    rows = pl.DataFrame(
-        {"parent": tree.parent, "start": tree.starts, "dur": tree.spans["dur_ns"]}
-    ).with_columns(end=pl.col("start") + pl.col("dur"))
-    inner = rows.filter(pl.col("parent") >= 0)
-    reached = pl.col("end").cum_max().shift(1).over("parent")
-    begin = pl.max_horizontal("start", reached)  # overlapping children are not counted twice
-    covered = inner.select("parent", covered=(pl.col("end") - begin).clip(0))
-    own: Ints = rows["dur"].to_numpy().copy()
-    np.subtract.at(own, covered["parent"].to_numpy(), covered["covered"].to_numpy())
+    ends = tree.starts + tree.spans["dur_ns"].to_numpy()
+    ((_, own),) = total_and_own(tree.starts, ends, tree.parent, lambda begin, end: end - begin)
     return own
 
 
@@ -131,10 +134,23 @@ def innermost(tree: CallTree, calls: pl.DataFrame) -> Ints:
         place = rows["row"].to_numpy()
         begun = np.searchsorted(tree.starts[at : at + count], starts[place], side="right")
         found[place] = np.where(begun > 0, at + begun - 1, -1)
+    return _still_running(found, tree.parent, tree.ends, ends - 1)
+
+
+def innermost_at(starts: Ints, ends: Ints, times: Ints) -> Ints:
+    """The innermost range around each time: the one that began last; ranges are by start."""
+    outer = _enclosing(ends, np.zeros_like(ends))
+    begun = np.searchsorted(starts, times, side="right") - 1
+    return _still_running(begun, outer, ends, times)
+
+
+def _still_running(rows: Ints, outer: Ints, ends: Ints, times: Ints) -> Ints:
+    """From each row outwards to the first that ends after the row's time; -1 without one."""
+    found = rows.copy()
     active = np.flatnonzero(found >= 0)
     while len(active):
-        active = active[tree.ends[found[active]] < ends[active]]
-        found[active] = tree.parent[found[active]]
+        active = active[ends[found[active]] <= times[active]]
+        found[active] = outer[found[active]]
         active = active[found[active] >= 0]
     return found
 
@@ -241,8 +257,7 @@ def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:
     rows = pl.DataFrame({"parent": parent, "start": starts, "end": ends})
     reached = pl.col("end").cum_max().shift(1).over("parent")
     begin = pl.min_horizontal(pl.max_horizontal("start", reached), "end")
-    found: Ints = rows.select(begin).to_series().to_numpy()
-    return found
+    return rows.select(begin).to_series().to_numpy()
 
 
 def take(values: pl.Series, rows: Ints) -> pl.Series:

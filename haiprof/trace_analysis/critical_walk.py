@@ -113,13 +113,9 @@ def _window(ranges: pl.DataFrame, label: str) -> PathWindow:
 
 
 def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
-    times = [
-        table.select(start="ts_ns", end=pl.col("ts_ns") + pl.col("dur_ns"))
-        for table in (trace.ops, trace.runtime, trace.gpu)
-    ]
-    spans = pl.concat(times)
-    if spans.is_empty():
+    if trace.checked.window is None:
         raise MissingDataError(f"{trace.path}: no operators, calls or GPU events in it")
+    start = trace.checked.window[0]
     thread = host.busiest_thread()
     on_thread = host.frame.filter(
         pl.col("pid").eq_missing(thread[0])
@@ -127,11 +123,10 @@ def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
         & ~pl.col("is_mark")
     )
     ends = (on_thread["ts_ns"] + on_thread["dur_ns"]).to_numpy()
-    start = int(spans["start"].to_numpy().min())
     end = int(ends.max()) if len(ends) else start
     return PathWindow(
         start_ns=start,
-        host_end_ns=min(end, _last_gpu_end(trace, end)),
+        host_end_ns=end if trace.gpu.is_empty() else min(end, _last_gpu_end(trace, end)),
         thread=thread,
         label="from the first to the last event",
     )
@@ -139,8 +134,6 @@ def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
 
 def _last_gpu_end(trace: Trace, otherwise: int) -> int:
     """When a busy GPU is done, where the host neither waits for it nor begins more."""
-    if trace.gpu.is_empty():
-        return otherwise
     end = int((trace.gpu["ts_ns"] + trace.gpu["dur_ns"]).max())  # type: ignore[arg-type]
     calls = trace.runtime.filter(pl.col("ts_ns") + pl.col("dur_ns") >= end)
     waits = calls["name"].cast(pl.String).str.contains(f"{BLOCKING}|{FREE}").any()
@@ -175,8 +168,11 @@ def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
     row = np.full(count, -1, dtype=np.int64)
     time = gpu.starts.copy()
     best = np.full(count, NEVER, dtype=np.int64)
+    # Of a launch the start of the call counts, as in HTA; of an unusually long one its end.
+    begun = np.minimum(gpu.launched, gpu.starts)
+    done = np.minimum(np.append(calls.ends, 0)[gpu.call], gpu.starts)
     for kind, (found_row, found_time) in (
-        (LAUNCH, _by_launch(calls, gpu)),
+        (LAUNCH, (gpu.call, np.where(done - begun > USUAL_DELAY_NS, done, begun))),
         (STREAM, _by_pairs(gpu, stream_order(gpu))),
         (EVENT, _by_pairs(gpu, recorded_waits(trace, gpu, calls))),
     ):
@@ -192,13 +188,6 @@ def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
     known = row >= 0
     time[known] = best[known]
     return Causes(why=why, row=row, time=time)
-
-
-def _by_launch(calls: RuntimeCalls, gpu: DeviceEvents) -> tuple[Ints, Ints]:
-    """The start of the launch call, as HTA has it; of an unusually long one its end."""
-    begun = np.minimum(gpu.launched, gpu.starts)
-    done = np.minimum(np.append(calls.ends, 0)[gpu.call], gpu.starts)
-    return gpu.call, np.where(done - begun > USUAL_DELAY_NS, done, begun)
 
 
 def _by_pairs(gpu: DeviceEvents, pairs: Pairs) -> tuple[Ints, Ints]:
@@ -334,16 +323,12 @@ def _between_threads(host: HostEvents, main: int) -> Iterator[pl.DataFrame]:
         yield _hand_over(working, began, left, waiting, assumed=False)
     for number, thread in enumerate(host.threads):
         if number != main:
-            starts = _resume_times(*host.work_of(thread))
+            # It begins, or goes on after a long pause: assumed to be woken by the main one.
+            starts, ends = host.work_of(thread)
+            gaps = starts[1:] - np.maximum.accumulate(ends)[:-1]
+            starts = starts[np.append(True, gaps > LONG_GAP_NS)[: len(starts)]]
             starts = starts[covered_lengths(held[number], starts, starts + 1) == 0]
             yield _hand_over(number, starts, starts, main, assumed=True)
-
-
-def _resume_times(starts: Ints, ends: Ints) -> Ints:
-    """When a thread begins, or goes on after a long pause: assumed to be woken by the main one."""
-    gaps = starts[1:] - np.maximum.accumulate(ends)[:-1]
-    found: Ints = starts[np.append(True, gaps > LONG_GAP_NS)[: len(starts)]]
-    return found
 
 
 def _hand_over(

@@ -17,6 +17,7 @@ import polars as pl
 
 from haiprof.base.intervals import Intervals, Ints, complement, covered_lengths, intersection, union
 from haiprof.base.ledger import POSITIONS
+from haiprof.trace_analysis.call_tree import innermost_at
 from haiprof.trace_analysis.collectives import collective_kernels
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
@@ -41,7 +42,7 @@ from haiprof.trace_analysis.host_activity import (
 )
 from haiprof.trace_analysis.kernel_names import work_kind
 from haiprof.trace_analysis.launches import with_call
-from haiprof.trace_analysis.step_time import innermost, steps_with_gpu_tails
+from haiprof.trace_analysis.step_time import steps_with_gpu_tails
 from haiprof.trace_format.kineto.load import Cut
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE
@@ -312,7 +313,7 @@ def _idle_lines(
     launched = np.where(linked, calls[1][at], np.where(is_late, gaps.ends, gaps.starts))
     ready = np.clip(launched, gaps.starts, gaps.ends)
     order = blocking[np.argsort(host.tree.starts[blocking], kind="stable")]
-    around = innermost(host.tree.starts[order], host.tree.ends[order], gaps.starts)
+    around = innermost_at(host.tree.starts[order], host.tree.ends[order], gaps.starts)
     wait = np.where(around >= 0, np.append(order, -1)[around], -1)
     waited = np.where(wait >= 0, np.append(host.tree.ends - host.tree.starts, 0)[wait], 0)
     # Freeing memory waits for the device itself: without the wait before it would take as long.

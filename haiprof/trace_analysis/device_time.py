@@ -436,14 +436,7 @@ def kernels(
     )
     if not include_memory:
         gpu = gpu.filter(pl.col("kind") != MEMORY)
-    return limit_kernels(gpu, num_kernels=num_kernels, duration_ratio=duration_ratio)
-
-
-def limit_kernels(
-    gpu: pl.DataFrame, *, num_kernels: int | None, duration_ratio: float | None
-) -> pl.DataFrame:
-    """GPU events by name; those with the least time as one row `others`, as in `kernels`."""
-    told = [name for name in (*GEOMETRY, *LAUNCH) if name in gpu.columns]
+    told = [*GEOMETRY, *LAUNCH]
     by_name = gpu.group_by(*_GROUP, "name").agg(
         "dur_ns", pl.col(told).get(pl.col("dur_ns").arg_max()),
         longest_ns=pl.col("dur_ns").sum(),

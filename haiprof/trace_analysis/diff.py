@@ -11,10 +11,10 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Floats, Ints, union
+from haiprof.base.intervals import Floats, Ints
 from haiprof.base.statistics import LEAST, Comparison, adjust_p_values, compare_samples
 from haiprof.trace_analysis.call_tree import nest, uncovered_starts
-from haiprof.trace_analysis.device_time import Steps, step_window, with_launch
+from haiprof.trace_analysis.device_time import Steps, step_window, union_of, with_launch
 from haiprof.trace_analysis.kernel_names import FULL, name_normalizer, split_geometry, with_geometry
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 
@@ -64,10 +64,13 @@ def step_samples(
         is_kernel = kind == KERNEL
         gpu = with_geometry(trace.gpu) if is_kernel and geometry else trace.gpu
         events = _events(trace, kind, gpu, by_launch=windows[0].step is not None)
-        rename = name_normalizer(names, is_kernel=is_kernel)
-        events = _compared_names(events, _keeping_geometry(rename) if geometry else rename)
-        if kind == KERNEL:
-            parts.append(_without_launch(events))
+        events = _compared_names(events, name_normalizer(names, is_kernel=is_kernel))
+        if is_kernel:
+            lost = events.filter(pl.col("when_ns").is_null())
+            parts.append(lost.group_by(pl.lit(None, pl.Int64).alias("step")).agg(
+                count=pl.len(), total_ns=pl.col("dur_ns").sum(), share_ns=pl.lit(None, pl.Float64),
+                **dict.fromkeys(("of", "name"), pl.lit(UNLAUNCHED)),
+            ))  # fmt: skip
         parts.append(_per_window(events, windows, kind))
     typed = [pl.col(name).cast(dtype) for name, dtype in SAMPLE_SCHEMA.items()]
     return pl.concat([part.select(typed) for part in parts])
@@ -81,27 +84,12 @@ def _windows(trace: Trace, steps: Steps, *, by_step: bool) -> list[_StepWindow]:
         step_window(trace, steps)  # raises for steps that are not recorded
         marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
     rows = [_StepWindow(*row) for row in marks.select("step", "start_ns", "end_ns").iter_rows()]
-    return rows if rows and by_step else [_whole(trace)]
-
-
-def _whole(trace: Trace) -> _StepWindow:
-    ranges = [
-        (table["ts_ns"].min(), (table["ts_ns"] + table["dur_ns"]).max())
-        for table in (trace.gpu, trace.ops, trace.runtime)
-        if not table.is_empty()
-    ]
-    if not ranges:
+    if rows and by_step:
+        return rows
+    if trace.checked.window is None:
         raise MissingDataError(f"{trace.path}: neither operators nor GPU events in it")
-    starts, ends = zip(*ranges, strict=True)
-    return _StepWindow(None, min(starts), max(ends) + 1)
-
-
-def _keeping_geometry(rename: Callable[[str], str]) -> Callable[[str], str]:
-    def rename_kernel(name: str) -> str:
-        plain, geometry = split_geometry(name)
-        return rename(plain) + geometry
-
-    return rename_kernel
+    start, end = trace.checked.window
+    return [_StepWindow(None, start, end + 1)]
 
 
 def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> pl.DataFrame:
@@ -121,23 +109,14 @@ def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> p
 
 
 def _compared_names(events: pl.DataFrame, rename: Callable[[str], str]) -> pl.DataFrame:
-    """With the names that are compared, as codes of an Enum."""
+    """With the names that are compared, as codes of an Enum; a kernel's geometry stays behind."""
     recorded = events["name"].unique()
-    texts = recorded.cast(pl.String)
-    kept = [rename(text) for text in texts]
+    parts = [split_geometry(text) for text in recorded.cast(pl.String)]
+    kept = [rename(plain) + geometry for plain, geometry in parts]
     enum = pl.Enum(sorted(set(kept)))
     table = pl.DataFrame({"name": recorded, "kept": pl.Series(kept, dtype=enum)})
     return events.join(table, on="name", how="left", maintain_order="left").drop("name").rename(
         {"kept": "name"}
-    )  # fmt: skip
-
-
-def _without_launch(events: pl.DataFrame) -> pl.DataFrame:
-    lost = events.filter(pl.col("when_ns").is_null())
-    return lost.group_by(pl.lit(None, pl.Int64).alias("step")).agg(
-        pl.lit(UNLAUNCHED).alias("of"), pl.lit(UNLAUNCHED).alias("name"),
-        pl.len().alias("count"), pl.col("dur_ns").sum().alias("total_ns"),
-        pl.lit(None, pl.Float64).alias("share_ns"),
     )  # fmt: skip
 
 
@@ -179,7 +158,12 @@ class _Shares:
             active = (self._starts, self._ends)
         else:
             self._parent = nest(spans).parent
-            active = _active_threads(spans)
+            threads = [union_of(rows) for _, rows in spans.group_by("pid", "tid")]
+            nothing = np.zeros(0, dtype=np.int64)
+            active = (
+                np.concatenate([nothing, *(each.starts for each in threads)]),
+                np.concatenate([nothing, *(each.ends for each in threads)]),
+            )
         self._begins = uncovered_starts(self._starts, self._ends, self._parent)
         self._moments, self._passed = _divide_time(*active)
 
@@ -208,17 +192,6 @@ class _Shares:
         base = self._moments[0]  # floats hold ns only near 0
         found: Floats = np.interp(times - base, self._moments - base, self._passed)
         return found
-
-
-def _active_threads(spans: pl.DataFrame) -> tuple[Ints, Ints]:
-    """When each thread is in any operator."""
-    starts, ends = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    for _, rows in spans.group_by("pid", "tid"):
-        begin = rows["ts_ns"].to_numpy()
-        active = union(begin, begin + rows["dur_ns"].to_numpy())
-        starts.append(active.starts)
-        ends.append(active.ends)
-    return np.concatenate(starts), np.concatenate(ends)
 
 
 def _divide_time(starts: Ints, ends: Ints) -> tuple[Ints, Floats]:

@@ -18,6 +18,7 @@ from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.call_tree import (
     CallTree,
     distinct_names,
+    innermost_at,
     nest,
     python_calls,
     take,
@@ -219,14 +220,8 @@ class Host:
         rows = np.flatnonzero(self.thread == thread)
         starts, ends = self.tree.starts[rows], self.tree.ends[rows]
         edges = np.unique(np.concatenate([starts, ends]))
-        begun = np.searchsorted(starts, edges, side="right") - 1
-        found = np.where(begun >= 0, begun + (rows[0] if len(rows) else 0), -1)
-        active = np.flatnonzero(found >= 0)
-        while len(active):
-            active = active[self.tree.ends[found[active]] <= edges[active]]
-            found[active] = self.tree.parent[found[active]]
-            active = active[found[active] >= 0]
-        return Moments(edges, np.append(-1, found))
+        inner = innermost_at(starts, ends, edges)
+        return Moments(edges, np.append(-1, np.append(rows, -1)[inner]))
 
     @cached_property
     def main_moments(self) -> Moments:

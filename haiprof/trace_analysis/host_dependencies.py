@@ -172,8 +172,7 @@ class HandOvers:
     @property
     def was_idle(self) -> Bools:
         """Whether the working thread was idle until the other one left it something to do."""
-        found: Bools = self.began >= self.left
-        return found
+        return self.began >= self.left
 
     def within(self, begin: int, end: int) -> HandOvers:
         """Those of which all lies in a window."""

@@ -241,14 +241,11 @@ def full_queue(
     streams (D14) and says nothing of streams that were never full.
     """
     series = _with_duration(queue_length(trace, steps=steps))
-    tables = [table for table in (trace.gpu, trace.runtime, trace.ops) if len(table)]
-    starts = [int(table["ts_ns"].to_numpy().min()) for table in tables]
-    ends = [int((table["ts_ns"] + table["dur_ns"]).to_numpy().max()) for table in tables]
-    trace_ns = max(ends) - min(starts) if tables else 0
+    begin, end = trace.checked.window or (0, 0)
     full = pl.col("dur_ns").filter(pl.col("queue_length") >= max_queue_length).sum()
     return (
         series.group_by(_STREAM, maintain_order=True)
-        .agg(full_ns=full, trace_ns=pl.lit(trace_ns, dtype=pl.Int64))
+        .agg(full_ns=full, trace_ns=pl.lit(end - begin, dtype=pl.Int64))
         .with_columns(full_ratio=pl.col("full_ns") / pl.col("trace_ns"))
         .sort(_STREAM)
     )

@@ -9,8 +9,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
@@ -229,22 +227,18 @@ def _blocks(events: pl.DataFrame) -> pl.DataFrame:
 
 def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
     """Per device and operator: changes in it and in all that it called."""
-    # Whether no operator around each has its name; one False more, for no operator.
+    # Whether no operator around each has its name.
     spans, parent = operators.spans, operators.parent
     code, _ = distinct_names(spans["name"])
     found = stacks(levels(parent) or [], parent, code, thread_numbers(spans))
-    counts: npt.NDArray[np.bool_] = np.append(is_outermost(found)[found.of_call], False)
-    parts: list[pl.DataFrame] = []
-    rows, places = np.arange(len(events)), events["row"].to_numpy()
-    while len(rows):
-        once = (places < 0) | counts[places]
-        part = events[rows[once]].select(*_DEVICE, "bytes")
-        parts.append(part.with_columns(_names_at(operators, places[once])))
-        inner = places >= 0
-        rows, places = rows[inner], operators.parent[places[inner]]
-        rows, places = rows[places >= 0], places[places >= 0]
-    changes = pl.concat(parts).group_by(*_DEVICE, "operator")
-    return changes.agg(pl.col("bytes").sum().alias("increase_bytes"))
+    outermost = is_outermost(found)[found.of_call]
+    changes = events.select(*_DEVICE, "bytes", "operator")
+    parts = [changes.filter(pl.col("operator").is_null())]
+    for place, row in operators.outwards(events["row"].to_numpy()):
+        once = outermost[row]
+        parts.append(changes[place[once]].with_columns(_names_at(operators, row[once])))
+    summed = pl.concat(parts).group_by(*_DEVICE, "operator")
+    return summed.agg(pl.col("bytes").sum().alias("increase_bytes"))
 
 
 def _names_at(operators: CallTree, rows: Ints) -> pl.Series:

@@ -472,20 +472,14 @@ def calls_with_work(
     composed = calls["name"].is_in(list(COMPOSED - set(own))).to_numpy()
     rows = calls["row"].to_numpy()
     holds = np.zeros(len(tree.parent), dtype=np.bool_)
-    above = tree.parent[rows[~composed]]
-    while len(above):
-        above = np.unique(above[above >= 0])
-        above = above[~holds[above]]
+    for _, above in tree.outwards(tree.parent[rows[~composed]]):
         holds[above] = True
-        above = tree.parent[above]
     # Of two composed ones, such as matmul in linear, the inner one counts.
     order = np.argsort(-tree.depth[rows], kind="stable")
-    for at in order[composed[order]].tolist():
-        if not holds[rows[at]]:
-            up = tree.parent[rows[at]]
-            while up >= 0 and not holds[up]:
-                holds[up] = True
-                up = tree.parent[up]
+    for row in rows[order[composed[order]]].tolist():
+        if not holds[row]:
+            for _, above in tree.outwards(tree.parent[[row]]):
+                holds[above] = True
     found: Flags = composed & holds[rows]
     calls = calls.filter(~pl.Series(found))
     outer = _inside_of(tree, calls, list(own))

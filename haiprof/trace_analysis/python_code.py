@@ -23,6 +23,7 @@ from haiprof.trace_analysis.call_tree import (
     python_calls,
     stack_texts,
     stacks,
+    take,
     thread_numbers,
     total_and_own,
 )
@@ -365,25 +366,12 @@ def _by_path(
     tree: CallTree, paths: pl.Series, rows: pl.DataFrame, value: pl.Expr, *, with_outer: bool
 ) -> pl.DataFrame:
     """Sums by path; with those of the parts around as well, or of the innermost part alone."""
-    values = (
-        rows.select(value).to_series()
-        if rows.height
-        else pl.Series(value.meta.output_name(), [], dtype=pl.Int64)
-    )
-    if len(values) != rows.height:  # a literal
-        values = values.new_from_index(0, rows.height)
-    part = rows["row"].to_numpy().copy()
-    levels, place = [], np.arange(rows.height)
-    known = pl.Series(part, dtype=pl.Int64)
-    own = paths.gather(pl.select(pl.when(known >= 0).then(known)).to_series())
-    levels.append(pl.DataFrame([own.alias("path"), values]))
-    while with_outer and len(place):
-        outside = part[place] < 0
-        place = place[~outside]
-        above = tree.parent[part[place]]
-        place, above = place[above >= 0], above[above >= 0]
-        part[place] = above
-        levels.append(pl.DataFrame([paths.gather(above).alias("path"), values.gather(place)]))
+    own, values = rows["row"].to_numpy(), rows.select("row", value).to_series(1)
+    levels = [pl.DataFrame([take(paths, own), values])]
+    if with_outer:
+        around = np.append(tree.parent, -1)[own]
+        levels += [pl.DataFrame([paths.gather(row), values.gather(place)])
+                   for place, row in tree.outwards(around)]  # fmt: skip
     return pl.concat(levels).group_by("path").agg(pl.all().sum())
 
 

@@ -13,6 +13,7 @@ import polars as pl
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, union
 from haiprof.base.safe_files import MadeFolder
+from haiprof.trace_analysis.call_tree import innermost_at
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
     COMPUTATION,
@@ -89,29 +90,8 @@ def with_annotation(gpu: pl.DataFrame, annotations: pl.DataFrame) -> pl.DataFram
 def _enclosing(events: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
     starts = ranges["ts_ns"].to_numpy()
     ends = starts + ranges["dur_ns"].to_numpy()
-    place = innermost(starts, ends, events["ts_ns"].to_numpy())
+    place = innermost_at(starts, ends, events["ts_ns"].to_numpy())
     return ranges["name"].gather(pl.Series(place).replace(-1, None)).alias("annotation")
-
-
-def innermost(starts: Ints, ends: Ints, times: Ints) -> Ints:
-    """The innermost range around each time: the one that began last."""
-    place: Ints = np.searchsorted(starts, times, side="right") - 1
-    outer = _longer_before(ends)
-    while True:
-        missed = (place >= 0) & (ends[place] <= times if len(ends) else False)
-        if not missed.any():
-            return place
-        place[missed] = outer[place[missed]]
-
-
-def _longer_before(ends: Ints) -> Ints:
-    """For each range the last earlier one that ends later; -1 without any."""
-    found: Ints = np.arange(len(ends), dtype=np.int64) - 1
-    while True:
-        early = (found >= 0) & (ends[found] <= ends)
-        if not early.any():
-            return found
-        found[early] = found[found[early]]
 
 
 def _annotations(trace: Trace, steps: Steps) -> pl.DataFrame:

@@ -421,5 +421,4 @@ def _delays(job: Job) -> Ints:
     never = np.iinfo(np.int64).min
     latest = np.full(job.graph.point_count, never)
     np.maximum.at(latest, job.graph.targets, arrivals)
-    found: Ints = np.where(latest > never, np.maximum(job.times - latest, 0), 0)[:, None]
-    return found
+    return np.where(latest > never, np.maximum(job.times - latest, 0), 0)[:, None]

@@ -283,8 +283,7 @@ def _inside(begins: Ints, ends: Ints, starts: Ints, stops: Ints) -> Bools:
     if not len(starts):
         return np.zeros(len(begins), dtype=bool)
     at = np.searchsorted(starts, begins, side="right") - 1
-    found: Bools = (at >= 0) & (begins >= starts[at]) & (ends <= stops[at])
-    return found
+    return (at >= 0) & (begins >= starts[at]) & (ends <= stops[at])
 
 
 def _arrows(points: pl.DataFrame, earlier: _Key, later: _Key) -> pl.DataFrame:

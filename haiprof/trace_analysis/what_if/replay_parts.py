@@ -388,8 +388,7 @@ def _ready(taken: Ints, waited: npt.NDArray[np.bool_]) -> Ints | None:
     ready = taken[known[at]] + since * np.where(at >= 0, paces[at], pace)
     first = np.arange(len(taken)) < known[0]
     ready[first] = taken[known[0]] - pace * (known[0] - np.flatnonzero(first))
-    found: Ints = np.minimum(np.rint(ready).astype(np.int64), taken)
-    return found
+    return np.minimum(np.rint(ready).astype(np.int64), taken)
 
 
 WORKERS, HOST = "workers", "host"
@@ -435,5 +434,4 @@ def change_lengths(trace: Trace, change: Change, lengths: Ints, edges: pl.DataFr
 
 
 def _divide(lengths: Ints, speedup: float) -> Ints:
-    shorter: Ints = np.rint(lengths / speedup).astype(np.int64)
-    return shorter
+    return np.rint(lengths / speedup).astype(np.int64)

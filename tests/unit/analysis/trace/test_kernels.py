@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import mean, stdev
+from tempfile import TemporaryDirectory
 
 import polars as pl
 import pytest
@@ -22,7 +23,6 @@ from haiprof.trace_analysis.device_time import (
     MEMORY,
     across_ranks,
     kernels,
-    limit_kernels,
     with_kind,
 )
 from haiprof.trace_analysis.kernel_names import block_counts
@@ -116,14 +116,12 @@ def test_kernels_are_those_of_the_file(name: str) -> None:
 @given(st.dictionaries(st.sampled_from("abcdef"), st.lists(st.integers(0, 50), min_size=1)),
        st.integers(0, 7), st.floats(0, 1))  # fmt: skip
 def test_limits_never_lose_time(durations: dict[str, list[int]], many: int, share: float) -> None:
-    gpu = pl.DataFrame(
-        [(0, "computation", name, length) for name, each in durations.items() for length in each],
-        schema={"device": pl.Int64, "kind": pl.String, "name": pl.String, "dur_ns": pl.Int64},
-        orient="row",
-    )
-    found = limit_kernels(gpu, num_kernels=many, duration_ratio=share)
-    assert found["sum_ns"].sum() == gpu["dur_ns"].sum()
-    assert found["count"].sum() == gpu.height
+    work = [(name, length) for name, each in durations.items() for length in each]
+    with TemporaryDirectory() as folder:
+        trace = trace_of(Path(folder), [kernel(name, 0, length) for name, length in work])
+        found = kernels(trace, num_kernels=many, duration_ratio=share)
+    assert found["sum_ns"].sum() == sum(length for _, length in work) * US
+    assert found["count"].sum() == len(work)
     assert found["name_count"].sum() == len(durations)
     assert found.height <= many + 1
 
