@@ -392,13 +392,19 @@ def _verdict(rows: pl.DataFrame) -> str:
     if most["low_ns"] is None:
         if most["late_ns"] <= 0:
             return f"no rank is later than the others in {steps}"
+        near = rows[1:].filter(pl.col("late_ns") > most["late_ns"] / 2).head(2)
+        pairs = near.select("rank", "late_ns").iter_rows()
+        followers = ", ".join(f"rank {rank} {duration_text(late)}" for rank, late in pairs)
         return (
             f"who is late cannot be told from {steps}: in what was recorded "
             f"{rank} begins {collectives} latest, {much} later than the others"
-            f"{_followers(rows)}"
+            + (f" ({followers})" if followers else "")
         )
-    between = f"{ratio_text(CONFIDENCE)} interval {_sign_text(most['low_ns'])} to "
-    between += f"{_sign_text(most['high_ns'])}, {steps}"
+    low, high = (
+        f"-{duration_text(-ns)}" if ns < 0 else duration_text(ns)
+        for ns in (most["low_ns"], most["high_ns"])
+    )
+    between = f"{ratio_text(CONFIDENCE)} interval {low} to {high}, {steps}"
     if most["is_late"]:
         late = int(rows["is_late"].sum())
         more = f"; {late - 1} more ranks are late too" if late > 1 else ""
@@ -406,19 +412,6 @@ def _verdict(rows: pl.DataFrame) -> str:
             f"{rank} begins {collectives} {much} per step later than the others ({between}){more}"
         )
     return f"no rank is late beyond chance: the latest is {rank}, {much} per step ({between})"
-
-
-def _followers(rows: pl.DataFrame) -> str:
-    """The ranks that are nearly as late as the first."""
-    most = rows["late_ns"][0]
-    near = rows[1:].filter(pl.col("late_ns") > most / 2).head(2)
-    pairs = near.select("rank", "late_ns").iter_rows()
-    found = ", ".join(f"rank {rank} {duration_text(late)}" for rank, late in pairs)
-    return f" ({found})" if found else ""
-
-
-def _sign_text(ns: int) -> str:
-    return f"-{duration_text(-ns)}" if ns < 0 else duration_text(ns)
 
 
 def _unequal_starts(waits: pl.DataFrame) -> list[str]:

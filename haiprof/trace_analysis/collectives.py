@@ -211,7 +211,13 @@ def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
     Sizes are known where shapes were recorded, the group where the rank has a single one: threads
     of a backend do not say for which group they work.
     """
-    found = _with_sizes(cpu_collectives(trace))
+    found = cpu_collectives(trace)
+    told = [_all_inputs(*said) for said in found.select("input_dims", "input_types").iter_rows()]
+    sizes = [(count, dtype, _size(dtype)) for count, dtype in told]
+    columns = ("in_count", "dtype", "element_bytes")
+    found = found.hstack(
+        pl.DataFrame(sizes, schema={name: KERNELS_SCHEMA[name] for name in columns}, orient="row")
+    )
     groups = process_group_table(trace)
     several = groups.filter(pl.col("group_size") > 1)
     group = several.row(0, named=True) if several.height == 1 else {}
@@ -234,17 +240,6 @@ def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
     return pl.concat(
         [empty, named.select(set(named.columns) & set(empty.columns))], how="diagonal_relaxed"
     )
-
-
-def _with_sizes(found: pl.DataFrame) -> pl.DataFrame:
-    """Collectives of the CPU with `in_count`, `dtype` and `element_bytes` of all their inputs."""
-    told = [
-        _all_inputs(dims, types)
-        for dims, types in found.select("input_dims", "input_types").iter_rows()
-    ]
-    schema = {"in_count": pl.Int64, "dtype": pl.String, "element_bytes": pl.Int64}
-    rows = [(count, dtype, _size(dtype)) for count, dtype in told]
-    return found.hstack(pl.DataFrame(rows, schema=schema, orient="row"))
 
 
 def clock_base_ns(trace: Trace) -> int:

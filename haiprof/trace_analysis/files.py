@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
@@ -43,26 +42,21 @@ def files_by_window(source: str | Path) -> list[list[Worker]]:
             members = one_window(files, number)
         except MissingDataError:
             break
-        heads = [_head(path) for path in members]
-        readable = [head for head in heads if isinstance(head, _Head)]
+        heads = [_worker(path) for path in members]
+        workers = [head for head in heads if isinstance(head, Worker)]
         error = next((head for head in heads if isinstance(head, TraceFormatError)), error)
-        if readable:
-            found.append(_workers(readable))
+        known = {worker.rank for worker in workers}
+        free = (number for number in itertools.count() if number not in known)
+        ranked = [replace(each, rank=next(free)) if each.rank < 0 else each for each in workers]
+        if ranked:
+            found.append(sorted(ranked, key=lambda one: (one.rank, one.path.name)))
     if not found:
         raise error
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    path: Path
-    rank: int | None
-    host: str | None
-    metadata: Mapping[str, Any]
-
-
-def _head(path: Path) -> _Head | TraceFormatError:
-    """The metadata before a trace's events; or why it is not a trace."""
+def _worker(path: Path) -> Worker | TraceFormatError:
+    """By what stands before its events, with rank -1 where that is not said; or why it is none."""
     text = TraceText(path)
     try:
         next(text.pieces(), None)
@@ -70,37 +64,18 @@ def _head(path: Path) -> _Head | TraceFormatError:
     except TraceFormatError as error:
         return error
     stem = parse_stem(path.name)
-    return _Head(path, stem.rank if stem else rank, stem.host if stem else None, text.metadata)
-
-
-def _workers(heads: Sequence[_Head]) -> list[Worker]:
-    known = {head.rank for head in heads}
-    free = (number for number in itertools.count() if number not in known)
-    found = [
-        Worker(
-            path=head.path,
-            rank=next(free) if head.rank is None else head.rank,
-            host=head.host,
-            world_size=_world_size(head.metadata),
-            is_packed=_is_packed(head.path),
-        )
-        for head in heads
-    ]
-    return sorted(found, key=lambda one: (one.rank, one.path.name))
-
-
-def _world_size(metadata: Mapping[str, Any]) -> int | None:
-    for key in ("haiprof", "distributedInfo"):
-        said = metadata.get(key)
-        size = said.get("world_size") if isinstance(said, dict) else None
-        if type(size) is int and size > 0:
-            return size
-    return None
-
-
-def _is_packed(path: Path) -> bool:
+    sizes = [
+        said["world_size"] for key in ("haiprof", "distributedInfo")
+        if isinstance(said := text.metadata.get(key), dict)
+        and type(said.get("world_size")) is int and said["world_size"] > 0
+    ]  # fmt: skip
+    known = stem.rank if stem else rank
     with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+        is_packed = file.read(2) == b"\x1f\x8b"
+    return Worker(
+        path=path, rank=-1 if known is None else known, host=stem.host if stem else None,
+        world_size=next(iter(sizes), None), is_packed=is_packed,
+    )  # fmt: skip
 
 
 LOAD_SCHEMA = {

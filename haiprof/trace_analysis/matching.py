@@ -50,10 +50,20 @@ def match_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
     - `end` (0.7): ends at the same time, where order fails: windows that differ, or kernels
     missing from a trace. Only where clocks agree.
     """
-    roles = _with_role(kernels.filter(pl.col("kind") != "other"))
+    # Communication streams by their first kernel: numbers differ between ranks, order does not.
+    place = ["rank", "device", "stream"]
+    known = kernels.filter(pl.col("kind") != "other")
+    streams = known.group_by(place).agg(pl.col("start_ns").min().alias("first"))
+    role = pl.col("first").rank("ordinal").over("rank").alias("role")
+    roles = known.join(streams.select(*place, role), on=place).sort("rank", "start_ns", "event")
     numbered = _add_key(roles.filter(_has_sequence()), [*_GROUP, "sequence"], BY_SEQUENCE)
     rest = roles.filter(~_has_sequence())
-    ordered = _in_possible_order(_add_key(_same_counts(rest), [*_GROUP, "role", "step"], BY_ORDER))
+    # In order where every rank has as many of the group in the step.
+    within = [*_GROUP, "role", "step"]
+    counts = rest.group_by("rank", *within).len("count").group_by(within)
+    same = counts.agg(pl.col("count").n_unique().alias("different")).filter(different=1)
+    even = rest.join(same, on=within, how="semi", nulls_equal=True)
+    ordered = _in_possible_order(_add_key(even, within, BY_ORDER))
     left = rest.join(ordered.select("rank", "event"), on=["rank", "event"], how="anti")
     ended = _by_end(left)
     found = pl.concat([numbered, ordered, ended], how="diagonal").select(
@@ -79,17 +89,6 @@ def _has_sequence() -> pl.Expr:
     return pl.col("sequence").is_not_null() & pl.col("process_group").is_not_null()
 
 
-def _with_role(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Communication streams by their first kernel: numbers differ between ranks, order does not."""
-    streams = kernels.group_by("rank", "device", "stream").agg(
-        pl.col("start_ns").min().alias("first")
-    )
-    role = pl.col("first").rank("ordinal").over("rank").alias("role")
-    return kernels.join(
-        streams.select("rank", "device", "stream", role), on=["rank", "device", "stream"]
-    ).sort("rank", "start_ns", "event")
-
-
 def _add_key(kernels: pl.DataFrame, columns: list[str], matched_by: str) -> pl.DataFrame:
     """Adds a text key: the columns, and the number of the kernel among those with the same key."""
     nth = pl.col("event").cum_count().over("rank", *columns)
@@ -97,16 +96,6 @@ def _add_key(kernels: pl.DataFrame, columns: list[str], matched_by: str) -> pl.D
     return kernels.with_columns(
         key=pl.concat_str(pl.lit(matched_by), *parts, nth.cast(pl.String), separator="|"),
         matched_by=pl.lit(matched_by),
-    )
-
-
-def _same_counts(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Only groups of which every rank has as many in the step."""
-    within = [*_GROUP, "role", "step"]
-    counts = kernels.group_by("rank", *within).len("count")
-    same = counts.group_by(within).agg(pl.col("count").n_unique().alias("different"))
-    return kernels.join(
-        same.filter(pl.col("different") == 1), on=within, how="semi", nulls_equal=True
     )
 
 
@@ -147,7 +136,7 @@ def _one_clock(kernels: pl.DataFrame) -> pl.DataFrame:
     """
     counted = kernels.with_columns(group_rank_count=pl.col("rank").n_unique().over(*_GROUP))
     everyone = pl.col("rank").n_unique().over("key") == pl.col("group_rank_count")
-    together = _by_end(counted).filter(everyone).select("rank", "event", together=pl.lit(1))
+    together = _by_end(counted).filter(everyone).select("rank", "event", together=True)
     joined = counted.join(together, on=["rank", "event"], how="left")
     share = pl.col("together").is_not_null().mean().over(*_GROUP, "role")
     return joined.select("rank", "event", one_clock=share >= ONE_CLOCK_RATIO)
@@ -288,8 +277,13 @@ def rank_clocks(
     comparable = timed or inputs
     offsets = {}
     if by_collectives and len(comparable) > 1:
-        found = _offsets(comparable, pool, progress)
-        offsets = {row["rank"]: row for row in found.iter_rows(named=True)}
+        paths: Sequence[Path] = [each.path for each in comparable.values()]
+        found = (pool or default_pool(paths)).map(collective_kernels, paths, {}, progress)
+        empty = [(0, pl.DataFrame(schema=KERNELS_SCHEMA))]
+        kernels = with_rank([*empty, *zip(comparable, found, strict=True)])
+        on_gpus = kernels.filter(pl.col("device").ne_missing(ON_CPU))  # gloo's end them ms apart
+        rows = clock_offsets(match_collectives(on_gpus)).iter_rows(named=True)
+        offsets = {row["rank"]: row for row in rows}
     moved = _corrections(offsets, {rank: each.host for rank, each in comparable.items()})
     start_ns = min((each.base_ns + (each.first_ns or 0) for each in timed.values()), default=0)
     clocks = []
@@ -302,16 +296,10 @@ def rank_clocks(
             method, shift = UNKNOWN, each.base_ns + (each.first_ns or 0) - start_ns
         elif not timed and method == UNCHECKED:
             method = ASSUMED
-        clocks.append(
-            RankClock(
-                rank=rank,
-                method=method,
-                moved_ns=shift,
-                offset_ns=row.get("offset_ns"),
-                residual_ns=row.get("residual_ns"),
-                collective_count=count,
-            )
-        )
+        clocks.append(RankClock(
+            rank=rank, method=method, moved_ns=shift, offset_ns=row.get("offset_ns"),
+            residual_ns=row.get("residual_ns"), collective_count=count,
+        ))  # fmt: skip
     return clocks
 
 
@@ -332,17 +320,6 @@ def clock_notes(inputs: Mapping[int, TraceInput], clocks: Sequence[RankClock]) -
         ranks = "all ranks" if len(unchecked) == len(clocks) else f"ranks {', '.join(unchecked)}"
         found.append(f"{ranks}: not compared by collectives; wall clocks {where}")
     return found
-
-
-def _offsets(
-    inputs: Mapping[int, TraceInput], pool: Pool | None, progress: Progress | None
-) -> pl.DataFrame:
-    paths: Sequence[Path] = [each.path for each in inputs.values()]
-    found = (pool or default_pool(paths)).map(collective_kernels, paths, {}, progress)
-    empty = [(0, pl.DataFrame(schema=KERNELS_SCHEMA))]
-    kernels = with_rank([*empty, *zip(inputs, found, strict=True)])
-    on_gpus = kernels.filter(pl.col("device").ne_missing(ON_CPU))
-    return clock_offsets(match_collectives(on_gpus))  # gloo's threads end them ms apart
 
 
 def _corrections(

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Concatenate, ParamSpec
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
@@ -184,6 +185,12 @@ def work_of(
 
 
 Formula = Callable[[Call], Work]
+_Options = ParamSpec("_Options")
+
+
+def _family(work: Callable[Concatenate[Call, _Options], Work]) -> Callable[_Options, Formula]:
+    """Makes the formula for some values of the arguments behind the call."""
+    return lambda *args, **named: lambda call: work(call, *args, **named)
 
 
 def _size(*tensors: Tensor) -> int | None:
@@ -191,30 +198,25 @@ def _size(*tensors: Tensor) -> int | None:
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
-def _gemm(first: int, *, bias: bool = False) -> Formula:
+@_family
+def _gemm(call: Call, first: int, *, bias: bool = False) -> Work:
     """A product of matrices whose left one is the argument at `first`."""
-
-    def formula(call: Call) -> Work:
-        left, right = call.tensor(first), call.tensor(first + 1)
-        *batch, rows, inner = left.shape
-        if right.shape[-2] != inner:
-            raise ValueError("no product of these shapes")
-        out = Tensor((*batch, rows, right.shape[-1]), left.type)
-        read = [left, right, *([call.tensor(0)] if bias and first else [])]
-        return Work(GEMM, 2 * out.count * inner, _size(*read, out), PRECISIONS.get(left.type),
-                    rows=rows)  # fmt: skip
-
-    return formula
+    left, right = call.tensor(first), call.tensor(first + 1)
+    *batch, rows, inner = left.shape
+    if right.shape[-2] != inner:
+        raise ValueError("no product of these shapes")
+    out = Tensor((*batch, rows, right.shape[-1]), left.type)
+    read = [left, right, *([call.tensor(0)] if bias and first else [])]
+    return Work(GEMM, 2 * out.count * inner, _size(*read, out), PRECISIONS.get(left.type),
+                rows=rows)  # fmt: skip
 
 
-def _vector_product(first: int) -> Formula:
-    def formula(call: Call) -> Work:
-        left, right = call.tensor(first), call.tensor(first + 1)
-        out = Tensor(left.shape[:-1], left.type)
-        size = _size(left, right, out)
-        return Work(GEMM, 2 * left.count, size, PRECISIONS.get(left.type))
-
-    return formula
+@_family
+def _vector_product(call: Call, first: int) -> Work:
+    left, right = call.tensor(first), call.tensor(first + 1)
+    out = Tensor(left.shape[:-1], left.type)
+    size = _size(left, right, out)
+    return Work(GEMM, 2 * left.count, size, PRECISIONS.get(left.type))
 
 
 def _convolution(call: Call) -> Work:
@@ -304,9 +306,10 @@ def _convolution_backward(call: Call) -> Work:
     return Work(CONVOLUTION, once * sum(wanted), size, PRECISIONS.get(data.type))
 
 
+@_family
 def _attention(
-    first: int, causal: int, *, backward: bool = False, heads_last: bool = False
-) -> Formula:
+    call: Call, first: int, causal: int, *, backward: bool = False, heads_last: bool = False
+) -> Work:
     """Query, key and value, each (batch, heads, length, width), from the argument at `first` on.
 
     With `heads_last` they are (batch, length, heads, width), as FlashAttention has them.
@@ -315,35 +318,34 @@ def _attention(
     recomputation (FlashAttention, arXiv 2205.14135; torch.utils.flop_counter counts it as well).
     Of causal attention the half that is masked is not counted, as kernels leave it out.
     """
-
-    def formula(call: Call) -> Work:
-        query, key, value = (call.tensor(first + at) for at in range(3))
-        batch, heads, length, width = query.shape
-        keys, value_width = key.shape[-2], value.shape[-1]
-        if heads_last:
-            heads, length, keys = length, heads, key.shape[1]
-        steps = 2 * length * keys  # a multiplication and an addition for each pair
-        if call.flag(causal):
-            steps = _causal_steps(length, keys)
-        scores, mix = (batch * heads * steps * size for size in (width, value_width))
-        out = Tensor((batch, heads, length, value_width), query.type)  # in whatever order
-        precision = PRECISIONS.get(query.type)
-        if not backward:
-            return Work(ATTENTION, scores + mix, _size(query, key, value, out), precision)
-        size = _size(query, key, value, out, out, query, key, value)
-        return Work(ATTENTION, 3 * scores + 2 * mix, size, precision, 2 * scores + 2 * mix)
-
-    return formula
+    query, key, value = (call.tensor(first + at) for at in range(3))
+    batch, heads, length, width = query.shape
+    keys, value_width = key.shape[-2], value.shape[-1]
+    if heads_last:
+        heads, length, keys = length, heads, key.shape[1]
+    steps = 2 * length * keys  # a multiplication and an addition for each pair
+    if call.flag(causal):
+        steps = _causal_steps(length, keys)
+    scores, mix = (batch * heads * steps * size for size in (width, value_width))
+    out = Tensor((batch, heads, length, value_width), query.type)  # in whatever order
+    precision = PRECISIONS.get(query.type)
+    if not backward:
+        return Work(ATTENTION, scores + mix, _size(query, key, value, out), precision)
+    size = _size(query, key, value, out, out, query, key, value)
+    return Work(ATTENTION, 3 * scores + 2 * mix, size, precision, 2 * scores + 2 * mix)
 
 
-def _fused_experts(tokens: Tensor, up: Tensor, down: Tensor, chosen: int) -> Work:
-    """A mixture of experts as one operator: each token goes to `chosen` experts.
+def _fused_moe(call: Call) -> Work:
+    """(tokens, up, down, weights of the chosen experts, ...), as vLLM's and AITER's operators.
 
-    The shapes do not say how tokens were routed: at least `chosen` experts are read, and where each
-    token is as likely to go to one as to another, so many as TraceLens counts (FusedMoE.bytes_func,
-    TraceLens/PerfModel/extensions/moe_perf_model_extensions.py). Weights of 4 bits stand two to a
-    byte. `up` is (experts, inner width, width), twice as wide where gated; `down` is its transpose.
+    A mixture of experts as one operator: each token goes to `chosen` experts. The shapes do not say
+    how tokens were routed: at least `chosen` experts are read, and where each token is as likely to
+    go to one as to another, so many as TraceLens counts (FusedMoE.bytes_func, TraceLens/PerfModel/
+    extensions/moe_perf_model_extensions.py). Weights of 4 bits stand two to a byte. `up` is
+    (experts, inner width, width), twice as wide where gated; `down` is its transpose.
     """
+    tokens, up, down, weights_of_chosen = (call.tensor(at) for at in range(4))
+    chosen = weights_of_chosen.shape[1]
     experts, wide, packed = up.shape
     if down.shape[0] != experts or not 0 < chosen <= experts:
         raise ValueError("no experts of these shapes")
@@ -360,12 +362,6 @@ def _fused_experts(tokens: Tensor, up: Tensor, down: Tensor, chosen: int) -> Wor
                 least_bytes=ends + weights * chosen // experts, rows=tokens.shape[0])  # fmt: skip
 
 
-def _fused_moe(call: Call) -> Work:
-    """(tokens, up, down, weights of the chosen experts, ...), as vLLM's and AITER's operators."""
-    tokens, up, down, chosen = (call.tensor(at) for at in range(4))
-    return _fused_experts(tokens, up, down, chosen.shape[1])
-
-
 def _causal_steps(length: int, keys: int) -> int:
     """Of pairs that are not masked; of equal lengths half, by the convention of all who count."""
     if length == keys:
@@ -374,22 +370,19 @@ def _causal_steps(length: int, keys: int) -> int:
     return short * (short + 1) + 2 * max(0, length - keys) * keys
 
 
-def _elementwise(flops: int, inputs: int) -> Formula:
+@_family
+def _elementwise(call: Call, flops: int, inputs: int) -> Work:
     """So many FLOPs per element of the result; the tensors are broadcast to each other."""
-
-    def formula(call: Call) -> Work:
-        found = call.tensors()[:inputs]
-        if not found:
-            raise LookupError(0)
-        shapes = [tensor.shape for tensor in found]
-        length = max(map(len, shapes))
-        padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
-        shape = tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
-        out = Tensor(shape, found[0].type)
-        return Work(ELEMENTWISE, flops * out.count, _size(*found, out),
-                    PRECISIONS.get(found[0].type))  # fmt: skip
-
-    return formula
+    found = call.tensors()[:inputs]
+    if not found:
+        raise LookupError(0)
+    shapes = [tensor.shape for tensor in found]
+    length = max(map(len, shapes))
+    padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
+    shape = tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
+    out = Tensor(shape, found[0].type)
+    return Work(ELEMENTWISE, flops * out.count, _size(*found, out),
+                PRECISIONS.get(found[0].type))  # fmt: skip
 
 
 def _copy(call: Call) -> Work:
@@ -409,16 +402,13 @@ def _fill(call: Call) -> Work:
     return Work(ELEMENTWISE, 0, _size(into), None)
 
 
-def _rows(kind: str, flops: int, at: int, sizes: int) -> Formula:
+@_family
+def _rows(call: Call, kind: str, flops: int, at: int, sizes: int) -> Work:
     """An operator that reads or writes tensors of one size so many times, and small ones."""
-
-    def formula(call: Call) -> Work:
-        data = call.tensor(at)
-        size = data.bytes
-        return Work(kind, flops * data.count, None if size is None else sizes * size,
-                    PRECISIONS.get(data.type))  # fmt: skip
-
-    return formula
+    data = call.tensor(at)
+    size = data.bytes
+    return Work(kind, flops * data.count, None if size is None else sizes * size,
+                PRECISIONS.get(data.type))  # fmt: skip
 
 
 def _embedding(call: Call) -> Work:
@@ -460,28 +450,22 @@ def _embedding_backward(call: Call) -> Work:
     return Work(EMBEDDING, rows.count, _size(grad, indices, rows, rows), PRECISIONS.get(grad.type))
 
 
-def _foreach(flops: int, *, written: int = 1) -> Formula:
+@_family
+def _foreach(call: Call, flops: int, *, written: int = 1) -> Work:
     """All lists are read, and so many written, in fp32; optimizers and clipping call these."""
-
-    def formula(call: Call) -> Work:
-        lists = call.lists()
-        count = sum(tensor.count for tensor in lists[0])
-        return Work(OPTIMIZER, flops * count, 4 * count * (len(lists) + written), "fp32")
-
-    return formula
+    lists = call.lists()
+    count = sum(tensor.count for tensor in lists[0])
+    return Work(OPTIMIZER, flops * count, 4 * count * (len(lists) + written), "fp32")
 
 
-def _fused_optimizer(flops: int, lists: int, written: int) -> Formula:
+@_family
+def _fused_optimizer(call: Call, flops: int, lists: int, written: int) -> Work:
     """So many lists of equal shapes are read, and some written; fp32, as no trace says."""
-
-    def formula(call: Call) -> Work:
-        found = call.lists()[:lists]
-        count = sum(tensor.count for tensor in found[0])
-        if len(found) < lists or not count or any(not t.shape for t in found[0]):
-            raise LookupError(0)
-        return Work(OPTIMIZER, flops * count, 4 * count * (lists + written), "fp32")
-
-    return formula
+    found = call.lists()[:lists]
+    count = sum(tensor.count for tensor in found[0])
+    if len(found) < lists or not count or any(not t.shape for t in found[0]):
+        raise LookupError(0)
+    return Work(OPTIMIZER, flops * count, 4 * count * (lists + written), "fp32")
 
 
 _ONE = ("add", "sub", "mul", "div", "maximum", "minimum", "rsub", "eq", "ne", "lt", "le", "gt",

@@ -97,9 +97,10 @@ class LocalProcesses:
         workers = min(self._count, len(paths))
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as executor:
             with _isolate_main(question):
+                # The largest first: at the end it would occupy one process alone.
                 started = {
                     at: executor.submit(ask, question, paths[at], dict(options))
-                    for at in _largest_first(paths)
+                    for at in sorted(range(len(paths)), key=lambda at: -_size(paths[at]))
                 }
             tasks = [started[at] for at in range(len(paths))]
             if progress is not None:
@@ -114,16 +115,11 @@ class LocalProcesses:
                     task.cancel()
 
 
-def _largest_first(paths: Sequence[Path]) -> list[int]:
-    """Indices of the files, the largest first: at the end it would occupy one process alone."""
-
-    def size(at: int) -> int:
-        try:
-            return paths[at].stat().st_size
-        except OSError:  # the reader reports it
-            return 0
-
-    return sorted(range(len(paths)), key=size, reverse=True)
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # the reader reports it
+        return 0
 
 
 def default_pool(paths: Sequence[Path]) -> Pool:
@@ -342,7 +338,14 @@ class SlurmCluster(DaskPool):
         self._check()
         self._cluster.scale(jobs=min(self.options.jobs, len(paths)))
         with Client(self._cluster, set_as_default=False) as client:
-            self._wait_for_worker(client)
+            try:
+                client.wait_for_workers(1, timeout=self.options.wait)
+            except TimeoutError:
+                raise HaiprofError(
+                    f"--cluster slurm: no job ran within {self.options.wait} s",
+                    hint="squeue --me shows the jobs named haiprof; slurm:log=DIR keeps their "
+                    "output",
+                ) from None
             yield client
 
     def _check(self) -> None:
@@ -359,15 +362,6 @@ class SlurmCluster(DaskPool):
         if done.returncode:
             reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
             raise UsageError(f"--cluster slurm: Slurm would not run it: {reason}", hint=_HINT)
-
-    def _wait_for_worker(self, client: Client) -> None:
-        try:
-            client.wait_for_workers(1, timeout=self.options.wait)
-        except TimeoutError:
-            raise HaiprofError(
-                f"--cluster slurm: no job ran within {self.options.wait} s",
-                hint="squeue --me shows the jobs named haiprof; slurm:log=DIR keeps their output",
-            ) from None
 
 
 def _own_folder() -> MadeFolder:

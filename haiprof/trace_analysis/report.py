@@ -19,7 +19,7 @@ from haiprof.trace_analysis.device_time import (
     kernels,
     temporal_breakdown,
 )
-from haiprof.trace_analysis.files import TraceFile, check_frame, load_notes, trace_file
+from haiprof.trace_analysis.files import check_frame, load_notes, trace_file
 from haiprof.trace_analysis.launches import full_queue, queue_length_summary
 from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -155,25 +155,25 @@ def standard_report(
         file = visit[trace_file.__name__]
         visit[trace_file.__name__] = replace(file, rank=rank)  # the file itself may not say it
         analysis = TraceQuestions(files[0], pool=visited)
-    _refuse_nothing(analysis.files)
+    damage = [f"{file.path}: nothing to report: {each.text}" for file in analysis.files.values()
+              for each in file.findings if each.check == "damaged_file"]  # fmt: skip
+    if damage and all(file.start_ns is None for file in analysis.files.values()):
+        raise MissingDataError(damage[0], hint="copy the file again, or record again")
     tables, missing = _tables(analysis, visited)
+    without_gpu = (
+        f"{row['file']}: no GPU event in it, the GPU times of rank {row['rank']} are unknown: "
+        "the job used no GPU, or ProfilerActivity.CUDA was not profiled"
+        for row in tables["files"].filter(gpu_count=0).iter_rows(named=True)
+    )
     return TraceReport(
         path=Path(path),
         ranks=tuple(analysis.files),
         steps=steps,
         tables=tables,
         missing=missing,
-        notes=(*load_notes(analysis.files), *_without_gpu(tables["files"])),
+        notes=(*load_notes(analysis.files), *without_gpu),
         reduced=reduced,
     )
-
-
-def _refuse_nothing(files: Mapping[int, TraceFile]) -> None:
-    """An error that says why where damaged files hold nothing with a time."""
-    damage = [f"{file.path}: nothing to report: {each.text}" for file in files.values()
-              for each in file.findings if each.check == "damaged_file"]  # fmt: skip
-    if damage and all(file.start_ns is None for file in files.values()):
-        raise MissingDataError(damage[0], hint="copy the file again, or record again")
 
 
 def reduce_traces(
@@ -273,12 +273,3 @@ def _tables(
             if name == "kernels" and len(found) and not found["blocks_per_sm"].count():
                 missing["kernels, launches"] = NO_LAUNCHES
     return tables, missing
-
-
-def _without_gpu(files: pl.DataFrame) -> list[str]:
-    found = files.filter(pl.col("gpu_count") == 0)
-    return [
-        f"{row['file']}: no GPU event in it, the GPU times of rank {row['rank']} are unknown: "
-        "the job used no GPU, or ProfilerActivity.CUDA was not profiled"
-        for row in found.iter_rows(named=True)
-    ]

@@ -127,20 +127,16 @@ def sql_tables(
     if not path.exists():
         raise TraceFormatError(f"{path}: no such file or folder")
     is_run = path.is_dir() and RunPaths(path).manifest.exists()
-    has_traces = _has_traces(path)
+    try:
+        has_traces = bool(trace_files(path))
+    except TraceFormatError:
+        has_traces = False
     tables = []
     if is_run or not has_traces:
         tables += run_tables(RunFrames(path))
     if has_traces:
         tables += trace_tables(analysis or TraceQuestions(path, pool=pool, window=window))
     return {table.name: table for table in tables}
-
-
-def _has_traces(path: Path) -> bool:
-    try:
-        return bool(trace_files(path))
-    except TraceFormatError:
-        return False
 
 
 def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
