@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from haiprof.base.ledger import Account
 from haiprof.trace_analysis.device_ledger import CONVERSIONS, IDLE
 from haiprof.trace_analysis.device_verdict import DeviceLedger, OperatorRole, call_nodes
 
@@ -78,7 +77,11 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
     sides = before, after
     tops = {role.top for role in before.roles} & {role.top for role in after.roles} - {None}
     rows = _operator_rows(before.roles, after.roles, tops)
-    activities = [_by_activity(each.ledger.accounts) for each in sides]
+    activities: tuple[dict[str, float], ...] = {}, {}  # time of what is no computing
+    for found, side in zip(activities, sides, strict=True):
+        for account in side.ledger.accounts:
+            if not account.needed and account.activity not in CONVERSIONS:
+                found[account.activity] = found.get(account.activity, 0.0) + account.ns_per_step
     for activity in dict.fromkeys([*activities[0], *activities[1]]):
         old, new = (each.get(activity, 0.0) for each in activities)
         of = IDLE_TIME if activity.startswith(IDLE) else OTHER
@@ -147,12 +150,3 @@ def _operator_rows(
 
 def _longest(operators: dict[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(operators.items(), key=lambda pair: -pair[1]))
-
-
-def _by_activity(accounts: Iterable[Account]) -> dict[str, float]:
-    """Time of what is no computing, by activity."""
-    found: dict[str, float] = {}
-    for account in accounts:
-        if not account.needed and account.activity not in CONVERSIONS:
-            found[account.activity] = found.get(account.activity, 0.0) + account.ns_per_step
-    return found

@@ -62,11 +62,11 @@ V100, 5 to 10 on MI300X under a profiler."""
 COPY_OR_CAST = f"{COMPUTE}copy or cast"
 CONVERSIONS = (COPY_OR_CAST, f"{COMPUTE}layout conversion")
 """Computing that another layout or precision of the tensors makes unnecessary."""
-_DIRECTION = re.compile(r"HtoD|DtoH|DtoD|PtoP")
 _DIRECTIONS = {
     "HtoD": "host to device", "DtoH": "device to host", "DtoD": "on the device",
     "PtoP": "device to device",
 }  # fmt: skip
+_DIRECTION = re.compile("|".join(_DIRECTIONS))
 _NEVER_BLOCKS = r"Pinned|DtoD|PtoP|[Mm]emset"
 """In the names of copies that the host does not wait for, whatever memory it is."""
 _STEP_COLUMNS = ("step", "number", "start_ns", "end_ns", "own_ns", "mark_ns")
@@ -262,17 +262,12 @@ def _event_activities(
         if kind == COMMUNICATION:
             told[key] = f"{TALK}{collective or 'other'}"
         elif kind == MEMORY:
-            told[key] = _copy_activity(name)
+            direction = _DIRECTION.search(name)
+            pageable = ", pageable" if "pageable" in name.lower() else ""
+            without = "set" if "set" in name.lower() else "other"
+            told[key] = f"{COPY}{_DIRECTIONS[direction[0]] + pageable if direction else without}"
     keys = events.select("kind", "name", "operator", "spoken").iter_rows()
     return np.array([told[key] for key in keys], dtype=object)
-
-
-def _copy_activity(name: str) -> str:
-    direction = _DIRECTION.search(name)
-    if direction is None:
-        return f"{COPY}set" if "set" in name.lower() else f"{COPY}other"
-    pageable = ", pageable" if "pageable" in name.lower() else ""
-    return f"{COPY}{_DIRECTIONS[direction[0]]}{pageable}"
 
 
 def _blocking_calls(host: Host, gpu: pl.DataFrame, row: Ints) -> Ints:

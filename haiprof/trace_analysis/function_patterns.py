@@ -9,7 +9,15 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, total, union
+from haiprof.base.intervals import (
+    Intervals,
+    Ints,
+    covered_lengths,
+    difference,
+    intersection,
+    total,
+    union,
+)
 from haiprof.trace_analysis.call_tree import (
     CallTree,
     levels,
@@ -94,17 +102,6 @@ def busy(spans: Spans) -> Intervals:
     return union(spans.starts, spans.ends)
 
 
-def free_below(window: PatternWindow, higher: Intervals) -> Intervals:
-    """The part of a window that is left for the kinds below."""
-    whole = Intervals(np.array([window.start]), np.array([window.end]))
-    return difference(whole, higher)
-
-
-def join_spans(left: Intervals, right: Intervals) -> Intervals:
-    """The time that either covers."""
-    return union(np.append(left.starts, right.starts), np.append(left.ends, right.ends))
-
-
 def function_times(spans: Spans, free: Intervals, count: int) -> tuple[Ints, Ints]:
     """How long each function ran, and how long with no kind above it."""
     length, own = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -119,11 +116,6 @@ def function_times(spans: Spans, free: Intervals, count: int) -> tuple[Ints, Int
     np.add.at(length, code, ends - starts)
     np.add.at(own, code, covered_lengths(free, starts, ends))
     return length, own
-
-
-def kind_ns(spans: Intervals, free: Intervals) -> int:
-    """How long a whole kind ran with nothing above it."""
-    return int(covered_lengths(free, spans.starts, spans.ends).sum()) if len(spans.starts) else 0
 
 
 _STEP = "ProfilerStep#"
@@ -263,13 +255,13 @@ def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False)
     unknown = trace.gpu.is_empty() and has_gpu(trace)
     tables: list[pl.DataFrame] = []
     ratios: dict[str, int | None] = {}
-    above = Intervals(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    free = union(np.array([window.start]), np.array([window.end]))  # of kinds above
     for kind in PRIORITY[:-1]:
-        table, own, active = _kind(parts[kind], window, above)
-        above = join_spans(above, active)
+        table, active = _kind(parts[kind], window, free)
         tables.append(table.with_columns(kind=pl.lit(kind)))
-        ratios[kind] = own
-    stacks, host_ns = _host(trace, window, above)
+        ratios[kind] = total(intersection(active, free))
+        free = difference(free, active)
+    stacks, host_ns = _host(trace, window, free)
     tables.append(stacks)
     ratios[PYTHON] = host_ns
     functions = _complete(pl.concat(tables, how="diagonal"), window, unknown=unknown)
@@ -328,36 +320,31 @@ def with_transfer_type(communication: pl.DataFrame) -> pl.DataFrame:
 
 
 def _kind(
-    events: pl.DataFrame, window: PatternWindow, above: Intervals
-) -> tuple[pl.DataFrame, int, Intervals]:
-    """The functions of one kind, what the kind takes alone, and when it ran."""
+    events: pl.DataFrame, window: PatternWindow, free: Intervals
+) -> tuple[pl.DataFrame, Intervals]:
+    """The functions of one kind, and when it ran; `free` is when no kind above did."""
     code = events.select(pl.struct(_KEYS).rank("dense") - 1).to_series().cast(pl.Int64).to_numpy()
     spans = inside(events, code, window)
-    free = free_below(window, above)
-    active = busy(spans)
     # Count, cost and resource of each function whose calls reach into the window.
     end = pl.col("ts_ns") + pl.col("dur_ns")
     rows = events.with_columns(pl.Series("code", code)).filter(
         (pl.col("ts_ns") < window.end) & (end > window.start)
     )
-    spread = [
+    more = [
         part
         for column, deviation in ((_FILL, "occupancy_std"), (_RATE, "bandwidth_std_bytes_per_s"))
         if column in rows.columns
         for part in _weighted_mean(column, deviation)
     ]
+    if _BLOCKS in rows.columns:
+        more.append(pl.col(_BLOCKS).median().alias("median_block_count"))
     table = rows.group_by("code").agg(
         pl.col("type").first().cast(pl.String),
         pl.col("name").first().cast(pl.String),
         pl.len().cast(pl.Int64).alias("count"),
         pl.col("dur_ns").sum().alias("total_ns"),
         pl.col("dur_ns").median().alias("median_ns"),
-        *(
-            [pl.col(_BLOCKS).median().alias("median_block_count")]
-            if _BLOCKS in rows.columns
-            else []
-        ),
-        *spread,
+        *more,
     )
     length, own = function_times(spans, free, int(code.max(initial=-1)) + 1)
     at = table["code"].to_numpy()
@@ -365,7 +352,7 @@ def _kind(
         pl.Series("covered_ns", length[at], dtype=pl.Int64),
         pl.Series("bottleneck_ns", own[at], dtype=pl.Int64),
     )
-    return timed.drop("code"), kind_ns(active, free), active
+    return timed.drop("code"), busy(spans)
 
 
 def _weighted_mean(column: str, deviation: str) -> tuple[pl.Expr, pl.Expr]:
@@ -376,18 +363,19 @@ def _weighted_mean(column: str, deviation: str) -> tuple[pl.Expr, pl.Expr]:
     return pl.when(known).then(mean).alias(column), pl.when(known).then(spread).alias(deviation)
 
 
-def _host(trace: Trace, window: PatternWindow, above: Intervals) -> tuple[pl.DataFrame, int | None]:
+def _host(trace: Trace, window: PatternWindow, free: Intervals) -> tuple[pl.DataFrame, int | None]:
     """Call stacks, and how long the host alone was in any of them."""
     calls = host_calls(trace)
     empty = pl.DataFrame(schema={"kind": pl.String, "name": pl.String})
     if calls is None:
         return empty, None
-    free = free_below(window, above)
     least = int(KEPT_RATIO * (window.end - window.start))
     found = stack_times(calls, window, free, least_ns=least)
     top = np.flatnonzero(calls.parent < 0)
     spans = inside(calls.spans[top.tolist()], np.zeros(len(top), np.int64), window)
-    return found.with_columns(kind=pl.lit(PYTHON), type=pl.lit("")), kind_ns(busy(spans), free)
+    return found.with_columns(kind=pl.lit(PYTHON), type=pl.lit("")), total(
+        intersection(busy(spans), free)
+    )
 
 
 def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> pl.DataFrame:
@@ -445,7 +433,7 @@ def _totals(
     # Share of communication hidden by computation; None without communication.
     active = union_of(_cut(parts[COMMUNICATION], window))
     length = total(active)
-    hidden = kind_ns(active, runs) / length if length else None
+    hidden = total(intersection(active, runs)) / length if length else None
     # TensorBoard's estimates: SM efficiency over the window, occupancy over kernel time. Source:
     # kineto tb_plugin, docs/gputil.md: SM efficiency is min(blocks per SM, 1), weighted with the
     # kernel's time over all time; achieved occupancy is weighted with the kernels' time.

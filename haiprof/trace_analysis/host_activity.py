@@ -36,7 +36,6 @@ COLLECTIVE, WAITING, OUTSIDE = "wait: collective", "wait: sleep or lock", "outsi
 ACTIVITIES = (PYTHON, OPERATORS, LOADER, SYNC, ALLOCATION, CALLS, COLLECTIVE, WAITING, OUTSIDE)
 """What a host thread did; `outside operators` is Python, or a wait, of which no event tells."""
 
-_SPAN = ["event", "name", "ts_ns", "dur_ns", "pid", "tid"]
 _IS_PYTHON, _IS_RANGE, _IS_OPERATOR, _IS_CALL = range(4)
 _STEP = r"^ProfilerStep#"
 _LOADER = r"^enumerate\((?:DataLoader\)#.*\.__next__$|DataPipe\)#)"
@@ -328,9 +327,8 @@ def read_host(trace: Trace) -> Host:
     texts = parts[0]["name"].dtype
     spans = pl.concat(
         part.select(
-            "event",
+            *("event", "ts_ns", "dur_ns", "pid", "tid"),
             pl.col("name").cast(texts),
-            *_SPAN[2:],
             *(
                 (pl.col(name) if name in part.columns else pl.lit(None, kind).alias(name))
                 for name, kind in extra.items()
@@ -433,10 +431,10 @@ def _marked_spans(host: Host) -> pl.DataFrame:
     phases = host.trace.phase_ranges
     begins = phases["ts_ns"].to_numpy()
     is_forward = (phases["name"].cast(pl.String) == "forward").to_numpy()
-    found += [
+    found.append(
         (begins, begins + phases["dur_ns"].to_numpy(), np.where(is_forward, FORWARD, BACKWARD))
-    ]
-    found += [_backward_passes(host, np.concatenate([part[0] for part in found]))]
+    )
+    found.append(_backward_passes(host, np.concatenate([part[0] for part in found])))
     starts, ends, position = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return pl.DataFrame({
         "pid": np.zeros(len(starts), np.int64), "tid": np.zeros(len(starts), np.int64),

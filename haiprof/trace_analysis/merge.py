@@ -107,7 +107,11 @@ class RunTracks:
 
     def _counters(self, covered: Range, ranges: Mapping[int, Range]) -> Iterator[Track]:
         """Counters of ranks with a trace, and of the nodes they ran on."""
-        moved = self._moved_of_hosts()
+        of_hosts: dict[str, list[int]] = {}
+        for files in self.run.ranks:
+            if files.rank in self.clocks:
+                of_hosts.setdefault(str(files.report.get("host")), []).append(self._moved_ns(files))
+        moved = {host: round(median(each)) for host, each in of_hosts.items()}
         slack = MARGIN_NS + max((abs(ns) for ns in moved.values()), default=0)
         wanted = (covered[0] - slack, covered[1] + slack)
         rows = counter_frame(self.run, between=wanted)
@@ -134,15 +138,6 @@ class RunTracks:
                     sort_index=_NODES_SORT + place,
                     counters=_track_names(nodes.filter(pl.col("host") == host)),
                 )
-
-    def _moved_of_hosts(self) -> dict[str, int]:
-        """What is subtracted from the times of each host's counters."""
-        found: dict[str, list[int]] = {}
-        for files in self.run.ranks:
-            if files.rank in self.clocks:
-                host = str(files.report.get("host"))
-                found.setdefault(host, []).append(self._moved_ns(files))
-        return {host: round(median(each)) for host, each in found.items()}
 
     def _moved_ns(self, files: RankFiles) -> int:
         """What is subtracted from the Unix times of one rank's records."""

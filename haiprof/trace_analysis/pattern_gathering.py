@@ -17,6 +17,7 @@ from haiprof.base.intervals import Floats, Intervals, covered_lengths
 from haiprof.base.units import ratio_text
 from haiprof.run_format.unpack import read_text
 from haiprof.trace_analysis.arrivals import (
+    WAITS,
     arrival_lateness,
     collective_waits,
     collectives,
@@ -141,17 +142,11 @@ def _throughput(waits: pl.DataFrame) -> pl.DataFrame:
     mean, spread = weighted_mean(pl.col("rate"), pl.col("weight"))
     known = pl.col("weight").sum() > 0
     return weighted.group_by(_KEYS).agg(
-        wait_ns=_sum("wait_ns"),
-        transfer_ns=_sum("transfer_ns"),
+        *(pl.when(pl.col(name).count() > 0).then(pl.col(name).sum()) for name in WAITS),
         own_rate=pl.when(known).then(mean),
         own_spread=pl.when(known).then(spread),
         missing=pl.col("missing").drop_nulls().first(),
     )
-
-
-def _sum(name: str) -> pl.Expr:
-    """The sum; null where nothing is known."""
-    return pl.when(pl.col(name).count() > 0).then(pl.col(name).sum())
 
 
 _FRAMES = ("functions", "totals", "collectives")
@@ -213,10 +208,10 @@ def _of_kind(kind: str, events: pl.DataFrame, samples: pl.DataFrame) -> Iterator
             continue
         for type_, name, spans in functions:
             ran = covered_lengths(spans, times[:-1], times[1:])
-            if not (ran >= MAJORITY_RATIO * np.diff(times)).any():
-                continue
             intervals = np.diff(times)
             weights: Floats = np.where(ran >= MAJORITY_RATIO * intervals, ran, 0).astype(np.float64)
+            if not weights.any():
+                continue
             known = pl.DataFrame({"time_ns": times[1:], "weight": weights})
             value, weight = pl.col("value"), pl.col("weight")
             mean, spread = weighted_mean(value, weight)

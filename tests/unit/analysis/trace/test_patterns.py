@@ -18,17 +18,14 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
+from haiprof.base.intervals import difference, intersection, total, union
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.trace_analysis.function_patterns import (
     KEPT_RATIO,
-    PatternWindow,
     RankFunctions,
     Spans,
     busy,
-    free_below,
     function_times,
-    join_spans,
-    kind_ns,
     worker_pattern,
 )
 from haiprof.trace_analysis.kernel_names import (
@@ -188,8 +185,7 @@ _spans = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0
 
 @given(st.lists(_spans, min_size=3, max_size=3))
 def test_function_times_equal_a_count_of_each_nanosecond(kinds: list[Any]) -> None:
-    window = PatternWindow(5, 80)
-    above = busy(Spans(*(np.zeros(0, np.int64),) * 3))
+    free = union(np.array([5]), np.array([80]))
     seen = np.zeros(200, dtype=bool)
     for calls in kinds:
         table = np.array(calls, dtype=np.int64).reshape(-1, 3)
@@ -197,7 +193,6 @@ def test_function_times_equal_a_count_of_each_nanosecond(kinds: list[Any]) -> No
         starts, ends = np.maximum(start, 5), np.minimum(start + length, 80)
         real = ends > starts
         spans = Spans(code[real], starts[real], ends[real])
-        free = free_below(window, above)
         whole, own = function_times(spans, free, 4)
         for function in range(4):
             runs = np.zeros(200, dtype=bool)
@@ -208,9 +203,9 @@ def test_function_times_equal_a_count_of_each_nanosecond(kinds: list[Any]) -> No
         active = np.zeros(200, dtype=bool)
         for _, begin, end in zip(*spans, strict=True):
             active[begin:end] = True
-        assert kind_ns(busy(spans), free) == (active & ~seen).sum()
+        assert total(intersection(busy(spans), free)) == (active & ~seen).sum()
         seen |= active
-        above = join_spans(above, busy(spans))
+        free = difference(free, busy(spans))
 
 
 def pattern(folder: Path, events: list[Any], **metadata: Any) -> RankFunctions:
