@@ -83,9 +83,9 @@ def prepared(options: argparse.Namespace, gpu: dict[str, Any], folder: Path) -> 
         return 2
     print(told)
     if options.fake:
-        from benchmarks.gpu import fakes
+        from tests.simulated import tools
 
-        os.environ.update(fakes.install(folder / "fakes"))
+        os.environ.update(tools.install(folder / "fakes"))
     from benchmarks.gpu.runner import Plan, run
 
     chosen = [item for item in ITEMS if not options.only or item.name in options.only]

@@ -37,7 +37,7 @@ class Gpu:
         """A tensor of the host on the device; asynchronous where its memory is pinned."""
         if not self.fake:
             return tensor.to(self.device, non_blocking=tensor.is_pinned())
-        from benchmarks.gpu.synthetic import COPY
+        from tests.simulated.trace import COPY
 
         with self.torch.profiler.record_function(COPY):
             return tensor.clone()
@@ -46,7 +46,7 @@ class Gpu:
         """`.item()`: waits for the device."""
         if not self.fake:
             return float(tensor.item())
-        from benchmarks.gpu.synthetic import WAIT
+        from tests.simulated.trace import WAIT
 
         with self.torch.profiler.record_function(WAIT):
             return float(tensor.item())
@@ -60,7 +60,7 @@ class Gpu:
     def block(self, size_bytes: int) -> object:
         """Memory of the device, taken."""
         if self.fake:
-            from benchmarks.gpu.simulated import allocate
+            from tests.simulated.gpu import allocate
 
             return allocate(size_bytes)
         return self.torch.empty(size_bytes, dtype=self.torch.uint8, device=self.device)
@@ -80,7 +80,7 @@ def open_gpu() -> Gpu:
     import torch
 
     if is_fake():
-        from benchmarks.gpu import simulated
+        from tests.simulated import gpu as simulated
 
         torch.set_num_threads(1)
         if torch.cuda.Event is not simulated.SimulatedEvent:

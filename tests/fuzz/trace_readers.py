@@ -17,7 +17,6 @@ from unittest import mock
 import numpy as np
 import polars as pl
 
-from benchmarks.gpu.simulated_allocator import MIB, Allocator
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
 from haiprof.diagnosis.function_reports import function_reports
@@ -44,6 +43,7 @@ from haiprof.trace_format.merge_inputs import TraceInput, trace_input
 from haiprof.trace_format.nsight import read_nsight
 from tests import fake_nccl_files as nccl
 from tests.fuzz.scratch import folder, put
+from tests.simulated.allocator import MIB, Allocator
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 from tests.unit.analysis.whatif.test_operations import two_ranks
 from tests.unit.traces.test_execution import DUMPS

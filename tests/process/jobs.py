@@ -29,10 +29,10 @@ import os, sys
 libraries = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages")
 if not os.path.exists(libraries):  # no line of the simulated GPU is one of the job's own
     os.mkdir(libraries)
-    os.symlink({str(REPOSITORY / "benchmarks")!r}, os.path.join(libraries, "benchmarks"))
+    os.symlink({str(REPOSITORY / "tests")!r}, os.path.join(libraries, "tests"))
 sys.path.insert(0, libraries)
 import torch
-from benchmarks.gpu import simulated
+from tests.simulated import gpu as simulated
 simulated.install(torch)
 """
 """The first lines of a script: a simulated GPU is in the place of torch.cuda's."""

@@ -296,7 +296,7 @@ _LEAST_PART = 0.5
 """Batches that were waited for must span so much of the window to stand for it."""
 _INEXACT_RATIO = 0.05
 """Of what a change gains: a real change is seldom exactly the one that is asked for, and tracing
-makes short calls longer. Own choice; `benchmarks/whatif_reruns.py` tries it."""
+makes short calls longer. Own choice, held against benchmarks/results/whatif_reruns.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
 from haiprof.in_job import gpu_memory
 from haiprof.in_job.gpu_memory import GpuMemory, OutOfMemory, input_shapes
 from haiprof.run_format.layout import RunPaths
+from tests.simulated.allocator import MIB, Allocator, Block
 
 LIMIT = 100 * MIB
 

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
 from haiprof.base.errors import TraceFormatError
 from haiprof.cli import main
 from haiprof.trace_format import memory_snapshot as plain_pickle
@@ -25,6 +24,7 @@ from haiprof.trace_format.memory_snapshot import (
     read_plain_pickle,
     sum_by_line,
 )
+from tests.simulated.allocator import MIB, Allocator, Block
 
 
 def take(allocator: Allocator, size: int) -> Block:

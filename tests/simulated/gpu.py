@@ -4,7 +4,7 @@ Operators run on the CPU, at once. What a stream was told to do on its own (`_sl
 them on that stream's own timeline, so events, queries and two streams behave as on a device:
 a query is false until the stream has come so far, elapsed times of unfinished events raise, and
 whatever is not allowed while a graph is captured raises. Profiles get GPU events from
-`benchmarks.gpu.synthetic`. Nothing here is a measurement of anything but our own code.
+`tests.simulated.trace`. Nothing here is a measurement of anything but our own code.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.gpu import synthetic
-from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
+from tests.simulated import trace as synthetic
+from tests.simulated.allocator import MIB, Allocator, Block
 
 UUID = "00000000-0000-0000-0000-000000000000"  # as the first GPU of tests/nvml_stub has it
 TOTAL_BYTES = 80 << 30
@@ -130,7 +130,7 @@ class SimulatedGraph:
 
         calls = self._calls
 
-        class Keep(TorchDispatchMode):
+        class Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
@@ -140,7 +140,7 @@ class SimulatedGraph:
 
         _STATE.capturing = self
         try:
-            with Keep():
+            with Keep():  # type: ignore[no-untyped-call]
                 yield
         finally:
             _STATE.capturing = None
