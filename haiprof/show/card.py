@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Group, RenderableType
@@ -29,6 +29,7 @@ from haiprof.show.figures.style import PHASE_COLORS, PHASES, time_unit, write_te
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.terminal import PHASE_OF, SafeConsole, SplitBar, filling
 from haiprof.show.text import (
+    by_reason,
     count_text,
     fine_ratio_text,
     flops_text,
@@ -128,7 +129,7 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
         yield death_block(verdict)
     if verdict.step_count:
         yield from _split(verdict, width, brief=True)
-    grid = _label_grid()
+    grid = _label_grid(overflow="fold")
     others = list(verdict.findings)
     if verdict.death is None and others and others[0].severity != "info":
         first, *others = others
@@ -209,11 +210,11 @@ def gain_text(finding: Finding) -> str:
     return f"from {digits_text(gain.step_ns / ns)} to {left} {unit} a step ({between})"
 
 
-def _label_grid() -> Table:
+def _label_grid(**text: Any) -> Table:  # noqa: ANN401 - of rich's column
     """Rows of a short label and a text, whose further lines begin below its first."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
+    grid.add_column(**text)
     return grid
 
 
@@ -326,13 +327,11 @@ def _nccl(verdict: Verdict) -> list[str]:
 
 
 def _closing(verdict: Verdict) -> Iterator[RenderableType]:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold", style="dim")
+    grid = _label_grid(overflow="fold", style="dim")
     rows: list[tuple[str, Sequence[str]]] = [
         ("noticed", verdict.reactions),
         ("traced", verdict.traces),
-        ("NCCL", [*_nccl(verdict)]),
+        ("NCCL", _nccl(verdict)),
         ("machine", [verdict.machine] if verdict.machine else []),
         *_unknowns(verdict),
         ("own cost", [cost_text(verdict.cost)]),
@@ -346,14 +345,16 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
 def _unknowns(verdict: Verdict) -> Iterator[tuple[str, Sequence[str]]]:
     known = [row for row in verdict.not_measured if not is_foreign(verdict, *row)]
     yield "not measured", [f"{what}: {why}" for what, why in known]
-    rules: dict[str, list[str]] = {}
-    for rule, why in verdict.abstained:
-        if not is_foreign(verdict, rule, why):
-            rules.setdefault(why, []).append(rule.replace("_", " "))
-    yield "not evaluated", [f"{', '.join(names)}: {why}" for why, names in rules.items()]
+    yield "not evaluated", [f"{rules}: {why}" for rules, why in abstentions(verdict)]
     more = len(verdict.notes) - _NOTE_LIMIT
     rest = [f"and {more} more, in --json"] if more > 0 else []
     yield "notes", [*verdict.notes[:_NOTE_LIMIT], *rest]
+
+
+def abstentions(verdict: Verdict) -> list[tuple[str, str]]:
+    """(rules, why), the rules that abstain for one reason together."""
+    own = ((rule, why) for rule, why in verdict.abstained if not is_foreign(verdict, rule, why))
+    return by_reason({rule.replace("_", " "): why for rule, why in own})
 
 
 def is_foreign(verdict: Verdict, what: str, why: str) -> bool:
@@ -397,7 +398,13 @@ def save_verdict(verdict: Verdict, header: RunHeader, run: RunPaths) -> None:
 
 def save_card_svg(verdict: Verdict, header: RunHeader, path: Path) -> Path:
     """Writes the card as a picture of a terminal; returns the path, or raises UsageError."""
-    return write_text(path, view_svg(verdict_card(verdict, header), title=f"haiprof {header.name}"))
+    console = SafeConsole(
+        file=io.StringIO(), width=MAX_WIDTH, record=True, force_terminal=True,
+        color_system="truecolor", force_jupyter=False,
+    )  # fmt: skip
+    console.print(verdict_card(verdict, header))
+    title = visible(f"haiprof {header.name}")
+    return write_text(path, console.export_svg(title=title, code_format=_SVG_FORMAT))
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -415,13 +422,3 @@ def view_text(view: RenderableType, *, width: int) -> str:
     with console.capture() as capture:
         console.print(view, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
-
-
-def view_svg(view: RenderableType, *, title: str, width: int = MAX_WIDTH) -> str:
-    """A view in colour, as it looks in a terminal of so many columns."""
-    console = SafeConsole(
-        file=io.StringIO(), width=width, record=True, force_terminal=True, color_system="truecolor",
-        force_jupyter=False,
-    )  # fmt: skip
-    console.print(view)
-    return console.export_svg(title=visible(title), code_format=_SVG_FORMAT)

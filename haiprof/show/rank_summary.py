@@ -133,6 +133,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     counted = judged_steps(steps)
     samples = select_judged_samples(counters, counted, ranks)
     window = find_judged_time(counted, span)
+    boundaries = steps["boundary"].drop_nulls().mode().sort()
     return OneRankSummary(
         run=run_header(data.run, manifest),
         span=span,
@@ -147,7 +148,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
         mean_step_ns=mean_step_ns(steps),
         median_step_ns=number(counted["step_ns"].median()),
         split_ns=split,
-        boundary=_most_common(steps["boundary"]),
+        boundary=str(boundaries[0]) if len(boundaries) else None,
         confidence=number(steps["confidence"].mean()),
         skipped_step_count=int(steps["skipped"].sum() or 0),
         phases=tuple(_phase_stat(counted, phase, split) for phase in PHASES),
@@ -271,8 +272,3 @@ def _phase_series(steps: pl.DataFrame, span: TimeRange) -> tuple[Series, ...]:
         for phase in PHASES
     )  # fmt: skip
     return (*step_series(steps, span), *filter(None, found))
-
-
-def _most_common(values: pl.Series) -> str | None:
-    modes = values.drop_nulls().mode().sort()
-    return str(modes[0]) if len(modes) else None

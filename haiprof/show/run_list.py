@@ -154,8 +154,12 @@ class RunTable:
         yield from _line(_cut(str(self._log_dir), width), bold)
         names = ["run", *(Path(run.path).name for run in self._runs)]
         for place, name in enumerate(names):
-            cells = (_pad(columns[i][place], widths[i], left=_COLUMNS[i][2]) for i in shown)
-            yield from _line("".join(cells) + _cut(name, room), None if place else dim)
+            line = ""
+            for i in shown:
+                text, is_left = columns[i][place], _COLUMNS[i][2]
+                space = " " * (widths[i] - cell_len(text))
+                line += (text + space if is_left else space + text) + " " * _GAP
+            yield from _line(line + _cut(name, room), None if place else dim)
         for run in self._runs:
             if run.problem:
                 yield from _line(f"{run.name}: {run.problem}", dim)
@@ -190,11 +194,6 @@ def _fitting(columns: list[list[str]], widths: list[int], width: int) -> list[in
         if sum(widths[i] + _GAP for i in shown) + _LEAST_NAME > width:
             shown = [i for i in shown if titles[i] != title]
     return shown
-
-
-def _pad(text: str, width: int, *, left: bool) -> str:
-    space = " " * (width - cell_len(text))
-    return f"{text}{space}{' ' * _GAP}" if left else f"{space}{text}{' ' * _GAP}"
 
 
 def _cut(text: str, width: int) -> str:

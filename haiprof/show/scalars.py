@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingExtraError
@@ -73,7 +72,14 @@ def new_points(
         first = step_count.get(rank, 0)
         fresh = own.with_row_index("place").slice(first, max(0, end - first))
         kept = _apart(fresh["start_ns"].to_list(), drawn_ns.get(rank))
-        taken = [_step_point(row) for row in fresh[kept].iter_rows(named=True)]
+        taken = []
+        for row in fresh[kept].iter_rows(named=True):
+            times = {"step_ms": row["step_ns"]}
+            times |= {f"{phase}_ms": row[f"{phase}_host_ns"] for phase in PHASES}
+            values = {name: ns / NS_PER_MS for name, ns in times.items() if ns is not None}
+            taken.append(
+                Point(rank=rank, wall_ns=row["start_ns"], step=row["place"], values=values)
+            )
         points += taken
         step_count[rank] = max(first, end)
         if taken:
@@ -81,7 +87,11 @@ def new_points(
     for (rank, scalar), frame in _samples(counters):
         starts = by_rank.get(rank, steps.clear())["start_ns"].sort().to_numpy()
         after_ns = sample_ns.get((rank, scalar), 0)
-        taken = list(_sample_points(frame, starts, rank, scalar=scalar, after_ns=after_ns))
+        new = frame.filter(pl.col("time_ns") > after_ns).select("time_ns", "value")
+        taken = []
+        for time_ns, value in new.iter_rows():
+            step = max(0, int(np.searchsorted(starts, time_ns, side="right")) - 1)
+            taken.append(Point(rank=rank, wall_ns=time_ns, step=step, values={scalar: value}))
         points += taken
         if taken:
             sample_ns[rank, scalar] = taken[-1].wall_ns
@@ -100,17 +110,6 @@ def _apart(starts_ns: Sequence[int], drawn_ns: int | None) -> list[int]:
     return kept
 
 
-def _step_point(row: Mapping[str, Any]) -> Point:
-    times = {"step_ms": row["step_ns"]}
-    times |= {f"{phase}_ms": row[f"{phase}_host_ns"] for phase in PHASES}
-    return Point(
-        rank=row["rank"],
-        wall_ns=row["start_ns"],
-        step=row["place"],
-        values={name: ns / NS_PER_MS for name, ns in times.items() if ns is not None},
-    )
-
-
 def _samples(counters: pl.DataFrame) -> Iterator[tuple[tuple[int, str], pl.DataFrame]]:
     """Counters that become scalars, by rank and scalar, in shown units."""
     for (source, metric), (scalar, scale) in COUNTER_SCALARS.items():
@@ -123,20 +122,6 @@ def _samples(counters: pl.DataFrame) -> Iterator[tuple[tuple[int, str], pl.DataF
         scaled = mine.sort("time_ns").with_columns(value=pl.col("value") / scale)
         for rank in sorted(scaled["rank"].unique()):
             yield (rank, scalar), scaled.filter(pl.col("rank") == rank)
-
-
-def _sample_points(
-    samples: pl.DataFrame,
-    starts_ns: npt.NDArray[np.int64],
-    rank: int,
-    *,
-    scalar: str,
-    after_ns: int,
-) -> Iterator[Point]:
-    fresh = samples.filter(pl.col("time_ns") > after_ns)
-    for time_ns, value in fresh.select("time_ns", "value").iter_rows():
-        step = max(0, int(np.searchsorted(starts_ns, time_ns, side="right")) - 1)
-        yield Point(rank=rank, wall_ns=time_ns, step=step, values={scalar: value})
 
 
 FILE_SUFFIX = ".haiprof"
@@ -183,13 +168,13 @@ class EventFiles:
         self.point_count = 0
         self._open = EventFileWriter
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writers: dict[int, Any] = {}
+        self.writers: dict[int, Any] = {}
 
     def add(self, point: Point) -> None:
         """Queues one point."""
-        writer = self._writers.get(point.rank)
+        writer = self.writers.get(point.rank)
         if writer is None:
-            writer = self._writers[point.rank] = self._new_writer(point.rank)
+            writer = self.writers[point.rank] = self._new_writer(point.rank)
         values = [
             self._summary.Value(tag=scalar, simple_value=value)
             for scalar, value in point.values.items()
@@ -201,18 +186,13 @@ class EventFiles:
 
     def flush(self) -> None:
         """Puts what is queued into the files."""
-        for writer in self._writers.values():
+        for writer in self.writers.values():
             writer.flush()
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        for writer in self._writers.values():
+        for writer in self.writers.values():
             writer.close()
-
-    def count_written(self) -> Written:
-        """The number of points so far."""
-        ranks = tuple(sorted(self._writers))
-        return Written(path=str(self.folder), ranks=ranks, point_count=self.point_count)
 
     def _new_writer(self, rank: int) -> Any:  # noqa: ANN401 - tensorboard has no types
         """The rank's file; an earlier one of haiprof is removed, so that no step appears twice."""
@@ -246,7 +226,9 @@ def write_scalars(
                 f"{error.strerror or error}",
                 hint="the folder must be yours, and nobody else's to write to: chmod -R go-w DIR",
             ) from None
-    return files.count_written()
+    return Written(
+        path=str(files.folder), ranks=tuple(sorted(files.writers)), point_count=files.point_count
+    )
 
 
 def _look_until_end(

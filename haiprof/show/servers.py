@@ -205,7 +205,11 @@ class _Handler(GuardedHandler, SimpleHTTPRequestHandler):
         elif not self._access.is_token(self._cookies().get(self._access.cookie, "")):
             self.send_error(HTTPStatus.FORBIDDEN, "open the address that haiprof printed")
         elif address.path in ("/vizviewer_info", "/file_info"):
-            self._send(b"{}", "application/json")
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
         elif address.path == "/localtrace":
             self._send_trace()
         else:
@@ -231,13 +235,6 @@ class _Handler(GuardedHandler, SimpleHTTPRequestHandler):
             return {}
         return {name: morsel.value for name, morsel in found.items()}
 
-    def _send(self, body: bytes, kind: str) -> None:
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
     def _send_trace(self) -> None:
         """Sends the trace's file unchanged; Perfetto unpacks gzip itself."""
         try:
@@ -261,9 +258,11 @@ def trace_to_show(
     """Chooses the file that a viewer opens."""
     if source.is_file():
         return source
-    merged = None if rank is not None or window is not None else _find_merged(run, source)
-    if merged is not None:
-        return merged
+    if rank is None and window is None:
+        folders = [source] if run is None else [run.root, run.root / "traces"]
+        merged = [path for folder in folders for path in merged_files(folder)]
+        if merged:  # by `haiprof export --to merged`, under whatever name
+            return max(merged, key=lambda path: path.stat().st_mtime_ns)
     found = files_by_window(source)
     if window is not None and window >= len(found):
         raise MissingDataError(f"{source}: no window {window}: there are {len(found)}")
@@ -278,10 +277,3 @@ def trace_to_show(
             return member.path
     ranks = ", ".join(str(member.rank) for member in members)
     raise MissingDataError(f"{source}: no trace of rank {rank}: there are {ranks}")
-
-
-def _find_merged(run: RunPaths | None, source: Path) -> Path | None:
-    """The newest file that `haiprof export --to merged` wrote, under whatever name."""
-    folders = [source] if run is None else [run.root, run.root / "traces"]
-    found = [path for folder in folders for path in merged_files(folder)]
-    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)

@@ -13,7 +13,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
 from haiprof.diagnosis.run_notes import traced_lines
 from haiprof.diagnosis.traced_window import StepWork, step_work
-from haiprof.run_analysis.counter_summaries import CounterDigest, MetricOwner, Metrics, MetricStat
+from haiprof.run_analysis.counter_summaries import CounterDigest, MetricOwner, MetricStat
 from haiprof.run_analysis.counters import (
     SeriesReader,
     host_windows,
@@ -99,15 +99,8 @@ def _split_settled(settled: pl.DataFrame, *, clock: str) -> dict[str, float | No
 PROCESS, HOST, GPU = "process", "host", "gpu"
 
 
-_OfRanks = Mapping[tuple[str, int | None], Mapping[str, MetricStat]]
-
-
-def _metrics_of_ranks(metrics: Metrics) -> _OfRanks:
-    """By source and rank; of the last one where a rank has several GPUs."""
-    found: defaultdict[tuple[str, int | None], dict[str, MetricStat]] = defaultdict(dict)
-    for (source, _, rank, _), stats in metrics.items():
-        found[source, rank].update(stats)
-    return found
+_OfRanks = dict[tuple[str, int | None], dict[str, MetricStat]]
+"""Metrics by source and rank."""
 
 
 _HIGHEST = ("memory_rss_bytes", "memory_used_bytes", "memory_total_bytes", "cpu_count")
@@ -174,12 +167,6 @@ def _agent_lines(run: RunPaths) -> list[Line]:
 def read_counted_series(data: RunFrames, digest: CounterDigest) -> SeriesReader:
     """The series of panels, while the steps ran that count."""
     return digest.count_series(data.read_series(panel_metrics().intersection(digest.present)))
-
-
-def overview_series(steps: pl.DataFrame, read: SeriesReader, span: TimeRange) -> Iterator[Series]:
-    """Step time per rank, then each counter of the table that has a sample."""
-    yield from step_series(steps, span)
-    yield from counters_over_time(read, span)
 
 
 def counters_over_time(read: SeriesReader, span: TimeRange) -> Iterator[Series]:
@@ -327,10 +314,12 @@ def overview_summary(
     manifest = manifest_or_none(data.run)
     counted = select_judged_steps(steps)
     digest = digest or data.counter_digest(counted)
-    stats = digest.stats
+    stats = dict(sorted(digest.stats.items(), key=lambda item: tuple(map(str, item[0]))))
     span = time_range(steps, digest.span)
     rows = {(row["rank"], row["attempt"]): row for row in ranks.iter_rows(named=True)}
-    of_ranks = _metrics_of_ranks(stats)
+    of_ranks: _OfRanks = defaultdict(dict)  # of the last one where a rank has several GPUs
+    for (source, _, rank, _), values in digest.stats.items():
+        of_ranks[source, rank].update(values)
     trained = {
         (rank, attempt): _rank_summary(rows[rank, attempt], own, of_ranks)
         for (rank, attempt), own in by_attempt(steps)
@@ -346,20 +335,26 @@ def overview_summary(
             for key, row in rows.items()
         ),
         nodes=tuple(
-            _node_summary(owner[1], values)
-            for owner, values in _sort_stats(stats)
-            if owner[0] == HOST
+            _node_summary(owner[1], values) for owner, values in stats.items() if owner[0] == HOST
         ),
         gpus=tuple(
-            _gpu_summary(owner, values) for owner, values in _sort_stats(stats) if owner[0] == GPU
+            _gpu_summary(owner, values) for owner, values in stats.items() if owner[0] == GPU
         ),
         missing=missing_sources(data.run, manifest, digest.present),
-        series=tuple(overview_series(counted, read_counted_series(data, digest), window))
+        series=(
+            *step_series(counted, window),
+            *counters_over_time(read_counted_series(data, digest), window),
+        )
         if window and with_series
         else (),
         work=step_work(data.run, _job_step_ns(trained), limit_bytes=trace_limit_bytes),
         traces=traced_lines(data),
-        reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
+        reactions=tuple(
+            # Of a hang when it was noticed, else since when it is: the time that the verdict says.
+            f"{moment_text(row['since_ns' if row['trigger'] == 'slow' else 'noticed_ns'])}  "
+            f"{row['reason']}: {row['outcome']}"
+            for row in data.reactions().iter_rows(named=True)
+        ),
         nccl=data.nccl().known,
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
     )
@@ -370,16 +365,6 @@ def _job_step_ns(trained: Mapping[tuple[Any, Any], RankSummary]) -> float | None
     last = {rank: own.mean_step_ns for (rank, _), own in sorted(trained.items())}
     means = [ns for ns in last.values() if ns is not None]
     return sum(means) / len(means) if means else None
-
-
-def _reaction_line(row: Mapping[str, Any]) -> str:
-    """With the time that the verdict says: of a hang when it was noticed, else since when it is."""
-    time_ns = row["since_ns"] if row["trigger"] == "slow" else row["noticed_ns"]
-    return f"{moment_text(time_ns)}  {row['reason']}: {row['outcome']}"
-
-
-def _sort_stats(stats: Metrics) -> list[tuple[MetricOwner, Mapping[str, MetricStat]]]:
-    return sorted(stats.items(), key=lambda item: tuple(str(part) for part in item[0]))
 
 
 def rank_name(rank: RankSummary) -> str:

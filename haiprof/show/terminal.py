@@ -44,7 +44,11 @@ def sparkline(values: Values, *, top: float | None = None) -> str:
     """One character per value, from 0 at the lowest block to `top` at the highest."""
     present = [v for v in values if v is not None]
     limit = top or max(present, default=0.0)
-    return "".join(GAP if v is None else LEVELS[_level(v, limit)] for v in values)
+    last, cells = len(LEVELS) - 1, []
+    for value in values:
+        level = round((value or 0.0) / limit * last) if limit > 0 else 0
+        cells.append(GAP if value is None else LEVELS[min(last, max(0, level))])
+    return "".join(cells)
 
 
 def fit_width(values: Values, width: int) -> list[float | None]:
@@ -59,12 +63,6 @@ def fit_width(values: Values, width: int) -> list[float | None]:
         present = [v for v in values[start:end] if v is not None]
         cells.append(sum(present) / len(present) if present else None)
     return cells
-
-
-def _level(value: float, limit: float) -> int:
-    if limit <= 0:
-        return 0
-    return min(len(LEVELS) - 1, max(0, round(value / limit * (len(LEVELS) - 1))))
 
 
 class Sparkline:

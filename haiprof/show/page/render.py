@@ -17,10 +17,9 @@ from haiprof.base.output_file import output_file
 from haiprof.base.safe_files import file_size
 from haiprof.base.units import MISSING, SPACES, bytes_text, duration_text, visible
 from haiprof.base.version import __version__
-from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import text
-from haiprof.show.card import cost_text, gain_text, is_foreign
+from haiprof.show.card import abstentions, cost_text, gain_text
 from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
 from haiprof.show.page.content import MARKS, PageContent, page_content
@@ -178,7 +177,7 @@ def _render(
         shown={name for name, _ in sections},
         folded=True,
         first=verdict.findings[0] if verdict.findings and not content.death else None,
-        abstained=_abstentions(verdict),
+        abstained=abstentions(verdict),
         cost=cost_text(verdict.cost),
         marks=MARKS,
         parts=[name for name, ms in known["typical_ms"].items() if ms is not None] if known else [],
@@ -282,15 +281,6 @@ def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
     if content.snapshots:
         yield "snapshots", "Snapshots"
     yield "environment", "Environment"
-
-
-def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:
-    """(rules, why), the rules that abstain for one reason together."""
-    rules: dict[str, list[str]] = {}
-    for rule, why in verdict.abstained:
-        if not is_foreign(verdict, rule, why):
-            rules.setdefault(text.printable(why), []).append(rule.replace("_", " "))
-    return [(", ".join(names), why) for why, names in rules.items()]
 
 
 def write_trace_page(

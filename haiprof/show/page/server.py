@@ -107,12 +107,15 @@ class CachedPage:
         header = run_header(self._run, manifest_or_none(self._run))
         read = self._held
         changed = read is not None and self._has_news(read)
+        pause_s = max(_PAUSE_S, read.cost_s / _COST_RATIO) if read is not None else 0.0
         running = header.state == RUNNING
         since = f" for {duration_text(header.duration_ns)}" if running else ""
         return {
             "state": header.state,
             "changed": changed,
-            "due": changed and read is not None and (not running or _is_due(read)),
+            "due": changed
+            and read is not None
+            and (not running or time.time_ns() - read.time_ns > pause_s * NS_PER_S),
             "text": f"job {header.outcome}{since}",
             "read": moment_text(read.time_ns)[-8:] if read is not None else None,
         }
@@ -126,12 +129,6 @@ class CachedPage:
             return True
         state = run_header(self._run, manifest_or_none(self._run)).state
         return state != read.content.header.state
-
-
-def _is_due(read: _Read) -> bool:
-    """Whether a new page would leave the job's processor alone for long enough."""
-    pause_s = max(_PAUSE_S, read.cost_s / _COST_RATIO)
-    return time.time_ns() - read.time_ns > pause_s * NS_PER_S
 
 
 # Scripts are files of this server; plotly sets styles on its elements.
@@ -186,7 +183,12 @@ class PageApp:
 
     def _answer(self, request: Request) -> Response:
         try:
-            return self._check_access(request) or self._route(request)(request)
+            refused = self._check_access(request)
+            if refused is not None:
+                return refused
+            if request.path not in self._routes:  # the whole address: none is a path of a file
+                raise NotFound("no such page")
+            return self._routes[request.path](request)
         except HTTPException as error:
             return _text_response(str(error.description), error.code or 500)
         except HaiprofError as error:
@@ -203,13 +205,6 @@ class PageApp:
         if not self._access.is_token(request.cookies.get(self._access.cookie, "")):
             raise Forbidden("open the address that haiprof printed")
         return None
-
-    def _route(self, request: Request) -> Callable[[Request], Response]:
-        """Dispatches by the whole address: none of them is a path of a file."""
-        found = self._routes.get(request.path)
-        if found is None:
-            raise NotFound("no such page")
-        return found
 
     def _html(self, _: Request) -> Response:
         content = self._page.newest()

@@ -42,7 +42,7 @@ def header_block(run: RunHeader, *, counts: str) -> RenderableType:
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(run.name, style="bold")
     title.append("  ")
-    title.append(run.outcome, style=_state_style(run))
+    title.append(run.outcome, style="green" if run.is_running else "" if run.is_clean else "red")
     summary = f"started {moment_text(run.start_wall_ns)} on {run.host or 'an unknown host'}"
     lasted = duration_text(run.duration_ns)
     summary += f" · {'for' if run.is_running else 'lasted'} {lasted} · {counts}"
@@ -152,15 +152,21 @@ def series_block(
     table.add_column(axis, ratio=1, no_wrap=True)
     table.add_column("mean", justify="right", no_wrap=True)
     table.add_column("max", justify="right", no_wrap=True)
-    tops = _tops(series)
-    for title, line in _untitled_repeats(series):
+    tops: dict[str, float] = {}  # the lines of a picture share a scale, so that ranks compare
+    for line in series:
+        least = 1.0 if line.unit == "ratio" else 0.0
+        highest = max((v for v in line.values if v is not None), default=0.0)
+        tops[line.title] = max(tops.get(line.title, least), highest)
+    above = ""
+    for line in series:
         table.add_row(
-            title,
+            "" if line.title == above else line.title,
             line.label if line.label != line.title else "",
             Sparkline(line.values, top=tops[line.title], color=_COLORS.get(line.title, SKY)),
             value_text(line.mean, line.unit),
             value_text(line.max, line.unit),
         )
+        above = line.title
     return table
 
 
@@ -199,27 +205,3 @@ def bullets(lines: Sequence[str]) -> Iterator[RenderableType]:
         table = Table.grid(padding=(0, 1, 0, 0))
         table.add_row("·", Text(printable(line), overflow="fold"))
         yield table
-
-
-def _state_style(run: RunHeader) -> str:
-    if run.is_running:
-        return "green"
-    return "" if run.is_clean else "red"
-
-
-def _tops(series: Sequence[Series]) -> dict[str, float]:
-    """The scale of each picture: its lines share one, so that ranks compare."""
-    tops: dict[str, float] = {}
-    for line in series:
-        least = 1.0 if line.unit == "ratio" else 0.0
-        highest = max((v for v in line.values if v is not None), default=0.0)
-        tops[line.title] = max(tops.get(line.title, least), highest)
-    return tops
-
-
-def _untitled_repeats(series: Sequence[Series]) -> Iterator[tuple[str, Series]]:
-    """Each series with its title, empty where the line above has the same."""
-    above = ""
-    for line in series:
-        yield ("" if line.title == above else line.title), line
-        above = line.title

@@ -12,7 +12,7 @@ from rich.text import Text
 from haiprof.base.units import MISSING, bytes_text, duration_text, ranks_text, ratio_text
 from haiprof.live.follow import JobNow, JobProgress, RankNow
 from haiprof.show.figures.style import PHASE_COLORS, PHASES
-from haiprof.show.terminal import FILLINGS, filling, fit_width, sparkline
+from haiprof.show.terminal import filling, fit_width, sparkline
 from haiprof.show.text import printable
 from haiprof.show.views.blocks import FittingTable, one_line, plain_table
 
@@ -116,29 +116,20 @@ class Selection:
 
 def move(selection: Selection, key: str, jobs: Sequence[JobNow]) -> Selection | None:
     """The selection after a key; None to leave."""
-    count = {
-        JOBS: len(jobs),
-        RANKS: _rank_count(jobs, selection),
-        RANK: _rank_count(jobs, selection),
-    }
+    of_jobs = selection.level == JOBS
+    ranks = jobs[selection.job].ranks if selection.job < len(jobs) else ()
+    count = len(jobs if of_jobs else ranks)
     if key in (UP, DOWN):
-        step = 1 if key == DOWN else -1
-        at = selection.job if selection.level == JOBS else selection.rank
-        at = min(max(at + step, 0), max(count[selection.level] - 1, 0))
-        return (
-            replace(selection, job=at) if selection.level == JOBS else replace(selection, rank=at)
-        )
-    if key == ENTER and count[RANKS if selection.level != JOBS else JOBS]:
-        return replace(selection, level=RANKS if selection.level == JOBS else RANK)
+        at = (selection.job if of_jobs else selection.rank) + (1 if key == DOWN else -1)
+        at = min(max(at, 0), max(count - 1, 0))
+        return replace(selection, job=at) if of_jobs else replace(selection, rank=at)
+    if key == ENTER and count:
+        return replace(selection, level=RANKS if of_jobs else RANK)
     if key == QUIT or (key == BACK and selection.level == (RANKS if selection.alone else JOBS)):
         return None
     if key == BACK:
         return replace(selection, level=RANKS if selection.level == RANK else JOBS)
     return selection
-
-
-def _rank_count(jobs: Sequence[JobNow], selection: Selection) -> int:
-    return len(jobs[selection.job].ranks) if selection.job < len(jobs) else 0
 
 
 def top_view(
@@ -219,9 +210,8 @@ def _head(job: JobNow, colored: bool) -> list[RenderableType]:
     summary = _count_text(len(job.ranks), job.world_size)
     summary += f" {'rank' if job.world_size == len(job.ranks) == 1 else 'ranks'}  "
     summary += f"step {_step(job.step, all(r.step_is_exact for r in job.ranks))}  "
-    summary += (
-        f"{duration_text(job.step_ns)} each  {_number(_total(job.ranks, 'cpu_cores'))} cores  "
-    )
+    cores = _number(_total(job.ranks, "cpu_cores"))
+    summary += f"{duration_text(job.step_ns)} each  {cores} cores  "
     summary += f"GPU {ratio_text(_average(job.ranks, 'utilization_ratio'))}"
     verdict = Text(printable(job.verdict or "no verdict yet"))
     verdict.stylize("bold" if job.verdict else "dim")
@@ -237,12 +227,8 @@ def _warnings(job: JobNow) -> list[RenderableType]:
     if not job.running or not stalled:
         return []
     longest = max(rank.idle_ns or 0 for rank in stalled)
-    return [
-        Text(
-            f"no step for {duration_text(longest)} on {len(stalled)} ranks: haiprof snapshot",
-            style="yellow",
-        )
-    ]
+    text = f"no step for {duration_text(longest)} on {len(stalled)} ranks: haiprof snapshot"
+    return [Text(text, style="yellow")]
 
 
 def is_stalled(rank: RankNow | JobProgress) -> bool:
@@ -298,11 +284,9 @@ def _rank(rank: RankNow, *, width: int, colored: bool) -> list[RenderableType]:
     for phase in PHASES:
         share = rank.split.get(phase)
         spent = None if share is None or rank.step_ns is None else share * rank.step_ns
-        times.add_row(
-            Text(f"{filling(phase, colored=colored)} {phase}", style=PHASE_COLORS.get(phase, "")),
-            ratio_text(share),
-            duration_text(spent),
-        )
+        mark = f"{filling(phase, colored=colored)} {phase}"
+        named = Text(mark, style=PHASE_COLORS.get(phase, ""))
+        times.add_row(named, ratio_text(share), duration_text(spent))
     line = sparkline(fit_width(rank.times_ns, min(_STEPS, width - len("last steps  "))))
     parts += [times, Text(f"last steps  {line}")]
     for step, spent_ns, phase in rank.slowest[:3]:
@@ -358,7 +342,6 @@ def _legend(split: dict[str, float | None], colored: bool) -> Text:
     line = Text(overflow="fold")
     for phase in PHASES:
         if split.get(phase) is not None:
-            mark = filling(phase, colored=colored) if colored else FILLINGS[phase]
-            line.append(mark, style=PHASE_COLORS.get(phase, ""))
+            line.append(filling(phase, colored=colored), style=PHASE_COLORS.get(phase, ""))
             line.append(f" {phase} {ratio_text(split[phase])} ")
     return line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -24,6 +25,7 @@ _UNIT_SUFFIXES = ("_ns", "_bytes", "_ratio", "_hz", "_watts", "_joules", "_celsi
 _GAP = "  "
 _MANY = 6  # names before the rest is a number
 
+_source = attrgetter("source")
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
@@ -65,8 +67,13 @@ def _head(node: Software, counters: Sequence[CounterState]) -> RenderableType:
 def _available(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
     """One section per sampler, one row per read; equal reads of several entities share a row."""
     here = [c for c in counters if c.status == "available"]
-    for source, states in _group(here, lambda c: c.source).items():
-        table = _value_table()
+    for source, states in _group(here, _source).items():
+        table = Table(
+            box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True
+        )
+        table.add_column("now", ratio=3, overflow="fold")
+        table.add_column("source", ratio=2, overflow="fold")
+        table.add_column("read", justify="right", no_wrap=True)
         reads = _group(states, lambda c: (c.entity, c.origin))
         alike = _group(reads.values(), lambda read: tuple(c.metric for c in read))
         for same in alike.values():
@@ -77,13 +84,8 @@ def _available(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
                 Text(first[0].origin + more, style="dim"),
                 duration_text(first[0].read_ns),
             )
-        yield section(_title(source, states), table)
-
-
-def _title(source: str, states: Sequence[CounterState]) -> str:
-    """A source with its entities: `gpu: gpu 0, gpu 1`."""
-    entities = _entities(states)
-    return f"{source}: {entities}" if entities else source
+        entities = _entities(states)
+        yield section(f"{source}: {entities}" if entities else source, table)
 
 
 def _entities(states: Sequence[CounterState]) -> str:
@@ -95,14 +97,6 @@ def _join_names(names: Iterable[str]) -> str:
     every = list(dict.fromkeys(names))
     more = f" and {len(every) - _MANY} more" if len(every) > _MANY else ""
     return ", ".join(every[:_MANY]) + more
-
-
-def _value_table() -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
-    table.add_column("now", ratio=3, overflow="fold")
-    table.add_column("source", ratio=2, overflow="fold")
-    table.add_column("read", justify="right", no_wrap=True)
-    return table
 
 
 def _values(reads: Sequence[Sequence[CounterState]]) -> _Packed:
@@ -141,7 +135,7 @@ def _missing(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
-    sizes = {source: len(_metrics(states)) for source, states in _by_source(counters).items()}
+    sizes = {source: len(_metrics(states)) for source, states in _group(counters, _source).items()}
     for states in _group(gone, lambda c: (c.status, _cause(c), c.remedy)).values():
         first = states[0]
         table.add_row(
@@ -178,7 +172,7 @@ def _why(reason: str, remedy: str) -> Text:
 def _names(states: Sequence[CounterState], sizes: Mapping[str, int]) -> Text:
     """Sources that are missing completely, else their counters; then the entities."""
     words = []
-    for source, of_source in _by_source(states).items():
+    for source, of_source in _group(states, _source).items():
         metrics = _metrics(of_source)
         if len(metrics) == sizes[source] > 1:
             words.append(f"{source} ({count_text(len(metrics), 'counter')})")
@@ -244,10 +238,6 @@ def now_text(value: float, unit: str) -> str:
         scale, name = (1e9, "GHz") if value >= 1e9 else (1e6, "MHz")
         return f"{digits_text(value / scale)} {name}"
     return value_text(value, unit)
-
-
-def _by_source(states: Iterable[CounterState]) -> dict[str, list[CounterState]]:
-    return _group(states, lambda c: c.source)
 
 
 def _metrics(states: Iterable[CounterState]) -> list[str]:
@@ -321,11 +311,14 @@ def _value_text(what: str, value: float | None) -> str:
 def loader_trials_view(trials: Sequence[LoaderTrial]) -> RenderableType:
     """The whole view."""
     given = trials[0]
-    table = plain_table(
-        "loader", "steps/s", "95 % interval", "of the loader as given", left=("loader",)
-    )
+    heads = ("steps/s", "95 % interval", "of the loader as given")
+    table = plain_table("loader", *heads, left=("loader",))
     for trial in trials:
-        table.add_row(_name(trial), *_cells(trial, given))
+        cells = (MISSING, MISSING, MISSING)
+        if trial.steps_per_s is not None and trial.low is not None and trial.high is not None:
+            interval = f"{digits_text(trial.low)} to {digits_text(trial.high)}"
+            cells = digits_text(trial.steps_per_s), interval, f"x{_times(trial, given)}"
+        table.add_row(_name(trial), *cells)
     failed = [each for each in trials if each.reason is not None]
     return Group(
         Text(trials_headline(trials), style="bold"),
@@ -377,10 +370,3 @@ def _name(trial: LoaderTrial) -> str:
     if trial.loader == KEPT_BATCHES:
         return "kept batches (a free loader)"
     return count_text(int(trial.loader), "worker")
-
-
-def _cells(trial: LoaderTrial, given: LoaderTrial) -> tuple[str, str, str]:
-    if trial.steps_per_s is None or trial.low is None or trial.high is None:
-        return MISSING, MISSING, MISSING
-    interval = f"{digits_text(trial.low)} to {digits_text(trial.high)}"
-    return digits_text(trial.steps_per_s), interval, f"x{_times(trial, given)}"

@@ -68,10 +68,8 @@ def _headline(snapshot: Snapshot) -> str:
         return "The job moves: collectives went on between two looks"
     odd = [s.rank for s in snapshot.suspects]
     if odd:
-        return (
-            f"{_names_text(odd)} {'does' if len(odd) == 1 else 'do'} something different from the "
-            f"rest"
-        )
+        does = "does" if len(odd) == 1 else "do"
+        return f"{_names_text(odd)} {does} something different from the rest"
     if snapshot.moves is None:
         if len(snapshot.states) == 1:
             return "One rank, nothing to compare it with: what it does is below"
@@ -104,17 +102,14 @@ def _details(details: SuspectDetails | None) -> Iterator[RenderableType]:
     for frame in (details.native or ())[-NATIVE_FRAMES:]:
         yield one_line(f"  {printable(frame)}")
     if details.gpu:
-        said = (_metric_text(metric, value) for metric, value in details.gpu.items())
+        said = []
+        for metric, value in details.gpu.items():
+            name, _, unit = metric.rpartition("_")  # `memory_used_bytes`: its unit is its last word
+            said.append(f"{name.replace('_', ' ')} {value_text(value, unit)}")
         yield one_line("its GPU: " + ", ".join(said))
     if details.xids:
         codes = ", ".join(map(str, details.xids))
         yield one_line(f"its GPU reported XID {codes}", style="bold")
-
-
-def _metric_text(metric: str, value: float) -> str:
-    """`memory used 12.0 GiB`: a metric's last word is its unit."""
-    name, _, unit = metric.rpartition("_")
-    return f"{name.replace('_', ' ')} {value_text(value, unit)}"
 
 
 def _grow(branch: Tree, node: Node) -> Tree:
@@ -160,20 +155,15 @@ def _file_lines(paths: Sequence[Path]) -> Iterator[RenderableType]:
 
 def kineto_view(found: KinetoTraces) -> RenderableType:
     """The whole view."""
-    failures = (
-        Text(
-            f"{_name(each)} {each.state}: {printable(each.reason or 'no reason given')}",
-            style="yellow",
-        )
-        for each in found.processes
-        if each.state != "done"
-    )
-    return Group(*_result_lines(found), *failures)
+    return Group(*_kineto_lines(found))
 
 
-def _result_lines(found: KinetoTraces) -> Iterator[RenderableType]:
+def _kineto_lines(found: KinetoTraces) -> Iterator[RenderableType]:
     for each in found.done:
-        yield Text(f"traced {_steps(each)} of {_name(each)}", style="bold")
+        steps = f"{each.optimizer_step_count} optimizer steps"
+        if each.steps is not None:
+            steps = f"steps {each.steps[0]} to {each.steps[1] - 1}"
+        yield Text(f"traced {steps} of {_name(each)}", style="bold")
     paths = [Path(each.path) for each in found.done if each.path]
     if paths:
         size = bytes_text(sum(path.stat().st_size for path in paths if path.exists()))
@@ -183,12 +173,10 @@ def _result_lines(found: KinetoTraces) -> Iterator[RenderableType]:
         yield Text(f"steps are not marked: {reason}", style="dim")
     if found.aligned is False:
         yield Text("the ranks did not record the same steps", style="yellow")
-
-
-def _steps(each: ProcessTrace) -> str:
-    if each.steps is not None:
-        return f"steps {each.steps[0]} to {each.steps[1] - 1}"
-    return f"{each.optimizer_step_count} optimizer steps"
+    for each in found.processes:
+        if each.state != "done":
+            why = printable(each.reason or "no reason given")
+            yield Text(f"{_name(each)} {each.state}: {why}", style="yellow")
 
 
 def _name(each: ProcessTrace) -> str:
@@ -197,19 +185,10 @@ def _name(each: ProcessTrace) -> str:
 
 def trace_now_view(found: TraceNow) -> RenderableType:
     """The whole view."""
-    notes = (Text(printable(note), style="yellow") for note in found.notes)
-    by_reason: dict[str, list[int]] = {}
-    for rank in failures(found):
-        reason = f"{rank.state}: {rank.reason or 'no reason given'}"
-        by_reason.setdefault(reason, []).append(rank.rank)
-    failed = (
-        Text(f"{ranks_text(ranks)} {printable(reason)}", style="yellow")
-        for reason, ranks in by_reason.items()
-    )
-    return Group(*_trace_now_result_lines(found), *failed, *notes)
+    return Group(*_trace_now_lines(found))
 
 
-def _trace_now_result_lines(found: TraceNow) -> Iterator[RenderableType]:
+def _trace_now_lines(found: TraceNow) -> Iterator[RenderableType]:
     by_steps: dict[tuple[int, int] | None, list[int]] = {}
     for rank in found.done:
         by_steps.setdefault(rank.steps, []).append(rank.rank)
@@ -229,6 +208,13 @@ def _trace_now_result_lines(found: TraceNow) -> Iterator[RenderableType]:
     if not found.aligned:
         words = "did not record" if found.counted_alike else "may not have recorded"
         yield Text(f"the ranks {words} the same steps", style="yellow")
+    by_reason: dict[str, list[int]] = {}
+    for rank in failures(found):
+        reason = f"{rank.state}: {rank.reason or 'no reason given'}"
+        by_reason.setdefault(reason, []).append(rank.rank)
+    for reason, failed in by_reason.items():
+        yield Text(f"{ranks_text(failed)} {printable(reason)}", style="yellow")
+    yield from (Text(printable(note), style="yellow") for note in found.notes)
 
 
 _PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
@@ -257,7 +243,8 @@ def attach_view(
 
 
 def _sampling_lines(seen: Sequence[SampledStacks], analyzer: RunFrames) -> Iterator[RenderableType]:
-    cores = _main_cores(analyzer)
+    rows = analyzer.counters().filter(source="process", metric="cpu_main_cores").drop_nulls("rank")
+    cores = dict(rows.group_by("rank").agg(pl.col("value").median()).rows())
     for each in seen:
         if each.problem is not None:
             yield Text(f"rank {each.rank}: no stacks: {printable(each.problem)}", style="yellow")
@@ -295,11 +282,3 @@ def _shares(seen: SampledStacks) -> Iterator[RenderableType]:
     yield line
     for frame, share in seen.hottest:
         yield one_line(f"  {ratio_text(share)} at {printable(frame)}")
-
-
-def _main_cores(analyzer: RunFrames) -> dict[int, float]:
-    rows = analyzer.counters().filter(
-        (pl.col("source") == "process") & (pl.col("metric") == "cpu_main_cores")
-    )
-    medians = rows.group_by("rank").agg(pl.col("value").median())
-    return {rank: value for rank, value in medians.rows() if rank is not None and value is not None}

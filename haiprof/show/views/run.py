@@ -22,7 +22,7 @@ from haiprof.base.units import (
 )
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.run_analysis.flame_graph import OTHER_THREADS
-from haiprof.run_analysis.settings import ModelSettings, OptimizerSettings, RankSettings
+from haiprof.run_analysis.settings import ModelSettings, RankSettings
 from haiprof.run_analysis.steps import WORDS
 from haiprof.show.card import work_text
 from haiprof.show.figures.style import PHASES
@@ -66,7 +66,12 @@ _SWITCHES = {
 def setting_rows(settings: RankSettings) -> list[tuple[str, str]]:
     """What it is, and how it is set; what torch or Python leave alone by itself is left out."""
     rows = [("model", _model_text(model)) for model in settings.models]
-    rows += [("optimizer", _optimizer_text(optimizer)) for optimizer in settings.optimizers]
+    for optimizer in settings.optimizers:
+        given = {"foreach": optimizer.foreach, "fused": optimizer.fused}
+        told = [f"{name}={value}" for name, value in given.items() if value is not None]
+        how = ", ".join(told) or "foreach and fused left to torch"
+        tensors = count_text(optimizer.tensor_count or 0, "tensor")
+        rows.append(("optimizer", f"{optimizer.name}: {tensors}, {how}"))
     rows.append(("precision", _precision_text(settings)))
     rows.append(("cores", ", ".join(_core_parts(settings))))
     switches = ", ".join(_switch_parts(settings))
@@ -95,13 +100,6 @@ def _model_text(model: ModelSettings) -> str:
         given = (f"{n}={v:.0f}" if isinstance(v, float) else f"{n}={v}" for n, v in known.items())
         parts.append(f"DDP({', '.join(given)})")
     return f"{model.name}: {', '.join(part for part in parts if part)}"
-
-
-def _optimizer_text(optimizer: OptimizerSettings) -> str:
-    given = {"foreach": optimizer.foreach, "fused": optimizer.fused}
-    told = [f"{name}={value}" for name, value in given.items() if value is not None]
-    how = ", ".join(told) or "foreach and fused left to torch"
-    return f"{optimizer.name}: {count_text(optimizer.tensor_count or 0, 'tensor')}, {how}"
 
 
 def _precision_text(settings: RankSettings) -> str:
@@ -208,7 +206,9 @@ def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]
         table.add_column("mean step", ratio=1)
     longest = max((rank.mean_step_ns or 0.0 for rank in ranks), default=0.0)
     for rank in ranks:
-        for clock, split in _splits(rank):
+        splits = [("", rank.split_ns)]
+        splits += [] if rank.device_split_ns is None else [(" gpu", rank.device_split_ns)]
+        for clock, split in splits:
             cells = [rank_name(rank) + clock, *(str(rank.step_count) for _ in counts)]
             times = (rank.mean_step_ns, rank.median_step_ns)
             cells += ["" if clock else duration_text(ns) for ns in times]
@@ -219,13 +219,6 @@ def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]
     yield table
     if bars:
         yield SplitLegend()
-
-
-def _splits(rank: RankSummary) -> Iterator[tuple[str, Split]]:
-    """The host's split, and the device's if there is one, each on a line."""
-    yield "", rank.split_ns
-    if rank.device_split_ns is not None:
-        yield " gpu", rank.device_split_ns
 
 
 def _split_cells(split: Split, width: int) -> Iterator[str]:
@@ -243,10 +236,6 @@ def _host(node: NodeSummary) -> Text:
     return name
 
 
-def _cores_text(node: NodeSummary) -> str:
-    return MISSING if node.cpu_count is None else count_text(int(node.cpu_count), "core")
-
-
 _PROCESSES: Fields = (
     (rank_name, "rank"), ("pid", "pid"), ("cpu_cores", "CPU cores"), ("memory_rss_bytes", "memory"),
     ("read_bytes_per_s", "read calls"), ("write_bytes_per_s", "write calls"),
@@ -256,7 +245,8 @@ _GPUS: Fields = (
     ("memory_used_bytes", "memory"), ("memory_total_bytes", "of"), ("power_watts", "power"),
 )  # fmt: skip
 _NODE_LOAD: Fields = (
-    (_host, "node"), ("cpu_utilization_ratio", "CPU"), (_cores_text, "of"),
+    (_host, "node"), ("cpu_utilization_ratio", "CPU"),
+    (lambda n: MISSING if n.cpu_count is None else count_text(int(n.cpu_count), "core"), "of"),
     ("memory_used_bytes", "memory"), ("memory_total_bytes", "of"),
 )  # fmt: skip
 _NODE_TRAFFIC: Fields = (
@@ -302,7 +292,12 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
     counts = count_text(summary.step_count, "step")
     parts = [header_block(summary.run, counts=counts), Text(), _identity(summary)]
     if summary.step_count:
-        parts += [*_step_parts(summary)]
+        parts += [
+            section("Mean step", SplitBar(summary.split_ns), Text(_steps_line(summary))),
+            section("Positions in the step", _positions(summary)),
+            section("Over time", _over_time(summary, summary.phase_series)),
+            section("Slowest steps, without evaluation and checkpoints", _slowest(summary)),
+        ]
     if summary.events:
         parts.append(section("Besides the phases", record_table(summary.events, _EVENTS)))
     if summary.settings is not None:
@@ -336,13 +331,6 @@ def _identity(summary: OneRankSummary) -> Text:
     ]
     text.append("  " + " · ".join(fact for fact in words if fact), style="not bold dim")
     return text
-
-
-def _step_parts(summary: OneRankSummary) -> Iterator[RenderableType]:
-    yield section("Mean step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
-    yield section("Positions in the step", _positions(summary))
-    yield section("Over time", _over_time(summary, summary.phase_series))
-    yield section("Slowest steps, without evaluation and checkpoints", _slowest(summary))
 
 
 def _over_time(summary: OneRankSummary, series: Sequence[Series]) -> RenderableType:
