@@ -61,12 +61,7 @@ def command_parameters(name: str) -> list[Parameter]:
 
 
 def command_help(name: str, width: int) -> str:
-    """The help of one command.
-
-    Args:
-        name: As `COMMANDS` has it.
-        width: Columns.
-    """
+    """The help of one command, which `COMMANDS` has by that name."""
     docstring = command_function(name).__doc__ or ""
     return help_page(COMMANDS[name].words, docstring, command_parameters(name), width)
 

@@ -64,11 +64,7 @@ def log_dirs(named: list[Path] | None) -> list[Path]:
 
 
 def sees_others() -> bool:
-    """Whether this user may look at jobs of others: root, and the group that the options name.
-
-    Raises:
-        UsageError: An option is invalid.
-    """
+    """Whether this user may look at jobs of others: root, and the group that the options name."""
     from haiprof.base.users import is_administrator
 
     return is_administrator(default_options().admin_group)
@@ -77,12 +73,7 @@ def sees_others() -> bool:
 def job_or_processes(
     name: str | None, named: list[Path] | None
 ) -> tuple[RunningJob | None, list[Process]]:
-    """The job of a command, or the processes of that name if none runs under haiprof.
-
-    Raises:
-        RunNotFoundError: Nothing of that name runs.
-        UsageError: Several jobs fit, or a process belongs to another user.
-    """
+    """The job of a command, or own processes of that name if none runs under haiprof."""
     from haiprof.live.external_sampling import training_processes
 
     try:
@@ -94,12 +85,7 @@ def job_or_processes(
 
 
 def the_job(name: str | None, named: list[Path] | None, *, reads: bool = False) -> RunningJob:
-    """The job of a command; with `reads` of one that only looks at it.
-
-    Raises:
-        RunNotFoundError: It does not run, or none is named and none runs.
-        UsageError: Several fit, or none is named and several run.
-    """
+    """The job of a command; with `reads` of one that only looks at it."""
     from haiprof.live.find import find_job, job_names, running_jobs
 
     if name is not None:
@@ -196,22 +182,14 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_cluster(address: str | None) -> Pool | None:
-    """The pool of `--cluster`; None without that option.
-
-    Raises:
-        UsageError: It is not an address.
-    """
+    """The pool of `--cluster`; None without that option."""
     from haiprof.trace_analysis.pool import cluster_pool
 
     return cluster_pool(address) if address is not None else None
 
 
 class ReadProgress:
-    """Reports progress on stderr: after 2 s that traces are read, then how many are done.
-
-    Args:
-        quiet: Whether to print nothing.
-    """
+    """Reports progress on stderr: after 2 s that traces are read, then how many are done."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet

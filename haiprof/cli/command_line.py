@@ -158,16 +158,7 @@ def parameters_of(function: Callable[..., Any]) -> list[Parameter]:
 def read_arguments(
     command: str, parameters: Sequence[Parameter], words: Sequence[str]
 ) -> dict[str, Any]:
-    """The arguments of a command's function.
-
-    Args:
-        command: Its name, for errors.
-        parameters: What it declares; options with a callback are read before the others.
-        words: Its command line.
-
-    Raises:
-        UsageError: The words do not fit.
-    """
+    """The arguments of a command's function; options with a callback are read before the others."""
     given = _words_by_name(command, parameters, words)
     first = sorted(parameters, key=lambda p: getattr(p.declared, "callback", None) is None
                    or isinstance(p.declared, Arg))  # fmt: skip
@@ -228,12 +219,7 @@ def _options(parameters: Sequence[Parameter]) -> dict[str, Parameter]:
 
 
 def own_words(parameters: Sequence[Parameter], words: Sequence[str]) -> list[str]:
-    """The words before `--`, or before another command line that the command takes.
-
-    Args:
-        parameters: What the command declares.
-        words: Its command line.
-    """
+    """The words before `--`, or before another command line that the command takes."""
     end = words.index("--") if "--" in words else len(words)
     declared = [each.declared for each in parameters]
     if not any(isinstance(each, Arg) and each.is_command for each in declared):
@@ -263,14 +249,7 @@ _LEFT_LIMIT = 28
 
 
 def help_page(command: str, docstring: str, parameters: Sequence[Parameter], width: int) -> str:
-    """The help of one command.
-
-    Args:
-        command: Its name.
-        docstring: Of its function; paragraphs that begin with two spaces are examples.
-        parameters: What it declares.
-        width: Columns of the terminal.
-    """
+    """A command's help; paragraphs of its docstring that begin with two spaces are examples."""
     arguments = [each for each in parameters if isinstance(each.declared, Arg)]
     usage = " ".join([f"usage: haiprof {command} [OPTIONS]",
                       *(_usage(each) for each in arguments)])  # fmt: skip

@@ -151,12 +151,7 @@ def _show_traces(before: Path, after: Path, output: Output) -> None:
 
 
 def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None]:
-    """The baseline, and the run; None for the newest one here.
-
-    Raises:
-        UsageError: Neither two runs nor one with --baseline.
-        RunNotFoundError: No run begins as the first one is named.
-    """
+    """The baseline, and the run; None for the newest one here."""
     if len(runs) <= 1 and baseline is not None:
         return baseline, (runs[0] if runs else None)
     if len(runs) == 2 and baseline is None:

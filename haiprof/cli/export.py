@@ -34,15 +34,6 @@ if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
 
 
-class Format(str, Enum):
-    """What `--format` takes."""
-
-    CSV = "csv"
-    PARQUET = "parquet"
-    PROMETHEUS = "prometheus"
-    OTLP_JSON = "otlp-json"
-
-
 class Table(str, Enum):
     """What `--what` takes."""
 
@@ -52,27 +43,11 @@ class Table(str, Enum):
     RANKS = "ranks"
 
 
-_TABULAR = (Format.CSV, Format.PARQUET)
+_TABULAR = ("csv", "parquet")
 _FORMAT_HELP = (
     "csv and parquet: a table, rates per second. prometheus: last values, text format. "
     "otlp-json: every sample. The last two hold counters as they were read."
 )
-
-
-def _known_format(text: str) -> Format:
-    """The format of that name.
-
-    Raises:
-        UsageError: There is none: all that `--to` takes are named, other commands' too.
-    """
-    forms = second_words("export")
-    if text in TABLES:
-        return Format(text)
-    near = nearest(text, forms)
-    raise UsageError(
-        f"--to: expected one of {', '.join(forms)}, got {text!r}",
-        hint=f"did you mean haiprof export --to {near}?" if near else "haiprof export --help",
-    )
 
 
 def export(
@@ -100,23 +75,27 @@ def export(
     """
     from haiprof.compat.exports import Export, write_export
 
-    format_ = _known_format(to)
-    if format_ is Format.PARQUET and output is None:
-        raise UsageError("parquet is not text: it needs a file", hint="-o FILE.parquet")
-    if format_ not in _TABULAR and what is not Table.COUNTERS:
+    if to not in TABLES:
+        forms = second_words("export")
+        near = nearest(to, forms)
         raise UsageError(
-            f"{format_.value} holds counters only", hint=f"--to csv --what {what.value}"
+            f"--to: expected one of {', '.join(forms)}, got {to!r}",
+            hint=f"did you mean haiprof export --to {near}?" if near else "haiprof export --help",
         )
-    if lines and format_ is not Format.OTLP_JSON:
+    if to == "parquet" and output is None:
+        raise UsageError("parquet is not text: it needs a file", hint="-o FILE.parquet")
+    if to not in _TABULAR and what is not Table.COUNTERS:
+        raise UsageError(f"{to} holds counters only", hint=f"--to csv --what {what.value}")
+    if lines and to != "otlp-json":
         raise UsageError("--lines is for --to otlp-json")
     analyzer = open_target(directory)
-    wanted = Export(format=format_.value, what=what.value, lines=lines)
+    wanted = Export(format=to, what=what.value, lines=lines)
     written = write_export(analyzer, wanted, output, force=force, stdout=sys.stdout.buffer)
     for note in written.notes:
         Output().hint(note)
     if output is not None:
         Output().hint(f"wrote {written.count} {written.unit} to {output}")
-    if format_ in _TABULAR:
+    if to in _TABULAR:
         others = ", ".join(other.value for other in Table if other is not what)
         Output().hint(
             f"these are its {what.value}; others with --what: {others}; the ledger: "
@@ -198,11 +177,7 @@ def merge(
 
 
 class _WriteProgress:
-    """Reports the progress of the output on stderr every two seconds.
-
-    Args:
-        quiet: Whether to print nothing.
-    """
+    """Reports the progress of the output on stderr every two seconds."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet

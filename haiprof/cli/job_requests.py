@@ -152,11 +152,7 @@ _FAR_S = 86_400.0
 
 
 def parse_start(text: str | None) -> int:
-    """Unix time in ns of `--start-at`; 0 where it is not given.
-
-    Raises:
-        UsageError: It is no time, has passed, or is more than a day ahead.
-    """
+    """Unix time in ns of `--start-at`, within a day from now; 0 where it is not given."""
     if text is None:
         return 0
     now_s = time.time()
@@ -186,11 +182,7 @@ def trace_through_kineto(
     timeout_s: float | None, endpoint: str | None, folder: Path | None, output: Output,
     start_ns: int,
 ) -> None:  # fmt: skip
-    """Traces the job and shows the result.
-
-    Raises:
-        HaiprofError: No process was traced.
-    """
+    """Traces the job and shows the result."""
     from haiprof.live.kineto_processes import parse_endpoint
     from haiprof.live.kineto_trace import TraceRequest, trace_processes
     from haiprof.show.views.requests import kineto_view

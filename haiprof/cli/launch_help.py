@@ -92,11 +92,7 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def completion_script(shell: str) -> str:
-    """The script that a shell evaluates.
-
-    Args:
-        shell: One of `SHELLS`.
-    """
+    """The script that a shell evaluates, one of `SHELLS`."""
     options = [f"--{spec.name}" for spec in OPTIONS]
     if shell == "fish":
         return _fish_script(options)
@@ -136,11 +132,7 @@ def brief_text() -> str:
 
 
 def help_text(width: int = 100) -> str:
-    """`haiprof --help`, which fits on a screen.
-
-    Args:
-        width: Columns.
-    """
+    """`haiprof --help`, which fits on a screen."""
     options = [_row(spec) for spec in OPTIONS if spec.name in _FREQUENT]
     commands = [(name, COMMANDS[name]) for names in GROUPS.values() for name in names]
     rows = [(f"{c.words} {c.usage}", c.text) for _, c in commands if len(c.words.split()) == 1
@@ -158,11 +150,7 @@ def help_text(width: int = 100) -> str:
 
 
 def full_help_text(width: int = 100) -> str:
-    """`haiprof --help-all`: every option of recording, and every command.
-
-    Args:
-        width: Columns.
-    """
+    """`haiprof --help-all`: every option of recording, and every command."""
     tracing = [spec for spec in OPTIONS if spec.field in TraceOptions.__dataclass_fields__]
     rows = [_row(spec) for spec in OPTIONS if spec not in tracing]
     rows.append(("--interval.NAME SECONDS", INTERVAL_HELP))
@@ -183,12 +171,7 @@ def full_help_text(width: int = 100) -> str:
 
 
 def group_help_text(first: str, width: int = 100) -> str:
-    """`haiprof trace --help`: the commands that begin with one word.
-
-    Args:
-        first: That word.
-        width: Columns.
-    """
+    """`haiprof trace --help`: the commands that begin with one word."""
     names = [name for name, command in COMMANDS.items() if command.words.split()[0] == first]
     return (
         f"usage: haiprof {first} COMMAND [OPTIONS]\n\n{group_rows(names, width)}\n"

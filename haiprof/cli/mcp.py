@@ -219,12 +219,7 @@ def _refusal(stderr: str, status: int) -> str:
 
 
 def fit_answer(found: Any, tokens: int) -> str:  # noqa: ANN401 - any JSON value
-    """The answer in at most so many tokens: lists are cut from the end, and say so.
-
-    Args:
-        found: The whole answer.
-        tokens: The most; below 200 nothing useful fits.
-    """
+    """The answer in at most so many tokens: lists are cut from the end, and say so."""
     for length in _LENGTHS:
         left_out: dict[str, int] = {}
         answer = {"answer": _shorten(found, length, "", left_out)}

@@ -148,11 +148,7 @@ FIRST_WORDS = tuple(dict.fromkeys([*(c.words.split()[0] for c in COMMANDS.values
 
 
 def resolve(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """A command's name and its arguments; None where the words begin no command.
-
-    Args:
-        words: A command line, in the spelling of this release or of the last one.
-    """
+    """A command's name and its arguments, in either release's spelling; None for other words."""
     if not words:
         return None
     first, *rest = words

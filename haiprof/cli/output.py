@@ -95,11 +95,7 @@ def _usable_width(width: int) -> int:
 
 
 def show_error(error: HaiprofError) -> int:
-    """Prints an error on one line, with a hint; returns the exit status.
-
-    Raises:
-        HaiprofError: The same one, with HAIPROF_DEBUG=1, for its traceback.
-    """
+    """Prints an error on one line, with a hint; returns the exit status, or raises it to debug."""
     if os.environ.get(ENV_DEBUG) == "1":
         raise error
     from haiprof.show.text import printable

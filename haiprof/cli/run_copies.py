@@ -141,8 +141,7 @@ _NICE = 10
 def copies_at(address: str) -> Callable[[RunPaths], RunCopies]:
     """Of a run, its copies at an address: the same ones whenever they are asked for.
 
-    Args:
-        address: Of a log directory. It may hold a password: no command line has it.
+    The address, of a log directory, may hold a password: no command line has it.
     """
 
     @cache

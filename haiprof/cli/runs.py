@@ -80,16 +80,7 @@ def rank(
 def parse_rank_words(
     command: str, words: Sequence[str], number: int | None = None
 ) -> tuple[Path | None, int | None]:
-    """A run and a rank in either order as (directory, rank); None where none is named.
-
-    Args:
-        command: `rank` or `lines`.
-        words: At most a directory and a number.
-        number: The rank that `--rank` names.
-
-    Raises:
-        UsageError: They are something else.
-    """
+    """A run and a rank in either order as (directory, rank); None where none is named."""
     numbers = [word for word in words if word.isdecimal() and not Path(word).is_dir()]
     numbers += [] if number is None else [str(number)]
     targets = [word for word in words if word not in numbers]

@@ -59,12 +59,7 @@ class Question:
 
 
 def ask(words: Sequence[str], log_dir: Path) -> Question | None:
-    """The question of a command line; None where its answer is not kept.
-
-    Args:
-        words: The command and its arguments.
-        log_dir: The default log directory.
-    """
+    """The question of a command line; None where its answer is not kept."""
     if not words or words[0] not in KEPT_COMMANDS:
         return None
     rest = list(words[1:])

@@ -42,21 +42,13 @@ def name_log_dir(path: Path | None) -> Path | None:
 
 
 def default_log_dir() -> Path:
-    """The one named by `--log-dir`; else where a job started here would write.
-
-    Raises:
-        UsageError: An option there is invalid.
-    """
+    """The one named by `--log-dir`; else where a job started here would write."""
     named = LOG_DIR.get()
     return default_options().log_dir if named is None else named
 
 
 def default_options() -> Options:
-    """Where a job started here would write: where, and the administrators; no other options.
-
-    Raises:
-        UsageError: An option is invalid.
-    """
+    """Where a job started here would write: where, and the administrators; no other options."""
     files = options_from_files()
     environment = options_from_environment(os.environ)
     names = ("log_dir", "local_dir", "admin_group")
@@ -74,11 +66,7 @@ def working_folder() -> Path | None:
 
 
 def existing_log_dir() -> Path:
-    """The default log directory, where there is one.
-
-    Raises:
-        RunNotFoundError: Nothing was recorded here.
-    """
+    """The default log directory; RunNotFoundError where there is none."""
     log_dir = default_log_dir()
     if not log_dir.is_dir():
         raise RunNotFoundError(
@@ -89,15 +77,7 @@ def existing_log_dir() -> Path:
 
 
 def open_target(path: Path | None, *, pool: RankPool | None = None) -> RunFrames:
-    """The run of a command.
-
-    Args:
-        path: A run or log directory; None takes the default log directory.
-        pool: Where its ranks are read.
-
-    Raises:
-        RunNotFoundError: There is no run.
-    """
+    """The run of a command: of the default log directory where no path is named."""
     from haiprof.run_analysis.run_frames import RunFrames
 
     if path is not None and path.is_file():
@@ -111,11 +91,7 @@ def open_target(path: Path | None, *, pool: RankPool | None = None) -> RunFrames
 
 
 def whole_path(path: Path) -> Path:
-    """The path of a run that is named by its name, or by as much of it as tells it.
-
-    Raises:
-        RunNotFoundError: Nothing begins so, or more than one.
-    """
+    """The path of a run that is named by its name, or by as much of it as tells it."""
     from haiprof.run_format.layout import MANIFEST_NAME
 
     if os.path.lexists(path):
@@ -134,15 +110,7 @@ def whole_path(path: Path) -> Path:
 
 
 def run_or_traces(path: Path | None) -> tuple[RunPaths | None, Path]:
-    """The run of a viewer, and where its traces are; no run if only traces are named.
-
-    Args:
-        path: A run or log directory, a trace, or a folder of traces; None takes the default log
-            directory.
-
-    Raises:
-        RunNotFoundError: There is nothing.
-    """
+    """The run of a viewer, and where its traces are; no run if only traces are named."""
     from haiprof.run_format.layout import RunPaths
     from haiprof.run_format.manifest import newest_run
 
@@ -177,11 +145,7 @@ def named_traces(target: str | Path | None) -> Path | None:
 
 
 def trace_target(path: Path) -> Path:
-    """What a trace command means by a path: of a log directory, its newest run.
-
-    Args:
-        path: A trace, a folder of traces, a run or a log directory.
-    """
+    """What a trace command means by a path: of a log directory, its newest run."""
     from haiprof.run_format.layout import MANIFEST_NAME
     from haiprof.run_format.manifest import run_folders, start_order
 
@@ -210,11 +174,7 @@ def has_address(words: Sequence[str]) -> bool:
 
 @contextlib.contextmanager
 def fetch_addresses(words: Sequence[str]) -> Iterator[list[str]]:
-    """The command line with folders in place of addresses, which are removed at the end.
-
-    Raises:
-        HaiprofError: A run cannot be fetched.
-    """
+    """The command line with folders in place of addresses, which are removed at the end."""
     _check(words)
     found = list(words)
     with contextlib.ExitStack() as folders:

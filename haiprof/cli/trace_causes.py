@@ -65,8 +65,7 @@ def trace_check(
 def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> list[str]:
     """Prints, before an answer, what is wrong with the recording that it rests on.
 
-    Returns:
-        The same lines, which stand in a command's JSON as `faults`.
+    A command's JSON has the lines as `faults`.
     """
     from haiprof.trace_analysis.files import check_frame, fault_lines
 
@@ -230,11 +229,7 @@ def what_if(
 
 
 def parse_change(text: str) -> Change:
-    """Parses a change such as `kernel=gemm:2x`, or several with `and` between them.
-
-    Raises:
-        UsageError: It is anything else.
-    """
+    """Parses a change such as `kernel=gemm:2x`, or several with `and` between them."""
     from haiprof.trace_analysis.what_if.replay_parts import together
 
     parts = [_parse_one(part) for part in text.split(" and ")]
