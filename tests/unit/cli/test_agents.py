@@ -17,6 +17,7 @@ from haiprof.cli.command_line import Opt
 from haiprof.cli.mcp import fit_answer, in_ms
 from haiprof.cli.names import resolve
 from haiprof.cli.skill import SKILL
+from tests.unit.cli import Run
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 
@@ -87,26 +88,22 @@ def test_skill_names_only_commands_and_options_that_exist(tmp_path: Path) -> Non
     assert main(["skill", str(tmp_path)]) == 2  # another's SKILL.md stays
 
 
-def test_verdict_as_markdown_has_cause_gain_and_what_to_do(
-    log_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verdict", str(log_dir / "two_ranks_one_slow"), "--format", "markdown"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_verdict_as_markdown_has_cause_gain_and_what_to_do(log_dir: Path, run: Run) -> None:
+    lines = run("verdict", log_dir / "two_ranks_one_slow", "--format", "markdown").out.splitlines()
     assert lines[0].startswith("## two\\_ranks\\_one\\_slow: rank 1 alone: dataloader-bound")
     assert "| --- | --- | --- | --- | --- |" in lines
     (cause,) = (line for line in lines if line.startswith("| critical | rank 1 alone: dataloader"))
     assert cause.count(" | ") == 4
     assert "38.6 ms (36.3 ms to 41.3 ms) | train.py:15 Batches." in cause
-    assert main(["verdict", str(log_dir / "rank_dies"), "--format", "markdown"]) == 0
-    assert "ValueError: shard 17 is damaged" in capsys.readouterr().out
+    assert (
+        "ValueError: shard 17 is damaged"
+        in run("verdict", log_dir / "rank_dies", "--format", "markdown").out
+    )
 
 
-def test_comparison_as_markdown_has_a_table_of_accounts(
-    log_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_as_markdown_has_a_table_of_accounts(log_dir: Path, run: Run) -> None:
     runs = [str(log_dir / name) for name in ("two_ranks", "two_ranks_one_slow")]
-    assert main(["compare", *runs, "--format", "markdown"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("compare", *runs, "--format", "markdown").out.splitlines()
     assert lines[0] == (
         "## inconclusive: too noisy (the change lies between -21.3 % and +193.7 %), but this "
         "alone is certain: train.py:15 Batches.\\_\\_getitem\\_\\_, input, native code "
@@ -114,25 +111,20 @@ def test_comparison_as_markdown_has_a_table_of_accounts(
     )
     assert any("Batches.\\_\\_getitem\\_\\_" in line and "+10.5 ms" in line for line in lines)
     traces = [str(log_dir / "two_ranks_traced" / "traces")] * 2
-    assert main(["compare", *traces, "--format", "markdown"]) == 0
-    assert capsys.readouterr().out.startswith("```text\n")
+    assert run("compare", *traces, "--format", "markdown").out.startswith("```text\n")
 
 
-def test_lines_of_a_rank_that_the_run_lacks_name_those_that_it_has(
-    log_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verdict", "lines", str(log_dir / "two_ranks"), "--rank", "7"]) == 5
-    assert "the run has no rank 7" in capsys.readouterr().err
+def test_lines_of_a_rank_that_the_run_lacks_name_those_that_it_has(log_dir: Path, run: Run) -> None:
+    ran = run("verdict", "lines", log_dir / "two_ranks", "--rank", "7")
+    assert ran.status == 5
+    assert "the run has no rank 7" in ran.err
 
 
-def test_lines_take_a_rank_beside_the_run(
-    log_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = str(log_dir / "two_ranks")
-    assert main(["verdict", "lines", run, "--rank", "1", "--json"]) == 0
-    named = capsys.readouterr().out
-    for words in (["lines", run, "1"], ["lines", "1", run], [run, "lines", "1"]):
-        assert main(["verdict", *words, "--json"]) == 0
-        assert capsys.readouterr().out == named
-    assert main(["verdict", "lines", run, "7"]) == 5
-    assert "the run has no rank 7" in capsys.readouterr().err
+def test_lines_take_a_rank_beside_the_run(log_dir: Path, run: Run) -> None:
+    path = str(log_dir / "two_ranks")
+    named = run("verdict", "lines", path, "--rank", "1", "--json").out
+    for words in (["lines", path, "1"], ["lines", "1", path], [path, "lines", "1"]):
+        assert run("verdict", *words, "--json").out == named
+    ran = run("verdict", "lines", path, "7")
+    assert ran.status == 5
+    assert "the run has no rank 7" in ran.err

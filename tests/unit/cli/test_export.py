@@ -22,34 +22,35 @@ from tests.unit.analysis.recorded import (
     write_records,
     write_run,
 )
+from tests.unit.cli import Run
 
 SAMPLES = 5
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """The newest run of the log directory that a job started here would write to."""
     for name in [name for name in os.environ if name.startswith("HAIPROF_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(haiprof.__file__).parent.parent))
-    run = write_run(tmp_path / "haiprof-logs" / "job-1")
-    write_rank(run, spans_of("D F B O " * 20))
+    job = write_run(tmp_path / "haiprof-logs" / "job-1")
+    write_rank(job, spans_of("D F B O " * 20))
     rows = [
         row_of(HOST, time_ns=CLOCK.mono_ns + second * 10**9, cpu_count=2, disk_read_bytes=second)
         for second in range(SAMPLES)
     ]
-    write_records(run.node("node0").records("host"), HOST, rows, host="node0")
-    return run
+    write_records(job.node("node0").records("host"), HOST, rows, host="node0")
+    return job
 
 
 def test_counters_of_the_newest_run_as_csv_is_the_default(
-    run: RunPaths, capsysbinary: pytest.CaptureFixture[bytes]
+    job: RunPaths, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     assert main(["export"]) == 0
     captured = capsysbinary.readouterr()
     frame = pl.read_csv(captured.out)
-    assert frame.equals(haiprof.Analyzer(run.root).counters().cast(frame.schema))
+    assert frame.equals(haiprof.Analyzer(job.root).counters().cast(frame.schema))
     assert captured.err.decode().splitlines() == [
         "haiprof: these are its counters; others with --what: steps, phases, ranks; the ledger: "
         "haiprof verdict RUN --json"
@@ -57,23 +58,22 @@ def test_counters_of_the_newest_run_as_csv_is_the_default(
 
 
 def test_text_formats_go_to_stdout_and_nothing_else_does(
-    run: RunPaths, capsysbinary: pytest.CaptureFixture[bytes]
+    job: RunPaths, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    assert main(["export", str(run.root), "--format", "prometheus"]) == 0
+    assert main(["export", str(job.root), "--format", "prometheus"]) == 0
     text = capsysbinary.readouterr().out.decode()
     names = {family.name for family in text_string_to_metric_families(text)}
     assert names == {"haiprof_host_cpu_count", "system_disk_io_bytes"}
-    assert main(["export", str(run.root), "--format", "otlp-json"]) == 0
+    assert main(["export", str(job.root), "--format", "otlp-json"]) == 0
     assert list(json.loads(capsysbinary.readouterr().out)) == ["resourceMetrics"]
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "prometheus", "otlp-json"])
 def test_file_is_written_whole_and_named(
-    run: RunPaths, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+    job: RunPaths, tmp_path: Path, form: str, run: Run
 ) -> None:
     path = tmp_path / "out"
-    assert main(["export", "--format", form, "-o", str(path)]) == 0
-    captured = capsys.readouterr()
+    captured = run("export", "--format", form, "-o", path)
     assert captured.out == ""
     assert str(path) in captured.err
     assert path.stat().st_size > 0
@@ -95,7 +95,7 @@ def test_file_is_written_whole_and_named(
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_does_not_go_together_is_refused(
-    run: RunPaths, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    job: RunPaths, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", *words]) == 2
     captured = capsys.readouterr()
@@ -104,18 +104,19 @@ def test_what_does_not_go_together_is_refused(
     assert captured.err.startswith("haiprof: error: ")
 
 
-def test_file_is_kept_without_force(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_is_kept_without_force(job: RunPaths, run: Run) -> None:
     path = Path("out.csv")
     path.write_text("mine")
-    assert main(["export", "-o", str(path)]) == 2
-    assert "--force" in capsys.readouterr().err
+    ran = run("export", "-o", path)
+    assert ran.status == 2
+    assert "--force" in ran.err
     assert path.read_text() == "mine"
     assert main(["export", "-o", str(path), "--force"]) == 0
     assert path.read_text() != "mine"
 
 
-def test_damage_is_told_on_stderr(run: RunPaths, capfd: pytest.CaptureFixture[str]) -> None:
-    with run.node("node0").records("host").open("ab") as file:
+def test_damage_is_told_on_stderr(job: RunPaths, capfd: pytest.CaptureFixture[str]) -> None:
+    with job.node("node0").records("host").open("ab") as file:
         file.write(b"torn")
     assert main(["export", "--format", "prometheus"]) == 0
     assert "torn last record" in capfd.readouterr().err

@@ -15,6 +15,7 @@ from haiprof.cli import main
 from haiprof.cli.app import command_function
 from haiprof.cli.launch_help import SHELLS, completion_script
 from haiprof.cli.names import COMMANDS, GROUPS, OTHER_NAMES
+from tests.unit.cli import Run
 from tests.unit.cli.test_kept_answers import STEPS, ended_run
 
 TRACE = {
@@ -58,24 +59,19 @@ def test_trace_commands_take_what_all_commands_take(
 @pytest.mark.parametrize(
     "words", [["0", "{}"], ["{}", "0"], ["{}", "--rank", "0"], ["--log-dir", "{}"], ["{}"]]
 )
-def test_rank_takes_run_and_rank_in_either_order(
-    logs: Path, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rank", *(word.format(logs) for word in words), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_count"] == STEPS
+def test_rank_takes_run_and_rank_in_either_order(logs: Path, words: list[str], run: Run) -> None:
+    assert run("rank", *(word.format(logs) for word in words), "--json").data["step_count"] == STEPS
 
 
-def test_list_takes_log_dir(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "--log-dir", str(logs), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["runs"]) == 1
+def test_list_takes_log_dir(logs: Path, run: Run) -> None:
+    assert len(run("list", "--log-dir", logs, "--json").data["runs"]) == 1
 
 
-def test_run_without_traces_says_how_to_record_some(
-    logs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_traces_says_how_to_record_some(logs: Path, run: Run) -> None:
     shutil.rmtree(logs / "job-1" / "traces")
-    assert main(["trace-report", str(logs)]) == 4
-    assert "haiprof --trace" in capsys.readouterr().err
+    ran = run("trace-report", logs)
+    assert ran.status == 4
+    assert "haiprof --trace" in ran.err
 
 
 def test_every_command_is_in_one_group_and_has_two_examples() -> None:
@@ -102,11 +98,10 @@ ASKS_ONE_RANK = {"rank", "lines", "trace-report", "memory-timeline", "critical-p
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_every_command_names_the_common_options(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main([name, "--help"]) == 0
-    words = capsys.readouterr().out.split()
+    words = run(name, "--help").out.split()
     assert "--log-dir" in words
     assert ("--json" in words) is (name not in SHOWS_NO_DATA)
     assert ("--window" in words) is (name in READS_TRACES)

@@ -15,66 +15,59 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.show.run_list import run_list
 from haiprof.trace_analysis import pool
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
+from tests.unit.cli import Run
 from tests.unit.report.many_ranks import write_many
 
 STEPS = 40
 
 
 def ended_run(root: Path) -> RunPaths:
-    run = write_run(root)
-    write_rank(run, spans_of("D F B O " * STEPS, span_ns=1_000_000, gap_ns=10_000))
-    manifest = json.loads(run.manifest.read_text())
+    job = write_run(root)
+    write_rank(job, spans_of("D F B O " * STEPS, span_ns=1_000_000, gap_ns=10_000))
+    manifest = json.loads(job.manifest.read_text())
     manifest["end_wall_ns"] = manifest.get("start_wall_ns", 0) + 10**10
-    run.manifest.write_text(json.dumps(manifest))
-    return run
+    job.manifest.write_text(json.dumps(manifest))
+    return job
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
+def job(tmp_path: Path) -> RunPaths:
     return ended_run(tmp_path / "job-1")
 
 
-def answers(run: RunPaths) -> dict[str, dict[str, object]]:
-    return {path.name: json.loads(path.read_text()) for path in run.answers.glob("*.json")}
+def answers(job: RunPaths) -> dict[str, dict[str, object]]:
+    return {path.name: json.loads(path.read_text()) for path in job.answers.glob("*.json")}
 
 
 @pytest.mark.parametrize("words", [["verdict"], ["overview"], ["rank", "0"], ["verdict", "--json"]])
-def test_second_answer_is_the_first_one(
-    run: RunPaths, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [words[0], str(run.root), *words[1:]]
-    assert main(command) == 0
-    first = capsys.readouterr()
-    assert len(answers(run)) == 1
-    kept = run.answer(next(iter(answers(run))).removesuffix(".json")).stat().st_mtime_ns
-    assert main(command) == 0
-    assert capsys.readouterr() == first
-    assert run.answer(next(iter(answers(run))).removesuffix(".json")).stat().st_mtime_ns == kept
+def test_second_answer_is_the_first_one(job: RunPaths, words: list[str], run: Run) -> None:
+    command = [words[0], str(job.root), *words[1:]]
+    first = run(*command)
+    assert len(answers(job)) == 1
+    kept = job.answer(next(iter(answers(job))).removesuffix(".json")).stat().st_mtime_ns
+    assert run(*command) == first
+    assert job.answer(next(iter(answers(job))).removesuffix(".json")).stat().st_mtime_ns == kept
 
 
-def test_answer_is_made_again_when_a_file_changes(
-    run: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verdict", str(run.root), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_count"] == STEPS
-    shutil.rmtree(run.rank(0).root)
-    write_rank(run, spans_of("D F B O " * 20, span_ns=1_000_000, gap_ns=10_000))
-    assert main(["verdict", str(run.root), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_count"] == 20
+def test_answer_is_made_again_when_a_file_changes(job: RunPaths, run: Run) -> None:
+    assert run("verdict", job.root, "--json").data["step_count"] == STEPS
+    shutil.rmtree(job.rank(0).root)
+    write_rank(job, spans_of("D F B O " * 20, span_ns=1_000_000, gap_ns=10_000))
+    assert run("verdict", job.root, "--json").data["step_count"] == 20
 
 
 def test_answer_of_another_version_is_not_believed(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+    job: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = kept_answers.fingerprint(run)
+    before = kept_answers.fingerprint(job)
     monkeypatch.setattr(kept_answers, "__version__", "0.0.1")
-    assert kept_answers.fingerprint(run) != before
+    assert kept_answers.fingerprint(job) != before
 
 
-def test_answer_in_a_copied_run_is_not_believed(run: RunPaths, tmp_path: Path) -> None:
-    assert main(["verdict", str(run.root)]) == 0
+def test_answer_in_a_copied_run_is_not_believed(job: RunPaths, tmp_path: Path) -> None:
+    assert main(["verdict", str(job.root)]) == 0
     copy = RunPaths(tmp_path / "copy")
-    shutil.copytree(run.root, copy.root)
+    shutil.copytree(job.root, copy.root)
     name = next(iter(answers(copy))).removesuffix(".json")
     stamp = kept_answers.fingerprint(copy)
     assert stamp is not None
@@ -82,41 +75,41 @@ def test_answer_in_a_copied_run_is_not_believed(run: RunPaths, tmp_path: Path) -
 
 
 def test_nothing_is_kept_of_a_run_that_may_still_change(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "job-2")
-    write_rank(run, spans_of("D F B O " * STEPS, span_ns=1_000_000, gap_ns=10_000))
-    assert main(["verdict", str(run.root)]) == 0
-    assert not run.answers.exists()
+    job = write_run(tmp_path / "job-2")
+    write_rank(job, spans_of("D F B O " * STEPS, span_ns=1_000_000, gap_ns=10_000))
+    assert main(["verdict", str(job.root)]) == 0
+    assert not job.answers.exists()
 
 
-def test_kept_text_controls_no_terminal(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verdict", str(run.root)]) == 0
-    ((name, content),) = answers(run).items()
+def test_kept_text_controls_no_terminal(job: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verdict", str(job.root)]) == 0
+    ((name, content),) = answers(job).items()
     evil = {"stdout": "\x1b[1mbold\x1b[0m \x1b]0;title\x07 \x1b[2J\n", "stderr": ""}
-    run.answer(name.removesuffix(".json")).write_text(json.dumps(content | {"answer": evil}))
+    job.answer(name.removesuffix(".json")).write_text(json.dumps(content | {"answer": evil}))
     capsys.readouterr()
-    assert main(["verdict", str(run.root)]) == 0
+    assert main(["verdict", str(job.root)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("\x1b[1mbold\x1b[0m ")
     assert printed.count("\x1b") == 2
     assert "\x07" not in printed
 
 
-def test_link_in_place_of_answers_is_not_written_through(run: RunPaths, tmp_path: Path) -> None:
+def test_link_in_place_of_answers_is_not_written_through(job: RunPaths, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    run.report.mkdir(exist_ok=True)
-    os.symlink(elsewhere, run.answers)
-    assert main(["verdict", str(run.root)]) == 0
+    job.report.mkdir(exist_ok=True)
+    os.symlink(elsewhere, job.answers)
+    assert main(["verdict", str(job.root)]) == 0
     assert list(elsewhere.iterdir()) == []
 
 
-def test_list_is_kept_run_by_run(run: RunPaths) -> None:
-    (first,) = run_list(run.root.parent)
+def test_list_is_kept_run_by_run(job: RunPaths) -> None:
+    (first,) = run_list(job.root.parent)
     assert first.step_count == STEPS
-    assert list(answers(run)) == ["list.json"]
-    assert run_list(run.root.parent) == [first]
-    shutil.rmtree(run.rank(0).root)
-    (changed,) = run_list(run.root.parent)
+    assert list(answers(job)) == ["list.json"]
+    assert run_list(job.root.parent) == [first]
+    shutil.rmtree(job.rank(0).root)
+    (changed,) = run_list(job.root.parent)
     assert changed.step_count == 0
 
 
@@ -127,66 +120,66 @@ def test_list_is_kept_run_by_run(run: RunPaths) -> None:
     {"exit_status": 10**30}, {"is_counted": 1}, {"signal": 9}, {"more": 1},
 ])  # fmt: skip
 def test_list_works_a_damaged_entry_out_anew(
-    run: RunPaths, change: dict[str, object], capsys: pytest.CaptureFixture[str]
+    job: RunPaths, change: dict[str, object], run: Run
 ) -> None:
-    (first,) = run_list(run.root.parent)
-    content = answers(run)["list.json"]
+    (first,) = run_list(job.root.parent)
+    content = answers(job)["list.json"]
     entry = content["answer"]
     assert isinstance(entry, dict)
-    run.answer("list").write_text(json.dumps(content | {"answer": entry | change}))
-    assert main(["list", str(run.root.parent)]) == 0
-    assert "internal error" not in capsys.readouterr().err
-    assert run_list(run.root.parent) == [first]
+    job.answer("list").write_text(json.dumps(content | {"answer": entry | change}))
+    ran = run("list", job.root.parent)
+    assert ran.status == 0
+    assert "internal error" not in ran.err
+    assert run_list(job.root.parent) == [first]
 
 
 def test_list_names_a_run_as_it_is_asked_for_now(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+    job: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(run.root.parent)
+    monkeypatch.chdir(job.root.parent)
     assert [entry.path for entry in run_list(Path())] == ["job-1"]
-    assert [entry.path for entry in run_list(run.root.parent)] == [str(run.root)]
+    assert [entry.path for entry in run_list(job.root.parent)] == [str(job.root)]
 
 
-def test_list_keeps_what_it_read_of_a_killed_run_too(run: RunPaths) -> None:
-    manifest = json.loads(run.manifest.read_text())
-    run.manifest.write_text(json.dumps(manifest | {"end_wall_ns": None}))
-    for path in run.root.rglob("*"):
+def test_list_keeps_what_it_read_of_a_killed_run_too(job: RunPaths) -> None:
+    manifest = json.loads(job.manifest.read_text())
+    job.manifest.write_text(json.dumps(manifest | {"end_wall_ns": None}))
+    for path in job.root.rglob("*"):
         os.utime(path, (10**9, 10**9))  # nobody has written for years
-    (first,) = run_list(run.root.parent)
+    (first,) = run_list(job.root.parent)
     assert (first.state, first.step_count) == ("killed", STEPS)
-    assert list(answers(run)) == ["list.json"]
-    assert run_list(run.root.parent) == [first]
-    write_rank(run, spans_of("D F B O " * 50, span_ns=1_000_000, gap_ns=10_000), rank=1)
-    (grown,) = run_list(run.root.parent)
+    assert list(answers(job)) == ["list.json"]
+    assert run_list(job.root.parent) == [first]
+    write_rank(job, spans_of("D F B O " * 50, span_ns=1_000_000, gap_ns=10_000), rank=1)
+    (grown,) = run_list(job.root.parent)
     assert (grown.step_count, grown.rank_count) == (50, 2)
 
 
 def test_list_reads_the_verdict_that_the_launcher_saved_at_the_end(
-    run: RunPaths, tmp_path: Path
+    job: RunPaths, tmp_path: Path
 ) -> None:
-    assert main(["verdict", str(run.root), "--save"]) == 0
-    shutil.copytree(run.root, tmp_path / "copies" / "job-1")
-    (entry,) = run_list(run.root.parent)
+    assert main(["verdict", str(job.root), "--save"]) == 0
+    shutil.copytree(job.root, tmp_path / "copies" / "job-1")
+    (entry,) = run_list(job.root.parent)
     assert (entry.step_count, entry.died_of) == (STEPS, None)
-    assert [name.partition("-")[0] for name in answers(run)] == ["verdict"]  # nothing was counted
+    assert [name.partition("-")[0] for name in answers(job)] == ["verdict"]  # nothing was counted
     (copy,) = run_list(tmp_path / "copies")
     assert copy.step_count == STEPS
 
 
 def test_long_list_counts_the_newest_runs_and_the_others_when_asked(
-    run: RunPaths, capsys: pytest.CaptureFixture[str]
+    job: RunPaths, run: Run
 ) -> None:
-    log_dir = run.root.parent
+    log_dir = job.root.parent
     other = ended_run(log_dir / "job-2")
     assert [entry.is_counted for entry in run_list(log_dir, limit_s=0)] == [False, False]
-    assert not run.answers.exists()
+    assert not job.answers.exists()
     assert not other.answers.exists()
     assert [entry.step_count for entry in run_list(log_dir)] == [STEPS, STEPS]
     (log_dir / "job-2" / "ranks" / "0" / "more").write_text("")
     first, second = run_list(log_dir, limit_s=0)
     assert (first.step_count, second.step_count) == (STEPS, None)
-    assert main(["list", str(log_dir), "--all"]) == 0
-    assert "not counted" not in capsys.readouterr().out
+    assert "not counted" not in run("list", log_dir, "--all").out
 
 
 def test_list_does_not_begin_a_count_that_takes_longer_than_it_has(tmp_path: Path) -> None:
@@ -203,73 +196,61 @@ def test_list_does_not_begin_a_count_that_takes_longer_than_it_has(tmp_path: Pat
      {"death": {"cause": "\x1b[2J", "ranks": []}}, {"death": 7}],
 )  # fmt: skip
 def test_list_believes_no_verdict_of_another_end_or_form(
-    run: RunPaths, change: dict[str, object]
+    job: RunPaths, change: dict[str, object]
 ) -> None:
-    assert main(["verdict", str(run.root), "--save"]) == 0
-    content = json.loads(run.verdict_json.read_text())
-    run.verdict_json.write_text(json.dumps(content | {"most_steps": 7} | change))
-    (entry,) = run_list(run.root.parent)
+    assert main(["verdict", str(job.root), "--save"]) == 0
+    content = json.loads(job.verdict_json.read_text())
+    job.verdict_json.write_text(json.dumps(content | {"most_steps": 7} | change))
+    (entry,) = run_list(job.root.parent)
     assert (entry.step_count, entry.died_of) == (STEPS, None)
 
 
-def test_process_id_is_no_question_about_the_newest_run(
-    run: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verdict", "--log-dir", str(run.root.parent)]) == 0
-    capsys.readouterr()
-    assert main(["verdict", "4194305", "--log-dir", str(run.root.parent)]) != 0
-    assert "no running job '4194305'" in capsys.readouterr().err
+def test_process_id_is_no_question_about_the_newest_run(job: RunPaths, run: Run) -> None:
+    run("verdict", "--log-dir", job.root.parent)
+    ran = run("verdict", "4194305", "--log-dir", job.root.parent)
+    assert ran.status != 0
+    assert "no running job '4194305'" in ran.err
 
 
 @pytest.mark.parametrize("words", [["verdict"], ["verdict", "."], ["verdict", "{run}"]])
 @pytest.mark.parametrize("absolute", [True, False])
 def test_verdict_of_the_jobs_end_is_the_first_answer_too(
-    run: RunPaths,
-    words: list[str],
-    absolute: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    job: RunPaths, words: list[str], absolute: bool, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher's own: made once, however the run is named, and made anew if asked."""
-    monkeypatch.chdir(run.root.parent)
-    assert main(["verdict", str(run.root) if absolute else run.root.name, "--save"]) == 0
-    first = capsys.readouterr()
-    [name] = answers(run)
-    assert run.verdict_json.exists()
-    asked = [word.format(run=run.root.name) for word in words]
-    assert main([*asked, *(["--log-dir", "."] if len(asked) == 1 else [])]) == 0
-    assert capsys.readouterr() == first
-    assert list(answers(run)) == [name]
-    run.verdict_json.unlink()
+    monkeypatch.chdir(job.root.parent)
+    first = run("verdict", job.root if absolute else job.root.name, "--save")
+    [name] = answers(job)
+    assert job.verdict_json.exists()
+    asked = [word.format(run=job.root.name) for word in words]
+    assert run(*asked, *(["--log-dir", "."] if len(asked) == 1 else [])) == first
+    assert list(answers(job)) == [name]
+    job.verdict_json.unlink()
     assert main(["verdict", "--save", "--log-dir", "."]) == 0
-    assert run.verdict_json.exists()
+    assert job.verdict_json.exists()
 
 
 def test_verdict_that_left_large_traces_alone_is_no_answer(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+    job: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.traces.mkdir()
-    (run.traces / "rank0-0.pt.trace.json").write_text('{"traceEvents": []}')
+    job.traces.mkdir()
+    (job.traces / "rank0-0.pt.trace.json").write_text('{"traceEvents": []}')
     monkeypatch.setattr(pool, "SMALL_BYTES", 10)
-    assert main(["verdict", str(run.root), "--save"]) == 0
-    assert not answers(run)
+    assert main(["verdict", str(job.root), "--save"]) == 0
+    assert not answers(job)
     monkeypatch.undo()
-    assert main(["verdict", str(run.root), "--save"]) == 0
-    assert len(answers(run)) == 1
+    assert main(["verdict", str(job.root), "--save"]) == 0
+    assert len(answers(job)) == 1
 
 
-def test_damaged_manifest_is_told_as_damage_in_verdict_and_list(
-    run: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_manifest_is_told_as_damage_in_verdict_and_list(job: RunPaths, run: Run) -> None:
     """It ended with status 0: neither "killed" nor "no process reported in" is known."""
-    run.manifest.write_text(run.manifest.read_text()[:40])
-    shutil.rmtree(run.rank(0).root)
-    run.node("node0").root.mkdir(parents=True)
-    run.node("node0").events.write_text(json.dumps({"type": "job_end", "wall_ns": 1}) + "\n")
-    assert main(["list", str(run.root.parent), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "damaged"
-    assert main(["verdict", str(run.root), "--all"]) == 0
-    out = capsys.readouterr().out
+    job.manifest.write_text(job.manifest.read_text()[:40])
+    shutil.rmtree(job.rank(0).root)
+    job.node("node0").root.mkdir(parents=True)
+    job.node("node0").events.write_text(json.dumps({"type": "job_end", "wall_ns": 1}) + "\n")
+    assert run("list", job.root.parent, "--json").data["runs"][0]["state"] == "damaged"
+    out = run("verdict", job.root, "--all").out
     assert "run.json is damaged" in " ".join(out.split())
     assert "no process of the job reported in" not in out
     assert "killed" not in out

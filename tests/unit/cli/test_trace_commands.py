@@ -11,7 +11,6 @@ import polars as pl
 import pytest
 
 from haiprof.base.errors import UsageError
-from haiprof.cli import main
 from haiprof.cli.arguments import parse_steps
 from haiprof.trace_analysis import report as report_module
 from haiprof.trace_analysis.report import SECTIONS
@@ -312,18 +311,13 @@ def test_memory_of_real_traces_fits_the_width(name: str, run: Run) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_traces_of_a_cpu_job_have_no_heading_over_dashes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_traces_of_a_cpu_job_have_no_heading_over_dashes(tmp_path: Path, run: Run) -> None:
     rank_file(tmp_path, 0, [step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 500)])
-    assert main(["trace-report", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = run("trace-report", tmp_path).out
     steps = out.partition("where their time goes")[2].partition("Operators")[0]
     assert "CPU" in steps
     assert not {"kernels", "comm.", "copies", "launches"} & set(steps.split())
-    assert main(["trace-table", "kernels", str(tmp_path)]) == 0
-    assert "no rows" in capsys.readouterr().out
-    assert main(["functions", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    assert "no rows" in run("trace-table", "kernels", tmp_path).out
+    out = run("functions", tmp_path).out
     assert "Operators by call stack" in out
     assert "Python functions by call stack" not in out
