@@ -134,7 +134,7 @@ def _explain(words: list[str]) -> int:
         sys.stdout.write(launch_help.version_text())
         return 0
     if not words:
-        sys.stderr.write(launch_help.brief_text())
+        sys.stderr.write(launch_help.BRIEF)
         return 2
     columns = shutil.get_terminal_size((launch_help.MAX_WIDTH, 0)).columns
     width = min(launch_help.MAX_WIDTH, max(launch_help.MIN_WIDTH, columns))

@@ -113,15 +113,12 @@ def attach(
     copies = copies_at(address) if address else None
     wish = AttachRequest(time_s=seconds, trace=options, log_dir=default_log_dir(), copies=copies)
 
-    def progress(text: str) -> None:
-        print_message(text)
-
     if found is not None:
-        done = attach_job(found, wish, progress)
+        done = attach_job(found, wish, print_message)
     elif inject:
-        done = attach_injecting(processes, wish, progress)
+        done = attach_injecting(processes, wish, print_message)
     else:
-        done = attach_sampling(processes, wish, progress)
+        done = attach_sampling(processes, wish, print_message)
     _show(done, Output(json=as_json))
     if copies is not None:
         copies(RunPaths(Path(done.run))).finish(pause, quiet=as_json)
@@ -166,15 +163,6 @@ def parse_start(text: str | None) -> int:
             hint="--start-at $(($(date +%s) + 30))",
         )
     return round(start_s * NS_PER_S)
-
-
-def find_kineto_job(name: str, named: list[Path] | None, *, backend: str) -> KinetoJob | None:
-    """The job, where it is traced through Kineto's side; None where haiprof's hook traces it."""
-    from haiprof.live.kineto_processes import kineto_job
-
-    return kineto_job(
-        name, log_dirs(named), backend=backend, progress=print_message, others=sees_others()
-    )
 
 
 def trace_through_kineto(
@@ -267,6 +255,7 @@ def trace_now(
       haiprof trace now 4711 --trace-steps 5 -o traces    started with KINETO_USE_DAEMON
       haiprof trace now RUN_DIR --time 10 --ranks 0,8 --json | jq '.ranks[].path'
     """
+    from haiprof.live.kineto_processes import kineto_job
     from haiprof.live.trace_now import trace_now as ask_for_trace
     from haiprof.show.views.requests import trace_now_view
 
@@ -280,11 +269,13 @@ def trace_now(
     job = str(the_job(None, log_dir).run.root) if job is None else job
     wanted = parse_ranks(ranks)
     wanted_ranks = None if wanted is None else tuple(sorted(wanted))
-    kineto_job = find_kineto_job(job, log_dir, backend=backend)
-    if kineto_job is not None:
+    through_kineto = kineto_job(
+        job, log_dirs(log_dir), backend=backend, progress=print_message, others=sees_others()
+    )
+    if through_kineto is not None:
         endpoint = dynolog if backend == "dynolog" else None
         trace_through_kineto(
-            kineto_job, options, ranks=wanted_ranks, timeout_s=timeout, endpoint=endpoint,
+            through_kineto, options, ranks=wanted_ranks, timeout_s=timeout, endpoint=endpoint,
             folder=folder, output=output, start_ns=start_ns,
         )  # fmt: skip
         return

@@ -50,7 +50,7 @@ _READING = (
     "Commands, after or while a job runs. DIR is a run directory, or a log directory whose newest "
     "run is taken; without it, the log directory that a job started here would write to."
 )
-_BRIEF = """\
+BRIEF = """\
 haiprof finds out why a PyTorch training job is slow, without changes to its code.
   haiprof train.py                     record the run, and end with the verdict
   haiprof torchrun --nproc-per-node 8 train.py
@@ -124,11 +124,6 @@ def _fish_script(options: list[str]) -> str:
 def _quote(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
-
-
-def brief_text() -> str:
-    """What `haiprof` alone prints: ten lines."""
-    return _BRIEF
 
 
 def help_text(width: int = 100) -> str:

@@ -120,15 +120,26 @@ def verdict(
     """
     output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
     pool = parse_cluster(cluster)
-    _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
-    if advice and (save or svg or folder or exit_report or collect or last is not None):
-        raise UsageError(
-            "--advice is of a whole run, and of how it ended: only --json goes with it"
-        )
-    if folder is not None and last is not None:
-        raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
+    of_part = last is not None
+    writes = save or svg or folder or exit_report
+    other = "--collect" if collect else "--last"
+    for is_wrong, why in (
+        ((of_part or collect) and save,
+         f"--save keeps the verdict of a whole run: not together with {other}"),
+        (of_part and collect,
+         "--last judges what was recorded, --collect what comes: give one of them"),
+        (save_traces and not collect,
+         "--save-traces needs --collect: a job that has ended cannot be traced"),
+        (seconds <= 0, f"--time {seconds:g}: expected more than 0 seconds"),
+        (advice and (writes or collect or of_part),
+         "--advice is of a whole run, and of how it ended: only --json goes with it"),
+        (folder is not None and of_part,
+         "--folder is of a whole run, or of --collect: not together with --last"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise UsageError(why)
     if not collect and (traces := named_traces(target)) is not None:
-        if save or svg or folder or exit_report or advice or last is not None:
+        if writes or advice or of_part:
             raise UsageError(
                 f"{traces}: traces, and no run: only --json and --all go with them",
                 hint="name a run directory, or leave the other options out",
@@ -158,16 +169,22 @@ def verdict(
         _show_advice(analyzer, output)
         return
     analyzer = analyzer if last is None else analyzer.last(last)
-    found = diagnose(analyzer, trace_limit_bytes=_trace_limit() if save else None, since_ns=since)
+    limit = None
+    if save:  # by the launcher while a job ends: it does not wait for large traces there
+        from haiprof.trace_analysis.pool import SMALL_BYTES
+
+        limit = SMALL_BYTES
+    found = diagnose(analyzer, trace_limit_bytes=limit, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     content = as_document(found, since_ns=since)
     if save:
         save_verdict(found, header, analyzer.run)
     if svg is not None:
         output.hint(f"wrote {save_card_svg(found, header, svg)}")
+    report = death_block.exit_report(found, header)
     to_stdout = exit_report == Path("-")
     if exit_report is not None and not to_stdout:
-        write_text(exit_report, death_block.exit_report(found, header))
+        write_text(exit_report, report)
         output.hint(f"wrote {exit_report}")
     if folder is not None:
         from haiprof.api.diagnosis_folder import write_diagnosis_folder
@@ -175,18 +192,14 @@ def verdict(
         names = write_diagnosis_folder(folder, analyzer, found, document=content, since_ns=since)
         output.hint(f"wrote {folder}: {', '.join(names)}")
     if to_stdout:
-        sys.stdout.write(death_block.exit_report(found, header))
+        sys.stdout.write(report)
     else:
         output.show(
             lambda width: verdict_card(
                 found, header, width=width, everything=everything, folder=working_folder()
             ),
             content,
-            lambda: (
-                death_block.exit_report(found, header)
-                if found.death is not None
-                else verdict_markdown(found, header.name)
-            ),
+            lambda: report if found.death else verdict_markdown(found, header.name),
         )
     is_own = other_uid(analyzer.run.manifest) is None
     if header.is_running and since is None and last is None and is_own:
@@ -257,27 +270,6 @@ def _show_traces(
         run = shlex.quote(str(path.parent))
         output.hint(f"haiprof verdict {run}: the whole run, with the lines of its samples")
     output.hint(f"next: haiprof trace report {shlex.quote(str(path))}")
-
-
-def _trace_limit() -> int:
-    """The launcher saves the verdict while a job ends: it does not wait for large traces there."""
-    from haiprof.trace_analysis.pool import SMALL_BYTES  # 0.1 s that runs without traces need not
-
-    return SMALL_BYTES
-
-
-def _check(
-    *, last: float | None, save: bool, collect: bool, seconds: float, save_traces: bool
-) -> None:
-    if (last is not None or collect) and save:
-        other = "--collect" if collect else "--last"
-        raise UsageError(f"--save keeps the verdict of a whole run: not together with {other}")
-    if last is not None and collect:
-        raise UsageError("--last judges what was recorded, --collect what comes: give one of them")
-    if save_traces and not collect:
-        raise UsageError("--save-traces needs --collect: a job that has ended cannot be traced")
-    if seconds <= 0:
-        raise UsageError(f"--time {seconds:g}: expected more than 0 seconds")
 
 
 def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
