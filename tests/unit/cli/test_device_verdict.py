@@ -195,20 +195,25 @@ def test_a_folder_of_ranks_is_one_verdict(tmp_path: Path, run: Run) -> None:
     assert "traces of 2 ranks, 3 steps; 12 of 12 GPU events" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("option", [["--save"], ["--last", "5"], ["--svg", "card.svg"]])
-def test_what_needs_a_run_is_refused_for_traces(
-    option: list[str], tmp_path: Path, run: Run
+@pytest.mark.parametrize(("line", "status", "said"), [
+    *((f"verdict {{trace}} {option}", 2, "traces, and no run")
+      for option in ("--save", "--last 5", "--svg card.svg")),
+    *((f"{command} {{trace}}", 3, "haiprof verdict {trace}")
+      for command in ("overview", "rank", "lines", "view")),
+    ("compare {trace} {empty}", 2, "{trace} is a trace"),
+    ("verdict {empty}", 3, "{empty}: neither a run directory nor a log directory with runs"),
+    ("verdict {still}", 5, "no event of a GPU, and no operator or Python function of the host"),
+])  # fmt: skip
+def test_what_is_no_run_or_says_nothing_is_refused(
+    tmp_path: Path, run: Run, line: str, status: int, said: str
 ) -> None:
-    path = write_trace(tmp_path / "trace.json", steps_with_item())
-    status, _, err = run("verdict", path, *option)
-    assert status == 2
-    assert "traces, and no run" in err
-
-
-def test_a_folder_of_neither_says_what_it_said(tmp_path: Path, run: Run) -> None:
-    status, _, err = run("verdict", tmp_path)
-    assert status != 0
-    assert f"{tmp_path}: neither a run directory nor a log directory with runs" in err
+    trace = rank_file(tmp_path, 0, steps_with_item())
+    still = write_trace(tmp_path / "still.json", [event("f", "python_function", 0, 0)])
+    (tmp_path / "empty").mkdir()
+    paths = {"trace": trace, "still": still, "empty": tmp_path / "empty"}
+    ran = run(*(word.format(**paths) for word in line.split()))
+    assert ran.status == status
+    assert said.format(**paths) in ran.err
 
 
 @pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "dlrm_v100_8ranks"])
@@ -391,23 +396,6 @@ def test_compare_of_two_traces_with_a_limit_compares_their_steps(tmp_path: Path,
     assert "verdict" in json.loads(out)
 
 
-def test_compare_of_a_trace_and_a_run_says_which_is_which(tmp_path: Path, run: Run) -> None:
-    path = rank_file(tmp_path, 0, steps_with_item())
-    other = tmp_path / "empty"
-    other.mkdir()
-    status, _, err = run("compare", path, other)
-    assert status == 2
-    assert f"{path} is a trace" in err
-
-
-def test_command_on_runs_names_what_reads_a_trace(tmp_path: Path, run: Run) -> None:
-    path = rank_file(tmp_path, 0, steps_with_item())
-    for command in ("overview", "rank", "lines", "view"):
-        status, _, err = run(command, path)
-        assert status != 0
-        assert f"haiprof verdict {path}" in err, command
-
-
 def test_headline_and_row_of_ranks_that_differ_say_one_number(tmp_path: Path, run: Run) -> None:
     late = [
         {**each, "dur": 38} if (each.get("name"), each.get("dur")) == ("gemm", 58) else each
@@ -580,10 +568,3 @@ def test_each_view_of_a_trace_that_is_cut_off_says_so_and_leaves_its_last_step_o
     assert out.count("the file is cut off in") <= 1
     if command == "what-if":
         assert "step 100 µs measured" in out
-
-
-def test_verdict_of_a_trace_in_which_no_time_passes_is_refused(tmp_path: Path, run: Run) -> None:
-    path = write_trace(tmp_path / "trace.json", [event("f", "python_function", 0, 0)])
-    status, _, said = run("verdict", path)
-    assert status == 5
-    assert "no event of a GPU, and no operator or Python function of the host" in said

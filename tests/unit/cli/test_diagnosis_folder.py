@@ -9,10 +9,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from haiprof.cli import main
 from haiprof.show.card import MAX_WIDTH
 from tests.unit.analysis.recorded import WALL_OFFSET_NS
 from tests.unit.analysis.trace.shared import kernel, write_trace
+from tests.unit.cli import Run
 from tests.unit.diagnosis.stories import START_NS, write_story
 from tests.unit.diagnosis.trace_stories import Story, write_ranks
 
@@ -25,30 +25,24 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(MAX_WIDTH))  # as wide as the folder's texts
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(list(words)) == 0
-    return capsys.readouterr().out
-
-
-def test_folder_opens_without_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_story(tmp_path / "run", lambda *_: LOADER, ranks=4, gpu=0.5)
+def test_folder_opens_without_the_run(tmp_path: Path, run: Run) -> None:
+    job = write_story(tmp_path / "run", lambda *_: LOADER, ranks=4, gpu=0.5)
     slow = Story(gemm=560, relu=84)
-    write_ranks(run / "traces", lambda rank: slow if rank == 2 else Story(), ranks=4)
-    functions = shown(capsys, "functions", str(run))
-    card = shown(capsys, "verdict", str(run), "--all")
-    assert main(["verdict", str(run), "--folder", str(tmp_path / "here")]) == 0
-    assert "report.html" in capsys.readouterr().err
+    write_ranks(job / "traces", lambda rank: slow if rank == 2 else Story(), ranks=4)
+    functions = run("functions", job).out
+    card = run("verdict", job, "--all").out
+    assert "report.html" in run("verdict", job, "--folder", tmp_path / "here").err
     there = tmp_path / "elsewhere"
     shutil.move(tmp_path / "here", there)
-    shutil.rmtree(run)
-    assert shown(capsys, "functions", str(there / "functions")) == functions
+    shutil.rmtree(job)
+    assert run("functions", there / "functions").out == functions
     assert (there / "functions.txt").read_text().split() == functions.split()
     assert (there / "verdict.txt").read_text().split()[:20] == card.split()[:20]
     document = json.loads((there / "diagnosis.json").read_text())
     assert document["findings"][0]["slug"] == "dataloader_bound"
     reports = json.loads((there / "functions.json").read_text())["reports"]
     assert reports["gpu-compute"]["slow"] == [2]
-    assert "temporal" in shown(capsys, "trace-report", str(there / "summaries"), "--json")
+    assert "temporal" in run("trace-report", there / "summaries", "--json").out
     abnormal = pl.read_csv(there / "tables" / "functions_gpu-compute_abnormal.csv")
     assert abnormal["rank"].unique().to_list() == [2]
     counters = pl.read_csv(there / "tables" / "counters.csv")
@@ -62,12 +56,9 @@ def test_folder_opens_without_the_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Without what traces say" not in readme
 
 
-def test_folder_of_a_run_without_traces_says_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_story(tmp_path / "run", lambda *_: LOADER)
-    assert main(["diagnose", str(run), "--folder", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
+def test_folder_of_a_run_without_traces_says_what_is_missing(tmp_path: Path, run: Run) -> None:
+    job = write_story(tmp_path / "run", lambda *_: LOADER)
+    assert run("diagnose", job, "--folder", tmp_path / "out").status == 0
     readme = (tmp_path / "out" / "README.txt").read_text()
     assert "Without what traces say (PerfTracker's five reports):" in readme
     assert not (tmp_path / "out" / "functions").exists()
@@ -75,35 +66,32 @@ def test_folder_of_a_run_without_traces_says_what_is_missing(
     assert "dataloader-bound" in (tmp_path / "out" / "verdict.txt").read_text()
 
 
-def test_folder_with_files_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_story(tmp_path / "run", lambda *_: LOADER)
+def test_folder_with_files_is_left_alone(tmp_path: Path, run: Run) -> None:
+    job = write_story(tmp_path / "run", lambda *_: LOADER)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    assert main(["diagnose", str(run), "--folder", str(tmp_path / "out")]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    ran = run("diagnose", job, "--folder", tmp_path / "out")
+    assert (ran.status, "is not empty" in ran.err) == (2, True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-    assert main(["diagnose", str(run), "--folder", str(tmp_path / "o"), "--last", "5"]) == 2
+    assert run("diagnose", job, "--folder", tmp_path / "o", "--last", "5").status == 2
 
 
-def test_functions_of_a_run_have_its_hardware_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_story(tmp_path / "run", lambda *_: LOADER, ranks=2, gpu=0.5)
-    (run / "traces").mkdir()
+def test_functions_of_a_run_have_its_hardware_samples(tmp_path: Path, run: Run) -> None:
+    job = write_story(tmp_path / "run", lambda *_: LOADER, ranks=2, gpu=0.5)
+    (job / "traces").mkdir()
     for rank in (0, 1):
         metadata = {"distributedInfo": {"rank": rank, "world_size": 2},
                     "baseTimeNanoseconds": START_NS + WALL_OFFSET_NS}  # fmt: skip
         events = [kernel("gemm", 0, 1_000_000), kernel("relu", 1_000_001, 100)]
-        write_trace(run / "traces" / f"rank{rank}.json", events, metadata)
-    content = json.loads(shown(capsys, "functions", str(run), "--hardware", "--json"))
+        write_trace(job / "traces" / f"rank{rank}.json", events, metadata)
+    content = run("functions", job, "--hardware", "--json").data
     found = {(row["rank"], row["name"], row["metric"]): row for row in content["hardware"]}
     assert found[1, "gemm", "utilization_ratio"]["mean"] == pytest.approx(0.5)
     assert found[0, None, "power_watts"]["mean"] == pytest.approx(90)
     assert not [key for key in found if key[1] == "relu"]
-    text = shown(capsys, "functions", str(run), "--hardware")
+    text = run("functions", job, "--hardware").out
     assert "any gpu-compute" in text
     assert "utilization_ratio" in text
-    assert main(["functions", str(run / "traces"), "--hardware"]) != 0
-    assert "run" in capsys.readouterr().err
+    ran = run("functions", job / "traces", "--hardware")
+    assert ran.status != 0
+    assert "run" in ran.err

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,8 @@ from rich.console import Console
 
 from haiprof.agent.samplers.table import CounterState
 from haiprof.agent.samplers.tools import Permission, Software, Tool
-from haiprof.cli import main
 from haiprof.show.views.prepare import doctor_view, now_text, short_name
+from tests.unit.cli import Run
 
 NODE = Software(
     host="node7", kernel="Linux 6.8", cgroup="v2", python="3.11.9", executable="/usr/bin/python3",
@@ -53,13 +52,12 @@ def shown(*counters: CounterState, every_row: bool = False) -> str:
 
 
 def test_json_lists_every_counter_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["doctor", "--json"]) == 0
-    output = capsys.readouterr()
+    output = run("doctor", "--json")
     assert output.err == ""
-    content = json.loads(output.out)
+    content = output.data
     assert set(content) == {"counters", "tools", "permissions", "node"}
     assert list(tmp_path.iterdir()) == []
     rows = {row["name"]: row for row in content["counters"] if not row["entity"]}
@@ -71,17 +69,15 @@ def test_json_lists_every_counter_and_leaves_nothing(
         assert (row["read_ns"] is None) is (row["status"] != "available")
 
 
-def test_view_for_people_has_all_sections(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    output = capsys.readouterr()
+def test_view_for_people_has_all_sections(run: Run) -> None:
+    output = run("doctor")
     for word in ("counters available", "host", "/proc/stat", "Launchers", "Tools", "Permissions"):
         assert word in output.out
     assert "haiprof doctor --all" in output.err
 
 
-def test_all_shows_each_counter_under_its_json_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--all"]) == 0
-    text = capsys.readouterr().out
+def test_all_shows_each_counter_under_its_json_name(run: Run) -> None:
+    text = run("doctor", "--all").out
     assert "host.cpu_user_ns" in text
     assert "gpu.utilization_ratio" in text
 

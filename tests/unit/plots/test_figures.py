@@ -13,7 +13,7 @@ from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.compare.comparison import Change
 from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.show.figures.panel_table import PANEL_ROWS, panel_metrics
-from haiprof.show.figures.panels import gap_starts, points_per_series, thin_points, with_gaps
+from haiprof.show.figures.panels import gap_starts, with_gaps
 from haiprof.show.figures.run_figures import (
     one_rank_picture,
     overview_picture,
@@ -76,24 +76,6 @@ def test_one_rank_figure_of_a_long_run_is_thinned_and_keeps_the_slow_step(tmp_pa
 def test_figure_title_escapes_the_jobs_name(tmp_path: Path) -> None:
     figure = overview_picture(empty_run(tmp_path, name="<script>alert(1)</script>"))
     assert "<script>" not in figure.layout.title.text
-
-
-def test_kept_points_short_series_is_whole() -> None:
-    assert len(thin_points(np.arange(5000.0))) == 5000
-
-
-def test_kept_points_long_series_keeps_a_single_spike() -> None:
-    values = np.random.default_rng(0).normal(10, 0.1, 400_000)
-    values[123_456], values[300_001] = 99.0, -99.0
-    kept = thin_points(values)
-    assert len(kept) <= 5000
-    assert {0, 123_456, 300_001, 399_999} <= set(kept.tolist())
-    assert (np.diff(kept) > 0).all()
-
-
-def test_points_per_series_of_many_ranks_is_bounded() -> None:
-    assert points_per_series(1) == 5000
-    assert points_per_series(1000) == 200
 
 
 def test_gap_starts_finds_the_pause() -> None:
