@@ -15,6 +15,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import is_address, recording_folder
 from haiprof.base.trace_options import (
     DEFAULT_STEPS,
+    HangLimit,
     ReactOptions,
     TraceOptions,
     parse_hang_limit,
@@ -68,6 +69,7 @@ ENV_FLIGHT_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 ENV_FLIGHT_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """PyTorch's own: where its watchdog writes them, up to the rank's number."""
 FLIGHT_ENTRIES = "2000"
+_LOCAL_DIR = "local_dir"  # the one that is no field of `Options`: with an address it is log_dir
 _INTERVAL_ENV = re.compile(r"HAIPROF_([A-Z0-9_]+)_INTERVAL\Z")
 DEFAULT_CACHE_LIMIT_MB = 4000.0
 MIN_DETAIL_H = 0.25
@@ -191,32 +193,22 @@ class Options(TraceOptions, ReactOptions):
 
     def as_json(self) -> dict[str, object]:
         """The options as plain JSON values, by their names on the command line."""
-        return {
-            "time": self.time_s,
-            "warmup": self.warmup_s,
-            "detail": self.detail_h,
-            **self.trace_json(),
-            "recorder": list(self.recorder),
-            "interval": dict(self.interval_s),
-            "log_dir": str(self.log_dir),
-            "name": self.name,
-            "share": self.share,
-            "admin_group": self.admin_group,
-            "run_id": self.run_id,
-            "burst": self.burst,
-            "burst_hz": self.burst_hz,
-            "burst_time": self.burst_time_s,
-            "memory_history": self.memory_history,
-            "tensorboard": self.tensorboard,
-            "reach": self.reach,
-            "reach_token": None if self.reach_token is None else str(self.reach_token),
-            "prometheus_port": self.prometheus_port,
-            "prometheus_allow": list(self.prometheus_allow),
-            "kineto": self.kineto,
-            **self.react_json(),
-            "notify": self.notify and ("URL" if is_notify_url(self.notify) else "command"),
-            "quiet": self.quiet,
-        }
+        found: dict[str, object] = {}
+        for spec in OPTIONS:
+            if spec.field != _LOCAL_DIR:
+                found[spec.name.replace("-", "_")] = _plain(getattr(self, spec.field))
+            if spec.field == "recorder":
+                found["interval"] = dict(self.interval_s)
+        found["trace"] = self.traces
+        found["steps"] = None if self.steps is None else f"{self.steps[0]}:{self.steps[1]}"
+        found["notify"] = self.notify and ("URL" if is_notify_url(self.notify) else "command")
+        return found
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (Path, HangLimit)):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _seconds(text: str) -> float:
@@ -357,7 +349,7 @@ OPTIONS = (
                f"comma list of all, basic, {', '.join(RECORDERS)} (perf is not in all)"),
     OptionSpec("log-dir", "log_dir", _folder_or_address, ENV_LOG_DIR, "DIR",
                f"where run directories go, also s3://BUCKET/... (default: {Options.log_dir})"),
-    OptionSpec("local-dir", "local_dir", _folder, "HAIPROF_LOCAL_DIR", "DIR",
+    OptionSpec("local-dir", _LOCAL_DIR, _folder, "HAIPROF_LOCAL_DIR", "DIR",
                "with an address as log-dir: where runs are recorded first (default: "
                "~/.local/state/haiprof/runs)"),
     OptionSpec("name", "name", str, "HAIPROF_NAME", "NAME",
@@ -539,7 +531,7 @@ def merge_options(*layers: Mapping[str, object]) -> Options:
                 intervals.setdefault(recorder, intervals[group])
         intervals.pop(group, None)
     fields = {k: v for k, v in merged.items() if not k.startswith(prefix)}
-    local_dir = fields.pop("local_dir", None)
+    local_dir = fields.pop(_LOCAL_DIR, None)
     if isinstance(fields.get("log_dir"), str):
         fields["address"] = fields["log_dir"]
         fields["log_dir"] = local_dir or recording_folder(os.environ)

@@ -104,23 +104,6 @@ class TraceOptions:
             "limit_bytes": round(self.trace_limit_mb * _BYTES_PER_MB),
         }
 
-    def trace_json(self) -> dict[str, object]:
-        """The options as plain JSON values, by their names on the command line."""
-        return {
-            "trace": self.traces,
-            "steps": None if self.steps is None else f"{self.steps[0]}:{self.steps[1]}",
-            "trace_steps": self.trace_steps,
-            **{f"trace_{name}": getattr(self, f"trace_{name}") for name in _WHAT},
-            "execution_trace": self.execution_trace,
-            "explain": self.explain,
-            "repeat": self.repeat,
-            "repeat_every": self.repeat_every,
-            "keep_slow": self.keep_slow,
-            "slow_ratio": self.slow_ratio,
-            "slow_cost": self.slow_cost,
-            "trace_limit": self.trace_limit_mb,
-        }
-
     def trace_words(self, *, time_s: float) -> str:
         """Which steps are traced, for people."""
         if self.steps is not None:
@@ -270,15 +253,6 @@ class ReactOptions:
             raise UsageError("hang-limit must be 1 second or more, or 2x or more")
         if not 0 <= self.react_times <= _TIMES_LIMIT:
             raise UsageError(f"react-times must be 0 to {_TIMES_LIMIT}")
-
-    def react_json(self) -> dict[str, object]:
-        """The options as plain JSON values, by their names on the command line."""
-        return {
-            "react": self.react,
-            "slow_limit": self.slow_limit,
-            "hang_limit": str(self.hang_limit),
-            "react_times": self.react_times,
-        }
 
 
 def parse_slow_limit(text: str) -> float:
