@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from haiprof.run_format.entities import PROCESS_KEYS, Key, entity_name
@@ -50,16 +50,6 @@ class Instrument:
         return self.prometheus_name + ("_total" if self.kind == "counter" else "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """A name that is not `haiprof.SOURCE.COLUMN`."""
-
-    name: str
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    unit: str = ""
-    """In place of the column's own."""
-
-
 # Stored unit -> (UCUM, divisor); other units are counts of what they name.
 _UNITS = {
     "ns": ("s", 1_000_000_000),
@@ -78,74 +68,63 @@ _PROMETHEUS_UNITS = {
     "Cel": "celsius", "By/s": "bytes_per_second",
 }  # fmt: skip
 
-_ECC = "hw.errors hw.type=gpu error.type=ecc"
-
-# (source, column) -> name. Names outside haiprof.* are those of the semantic conventions, and stand
+# Names outside haiprof.* are those of the semantic conventions, and stand
 # here only where a reader who knows the convention would read the right thing. Left out on purpose:
 # process.* (ours are sums over a rank and its descendants), system.memory.limit (virtual memory),
 # hw.power for a mean over a second, aggregate ECC errors (they hold the volatile ones again).
-_NAMES = {
-    ("host", "cpu_irq_ns"): "system.cpu.time cpu.mode=interrupt",
-    ("host", "memory_available_bytes"): "system.memory.linux.available",
-    ("host", "memory_shared_bytes"): "system.memory.linux.shared",
-    ("host", "page_fault_count"): "system.paging.faults {fault}",
-    ("host", "swap_used_bytes"): "system.paging.usage system.paging.state=used",
-    ("host", "disk_busy_ns"): "system.disk.io_time",
-    ("host", "cpu_energy_joules"): "hw.energy hw.type=cpu",
-    ("host", "memory_energy_joules"): "hw.energy hw.type=memory",
-    ("gpu", "utilization_ratio"): "hw.gpu.utilization hw.gpu.task=general",
-    ("gpu", "memory_used_bytes"): "hw.gpu.memory.usage",
-    ("gpu", "memory_total_bytes"): "hw.gpu.memory.limit",
-    ("gpu", "power_instant_watts"): "hw.power hw.type=gpu",
-    ("gpu", "energy_joules"): "hw.energy hw.type=gpu",
-    ("gpu", "temperature_celsius"): "hw.temperature hw.sensor_location=gpu",
-    ("gpu", "memory_temperature_celsius"): "hw.temperature hw.sensor_location=memory",
-    ("gpu_health", "ecc_volatile_corrected_count"): f"{_ECC}_corrected {{error}}",
-    ("gpu_health", "ecc_volatile_uncorrected_count"): f"{_ECC}_uncorrected {{error}}",
-    ("infiniband_health", "link_up_ratio"): "hw.network.up",
-    ("infiniband_health", "link_rate_bytes_per_s"): "hw.network.bandwidth.limit",
-}
-"""A name, its attributes, and a unit in place of the column's own."""
-
-# Columns that come in families: the groups of the pattern become values of attributes.
-_FAMILIES: tuple[tuple[str, str, _Name, tuple[str, ...]], ...] = (
-    ("host", r"cpu_(user|nice|system|idle|iowait|softirq|steal)_ns", _Name("system.cpu.time"),
-     ("cpu.mode",)),
-    ("host", r"disk_(read|write)_bytes", _Name("system.disk.io"), ("disk.io.direction",)),
-    ("host", r"disk_(read|write)_count", _Name("system.disk.operations", unit="{operation}"),
-     ("disk.io.direction",)),
-    ("host", r"network_(receive|transmit)_bytes", _Name("system.network.io"),
-     ("network.io.direction",)),
-    ("host", r"network_(receive|transmit)_packet_count",
-     _Name("system.network.packet.count", unit="{packet}"), ("network.io.direction",)),
-    ("host", r"network_(receive|transmit)_error_count",
-     _Name("system.network.errors", unit="{error}"), ("network.io.direction",)),
-    ("host", r"network_(receive|transmit)_drop_count",
-     _Name("system.network.packet.dropped", unit="{packet}"), ("network.io.direction",)),
-    ("process", r"(read|write)_bytes", _Name("haiprof.process.syscall.io"),
-     ("disk.io.direction",)),
-    ("process", r"storage_(read|write)_bytes", _Name("haiprof.process.storage.io"),
-     ("disk.io.direction",)),
-    ("host", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.psi.stall"),
-     ("haiprof.psi.resource", "haiprof.psi.kind")),
-    ("cgroup", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.cgroup.psi.stall"),
-     ("haiprof.psi.resource", "haiprof.psi.kind")),
-    ("gpu", r"throttle_(.+)_ns", _Name("haiprof.gpu.throttle.time"),
-     ("haiprof.gpu.throttle.reason",)),
-    ("gpu", r"(sm|memory)_clock_hz", _Name("haiprof.gpu.clock"), ("haiprof.gpu.clock.domain",)),
-    ("gpu", r"(pcie|nvlink)_(transmit|receive)_bytes", _Name("hw.gpu.io"),
-     ("haiprof.link.type", "network.io.direction")),
-    ("gpu_health", r"(pcie_replay)_count", _Name("hw.errors", {"hw.type": "gpu"}, "{error}"),
-     ("error.type",)),
-    ("infiniband", r"(transmit|receive)_bytes", _Name("hw.network.io"),
-     ("network.io.direction",)),
-    ("infiniband_health", r"(transmit|receive)_packet_count",
-     _Name("hw.network.packets", unit="{packet}"), ("network.io.direction",)),
-    ("infiniband_health", r"(symbol_error|link_down|link_recovery|link_integrity|buffer_overrun)"
-     "_count", _Name("hw.errors", {"hw.type": "network"}, "{error}"), ("error.type",)),
-    ("numa", r"(hit|miss|foreign|local|other)_page_count", _Name("haiprof.numa.pages"),
-     ("haiprof.numa.placement",)),
+_NAMES = (
+    ("host", "cpu_(user|nice|system|idle|iowait|softirq|steal)_ns",
+     r"system.cpu.time cpu.mode=\1"),
+    ("host", "cpu_irq_ns", "system.cpu.time cpu.mode=interrupt"),
+    ("host", "memory_(available|shared)_bytes", r"system.memory.linux.\1"),
+    ("host", "page_fault_count", "system.paging.faults {fault}"),
+    ("host", "swap_used_bytes", "system.paging.usage system.paging.state=used"),
+    ("host", "disk_(read|write)_bytes", r"system.disk.io disk.io.direction=\1"),
+    ("host", "disk_(read|write)_count",
+     r"system.disk.operations disk.io.direction=\1 {operation}"),
+    ("host", "disk_busy_ns", "system.disk.io_time"),
+    ("host", "network_(receive|transmit)_bytes", r"system.network.io network.io.direction=\1"),
+    ("host", "network_(receive|transmit)_packet_count",
+     r"system.network.packet.count network.io.direction=\1 {packet}"),
+    ("host", "network_(receive|transmit)_error_count",
+     r"system.network.errors network.io.direction=\1 {error}"),
+    ("host", "network_(receive|transmit)_drop_count",
+     r"system.network.packet.dropped network.io.direction=\1 {packet}"),
+    ("host", "(cpu|memory)_energy_joules", r"hw.energy hw.type=\1"),
+    ("host", "pressure_(cpu|memory|io)_(some|full)_ns",
+     r"haiprof.psi.stall haiprof.psi.resource=\1 haiprof.psi.kind=\2"),
+    ("cgroup", "pressure_(cpu|memory|io)_(some|full)_ns",
+     r"haiprof.cgroup.psi.stall haiprof.psi.resource=\1 haiprof.psi.kind=\2"),
+    ("process", "(read|write)_bytes", r"haiprof.process.syscall.io disk.io.direction=\1"),
+    ("process", "storage_(read|write)_bytes",
+     r"haiprof.process.storage.io disk.io.direction=\1"),
+    ("gpu", "utilization_ratio", "hw.gpu.utilization hw.gpu.task=general"),
+    ("gpu", "memory_used_bytes", "hw.gpu.memory.usage"),
+    ("gpu", "memory_total_bytes", "hw.gpu.memory.limit"),
+    ("gpu", "power_instant_watts", "hw.power hw.type=gpu"),
+    ("gpu", "energy_joules", "hw.energy hw.type=gpu"),
+    ("gpu", "temperature_celsius", "hw.temperature hw.sensor_location=gpu"),
+    ("gpu", "memory_temperature_celsius", "hw.temperature hw.sensor_location=memory"),
+    ("gpu", "throttle_(.+)_ns", r"haiprof.gpu.throttle.time haiprof.gpu.throttle.reason=\1"),
+    ("gpu", "(sm|memory)_clock_hz", r"haiprof.gpu.clock haiprof.gpu.clock.domain=\1"),
+    ("gpu", "(pcie|nvlink)_(transmit|receive)_bytes",
+     r"hw.gpu.io haiprof.link.type=\1 network.io.direction=\2"),
+    ("gpu_health", "ecc_volatile_(corrected|uncorrected)_count",
+     r"hw.errors hw.type=gpu error.type=ecc_\1 {error}"),
+    ("gpu_health", "(pcie_replay)_count", r"hw.errors hw.type=gpu error.type=\1 {error}"),
+    ("infiniband", "(transmit|receive)_bytes", r"hw.network.io network.io.direction=\1"),
+    ("infiniband_health", "link_up_ratio", "hw.network.up"),
+    ("infiniband_health", "link_rate_bytes_per_s", "hw.network.bandwidth.limit"),
+    ("infiniband_health", "(transmit|receive)_packet_count",
+     r"hw.network.packets network.io.direction=\1 {packet}"),
+    ("infiniband_health",
+     "(symbol_error|link_down|link_recovery|link_integrity|buffer_overrun)_count",
+     r"hw.errors hw.type=network error.type=\1 {error}"),
+    ("numa", "(hit|miss|foreign|local|other)_page_count",
+     r"haiprof.numa.pages haiprof.numa.placement=\1"),
 )  # fmt: skip
+"""Source, pattern of its columns, and their name with its attributes, and a unit in place of the
+column's own; the groups of the pattern become values of attributes."""
 
 # Sources whose haiprof.* names are not their own.
 _NAMESPACES = {"gpu_health": "gpu", "infiniband": "rdma", "infiniband_health": "rdma"}
@@ -231,37 +210,31 @@ def _meaning(parts: list[Instrument]) -> str:
 
 
 def _instrument(table: Table, column: Column) -> Instrument:
-    name = _name(table.name, column)
-    unit, divisor = _UNITS.get(column.unit, (f"{{{column.unit}}}", 1))
+    name, *more = _name(table.name, column).split()
+    own_unit, divisor = _UNITS.get(column.unit, (f"{{{column.unit}}}", 1))
     counts = counter_end(column.kind) is not None
     return Instrument(
-        name=name.name,
-        unit=name.unit or unit,
-        kind="counter" if counts else "updown" if name.name in _UP_DOWN else "gauge",
+        name=name,
+        unit=next((word for word in more if "=" not in word), own_unit),
+        kind="counter" if counts else "updown" if name in _UP_DOWN else "gauge",
         divisor=divisor,
-        attributes=name.attributes,
+        attributes=dict(word.split("=") for word in more if "=" in word),
         description=column.meaning + _ending(column.kind),
     )
 
 
-def _name(source: str, column: Column) -> _Name:
-    if (source, column.name) in _NAMES:
-        given, *more = _NAMES[source, column.name].split()
-        own = dict(word.split("=") for word in more if "=" in word)
-        return _Name(given, own, next((word for word in more if "=" not in word), ""))
-    for of_source, pattern, name, attributes in _FAMILIES:
+def _name(source: str, column: Column) -> str:
+    """As in `_NAMES`; what is not there is `haiprof.SOURCE.COLUMN`."""
+    for of_source, pattern, name in _NAMES:
         match = re.fullmatch(pattern, column.name)
         if match and of_source == source:
-            own = dict(zip(attributes, match.groups(), strict=True))
-            return replace(name, attributes={**name.attributes, **own})
-    suffix = f"_{column.unit.replace('/', '_per_')}"
-    stem = column.name.removesuffix(suffix)
-    counts = counter_end(column.kind) is not None
-    if counts:
+            return match.expand(name)
+    stem = column.name.removesuffix(f"_{column.unit.replace('/', '_per_')}")
+    if counter_end(column.kind) is not None:
         stem += {"ns": ".time", "bytes": ".io"}.get(column.unit, "")
     elif column.unit == "count" and stem != column.name:
         stem += ".count"
-    return _Name(f"haiprof.{_NAMESPACES.get(source, source)}.{stem}")
+    return f"haiprof.{_NAMESPACES.get(source, source)}.{stem}"
 
 
 def _ending(kind: str) -> str:
