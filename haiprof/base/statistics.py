@@ -196,7 +196,9 @@ def _optimal(values: Floats) -> int:
         return 1
     around = max(5, math.ceil(math.sqrt(math.log10(count))))
     most = min(math.ceil(math.sqrt(count)) + around, count - 1)
-    covariance = _autocovariance(centred, most)
+    size = 1 << (2 * count - 1).bit_length()
+    power = np.abs(np.fft.rfft(centred, size)) ** 2
+    covariance = np.fft.irfft(power, size)[: most + 1] / count
     band = 2 * math.sqrt(math.log10(count) / count)
     small = np.abs(covariance[1:] / covariance[0]) < band
     runs = np.convolve(small, np.ones(around), "valid") == around
@@ -212,13 +214,6 @@ def _optimal(values: Floats) -> int:
         return 1
     length = (2 * slope**2 / (4 / 3 * spectrum**2)) ** (1 / 3) * count ** (1 / 3)
     return int(np.clip(round(length), 1, longest))
-
-
-def _autocovariance(centred: Floats, most: int) -> Floats:
-    size = 1 << (2 * len(centred) - 1).bit_length()
-    power = np.abs(np.fft.rfft(centred, size)) ** 2
-    found: Floats = np.fft.irfft(power, size)[: most + 1] / len(centred)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,18 +330,11 @@ def _distribution(ranks: tuple[int, ...], count: int) -> tuple[Floats, Floats]:
 
 def _normal_p(ranks: Ints, count: int, off: int) -> float:
     """By the normal approximation; `off` is the doubled rank sum's distance from its mean."""
-    variance = _rank_sum_variance(ranks, count)
-    if variance <= 0:
-        return 1.0
-    return math.erfc(max(off / 2 - 0.5, 0.0) / math.sqrt(2 * variance))
-
-
-def _rank_sum_variance(ranks: Ints, count: int) -> float:
-    """The variance of the sum of `count` of the ranks, given their ties."""
     both = len(ranks)
     _, ties = np.unique(ranks, return_counts=True)
     spread = both + 1 - ((ties**3 - ties).sum() / (both * (both - 1)))
-    return float(count * (both - count) * spread / 12)
+    variance = float(count * (both - count) * spread / 12)  # of the sum of `count` of the ranks
+    return math.erfc(max(off / 2 - 0.5, 0.0) / math.sqrt(2 * variance)) if variance > 0 else 1.0
 
 
 def growth_p_value(values: Floats) -> float:

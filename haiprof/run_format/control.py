@@ -53,20 +53,33 @@ def conform(content: object, schema: Schema) -> dict[str, Any] | None:
     return fields if all(check(fields[name]) for name, check in schema.items()) else None
 
 
-def is_id(value: object) -> bool:
-    """The id of a request, which is also the name of a file."""
-    return _is_of(_ID, value, limit=64)
+def _is_of(characters: frozenset[str], *, limit: int) -> Check:
+    """Text of these characters alone, one at least."""
+    return lambda value: (
+        isinstance(value, str) and 0 < len(value) <= limit and characters.issuperset(value)
+    )
 
 
-def is_word(value: object) -> bool:
-    """A kind of request, or the state of a reply."""
-    return _is_of(_WORD, value, limit=32)
+def _is_below(limit: int) -> Check:
+    """A whole number from 0 on; True and False are not numbers."""
+    return lambda value: type(value) is int and 0 <= value < limit
+
+
+is_id = _is_of(_ID, limit=64)
+"""The id of a request, which is also the name of a file."""
+is_word = _is_of(_WORD, limit=32)
+"""A kind of request, or the state of a reply."""
+is_count = _is_below(_INTEGER_LIMIT)
+"""It fits 64 bits."""
+is_rank = _is_below(_RANK_LIMIT)
+"""The number of a rank."""
+_is_rank_digits, _is_attempt_digits = _is_of(_DIGITS, limit=7), _is_of(_DIGITS, limit=4)
 
 
 def is_name(value: object) -> bool:
     """A rank as it signs its replies (`3`, `3.1` for its second attempt); also a file's name."""
     rank, dot, attempt = value.partition(".") if isinstance(value, str) else ("", "", "")
-    return _is_of(_DIGITS, rank, limit=7) and (not dot or _is_of(_DIGITS, attempt, limit=4))
+    return _is_rank_digits(rank) and (not dot or _is_attempt_digits(attempt))
 
 
 def is_string(value: object) -> bool:
@@ -77,16 +90,6 @@ def is_string(value: object) -> bool:
 def is_text(value: object) -> bool:
     """Text of a bounded length."""
     return isinstance(value, str) and len(value) <= TEXT_LIMIT
-
-
-def is_count(value: object) -> bool:
-    """A whole number from 0 on that fits 64 bits; True and False are not numbers."""
-    return type(value) is int and 0 <= value < _INTEGER_LIMIT
-
-
-def is_rank(value: object) -> bool:
-    """The number of a rank."""
-    return type(value) is int and 0 <= value < _RANK_LIMIT
 
 
 def is_none_or(check: Check) -> Check:
@@ -131,11 +134,6 @@ REPLY: Schema = {"state": is_word, "reason": is_none_or(is_string)}
 """What every reply has. The rest depends on the request; whoever sent that reads it."""
 REMOTE_REPLY: Schema = {**REPLY, "name": is_name}
 """A reply of a rank, as the agent of another node hands it to the controller."""
-
-
-def _is_of(characters: frozenset[str], value: object, *, limit: int) -> bool:
-    """Text of these characters alone, one at least."""
-    return isinstance(value, str) and 0 < len(value) <= limit and characters.issuperset(value)
 
 
 def _is_plain(value: object) -> bool:
