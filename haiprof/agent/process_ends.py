@@ -102,18 +102,14 @@ class ProcessEnds:
         now = time.monotonic()
         if now >= self._scan_at:
             self._tree.refresh()
-            found, known = [self._job_pid], {self._job_pid}
-            for pid in found:
-                below = [child for child in self._tree.children.get(pid, ()) if child not in known]
-                found += below
-                known.update(below)
+            found = self._tree.below(self._job_pid)
             for pid in found:
                 if pid not in self._seen:
                     self._watch(pid)
             for pid in list(self._watched):  # a shell redirects its output before it runs the job
                 self._output.find(pid)
                 self._find_address_limit(pid)
-            self._seen &= known | self._watched.keys()
+            self._seen &= {*found, *self._watched}
             self._scan_at = now + self._scan_gap_s
             self._scan_gap_s = min(self._scan_gap_s * SCAN_GROWTH, MAX_SCAN_S)
 

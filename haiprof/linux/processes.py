@@ -132,6 +132,15 @@ class ProcessTree:
         """The children of each process that has some."""
         return self._children
 
+    def below(self, pid: int) -> list[int]:
+        """A process and its descendants, parents first."""
+        found, seen = [pid], {pid}
+        for each in found:
+            new = [child for child in self._children.get(each, ()) if child not in seen]
+            found += new
+            seen.update(new)
+        return found
+
     def refresh(self) -> None:
         """Reads which processes came and went; an unreadable /proc has none."""
         if self._refresh_count % _FORGET_AFTER == 0:
@@ -349,12 +358,7 @@ def ranks_below(pid: int, *, proc: Path = Path("/proc")) -> list[Process]:
     """The ranks at or below a process, by rank."""
     tree = ProcessTree(proc.parent)
     tree.refresh()
-    found, seen = [pid], {pid}
-    for each in found:
-        new = [child for child in tree.children.get(each, ()) if child not in seen]
-        found += new
-        seen.update(new)
-    return ranks_among(found, proc=proc)
+    return ranks_among(tree.below(pid), proc=proc)
 
 
 def jobs_below(pid: int, *, proc: Path = Path("/proc")) -> list[int]:
