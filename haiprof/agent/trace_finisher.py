@@ -21,28 +21,7 @@ QUIET_S = 2.0
 GRACE_S = 60.0  # for a rank to report the result of its window, once the recording is over
 LIMIT_S = 600.0  # for all traces of a node, after the job
 _TERMINATE_S = 2.0
-_PROGRAM = (
-    f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
-    "from haiprof.agent.finish_traces import main; raise SystemExit(main(sys.argv[1:]))"
-)
-
-
-def start_child(
-    program: str, words: Sequence[str], in_child: Callable[[], None] | None
-) -> subprocess.Popen[bytes]:
-    """Starts a program of haiprof's in a session of its own, so that Ctrl-C does not end it.
-
-    Raises:
-        OSError: It cannot be started; or subprocess.SubprocessError, where `in_child` fails.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-I", "-c", program, *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=in_child,
-    )
+_PROGRAM = "from haiprof.agent.finish_traces import main; raise SystemExit(main(sys.argv[1:]))"
 
 
 def end_child(child: subprocess.Popen[bytes]) -> None:
@@ -53,6 +32,47 @@ def end_child(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
+
+
+class Helper:
+    """A program of haiprof's that runs beside the job, one process at a time.
+
+    It is in a session of its own, so that Ctrl-C does not end it.
+    """
+
+    def __init__(
+        self, program: str, in_child: Callable[[], None] | None, *, task: str, otherwise: str
+    ) -> None:
+        self._program = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {program}"
+        self._in_child, self._task, self._otherwise = in_child, task, otherwise
+        self.child: subprocess.Popen[bytes] | None = None
+        """The process that runs, or ran last."""
+
+    def is_working(self) -> bool:
+        """Whether a process of it runs."""
+        if self.child is not None and self.child.poll() is not None:
+            self.child = None
+        return self.child is not None
+
+    def start(self, words: Sequence[str]) -> None:
+        """Starts one; says what is left undone where that fails."""
+        try:
+            self.child = subprocess.Popen(
+                [sys.executable, "-I", "-c", self._program, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=self._in_child,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            print_message(f"cannot {self._task}: {error}; {self._otherwise}")
+
+    def end(self) -> None:
+        """Ends the one that runs."""
+        child, self.child = self.child, None
+        if child is not None and child.poll() is None:
+            end_child(child)
 
 
 class Finisher:
@@ -66,14 +86,14 @@ class Finisher:
         in_child: Callable[[], None] | None = None,
     ) -> None:
         self._run, self._host = run, host
-        self._in_child = in_child
-        self._child: subprocess.Popen[bytes] | None = None
+        left = f"they stay in {run.trace_parts}"
+        self._helper = Helper(_PROGRAM, in_child, task="compress traces", otherwise=left)
         self._tried: set[str] = set()
         self._asked_s: float | None = None
 
     def tick(self) -> None:
         """Starts a child where a rank has written a trace; called about twice a second."""
-        if self._is_working():
+        if self._helper.is_working():
             return
         waiting = self._waiting()
         if waiting - self._tried:
@@ -89,7 +109,7 @@ class Finisher:
         now = time.monotonic()
         self._asked_s = now if self._asked_s is None else self._asked_s
         stems = {stem.text for stem in self._stems() if process_exists(stem.pid)}
-        if self._is_working() or stems - self._tried or self._waiting() - self._tried:
+        if self._helper.is_working() or stems - self._tried or self._waiting() - self._tried:
             return False
         if now > self._asked_s + GRACE_S:
             return True
@@ -104,12 +124,12 @@ class Finisher:
 
     def _finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
         total = len(self._waiting())
-        if not self._is_working() and not self._stems():
+        if not self._helper.is_working() and not self._stems():
             return
         began = said = time.monotonic()
         last = False  # a child that knows that all ranks have ended
         while time.monotonic() < began + LIMIT_S:
-            if not self._is_working():
+            if not self._helper.is_working():
                 if last:
                     break
                 last = True
@@ -119,28 +139,13 @@ class Finisher:
                 print_message(f"writing traces: {total - len(self._waiting())} of {total}")
             if asked_to_end():
                 break
-        self._end()
+        self._helper.end()
         left = len(self._waiting())
         if left and not quiet:
             print_message(f"{left} of {total} traces stay uncompressed in {self._run.trace_parts}")
 
-    def _is_working(self) -> bool:
-        if self._child is not None and self._child.poll() is not None:
-            self._child = None
-        return self._child is not None
-
     def _start(self, *words: str) -> None:
-        try:
-            given = (str(self._run.root), self._host, *words)
-            self._child = start_child(_PROGRAM, given, self._in_child)
-        except (OSError, subprocess.SubprocessError) as error:
-            print_message(f"cannot compress traces: {error}; they stay in {self._run.trace_parts}")
-
-    def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is None or child.poll() is not None:
-            return
-        end_child(child)
+        self._helper.start((str(self._run.root), self._host, *words))
 
     def _waiting(self) -> set[str]:
         """Stems of this host's whole parts."""

@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> RunPaths:
 def finisher(run: RunPaths) -> Iterator[Finisher]:
     finisher = Finisher(run, HOST)
     yield finisher
-    finisher._end()
+    finisher._helper.end()
 
 
 def finish(run: RunPaths) -> tuple[list[Path], list[dict[str, Any]]]:
@@ -247,7 +247,7 @@ def test_tick_starts_nothing_without_parts(finisher: Finisher) -> None:
 def test_tick_finishes_what_is_whole_at_low_priority(run: RunPaths, finisher: Finisher) -> None:
     part = put_down(part_of(run))
     finisher.tick()
-    pid = finisher._child.pid if finisher._child else 0
+    pid = finisher._helper.child.pid if finisher._helper.child else 0
     within(60, lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19 or part.trace.exists())
     within(60, lambda: parts_left(run) == [])
     assert part.trace.exists()
@@ -259,7 +259,7 @@ def test_part_that_cannot_be_finished_is_not_tried_at_each_tick(
     put_down(part_of(run), raw_bytes=1)
     for _ in range(3):
         finisher.tick()
-        within(60, lambda: not finisher._is_working())
+        within(60, lambda: not finisher._helper.is_working())
     assert len(node_lines(run, "trace_kept_raw")) == 1
     assert finisher.is_settled()
 

@@ -35,8 +35,8 @@ def started(run: RunPaths, clock: Clock, hours: float) -> RunFolder:
 def wait(folder: RunFolder) -> None:
     """Until no child runs."""
     ends = time.monotonic() + 60
-    while folder._child is not None and time.monotonic() < ends:
-        if folder._child.poll() is not None:
+    while folder._helper.child is not None and time.monotonic() < ends:
+        if folder._helper.child.poll() is not None:
             return
         time.sleep(0.02)
 
@@ -49,19 +49,19 @@ def test_a_child_folds_once_detail_and_an_hour_have_passed(tmp_path: Path) -> No
     clock = Clock()
     folder = started(run, clock, 0.25)
     folder.tick()
-    assert folder._child is None
+    assert folder._helper.child is None
     clock.now += 0.3 * HOUR_S
     folder.tick()
-    assert folder._child is None
+    assert folder._helper.child is None
     clock.now += 0.25 * HOUR_S
     folder.tick()
-    assert folder._child is not None
+    assert folder._helper.child is not None
     wait(folder)
     assert run.rank(0).folded.exists()
     (line,) = map(json.loads, run.node("node0").events.read_text().splitlines())
     assert (line["type"], line["not_folded"]) == ("folded", [])
     folder.tick()
-    assert folder._child is None
+    assert folder._helper.child is None
 
 
 def test_one_child_at_a_time_and_none_after_the_job(
@@ -72,10 +72,10 @@ def test_one_child_at_a_time_and_none_after_the_job(
     folder = started(write_run(tmp_path / "run"), clock, 2.0)
     clock.now += 3.1 * HOUR_S
     folder.tick()
-    first = folder._child
+    first = folder._helper.child
     assert first is not None
     clock.now += 1.1 * HOUR_S
     folder.tick()
-    assert folder._child is first
+    assert folder._helper.child is first
     folder.close()
     assert first.poll() is not None
