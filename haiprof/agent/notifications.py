@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from haiprof.base.messages import print_message
 from haiprof.base.options import is_notify_url
@@ -47,6 +47,57 @@ _RETRIED = (408, 425, 429)
 Complete = Callable[[], tuple[str, Mapping[str, object]]]
 
 
+Item = TypeVar("Item")
+
+
+class Outbox(Generic[Item]):
+    """Hands items to a function in a thread of its own; however slow that is, nobody waits for it.
+
+    Beyond `most` that wait, the oldest is dropped.
+    """
+
+    def __init__(
+        self, name: str, deliver: Callable[[Item], None], *, most: int = QUEUE_LIMIT
+    ) -> None:
+        self.changed = threading.Condition()
+        """Held by whoever looks at `queue` before a `put`."""
+        self.queue: deque[Item] = deque(maxlen=most)
+        self._deliver = deliver
+        self._is_sending = self._is_closed = False
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def put(self, item: Item) -> None:
+        """Queues an item."""
+        with self.changed:
+            self.queue.append(item)
+            self.changed.notify_all()
+
+    def close(self, asked_to_end: Callable[[], bool], limit_s: float) -> int:
+        """Waits for what is queued, at most for a time, or until the user ends it; what is left."""
+        deadline_s = time.monotonic() + limit_s
+        with self.changed:
+            self._is_closed = True
+            self.changed.notify_all()
+            while (self.queue or self._is_sending) and time.monotonic() < deadline_s:
+                if asked_to_end():
+                    break
+                self.changed.wait(0.1)
+            return len(self.queue) + self._is_sending
+
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                while not self.queue and not self._is_closed:
+                    self.changed.wait()
+                if not self.queue:
+                    return
+                item, self._is_sending = self.queue.popleft(), True
+            self._deliver(item)
+            with self.changed:
+                self._is_sending = False
+                self.changed.notify_all()
+
+
 class Notifier:
     """Sends events; neither a slow receiver nor one that fails delays the caller."""
 
@@ -60,14 +111,11 @@ class Notifier:
     ) -> None:
         self._target, self._identity, self._in_child = target, identity, in_child
         self._retry_s = retry_s
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[dict[str, Any], Complete | None]] = deque()
-        self._is_sending = self._is_closed = False
         self._count = 0
         self._sent_at_s: dict[str, float] = {}
         self._left_out: Counter[str] = Counter()
         self._failures: set[str] = set()
-        threading.Thread(target=self._work, name="haiprof-notify", daemon=True).start()
+        self._outbox = Outbox("haiprof-notify", self._deliver)
 
     def send(
         self, event: str, text: str, complete: Complete | None = None, **details: object
@@ -81,10 +129,10 @@ class Notifier:
             details: Further fields of the JSON body.
         """
         now = time.monotonic()
-        with self._changed:
+        with self._outbox.changed:
             early = event in _GAPPED and now - self._sent_at_s.get(event, -GAP_S) < GAP_S
             many = event != "end" and self._count >= RUN_LIMIT
-            if early or many or len(self._queue) >= QUEUE_LIMIT:
+            if early or many or len(self._outbox.queue) >= QUEUE_LIMIT:
                 self._left_out[event] += 1
                 return
             self._count += 1
@@ -93,46 +141,21 @@ class Notifier:
                     "time_s": round(time.time(), 3), **self._identity, **details,
                     "left_out": dict(self._left_out)}  # fmt: skip
             self._left_out.clear()
-            self._queue.append((body, complete))
-            self._changed.notify_all()
+            self._outbox.put((body, complete))
 
     def close(self, asked_to_end: Callable[[], bool], limit_s: float = CLOSE_S) -> None:
         """Waits for what is queued, at most for a time, or until the user ends it."""
-        deadline_s = time.monotonic() + limit_s
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-            while (self._queue or self._is_sending) and time.monotonic() < deadline_s:
-                if asked_to_end():
-                    break
-                self._changed.wait(0.1)
-            left = len(self._queue) + self._is_sending
+        left = self._outbox.close(asked_to_end, limit_s)
         if left:
             print_message(f"--notify: {left} of {self._count} notifications were not delivered")
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._is_closed:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                body, complete = self._queue.popleft()
-                self._is_sending = True
-            if complete is not None:
-                more, fields = complete()
-                body = {**body, **fields, "text": f"{body['text']}\n{more}"}
-            masked = _mask({**body, "text": body["text"][:TEXT_LIMIT]})
-            failure = self._deliver(json.dumps(masked).encode())
-            if failure and failure not in self._failures:
-                self._failures.add(failure)
-                print_message(f"--notify: {failure}; the job is not affected")
-            with self._changed:
-                self._is_sending = False
-                self._changed.notify_all()
-
-    def _deliver(self, body: bytes) -> str:
-        """Sends one body, several times if need be; returns why it failed, or an empty text."""
+    def _deliver(self, event: tuple[dict[str, Any], Complete | None]) -> None:
+        """Sends one event, several times if need be; says each failure once."""
+        body, complete = event
+        if complete is not None:
+            more, fields = complete()
+            body = {**body, **fields, "text": f"{body['text']}\n{more}"}
+        masked = json.dumps(_mask({**body, "text": body["text"][:TEXT_LIMIT]})).encode()
         failure, wait_s = "", self._retry_s
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -140,15 +163,17 @@ class Notifier:
                 wait_s *= 2
             try:
                 failure, is_final = (
-                    post(self._target, body) if is_notify_url(self._target)
-                    else self._run(body)
+                    post(self._target, masked) if is_notify_url(self._target)
+                    else self._run(masked)
                 )  # fmt: skip
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 # Its text may name the address, which may be a secret.
                 failure, is_final = f"the receiver failed ({type(error).__name__})", False
             if not failure or is_final:
                 break
-        return failure
+        if failure and failure not in self._failures:
+            self._failures.add(failure)
+            print_message(f"--notify: {failure}; the job is not affected")
 
     def _run(self, body: bytes) -> tuple[str, bool]:
         process = subprocess.Popen(

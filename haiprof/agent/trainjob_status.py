@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -18,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from haiprof.agent.notifications import post
+from haiprof.agent.notifications import Outbox, post
 from haiprof.agent.step_watch import Node, RankWatch
 from haiprof.base.errors import RunFormatError
 from haiprof.base.medians import mean_median
@@ -65,11 +64,8 @@ class TrainJobStatus:
         self._watch: RankWatch | None = None
         self._look_at = self._post_at = 0.0
         self._is_told = False
-        self._changed = threading.Condition()
-        self._next: dict[str, Any] | None = None
-        self._is_sending = False
         self._failure = ""
-        threading.Thread(target=self._work, name="haiprof-trainjob", daemon=True).start()
+        self._outbox = Outbox("haiprof-trainjob", self._send, most=1)
 
     def tick(self, node: Node) -> None:
         """Looks at the steps of the node's first rank, and posts them when it is time."""
@@ -93,7 +89,7 @@ class TrainJobStatus:
         is_new = self._watch.read(time.monotonic_ns()) and self._watch.count
         if is_new and (now >= self._post_at or (self._watch.steps and not self._is_told)):
             self._post_at, self._is_told = now + POST_S, True
-            self._put(self._status())
+            self._outbox.put(self._status())
 
     def close(
         self, asked_to_end: Callable[[], bool], verdict: Mapping[str, Any], *, succeeded: bool
@@ -110,15 +106,8 @@ class TrainJobStatus:
         if verdict.get("headline"):
             said["haiprof_problems"] = len(verdict.get("problems") or ())
         status["metrics"] += _metrics(said)
-        self._put(status)
-        deadline_s = time.monotonic() + CLOSE_S
-        with self._changed:
-            while (self._next or self._is_sending) and time.monotonic() < deadline_s:
-                if asked_to_end():
-                    break
-                self._changed.wait(0.1)
-            left = self._next or self._is_sending
-        if left:
+        self._outbox.put(status)
+        if self._outbox.close(asked_to_end, CLOSE_S):
             print_message("the TrainJob's last status was not delivered")
 
     def _status(self) -> dict[str, Any]:
@@ -137,26 +126,13 @@ class TrainJobStatus:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return {**status, "metrics": _metrics(known), "lastUpdatedTime": now}
 
-    def _put(self, status: dict[str, Any]) -> None:
-        with self._changed:
-            self._next = status
-            self._changed.notify_all()
+    def _send(self, status: Mapping[str, Any]) -> None:
+        failure = self._post(json.dumps({"trainerStatus": status}).encode())
+        if failure and failure != self._failure:
+            print_message(f"TrainJob status: {failure}; the job is not affected")
+        self._failure = failure
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while self._next is None:
-                    self._changed.wait()
-                status, self._next, self._is_sending = self._next, None, True
-            failure = self._send(json.dumps({"trainerStatus": status}).encode())
-            if failure and failure != self._failure:
-                print_message(f"TrainJob status: {failure}; the job is not affected")
-            self._failure = failure
-            with self._changed:
-                self._is_sending = False
-                self._changed.notify_all()
-
-    def _send(self, body: bytes) -> str:
+    def _post(self, body: bytes) -> str:
         if not self._url.startswith("https://"):  # others would see the token
             return "its address is not https"
         try:  # Kubernetes renews the token's file
