@@ -162,11 +162,12 @@ class EthernetSampler(TableSampler):
         try:
             statistics = _Statistics(ethtool, name)
         except OSError as error:
-            self.missing.note(name, f"ethtool: {error.strerror}", os_status(error))
+            why = Unavailable(f"ethtool: {error.strerror}", status=os_status(error))
+            self.missing.note(name, why)
             return None
         if not statistics.columns:
             reason = f"the driver {driver or 'of it'} counts neither pauses nor discards"
-            self.missing.note(name, reason, "unsupported")
+            self.missing.note(name, Unavailable(reason, status="unsupported"))
             return None
         lacking = [column for column in COLUMNS if column not in statistics.columns]
         origin = f"ethtool -S {name}"

@@ -78,7 +78,8 @@ class FilesystemSampler(TableSampler):
         try:
             present = self._look()
         except OSError as error:
-            self.missing.note(ALL_METRICS, f"{self._mountinfo.path}: {error.strerror}")
+            why = Unavailable(f"{self._mountinfo.path}: {error.strerror}")
+            self.missing.note(ALL_METRICS, why)
             present = []
         for index in [i for i, known in self._sampled.items() if not _among(known, present)]:
             del self._sampled[index]
@@ -86,7 +87,7 @@ class FilesystemSampler(TableSampler):
         for entity in self._new_entities(present):
             self.add(entity)
         if not self._sampled and self._looks > _LOOKS_TO_OPEN:
-            self.missing.note(ALL_METRICS, _NONE)
+            self.missing.note(ALL_METRICS, Unavailable(_NONE))
 
     def release(self) -> None:
         """Closes the two files."""

@@ -6,7 +6,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from haiprof.agent.samplers.gpu_activity import GPM_ORIGIN, MIN_APART_NS, PCIE, RATIOS, open_gpm
@@ -27,7 +27,7 @@ from haiprof.agent.samplers.nvml import (
     is_denied,
     nvlink_fields,
 )
-from haiprof.agent.samplers.table import CounterState, Missing
+from haiprof.agent.samplers.table import CounterState
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.readings import (
     Clock,
@@ -35,7 +35,6 @@ from haiprof.linux.readings import (
     EntityGone,
     Reading,
     Unavailable,
-    Value,
     refused_reading,
 )
 from haiprof.run_format.schema import Column
@@ -97,11 +96,11 @@ class XidWatch:
     """
 
     def __init__(self, nvml: Nvml, devices: Sequence[Device], *, clock: Clock) -> None:
-        self._nvml = nvml.sibling()
+        self._nvml = Nvml(nvml.module)
         self._devices = devices
         self._clock = clock
         self._stop = threading.Event()
-        self._news: queue.SimpleQueue[Mapping[str, object] | Missing] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Mapping[str, object] | Unavailable] = queue.SimpleQueue()
         self._counts: dict[int, int] = {}
         self._refused: dict[int, Unavailable] = {}
 
@@ -121,7 +120,7 @@ class XidWatch:
             return
         threading.Thread(target=self._run, args=(events,), name="haiprof-xid", daemon=True).start()
 
-    def news(self) -> list[Mapping[str, object] | Missing]:
+    def news(self) -> list[Mapping[str, object] | Unavailable]:
         """Events since the last call, and why there will be none."""
         found = []
         while not self._news.empty():
@@ -130,7 +129,12 @@ class XidWatch:
 
     def states(self, source: str) -> list[CounterState]:
         """One row per GPU for `haiprof doctor`: the errors seen so far."""
-        return [self._state(source, device) for device in self._devices]
+        found = []
+        for device in self._devices:
+            value = self._refused.get(device.index) or self._counts.get(device.index, 0)
+            state = CounterState.of(source, device.name, _XID_COLUMN, value, origin=_ORIGIN)
+            found.append(state)
+        return found
 
     def stop(self) -> None:
         """Ends the wait; the thread ends within half a second and is not joined."""
@@ -139,12 +143,11 @@ class XidWatch:
     def _register(self, device: Device, events: object) -> None:
         try:
             device.call("nvmlDeviceRegisterEvents", _XID_EVENTS, events)
+            self._counts[device.index] = 0
         except Unavailable as why:
             self._refuse([device], why)
         except EntityGone:
             return  # it has reported that itself
-        else:
-            self._counts[device.index] = 0
 
     def _run(self, events: object) -> None:
         try:
@@ -183,12 +186,7 @@ class XidWatch:
         for device in devices:
             self._refused[device.index] = why
             reason = f"{device.name}: {why.reason}"
-            self._news.put(Missing(XID, reason, why.status, why.remedy))
-
-    def _state(self, source: str, device: Device) -> CounterState:
-        why = self._refused.get(device.index)
-        value = why or self._counts.get(device.index, 0)
-        return CounterState.of(source, device.name, _XID_COLUMN, value, origin=_ORIGIN)
+            self._news.put(Unavailable(reason, status=why.status, remedy=why.remedy))
 
 
 def _address(handle: Any) -> int | None:  # noqa: ANN401  a pointer of the binding
@@ -196,6 +194,11 @@ def _address(handle: Any) -> int | None:  # noqa: ANN401  a pointer of the bindi
 
 
 _MEMORY_V2 = 0x02000028  # nvmlMemory_v2_t: version 2, 40 bytes
+_RESERVED_UNKNOWN = Unavailable(
+    "driver without nvmlDeviceGetMemoryInfo_v2: counted in memory_used_bytes",
+    status="unsupported",
+    remedy="driver 510 or newer",
+)
 _MEMORY_COLUMNS = ("memory_used_bytes", "memory_reserved_bytes", "memory_total_bytes")
 
 CALLS = (
@@ -257,8 +260,8 @@ class GpuSampler(NvmlSampler):
         if self._watch is None:
             return
         for news in self._watch.news():
-            if isinstance(news, Missing):
-                self.missing.note(*news)
+            if isinstance(news, Unavailable):
+                self.missing.note(XID, news)
             else:
                 self.note_line(news)
 
@@ -291,30 +294,17 @@ def _utilization(device: Device) -> Reading:
 def _memory(device: Device) -> Reading:
     """Version 2 of the call keeps apart what the driver reserves; before R510 there is only 1."""
     function = "nvmlDeviceGetMemoryInfo"
-    values: Callable[[Any], Sequence[Value | Unavailable]] = _memory_apart
-    arguments: tuple[object, ...] = (_MEMORY_V2,)
+    version: tuple[object, ...] = (_MEMORY_V2,)
     try:
-        device.call(function, _MEMORY_V2)
+        device.call(function, *version)
     except Refusal as why:
-        if why.code == FUNCTION_NOT_FOUND:
-            values, arguments = _memory_together, ()
+        version = () if why.code == FUNCTION_NOT_FOUND else version
     except Unavailable:
         pass  # it is reported again when it is read
-    return Reading(
-        columns=_MEMORY_COLUMNS,
-        origin=function,
-        read=lambda: values(device.call(function, *arguments)),
-    )
 
+    def read() -> tuple[int, int | Unavailable, int]:
+        info = device.call(function, *version)
+        reserved = int(info.reserved) if version else _RESERVED_UNKNOWN
+        return int(info.used), reserved, int(info.total)
 
-def _memory_apart(info: Any) -> tuple[int, int, int]:  # noqa: ANN401  a C struct
-    return int(info.used), int(info.reserved), int(info.total)
-
-
-def _memory_together(info: Any) -> tuple[int, Unavailable, int]:  # noqa: ANN401  a C struct
-    why = Unavailable(
-        "driver without nvmlDeviceGetMemoryInfo_v2: counted in memory_used_bytes",
-        status="unsupported",
-        remedy="driver 510 or newer",
-    )
-    return int(info.used), why, int(info.total)
+    return Reading(columns=_MEMORY_COLUMNS, origin=function, read=read)

@@ -252,7 +252,7 @@ class _PortSampler(TableSampler):
         if lost or not self._ports or self._samples % max(1, _LOOK_EVERY // self.every) == 0:
             self._look()
         for name in sorted(gone - {port.name for port in self._ports.values()}):
-            self.missing.note(name, "the port is gone: its device was removed")
+            self.missing.note(name, Unavailable("the port is gone: its device was removed"))
 
     def _let_go(self, index: int) -> str:
         self.drop((index,))
@@ -262,7 +262,7 @@ class _PortSampler(TableSampler):
         try:
             found = find_ports(self.root)
         except Unavailable as why:
-            self.missing.note("ports", why.reason, why.status, why.remedy)
+            self.missing.note("ports", why)
             return
         known = {(port.name, port.inode) for port in self._ports.values()}
         for port in found:

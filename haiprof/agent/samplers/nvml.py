@@ -84,14 +84,15 @@ class Nvml:
     """NVML while it is in use: one nvmlInit, and one nvmlShutdown at the end."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
-        self._module: Any = module
+        self.module: Any = module
+        """For another handle of the same library, to be opened and closed on its own."""
         self._started = False
         self.version = ""
         """The running driver's version; empty where unknown."""
 
     def open(self) -> None:
         """Loads the library and starts it."""
-        if self._module is None:
+        if self.module is None:
             try:
                 ctypes.CDLL(LIBRARY)  # as pynvml will, but before the 10 ms that its import takes
             except OSError:
@@ -102,7 +103,7 @@ class Nvml:
                 reason = f"nvidia-ml-py cannot be imported: {error}"
                 raise Unavailable(reason, remedy=_OLD_BINDING_REMEDY) from None
             module: ModuleType = pynvml
-            self._module = module
+            self.module = module
         self.call("nvmlInit")
         self._started = True
         try:
@@ -126,13 +127,9 @@ class Nvml:
         except Unavailable:
             return  # a driver that cannot be released cannot be handled
 
-    def sibling(self) -> Nvml:
-        """Another handle of the same library, to be opened and closed on its own."""
-        return Nvml(self._module)
-
     def call(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
         """What a function of the binding returns."""
-        found = getattr(self._module, function, None)
+        found = getattr(self.module, function, None)
         if found is None:
             raise Unavailable(
                 f"nvidia-ml-py has no {function}",
@@ -142,7 +139,7 @@ class Nvml:
             )
         try:
             return found(*arguments)
-        except self._module.NVMLError as error:
+        except self.module.NVMLError as error:
             raise refusal(error.value, function, str(error)) from None
 
 
@@ -291,7 +288,7 @@ class NvmlSampler(TableSampler):
             details = device.details(self.root)
             readings = tuple(self.readings(device))
         except Unavailable as why:
-            self.missing.note(f"gpu {index}", why.reason, why.status, why.remedy)
+            self.missing.note(f"gpu {index}", why)
             return None
         except EntityGone:
             return None  # it has reported that itself
@@ -299,7 +296,7 @@ class NvmlSampler(TableSampler):
         return Entity(key=(index,), name=device.name, readings=readings, details=details)
 
     def _lose_device(self, device: Device, reason: str) -> None:
-        self.missing.note(device.name, f"{reason}; no further values")
+        self.missing.note(device.name, Unavailable(f"{reason}; no further values"))
 
 
 def sysfs_bus_id(bus_id: str) -> str:

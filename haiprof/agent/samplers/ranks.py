@@ -83,7 +83,7 @@ class RankSampler(TableSampler):
                 gpu_uuid=uuid if isinstance(uuid, str) else None,
             )
         except (RunFormatError, KeyError, TypeError, ValueError) as error:
-            self.missing.note(name, f"its report cannot be used: {error!r}")
+            self.missing.note(name, Unavailable(f"its report cannot be used: {error!r}"))
             return
         self._check(process)
 
@@ -91,10 +91,10 @@ class RankSampler(TableSampler):
         pid, start_ticks = process.pid, read_start_ticks(self.root, process.pid)
         if start_ticks is None:
             reason = f"no process {pid} (it has ended, or it runs in another PID namespace)"
-            self.missing.note(process.name, reason, remedy=_OTHER_NAMESPACE)
+            self.missing.note(process.name, Unavailable(reason, remedy=_OTHER_NAMESPACE))
         elif start_ticks != process.start_ticks:
             reason = f"process {pid} is not the one that reported in (it started at another time)"
-            self.missing.note(process.name, reason)
+            self.missing.note(process.name, Unavailable(reason))
         elif (pid, start_ticks) not in {entity.key for entity in self.entities}:
             self.add(self._entity(process))
 
@@ -164,8 +164,7 @@ class ProcessSampler(RankSampler):
         why = totals.child_io_missing
         if why is not None:
             for column in _IO_COLUMNS:
-                reason = f"{process.name}: a child is left out: {why.reason}"
-                self.missing.note(column, reason, why.status, why.remedy)
+                self.missing.note(column, why, of=f"{process.name}: a child is left out")
         io_bytes: tuple[int | Unavailable | None, ...] = totals.io_bytes or (totals.io_missing,) * 4
         return (
             totals.process_count,

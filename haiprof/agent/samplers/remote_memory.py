@@ -151,7 +151,7 @@ class RemoteMemorySampler(RankSampler):
         if len(refusals) == len(self._events):
             raise next(iter(refusals.values()))
         for column, why in refusals.items():
-            self.missing.note(column, why.reason, why.status, why.remedy)
+            self.missing.note(column, why)
         return super().find()
 
     def header(self) -> dict[str, object]:

@@ -184,9 +184,10 @@ class MissingLog:
         self._said: dict[str, set[Missing]] = {}
         self._new: list[Missing] = []
 
-    def note(self, metric: str, reason: str, status: Status = "absent", remedy: str = "") -> None:
-        """Remembers it, unless it was noted before."""
-        missing = Missing(metric, reason, status, remedy)
+    def note(self, metric: str, why: Unavailable, *, of: str = "") -> None:
+        """Remembers why a metric, of an entity, cannot be read, unless it was noted before."""
+        reason = f"{of}: {why.reason}" if of else why.reason
+        missing = Missing(metric, reason, why.status, why.remedy)
         said = self._said.setdefault(metric, set())
         if missing not in said and len(said) < REASONS_PER_METRIC:
             said.add(missing)
@@ -241,8 +242,6 @@ class TableSampler:
         self._positions = {column.name: at for at, column in enumerate(self.table.metrics)}
         self._record = self.table.struct
 
-    # -- for subclasses - ----------------------------------------------------------------
-
     def find(self) -> Iterable[Entity]:
         """The entities at the start."""
         raise NotImplementedError
@@ -276,8 +275,6 @@ class TableSampler:
     def entities(self) -> list[Entity]:
         """The sampled entities."""
         return [entity for entity, _ in self._entities.values()]
-
-    # -- for the loop - -----------------------------------------------------------------
 
     def open(self) -> list[Missing]:
         """Finds the entities and reads each of them once."""
@@ -335,8 +332,6 @@ class TableSampler:
         self._entities = {}
         self.release()
 
-    # -- one entity ---------------------------------------------------------------------------
-
     def _sample(self, entity: Entity, bound: list[_Bound]) -> bytes:
         before = self._clock()
         values = self._nulls.copy()
@@ -360,7 +355,8 @@ class TableSampler:
         for column, value, null in zip(self.table.metrics, values, self._nulls, strict=True):
             fits = column.type[0] == "f" or (isinstance(value, int) and abs(value) <= _I64_MAX)
             if not fits and value != null:
-                self._note(entity, column.name, "a count beyond 63 bits", "unsupported", "")
+                why = Unavailable("a count beyond 63 bits", status="unsupported")
+                self.missing.note(column.name, why, of=entity.name)
             found.append(value if fits else null)
         return found
 
@@ -376,21 +372,16 @@ class TableSampler:
             if why.lasting:
                 bound.refused.append(why)
             for column in reading.columns:
-                self._note(entity, column, why.reason, why.status, why.remedy)
+                self.missing.note(column, why, of=entity.name)
             return (None,) * len(reading.columns)
         plain: list[Value] = []
         for column, value in zip(reading.columns, values, strict=True):
             if value is None or isinstance(value, Unavailable):
-                why = value or _lacking(reading)
-                self._note(entity, column, why.reason, why.status, why.remedy)
+                self.missing.note(column, value or _lacking(reading), of=entity.name)
                 plain.append(None)
             else:
                 plain.append(value)
         return plain
-
-    def _note(self, entity: Entity, column: str, reason: str, status: Status, remedy: str) -> None:
-        where = f"{entity.name}: " if entity.name else ""
-        self.missing.note(column, f"{where}{reason}", status, remedy)
 
     def _states(self, entity: Entity, bound: _Bound) -> Iterable[CounterState]:
         reading, columns = bound.reading, {column.name: column for column in self.table.metrics}

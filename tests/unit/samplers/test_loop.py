@@ -27,6 +27,7 @@ from haiprof.agent.samplers.table import (
 from haiprof.base.options import RECORDERS, Options
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import SuspendWatch, boot_ns
+from haiprof.linux.readings import Unavailable
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_json, read_lines, read_records
 from haiprof.run_format.schema import Table
@@ -326,12 +327,12 @@ def test_pace_doubles_after_a_slow_read_up_to_a_limit_and_recovers() -> None:
 def test_reasons_that_are_new_each_time_come_to_an_end() -> None:
     log = MissingLog()
     for number in range(10_000):
-        log.note("instruction_count", f"{number} threads need more files")
-    log.note("cycle_count", "another metric is still told")
+        log.note("instruction_count", Unavailable(f"{number} threads need more files"))
+    log.note("cycle_count", Unavailable("another metric is still told"))
     told = log.drain()
     assert len(told) == REASONS_PER_METRIC + 1
     assert told[-1].metric == "cycle_count"
-    log.note("instruction_count", "1 threads need more files")
+    log.note("instruction_count", Unavailable("1 threads need more files"))
     assert log.drain() == []
 
 
