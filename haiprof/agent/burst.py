@@ -285,7 +285,9 @@ class Burst:
         """Called when the job is over: finishes what is nearly ready, and ends the rest."""
         self.cancel(reason)
         deadline = time.monotonic() + FINISH_S
-        while not self.over and self._window_is_over() and time.monotonic() < deadline:
+        began_ns = self._window.get("start_wall_ns", time.time_ns())
+        ends_ns = began_ns + self._options.burst_time_s * 1e9
+        while not self.over and time.time_ns() > ends_ns and time.monotonic() < deadline:
             self.tick()
             if asked_to_end():
                 break
@@ -367,10 +369,6 @@ class Burst:
                 preexec_fn=before,
             )
         self._deadline_s = time.monotonic() + seconds
-
-    def _window_is_over(self) -> bool:
-        began_ns = self._window.get("start_wall_ns", time.time_ns())
-        return time.time_ns() - began_ns > self._options.burst_time_s * 1e9
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -165,18 +165,13 @@ def _compress(
         if type(expected) is int and expected != size:
             raise _DamagedError(f"{size} bytes, but the rank wrote {expected}")
         with whole_file(finished, below=run) as target:
-            for piece in _compress_pieces(pieces(file)):
-                target.write(piece)
+            packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS)
+            for piece in pieces(file):
+                target.write(packer.compress(piece))
+            target.write(packer.flush())
             target.flush()
             os.fsync(target.fileno())
     return size
-
-
-def _compress_pieces(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS)
-    for piece in pieces:
-        yield packer.compress(piece)
-    yield packer.flush()
 
 
 @contextmanager

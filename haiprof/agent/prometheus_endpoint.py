@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,8 +34,9 @@ from haiprof.run_format.otel_names import (
     instruments,
     series_labels,
 )
+from haiprof.run_format.rates import is_known
 from haiprof.run_format.reader import read_json
-from haiprof.run_format.schema import NULL_I64, counter_end
+from haiprof.run_format.schema import counter_end
 from haiprof.run_format.writer import append_line
 
 if TYPE_CHECKING:
@@ -83,9 +83,11 @@ class Scrape:
             return
         self._note({"port": port, "status": "serving"})
         if not self._options.quiet:
+            named = ", ".join(["you", *self._options.prometheus_allow])
+            whom = "every user of" if server.readers is None else f"{named} and root on"
             print_message(
                 f"live counters for Prometheus at http://{LOOPBACK}:{port}/metrics "
-                f"for {_readers_text(self._options, server)}"
+                f"for {whom} this machine"
             )
         threading.Thread(
             target=server.serve_forever, name="haiprof-scrape-port", daemon=True
@@ -139,12 +141,6 @@ def readers(allowed: Iterable[str]) -> frozenset[int] | None:
     """
     own, names = own_readers(LOOPBACK), tuple(allowed)
     return None if own is None or ALL_USERS in names else own | {user_id(name) for name in names}
-
-
-def _readers_text(options: Options, server: _Server) -> str:
-    if server.readers is None:
-        return "every user of this machine"
-    return ", ".join(["you", *options.prometheus_allow]) + " and root on this machine"
 
 
 class Latest:
@@ -208,9 +204,10 @@ class Latest:
             key = tuple(row[name] for name in table.keys)
             entity, rank = entities.get(key, {}), ranks.get(key)
             for column in table.metrics:
-                value = _known_value(row[column.name], column.kind)
+                value = row[column.name]
                 meaning = meanings.get((table.name, column.name))
-                if value is None or meaning is None:
+                damaged = counter_end(column.kind) is not None and value < 0
+                if meaning is None or damaged or not is_known(value):
                     continue
                 labels = series_labels(
                     meaning,
@@ -227,10 +224,3 @@ class Latest:
                     value=value / meaning.divisor,
                     time_ns=row["time_ns"],
                 )
-
-
-def _known_value(value: float, kind: str) -> float | None:
-    """The value, unless it is missing; a negative count is damaged."""
-    if value == NULL_I64 or not math.isfinite(value):
-        return None
-    return None if counter_end(kind) is not None and value < 0 else value

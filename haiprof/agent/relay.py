@@ -124,21 +124,17 @@ def _keep(held: _HeldRing) -> None:
         return
     kept, reason = 0, None
     try:
-        kept, lacking = _add_lacking(ring, held.paths.phases)
+        path = held.paths.phases
+        spans = ring.lacking(read_records(path, first=-RING_CAPACITY).data)
+        lacking = len(spans)
+        if spans:
+            data = array("q", [word for span in spans for word in span]).tobytes()
+            kept = add_records(path, PHASES, data) // PHASES.record_bytes
         if kept < lacking:
             reason = "no space left"
     except (OSError, RunFormatError) as error:
         lacking, reason = len(ring.lacking(b"")), str(error)
     _note(held, ring, kept=kept, lost=lacking - kept + ring.overwritten, reason=reason)
-
-
-def _add_lacking(ring: Ring, path: Path) -> tuple[int, int]:
-    """How many spans were added, and how many the file lacked."""
-    lacking = ring.lacking(read_records(path, first=-RING_CAPACITY).data)
-    if not lacking:
-        return 0, 0
-    data = array("q", [word for record in lacking for word in record]).tobytes()
-    return add_records(path, PHASES, data) // PHASES.record_bytes, len(lacking)
 
 
 def _note(held: _HeldRing, ring: Ring, *, kept: int, lost: int, reason: str | None) -> None:

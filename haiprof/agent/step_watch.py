@@ -392,18 +392,14 @@ class Watch:
         self._began_ns = clock()
         self._start_ns: int | None = None
         """How long the first start took until a rank reported in; None before."""
-        self._hangs = False
+        self.is_hanging = False
+        """Whether the hang that was found last goes on."""
         self._steps_before: dict[tuple[int, int], int] = {}
         self._suspended_ns = 0
         """Since when all ranks are stopped; 0 while they are not."""
         self.suspensions: list[tuple[int, int, bool]] = []
         """Start and end of each suspension of the job, and whether its ranks were seen stopped, or
         only the launcher did not run; the caller records and clears them."""
-
-    @property
-    def is_hanging(self) -> bool:
-        """Whether the hang that was found last goes on."""
-        return self._hangs
 
     @property
     def has_gone_on(self) -> bool:
@@ -438,7 +434,7 @@ class Watch:
             rank.asked = not rank.first_ns or rank.over or bool(timed)
         self._ask(node, [rank for rank in ranks if rank.asked], now)
         if any(map(any, lives)):
-            self._hangs = False
+            self.is_hanging = False
         recorded = [rank for rank in ranks if not rank.asked]
         slow = [alarm for rank in recorded if (alarm := rank.slower(self._slow_ratio)) is not None]
         # Those whose silence means something; one that was stopped first has yet to answer.
@@ -446,7 +442,7 @@ class Watch:
             r for r in ranks
             if not r.exited and (not r.asked or r.has_reported or self._is_stopped(r.pid))
         ]  # fmt: skip
-        hang = None if self._hangs else self._standing(active, now)
+        hang = None if self.is_hanging else self._standing(active, now)
         return [*slow[:1], *([] if hang is None else [hang])]
 
     def _follow(self, ranks: Iterable[LiveRank], now: int) -> None:
@@ -487,11 +483,11 @@ class Watch:
         silent_ns, limit_ns = now - since_ns, self._start_limit_ns()
         idle = idle_ns > (round(self._hang_limit.seconds * NS_PER_S) or IDLE_START_NS)
         if silent_ns <= limit_ns and not idle:
-            self._hangs = False
+            self.is_hanging = False
             return []
-        if self._hangs:
+        if self.is_hanging:
             return []
-        self._hangs, self._steps_before = True, self._step_counts()
+        self.is_hanging, self._steps_before = True, self._step_counts()
         said = "1 process has" if len(found) == 1 else f"{len(found)} processes have"
         why = f"limit {duration_text(limit_ns)}"
         if self._start_ns is not None:
@@ -552,16 +548,19 @@ class Watch:
             return None
         if any(rank.silent_ns(now) <= self._limit_ns(rank) for rank in active):
             return None
-        self._hangs, self._steps_before = True, self._step_counts()
+        self.is_hanging, self._steps_before = True, self._step_counts()
         # The rank whose limit was the last to be reached is the one whose limit is said.
         last = min(active, key=lambda r: (r.silent_ns(now) - self._limit_ns(r), -r.alive_ns))
         silent_ns, limit_ns = last.silent_ns(now), self._limit_ns(last)
+        expected = "step" if last.count else "first step"
+        if last.asked and last.reported_steps:
+            expected = "optimizer step"
         return Alarm(
             trigger="hang",
             rank=last.rank,
             step=last.count - 1 if last.count and not last.asked else None,
             since_mono_ns=last.alive_ns or now - silent_ns,
-            reason=f"no {_expected_progress(last)} for {duration_text(silent_ns)} "
+            reason=f"no {expected} for {duration_text(silent_ns)} "
             f"(limit {duration_text(limit_ns)}{_why(last, self._hang_limit, limit_ns)})",
             numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
         )
@@ -573,12 +572,6 @@ def patient_ns(limit: HangLimit) -> int:
         return EARLY_HANG_NS
     own_ns = round(limit.seconds * NS_PER_S)
     return max(own_ns, min(PATIENCE * own_ns, EARLY_HANG_NS))
-
-
-def _expected_progress(rank: RankWatch) -> str:
-    if rank.asked and rank.reported_steps:
-        return "optimizer step"
-    return "step" if rank.count else "first step"
 
 
 def _why(rank: RankWatch, limit: HangLimit, limit_ns: int) -> str:

@@ -211,10 +211,6 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _seconds(text: str) -> float:
-    return float(text)
-
-
 def _switch(text: str) -> bool:
     """`1`, `true`, `yes`, `on` and their opposites."""
     word = text.strip().lower()
@@ -304,9 +300,9 @@ class OptionSpec:
 
 
 OPTIONS = (
-    OptionSpec("time", "time_s", _seconds, "HAIPROF_TIME", "SECONDS",
+    OptionSpec("time", "time_s", float, "HAIPROF_TIME", "SECONDS",
                "stop recording after this time; the job runs on (default: the whole run)"),
-    OptionSpec("warmup", "warmup_s", _seconds, "HAIPROF_WARMUP", "SECONDS",
+    OptionSpec("warmup", "warmup_s", float, "HAIPROF_WARMUP", "SECONDS",
                "do not record the first SECONDS after the first training step"),
     OptionSpec("detail", "detail_h", float, "HAIPROF_DETAIL", "HOURS",
                "keep so much of a long run in full, and sums per minute of what is older "
@@ -364,7 +360,7 @@ OPTIONS = (
                "GPU metrics every 100 µs for 5 s, by Nsight Systems (nsys)"),
     OptionSpec("burst-hz", "burst_hz", int, "HAIPROF_BURST_HZ", "HZ",
                f"samples per second of a burst (default: {Options.burst_hz})"),
-    OptionSpec("burst-time", "burst_time_s", _seconds, "HAIPROF_BURST_TIME", "SECONDS",
+    OptionSpec("burst-time", "burst_time_s", float, "HAIPROF_BURST_TIME", "SECONDS",
                f"length of a burst (default: {Options.burst_time_s:g})"),
     OptionSpec("memory-history", "memory_history", str, "HAIPROF_MEMORY_HISTORY", "WHEN",
                "record CUDA allocator history for the out-of-memory report: off, on, or auto (from "
@@ -420,7 +416,7 @@ def parse_value(name: str, text: str, *, origin: str) -> tuple[str, object]:
         if spec is not None:
             return spec.field, spec.parse(text)
         if name.startswith("interval."):
-            return name, _seconds(text)
+            return name, float(text)
     except ValueError as error:
         said = str(error)
         why = "expected a number" if said.startswith(("could not conv", "invalid lit")) else said
@@ -479,12 +475,22 @@ def options_from_pyproject(path: Path) -> dict[str, object]:
         return {}
     if b"haiprof" not in content:
         return {}
-    return _options_of(f"{path} [tool.haiprof]", _toml_table(path, content))
+    tool = read_toml(path, content).get("tool", {})
+    table = tool.get("haiprof", {}) if isinstance(tool, dict) else {}
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: [tool.haiprof] must be a table")
+    return _options_of(f"{path} [tool.haiprof]", table)
 
 
 def _options_of(origin: object, table: Mapping[str, object]) -> dict[str, object]:
+    rows: list[tuple[str, object]] = []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            rows += [(f"{name}.{key}", inner) for key, inner in value.items()]
+        else:
+            rows.append((name, value))
     values: dict[str, object] = {}
-    for name, value in _flatten(table):
+    for name, value in rows:
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         key, parsed = parse_value(name, text, origin=str(origin))
         values[key] = parsed
@@ -498,24 +504,6 @@ def read_toml(path: Path, content: bytes) -> dict[str, object]:
         return dict(importlib.import_module(name).loads(content.decode()))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {error}") from None
-
-
-def _toml_table(path: Path, content: bytes) -> dict[str, object]:
-    tool = read_toml(path, content).get("tool", {})
-    table = tool.get("haiprof", {}) if isinstance(tool, dict) else {}
-    if not isinstance(table, dict):
-        raise UsageError(f"{path}: [tool.haiprof] must be a table")
-    return table
-
-
-def _flatten(table: Mapping[str, object]) -> list[tuple[str, object]]:
-    rows: list[tuple[str, object]] = []
-    for name, value in table.items():
-        if isinstance(value, dict):
-            rows += [(f"{name}.{key}", inner) for key, inner in value.items()]
-        else:
-            rows.append((name, value))
-    return rows
 
 
 def merge_options(*layers: Mapping[str, object]) -> Options:

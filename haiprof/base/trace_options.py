@@ -124,35 +124,6 @@ class TraceOptions:
 
     def check_trace(self, *, time_s: float, warmup_s: float, phases: bool) -> None:
         """Checks the values."""
-        self._check_values()
-        if not self.traces:
-            when = {"repeat": self.repeat != 1, "repeat-every": self.repeat_every is not None}
-            for name in (name for name, given in when.items() if given):
-                raise UsageError(
-                    f"--{name} says how to trace, but no trace is asked for", hint="add --trace"
-                )
-            return
-        if not phases:
-            raise UsageError(
-                "--trace needs the recorder phases, which finds the steps",
-                hint="add phases to --recorder",
-            )
-        self._check_which_steps(time_s=time_s, warmup_s=warmup_s)
-
-    def _length(self) -> int:
-        """Steps of a window."""
-        if self.steps is not None:
-            return self.steps[1] - self.steps[0]
-        if self.trace_steps is None:
-            return EXPLAIN_STEPS if self.explain else DEFAULT_STEPS
-        return self.trace_steps
-
-    def _says_steps(self) -> bool:
-        """Whether a window is as long as so many steps, whatever the recording's time."""
-        given = self.steps is not None or self.trace_steps is not None
-        return given or self.keep_slow or self.explain
-
-    def _check_values(self) -> None:
         if not 1 <= self._length() <= STEP_LIMIT:
             raise UsageError(
                 f"a trace window of {self._length()} steps: it must be 1 to {STEP_LIMIT}",
@@ -168,8 +139,18 @@ class TraceOptions:
             raise UsageError("slow-cost must be more than 0: a share of the run's time")
         if not math.isfinite(self.trace_limit_mb) or self.trace_limit_mb < 1:
             raise UsageError("trace-limit must be 1 MB or more")
-
-    def _check_which_steps(self, *, time_s: float, warmup_s: float) -> None:
+        if not self.traces:
+            when = {"repeat": self.repeat != 1, "repeat-every": self.repeat_every is not None}
+            for name in (name for name, given in when.items() if given):
+                raise UsageError(
+                    f"--{name} says how to trace, but no trace is asked for", hint="add --trace"
+                )
+            return
+        if not phases:
+            raise UsageError(
+                "--trace needs the recorder phases, which finds the steps",
+                hint="add phases to --recorder",
+            )
         others = {
             "--time": bool(time_s),
             "--warmup": bool(warmup_s),
@@ -188,6 +169,19 @@ class TraceOptions:
                 f"--repeat-every {self.repeat_every} is shorter than a window of"
                 f" {self._length()} steps"
             )
+
+    def _length(self) -> int:
+        """Steps of a window."""
+        if self.steps is not None:
+            return self.steps[1] - self.steps[0]
+        if self.trace_steps is None:
+            return EXPLAIN_STEPS if self.explain else DEFAULT_STEPS
+        return self.trace_steps
+
+    def _says_steps(self) -> bool:
+        """Whether a window is as long as so many steps, whatever the recording's time."""
+        given = self.steps is not None or self.trace_steps is not None
+        return given or self.keep_slow or self.explain
 
 
 def parse_steps(text: str) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from haiprof.base.units import NS_PER_US
 from haiprof.linux.memory import NamedNumbers, parse_pressure
 from haiprof.linux.procfs import ProcFile, file_reading, unescape
 from haiprof.linux.readings import Reading, Unavailable, Value, refused_reading
+from haiprof.run_format.tables import CGROUP
 
 V2 = ""  # in place of a controller's name: the unified tree of version 2
 
@@ -224,14 +225,7 @@ def _cpu(cgroups: Places) -> tuple[Reading, ...]:
 
 def _memory(cgroup: Cgroup | Unavailable) -> tuple[Reading, ...]:
     if isinstance(cgroup, Unavailable):
-        columns = (
-            "memory_used_bytes",
-            "memory_peak_bytes",
-            *_STAT_V1,
-            "memory_limit_bytes",
-            "memory_limit_hit_count",
-            "memory_oom_count",
-        )
+        columns = CGROUP.names("memory_used_bytes", "memory_oom_count")
         return (refused_reading(columns, _MEMBERSHIPS, cgroup),)
     return _memory_v1(cgroup) if cgroup.version == 1 else _memory_v2(cgroup)
 
@@ -314,19 +308,18 @@ def _pressures(cgroup: Cgroup | Unavailable) -> tuple[Reading, ...]:
     """Only version 2 counts it by cgroup; that of its top is the node's."""
     if not isinstance(cgroup, Unavailable) and not (cgroup.folder / "cgroup.type").exists():
         cgroup = Unavailable(f"{cgroup.folder} is the top of the tree: pressure as in source host")
-    return tuple(_pressure(resource, cgroup) for resource in ("cpu", "memory", "io"))
-
-
-def _pressure(resource: str, cgroup: Cgroup | Unavailable) -> Reading:
-    columns = (f"pressure_{resource}_some_ns", f"pressure_{resource}_full_ns")
     if isinstance(cgroup, Unavailable):
-        return refused_reading(columns, _MEMBERSHIPS, cgroup)
-    return file_reading(
-        cgroup.folder / f"{resource}.pressure",
-        columns,
-        parse_pressure,
-        lacking="no pressure stall information in this kernel or cgroup, or not yet `full`",
-        remedy="a kernel with CONFIG_PSI, booted with psi=1",
+        columns = CGROUP.names("pressure_cpu_some_ns", "pressure_io_full_ns")
+        return (refused_reading(columns, _MEMBERSHIPS, cgroup),)
+    return tuple(
+        file_reading(
+            cgroup.folder / f"{resource}.pressure",
+            (f"pressure_{resource}_some_ns", f"pressure_{resource}_full_ns"),
+            parse_pressure,
+            lacking="no pressure stall information in this kernel or cgroup, or not yet `full`",
+            remedy="a kernel with CONFIG_PSI, booted with psi=1",
+        )
+        for resource in ("cpu", "memory", "io")
     )
 
 

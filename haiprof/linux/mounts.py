@@ -119,7 +119,8 @@ def _nfs_block(body: str) -> NfsCounts | None:
         name, _, numbers = line.strip().partition(":")
         words = numbers.split()
         if words and all(word.isdecimal() and len(word) <= _U64_DIGITS for word in words):
-            fields[name] = [_to_signed(int(word)) for word in words]
+            counts = map(int, words)
+            fields[name] = [count - _U64 if count >= _I63 else count for count in counts]
     if not fields.get("age"):
         return None
     requests = {name: n for name, n in fields.items() if name.isupper() and len(n) >= 8}
@@ -153,10 +154,6 @@ def _of_requests(requests: Mapping[str, Sequence[int]]) -> dict[str, int | None]
     values["retransmission_count"] = sum(n[1] - n[0] for n in requests.values())
     values["timeout_count"] = sum(n[2] for n in requests.values())
     return values
-
-
-def _to_signed(value: int) -> int:
-    return value - _U64 if value >= _I63 else value
 
 
 def _in_range(value: int | None) -> int | None:

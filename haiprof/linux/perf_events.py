@@ -48,19 +48,8 @@ class Event:
 
     def attr(self) -> bytes:
         """The `struct perf_event_attr` for the kernel."""
-        return ATTR.pack(
-            self.type,
-            ATTR.size,
-            self.config,
-            0,
-            0,
-            READ_FORMAT,
-            self.bits,
-            0,
-            0,
-            self.config1,
-            self.config2,
-        )
+        head = (self.type, ATTR.size, self.config, 0, 0, READ_FORMAT, self.bits)
+        return ATTR.pack(*head, 0, 0, self.config1, self.config2)
 
 
 class Kernel(Protocol):
@@ -241,7 +230,12 @@ def resctrl_entities(root: Path) -> list[Entity]:
     folder = root / "sys/fs/resctrl"
     if not folder.is_dir():
         raise Unavailable(f"{folder}: the kernel or the CPU has no resctrl")
-    caches = _caches(folder)
+    try:
+        names = sorted(each.name for each in (folder / "mon_data").iterdir())
+    except OSError:
+        names = []
+    ids = {name: name.removeprefix("mon_L3_") for name in names if name.startswith("mon_L3_")}
+    caches = {int(number): name for name, number in ids.items() if number.isdecimal()}
     if not caches:
         raise Unavailable(f"{folder}: not mounted, or without monitoring", remedy=MOUNT)
     of_socket: dict[int, list[str]] = {}
@@ -315,16 +309,6 @@ class RemoteBytes:
             self._restarts, self._base, self._highest = restarts, remote, 0
         self._highest = max(self._highest, remote - self._base)
         return self._highest
-
-
-def _caches(folder: Path) -> dict[int, str]:
-    """The monitored caches: id and folder name, such as 0 and `mon_L3_00`."""
-    try:
-        names = sorted(each.name for each in (folder / "mon_data").iterdir())
-    except OSError:
-        return {}
-    ids = {name: name.removeprefix("mon_L3_") for name in names if name.startswith("mon_L3_")}
-    return {int(number): name for name, number in ids.items() if number.isdecimal()}
 
 
 def _files(folder: Path, caches: Sequence[str], name: str) -> list[Path]:

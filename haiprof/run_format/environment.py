@@ -68,15 +68,22 @@ def git_head(folder: str) -> dict[str, Any]:
     if not head.startswith("ref:"):
         return {"root": root, "branch": None, "commit": _commit(head)}
     ref = head[4:].strip()
-    if not _is_ref(ref):
+    parts = ref.split("/")  # a name below refs/ that cannot leave git's folder
+    if parts[0] != "refs" or {"", ".", ".."} & set(parts) or "\0" in ref:
         return {"reason": f"{git}: HEAD names no branch"}
     common = _text(os.path.join(git, "commondir"))
     shared = os.path.normpath(os.path.join(git, common)) if common else git
     commit = next(filter(None, (_commit(_text(os.path.join(g, ref))) for g in (git, shared))), None)
+    packed = "" if commit else _text(os.path.join(shared, "packed-refs")) or ""
+    for line in packed.splitlines():
+        word, _, name = line.partition(" ")
+        if name == ref:
+            commit = _commit(word)
+            break
     found: dict[str, Any] = {
         "root": root,
         "branch": ref.removeprefix("refs/heads/")[:_VALUE_LIMIT],
-        "commit": commit or _read_packed_ref(shared, ref),
+        "commit": commit,
     }
     if found["commit"] is None:
         found["reason"] = "no commit yet, or kept in a form that only git reads"
@@ -99,23 +106,9 @@ def _repository(folder: str) -> tuple[str, str]:
         folder = above
 
 
-def _is_ref(ref: str) -> bool:
-    """Whether it is a name below refs/ that cannot leave git's folder."""
-    parts = ref.split("/")
-    return parts[0] == "refs" and not {"", ".", ".."} & set(parts) and "\0" not in ref
-
-
 def _commit(text: str | None) -> str | None:
     word = (text or "").strip()
     return word if len(word) in (40, 64) and set(word) <= _HEX else None
-
-
-def _read_packed_ref(git: str, ref: str) -> str | None:
-    for line in (_text(os.path.join(git, "packed-refs")) or "").splitlines():
-        commit, _, name = line.partition(" ")
-        if name == ref:
-            return _commit(commit)
-    return None
 
 
 def _text(path: str) -> str | None:

@@ -101,7 +101,11 @@ def read_ring(data: bytes) -> Ring | None:
     pairs = zip(
         body[: WORDS_PER_RECORD * filled : 2], body[1 : WORDS_PER_RECORD * filled : 2], strict=True
     )
-    sound = [pair for pair in pairs if _is_sound(*pair)]
+    sound = [
+        (start, end)
+        for start, end in pairs
+        if 0 < start >> TAG_BITS <= end >> TAG_BITS and start & TAG_MASK in KIND_NAMES
+    ]
     return Ring(
         records=tuple(sorted(sound, key=lambda pair: pair[1] >> TAG_BITS)),
         count=words[COUNT],
@@ -116,7 +120,3 @@ def read_ring(data: bytes) -> Ring | None:
             if 0 < words[OPEN + kind] < NEVER
         },
     )
-
-
-def _is_sound(start: int, end: int) -> bool:
-    return 0 < start >> TAG_BITS <= end >> TAG_BITS and start & TAG_MASK in KIND_NAMES

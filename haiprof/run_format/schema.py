@@ -39,11 +39,6 @@ class Column:
     """Where it comes from and what it says, in one sentence."""
 
 
-def is_metric(kind: str) -> bool:
-    """Whether a column of that kind holds something measured."""
-    return kind == "gauge" or counter_end(kind) is not None
-
-
 class CounterEnd(NamedTuple):
     """How a counter ends."""
 
@@ -81,7 +76,12 @@ class Table:
     @property
     def metrics(self) -> tuple[Column, ...]:
         """Columns that hold what was measured, after the times and keys."""
-        return tuple(c for c in self.columns if c.name != READ_NS and is_metric(c.kind))
+        return tuple(
+            column
+            for column in self.columns
+            if column.name != READ_NS
+            and (column.kind == "gauge" or counter_end(column.kind) is not None)
+        )
 
     def names(self, first: str, last: str) -> tuple[str, ...]:
         """The columns from one to another: what one file or call fills, in its order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -19,22 +20,11 @@ _DEPTH = 2
 """Records and lines are in RUN/ranks/RANK and RUN/nodes/HOST: neither folder may be a link."""
 
 
-def header_line(table: Table, extra: Mapping[str, object]) -> bytes:
-    """The first line of a record file, padded so that records start on a 64-byte boundary."""
-    header = {
-        "format": FORMAT_NAME,
-        "version": SCHEMA_VERSION,
-        "table": table.name,
-        "record_bytes": table.record_bytes,
-        "columns": [[c.name, c.type, c.unit, c.kind] for c in table.columns],
-        **extra,
-    }
-    text = json.dumps(header).encode()
-    return text + b" " * (-(len(text) + 1) % _HEADER_ALIGN_BYTES) + b"\n"
-
-
 class RecordWriter:
-    """Appends whole records of one table to one file."""
+    """Appends whole records of one table to one file.
+
+    Its first line is the header, padded so that records start on a 64-byte boundary.
+    """
 
     def __init__(
         self, path: Path, table: Table, *, clock: ClockAnchor, extra: Mapping[str, object]
@@ -43,8 +33,17 @@ class RecordWriter:
         self.written_bytes = 0
         self.dropped_bytes = 0
         self.file = OwnFile(path, partial(create_file, below=path.parents[_DEPTH], append=True))
-        clock_pair = {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns}
-        header = header_line(table, {"clock": clock_pair, **extra})
+        content = {
+            "format": FORMAT_NAME,
+            "version": SCHEMA_VERSION,
+            "table": table.name,
+            "record_bytes": table.record_bytes,
+            "columns": [[c.name, c.type, c.unit, c.kind] for c in table.columns],
+            "clock": asdict(clock),
+            **extra,
+        }
+        text = json.dumps(content).encode()
+        header = text + b" " * (-(len(text) + 1) % _HEADER_ALIGN_BYTES) + b"\n"
         if self.file.write(header) != len(header):
             self.file.close()
             raise OSError(28, "no space for the header", str(path))
@@ -60,8 +59,12 @@ class RecordWriter:
         except OSError:
             written = 0
         whole = written - written % self.record_bytes
-        if whole != written and not self._cut(self._size + whole):
-            whole = 0
+        if whole != written:  # a torn record is cut off, so that later ones stay aligned
+            try:
+                self.file.cut(self._size + whole)
+            except OSError:
+                self.file.close()
+                whole = 0
         self._size += whole
         self.written_bytes += whole
         self.dropped_bytes += len(data) - whole
@@ -69,15 +72,6 @@ class RecordWriter:
     def close(self) -> None:
         """Closes the file; further records count as dropped."""
         self.file.close()
-
-    def _cut(self, size: int) -> bool:
-        """Truncates a torn record so that later ones stay aligned; gives up where that fails."""
-        try:
-            self.file.cut(size)
-        except OSError:
-            self.file.close()
-            return False
-        return True
 
 
 def add_records(path: Path, table: Table, data: bytes) -> int:

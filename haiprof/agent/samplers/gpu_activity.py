@@ -108,7 +108,11 @@ class Gpm:
 
     def read(self) -> list[Value | Unavailable]:
         """One value per column; one that is not known yet is missing, without a reason."""
-        now, before = self._soon_enough(), self._taken_ns
+        now, before = self._clock(), self._taken_ns
+        left_ns = 0 if before is None else before + MIN_APART_NS - now
+        if 0 < left_ns <= _WAIT_NS:  # the previous sample is not quite old enough
+            self._pause(left_ns / NS_PER_S)
+            now = self._clock()
         if before is None or (not self._has_interval and now - before < MIN_APART_NS):
             self._has_interval = False
             self._totals = dict.fromkeys(self.columns, 0.0)
@@ -138,15 +142,6 @@ class Gpm:
         for sample in samples:
             with contextlib.suppress(Unavailable):  # it cannot be handled
                 self._device.nvml.call("nvmlGpmSampleFree", sample)
-
-    def _soon_enough(self) -> int:
-        """Waits for a moment where the previous sample is not quite old enough."""
-        now = self._clock()
-        left_ns = 0 if self._taken_ns is None else self._taken_ns + MIN_APART_NS - now
-        if not 0 < left_ns <= _WAIT_NS:
-            return now
-        self._pause(left_ns / NS_PER_S)
-        return self._clock()
 
     def _nothing_yet(self, traffic: int) -> list[Value | Unavailable]:
         return [math.nan if name in RATIOS else traffic for name in self.columns]
@@ -191,17 +186,12 @@ def open_gpm(device: Device, columns: Sequence[str], *, root: Path, clock: Clock
         gpm.open()
     except (Unavailable, EntityGone) as why:
         gpm.close()
-        raise _with_permission(why, root) from None
+        if not isinstance(why, Refusal) or why.code != NO_PERMISSION:
+            raise
+        setting = profiling_setting(root)
+        reason = f"{why.reason} ({setting})" if setting else why.reason
+        raise Unavailable(reason, status="denied", remedy=_REMEDY, lasting=True) from None
     return gpm
-
-
-def _with_permission(why: Unavailable | EntityGone, root: Path) -> Unavailable | EntityGone:
-    """A refusal for lack of permission, with the driver's own setting and what to change."""
-    if not isinstance(why, Refusal) or why.code != NO_PERMISSION:
-        return why
-    setting = profiling_setting(root)
-    reason = f"{why.reason} ({setting})" if setting else why.reason
-    return Unavailable(reason, status="denied", remedy=_REMEDY, lasting=True)
 
 
 def profiling_setting(root: Path) -> str:

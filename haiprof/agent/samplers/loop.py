@@ -43,7 +43,14 @@ class Pace:
 
     def advance(self, now_ns: int, read_ns: int) -> None:
         """Notes a sample that has just been taken; ticks missed meanwhile are counted."""
-        self._adapt(read_ns)
+        if read_ns > self._limit_ns:
+            self.factor = min(self.factor * 2, MAX_FACTOR)
+            self._quick_count = 0
+        else:
+            self._quick_count += 1
+            if self.factor > 1 and self._quick_count >= _RECOVER_AFTER:
+                self.factor //= 2
+                self._quick_count = 0
         step = self.interval_ns
         late_count = max(0, (now_ns - self.due_ns) // step)
         self.missed_count += late_count
@@ -52,16 +59,6 @@ class Pace:
     def restart(self, now_ns: int) -> None:
         """Restarts the grid after a sample out of turn."""
         self.due_ns = now_ns + self.interval_ns
-
-    def _adapt(self, read_ns: int) -> None:
-        if read_ns > self._limit_ns:
-            self.factor = min(self.factor * 2, MAX_FACTOR)
-            self._quick_count = 0
-            return
-        self._quick_count += 1
-        if self.factor > 1 and self._quick_count >= _RECOVER_AFTER:
-            self.factor //= 2
-            self._quick_count = 0
 
 
 # CPU times come in ticks of 10 ms: two samples closer than this would make a rate of noise.
@@ -278,7 +275,11 @@ class SamplingLoop:
         watch = SuspendWatch(self._clock, self._boot_clock)
         streams = self._start()
         try:
-            while not stop.wait(self._seconds_to_wait(streams)):
+            while True:
+                now = self._clock()
+                dues = [(stream.pace.due_ns - now) / NS_PER_S for stream in streams]
+                if stop.wait(max(0.0, min([_POLL_S, *dues]))):
+                    break
                 self._report_suspend(watch)
                 for stream in streams:
                     stream.sample_if_due(self._clock())
@@ -319,11 +320,6 @@ class SamplingLoop:
 
         chosen = [kind for kind in SAMPLERS if kind.recorder in self._options.recorder]
         return [kind(self._surroundings) for kind in chosen]
-
-    def _seconds_to_wait(self, streams: Sequence[Stream]) -> float:
-        now = self._clock()
-        dues = [(stream.pace.due_ns - now) / NS_PER_S for stream in streams]
-        return max(0.0, min([_POLL_S, *dues]))
 
     def _report_suspend(self, watch: SuspendWatch) -> None:
         gap_ns = watch.gap_ns()

@@ -20,7 +20,7 @@ from haiprof.linux.perf_events import (
     refusal,
     resctrl_entities,
 )
-from haiprof.linux.readings import Entity, Reading, Status, Unavailable, Value
+from haiprof.linux.readings import Entity, Reading, Unavailable, Value
 from haiprof.linux.topology import (
     PMU_FOLDER,
     Cpu,
@@ -187,7 +187,16 @@ def find_pmus(root: Path, pattern: str) -> list[Pmu]:
         names = sorted(each.name for each in folder.iterdir() if re.match(pattern, each.name))
     except OSError:
         return []
-    return [_read_pmu(folder / name) for name in names]
+    return [
+        Pmu(
+            name=name,
+            type=int((folder / name / "type").read_text()),
+            cpus=tuple(parse_cpu_list((folder / name / "cpumask").read_text())),
+            formats=_texts(folder / name / "format"),
+            events=_texts(folder / name / "events"),
+        )
+        for name in names
+    ]
 
 
 def unit_events(metric: Metric, pmu: Pmu) -> Iterable[tuple[Event, Fraction]]:
@@ -226,16 +235,6 @@ def _bits(name: str, ranges: str, value: int) -> tuple[str, int]:
     if rest:
         raise ValueError(f"{name}={value:#x} does not fit into {ranges}")
     return match[1], bits
-
-
-def _read_pmu(folder: Path) -> Pmu:
-    return Pmu(
-        name=folder.name,
-        type=int((folder / "type").read_text()),
-        cpus=tuple(parse_cpu_list((folder / "cpumask").read_text())),
-        formats=_texts(folder / "format"),
-        events=_texts(folder / "events"),
-    )
 
 
 def _texts(folder: Path) -> dict[str, str]:
@@ -414,11 +413,6 @@ class MemoryBandwidthSampler(TableSampler):
         try:
             return Uncore(self.root, self._kernel).entities()
         except Unavailable as why:
-            raise _neither(first, why) from None
-
-
-def _neither(resctrl: Unavailable, uncore: Unavailable) -> Unavailable:
-    status: Status = worst([uncore, resctrl]).status
-    remedies = [why.remedy for why in (uncore, resctrl) if why.remedy]
-    reason = f"{uncore.reason}; {resctrl.reason}"
-    return Unavailable(reason, status=status, remedy=", or ".join(remedies))
+            remedy = ", or ".join(each.remedy for each in (why, first) if each.remedy)
+            reason, status = f"{why.reason}; {first.reason}", worst([why, first]).status
+            raise Unavailable(reason, status=status, remedy=remedy) from None
