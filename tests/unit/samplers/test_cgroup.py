@@ -360,6 +360,3 @@ def test_cgroup_on_this_machine_agrees_with_its_own_files() -> None:
     used = states["memory_used_bytes"]
     if used.status == "available":
         assert used.value == pytest.approx(int(Path(used.origin).read_text()), rel=0.5)
-    for state in states.values():
-        assert (state.value is None) == (state.status != "available")
-        assert bool(state.reason) == (state.status != "available")

@@ -15,7 +15,7 @@ from haiprof.agent.samplers.ethernet import COLUMNS, EthernetSampler
 from haiprof.agent.samplers.table import ALL_METRICS, Node
 from haiprof.linux.ethtool import GSSET_INFO, GSTATS, GSTRINGS, SIOCETHTOOL, Ethtool
 from haiprof.run_format.tables import ETHERNET
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 MLX5 = {
     "rx_packets": 1,
@@ -116,8 +116,7 @@ def test_ethernet_adds_up_priorities_in_base_units(kernel: FakeKernel) -> None:
 
 def test_ethernet_knows_other_drivers_names(kernel: FakeKernel) -> None:
     kernel.put("ens2", 3, BNXT, driver="bnxt_en")
-    sampler = sampler_on(kernel)
-    sampler.open()
+    sampler = opened(sampler_on(kernel))
     assert sampler.header() == {"entities": [{"key": [3], "name": "ens2", "driver": "bnxt_en"}]}
     row = samples(sampler)[3]
     assert row["receive_pause_count"] == 6
@@ -159,8 +158,7 @@ def test_ethernet_without_hardware_is_absent(kernel: FakeKernel) -> None:
 def test_ethernet_list_that_grows_costs_one_sample(kernel: FakeKernel, checks_room: bool) -> None:
     kernel.checks_room = checks_room
     kernel.put("ens1", 7, MLX5)
-    sampler = sampler_on(kernel)
-    sampler.open()
+    sampler = opened(sampler_on(kernel))
     kernel.statistics["ens1"] = {"rx63_packets": 9, **MLX5, "rx_prio3_pause": 50}
     assert samples(sampler)[7]["receive_pause_count"] is None
     assert samples(sampler)[7]["receive_pause_count"] == 52
@@ -169,8 +167,7 @@ def test_ethernet_list_that_grows_costs_one_sample(kernel: FakeKernel, checks_ro
 def test_ethernet_device_that_is_plugged_in_again_has_another_key(kernel: FakeKernel) -> None:
     kernel.put("ens1", 7, MLX5)
     kernel.put("ens2", 8, MLX5)
-    sampler = sampler_on(kernel)
-    sampler.open()
+    sampler = opened(sampler_on(kernel))
     kernel.put("ens1", 9, {**MLX5, "rx_discards_phy": 500})
     seen = samples(sampler)
     assert seen.keys() == {8, 9}
@@ -181,8 +178,7 @@ def test_ethernet_device_that_is_plugged_in_again_has_another_key(kernel: FakeKe
 def test_ethernet_interface_that_fails_leaves_the_others(kernel: FakeKernel) -> None:
     kernel.put("ens1", 7, MLX5)
     kernel.put("ens2", 8, MLX5)
-    sampler = sampler_on(kernel)
-    sampler.open()
+    sampler = opened(sampler_on(kernel))
     del kernel.statistics["ens1"]  # gone, but still listed
     seen = samples(sampler)
     assert seen[7]["receive_pause_count"] is None
@@ -208,10 +204,3 @@ def test_ethtool_on_this_machine_reads_each_value_beside_its_name() -> None:
         if "rx_kicks" in known:  # virtio_net: the sum over its queues, which stand beside it
             queues = [v for k, v in known.items() if re.fullmatch(r"rx\d+_kicks", k)]
             assert sum(queues) == known["rx_kicks"] > 0
-
-
-def test_ethernet_on_this_machine_samples_or_says_why_not() -> None:
-    sampler = EthernetSampler(Node())
-    missing = sampler.open()
-    data = sampler.sample()
-    assert bool(rows(ETHERNET, data)) != any(m.metric == ALL_METRICS for m in missing)

@@ -21,7 +21,7 @@ from haiprof.run_format.tables import FILESYSTEM
 from haiprof.run_format.writer import RecordWriter
 from tests.fake_mounts import FakeLustre, FakeMounts, FakeNfs
 from tests.unit.analysis.recorded import CLOCK, write_run
-from tests.unit.samplers.records import Row, opened, rows
+from tests.unit.samplers.records import Row, rows
 
 STEP_S = 10
 READ = (100, 103, 1, 9000, 9000, 40, 500, 700, 0)
@@ -210,14 +210,6 @@ def test_without_mountinfo_nothing_is_sampled() -> None:
     (missing,) = FilesystemSampler(Node(root=Path("/nonexistent"))).open()
     assert missing.metric == ALL_METRICS
     assert "mountinfo" in missing.reason
-
-
-def test_filesystem_on_this_machine_names_what_is_mounted() -> None:
-    sampler = opened(FilesystemSampler(Node()))
-    sampler.sample()
-    mounted = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    network = {words[1] for words in mounted if words[2] in ("nfs", "nfs4", "lustre", "beegfs")}
-    assert {entity.name for entity in sampler.entities} >= network
 
 
 def recorded(root: Path, mounts: Sequence[FakeNfs | FakeLustre]) -> RunPaths:

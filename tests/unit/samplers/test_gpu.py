@@ -182,19 +182,21 @@ def test_gpu_driver_that_does_not_start_is_said_with_a_remedy(
     assert "nvmlShutdown" not in nvml.calls
 
 
-def test_gpu_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml_module, "LIBRARY", "libnvidia-ml-is-not-here.so.1")
-    (missing,) = GpuSampler(Node()).open()
-    assert missing.metric == ALL_METRICS
-    assert "no NVIDIA driver here" in missing.reason
-
-
-def test_gpu_without_the_binding_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml_module, "LIBRARY", "libc.so.6")
+@pytest.mark.parametrize(
+    ("library", "word"),
+    [
+        ("libnvidia-ml-is-not-here.so.1", "no NVIDIA driver here"),
+        ("libc.so.6", "nvidia-ml-py"),  # the driver is there, the binding is not
+    ],
+)
+def test_gpu_without_the_driver_or_the_binding_says_so(
+    monkeypatch: pytest.MonkeyPatch, library: str, word: str
+) -> None:
+    monkeypatch.setattr(nvml_module, "LIBRARY", library)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     (missing,) = GpuSampler(Node()).open()
     assert missing.metric == ALL_METRICS
-    assert "nvidia-ml-py" in missing.reason
+    assert word in missing.reason
 
 
 def test_gpu_driver_without_a_gpu_says_so() -> None:

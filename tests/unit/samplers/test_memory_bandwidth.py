@@ -7,11 +7,10 @@ import pytest
 
 from haiprof.agent.samplers.memory_bandwidth import MemoryBandwidthSampler
 from haiprof.agent.samplers.table import Missing, Node
-from haiprof.linux.topology import no_core_pmu, read_cpu
 from haiprof.run_format.tables import MEMORY_BANDWIDTH
 from tests.fake_pmu import FakePerf, cpu, pmu, sockets
 from tests.fakes import FakeTree
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 UMC_FORMATS = {"event": "config:0-7", "rdwrmask": "config:8-9"}
 DF_FORMATS = {"event": "config:0-7,32-37", "umask": "config:8-15,24-27"}
@@ -30,6 +29,11 @@ def tree(tmp_path: Path) -> FakeTree:
 
 def sampler_of(tree: FakeTree, perf: FakePerf | None = None) -> MemoryBandwidthSampler:
     return MemoryBandwidthSampler(Node(root=tree.root), kernel=perf or FakePerf(tree))
+
+
+def opened_on(tree: FakeTree) -> tuple[MemoryBandwidthSampler, FakePerf]:
+    perf = FakePerf(tree)
+    return opened(sampler_of(tree, perf)), perf
 
 
 def sampled(sampler: MemoryBandwidthSampler) -> list[Row]:
@@ -89,8 +93,7 @@ def test_resctrl_sums_the_caches_of_a_socket(tree: FakeTree) -> None:
     for number in range(8):  # as on AMD: a cache for every two CPUs
         tree.write(f"sys/devices/system/cpu/cpu{number}/cache/index3/id", f"{number // 2}\n")
     monitored(tree, {0: 1, 1: 20, 2: 300, 3: 4000}, {0: 1, 1: 20, 2: 300, 3: 4000})
-    sampler = sampler_of(tree)
-    sampler.open()
+    sampler, _ = opened_on(tree)
     assert [row["total_bytes"] for row in sampled(sampler)] == [21, 4300]
 
 
@@ -98,8 +101,7 @@ def test_resctrl_counts_all_control_groups(tree: FakeTree) -> None:
     monitored(tree, {0: 1000}, {0: 1000})
     monitored(tree, {0: 50}, {0: 40}, group="job/")
     tree.write("sys/fs/resctrl/mon_groups/mine/mon_data/mon_L3_00/mbm_total_bytes", "7\n")
-    sampler = sampler_of(tree)
-    sampler.open()
+    sampler, _ = opened_on(tree)
     (row,) = sampled(sampler)
     assert (row["total_bytes"], row["remote_bytes"]) == (1050, 10)
     monitored(tree, {0: 300}, {0: 300}, group="new/")  # what it counted before is not this job's
@@ -113,8 +115,7 @@ def test_resctrl_counts_all_control_groups(tree: FakeTree) -> None:
 def test_resctrl_count_that_is_lost_shows_as_a_reset(tree: FakeTree, what: str) -> None:
     monitored(tree, {0: 1000}, {0: 400})
     monitored(tree, {0: 1000}, {0: 400}, group="job/")
-    sampler = sampler_of(tree)
-    sampler.open()
+    sampler, _ = opened_on(tree)
     assert [sampled(sampler)[0][name] for name in ("total_bytes", "remote_bytes")] == [2000, 1200]
     if what == "reset":
         monitored(tree, {0: 10}, {0: 5}, group="job/")
@@ -130,8 +131,7 @@ def test_resctrl_remote_traffic_does_not_go_back_by_what_passes_between_two_read
     tree: FakeTree,
 ) -> None:
     monitored(tree, {0: 1000}, {0: 900})
-    sampler = sampler_of(tree)
-    sampler.open()
+    sampler, _ = opened_on(tree)
     monitored(tree, {0: 2000}, {0: 1905})
     assert sampled(sampler)[0]["remote_bytes"] == 100
 
@@ -153,8 +153,7 @@ def test_resctrl_word_in_place_of_a_number_is_null_with_that_word(tree: FakeTree
 def test_resctrl_without_a_readable_total_gives_way_to_uncore(tree: FakeTree) -> None:
     monitored(tree, {0: "Unassigned"}, {0: "Unassigned"})
     pmu(tree, "uncore_imc_0", 20)
-    sampler = sampler_of(tree)
-    sampler.open()
+    sampler, _ = opened_on(tree)
     assert names(sampler) == ["socket 0 (uncore)", "socket 1 (uncore)"]
 
 
@@ -198,9 +197,7 @@ def test_uncore_prefers_the_kernels_own_events_and_scale(tree: FakeTree) -> None
     events = {"cas_count_read": "event=0x99,umask=0x01", "cas_count_write": "event=0x98"}
     scales = {f"{name}.{part}": text for name in events for part, text in MIB_64.items()}
     intel(tree, 1, events={**events, **scales, "cas_count_write.scale": "0.5"})
-    perf = FakePerf(tree)
-    sampler = sampler_of(tree, perf)
-    sampler.open()
+    sampler, perf = opened_on(tree)
     perf.traffic(0x0199, 10, type_=20, cpu=0)
     perf.traffic(0x0098, 3, type_=20, cpu=0)
     row = sampled(sampler)[0]
@@ -221,9 +218,7 @@ def test_uncore_of_ice_lake_does_not_trust_old_kernels_masks(tree: FakeTree) -> 
     wrong = {"cas_count_read": "event=0x04,umask=0x03", "cas_count_write": "event=0x04,umask=0x0c"}
     scales = {f"{name}.{part}": text for name in wrong for part, text in MIB_64.items()}
     intel(tree, 1, events={**wrong, **scales})
-    perf = FakePerf(tree)
-    sampler = sampler_of(tree, perf)
-    sampler.open()
+    sampler, perf = opened_on(tree)
     perf.traffic(0x0F04, 10, type_=20, cpu=0)
     perf.traffic(0x3004, 20, type_=20, cpu=0)
     row = sampled(sampler)[0]
@@ -233,9 +228,7 @@ def test_uncore_of_ice_lake_does_not_trust_old_kernels_masks(tree: FakeTree) -> 
 def test_uncore_of_granite_rapids_adds_both_subchannels(tree: FakeTree) -> None:
     cpu(tree, "GenuineIntel", 6, 173)
     intel(tree, 1)
-    perf = FakePerf(tree)
-    sampler = sampler_of(tree, perf)
-    sampler.open()
+    sampler, perf = opened_on(tree)
     perf.traffic(0xCF05, 10, type_=20, cpu=0)
     perf.traffic(0xCF06, 5, type_=20, cpu=0)
     assert sampled(sampler)[0]["read_bytes"] == 15 * 64
@@ -243,9 +236,7 @@ def test_uncore_of_granite_rapids_adds_both_subchannels(tree: FakeTree) -> None:
 
 def test_uncore_counter_that_took_turns_is_a_marked_estimate(tree: FakeTree) -> None:
     intel(tree, 1)
-    perf = FakePerf(tree)
-    sampler = sampler_of(tree, perf)
-    sampler.open()
+    sampler, perf = opened_on(tree)
     perf.traffic(0xCF05, 100, type_=20, cpu=0, share=0.5)
     first, second = sampled(sampler)
     assert (first["read_bytes"], first["counted_ratio"]) == (6400, 0.5)
@@ -402,20 +393,3 @@ def test_bandwidth_in_a_virtual_machine_is_missing_for_that_reason(tmp_path: Pat
     (missing,) = sampler_of(tree).open()
     assert "this virtual machine has no hardware PMU" in missing.reason
     assert missing.status in ("absent", "unsupported")
-
-
-def test_live_bandwidth_here_is_a_number_or_a_reason() -> None:
-    sampler = MemoryBandwidthSampler(Node())
-    missing = sampler.open()
-    samples = sampled(sampler)
-    if (
-        no_core_pmu(Path("/"), read_cpu(Path("/")))
-        and not Path("/sys/fs/resctrl/mon_data").exists()
-    ):
-        assert [each.metric for each in missing] == ["all"]
-        assert "no hardware PMU" in missing[0].reason
-        return
-    known = {each.metric for each in missing}
-    assert "all" in known or all(
-        value is not None or name in known for row in samples for name, value in row.items()
-    )

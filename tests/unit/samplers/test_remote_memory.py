@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.remote_memory import RemoteMemorySampler, core_events, spare_files
+from haiprof.agent.samplers.remote_memory import RemoteMemorySampler, core_events
 from haiprof.agent.samplers.table import Node
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
@@ -18,12 +17,12 @@ from haiprof.linux.perf_events import (
     Event,
 )
 from haiprof.linux.readings import Unavailable
-from haiprof.linux.topology import no_core_pmu, read_cpu
+from haiprof.linux.topology import read_cpu
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import REMOTE_MEMORY
 from tests.fake_pmu import FakePerf, cpu, threads
 from tests.fakes import FakeProcess, FakeTree
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, opened, rows
 
 HOST = "node1"
 INSTRUCTIONS, CYCLES, NEAR, FAR = 1, 0, 0x0844, 0x4044  # configs on Zen 4
@@ -65,6 +64,14 @@ def sampler_of(
     return RemoteMemorySampler(
         Node(run=run, host=HOST, root=tree.root, pid=pid), kernel=perf, spare=lambda: spare
     )
+
+
+def of_rank(tree: FakeTree, run: RunPaths) -> tuple[RemoteMemorySampler, FakePerf]:
+    """The sampler of rank 0, process 10, after its first read."""
+    perf = FakePerf(tree)
+    sampler = sampler_of(tree, run, perf)
+    report(run, 0, 10)
+    return opened(sampler), perf
 
 
 def sampled(sampler: RemoteMemorySampler) -> list[Row]:
@@ -109,8 +116,7 @@ def test_rank_is_counted_over_its_threads_and_what_they_start(
 
 
 def test_rank_header_names_what_fills_the_columns(tree: FakeTree, run: RunPaths) -> None:
-    sampler = sampler_of(tree, run, FakePerf(tree))
-    sampler.open()
+    sampler = opened(sampler_of(tree, run, FakePerf(tree)))
     events = sampler.header()["events"]
     assert isinstance(events, Mapping)
     assert events["remote_dram_bytes"] == "ls_any_fills_from_sys.dram_io_far"
@@ -204,10 +210,7 @@ def test_rank_of_another_user_is_denied_and_still_seen_to_end(
 def test_rank_that_ends_frees_its_counters_and_a_reused_pid_is_not_it(
     tree: FakeTree, run: RunPaths
 ) -> None:
-    perf = FakePerf(tree)
-    sampler = sampler_of(tree, run, perf)
-    report(run, 0, 10)
-    sampler.open()
+    sampler, perf = of_rank(tree, run)
     assert len(perf.events) == 12
     rank_process(tree, 10, (10,), start=2000)
     assert sampled(sampler) == []
@@ -215,10 +218,7 @@ def test_rank_that_ends_frees_its_counters_and_a_reused_pid_is_not_it(
 
 
 def test_rank_counts_that_took_turns_are_marked(tree: FakeTree, run: RunPaths) -> None:
-    perf = FakePerf(tree)
-    sampler = sampler_of(tree, run, perf)
-    report(run, 0, 10)
-    sampler.open()
+    sampler, perf = of_rank(tree, run)
     perf.runs(10, INSTRUCTIONS, 1000, share=0.5)
     perf.runs(10, CYCLES, 1000)
     (row,) = sampled(sampler)
@@ -263,10 +263,7 @@ def test_events_in_a_virtual_machine_without_pmu_are_unsupported(
 
 def test_fills_that_a_hypervisor_filters_are_no_zeros(tree: FakeTree, run: RunPaths) -> None:
     cpu(tree, "AuthenticAMD", 25, 17, flags="fpu hypervisor")
-    perf = FakePerf(tree)
-    sampler = sampler_of(tree, run, perf)
-    report(run, 0, 10)
-    sampler.open()
+    sampler, perf = of_rank(tree, run)
     perf.runs(10, INSTRUCTIONS, 10**9)
     (row,) = sampled(sampler)
     assert row["instruction_count"] == 10**9
@@ -307,20 +304,3 @@ def test_core_events_of_an_unknown_model_are_instructions_and_cycles_alone(tree:
 
 
 # -- this machine -------------------------------------------------------------------------------
-
-
-def test_live_counters_here_are_numbers_or_name_the_virtual_machine(tmp_path: Path) -> None:
-    sampler = RemoteMemorySampler(Node(run=RunPaths(tmp_path), host=HOST, pid=os.getpid()))
-    missing = sampler.open()
-    states = sampler.states()
-    machine = no_core_pmu(Path("/"), read_cpu(Path("/")))
-    if machine:
-        (only,) = missing
-        assert only.status in ("unsupported", "denied")
-        assert only.status == "denied" or machine in only.reason
-        return
-    assert all(state.status == "available" or state.reason for state in states)
-
-
-def test_live_spare_files_leave_the_launcher_half_of_its_own() -> None:
-    assert 0 <= spare_files() <= (1 << 20)
