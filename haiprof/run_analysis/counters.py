@@ -177,14 +177,8 @@ def sort_series(series: Iterable[OwnerSeries]) -> list[OwnerSeries]:
     for each in series:
         if len(each.time_ns):
             parts.setdefault(each.owner, []).append(each)
-    return [_join_series(parts[owner]) for owner in sorted(parts, key=_owner_order)]
-
-
-def _owner_order(owner: Owner) -> tuple[Any, ...]:
-    host, rank, gpu, entity = owner
-    return tuple((value is not None, value or 0) for value in (rank, gpu)) + tuple(
-        (value is not None, value or "") for value in (host, entity)
-    )
+    order = sorted(parts, key=lambda own: [(own[at] is not None, own[at]) for at in (1, 2, 0, 3)])
+    return [_join_series(parts[owner]) for owner in order]
 
 
 def _join_series(parts: Sequence[OwnerSeries]) -> OwnerSeries:

@@ -49,7 +49,7 @@ from haiprof.run_analysis.process_ends import (
 )
 from haiprof.run_analysis.reactions import Reaction, asked_snapshots, reactions
 from haiprof.run_analysis.run_files import RunFiles, integer
-from haiprof.run_analysis.scheduler_ends import SchedulerEnd, scheduler_ends
+from haiprof.run_analysis.scheduler_ends import SLURM_STATES, SchedulerEnd, scheduler_ends
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, run_folders
 
@@ -473,10 +473,8 @@ class _Case:
         near = abs((end.failed_ns or 0) - (first.failed_ns or 0)) <= TOGETHER_NS
         one, two = end.error, first.error
         if one is None or two is None:
-            same = one is two and (end.signal, end.status) == (first.signal, first.status)
-        else:
-            same = (one.type, one.line) == (two.type, two.line)
-        return near and same
+            return near and one is two and (end.signal, end.status) == (first.signal, first.status)
+        return near and (one.type, one.line) == (two.type, two.line)
 
     def _find_accused(self) -> Death | None:
         """Victims' texts that name a rank."""
@@ -853,14 +851,12 @@ def _outer_cause(came: Arrived, files: RunFiles) -> tuple[str, str]:
     program = words[0].rpartition("/")[2] if words else ("slurm" if came.slurm_job else "")
     by_slurm = program.startswith("slurm")  # a script of the user's may lie in a folder of Slurm's
     left = None if came.slurm_end_ns is None else came.slurm_end_ns - came.wall_ns
-    if state == "TIMEOUT" or (
-        not state and by_slurm and left is not None and left < SLURM_LIMIT_NS
-    ):
-        return "time_limit", "Slurm's time limit was reached"
-    if state == "PREEMPTED":
-        return "preempted", "Slurm preempted it: another job had precedence"
-    if state == "REQUEUED" or (by_slurm and _was_requeued(files)):
-        return "requeued", "Slurm requeued it: scontrol requeue, preemption, or a failed node"
+    if not state and by_slurm and left is not None and left < SLURM_LIMIT_NS:
+        state = "TIMEOUT"
+    elif state not in ("TIMEOUT", "PREEMPTED") and by_slurm and _was_requeued(files):
+        state = "REQUEUED"
+    if state in ("TIMEOUT", "PREEMPTED", "REQUEUED"):
+        return SLURM_STATES[state]
     if state == "CANCELLED" or by_slurm:
         other = "" if state else ", scontrol requeue"
         early = "" if left is None else " before its time limit"

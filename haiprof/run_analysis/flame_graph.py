@@ -15,7 +15,7 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, activity_words
 from haiprof.base.units import visible
 from haiprof.base.version import __version__
-from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.ledger import ACTIVITIES, TimeTable
 from haiprof.run_analysis.nesting import Bools
 
@@ -344,7 +344,15 @@ def speedscope(samples: CodeSamples, *, name: str) -> bytes:
         {"name": f"{frame.function}:{frame.line}", "file": frame.file, "line": frame.line}
         for frame in tree.frames
     ]
-    profiles = [_profile(samples, title, rows) for title, rows in _groups(samples)]
+    profiles = []
+    for title, rows in _groups(samples):
+        stacks = samples.stack[rows][np.argsort(samples.time_ns[rows], kind="stable")].tolist()
+        profiles.append({
+            "type": "sampled", "name": title, "unit": "none",
+            "startValue": 0, "endValue": len(stacks),
+            "samples": [tree.frame_places(stack) for stack in stacks],
+            "weights": [1] * len(stacks),
+        })  # fmt: skip
     content = {
         "$schema": _SCHEMA,
         "name": name,
@@ -358,12 +366,14 @@ def speedscope(samples: CodeSamples, *, name: str) -> bytes:
 
 def collapsed_lines(samples: CodeSamples) -> bytes:
     """Lines of `rank 0;phase;frame;frame COUNT`, as flamegraph.pl and others read them."""
-    lines = []
+    lines, tree = [], samples.tree
+    texts = (f"{frame.function} ({frame.file}:{frame.line})" for frame in tree.frames)
+    names = [" ".join(text.replace(";", ":").split()) for text in texts]
     for title, rows in _groups(samples):
         stacks, counts = np.unique(samples.stack[rows], return_counts=True)
         for stack, count in zip(stacks.tolist(), counts.tolist(), strict=True):
-            names = [_frame_text(samples.tree, place) for place in samples.tree.frame_places(stack)]
-            lines.append(";".join((*title.split(", "), *names)) + f" {count}\n")
+            way = [names[place] for place in tree.frame_places(stack)]
+            lines.append(";".join((*title.split(", "), *way)) + f" {count}\n")
     return "".join(lines).encode("utf-8", "replace")
 
 
@@ -374,23 +384,3 @@ def _groups(samples: CodeSamples) -> Iterator[tuple[str, Bools]]:
         rows = (keys == np.array([[rank], [worker], [phase]])).all(axis=0)
         thread = f"worker {worker}, " if worker >= 0 else ""
         yield f"rank {rank}, {thread}{CODE_PHASES[phase].replace('_', ' ')}", rows
-
-
-def _profile(samples: CodeSamples, title: str, rows: Bools) -> dict[str, object]:
-    order = np.argsort(samples.time_ns[rows], kind="stable")
-    stack: Ints = samples.stack[rows][order]
-    return {
-        "type": "sampled",
-        "name": title,
-        "unit": "none",
-        "startValue": 0,
-        "endValue": len(stack),
-        "samples": [samples.tree.frame_places(number) for number in stack.tolist()],
-        "weights": [1] * len(stack),
-    }
-
-
-def _frame_text(tree: CodeTree, place: int) -> str:
-    frame = tree.frames[place]
-    text = f"{frame.function} ({frame.file}:{frame.line})"
-    return " ".join(text.replace(";", ":").split())

@@ -35,7 +35,7 @@ from haiprof.run_analysis.code_samples import (
 from haiprof.run_analysis.counter_folding import MINUTE_NS, fold_rows
 from haiprof.run_analysis.folded_steps import pack_codes
 from haiprof.run_analysis.ledger import is_hidden
-from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.nesting import Bools, take_rows
 from haiprof.run_analysis.ranks import (
     loading_row,
     nograd_ns,
@@ -56,11 +56,12 @@ from haiprof.run_analysis.run_files import (
 from haiprof.run_analysis.step_frame import (
     RankSegments,
     load_segments,
+    read_device_table,
     spans_of,
     split_segments,
 )
 from haiprof.run_analysis.step_positions import StepPositions
-from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES, segment
+from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES, segment, trained_ns
 from haiprof.run_analysis.windows import TraceWindow, recorded_windows, traced_steps
 from haiprof.run_format import schema
 from haiprof.run_format.folded import (
@@ -188,15 +189,19 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
         return ""
     last_ns = int(steps.end_ns[-1])
     place = int(np.searchsorted(steps.end_ns, last_ns - kept.steps_ns, "right"))
-    size = _block_steps(rank)
+    # Blocks of about a minute: a power of two, so that those of several ranks fit together.
+    size = 0 if rank.folded is None else rank.folded.fact("block_steps")
+    usual = float(np.median(steps.step_ns))
+    size = size or 1 << max(round(np.log2(MINUTE_NS / max(usual, 1.0))), 0)
     number = rank.first_step + place
     number -= number % size
     place = number - rank.first_step
     if place <= 0 or number < LEAST_STEPS:
         return ""
-    begin = _Beginning.find(rank, place)
+    begin = _find_beginning(rank, place)
     if isinstance(begin, str):
         return begin
+    first_record, first_device_record = begin
     traced = traced_steps(rank, windows)
     before = split_segments(rank, place)[0]
     positions = rank_positions(rank)
@@ -210,8 +215,8 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
     facts = {
         "step_count": number,
         "until_ns": int(steps.start_ns[place]),
-        "first_record": begin.record,
-        "first_device_record": begin.device_record,
+        "first_record": first_record,
+        "first_device_record": first_device_record,
         "first_stack_byte": stack_byte,
         "block_steps": size,
         "slow_left_out": left_out,
@@ -237,64 +242,61 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
     write_folded(
         paths.folded, sections, facts=facts, stack_lines=lines, clock=clock, below=paths.run_root
     )
-    _free(paths, begin, stack_byte, last_ns - kept.counters_ns)
+    phases = read_table(paths.phases, schema.PHASES, limit=0).start
+    device = read_device_table(paths.device, limit=0).start if first_device_record else 0
+    for path, first, end in (  # a file system that cannot give back the room of a part keeps it
+        (paths.phases, phases, first_record * schema.PHASES.record_bytes),
+        (paths.device, device, first_device_record * schema.DEVICE.record_bytes),
+        (paths.stacks, 0, stack_byte),
+        (paths.heartbeat, *_old_heartbeats(paths, last_ns - kept.counters_ns)),
+    ):
+        if end:
+            free_beginning(path, first=first, end=first + end, below=paths.run_root)
     return ""
 
 
-def _block_steps(rank: RankSegments) -> int:
-    """Steps of about a minute: a power of two, so that blocks of several ranks fit together."""
-    known = 0 if rank.folded is None else rank.folded.fact("block_steps")
-    usual = float(np.median(rank.found.steps.step_ns))
-    return known or 1 << max(round(np.log2(MINUTE_NS / max(usual, 1.0))), 0)
+def _old_heartbeats(paths: RankPaths, until_ns: int) -> tuple[int, int]:
+    """Where records of heartbeats begin, and bytes of the old ones: only their end is ever read."""
+    if not os.path.lexists(paths.heartbeat):
+        return 0, 0
+    beats = read_table(paths.heartbeat, schema.HEARTBEAT)
+    old = int((record_columns(beats)["time_ns"] < until_ns).sum())
+    return beats.start, old * schema.HEARTBEAT.record_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Beginning:
-    """Where the files of a rank go on."""
+def _find_beginning(rank: RankSegments, place: int) -> tuple[int, int] | str:
+    """The first record and device record that are kept, where a step is the first whole one.
 
-    record: int
-    device_record: int
-
-    @classmethod
-    def find(cls, rank: RankSegments, place: int) -> _Beginning | str:
-        """The first record that is kept; or why the steps would not be the same without the others.
-
-        Args:
-            rank: The rank.
-            place: The first step that stays whole.
-        """
-        paths, steps = rank.files.paths, rank.found.steps
-        first = 0 if rank.folded is None else rank.folded.fact("first_record")
-        limit = rank.record_end - first
-        records = read_table(paths.phases, schema.PHASES, first=first, limit=limit)
-        spans, _ = spans_of(records)
-        if len(spans.kind) != records.count:
-            return "its spans are damaged"
-        since = int(steps.start_ns[max(place - CONTEXT_STEPS, 0)])
-        later = np.flatnonzero(spans.start_ns >= since)
-        begin = int(later[0]) if len(later) else 0
-        found = segment(
-            spans.take(np.arange(begin, len(spans.kind))), families=rank.files.families()
-        )
-        at = int(np.searchsorted(found.steps.start_ns, steps.start_ns[place]))
-        for name in ("start_ns", "end_ns", "step_ns", "host_ns"):
-            alone, whole = getattr(found.steps, name)[..., at:], getattr(steps, name)[..., place:]
-            if alone.shape != whole.shape or (alone != whole).any():
-                return "its last steps cannot be told without those before them"
-        device = 0
-        if os.path.lexists(paths.device):
-            ends = record_columns(read_table(paths.device, schema.DEVICE,
-                                             optional=("idle_ns", "lag_ns")))["end_ns"]  # fmt: skip
-            device = int(np.flatnonzero(ends >= since)[0]) if (ends >= since).any() else 0
-        return cls(record=first + begin, device_record=device)
+    Or why the steps would not be the same without the records before.
+    """
+    paths, steps = rank.files.paths, rank.found.steps
+    first = 0 if rank.folded is None else rank.folded.fact("first_record")
+    limit = rank.record_end - first
+    records = read_table(paths.phases, schema.PHASES, first=first, limit=limit)
+    spans, _ = spans_of(records)
+    if len(spans.kind) != records.count:
+        return "its spans are damaged"
+    since = int(steps.start_ns[max(place - CONTEXT_STEPS, 0)])
+    later = np.flatnonzero(spans.start_ns >= since)
+    begin = int(later[0]) if len(later) else 0
+    found = segment(take_rows(spans, slice(begin, None)), families=rank.files.families())
+    at = int(np.searchsorted(found.steps.start_ns, steps.start_ns[place]))
+    for name in ("start_ns", "end_ns", "step_ns", "host_ns"):
+        alone, whole = getattr(found.steps, name)[..., at:], getattr(steps, name)[..., place:]
+        if alone.shape != whole.shape or (alone != whole).any():
+            return "its last steps cannot be told without those before them"
+    device = 0
+    if os.path.lexists(paths.device):
+        ends = record_columns(read_device_table(paths.device))["end_ns"]
+        device = int(np.flatnonzero(ends >= since)[0]) if (ends >= since).any() else 0
+    return first + begin, device
 
 
 def _blocks(
     rank: RankSegments, positions: StepPositions, traced: Bools, place: int, size: int
 ) -> Columns:
     """Sums of the steps up to a place, in blocks."""
-    found, steps, first = rank.found, rank.found.steps, rank.first_step
-    number = first + np.arange(place)
+    steps, number = rank.found.steps, rank.first_step + np.arange(place)
     cut = (number % size == 0) | (number == WARM_UP_STEPS)
     cut[1:] |= traced[1:place] != traced[: place - 1]
     saves = rank.events.start_ns[rank.events.kind == schema.SAVE]
@@ -308,11 +310,7 @@ def _blocks(
         return whole
 
     plain, collected = (sums(times) for times in positions.sums())
-    trained = steps.start_ns.copy()
-    stepped = (found.step >= 0) & (found.nested.spans.kind == schema.OPTIMIZER)
-    np.maximum.at(trained, found.step[stepped], found.nested.spans.end_ns[stepped])
-    trained = np.where(trained > steps.start_ns, trained, steps.end_ns)
-    counts = np.diff(np.append(edges, place))
+    trained, counts = trained_ns(rank.found), np.diff(np.append(edges, place))
     idle = np.full(len(edges), np.nan)
     if rank.device_ns is not None:
         known = np.isfinite(rank.device_ns[-1, :place])
@@ -614,24 +612,6 @@ def _lines_of(
             ("weight_us", samples["weight_ns"]),
         )},
     }  # fmt: skip
-
-
-def _free(paths: RankPaths, begin: _Beginning, stack_byte: int, heartbeats_until_ns: int) -> None:
-    """Gives back the room of what was folded; a file system that cannot keeps it."""
-    below = paths.run_root
-    for path, table, record in (
-        (paths.phases, schema.PHASES, begin.record),
-        (paths.device, schema.DEVICE, begin.device_record),
-    ):
-        if record and os.path.lexists(path):
-            start = read_table(path, table, limit=0, optional=("idle_ns", "lag_ns")).start
-            free_beginning(path, first=start, end=start + record * table.record_bytes, below=below)
-    free_beginning(paths.stacks, first=0, end=stack_byte, below=below)
-    if os.path.lexists(paths.heartbeat):  # only its end is ever read
-        beats = read_table(paths.heartbeat, schema.HEARTBEAT)
-        old = int((record_columns(beats)["time_ns"] < heartbeats_until_ns).sum())
-        end = beats.start + old * schema.HEARTBEAT.record_bytes
-        free_beginning(paths.heartbeat, first=beats.start, end=end, below=below)
 
 
 # -- nodes -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import bytes_text
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, mapping, text
+from haiprof.run_analysis.run_files import RunFiles, integer, mapping, text
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame, parse_frames
@@ -48,8 +48,17 @@ class GpuMemorySeries:
 
 def gpu_memory_series(files: RunFiles) -> Mapping[int, GpuMemorySeries]:
     """By rank, where anything was read."""
-    found = {number: _series(rank) for number, rank in files.last_attempts().items()}
-    return {number: series for number, series in found.items() if series is not None}
+    found = {}
+    for number, rank in files.last_attempts().items():
+        rows = [
+            [integer(line.get(name)) for name in _COLUMNS] for line in rank.of_type("gpu_memory")
+        ]
+        rows = [row for row in rows if all(value is not None and value >= 0 for value in row)]
+        if rows:
+            *columns, limits = np.array(rows, dtype=np.int64).T
+            known: dict[str, Any] = dict(zip(_COLUMNS[:-1], columns, strict=True))
+            found[number] = GpuMemorySeries(**known, limit_bytes=int(limits[-1]))
+    return found
 
 
 def growth_per_step(series: GpuMemorySeries) -> float | None:
@@ -67,18 +76,6 @@ def growth_per_step(series: GpuMemorySeries) -> float | None:
     if held[-1] - held[len(held) // 2] < grown / 5:
         return None
     return grown / float(steps[-1] - steps[0])
-
-
-def _series(rank: RankFiles) -> GpuMemorySeries | None:
-    rows = []
-    for line in rank.of_type("gpu_memory"):
-        row = [integer(line.get(name)) for name in _COLUMNS]
-        if all(value is not None and value >= 0 for value in row):
-            rows.append(row)
-    if not rows:
-        return None
-    table = dict(zip(_COLUMNS, np.array(rows, dtype=np.int64).T, strict=True))
-    return GpuMemorySeries(**{**table, "limit_bytes": int(table["limit_bytes"][-1])})
 
 
 _FILE_LIMIT = 1 << 21
@@ -219,11 +216,11 @@ class GpuOutOfMemory:
         where += [f", in {self.module}"] if self.module else []
         where += [f" at step {self.step}"] if self.step is not None else []
         where += [f" ({frame_text(self.line)})"] if self.line else []
-        said = [part for part in (self._sizes(), self.batch_text) if part]
-        return "; ".join([f"out of GPU memory{''.join(where)}: {said[0]}", *said[1:]]) if said \
-            else f"out of GPU memory{''.join(where)}"  # fmt: skip
+        said = "; ".join(part for part in (self._sizes(), self._batch_text()) if part)
+        return f"out of GPU memory{''.join(where)}" + (f": {said}" if said else "")
 
     def _sizes(self) -> str:
+        """`2.00 GiB wanted, 79.0 GiB of 80.0 GiB allocated (optimizer state 24.0 GiB, ...)`."""
         limit = self.limit_bytes or self.device_total_bytes
         parts = []
         if self.requested_bytes is not None:
@@ -231,20 +228,14 @@ class GpuOutOfMemory:
         if self.allocated_bytes is not None:
             of = f" of {bytes_text(limit)}" if limit is not None else ""
             parts.append(f"{bytes_text(self.allocated_bytes)}{of} allocated")
-        held = self.held_text
-        return ", ".join(parts) + (f" ({held})" if held else "")
-
-    @property
-    def held_text(self) -> str:
-        """`optimizer state 24.0 GiB, parameters 12.0 GiB, activations and others 35.2 GiB`."""
         sizes = {name.replace("_", " "): size for name, size in self.held.items() if size}
         if self.other_bytes is not None:
             sizes["activations and others"] = self.other_bytes
         ordered = sorted(sizes.items(), key=lambda each: -each[1])
-        return ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered)
+        held = ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered)
+        return ", ".join(parts) + (f" ({held})" if held else "")
 
-    @property
-    def batch_text(self) -> str:
+    def _batch_text(self) -> str:
         """`the batch was 64 x 4096, the largest before 64 x 2048 with a peak of 61.0 GiB`."""
         if not self.batch:
             return ""

@@ -74,7 +74,15 @@ def _requests(
     count = series.get(f"{kind}_count_per_s")
     if count is None or not count.values.sum():
         return None
-    parts = {part: _mean_of_one(count, series.get(f"{kind}_{part}_ns")) for part in _PARTS}
+    parts = dict.fromkeys(_PARTS)
+    for part in _PARTS:
+        times = series.get(f"{kind}_{part}_ns")
+        if times is None:
+            continue
+        # The mean over all requests, of means of those between two samples each.
+        here = np.isin(times.time_ns, count.time_ns)
+        many: Floats = count.values[np.isin(count.time_ns, times.time_ns)]
+        parts[part] = float(np.average(times.values[here], weights=many)) if many.sum() else None
     if parts["execute"] is None:
         return None
     again = series.get("retransmission_count_per_s")
@@ -85,12 +93,3 @@ def _requests(
         sent_again_per_s=None if again is None or not len(again.values)
         else float(again.values.mean()),
     )  # fmt: skip
-
-
-def _mean_of_one(count: OwnerSeries, times: OwnerSeries | None) -> float | None:
-    """The mean over all requests, of means of those between two samples each."""
-    if times is None:
-        return None
-    here = np.isin(times.time_ns, count.time_ns)
-    many: Floats = count.values[np.isin(count.time_ns, times.time_ns)]
-    return float(np.average(times.values[here], weights=many)) if many.sum() else None

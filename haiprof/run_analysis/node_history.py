@@ -14,7 +14,14 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.safe_files import file_size
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.run_files import entries, integer, mean, record_columns, text
+from haiprof.run_analysis.run_files import (
+    EventLines,
+    entries,
+    integer,
+    mean,
+    read_record,
+    record_columns,
+)
 from haiprof.run_format.entities import entities_by_key, entity_name
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.node_history import (
@@ -106,11 +113,11 @@ def read_node(node: NodePaths, *, since_ns: int, until_ns: int, step_ns: int) ->
         until_ns: Unix time.
         step_ns: A row of counters stands for so much time.
     """
-    lines, notes = _lines(node)
+    read = [read_lines(path) for path in (node.earlier(node.seen), node.seen)]
+    lines = tuple(line for own, _ in read for line in own)
+    events = EventLines(lines=lines, notes=tuple(note for _, damaged in read for note in damaged))
     counters, damaged = read_history(node, since_ns=since_ns, until_ns=until_ns, step_ns=step_ns)
-    sizes = _last(lines, "sizes")
-    start = _last(lines, "agent_start").get("wall_ns")
-    cost = _last(lines, "agent_cost")
+    cost, start = events.last("agent_cost"), events.last("agent_start").get("wall_ns")
     elapsed_ns = (integer(cost.get("wall_ns")) or 0) - (integer(start) or 0)
     cpu_ns = integer(cost.get("cpu_ns"))
     return NodeRecord(
@@ -123,8 +130,8 @@ def read_node(node: NodePaths, *, since_ns: int, until_ns: int, step_ns: int) ->
         cpu_ratio=cpu_ns / elapsed_ns if cpu_ns is not None and elapsed_ns > 0 else None,
         peak_rss_bytes=integer(cost.get("peak_rss_bytes")),
         size_bytes=sum(file_size(path) or 0 for path in node.root.iterdir()),
-        whole_bytes=integer(sizes.get("whole_bytes")),
-        notes=[*notes, *damaged],
+        whole_bytes=integer(events.last("sizes").get("whole_bytes")),
+        notes=[*events.notes, *damaged],
     )
 
 
@@ -224,16 +231,7 @@ def seen_jobs(lines: Iterable[Mapping[str, Any]]) -> list[SeenJob]:
             end = {"end": line.get("wall_ns"), "process_count": line.get("process_count")}
             found[str(line["job"])].update(end)
     jobs = [
-        SeenJob(
-            start_wall_ns=integer(job.get("start_wall_ns")),
-            end_wall_ns=integer(job.get("end")),
-            uid=integer(job.get("uid")),
-            pid=integer(job.get("pid")),
-            command=text(job.get("command")) or "",
-            run=text(job.get("run")),
-            process_count=integer(job.get("process_count")),
-        )
-        for job in found.values()
+        read_record(SeenJob, job, end_wall_ns=integer(job.get("end"))) for job in found.values()
     ]
     return sorted(jobs, key=lambda job: job.start_wall_ns or 0)
 
@@ -273,29 +271,17 @@ def _measure_use(
     highest = inside["utilization_ratio.max"].max()
     weights = inside["sample_count"].cast(pl.Float64)
     weighted, samples = mean(inside["utilization_ratio.mean"] * weights), mean(weights)
-    return HeldGpu(
+    return read_record(
+        HeldGpu,
+        line,
         gpu=gpu,
         pid=integer(line.get("pid")) or 0,
-        uid=integer(line.get("uid")),
-        command=text(line.get("command")) or "",
         start_wall_ns=start_ns,
         end_wall_ns=end_ns,
         utilization_mean_ratio=weighted / samples if weighted is not None and samples else None,
         utilization_max_ratio=float(highest) if isinstance(highest, (int, float)) else None,
         unused=highest == 0 and last_ns - start_ns >= _UNUSED_NS,
     )
-
-
-def _lines(node: NodePaths) -> tuple[list[dict[str, Any]], list[str]]:
-    found, notes = list[dict[str, Any]](), list[str]()
-    for path in (node.earlier(node.seen), node.seen):
-        lines, damaged = read_lines(path)
-        found, notes = found + lines, notes + list(damaged)
-    return found, notes
-
-
-def _last(lines: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any]:
-    return next((line for line in reversed(lines) if line.get("type") == kind), {})
 
 
 def _is_locked(path: Path) -> bool:

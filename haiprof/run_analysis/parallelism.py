@@ -80,7 +80,8 @@ def layout_of(
     # and distance of their ranks. A rank's coordinate is its place in its group.
     families: dict[tuple[str, object], list[tuple[int, ...]]] = {}
     for ranks, name in groups.items():
-        word = _word(name)
+        words = set(re.split(r"[^a-z]+", name.lower()))
+        word = next((word for word, _, own in _WORDS if words & own), "")
         steps = tuple(after - before for before, after in itertools.pairwise(ranks))
         alike = (re.sub(r"\d", "", name), len(ranks)) if word else steps
         families.setdefault((word, alike), []).append(ranks)
@@ -111,12 +112,6 @@ def layout_of(
         dimensions=tuple(dimensions),
         coordinates={rank: ", ".join(own) for rank, own in places.items()},
     )
-
-
-def _word(name: str) -> str:
-    """What a group's name says it is for; empty where it does not."""
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    return next((word for word, _, own in _WORDS if words & own), "")
 
 
 def _coordinate_parts(word: str, family: Sequence[tuple[int, ...]]) -> tuple[Part, ...]:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,38 +175,33 @@ def _files(run: RunPaths) -> list[str]:
         inner = os.path.relpath(folder, run.root)
         for name in sorted(names):
             path = os.path.normpath(os.path.join(inner, name))
-            if not is_unfinished(name) and _is_regular(run.root / path):
+            file = run.root / path
+            if not is_unfinished(name) and file.is_file() and not file.is_symlink():
                 found.append(path)
     return sorted(found, key=lambda path: path != MANIFEST_NAME)
 
 
 def _files_of_node(run: RunPaths, host: str) -> list[str]:
-    """Those that processes of one node wrote."""
+    """Those that processes of one node wrote: in its own folder, in its ranks', under its name."""
     ranks = {}
     for rank, _, paths in run.rank_folders():
         with contextlib.suppress(HaiprofError):
             if read_json(paths.report).get("host") == host:
                 ranks[paths.root.name] = f"rank_{rank}"
-    return [path for path in _files(run) if _is_of_node(path, host, ranks)]
-
-
-def _is_of_node(path: str, host: str, ranks: Mapping[str, str]) -> bool:
-    """Whether a file is of a node: of its own folder, its ranks or its processes."""
-    folder, *inner = path.split("/")
-    name = inner[-1] if inner else ""
-    if folder in ("nodes", "ranks"):
-        own: Collection[str] = [host] if folder == "nodes" else ranks
-        return len(inner) > 1 and inner[0] in own
-    if folder == "traces":
-        stem = parse_stem(name)
-        return stem is not None and stem.is_of(host)
-    if folder == "flight":
-        return name in ranks.values()
-    return folder in ("uncaught", "memory") and name.startswith(f"{host}-")
-
-
-def _is_regular(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+    found = []
+    for path in _files(run):
+        folder, *inner = path.split("/")
+        name, stem = inner[-1] if inner else "", parse_stem(inner[-1]) if inner else None
+        owns = {
+            "nodes": len(inner) > 1 and inner[0] == host,
+            "ranks": len(inner) > 1 and inner[0] in ranks,
+            "traces": stem is not None and stem.is_of(host),
+            "flight": name in ranks.values(),
+            "uncaught": name.startswith(f"{host}-"),
+            "memory": name.startswith(f"{host}-"),
+        }
+        found += [path] if owns.get(folder) else []
+    return found
 
 
 def _states(kept: Mapping[str, Any] | None) -> dict[str, State]:

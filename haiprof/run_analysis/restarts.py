@@ -15,7 +15,7 @@ from haiprof.run_analysis.ranks import compile_intervals, evaluations, rank_posi
 from haiprof.run_analysis.reactions import reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, mapping, text
 from haiprof.run_analysis.step_frame import RankSegments
-from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES
+from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES, trained_ns
 from haiprof.run_format import schema
 
 ACCOUNTS = (
@@ -490,12 +490,8 @@ def _process_start(rank: RankSegments) -> int | None:
 
 
 def _step_times(rank: RankSegments) -> StepTimes:
-    found, folded, offset_ns = rank.found, rank.folded, rank.wall_offset_ns
-    positions, spans = rank_positions(rank), found.nested.spans
-    trained = found.steps.start_ns.copy()
-    stepped = (found.step >= 0) & (spans.kind == schema.OPTIMIZER)
-    np.maximum.at(trained, found.step[stepped], spans.end_ns[stepped])
-    trained = np.where(trained > found.steps.start_ns, trained, found.steps.end_ns)
+    folded, offset_ns = rank.folded, rank.wall_offset_ns
+    positions, trained = rank_positions(rank), trained_ns(rank.found)
     start, position, step = positions.start_ns, positions.position, positions.period
     end_ns = positions.end_ns
     if folded is not None:

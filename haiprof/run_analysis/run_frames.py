@@ -502,7 +502,16 @@ class RunFrames:
     def _loaded(self) -> _Loaded:
         """Ranks are read one by one, and their spans let go of where they are many."""
         if self.pool is not None:
-            return self._load_with(self.pool)
+            options = {"windows": self._recorded_windows, "between": self.between}
+            read = self.pool.map(read_rows, [f.paths.root for f in self.files.ranks], options)
+            whole = {
+                (f.rank, f.attempt): own for f, own in zip(self.files.ranks, read, strict=True)
+            }
+            return _Loaded(
+                rows={key: rows for key, rows in whole.items() if not isinstance(rows, str)},
+                kept=None,
+                damaged=[why for why in read if isinstance(why, str)],
+            )
         rows, damaged, shared = {}, [], SharedColumns()
         kept: dict[Key, RankSegments] | None = {}
         left = _KEPT_RECORDS
@@ -519,18 +528,6 @@ class RunFrames:
             if kept is not None:
                 kept[key] = rank
         return _Loaded(rows=rows, kept=kept, damaged=damaged)
-
-    def _load_with(self, pool: RankPool) -> _Loaded:
-        ranks = self.files.ranks
-        options = {"windows": self._recorded_windows, "between": self.between}
-        found = pool.map(read_rows, [f.paths.root for f in ranks], options)
-        keys = [(files.rank, files.attempt) for files in ranks]
-        whole = dict(zip(keys, found, strict=True))
-        return _Loaded(
-            rows={key: rows for key, rows in whole.items() if not isinstance(rows, str)},
-            kept=None,
-            damaged=[why for why in found if isinstance(why, str)],
-        )
 
     @property
     def _rows(self) -> Mapping[Key, RankRows]:

@@ -12,7 +12,7 @@ from haiprof.base.units import NS_PER_S, shorten, visible
 from haiprof.run_analysis.run_files import RunFiles, integer, mapping, objects, text
 from haiprof.run_format.reader import read_json
 
-_SLURM: Mapping[str, tuple[str | None, str]] = {
+SLURM_STATES: Mapping[str, tuple[str, str]] = {
     "TIMEOUT": ("time_limit", "Slurm's time limit was reached"),
     "DEADLINE": ("time_limit", "Slurm's deadline of the job (--deadline) was reached"),
     "OUT_OF_MEMORY": ("out_of_memory", "Slurm's memory limit was reached"),
@@ -90,7 +90,7 @@ def _slurm_end(said: Mapping[str, Any], hosts: Mapping[str, str]) -> SchedulerEn
     reason = next(filter(None, map(_reason, (row, shown))), "")
     if state == "FAILED" and (full or reason == "OutOfMemory"):
         state = "OUT_OF_MEMORY"
-    cause, what = _SLURM.get(state, (None, f"Slurm says {whole}"))
+    cause, what = SLURM_STATES.get(state, (None, f"Slurm says {whole}"))
     failed = _word(row, "FailedNode")
     failed = failed if re.fullmatch(r"[\w.-]+", failed) else ""
     if cause == "node_lost" and failed not in ("", "None"):

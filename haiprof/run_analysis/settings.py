@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from haiprof.linux.topology import parse_cpu_list
 from haiprof.run_analysis.run_files import (
     RankFiles,
     RunFiles,
@@ -210,12 +212,6 @@ def _scalars(value: object) -> dict[str, Scalar] | None:
     return {str(k): _scalar(v) for k, v in value.items()} if isinstance(value, dict) else None
 
 
-def _optimizers_text(settings: RankSettings) -> str | None:
-    if len(settings.optimizers) < settings.stepped_optimizer_count:
-        return None
-    return ", ".join(f"{o.name} foreach={o.foreach} fused={o.fused}" for o in settings.optimizers)
-
-
 def _flag(name: str) -> Callable[[RankSettings], Scalar]:
     return lambda settings: settings.flags.get(name)
 
@@ -234,7 +230,11 @@ _COMPARED: Mapping[str, Callable[[RankSettings], Scalar]] = {
     "CPU limit of its control group": lambda settings: settings.cpu_limit_cores,
     "memory limit of its control group": lambda settings: settings.memory_limit_bytes,
     "autocast": lambda settings: settings.autocast,
-    "optimizers": _optimizers_text,
+    "optimizers": lambda settings: (
+        None
+        if len(settings.optimizers) < settings.stepped_optimizer_count
+        else ", ".join(f"{o.name} foreach={o.foreach} fused={o.fused}" for o in settings.optimizers)
+    ),
 }
 """What ranks should have in common, by the name that is shown."""
 _MAY_BE_UNKNOWN = {*_SWITCHES, "optimizers"}
@@ -245,7 +245,6 @@ def _scalar(value: object) -> Scalar:
     return value if isinstance(value, bool) else text(value) or number(value)
 
 
-_CPU_LIMIT = 1 << 16  # a list with a higher number is damage
 _KEYS = ("pid", "start_ticks")
 
 
@@ -300,15 +299,13 @@ def placements(run: RunFiles) -> dict[int, Placement]:
             named = ((text(each.get("name")), _node(each.get("node"))) for each in adapters)
             nodes = (_node(value) for value in entries(line.get("cpu_nodes")))
             held = mapping(line.get("memory_nodes"))
-            pages = ((_decimal(name), integer(count)) for name, count in held.items())
+            pages = ((int(name), integer(held[name])) for name in held if name.isdecimal())
             found[rank_number] = Placement(
                 rank=rank_number,
                 host=host,
                 allowed_cpus=cpu_list(line.get("allowed_cpus")),
                 cpu_nodes=tuple(sorted({node for node in nodes if node is not None})),
-                memory_pages={
-                    n: count for n, count in pages if n is not None and count and count > 0
-                },
+                memory_pages={node: count for node, count in pages if count and count > 0},
                 thread_count=integer(line.get("thread_count")),
                 gpu_node=_node(line.get("gpu_node")),
                 adapters=tuple((name, node) for name, node in named if name and node is not None),
@@ -328,22 +325,9 @@ def cpu_list(value: object) -> frozenset[int] | None:
 
     Source: Linux Documentation/admin-guide/cputopology.rst.
     """
-    cpus: set[int] = set()
-    for part in value.strip().split(",") if isinstance(value, str) else [""]:
-        first, dash, last = part.partition("-")
-        numbers = [_decimal(first), _decimal(last) if dash else _decimal(first)]
-        if None in numbers:
-            return None
-        low, high = (number or 0 for number in numbers)
-        if high < low:
-            return None
-        cpus.update(range(low, high + 1))
-    return frozenset(cpus)
-
-
-def _decimal(word: str) -> int | None:
-    plain = word.isascii() and word.isdigit() and len(word) < 6
-    return int(word) if plain and int(word) < _CPU_LIMIT else None
+    with contextlib.suppress(ValueError):
+        return frozenset(parse_cpu_list(text(value) or "")) or None
+    return None
 
 
 def _node(value: object) -> int | None:

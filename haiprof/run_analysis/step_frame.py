@@ -280,14 +280,19 @@ def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
     return replace(cut, folded=None, seen=_phases_seen(cut.found))
 
 
+def read_device_table(path: Path, *, first: int = 0, limit: int | None = None) -> RecordFile:
+    """Reads a device.rec; older ones lack two columns."""
+    optional = ("idle_ns", "lag_ns")
+    return read_table(path, schema.DEVICE, first=first, limit=limit, optional=optional)
+
+
 def _read_device(
     paths: RankPaths, found: Segmentation, *, first: int
 ) -> tuple[Floats | None, BusyTimes | None, tuple[str, ...]]:
     if not os.path.lexists(paths.device):
         return None, None, ()
     try:
-        optional = ("idle_ns", "lag_ns")
-        records = read_table(paths.device, schema.DEVICE, first=first, optional=optional)
+        records = read_device_table(paths.device, first=first)
     except RunFormatError as error:
         return None, None, (str(error),)
     if not records.count:

@@ -446,6 +446,15 @@ class Segmentation:
     """Micro-steps after the last step: the job or the recording ended in the middle."""
 
 
+def trained_ns(found: Segmentation) -> Ints:
+    """By step: the end of its last optimizer step, or its own where none was seen."""
+    steps, spans = found.steps, found.nested.spans
+    trained = steps.start_ns.copy()
+    stepped = (found.step >= 0) & (spans.kind == schema.OPTIMIZER)
+    np.maximum.at(trained, found.step[stepped], spans.end_ns[stepped])
+    return np.where(trained > steps.start_ns, trained, steps.end_ns)
+
+
 def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segmentation:
     """Cuts the spans of one thread into steps.
 

@@ -83,7 +83,15 @@ class TraceWindow:
 
 def recorded_windows(files: RunFiles) -> list[TraceWindow]:
     """What ranks and agents said of windows, also of those that were refused or failed."""
-    said = _read_sidecars(files)
+    # What ranks said of their windows in sidecars, by stem; finished ones first.
+    parts: dict[str, Mapping[str, Any]] = {}
+    for line in _node_lines(files, "trace_written"):
+        if isinstance(part := line.get("part"), dict):
+            parts[text(line.get("stem")) or ""] = part
+    for waiting in complete_parts(files.paths):
+        with contextlib.suppress(RunFormatError):  # damaged: the rank's own line is what there is
+            parts.setdefault(waiting.stem.text, waiting.sidecar_content())
+    said = {stem: facts for stem, facts in parts.items() if parse_stem(stem)}
     found = [
         _window(files, line, said, rank=rank.rank, attempt=rank.attempt)
         for rank in files.ranks
@@ -106,7 +114,7 @@ def all_windows(
     """Windows of all ranks, by rank, attempt and number; also those that were never reached."""
     told = {(window.rank, window.attempt) for window in recorded}
     found = [*recorded, *_not_reached(files, step_counts, told)]
-    return sorted(found, key=lambda w: (w.rank, w.attempt, w.window if w.window is not None else 0))
+    return sorted(found, key=lambda w: (w.rank, w.attempt, w.window or 0))
 
 
 def window_frame(
@@ -153,19 +161,6 @@ def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
             first, end = each.first_step - LEAD_STEPS, each.end_step + 1  # and the one that waits
             traced[max(first - rank.first_step, 0) : max(end - rank.first_step, 0)] = True
     return traced
-
-
-def _read_sidecars(files: RunFiles) -> dict[str, Mapping[str, Any]]:
-    """What ranks said of their windows in sidecars, by stem; finished ones first."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for line in _node_lines(files, "trace_written"):
-        part = line.get("part")
-        if isinstance(part, dict):
-            found[text(line.get("stem")) or ""] = part
-    for waiting in complete_parts(files.paths):
-        with contextlib.suppress(RunFormatError):  # damaged: the rank's own line is what there is
-            found.setdefault(waiting.stem.text, waiting.sidecar_content())
-    return {stem: facts for stem, facts in found.items() if parse_stem(stem)}
 
 
 def _node_lines(files: RunFiles, kind: str) -> Iterator[Mapping[str, Any]]:
@@ -246,24 +241,19 @@ def _silent(
 
 def _not_reached(
     files: RunFiles, step_counts: Mapping[Key, int], told: set[Key]
-) -> list[TraceWindow]:
+) -> Iterator[TraceWindow]:
     """Ranks that ended before their window began, where one was asked for."""
     manifest = files.manifest
     if manifest is None or manifest.options.get("trace") is not True:
-        return []
+        return
     steps = manifest.options.get("steps")
     head = steps.partition(":")[0] if isinstance(steps, str) else ""
     first = int(head) if head.isdecimal() and len(head) < 10 else None
-    found = []
     for rank in files.ranks:
         ended = manifest.end_wall_ns is not None or rank.of_type("record_end")
-        if (rank.rank, rank.attempt) in told or not ended:
-            continue
-        why = _why_not_reached(rank, step_counts.get((rank.rank, rank.attempt)), first)
-        found.append(
-            TraceWindow(rank=rank.rank, attempt=rank.attempt, state=NOT_REACHED, reason=why)
-        )
-    return found
+        if (rank.rank, rank.attempt) not in told and ended:
+            why = _why_not_reached(rank, step_counts.get((rank.rank, rank.attempt)), first)
+            yield TraceWindow(rank=rank.rank, attempt=rank.attempt, state=NOT_REACHED, reason=why)
 
 
 def _why_not_reached(rank: RankFiles, step_count: int | None, first: int | None) -> str:
