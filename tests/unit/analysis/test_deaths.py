@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,36 @@ class Job:
         path = self.run.rank(rank).collectives(T0)
         path.write_bytes(gzip.compress(json.dumps(dump).encode()))
 
+    def stopped(
+        self, *ranks: int, at_s: float = 1, number: int = signal.SIGTERM, attempt: int = 0
+    ) -> None:
+        """Somebody ends these ranks, or all."""
+        for rank in ranks or range(3):
+            self.over(rank, at_s, number=number, attempt=attempt)
+
+    def signalled(self, at_s: float, number: int = signal.SIGTERM, **more: object) -> None:
+        """A signal comes to the launcher."""
+        line = {"type": "signal", "signal": number, "wall_ns": T0 + round(at_s * S), "from_pid": 7}
+        self.line("node0", {**line, **more})
+
+    def reached(self, *counts: int) -> None:
+        """How many collectives each rank began."""
+        for rank, count in enumerate(counts):
+            self.began(rank, *["all_reduce"] * count)
+
+    def exits(self, rank: int, **more: object) -> None:
+        """It goes through Python's own exit."""
+        lines = LineWriter(self.run.rank(rank).events)
+        lines.append({"type": "record_end", **{"time_ns": 1, "reason": "exit", **more}})
+        lines.close()
+
+    def terminated(self, rank: int, at_s: float, kind: str, message: str) -> None:
+        """As in_job/terminate.cpp leaves it; the process then ends by SIGABRT."""
+        self.run.uncaught.mkdir(exist_ok=True)
+        path = self.run.uncaught / f"{self.host(rank)}-{self.pid(rank)}.terminate"
+        path.write_text(f"{T0 + round(at_s * S)}\n{kind}\n{message}")
+        self.over(rank, at_s + 0.5, number=signal.SIGABRT)
+
     def death(self) -> Death:
         (death,) = [each for each in self.deaths() if each.final]
         return death
@@ -123,8 +154,6 @@ def found(death: Death) -> tuple[str, tuple[int, ...]]:
     return death.cause, death.ranks
 
 
-# -- exceptions of native code ---------------------------------------------------------------------
-
 WATCHDOG = (
     "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with "
     "exception: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=241, "
@@ -136,136 +165,339 @@ ILLEGAL = (
     "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be "
     "asynchronously reported at some other API call"
 )
+TRACEBACK = [
+    "step 7", "Traceback (most recent call last):", '  File "/home/me/train.py", line 88, in step',
+    "    x = y()", "        ^^^", '  File "/x/site-packages/torch/_tensor.py", line 5, in backward',
+]  # fmt: skip
 
 
-def terminated(job: Job, rank: int, at_s: float, kind: str, message: str) -> None:
-    """As in_job/terminate.cpp leaves it; the process then ends by SIGABRT."""
-    job.run.uncaught.mkdir(exist_ok=True)
-    path = job.run.uncaught / f"{job.host(rank)}-{job.pid(rank)}.terminate"
-    path.write_text(f"{T0 + round(at_s * S)}\n{kind}\n{message}")
-    job.over(rank, at_s + 0.5, number=signal.SIGABRT)
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """What happens to a job, and what is said of its death."""
+
+    events: Sequence[Callable[[Job], None]]
+    cause: str
+    ranks: tuple[int, ...] = (1,)
+    said: Sequence[str] = ()
+    """In the headline."""
+    unsaid: Sequence[str] = ()
+    """Neither there nor in the remedy."""
+    remedy: str = ""
+    certain: bool | None = None
+    roles: str = ""
+    """By rank, the first letters: cause, victim, stopped."""
+    line: tuple[str | None, str | None] | None = None
+    """And the source that stands there."""
+    message: str = ""
+    step: int | None = None
+    status: tuple[int | None, str | None] = (1, None)
+    """Of the job."""
+    job: Mapping[str, int] = field(default_factory=dict)
 
 
-def test_watchdog_that_ends_a_rank_from_native_code_makes_it_a_victim(job: Job) -> None:
-    for rank in (0, 1, 2):
-        job.began(rank, *["all_reduce"] * (240 + (rank != 1)))
-    for rank in (0, 2):
-        terminated(job, rank, 600, "c10::DistBackendError", WATCHDOG)
-    job.over(1, 601, number=signal.SIGTERM)
+class _Events:
+    """`do.over(1, 0)`: that method of the story's job is called so."""
+
+    def __getattr__(self, name: str) -> Callable[..., Callable[[Job], None]]:
+        return lambda *args, **more: lambda job: getattr(job, name)(*args, **more)
+
+
+do: Any = _Events()
+ENDED = (None, "SIGTERM")
+AT_88 = ("train.py:88 in step", "x = y()")
+TIMED_OUT = [do.died(0, 0, "RuntimeError", GLOO), do.died(2, 0, "RuntimeError", GLOO)]
+CUT_OFF = [do.died(0, 0.2, "RuntimeError", BROKEN), do.died(2, 0.2, "RuntimeError", BROKEN)]
+WATCHED = [do.terminated(rank, 600, "c10::DistBackendError", WATCHDOG) for rank in (0, 2)]
+ABORTS = {
+    "number": signal.SIGABRT,
+    "stderr": ["ran", "Watchdog caught collective operation timeout"],
+}
+JOINED = "Timed out after 9 seconds waiting for clients. 2/3 joined."
+KILLED_WORKER = "DataLoader worker (pid 9) is killed by signal: Killed. "
+WORKER_SAID = "its DataLoader worker (pid 9) was ended by a signal: Killed"
+WORKER_ENDED = {"type": "process_end", "pid": 9, "rank": 1, "helper": True, "parent": 101,
+                "wall_ns": T0, "status": None, "signal": 9}  # fmt: skip
+RAISED_IN_WORKER = (
+    "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+    'last):\n  File "/x/site-packages/torch/utils/data/_utils/worker.py", line 3, in loop\n'
+    "  File \"/home/me/data.py\", line 17, in __getitem__\n{source}KeyError: 'label'\n"
+)
+LOADER = ("/x/site-packages/torch/utils/data/dataloader.py", 1291, "_try_get_data")
+SLURMSTEPD = {"from_pid": 77, "from_command": "slurmstepd: [12.batch]", "slurm_job": "12"}
+
+
+def _exit_call(code: str, status: int, text: str = "") -> Story:
+    said = f"rank 1 died first: it exited with status {status} (sys.exit) at train.py:88 in step"
+    events = [do.exits(1, uncaught=False), do.raised(1, 0, "SystemExit", code, how="exit_call"),
+              do.over(1, 0, status=status)]  # fmt: skip
+    return Story(events=events, cause="exit", certain=True, line=AT_88, said=[said + text])
+
+
+def _last_lines(cause: str, said: str, *printed: object) -> Story:
+    return Story(
+        events=[do.over(1, 0, status=1, stderr=list(printed)), do.stopped(0, 2)],
+        cause=cause, certain=False, said=[said], line=None if cause == "exit" else AT_88,
+    )  # fmt: skip
+
+
+def _by_slurm(cause: str, left_s: int, state: str | None = None) -> Story:
+    more = {**SLURMSTEPD, "slurm_end_s": T0 // S + left_s, "slurm_state": state}
+    events = [do.signalled(0, **more), do.stopped(at_s=0.1)]
+    return Story(events=events, cause=cause, ranks=(), status=ENDED)
+
+
+def _ended_without_a_word(cause: str, said: str, **how: object) -> Story:
+    events = [do.over(1, 0, **how), do.died(0, 0.1, "RuntimeError", BROKEN), do.stopped(2)]
+    return Story(events=events, cause=cause, said=[said])
+
+
+STORIES = {
+    # exceptions of native code
+    "a watchdog that ends a rank from native code makes it a victim": Story(
+        events=[do.reached(241, 240, 241), *WATCHED, do.stopped(1, at_s=601)], cause="hang",
+        said=["rank 1 did not come where the others waited", "NCCL's watchdog"],
+    ),
+    "an error of a kernel that ends a rank from native code is the cause": Story(
+        events=[do.terminated(1, 0, "c10::AcceleratorError", ILLEGAL), *WATCHED], cause="crash",
+        said=["rank 1 died first: it aborted itself (SIGABRT): c10::AcceleratorError: CUDA error: "
+              "an illegal memory access was encountered"],
+        message="asynchronously reported",
+    ),
+    "an exception in Python comes before what native code says at its exit": Story(
+        events=[do.raised(1, 0, "RuntimeError", "bad sample 17"),
+                do.terminated(1, 1, "", "terminate called without an active exception"),
+                do.died(0, 25, "RuntimeError", GLOO), do.died(2, 25, "RuntimeError", GLOO)],
+        cause="exception",
+    ),
+    # one rank fails, the others wait
+    "an exception is named with its line and the others as its victims": Story(
+        events=[do.reached(241, 240, 241),
+                do.died(1, 0, "RuntimeError", "shape mismatch", frames=BACKWARD),
+                do.died(0, 25, "RuntimeError", GLOO), do.died(2, 25, "RuntimeError", GLOO)],
+        cause="exception", roles="vcv", line=AT_88, step=2,
+        said=["rank 1 died first: RuntimeError: shape mismatch (train.py:88 in step); ranks 0 and "
+              "2 waited in all_reduce 241 and were ended 25.0 s later by gloo's timeout"],
+    ),
+    "a victim whose exception came first is not blamed": Story(
+        events=[do.died(0, 0, "RuntimeError", BROKEN), do.over(1, 0.001, number=signal.SIGKILL),
+                do.stopped(2, at_s=0.8)],
+        cause="killed", roles="vcs",
+    ),
+    "a rank that hung until its launcher ended it is named by its collectives": Story(
+        events=[do.reached(9, 8, 9), *TIMED_OUT, do.stopped(1, at_s=1.2)],
+        cause="hang", certain=False, said=["never came to all_reduce 9"],
+    ),
+    "a rank that ended early with status 0 is the cause of the others' deaths": Story(
+        events=[do.over(1, 0, status=0), *CUT_OFF], cause="early_exit",
+    ),
+    # its connections close once Python's own exit is done, and its process ends after that
+    "a rank that takes long to end has ended early all the same": Story(
+        events=[do.exits(1, time_ns=CLOCK.mono_ns + 60 * S - S, uncaught=False),
+                do.over(1, 3, status=0), *CUT_OFF],
+        cause="early_exit", roles="vcv",
+    ),
+    "contradicting collectives are named with what each rank did": Story(
+        events=[do.began(rank, "all_reduce", "broadcast" if rank == 1 else "all_reduce")
+                for rank in range(3)]
+        + [do.died(rank, rank, "RuntimeError", GLOO) for rank in range(3)],
+        cause="mismatch", said=["broadcast"],
+    ),
+    "the same failure of all ranks is one cause": Story(
+        events=[do.died(rank, rank * 0.1, "ValueError", "bad shape") for rank in range(3)],
+        cause="exception", ranks=(0, 1, 2), said=["all 3 ranks died together"],
+    ),
+    "a crash": _ended_without_a_word("crash", "SIGSEGV", number=signal.SIGSEGV),
+    "an exit past Python": _ended_without_a_word("exit", "os._exit", status=7),
+    "a kill": _ended_without_a_word("killed", "SIGKILL", number=signal.SIGKILL),
+    "a kill by the kernel": _ended_without_a_word(
+        "out_of_memory", "1.00 GiB", number=signal.SIGKILL,
+        oom={"kills": 1, "anonymous_bytes": 1 << 30}),
+    # a process whose memory ran out writes no exception: that is no proof of sys.exit
+    **{
+        f"an exit status without a witness is of unknown cause, {closed}": Story(
+            events=[*([] if closed is None else [do.exits(1, **closed)]),
+                    do.over(1, 0, status=1), do.stopped(0, 2)],
+            cause="exit", certain=False, said=["exit status 1", "why is not known"],
+            unsaid=["sys.exit"],
+        )
+        for closed in (None, {}, {"uncaught": True})
+    },
+    # last lines on stderr
+    "a printed error": _last_lines("exception", "Error: bad (train.py:88 in",
+                                   *TRACEBACK, "torch.Error: bad", "second line"),
+    "a printed MemoryError": _last_lines("out_of_memory", "MemoryError (train.py:88 in step)",
+                                         *TRACEBACK, "MemoryError"),
+    "a traceback, and no error below it": _last_lines(
+        "exit", "stderr: and then: nothing it raised", *TRACEBACK, "and then: nothing it raised"),
+    "a traceback without its error": _last_lines("exit", "why is not known", *TRACEBACK),
+    "a last line": _last_lines("exit", "why is not known; its last line on stderr: no license",
+                               "no license", ""),
+    "damaged lines": _last_lines("exit", "why is not known", 7, None),
+    "an abort that only stderr tells of is a crash with its text": Story(
+        events=[do.over(1, 0, number=signal.SIGABRT, stderr=[
+                    "terminate called after throwing an instance of 'std::runtime_error'",
+                    "  what():  bad"]), do.stopped(0, 2)],
+        cause="crash", certain=False,
+        said=["std::runtime_error: bad; known by its last lines on stderr"],
+    ),
+    "a rank that NCCL's watchdog ended by its last lines is a victim": Story(
+        events=[do.over(0, 9, **ABORTS), do.over(1, 0, status=3, stdout=["license lost"]),
+                do.over(2, 9, **ABORTS)],
+        cause="exit", roles="vcv", said=["its last line on stdout: license lost"],
+    ),
+    "what a rank raised itself is surer than what it printed": Story(
+        events=[do.raised(1, 0, "ValueError", "bad sample"),
+                do.over(1, 1, status=1, stderr=[*TRACEBACK, "MemoryError"])],
+        cause="exception", certain=True,
+    ),
+    # ways out
+    "an exit that no exception led to is proved": Story(
+        events=[do.exits(1, uncaught=False), do.over(1, 0, status=3)],
+        cause="exit", certain=True, said=["it exited with status 3 (SystemExit)"],
+    ),
+    "a line that called sys.exit is named": _exit_call("3", 3),
+    "a negative status": _exit_call("-1", 255),
+    "a text for a status": _exit_call("no such dataset", 1, ": no such dataset"),
+    "a rank that leaves since another one is gone is its victim": Story(
+        events=[do.reached(9, 8, 9), *(event for rank in (0, 2) for event in (
+                    do.exits(rank, uncaught=False),
+                    do.raised(rank, 0, "SystemExit", "1", how="exit_call", handled=[
+                        {"type": "RuntimeError", "message": GLOO, "frames": [LOCK]}]),
+                    do.over(rank, 0.2, status=1))), do.stopped(1, at_s=1.2)],
+        cause="hang",
+    ),
+    "a thread that died before the exit of its rank is told": Story(
+        events=[do.exits(1, uncaught=False), do.raised(1, -1, "KeyError", "'label'", how="thread"),
+                do.over(1, 0, status=5)],
+        cause="exit", said=["had died of KeyError: 'label' (train.py:88 in step)"],
+    ),
+    "a thread that died is told of the rank that hung": Story(
+        events=[do.reached(2, 1, 2), *TIMED_OUT, do.stopped(1),
+                do.raised(1, -20, "ValueError", "truncated record", how="thread")],
+        cause="hang", said=["had died of ValueError: truncated record"],
+    ),
+    "an interrupt of a rank that no launcher was sent names its line": Story(
+        events=[do.raised(1, 0, "KeyboardInterrupt", ""), do.over(1, 0.1, number=signal.SIGINT),
+                do.died(0, 0.3, "RuntimeError", BROKEN), do.reached(2, 1)],
+        cause="interrupted", line=AT_88,
+    ),
+    "torch that could not write does not say why for sure": Story(
+        events=[do.died(1, 0, "RuntimeError", "basic_ios::clear: iostream error")],
+        cause="disk_full", certain=False, said=["a full disk, a quota, or a limit (ulimit -f)"],
+    ),
+    # DataLoader workers
+    "an error of a loader worker is named with its own line": Story(
+        events=[do.died(1, 0, "KeyError", RAISED_IN_WORKER.format(
+                    source="    return row['label']\n           ~~~^^^\n")),
+                do.died(2, 1, "KeyError", RAISED_IN_WORKER.format(source=""))],
+        cause="exception", ranks=(1, 2),
+        line=("data.py:17 in __getitem__", "return row['label']"),
+        said=["of the same: its DataLoader worker 0 raised KeyError"],
+    ),
+    "the end of a loader worker is not blamed on the line where its signal met the rank": Story(
+        events=[do.line("node0", WORKER_ENDED), do.died(1, 0, "RuntimeError", KILLED_WORKER)],
+        cause="killed", line=(None, None), said=[WORKER_SAID],
+    ),
+    "a loader worker that the kernel killed": Story(
+        events=[do.line("node0", {**WORKER_ENDED, "oom": {"kills": 1}}),
+                do.died(1, 0, "RuntimeError", KILLED_WORKER)],
+        cause="out_of_memory", line=(None, None), said=[WORKER_SAID],
+    ),
+    "the end of a loader worker is told by the exception that knows its signal": Story(
+        events=[do.died(1, 0, "RuntimeError", "DataLoader worker (pid(s) 9) exited unexpectedly",
+                        handled=[{"type": "RuntimeError", "message": KILLED_WORKER,
+                                  "frames": [LOCK]}])],
+        cause="killed", said=[WORKER_SAID],
+    ),
+    "a connection to a loader worker that breaks is no waiting for other ranks": Story(
+        events=[do.died(1, 0, "ConnectionResetError", "[Errno 104] Connection reset by peer",
+                        frames=(LOCK, LOADER))],
+        cause="exit", said=["a DataLoader worker of its ended while it handed a batch over"],
+    ),
+    # signals
+    "a kill whose sender nobody saw is not blamed on somebody outside": Story(
+        events=[do.over(1, 0, number=signal.SIGKILL)], cause="killed",
+        said=["the sender is not known"], unsaid=["outside"], remedy="os.kill",
+    ),
+    **{
+        f"a limit that the kernel keeps by a signal is nobody's doing, {limit}": Story(
+            events=[do.over(1, 0, number=number)], cause="killed", certain=True, said=[limit],
+            remedy=limit)
+        for number, limit in ((signal.SIGXCPU, "ulimit -t"), (signal.SIGXFSZ, "ulimit -f"))
+    },
+    "a rank that signals its own launcher is named": Story(
+        events=[do.signalled(0, from_pid=101, from_command="python train.py"),
+                do.stopped(at_s=0.1)],
+        cause="signal", said=["the job ended itself: rank 1 sent SIGTERM"], status=ENDED,
+    ),
+    "a sender in a folder named after Slurm is not Slurm": Story(
+        events=[do.signalled(5, from_command="python /home/me/slurm-jobs/stop.py"),
+                do.stopped(at_s=5.1)],
+        cause="signal", ranks=(), status=ENDED,
+    ),
+    "ranks that end with a job that somebody ends are stopped": Story(
+        events=[do.signalled(5), do.stopped(at_s=5.1)],
+        cause="signal", ranks=(), roles="sss", status=ENDED,
+    ),
+    "ranks that a signal reaches one by one end alike": Story(
+        events=[do.signalled(5), *(do.stopped(rank, at_s=5 + rank) for rank in range(3))],
+        cause="signal", ranks=(), roles="sss", unsaid=["launcher"], status=ENDED,
+    ),
+    "a signal after a failure is not its cause": Story(
+        events=[do.raised(1, 0, "ValueError", "bad"), do.signalled(9, signal.SIGINT),
+                do.stopped(at_s=10, number=signal.SIGINT)],
+        cause="exception",
+    ),
+    "Slurm's time limit": _by_slurm("time_limit", 5),
+    "an end long before Slurm's time limit": _by_slurm("cancelled", 5000),
+    "a job that Slurm ends": _by_slurm("cancelled", 5000, "COMPLETING"),
+    "a job that Slurm preempts": _by_slurm("preempted", 5000, "PREEMPTED"),
+    "a job that Slurm requeues": _by_slurm("requeued", 5000, "REQUEUED"),
+    "a signal to a job that moved": Story(
+        events=[do.signalled(-59), do.stopped(at_s=-58.9)], cause="signal", ranks=(), status=ENDED,
+        unsaid=["no step had ended", "--hang-limit"],
+    ),
+    "a signal to a job that stood still says so": Story(
+        events=[do.signalled(0), do.stopped(at_s=0.1)], cause="signal", ranks=(), status=ENDED,
+        said=["no step had ended in the 60.0 s before"], remedy="--hang-limit",
+    ),
+    # nodes and ranks that are missing
+    "a node that fell silent is lost": Story(
+        events=[*TIMED_OUT, do.line("node0", {"type": "job_end", "pid": 9, "wall_ns": T0 + S,
+                                              "status": 1}), do.line("node1", {"type": "agent"})],
+        cause="node_lost", ranks=(1, 3), said=["node1"], job={"ranks": 4, "hosts": 2},
+    ),
+    "a rank that was never seen is named": Story(
+        events=[do.died(rank, 0, "RuntimeError", JOINED) for rank in (0, 1)],
+        cause="never_started", ranks=(2,), job={"ranks": 2, "world": 3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_death_is_told_with_its_cause_and_who_it_began_with(tmp_path: Path, name: str) -> None:
+    story = STORIES[name]
+    job = Job(tmp_path / "run", **story.job)
+    for event in story.events:
+        event(job)
+    job.ended(*story.status)
     death = job.death()
-    assert death.ranks == (1,)
-    assert "rank 1 did not come where the others waited" in death.headline
-    assert "NCCL's watchdog" in death.headline
-
-
-def test_error_of_a_kernel_that_ends_a_rank_from_native_code_is_the_cause(job: Job) -> None:
-    terminated(job, 1, 0, "c10::AcceleratorError", ILLEGAL)
-    for rank in (0, 2):
-        terminated(job, rank, 600, "c10::DistBackendError", WATCHDOG)
-    death = job.death()
-    assert found(death) == ("crash", (1,))
-    assert death.headline.startswith(
-        "rank 1 died first: it aborted itself (SIGABRT): c10::AcceleratorError: CUDA error: an "
-        "illegal memory access was encountered"
-    )
-    assert "asynchronously reported" in (death.message or "")
-
-
-def test_process_that_had_not_reported_in_crashed_all_the_same(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", ranks=0, world=1)
-    job.run.uncaught.mkdir()
-    (job.run.uncaught / "node0-700.terminate").write_text(f"{T0}\nc10::Error\n{ILLEGAL}")
-    job.line("node0", {"type": "process_end", "pid": 700, "rank": None, "parent": 1,
-                       "wall_ns": T0 + S, "status": None, "signal": 6})  # fmt: skip
-    assert found(job.death()) == ("crash", ())
-
-
-def test_exception_in_python_comes_before_what_native_code_says_at_its_exit(job: Job) -> None:
-    job.raised(1, 0, "RuntimeError", "bad sample 17")
-    terminated(job, 1, 1, "", "terminate called without an active exception")
-    for rank in (0, 2):
-        job.died(rank, 25, "RuntimeError", GLOO)
-    death = job.death()
-    assert found(death) == ("exception", (1,))
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"12", b"x\ny\nz", b"9" * 5000])
-def test_damaged_text_of_native_code_is_read_as_far_as_it_goes(job: Job, content: bytes) -> None:
-    terminated(job, 1, 0, "a", "b")
-    next(job.run.uncaught.glob("*.terminate")).write_bytes(content)
-    assert job.death().ranks == (1,)
-
-
-# -- one rank fails, the others wait ---------------------------------------------------------------
-
-
-def test_job_that_ended_well_has_no_death(job: Job) -> None:
-    for rank in range(3):
-        job.over(rank, 1, status=0)
-    job.ended(0)
-    assert job.deaths() == []
-
-
-def test_exception_is_named_with_its_line_and_the_others_as_its_victims(job: Job) -> None:
-    for rank in (0, 1, 2):
-        job.began(rank, *["all_reduce"] * (240 + (rank != 1)))
-    job.died(1, 0, "RuntimeError", "shape mismatch", frames=BACKWARD)
-    job.died(0, 25, "RuntimeError", GLOO)
-    job.died(2, 25, "RuntimeError", GLOO)
-    death = job.death()
-    assert found(death) == ("exception", (1,))
-    assert death.headline == (
-        "rank 1 died first: RuntimeError: shape mismatch (train.py:88 in step); ranks 0 and 2 "
-        "waited in all_reduce 241 and were ended 25.0 s later by gloo's timeout"
-    )
-    assert [fate.role for fate in death.fates] == ["victim", "cause", "victim"]
-    assert (death.line, death.source, death.step) == ("train.py:88 in step", "x = y()", 2)
-
-
-def test_victim_whose_exception_came_first_is_not_blamed(job: Job) -> None:
-    job.died(0, 0, "RuntimeError", BROKEN)
-    job.over(1, 0.001, number=signal.SIGKILL)
-    job.over(2, 0.8, number=signal.SIGTERM)
-    death = job.death()
-    assert found(death) == ("killed", (1,))
-    assert {f.rank: f.role for f in death.fates} == {0: "victim", 1: "cause", 2: "stopped"}
-
-
-def test_rank_that_hung_until_its_launcher_ended_it_is_named_by_its_collectives(job: Job) -> None:
-    job.began(0, *["all_reduce"] * 9)
-    job.began(1, *["all_reduce"] * 8)
-    job.began(2, *["all_reduce"] * 9)
-    job.died(0, 0, "RuntimeError", GLOO)
-    job.died(2, 0.1, "RuntimeError", GLOO)
-    job.over(1, 1.2, number=signal.SIGTERM)
-    death = job.death()
-    assert found(death) == ("hang", (1,))
-    assert not death.certain
-    assert "never came to all_reduce 9" in death.headline
-
-
-def test_rank_that_ended_early_with_status_0_is_the_cause_of_the_others_deaths(job: Job) -> None:
-    job.over(1, 0, status=0)
-    job.died(0, 0.2, "RuntimeError", BROKEN)
-    job.died(2, 0.2, "RuntimeError", BROKEN)
-    assert found(job.death()) == ("early_exit", (1,))
-
-
-def test_rank_that_takes_long_to_end_has_ended_early_all_the_same(job: Job) -> None:
-    """Its connections close once Python's own exit is done, and its process ends after that."""
-    exits(job, 1, time_ns=CLOCK.mono_ns + 60 * S - S, uncaught=False)
-    job.over(1, 3, status=0)
-    job.died(0, 0.2, "RuntimeError", BROKEN)
-    job.died(2, 0.2, "RuntimeError", BROKEN)
-    death = job.death()
-    assert found(death) == ("early_exit", (1,))
-    assert death.fates[1].what == "it ended with exit status 0"
+    assert found(death) == (story.cause, story.ranks)
+    assert [text for text in story.said if text not in death.headline] == [], death.headline
+    assert not [text for text in story.unsaid if text in f"{death.headline} {death.remedy}"]
+    assert story.remedy in death.remedy
+    assert story.certain in (None, death.certain)
+    assert story.message in (death.message or "")
+    assert story.step in (None, death.step)
+    if story.roles:
+        assert "".join(fate.role[0] for fate in death.fates) == story.roles
+    assert story.line in (None, (death.line, death.source))
 
 
 @pytest.mark.parametrize("ran_on", [True, False])
 def test_killed_launcher_leaves_its_ranks(job: Job, ran_on: bool) -> None:
     for rank in range(3) if ran_on else ():
-        exits(job, rank, uncaught=False)
+        job.exits(rank, uncaught=False)
     manifest = read_manifest(job.run)
     write_manifest(job.run, replace(manifest, job_pid=50))
     job.line("node0", {"type": "job_end", "pid": 50, "wall_ns": T0, "status": None, "signal": 9})
@@ -275,128 +507,6 @@ def test_killed_launcher_leaves_its_ranks(job: Job, ran_on: bool) -> None:
     assert death.headline.startswith(
         "the first process of the job died, and left its ranks: killed"
     )
-
-
-def test_contradicting_collectives_are_named_with_what_each_rank_did(job: Job) -> None:
-    job.began(0, "all_reduce", "all_reduce")
-    job.began(1, "all_reduce", "broadcast")
-    job.began(2, "all_reduce", "all_reduce")
-    for rank in range(3):
-        job.died(rank, rank, "RuntimeError", GLOO)
-    death = job.death()
-    assert found(death) == ("mismatch", (1,))
-    assert "broadcast" in death.headline
-
-
-def test_same_failure_of_all_ranks_is_one_cause(job: Job) -> None:
-    for rank in range(3):
-        job.died(rank, rank * 0.1, "ValueError", "bad shape")
-    death = job.death()
-    assert found(death) == ("exception", (0, 1, 2))
-    assert death.headline.startswith("all 3 ranks died together")
-
-
-@pytest.mark.parametrize(
-    ("how", "cause", "said"),
-    [
-        ({"number": signal.SIGSEGV}, "crash", "SIGSEGV"),
-        ({"status": 7}, "exit", "os._exit"),
-        ({"number": signal.SIGKILL}, "killed", "SIGKILL"),
-        ({"number": signal.SIGKILL, "oom": {"kills": 1, "anonymous_bytes": 1 << 30}},
-         "out_of_memory", "1.00 GiB"),
-    ],
-)  # fmt: skip
-def test_end_without_an_exception_is_told_by_status_or_signal(
-    job: Job, how: dict[str, object], cause: str, said: str
-) -> None:
-    job.over(1, 0, **how)  # type: ignore[arg-type]
-    job.died(0, 0.1, "RuntimeError", BROKEN)
-    job.over(2, 1, number=signal.SIGTERM)
-    death = job.death()
-    assert found(death) == (cause, (1,))
-    assert said in death.headline
-
-
-@pytest.mark.parametrize("closed", [None, {}, {"uncaught": True}])
-def test_exit_status_without_a_witness_is_of_unknown_cause(
-    job: Job, closed: dict[str, object] | None
-) -> None:
-    """A process whose memory ran out writes no exception: that is no proof of sys.exit."""
-    if closed is not None:
-        exits(job, 1, **closed)
-    job.over(1, 0, status=1)
-    job.over(0, 1, number=signal.SIGTERM)
-    job.over(2, 1, number=signal.SIGTERM)
-    death = job.death()
-    assert found(death) == ("exit", (1,))
-    assert not death.certain
-    assert "exit status 1" in death.headline
-    assert "why is not known" in death.headline
-    assert "sys.exit" not in death.headline + death.remedy
-
-
-TRACEBACK = [
-    "step 7", "Traceback (most recent call last):", '  File "/home/me/train.py", line 88, in step',
-    "    x = y()", "        ^^^", '  File "/x/site-packages/torch/_tensor.py", line 5, in backward',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("printed", "cause", "said"),
-    [
-        (
-            [*TRACEBACK, "torch.Error: bad", "second line"],
-            "exception",
-            "Error: bad (train.py:88 in",
-        ),
-        ([*TRACEBACK, "MemoryError"], "out_of_memory", "MemoryError (train.py:88 in step)"),
-        (
-            [*TRACEBACK, "and then: nothing it raised"],
-            "exit",
-            "stderr: and then: nothing it raised",
-        ),
-        (TRACEBACK, "exit", "why is not known"),
-        (["no license", ""], "exit", "why is not known; its last line on stderr: no license"),
-        ([7, None], "exit", "why is not known"),
-    ],
-)
-def test_last_lines_on_stderr_are_a_likely_witness(
-    job: Job, printed: list[object], cause: str, said: str
-) -> None:
-    job.over(1, 0, status=1, stderr=printed)
-    job.over(0, 1, number=signal.SIGTERM)
-    job.over(2, 1, number=signal.SIGTERM)
-    death = job.death()
-    assert found(death) == (cause, (1,))
-    assert not death.certain
-    assert said in death.headline
-    assert cause == "exit" or (death.line, death.source) == ("train.py:88 in step", "x = y()")
-
-
-def test_abort_that_only_stderr_tells_of_is_a_crash_with_its_text(job: Job) -> None:
-    said = ["terminate called after throwing an instance of 'std::runtime_error'", "  what():  bad"]
-    job.over(1, 0, number=signal.SIGABRT, stderr=said)
-    job.over(0, 1, number=signal.SIGTERM)
-    job.over(2, 1, number=signal.SIGTERM)
-    death = job.death()
-    assert found(death) == ("crash", (1,))
-    assert not death.certain
-    assert "std::runtime_error: bad; known by its last lines on stderr" in death.headline
-
-
-def test_rank_that_nccls_watchdog_ended_by_its_last_lines_is_a_victim(job: Job) -> None:
-    job.over(
-        0, 9, number=signal.SIGABRT, stderr=["ran", "Watchdog caught collective operation timeout"]
-    )
-    job.over(1, 0, status=3, stdout=["license lost"])
-    job.over(
-        2, 9, number=signal.SIGABRT, stderr=["Watchdog caught collective operation timeout: x"]
-    )
-    death = job.death()
-    assert found(death) == ("exit", (1,))
-    assert "its last line on stdout: license lost" in death.headline
-    assert [fate.role for fate in death.fates] == ["victim", "cause", "victim"]
-    assert death.fates[1].printed == ("license lost",)
 
 
 def test_what_was_printed_before_a_death_is_a_witness_whose_rank_may_not_be_known(job: Job) -> None:
@@ -413,35 +523,6 @@ def test_what_was_printed_before_a_death_is_a_witness_whose_rank_may_not_be_know
     job.died(1, 0, "ValueError", "bad sample")
     found = [(each.kind, each.rank, each.text) for each in job.death().witnesses]
     assert found == [("loss", None, "step 7 loss nan"), ("nccl", 2, "NCCL WARN x")]
-
-
-def test_what_a_rank_raised_itself_is_surer_than_what_it_printed(job: Job) -> None:
-    job.raised(1, 0, "ValueError", "bad sample")
-    job.over(1, 1, status=1, stderr=[*TRACEBACK, "MemoryError"])
-    assert job.death().cause == "exception"
-    assert job.death().certain
-
-
-def test_exit_that_no_exception_led_to_is_proved(job: Job) -> None:
-    exits(job, 1, uncaught=False)
-    job.over(1, 0, status=3)
-    death = job.death()
-    assert death.certain
-    assert "it exited with status 3 (SystemExit)" in death.headline
-
-
-@pytest.mark.parametrize(("code", "status"), [("3", 3), ("-1", 255), ("no such dataset", 1)])
-def test_line_that_called_sys_exit_is_named(job: Job, code: str, status: int) -> None:
-    exits(job, 1, uncaught=False)
-    job.raised(1, 0, "SystemExit", code, how="exit_call")
-    job.over(1, 0, status=status)
-    death = job.death()
-    assert (*found(death), death.certain) == ("exit", (1,), True)
-    text = ": no such dataset" if status == 1 else ""
-    assert death.headline.startswith(
-        f"rank 1 died first: it exited with status {status} (sys.exit) at train.py:88 in step{text}"
-    )
-    assert (death.line, death.source) == ("train.py:88 in step", "x = y()")
 
 
 @pytest.mark.parametrize(
@@ -470,18 +551,6 @@ def test_first_death_that_comes_again_is_told_so(
     assert (found.action, said in found.text) == (advice, True), found.text
 
 
-def test_rank_that_leaves_since_another_one_is_gone_is_its_victim(job: Job) -> None:
-    for rank in range(3):
-        job.began(rank, *["all_reduce"] * (8 if rank == 1 else 9))
-    gone = {"type": "RuntimeError", "message": GLOO, "frames": [LOCK]}
-    for rank in (0, 2):
-        exits(job, rank, uncaught=False)
-        job.raised(rank, 0, "SystemExit", "1", how="exit_call", handled=[gone])
-        job.over(rank, 0.2, status=1)
-    job.over(1, 1.2, number=signal.SIGTERM)
-    assert found(job.death()) == ("hang", (1,))
-
-
 def test_launcher_that_leaves_by_sys_exit_is_not_the_cause(job: Job) -> None:
     job.run.uncaught.mkdir()
     error = {"type": "SystemExit", "message": "1", "frames": [LOCK]}
@@ -495,7 +564,7 @@ def test_launcher_that_leaves_by_sys_exit_is_not_the_cause(job: Job) -> None:
 
 @pytest.mark.parametrize("status", [0, 4, None])
 def test_call_of_sys_exit_that_was_caught_ended_nothing(job: Job, status: int | None) -> None:
-    exits(job, 1, uncaught=False)
+    job.exits(1, uncaught=False)
     job.raised(1, 0, "SystemExit", "3", how="exit_call")
     job.over(1, 0, status=status)
     deaths = job.deaths()
@@ -503,47 +572,11 @@ def test_call_of_sys_exit_that_was_caught_ended_nothing(job: Job, status: int | 
     assert "1" in {str(rank) for death in deaths for rank in death.ranks} or status != 4
 
 
-def test_thread_that_died_before_the_exit_of_its_rank_is_told(job: Job) -> None:
-    exits(job, 1, uncaught=False)
-    job.raised(1, -1, "KeyError", "'label'", how="thread")
-    job.over(1, 0, status=5)
-    assert "had died of KeyError: 'label' (train.py:88 in step)" in job.death().headline
-
-
-def exits(job: Job, rank: int, **more: object) -> None:
-    lines = LineWriter(job.run.rank(rank).events)
-    lines.append({"type": "record_end", **{"time_ns": 1, "reason": "exit", **more}})
-    lines.close()
-
-
-def test_kill_whose_sender_nobody_saw_is_not_blamed_on_somebody_outside(job: Job) -> None:
-    job.over(1, 0, number=signal.SIGKILL)
-    death = job.death()
-    assert "the sender is not known" in death.headline
-    assert "outside" not in death.headline
-    assert "os.kill" in death.remedy
-
-
-def test_rank_that_signals_its_own_launcher_is_named(job: Job) -> None:
-    job.line("node0", {
-        "type": "signal", "signal": 15, "wall_ns": T0, "from_pid": job.pid(1), "from_uid": 0,
-        "from_command": "python train.py",
-    })  # fmt: skip
-    for rank in range(3):
-        job.over(rank, 0.1, number=signal.SIGTERM)
-    job.ended(None, "SIGTERM")
-    death = job.death()
-    assert found(death) == ("signal", (1,))
-    assert "the job ended itself: rank 1 sent SIGTERM" in death.headline
-
-
 def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
     job.died(1, 0, "RuntimeError", "shard 17 is damaged")
-    job.over(0, 1, number=signal.SIGTERM)
-    job.over(2, 1, number=signal.SIGTERM)
-    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 105 * S, "from_pid": 7})
-    for rank in range(3):
-        job.over(rank, 105.1, number=signal.SIGTERM, attempt=1)
+    job.stopped(0, 2)
+    job.signalled(105)
+    job.stopped(at_s=105.1, attempt=1)
     hang = {"name": "reaction-hang-0", "trigger": "hang", "wall_ns": T0 + 100 * S,
             "since_wall_ns": T0 + 2 * S, "reason": "no first step for 98 s"}  # fmt: skip
     job.line("node0", {"type": "reaction", "action": "snapshot", **hang})
@@ -566,8 +599,7 @@ def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
 
 def test_restarts_that_never_connect_tell_the_death_before_the_first_of_them(job: Job) -> None:
     job.died(1, 0, "RuntimeError", "shard 17 is damaged")
-    job.over(0, 1, number=signal.SIGTERM)
-    job.over(2, 1, number=signal.SIGTERM)
+    job.stopped(0, 2)
     text = "Gloo connectFullMesh failed with pair.cc:152 timed out connecting: Connection refused"
     for attempt in (1, 2):
         for rank in range(3):
@@ -579,36 +611,6 @@ def test_restarts_that_never_connect_tell_the_death_before_the_first_of_them(job
     assert "shard 17" in last.headline
     assert "started again 2 times and no step of them was seen" in last.headline
     assert "gloo, which could not connect the ranks" in last.headline
-
-
-def test_sender_in_a_folder_named_after_slurm_is_not_slurm(job: Job) -> None:
-    command = "python /home/me/slurm-jobs/stop.py"
-    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 5 * S, "from_pid": 7,
-                       "from_command": command})  # fmt: skip
-    for rank in range(3):
-        job.over(rank, 5.1, number=signal.SIGTERM)
-    job.ended(None, "SIGTERM")
-    assert found(job.death()) == ("signal", ())
-
-
-def test_ranks_that_end_with_a_job_that_somebody_ends_are_stopped(job: Job) -> None:
-    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 5 * S, "from_pid": 7})
-    for rank in range(3):
-        job.over(rank, 5.1, number=signal.SIGTERM)
-    job.ended(None, "SIGTERM")
-    death = job.death()
-    assert found(death) == ("signal", ())
-    assert [fate.role for fate in death.fates] == ["stopped"] * 3
-
-
-def test_ranks_that_a_signal_reaches_one_by_one_end_alike(job: Job) -> None:
-    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0 + 5 * S, "from_pid": 7})
-    for rank in range(3):
-        job.over(rank, 5 + rank, number=signal.SIGTERM)
-    job.ended(None, "SIGTERM")
-    death = job.death()
-    assert {fate.what for fate in death.fates} == {"ended by SIGTERM"}
-    assert "launcher" not in death.headline
 
 
 @pytest.mark.parametrize(
@@ -634,128 +636,6 @@ def test_texts_of_exceptions_tell_the_kind(job: Job, kind: str, message: str, ca
     assert job.death().cause == cause
 
 
-def test_error_of_a_loader_worker_is_named_with_its_own_line(job: Job) -> None:
-    text = (
-        "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
-        'last):\n  File "/x/site-packages/torch/utils/data/_utils/worker.py", line 3, in loop\n'
-        "  File \"/home/me/data.py\", line 17, in __getitem__\n{source}KeyError: 'label'\n"
-    )
-    job.died(1, 0, "KeyError", text.format(source="    return row['label']\n           ~~~^^^\n"))
-    job.died(2, 1, "KeyError", text.format(source=""))
-    death = job.death()
-    assert (death.line, death.source) == ("data.py:17 in __getitem__", "return row['label']")
-    assert "of the same: its DataLoader worker 0 raised KeyError" in death.headline
-
-
-@pytest.mark.parametrize("oom", [None, {"kills": 1}])
-def test_end_of_a_loader_worker_is_not_blamed_on_the_line_where_its_signal_met_the_rank(
-    job: Job, oom: dict[str, object] | None
-) -> None:
-    text = "DataLoader worker (pid 9) is killed by signal: Killed. "
-    job.line("node0", {"type": "process_end", "pid": 9, "rank": 1, "helper": True, "oom": oom,
-                       "parent": 101, "wall_ns": T0, "status": None, "signal": 9})  # fmt: skip
-    job.died(1, 0, "RuntimeError", text)
-    death = job.death()
-    assert death.cause == ("out_of_memory" if oom else "killed")
-    assert (death.line, death.source) == (None, None)
-    assert "its DataLoader worker (pid 9) was ended by a signal: Killed" in death.headline
-
-
-def test_end_of_a_loader_worker_is_told_by_the_exception_that_knows_its_signal(job: Job) -> None:
-    told = "DataLoader worker (pid 9) is killed by signal: Killed. "
-    job.died(1, 0, "RuntimeError", "DataLoader worker (pid(s) 9) exited unexpectedly",
-             handled=[{"type": "RuntimeError", "message": told, "frames": [LOCK]}])  # fmt: skip
-    death = job.death()
-    assert death.cause == "killed"
-    assert "its DataLoader worker (pid 9) was ended by a signal: Killed" in death.headline
-
-
-def test_connection_to_a_loader_worker_that_breaks_is_no_waiting_for_other_ranks(job: Job) -> None:
-    loader = ("/x/site-packages/torch/utils/data/dataloader.py", 1291, "_try_get_data")
-    job.died(1, 0, "ConnectionResetError", "[Errno 104] Connection reset by peer",
-             frames=(LOCK, loader))  # fmt: skip
-    death = job.death()
-    assert (death.cause, death.ranks) == ("exit", (1,))
-    assert "a DataLoader worker of its ended while it handed a batch over" in death.headline
-
-
-@pytest.mark.parametrize(
-    ("number", "limit"), [(signal.SIGXCPU, "ulimit -t"), (signal.SIGXFSZ, "ulimit -f")]
-)
-def test_limit_that_the_kernel_keeps_by_a_signal_is_nobodys_doing(
-    job: Job, number: int, limit: str
-) -> None:
-    job.over(1, 0, number=number)
-    death = job.death()
-    assert death.certain
-    assert limit in death.headline
-    assert limit in death.remedy
-
-
-def test_interrupt_of_a_rank_that_no_launcher_was_sent_names_its_line(job: Job) -> None:
-    job.raised(1, 0, "KeyboardInterrupt", "")
-    job.over(1, 0.1, number=signal.SIGINT)
-    job.died(0, 0.3, "RuntimeError", BROKEN)
-    job.began(0, "all_reduce", "all_reduce")
-    job.began(1, "all_reduce")
-    death = job.death()
-    assert (*found(death), death.line) == ("interrupted", (1,), "train.py:88 in step")
-
-
-def test_torch_that_could_not_write_does_not_say_why_for_sure(job: Job) -> None:
-    job.died(1, 0, "RuntimeError", "basic_ios::clear: iostream error")
-    death = job.death()
-    assert not death.certain
-    assert "a full disk, a quota, or a limit (ulimit -f)" in death.headline
-
-
-def test_thread_that_died_is_told_of_the_rank_that_hung(job: Job) -> None:
-    job.began(0, "all_reduce", "all_reduce")
-    job.began(1, "all_reduce")
-    job.began(2, "all_reduce", "all_reduce")
-    job.raised(1, -20, "ValueError", "truncated record", how="thread")
-    job.died(0, 0, "RuntimeError", GLOO)
-    job.died(2, 0, "RuntimeError", GLOO)
-    job.over(1, 1, number=signal.SIGTERM)
-    assert "had died of ValueError: truncated record" in job.death().headline
-
-
-# -- from outside ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("left_s", "state", "cause"),
-    [
-        (5, None, "time_limit"), (5000, None, "cancelled"), (5000, "COMPLETING", "cancelled"),
-        (5000, "PREEMPTED", "preempted"), (5000, "REQUEUED", "requeued"),
-    ],
-)  # fmt: skip
-def test_signal_of_slurm_is_told_by_its_state_or_time_limit(
-    job: Job, left_s: int, state: str | None, cause: str
-) -> None:
-    job.line("node0", {
-        "type": "signal", "signal": 15, "wall_ns": T0, "from_pid": 77, "from_uid": 0,
-        "from_command": "slurmstepd: [12.batch]", "slurm_job": "12",
-        "slurm_end_s": T0 // S + left_s, "slurm_state": state,
-    })  # fmt: skip
-    for rank in range(3):
-        job.over(rank, 0.1, number=signal.SIGTERM)
-    job.ended(None, "SIGTERM")
-    assert found(job.death()) == (cause, ())
-
-
-@pytest.mark.parametrize("silent_s", [1, 60])
-def test_signal_to_a_job_that_stood_still_says_so(job: Job, silent_s: int) -> None:
-    began_ns = CLOCK.wall_ns + silent_s * S
-    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": began_ns, "from_pid": 7})
-    for rank in range(3):
-        job.over(rank, (began_ns - T0) / S + 0.1, number=signal.SIGTERM)
-    job.ended(None, "SIGTERM")
-    death = job.death()
-    assert ("no step had ended in the 60.0 s before" in death.headline) == (silent_s == 60)
-    assert ("--hang-limit" in death.remedy) == (silent_s == 60)
-
-
 def test_snapshot_of_a_job_that_stood_still_says_who_held_it_up(job: Job) -> None:
     """Somebody looked, and then interrupted it: the hang is what it died of."""
     began_ns = CLOCK.wall_ns + 60 * S
@@ -766,8 +646,7 @@ def test_snapshot_of_a_job_that_stood_still_says_who_held_it_up(job: Job) -> Non
     folder = job.run.snapshots / "20260101-000000"
     folder.mkdir(parents=True)
     write_json(folder / "snapshot.json", taken, below=job.run.root)
-    for rank in range(3):
-        job.over(rank, (began_ns - T0) / S + 0.1, number=signal.SIGINT)
+    job.stopped(at_s=(began_ns - T0) / S + 0.1, number=signal.SIGINT)
     job.ended(None, "SIGINT")
     death = job.death()
     assert found(death) == ("hang", (1,))
@@ -783,8 +662,7 @@ def test_later_start_of_the_same_slurm_job_tells_a_requeue(job: Job) -> None:
         "type": "signal", "signal": 15, "wall_ns": T0, "from_pid": 77, "slurm_job": "12",
         "from_command": "slurmstepd: [12.batch]", "slurm_end_s": T0 // S + 5000,
     })  # fmt: skip
-    for rank in range(3):
-        job.over(rank, 0.1, number=signal.SIGTERM)
+    job.stopped(at_s=0.1)
     for run, restart in ((job.run, "0"), (write_run(job.run.root.parent / "next"), "1")):
         start = {"slurm_job": "12", "slurm_restart": restart}
         write_manifest(run, replace(read_manifest(run), environment=start, signal="SIGTERM"))
@@ -795,52 +673,9 @@ def test_later_start_of_the_same_slurm_job_tells_a_requeue(job: Job) -> None:
     assert (job.death().cause, job.death().certain) == ("requeued", True)
 
 
-def test_rank_that_others_wait_for_or_that_somebody_ends_is_not_said_to_have_waited(
-    job: Job,
-) -> None:
-    job.line("node0", {"type": "signal", "signal": 15, "wall_ns": T0, "from_pid": 7})
-    job.began(0, "all_reduce", "all_reduce")
-    job.began(1, "all_reduce")
-    for rank in range(2):
-        job.over(rank, 0.1, number=signal.SIGTERM)
-    job.over(2, 0, status=1)
-    job.ended(None, "SIGTERM")
-    assert [fate.waited_in for fate in job.death().fates] == [None, None, None]
-
-
-def test_signal_after_a_failure_is_not_its_cause(job: Job) -> None:
-    job.raised(1, 0, "ValueError", "bad")
-    job.line("node0", {"type": "signal", "signal": 2, "wall_ns": T0 + 9 * S})
-    for rank in range(3):
-        job.over(rank, 10, number=signal.SIGINT)
-    assert found(job.death()) == ("exception", (1,))
-
-
-def test_node_that_fell_silent_is_lost(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", ranks=4, hosts=2)
-    job.died(0, 0, "RuntimeError", GLOO)
-    job.died(2, 0, "RuntimeError", GLOO)
-    job.line("node0", {"type": "job_end", "pid": 9, "wall_ns": T0 + S, "status": 1})
-    job.run.node("node1").root.mkdir(parents=True)
-    death = job.death()
-    assert found(death) == ("node_lost", (1, 3))
-    assert "node1" in death.headline
-
-
-def test_rank_that_was_never_seen_is_named(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", ranks=2, world=3)
-    job.died(0, 0, "RuntimeError", "Timed out after 9 seconds waiting for clients. 2/3 joined.")
-    job.died(1, 0, "RuntimeError", "Timed out after 9 seconds waiting for clients. 2/3 joined.")
-    assert found(job.death()) == ("never_started", (2,))
-
-
-# -- restarts --------------------------------------------------------------------------------------
-
-
 def test_each_start_has_its_own_death_and_goodput_leaves_out_what_was_lost(job: Job) -> None:
     job.died(1, 0, "ValueError", "bad")
-    job.over(0, 1, number=signal.SIGTERM)
-    job.over(2, 1, number=signal.SIGTERM)
+    job.stopped(0, 2)
     for rank in range(3):
         job.start(rank, attempt=1)
         job.over(rank, 700, status=0, attempt=1)
@@ -852,9 +687,6 @@ def test_each_start_has_its_own_death_and_goodput_leaves_out_what_was_lost(job: 
     assert (first.kept_steps, first.uncertain_steps) == (0, 3), "no checkpoint tells"
     assert (second.kept_steps, second.lost_steps, second.why) == (3, 0, None)
     assert frames.goodput().lost_steps == (0, 3)
-
-
-# -- hostile input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -874,3 +706,45 @@ def test_damaged_lines_are_passed_over(job: Job, line: dict[str, object]) -> Non
     )
     (job.run.uncaught / "b.json").write_text("{")
     assert isinstance(job.deaths(), list)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"12", b"x\ny\nz", b"9" * 5000])
+def test_damaged_text_of_native_code_is_read_as_far_as_it_goes(job: Job, content: bytes) -> None:
+    job.terminated(1, 0, "a", "b")
+    next(job.run.uncaught.glob("*.terminate")).write_bytes(content)
+    assert job.death().ranks == (1,)
+
+
+def test_job_that_ended_well_has_no_death(job: Job) -> None:
+    for rank in range(3):
+        job.over(rank, 1, status=0)
+    job.ended(0)
+    assert job.deaths() == []
+
+
+def test_rank_that_others_wait_for_or_that_somebody_ends_is_not_said_to_have_waited(
+    job: Job,
+) -> None:
+    job.signalled(0)
+    job.reached(2, 1)
+    job.stopped(0, 1, at_s=0.1)
+    job.over(2, 0, status=1)
+    job.ended(None, "SIGTERM")
+    assert [fate.waited_in for fate in job.death().fates] == [None, None, None]
+
+
+def test_fate_of_a_rank_has_its_last_lines_and_its_end(job: Job) -> None:
+    job.over(0, 0, status=0)
+    job.over(1, 0, status=3, stdout=["license lost"])
+    fates = job.death().fates
+    assert fates[1].printed == ("license lost",)
+    assert fates[0].what == "ended with exit status 0"
+
+
+def test_process_that_had_not_reported_in_crashed_all_the_same(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ranks=0, world=1)
+    job.run.uncaught.mkdir()
+    (job.run.uncaught / "node0-700.terminate").write_text(f"{T0}\nc10::Error\n{ILLEGAL}")
+    job.line("node0", {"type": "process_end", "pid": 700, "rank": None, "parent": 1,
+                       "wall_ns": T0 + S, "status": None, "signal": 6})  # fmt: skip
+    assert found(job.death()) == ("crash", ())
