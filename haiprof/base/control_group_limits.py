@@ -1,9 +1,10 @@
-"""What the kernel writes for a control group's limits: CPU cores and bytes of memory."""
+"""What the kernel writes for CPUs, and for a control group's limits of cores and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+_CPU_LIMIT = 1 << 16  # Linux is built for 8,192 at most
 V1_UNLIMITED_BYTES = 1 << 62
 """Version 1 writes LONG_MAX in whole pages for no limit; no machine has half of it."""
 
@@ -24,3 +25,14 @@ def parse_cpu_limit(words: Sequence[bytes]) -> float | None:
 def parse_memory_limit(word: bytes) -> int | None:
     """A memory limit in bytes; None where there is none."""
     return None if word == b"max" or int(word) >= V1_UNLIMITED_BYTES else int(word)
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """CPUs of a list as the kernel prints it: `0-3,8`."""
+    cpus: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), min(int(last or first) + 1, int(first) + _CPU_LIMIT)))
+        if len(cpus) >= _CPU_LIMIT:
+            raise ValueError("no list of CPUs")
+    return cpus

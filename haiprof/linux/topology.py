@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from haiprof.base.control_group_limits import parse_cpu_list
 from haiprof.linux.procfs import list_names, read_text
 from haiprof.run_format.entities import plain_uuid
 
@@ -16,7 +17,6 @@ _CPU = re.compile(r"cpu\d+\Z")
 _NODE = re.compile(r"node(\d+)\Z")
 _CORE_PMU = re.compile(r"cpu(_core|_atom)?\Z|armv[89]_.*|apple_.*")
 _CPU_BYTES = 16 * 1024  # one CPU takes 3 KiB
-_CPU_LIMIT = 1 << 16  # Linux is built for 8,192 at most
 PMU_FOLDER = "sys/bus/event_source/devices"
 
 
@@ -65,17 +65,6 @@ def no_core_pmu(root: Path, cpu: Cpu) -> str:
         return ""
     machine = "this virtual machine" if cpu.virtual else "this machine (a virtual one?)"
     return f"{machine} has no hardware PMU: no core PMU in {root / PMU_FOLDER}"
-
-
-def parse_cpu_list(text: str) -> list[int]:
-    """CPUs of a list as the kernel prints it: `0-3,8`."""
-    cpus: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.extend(range(int(first), min(int(last or first) + 1, int(first) + _CPU_LIMIT)))
-        if len(cpus) >= _CPU_LIMIT:
-            raise ValueError("no list of CPUs")
-    return cpus
 
 
 def socket_of_cpu(root: Path) -> dict[int, int]:

@@ -150,10 +150,10 @@ class LiveRank:
         count = (file_size(self.paths.phases) or 0) // schema.PHASES.record_bytes
         self._opened = count > 0
         folded = read_folded_steps(self.paths)
-        if count <= _WHOLE_RECORDS and folded is None:
+        if count <= _WHOLE_RECORDS and not folded.step_count:
             return
         self._exact = False
-        least = 0 if folded is None else folded.fact("first_record")
+        least = folded.fact("first_record")
         for tail in (min(_SHORT_TAIL_RECORDS, _TAIL_RECORDS), _TAIL_RECORDS):
             self._first = max(count - tail, least)
             spans, _, _ = read_spans(self.paths.phases, first=self._first)

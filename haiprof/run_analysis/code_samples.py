@@ -435,11 +435,11 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
     read: list[tuple[RankSegments, SampledProcess]] = []
     notes: list[str] = []
     for rank in ranks:
-        own, paths = rank.folded, rank.files.paths
-        before = () if own is None else own.file.stack_lines
-        first = 0 if own is None else own.fact("first_stack_byte")
+        folded, paths = rank.folded, rank.files.paths
         try:
-            processes, damaged = read_stack_file(paths.stacks, tree, before, first)
+            processes, damaged = read_stack_file(
+                paths.stacks, tree, folded.file.stack_lines, folded.fact("first_stack_byte")
+            )
         except RunFormatError as error:
             processes, damaged = [], (str(error),)
         workers, more = _read_workers(paths, tree)
@@ -462,7 +462,7 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
             phase, step = locate(rank, columns["time_ns"])
             weight_ns = _share_times(rank, phase, step, weight_ns)
             step = np.where(step < 0, -1, step + rank.first_step)
-            if rank.folded is not None:
+            if rank.first_step:
                 older = _folded_samples(rank, process)
                 columns = {name: np.append(older[name], own) for name, own in columns.items()}
                 phase, step = np.append(older["phase"], phase), np.append(older["step"], step)
@@ -494,9 +494,7 @@ def _folded_samples(rank: RankSegments, process: SampledProcess) -> dict[str, np
     """Samples of a rank that were folded, with their places in steps as they were known then."""
     # Each stands for its share of the time of its phase in all folded steps, and in those that are
     # whole but for their samples.
-    folded = rank.folded
-    assert folded is not None
-    found = folded.samples()
+    folded, found = rank.folded, rank.folded.samples()
     spacing = spacing_ns(found["time_ns"], found["time_ns"])
     times = np.zeros(len(TRAINING_PHASES))
     times[: len(PHASES)] = phase_sums(folded).sum(axis=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ from haiprof.run_format.folded import (
     HOST_PHASES,
     MET,
     SAVED,
+    SECTIONS,
     FoldedFile,
     read_folded,
 )
 from haiprof.run_format.layout import RankPaths
+from haiprof.run_format.reader import RecordFile
 
 _LIMIT = 1 << 61
 
@@ -167,33 +170,36 @@ def pack_codes(columns: Mapping[str, Ints | Bools]) -> Ints:
     return packed
 
 
-def read_folded_steps(paths: RankPaths) -> FoldedSteps | None:
-    """What was folded of a rank; None where nothing was.
+def read_folded_steps(paths: RankPaths) -> FoldedSteps:
+    """What was folded of a rank.
 
     Raises:
         RunFormatError: It is damaged, or its blocks do not follow each other.
     """
     file = read_folded(paths.folded)
     if file is None:
-        return None
+        return NOTHING_FOLDED
+    found = _steps_of(file)
+    first, count = found.first_step, found.count
+    follow = len(first) > 0 and (count > 0).all() and first[0] == 0
+    follow = follow and (first[1:] == (first + count)[:-1]).all()
+    follow = follow and int(first[-1] + count[-1]) == found.step_count
+    ascending = (np.diff(np.append(found.blocks["start_ns"], found.until_ns)) > 0).all()
+    if not follow or not ascending or not 0 < found.step_count < _LIMIT >> 32:
+        raise RunFormatError(f"{paths.folded}: damaged: its blocks do not follow each other")
+    return found
+
+
+def _steps_of(file: FoldedFile) -> FoldedSteps:
     blocks = _whole_columns(file, "blocks")
-    size = len(blocks["first_step"])
-    zeros = np.zeros(size, dtype=np.int64)
+    zeros = np.zeros(len(blocks["first_step"]), dtype=np.int64)
     for column in BLOCKS.columns:
         blocks.setdefault(column.name, zeros)
-    first, count = blocks["first_step"], blocks["step_count"]
-    step_count, until_ns = file.whole("step_count"), file.whole("until_ns")
-    follow = size > 0 and (count > 0).all() and first[0] == 0
-    follow = follow and (first[1:] == (first + count)[:-1]).all()
-    follow = follow and int(first[-1] + count[-1]) == step_count
-    ascending = bool((np.diff(np.append(blocks["start_ns"], until_ns)) > 0).all())
-    if not follow or not ascending or not 0 < step_count < _LIMIT >> 32:
-        raise RunFormatError(f"{paths.folded}: damaged: its blocks do not follow each other")
     spans = record_columns(file.sections["spans"])
     return FoldedSteps(
         file=file,
-        step_count=step_count,
-        until_ns=until_ns,
+        step_count=file.whole("step_count"),
+        until_ns=file.whole("until_ns"),
         blocks=blocks,
         plain_ns=np.stack([blocks[f"{name}_ns"] for name in POSITIONS]),
         collected_ns=np.stack([blocks[f"{name}_gc_ns"] for name in POSITIONS]),
@@ -203,15 +209,12 @@ def read_folded_steps(paths: RankPaths) -> FoldedSteps | None:
     )
 
 
-def optimizer_steps_before(paths: RankPaths, record: int, folded: FoldedSteps | None) -> int:
+def optimizer_steps_before(paths: RankPaths, record: int, folded: FoldedSteps) -> int:
     """Optimizer steps of a rank before a record, folded ones too."""
-    first, count, since_ns = 0, 0, 0
-    if folded is not None:
-        first, since_ns = folded.fact("first_record"), folded.until_ns
-        count = int(folded.blocks["optimizer_step_count"].sum())
+    first, count = folded.fact("first_record"), int(folded.blocks["optimizer_step_count"].sum())
     columns = record_columns(read_table(paths.phases, schema.PHASES, first=first))
     stepped = (columns["start"] & schema.TAG_MASK) == schema.OPTIMIZER
-    later = columns["end"] >> schema.TAG_BITS > since_ns
+    later = columns["end"] >> schema.TAG_BITS > folded.until_ns
     before = np.arange(len(stepped)) < record - first
     # Some spans of folded steps are kept: those that come from the record on are not before it.
     return count + int((stepped & later & before).sum()) - int((stepped & ~later & ~before).sum())
@@ -229,3 +232,12 @@ def _whole_columns(file: FoldedFile, name: str) -> dict[str, np.ndarray]:
 def phase_sums(folded: FoldedSteps) -> Floats:
     """[phase, block]: time of the four phases."""
     return np.stack([folded.blocks[f"{phase}_host_ns"] for phase in HOST_PHASES])
+
+
+_COLUMNS = {t: tuple((c.name, c.type, c.unit, c.kind) for c in t.columns) for t in SECTIONS}
+NOTHING_FOLDED = _steps_of(FoldedFile(
+    sections={t.name: RecordFile(Path(), t.name, columns, {}, b"", ())
+              for t, columns in _COLUMNS.items()},
+    facts={}, stack_lines=(), identity=None,
+))  # fmt: skip
+"""Of a rank whose steps are all whole."""

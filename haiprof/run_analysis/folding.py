@@ -183,16 +183,16 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
         return ""
     rank = load_segments(files)
     steps = rank.found.steps
-    if rank.folded is None and os.path.lexists(paths.folded):
+    if not rank.first_step and os.path.lexists(paths.folded):
         return "what was folded before is damaged"
     if not len(steps.start_ns):
         return ""
     last_ns = int(steps.end_ns[-1])
     place = int(np.searchsorted(steps.end_ns, last_ns - kept.steps_ns, "right"))
     # Blocks of about a minute: a power of two, so that those of several ranks fit together.
-    size = 0 if rank.folded is None else rank.folded.fact("block_steps")
     usual = float(np.median(steps.step_ns))
-    size = size or 1 << max(round(np.log2(MINUTE_NS / max(usual, 1.0))), 0)
+    size = 1 << max(round(np.log2(MINUTE_NS / max(usual, 1.0))), 0)
+    size = rank.folded.fact("block_steps") or size
     number = rank.first_step + place
     number -= number % size
     place = number - rank.first_step
@@ -231,12 +231,11 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
     }
     parts = {"blocks": blocks, "slow": slow, "stretches": _stretches(rank, positions, place),
              "samples": samples, "spans": spans}  # fmt: skip
-    older = {} if rank.folded is None else rank.folded.file.sections
     sections = {}
     for table in (BLOCKS, SLOW, STRETCHES, SAMPLED, SPANS):
         columns = parts[table.name]
-        if table.name in older and table is not SAMPLED:  # all of these were taken in again
-            columns = _after(record_columns(older[table.name]), columns)
+        if table is not SAMPLED:  # all of these were taken in again
+            columns = _after(record_columns(rank.folded.file.sections[table.name]), columns)
         sections[table.name] = _pack_records(table, columns)
     clock = {"mono_ns": 0, "wall_ns": rank.wall_offset_ns}
     write_folded(
@@ -270,7 +269,7 @@ def _find_beginning(rank: RankSegments, place: int) -> tuple[int, int] | str:
     Or why the steps would not be the same without the records before.
     """
     paths, steps = rank.files.paths, rank.found.steps
-    first = 0 if rank.folded is None else rank.folded.fact("first_record")
+    first = rank.folded.fact("first_record")
     limit = rank.record_end - first
     records = read_table(paths.phases, schema.PHASES, first=first, limit=limit)
     spans, _ = spans_of(records)
@@ -361,8 +360,7 @@ def _slow_steps(before: RankSegments, traced: Bools) -> tuple[Columns, Columns, 
         "start": joined["start_ns"] << schema.TAG_BITS | joined["kind"],
         "end": joined["end_ns"] << schema.TAG_BITS | joined["tag"],
     }
-    older = 0 if before.folded is None else before.folded.fact("slow_left_out")
-    return columns, packed, older + left_out
+    return columns, packed, before.folded.fact("slow_left_out") + left_out
 
 
 def _stretches(rank: RankSegments, positions: StepPositions, place: int) -> Columns:
@@ -383,7 +381,7 @@ def _stretches(rank: RankSegments, positions: StepPositions, place: int) -> Colu
         np.full(int(evaluated.sum()), EVALUATED),
     ))  # fmt: skip
     spans, met = rank.found.nested.spans, rank.found.phase == COLLECTIVE_PHASE
-    first = begun[0] if rank.folded is None else 0
+    first = 0 if rank.first_step else begun[0]
     saved = (rank.events.kind == schema.SAVE) & (rank.events.start_ns < until)
     for kind, some in (
         (SAVED, rank.events.take(saved)),
@@ -428,10 +426,9 @@ def _fold_samples(
     And where stacks.jsonl goes on.
     """
     paths, folded = rank.files.paths, rank.folded
-    known = [] if folded is None else [dict(line) for line in folded.file.stack_lines]
-    first = 0 if folded is None else folded.fact("first_stack_byte")
-    none = {column.name: np.zeros(0, dtype=np.int64) for column in SAMPLED.columns}
-    older = none if folded is None else record_columns(folded.file.sections["samples"])
+    known = [dict(line) for line in folded.file.stack_lines]
+    first = folded.fact("first_stack_byte")
+    older = record_columns(folded.file.sections["samples"])
     lines, byte = _whole_lines(paths.stacks, first, until_ns)
     processes = {integer(x.get("pid")) for x in (*known, *lines) if x.get("type") == HEADER}
     pid = next(iter(processes), None)

@@ -120,9 +120,7 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
 
 def evaluations(rank: RankSegments) -> Intervals:
     """When a rank evaluated, Unix time in ns."""
-    found, folded = rank.found, rank.folded
-    none = np.zeros(0, dtype=np.int64)
-    before = Intervals(none, none) if folded is None else folded.evaluations
+    found, before = rank.found, rank.folded.evaluations
     return Intervals(
         np.append(before.starts, found.evaluation_start_ns) + rank.wall_offset_ns,
         np.append(before.ends, found.evaluation_end_ns) + rank.wall_offset_ns,
@@ -133,7 +131,7 @@ def nograd_ns(rank: RankSegments) -> int:
     """Time of calls without gradients in training steps, which are no evaluation."""
     found = rank.found
     inside: Bools = (found.phase == NOGRAD_PHASE) & (found.step >= 0)
-    return int(found.nested.self_ns[inside].sum()) + _folded_fact(rank, "nograd_ns")
+    return int(found.nested.self_ns[inside].sum()) + rank.folded.fact("nograd_ns")
 
 
 def root_calls(rank: RankSegments) -> dict[int, int]:
@@ -141,7 +139,7 @@ def root_calls(rank: RankSegments) -> dict[int, int]:
     spans = rank.found.nested.spans
     own = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
     calls = {tag: int(own[tag]) for tag in np.flatnonzero(own).tolist()}
-    for tag, count in ({} if rank.folded is None else rank.folded.roots()).items():
+    for tag, count in rank.folded.roots().items():
         calls[tag] = calls.get(tag, 0) + count
     return calls
 
@@ -149,30 +147,24 @@ def root_calls(rank: RankSegments) -> dict[int, int]:
 def loading_row(rank: RankSegments) -> tuple[int, int, int]:
     """Of its loader: starts of epochs, time of these, all waits; in the steps after the first."""
     found = rank.found
-    spans, least = found.nested.spans, 0 if rank.folded is None else -1
+    spans, least = found.nested.spans, -1 if rank.first_step else 0
     chosen = np.flatnonzero((found.phase == _LOADER_PHASE) & (found.step > least))
     kind, own = spans.kind[chosen], found.nested.self_ns[chosen]
     starts = kind == schema.DATA_ITER
     first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
     edge = starts | first | (kind == schema.DATA_END)
-    counted = int(starts.sum()), int(own[edge].sum()), int(own.sum())
-    names = ("epoch_count", "epoch_ns", "loading_ns")
-    epochs, edge_ns, wait_ns = (
-        own + _folded_fact(rank, name) for own, name in zip(counted, names, strict=True)
+    before = rank.folded.fact
+    return (
+        int(starts.sum()) + before("epoch_count"),
+        int(own[edge].sum()) + before("epoch_ns"),
+        int(own.sum()) + before("loading_ns"),
     )
-    return epochs, edge_ns, wait_ns
 
 
 def pauses_sum(rank: RankSegments) -> tuple[int, int, int]:
     """Of its folded collector pauses: how many, their sum and the longest in ns."""
-    count, total_ns, longest_ns = (
-        _folded_fact(rank, name) for name in ("gc_count", "gc_ns", "gc_longest_ns")
-    )
-    return count, total_ns, longest_ns
-
-
-def _folded_fact(rank: RankSegments, name: str) -> int:
-    return 0 if rank.folded is None else rank.folded.fact(name)
+    fact = rank.folded.fact
+    return fact("gc_count"), fact("gc_ns"), fact("gc_longest_ns")
 
 
 def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
@@ -187,8 +179,7 @@ def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
     until = integer(line.get("time_ns"))  # a job that was killed wrote none at its end
     later = 0 if until is None else int((steps.start_ns >= until).sum())
     counted = max(count - later, 1)
-    if segments.folded is not None:
-        step_ns += int(segments.folded.blocks["step_ns"].sum())
+    step_ns += int(segments.folded.blocks["step_ns"].sum())
     # Calls of modules inside the roots, about: each passes through the hook's first line.
     inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
     calls = sum(n * ((inner.get(tag) or 1) - 1) for tag, n in root_calls(segments).items())
@@ -243,7 +234,7 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
 def folded_notes(rank: RankSegments) -> list[str]:
     """For which part of a rank's steps detail is gone."""
     folded = rank.folded
-    if folded is None:
+    if not folded.step_count:
         return []
     whole = len(folded.slow["step"])
     left_out = folded.fact("slow_left_out")
@@ -341,10 +332,8 @@ def rank_rows(
         counted = ("step_count", "eval_ns", "nograd_ns", "eval_compile_ns")
         row |= {name: inside.get(name) for name in counted}
     # Small numbers are stored small: of a thousand ranks they are much.
-    times = np.concatenate(rank_positions(rank).sums())
-    if rank.folded is not None:
-        before = np.concatenate([rank.folded.plain_ns, rank.folded.collected_ns])
-        times = np.concatenate([before, times], axis=1)
+    before = np.concatenate([rank.folded.plain_ns, rank.folded.collected_ns])
+    times = np.concatenate([before, np.concatenate(rank_positions(rank).sums())], axis=1)
     small = times.max(initial=0) < np.iinfo(np.int32).max
     kept = times.astype(np.int32) if small else times
     epoch_count, epoch_ns, loading_ns = loading_row(cut)
@@ -354,7 +343,7 @@ def rank_rows(
         wall_offset_ns=rank.wall_offset_ns,
         step_count=rank.step_count,
         steps=steps,
-        first=steps.head(1) if rank.folded is None else slow_frame(rank, limit=1),
+        first=slow_frame(rank, limit=1) if rank.first_step else steps.head(1),
         blocks=_blocks(rank),
         pauses=pause_frame(rank),
         loading=(
@@ -373,7 +362,7 @@ def rank_rows(
 
 def _blocks(rank: RankSegments) -> Blocks | None:
     folded, shift = rank.folded, rank.wall_offset_ns
-    if folded is None:
+    if not folded.step_count:
         return None
     blocks = folded.blocks
     return Blocks(

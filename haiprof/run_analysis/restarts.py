@@ -436,6 +436,10 @@ def _start(
     ended = [time for time in last if time is not None]
     ended += [] if rank is None else _line_times(rank.files, rank.wall_offset_ns, "record_end")
     has_steps = rank is not None and rank.step_count
+    is_unfinished = False
+    if rank is not None and len(rank.found.steps.end_ns):  # work after the last whole step
+        after = rank.found.nested.spans.start_ns >= rank.found.steps.end_ns[-1]
+        is_unfinished = bool((after & (rank.found.phase < len(PHASES))).any())
     return StartRecord(
         run=files.paths.root.name,
         generation=generation,
@@ -444,7 +448,7 @@ def _start(
         ended_ns=max(ended, default=None),
         why=None if death is None else death.own_end or death.headline,
         stood_still=death is not None and death.cause in _STOOD_STILL,
-        is_unfinished=rank is not None and _is_unfinished(rank),
+        is_unfinished=is_unfinished,
         times=_step_times(rank) if rank is not None and has_steps else None,
         saves=tuple(call for each in ranks for call in _checkpoint_calls(each, "save")),
         loads=tuple(call for each in ranks for call in _checkpoint_calls(each, "load")),
@@ -494,12 +498,10 @@ def _step_times(rank: RankSegments) -> StepTimes:
     positions, trained = rank_positions(rank), trained_ns(rank.found)
     start, position, step = positions.start_ns, positions.position, positions.period
     end_ns = positions.end_ns
-    if folded is not None:
-        before = folded.timeline()
-        whole = start, position, step + folded.step_count
-        start, position, step = map(np.append, before, whole)
-        trained = np.append(folded.trained_ns(), trained)
-        end_ns = end_ns or folded.until_ns
+    whole = start, position, step + folded.step_count
+    start, position, step = map(np.append, folded.timeline(), whole)
+    trained = np.append(folded.trained_ns(), trained)
+    end_ns = end_ns or folded.until_ns
     return StepTimes(
         start_ns=start + offset_ns,
         end_ns=end_ns + offset_ns,
@@ -509,23 +511,13 @@ def _step_times(rank: RankSegments) -> StepTimes:
     )
 
 
-def _is_unfinished(rank: RankSegments) -> bool:
-    """Whether work of a training step was under way after the last whole one."""
-    found = rank.found
-    ends = found.steps.end_ns
-    after = found.nested.spans.start_ns >= (ends[-1] if len(ends) else 0)
-    return bool((after & (found.phase < len(PHASES))).any()) and len(ends) > 0
-
-
 def _apart(rank: RankSegments) -> dict[int, Intervals]:
     """When it saved, loaded, evaluated, compiled, and waited for ranks before its first step."""
     found, files, folded, shift = rank.found, rank.files, rank.folded, rank.wall_offset_ns
     met = found.nested.spans.take(found.phase == COLLECTIVE_PHASE)
-    waits, begun = [Intervals(met.start_ns, met.end_ns)], found.steps.start_ns
-    saved = [rank.events.take(rank.events.kind == schema.SAVE)]
-    if folded is not None:
-        waits, begun = [*waits, folded.waits], folded.blocks["start_ns"]
-        saved.append(folded.saves()[0])
+    waits = [Intervals(met.start_ns, met.end_ns), folded.waits]
+    saved = [rank.events.take(rank.events.kind == schema.SAVE), folded.saves()[0]]
+    begun = np.append(folded.blocks["start_ns"], found.steps.start_ns)
     first_ns = int(begun[0]) + shift if len(begun) else np.iinfo(np.int64).max
     loaded = [line for line in files.of_type("checkpoint") if line.get("action") == "load"]
     saves = [Intervals(each.start_ns + shift, each.end_ns + shift) for each in saved]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from haiprof.linux.topology import parse_cpu_list
+from haiprof.base.control_group_limits import parse_cpu_list
 from haiprof.run_analysis.run_files import (
     RankFiles,
     RunFiles,

@@ -15,7 +15,12 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
-from haiprof.run_analysis.folded_steps import FoldedSteps, phase_sums, read_folded_steps
+from haiprof.run_analysis.folded_steps import (
+    NOTHING_FOLDED,
+    FoldedSteps,
+    phase_sums,
+    read_folded_steps,
+)
 from haiprof.run_analysis.nesting import (
     Bools,
     Codes,
@@ -138,9 +143,8 @@ class RankSegments:
     """Records that its spans were read from."""
     record_end: int
     """Place in the file after the last of them."""
-    folded: FoldedSteps | None
-    """Its old steps, of which sums are left; None where all are whole. `found` has the others, and
-    counts them from 0."""
+    folded: FoldedSteps
+    """Its old steps, of which sums are left. `found` has the others, and counts them from 0."""
     found: Segmentation
     events: Spans
     """Garbage collector pauses and checkpoint saves."""
@@ -158,7 +162,7 @@ class RankSegments:
     @property
     def first_step(self) -> int:
         """The number of the first step of `found`."""
-        return 0 if self.folded is None else self.folded.step_count
+        return self.folded.step_count
 
     @property
     def step_count(self) -> int:
@@ -176,19 +180,18 @@ def load_segments(files: RankFiles, *, end: int | None = None) -> RankSegments:
         try:
             folded, damage = read_folded_steps(files.paths), ""
         except RunFormatError as error:
-            folded, damage = None, f"{error}: the steps before are missing"
+            folded, damage = NOTHING_FOLDED, f"{error}: the steps before are missing"
         found = _load_whole(files, folded, end=end, notes=(damage,) if damage else ())
-        known = None if folded is None else folded.file.identity
-        if damage or known == file_identity(files.paths.folded):
+        if damage or folded.file.identity == file_identity(files.paths.folded):
             break
     return found
 
 
 def _load_whole(
-    files: RankFiles, folded: FoldedSteps | None, *, end: int | None, notes: tuple[str, ...]
+    files: RankFiles, folded: FoldedSteps, *, end: int | None, notes: tuple[str, ...]
 ) -> RankSegments:
     """The steps that are whole: what comes before them was only kept to tell where they begin."""
-    first = 0 if folded is None else folded.fact("first_record")
+    first = folded.fact("first_record")
     limit = None if end is None else max(end - first, 0)
     records = read_table(files.paths.phases, schema.PHASES, first=first, limit=limit)
     spans, damaged = spans_of(records)
@@ -198,7 +201,7 @@ def _load_whole(
     crossing = found.nested.overlapping_count
     if crossing:
         notes += (f"{files.paths.phases}: {crossing} spans that cross others left out",)
-    first = 0 if folded is None else folded.fact("first_device_record")
+    first = folded.fact("first_device_record")
     device, busy, damaged = _read_device(files.paths, found, first=first)
     rank = RankSegments(
         files=files,
@@ -213,7 +216,7 @@ def _load_whole(
         seen=_phases_seen(found),
         notes=notes + damaged,
     )
-    if folded is None:
+    if not folded.step_count:
         return rank
     begun = found.steps.start_ns
     place = int(np.searchsorted(begun, folded.until_ns))
@@ -277,7 +280,7 @@ def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
     inside = np.flatnonzero((steps.start_ns >= first) & (steps.end_ns <= last))
     begin, end = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
     cut = split_segments(split_segments(rank, end)[0], begin)[1]
-    return replace(cut, folded=None, seen=_phases_seen(cut.found))
+    return replace(cut, folded=NOTHING_FOLDED, seen=_phases_seen(cut.found))
 
 
 def read_device_table(path: Path, *, first: int = 0, limit: int | None = None) -> RecordFile:
@@ -430,9 +433,8 @@ def slow_frame(rank: RankSegments, *, limit: int | None = None) -> pl.DataFrame:
 
     As `step_frame`, without device times.
     """
-    known = {} if rank.folded is None else rank.folded.slow
-    slow = {name: column[:limit] for name, column in known.items()}
-    if not len(slow.get("step", ())):
+    slow = {name: column[:limit] for name, column in rank.folded.slow.items()}
+    if not len(slow["step"]):
         return pl.DataFrame(schema=STEP_SCHEMA)
     host = {f"{phase}_host_ns": slow[f"{phase}_host_ns"] for phase in PHASES}
     same = ("step", "step_ns", "micro_step_count", "optimizer_step_count", "confidence")
@@ -508,9 +510,7 @@ def pause_frame(rank: RankSegments) -> pl.DataFrame:
     """Collector pauses and checkpoint saves alone, in the columns of `phase_frame`."""
     # Of folded steps only the saves: their pauses are sums.
     events, found = rank.events, rank.found
-    saves, of_save = take_rows(events, slice(0)), np.zeros(0, dtype=np.int64)
-    if rank.folded is not None:
-        saves, of_save = rank.folded.saves()
+    saves, of_save = rank.folded.saves()
     if not len(events.kind) and not len(of_save):
         return pl.DataFrame(schema=PHASE_SCHEMA)
     place = place_in(found.steps.start_ns, found.steps.end_ns, events.start_ns)

@@ -116,8 +116,8 @@ class FoldedFile:
     """Where each file goes on, how many steps were folded, sums over all of them."""
     stack_lines: Sequence[Mapping[str, Any]]
     """What stacks.jsonl would begin with: its header, and all frames and stacks so far."""
-    identity: tuple[int, int]
-    """Changes with each folding."""
+    identity: tuple[int, int] | None
+    """Changes with each folding; None where there was none."""
 
     def whole(self, name: str) -> int:
         """A fact that is a number; 0 where it lacks."""

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.base.control_group_limits import parse_cpu_list
 from haiprof.linux.perf_events import (
     Event,
     Kernel,
@@ -26,7 +27,6 @@ from haiprof.linux.topology import (
     Cpu,
     no_core_pmu,
     node_count,
-    parse_cpu_list,
     read_cpu,
     socket_of_cpu,
 )

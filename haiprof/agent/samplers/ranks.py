@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.agent.samplers.table import Node, RankProcess, RankReports, TableSampler
+from haiprof.base.control_group_limits import parse_cpu_list
 from haiprof.base.errors import RunFormatError
 from haiprof.linux import topology
 from haiprof.linux.memory import MovePages, PageSample, move_pages
 from haiprof.linux.processes import Family, ProcessTree
 from haiprof.linux.procfs import file_reading, read_process, read_start_ticks, read_stat
 from haiprof.linux.readings import Entity, EntityGone, Reading, Unavailable, Value
-from haiprof.linux.topology import parse_cpu_list
 from haiprof.run_format.tables import PLACEMENT, PROCESS
 
 _OTHER_NAMESPACE = "run haiprof where the rank runs, in the same container"

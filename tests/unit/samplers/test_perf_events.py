@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from haiprof.base.control_group_limits import parse_cpu_list
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
     INHERIT,
@@ -25,7 +26,7 @@ from haiprof.linux.perf_events import (
     refusal,
 )
 from haiprof.linux.readings import Unavailable
-from haiprof.linux.topology import no_core_pmu, parse_cpu_list, read_cpu
+from haiprof.linux.topology import no_core_pmu, read_cpu
 from tests.fake_pmu import FakePerf, cpu, threads
 from tests.fakes import FakeTree
 
