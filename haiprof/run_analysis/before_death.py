@@ -334,14 +334,6 @@ class Stretch:
     end_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimeline:
-    """One rank before the death."""
-
-    fate: Fate
-    stretches: tuple[Stretch, ...]
-
-
 def time_range(death: Death) -> tuple[int, int] | None:
     """The Unix times between which the ranks are shown; None where the death has no time."""
     ends = [fate.ended_ns for fate in death.fates if fate.ended_ns is not None]
@@ -353,18 +345,11 @@ def time_range(death: Death) -> tuple[int, int] | None:
     return begin, end
 
 
-def last_seconds(files: RunFiles, death: Death, fates: Sequence[Fate]) -> list[RankTimeline]:
-    """The last seconds of some ranks."""
-    between = time_range(death)
-    if between is None:
-        return []
-    own = {(text(rank.report.get("host")), rank.report.get("pid")): rank for rank in files.ranks}
-    found = []
-    for fate in fates:
-        rank = own.get((fate.host, fate.pid))
-        pieces = [] if rank is None else list(_stretches(rank, between))
-        found.append(RankTimeline(fate=fate, stretches=tuple(pieces)))
-    return found
+def last_seconds(files: RunFiles, death: Death, fate: Fate) -> list[Stretch]:
+    """The last seconds of one rank."""
+    between, process = time_range(death), (fate.host, fate.pid)
+    own = [r for r in files.ranks if process == (text(r.report.get("host")), r.report.get("pid"))]
+    return list(_stretches(own[-1], between)) if own and between is not None else []
 
 
 def _stretches(rank: RankFiles, between: tuple[int, int]) -> Iterator[Stretch]:

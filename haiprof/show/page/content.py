@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_
 from haiprof.diagnosis.compare.comparison import compare_runs
 from haiprof.diagnosis.engine import STANDSTILL, judge
 from haiprof.diagnosis.verdict import Verdict
-from haiprof.run_analysis.before_death import RankTimeline, last_seconds, time_range
+from haiprof.run_analysis.before_death import Stretch, last_seconds, time_range
 from haiprof.run_analysis.counter_summaries import CounterDigest
-from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.deaths import Death, Fate
 from haiprof.run_analysis.ranks import RankGrid, rank_grid
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
@@ -134,10 +134,11 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
         return None
     fates = sorted(death.fates, key=lambda f: (_ORDER.index(f.role), f.ended_ns or 0, f.rank))
     rows = [tuple(map(printable, row)) for row in grouped_fates(death)]
-    lanes = tuple(_row(row, death) for row in last_seconds(files, death, fates[:_ROWS]))
+    between = time_range(death)
+    drawn = fates[:_ROWS] if between else ()
+    lanes = tuple(_row(fate, last_seconds(files, death, fate), death) for fate in drawn)
     facts = [f"at {moment_text(death.died_ns)}; order of ends: {death.clock}"]
     head = ("ranks", "", "what became of them")
-    between = time_range(death)
     died = death.died_ns or (between[1] if between else 0)
     before, after = (died - between[0], between[1] - died) if between else (0, 0)
     return DeathPart(
@@ -150,7 +151,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     )
 
 
-def _row(row: RankTimeline, death: Death) -> TimelineRow:
+def _row(fate: Fate, stretches: Sequence[Stretch], death: Death) -> TimelineRow:
     between = time_range(death)
     assert between is not None, "rows are only of deaths that have a time"
     begin, end = between
@@ -159,9 +160,8 @@ def _row(row: RankTimeline, death: Death) -> TimelineRow:
     def position(time_ns: int) -> float:
         return round(min(max((time_ns - begin) * scale, 0.0), 100.0), 2)
 
-    fate = row.fate
     pieces: list[tuple[str, float, float]] = []
-    for piece in row.stretches:
+    for piece in stretches:
         left = position(piece.begin_ns)
         pieces.append((piece.phase, left, max(round(position(piece.end_ns) - left, 2), 0.1)))
     ended = None if fate.ended_ns is None else position(fate.ended_ns)

@@ -151,17 +151,11 @@ def test_export_without_gpu_identities_is_still_read(node: NodePaths) -> None:
     assert bursts(node)["entity"].unique().to_list() == ["nsys gpu 0"]
 
 
-@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"x" * 5000])
-def test_foreign_file_is_named(node: NodePaths, content: bytes) -> None:
-    node.burst_export.write_bytes(content)
-    with pytest.raises(RunFormatError, match=r"gpu\.sqlite"):
-        bursts(node)
-
-
-def test_export_cut_in_the_middle_is_named(node: NodePaths) -> None:
+@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"x" * 5000, None])
+def test_foreign_or_cut_file_is_named(node: NodePaths, content: bytes | None) -> None:
     export(node, [(t, 0, SM, t % 100) for t in range(20_000)])
-    content = node.burst_export.read_bytes()
-    node.burst_export.write_bytes(content[: len(content) // 2])
+    whole = node.burst_export.read_bytes()
+    node.burst_export.write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(RunFormatError, match=r"gpu\.sqlite"):
         bursts(node)
 

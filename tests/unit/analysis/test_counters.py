@@ -133,20 +133,22 @@ def odd_rates(run: RunPaths, metric: str, counts: Sequence[int]) -> list[tuple[f
     return counters.select("value", "flag").rows()
 
 
-def test_counter_of_32_bits_that_was_set_back_is_no_wrap(run: RunPaths) -> None:
-    found = odd_rates(run, "packet_count", [1_000_000, 5, 25])
-    assert found == [(None, "reset"), (20.0, None)]
+FULL = (None, "saturated")
 
 
-def test_counter_that_stops_at_its_end_has_no_rate_there(run: RunPaths) -> None:
-    found = odd_rates(run, "error_count", [250, 252, 255, 255, 3, 4])
-    assert found == [
-        (2.0, None),
-        (None, "saturated"),
-        (None, "saturated"),
-        (None, "reset"),
-        (1.0, None),
-    ]
+@pytest.mark.parametrize(
+    ("metric", "counts", "rates"),
+    [
+        ("packet_count", [1_000_000, 5, 25], [(None, "reset"), (20.0, None)]),
+        ("error_count", [250, 252, 255, 255, 3, 4],
+         [(2.0, None), FULL, FULL, (None, "reset"), (1.0, None)]),
+    ],
+    ids=["one of 32 bits that was set back is no wrap", "one that stops at its end has no rate"],
+)  # fmt: skip
+def test_rates_of_a_counter_that_goes_back_or_stops(
+    run: RunPaths, metric: str, counts: list[int], rates: list[tuple[float | None, str]]
+) -> None:
+    assert odd_rates(run, metric, counts) == rates
 
 
 def test_counter_of_64_bits_keeps_its_last_digit(run: RunPaths) -> None:

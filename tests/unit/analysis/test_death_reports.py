@@ -57,13 +57,22 @@ def test_dumps_of_the_watchdog_tell_who_issued_another_collective(job: Job, dtyp
     assert "rank 1 broadcast" in death.headline
 
 
-def test_rank_behind_is_the_suspect_where_all_ranks_were_aborted(job: Job) -> None:
-    for rank, at_s in ((0, 1), (1, 2.2), (2, 1.1)):
+@pytest.mark.parametrize(
+    ("ends_s", "cause", "said"),
+    [
+        ((1, 2.2, 1.1), "hang", "it never came to all_reduce 5"),
+        ((600, 1, 600.2), "crash", "rank 1 died first"),  # it aborted long before the others
+    ],
+)
+def test_rank_behind_is_the_suspect_where_all_ranks_were_aborted(
+    job: Job, ends_s: tuple[float, ...], cause: str, said: str
+) -> None:
+    for rank, at_s in enumerate(ends_s):
         watchdog_dump(job, rank, *["all_reduce"] * (3 if rank == 1 else 5))
         job.over(rank, at_s, number=6)
     death = job.death()
-    assert (death.cause, death.ranks, death.certain) == ("hang", (1,), False)
-    assert "it never came to all_reduce 5" in death.headline
+    assert (death.cause, death.ranks, death.certain) == (cause, (1,), cause == "crash")
+    assert said in death.headline
     assert "ranks 0 and 2 waited in all_reduce 5 and were ended" in death.headline
     assert [fate.role for fate in death.fates] == ["victim", "cause", "victim"]
 
@@ -82,15 +91,6 @@ def test_profiler_plugin_of_nccl_names_who_did_not_join_without_dumps(
     death = job.death()
     assert (death.cause, death.ranks, death.certain) == ("hang", (1,), False)
     assert "it never came to AllReduce 41" in death.headline
-
-
-def test_rank_behind_that_aborted_long_before_the_others_crashed(job: Job) -> None:
-    for rank, at_s in ((0, 600), (1, 1), (2, 600.2)):
-        watchdog_dump(job, rank, *["all_reduce"] * (3 if rank == 1 else 5))
-        job.over(rank, at_s, number=6)
-    death = job.death()
-    assert (death.cause, death.ranks) == ("crash", (1,))
-    assert [fate.role for fate in death.fates] == ["victim", "cause", "victim"]
 
 
 def test_exit_report_is_markdown_with_cause_line_and_every_rank(

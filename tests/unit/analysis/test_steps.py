@@ -99,13 +99,6 @@ def test_evaluation_between_micro_steps_is_taken_out_of_the_step() -> None:
     assert found.steps.micro_step_count.tolist() == [2, 2]
 
 
-def test_prefetching_loader_with_evaluation_in_the_epoch_counts_every_batch() -> None:
-    line = "ITER D D F B O ITER D D E END E D F B O D F B O ITER D D E END E END F B O"
-    found = cut(line)
-    assert len(found.steps.start_ns) == 4
-    assert held(found, line)[-1] == "END F B O"
-
-
 def test_teacher_pass_is_other_time_of_its_step() -> None:
     line = "D E1 F0 B O " * 3
     found = cut(line, t0=0, t1=1)
@@ -114,35 +107,28 @@ def test_teacher_pass_is_other_time_of_its_step() -> None:
     assert not len(found.evaluation_start_ns)
 
 
-def test_pass_of_an_averaged_copy_over_a_loader_is_evaluation() -> None:
-    line = "D F0 B O D F0 B O D E1 D E1 END D F0 B O"
-    found = cut(line, t0=0, t1=1)
-    assert held(found, line) == ["D F0 B O"] * 3
-    assert len(found.evaluation_start_ns) == 1
-
-
-def test_pseudo_labels_of_the_trained_model_are_part_of_the_step() -> None:
-    line = "D E F B O " * 4
-    assert held(cut(line), line) == ["D E F B O"] * 4
-
-
-def test_wrapped_module_in_evaluation_shares_the_family() -> None:
-    found = cut("D F0 B O E1 D F0 B O", t0=5, t1=5)
-    assert len(found.evaluation_start_ns) == 1
-
-
-def test_forward_in_eval_mode_is_training_where_a_backward_follows() -> None:
-    line = "D FE B O D FE B O D FE D FE END"
-    found = cut(line)
-    assert held(found, line) == ["D FE B O"] * 2
-    assert found.steps.host_ns[1].tolist() == [SPAN_NS] * 2
-    assert len(found.evaluation_start_ns) == 1
-
-
-def test_rank_that_only_evaluates_has_a_step_per_batch() -> None:
-    found = cut("D E D E D N END")
-    assert len(found.steps.start_ns) == 3
-    assert not len(found.evaluation_start_ns)
+@pytest.mark.parametrize(
+    ("line", "families", "steps", "evaluations"),
+    [
+        pytest.param("ITER D D F B O ITER D D E END E D F B O D F B O ITER D D E END E END F B O",
+                     (0, 0), ["ITER D D F B O", "D F B O", "D F B O", "END F B O"], 2,
+                     id="prefetching-loader-with-evaluation-in-the-epoch"),
+        pytest.param("D F0 B O D F0 B O D E1 D E1 END D F0 B O", (0, 1), ["D F0 B O"] * 3, 1,
+                     id="averaged-copy-over-a-loader"),
+        pytest.param("D E F B O " * 4, (0, 0), ["D E F B O"] * 4, 0, id="pseudo-labels"),
+        pytest.param("D F0 B O E1 D F0 B O", (5, 5), ["D F0 B O"] * 2, 1, id="wrapped-module"),
+        pytest.param("D FE B O D FE B O D FE D FE END", (0, 0), ["D FE B O"] * 2, 1,
+                     id="forward-in-eval-mode"),
+        pytest.param("D E D E D N END", (0, 0), ["D E", "D E", "D N"], 0, id="evaluation-alone"),
+    ],
+)  # fmt: skip
+def test_evaluation_is_told_from_the_passes_of_a_step(
+    line: str, families: tuple[int, int], steps: list[str], evaluations: int
+) -> None:
+    found = cut(line, t0=families[0], t1=families[1])
+    assert held(found, line) == steps
+    assert len(found.evaluation_start_ns) == evaluations
+    assert (found.steps.host_ns[1][found.steps.micro_step_count > 0] > 0).all()
 
 
 def test_closure_counts_forward_and_backward_apart_from_the_optimizer() -> None:
