@@ -13,7 +13,7 @@ import numpy as np
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.engine import diagnose
-from haiprof.diagnosis.verdict import Verdict
+from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
@@ -123,6 +123,12 @@ def judged(root: Path) -> Verdict:
     return diagnose(Analyzer(root))
 
 
+def find(verdict: Verdict, rule: str) -> Finding:
+    """The one finding of a rule."""
+    (finding,) = [each for each in verdict.findings if each.rule == rule]
+    return finding
+
+
 def note(root: Path, rank: int, /, **line: object) -> None:
     """A line in the events of a rank."""
     with RunPaths(root).rank(rank).events.open("a") as file:
@@ -137,24 +143,23 @@ def report(root: Path, rank: int, **facts: object) -> None:
 
 def counters(
     root: Path,
-    of: Callable[[float], Mapping[str, float]],
+    of: Callable[[float, int], Mapping[str, float]],
     *,
-    seconds: float = 40.0,
+    seconds: Sequence[float] = np.arange(-1, 40, 0.5).tolist(),
     ranks: int = 1,
     host: Callable[[float], Mapping[str, float]] | None = None,
 ) -> None:
-    """Process counters of each rank (and of the host) twice a second, as functions of time."""
-    times = np.arange(START_NS - NS_PER_S, START_NS + seconds * NS_PER_S, NS_PER_S / 2)
+    """Counters of each rank's process, as functions of time and rank, and of the host."""
     rows = [
-        row_of(PROCESS, time_ns=int(t), pid=100 + r, start_ticks=7, process_count=1,
-               **of((t - START_NS) / NS_PER_S))
-        for t in times
+        row_of(PROCESS, time_ns=START_NS + int(t * NS_PER_S), pid=100 + r, start_ticks=7,
+               process_count=1, **{name: int(value) for name, value in of(t, r).items()})
+        for t in seconds
         for r in range(ranks)
     ]  # fmt: skip
     node = RunPaths(root).node("node0")
     write_records(node.records("process"), PROCESS, rows)
     if host is not None:
-        rows = [row_of(HOST, time_ns=int(t), **host((t - START_NS) / NS_PER_S)) for t in times]
+        rows = [row_of(HOST, time_ns=START_NS + int(t * NS_PER_S), **host(t)) for t in seconds]
         write_records(node.records("host"), HOST, rows)
 
 

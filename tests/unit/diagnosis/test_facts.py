@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from haiprof import Analyzer
@@ -18,7 +16,7 @@ from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables import CGROUP, GPU, PROCESS
+from haiprof.run_format.tables import CGROUP, GPU
 from haiprof.run_format.writer import append_line
 from tests.unit.analysis.recorded import CLOCK, row_of, write_records
 from tests.unit.analysis.sampled import write_stacks
@@ -26,6 +24,7 @@ from tests.unit.diagnosis.stories import (
     BALANCED,
     START_NS,
     counters,
+    find,
     judged,
     note,
     placed,
@@ -39,27 +38,18 @@ from tests.unit.diagnosis.stories import (
 PAGES = {"0": 500}
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-def rules(verdict: Verdict) -> list[str]:
-    return [f.rule for f in verdict.findings]
-
-
-def found(verdict: Verdict, rule: str) -> Finding:
-    (finding,) = [f for f in verdict.findings if f.rule == rule]
-    return finding
-
-
 def numbers(finding: Finding) -> dict[str, float | None]:
     return {evidence.name: evidence.value for evidence in finding.evidence}
 
 
+def write_memory(root: Path, rss: Callable[[float], float]) -> None:
+    """How much a rank holds at a second of its training."""
+    counters(root, lambda t, _: {"memory_rss_bytes": rss(t)})
+
+
 def limited(root: Path, limit_bytes: float) -> None:
     """Memory of a rank that grows by 20 MB a second, and the limit of its control group."""
-    counters(root, lambda t: {"memory_rss_bytes": int(1e9 + 2e7 * t)})
+    write_memory(root, lambda t: 1e9 + 2e7 * t)
     times = [START_NS + second * NS_PER_S for second in range(20)]
     rows = [
         row_of(CGROUP, time_ns=t, cgroup_index=0, memory_limit_bytes=int(limit_bytes))
@@ -75,8 +65,8 @@ def loader_story(
 ) -> Finding:  # fmt: skip
     write_story(root, lambda rank, step: (30.0, *BALANCED[1:]), steps=200)
     note(root, 0, type="dataloader", workers=workers, batch_size=8, persistent=False)
-    counters(root, lambda t: {"cpu_main_ns": int(main * (t + 2) * NS_PER_S),
-                              "cpu_ns": int(all_cores * (t + 2) * NS_PER_S)},
+    counters(root, lambda t, _: {"cpu_main_ns": main * (t + 2) * NS_PER_S,
+                                 "cpu_ns": all_cores * (t + 2) * NS_PER_S},
              host=lambda t: {"cpu_user_ns": int((all_cores + others) * (t + 2) * NS_PER_S),
                              "cpu_idle_ns": int((4 - all_cores - others) * (t + 2) * NS_PER_S),
                              "cpu_count": 4})  # fmt: skip
@@ -87,14 +77,14 @@ def loader_story(
                    for i in range(len(kernel_waits))]  # fmt: skip
         path = RunPaths(root).rank(0).worker_stacks(0)
         write_stacks(path, samples, worker=0, pid=9, kernel_waits=kernel_waits)
-    return found(judged(root), "dataloader_bound")
+    return find(judged(root), "dataloader_bound")
 
 
 def test_slow_first_batch_is_named_with_its_length(root: Path) -> None:
     times = lambda rank, step: (0.2 if step else 5_000.0, *BALANCED[1:])  # noqa: E731
     write_story(root, times)
     write_samples(root, lambda phase, step: (("/me/data.py", 3 + min(step or 0, 1), "read"),))
-    finding = found(judged(root), "first_batch")
+    finding = find(judged(root), "first_batch")
     assert [line.location for line in finding.code_lines] == ["data.py:3 read"]
     assert finding.evidence[0].value == pytest.approx(5_000 * NS_PER_MS, rel=0.1)
 
@@ -143,7 +133,7 @@ def test_cores_that_others_use_are_not_said_to_be_of_no_use_to_workers(root: Pat
 
 
 def test_late_batches_of_an_unknown_loader_have_no_reason(root: Path) -> None:
-    finding = found(verdict_of(root, lambda *_: (30.0, *BALANCED[1:])), "dataloader_bound")
+    finding = find(verdict_of(root, lambda *_: (30.0, *BALANCED[1:])), "dataloader_bound")
     assert finding.cause is None
     assert finding.missing
 
@@ -163,7 +153,7 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(root: Path) -> None:
             rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
             now += int((ms + 0.1) * NS_PER_MS)
     write_line(root, rows, [{"type": "dataloader", "workers": 2, "persistent": False}])
-    finding = found(judged(root), "dataloader_bound")
+    finding = find(judged(root), "dataloader_bound")
     assert finding.cause == "epoch_restart"
     assert "persistent_workers=True" in finding.remedy
 
@@ -173,7 +163,7 @@ def test_few_slow_samples_are_told_from_what_every_batch_costs(root: Path, usual
     times = lambda rank, step: (usual_ms if step % 15 else 400.0, *BALANCED[1:])  # noqa: E731
     write_story(root, times, steps=300)
     note(root, 0, type="dataloader", workers=2)
-    assert found(judged(root), "dataloader_bound").cause == "slow_samples"
+    assert find(judged(root), "dataloader_bound").cause == "slow_samples"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -181,7 +171,7 @@ def test_bursts_of_workers_are_no_slow_samples(root: Path, workers: int) -> None
     times = lambda rank, step: (0.2 if step % workers else 40.0 * workers, *BALANCED[1:])  # noqa: E731
     write_story(root, times, steps=300)
     note(root, 0, type="dataloader", workers=workers)
-    assert found(judged(root), "dataloader_bound").cause != "slow_samples"
+    assert find(judged(root), "dataloader_bound").cause != "slow_samples"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +185,8 @@ def test_bursts_of_workers_are_no_slow_samples(root: Path, workers: int) -> None
 )
 def test_memory_creep(root: Path, rss: Callable[[float], float], fires: bool) -> None:
     write_story(root, lambda *_: BALANCED, steps=1200)
-    counters(root, lambda t: {"memory_rss_bytes": int(rss(t))})
-    assert ("memory_creep" in rules(judged(root))) is fires
+    write_memory(root, rss)
+    assert ("memory_creep" in {f.rule for f in judged(root).findings}) is fires
 
 
 def test_memory_that_each_step_keeps_creeps_also_where_steps_become_slower(root: Path) -> None:
@@ -207,30 +197,33 @@ def test_memory_that_each_step_keeps_creeps_also_where_steps_become_slower(root:
         times = 1 if step < 400 else slower
         return data * times, forward * times, backward * times, optimizer * times
 
-    def kept_bytes(seconds: float) -> int:
+    def kept_bytes(seconds: float) -> float:
         fast = min(seconds / step_s, 400.0)
-        return int(1e9 + 1e6 * (fast + max(seconds / step_s - 400, 0.0) / slower))
+        return 1e9 + 1e6 * (fast + max(seconds / step_s - 400, 0.0) / slower)
 
     write_story(root, times, steps=700)
-    counters(root, lambda t: {"memory_rss_bytes": kept_bytes(t)})
-    assert "memory_creep" in rules(judged(root))
+    write_memory(root, kept_bytes)
+    assert "memory_creep" in {f.rule for f in judged(root).findings}
 
 
-@pytest.mark.parametrize(("limit", "severity"), [(2e9, "critical"), (2e11, "warning")])
+@pytest.mark.parametrize(
+    ("steps", "limit", "severity"),
+    [
+        (1200, 2e9, "critical"),
+        (1200, 2e11, "warning"),
+        (600, 2e9, "warning"),  # in its first seconds a job loads what it keeps
+    ],
+)
 def test_memory_that_ends_the_job_within_the_hour_is_grave(
-    root: Path, limit: float, severity: str
+    root: Path, steps: int, limit: float, severity: str
 ) -> None:
-    write_story(root, lambda *_: BALANCED, steps=1200)
+    write_story(root, lambda *_: BALANCED, steps=steps)
     limited(root, limit)
-    assert found(judged(root), "memory_creep").severity == severity
-
-
-def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> None:
-    write_story(root, lambda *_: BALANCED, steps=1200)
-    limited(root, 2e9)
-    (creep,) = [f for f in judged(root).findings if f.rule == "memory_creep"]
-    until = {e.name: e.value for e in creep.evidence}["until its limit, at this rate"]
-    last = {e.name: e.value for e in creep.evidence}["at the end"]
+    creep = find(judged(root), "memory_creep")
+    assert creep.severity == severity
+    if severity == "warning":
+        return
+    until, last = (numbers(creep)[name] for name in ("until its limit, at this rate", "at the end"))
     assert until is not None
     assert last is not None
     assert until / NS_PER_S == pytest.approx((2e9 - last) / 2e7, rel=0.1)
@@ -238,23 +231,17 @@ def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> 
     assert creep.title.endswith("after about 1,600 more steps")
 
 
-def test_memory_that_grows_in_a_jobs_first_seconds_is_not_grave(root: Path) -> None:
-    write_story(root, lambda *_: BALANCED, steps=600)
-    limited(root, 2e9)
-    assert found(judged(root), "memory_creep").severity == "warning"
-
-
-def ran_out(root: Path) -> None:
-    """The rank fails to allocate 20 s after its first step."""
-    end = {"type": "process_end", "pid": 100, "rank": 0, "wall_ns": CLOCK.wall_ns + 29 * NS_PER_S,
-           "status": None, "signal": 9, "oom": {"kills": 1}}  # fmt: skip
-    with RunPaths(root).node("node0").events.open("a") as file:
-        file.write(json.dumps(end) + "\n")
+def ran_out(root: Path, second: int = 29) -> None:
+    """The rank fails to allocate; its first step began at second 9."""
+    append_line(RunPaths(root).node("node0").events, {
+        "type": "process_end", "pid": 100, "rank": 0, "wall_ns": CLOCK.wall_ns + second * NS_PER_S,
+        "status": None, "signal": 9, "oom": {"kills": 1},
+    })  # fmt: skip
 
 
 def test_memory_that_filled_up_before_it_ran_out_did_not_grow_with_each_step(root: Path) -> None:
     write_story(root, lambda *_: BALANCED, steps=1000)
-    counters(root, lambda t: {"memory_rss_bytes": int(1e8 + 1e7 * min(t, 8.0))})
+    write_memory(root, lambda t: 1e8 + 1e7 * min(t, 8.0))
     ran_out(root)
     verdict = judged(root)
     assert verdict.memory_at_end[0].growth_bytes_per_step is None
@@ -271,7 +258,7 @@ def test_memory_that_grew_with_each_step_until_it_ran_out_is_mended_before_a_res
     def kept(seconds: float) -> float:
         return 1e8 + 1e6 * max(seconds, 0.0) / step_s
 
-    counters(root, lambda t: {"memory_rss_bytes": int(kept(t) if t < 20 else 1e8)})
+    write_memory(root, lambda t: kept(t) if t < 20 else 1e8)
     ran_out(root)
     verdict = judged(root)
     (memory,) = verdict.memory_at_end
@@ -289,14 +276,11 @@ def test_memory_that_grew_with_each_step_until_it_ran_out_is_mended_before_a_res
 def test_limit_at_which_the_job_has_died_does_not_lie_ahead(root: Path) -> None:
     write_story(root, lambda *_: BALANCED, steps=1200)
     limited(root, 2e9)
-    end = {"type": "process_end", "pid": 100, "rank": 0, "wall_ns": CLOCK.wall_ns + 60 * NS_PER_S,
-           "status": None, "signal": 9, "oom": {"kills": 1}}  # fmt: skip
-    with RunPaths(root).node("node0").events.open("a") as file:
-        file.write(json.dumps(end) + "\n")
+    ran_out(root, 60)
     verdict = judged(root)
     assert verdict.death is not None
     assert verdict.death.cause == "out_of_memory"
-    creep = found(verdict, "memory_creep")
+    creep = find(verdict, "memory_creep")
     assert "its limit is " not in creep.title
     assert not [name for name in numbers(creep) if name.startswith("until")]
 
@@ -337,9 +321,9 @@ def test_memory_creep_abstains_without_samples(root: Path) -> None:
 @pytest.mark.parametrize(("pressure", "fires"), [(0.3, True), (0.02, False)])
 def test_memory_pressure(root: Path, pressure: float, fires: bool) -> None:
     write_story(root, lambda *_: BALANCED, steps=600)
-    counters(root, lambda t: {}, host=lambda t: {
+    counters(root, lambda *_: {}, host=lambda t: {
         "pressure_memory_some_ns": int(pressure * (t + 2) * NS_PER_S)})  # fmt: skip
-    assert ("memory_pressure" in rules(judged(root))) is fires
+    assert ("memory_pressure" in {f.rule for f in judged(root).findings}) is fires
 
 
 @pytest.mark.parametrize(("retries", "fires"), [(40, True), (1, False)])
@@ -348,12 +332,16 @@ def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
     for place, count in enumerate((0, retries)):
         note(root, 0, type="allocator", time_ns=START_NS + place * 10 * NS_PER_S,
              retry_count=count, oom_count=0)  # fmt: skip
-    assert ("allocator_retries" in rules(judged(root))) is fires
+    assert ("allocator_retries" in {f.rule for f in judged(root).findings}) is fires
+
+
+def slow_rank(rank: int, _: int) -> tuple[float, float, float, float]:
+    """Forward of rank 1 takes 4 ms longer, for which the others wait in backward."""
+    return (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)
 
 
 def test_slow_rank_is_joined_to_its_throttled_gpu(root: Path) -> None:
-    times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
-    write_story(root, times, ranks=4, gpu=0.9, steps=200)
+    write_story(root, slow_rank, ranks=4, gpu=0.9, steps=200)
     samples = range(START_NS, START_NS + 4 * NS_PER_S, NS_PER_S // 4)
     rows = [
         row_of(GPU, time_ns=t, gpu=r, utilization_ratio=0.9,
@@ -365,7 +353,7 @@ def test_slow_rank_is_joined_to_its_throttled_gpu(root: Path) -> None:
     path = RunPaths(root).node("node0").records("gpu")
     path.unlink()
     write_records(path, GPU, rows, entities=gpus)
-    finding = found(judged(root), "ranks_uneven")
+    finding = find(judged(root), "ranks_uneven")
     assert (finding.rank, finding.cause) == (1, "throttled")
     assert "temperature" in finding.title
 
@@ -382,18 +370,14 @@ def test_rank_that_works_more_is_not_called_starved(
     root: Path, cores: list[tuple[float, float]], cause: str
 ) -> None:
     """Rank 1's forward takes a fifth of the step longer. Each runs and waits for a core so long."""
-    times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
-    write_story(root, times, ranks=2, steps=200)
-    rows = [
-        row_of(PROCESS, time_ns=int(t), pid=100 + r, start_ticks=7, process_count=1,
-               cpu_main_ns=int(run * (t - START_NS + NS_PER_S)),
-               cpu_ns=int(run * (t - START_NS + NS_PER_S)),
-               run_queue_wait_ns=int(wait * (t - START_NS + NS_PER_S)))
-        for t in np.arange(START_NS - NS_PER_S, START_NS + 6 * NS_PER_S, NS_PER_S / 2)
-        for r, (run, wait) in enumerate(cores)
-    ]  # fmt: skip
-    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
-    assert found(judged(root), "ranks_uneven").cause == cause
+    write_story(root, slow_rank, ranks=2, steps=200)
+
+    def used(t: float, rank: int) -> dict[str, float]:
+        run, wait = (share * (t + 1) * NS_PER_S for share in cores[rank])
+        return {"cpu_main_ns": run, "cpu_ns": run, "run_queue_wait_ns": wait}
+
+    counters(root, used, ranks=2)
+    assert find(judged(root), "ranks_uneven").cause == cause
 
 
 @pytest.mark.parametrize(
@@ -403,21 +387,13 @@ def test_rank_that_works_more_is_not_called_starved(
 def test_a_rank_is_slow_by_page_faults_only_where_it_is_given_the_same(
     root: Path, sizes: tuple[int | None, int | None], cause: str
 ) -> None:
-    """Rank 1's forward takes 4 ms more, with twice the page faults."""
-    write_story(
-        root, lambda rank, _: (0.2, 5.0 + 4 * rank, 14.0 - 4 * rank, 2.0), steps=800, ranks=2
-    )
+    """Rank 1 has twice the page faults."""
+    write_story(root, slow_rank, steps=800, ranks=2)
     for rank, size in enumerate(sizes):
         if size is not None:
             note(root, rank, type="input_size", time_ns=START_NS, root=1, number_count=size)
-    rows = [
-        row_of(PROCESS, time_ns=int(START_NS + t * NS_PER_S), pid=100 + rank, start_ticks=7,
-               process_count=1, page_fault_count=int(50_000 * (1 + rank) * (t + 2)))
-        for t in np.arange(-1, 25, 0.5)
-        for rank in range(2)
-    ]  # fmt: skip
-    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
-    finding = found(judged(root), "ranks_uneven")
+    counters(root, lambda t, rank: {"page_fault_count": 50_000 * (1 + rank) * (t + 2)}, ranks=2)
+    finding = find(judged(root), "ranks_uneven")
     assert (finding.rank, finding.cause) == (1, cause)
     assert ("LD_PRELOAD" in finding.remedy) is (cause == "page_faults")
 
@@ -425,8 +401,8 @@ def test_a_rank_is_slow_by_page_faults_only_where_it_is_given_the_same(
 def test_counters_of_a_job_beside_it_are_none_of_this_one(root: Path) -> None:
     """That of the first attempt waits for cores; of the judged one nothing is known."""
     write_story(root, lambda *_: BALANCED, steps=800)
-    counters(root, lambda t: {"cpu_main_ns": int(0.5 * (t + 2) * NS_PER_S),
-                              "run_queue_wait_ns": int(0.5 * (t + 2) * NS_PER_S)})  # fmt: skip
+    counters(root, lambda t, _: {"cpu_main_ns": 0.5 * (t + 2) * NS_PER_S,
+                                 "run_queue_wait_ns": 0.5 * (t + 2) * NS_PER_S})  # fmt: skip
     assert gather_inputs(Analyzer(root)).core_waits.keys() == {0}
     write_beside(root, 10.0, steps=600)
     inputs = gather_inputs(Analyzer(root))
@@ -439,13 +415,8 @@ def test_samples_of_a_start_up_are_not_compared_with_training(
     root: Path, before_s: float, is_known: bool
 ) -> None:
     write_story(root, lambda *_: BALANCED, steps=200)
-    times = START_NS - int(before_s * NS_PER_S) + np.arange(16) * (NS_PER_S // 4)
-    rows = [
-        row_of(PROCESS, time_ns=int(t), pid=100, start_ticks=7, process_count=1,
-               cpu_main_ns=int(0.5 * (t - int(times[0]))))
-        for t in times
-    ]  # fmt: skip
-    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
+    counters(root, lambda t, _: {"cpu_main_ns": 0.5 * (t + before_s) * NS_PER_S},
+             seconds=[n / 4 - before_s for n in range(16)])  # fmt: skip
     assert (load_of(open_compared_run(root)).main_cores is not None) is is_known
 
 
@@ -457,40 +428,38 @@ def numa(root: Path, *placements: Mapping[str, Any]) -> Verdict:
     return judged(root)
 
 
-def test_cores_off_the_node_of_the_gpu_are_named(root: Path) -> None:
-    good = {"cpu_nodes": [0], "gpu_node": 0, "memory_nodes": PAGES}
-    bad = {"cpu_nodes": [0], "gpu_node": 1, "memory_nodes": PAGES}
-    finding = found(numa(root, good, bad), "numa_placement")
-    assert (finding.rule, finding.severity, finding.rank) == ("numa_placement", "warning", 1)
-    assert finding.title == "rank 1 runs on another NUMA node than its GPU"
-    assert numbers(finding) == {
-        "rank 1: cores on node 0, GPU on 1; pages away from its GPU": pytest.approx(1.0)
-    }
-    assert "--numa-binding=node" in finding.remedy
-
-
-def test_memory_off_the_node_of_the_cores_is_named(root: Path) -> None:
-    bad = {"cpu_nodes": [1], "memory_nodes": {"0": 400, "1": 100}}
-    finding = found(numa(root, bad, bad), "numa_placement")
-    assert finding.title == (
-        "ranks 0 and 1 have most of their memory on another NUMA node than their cores"
-    )
-    assert finding.severity == "warning"
-    assert list(numbers(finding).values()) == [pytest.approx(0.8)] * 2
-
-
-def test_unbound_rank_with_memory_away_from_its_gpu_is_information(root: Path) -> None:
-    bad = {"cpu_nodes": [0, 1], "gpu_node": 1, "memory_nodes": {"0": 400, "1": 100}}
-    finding = found(numa(root, bad), "numa_placement")
-    assert finding.severity == "info"
-    assert finding.title.startswith("rank 0 is not bound, and has most of its memory")
-
-
-def test_cores_on_a_node_without_adapter_are_information(root: Path) -> None:
-    nics = [{"name": "mlx5_0", "node": 1}]
-    finding = found(numa(root, {"cpu_nodes": [0], "nics": nics}), "numa_placement")
-    assert (finding.severity, finding.confidence) == ("info", 0.5)
-    assert "network on 1" in finding.evidence[0].name
+@pytest.mark.parametrize(
+    ("placements", "title", "severity", "evidence", "remedy"),
+    [
+        ([{"cpu_nodes": [0], "gpu_node": 0}, {"cpu_nodes": [0], "gpu_node": 1}],
+         "rank 1 runs on another NUMA node than its GPU", "warning",
+         [("rank 1: cores on node 0, GPU on 1; pages away from its GPU", 1.0)],
+         "--numa-binding=node"),
+        ([{"cpu_nodes": [1], "memory_nodes": {"0": 400, "1": 100}}] * 2,
+         "ranks 0 and 1 have most of their memory on another NUMA node than their cores", "warning",
+         [(f"rank {rank}: cores on node 1; pages away from its cores", 0.8) for rank in (0, 1)],
+         "bind before memory is taken"),
+        ([{"cpu_nodes": [0, 1], "gpu_node": 1, "memory_nodes": {"0": 400, "1": 100}}],
+         "rank 0 is not bound, and has most of its memory on another NUMA node than its GPU",
+         "info", [("rank 0: cores on node 0 and 1, GPU on 1; pages away from its GPU", 0.8)],
+         "--numa-binding=node"),
+        ([{"cpu_nodes": [0], "nics": [{"name": "mlx5_0", "node": 1}]}],
+         "rank 0 runs on a NUMA node without a network adapter, while another has one", "info",
+         [("rank 0: cores on node 0, network on 1; pages away from its cores", 0.0)],
+         "adapters' node"),
+    ],
+    ids=["cores", "memory", "unbound", "adapter"],
+)  # fmt: skip
+def test_ranks_far_from_what_they_use_are_named(
+    root: Path, placements: list[dict[str, Any]], title: str, severity: str,
+    evidence: list[tuple[str, float]], remedy: str,
+) -> None:  # fmt: skip
+    finding = find(numa(root, *placements), "numa_placement")
+    assert (finding.title, finding.severity) == (title, severity)
+    assert numbers(finding) == dict(evidence)
+    assert remedy in finding.remedy
+    assert finding.confidence == (0.5 if "adapter" in title else 0.7)
+    assert finding.rank == (len(placements) - 1 if len(evidence) == 1 else None)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +498,7 @@ def printed(root: Path, kind: str, text: str, **more: object) -> None:
 def test_printed_loss_that_is_nan_is_a_problem_and_its_text_is_data(root: Path) -> None:
     write_story(root, lambda *_: BALANCED)
     printed(root, "loss", "step 7 loss nan \x1b[31m\u202e" + "x" * 900, step=7)
-    finding = found(judged(root), "loss_not_finite")
+    finding = find(judged(root), "loss_not_finite")
     assert finding.title.startswith("the loss that rank 0 printed was no finite number at step 7")
     assert finding.title.isprintable()
     assert len(finding.title) < 400

@@ -114,16 +114,6 @@ def test_what_a_change_would_remove_is_one_with_its_line(
     assert found((position, stack, 4, lock)) == {place: (pytest.approx(4), position, activity)}
 
 
-def test_collections_are_one_wherever_they_come() -> None:
-    pause = [
-        Part(position=at, stack=(SCRIPT, MAIN, MODULE, FORWARD), ms=2, collecting=True)
-        for at in ("forward", "after_step")
-    ]
-    assert found(*pause) == {
-        "garbage collection": (pytest.approx(4), "forward", "garbage collection")
-    }
-
-
 def test_batches_that_an_evaluation_waits_for_are_its_own() -> None:
     rows = [
         ("evaluation", (SCRIPT, MAIN, job(90, "evaluate"), LOADER), 3),
@@ -131,35 +121,6 @@ def test_batches_that_an_evaluation_waits_for_are_its_own() -> None:
     ]
     ((_, (ms, position, _activity)),) = found(*rows).items()
     assert (ms, position) == (5.0, "evaluation")
-
-
-def test_ten_helpers_of_one_evaluation_are_one() -> None:
-    """None of them is most of it: it is named by the function that calls them."""
-    helpers = [
-        ("after_step", (SCRIPT, LOOP, EVALUATE[i], job(100 + i, f"metric_{i}")), 2 + (i == 3), "h")
-        for i in range(10)
-    ]
-    assert found(*helpers) == {"evaluate:93": (pytest.approx(21), "after_step", "python")}
-
-
-def test_an_evaluation_is_not_named_by_the_layers_that_it_runs() -> None:
-    model = (SCRIPT, LOOP, EVALUATE[0], MODULE, FORWARD, MODULE, LINEAR)
-    assert found(("after_step", model, 9)) == {
-        "evaluate:90": (pytest.approx(9), "after_step", "operators")
-    }
-
-
-def test_an_evaluation_written_into_the_loop_is_named_by_its_line_there() -> None:
-    model = (SCRIPT, LOOP, MODULE, FORWARD, MODULE, LINEAR)
-    assert found(("evaluation", model, 9)) == {
-        "main:50": (pytest.approx(9), "evaluation", "operators")
-    }
-
-
-def test_what_a_model_calls_in_its_own_forward_is_named_though_it_runs_operators_too() -> None:
-    layer = (SCRIPT, job(41, "main"), MODULE, job(6, "Net.forward"), job(7, "normalise"))
-    (place,) = found(("forward", layer, 12, "hhh0"))
-    assert place == "normalise:7"
 
 
 @pytest.mark.parametrize(
@@ -175,32 +136,6 @@ def test_operators_of_steps_without_any_phase_are_the_models(
     assert every.keys() == expected.keys()
     for place, (ms, *_) in every.items():
         assert ms / STEPS == pytest.approx(expected[place][0])
-
-
-def test_one_helper_that_is_most_of_it_names_it() -> None:
-    parts = [
-        ("after_step", (SCRIPT, LOOP, EVALUATE[0], job(7, "outer"), job(8, "inner")), 8, "h"),
-        ("after_step", (SCRIPT, LOOP, EVALUATE[1]), 1, "h"),
-    ]
-    assert found(*parts) == {"inner:8": (pytest.approx(9), "after_step", "python")}
-
-
-def test_library_code_called_from_one_line_is_one() -> None:
-    parts = [
-        ("after_step", (SCRIPT, LOOP, DUMPS), 2, "h"),
-        ("after_step", (SCRIPT, LOOP, DUMPS, ENCODE), 3, "h"),
-        ("after_step", (SCRIPT, LOOP, NORM), 1),
-    ]
-    assert found(*parts) == {"main:50": (pytest.approx(6), "after_step", "python")}
-
-
-def test_two_faults_in_one_loop_are_two() -> None:
-    parts = [
-        ("after_step", (SCRIPT, LOOP, job(8, "log"), DUMPS), 3, "h"),
-        ("after_step", (SCRIPT, job(51, "main"), job(9, "draw"), NORM), 4),
-        ("prepare", (SCRIPT, job(39, "main"), NORM), 2),
-    ]
-    assert list(found(*parts)) == ["draw:9", "log:8", "main:39"]
 
 
 def test_a_line_of_the_loop_in_two_positions_is_one_in_each() -> None:
@@ -223,38 +158,68 @@ def test_statements_of_one_line_are_opportunities_of_their_own() -> None:
     assert sums == pytest.approx([24, 36])
 
 
-def test_a_lambda_of_the_script_is_a_part_of_its_line() -> None:
-    line = job(50, "<module>")
+MODEL = (MODULE, FORWARD, MODULE, LINEAR)
+IN_ITS_OWN_FORWARD = (SCRIPT, job(41, "main"), MODULE, job(6, "Net.forward"), job(7, "normalise"))
+ONE = {
+    "collections, wherever they come": (
+        [Part(position=at, stack=(SCRIPT, MAIN, MODULE, FORWARD), ms=2, collecting=True)
+         for at in ("forward", "after_step")],
+        "garbage collection", 4, "forward", "garbage collection"),
+    "ten helpers of one evaluation, of which none is most": (
+        [("after_step", (SCRIPT, LOOP, EVALUATE[i], job(100 + i, f"metric_{i}")), 2 + (i == 3), "h")
+         for i in range(10)],
+        "evaluate:93", 21, "after_step", "python"),
+    "an evaluation, not the layers that it runs": (
+        [("after_step", (SCRIPT, LOOP, EVALUATE[0], *MODEL), 9)],
+        "evaluate:90", 9, "after_step", "operators"),
+    "an evaluation written into the loop": (
+        [("evaluation", (SCRIPT, LOOP, *MODEL), 9)], "main:50", 9, "evaluation", "operators"),
+    "a helper that is most of it": (
+        [("after_step", (SCRIPT, LOOP, EVALUATE[0], job(7, "outer"), job(8, "inner")), 8, "h"),
+         ("after_step", (SCRIPT, LOOP, EVALUATE[1]), 1, "h")],
+        "inner:8", 9, "after_step", "python"),
+    "library code called from one line": (
+        [("after_step", (SCRIPT, LOOP, DUMPS), 2, "h"),
+         ("after_step", (SCRIPT, LOOP, DUMPS, ENCODE), 3, "h"),
+         ("after_step", (SCRIPT, LOOP, NORM), 1)],
+        "main:50", 6, "after_step", "python"),
+    "a lambda of the script": (
+        [("after_step", (job(50, "<module>"),), 2, "h"),
+         ("after_step", (job(50, "<module>"), job(50, "<lambda>")), 3, "h")],
+        "<module>:50", 5, "after_step", "python"),
+    **{f"a {inner} of the function that it is written in": (
+        [("after_step", (SCRIPT, LOOP, job(8, "log")), 2, "h"),
+         ("after_step", (SCRIPT, LOOP, job(8, "log"), job(9, f"log.<locals>.{inner}")), 3, "h")],
+        "log:8", 5, "after_step", "python")
+       for inner in ("<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>")},
+    "a function that is reached by two ways": (
+        [("after_step", (SCRIPT, LOOP, job(8, "log"), NORM), 3),
+         ("after_step", (SCRIPT, job(60, "main"), job(70, "end"), job(8, "log"), NORM), 2)],
+        "log:8", 5, "after_step", "native"),
+    "Python between operators of a layer of the job's own, which are needed": (
+        [("forward", (SCRIPT, MAIN, MODULE, job(9, "Cell.forward")), 12, "hh0")],
+        "Cell.forward:9", 6, "forward", "python"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ONE)
+def test_what_belongs_together_is_one(case: str) -> None:
+    parts, place, ms, position, activity = ONE[case]
+    told = {place: (pytest.approx(ms), position, activity)}
+    assert found(*parts) == told
+
+
+def test_what_a_model_calls_in_its_own_forward_is_named_though_it_runs_operators_too() -> None:
+    assert list(found(("forward", IN_ITS_OWN_FORWARD, 12, "hhh0"))) == ["normalise:7"]
+
+
+def test_two_faults_in_one_loop_are_two() -> None:
     parts = [
-        ("after_step", (line,), 2, "h"),
-        ("after_step", (line, job(50, "<lambda>")), 3, "h"),
+        ("after_step", (SCRIPT, LOOP, job(8, "log"), DUMPS), 3, "h"),
+        ("after_step", (SCRIPT, job(51, "main"), job(9, "draw"), NORM), 4),
+        ("prepare", (SCRIPT, job(39, "main"), NORM), 2),
     ]
-    assert found(*parts) == {"<module>:50": (pytest.approx(5), "after_step", "python")}
-
-
-@pytest.mark.parametrize("inner", ["<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>"])
-def test_a_comprehension_belongs_to_the_function_that_it_is_written_in(inner: str) -> None:
-    parts = [
-        ("after_step", (SCRIPT, LOOP, job(8, "log")), 2, "h"),
-        ("after_step", (SCRIPT, LOOP, job(8, "log"), job(9, f"log.<locals>.{inner}")), 3, "h"),
-    ]
-    assert found(*parts) == {"log:8": (pytest.approx(5), "after_step", "python")}
-
-
-def test_a_function_that_is_reached_by_two_ways_is_one() -> None:
-    parts = [
-        ("after_step", (SCRIPT, LOOP, job(8, "log"), NORM), 3),
-        ("after_step", (SCRIPT, job(60, "main"), job(70, "end"), job(8, "log"), NORM), 2),
-    ]
-    assert found(*parts) == {"log:8": (pytest.approx(5), "after_step", "native")}
-
-
-def test_python_between_operators_of_one_function_is_what_counts() -> None:
-    """Of a layer of the job's own the operators are needed, its loop is not."""
-    layer = (SCRIPT, MAIN, MODULE, job(9, "Cell.forward"))
-    (place, (ms, position, activity)), *more = found(("forward", layer, 12, "hh0")).items()
-    assert (place, position, activity, more) == ("Cell.forward:9", "forward", "python", [])
-    assert ms == pytest.approx(6)
+    assert list(found(*parts)) == ["draw:9", "log:8", "main:39"]
 
 
 @pytest.mark.parametrize(("expression", "own_ms"), [("log(x, y)", None), ("log(x, y) + f(x)", 3.0)])

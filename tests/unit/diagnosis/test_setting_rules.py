@@ -63,11 +63,6 @@ SEEN = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 def told(
     root: Path, rank: int = 0, *, seen: dict[str, object] | None = None, **changes: Any
 ) -> None:
@@ -341,8 +336,8 @@ def test_more_threads_are_not_advised_where_workers_use_the_cores(
     root: Path, beside: float, is_said: bool
 ) -> None:
     with_threads(root, threads=1)
-    counters(root, lambda s: {"cpu_ns": int((0.9 + beside) * (s + 9) * NS_PER_S),
-                              "cpu_main_ns": int(0.9 * (s + 9) * NS_PER_S)})  # fmt: skip
+    counters(root, lambda s, _: {"cpu_ns": (0.9 + beside) * (s + 9) * NS_PER_S,
+                                 "cpu_main_ns": 0.9 * (s + 9) * NS_PER_S})  # fmt: skip
     assert ("threads_under_cores" in of_settings(judged(root))) is is_said
 
 

@@ -16,7 +16,7 @@ from haiprof.diagnosis.run_facts import RULES
 from haiprof.diagnosis.verdict import CodeLine, as_document
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables import CGROUP, HOST, PROCESS
+from haiprof.run_format.tables import CGROUP
 from tests.unit.analysis.recorded import (
     CLOCK,
     row_of,
@@ -32,6 +32,7 @@ from tests.unit.diagnosis.stories import (
     KINDS,
     START_NS,
     PhaseTimes,
+    counters,
     judged,
     note,
     placed,
@@ -76,11 +77,6 @@ USUAL: dict[str, Stack] = {
     "evaluation": (SCRIPT, job(46, "main"), job(90, "evaluate"), MODULE, FORWARD),
 }
 Stacks = dict[str, Stack | Callable[[int], Stack]]
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 def every(number: int, stack: Stack, phase: str) -> Callable[[int], Stack]:
@@ -201,31 +197,29 @@ def write_cores(
 ) -> None:
     """Ranks that had so many cores; the limit is in cores, with the share of periods stopped."""
     write_sampled(root, times, ranks=len(ranks), steps=400)
-    node = RunPaths(root).node("node0")
-    at = np.arange(START_NS - NS_PER_S, START_NS + 25 * NS_PER_S, NS_PER_S // 2).tolist()
-    rows = [
-        row_of(PROCESS, time_ns=t, pid=100 + rank, start_ticks=7, process_count=2,
-               cpu_ns=int((each.main + each.workers) * t), cpu_main_ns=int(each.main * t),
-               run_queue_wait_ns=int(each.wait * t))
-        for t in at
-        for rank, each in enumerate(ranks)
-    ]  # fmt: skip
-    write_records(node.records("process"), PROCESS, rows)
     busy = sum(each.main + each.workers for each in ranks) + others
-    hosts = [
-        row_of(HOST, time_ns=t, cpu_count=cores, cpu_user_ns=int(busy * t),
-               cpu_steal_ns=int(steal * t), cpu_idle_ns=int((cores - busy - steal) * t))
-        for t in at
-    ]  # fmt: skip
-    write_records(node.records("host"), HOST, hosts)
+
+    def used(second: float, rank: int) -> dict[str, float]:
+        ns, each = (second + 10) * NS_PER_S, ranks[rank]
+        return {"cpu_ns": (each.main + each.workers) * ns, "cpu_main_ns": each.main * ns,
+                "run_queue_wait_ns": each.wait * ns}  # fmt: skip
+
+    def counted(second: float) -> dict[str, int]:
+        ns = {"cpu_user_ns": busy, "cpu_steal_ns": steal, "cpu_idle_ns": cores - busy - steal}
+        return {name: int(of * (second + 10) * NS_PER_S) for name, of in ns.items()} | {
+            "cpu_count": cores
+        }
+
+    seconds = np.arange(-1, 25, 0.5).tolist()
+    counters(root, used, seconds=seconds, ranks=len(ranks), host=counted)
     if limit is not None:
-        periods = [10 * t // NS_PER_S for t in at]
         rows = [
-            row_of(CGROUP, time_ns=t, cgroup_index=0, cpu_limit_cores=limit[0],
-                   cpu_period_count=n, cpu_throttled_period_count=int(limit[1] * n))
-            for t, n in zip(at, periods, strict=True)
+            row_of(CGROUP, time_ns=START_NS + int(second * NS_PER_S), cgroup_index=0,
+                   cpu_limit_cores=limit[0], cpu_period_count=int(10 * (second + 10)),
+                   cpu_throttled_period_count=int(limit[1] * int(10 * (second + 10))))
+            for second in seconds
         ]  # fmt: skip
-        write_records(node.records("cgroup"), CGROUP, rows)
+        write_records(RunPaths(root).node("node0").records("cgroup"), CGROUP, rows)
     for rank, each in enumerate(ranks):
         placed(root, rank, each.cpus)
         if each.workers:
