@@ -84,12 +84,12 @@ def judge(
     deaths, wall_time = analyzer.deaths(), analyzer.goodput()
     death = next((each for each in deaths if each.final), None)
     facts, abstained, checked = _judge_facts(inputs)
-    found = run_ledger(analyzer, inputs, facts)
+    found = run_ledger(inputs, facts)
     ledger = None if found is None else found.ledger
-    part = None if found is None else slow_part(analyzer, inputs.layout, found)
+    part = None if found is None else slow_part(inputs, found)
     if part is not None:
         facts.append(_grade(part, few=inputs.steps.height < CRITICAL_MIN_STEPS))
-    findings = _name_nodes(analyzer, inputs, _findings(inputs, found, facts), ledger)
+    findings = _name_nodes(inputs, _findings(inputs, found, facts), ledger)
     creep = next((each for each in findings if each.rule == "memory_creep"), None)
     memory = analyzer.memory_at_end() if death else ()
     grown = next((m.growth_bytes_per_step for m in memory if m.growth_bytes_per_step), None)
@@ -102,7 +102,7 @@ def judge(
     verdict = Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
-        headline=death.headline if death else _headline(analyzer, inputs, findings, found),
+        headline=death.headline if death else _headline(inputs, findings, found),
         death=death,
         advice=restart_advice(analyzer),
         memory_at_end=memory,
@@ -122,7 +122,7 @@ def judge(
         findings=findings,
         abstained=abstained,
         checked=checked,
-        not_measured=not_measured(analyzer, inputs, ledger),
+        not_measured=not_measured(inputs, ledger),
         evaluation_ns=_largest(
             inputs.ranks["eval_ns"] - inputs.ranks["eval_compile_ns"].fill_null(0)
         ),
@@ -132,7 +132,7 @@ def judge(
             [blocks.pauses for blocks in inputs.blocks.values()],
         ),
         machine=machine_text(inputs),
-        cost=_cost(analyzer, inputs),
+        cost=_cost(inputs),
         next_command=_next_command(run, inputs, findings, death),
         notes=(
             *([WORDS[inputs.marked_by]] if inputs.marked_by else []),
@@ -150,9 +150,9 @@ def judge(
     return verdict, found
 
 
-def read_ledger(analyzer: RunFrames, inputs: RuleInputs) -> RunLedger | None:
+def read_ledger(inputs: RuleInputs) -> RunLedger | None:
     """The ledger that a run's verdict tells; None without judged steps."""
-    return run_ledger(analyzer, inputs, _judge_facts(inputs)[0])
+    return run_ledger(inputs, _judge_facts(inputs)[0])
 
 
 def _judge_facts(
@@ -211,7 +211,7 @@ def _findings(
 
 
 def _name_nodes(
-    analyzer: RunFrames, inputs: RuleInputs, findings: tuple[Finding, ...], ledger: Ledger | None
+    inputs: RuleInputs, findings: tuple[Finding, ...], ledger: Ledger | None
 ) -> tuple[Finding, ...]:
     """Findings with the nodes of their ranks, and what the last preflight said of these."""
     hosts = dict(inputs.ranks.select("rank", "host").drop_nulls().rows())
@@ -220,10 +220,11 @@ def _name_nodes(
         own = {hosts[rank] for rank in ranks_of(finding, ledger) if rank in hosts}
         is_part = 0 < len(own) < len(set(hosts.values()))
         named.append(replace(finding, nodes=tuple(sorted(own))) if is_part else finding)
-    manifest, nodes = analyzer.files.manifest, {node for one in named for node in one.nodes}
+    files, nodes = inputs.analyzer.files, {node for one in named for node in one.nodes}
+    manifest = files.manifest
     if manifest is None or not nodes:
         return tuple(named)
-    failed = failed_before(analyzer.run.root.parent, sorted(nodes), manifest.start_wall_ns)
+    failed = failed_before(files.paths.root.parent, sorted(nodes), manifest.start_wall_ns)
     for place, finding in enumerate(named):
         said = "; ".join(f"{visible(one.host)} ({visible(one.what)})" for one in failed
                          if one.host in finding.nodes)  # fmt: skip
@@ -313,11 +314,9 @@ def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
     )
 
 
-def _headline(
-    analyzer: RunFrames, inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedger | None
-) -> str:
+def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedger | None) -> str:
     if not inputs.step_count:
-        return f"no training steps: {why_no_steps(analyzer, inputs)[0]}"
+        return f"no training steps: {why_no_steps(inputs)}"
     if findings and findings[0].severity != "info":
         return findings[0].title
     if found is None:
@@ -427,8 +426,8 @@ def _events(pauses: pl.DataFrame, folded: Sequence[tuple[int, int, int]]) -> dic
     return found
 
 
-def _cost(analyzer: RunFrames, inputs: RuleInputs) -> Cost:
-    lines = [node.last("cost") for node in analyzer.files.nodes]
+def _cost(inputs: RuleInputs) -> Cost:
+    lines = [node.last("cost") for node in inputs.analyzer.files.nodes]
     times = [(number(line.get("cpu_ns")), number(line.get("elapsed_ns"))) for line in lines]
     return Cost(
         hook_ns_per_step=number(inputs.ranks["cost_ns_per_step"].max()),

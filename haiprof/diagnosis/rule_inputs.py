@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import polars as pl
@@ -16,11 +15,10 @@ from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.counter_summaries import CounterAverages, average_counters
 from haiprof.run_analysis.counters import host_windows, training_spans
-from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu_memory_series
+from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
 from haiprof.run_analysis.network_storage import MountRequests, mount_requests
 from haiprof.run_analysis.parallelism import Layout, find_layout
 from haiprof.run_analysis.printed_lines import Output, printed_output
-from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.ranks import Blocks
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
@@ -57,6 +55,8 @@ class NodeCpu:
 class RuleInputs:
     """A run as the rules see it."""
 
+    analyzer: RunFrames
+    """What all of it is read from."""
     steps: pl.DataFrame
     """Steps of each rank's last attempt without its first ones; columns of `step_frame`."""
     step_count: int
@@ -105,10 +105,6 @@ class RuleInputs:
     """(retries of the GPU's allocator, its failures, ns in which they were counted), of `world`."""
     gpu_memory: Mapping[int, GpuMemorySeries]
     """What the GPU's allocator held where steps of `world` began."""
-    caught: Mapping[int, GpuOutOfMemory]
-    """The last allocation that failed, of ranks of `world` that did not die of one."""
-    backward_tail: Callable[[int], float | None]
-    """Of a rank: the share of its backward after the last collective that it began there."""
     blocks: Mapping[int, Blocks]
     """Sums of folded steps that are judged, by rank; `steps` has those that are whole."""
     traces: TracedWindow
@@ -119,15 +115,11 @@ class RuleInputs:
     """What the job printed, where it printed into files."""
     layout: Layout | None
     """Its stages and shards; None where no process groups tell of any."""
-    ran_out_of_memory: Callable[[], bool]
-    """Whether the job died of it: then no limit lies ahead. Found when it is asked for."""
     marked_by: str | None
     """What marks a step where that is no training (`steps.WORDS`); None elsewhere."""
 
     by_rank: Mapping[int, pl.DataFrame]
     """Steps of each rank, in order."""
-    load_samples: Callable[[int], CodeSamples]
-    """Sampled stacks of a rank's judged attempt; read when they are asked for."""
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """`rank 3`; where the job's layout is known, the stage or shard that they are, or its."""
@@ -137,6 +129,12 @@ class RuleInputs:
     def world(self) -> tuple[int, ...]:
         """Ranks that have steps."""
         return tuple(self.by_rank)
+
+    def load_samples(self, rank: int) -> CodeSamples:
+        """Sampled stacks of a rank while its judged steps ran."""
+        begin, end = training_spans([self.by_rank[rank]]).select("begin", "end").row(0)
+        samples = self.analyzer.code_samples({rank})
+        return samples.take((samples.time_ns >= begin) & (samples.time_ns <= end))
 
     def worker_cores(self, rank: int) -> float | None:
         """CPU cores used by a rank's child processes; None where not known."""
@@ -204,6 +202,7 @@ def gather_inputs(
     ranks = analyzer.ranks()
     others = ranks.join(spans, on="rank", how="anti")
     return RuleInputs(
+        analyzer=analyzer,
         steps=pl.concat([steps.clear(), *by_rank.values()]),
         by_rank=by_rank,
         step_count=sum(part.height for part in parts.values())
@@ -229,16 +228,11 @@ def gather_inputs(
         loading=_of_judged(analyzer.loading(), spans),
         settings=analyzer.settings(),
         **_read_events(analyzer.files, dict(spans.select("rank", "attempt").rows())),
-        backward_tail=analyzer.backward_tail,
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
         reactions=tuple(reactions(analyzer.files)),
         output=printed_output(analyzer.files),
         layout=find_layout(analyzer.files),
-        ran_out_of_memory=lambda: any(
-            death.final and death.cause == "out_of_memory" for death in analyzer.deaths()
-        ),
         marked_by=untrained_boundary(steps),
-        load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
     )
 
 
@@ -271,14 +265,6 @@ def _within(pauses: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     """Pauses that began while their rank's steps ran."""
     inside = pl.col("start_ns").is_between(pl.col("begin"), pl.col("end"))
     return pauses.join(spans.drop("attempt"), on="rank").filter(inside).drop("begin", "end")
-
-
-def _samples(analyzer: RunFrames, spans: pl.DataFrame, rank: int) -> CodeSamples:
-    """Of one rank, while its judged steps ran."""
-    samples = analyzer.code_samples({rank})
-    rows = spans.filter(pl.col("rank") == rank).select("begin", "end").rows()
-    begin, end = rows[0] if rows else (0, 0)
-    return samples.take((samples.time_ns >= begin) & (samples.time_ns <= end))
 
 
 def _steal_ratios(
@@ -338,7 +324,6 @@ def _read_events(files: RunFiles, judged: Mapping[int, int]) -> dict[str, Any]:
     memory: dict[str, Mapping[int, Any]] = {
         "allocator": {n: grown for n, rank in last.items() if (grown := _allocator(rank))},
         "gpu_memory": gpu_memory_series(files),
-        "caught": caught_failures(files),
     }
     return {
         "loader_workers": {n: count for n, count in loaders.items() if count is not None},

@@ -26,6 +26,7 @@ from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, median
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
 from haiprof.diagnosis.verdict import Finding, evidence_rows
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
+from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.reactions import Reaction
 
 if TYPE_CHECKING:
@@ -292,7 +293,9 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         return None
     share, _, (rank, metric, steps, values) = max(found, key=lambda each: each[:2])
     per_step = float(np.polyfit(steps, values, 1)[0])
-    is_ahead = metric == _HOST and not inputs.ran_out_of_memory()
+    deaths = inputs.analyzer.deaths() if metric == _HOST else []
+    ran_out = any(death.final and death.cause == "out_of_memory" for death in deaths)
+    is_ahead = metric == _HOST and not ran_out
     limit = _limit_ahead(inputs, rank) if is_ahead else None
     left_ns = None if limit is None else limit.left_ns
     seen_ns = float(inputs.of_rank(rank)["step_ns"].sum())
@@ -415,7 +418,8 @@ def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
 
 def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
     """The GPU's memory ran out and the job went on, grows from step to step, or is nearly full."""
-    if caught := inputs.caught:
+    failures = caught_failures(inputs.analyzer.files)
+    if caught := {rank: each for rank, each in failures.items() if rank in inputs.world}:
         rank = max(caught, key=lambda r: (caught[r].count, -r))
         failed = caught[rank]
         sizes = {

@@ -147,20 +147,15 @@ class RunLedger:
 
 
 def run_ledger(
-    analyzer: RunFrames,
-    inputs: RuleInputs,
-    facts: Sequence[Finding] = (),
-    also: Collection[int] = (),
+    inputs: RuleInputs, facts: Sequence[Finding] = (), also: Collection[int] = ()
 ) -> RunLedger | None:
     """Builds the ledger of a run; None without judged steps.
 
     Of `facts` the settings with a price have an account; samples of the ranks in `also` are read
     beside those that are read anyway.
     """
-    steps = {
-        rank: analyzer.cells(rank).of_steps(_judged_numbers(inputs, rank))
-        for rank in inputs.by_rank
-    }
+    analyzer = inputs.analyzer
+    steps = {r: analyzer.cells(r).of_steps(_judged_numbers(inputs, r)) for r in inputs.by_rank}
     if not steps:
         return None
     groups = analyzer.arrivals()
@@ -177,9 +172,7 @@ def run_ledger(
     chosen = {time.slowest, *time.ranks[::apart], *set(also).intersection(time.ranks)}
     chosen |= set(sorted(saves.own)[:1]) if saves else set()
     samples = analyzer.code_samples(chosen)
-    parts = [
-        _rank_samples(analyzer, rank, steps[rank], time, inputs, saves) for rank in sorted(chosen)
-    ]
+    parts = [_rank_samples(inputs, rank, steps[rank], time, saves) for rank in sorted(chosen)]
     table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
@@ -275,7 +268,7 @@ def _known_waits(
 
 def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger | None:
     """The ledger alone, for views that say no verdict; None without judged steps."""
-    return run_ledger(analyzer, gather_inputs(analyzer, trace_limit_bytes=0), also=also)
+    return run_ledger(gather_inputs(analyzer, trace_limit_bytes=0), also=also)
 
 
 def _keep_needed_link(
@@ -410,9 +403,9 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
 
 
 def _rank_samples(
-    analyzer: RunFrames, rank: int, own: Cells, time: JobTime, inputs: RuleInputs,
-    saves: Saves | None,
-) -> RankSamples:  # fmt: skip
+    inputs: RuleInputs, rank: int, own: Cells, time: JobTime, saves: Saves | None
+) -> RankSamples:
+    analyzer = inputs.analyzer
     row = time.ranks.index(rank)
     part = time.count[time.covered]
     waits, whole = (

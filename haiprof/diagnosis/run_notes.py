@@ -42,10 +42,9 @@ _NO_OPTIMIZER = (
 )
 
 
-def not_measured(
-    analyzer: RunFrames, inputs: RuleInputs, ledger: Ledger | None
-) -> tuple[tuple[str, str], ...]:
+def not_measured(inputs: RuleInputs, ledger: Ledger | None) -> tuple[tuple[str, str], ...]:
     """(what, why): phases that are null, code, counters that are missing, processes unseen."""
+    analyzer = inputs.analyzer
     hooks = [("phases of a process", f"hook: {line}") for line in analyzer.files.hook_failures]
     code = [("code", why) for why in (ledger.missing if ledger is not None else ())]
     gaps = [*_phases(inputs), *code, *_device(inputs), *_counters(analyzer), *hooks[:_NAMED]]
@@ -53,20 +52,19 @@ def not_measured(
     return tuple(dict.fromkeys(gaps))
 
 
-def why_no_steps(analyzer: RunFrames, inputs: RuleInputs) -> list[str]:
-    """Likely reasons for a run without steps, the likeliest first."""
+def why_no_steps(inputs: RuleInputs) -> str:
+    """The likeliest reason for a run without steps."""
+    analyzer = inputs.analyzer
     if not inputs.ranks.height:
         failed = [f"haiprof's hook failed in {line}" for line in analyzer.files.hook_failures[:1]]
         unseen = [f"process {what}: {why}" for what, why in _processes(analyzer)]
         nobody = _NOBODY if analyzer.files.manifest is not None else _DAMAGED
-        return failed or unseen or [nobody]
-    evaluated = inputs.ranks["eval_ns"].sum()
-    unread = inputs.ranks["step_count"].null_count()
-    if unread == inputs.ranks.height:
-        return ["no rank's spans can be read", *analyzer.notes()[:1]]
-    if evaluated:
-        return ["the ranks only evaluated: forward passes without gradients, no optimizer step"]
-    return [_NO_OPTIMIZER]
+        return (failed or unseen or [nobody])[0]
+    if inputs.ranks["step_count"].null_count() == inputs.ranks.height:
+        return "no rank's spans can be read"
+    if inputs.ranks["eval_ns"].sum():
+        return "the ranks only evaluated: forward passes without gradients, no optimizer step"
+    return _NO_OPTIMIZER
 
 
 def _phases(inputs: RuleInputs) -> Iterable[tuple[str, str]]:

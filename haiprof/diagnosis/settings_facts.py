@@ -484,7 +484,7 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
     if count >= 2 and all(_never_skips_sync(inputs, each, count) for each in wrapped):
         split = usual_split(inputs.of_rank(typical_rank(inputs)))
         backward, whole = split["backward"], sum(value or 0.0 for value in split.values())
-        tail = inputs.backward_tail(typical_rank(inputs))
+        tail = inputs.analyzer.backward_tail(typical_rank(inputs))
         spare = None if tail is None or backward is None else backward * tail * (count - 1) / count
         return _found(
             inputs,

@@ -8,11 +8,12 @@ from haiprof.base.intervals import Floats
 from haiprof.base.ledger import POSITIONS, PROBLEM_RATIO
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.explanations import code_lines
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Gain, evidence_rows
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.nesting import Bools
-from haiprof.run_analysis.parallelism import MACHINE, Layout, Part
+from haiprof.run_analysis.parallelism import MACHINE, Part
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_positions import BACKWARD
 
@@ -37,8 +38,9 @@ _REMEDIES = {
 _OTHERWISE = "compare what these ranks do with the others: `haiprof verdict rank`"
 
 
-def slow_part(analyzer: RunFrames, layout: Layout | None, found: RunLedger) -> Finding | None:
+def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     """The part of the job whose ranks all need longer than all others; None where there is none."""
+    analyzer, layout = inputs.analyzer, inputs.layout
     # A rank's own time is its mean step without what it was sampled in torch.distributed, waiting.
     # In a job of pipeline stages ranks wait in sends and receives, which backends need not number:
     # there the times at which collectives begin do not tell who is late.

@@ -37,11 +37,15 @@ Found = TypeVar("Found")
 class ComparedRun:
     """What is compared of one run; its ledger is read when it is asked for."""
 
-    analyzer: RunFrames
     manifest: Manifest | None
     """None where run.json is damaged."""
     inputs: RuleInputs
     """Judged steps, as of the verdict, and what was recorded beside them."""
+
+    @property
+    def analyzer(self) -> RunFrames:
+        """What all of it is read from."""
+        return self.inputs.analyzer
 
     @property
     def path(self) -> Path:
@@ -60,7 +64,7 @@ class ComparedRun:
     @cached_property
     def ledger(self) -> RunLedger | None:
         """None without judged steps."""
-        return read_ledger(self.analyzer, self.inputs)
+        return read_ledger(self.inputs)
 
     @property
     def step_ns(self) -> Floats:
@@ -83,7 +87,7 @@ def compared_run_of(analyzer: RunFrames) -> ComparedRun:
         manifest = analyzer.manifest()
     except RunFormatError:
         manifest = None
-    return ComparedRun(analyzer=analyzer, manifest=manifest, inputs=inputs)
+    return ComparedRun(manifest=manifest, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

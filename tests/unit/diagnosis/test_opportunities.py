@@ -160,7 +160,7 @@ def test_statements_of_one_line_are_opportunities_of_their_own() -> None:
 
 MODEL = (MODULE, FORWARD, MODULE, LINEAR)
 IN_ITS_OWN_FORWARD = (SCRIPT, job(41, "main"), MODULE, job(6, "Net.forward"), job(7, "normalise"))
-ONE = {
+ONE: dict[str, tuple[list[Any], str, float, str, str]] = {
     "collections, wherever they come": (
         [Part(position=at, stack=(SCRIPT, MAIN, MODULE, FORWARD), ms=2, collecting=True)
          for at in ("forward", "after_step")],
