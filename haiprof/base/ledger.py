@@ -21,7 +21,7 @@ PROBLEM_RATIO = 0.05
 """The one limit: an opportunity whose gain is, with 95 % certainty, at least this share of the step
 is called a problem. What is below is a fact."""
 
-_WHOLE_RATIO = 0.8
+_WHOLE_RATIO = 0.9
 """Of an account, an expression with so much of it stands for all."""
 GROWING = "growing"
 """When an account is paid that takes longer the longer the run lasts."""

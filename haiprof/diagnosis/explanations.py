@@ -490,8 +490,9 @@ _OF_CALL = (
     ("torch.distributions", "it checks its arguments each time: validate_args=False (or "
      "torch.distributions.Distribution.set_default_validate_args(False)) once the code is right; "
      "make one for many samples"),
-    ("torch.nn.utils.clip_grad", "it costs so much for each parameter tensor: leave it out where "
-     "gradients never reach the limit, or hold parameters in fewer, larger tensors"),
+    ("clip_grad", "it costs so much for each parameter tensor: leave it out where gradients never "
+     "reach the limit (a trainer does so with max_grad_norm=0 or gradient_clip_val=None), or hold "
+     "parameters in fewer, larger tensors"),
     ("tensorboard", "write scalars every N steps, histograms and pictures far less often"),
     ("sklearn", "compute the metric at the end of an epoch, or from another process"),
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
