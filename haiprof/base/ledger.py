@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -48,6 +49,9 @@ _DOES = {
     "unknown": "time that was not sampled",
 }
 """Activities in words; native code is that of a package."""
+_TORCH_CALL = re.compile(
+    r"\b(torch|torchvision|torchaudio|F|TF|nn)\.|\.(backward|zero_grad|step)\("
+)
 
 
 def position_words(position: str) -> str:
@@ -66,6 +70,8 @@ class Account:
 
     ranks: tuple[int, ...]
     """The ranks that have it, or the one that it is about; empty: all."""
+    slowest_rank: int | None = None
+    """Of several that have it, the one on which it clearly takes longest; None where none does."""
     position: str
     """Of POSITIONS: where most of it is."""
     activity: str
@@ -124,6 +130,9 @@ class Account:
     def does(self) -> str:
         """What the thread did, in words: `Python`, `waiting for a file`, `numpy`."""
         package = None if self.package in (None, "job", "python") else self.package
+        calls_torch = package or self.needed or _TORCH_CALL.search(self.expression or "")
+        if self.activity == "operators" and not calls_torch:
+            return "native code"  # of a tensor's method or an array's: nothing tells which
         return _DOES.get(self.activity, package or "native code")
 
     @property

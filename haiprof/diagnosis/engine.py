@@ -273,7 +273,7 @@ def _finding(
         confidence=FEW_STEPS_SURE if few else said.confidence,
         severity=_severity(ledger, account, inputs) if said.is_choice else "info",
         lost_ratio=min(account.gain_ns / mean, 1.0),
-        rank=account.ranks[0] if len(account.ranks) == 1 else None,
+        rank=account.ranks[0] if len(account.ranks) == 1 else account.slowest_rank,
         code_lines=(*((line,) if line else ()), *said.code_lines),
     )
 

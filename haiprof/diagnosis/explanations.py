@@ -102,7 +102,12 @@ class Question:
 
 def _whole_of(account: Account) -> str:
     """Whose step a gain is a part of, where it is more than the mean over ranks; else empty."""
-    return "the slowest rank's step" if account.gain_ns > _UNEVEN * account.ns_per_step else ""
+    if account.gain_ns <= _UNEVEN * account.ns_per_step:
+        return ""
+    if account.ranks:
+        return "its step"
+    slowest = account.slowest_rank
+    return "the slowest rank's step" if slowest is None else f"rank {slowest}'s step"
 
 
 def explain(question: Question) -> Finding:
@@ -470,7 +475,7 @@ def _explain_by(rule: str, title: str, remedy: str) -> Callable[[Question], Find
 
 _DO = {
     "forward": "see what forward does beside operators: loops over elements or samples, hooks, "
-    "printing, conversions; do it with tensors, once, or ahead of training",
+    "printing, conversions; do it with tensors, once, every N steps, or ahead of training",
     "backward": "look at what runs during backward: tensor and module hooks, a custom "
     "autograd.Function written in Python, anomaly detection, create_graph=True",
     "optimizer": "do it once for all parameters in place of one by one (foreach=True, fused=True), "
@@ -485,7 +490,9 @@ _OF_CALL = (
      "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
     ("torch.serialization", "save less often, or from another thread"),
     ("gzip.", "compress in another process, or with a lower level"),
-    ("json.", "write it less often, or from another process"),
+    ("json.load", "read it ahead of training, in DataLoader workers, or from a file that needs no "
+     "parsing"),
+    ("json.dump", "write it less often, or from another process"),
     ("matplotlib", "draw less often, or from another process"),
     ("torch.distributions", "it checks its arguments each time: validate_args=False (or "
      "torch.distributions.Distribution.set_default_validate_args(False)) once the code is right; "

@@ -250,7 +250,10 @@ class JobTime:
         if makes is None:
             return NOT_KNOWN
         if makes:
-            time = duration_text(float(every[whole][spiked].mean()))
+            # What follows an evaluation belongs to it, and may lie in the step after.
+            after = np.flatnonzero(spiked[:-1] & ~spiked[1:]) + 1
+            paid = every[whole][spiked].sum() + (every - series)[whole][after].sum()
+            time = duration_text(float(paid / spiked.sum()))
             if period is None:
                 return _stretch_text(np.flatnonzero(spiked), self.step[: len(series)][whole], time)
             ending = {1: "st", 2: "nd", 3: "rd"}.get(period % 10, "th")

@@ -163,7 +163,33 @@ def _is_models_own(table: TimeTable) -> Bools:
     if not (table.position == OPTIMIZER).any():  # parameters are updated by hand
         updates = np.array([*(".grad" in f.expression for f in table.tree.frames), False])
         inside |= (table.position != INPUT) & table.tree.holds(updates)[table.stack]
-    found: Bools = (inside & own) | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))
+    own &= inside & ~_in_hooks(table.tree)[table.stack]
+    found: Bools = own | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))
+    return found
+
+
+def _in_hooks(tree: CodeTree) -> Bools:
+    """Per stack: whether it is in a hook of the job's: no part of the model, which runs without."""
+
+    # A module calls its hooks as it calls `forward`, from other lines. Hooks of gradients are
+    # called by the engine of backward alone, a Function's backward from torch/autograd/function.py.
+    def caller(stack: int) -> Frame | None:
+        outer = int(tree.place[tree.parent[stack]])
+        return tree.frames[outer] if outer >= 0 else None
+
+    stacks = range(1, len(tree.place))
+    named = [
+        stack for stack in stacks if tree.frames[tree.place[stack]].function.endswith("forward")
+    ]
+    forward = {(frame.file, frame.line) for frame in map(caller, named) if frame}
+    found = np.zeros(len(tree.place), dtype=np.bool_)
+    for stack in stacks:  # callers come first
+        outer = caller(stack)
+        found[stack] = found[tree.parent[stack]] or (
+            outer is not None and not tree.library[tree.place[stack]]
+            and (outer.function == "_engine_run_backward" or (
+                outer.file.endswith(MODULE_FILE) and (outer.file, outer.line) not in forward))
+        )  # fmt: skip
     return found
 
 

@@ -82,6 +82,8 @@ SMALL_RATIO = 0.002
 """Accounts below this share of a step are one row by position and activity."""
 _MOST_SPLIT = 0.95
 """No more of the model's own operators is called avoidable."""
+_UNEVEN = 1.2
+"""A rank that spends so many times the mean of all ranks on an account is named."""
 _ONE_RANK = 0.8
 """Where one of several ranks has so much of an account, it is about that rank."""
 _ELSEWHERE_RATIO = 0.1
@@ -517,7 +519,9 @@ class _Accounts:
         paid = parts if len(main) == len(found.rows) else time.series_of(table, main)
         share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)
         alone = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
-        ranks = (time.ranks[int(share.argmax())],) if alone else ()
+        slowest = int(share.argmax())
+        ranks = (time.ranks[slowest],) if alone else ()
+        is_uneven = float(share.max()) >= _UNEVEN * float(share.mean())
         ns = np.bincount(table.position[found.rows], table.ns[found.rows], len(POSITIONS))
         large = np.flatnonzero(ns >= _ELSEWHERE_RATIO * max(float(ns.sum()), 1.0)).tolist()
         at = found.at
@@ -528,6 +532,7 @@ class _Accounts:
                 held[name] = held.get(name, 0.0) + part
         return Account(
             ranks=self.late.ranks if found.key == "ranks_uneven" and self.late else ranks,
+            slowest_rank=time.ranks[slowest] if is_uneven else None,
             position=POSITIONS[found.position],
             activity=ACTIVITIES[found.activity],
             package=max(held, key=lambda name: (held[name], name), default=None),

@@ -114,7 +114,9 @@ class Settings:
         """Counts what is on now: some microseconds, of flags that all threads share."""
         counts = self._counts
         counts["look"] += 1
-        counts["anomaly"] += _flag("is_anomaly_enabled")() is True
+        # torch.compile has it on while it traces, without the check for NaN.
+        is_on = _flag("is_anomaly_enabled")() is True
+        counts["anomaly"] += is_on and _flag("is_anomaly_check_nan_enabled")() is not False
         counts["profiler"] += self._profiles()
         if has_process_group():  # else the job's objects are left alone
             counts["no_sync"] += any(_is_unsynchronised(model) for model in self.models())

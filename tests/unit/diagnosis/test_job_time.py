@@ -299,6 +299,16 @@ def test_when_an_account_is_paid(series_ms: Floats, seen: np.ndarray, said: str)
     assert time.when(table, np.arange(len(seen)), paid, paid) == said
 
 
+def test_what_follows_in_the_step_after_is_a_part_of_each_time() -> None:
+    """An evaluation of 40 ms whose confusion matrix, 15 ms, lies between that step and the next."""
+    time = recorded(working(1, lambda r, s: 0.0, EVALUATION), known=False)
+    table = rows_of(np.concatenate([AT[19::20], np.repeat(AT, 3)]), np.ones(10 + 3 * STEPS))
+    series = 40.0 * (AT % 20 == 19) * NS_PER_MS
+    every = series + 15.0 * (AT % 20 == 0) * (AT > 0) * NS_PER_MS
+    said = time.when(table, np.arange(10), series, every)
+    assert said == "every 20th step, 53.5 ms"  # the last one's lies after the run
+
+
 def test_since_when_an_account_is_paid_is_as_exact_as_the_time_of_its_position() -> None:
     """Its first sample is of step 112; forward takes longer from step 100 on."""
     time = recorded(working(1, lambda r, s: 4.0 * (s >= 100)), known=False)

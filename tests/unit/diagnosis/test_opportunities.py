@@ -60,6 +60,20 @@ def test_the_models_own_work_is_in_none() -> None:
     assert found(*own) == {}
 
 
+def test_hooks_are_no_part_of_the_model_whatever_they_call() -> None:
+    """A module's, called from another line than `forward`, and one of gradients."""
+    calls_hooks = (MODULE[0], MODULE[1] + 60, "Module._call_impl.<locals>.inner")
+    watch, clip = job(60, "watch.<locals>.hook"), job(70, "clip")
+    hooks = [
+        ("forward", (SCRIPT, MAIN, MODULE, FORWARD, MODULE, calls_hooks, watch), 3, "0"),
+        ("backward", (SCRIPT, job(43, "main"), ENGINE, clip), 2, "0"),
+    ]
+    assert found(*hooks) == {
+        "watch.<locals>.hook:60": (3, "forward", "operators"),
+        "clip:70": (2, "backward", "operators"),
+    }
+
+
 def test_what_one_rank_alone_evaluates_between_steps_is_no_part_of_the_model() -> None:
     beside = ("between_steps", (SCRIPT, job(50, "sanity"), MODULE, FORWARD, MODULE, LINEAR), 9)
     table = table_of(*TRAINING, beside)
