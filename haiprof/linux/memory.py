@@ -16,6 +16,7 @@ from pathlib import Path
 
 from haiprof.linux.procfs import OTHER_USER, PAGE_BYTES
 from haiprof.linux.readings import Unavailable, os_status
+from haiprof.run_format.tables import HOST
 
 
 class NamedNumbers:
@@ -49,28 +50,13 @@ class NamedNumbers:
 
 Values = tuple[int | None, ...]
 
-_MEMORY = {
-    "memory_total_bytes": "MemTotal:",
-    "memory_available_bytes": "MemAvailable:",
-    "memory_free_bytes": "MemFree:",
-    "memory_cached_bytes": "Cached:",
-    "memory_shared_bytes": "Shmem:",
-    "memory_dirty_bytes": "Dirty:",
-    "memory_huge_bytes": "AnonHugePages:",
-    "swap_total_bytes": "SwapTotal:",
-}
-MEMORY_COLUMNS = (*_MEMORY, "swap_used_bytes", "huge_page_total_bytes", "huge_page_free_bytes")
+MEMORY_COLUMNS = HOST.names("memory_total_bytes", "huge_page_free_bytes")
+_SIZES = ("MemTotal:", "MemAvailable:", "MemFree:", "Cached:", "Shmem:", "Dirty:", "AnonHugePages:",
+          "SwapTotal:")  # fmt: skip
 _MORE_MEMORY = ("SwapFree:", "HugePages_Total:", "HugePages_Free:", "Hugepagesize:")
-
-_EVENTS = {
-    "page_fault_count": "pgfault ",
-    "major_page_fault_count": "pgmajfault ",
-    "oom_kill_count": "oom_kill ",
-    "compaction_stall_count": "compact_stall ",
-    "numa_hint_fault_count": "numa_hint_faults ",
-    "numa_page_migration_count": "numa_pages_migrated ",
-}
-PAGING_COLUMNS = (*_EVENTS, "swap_in_bytes", "swap_out_bytes")
+PAGING_COLUMNS = HOST.names("page_fault_count", "swap_out_bytes")
+_EVENTS = ("pgfault ", "pgmajfault ", "oom_kill ", "compact_stall ", "numa_hint_faults ",
+           "numa_pages_migrated ", "pswpin ", "pswpout ")  # fmt: skip
 
 
 class MemorySizes:
@@ -80,7 +66,7 @@ class MemorySizes:
     """
 
     def __init__(self) -> None:
-        self._numbers = NamedNumbers((*_MEMORY.values(), *_MORE_MEMORY))
+        self._numbers = NamedNumbers((*_SIZES, *_MORE_MEMORY))
 
     def __call__(self, content: bytes) -> Values:
         """The values in bytes; None where the kernel does not say one."""
@@ -105,7 +91,7 @@ class Paging:
     """Parses /proc/vmstat into PAGING_COLUMNS."""
 
     def __init__(self) -> None:
-        self._numbers = NamedNumbers((*_EVENTS.values(), "pswpin ", "pswpout "))
+        self._numbers = NamedNumbers(_EVENTS)
 
     def __call__(self, content: bytes) -> Values:
         """The counts since boot, pages as bytes; None where the kernel does not count it."""

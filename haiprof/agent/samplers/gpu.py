@@ -199,7 +199,7 @@ _RESERVED_UNKNOWN = Unavailable(
     status="unsupported",
     remedy="driver 510 or newer",
 )
-_MEMORY_COLUMNS = ("memory_used_bytes", "memory_reserved_bytes", "memory_total_bytes")
+_MEMORY_COLUMNS = GPU.names("memory_used_bytes", "memory_total_bytes")
 
 CALLS = (
     Call("power_watts", "nvmlDeviceGetPowerUsage", values=_watts),

@@ -22,18 +22,12 @@ from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailab
 from haiprof.run_format.entities import plain_uuid
 from haiprof.run_format.schema import NULL_I64
 from haiprof.run_format.secrets import mask_text
-from haiprof.run_format.tables import DCGM
+from haiprof.run_format.tables import DCGM, GPU
 
 # nvmlGpmMetricId_t, nvml.h
-RATIOS = {
-    "sm_active_ratio": 2,
-    "sm_occupancy_ratio": 3,
-    "tensor_active_ratio": 5,
-    "dram_active_ratio": 10,
-    "fp64_active_ratio": 11,
-    "fp32_active_ratio": 12,
-    "fp16_active_ratio": 13,
-}
+RATIOS = dict(
+    zip(GPU.names("sm_active_ratio", "fp16_active_ratio"), (2, 3, 5, 10, 11, 12, 13), strict=True)
+)
 TRAFFIC = {
     "pcie_transmit_bytes": 20,
     "pcie_receive_bytes": 21,
@@ -230,21 +224,20 @@ _RATE_LIMIT = 1e13  # bytes/s; a larger value is DCGM's blank
 _DCGM_REMEDY = f"run dcgm-exporter with its profiling fields on this node, or set {ENV_DCGM_URL}"
 _FIELDS_REMEDY = "add the field to the exporter's configuration (dcp-metrics-included.csv has all)"
 
-FIELDS = {
-    "engine_active_ratio": "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
-    "sm_active_ratio": "DCGM_FI_PROF_SM_ACTIVE",
-    "sm_occupancy_ratio": "DCGM_FI_PROF_SM_OCCUPANCY",
-    "tensor_active_ratio": "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
-    "dram_active_ratio": "DCGM_FI_PROF_DRAM_ACTIVE",
-    "fp64_active_ratio": "DCGM_FI_PROF_PIPE_FP64_ACTIVE",
-    "fp32_active_ratio": "DCGM_FI_PROF_PIPE_FP32_ACTIVE",
-    "fp16_active_ratio": "DCGM_FI_PROF_PIPE_FP16_ACTIVE",
-    "pcie_transmit_bytes_per_s": "DCGM_FI_PROF_PCIE_TX_BYTES",
-    "pcie_receive_bytes_per_s": "DCGM_FI_PROF_PCIE_RX_BYTES",
-    "nvlink_transmit_bytes_per_s": "DCGM_FI_PROF_NVLINK_TX_BYTES",
-    "nvlink_receive_bytes_per_s": "DCGM_FI_PROF_NVLINK_RX_BYTES",
-    "last_xid": "DCGM_FI_DEV_XID_ERRORS",
-}
+FIELDS = dict(
+    zip(
+        DCGM.names("engine_active_ratio", "last_xid"),
+        (
+            "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY",
+            "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "DCGM_FI_PROF_DRAM_ACTIVE",
+            "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "DCGM_FI_PROF_PIPE_FP32_ACTIVE",
+            "DCGM_FI_PROF_PIPE_FP16_ACTIVE", "DCGM_FI_PROF_PCIE_TX_BYTES",
+            "DCGM_FI_PROF_PCIE_RX_BYTES", "DCGM_FI_PROF_NVLINK_TX_BYTES",
+            "DCGM_FI_PROF_NVLINK_RX_BYTES", "DCGM_FI_DEV_XID_ERRORS",
+        ),
+        strict=True,
+    )
+)  # fmt: skip
 
 # NAME{label="value",...} value [timestamp]: Prometheus text format 0.0.4
 _LINE = re.compile(r"^(DCGM_FI_\w+)\{(.*)\}\s+(\S+)(?:\s+-?\d+)?\s*$", re.MULTILINE)

@@ -86,6 +86,12 @@ TRAFFIC: Mapping[str, tuple[Source, ...]] = {
     "slow_restart_count": hardware("roce_slow_restart"),
     "retransmission_count": hardware("retrans_pkts"),
 }
+_ERRORS = (
+    "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors",
+    "port_rcv_remote_physical_errors", "port_xmit_discards", "port_xmit_constraint_errors",
+    "port_rcv_constraint_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors",
+    "VL15_dropped",
+)  # fmt: skip
 HEALTH: Mapping[str, tuple[Source, ...]] = {
     "transmit_packet_count": (
         counter("port_xmit_packets"),
@@ -95,17 +101,12 @@ HEALTH: Mapping[str, tuple[Source, ...]] = {
         counter("port_rcv_packets"),
         *hardware("rx_pkts", "rx_packets", "rcvd_pkts"),
     ),
-    "symbol_error_count": (counter("symbol_error"),),
-    "link_recovery_count": (counter("link_error_recovery"),),
-    "link_down_count": (counter("link_downed"),),
-    "receive_error_count": (counter("port_rcv_errors"),),
-    "receive_remote_error_count": (counter("port_rcv_remote_physical_errors"),),
-    "transmit_discard_count": (counter("port_xmit_discards"),),
-    "transmit_constraint_count": (counter("port_xmit_constraint_errors"),),
-    "receive_constraint_count": (counter("port_rcv_constraint_errors"),),
-    "link_integrity_count": (counter("local_link_integrity_errors"),),
-    "buffer_overrun_count": (counter("excessive_buffer_overrun_errors"),),
-    "vl15_drop_count": (counter("VL15_dropped"),),
+    **{
+        column: (counter(name),)
+        for column, name in zip(
+            INFINIBAND_HEALTH.names("symbol_error_count", "vl15_drop_count"), _ERRORS, strict=True
+        )
+    },
 }
 
 

@@ -20,6 +20,7 @@ from haiprof.linux.readings import (
     Value,
     refused_reading,
 )
+from haiprof.run_format.tables import GPU, GPU_HEALTH
 
 LIBRARY = "libnvidia-ml.so.1"
 NO_LIBRARY = f"no {LIBRARY}: no NVIDIA driver here, or not in this container"
@@ -368,19 +369,18 @@ def gpu_fields(driver: Version) -> tuple[Field, ...]:
     of 575.51 and 580.65 (what that driver's nvidia-smi asks for), 269 to 271 from 580.82 on, where
     251 is another quantity; so an unknown driver is not asked.
     """
-    heat = _slowdown_ids(driver)
+    heat: tuple[int | None, ...] = (None, None, None)
+    if driver >= (580, 82):
+        heat = (269, 270, 271)
+    elif (575, 51) <= driver < (580, 66):
+        heat = (251, 252, 253)
+    throttles = GPU.names("throttle_power_ns", "throttle_power_brake_ns")
+    ids = (74, 75, 76, 77, 79, *heat)
     return (
         Field(column="power_instant_watts", id=186, scale=1e-3),
         Field(column="energy_joules", id=83, scale=1e-3),
         Field(column="memory_temperature_celsius", id=82, scale=1.0),
-        Field(column="throttle_power_ns", id=74),
-        Field(column="throttle_thermal_ns", id=75),
-        Field(column="throttle_sync_boost_ns", id=76),
-        Field(column="throttle_board_limit_ns", id=77),
-        Field(column="throttle_reliability_ns", id=79),
-        Field(column="throttle_sw_thermal_ns", id=heat[0]),
-        Field(column="throttle_hw_thermal_ns", id=heat[1]),
-        Field(column="throttle_power_brake_ns", id=heat[2]),
+        *(Field(column=name, id=number) for name, number in zip(throttles, ids, strict=True)),
     )
 
 
@@ -407,22 +407,13 @@ PCIE_FIELDS = (
     Field(column="pcie_receive_bytes", id=198, wide=True, above=1 << 32),
 )
 
-HEALTH_FIELDS = (
-    Field(column="ecc_volatile_corrected_count", id=3),
-    Field(column="ecc_volatile_uncorrected_count", id=4),
-    Field(column="ecc_aggregate_corrected_count", id=5),
-    Field(column="ecc_aggregate_uncorrected_count", id=6),
-    Field(column="remapped_corrected_row_count", id=142),
-    Field(column="remapped_uncorrected_row_count", id=143),
-    Field(column="remap_pending_count", id=144),
-    Field(column="remap_failure_count", id=145),
-    Field(column="retired_corrected_page_count", id=29),
-    Field(column="retired_uncorrected_page_count", id=30),
-    Field(column="retired_pending_count", id=31),
-    Field(column="pcie_replay_count", id=94),
-    Field(column="pcie_correctable_count", id=173),
-    Field(column="pcie_non_fatal_count", id=179),
-    Field(column="pcie_fatal_count", id=180),
+HEALTH_FIELDS = tuple(
+    Field(column=column, id=number)
+    for column, number in zip(
+        GPU_HEALTH.names("ecc_volatile_corrected_count", "pcie_fatal_count"),
+        (3, 4, 5, 6, 142, 143, 144, 145, 29, 30, 31, 94, 173, 179, 180),
+        strict=True,
+    )
 )
 
 
@@ -500,11 +491,3 @@ def is_denied(device: Device, fields: Sequence[Field]) -> bool:
     except Unavailable as why:
         return why.status == "denied"
     return any(isinstance(a, Unavailable) and a.status == "denied" for a in answers)
-
-
-def _slowdown_ids(driver: Version) -> tuple[int | None, int | None, int | None]:
-    if driver >= (580, 82):
-        return 269, 270, 271
-    if (575, 51) <= driver < (580, 66):
-        return 251, 252, 253
-    return None, None, None
