@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from haiprof.linux.procfs import read_text
 
 SERVICE_ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 """Below the root of a container: namespace, token and certificate, as the kubelet mounts them."""
@@ -22,9 +23,9 @@ def find_pod(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str,
     """
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
-    mounted = _UID.search(_read(root / "proc/self/mountinfo"))
-    name = environ.get("POD_NAME") or _read(root / "etc/hostname").strip()
-    space = environ.get("POD_NAMESPACE") or _read(root / SERVICE_ACCOUNT / "namespace").strip()
+    mounted = _UID.search(read_text(root / "proc/self/mountinfo") or "")
+    name = environ.get("POD_NAME") or read_text(root / "etc/hostname") or ""
+    space = environ.get("POD_NAMESPACE") or read_text(root / SERVICE_ACCOUNT / "namespace")
     uid = environ.get("POD_UID") or (mounted[1] if mounted else None)
     if not is_pod_name(name) or not is_pod_name(space):
         return None
@@ -34,9 +35,3 @@ def find_pod(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str,
 def is_pod_name(name: object) -> bool:
     """Whether a text may be the name of a pod or of a namespace, and with it a part of a path."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from haiprof.agent.samplers.loop import Stream
+from haiprof.agent.samplers.table import RankReports
 from haiprof.base.errors import RunFormatError
 from haiprof.base.local_http import (
     GuardedHandler,
@@ -35,7 +36,6 @@ from haiprof.run_format.otel_names import (
     series_labels,
 )
 from haiprof.run_format.rates import is_known
-from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import counter_end
 from haiprof.run_format.writer import append_line
 
@@ -158,7 +158,7 @@ class Latest:
         self._host = host
         self._streams = streams
         self._clock = clock
-        self._reports: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        self._reports = RankReports(run.ranks, clock=clock)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of one scrape."""
@@ -174,15 +174,10 @@ class Latest:
 
     def families(self) -> list[Family]:
         """The latest samples; a source that has fallen silent is left out."""
-        # Ranks of this node; each rank.json of the job is read once.
+        found = []
         for rank, _, paths in self._run.rank_folders():
-            name = paths.root.name
-            if name not in self._reports:
-                try:
-                    self._reports[name] = (rank, read_json(paths.report))
-                except RunFormatError:
-                    continue  # it is being written: the next scrape will find it
-        found = list(self._reports.values())
+            with contextlib.suppress(RunFormatError):  # being written: the next scrape finds it
+                found.append((rank, self._reports.content(paths.root.name)))
         reports = [(rank, report) for rank, report in found if report.get("host") == self._host]
         now = self._clock()
         return families(

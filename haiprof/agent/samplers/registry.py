@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from haiprof.agent.samplers.cgroup import CgroupSampler
@@ -63,8 +61,17 @@ def counter_row(state: CounterState) -> dict[str, Any]:
 
 
 def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
+    missing: list[Missing] = []
+    states: list[CounterState] = []
     try:
-        missing, states = _ask(kind(node))
+        sampler = kind(node)
+        try:
+            missing = sampler.open()
+            if all(each.metric != ALL_METRICS for each in missing):
+                states = sampler.states()
+                missing = [*missing, *sampler.drain_missing()]
+        finally:
+            sampler.close()
     except Exception as error:  # noqa: BLE001  one sampler must not stop the others
         why = f"the sampler failed, please report it: {type(error).__name__}: {error}"
         missing, states = [Missing(ALL_METRICS, why, "unsupported")], []
@@ -72,34 +79,7 @@ def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
     whole = next((each for each in missing if each.metric == ALL_METRICS), None)
     if whole is not None and not states:
         return _none_of(kind.name, columns.values(), whole)
-    return [
-        *_check_values(states),
-        *_unread(kind.name, columns, states=states, missing=missing),
-    ]
-
-
-def _ask(sampler: TableSampler) -> tuple[list[Missing], list[CounterState]]:
-    """What is missing and what was read; the sampler is closed in any case."""
-    try:
-        missing = sampler.open()
-        if any(each.metric == ALL_METRICS for each in missing):
-            return missing, []
-        states = sampler.states()
-        return [*missing, *sampler.drain_missing()], states
-    finally:
-        sampler.close()
-
-
-def _check_values(states: Sequence[CounterState]) -> Iterator[CounterState]:
-    """The states; one without a finite value is not called available."""
-    for state in states:
-        if state.status != "available":
-            yield replace(state, value=None, read_ns=None)
-        elif state.value is None or not math.isfinite(state.value):
-            reason = state.reason or f"{state.origin}: no value"
-            yield replace(state, value=None, read_ns=None, status="unsupported", reason=reason)
-        else:
-            yield state
+    return [*states, *_unread(kind.name, columns, states=states, missing=missing)]
 
 
 def _unread(

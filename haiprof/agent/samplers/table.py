@@ -134,7 +134,9 @@ class CounterState:
         origin: str,
         read_ns: int | None = None,
     ) -> CounterState:
-        """The state of a column that has a value, or a reason for having none."""
+        """The state of a column that has a finite value, or a reason for having none."""
+        if isinstance(value, float) and not math.isfinite(value):
+            value = Unavailable(f"{origin}: no value", status="unsupported")
         why = value if isinstance(value, Unavailable) else None
         return cls(
             source=source,
