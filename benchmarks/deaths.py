@@ -32,7 +32,7 @@ sys.path.insert(0, str(REPOSITORY))
 from tests.one_slurm import one_machine_slurm  # noqa: E402
 from tests.process.jobs import environment  # noqa: E402
 
-SCRIPT = str(REPOSITORY / "benchmarks/dying_job.py")
+SCRIPT = str(REPOSITORY / "tests/process/dying_job.py")
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]
 HAIPROF = [sys.executable, "-m", "haiprof", "--quiet"]
 LIMIT_S = 90.0

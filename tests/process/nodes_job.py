@@ -15,7 +15,7 @@ from tests.process.jobs import PYTHON, REPOSITORY, environment
 from tests.process.live import within
 from tests.two_nodes import ENVIRONMENT, Node, two_nodes
 
-SCRIPT = str(REPOSITORY / "benchmarks" / "faulty_job.py")
+SCRIPT = str(REPOSITORY / "tests" / "process" / "faulty_job.py")
 HOSTS = {0: "node-1", 1: "node-1", 2: "node-2", 3: "node-2"}
 REACH = "--reach=10.213.7.1:29600"
 RUN = "faulty_job-two"

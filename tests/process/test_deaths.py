@@ -189,7 +189,7 @@ def test_exit_of_a_process_without_torch_is_not_called_more_than_is_known(tmp_pa
 
 @pytest.mark.proof
 def test_exception_of_native_code_is_printed_as_ever_and_named(tmp_path: Path) -> None:
-    script = str(REPOSITORY / "benchmarks/dying_job.py")
+    script = str(REPOSITORY / "tests/process/dying_job.py")
     words = (*TWO_RANKS, script, "size")
     bare = run_job(words, folder=tmp_path / "bare", haiprof=False)
     job = run_job(words, folder=tmp_path / "own", haiprof=True, options=("--quiet",))
@@ -213,7 +213,7 @@ def test_exception_of_native_code_is_printed_as_ever_and_named(tmp_path: Path) -
 @pytest.mark.proof
 def test_rank_below_torchrun_that_is_killed_is_named_and_not_its_victim(tmp_path: Path) -> None:
     words = ("torchrun", "--standalone", "--nproc-per-node", "2")
-    script = str(REPOSITORY / "benchmarks/dying_job.py")
+    script = str(REPOSITORY / "tests/process/dying_job.py")
     job = run_job((*words, script, "kill"), folder=tmp_path / "job", haiprof=True)
     assert job.returncode == 1
     death = died(job)

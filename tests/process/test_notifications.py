@@ -15,7 +15,7 @@ from tests.webhook import Webhook
 
 pytestmark = pytest.mark.slow
 
-JOB = str(REPOSITORY / "benchmarks" / "faulty_job.py")
+JOB = str(REPOSITORY / "tests" / "process" / "faulty_job.py")
 DIES = """
 import torch
 from torch import nn

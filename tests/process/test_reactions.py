@@ -17,7 +17,7 @@ from tests.process.live import LiveJob
 
 pytestmark = pytest.mark.slow
 
-JOB = str(REPOSITORY / "benchmarks" / "faulty_job.py")
+JOB = str(REPOSITORY / "tests" / "process" / "faulty_job.py")
 
 
 def live(folder: Path, fault: str, *options: str) -> LiveJob:

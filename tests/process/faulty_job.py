@@ -1,7 +1,7 @@
 """A training job of several ranks in which one of them does something wrong.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/faulty_job.py slow:1.25 --at 100 --steps 200
-    torchrun --standalone --nproc-per-node 2 benchmarks/faulty_job.py --follow said.txt
+    torchrun --nproc-per-node 2 tests/process/faulty_job.py slow:1.25 --at 100 --steps 200
+    torchrun --nproc-per-node 2 tests/process/faulty_job.py --follow said.txt
 
 Faults: `healthy`, `slow:FACTOR` (of a whole step), `loader:MS`, `forward:MS`, `backward:MS`,
 `spin`, `wait_for_lock`, `receive`, `stop`, `other_collective`, `killed`, and `save:SECONDS` (rank 0
@@ -47,7 +47,7 @@ class SlowFile(io.BytesIO):
         return super().write(data)  # type: ignore[arg-type]
 
 
-class Samples(IterableDataset):
+class Samples(IterableDataset):  # type: ignore[type-arg]
     """Noise without end; reading it can be made slow."""
 
     sleep_s = 0.0
@@ -72,7 +72,7 @@ class Model(torch.nn.Linear):
         found = super().forward(batch)
         if self.backward_s and found.requires_grad:
             seconds = self.backward_s
-            found.register_hook(lambda _: time.sleep(seconds))
+            found.register_hook(lambda _: time.sleep(seconds))  # type: ignore[no-untyped-call]
         return found
 
 

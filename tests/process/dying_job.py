@@ -1,7 +1,7 @@
 """A training job that dies, or stands still, in the way that it is told.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/dying_job.py raise
-    python benchmarks/dying_job.py spawn
+    torchrun --standalone --nproc-per-node 2 tests/process/dying_job.py raise
+    python tests/process/dying_job.py spawn
 
 Rank 1 does it at step 30 (60 where the ranks never meet again), unless it is about a job of one
 process; gloo's timeout is 6 s.
@@ -40,7 +40,7 @@ class Samples(Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index > 100 and self.fault in IN_WORKER:
-            IN_WORKER[self.fault]()
+            IN_WORKER[self.fault]()  # type: ignore[no-untyped-call]
         return torch.zeros(self.size)
 
 
@@ -190,8 +190,8 @@ def train(fault: str) -> None:
         )
     elif "RANK" in os.environ:
         # torchrun's store lives on over restarts: gloo finds the addresses of the start before.
-        store, rank_, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
-        own = dist.PrefixStore(f"start{restart}", store)
+        store, rank_, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"start{restart}", store)  # type: ignore[attr-defined]
         limit = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", store=own, rank=rank_, world_size=size, timeout=limit)
     torch.manual_seed(0)
@@ -206,7 +206,7 @@ def train(fault: str) -> None:
     batches = iter(DataLoader(Samples(size, fault), batch_size=4, num_workers=workers))
     for step in range(steps):
         batch = next(batches)[:, :8].contiguous()
-        if step == at and rank == 1 and fault in FAULTS and restart < 2 and FAULTS[fault]():
+        if step == at and rank == 1 and fault in FAULTS and restart < 2 and FAULTS[fault]():  # type: ignore[no-untyped-call]
             continue
         if step == at and rank == 0:
             print("FAULT", time.time_ns(), flush=True)
@@ -233,7 +233,7 @@ def main() -> None:
     torch.set_num_threads(1)
     fault = sys.argv[1]
     if fault == "spawn":
-        torch.multiprocessing.spawn(train_spawned, nprocs=2)
+        torch.multiprocessing.spawn(train_spawned, nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
     else:
         train(fault)
 
