@@ -104,7 +104,8 @@ def find_cut(tables: Mapping[str, pl.DataFrame], marks: pl.DataFrame, *, has_gpu
     last = max(ends, key=lambda name: ends[name])
     if ends[last] < 0:
         return Cut(text="the file is cut off", effect="no event of it is left")
-    if last == ANNOTATIONS and _last_category(tables[last]) == GPU_RANGES:
+    latest = tables[last].filter(pl.col("event") == pl.col("event").max())["category"][0]
+    if last == ANNOTATIONS and str(latest) == GPU_RANGES:
         return Cut(text="the file is cut off behind its last GPU event",
                    effect="ranges as they are on the GPU may be missing")  # fmt: skip
     known_ns = _known_until(tables, last)
@@ -128,10 +129,6 @@ def find_cut(tables: Mapping[str, pl.DataFrame], marks: pl.DataFrame, *, has_gpu
     effect = f"what follows step {step}, its last whole one, is left out{lost}"
     return Cut(whole_ns=whole_ns, end_ns=whole_ns, text=f"the file is cut off {where}",
                effect=effect, is_device_lost=is_lost)  # fmt: skip
-
-
-def _last_category(ranges: pl.DataFrame) -> str:
-    return str(ranges.filter(pl.col("event") == pl.col("event").max())["category"][0])
 
 
 def _known_until(tables: Mapping[str, pl.DataFrame], last: str) -> int | None:

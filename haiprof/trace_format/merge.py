@@ -32,8 +32,8 @@ from haiprof.trace_format.merge_inputs import (
     Lanes,
     StreamLanes,
     TraceInput,
+    meta_event,
     process_events,
-    thread_event,
 )
 
 ID_STRIDE = 10_000_000_000
@@ -245,7 +245,7 @@ def track_events(track: Track, base_ns: int) -> Iterator[bytes]:
     """The track's events as JSON, one at a time."""
     yield from process_events(track.pid, track.name, track.sort_index)
     for place, name in enumerate(track.threads):
-        yield thread_event(track.pid, place, name)
+        yield meta_event("thread_name", track.pid, place, {"name": name})
     if track.counters is not None:
         yield from _counters(track, track.counters, base_ns)
     if track.spans is not None:

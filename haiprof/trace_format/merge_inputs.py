@@ -239,21 +239,14 @@ def sort_index(rank: int, place: int) -> int:
 def process_events(pid: int, name: str | None, index: int | None) -> Iterator[bytes]:
     """Events that name a process and set its sort index."""
     if name is not None:
-        yield _process_event(_NAME, pid, "name", name)
+        yield meta_event(_NAME, pid, 0, {"name": name})
     if index is not None:
-        yield _process_event(_SORT, pid, "sort_index", index)
+        yield meta_event(_SORT, pid, 0, {"sort_index": index})
 
 
-def thread_event(pid: int, tid: int, name: str) -> bytes:
-    """An event that names a thread."""
-    event = {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
-    return msgspec.json.encode(event)
-
-
-def _process_event(kind: str, pid: int, key: str, value: str | int) -> bytes:
-    return msgspec.json.encode(
-        {"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": {key: value}}
-    )
+def meta_event(kind: str, pid: int, tid: int, args: Mapping[str, str | int]) -> bytes:
+    """An event that names or sorts a process or a thread."""
+    return msgspec.json.encode({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
 
 
 def _args(event: Fields) -> dict[str, Any]:
@@ -310,12 +303,11 @@ class StreamLanes:
 
     def names(self, pids: Mapping[int, int]) -> Iterator[bytes]:
         """Events that name the lanes and put each below its stream."""
-        encode = msgspec.json.Encoder().encode
         for pid, tid, lane in self.threads:
             name = f"stream {tid}, overlapping" + (f" {lane}" if lane > 1 else "")
-            event = {"ph": "M", "pid": pids[pid], "tid": tid + lane * LANE}
-            yield encode({**event, "name": "thread_name", "args": {"name": name}})
-            yield encode({**event, "name": "thread_sort_index", "args": {"sort_index": tid}})
+            place = pids[pid], tid + lane * LANE
+            yield meta_event("thread_name", *place, {"name": name})
+            yield meta_event("thread_sort_index", *place, {"sort_index": tid})
 
     def _move_arrow(self, event: Fields) -> None:
         number, tid = (bytes(event.get(key, b"")).strip(b'"') for key in ("id", "tid"))

@@ -156,11 +156,18 @@ class TraceColumns:
         return finish_table(name, pl.DataFrame(columns), self._texts)
 
     def _part_or_again(self, name: str, number: int) -> _Part:
+        """A part; the cache is built again where it was evicted or damaged since it was opened."""
         for keep in (True, False):
             try:
                 return self._part(name, number)
-            except (OSError, ValueError):  # noqa: PERF203 - twice at most
-                self._build_again(keep=keep)
+            except (OSError, ValueError) as error:  # noqa: PERF203 - twice at most
+                if content_key(self._path) != self._key:
+                    raise TraceFormatError(
+                        f"{self._path}: it has changed since it was opened",
+                        hint="open it once more",
+                    ) from error
+                again = _build_cache(self._path, self._key, keep=keep)
+                self._read, self._parts = again._read, again._parts
         return self._part(name, number)
 
     def _part(self, name: str, number: int) -> _Part:
@@ -170,15 +177,6 @@ class TraceColumns:
         if zlib.crc32(data) != checksum:
             raise ValueError(f"{name} {number} is damaged")
         return _Part(data, columns)
-
-    def _build_again(self, *, keep: bool) -> None:
-        """Builds the cache again: it was evicted or damaged since it was opened."""
-        if content_key(self._path) != self._key:
-            raise TraceFormatError(
-                f"{self._path}: it has changed since it was opened", hint="open it once more"
-            )
-        again = _build_cache(self._path, self._key, keep=keep)
-        self._read, self._parts = again._read, again._parts
 
 
 def open_columns(path: Path) -> TraceColumns:

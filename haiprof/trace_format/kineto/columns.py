@@ -19,7 +19,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Ints
 from haiprof.trace_format.kineto.events import GPU, NO_JSON, TABLES, TraceColumn, argument_names
 
 TIME_LIMIT_NS = 1 << 61
@@ -48,15 +48,8 @@ def event_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags]:
     return ts_ns, dur_ns, has_ts & has_dur & (dur_ns >= 0) & (dur_ns < DURATION_LIMIT_NS)
 
 
-def as_floats(values: list[Any]) -> Floats:
-    """Numbers, and texts of numbers; NaN for everything else."""
-    try:
-        return np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        return np.array([_float(value) for value in values], dtype=np.float64)
-
-
 def _float(value: object) -> float:
+    """A number, or a text of one; NaN for everything else."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -100,18 +93,13 @@ def _plain(data: npt.NDArray[np.uint8], ends: Ints) -> tuple[Flags, Ints]:
 
 
 def _one_by_one(us: list[bytes]) -> tuple[Ints, Flags]:
-    found = [_exact_ns(each) for each in us]
-    good = np.array([ns is not None for ns in found], dtype=bool)
-    return np.array([ns or 0 for ns in found], dtype=np.int64), good
-
-
-def _exact_ns(us: bytes) -> int | None:
-    text = us.strip(b'" ').decode("ascii", "replace")
-    try:
-        value = Decimal(text) * 1000
-        return int(value.to_integral_value()) if abs(value) < TIME_LIMIT_NS else None
-    except (InvalidOperation, ValueError, OverflowError):
-        return None
+    ns, good = np.zeros(len(us), dtype=np.int64), np.zeros(len(us), dtype=bool)
+    for at, each in enumerate(us):
+        with contextlib.suppress(InvalidOperation, ValueError, OverflowError):
+            value = Decimal(each.strip(b'" ').decode("ascii", "replace")) * 1000
+            if abs(value) < TIME_LIMIT_NS:
+                ns[at], good[at] = int(value.to_integral_value()), True
+    return ns, good
 
 
 BATCH_ROWS = 1 << 11
@@ -213,7 +201,7 @@ class _Column:
         except _UNKNOWN:
             if kind == pl.Int64:
                 return pl.Series(name, [_integer(value) for value in values], dtype=kind)
-            found = pl.Series(name, as_floats(values))
+            found = pl.Series(name, list(map(_float, values)), dtype=kind)
         if kind != pl.Float64:
             return found
         floats = found.to_numpy() * self.column.scale

@@ -134,23 +134,21 @@ def write_complete(
     """Writes the trace with more metadata and marks of steps, and everything else unchanged."""
     new = {key: value for key, value in metadata.items() if key not in raw.metadata}
     tid = pid if raw.tid is None else raw.tid
-    marks = [_mark(raw, step, pid=pid, tid=tid) for step in steps]
+    about = "a step as haiprof recorded it beside the trace"
+    marks = [
+        range_text(
+            f"ProfilerStep#{step.number}", start_ns=step.start_wall_ns - raw.base_ns,
+            duration_ns=step.end_wall_ns - step.start_wall_ns, pid=pid, tid=tid, about=about,
+        )
+        for step in steps
+    ]  # fmt: skip
     ranges = phase_texts(phases, base_ns=raw.base_ns, pid=pid, tid=tid)
     with raw.path.open("rb") as source:
         pieces = _pieces(source, raw.path, new, [*marks, *ranges])
-        for piece in _gzip_pieces(pieces) if packed else pieces:
-            file.write(piece)
-
-
-def _mark(raw: RawTrace, step: Step, *, pid: int, tid: int) -> bytes:
-    return range_text(
-        f"ProfilerStep#{step.number}",
-        start_ns=step.start_wall_ns - raw.base_ns,
-        duration_ns=step.end_wall_ns - step.start_wall_ns,
-        pid=pid,
-        tid=tid,
-        about="a step as haiprof recorded it beside the trace",
-    )
+        packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS) if packed else None
+        for piece in pieces:
+            file.write(packer.compress(piece) if packer else piece)
+        file.write(packer.flush() if packer else b"")
 
 
 def _pieces(
@@ -167,10 +165,3 @@ def _pieces(
         yield b"".join(added)
     yield head[events:]
     yield from iter(lambda: source.read(CHUNK_BYTES), b"")
-
-
-def _gzip_pieces(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS)
-    for piece in pieces:
-        yield packer.compress(piece)
-    yield packer.flush()

@@ -66,10 +66,15 @@ def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> l
         found = _decode_events(piece, decoder)
         if found is not None:
             return found
-    last = _last_element(piece)
+    last = element(piece, 0)  # that is incomplete
+    while last.found is Found.WHOLE:
+        last = element(piece, last.end)
     if not _seems_broken(piece, last, text):
-        whole = piece[: last.start]
-        found = _decode_after_scrub(whole.rstrip(b", \t\r\n"), decoder, damage)
+        whole = piece[: last.start].rstrip(b", \t\r\n")
+        found = _decode_events(whole, decoder)
+        if found is None and (clean := scrub(whole)) != whole:
+            found = _decode_events(clean, decoder)
+            damage.repaired_count += found is not None
         if found is not None:
             _end_with(piece, last, text)
             return found
@@ -124,24 +129,6 @@ def _decode_events(events: bytes, decoder: Decoder) -> list[Any] | None:
         return decoder.decode(b"[" + events + b"]")
     except _DecodeError:
         return None
-
-
-def _decode_after_scrub(events: bytes, decoder: Decoder, damage: Damage) -> list[Any] | None:
-    found = _decode_events(events, decoder)
-    if found is not None:
-        return found
-    clean = scrub(events)
-    found = _decode_events(clean, decoder) if clean != events else None
-    damage.repaired_count += found is not None
-    return found
-
-
-def _last_element(piece: bytes) -> Element:
-    """The last element, where it is incomplete."""
-    found = element(piece, 0)
-    while found.found is Found.WHOLE:
-        found = element(piece, found.end)
-    return found
 
 
 def _end_with(piece: bytes, last: Element, text: TraceText) -> None:

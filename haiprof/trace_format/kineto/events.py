@@ -21,36 +21,25 @@ GPU_COUNTERS, GRAPH_NODES, OS_CALLS = "gpu_counters", "graph_nodes", "os_calls"
 
 # Categories of Kineto, with those of before 2022 (Operator, Kernel, Runtime, Memcpy, Memset).
 TABLE_OF_CATEGORY = {
-    "kernel": GPU,
-    "Kernel": GPU,
-    "gpu_memcpy": GPU,
-    "Memcpy": GPU,
-    "gpu_memset": GPU,
-    "Memset": GPU,
-    "mtia_ccp_events": GPU,
-    "cuda_runtime": RUNTIME,
-    "cuda_driver": RUNTIME,
-    "hip_runtime": RUNTIME,
-    "xpu_runtime": RUNTIME,
-    "xpu_driver": RUNTIME,
-    "mtia_runtime": RUNTIME,
-    "glow_runtime": RUNTIME,
-    "privateuse1_runtime": RUNTIME,
-    "privateuse1_driver": RUNTIME,
-    "Runtime": RUNTIME,
-    "cpu_op": OPS,
-    "Operator": OPS,
-    "user_annotation": ANNOTATIONS,
-    GPU_RANGES: ANNOTATIONS,
-    "python_function": PYTHON,
-    "cpu_instant_event": MEMORY,
-    "cuda_sync": SYNC,
-    "fwdbwd": LINKS,
-    "gpu_counter": GPU_COUNTERS,
-    "graph_event_node": GRAPH_NODES,
-    "graph_host_node": GRAPH_NODES,
-    "os_runtime": OS_CALLS,
-}
+    category: table
+    for table, categories in (
+        (GPU, ("kernel", "Kernel", "gpu_memcpy", "Memcpy", "gpu_memset", "Memset",
+               "mtia_ccp_events")),
+        (RUNTIME, ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "xpu_driver",
+                   "mtia_runtime", "glow_runtime", "privateuse1_runtime", "privateuse1_driver",
+                   "Runtime")),
+        (OPS, ("cpu_op", "Operator")),
+        (ANNOTATIONS, ("user_annotation", GPU_RANGES)),
+        (PYTHON, ("python_function",)),
+        (MEMORY, ("cpu_instant_event",)),
+        (SYNC, ("cuda_sync",)),
+        (LINKS, ("fwdbwd",)),
+        (GPU_COUNTERS, ("gpu_counter",)),
+        (GRAPH_NODES, ("graph_event_node", "graph_host_node")),
+        (OS_CALLS, ("os_runtime",)),
+    )
+    for category in categories
+}  # fmt: skip
 LANE = 50_000_000
 """Added to a stream's or thread's number, once per lane: more than any such number (Linux counts
 threads to 4 million), and 64 of them fit the 32 bits that Perfetto reads."""
