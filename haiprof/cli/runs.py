@@ -36,9 +36,9 @@ def overview(
     output = Output(json=as_json)
     summary = overview_summary(analyzer)
     if html is not None:
-        from haiprof.show.page.render import write_overview_page
+        from haiprof.show.page.render import write_page_part
 
-        output.hint(f"wrote {write_overview_page(analyzer, html)}")
+        output.hint(f"wrote {write_page_part(analyzer, html)}")
     output.show(lambda width: overview_view(summary, width=width), summary.as_json())
     output.hint(f"next: haiprof verdict rank {summary.run.path} 0")
 
@@ -70,9 +70,9 @@ def rank(
     output = Output(json=as_json)
     summary = one_rank_summary(analyzer, chosen)
     if html is not None:
-        from haiprof.show.page.render import write_rank_page
+        from haiprof.show.page.render import write_page_part
 
-        output.hint(f"wrote {write_rank_page(analyzer, chosen, html)}")
+        output.hint(f"wrote {write_page_part(analyzer, html, rank=chosen)}")
     output.show(lambda _: rank_view(summary), summary.as_json())
     output.hint(f"next: haiprof verdict {summary.run.path}")
 

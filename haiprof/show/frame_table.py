@@ -186,6 +186,15 @@ def page_table(
     )
 
 
+def page_records(
+    title: str, records: Sequence[object], fields: Fields, *, left: Sequence[str] = (),
+    more: int = 0, note: str = "",
+) -> PageTable:  # fmt: skip
+    """A row per record."""
+    rows = [[shown.plain for shown in record_cells(record, fields)] for record in records]
+    return text_table(title, [head for _, head in fields], rows, left=left, more=more, note=note)
+
+
 def text_table(
     title: str,
     head: Sequence[str],

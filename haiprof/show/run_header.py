@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.log_addresses import shown_path
@@ -58,10 +57,13 @@ class RunHeader:
 
 def run_header(run: RunPaths, manifest: Manifest | None) -> RunHeader:
     """The header of a run, also of one that still runs or whose run.json is damaged."""
-    damaged = manifest is None
     if manifest is None:
         manifest = Manifest(haiprof_version="", name=run.root.name, command=[])
-    state = DAMAGED if damaged else run_state(run, manifest)
+        state = DAMAGED
+    elif manifest.end_wall_ns is not None:
+        state = ENDED
+    else:
+        state = RUNNING if is_running(run, manifest) else KILLED
     start_ns = manifest.start_wall_ns or None
     end_ns = manifest.end_wall_ns
     if end_ns is None:
@@ -85,13 +87,6 @@ def manifest_or_none(run: RunPaths) -> Manifest | None:
         return read_manifest(run)
     except RunFormatError:
         return None
-
-
-def run_state(run: RunPaths, manifest: Manifest, *, proc: Path = Path("/proc")) -> str:
-    """`running`, `ended` or `killed`."""
-    if manifest.end_wall_ns is not None:
-        return ENDED
-    return RUNNING if is_running(run, manifest, proc=proc) else KILLED
 
 
 def last_write_ns(run: RunPaths) -> int | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from haiprof.show.terminal import SafeConsole
 from haiprof.show.views.blocks import section
@@ -32,8 +33,7 @@ def overview(data: RunFrames) -> None:
     from haiprof.show.summary import overview_summary
     from haiprof.show.views.run import overview_view
 
-    console = _console()
-    _print(console, overview_view(overview_summary(data), width=console.width))
+    _print(lambda width: overview_view(overview_summary(data), width=width))
 
 
 def ranks(data: RunFrames) -> None:
@@ -58,7 +58,7 @@ def one_rank(data: RunFrames, rank: int) -> None:
     from haiprof.show.rank_summary import one_rank_summary
     from haiprof.show.views.run import rank_view
 
-    _print(_console(), rank_view(one_rank_summary(data, rank)))
+    _print(lambda _: rank_view(one_rank_summary(data, rank)))
 
 
 def comparison(data: RunFrames, baseline: str | Path) -> None:
@@ -78,7 +78,7 @@ def comparison(data: RunFrames, baseline: str | Path) -> None:
         return
     from haiprof.show.views.compare import compare_view
 
-    _print(_console(), compare_view(found, chosen=chosen.why))
+    _print(lambda _: compare_view(found, chosen=chosen.why))
 
 
 def trace_picture(
@@ -96,10 +96,8 @@ def trace_picture(
         return
     from haiprof.show.frame_table import plain_frame
 
-    _print(
-        _console(),
-        section(picture.title, *plain_frame(picture.frame, picture.columns, limit=_ROW_LIMIT)),
-    )
+    rows = plain_frame(picture.frame, picture.columns, limit=_ROW_LIMIT)
+    _print(lambda _: section(picture.title, *rows))
 
 
 def in_notebook() -> bool:
@@ -161,11 +159,8 @@ def _running_cell() -> tuple[object, object, bool]:
     return cell, getattr(shell, "execution_count", None), is_whole
 
 
-def _console() -> Console:
+def _print(view: Callable[[int], RenderableType]) -> None:
+    """Prints a view for a terminal of so many columns."""
     console = SafeConsole()
     console.width = min(_MAX_WIDTH, max(_MIN_WIDTH, console.width))
-    return console
-
-
-def _print(console: Console, view: RenderableType) -> None:
-    console.print(view)
+    console.print(view(console.width))

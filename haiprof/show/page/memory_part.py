@@ -19,9 +19,9 @@ from haiprof.run_analysis.gpu_memory import (
     gpu_memory_series,
 )
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.figures.panel_table import CounterSpec, entity_label, panel, panel_metrics
+from haiprof.show.figures.panel_table import CounterSpec, panel, panel_metrics
 from haiprof.show.figures.style import PHASES, series_color
-from haiprof.show.frame_table import PageTable, text_table
+from haiprof.show.frame_table import Fields, PageTable, page_records, text_table
 from haiprof.show.page.counter_data import LINE_LIMIT, counter_data
 from haiprof.show.text import printable
 
@@ -83,18 +83,23 @@ def memory_part(
 ) -> MemoryPart:
     """Reads what a run recorded of memory."""
     levels = gpu_memory_series(analyzer.files)
-    peaks = _peaks(analyzer, digest.count_series(analyzer.read_series({_RSS})))
+    peaks = _peaks(analyzer, digest.count_series(analyzer.read_series({_RSS})), start_ns)
     failed = [each for _, _, each in failed_allocations(analyzer.run)]
     data = counter_data(
         _derived_reader(analyzer, levels, digest), start_ns, panels=_PANELS, each=False
     )
     return MemoryPart(
-        peaks=_peak_table(peaks, start_ns),
+        peaks=page_records(
+            "Highest memory of each rank", peaks, _PEAKS, left=("phase",), note=_PEAK_WORDS
+        ),
         gpu=_gpu_table(levels),
-        held=_held_table(failed),
+        held=page_records(
+            "Held where an allocation failed", failed[:_RANK_LIMIT], _HELD, left=("in",),
+            more=max(0, len(failed) - _RANK_LIMIT),
+        ),
         missing=tuple(_missing(analyzer, missing, levels, failed=failed, traced=traced)),
-        data=_with_marks(data, peaks, start_ns),
-    )
+        data=_with_marks(data, peaks),
+    )  # fmt: skip
 
 
 # ---- over time ------------------------------------------------------------------------------
@@ -152,15 +157,23 @@ class _Peak:
     """Where one rank's host memory was highest."""
 
     rank: int
-    time_ns: int
-    highest: float
-    first: float
-    last: float
+    seconds: float
+    """On the time axis of the figures."""
+    highest_bytes: float
+    first_bytes: float
+    last_bytes: float
     step: int | None
     phase: str | None
 
 
-def _peaks(analyzer: RunFrames, judged: SeriesReader) -> list[_Peak]:
+_PEAKS: Fields = (
+    ("rank", "rank"), ("first_bytes", "first"), ("highest_bytes", "highest"),
+    ("last_bytes", "last"), (lambda peak: f"{peak.seconds:.1f} s", "highest at"), ("step", "step"),
+    ("phase", "phase"),
+)  # fmt: skip
+
+
+def _peaks(analyzer: RunFrames, judged: SeriesReader, start_ns: int) -> list[_Peak]:
     """Of the ranks with the highest ones, in order of ranks."""
     own = sort_series(
         replace(each, owner=(None, each.owner[1], None, None))
@@ -172,10 +185,11 @@ def _peaks(analyzer: RunFrames, judged: SeriesReader) -> list[_Peak]:
         return []
     ranks = [each.owner[1] for each in tops if each.owner[1] is not None]
     steps, spans = analyzer.steps(), analyzer.phases(ranks)
-    return sorted((_peak(each, steps, spans) for each in tops), key=lambda peak: peak.rank)
+    peaks = (_peak(each, steps, spans, start_ns) for each in tops)
+    return sorted(peaks, key=lambda peak: peak.rank)
 
 
-def _peak(own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame) -> _Peak:
+def _peak(own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame, start_ns: int) -> _Peak:
     _, rank, _, _ = own.owner
     assert rank is not None, "peaks are of ranks"
     place = int(own.values.argmax())
@@ -187,51 +201,32 @@ def _peak(own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame) -> _Peak:
     ).sort("duration_ns")["phase"]
     return _Peak(
         rank=rank,
-        time_ns=time_ns,
-        highest=float(own.values[place]),
-        first=float(own.values[0]),
-        last=float(own.values[-1]),
+        seconds=(time_ns - start_ns) / NS_PER_S,
+        highest_bytes=float(own.values[place]),
+        first_bytes=float(own.values[0]),
+        last_bytes=float(own.values[-1]),
         step=int(step[0]) if len(step) else None,
         phase=str(phase[0]) if len(phase) else None,
     )
 
 
-def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak], start_ns: int) -> dict[str, Any]:
+def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak]) -> dict[str, Any]:
     """Marks the peaks of ranks that have a line of their own."""
     panels = [dict(panel) for panel in data["panels"]]
     if panels and panels[0]["title"] == _PANELS[0].title and len(peaks) <= LINE_LIMIT:
-        panels[0]["marks"] = [
-            {
-                "seconds": (peak.time_ns - start_ns) / NS_PER_S,
-                "value": peak.highest / BYTES_PER_GIB,
-                "color": series_color(peak.rank),
-                "text": f"rank {peak.rank} {bytes_text(peak.highest)} in {_where(peak)}",
-            }
-            for peak in peaks
-        ]
+        panels[0]["marks"] = marks = []
+        for peak in peaks:
+            where = "no step" if peak.step is None else f"step {peak.step}"
+            where += f", {peak.phase}" if peak.phase else ""
+            text = f"rank {peak.rank} {bytes_text(peak.highest_bytes)} in {where}"
+            marks.append({
+                "seconds": peak.seconds, "value": peak.highest_bytes / BYTES_PER_GIB,
+                "color": series_color(peak.rank), "text": text,
+            })  # fmt: skip
     return {**data, "panels": panels}
 
 
-def _where(peak: _Peak) -> str:
-    step = "no step" if peak.step is None else f"step {peak.step}"
-    return f"{step}, {peak.phase}" if peak.phase else step
-
-
 # ---- tables ---------------------------------------------------------------------------------
-
-
-def _peak_table(peaks: Sequence[_Peak], start_ns: int) -> PageTable:
-    head = ("rank", "first", "highest", "last", "highest at", "step", "phase")
-    rows = [
-        (
-            str(peak.rank), bytes_text(peak.first), bytes_text(peak.highest),
-            bytes_text(peak.last), f"{(peak.time_ns - start_ns) / NS_PER_S:.1f} s",
-            MISSING if peak.step is None else str(peak.step), peak.phase or MISSING,
-        )
-        for peak in peaks
-    ]  # fmt: skip
-    title = "Highest memory of each rank"
-    return text_table(title, head, rows, left=("phase",), note=_PEAK_WORDS)
 
 
 def _gpu_table(levels: Mapping[int, GpuMemorySeries]) -> PageTable:
@@ -254,26 +249,18 @@ def _gpu_table(levels: Mapping[int, GpuMemorySeries]) -> PageTable:
     return text_table(title, head, rows, more=more, note=_GPU_WORDS)
 
 
-def _held_table(failed: Sequence[GpuOutOfMemory]) -> PageTable:
-    head = ("GPU", "wanted", "parameters", "gradients", "buffers", "optimizer state",
-            "activations and others", "limit", "in", "step")  # fmt: skip
-    rows = [_held_cells(each) for each in failed[:_RANK_LIMIT]]
-    return text_table(
-        "Held where an allocation failed", head, rows, left=("in",),
-        more=max(0, len(failed) - _RANK_LIMIT),
-    )  # fmt: skip
-
-
-def _held_cells(each: GpuOutOfMemory) -> tuple[str, ...]:
-    names = ("parameters", "gradients", "buffers", "optimizer_state")
-    place = ", ".join(part for part in (each.phase, each.module) if part)
-    device = MISSING if each.device is None else entity_label(None, None, each.device, None)
-    return (
-        device, bytes_text(each.requested_bytes),
-        *(bytes_text(each.held.get(name)) for name in names), bytes_text(each.other_bytes),
-        bytes_text(each.limit_bytes or each.device_total_bytes), printable(place) or MISSING,
-        MISSING if each.step is None else str(each.step),
-    )  # fmt: skip
+_HELD: Fields = (
+    (lambda each: MISSING if each.device is None else f"GPU {each.device}", "GPU"),
+    ("requested_bytes", "wanted"),
+    (lambda each: bytes_text(each.held.get("parameters")), "parameters"),
+    (lambda each: bytes_text(each.held.get("gradients")), "gradients"),
+    (lambda each: bytes_text(each.held.get("buffers")), "buffers"),
+    (lambda each: bytes_text(each.held.get("optimizer_state")), "optimizer state"),
+    ("other_bytes", "activations and others"),
+    (lambda each: bytes_text(each.limit_bytes or each.device_total_bytes), "limit"),
+    (lambda each: printable(", ".join(filter(None, (each.phase, each.module)))) or MISSING, "in"),
+    ("step", "step"),
+)
 
 
 def _missing(

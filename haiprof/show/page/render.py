@@ -56,15 +56,9 @@ Link = Callable[[Path], str]
 """Address at which a trace opens in Perfetto; empty for none."""
 
 
-def write_report(
-    content: PageContent,
-    path: Path,
-    *,
-    below: Path | None = None,
-    only: Collection[str] | None = None,
-) -> Path:
+def write_report(content: PageContent, path: Path, *, below: Path | None = None) -> Path:
     """Writes the page as one self-contained file; returns its path."""
-    return write_text(path, report_html(content, only=only), below=below)
+    return write_text(path, report_html(content), below=below)
 
 
 def report_html(
@@ -93,16 +87,11 @@ def write_lines_page(analyzer: RunFrames, path: Path, *, baseline: str | None = 
     return write_text(path, lines_html(flames, header))
 
 
-def write_overview_page(analyzer: RunFrames, path: Path) -> Path:
-    """Writes the sections of the page about the whole job; returns the path."""
+def write_page_part(analyzer: RunFrames, path: Path, *, rank: int | None = None) -> Path:
+    """Writes the sections of the page about the whole job, or about one rank first."""
     content = page_content(analyzer, read_traces=False)
-    return write_report(content, path, only=_OVERVIEW)
-
-
-def write_rank_page(analyzer: RunFrames, rank: int, path: Path) -> Path:
-    """Writes the sections of the page that begin with one rank; returns the path."""
-    content = page_content(analyzer, read_traces=False)
-    return write_text(path, report_html(content, only=_RANK, rank=rank))
+    only = _OVERVIEW if rank is None else _RANK
+    return write_text(path, report_html(content, only=only, rank=rank))
 
 
 def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:

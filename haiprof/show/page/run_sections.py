@@ -20,7 +20,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_json
 from haiprof.show.figures.style import PHASES
-from haiprof.show.frame_table import Fields, PageTable, page_table, record_cells, text_table
+from haiprof.show.frame_table import Fields, PageTable, page_records, page_table, text_table
 from haiprof.show.summary import OverviewSummary, RankSummary, rank_name
 from haiprof.show.text import moment_text, printable
 from haiprof.show.trace_pictures import all_pictures
@@ -70,17 +70,12 @@ _RANK_GPUS: Fields = (("gpu_utilization_ratio", "GPU"), ("gpu_memory_used_bytes"
 def rank_table(summary: OverviewSummary) -> PageTable:
     """A row per rank and attempt."""
     known = [f for f in _RANK_GPUS if any(getattr(r, str(f[0])) is not None for r in summary.ranks)]
-    return _records(summary.ranks, (*_RANKS, *known), left=("host", "device"))
+    return page_records("", summary.ranks, (*_RANKS, *known), left=("host", "device"))
 
 
 def node_table(summary: OverviewSummary) -> PageTable:
     """A row per host."""
-    return _records(summary.nodes, _NODES, left=("host",))
-
-
-def _records(records: Sequence[object], fields: Fields, *, left: Sequence[str]) -> PageTable:
-    rows = [[cell.plain for cell in record_cells(record, fields)] for record in records]
-    return text_table("", [head for _, head in fields], rows, left=left)
+    return page_records("", summary.nodes, _NODES, left=("host",))
 
 
 def phase_table(steps: pl.DataFrame) -> PageTable:
