@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -21,14 +20,9 @@ from haiprof.run_analysis.counters import (
     host_windows,
     training_spans,
 )
-from haiprof.run_analysis.nccl_witness import NcclReport, nccl_report
 from haiprof.run_analysis.ranks import RANK_SCHEMA
-from haiprof.run_analysis.reactions import REACTION_SCHEMA
-from haiprof.run_analysis.run_files import RunFiles, open_run
-from haiprof.run_analysis.run_frames import Cells
-from haiprof.run_analysis.settings import RankSettings
+from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
-from haiprof.run_analysis.windows import WINDOW_SCHEMA
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.show.figures.panel_table import frame_reader
@@ -39,27 +33,22 @@ PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
 _POSITIONS = ("input", "forward", "backward", "optimizer", "after_step")
 
 
-@dataclass
-class FakeRun:
-    """Has what the views ask of an Analyzer."""
+class FakeRun(RunFrames):
+    """A run whose frames are made of rows; of all else its folder has nothing."""
 
-    run: RunPaths
-    step_rows: list[dict[str, object]] = field(default_factory=list)
-    span_rows: list[dict[str, object]] = field(default_factory=list)
-    counter_rows: list[dict[str, object]] = field(default_factory=list)
-    rank_rows: list[dict[str, object]] = field(default_factory=list)
-    window_rows: list[dict[str, object]] = field(default_factory=list)
-    reaction_rows: list[dict[str, object]] = field(default_factory=list)
-    note_lines: list[str] = field(default_factory=list)
-
-    @property
-    def files(self) -> RunFiles:
-        return open_run(self.run.root)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.step_rows: list[dict[str, object]] = []
+        self.span_rows: list[dict[str, object]] = []
+        self.counter_rows: list[dict[str, object]] = []
+        self.rank_rows: list[dict[str, object]] = []
 
     def steps(self) -> pl.DataFrame:
         return pl.DataFrame(self.step_rows, schema=STEP_SCHEMA)
 
-    def position_times(self, rank: int, attempt: int) -> tuple[np.ndarray, np.ndarray]:
+    def position_times(
+        self, rank: int, attempt: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         steps = self.steps().filter(pl.col("rank") == rank, pl.col("attempt") == attempt)
         times = np.zeros((len(POSITIONS), max(steps["step"].to_list()) + 1), dtype=np.int64)
         for phase, position in zip(PHASES, _POSITIONS, strict=True):
@@ -67,22 +56,19 @@ class FakeRun:
             times[POSITIONS.index(position), steps["step"].to_numpy()] = ns
         return times, np.zeros_like(times)
 
-    def slow_steps(self) -> pl.DataFrame:
-        return pl.DataFrame(schema=STEP_SCHEMA)
-
-    def cells(self, rank: int, attempt: int) -> Cells:
+    def cells(self, rank: int, attempt: int | None = None) -> Cells:
         step = np.arange(self.position_times(rank, attempt)[0].shape[1])
         return Cells(step=step, count=np.ones_like(step), column=step)
 
-    def phases(self) -> pl.DataFrame:
+    def phases(self, ranks: object = None) -> pl.DataFrame:
         return pl.DataFrame(self.span_rows, schema=PHASE_SCHEMA)
 
     def counters(self) -> pl.DataFrame:
         return pl.DataFrame(self.counter_rows, schema=COUNTER_SCHEMA)
 
-    def host_counters(self, hosts: Collection[str] | None = None) -> list[pl.DataFrame]:
+    def host_counters(self, hosts: Collection[str] | None = None) -> Iterator[pl.DataFrame]:
         frame = self.counters()
-        return [frame if hosts is None else frame.filter(pl.col("host").is_in(list(hosts)))]
+        yield frame if hosts is None else frame.filter(pl.col("host").is_in(list(hosts)))
 
     def counter_digest(self, judged: pl.DataFrame) -> CounterDigest:
         counters, ranks = self.counters(), self.ranks()
@@ -97,21 +83,6 @@ class FakeRun:
 
     def ranks(self) -> pl.DataFrame:
         return pl.DataFrame(self.rank_rows, schema=RANK_SCHEMA)
-
-    def settings(self) -> dict[int, RankSettings]:
-        return {}
-
-    def windows(self) -> pl.DataFrame:
-        return pl.DataFrame(self.window_rows, schema=WINDOW_SCHEMA)
-
-    def reactions(self) -> pl.DataFrame:
-        return pl.DataFrame(self.reaction_rows, schema=REACTION_SCHEMA)
-
-    def nccl(self) -> NcclReport:
-        return nccl_report(self.files)
-
-    def notes(self) -> list[str]:
-        return self.note_lines
 
     def add_rank(self, rank: int, *, gpu: bool = False) -> None:
         self.rank_rows.append(
@@ -194,7 +165,7 @@ def frame_digest(judged: pl.DataFrame, counters: pl.DataFrame) -> CounterDigest:
     )
 
 
-def empty_run(folder: Path, **manifest: object) -> Any:  # a FakeRun: what views ask of RunFrames
+def empty_run(folder: Path, **manifest: object) -> FakeRun:
     """A run directory with a manifest and nothing else; it ended well unless told otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, object] = {
@@ -209,10 +180,10 @@ def empty_run(folder: Path, **manifest: object) -> Any:  # a FakeRun: what views
     }
     run = RunPaths(folder)
     write_manifest(run, Manifest(**{**values, **manifest}))  # type: ignore[arg-type]
-    return FakeRun(run)
+    return FakeRun(folder)
 
 
-def two_rank_run(folder: Path, *, gpu: bool = False, steps: int = 200) -> Any:
+def two_rank_run(folder: Path, *, gpu: bool = False, steps: int = 200) -> FakeRun:
     """Two ranks; rank 1 is slower in forward; step 50 of rank 0 waits for data."""
     data = empty_run(folder)
     for rank in (0, 1):
