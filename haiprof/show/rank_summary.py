@@ -184,8 +184,18 @@ def slowest_steps(steps: pl.DataFrame, folded: pl.DataFrame) -> tuple[SlowStep, 
         return ()
     medians = {phase: number(steps[f"{phase}_host_ns"].median()) for phase in PHASES}
     every = pl.concat([steps, folded.filter(pl.col("step") >= WARM_UP_MAX_STEPS)])
-    rows = every.sort("step_ns", descending=True).head(SLOWEST_COUNT).iter_rows(named=True)
-    return tuple(_slow_step(row, median, medians) for row in rows)
+    slowest = every.sort("step_ns", descending=True).head(SLOWEST_COUNT)
+    found = []
+    for row in slowest.iter_rows(named=True):
+        split = {phase: row[f"{phase}_host_ns"] for phase in PHASES}
+        excess = {p: ns - (medians[p] or 0.0) for p, ns in split.items() if ns is not None}
+        worst = max(excess, key=lambda p: excess[p], default=None)
+        found.append(SlowStep(
+            **{name: row[name] for name in ("step", "start_ns", "step_ns")},
+            over_median_ratio=row["step_ns"] / median, split_ns=split, longest_excess=worst,
+            longest_excess_ns=excess[worst] if worst else None,
+        ))  # fmt: skip
+    return tuple(found)
 
 
 def event_stats(phases: pl.DataFrame) -> tuple[EventStat, ...]:
@@ -194,7 +204,7 @@ def event_stats(phases: pl.DataFrame) -> tuple[EventStat, ...]:
     found = phases.group_by("phase").agg(
         count=pl.len(), total_ns=duration.sum(), max_ns=duration.max()
     )
-    rows = {row["phase"]: row for row in found.iter_rows(named=True)}
+    rows = found.rows_by_key("phase", named=True, unique=True, include_key=True)
     return tuple(EventStat(**rows[phase]) for phase in EVENT_PHASES if phase in rows)
 
 
@@ -245,23 +255,6 @@ def _position_stats(
         )
         for name, ns in zip(POSITIONS, whole, strict=True)
         if ns.any()
-    )
-
-
-def _slow_step(
-    row: Mapping[str, Any], median_ns: float, medians: Mapping[str, float | None]
-) -> SlowStep:
-    split = {phase: row[f"{phase}_host_ns"] for phase in PHASES}
-    excess = {p: ns - (medians[p] or 0.0) for p, ns in split.items() if ns is not None}
-    worst = max(excess, key=lambda p: excess[p]) if excess else None
-    return SlowStep(
-        step=row["step"],
-        start_ns=row["start_ns"],
-        step_ns=row["step_ns"],
-        over_median_ratio=row["step_ns"] / median_ns,
-        split_ns=split,
-        longest_excess=worst,
-        longest_excess_ns=excess[worst] if worst else None,
     )
 
 

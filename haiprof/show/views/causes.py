@@ -77,6 +77,11 @@ _DIFFERS_RATIO = 0.02
 """From this share on it is said why the verdict's step is shorter or longer."""
 _DOUBTFUL_RATIO = 0.05
 """Above this share of unexplained time a note is shown."""
+_TOTALS = (
+    ("slowdown_ratio", "S, slowdown by stragglers"),
+    ("slowest_workers_ratio", "M_W, what the slowest 3 % of the workers explain of it"),
+    ("last_stage_ratio", "M_S, what the last stage explains of it"),
+)
 _GROUPS = {"optype": "operation", "stage": "stage", "dp_rank": "data-parallel rank"}
 
 
@@ -255,23 +260,9 @@ def _job_parts(job: JobAnswers) -> Iterator[RenderableType]:
         "without stragglers",
         style="bold",
     )
-    totals = pl.DataFrame(
-        {
-            "name": [
-                "S, slowdown by stragglers",
-                "M_W, what the slowest 3 % of the workers explain of it",
-                "M_S, what the last stage explains of it",
-            ],
-            "value": [
-                f"{row['slowdown_ratio']:.4f}",
-                *(
-                    MISSING if (ratio := row[key]) is None else f"{ratio:.4f}"
-                    for key in ("slowest_workers_ratio", "last_stage_ratio")
-                ),
-            ],
-        }
-    )
-    yield section("Stragglers", *frame_table(totals, (("name", ""), ("value", "")), limit=3))
+    totals = [(name, MISSING if row[key] is None else f"{row[key]:.4f}") for key, name in _TOTALS]
+    shown = pl.DataFrame(totals, schema=["name", "value"], orient="row")
+    yield section("Stragglers", *frame_table(shown, (("name", ""), ("value", "")), limit=3))
     for column, title in _GROUPS.items():
         found = pl.DataFrame(row[f"by_{column}"]).with_columns(name=pl.col(column).cast(pl.String))
         slower = found.with_columns(over_ratio=pl.col("slowdown_ratio") - 1)

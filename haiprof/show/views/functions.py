@@ -135,8 +135,7 @@ def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None)
     columns, by_class = (_TREE, _CLASSES) if _device_ns(summed) else (_HOST_TREE, _HOST_CLASSES)
     title = "Where the time goes, 1 % and more; shares include nested calls"
     parts = [section(title, *frame_table(large, columns, limit=_TREE_LIMIT))]
-    classes = _by_class(summed, whole)
-    table = frame_table(classes, by_class, limit=_CLASS_LIMIT)
+    table = frame_table(_by_class(summed, whole), by_class, limit=_CLASS_LIMIT)
     parts.append(section("By class, self time", *table))
     return Group(*parts, *_graph_lines(summed), *_outside_lines(summed, whole))
 
@@ -361,17 +360,16 @@ def stack_labels(stacks: Sequence[str]) -> dict[str, str]:
     Folders and the frames of torch's own `__call__` say nothing; they are left out. Stacks that
     end alike also have the last call in which they differ.
     """
-    calls = {stack: _visible_calls(stack) for stack in stacks}
+    calls: dict[str, list[str]] = {}
+    for stack in stacks:
+        *outer, last = (_PATH.sub("", call) for call in stack.split("|"))
+        inner_first = (call for call in reversed(outer) if not call.endswith("_call_impl"))
+        calls[stack] = [last, *inner_first]
     alike: dict[tuple[str, ...], list[str]] = {}
     for stack, visible in calls.items():
         alike.setdefault(tuple(visible[:_STACK_END]), []).append(stack)
     return {stack: _label(calls[stack], _fork([calls[own] for own in group]))
             for group in alike.values() for stack in group}  # fmt: skip
-
-
-def _visible_calls(stack: str) -> list[str]:
-    calls = [_PATH.sub("", call) for call in stack.split("|")]
-    return [calls[-1], *(call for call in calls[-2::-1] if not call.endswith("_call_impl"))]
 
 
 def _fork(stacks: Sequence[Sequence[str]]) -> int | None:

@@ -284,16 +284,13 @@ def suspect_text(one: Suspect) -> str:
         who = "all ranks" if one.host is None else f"node {one.host}"
     else:
         who = f"rank {one.rank}" if one.host is None else f"rank {one.rank} on {one.host}"
-    reason = f": {one.reason}" if one.reason else ""
-    return printable(f"{who}: {one.what} {_value_text(one.what, one.value)}{_than(one)}{reason}")
-
-
-def _than(one: Suspect) -> str:
-    if one.against == NONE_IS_USUAL:
-        return f", {one.against}"
+    than = f", {one.against}"
     if one.against == TIMEOUT:
-        return "" if one.usual is None else f", the timeout of collectives is {one.usual:g} s"
-    return f", {one.against} {_value_text(one.what, one.usual)}"
+        than = "" if one.usual is None else f", the timeout of collectives is {one.usual:g} s"
+    elif one.against != NONE_IS_USUAL:
+        than += f" {_value_text(one.what, one.usual)}"
+    reason = f": {one.reason}" if one.reason else ""
+    return printable(f"{who}: {one.what} {_value_text(one.what, one.value)}{than}{reason}")
 
 
 def _value_text(what: str, value: float | None) -> str:

@@ -21,7 +21,7 @@ from haiprof.live.standstill import Node, Suspect, doing
 from haiprof.live.trace_now import TraceNow, failures
 from haiprof.run_format.stack_frames import frame_text
 from haiprof.show.card import verdict_card
-from haiprof.show.figures.style import PHASE_COLORS
+from haiprof.show.figures.style import PHASE_COLORS, PHASES
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import count_text, moment_text, printable, value_text
 from haiprof.show.views.blocks import notes_block, one_line, section
@@ -217,7 +217,6 @@ def _trace_now_lines(found: TraceNow) -> Iterator[RenderableType]:
     yield from (Text(printable(note), style="yellow") for note in found.notes)
 
 
-_PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
 _ENOUGH_SAMPLES = 30
 _BUSY_CORES = 0.9
 _IDLE_CORES = 0.2
@@ -275,7 +274,7 @@ def _attach_headline(seen: SampledStacks, cores: float | None) -> Text:
 
 def _shares(seen: SampledStacks) -> Iterator[RenderableType]:
     line = Text("  ")
-    for phase in _PHASES:
+    for phase in PHASES:
         if phase in seen.shares:
             line.append(f"{phase} ", style=PHASE_COLORS.get(phase, ""))
             line.append(f"{ratio_text(seen.shares[phase])} ±{100 * seen.margin(phase):.0f}  ")
