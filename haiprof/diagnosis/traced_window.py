@@ -17,7 +17,7 @@ from haiprof.run_format.layout import RunPaths
 if TYPE_CHECKING:
     from haiprof.trace_analysis.device_verdict import DeviceLedger
     from haiprof.trace_analysis.pattern_gathering import Patterns
-    from haiprof.trace_analysis.questions.all_ranks import RankQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 NO_TRACES = "no traces in this run: `--trace` records a window"
 NO_GPU = "no GPU event in the traces"
@@ -45,9 +45,9 @@ def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWin
     """The last whole window of a run; traces larger than the limit are left alone."""
     if not run.traces.is_dir():
         return TracedWindow(patterns=None, why=NO_TRACES)
-    from haiprof.trace_analysis.questions.all_ranks import RankQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
-    analysis = RankQuestions(run.root)
+    analysis = TraceQuestions(run.root)
     try:
         size = analysis.size_bytes()
         if limit_bytes is not None and size > limit_bytes:
@@ -79,7 +79,7 @@ def _named_peaks() -> Mapping[str, float] | None:
     return parse_peak(os.environ.get(ENV_PEAK))
 
 
-def _lines(analysis: RankQuestions) -> pl.DataFrame | None:
+def _lines(analysis: TraceQuestions) -> pl.DataFrame | None:
     from haiprof.trace_analysis.python_code import operator_lines
 
     try:

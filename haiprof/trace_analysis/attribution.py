@@ -140,7 +140,14 @@ def with_operator(
         spans = pl.concat([ranges, spans.select(ranges.columns)])
     tree = nest(spans)
     gpu = with_call(gpu_events(trace, steps), trace.runtime)
-    made_by = _made_by(trace, gpu) if captures else _launched_by(gpu)
+    known = captured_calls(trace, gpu) if captures else pl.DataFrame(schema=CAPTURED_SCHEMA)
+    made_by = gpu.join(known, on="event", how="left", maintain_order="left").select(
+        pid=pl.coalesce("captured_pid", "pid"),
+        tid=pl.coalesce("captured_tid", "tid"),
+        ts_ns=pl.coalesce("captured_ts_ns", "call_ts_ns"),
+        dur_ns=pl.coalesce("captured_dur_ns", "call_dur_ns"),
+        captured=pl.col("captured_ts_ns").is_not_null(),
+    )
     row = rows_around(tree, made_by)
     said = np.where(row < 0, _by_external_id(tree, gpu, row), -1)
     end = pl.col("call_ts_ns") + pl.col("call_dur_ns")
@@ -320,28 +327,6 @@ def _by_external_id(tree: CallTree, gpu: pl.DataFrame, around: Ints) -> Ints:
     wanted[found[compared][found[compared] >= 0]] = True
     agree = (tree.climb(around[compared], wanted) == found[compared]) & (found[compared] >= 0)
     return found if 2 * int(agree.sum()) >= len(compared) else nothing
-
-
-def _launched_by(gpu: pl.DataFrame) -> pl.DataFrame:
-    """`pid`, `tid`, `ts_ns`, `dur_ns` of each GPU event's launch; `captured` is False."""
-    return gpu.select(
-        "pid", "tid", ts_ns="call_ts_ns", dur_ns="call_dur_ns", captured=pl.lit(value=False)
-    )
-
-
-def _made_by(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
-    """The same, of the call that was captured where that is known."""
-    calls = captured_calls(trace, gpu)
-    if calls.is_empty():
-        return _launched_by(gpu)
-    joined = gpu.join(calls, on="event", how="left", maintain_order="left")
-    return joined.select(
-        pid=pl.coalesce("captured_pid", "pid"),
-        tid=pl.coalesce("captured_tid", "tid"),
-        ts_ns=pl.coalesce("captured_ts_ns", "call_ts_ns"),
-        dur_ns=pl.coalesce("captured_dur_ns", "call_dur_ns"),
-        captured=pl.col("captured_ts_ns").is_not_null(),
-    )
 
 
 def rows_around(tree: CallTree, calls: pl.DataFrame) -> Ints:

@@ -125,11 +125,9 @@ def _with_roofline(calls: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
     nothing, is_open = pl.lit(None, dtype=pl.Float64), pl.col("least_bytes").is_not_null()
     if peak is None:
         return calls.with_columns(
-            roof_ns=nothing,
-            reach_ns=nothing,
-            sure_ns=nothing,
-            tensor_ns=nothing,
-            compute_ratio=nothing,
+            **dict.fromkeys(
+                ("roof_ns", "reach_ns", "sure_ns", "tensor_ns", "compute_ratio"), nothing
+            ),
             estimate=pl.when(is_open).then(pl.lit("about")),
         )
     # What the memory cannot have brought in that time was not read: the fewest bytes are known.

@@ -12,7 +12,7 @@ import polars as pl
 from haiprof.base.errors import UsageError
 from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.attribution import with_operator
-from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns, thread_numbers
+from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns, take, thread_numbers
 from haiprof.trace_analysis.device_dependencies import (
     COPY,
     DEVICE,
@@ -131,7 +131,9 @@ class Identified:
 
 def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
     """Links the nodes of an execution trace to the operators of a timeline."""
-    linkable = _linkable(nodes)
+    name, on_host = pl.col("name"), pl.col("category").is_null()
+    shown = on_host & ~name.str.starts_with(_ROOT) & (name != _NOT_IN_TIMELINE)
+    linkable: npt.NDArray[np.bool_] = nodes.select(shown).to_series().to_numpy()
     notes, refused = [], {}
     for column in (RECORD_FUNCTION_ID, EXTERNAL_ID):
         row, differing = _by_id(nodes, tree, linkable, column)
@@ -161,15 +163,6 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
     )
 
 
-def _linkable(nodes: pl.DataFrame) -> npt.NDArray[np.bool_]:
-    name = pl.col("name")
-    host = pl.col("category").is_null()
-    found: npt.NDArray[np.bool_] = nodes.select(
-        host & ~name.str.starts_with(_ROOT) & (name != _NOT_IN_TIMELINE)
-    )["category"].to_numpy()
-    return found
-
-
 def _by_id(
     nodes: pl.DataFrame, tree: CallTree, linkable: npt.NDArray[np.bool_], column: str
 ) -> tuple[Ints, int]:
@@ -195,7 +188,13 @@ def _by_order(nodes: pl.DataFrame, tree: CallTree, linkable: npt.NDArray[np.bool
     threads = _threads(nodes.select("tid"), linkable)
     timelines = _threads(tree.spans.select("pid", "tid"), ~steps | np.isin(others, own))
     for one, unordered in _pair_threads(threads, timelines, own, others):
-        other = _begin_order(unordered, tree)
+        other = unordered
+        # In the order of external ids, which count begins, where times do not object.
+        ids = tree.spans["external_id"][unordered]
+        if not ids.null_count():
+            counted = unordered[np.argsort(ids.to_numpy(), kind="stable")]
+            if (np.diff(tree.starts[counted]) >= -ROUNDING_NS).all():
+                other = counted
         left, right = align_names(own[one], others[other])
         row[one[left]] = other[right]
     return row
@@ -206,15 +205,6 @@ def _threads(frame: pl.DataFrame, wanted: npt.NDArray[np.bool_]) -> list[Ints]:
     rows = frame.with_row_index("place").filter(pl.Series(wanted, dtype=pl.Boolean))
     groups = rows.group_by(frame.columns, maintain_order=True).agg("place")["place"]
     return [places.to_numpy().astype(np.int64) for places in groups]
-
-
-def _begin_order(rows: Ints, tree: CallTree) -> Ints:
-    """Rows of a thread as they began: by external id, which counts, where times do not object."""
-    ids = tree.spans["external_id"][rows]
-    if ids.null_count():
-        return rows
-    counted: Ints = rows[np.argsort(ids.to_numpy(), kind="stable")]
-    return counted if (np.diff(tree.starts[counted]) >= -ROUNDING_NS).all() else rows
 
 
 def _pair_threads(
@@ -295,7 +285,10 @@ def sync_dependencies(
     if not len(numbers) or not len(calls.find(BLOCKING)):
         return pl.Series("sync_dependencies", found, dtype=_LISTS)
     held = _waits(trace, calls).join(numbers, on="event").sort("after")
-    begun = _begins(tree, row)
+    linked = np.flatnonzero(row >= 0)
+    begun = tree.spans.select("pid", "tid")[row[linked]].with_columns(
+        start=pl.Series(tree.starts[row[linked]]), place=pl.Series(linked)
+    ).sort("start", "place")  # fmt: skip
     after = held.join_asof(
         begun, left_on="after", right_on="start", by=["pid", "tid"], strategy="forward",
         check_sortedness=False,
@@ -317,15 +310,6 @@ def _waits(trace: Trace, calls: RuntimeCalls) -> pl.DataFrame:
     ended = calls.frame.select("pid", "tid", after=pl.col("ts_ns") + pl.col("dur_ns"))
     events = gpu.frame["event"].gather(pairs[:, 1])
     return ended[pairs[:, 0]].with_columns(event=events)
-
-
-def _begins(tree: CallTree, row: Ints) -> pl.DataFrame:
-    """`pid`, `tid`, `start` and `place` of linked nodes, by start."""
-    linked = np.flatnonzero(row >= 0)
-    spans = tree.spans.select("pid", "tid")[row[linked]]
-    return spans.with_columns(
-        start=pl.Series(tree.starts[row[linked]]), place=pl.Series(linked)
-    ).sort("start", "place")
 
 
 _SPAN = (
@@ -402,18 +386,10 @@ def link(pair: Pair) -> Linked:
 
 
 def _add_times(nodes: pl.DataFrame, tree: CallTree, found: Identified) -> pl.DataFrame:
-    rows = pl.Series(found.row, dtype=pl.Int64)
-    rows = rows.set(rows < 0, None)
-    own = pl.Series("self_ns", own_ns(tree), dtype=pl.Int64)
-    times = pl.DataFrame({
-        "ts_ns": tree.spans["ts_ns"].gather(rows),
-        "dur_ns": tree.spans["dur_ns"].gather(rows),
-        "self_ns": own.gather(rows),
-        "host_tid": tree.spans["tid"].gather(rows),
-    })  # fmt: skip
+    spans = tree.spans.with_columns(self_ns=pl.Series(own_ns(tree), dtype=pl.Int64), host_tid="tid")
     timed = nodes.with_columns(
-        times,
-        linked_by=pl.when(rows.is_not_null()).then(pl.lit(found.by, dtype=pl.String)),
+        *(take(spans[name], found.row) for name in ("ts_ns", "dur_ns", "self_ns", "host_tid")),
+        linked_by=pl.when(pl.Series(found.row) >= 0).then(pl.lit(found.by, dtype=pl.String)),
     )
     return timed.with_columns(thread_dependency=thread_dependencies(timed, tree, found.row))
 

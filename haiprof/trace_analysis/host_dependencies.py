@@ -129,12 +129,9 @@ def backward_threads(trace: Trace) -> list[BackwardThread]:
         pairs = _pairs(
             arrows.filter(pl.col("phase") == "f"), arrows.filter(pl.col("phase") == "s"), "id"
         )
-    return pairs or _named_threads(trace.ops) if gradients.is_empty() else pairs
-
-
-def _named_threads(ops: pl.DataFrame) -> list[BackwardThread]:
-    """Threads with operators of backward passes, where neither numbers nor arrows are recorded."""
-    named = ops.filter(pl.col("name").cast(pl.String).str.contains(AUTOGRAD))
+    if pairs or not gradients.is_empty():
+        return pairs
+    named = trace.ops.filter(pl.col("name").cast(pl.String).str.contains(AUTOGRAD))
     threads = named.select("pid", "tid").drop_nulls().unique().sort("pid", "tid").rows()
     return [BackwardThread(backward=(pid, tid), forward=None) for pid, tid in threads]
 

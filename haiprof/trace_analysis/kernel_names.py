@@ -84,7 +84,10 @@ def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
     """Kernels under their names with grid and block, as CUDA writes a launch."""
     triple = ("name", "grid", "block")
     kinds = gpu.select(triple).unique()
-    names = [_launch_name(*(str(part or "") for part in row)) for row in kinds.iter_rows()]
+    names = []
+    for name, *geometry in kinds.iter_rows():
+        sizes = [_size_text(str(part or "")) for part in geometry]
+        names.append(f"{name or ''}{_SIGN}{sizes[0]}, {sizes[1]}>>>" if all(sizes) else name or "")
     table = kinds.with_columns(pl.Series("launched", names, dtype=pl.Enum(sorted(set(names)))))
     found = gpu.join(table, on=triple, how="left", nulls_equal=True, maintain_order="left")
     return found.with_columns(name="launched").select(gpu.columns)
@@ -93,25 +96,15 @@ def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
 def block_counts(gpu: pl.DataFrame) -> pl.Series:
     """Blocks of each launch; null where its grid was not recorded."""
     grids = gpu["grid"].cast(pl.String)
-    known = {text: _product(text) for text in grids.unique() if text is not None}
+    counts = {text: math.prod(_sizes(text) or [0]) for text in grids.drop_nulls().unique()}
+    known = {text: count for text, count in counts.items() if 0 < count < _LIMIT**2}
     return grids.replace_strict(known, default=None, return_dtype=pl.Int64)
-
-
-def _product(text: str) -> int | None:
-    sizes = _sizes(text)
-    count = math.prod(sizes) if sizes else 0
-    return count if 0 < count < _LIMIT**2 else None
 
 
 def split_geometry(name: str) -> tuple[str, str]:
     """A kernel's own name, and its geometry as it is behind it; empty where there is none."""
     plain, sign, rest = name.partition(_SIGN)
     return plain, sign + rest
-
-
-def _launch_name(name: str, grid: str, block: str) -> str:
-    sizes = _size_text(grid), _size_text(block)
-    return f"{name}{_SIGN}{sizes[0]}, {sizes[1]}>>>" if all(sizes) else name
 
 
 def _size_text(text: str) -> str | None:

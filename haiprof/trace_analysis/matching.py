@@ -56,8 +56,9 @@ def match_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
     streams = known.group_by(place).agg(pl.col("start_ns").min().alias("first"))
     role = pl.col("first").rank("ordinal").over("rank").alias("role")
     roles = known.join(streams.select(*place, role), on=place).sort("rank", "start_ns", "event")
-    numbered = _add_key(roles.filter(_has_sequence()), [*_GROUP, "sequence"], BY_SEQUENCE)
-    rest = roles.filter(~_has_sequence())
+    is_numbered = pl.col("sequence").is_not_null() & pl.col("process_group").is_not_null()
+    numbered = _add_key(roles.filter(is_numbered), [*_GROUP, "sequence"], BY_SEQUENCE)
+    rest = roles.filter(~is_numbered)
     # In order where every rank has as many of the group in the step.
     within = [*_GROUP, "role", "step"]
     counts = rest.group_by("rank", *within).len("count").group_by(within)
@@ -83,10 +84,6 @@ def match_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
     return _with_confidence(joined.join(keys, on="key", how="left").drop("key")).sort(
         "start_ns", "rank"
     )
-
-
-def _has_sequence() -> pl.Expr:
-    return pl.col("sequence").is_not_null() & pl.col("process_group").is_not_null()
 
 
 def _add_key(kernels: pl.DataFrame, columns: list[str], matched_by: str) -> pl.DataFrame:

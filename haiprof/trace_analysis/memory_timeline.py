@@ -274,7 +274,11 @@ def memory_by_category(path: str | Path) -> pl.DataFrame:
     """
     path = Path(path)
     rows = _json(path)
-    if _is_coalesced(rows):
+    # [times, sizes]: then the second list holds lists.
+    if (
+        isinstance(rows, list) and len(rows) == 2
+        and all(isinstance(part, list) and part for part in rows) and isinstance(rows[1][0], list)
+    ):  # fmt: skip
         return _levels(rows, path)
     known = pl.col("time") >= 0
     # The file's rows.
@@ -320,14 +324,6 @@ def is_memory_timeline(path: Path) -> bool:
     except (OSError, EOFError, zlib.error):  # reading it as a trace gives the reason
         return False
     return bool(_BEGIN.match(head))
-
-
-def _is_coalesced(rows: Any) -> bool:  # noqa: ANN401 - whatever the file holds
-    """Whether it is [times, sizes]: then the second list holds lists."""
-    return (
-        isinstance(rows, list) and len(rows) == 2
-        and all(isinstance(part, list) and part for part in rows) and isinstance(rows[1][0], list)
-    )  # fmt: skip
 
 
 def _levels(rows: list[list[Any]], path: Path) -> pl.DataFrame:

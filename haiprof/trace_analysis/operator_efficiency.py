@@ -482,7 +482,10 @@ def calls_with_work(
                 holds[above] = True
     found: Flags = composed & holds[rows]
     calls = calls.filter(~pl.Series(found))
-    outer = _inside_of(tree, calls, list(own))
+    # What is part of one that counts as a whole: of a convolution, of a list of tensors.
+    as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, MOE, OPTIMIZER])
+    whole = calls.filter(as_whole | pl.col("name").is_in(list(own)))["row"].to_numpy()
+    outer = nearest_rows(tree, tree.parent[calls["row"].to_numpy()], whole) >= 0
     backward = tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD).to_numpy()
     inside = nearest_rows(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
     again = pl.Series(inside) & (calls["sequence_number"].fill_null(-1) >= 0)
@@ -496,16 +499,6 @@ def _row(key: tuple[Any, ...], formulas: Mapping[str, Formula]) -> tuple[Any, ..
         return (*key, *[None] * len(_WORK_SCHEMA))
     own = (work.kind, work.flops, work.model_flops, work.bytes, work.precision)
     return (*key, *own, work.least_bytes if work.least_bytes != work.bytes else None, work.rows)
-
-
-def _inside_of(tree: CallTree, calls: pl.DataFrame, own: list[str]) -> Flags:
-    """Whether a call is part of one that counts as a whole: a convolution, a list of tensors."""
-    as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, MOE, OPTIMIZER])
-    as_whole |= pl.col("name").is_in(own)
-    whole = calls.filter(as_whole)["row"].to_numpy()
-    above = tree.parent[calls["row"].to_numpy()]
-    found: Flags = nearest_rows(tree, above, whole) >= 0
-    return found
 
 
 def nearest_rows(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:

@@ -257,7 +257,7 @@ def reduce_patterns(
     pool: Pool | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Writes the pattern of each trace, from which `RankQuestions.patterns` answers the same."""
+    """Writes the pattern of each trace, from which `TraceQuestions.patterns` answers the same."""
     traces = window_files(path, window)
     pool = pool or default_pool(traces)
     options = {"steps": steps, "geometry": geometry}

@@ -70,7 +70,7 @@ def python_stacks(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         "thread": calls.stacks.thread, "code": calls.stacks.name, "depth": depth,
     }).with_row_index("number").select(
         pl.col("number").cast(pl.Int64).alias("number"),
-        *_threads(calls),
+        *_threads(calls, calls.stacks.thread),
         stack_texts(calls.stacks, calls.names),
         calls.names.gather(pl.Series(calls.stacks.name, dtype=pl.UInt32)).alias("name"),
         pl.col("depth").cast(pl.Int64),
@@ -101,8 +101,7 @@ def python_functions(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         )
     )
     names = calls.names.gather(found["code"].cast(pl.UInt32)).alias("name")
-    threads = calls._replace(stacks=calls.stacks._replace(thread=found["thread"].to_numpy()))
-    named = found.select(*_threads(threads), names, "calls", *_TIMES)
+    named = found.select(*_threads(calls, found["thread"].to_numpy()), names, "calls", *_TIMES)
     return _add_ratios(named, has_gpu=trace.gpu.height > 0)
 
 
@@ -180,9 +179,9 @@ def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints, thread: Int
     return parent if (fits & (ends[inner] <= ends[above])).all() else None
 
 
-def _threads(calls: _Calls) -> list[pl.Series]:
-    """`pid` and `tid` of each stack."""
-    at = pl.Series(calls.stacks.thread, dtype=pl.UInt32)
+def _threads(calls: _Calls, codes: Ints) -> list[pl.Series]:
+    """`pid` and `tid` of some threads."""
+    at = pl.Series(codes, dtype=pl.UInt32)
     return [calls.threads["pid"].gather(at), calls.threads["tid"].gather(at)]
 
 

@@ -47,11 +47,15 @@ if TYPE_CHECKING:
     from haiprof.trace_analysis.what_if.replay_parts import Change
 
 
-class OneRankQuestions(RankTraces):
-    """Questions that each rank's trace answers alone; the function has options and columns.
+class TraceQuestions(RankTraces):
+    """The traces of one window of a job, a file per rank; each is read at the first question.
 
-    Time on the device, then the host's side: launches, queues, operators, Python, memory.
+    `steps` is always the first profiler step and the one after the last; None takes all.
+
+    Frames are polars'; `frame.to_pandas()` needs `pip install 'haiprof[pandas]'`.
     """
+
+    # Of each rank alone: time on the device, then launches, operators, Python and memory.
 
     def temporal_breakdown(self, steps: Steps = None) -> pl.DataFrame:
         """Idle, computing and other time per rank: `haiprof.trace_analysis.device_time`.
@@ -125,9 +129,7 @@ class OneRankQuestions(RankTraces):
     kernel_sequences = of_each_rank(attribution.kernel_sequences)
     call_tree = of_each_rank(calls.call_tree)
 
-
-class RankQuestions(RankTraces):
-    """Questions that need all ranks: collectives, waits, stragglers, clocks, function patterns."""
+    # Of all ranks together: collectives, waits, stragglers, clocks, function patterns.
 
     def collectives(self, steps: Steps = None) -> pl.DataFrame:
         """Skew, transfer time and bandwidth of each collective: `haiprof.trace_analysis.arrivals`.
@@ -270,9 +272,7 @@ class RankQuestions(RankTraces):
         """
         return self._clocks(self._matched_collectives(steps))
 
-
-class CauseQuestions(RankTraces):
-    """Questions about causes: critical path, what-if, what changed between two traces."""
+    # Causes: critical path, what-if, what changed between two traces.
 
     def diff(
         self,
@@ -422,12 +422,3 @@ class CauseQuestions(RankTraces):
         chosen = min(self.files) if rank is None else rank
         self.file_of(chosen)
         return self.traces[chosen]
-
-
-class TraceQuestions(OneRankQuestions, RankQuestions, CauseQuestions):
-    """The traces of one window of a job, a file per rank; each is read at the first question.
-
-    `steps` is always the first profiler step and the one after the last; None takes all.
-
-    Frames are polars'; `frame.to_pandas()` needs `pip install 'haiprof[pandas]'`.
-    """

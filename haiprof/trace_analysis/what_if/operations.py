@@ -194,7 +194,11 @@ class OperationTable:
 
 def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
     """Reads a table of operations."""
-    table = source if isinstance(source, pl.DataFrame) else _parquet(Path(source))
+    try:
+        table = source if isinstance(source, pl.DataFrame) else pl.read_parquet(Path(source))
+    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        reason = " ".join(str(error).split())
+        raise TraceFormatError(f"{source}: no table of operations: {reason}") from None
     # The columns in their types, times in ns.
     if missing := [name for name in COLUMNS if name not in table.columns]:
         raise MissingDataError(f"operation table without column {', '.join(missing)}")
@@ -237,14 +241,6 @@ def operation_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(path.glob("*.parquet")) if not (path / "traces").is_dir() else []
     return [path] if path.suffix == ".parquet" else []
-
-
-def _parquet(path: Path) -> pl.DataFrame:
-    try:
-        return pl.read_parquet(path)
-    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        reason = " ".join(str(error).split())
-        raise TraceFormatError(f"{path}: no table of operations: {reason}") from None
 
 
 def _ns(name: str) -> pl.Expr:

@@ -335,21 +335,16 @@ def _share(
     if len(before) < _LEAST_STEPS or before.sum() <= 0:
         return Share(value=value, low=None, high=None)
     residuals: Floats = changed - value * before
-    gain = abs(1 - value)
-    inexact = math.hypot(_mean_error(residuals) / before.mean(), error_ratio, _INEXACT_RATIO * gain)
+    spread = 0.0  # half the width of the interval of their mean
+    if residuals.any():
+        drawn = resample(residuals, residuals[:, None])
+        spread = student_quantile(0.975, drawn.freedom) * float(drawn.mean_sds[0])
+    inexact = math.hypot(spread / before.mean(), error_ratio, _INEXACT_RATIO * abs(1 - value))
     return Share(
         value=value,
         low=max(value - inexact - unexplained_ratio * max(1 - value, 0.0), 0.0),
         high=value + inexact,
     )
-
-
-def _mean_error(residuals: Floats) -> float:
-    """Half the width of the interval of their mean."""
-    if not residuals.any():
-        return 0.0
-    drawn = resample(residuals, residuals[:, None])
-    return student_quantile(0.975, drawn.freedom) * float(drawn.mean_sds[0])
 
 
 PREDICTIONS_SCHEMA = {

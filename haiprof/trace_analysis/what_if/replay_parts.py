@@ -244,7 +244,9 @@ def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pa
         first, second = recorded_waits(trace, kernels, calls)
         possible = kernels.ends[first] <= kernels.starts[second]
         return first[possible], second[possible]
-    waits, later = _next_launches(kernels, calls)
+    waiting = calls.find(WAIT_CALL)
+    _, following = launches_around(kernels, calls, waiting)
+    waits, later = calls.starts[waiting[following >= 0]], following[following >= 0]
     best = np.full(len(waits), -1)
     ends, talks = np.append(kernels.ends, NEVER), np.append(kernels.talks, False)
     for own in kernels.lines():
@@ -255,13 +257,6 @@ def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pa
         usable &= ends[found] > ends[best]
         best = np.where(usable, found, best)
     return best[best >= 0], later[best >= 0]
-
-
-def _next_launches(kernels: DeviceEvents, calls: RuntimeCalls) -> Pairs:
-    """Calls that make some stream wait, and the next kernel that the thread launched."""
-    waits = calls.find(WAIT_CALL)
-    _, found = launches_around(kernels, calls, waits)
-    return calls.starts[waits[found >= 0]], found[found >= 0]
 
 
 def blocking_calls(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.device_time import COMMUNICATION
+from haiprof.trace_analysis.device_time import COMMUNICATION, Steps
 from haiprof.trace_analysis.kernel_names import short_kernel_name
 from haiprof.trace_analysis.what_if.replay_parts import (
     KERNEL,
@@ -36,8 +37,6 @@ RANK_COUNT = 4
 # Ranges that stand among operators, and what the network is asked about.
 _NO_OPERATORS = rf"{LOADER_NAME}|^ProfilerStep|^record_param_comms|^c10d::|^(?:{GPU_BACKENDS}):"
 
-Steps = tuple[int, int] | None
-
 
 def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
     """Chooses the default changes: each thing twice as fast, each late rank as fast as others."""
@@ -58,7 +57,10 @@ def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
     largest = sums.sort(-pl.col("cpu_self_ns"), "operator").filter(pl.col("cpu_self_ns") > 0)
     found += [_exact_names(OPERATOR, [name], name) for name in largest["operator"].head(NAME_COUNT)]
     if len(analysis.files) > 1:
-        late = _late_ranks(analysis, steps)
+        late: list[Change] = []
+        with contextlib.suppress(MissingDataError):
+            ranks = analysis.arrival_lateness(steps).filter(pl.col("late_ns") > 0)["rank"]
+            late = [rank_as_others(rank) for rank in ranks.head(RANK_COUNT)]
         found.append(rank_as_others())
         if has_gpu or late:
             found += [faster_network(SPEEDUP), *late]
@@ -73,14 +75,6 @@ def _kernels(found: pl.DataFrame) -> list[Change]:
     sums = work.group_by(short=short).agg(name.unique(), pl.col("sum_ns").sum())
     largest = sums.sort(-pl.col("sum_ns"), "short").filter(pl.col("sum_ns") > 0).head(NAME_COUNT)
     return [_exact_names(KERNEL, *row) for row in largest.select("name", "short").iter_rows()]
-
-
-def _late_ranks(analysis: TraceQuestions, steps: Steps) -> Sequence[Change]:
-    try:
-        late = analysis.arrival_lateness(steps).filter(pl.col("late_ns") > 0)
-    except MissingDataError:
-        return []
-    return [rank_as_others(rank) for rank in late["rank"].head(RANK_COUNT)]
 
 
 def _exact_names(kind: str, names: Iterable[str], shown: str) -> Change:

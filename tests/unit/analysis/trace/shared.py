@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import polars as pl
 import pytest
 
+from haiprof import TraceAnalysis
 from haiprof.trace_analysis.device_time import with_launch
 from haiprof.trace_analysis.pool import Progress, Question, Serial
 from haiprof.trace_format.find import trace_files
@@ -153,6 +154,20 @@ def launch(correlation: int, ts_us: float, dur_us: float = 1, **more: Any) -> Ev
     return event(name, "cuda_runtime", ts_us, dur_us, correlation=correlation, **more)
 
 
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def all_reduce(ts_us: float, end_us: float, **more: Any) -> Event:
+    """An all-reduce of 4 MB among `ranks` (2); `seq` and the rest are its metadata."""
+    seq, ranks = more.pop("seq", None), more.pop("ranks", 2)
+    said = {
+        "Collective name": "allreduce", "In msg nelems": 1_000_000, "Out msg nelems": 1_000_000,
+        "Group size": ranks, "dtype": "Float", "Process Group Name": "0",
+        "Process Group Ranks": str(list(range(ranks))), **({} if seq is None else {"Seq": seq}),
+    }  # fmt: skip
+    return kernel(ALL_REDUCE, ts_us, end_us - ts_us, **said | more)
+
+
 def step(number: int, ts_us: float, dur_us: float) -> Event:
     """The mark of a profiler step."""
     return event(f"ProfilerStep#{number}", "user_annotation", ts_us, dur_us)
@@ -173,3 +188,10 @@ def rank_file(folder: Path, rank: int, events: Iterable[Event], world_size: int 
     """One rank's trace file in a folder of ranks."""
     metadata = {"distributedInfo": {"rank": rank, "world_size": world_size}}
     return write_trace(folder / f"rank{rank}.json", events, metadata)
+
+
+def analysis_of(folder: Path, ranks: Sequence[Iterable[Event]]) -> TraceAnalysis:
+    """The traces of a job of these ranks."""
+    for rank, events in enumerate(ranks):
+        rank_file(folder, rank, events, len(ranks))
+    return TraceAnalysis(folder)

@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Intervals, total, union
+from haiprof.base.intervals import Intervals, union
 from haiprof.trace_analysis.device_time import (
     KINDS,
     _combinations,
     gaps,
     gpu_events,
     idle_breakdown,
-    kernel_types,
     overlap,
     temporal_breakdown,
     union_of,
-    with_launch,
 )
 from haiprof.trace_analysis.launches import memory_bandwidth, memory_bandwidth_summary
 from haiprof.trace_analysis.step_time import CAUSES, step_time_breakdown
@@ -61,6 +59,16 @@ def cells(pairs: list[tuple[int, int]]) -> set[int]:
     return {cell for start, end in pairs for cell in range(start, end)}
 
 
+@pytest.mark.parametrize("method", [
+    "idle_time_breakdown", "kernel_type_breakdown", "kernel_breakdown", "memory_bandwidth",
+    "memory_bandwidth_summary", "launch_statistics", "launch_summary", "queue_length",
+    "queue_length_summary", "full_queue", "operator_sequences",
+])  # fmt: skip
+def test_a_trace_of_the_cpu_alone_has_an_empty_frame(method: str, tmp_path: Path) -> None:
+    rank_file(tmp_path, 0, [event("aten::relu", "cpu_op", 0, 1)])
+    assert getattr(TraceAnalysis(tmp_path), method)().is_empty()
+
+
 US = 1000
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 
@@ -76,7 +84,6 @@ def test_overlap_is_the_hidden_share_of_communication(tmp_path: Path) -> None:
 def test_overlap_of_a_cpu_trace_is_a_row_of_nulls(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, [event("aten::mm", "cpu_op", 0, 1)])
     assert overlap(trace).rows() == [(None,) * 5]
-    assert kernel_types(trace).is_empty()
 
 
 def talks(name: str) -> bool:
@@ -104,15 +111,6 @@ def test_overlap_is_exact_on_real_traces(name: str) -> None:
             assert found["overlap_ratio"] == pytest.approx(published, abs=5e-6)
         else:
             assert found["overlap_ratio"] is None
-
-
-@pytest.mark.parametrize("name", FEW_TRACES)
-def test_kernel_types_add_up_to_the_busy_time(name: str) -> None:
-    for trace in ranks_of(name).values():
-        found = kernel_types(trace)
-        assert found.height == 7
-        assert found["time_ns"].sum() == total(union_of(gpu_events(trace, None)))
-        assert found["time_ratio"].sum() == pytest.approx(1)
 
 
 @given(st.tuples(PAIRS, PAIRS, PAIRS))
@@ -180,12 +178,6 @@ def test_idle_statistics_are_of_the_intervals(tmp_path: Path) -> None:
         2000, 3500, 5000, 9500, 20000, 8000
     ]  # fmt: skip
     assert found["std_ns"] == pytest.approx((((6**2 + 4**2 + 2**2 + 12**2) / 3) ** 0.5) * US)
-
-
-def test_idle_time_of_a_cpu_trace_is_empty(tmp_path: Path) -> None:
-    found = idle_breakdown(trace_of(tmp_path, [event("aten::mm", "cpu_op", 0, 1)]))
-    assert found.is_empty()
-    assert found.schema["median_ns"] == pl.Float64
 
 
 @pytest.mark.parametrize("name", FEW_TRACES)
@@ -334,13 +326,6 @@ def test_steps_of_old_traces_are_operators(tmp_path: Path) -> None:
     assert temporal_breakdown(trace, steps=(5, 6)).height == 1
 
 
-def test_launches_are_joined_in_the_events_order(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, steps_trace(tmp_path))
-    found = with_launch(trace.gpu, trace.runtime)
-    assert found["ts_ns"].is_sorted()
-    assert found["launch_ns"].to_list() == [1 * US, None, 12 * US, 19 * US, 19 * US]
-
-
 def test_device_and_stream_come_from_pid_and_tid_where_the_arguments_lack_them(
     tmp_path: Path,
 ) -> None:
@@ -377,13 +362,6 @@ MAKERS: tuple[Callable[[int, int], Event], ...] = (
 
 def parts_of(frame: pl.DataFrame) -> list[list[int]]:
     return [[value // US for value in row] for row in frame.select(PARTS).rows()]
-
-
-def test_each_moment_goes_to_the_first_cause(tmp_path: Path) -> None:
-    layers = [make(100, 10 * (place + 1)) for place, make in enumerate(MAKERS)]
-    found = step_time_breakdown(trace_of(tmp_path, [step(7, 100, 100), *layers]))
-    assert parts_of(found) == [[10] * 7 + [30]]
-    assert found.row(0)[:3] == (7, 100 * US, 100 * US)
 
 
 def test_collectives_on_the_cpu_are_communication_and_steps_are_no_work(tmp_path: Path) -> None:
@@ -549,9 +527,3 @@ def test_one_copy_without_a_size_makes_the_sum_unknown(tmp_path: Path) -> None:
     row = memory_bandwidth_summary(trace).row(0, named=True)
     assert (row["copy_count"], row["unsized_count"], row["bytes"]) == (2, 1, None)
     assert row["change_count"] == 1
-
-
-def test_a_trace_of_the_cpu_alone_has_no_bandwidth(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [event("aten::relu", "cpu_op", 0, 1)])
-    assert memory_bandwidth(trace).is_empty()
-    assert memory_bandwidth_summary(trace).is_empty()

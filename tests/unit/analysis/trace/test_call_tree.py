@@ -212,12 +212,6 @@ def test_operators_say_what_they_launch_and_when(tmp_path: Path) -> None:
     ]
 
 
-def test_a_trace_of_the_cpu_alone_has_no_sequences(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [event("aten::relu", "cpu_op", 0, 1)])
-    assert kernel_sequences(trace, operator="aten").is_empty()
-    assert operator_sequences(trace).is_empty()
-
-
 US = 1000
 GPU = "gpu_user_annotation"
 

@@ -22,7 +22,9 @@ from haiprof.trace_analysis.what_if.replay_parts import rank_as_others
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import first_of
 from tests.unit.analysis.trace.shared import (
+    ALL_REDUCE,
     Event,
+    all_reduce,
     event,
     kernel,
     launch,
@@ -31,26 +33,6 @@ from tests.unit.analysis.trace.shared import (
     trace_of,
     traces,
 )
-
-ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def all_reduce(ts_us: float, end_us: float, **more: Any) -> Event:
-    """An all-reduce kernel; `seq` and the rest as its metadata."""
-    seq = more.pop("seq", None)
-    said = {} if seq is None else {"Seq": seq}
-    fields = {
-        "Collective name": "allreduce",
-        "In msg nelems": 1_000_000,
-        "Out msg nelems": 1_000_000,
-        "Group size": 2,
-        "dtype": "Float",
-        "Process Group Name": "0",
-        "Process Group Ranks": "[0, 1]",
-        **said,
-        **more,
-    }
-    return kernel(ALL_REDUCE, ts_us, end_us - ts_us, **fields)
 
 
 def analysis(folder: Path, ranks: Sequence[Iterable[Event]], world: int = 2) -> TraceAnalysis:
@@ -341,12 +323,6 @@ def test_collectives_of_one_rank_without_sizes_have_no_bandwidth(tmp_path: Path)
 STEPS, RANKS = 6, 4
 
 
-def step_all_reduce(start_us: float, end_us: float, number: int) -> Event:
-    said = {"Collective name": "allreduce", "Group size": RANKS, "Seq": number,
-            "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3]"}  # fmt: skip
-    return kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", start_us, end_us - start_us, **said)
-
-
 def write_ranks(
     folder: Path, late_us: Callable[[int, int], float], begin_us: Callable[[int], float] = float
 ) -> TraceAnalysis:
@@ -363,7 +339,9 @@ def write_ranks(
             events += [
                 step(number, begin, at + 10_000 - begin),
                 launch(number, begin + 1),
-                step_all_reduce(max(at + 1_000 + late_us(rank, number), begin), end, number),
+                all_reduce(
+                    max(at + 1_000 + late_us(rank, number), begin), end, ranks=RANKS, seq=number
+                ),
             ]
         rank_file(folder, rank, events, RANKS)
     return TraceAnalysis(folder)

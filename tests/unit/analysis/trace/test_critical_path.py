@@ -60,13 +60,18 @@ def check_covers(path: CriticalPath) -> None:
     assert rows["duration_ns"].sum() == path.length_ns == path.summary()["duration_ns"].sum()
 
 
+def path_of(folder: Path, events: list[Event]) -> CriticalPath:
+    """The path of what is marked as `window`."""
+    path = critical_path(trace_of(folder, events), annotation="window")
+    check_covers(path)
+    return path
+
+
 def test_host_bound_window_is_the_hosts(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 100), op("a", 10, 40), launch(1, 20, 5), op("b", 60, 30),
         launch(2, 70, 5), kernel("k1", 27, 3, correlation=1), kernel("k2", 77, 3, correlation=2),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert causes(path) == {"cpu_bound": 100}
     assert path.confidence == "recorded"
     assert names(path) == ["window", "a", "cudaLaunchKernel", "a", "window", "b",
@@ -75,14 +80,12 @@ def test_host_bound_window_is_the_hosts(tmp_path: Path) -> None:
 
 def test_gpu_bound_window_ends_with_the_gpu(tmp_path: Path) -> None:
     """D18: the host runs ahead, and nothing in the trace waits."""
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 30), launch(1, 10, 2), launch(2, 13, 2), launch(3, 16, 2),
         kernel("k1", 18, 50, correlation=1), kernel("ncclDevKernel_AllReduce", 70, 20,
                                                     correlation=2),
         kernel("Memcpy DtoD", 91, 9, correlation=3, category="gpu_memcpy"),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert path.end_ns - path.start_ns == 100_000
     assert causes(path) == {
         "cpu_bound": 10, "gpu_compute_bound": 50, "gpu_communication_bound": 20,
@@ -96,36 +99,30 @@ def test_gpu_bound_window_ends_with_the_gpu(tmp_path: Path) -> None:
                                   "hipDeviceSynchronize", "cudaEventSynchronize",
                                   "cudaMemcpy2D", "hipMemcpyWithStream"])  # fmt: skip
 def test_sync_bound_window_goes_through_the_kernel_it_waits_for(tmp_path: Path, name: str) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 100), launch(1, 10, 5), kernel("k1", 18, 60, correlation=1),
         call(name, 16, 65), op("after", 85, 10),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert causes(path) == {"cpu_bound": 29, "gpu_compute_bound": 60, "synchronisation": 3,
                             "gpu_kernel_launch_overhead": 8}  # fmt: skip
     assert (path.confidence == "recorded") == ("Device" in name)
 
 
 def test_sync_that_waits_for_nothing_is_its_own_time(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 50), launch(1, 5, 2), kernel("k", 10, 5, correlation=1),
         call("cudaDeviceSynchronize", 30, 10),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert causes(path) == {"cpu_bound": 40, "synchronisation": 10}
 
 
 def test_copy_to_pageable_memory_blocks_its_call(tmp_path: Path) -> None:
     """cudaMemcpyAsync that returned after its copy waited; one that did not, did not."""
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 100), launch(1, 5, 5), kernel("k1", 15, 60, correlation=1),
         launch(2, 12, 70, name="cudaMemcpyAsync"),
         kernel("Memcpy DtoH (Device -> Pageable)", 77, 2, correlation=2, category="gpu_memcpy"),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert causes(path) == {
         "cpu_bound": 23, "gpu_compute_bound": 60, "gpu_memory_bound": 2, "synchronisation": 3,
         "gpu_kernel_kernel_overhead": 2, "gpu_kernel_launch_overhead": 10,
@@ -144,8 +141,7 @@ def two_streams(*, recorded: bool) -> list[Event]:
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_stream_waits_for_an_event_of_another(tmp_path: Path, recorded: bool) -> None:
-    path = critical_path(trace_of(tmp_path, two_streams(recorded=recorded)), annotation="window")
-    check_covers(path)
+    path = path_of(tmp_path, two_streams(recorded=recorded))
     assert causes(path) == {"cpu_bound": 5, "gpu_compute_bound": 110, "synchronisation": 3,
                             "gpu_kernel_launch_overhead": 7}  # fmt: skip
     assert path.confidence == ("recorded" if recorded else "assumed")
@@ -153,12 +149,10 @@ def test_stream_waits_for_an_event_of_another(tmp_path: Path, recorded: bool) ->
 
 
 def test_kernel_that_waits_for_nothing_recorded_is_unexplained(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 40), launch(1, 5, 5), launch(2, 11, 5),
         kernel("k1", 15, 10, correlation=1), kernel("k2", 1025, 30, correlation=2),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert causes(path)["unexplained"] == 1000
     assert path.confidence == "assumed"
     assert any("not in the trace" in caveat for caveat in path.caveats)
@@ -167,13 +161,11 @@ def test_kernel_that_waits_for_nothing_recorded_is_unexplained(tmp_path: Path) -
 def test_backward_thread_is_followed(tmp_path: Path) -> None:
     forward = {"Sequence number": 3, "Fwd thread id": 0}
     gradient = {"Sequence number": 3, "Fwd thread id": 1}
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 100), op("mul", 10, 20, **forward),
         op("MulBackward0", 40, 35, tid=2, **gradient), op("aten::mul", 45, 20, tid=2),
         op("step", 80, 15),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     rows = path.segments().select("name", "tid", "duration_ns").rows()
     assert rows == [
         ("window", 1, 10_000), ("mul", 1, 20_000), (None, 2, 10_000), ("MulBackward0", 2, 5000),
@@ -186,24 +178,21 @@ def test_backward_thread_is_followed(tmp_path: Path) -> None:
 def test_gradient_on_the_main_thread_starts_nothing_that_already_ran(tmp_path: Path) -> None:
     """A parameter on the CPU: its gradient is added by the caller of backward(), in between."""
     gradient = {"Sequence number": 3, "Fwd thread id": 1}
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 100), op("mul", 10, 20, **{"Sequence number": 3, "Fwd thread id": 0}),
         op("MulBackward0", 40, 10, tid=2, **gradient), op("AccumulateGrad", 55, 3),
         op("ReluBackward0", 52, 8, tid=2), op("AddmmBackward0", 62, 10, tid=2), op("step", 80, 15),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert [name for name in names(path) if name] == [
         "window", "mul", "MulBackward0", "ReluBackward0", "AddmmBackward0", "step", "window"
     ]  # fmt: skip
 
 
 def test_backward_thread_is_known_by_names_where_nothing_else_tells(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 100), op("mul", 10, 20), op("MulBackward0", 40, 35, tid=2),
         op("step", 80, 15),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
     assert [name for name in names(path) if name] == [
         "window", "mul", "MulBackward0", "step", "window"
     ]  # fmt: skip
@@ -212,46 +201,39 @@ def test_backward_thread_is_known_by_names_where_nothing_else_tells(tmp_path: Pa
 
 def test_graph_launch_leads_to_all_its_kernels(tmp_path: Path) -> None:
     """D17: one launch, many kernels, on two streams."""
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 30), launch(1, 10, 10, name="cudaGraphLaunch"),
         kernel("a", 22, 10, correlation=1), kernel("b", 33, 20, correlation=1),
         kernel("side", 55, 40, correlation=1, stream=8), kernel("c", 54, 10, correlation=1),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     gpu = path.segments().filter(pl.col("kind") == "kernel")["name"].to_list()
     assert gpu == ["a", "b", "side"]
     assert causes(path)["gpu_compute_bound"] == 70
 
 
 def test_data_loading_is_told_apart(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 100),
         mark("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 50),
         op("aten::stack", 20, 10), op("model", 70, 20),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
     assert causes(path) == {"cpu_bound": 50, "data_loading": 50}
     assert path.caveats == ("no GPU events in the trace: the path is the host's",)
 
 
 def test_work_from_before_the_window_counts_from_its_start(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         launch(1, 5, 2), kernel("before", 10, 50, correlation=1), mark("window", 30, 20),
         launch(2, 32, 2), kernel("within", 61, 10, correlation=2),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert names(path) == ["before", "within", "within"]
     assert any("30.0 µs are GPU work" in caveat for caveat in path.caveats)
 
 
 def test_kernel_before_its_launch_is_reported(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 20), launch(1, 10, 5), kernel("k", 8, 40, correlation=1),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert any("clocks" in caveat for caveat in path.caveats)
 
 
@@ -264,12 +246,10 @@ def test_launches_that_are_not_recorded_lead_to_the_main_thread(tmp_path: Path) 
 
 
 def test_helper_thread_is_woken_by_the_main_one(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [
+    path = path_of(tmp_path, [
         mark("window", 0, 5000), op("main", 0, 5000), op("helper", 3000, 100, tid=9),
         launch(1, 3050, 5, tid=9), kernel("k", 3060, 4000, correlation=1),
     ])  # fmt: skip
-    path = critical_path(trace, annotation="window")
-    check_covers(path)
     assert path.segments()["name"].to_list()[0] == "main"
     assert path.confidence == "assumed"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from haiprof.trace_analysis.critical_path import CriticalPath, critical_path
+from haiprof.trace_analysis.critical_path import CriticalPath
 from tests.sampling import examples
-from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of
-from tests.unit.analysis.trace.test_critical_path import call, check_covers, mark, op
+from tests.unit.analysis.trace.shared import Event, event, kernel, launch
+from tests.unit.analysis.trace.test_critical_path import call, mark, op, path_of
 
 STREAMS = (7, 20)
 CALL_US, LATENCY_US, TAIL_US = 3, 5, 4
@@ -73,9 +73,9 @@ def simulated(actions: list[Action]) -> tuple[list[Event], int]:
     return [window, *program.events], max(program.now, *program.free.values())
 
 
-def path_of(events: list[Event]) -> CriticalPath:
+def path_of_program(events: list[Event]) -> CriticalPath:
     with tempfile.TemporaryDirectory() as folder:
-        return critical_path(trace_of(Path(folder), events), annotation="window")
+        return path_of(Path(folder), events)
 
 
 lengths = st.integers(1, 60)
@@ -95,8 +95,7 @@ actions = st.lists(
 @given(actions)
 def test_longer_event_on_the_path_makes_the_program_as_much_longer(program: list[Action]) -> None:
     events, end = simulated(program)
-    path = path_of(events)
-    check_covers(path)
+    path = path_of_program(events)
     assert path.length_ns == end * 1000
     assert path.confidence == "recorded"
     running = _running(path)
@@ -111,7 +110,7 @@ def test_longer_event_on_the_path_makes_the_program_as_much_longer(program: list
 @given(actions)
 def test_shorter_event_off_the_path_changes_nothing(program: list[Action]) -> None:
     events, end = simulated(program)
-    running = _running(path_of(events))
+    running = _running(path_of_program(events))
     for number, (what, first, second) in enumerate(program):
         shorter = {"cpu": (what, first - 1, second), "launch": (what, first, second - 1)}.get(what)
         if shorter and f"op{number}" not in running:

@@ -26,6 +26,7 @@ from tests.sampling import first_of
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     Event,
+    all_reduce,
     event,
     kernel,
     launch,
@@ -375,13 +376,10 @@ def two_ranks(folder: Path) -> DeviceLedger:
     """Rank 1 computes 40 us longer before both reduce; the link needs 20 us."""
     for rank in (0, 1):
         late = 40 * rank
-        more = {"Collective name": "allreduce", "Process Group Name": "0", "Group size": 2,
-                "Process Group Ranks": [0, 1], "Seq": 1}  # fmt: skip
         rank_file(folder, rank, [
             step(1, 0, 100), launch(1, 0, 1), launch(2, 2, 1),
             kernel("gemm", 1, 29 + late, correlation=1),
-            kernel("ncclDevKernel_AllReduce_Sum", 30 + late, 60 - late, correlation=2, stream=9,
-                   **more),
+            all_reduce(30 + late, 90, seq=1, correlation=2, stream=9),
         ])  # fmt: skip
     return device_ledger(folder)
 
@@ -401,11 +399,9 @@ def test_gain_counts_on_the_slowest_rank_only(tmp_path: Path) -> None:
     """Rank 1 loads for 30 us, rank 0 for 10 us and waits: without loading both gain 30 us."""
     loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     for rank, loads in ((0, 10), (1, 30)):
-        more = {"Collective name": "allreduce", "Process Group Name": "0", "Group size": 2,
-                "Process Group Ranks": [0, 1], "Seq": 1}  # fmt: skip
         rank_file(tmp_path, rank, [
             step(1, 0, 100), event(loader, "user_annotation", 0, loads), launch(1, loads, 2),
-            kernel("ncclDevKernel_AllReduce_Sum", 2 + loads, 98 - loads, correlation=1, **more),
+            all_reduce(2 + loads, 100, seq=1, correlation=1),
         ])  # fmt: skip
     found = device_ledger(tmp_path)
     load = next(each for each in found.ledger.largest() if each.position == "input")

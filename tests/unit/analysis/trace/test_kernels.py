@@ -30,7 +30,6 @@ from haiprof.trace_analysis.pattern_gathering import reduce_patterns
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     Event,
-    event,
     events_of,
     kernel,
     launch,
@@ -93,12 +92,6 @@ def test_duration_ratio_keeps_the_fewest_kernels_that_make_the_share(
 def test_a_limit_above_the_number_of_kernels_changes_nothing(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, calls(a=[60], b=[30]))
     assert kernels(trace, num_kernels=2, duration_ratio=1.0).equals(kernels(trace))
-
-
-def test_kernels_of_a_cpu_trace_are_an_empty_frame(tmp_path: Path) -> None:
-    found = kernels(trace_of(tmp_path, [event("aten::mm", "cpu_op", 0, 1)]), num_kernels=3)
-    assert found.is_empty()
-    assert "std_ns" in found.columns
 
 
 @pytest.mark.parametrize("name", FEW_TRACES)

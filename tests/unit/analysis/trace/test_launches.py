@@ -131,12 +131,6 @@ def test_calls_of_other_devices_are_launches(category: str, tmp_path: Path) -> N
     assert call == "urEnqueueKernelLaunch"
 
 
-def test_a_trace_of_the_cpu_alone_has_no_launches(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [event("aten::relu", "cpu_op", 0, 1)])
-    assert launch_statistics(trace).is_empty()
-    assert launch_summary(trace).is_empty()
-
-
 HTA_COLUMNS = ["rank", "stream", "count", "mean", "std", "min", "25%", "50%", "75%", "max"]
 LAUNCHES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(-2, 20), st.integers(7, 8)), min_size=1, max_size=15
@@ -224,13 +218,6 @@ def test_two_devices_of_a_process_have_queues_of_their_own(tmp_path: Path) -> No
     events += [kernel("k", 5, 1, correlation=number + 1, device=number) for number in range(2)]
     found = queue_length_summary(trace_of(tmp_path, events))
     assert found.select("device", "max_length").rows() == [(0, 1), (1, 1)]
-
-
-def test_a_trace_of_the_cpu_alone_has_no_queue(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, [event("aten::relu", "cpu_op", 0, 1)])
-    assert queue_length(trace).is_empty()
-    assert queue_length_summary(trace).is_empty()
-    assert full_queue(trace).is_empty()
 
 
 EXTERNAL = "External id"

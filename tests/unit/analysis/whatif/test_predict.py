@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +22,23 @@ from haiprof.trace_analysis.what_if.replay_parts import (
     rank_as_others,
 )
 from tests.sampling import examples
-from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step, traces
+from tests.unit.analysis.trace.shared import (
+    Event,
+    all_reduce,
+    analysis_of,
+    event,
+    kernel,
+    launch,
+    rank_file,
+    step,
+    traces,
+)
 
 SYNC = "cudaDeviceSynchronize"
-ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 
 
 def sync(correlation: int, ts_us: float, dur_us: float) -> Event:
     return launch(correlation, ts_us, dur_us, name=SYNC)
-
-
-def all_reduce(correlation: int, ts_us: float, end_us: float, seq: int) -> Event:
-    said = {
-        "Collective name": "allreduce",
-        "Group size": 2,
-        "Process Group Name": "0",
-        "Process Group Ranks": "[0, 1]",
-        "Seq": seq,
-    }
-    return kernel(ALL_REDUCE, ts_us, end_us - ts_us, correlation=correlation, stream=20, **said)
-
-
-def analysis(folder: Path, ranks: Sequence[Iterable[Event]]) -> TraceAnalysis:
-    for rank, events in enumerate(ranks):
-        rank_file(folder, rank, events, len(ranks))
-    return TraceAnalysis(folder)
 
 
 def predicted(found: TraceAnalysis, *changes: Change) -> list[int]:
@@ -72,7 +63,7 @@ def gpu_bound() -> list[Event]:
 
 
 def test_kernels_of_a_gpu_bound_step(tmp_path: Path) -> None:
-    found = analysis(tmp_path, [gpu_bound()])
+    found = analysis_of(tmp_path, [gpu_bound()])
     # 400 us with 200 of gemm and 100 of relu in a row; the CPU needs 70 us after the wait.
     assert predicted(found, faster_kernel("gemm", 2), faster_kernel("relu", 4)) == [300, 325]
 
@@ -87,18 +78,20 @@ def test_kernels_that_overlap_a_little_still_follow_each_other(
         begin = 50 + at * (length - overlap_us)
         kernels += [launch(at + 1, 10 * at, 5), kernel(f"k{at}", begin, length, correlation=at + 1)]
     end = 50 + 4 * length - 3 * overlap_us
-    found = analysis(tmp_path, [[step(1, 0, end + 10), *kernels, sync(9, 45, end - 45)]])
+    found = analysis_of(tmp_path, [[step(1, 0, end + 10), *kernels, sync(9, 45, end - 45)]])
     changed = predicted(found, *(faster_kernel(f"k{at}", 2) for at in range(4)))
     assert changed == [pytest.approx(end + 10 - 1000, abs=1)] * 4
 
 
 def test_operator_counts_its_cpu_time_and_its_kernels(tmp_path: Path) -> None:
-    found = analysis(tmp_path, [gpu_bound()])
+    found = analysis_of(tmp_path, [gpu_bound()])
     assert predicted(found, faster_operator("aten::add")) == [340]
     inside = [*gpu_bound(), event("aten::relu", "cpu_op", 19, 8)]
     (tmp_path / "2").mkdir()
     # 4 us less before the third launch do not matter: the relu kernel takes 50 us less.
-    assert predicted(analysis(tmp_path / "2", [inside]), faster_operator("aten::relu", 2)) == [350]
+    assert predicted(analysis_of(tmp_path / "2", [inside]), faster_operator("aten::relu", 2)) == [
+        350
+    ]
 
 
 def test_cpu_bound_step_gains_nothing_from_kernels(tmp_path: Path) -> None:
@@ -106,12 +99,12 @@ def test_cpu_bound_step_gains_nothing_from_kernels(tmp_path: Path) -> None:
     for number in range(5):
         events += [launch(number, 100 + 150 * number, 5)]
         events += [kernel("gemm", 110 + 150 * number, 50, correlation=number)]
-    found = analysis(tmp_path, [events])
+    found = analysis_of(tmp_path, [events])
     assert predicted(found, faster_kernel("gemm")) == [1000]
 
 
 def test_nothing_meets_a_name_that_is_not_there(tmp_path: Path) -> None:
-    (row,) = analysis(tmp_path, [gpu_bound()]).what_if(faster_kernel("conv")).rows(named=True)
+    (row,) = analysis_of(tmp_path, [gpu_bound()]).what_if(faster_kernel("conv")).rows(named=True)
     assert (row["shortened_ns"], row["saved_ratio"]) == (0, 0.0)
 
 
@@ -123,7 +116,10 @@ def test_loader_is_taken_out(tmp_path: Path) -> None:
         event("aten::stack", "cpu_op", 50, 20),
         event("aten::add", "cpu_op", 400, 50),
     ]
-    assert predicted(analysis(tmp_path, [events]), faster_loader(), faster_loader(3)) == [200, 300]
+    assert predicted(analysis_of(tmp_path, [events]), faster_loader(), faster_loader(3)) == [
+        200,
+        300,
+    ]
 
 
 def test_backward_runs_while_the_main_thread_waits(tmp_path: Path) -> None:
@@ -135,7 +131,7 @@ def test_backward_runs_while_the_main_thread_waits(tmp_path: Path) -> None:
         event(name, "cpu_op", 320, 180, tid=2),
         event("aten::add", "cpu_op", 520, 50),
     ]
-    found = analysis(tmp_path, [events])
+    found = analysis_of(tmp_path, [events])
     assert predicted(found, faster_operator("MulBackward0", 2)) == [410]
     assert predicted(found, faster_operator("aten::mul")) == [510]
 
@@ -151,7 +147,7 @@ def test_main_thread_works_while_another_one_goes_backward(tmp_path: Path) -> No
         event(name, "cpu_op", 220, 100, tid=2),
         event("aten::add", "cpu_op", 520, 50),
     ]
-    found = analysis(tmp_path, [events])
+    found = analysis_of(tmp_path, [events])
     assert predicted(found, faster_operator("AccumulateGrad", 2)) == [500]
     assert predicted(found, faster_operator("aten::mul")) == [510]
 
@@ -167,12 +163,12 @@ def test_forward_in_threads_of_its_own_is_no_reason_not_to_wait(tmp_path: Path) 
         event("MulBackward0", "cpu_op", 120, 380, tid=2, **number, **gradient),
         event("aten::add", "cpu_op", 520, 50),
     ]
-    assert predicted(analysis(tmp_path, [events]), faster_operator("MulBackward0", 2)) == [410]
+    assert predicted(analysis_of(tmp_path, [events]), faster_operator("MulBackward0", 2)) == [410]
 
 
 def test_thread_without_launches_holds_nothing_up(tmp_path: Path) -> None:
     watch = [launch(0, at, 2, name="cudaEventQuery", tid=77) for at in range(0, 400, 50)]
-    found = analysis(tmp_path, [[*gpu_bound(), *watch]])
+    found = analysis_of(tmp_path, [[*gpu_bound(), *watch]])
     assert predicted(found, faster_kernel("gemm|relu")) == [120]
 
 
@@ -183,7 +179,9 @@ def two_ranks(seconds: int = 2) -> list[list[Event]]:
         events: list[Event] = []
         for number in range(seconds):
             at, one = 500 * number, 10 * number
-            reduce = all_reduce(one + 2, at + 20 + took, at + 370, seq=number)
+            reduce = all_reduce(
+                at + 20 + took, at + 370, seq=number, correlation=one + 2, stream=20
+            )
             events += [
                 step(number, at, 500),
                 launch(one + 1, at + 10, 5),
@@ -199,12 +197,12 @@ def two_ranks(seconds: int = 2) -> list[list[Event]]:
 
 
 def test_network_shortens_the_transfer_and_not_the_waiting(tmp_path: Path) -> None:
-    found = analysis(tmp_path, two_ranks())
+    found = analysis_of(tmp_path, two_ranks())
     assert predicted(found, faster_network(2), faster_network(math.inf)) == [475, 450]
 
 
 def test_one_rank_as_fast_as_the_others(tmp_path: Path) -> None:
-    found = analysis(tmp_path, two_ranks())
+    found = analysis_of(tmp_path, two_ranks())
     assert predicted(found, rank_as_others(1), rank_as_others(), rank_as_others(0)) == [
         300, 400, 500,
     ]  # fmt: skip
@@ -215,12 +213,12 @@ def test_kernel_of_the_rank_that_waits_changes_nothing(tmp_path: Path) -> None:
     for one in ranks[0]:
         if one["name"] == "gemm":
             one["name"] = "gemm_of_rank_0"
-    found = analysis(tmp_path, ranks)
+    found = analysis_of(tmp_path, ranks)
     assert predicted(found, faster_kernel("gemm_of_rank_0")) == [500]
 
 
 def test_steps_are_replayed_on_demand(tmp_path: Path) -> None:
-    found = analysis(tmp_path, two_ranks(3))
+    found = analysis_of(tmp_path, two_ranks(3))
     (row,) = found.what_if(faster_network(2), steps=(1, 2)).rows(named=True)
     assert (row["measured_step_ns"], row["predicted_step_ns"]) == (500_000, 475_000)
     with pytest.raises(MissingDataError, match="no profiler step"):
@@ -228,7 +226,7 @@ def test_steps_are_replayed_on_demand(tmp_path: Path) -> None:
 
 
 def test_ranks_of_different_length_are_refused(tmp_path: Path) -> None:
-    found = analysis(tmp_path, [two_ranks(2)[0], two_ranks(3)[1]])
+    found = analysis_of(tmp_path, [two_ranks(2)[0], two_ranks(3)[1]])
     with pytest.raises(MissingDataError, match="from 2 to 3 profiler steps"):
         found.what_if(faster_network(2))
 
@@ -239,7 +237,7 @@ def test_change_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="regular expression"):
         faster_kernel("(")
     with pytest.raises(UsageError, match="rank 5"):
-        analysis(tmp_path, two_ranks()).what_if(rank_as_others(5))
+        analysis_of(tmp_path, two_ranks()).what_if(rank_as_others(5))
 
 
 def test_stream_waits_as_recorded_hold_back_the_other_stream(tmp_path: Path) -> None:
@@ -254,7 +252,7 @@ def test_stream_waits_as_recorded_hold_back_the_other_stream(tmp_path: Path) -> 
         event("Stream Wait Event", "cuda_sync", 18, 1, correlation=4, **said),
         sync(9, 40, 185),
     ]
-    (row,) = analysis(tmp_path, [events]).what_if(faster_kernel("gemm", 2)).rows(named=True)
+    (row,) = analysis_of(tmp_path, [events]).what_if(faster_kernel("gemm", 2)).rows(named=True)
     assert row["predicted_step_ns"] == 250_000
 
 

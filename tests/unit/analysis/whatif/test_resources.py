@@ -16,8 +16,8 @@ from haiprof.trace_analysis.what_if.replay_parts import (
     together,
 )
 from haiprof.trace_format.launch_checks import BLOCKING
-from tests.unit.analysis.trace.shared import Event, event, step
-from tests.unit.analysis.whatif.test_predict import SYNC, analysis, gpu_bound, predicted, two_ranks
+from tests.unit.analysis.trace.shared import Event, analysis_of, event, step
+from tests.unit.analysis.whatif.test_predict import SYNC, gpu_bound, predicted, two_ranks
 
 WORKERS = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 STEPS, MS = 6, 1_000
@@ -37,14 +37,14 @@ def loads(wait_ms: int, work_ms: int) -> list[Event]:
 
 
 def test_faster_operators_do_not_make_workers_faster(tmp_path: Path) -> None:
-    found = analysis(tmp_path, [loads(60, 40)])
+    found = analysis_of(tmp_path, [loads(60, 40)])
     # Batches come every 100 ms whatever training does; that the window's last step is over sooner
     # makes no step shorter.
     assert predicted(found, faster_operator("aten::mm", 2)) == [100 * MS]
 
 
 def test_faster_workers_help_until_training_is_the_limit(tmp_path: Path) -> None:
-    found = analysis(tmp_path, [loads(60, 40)])
+    found = analysis_of(tmp_path, [loads(60, 40)])
     half, none = predicted(found, faster_loader(2), faster_loader())
     # A batch every 50 ms, or as fast as training is.
     assert half == 50 * MS
@@ -64,7 +64,7 @@ def test_batches_that_come_in_pairs_are_counted_in_pairs(tmp_path: Path, count: 
             event("aten::mm", "cpu_op", at + wait * MS, (whole - wait) * MS),
         ]
     changes = faster_operator("aten::mm", 2), faster_loader(2)
-    rows = analysis(tmp_path, [found]).what_if(*changes)
+    rows = analysis_of(tmp_path, [found]).what_if(*changes)
     assert rows["saved_ratio"].to_list() == pytest.approx([0, 0.5], abs=0.001)
 
 
@@ -86,7 +86,7 @@ def test_a_prediction_says_how_sure_it_is(tmp_path: Path) -> None:
     for number, factor in enumerate((0.0, 1.0, 2.0)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (row,) = analysis(folder, [varying(factor)]).what_if(faster_operator("mm", 2)).rows(
+        (row,) = analysis_of(folder, [varying(factor)]).what_if(faster_operator("mm", 2)).rows(
             named=True
         )  # fmt: skip
         own = 20 + 5 * factor * sum(number * 7 % 11 % 4 for number in range(12)) / 12
@@ -98,7 +98,7 @@ def test_a_prediction_says_how_sure_it_is(tmp_path: Path) -> None:
 
 def test_few_steps_say_nothing_of_how_sure(tmp_path: Path) -> None:
     (row,) = (
-        analysis(tmp_path, [varying(1.0)[:9]]).what_if(faster_operator("mm", 2)).rows(named=True)
+        analysis_of(tmp_path, [varying(1.0)[:9]]).what_if(faster_operator("mm", 2)).rows(named=True)
     )
     assert (row["low_step_ns"], row["high_step_ns"]) == (None, None)
 
@@ -112,7 +112,7 @@ def test_workers_that_are_ahead_show_no_pace_and_that_is_said(
         event(WORKERS, "user_annotation", number * 100 * MS, poll * MS)
         for number, poll in enumerate((poll_ms, poll_ms, 0.1, poll_ms, 0.1, 0.1))
     ]
-    (row,) = analysis(tmp_path, [ready]).what_if(faster_operator("aten::mm", 2)).rows(named=True)
+    (row,) = analysis_of(tmp_path, [ready]).what_if(faster_operator("aten::mm", 2)).rows(named=True)
     assert row["ahead_count"] == 1
     assert row["predicted_step_ns"] == 80_000_000
 
@@ -135,7 +135,7 @@ def gloo(late_ms: int) -> list[Event]:
 
 
 def test_ranks_wait_for_each_other_in_collectives_of_the_cpu(tmp_path: Path) -> None:
-    found = analysis(tmp_path, [gloo(0), gloo(30)])
+    found = analysis_of(tmp_path, [gloo(0), gloo(30)])
     (row,) = found.what_if(rank_as_others(1)).rows(named=True)
     assert row["collective_count"] == STEPS
     assert row["error_ratio"] == 0.0
@@ -146,12 +146,12 @@ def test_ranks_wait_for_each_other_in_collectives_of_the_cpu(tmp_path: Path) -> 
 
 
 def test_the_late_rank_is_named_from_collectives_of_the_cpu(tmp_path: Path) -> None:
-    rows = analysis(tmp_path, [gloo(0), gloo(30)]).arrival_lateness()
+    rows = analysis_of(tmp_path, [gloo(0), gloo(30)]).arrival_lateness()
     assert (rows["rank"][0], rows["is_late"][0], rows["late_ns"][0]) == (1, True, 30_000_000)
 
 
 def test_collectives_are_found_by_their_names(tmp_path: Path) -> None:
-    found = analysis(tmp_path, two_ranks())
+    found = analysis_of(tmp_path, two_ranks())
     same = [faster_network(2), faster_kernel("nccl", 2), faster_collective("all_reduce", 2)]
     assert predicted(found, *same) == [475, 475, 475]
     rows = found.what_if(*same, faster_collective("all_gather"), rank_as_others())
@@ -160,13 +160,13 @@ def test_collectives_are_found_by_their_names(tmp_path: Path) -> None:
 
 def test_changes_together_count_both(tmp_path: Path) -> None:
     both = together(faster_kernel("gemm", 2), faster_operator("aten::add"))
-    assert predicted(analysis(tmp_path, [gpu_bound()]), both) == [240]
+    assert predicted(analysis_of(tmp_path, [gpu_bound()]), both) == [240]
 
 
 @pytest.mark.parametrize("name", ["cudaMemcpy2D", "hipMemcpyWithStream", "cuCtxSynchronize"])
 def test_a_call_that_waits_is_the_same_call_everywhere(tmp_path: Path, name: str) -> None:
     events = [{**one, "name": name} if one["name"] == SYNC else one for one in gpu_bound()]
-    found = analysis(tmp_path, [events])
+    found = analysis_of(tmp_path, [events])
     assert predicted(found, faster_kernel("gemm", 2), faster_kernel("relu", 4)) == [300, 325]
 
 
