@@ -157,11 +157,6 @@ def _tensor_bytes(value: object) -> list[int]:
     return [value[3] * value[4]] if whole else []
 
 
-def comm_type(kind: str | None) -> int | None:
-    """Chakra's CollectiveCommType; None for what it has no name for."""
-    return COLLECTIVES.get(kind or "")
-
-
 THREAD, LAUNCH, STREAM, GAP, SYNC = "thread", "launch", "stream", "gap", "sync"
 """Why there is an edge: the operator before on the thread; the operator that launched it; the GPU
 event before on the stream; another thread after a gap; a blocking call waited for the GPU."""
@@ -341,7 +336,7 @@ def _messages(graph: ChakraGraph) -> Iterator[bytes]:
             found |= {"stream": row["stream"], "device": row["device"], "tensor_size": row["bytes"]}
         if row["type"] in _COMMUNICATION:
             found |= {"comm_size": row["comm_bytes"], "pg_name": row["group"]}
-            found |= {"comm_type": comm_type(row["collective_kind"])}
+            found |= {"comm_type": COLLECTIVES.get(row["collective_kind"] or "")}
         if row["type"] == COMM_SEND:
             found |= {"comm_dst": row["peer"], "comm_tag": row["tag"], "comm_type": None}
         if row["type"] == COMM_RECV:

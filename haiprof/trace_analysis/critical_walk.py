@@ -55,14 +55,10 @@ def find_window(
     """Finds the requested window."""
     if steps is not None and annotation is not None:
         raise ValueError("give steps or an annotation, not both")
-    if steps is not None:
-        return _of_steps(trace, steps)
     if annotation is not None:
         return _of_annotation(trace, annotation, instance)
-    return _of_everything(trace, host)
-
-
-def _of_steps(trace: Trace, steps: tuple[int, int]) -> PathWindow:
+    if steps is None:
+        return _of_everything(trace, host)
     marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
     if marks.is_empty():
         known = trace.steps["step"].to_list()

@@ -64,6 +64,18 @@ def traces(name: str) -> Path:
     return path
 
 
+def trace_path(name: str) -> Path:
+    """The first file of a real trace."""
+    return trace_files(traces(name))[0]
+
+
+def raw_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a file by the standard library, times as they are written."""
+    data = path.read_bytes()
+    text = gzip.decompress(data) if path.suffix == ".gz" else data
+    return list(json.loads(text.decode("utf-8", "replace"), parse_float=Decimal)["traceEvents"])
+
+
 def reference(name: str) -> Path:
     """What HTA said of a trace: a folder, or a file below it such as `dlrm.../get_....csv`."""
     return traces("reference") / name
@@ -93,13 +105,10 @@ class GpuEvent(NamedTuple):
 @cache
 def events_of(path: Path) -> tuple[GpuEvent, ...]:
     """The GPU events of a file by the standard library's JSON and decimals: no code of ours."""
-    data = path.read_bytes()
-    text = gzip.decompress(data) if path.suffix == ".gz" else data
-    content = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal)
     return tuple(
         GpuEvent(each["name"], each["cat"], int(each["ts"] * 1000),
                  int((each["ts"] + each["dur"]) * 1000))
-        for each in content["traceEvents"]
+        for each in raw_events(path)
         if each.get("ph") == "X" and each.get("cat") in GPU_CATEGORIES
     )  # fmt: skip
 

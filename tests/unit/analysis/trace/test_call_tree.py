@@ -105,15 +105,12 @@ def test_deep_recursion_takes_few_passes() -> None:
 
 
 def test_operators_name_their_caller_and_keep_their_own_time(tmp_path: Path) -> None:
-    trace = trace_of(
-        tmp_path,
-        [
+    trace = trace_of(tmp_path, [
             event("aten::linear", "cpu_op", 0, 10.5),
             event("aten::addmm", "cpu_op", 2, 5),
             event("aten::relu", "cpu_op", 11, 1),
             event("aten::other", "cpu_op", 3, 1, tid=2),
-        ],
-    )
+    ])  # fmt: skip
     found = call_tree(trace)
     assert found.schema["name"] == pl.String
     assert found.select("name", "self_ns", "parent_event", "depth").rows() == [
@@ -156,17 +153,14 @@ def block(at: float, first: int, kernels: str, name: str = "aten::block") -> lis
 
 
 def test_sequences_are_counted_whole(tmp_path: Path) -> None:
-    trace = trace_of(
-        tmp_path,
-        [
+    trace = trace_of(tmp_path, [
             *block(0, 1, "abc"),
             *block(1000, 11, "abc"),
             *block(2000, 21, "abcd"),
             *block(3000, 31, "ab"),
             event("aten::outer", "cpu_op", 4000, 90),
             *block(4010, 41, "xyz"),
-        ],
-    )
+    ])  # fmt: skip
     found = kernel_sequences(trace, operator="aten::block")
     assert found.rows() == [
         ("aten::block|a|b|c", 2, 3, 6000, 100_000),

@@ -22,6 +22,7 @@ from tests.unit.analysis.trace.shared import (
     launch,
     step,
     trace_of,
+    trace_path,
     traces,
     write_trace,
 )
@@ -317,14 +318,9 @@ def test_overlay_holds_every_event_and_the_path(tmp_path: Path) -> None:
     assert again.segments().equals(path.segments())
 
 
-def real(folder: str) -> Trace:
-    """The first trace of a folder."""
-    return Trace(trace_files(traces(folder))[0])
-
-
 @pytest.mark.parametrize("folder", FEW_TRACES)
 def test_path_covers_real_traces(folder: str) -> None:
-    trace = real(folder)
+    trace = Trace(trace_path(folder))
     check_covers(critical_path(trace))
     for start, end in trace.steps.select("step", after=pl.col("step") + 1).iter_rows():
         check_covers(critical_path(trace, steps=(start, end)))
@@ -357,7 +353,7 @@ def begin_ns(trace: Trace) -> int:
 
 def test_gpu_bound_ns_trace_agrees_with_hta() -> None:
     """HTA's summary is of the second step; its path begins with that step's first kernel."""
-    trace = real("hta_nsres_v100_r0of1")
+    trace = Trace(trace_path("hta_nsres_v100_r0of1"))
     path = critical_path(trace, annotation="ProfilerStep", instance=1)
     ours = within(path, 101152.25, 196888.337, begin_ns(trace))
     theirs = hta("hta_nsres_v100_r0of1")
@@ -372,7 +368,7 @@ def test_gpu_bound_ns_trace_agrees_with_hta() -> None:
 
 def test_mixed_step_agrees_with_hta_but_for_time_that_weighs_nothing_there() -> None:
     """First step, as traceinsight 0.6.1 gave it here."""
-    trace = real("hta_diff_control_a100_r3of8")
+    trace = Trace(trace_path("hta_diff_control_a100_r3of8"))
     path = critical_path(trace, annotation="ProfilerStep")
     ours = within(path, 31989, 75690, begin_ns(trace))
     assert ours["gpu_compute_bound"] + ours["gpu_memory_bound"] == 10799
@@ -383,7 +379,7 @@ def test_mixed_step_agrees_with_hta_but_for_time_that_weighs_nothing_there() -> 
 
 def test_simple_add_agrees_with_hta_where_syncs_are_recorded() -> None:
     """Copies are gpu_compute_bound in HTA, with 506 us of kernels that nobody waited for."""
-    trace = real("hta_cp_simple_add_a100")
+    trace = Trace(trace_path("hta_cp_simple_add_a100"))
     path = critical_path(trace, annotation="[param|cuda]")
     ours, theirs = shares(path), hta("hta_cp_simple_add_a100")
     assert path.confidence == "recorded"
@@ -394,7 +390,7 @@ def test_simple_add_agrees_with_hta_where_syncs_are_recorded() -> None:
 
 def test_kernels_without_a_launch_are_on_the_path() -> None:
     """HTA leaves out 509 of 1707 GPU events: 30.3 ms on its path where the GPU is busy 45.6 ms."""
-    trace = real("tl_h100_qwen05_mem_stack")
+    trace = Trace(trace_path("tl_h100_qwen05_mem_stack"))
     rows = critical_path(trace).segments()
     running = rows.filter(pl.col("device").is_not_null() & (pl.col("kind") != "delay"))
     busy = exact_intervals("tl_h100_qwen05_mem_stack")[0]["busy_us"]
@@ -402,7 +398,7 @@ def test_kernels_without_a_launch_are_on_the_path() -> None:
 
 
 def test_near_tie_of_host_and_gpu_is_told() -> None:
-    trace = real("hta_diff_control_a100_r3of8")
+    trace = Trace(trace_path("hta_diff_control_a100_r3of8"))
     path = critical_path(trace, annotation="ProfilerStep", instance=1)
     assert "the GPU was done only 14.0 µs before the host: its work is almost as critical" in (
         path.caveats
@@ -411,7 +407,7 @@ def test_near_tie_of_host_and_gpu_is_told() -> None:
 
 def test_v100_is_not_cpu_bound_as_hta_says() -> None:
     """D18: the GPU is busy 92.5 % of the time; HTA says 100 % cpu_bound."""
-    trace = real("hta_diff_test_v100_r1of2")
+    trace = Trace(trace_path("hta_diff_test_v100_r1of2"))
     assert hta("hta_diff_test_v100_r1of2")["cpu_bound"] == 1
     path = critical_path(trace, steps=(1009, 1015))
     ours = shares(path)

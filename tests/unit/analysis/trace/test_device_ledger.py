@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.unit.analysis.trace.shared import (
     kernel,
     launch,
     rank_file,
+    raw_events,
     step,
     trace_of,
     traces,
@@ -85,12 +85,6 @@ def test_accounts_add_up_to_the_mean_step(name: str) -> None:
 
 
 # An independent sum: plain JSON, decimals, and one loop over the moments at which anything changes.
-
-
-def raw_events(path: Path) -> list[dict[str, Any]]:
-    data = path.read_bytes()
-    text = gzip.decompress(data) if path.suffix == ".gz" else data
-    return list(json.loads(text.decode("utf-8", "replace"), parse_float=Decimal)["traceEvents"])
 
 
 def raw_span(each: dict[str, Any]) -> tuple[int, int]:

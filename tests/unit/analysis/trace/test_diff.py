@@ -36,14 +36,10 @@ from tests.unit.analysis.trace.shared import (
     rank_file,
     step,
     trace_of,
-    traces,
+    trace_path,
 )
 
 CONTROL, TEST = "hta_diff_control_a100_r3of8", "hta_diff_test_v100_r1of2"
-
-
-def trace_path(name: str) -> Path:
-    return next(path for path in traces(name).iterdir() if path.name.endswith(".json.gz"))
 
 
 @cache

@@ -75,53 +75,52 @@ def test_trace_without_shapes_says_what_to_record() -> None:
         TraceAnalysis(traces("hta_nsres_v100_r0of1")).efficiency()
 
 
-def test_convolution_counts_what_its_strides_leave() -> None:
-    values = ("", "", "", "[2, 2]", "[3, 3]", "[1, 1]", "False", "[0, 0]", "1")
-    types = ["c10::Half", "c10::Half", "", *["ScalarList"] * 3, "Scalar", "ScalarList", "Scalar"]
-    dims: list[Any] = [[32, 3, 224, 224], [64, 3, 7, 7], [], [], [], [], [], [], []]
-    found = work("aten::convolution", dims, types, *values)
-    assert found is not None
-    assert found.flops == 2 * 32 * 64 * 112 * 112 * 3 * 7 * 7
-    assert work("aten::convolution", dims, types) is None
-    assert found.precision == "fp16"
+HALF, LISTS = "c10::Half", [[[70, 50], [70]]] * 4
+CONVOLUTION = ("", "", "", "[2, 2]", "[3, 3]", "[1, 1]", "False", "[0, 0]", "1")
+BACKWARD = (*[""] * 7, "False", "[0, 0]", "2")
+GRADIENTS = [[4, 32, 8, 8], [4, 16, 16, 16], [32, 8, 3, 3], *[[]] * 8]
+PER_GRADIENT, PRODUCT = 2 * 4 * 8 * 8 * 32 * 8 * 9, 2 * 2 * 4 * 64 * 64 * 32
 
 
-def test_convolution_backward_counts_the_gradients_that_are_asked_for() -> None:
-    dims: list[Any] = [[4, 32, 8, 8], [4, 16, 16, 16], [32, 8, 3, 3], *[[]] * 8]
-    types = ["float", "float", "float", *["ScalarList"] * 4, "Scalar", "", "Scalar", "ScalarList"]
-    values = [""] * 7 + ["False", "[0, 0]", "2"]
-    both = work("aten::convolution_backward", dims, types, *values, "[True, True, True]")
-    one = work("aten::convolution_backward", dims, types, *values, "[False, True, True]")
-    assert both is not None
-    assert one is not None
-    assert both.flops == 2 * one.flops == 2 * (2 * 4 * 8 * 8 * 32 * 8 * 9)
-
-
-def test_attention_backward_tells_recomputation_from_model_work() -> None:
-    dims: list[Any] = [[2, 4, 64, 32]] * 5 + [[]] * 9
-    types = ["c10::BFloat16"] * 5 + ["Scalar"] * 9
-    values = [""] * 11 + ["False"]
-    found = work("aten::_scaled_dot_product_flash_attention_backward", dims, types, *values)
-    product = 2 * 2 * 4 * 64 * 64 * 32
-    assert found is not None
-    assert (found.flops, found.model_flops) == (5 * product, 4 * product)
-
-
-def test_optimizer_reads_and_writes_its_lists() -> None:
-    lists = [[[70, 50], [70]]] * 4
-    found = work("aten::_fused_adamw_", lists, ["TensorList"] * 4)
-    assert found is not None
-    assert (found.kind, found.bytes) == ("optimizer", 4 * 7 * (3500 + 70))
-
-
-def test_lists_of_tensors_count_by_element() -> None:
-    lists = [[[70, 50], [70]]] * 3
-    found = work("aten::_foreach_addcdiv_", [*lists, []], [*["TensorList"] * 3, "ScalarList"])
-    assert found is not None
-    assert (found.kind, found.flops, found.bytes) == ("optimizer", 3 * 3570, 4 * 4 * 3570)
-    found = work("aten::_foreach_norm", [lists[0], [], []], ["TensorList", "Scalar", ""])
-    assert found is not None
-    assert (found.flops, found.bytes) == (2 * 3570, 4 * 3570)
+@pytest.mark.parametrize(("name", "dims", "types", "values", "expected"), [
+    # What the strides leave.
+    ("aten::convolution", [[32, 3, 224, 224], [64, 3, 7, 7], *[[]] * 7], [HALF, HALF], CONVOLUTION,
+     {"flops": 2 * 32 * 64 * 112 * 112 * 3 * 7 * 7, "precision": "fp16"}),
+    # The gradients that are asked for.
+    ("aten::convolution_backward", GRADIENTS, ["float"] * 3, (*BACKWARD, "[True, True, True]"),
+     {"flops": 2 * PER_GRADIENT}),
+    ("aten::convolution_backward", GRADIENTS, ["float"] * 3, (*BACKWARD, "[False, True, True]"),
+     {"flops": PER_GRADIENT}),
+    # Recomputation is no work of the model.
+    ("aten::_scaled_dot_product_flash_attention_backward", [[2, 4, 64, 32]] * 5 + [[]] * 9,
+     ["c10::BFloat16"] * 5, (*[""] * 11, "False"),
+     {"flops": 5 * PRODUCT, "model_flops": 4 * PRODUCT}),
+    ("flash_attn::_flash_attn_forward", [[2, 512, 16, 64]] * 3, ["c10::BFloat16"] * 3,
+     ("", "", "", "0.0", "0.1", "False"), {"flops": 4 * 2 * 16 * 512 * 512 * 64}),
+    # Lists are read and written by element.
+    ("aten::_fused_adamw_", LISTS, ["TensorList"] * 4, (),
+     {"kind": "optimizer", "bytes": 4 * 7 * (3500 + 70)}),
+    ("aten::_foreach_addcdiv_", [*LISTS[1:], []], [*["TensorList"] * 3, "ScalarList"], (),
+     {"kind": "optimizer", "flops": 3 * 3570, "bytes": 4 * 4 * 3570}),
+    ("aten::_foreach_norm", [LISTS[0], [], []], ["TensorList", "Scalar", ""], (),
+     {"flops": 2 * 3570, "bytes": 4 * 3570}),
+    # A row for each index.
+    ("aten::_embedding_bag", [[50, 64], [40], [10]], ["float", "long int", "long int"], (),
+     {"kind": "embedding", "flops": 40 * 64, "bytes": 8 * 50 + 4 * 64 * (40 + 10)}),
+    ("aten::embedding_dense_backward", [[5, 8, 64], [5, 8]], ["float", "long int"], (),
+     {"flops": 40 * 64, "bytes": 8 * 40 + 4 * 64 * 40 * 3}),
+    ("aten::index_select", [[100, 8], [], [5]], ["float", "", "long int"], ("", "0", ""),
+     {"bytes": 5 * 8 + 2 * 5 * 8 * 4}),
+    ("aten::gather", [[100, 8], [], [4, 8]], ["float", "", "long int"], ("", "0", ""),
+     {"bytes": 4 * 8 * 8 + 2 * 4 * 8 * 4}),
+    ("aten::amax", [[100, 8]], ["float"], ("",), {"bytes": 100 * 8 * 4}),
+    ("aten::cumsum", [[100, 8]], ["float"], ("",), {"bytes": 2 * 100 * 8 * 4}),
+])  # fmt: skip
+def test_work_is_that_of_the_shapes(
+    name: str, dims: list[Any], types: list[str], values: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    found = work(name, dims, types + [""] * (len(dims) - len(types)), *values)
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("types", [
@@ -150,26 +149,6 @@ def test_experts_are_read_as_even_routing_would() -> None:
     assert found.rows == 16
 
 
-def test_flash_attention_has_its_heads_last() -> None:
-    shape, types = [2, 512, 16, 64], ["c10::BFloat16"] * 3
-    found = work("flash_attn::_flash_attn_forward", [shape] * 3, types, *["", "", "", "0.0", "0.1"],
-                 "False")  # fmt: skip
-    assert found is not None
-    assert found.flops == 4 * 2 * 16 * 512 * 512 * 64
-    assert work("aiter::_flash_attn_forward", [shape] * 3, types) is None  # causal or not?
-
-
-def test_embedding_adds_a_row_for_each_index() -> None:
-    types = ["float", "long int", "long int"]
-    found = work("aten::_embedding_bag", [[50, 64], [40], [10]], types)
-    assert found is not None
-    assert (found.kind, found.flops) == ("embedding", 40 * 64)
-    assert found.bytes == 8 * 50 + 4 * 64 * (40 + 10)
-    found = work("aten::embedding_dense_backward", [[5, 8, 64], [5, 8]], types[:2])
-    assert found is not None
-    assert (found.flops, found.bytes) == (40 * 64, 8 * 40 + 4 * 64 * 40 * 3)
-
-
 @pytest.mark.parametrize(
     ("name", "dims", "types"),
     [
@@ -180,6 +159,7 @@ def test_embedding_adds_a_row_for_each_index() -> None:
         ("aten::mm", [[[[]]], {"a": 1}], [1, None]),
         ("aten::mm", [], []),
         ("aten::convolution", [[1, 2, 3, 4], [1, 2, 3, 4]], ["float", "float"]),
+        ("aiter::_flash_attn_forward", [[2, 512, 16, 64]] * 3, ["c10::BFloat16"] * 3),  # causal?
         ("my::operator", [[2, 3], [3, 5]], ["float", "float"]),
     ],
 )
@@ -262,7 +242,7 @@ def test_small_rates_of_a_cpu_are_shown_in_their_unit(
     shapes = {"Input Dims": [[40, 80], [80, 20]], "Input type": ["float"] * 2}
     path = trace_of(tmp_path, [event("aten::mm", "cpu_op", 0, 400, **shapes)]).path
     assert main(["trace", "efficiency", str(path)]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())  # lines break where the terminal ends
     assert "128 kFLOP in 400 µs" in out
     assert re.search(r"mm .* 400 µs +320 M +56\.0 M", out)
     assert "0.00" not in out
@@ -284,20 +264,6 @@ def test_a_composed_operator_counts_where_nothing_inside_is_known(tmp_path: Path
     assert found.select("operator", "flops", "time_ns").rows() == [
         ("aten::addmm", 128, 5000), ("aten::linear", 128, 10_000), ("aten::softmax", 160, 10_000),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("operator", "dims", "values", "size"), [
-    ("aten::index_select", [[100, 8], [], [5]], ["", "0", ""], 5 * 8 + 2 * 5 * 8 * 4),
-    ("aten::gather", [[100, 8], [], [4, 8]], ["", "0", ""], 4 * 8 * 8 + 2 * 4 * 8 * 4),
-    ("aten::amax", [[100, 8]], [""], 100 * 8 * 4),
-    ("aten::cumsum", [[100, 8]], [""], 2 * 100 * 8 * 4),
-])  # fmt: skip
-def test_what_chooses_rows_or_reduces_moves_so_many_bytes(
-    operator: str, dims: list[list[int]], values: list[str], size: int
-) -> None:
-    found = work(operator, dims, ["float", "", "long int"][: len(dims)], *values)
-    assert found is not None
-    assert found.bytes == size
 
 
 SHAPES, TYPES = "[[8, 16], [16, 4], []]", '["c10::BFloat16", "c10::BFloat16", "Scalar"]'

@@ -59,9 +59,7 @@ def test_a_graph_launch_is_one_launch_of_many_kernels() -> None:
 
 
 def test_one_launch_by_hand(tmp_path: Path) -> None:
-    trace = trace_of(
-        tmp_path,
-        [
+    trace = trace_of(tmp_path, [
             launch(1, 0, 4),
             kernel("quick", 10.5, 2, correlation=1),
             launch(2, 20, 60.001, name="cuLaunchKernelEx"),
@@ -71,8 +69,7 @@ def test_one_launch_by_hand(tmp_path: Path) -> None:
             kernel("node", 310, 5, correlation=3, stream=9),
             launch(4, 400, 1, name="cudaMemcpyAsync"),
             kernel("Memcpy HtoD", 402, 5, correlation=4, category="gpu_memcpy"),
-        ],
-    )
+    ])  # fmt: skip
     found = launch_statistics(trace)
     part = found.select(
         "correlation", "call", "kernel", "kernel_count", "cpu_duration_ns", "gpu_duration_ns",
@@ -170,14 +167,11 @@ def test_queue_equals_brute_force_and_is_never_negative(
 
 
 def test_a_graph_is_one_entry_on_each_of_its_streams(tmp_path: Path) -> None:
-    trace = trace_of(
-        tmp_path,
-        [
+    trace = trace_of(tmp_path, [
             launch(1, 0, name="cudaGraphLaunch"),
             *(kernel("node", 10 + at, 1, correlation=1) for at in range(5)),
             kernel("node", 20, 1, correlation=1, stream=9),
-        ],
-    )
+    ])  # fmt: skip
     assert queue_length(trace).select("stream", "ts_ns", "queue_length").rows() == [
         (7, 0, 1),
         (7, 10_000, 0),

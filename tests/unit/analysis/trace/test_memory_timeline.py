@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,15 @@ from haiprof.trace_analysis.memory_timeline import (
     memory_timeline,
 )
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.unit.analysis.trace.shared import Event, event, kernel, step, trace_of, traces
+from tests.unit.analysis.trace.shared import (
+    Event,
+    event,
+    kernel,
+    raw_events,
+    step,
+    trace_of,
+    trace_path,
+)
 
 
 def memory(ts_us: float, size: int, address: int, total: int | None = None, **more: Any) -> Event:
@@ -123,20 +129,10 @@ def test_trace_without_memory_events_says_what_to_switch_on(tmp_path: Path) -> N
     assert "profile_memory" in error.value.hint
 
 
-def trace_path(name: str) -> Path:
-    return next(path for path in traces(name).iterdir() if path.name.endswith(".json.gz"))
-
-
-def read_events(name: str) -> Iterator[dict[str, Any]]:
-    """A real trace's events by the standard library, times as they are written."""
-    with gzip.open(trace_path(name), "rt", encoding="utf-8") as file:
-        yield from json.load(file, parse_float=Decimal)["traceEvents"]
-
-
 def walked(name: str) -> tuple[Counter[Any], Counter[Any]]:
     """Allocated and freed bytes by device and innermost operator, by looking at every operator."""
     operators, changes = defaultdict(list), []
-    for entry in read_events(name):
+    for entry in raw_events(trace_path(name)):
         start = round(Decimal(entry.get("ts", 0)) * 1000)
         if entry.get("cat") in ("cpu_op", "Operator") and "ProfilerStep" not in entry["name"]:
             end = start + round(Decimal(entry["dur"]) * 1000)
@@ -167,7 +163,7 @@ def test_real_peak_agrees_with_a_walk_over_the_json() -> None:
     name = "tl_h100_qwen05_mem_stack"
     alive: dict[int, int] = {}
     best: tuple[int, dict[int, int]] = (0, {})
-    changes = [e for e in read_events(name) if e.get("name") == "[memory]"]
+    changes = [e for e in raw_events(trace_path(name)) if e.get("name") == "[memory]"]
     for entry in sorted(changes, key=lambda entry: entry["ts"]):
         args = entry["args"]
         if args["Device Type"] != 1:

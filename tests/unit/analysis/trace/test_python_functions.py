@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
-from decimal import Decimal
-from gzip import open as open_gzip
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +18,16 @@ from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.python_code import folded_stacks, python_functions, python_stacks
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import examples
-from tests.unit.analysis.trace.shared import Event, event, kernel, rank_file, step, trace_of, traces
+from tests.unit.analysis.trace.shared import (
+    Event,
+    event,
+    kernel,
+    rank_file,
+    raw_events,
+    step,
+    trace_of,
+    trace_path,
+)
 
 
 class Node(NamedTuple):
@@ -140,20 +146,10 @@ def test_recorded_callers_agree_with_every_ns_on_its_own(
     check_against_cells(laid_out(roots), gpu, with_ids=True)
 
 
-def trace_path(name: str) -> Path:
-    return next(path for path in traces(name).iterdir() if path.name.endswith(".json.gz"))
-
-
-def read_events(name: str) -> Iterator[dict[str, Any]]:
-    """A real trace's events by the standard library, times as they are written."""
-    with open_gzip(trace_path(name), "rt", encoding="utf-8") as file:
-        yield from json.load(file, parse_float=Decimal, parse_int=Decimal)["traceEvents"]
-
-
 @pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18"])
 def test_real_stacks_agree_with_a_walk_over_the_json(name: str) -> None:
     calls, gpu = {}, []
-    for entry in read_events(name):
+    for entry in raw_events(trace_path(name)):
         category = entry.get("cat")
         if category not in ("python_function", "kernel", "gpu_memcpy", "gpu_memset"):
             continue
