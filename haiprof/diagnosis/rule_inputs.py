@@ -13,10 +13,14 @@ from haiprof.diagnosis.thresholds import SHORT_RUN_S, UNTRACED_MIN_RATIO, warm_u
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.counter_summaries import CounterAverages, average_counters
+from haiprof.run_analysis.counter_summaries import (
+    CounterAverages,
+    MountRequests,
+    average_counters,
+    mount_requests,
+)
 from haiprof.run_analysis.counters import host_windows, training_spans
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
-from haiprof.run_analysis.network_storage import MountRequests, mount_requests
 from haiprof.run_analysis.parallelism import Layout, find_layout
 from haiprof.run_analysis.printed_lines import Output, printed_output
 from haiprof.run_analysis.ranks import Blocks

@@ -739,7 +739,10 @@ class _Case:
 
     def _fate(self, rank: int, cause: bool) -> Fate:
         end = self.ends.get(rank)
-        last = self._waiting(rank)
+        # The last collective that it began, in its largest group.
+        groups = self.last.get(rank, {})
+        sizes = {g: sum(g in other for other in self.last.values()) for g in groups}
+        last = groups[max(sizes, key=lambda g: sizes[g])] if sizes else None
         if end is None:
             what, role = "never seen", "absent"
         elif cause:
@@ -765,26 +768,20 @@ class _Case:
         )  # fmt: skip
         # A number alone is of a heartbeat, which may be a second old.
         where = last.text if last is not None and last.kind is not None else "a collective"
+        known = end or ProcessEnd(host="", pid=0, rank=rank)
         return Fate(
             rank=rank,
-            host=None if end is None else end.host,
-            pid=None if end is None else end.pid,
+            host=known.host or None,
+            pid=known.pid or None,
             role=role,
             what=what,
-            line=end.error.location or None if end is not None and end.error is not None else None,
-            ended_ns=None if end is None else end.failed_ns,
+            line=known.error.location or None if known.error is not None else None,
+            ended_ns=known.failed_ns,
             step=self._step(rank),
             phase=self.phases.get(rank),
             waited_in=where if last is not None and waits else None,
-            printed=() if end is None else (end.printed or end.printed_stdout)[-_LAST_LINES:],
+            printed=(known.printed or known.printed_stdout)[-_LAST_LINES:],
         )
-
-    def _waiting(self, rank: int) -> LastCollective | None:
-        """The last collective that a rank began, in its largest group."""
-        groups = self.last.get(rank, {})
-        sizes = {g: sum(g in other for other in self.last.values()) for g in groups}
-        group = max(sizes, key=lambda g: sizes[g], default=None)
-        return None if group is None else groups[group]
 
     def _step(self, rank: int) -> int | None:
         end, attempt = self.ends.get(rank), self.attempts.get(rank)

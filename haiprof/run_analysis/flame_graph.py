@@ -133,7 +133,15 @@ def flame_graph(sources: Sequence[FlameSource]) -> FlameGraph:
         for source, placer in zip(sources, placers, strict=True)
         for one in _series_of(source, placer)
     ]
-    accounts = [_of_account(sources[0], *each, placers[0]) for each in sources[0].accounts]
+    first, accounts = sources[0], []
+    for rows, ns in first.accounts:  # so scaled that they add up to what the account takes per step
+        self_ns: dict[int, float] = {}
+        scale = ns / max(float(first.table.ns[rows].sum()), 1.0)
+        _add_rows(self_ns, placers[0], first, rows, scale)
+        accounts.append(FlameSeries(
+            run=first.run, rank=None, step_count=first.steps.height, self_ns=self_ns,
+            sample_count=_sample_count(first.table, rows), sample_ns={},
+        ))  # fmt: skip
     return _prune(grower, series, accounts)
 
 
@@ -203,18 +211,6 @@ def _of_rank(source: FlameSource, rank: int, placer: _Placer) -> FlameSeries:
         sample_ns=sample_ns,
         self_ns=self_ns,
     )
-
-
-def _of_account(source: FlameSource, rows: Ints, ns: float, placer: _Placer) -> FlameSeries:
-    """Its rows, so scaled that they add up to what it takes per step on average over ranks."""
-    table = source.table
-    self_ns: dict[int, float] = {}
-    scale = ns / max(float(table.ns[rows].sum()), 1.0)
-    _add_rows(self_ns, placer, source, rows, scale)
-    return FlameSeries(
-        run=source.run, rank=None, step_count=source.steps.height, self_ns=self_ns,
-        sample_count=_sample_count(table, rows), sample_ns={},
-    )  # fmt: skip
 
 
 def _sample_count(table: TimeTable, rows: Ints) -> int:
