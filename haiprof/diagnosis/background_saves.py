@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -100,8 +100,9 @@ def split_saves(
         own = _compare(work[row], mark[row])
         if own is None or own.low <= 0:
             continue
+        beside, free = mark[row] == BESIDE, mark[row] == FREE
         longer = {
-            position: max(_difference(ns[row], mark[row]), 0.0)
+            position: max(float(ns[row][beside].mean() - ns[row][free].mean()), 0.0)
             for position, ns in by_position.items()
         }
         scale = min(own.mean / max(sum(longer.values()), 1.0), 1.0)
@@ -116,12 +117,13 @@ def split_saves(
         extra=found, step_count=count, of_count=whole,
         save_count=sum(len(each) for each in saves.own.values()),
     )  # fmt: skip
-    more = opportunity(table, np.concatenate(moved), _most_begun_at(saves))
-    return table, Opportunity(
-        rows=more.rows, at=more.at, position=more.position, activity=more.activity, key=SLOWED,
+    more = replace(
+        opportunity(table, np.concatenate(moved), _most_begun_at(saves)),
+        key=SLOWED,
         spread=(found.low / found.mean, found.high / found.mean),
         when=f"in {count} of {whole} steps, {duration_text(found.mean)}",
-    ), slowed  # fmt: skip
+    )
+    return table, more, slowed
 
 
 def _own_times(time: JobTime) -> tuple[Floats, dict[int, Floats]]:
@@ -142,10 +144,6 @@ def _own_times(time: JobTime) -> tuple[Floats, dict[int, Floats]]:
 def _compare(series: Floats, mark: Ints) -> Excess | None:
     known = mark != NEITHER
     return excess(series[known], mark[known] == BESIDE)
-
-
-def _difference(series: Floats, mark: Ints) -> float:
-    return float(series[mark == BESIDE].mean() - series[mark == FREE].mean())
 
 
 def _take(

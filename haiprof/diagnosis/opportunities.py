@@ -446,14 +446,15 @@ class _Walk:
 
     def _caller_of_model(self, function: _Function) -> _Line | None:
         """The line that runs the model outside of training (evaluation); None where it is not."""
-        is_model = function.key in self.models and not self._is_in_model(function)
-        return function.outer if is_model else None
-
-    def _is_in_model(self, function: _Function) -> bool:
+        if function.key not in self.models:
+            return None
         rows = np.array(function.rows)
         rows = rows[self.free[rows]]
         inside = np.isin(self.table.position[rows], MODEL_POSITIONS)
-        return float(self.table.ns[rows[inside]].sum()) > 0.5 * float(self.table.ns[rows].sum())
+        is_trained = float(self.table.ns[rows[inside]].sum()) > 0.5 * float(
+            self.table.ns[rows].sum()
+        )
+        return None if is_trained else function.outer
 
     def _weight(self, line: _Line) -> float:
         return self._time(line.own) + sum(self._time(call.rows) for call in line.calls.values())

@@ -308,9 +308,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         severity="critical" if ends else "warning",
         title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far"
-        + (
-            "" if limit is None or limit.left_ns >= _SOON_NS else f"; {_limit_text(limit, step_ns)}"
-        ),
+        + ("" if limit is None or limit.left_ns >= _SOON_NS else f"; {limit.text(step_ns)}"),
         evidence=evidence_rows(
             ("at the beginning", float(values[0]), "bytes"),
             ("at the end", float(values[-1]), "bytes"),
@@ -350,12 +348,13 @@ class _Limit(NamedTuple):
     size_bytes: float
     left_ns: float
 
-
-def _limit_text(limit: _Limit, step_ns: float) -> str:
-    """`at this rate the 47.0 GiB of its node are used up in 15 min, after about 109,000 steps`."""
-    steps = int(float(f"{limit.left_ns / max(step_ns, 1.0):.2g}"))
-    return (f"at this rate the {bytes_text(round(limit.size_bytes))} of its {limit.whose} are used "
-            f"up in {duration_text(limit.left_ns)}, after about {steps:,} more steps")  # fmt: skip
+    def text(self, step_ns: float) -> str:
+        """`at this rate the 47.0 GiB of its node are used up in 15 min, after about ... steps`."""
+        steps = int(float(f"{self.left_ns / max(step_ns, 1.0):.2g}"))
+        return (
+            f"at this rate the {bytes_text(round(self.size_bytes))} of its {self.whose} are used "
+            f"up in {duration_text(self.left_ns)}, after about {steps:,} more steps"
+        )
 
 
 def _limit_ahead(inputs: RuleInputs, rank: int) -> _Limit | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,6 @@ from haiprof.diagnosis.thresholds import (
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis.background_saves import BESIDE
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     COLLECTION,
@@ -161,7 +160,11 @@ def run_ledger(
     if not steps:
         return None
     groups = analyzer.arrivals()
-    peers = _known_waits(groups, analyzer, steps) if groups else None
+    # A group is known in parts alone where it spans hosts whose clocks are not known to each other.
+    is_whole = len({(group.group, group.group_name) for group in groups}) == len(groups)
+    peers = None
+    if groups:
+        peers = peer_waits(groups, analyzer.step_starts(steps)) if is_whole else {}
     tails = {} if peers or not groups else {r: analyzer.backward_tail(r) for r in steps}
     known = {rank: share for rank, share in tails.items() if share is not None}
     saves = find_saves(analyzer, steps, dict(inputs.ranks.select("rank", "host").rows()))
@@ -257,15 +260,6 @@ def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
         found[rank] = DeviceUse(step=_judged_numbers(inputs, rank), bound_ns=bound,
                                 busy_ratio=inputs.gpu_use.get(rank))  # fmt: skip
     return found
-
-
-def _known_waits(
-    groups: Sequence[Arrivals], analyzer: RunFrames, steps: Mapping[int, Cells]
-) -> dict[int, dict[int, int]]:
-    """From the collectives of all groups; empty where a group is known in parts alone."""
-    # It is, where it spans hosts whose clocks are not known to each other.
-    names = {(group.group, group.group_name) for group in groups}
-    return peer_waits(groups, analyzer.step_starts(steps)) if len(names) == len(groups) else {}
 
 
 def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger | None:

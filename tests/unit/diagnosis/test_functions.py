@@ -80,28 +80,33 @@ def test_one_slow_kernel_does_not_make_a_slow_gpu(tmp_path: Path) -> None:
     assert report.tables["abnormal"].select("rank", "name").rows() == [(6, "relu")]
 
 
-def test_the_rank_with_slow_copies_is_named_and_no_other(tmp_path: Path) -> None:
-    found = of(write_ranks(tmp_path / "t", lambda rank: Story(copy=900 if rank == 2 else 300)))
-    assert named(found)["copies"] == [2]
-    assert named(found)["slow"] == named(found)["links"] == []
-    row = found["memory"].tables["abnormal"].row(0, named=True)
-    assert (row["rank"], row["why"]) == (2, "slower than elsewhere")
-    assert row["bandwidth_bytes_per_s"] == pytest.approx(3_000_000 / 900e-6, rel=0.05)
-    assert row["others_bandwidth_bytes_per_s"] == pytest.approx(1e10, rel=0.05)
-
-
-def test_the_rank_with_a_slow_link_is_named_and_no_other(tmp_path: Path) -> None:
-    found = of(write_ranks(tmp_path / "t", lambda rank: Story(transfer=1200 if rank == 5 else 500)))
-    assert named(found)["links"] == [5]
-    assert named(found)["slow"] == named(found)["copies"] == named(found)["late"] == []
-    row = found["communication"].tables["abnormal"].row(0, named=True)
-    assert (row["rank"], row["why"], row["type"]) == (5, "slow link", "send/recv all_to_all")
-    # 4,000,000 elements of 2 bytes, 7 of 8 parts to others, in 1.2 ms.
-    assert row["bandwidth_bytes_per_s"] == pytest.approx(8e6 * 7 / 8 / 1.2e-3, rel=0.03)
-    normal = found["communication"].tables["functions"].row(0, named=True)
-    assert normal["normal_rank"] != 5
-    assert normal["different_count"] == 1
-    assert found["communication"].facts["link"] == "within one host"
+@pytest.mark.parametrize(
+    ("odd", "named_as", "kind", "row"),
+    [
+        (Story(copy=900), "copies", "memory",
+         {"why": "slower than elsewhere",
+          "bandwidth_bytes_per_s": pytest.approx(3_000_000 / 900e-6, rel=0.05),
+          "others_bandwidth_bytes_per_s": pytest.approx(1e10, rel=0.05)}),
+        (Story(transfer=1200), "links", "communication",
+         {"why": "slow link", "type": "send/recv all_to_all",
+          "bandwidth_bytes_per_s": pytest.approx(8e6 * 7 / 8 / 1.2e-3, rel=0.03)}),
+        (Story(host=900), "python", "python", {"name": "train.py(10): step", "is_far": True}),
+    ],
+    ids=["copies", "link", "host"],
+)  # fmt: skip
+def test_the_rank_that_differs_is_named_and_no_other(
+    tmp_path: Path, odd: Story, named_as: str, kind: str, row: dict[str, object]
+) -> None:
+    found = of(write_ranks(tmp_path / "t", lambda rank: odd if rank == 5 else Story()))
+    told = named(found)
+    assert told.pop(named_as) == [5]
+    assert told["slow"] == told.get("copies", []) == told.get("links", []) == []
+    first = found[kind].tables["abnormal"].row(0, named=True)
+    assert {name: first[name] for name in ("rank", *row)} == {"rank": 5, **row}
+    if kind == "communication":
+        normal = found[kind].tables["functions"].row(0, named=True)
+        assert (normal["normal_rank"] != 5, normal["different_count"]) == (True, 1)
+        assert found[kind].facts["link"] == "within one host"
 
 
 def test_a_link_that_is_always_slow_may_be_a_clock_where_hosts_are_not_known(
@@ -112,13 +117,6 @@ def test_a_link_that_is_always_slow_may_be_a_clock_where_hosts_are_not_known(
     assert named(found)["links"] == []
     missing = " ".join(found["communication"].missing)
     assert "the clock of rank 5 was taken to be another host's" in missing
-
-
-def test_a_rank_that_is_busy_on_the_host_is_named_with_its_stack(tmp_path: Path) -> None:
-    found = of(write_ranks(tmp_path / "t", lambda rank: Story(host=900 if rank == 1 else 30)))
-    assert named(found)["python"] == [1]
-    row = found["python"].tables["abnormal"].filter("is_far").row(0, named=True)
-    assert (row["rank"], row["name"]) == (1, "train.py(10): step")
 
 
 def test_of_two_ranks_none_is_called_abnormal_and_that_is_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,22 @@ def judged(numbers: Mapping[int, np.ndarray]) -> dict[int, Cells]:
     return {
         rank: Cells(step=own, count=np.ones_like(own), column=own) for rank, own in numbers.items()
     }
+
+
+def own_numbers(own: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """As many steps of each rank as it has values."""
+    return {rank: np.arange(len(values)) for rank, values in own.items()}
+
+
+def only(position: int, ms: Mapping[int, np.ndarray]) -> tuple[Any, list[int]]:
+    """Ranks that are there alone, for so many ms of each step: how to load it, and the position."""
+
+    def load(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        plain = np.zeros((len(POSITIONS), len(ms[rank])), dtype=np.int64)
+        plain[position] = ms[rank] * NS_PER_MS
+        return plain, np.zeros_like(plain)
+
+    return load, [position]
 
 
 def recorded(work: Mapping[int, Floats], *, known: bool) -> JobTime:
@@ -111,18 +128,11 @@ def test_gain_is_what_the_job_loses_by_it(story: str, known: bool) -> None:
 
 def test_ranks_that_do_not_wait_for_each_other_gain_what_the_mean_one_does() -> None:
     """Hogwild, or separate jobs: no collectives, and steps of unlike length."""
-    numbers = {0: np.arange(20), 1: np.arange(20)}
-
-    def load(rank: int) -> tuple[np.ndarray, np.ndarray]:
-        plain = np.zeros((len(POSITIONS), 20), dtype=np.int64)
-        plain[FORWARD] = (10 + 20 * rank) * NS_PER_MS
-        return plain, np.zeros_like(plain)
-
-    time = job_time(judged(numbers), load, [FORWARD], None)
+    own = {rank: np.full(20, 10 + 20 * rank) for rank in (0, 1)}
+    time = job_time(judged(own_numbers(own)), *only(FORWARD, own), None)
     assert not time.waits_for_all
-    assert time.gains(
-        np.array([[0], [6]], dtype=np.float32).repeat(20, axis=1)
-    ).mean() == pytest.approx(3.0)
+    of_rank_1 = np.array([[0], [6]], dtype=np.float32).repeat(20, axis=1)
+    assert time.gains(of_rank_1).mean() == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(
@@ -135,13 +145,8 @@ def test_ranks_with_unequal_steps_are_compared_where_both_have_them(
 ) -> None:
     """As many of each where their numbers have nothing in common."""
     numbers = {rank: np.arange(n) + first.get(rank, 0) for rank, n in enumerate(counts)}
-
-    def load(rank: int) -> tuple[np.ndarray, np.ndarray]:
-        plain = np.zeros((len(POSITIONS), int(numbers[rank][-1]) + 1), dtype=np.int64)
-        plain[FORWARD, numbers[rank]] = (numbers[rank] + 1) * NS_PER_MS
-        return plain, np.zeros_like(plain)
-
-    time = job_time(judged(numbers), load, [FORWARD], None)
+    ms = {rank: np.arange(int(own[-1]) + 1) + 1 for rank, own in numbers.items()}
+    time = job_time(judged(numbers), *only(FORWARD, ms), None)
     assert time.step.tolist() == list(steps)
     own = [n[: len(steps)] if first == {1: 60} else np.array(steps) for n in numbers.values()]
     assert (time.period_ns / NS_PER_MS).tolist() == [(each + 1).tolist() for each in own]
@@ -149,19 +154,12 @@ def test_ranks_with_unequal_steps_are_compared_where_both_have_them(
 
 def test_ranks_without_a_common_clock_wait_after_their_own_last_collective() -> None:
     """Both backwards take 20 ms; rank 0 begins its last collective after 10, rank 1 after 18."""
-    numbers = {0: np.arange(20), 1: np.arange(20)}
-
-    def load(rank: int) -> tuple[np.ndarray, np.ndarray]:
-        plain = np.zeros((len(POSITIONS), 20), dtype=np.int64)
-        plain[BACKWARD] = 20 * NS_PER_MS
-        return plain, np.zeros_like(plain)
-
-    time = job_time(judged(numbers), load, [BACKWARD], {}, {0: 0.5, 1: 0.1})
+    own = {rank: np.full(20, 20) for rank in (0, 1)}
+    time = job_time(judged(own_numbers(own)), *only(BACKWARD, own), {}, {0: 0.5, 1: 0.1})
     assert time.waits_for_all
     assert time.own_ns.mean(axis=1) / NS_PER_MS == pytest.approx([12.0, 20.0])
-    assert time.gains(
-        np.array([[0], [8e6]], dtype=np.float32).repeat(20, axis=1)
-    ).mean() == pytest.approx(8e6)
+    of_rank_1 = np.array([[0], [8e6]], dtype=np.float32).repeat(20, axis=1)
+    assert time.gains(of_rank_1).mean() == pytest.approx(8e6)
 
 
 # -- stragglers -----------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ from haiprof.cli.app import run_command
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.named_nodes import keep_preflight, read_named_nodes
 from haiprof.diagnosis.preflight import judge_preflight
-from haiprof.diagnosis.restart_advice import Attempt, advise
+from haiprof.diagnosis.restart_advice import advise
 from haiprof.diagnosis.verdict import as_document
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.writer import write_json
 from tests.unit.analysis.recorded import CLOCK
 from tests.unit.diagnosis.test_preflight import measured
+from tests.unit.diagnosis.test_reactions import death
 from tests.unit.report.many_ranks import write_flight, write_many
 
 
@@ -45,25 +46,16 @@ def keep_verdict(run: RunPaths, **changes: object) -> dict[str, Any]:
 
 
 def slow_preflight(log_dir: Path, second: int, *, node: int = 0) -> None:
-    ranks = [{**own, "host": f"n000{own['host'][1:]}"} for own in measured(16, per_node=8)]
+    ranks = healthy()
     ranks[8 * node]["rates"]["cpu_loops_per_s"] /= 3
     keep_preflight(judge_preflight(ranks), log_dir, CLOCK.wall_ns + second * NS_PER_S)
-
-
-def attempt(run: str, cause: str, host: str) -> Attempt:
-    return Attempt(
-        run=run, generation=0, cause=cause, line=None, step=3, has_trained=True,
-        is_hardware=False, is_program=False, own_error=None, is_nan=False,
-        growth_bytes_per_step=None, has_saved=False, hosts=(host,), died_ns=CLOCK.wall_ns,
-        headline="x",
-    )  # fmt: skip
 
 
 def test_nodes_are_counted_by_role_over_runs_and_preflights(tmp_path: Path) -> None:
     for number in range(3):
         keep_verdict(write_uneven(tmp_path, f"run-{number}", second=10 * number))
     died = write_uneven(tmp_path, "run-3", second=30, host="m")
-    deaths = [attempt("run-2", "killed", "m0001"), attempt("run-3", "killed", "m0001")]
+    deaths = [death("killed", "m0001", run=run) for run in ("run-2", "run-3")]
     advice = asdict(advise(deaths, frozenset({"m0000", "m0001"})))
     keep_verdict(died, findings=[], advice=advice)
     write_uneven(tmp_path, "run-4", second=40)  # without a verdict
@@ -88,7 +80,9 @@ def test_nodes_are_counted_by_role_over_runs_and_preflights(tmp_path: Path) -> N
 
 def test_deaths_by_the_users_own_code_name_no_node(tmp_path: Path) -> None:
     run = write_uneven(tmp_path, "run-0")
-    advice = asdict(advise([attempt("run-0", "exception", "n0001")], frozenset({"n0000", "n0001"})))
+    advice = asdict(
+        advise([death("exception", "n0001", run="run-0")], frozenset({"n0000", "n0001"}))
+    )
     keep_verdict(run, findings=[], advice=advice)
     assert read_named_nodes(tmp_path).nodes == ()
 

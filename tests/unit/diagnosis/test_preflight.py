@@ -130,21 +130,21 @@ def lines(ranks: list[dict[str, Any]]) -> list[str]:
     return [suspect_text(one) for one in judge_preflight(ranks).suspects]
 
 
-def test_gpus_that_reach_their_power_cap_are_no_suspects() -> None:
-    assert lines(with_clocks(mhz=1700.0)) == []
-
-
-def test_clock_below_its_peers_is_named_with_what_holds_it_down() -> None:
-    assert lines(with_clocks(mhz=1095.0, reasons=0x4 | 0x40)) == [
-        "rank 1 on n1: gpu_load_clock_mhz 1095, peers 1755: held down by its power cap, "
-        "temperature (hardware)"
-    ]
-
-
-def test_slowdown_that_no_healthy_gpu_has_is_named_at_any_clock() -> None:
-    assert lines(with_clocks(reasons=0x80)) == [
-        "rank 1 on n1: gpu_load_clock_mhz 1755, maximum 1980: held down by the power brake"
-    ]
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mhz": 1700.0}, []),
+        ({"mhz": 1095.0, "reasons": 0x4 | 0x40},
+         ["rank 1 on n1: gpu_load_clock_mhz 1095, peers 1755: held down by its power cap, "
+          "temperature (hardware)"]),
+        ({"reasons": 0x80},  # which no healthy GPU has, at any clock
+         ["rank 1 on n1: gpu_load_clock_mhz 1755, maximum 1980: held down by the power brake"]),
+    ],
+)  # fmt: skip
+def test_clock_of_a_gpu_is_named_with_what_holds_it_down(
+    changed: dict[str, object], said: list[str]
+) -> None:
+    assert lines(with_clocks(**changed)) == said
 
 
 def test_clocks_of_all_gpus_below_half_of_their_maximum_are_named() -> None:
@@ -176,28 +176,23 @@ a line that is none of the kernel's
 """
 
 
-def test_xids_are_read_of_the_kernels_log(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "kmsg").write_text(LOG)
-    found, why = read_xids(tmp_path)
-    assert why == ""
-    assert [(xid["code"], xid["gpu"]) for xid in found] == [
-        (79, "0000:1b:00"), (94, "0000:1b:00 GPU-I:05"), (31, "0000:3b:00"),
-    ]  # fmt: skip
-    assert found[0]["text"].endswith("GPU has fallen off")
-
-
 def test_xid_of_a_gpu_that_no_rank_has_names_its_node(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "kmsg").write_text(LOG)
+    xids, why = read_xids(tmp_path)
+    assert why == ""
+    assert [(xid["code"], xid["gpu"]) for xid in xids] == [
+        (79, "0000:1b:00"), (94, "0000:1b:00 GPU-I:05"), (31, "0000:3b:00"),
+    ]  # fmt: skip
     ranks = measured(4)
-    ranks[2]["xids"] = [{**xid, "age_s": 7200.0} for xid in read_xids(tmp_path)[0]]
+    ranks[2]["xids"] = [{**xid, "age_s": 7200.0} for xid in xids]
     found = judge_preflight(ranks)
     said = [suspect_text(one) for one in found.suspects]
     assert len(said) == 2, "31 is of the program"
     assert said[0].startswith(
         "node n1: xid_79 1, none is usual: GPU 0000:1b:00, last 120 min ago: pid="
     )
+    assert said[0].endswith("GPU has fallen off")
     assert found.leave_out == ("n1",)
 
 

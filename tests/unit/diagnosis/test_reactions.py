@@ -157,20 +157,13 @@ TWO = ("node-1", "node-2")
 
 
 def death(cause: str, *hosts: str, **more: object) -> Attempt:
-    known = {
-        "line": None,
-        "step": 90,
-        "has_trained": True,
-        "is_hardware": False,
-        "is_program": False,
-        "own_error": None,
-        "is_nan": False,
-        "growth_bytes_per_step": None,
-        "has_saved": False,
-        **more,
-    }
-    return Attempt(run="job-7", generation=0, cause=cause, hosts=hosts, died_ns=None,
-                   headline=f"it died of {cause}", **known)  # type: ignore[arg-type] # fmt: skip
+    known: dict[str, Any] = {
+        **dict.fromkeys(("line", "own_error", "growth_bytes_per_step", "died_ns")),
+        **dict.fromkeys(("is_hardware", "is_program", "is_nan", "has_saved"), False),
+        "run": "job-7", "generation": 0, "step": 90, "has_trained": True,
+        "headline": f"it died of {cause}",
+    }  # fmt: skip
+    return Attempt(cause=cause, hosts=hosts, **known | more)
 
 
 AT = {"line": "train.py:88 in step"}
