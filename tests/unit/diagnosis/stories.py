@@ -18,7 +18,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import GPU, HOST, PROCESS
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.writer import LineWriter, append_line
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
 
@@ -131,8 +131,7 @@ def find(verdict: Verdict, rule: str) -> Finding:
 
 def note(root: Path, rank: int, /, **line: object) -> None:
     """A line in the events of a rank."""
-    with RunPaths(root).rank(rank).events.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(RunPaths(root).rank(rank).events, line)
 
 
 def report(root: Path, rank: int, **facts: object) -> None:
@@ -170,8 +169,7 @@ def placed(root: Path, rank: int = 0, cpus: str = "0-1", **more: object) -> None
         "thread_count": 4, "cpu_nodes": [0], "memory_nodes": {"0": 500}, "gpu_node": None,
         "nics": [], **more,
     }  # fmt: skip
-    with RunPaths(root).node("node0").events.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(RunPaths(root).node("node0").events, line)
 
 
 def write_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.restart_advice import Attempt, advise
 from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.writer import append_line
 from haiprof.show.text import moment_text
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import sql_tables
@@ -46,11 +47,9 @@ def judged(root: Path, *lines: dict[str, Any], at_end: bool = True) -> Verdict:
     assert isinstance(start, int)
     assert isinstance(end, int)
     at = end + 1 if at_end else (start + end) // 2
-    with (root / "nodes" / "node0" / "events.jsonl").open("a") as file:
-        for line in lines:
-            file.write(
-                json.dumps({"wall_ns": at, "since_wall_ns": at - 90 * NS_PER_S, **line}) + "\n"
-            )
+    for line in lines:
+        times = {"wall_ns": at, "since_wall_ns": at - 90 * NS_PER_S}
+        append_line(RunPaths(root).node("node0").events, times | line)
     return diagnose(Analyzer(root))
 
 
