@@ -7,6 +7,7 @@ function of an account, and at what the run recorded of its loaders, cores and s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -238,9 +239,9 @@ def _input(question: Question) -> Finding:
             found,
             title="the training thread receives the batches that the DataLoader's workers made, "
             f"{question.amount}",
-            remedy="hand over less: uint8 or float16 in place of float32, one stacked tensor where "
-            "a batch holds many, larger batches; what fewer workers gain is measured by haiprof "
-            "try-loader",
+            remedy="each batch costs this, a large one more: larger batches, one stacked tensor "
+            "where a batch holds many; of large ones, uint8 or float16 in place of float32; what "
+            "fewer workers gain is measured by haiprof try-loader",
         )
     why = loader_cause(inputs, _of_input(question))
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
@@ -504,6 +505,20 @@ _OF_CALL = (
     ("sklearn", "compute the metric at the end of an epoch, or from another process"),
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
 )  # fmt: skip
+_OF_CODE = (
+    (re.compile(r"\bema\b|_ema\b|\bema_|moving_average|average_model", re.IGNORECASE),
+     "average the parameters in place and all at once (torch.optim.swa_utils.AveragedModel, or "
+     "torch._foreach_lerp_), or every N steps"),
+    (re.compile(r"\btorch\.(?:rand|zeros|ones|arange|full|empty|tensor|from_numpy)"),
+     "make it once where it may stay the same; what belongs to a batch, in the dataset, beside "
+     "training (DataLoader workers)"),
+    (re.compile(r"\bzlib\.|\bbz2\.|\blzma\."),
+     "compress in another process, or with a lower level"),
+    (re.compile(r"\bopen\(|\.write\(|\.savez?\w*\("),
+     "write less often and more at once, or from another thread"),
+    (re.compile(r"\bprint\("), "print every N steps"),
+)  # fmt: skip
+"""By the function and the expression of a line outside of the model."""
 _OF_ACTIVITY = {
     "wait: sleep": "remove the sleep",
     "wait: file": "write less often and more at once, without flush and fsync in each step, or "
@@ -534,6 +549,7 @@ def _code(question: Question) -> Finding:
     alone = bool(account.ranks) and len(question.inputs.world) > 1
     may_load = position in ("prepare", "between_steps") and not has_loader
     is_outside = position not in _DO or may_load
+    text = f"{account.function} {account.expression}"
     remedies = (  # the first that is true
         (account.when == GROWING, "find what grows: a list, a history or a graph to which each "
          "step adds; keep a running value or the last N entries"),
@@ -542,6 +558,7 @@ def _code(question: Question) -> Finding:
         *((part in called, do) for part, do in _OF_CALL),
         (account.activity in _OF_ACTIVITY, _OF_ACTIVITY.get(account.activity, "")),
         (_is_in_trainer(account), _OF_TRAINER),
+        *((is_outside and code.search(text) is not None, do) for code, do in _OF_CODE),
         (alone and is_outside, "let all ranks do a part of it each, or less often"),
         (may_load, f"{_OUTSIDE}; of batches: {_DO['prepare']}"),
         # foreach gains nothing on a CPU

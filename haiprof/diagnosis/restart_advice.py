@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import bytes_text, visible
-from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.deaths import NO_NUMBER, Death
 from haiprof.run_analysis.restarts import Goodput, goodput
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
@@ -51,8 +51,6 @@ _OF_DATA = re.compile(
 )
 """These as well before a step has ended; later they may be of the data, or of chance."""
 _OF_WORKER = re.compile(r"its DataLoader worker \d+ raised ")
-_NO_NUMBER = re.compile(r"\b(?:nans?|(?:non-?|not )finite|is_?(?:nan|finite|inf))\b", re.IGNORECASE)
-"""What a job says, or asks, that ends itself because its loss is no number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +206,7 @@ def _is_nan(death: Death) -> bool:
     if death.cause == "exit":
         last = [line for fate in death.fates if fate.rank in death.ranks for line in fate.printed]
         said += [line for line in last if "loss" in line.lower()]
-    return any(_NO_NUMBER.search(text or "") for text in said)
+    return any(NO_NUMBER.search(text or "") for text in said)
 
 
 def _growth(frames: RunFrames, death: Death) -> float | None:

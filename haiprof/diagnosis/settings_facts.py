@@ -660,14 +660,18 @@ def threads_under_cores(inputs: RuleInputs) -> Finding | None:
     if cores - (inputs.worker_cores(rank) or 0.0) < threads + 0.5:  # its loader's workers use them
         return None
     asked = inputs.settings[rank].variables.get("OMP_NUM_THREADS")
+    remedy = f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): "
     if asked == str(threads):
-        why = f"OMP_NUM_THREADS is {asked} there" + ", as torchrun sets it" * (threads == 1)
+        by_torchrun = threads == 1 and len(inputs.world) > 1
+        remedy += f"OMP_NUM_THREADS is {asked} there" + ", as torchrun sets it" * by_torchrun
+    elif asked == str(cores):
+        remedy = f"torch.set_num_threads({cores}): the job itself sets fewer than OMP_NUM_THREADS"
     else:
-        why = "the job sets fewer (torch.set_num_threads), or another variable does"
+        remedy += "the job sets fewer (torch.set_num_threads), or another variable does"
     return _found(
         inputs,
         f"operators use {threads} of {cores} cores",
-        f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): {why}",
+        remedy,
         0.7,
         ("threads per operator", float(threads), "count"),
         ("cores of the rank", float(cores), "cores"),

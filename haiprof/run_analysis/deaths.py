@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -707,6 +708,11 @@ class _Case:
         error = end.error if end is not None else None
         if cause == "exit" and end is not None and (worker_death(error) or not knows_exit(end)):
             return _UNKNOWN_EXIT
+        if cause == "exception" and error is not None:
+            if error.type in ("ModuleNotFoundError", "ImportError"):
+                return "install what it names into the environment of that rank, or choose another"
+            if NO_NUMBER.search(f"{error.message} {error.source}"):
+                return _NO_NUMBER_REMEDY
         if cause == "interrupted" and end is not None:
             return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
         if cause == "killed" and end is not None and end.signal is not None:
@@ -893,6 +899,12 @@ _LOOK_EARLIER = (
 _UNKNOWN_EXIT = (
     "look at the last lines that it printed: an error that was caught, os._exit, a library "
     "that ends the process, or memory that ran out"
+)
+NO_NUMBER = re.compile(r"\b(?:nans?|(?:non-?|not )finite|is_?(?:nan|finite|inf))\b", re.IGNORECASE)
+"""What a job says, or asks, that ends itself because its loss is no number."""
+_NO_NUMBER_REMEDY = (
+    "find where it becomes NaN or infinite: torch.autograd.set_detect_anomaly(True) for the steps "
+    "before, the batch of that step, the learning rate, the loss scale of mixed precision"
 )
 _SIGNAL_REMEDIES: Mapping[int, str] = {
     signal.SIGXCPU: "raise the limit of its CPU time (ulimit -t), or save and start again before",

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.ledger import PROBLEM_RATIO
-from haiprof.base.units import MISSING, duration_text, shorten
+from haiprof.base.units import MISSING, duration_text, ratio_text, shorten
 from haiprof.diagnosis.compare.compared_run import EarlierRun
 from haiprof.diagnosis.compare.comparison import (
     AccountChange,
@@ -127,6 +127,9 @@ def headline_notes(found: Comparison, chosen: str) -> list[str]:
     ]
 
 
+_GONE_RATIO = 0.99
+
+
 def promise_text(promise: Promise) -> str:
     """`train.py:40 log_step ...: predicted gain 6.9 ms (5.9 to 8.0 ms), measured 6.5 ms (...)`."""
     titles = [one.title for one in promise.accounts]
@@ -137,8 +140,12 @@ def promise_text(promise: Promise) -> str:
     others = f", while other accounts took {_signed_ns(promise.others_ns)}" if is_much else ""
     noisy = ": too noisy to tell" if promise.came_true is None else ""
     accounts = "; ".join([*titles[:2], *more])
+    whole = sum(one.gain_ns for one in promise.accounts)
+    part = f"for {ratio_text(promise.promised_ns / whole)} of it gone, "
+    part = "" if promise.promised_ns > _GONE_RATIO * whole else part
     return (
-        f"{accounts}: predicted gain {promised} of the job's step, measured {came}{others}{noisy}"
+        f"{accounts}: {part}predicted gain {promised} of the job's step, measured {came}{others}"
+        f"{noisy}"
     )
 
 

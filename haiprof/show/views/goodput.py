@@ -61,9 +61,8 @@ def goodput_text(found: Goodput) -> str:
     wall = duration_text(found.wall_ns)
     if found.ratio is None:
         return f"no step in {wall}"
-    share = ratio_text(found.ratio)
-    if found.ratio_high != found.ratio:
-        share = f"between {share} and {ratio_text(found.ratio_high)}"
+    share, most = ratio_text(found.ratio), ratio_text(found.ratio_high)
+    share = share if share == most else f"between {share} and {most}"
     return f"goodput: {share} of {wall} was training that counts; {_lost_text(found)}"
 
 

@@ -414,6 +414,14 @@ STORIES = {
                         frames=(LOCK, LOADER))],
         cause="exit", said=["a DataLoader worker of its ended while it handed a batch over"],
     ),
+    **{
+        f"{kind} is not mended at the line that raises it": Story(
+            events=[do.died(1, 0, kind, message)], cause="exception", remedy=remedy)
+        for kind, message, remedy in (
+            ("ModuleNotFoundError", "No module named 'flash_attn'", "install what it names"),
+            ("RuntimeError", "loss is nan at step 200", "find where it becomes NaN"),
+        )
+    },
     # signals
     "a kill whose sender nobody saw is not blamed on somebody outside": Story(
         events=[do.over(1, 0, number=signal.SIGKILL)], cause="killed",

@@ -342,11 +342,19 @@ def test_more_threads_are_not_advised_where_workers_use_the_cores(
 
 
 @pytest.mark.parametrize(
-    ("variables", "says"),
-    [({"OMP_NUM_THREADS": "1"}, "as torchrun sets it"), ({}, "the job sets fewer")],
-)
+    ("ranks", "variables", "says"),
+    [
+        (2, {"OMP_NUM_THREADS": "1"}, "or torch.set_num_threads(4): OMP_NUM_THREADS is 1 there, "
+         "as torchrun sets it"),
+        (1, {"OMP_NUM_THREADS": "1"}, "or torch.set_num_threads(8): OMP_NUM_THREADS is 1 there"),
+        (1, {}, "the job sets fewer"),
+        (1, {"OMP_NUM_THREADS": "8"}, "the job itself sets fewer than OMP_NUM_THREADS"),
+    ],
+)  # fmt: skip
 def test_who_sets_few_threads_is_told_by_the_variable(
-    root: Path, variables: dict[str, str], says: str
+    root: Path, ranks: int, variables: dict[str, str], says: str
 ) -> None:
-    found = with_threads(root, cores=8, threads=1, variables=variables)
+    """torchrun sets one thread for several ranks alone."""
+    found = with_threads(root, ranks=ranks, cores=8, threads=1, variables=variables)
+    assert found["threads_under_cores"].remedy.endswith(says) or not variables
     assert says in found["threads_under_cores"].remedy
