@@ -90,8 +90,9 @@ def ratio_text(ratio: float | None) -> str:
     return f"{percent:.1f} %" if abs(percent) < 9.95 else f"{percent:.0f} %"
 
 
-def ranks_text(ranks: Collection[int]) -> str:
-    """`rank 3`, `ranks 0 and 1`, `ranks 0, 2-7 and 9`."""
+def ranks_text(ranks: Collection[int], one: str = "", many: str = "") -> str:
+    """`rank 3`, `ranks 0 and 1`, `ranks 0, 2-7 and 9`; then a verb of one or of many."""
+    verb = f" {one if len(ranks) == 1 else many}" if one else ""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][-1] + 1:
@@ -102,5 +103,5 @@ def ranks_text(ranks: Collection[int]) -> str:
     for span in spans:
         parts += [f"{span[0]}-{span[-1]}"] if len(span) > 2 else map(str, span)
     if len(parts) == 1:
-        return f"ranks {parts[0]}" if "-" in parts[0] else f"rank {parts[0]}"
-    return f"ranks {', '.join(parts[:-1])} and {parts[-1]}"
+        return f"rank{'s' * ('-' in parts[0])} {parts[0]}{verb}"
+    return f"ranks {', '.join(parts[:-1])} and {parts[-1]}{verb}"

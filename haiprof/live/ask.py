@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import ranks_text
 from haiprof.linux.processes import ranks_below
+from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_format.control import (
     ANSWERED,
     Request,
@@ -21,7 +22,7 @@ from haiprof.run_format.control import (
     read_members,
     read_replies,
 )
-from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.manifest import read_manifest
 from haiprof.run_format.reader import read_json, read_lines
 
@@ -43,6 +44,11 @@ class Member:
         """Whether it runs on this node."""
         return self.host == socket.gethostname()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone, as far as this node can tell."""
+        return self.here and self.pid is not None and not Path(f"/proc/{self.pid}").exists()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
@@ -55,24 +61,33 @@ class Answers:
     """Ranks that gave no final answer in time."""
 
 
-def members(run: RunPaths, *, proc: Path = Path("/proc")) -> list[Member]:
+def members(run: RunPaths) -> list[Member]:
     """The latest attempt of each rank, without those whose process has ended on this node."""
-    return [member for member in _latest(run) if not _has_ended(member, proc)]
+    return [member for member in _latest(run) if not member.has_ended]
 
 
-def lost_members(run: RunPaths, *, proc: Path = Path("/proc")) -> list[Member]:
+def lost_members(run: RunPaths) -> list[Member]:
     """Ranks of this node whose process is gone without an orderly end: killed."""
-    ended = [member for member in _latest(run) if _has_ended(member, proc)]
-    return [member for member in ended if not _has_closed(run, member)]
+    ended = [member for member in _latest(run) if member.has_ended]
+    attempts = [int(member.name.partition(".")[2] or 0) for member in ended]
+    return [
+        member
+        for member, attempt in zip(ended, attempts, strict=True)
+        if not recording_has_ended(run.rank(member.rank, attempt))
+    ]
 
 
-def _has_closed(run: RunPaths, member: Member) -> bool:
-    """Whether its recording has an end, which a killed process does not write."""
-    attempt = int(member.name.partition(".")[2] or 0)
+def recording_has_ended(paths: RankPaths) -> bool:
+    """Whether a rank's recording has an end, which a killed process does not write."""
     try:
-        lines, _ = read_lines(run.rank(member.rank, attempt).events)
+        lines, _ = read_lines(paths.events)
     except RunFormatError:
         return False
+    return has_end(lines)
+
+
+def has_end(lines: Iterable[Mapping[str, Any]]) -> bool:
+    """The same of its lines in events.jsonl."""
     return any(line.get("type") in ("record_end", "hook_error") for line in lines)
 
 
@@ -83,26 +98,17 @@ def _latest(run: RunPaths) -> list[Member]:
             report = read_json(paths.report)
         except RunFormatError:
             continue  # it has not reported in yet
-        latest[rank] = _member(f"{rank}.{attempt}" if attempt else str(rank), rank, report)
+        latest[rank] = as_member(f"{rank}.{attempt}" if attempt else str(rank), rank, report)
     for name, told in read_members(run).items():
         number = told.get("rank")
         if type(number) is int and number not in latest:
-            latest[number] = _member(name, number, told)
+            latest[number] = as_member(name, number, told)
     return list(latest.values())
 
 
-def _member(name: str, rank: int, told: Mapping[str, Any]) -> Member:
-    pid, host = told.get("pid"), told.get("host")
-    return Member(
-        name=name,
-        rank=rank,
-        host=host if isinstance(host, str) else None,
-        pid=pid if type(pid) is int else None,
-    )
-
-
-def _has_ended(member: Member, proc: Path) -> bool:
-    return member.here and member.pid is not None and not (proc / str(member.pid)).exists()
+def as_member(name: str, rank: int, told: Mapping[str, Any]) -> Member:
+    """A rank by what it has told, which may be anything."""
+    return Member(name=name, rank=rank, host=text(told.get("host")), pid=integer(told.get("pid")))
 
 
 def ask(
@@ -145,9 +151,8 @@ class MissingRanks:
         """Notes on all of them, for people."""
         found = [self.note] if self.note else []
         if self.late:
-            verb = "has" if len(self.late) == 1 else "have"
-            ranks = ranks_text([member.rank for member in self.late])
-            found.insert(0, f"{ranks} {verb} not begun to train")
+            ranks = ranks_text([member.rank for member in self.late], "has", "have")
+            found.insert(0, f"{ranks} not begun to train")
         return tuple(found)
 
     @property
@@ -155,10 +160,9 @@ class MissingRanks:
         """A note on the unknown ones, for people; None if there are none."""
         if not self.unknown:
             return None
-        verb = "is" if len(self.unknown) == 1 else "are"
         return (
-            f"{ranks_text(self.unknown)} {verb} not known here: not under haiprof, or of a node "
-            "that writes to another disk (with --reach, ask on the node that it names)"
+            f"{ranks_text(self.unknown, 'is', 'are')} not known here: not under haiprof, or of a "
+            "node that writes to another disk (with --reach, ask on the node that it names)"
         )
 
 
@@ -190,13 +194,11 @@ def find_missing_ranks(run: RunPaths, known: Sequence[Member] | None = None) -> 
     count = Counter(host for host in hosts.values() if host is not None)
     fullest = max(count.values(), default=0)
     if len(lacking) > sum(fullest - count[node] for node, _ in run.node_folders()):
-        return MissingRanks(late=_in_order(late), unknown=tuple(lacking))
-    late |= {rank: Member(name=str(rank), rank=rank, host=None, pid=None) for rank in lacking}
-    return MissingRanks(late=_in_order(late))
-
-
-def _in_order(late: dict[int, Member]) -> tuple[Member, ...]:
-    return tuple(late[rank] for rank in sorted(late))
+        unknown = tuple(lacking)
+    else:
+        unknown = ()
+        late |= {rank: Member(name=str(rank), rank=rank, host=None, pid=None) for rank in lacking}
+    return MissingRanks(late=tuple(late[rank] for rank in sorted(late)), unknown=unknown)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,14 @@ from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.launch.run_directories import RunCopies, create_run, find_open_folder
 from haiprof.linux.processes import Process
-from haiprof.live.ask import ask, members
+from haiprof.live.ask import as_member, ask, members, recording_has_ended
 from haiprof.live.external_sampling import SampledStacks, find_spy, sample_stacks, why_not_enter
 from haiprof.live.find import RunningJob
 from haiprof.live.trace_now import Progress, TraceNow, collect, trace_now, wait
 from haiprof.run_format.boot import BOOT_FOLDER
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
-from haiprof.run_format.reader import read_json, read_lines
+from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.secrets import mask_command
 from haiprof.run_format.writer import write_json
@@ -177,13 +177,9 @@ class AttachedAgent:
     """Samples this node and relays requests, in threads of this process."""
 
     def __init__(
-        self,
-        run: RunPaths,
-        manifest: Manifest,
-        options: Options,
-        *,
-        copies: Callable[[RunPaths], RunCopies] | None = None,
-    ) -> None:
+        self, run: RunPaths, manifest: Manifest, options: Options,
+        copies: Callable[[RunPaths], RunCopies] | None,
+    ) -> None:  # fmt: skip
         self.run = run
         self.manifest = manifest
         self.failure: str | None = None
@@ -257,22 +253,15 @@ class Attached:
     """First and last Unix time in ns."""
     ranks: tuple[int, ...]
     """Ranks that were recorded."""
-    refused: Mapping[str, str]
+    refused: Mapping[str, str] = field(default_factory=dict)
     """Why others were not, by their name."""
-    trace: TraceNow | None
-    seen: tuple[SampledStacks, ...]
+    trace: TraceNow | None = None
+    seen: tuple[SampledStacks, ...] = ()
     """Shares of sampled stacks, where the job was only sampled."""
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        return {
-            **{name: getattr(self, name) for name in ("run", "how")},
-            "between": list(self.between),
-            "ranks": list(self.ranks),
-            "refused": dict(self.refused),
-            "trace": self.trace.as_json() if self.trace is not None else None,
-            "seen": [asdict(seen) for seen in self.seen],
-        }
+        return {**asdict(self), "trace": None if self.trace is None else self.trace.as_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,9 +298,7 @@ def attach_job(job: RunningJob, request: AttachRequest, progress: Progress) -> A
             how=RECORDED,
             between=between,
             ranks=tuple(member.rank for member in members(job.run)),
-            refused={},
             trace=trace,
-            seen=(),
         )
     return _resume(job, request, progress)
 
@@ -324,7 +311,7 @@ def _resume(job: RunningJob, request: AttachRequest, progress: Progress) -> Atta
         options, name=manifest.name, command=manifest.command, cwd=manifest.cwd,
         environment=manifest.environment,
     )  # fmt: skip
-    agent = AttachedAgent(run, new, options, copies=request.copies)
+    agent = AttachedAgent(run, new, options, request.copies)
     agent.start()
     try:
         progress("asking its ranks to record again")
@@ -363,9 +350,8 @@ def attach_injecting(
     try:
         write_payload(run)
         refused = {str(p.pid): why for p in processes if (why := inject(p, run)) is not None}
-        return _record(
-            run, agent, request, INJECTED, len(processes) - len(refused), refused, progress
-        )
+        count = len(processes) - len(refused)
+        return _record(run, agent, request, INJECTED, count, refused, progress)
     finally:
         agent.stop(quiet=True)
 
@@ -397,8 +383,6 @@ def attach_sampling(
         how=OUTSIDE,
         between=(began, time.time_ns()),
         ranks=tuple(p.rank if p.rank is not None else i for i, p in enumerate(processes)),
-        refused={},
-        trace=None,
         seen=tuple(seen),
     )
 
@@ -417,7 +401,7 @@ def _new_run(
     run, manifest = create_attached(
         options, name=name, command=list(first.command), cwd=cwd, environment={}
     )
-    return run, AttachedAgent(run, manifest, options, copies=request.copies)
+    return run, AttachedAgent(run, manifest, options, request.copies)
 
 
 def _report_for(run: RunPaths, rank: int, process: Process) -> None:
@@ -476,7 +460,6 @@ def _record(
         ranks=tuple(sorted(_reported_ranks(run))),
         refused=refused,
         trace=trace,
-        seen=(),
     )
 
 
@@ -487,11 +470,7 @@ def _reported_ranks(run: RunPaths) -> dict[int, RankPaths]:
 def _is_over(paths: RankPaths) -> bool:
     """Whether a rank has ended its recording, or is gone."""
     try:
-        lines, _ = read_lines(paths.events)
         report = read_json(paths.report)
     except RunFormatError:
         return False
-    if any(line.get("type") in ("record_end", "hook_error") for line in lines):
-        return True
-    here = report.get("host") == socket.gethostname()
-    return here and not Path(f"/proc/{report.get('pid')}").exists()
+    return recording_has_ended(paths) or as_member("", 0, report).has_ended

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,29 +51,30 @@ class RunningJob:
         return signalled_pid(self.manifest)
 
 
-def running_jobs(
-    log_dirs: Iterable[Path], *, others: bool = False, proc: Path = Path("/proc")
-) -> list[RunningJob]:
+def running_jobs(log_dirs: Iterable[Path], *, others: bool = False) -> list[RunningJob]:
     """Jobs with processes on this node, and those below the log directories.
 
     Args:
         log_dirs: Where to look.
         others: Also those of other users, as far as this one may read them.
-        proc: Where the kernel shows processes.
     """
-    roots = set(_active_runs(proc, others=others))
+    pids = process_ids(Path("/proc")) if others else own_pids()
+    roots = {root for pid in pids if (root := _run_of_process(pid, others=others)) is not None}
     for log_dir in log_dirs:
         with contextlib.suppress(HaiprofError):
             roots.update(path.absolute() for path in find_runs(log_dir))
-    jobs = (_running(RunPaths(root), proc) for root in roots)
-    found = [job for job in jobs if job is not None and (others or job.uid is None)]
+    found = []
+    for run in map(RunPaths, roots):
+        with contextlib.suppress(HaiprofError, OSError):
+            job = RunningJob(run=run, manifest=read_manifest(run), uid=other_uid(run.manifest))
+            if is_running(run, job.manifest) and (others or job.uid is None):
+                found.append(job)
     return sorted(found, key=lambda job: (job.manifest.start_wall_ns, job.id))
 
 
 def find_job(
-    name: str, log_dirs: Iterable[Path], *, others: bool = False, reads: bool = False,
-    proc: Path = Path("/proc"),
-) -> RunningJob:  # fmt: skip
+    name: str, log_dirs: Iterable[Path], *, others: bool = False, reads: bool = False
+) -> RunningJob:
     """Finds a running job by name.
 
     Args:
@@ -81,7 +82,6 @@ def find_job(
         log_dirs: Where to look beside this node's processes.
         others: Whether this user may look at jobs of others.
         reads: Whether it is only looked at: then it may be another user's.
-        proc: Where the kernel shows processes.
     """
     if os.path.lexists(Path(name) / MANIFEST_NAME):
         run = RunPaths(Path(name).absolute())
@@ -89,12 +89,12 @@ def find_job(
         uid = other_uid(run.manifest)
         if uid is not None and not (others and reads):
             raise _not_own(run, uid)
-        if not is_running(run, manifest, proc=proc):
+        if not is_running(run, manifest):
             raise RunNotFoundError(
                 f"{run.root}: this job does not run any more", hint=f"haiprof verdict {run.root}"
             )
         return RunningJob(run=run, manifest=manifest, uid=uid)
-    jobs = running_jobs(log_dirs, others=others, proc=proc)
+    jobs = running_jobs(log_dirs, others=others)
     fits = [job for job in jobs if name in (job.id, job.manifest.name)]
     own = [job for job in jobs if not job.manifest.environment.get("attached")]
     fits = fits or [
@@ -104,8 +104,8 @@ def find_job(
     if slurm is not None:
         fits = [job for job in jobs if job.manifest.environment.get("slurm_job") == str(slurm)]
     if not fits and name.isdigit():
-        roots = set(_runs_of_process(proc, int(name), others=others))
-        fits = [j for j in jobs if j.run.root in roots or j.manifest.launcher_pid == int(name)]
+        root = _run_of_process(int(name), others=others)
+        fits = [j for j in jobs if j.run.root == root or j.manifest.launcher_pid == int(name)]
     fits = [job for job in fits if job.uid is None] or fits
     if len(fits) == 1:
         if fits[0].uid is not None and not reads:
@@ -134,12 +134,12 @@ def slurm_number(name: str) -> int | None:
     return int(number) if fits else None
 
 
-def is_running(run: RunPaths, manifest: Manifest, *, proc: Path = Path("/proc")) -> bool:
+def is_running(run: RunPaths, manifest: Manifest) -> bool:
     """Whether a run is active: launcher or job live here, or files of other nodes still grow."""
     if manifest.end_wall_ns is not None:
         return False
-    here = socket.gethostname()
-    if manifest.host == here and (launcher_lives(manifest, proc) or _job_lives(manifest, proc)):
+    here, pids = socket.gethostname(), (manifest.launcher_pid, manifest.job_pid)
+    if manifest.host == here and any(_lives(pid, manifest) for pid in pids):
         return True
     folders = [paths.root for host, paths in run.node_folders() if host != here]
     if manifest.host not in ("", here):
@@ -150,26 +150,11 @@ def is_running(run: RunPaths, manifest: Manifest, *, proc: Path = Path("/proc"))
 
 def write_times_ns(folders: Iterable[Path]) -> list[int]:
     """Unix times of the last changes to the files in some folders."""
-    return [time_ns for folder in folders for time_ns in _write_times_ns(folder)]
-
-
-def _write_times_ns(folder: Path) -> list[int]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.stat(follow_symlinks=False).st_mtime_ns for entry in entries]
-    except OSError:  # it went away while it was listed: no times
-        return []
-
-
-def _running(run: RunPaths, proc: Path) -> RunningJob | None:
-    try:
-        manifest = read_manifest(run)
-        uid = other_uid(run.manifest)
-    except (HaiprofError, OSError):
-        return None
-    if not is_running(run, manifest, proc=proc):
-        return None
-    return RunningJob(run=run, manifest=manifest, uid=uid)
+    found: list[int] = []
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:  # it may go away
+            found += [entry.stat(follow_symlinks=False).st_mtime_ns for entry in entries]
+    return found
 
 
 def job_names(jobs: Sequence[RunningJob]) -> str:
@@ -178,53 +163,35 @@ def job_names(jobs: Sequence[RunningJob]) -> str:
     return "; ".join([*names, f"and {len(jobs) - _NAMED} more"] if len(jobs) > _NAMED else names)
 
 
-def launcher_lives(manifest: Manifest, proc: Path) -> bool:
-    """Whether the launcher's pid is taken by a process that is as old as the run."""
-    return _lives(manifest.launcher_pid, manifest, proc)
-
-
-def signalled_pid(manifest: Manifest, *, proc: Path = Path("/proc")) -> int:
+def signalled_pid(manifest: Manifest) -> int:
     """The process to signal for a job: its launcher, or the job if it has outlived that."""
-    if manifest.job_pid is None or not _job_lives(manifest, proc):
-        return manifest.launcher_pid
-    return manifest.launcher_pid if launcher_lives(manifest, proc) else manifest.job_pid
+    launcher, job = manifest.launcher_pid, manifest.job_pid
+    if job is None or not _lives(job, manifest) or _lives(launcher, manifest):
+        return launcher
+    return job
 
 
-def _job_lives(manifest: Manifest, proc: Path) -> bool:
-    return manifest.job_pid is not None and _lives(manifest.job_pid, manifest, proc)
-
-
-def _lives(pid: int, manifest: Manifest, proc: Path) -> bool:
-    if pid <= 0:
-        return False
-    started_s = _process_start_s(pid, proc)
-    return started_s is not None and started_s <= manifest.start_wall_ns / NS_PER_S + _START_SLACK_S
-
-
-def _process_start_s(pid: int, proc: Path) -> float | None:
-    """Unix time at which a process started; None where it is gone or a zombie."""
-    fields = read_stat(proc.parent, pid)
+def _lives(pid: int | None, manifest: Manifest) -> bool:
+    """Whether a process runs that is as old as the run."""
+    fields = read_stat(Path("/"), pid) if pid is not None and pid > 0 else None
     if fields is None or fields[0] in b"ZX":
-        return None
+        return False
     try:
-        boot = (proc / "stat").read_text()
+        boot = Path("/proc/stat").read_text()
         boot_s = float(boot.split("btime ", 1)[1].split(None, 1)[0])
-        return boot_s + int(fields[19]) * TICK_NS / NS_PER_S
+        started_s = boot_s + int(fields[19]) * TICK_NS / NS_PER_S
     except (OSError, ValueError, IndexError):
-        return None
+        return False
+    return started_s <= manifest.start_wall_ns / NS_PER_S + _START_SLACK_S
 
 
-def _active_runs(proc: Path, *, others: bool) -> Iterator[Path]:
-    """Run directories that processes carry in their environment; root can read that of others."""
-    for pid in process_ids(proc) if others else own_pids(proc=proc):
-        yield from _runs_of_process(proc, pid, others=others)
-
-
-def _runs_of_process(proc: Path, pid: int, *, others: bool) -> Iterator[Path]:
-    uid = user_id(pid, proc=proc)
+def _run_of_process(pid: int, *, others: bool) -> Path | None:
+    """The run directory that a process carries in its environment; root can read that of others."""
+    uid = user_id(pid)
     if uid is None or not (others or uid == os.getuid()):
-        return
-    root = environment(pid, proc=proc).get(ENV_ACTIVE)
+        return None
+    root = environment(pid).get(ENV_ACTIVE)
     with contextlib.suppress(OSError, ValueError):
         if root and (uid == os.getuid() or os.stat(root).st_uid == uid):  # not what it only names
-            yield Path(root)
+            return Path(root)
+    return None

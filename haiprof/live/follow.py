@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,11 +20,12 @@ from haiprof.base.safe_files import file_size
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import process_state
+from haiprof.live.ask import as_member, has_end
 from haiprof.live.find import RunningJob, is_running, running_jobs, signalled_pid
 from haiprof.live.standstill import STOPPED
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.folded_steps import optimizer_steps_before, read_folded_steps
-from haiprof.run_analysis.run_files import RunFiles, open_run
+from haiprof.run_analysis.run_files import RunFiles, integer, open_run, text
 from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_analysis.steps import PHASES, Segmentation, StepColumns, segment
 from haiprof.run_format import schema
@@ -111,8 +111,7 @@ class LiveRank:
     @property
     def host(self) -> str | None:
         """Where it reported in."""
-        host = self._report.get("host")
-        return host if isinstance(host, str) else None
+        return text(self._report.get("host"))
 
     def look(self, now_ns: int) -> RankNow:
         """Its present progress; what cannot be read yet is None."""
@@ -138,7 +137,7 @@ class LiveRank:
             lines, _ = read_lines(self.paths.events)
         except RunFormatError:
             return
-        self._recording = not any(x.get("type") in ("record_end", "hook_error") for x in lines)
+        self._recording = not has_end(lines)
         roots = (x for x in lines if x.get("type") == "root")
         pairs = ((x.get("tag"), x.get("family")) for x in roots)
         self._families = {t: f for t, f in pairs if type(t) is int and type(f) is int}
@@ -184,24 +183,22 @@ class LiveRank:
         facts = _summarize(found, count, self._before) if found is not None and count else {}
         if found is not None and count:
             facts["idle_ns"] = max(now_ns - wall_offset_ns - int(found.steps.end_ns[-1]), 0)
-        host, pid = self._report.get("host"), self._report.get("pid")
-        here = type(pid) is int and host == socket.gethostname()
+        known = as_member("", self.rank, self._report)
         return RankNow(
             rank=self.rank,
             attempt=self.attempt,
-            host=host if isinstance(host, str) else None,
-            pid=pid if type(pid) is int else None,
+            host=known.host,
+            pid=known.pid,
             step_is_exact=self._exact,
             recording=self._recording,
-            stopped=here and process_state(int(pid or 0))["state"] in STOPPED,
+            stopped=known.here and process_state(known.pid or 0)["state"] in STOPPED,
             **facts,
         )
 
     @property
     def world_size(self) -> int | None:
         """The world size in the rank's report."""
-        value = self._report.get("world_size")
-        return value if type(value) is int else None
+        return integer(self._report.get("world_size"))
 
 
 def _summarize(found: Segmentation, count: int, before: int) -> dict[str, Any]:

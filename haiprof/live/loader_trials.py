@@ -84,7 +84,9 @@ def try_loaders(
     found: list[LoaderTrial] = []
 
     def attempt(loader: str) -> LoaderTrial:
-        progress(f"trying the loader {_words_of(loader)}: {steps} steps, or {time_s:g} s")
+        named = {AS_GIVEN: loader, KEPT_BATCHES: "with kept batches", "1": "with 1 worker"}
+        words_of = named.get(loader, f"with {loader} workers")
+        progress(f"trying the loader {words_of}: {steps} steps, or {time_s:g} s")
         found.append(_try(loader, words, steps=steps, time_s=time_s, start=start, kept=kept))
         return found[-1]
 
@@ -104,13 +106,6 @@ def worker_counts(ranks: int) -> list[int]:
     """0, 1, 2, 4, ... and the last one a rank's share of the cores."""
     most = max(len(os.sched_getaffinity(0)) // max(ranks, 1), 1)
     return [0, *(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
-
-
-def _words_of(loader: str) -> str:
-    if loader == AS_GIVEN:
-        return loader
-    noun = "worker" if loader == "1" else "workers"
-    return "with kept batches" if loader == KEPT_BATCHES else f"with {loader} {noun}"
 
 
 def _try(

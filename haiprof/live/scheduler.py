@@ -26,6 +26,7 @@ from haiprof.agent.pod import SERVICE_ACCOUNT, is_pod_name
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.units import NS_PER_S
 from haiprof.live.find import is_running
+from haiprof.run_analysis.run_files import mapping, objects
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
 from haiprof.run_format.reader import read_json
@@ -287,13 +288,13 @@ def read_pod(said: str, pod: Mapping[str, Any], manifest: Manifest) -> _Answer:
         return _cut(said)
     if not isinstance(content, dict):
         return "an odd answer"
-    meta, status, spec = (_object(content.get(name)) for name in ("metadata", "status", "spec"))
+    meta, status, spec = (mapping(content.get(name)) for name in ("metadata", "status", "spec"))
     uid = pod.get("uid")
     if isinstance(uid, str) and meta.get("uid") != uid:
         return "another pod has that name now"
     ended = [
-        (str(each.get("name")), _object(_object(each.get(state)).get("terminated")))
-        for each in _objects(status.get("containerStatuses"))
+        (str(each.get("name")), mapping(mapping(each.get(state)).get("terminated")))
+        for each in objects(status.get("containerStatuses"))
         for state in ("state", "lastState")
     ]
     start_s = manifest.start_wall_ns / NS_PER_S
@@ -308,7 +309,7 @@ def read_pod(said: str, pod: Mapping[str, Any], manifest: Manifest) -> _Answer:
     own.sort(key=lambda end: end["exitCode"] == 0)  # a sidecar that ended well is not the job
     conditions = [
         each
-        for each in _objects(status.get("conditions"))
+        for each in objects(status.get("conditions"))
         if (each.get("type"), each.get("status")) == ("DisruptionTarget", "True")
     ]
     if not own and not conditions and not status.get("reason"):
@@ -328,14 +329,6 @@ def _plain(value: object) -> str | int | None:
     if isinstance(value, str):
         return _cut(value)
     return value if type(value) is int and abs(value) < 1 << 31 else None
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _objects(value: object) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _unix_s(value: object) -> int | None:

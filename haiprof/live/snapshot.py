@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -23,6 +19,7 @@ from haiprof.base.units import NS_PER_S
 from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import is_mine, process_state
 from haiprof.live.ask import Answers, Member, ask, find_missing_ranks, lost_members, members
+from haiprof.live.external_sampling import find_spy
 from haiprof.live.nccl_ras import file_suspects, find_address, ras_suspects
 from haiprof.live.standstill import (
     GONE,
@@ -82,22 +79,22 @@ def inspect_suspects(
 ) -> list[SuspectDetails]:
     """Reads native stacks and GPU counters of the first suspects."""
     by_rank = {state.rank: state for state in states}
-    named = [by_rank[s.rank] for s in suspects[:LOOKED_AT] if s.rank in by_rank]
-    return [_inspect(state, run, wall_ns, spy) for state in named]
-
-
-def _inspect(state: RankState, run: RunFiles, wall_ns: int, spy: str | None) -> SuspectDetails:
-    native = _native_stack(spy, state)
-    gpu, counters = _gpu(state, run, wall_ns)
-    lines = [line for node in run.nodes if node.host == state.host for line in node.of_type("xid")]
-    codes = [integer(line.get("xid")) for line in lines if line.get("gpu") == gpu]
-    return SuspectDetails(
-        rank=state.rank,
-        native=None if isinstance(native, str) else native,
-        note=native if isinstance(native, str) else None,
-        gpu=counters,
-        xids=tuple(code for code in codes if code is not None) if gpu is not None else (),
-    )
+    found = []
+    for state in [by_rank[s.rank] for s in suspects[:LOOKED_AT] if s.rank in by_rank]:
+        native = _native_stack(spy, state)
+        gpu, counters = _gpu(state, run, wall_ns)
+        nodes = [node for node in run.nodes if node.host == state.host]
+        lines = [line for node in nodes for line in node.of_type("xid") if line.get("gpu") == gpu]
+        codes = [integer(line.get("xid")) for line in lines if gpu is not None]
+        details = SuspectDetails(
+            rank=state.rank,
+            native=None if isinstance(native, str) else native,
+            note=native if isinstance(native, str) else None,
+            gpu=counters,
+            xids=tuple(code for code in codes if code is not None),
+        )
+        found.append(details)
+    return found
 
 
 def _native_stack(spy: str | None, state: RankState) -> tuple[str, ...] | str:
@@ -225,6 +222,7 @@ def take_snapshot(
     when nothing moves, or with `hang`.
     """
     wall_ns = time.time_ns()
+    spy = spy or find_spy()
     folder = run.snapshots / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_ns / NS_PER_S))
     progress("asking all ranks what they do")
     stacks = ask(run, "stacks", timeout_s=ANSWER_S)
@@ -233,7 +231,8 @@ def take_snapshot(
     time.sleep(BETWEEN_LOOKS_S)
     second = ask(run, "collectives", timeout_s=ANSWER_S, ranks=able)
     before, after = _groups(first), _groups(second)
-    asked = _everybody(run, stacks)
+    by_name = {member.name: member for member in (*members(run), *stacks.silent)}
+    asked = sorted(by_name.values(), key=lambda member: member.rank)
     absent = find_missing_ranks(run, asked)
     everybody = [*asked, *absent.late]
     spied, notes = _sample_silent(everybody, stacks, spy, progress)
@@ -251,14 +250,16 @@ def take_snapshot(
         progress("nothing moves: asking for the last collectives")
         ask(run, "collectives", {"entries": True}, timeout_s=ANSWER_S, ranks=able)
     files = open_run(run.root)
-    mismatches = _mismatches(files, wall_ns) if standing else []
+    mismatches = []
+    if standing:  # contradictions among the collectives that the ranks have just written
+        mismatches = find_mismatches(collective_frame(files, since_wall_ns=wall_ns)[0])
     found = suspects(states, mismatches) if standing or moves(states) is None else []
     if moves(states) is None and not any(suspect.certain for suspect in found):
         by_nccl, said = _ask_nccl(states, files, progress)
         named = {suspect.rank for suspect in by_nccl}
         found = [*by_nccl, *(suspect for suspect in found if suspect.rank not in named)]
         notes += said
-    details = inspect_suspects(found, states, files, wall_ns=wall_ns, spy=_spy(spy, allowed=hang))
+    details = inspect_suspects(found, states, files, wall_ns=wall_ns, spy=spy if hang else None)
     alive = {state.rank: state.stack for state in states if state.stack is not None}
     snapshot = Snapshot(
         wall_ns=wall_ns,
@@ -304,11 +305,6 @@ def _ask_nccl(
     except MissingDataError as error:
         return [], [*said, str(error)]
     return found, [*said, *notes]
-
-
-def _everybody(run: RunPaths, stacks: Answers) -> list[Member]:
-    asked = {member.name: member for member in (*members(run), *stacks.silent)}
-    return sorted(asked.values(), key=lambda member: member.rank)
 
 
 def _groups(answers: Answers) -> dict[str, dict[str, Sequence[int]]]:
@@ -360,39 +356,23 @@ def _state(
     )
 
 
-def _spy(spy: str | None, *, allowed: bool) -> str | None:
-    """The command py-spy, where it is installed and allowed."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    return (spy or shutil.which("py-spy", path=path)) if allowed else None
-
-
-def _mismatches(files: RunFiles, since_wall_ns: int) -> list[Mismatch]:
-    """Contradictions among the collectives that the ranks have just written."""
-    frame, _ = collective_frame(files, since_wall_ns=since_wall_ns)
-    return find_mismatches(frame)
-
-
 def _sample_silent(
-    everybody: Sequence[Member],
-    stacks: Answers,
-    spy: str | None,
-    progress: Callable[[str], None],
+    everybody: Sequence[Member], stacks: Answers, spy: str | None, progress: Callable[[str], None]
 ) -> tuple[dict[int, Stack], list[str]]:
     """Stacks, from outside, of the ranks of this node that did not answer; and why not, if not."""
     mute = [m for m in everybody if stacks.replies.get(m.name, {}).get("state") != "done"]
     found: dict[int, Stack] = {}
     notes = [f"rank {m.rank} on {m.host} did not answer" for m in mute if m.host and not m.here]
     here = [m for m in mute if m.here and m.pid is not None and is_mine(m.pid)]
-    command = _spy(spy, allowed=True)
     for member in here:
-        if command is None:
+        if spy is None:
             notes.append(
                 f"rank {member.rank} did not answer, and py-spy, which could look at it from "
                 "outside, is not installed (pip install py-spy)"
             )
             continue
         progress(f"looking at rank {member.rank} from outside")
-        stack = _run_spy(command, member.pid or 0)
+        stack = _run_spy(spy, member.pid or 0)
         if isinstance(stack, str):
             notes.append(f"rank {member.rank} did not answer; py-spy: {stack}")
         else:
@@ -403,14 +383,13 @@ def _sample_silent(
 def _with_worker(state: RankState, spy: str | None, progress: Callable[[str], None]) -> RankState:
     """A rank that waits for a batch, with what its DataLoader workers do by py-spy."""
     waits = any(_LOADER in file and "get" in function for file, _, function in state.stack or ())
-    command = _spy(spy, allowed=True)
-    if not waits or command is None or state.pid is None or not is_mine(state.pid):
+    if not waits or spy is None or state.pid is None or not is_mine(state.pid):
         return state
     tree = ProcessTree()
     tree.refresh()
     progress(f"looking at the DataLoader workers of rank {state.rank}")
     for pid in tree.children.get(state.pid, ())[:_WORKERS_LOOKED_AT]:
-        stack = _run_spy(command, pid)
+        stack = _run_spy(spy, pid)
         own = None if isinstance(stack, str) else own_frame(stack)
         in_worker = not isinstance(stack, str) and any(_WORKER in file for file, _, _ in stack)
         if in_worker and own is not None and not is_library(own[0], own[2]):

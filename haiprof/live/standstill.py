@@ -218,7 +218,7 @@ def _mute(states: Sequence[RankState]) -> list[Suspect]:
         _suspect(
             state,
             "its interpreter does not answer: native code holds the interpreter lock, while "
-            f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}",
+            f"{ranks_text(waiting, 'waits', 'wait')}",
             certain=moves(states) is not True,
         )
         for state in states
@@ -241,8 +241,7 @@ def _tied_ranks(states: Sequence[RankState]) -> list[Suspect]:
     waiting = [state.rank for state in known if _waits(state)]
     odd = [state for state in known if state.rank not in waiting]
     if waiting and odd:
-        verb = "waits" if len(waiting) == 1 else "wait"
-        why = f"it does not wait for others, as {ranks_text(waiting)} {verb}"
+        why = f"it does not wait for others, as {ranks_text(waiting, 'waits', 'wait')}"
     else:
         odd = known
         both = ranks_text([state.rank for state in known])
@@ -256,8 +255,7 @@ def _not_begun(states: Sequence[RankState]) -> list[Suspect]:
     return [
         _suspect(
             state,
-            "it has not come to its first backward pass, as "
-            f"{ranks_text(begun)} {'has' if len(begun) == 1 else 'have'}",
+            f"it has not come to its first backward pass, as {ranks_text(begun, 'has', 'have')}",
             certain=moves(states) is False,
         )
         for state in states
@@ -273,8 +271,7 @@ def _elsewhere(states: Sequence[RankState]) -> list[Suspect]:
     return [
         _suspect(
             state,
-            f"it does not wait in torch.distributed, as {ranks_text(waiting)} "
-            f"{'does' if len(waiting) == 1 else 'do'}",
+            f"it does not wait in torch.distributed, as {ranks_text(waiting, 'does', 'do')}",
             certain=False,
         )
         for state in states

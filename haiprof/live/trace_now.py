@@ -240,7 +240,8 @@ def _with_files(
             told = True
             progress("the traces are being compressed")
         time.sleep(_POLL_S)
-    done = [_locate(rank, {**elsewhere, **paths}) for rank in found.ranks]
+    places = elsewhere | {rank: str(path) for rank, path in paths.items()}
+    done = [replace(rank, path=places.get(rank.rank)) for rank in found.ranks]
     return replace(found, ranks=tuple(done))
 
 
@@ -249,11 +250,6 @@ def _file(run: RunPaths, stem: str) -> Path | None:
         return None
     path = run.traces / f"{stem}{TRACE_SUFFIX}"
     return path if path.is_file() else None
-
-
-def _locate(rank: RankTrace, paths: Mapping[object, object]) -> RankTrace:
-    path = paths.get(rank.rank)
-    return RankTrace(**{**asdict(rank), "steps": rank.steps, "path": str(path) if path else None})
 
 
 def failures(found: TraceNow) -> Sequence[RankTrace]:

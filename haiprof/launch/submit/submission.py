@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -43,23 +44,35 @@ _SHOWN_BYTES = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalJob:
-    """A job that was started in the background here."""
+class SubmittedJob:
+    """A submitted job."""
 
+    on: str
     id: str
-    """The name of its run directory."""
-    run: Path
+    """As `haiprof ls --live` (here) or Slurm calls it."""
     log: Path
-    process: subprocess.Popen[bytes]
-    """Its launcher: a signal to it is a signal to the job."""
+    """Of all nodes."""
+    target: Path
+    """What `haiprof verdict` takes: the run directory, or the log directory where it is below."""
+    stop: tuple[str, ...]
+    """The command that ends it."""
+    status: Callable[[], int | None]
+    """Its exit status; None while it waits or runs."""
+    poll_s: float
+    """How often that may be asked: Slurm's controller answers everybody."""
 
-    def status(self) -> int | None:
-        """The job's exit status; None while it runs."""
-        code = self.process.poll()
-        return code if code is None or code >= 0 else 128 - code
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        return {
+            "on": self.on,
+            "id": self.id,
+            "log": str(self.log),
+            "target": str(self.target),
+            "stop": list(self.stop),
+        }
 
 
-def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> LocalJob:
+def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> SubmittedJob:
     """Starts a job, and waits until it runs."""
     if spec.nodes > 1:
         raise UsageError(
@@ -74,10 +87,20 @@ def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> 
     spec = replace(spec, options={**spec.options, folder: str(log_dir), "run-id": identity})
     run = log_dir / f"{safe_name(spec.name)}-{identity}"
     log = run.with_name(f"{run.name}.log")
-    job = LocalJob(id=run.name, run=run, log=log, process=_start(spec, environ, log))
+    process = _start(spec, environ, log)
+    job = SubmittedJob(
+        on="local", id=run.name, log=log, target=run, stop=("kill", str(process.pid)),
+        status=partial(_local_status, process), poll_s=0.2,
+    )  # fmt: skip
     if is_enabled(environ):
         _wait_for_start(job)
     return job
+
+
+def _local_status(process: subprocess.Popen[bytes]) -> int | None:
+    """Of the job's launcher: a signal to it is a signal to the job."""
+    code = process.poll()
+    return code if code is None or code >= 0 else 128 - code
 
 
 def check_script(spec: JobSpec) -> None:
@@ -119,9 +142,9 @@ def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     return {**passed, **spec.environment}
 
 
-def _wait_for_start(job: LocalJob) -> None:
+def _wait_for_start(job: SubmittedJob) -> None:
     until = time.monotonic() + START_S
-    run = RunPaths(job.run)
+    run = RunPaths(job.target)
     while time.monotonic() < until:
         status = job.status()
         if status == 0 or any(run.node_folders()):  # the agent starts right after the job
@@ -156,8 +179,17 @@ class NodeTask:
         if not self._requeues:
             # submitit asks Slurm for it 90 s before the limit, to requeue what can be.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        words = node_words(
+            self.spec,
+            rendezvous=c10d(os.environ[ENV_RENDEZVOUS], os.environ["SLURM_JOB_ID"]),
+            haiprof=self.haiprof,
+            torchrun=self.torchrun,
+        )
+        own = {ENV_ACTIVE, ENV_RENDEZVOUS, "SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"}
+        kept = {name: value for name, value in os.environ.items() if name not in own}
+        environment = {**kept, **self.spec.environment}
         status = subprocess.run(
-            self._words(), env=self._environment(), preexec_fn=_ignore_usr2, check=False
+            words, env=environment, preexec_fn=_ignore_usr2, check=False
         ).returncode
         if status:
             raise SystemExit(status if status > 0 else 128 - status)
@@ -174,54 +206,30 @@ class NodeTask:
         """Whether submitit may: it reckons with the time limit. Slurm requeues without it, too."""
         return self.spec.requeue and self.spec.time_limit_s is not None
 
-    def _words(self) -> list[str]:
-        endpoint, job = os.environ[ENV_RENDEZVOUS], os.environ["SLURM_JOB_ID"]
-        return node_words(
-            self.spec,
-            rendezvous=c10d(endpoint, job),
-            haiprof=self.haiprof,
-            torchrun=self.torchrun,
-        )
-
-    def _environment(self) -> dict[str, str]:
-        own = {ENV_ACTIVE, ENV_RENDEZVOUS, "SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"}
-        kept = {name: value for name, value in os.environ.items() if name not in own}
-        return {**kept, **self.spec.environment}
-
 
 def _ignore_usr2() -> None:
     """Slurm signals every process of a step: a rank without a handler would be ended by it."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmJob:
-    """A job that Slurm took."""
-
-    id: str
-    log: Path
-    """Of all nodes."""
-    target: Path
-    """Its run directory as `run_directories` will name it; of one node only the log directory."""
-
-    def status(self) -> int | None:
-        """Its exit status; None while it waits or runs."""
-        words = ["scontrol", "--oneliner", "show", "job", self.id]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        fields = dict(_FIELD.findall(done.stdout))
-        if "JobState" not in fields:
-            reason = " ".join(done.stderr.split()) or "no answer"
-            raise HaiprofError(f"Slurm does not report the state of job {self.id}: {reason}")
-        if fields["JobState"] not in _OVER:
-            return None
-        code, _, number = fields.get("ExitCode", "").partition(":")
-        if number not in ("", "0"):
-            return 128 + int(number)
-        return int(code or 0) or int(fields["JobState"] != "COMPLETED")
+def slurm_status(job: str) -> int | None:
+    """The exit status of a job of Slurm's; None while it waits or runs."""
+    words = ["scontrol", "--oneliner", "show", "job", job]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    fields = dict(_FIELD.findall(done.stdout))
+    if "JobState" not in fields:
+        reason = " ".join(done.stderr.split()) or "no answer"
+        raise HaiprofError(f"Slurm does not report the state of job {job}: {reason}")
+    if fields["JobState"] not in _OVER:
+        return None
+    code, _, number = fields.get("ExitCode", "").partition(":")
+    if number not in ("", "0"):
+        return 128 + int(number)
+    return int(code or 0) or int(fields["JobState"] != "COMPLETED")
 
 
-def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SlurmJob:
-    """Submits a job."""
+def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SubmittedJob:
+    """Submits a job; its target is named as `run_directories` will name its run."""
     check_script(spec)
     check_torchrun(spec)
     for name in _OWN_DIRECTIVES:
@@ -238,10 +246,7 @@ def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SlurmJob:
     task = NodeTask(spec, haiprof=spec.haiprof, torchrun=own_torchrun())
     try:
         executor.update_parameters(**_parameters(spec, folder))
-        with (
-            _outside_jobs(),
-            redirect_stderr(StringIO()),
-        ):  # submitit prints what it raises
+        with _outside_jobs(), redirect_stderr(StringIO()):  # submitit prints what it raises
             job = executor.submit(task)
     except (failed, subprocess.CalledProcessError) as error:
         raise UsageError(f"Slurm did not take the job: {_last_words(error)}") from None
@@ -249,7 +254,10 @@ def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SlurmJob:
         raise UsageError(f"cannot submit from {folder}: {error.strerror or error}") from None
     name = f"{spec.name}-{spec.options.get('run-id', f'{job.job_id}.0')}"
     target = log_dir / name if spec.nodes > 1 or "run-id" in spec.options else log_dir
-    return SlurmJob(id=job.job_id, log=folder / f"{job.job_id}.log", target=target)
+    return SubmittedJob(
+        on="slurm", id=job.job_id, log=folder / f"{job.job_id}.log", target=target,
+        stop=("scancel", job.job_id), status=partial(slurm_status, job.job_id), poll_s=2.0,
+    )  # fmt: skip
 
 
 def check_torchrun(spec: JobSpec) -> None:
@@ -400,34 +408,6 @@ def emit(spec: JobSpec, form: str) -> str:
     return FORMS[form].text(spec)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubmittedJob:
-    """A submitted job."""
-
-    on: str
-    id: str
-    """As `haiprof ls --live` (here) or Slurm calls it."""
-    log: Path
-    target: Path
-    """What `haiprof verdict` takes: the run directory, or the log directory where it is below."""
-    stop: tuple[str, ...]
-    """The command that ends it."""
-    status: Callable[[], int | None]
-    """Its exit status; None while it waits or runs."""
-    poll_s: float
-    """How often that may be asked: Slurm's controller answers everybody."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For scripts."""
-        return {
-            "on": self.on,
-            "id": self.id,
-            "log": str(self.log),
-            "target": str(self.target),
-            "stop": list(self.stop),
-        }
-
-
 def submit_job(
     spec: JobSpec, on: str, environ: Mapping[str, str], *, log_dir: Path
 ) -> SubmittedJob:
@@ -439,39 +419,15 @@ def submit_job(
         raise UsageError(f"--on: unknown target {on!r}", hint=hint)
     check_engine(spec, on, ENGINES[on])
     if on == "slurm":
-        taken = submit_slurm(spec, log_dir=log_dir)
-        stop = ("scancel", taken.id)
-        return SubmittedJob(
-            on=on,
-            id=taken.id,
-            log=taken.log,
-            target=taken.target,
-            stop=stop,
-            status=taken.status,
-            poll_s=2.0,
-        )
-    job = start_local(spec, environ, log_dir=log_dir)
-    stop = ("kill", str(job.process.pid))
-    return SubmittedJob(
-        on=on,
-        id=job.id,
-        log=job.log,
-        target=job.run,
-        stop=stop,
-        status=job.status,
-        poll_s=0.2,
-    )
+        return submit_slurm(spec, log_dir=log_dir)
+    return start_local(spec, environ, log_dir=log_dir)
 
 
 _BLOCK_BYTES = 1 << 16
 
 
 def follow(
-    log: Path,
-    status: Callable[[], int | None],
-    out: BinaryIO | None,
-    *,
-    poll_s: float,
+    log: Path, status: Callable[[], int | None], out: BinaryIO | None, *, poll_s: float
 ) -> int:
     """Copies a job's log while it grows."""
     offset = 0

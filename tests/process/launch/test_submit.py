@@ -28,7 +28,7 @@ from haiprof.launch.submit.spec import (
     resolve_options,
     script_words,
 )
-from haiprof.launch.submit.submission import FORMS, SlurmJob, emit, follow, submit_slurm
+from haiprof.launch.submit.submission import FORMS, emit, follow, slurm_status, submit_slurm
 from haiprof.live.find import running_jobs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, has_ended, read_manifest
@@ -626,7 +626,7 @@ def sbatch(work: Path, *options: str, nodes: int = 2) -> str:
 @pytest.mark.usefixtures("slurm")
 def test_printed_script_runs_under_sbatch(work: Path) -> None:
     job, log = sbatch(work), work / "out.txt"
-    status = follow(log, SlurmJob(id=job, log=log, target=work).status, None, poll_s=0.5)
+    status = follow(log, lambda: slurm_status(job), None, poll_s=0.5)
     shown = log.read_text()
     assert status == 0, shown
     assert arguments_in(shown) == [list(HOSTILE)] * 2
