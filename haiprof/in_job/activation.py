@@ -88,7 +88,7 @@ def _record(config: Mapping[str, Any], *, late: bool) -> None:
             from haiprof.in_job.loader_trial import change_loaders
 
             change_loaders(recorder.run.root)
-        recorder.watch_exceptions()
+        recorder.uncaught.watch()
         state = install(recorder, late=late)
         recorder.installed = replace(
             recorder.installed, steps=state.progress, requests=_requests(recorder, state)

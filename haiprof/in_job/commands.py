@@ -89,11 +89,6 @@ class Line:
         """The next message; empty once the agent is gone."""
         return os.read(self._descriptor.check(), MESSAGE_LIMIT_BYTES)
 
-    def shut_down(self) -> None:
-        """Wakes the thread that reads: the connection ends."""
-        with contextlib.suppress(OSError), self._borrow() as connection:
-            connection.shutdown(socket.SHUT_RDWR)
-
     def close(self) -> None:
         """Lets go of our end, unless its number is somebody else's by now."""
         self._descriptor.close()
@@ -162,12 +157,6 @@ class Commands:
         except OSError:
             return False
         return True
-
-    def stop(self) -> None:
-        """Ends the connection and its thread."""
-        self._closed = True
-        if self._line is not None:
-            self._line.shut_down()
 
     def forget(self) -> None:
         """In a forked child: the connection is the parent's, and stays open there."""

@@ -63,18 +63,6 @@ Shapes = tuple[tuple[int, ...], ...]
 _now = time.perf_counter_ns
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The largest batch that went through, and what it took."""
-
-    shapes: Shapes
-    step: int
-    start_bytes: int
-    """Allocated where its step began."""
-    peak_bytes: int
-    """The highest so far when its step was over, since the job's start or its own reset."""
-
-
 class GpuMemory:
     """Counts of this process's own device."""
 
@@ -87,8 +75,10 @@ class GpuMemory:
         self.batch: Shapes = ()
         """Of the step under way."""
         self.step = 0
-        self.largest: Batch | None = None
-        """That went through; of training alone."""
+        self.largest: dict[str, Any] | None = None
+        """The largest batch of training that went through: `shapes`, `step`, `start_bytes` where
+        its step began, and `peak_bytes` when it was over, since the job's start or its own reset.
+        """
         self._count = self._largest_count = 0  # numbers in the tensors of a batch
         self._trying = False  # the step under way has a larger one than any before
         self._start_bytes: int | None = None  # of the step under way, where it was read
@@ -126,7 +116,10 @@ class GpuMemory:
         stats = self._torch.cuda.memory_stats(self.device)
         allocated, peak = stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
         if self._start_bytes is not None and self._count >= self._largest_count:
-            self.largest = Batch(self.batch, self.step, self._start_bytes, peak)  # it went through
+            self.largest = {
+                "shapes": plain_shapes(self.batch), "step": self.step,
+                "start_bytes": self._start_bytes, "peak_bytes": peak,
+            }  # fmt: skip
         self._start_bytes = allocated
         if not due:
             return
@@ -154,16 +147,6 @@ class GpuMemory:
                     "left", f"it would take about {cost_ratio:.0%} of the time at this job's rate "
                     "of allocations; --memory-history on records it",
                 )  # fmt: skip
-
-    def largest_json(self) -> dict[str, Any] | None:
-        """The largest batch that went through, as plain JSON values."""
-        found = self.largest
-        if found is None:
-            return None
-        return {
-            "shapes": plain_shapes(found.shapes), "step": found.step,
-            "start_bytes": found.start_bytes, "peak_bytes": found.peak_bytes,
-        }  # fmt: skip
 
     def history_is_the_jobs(self) -> bool:
         """Whether the job records the allocator's history itself: it may be of any length."""
@@ -282,7 +265,7 @@ class OutOfMemory:
             "limit_bytes": limit, "device_free_bytes": free,
             "step": self.describe().get("step") if self.memory.batch else None,
             "batch": plain_shapes(self.memory.batch),
-            "largest": self.memory.largest_json(),
+            "largest": self.memory.largest,
         }  # fmt: skip
         for name, part in (
             ("stats", lambda: self._counts(device)),

@@ -17,6 +17,7 @@ MANY = TAG_MASK  # the tag of all objects that came after the numbers ran out
 PART_LIMIT = 1500
 """Parameters and modules that are looked at: reading more would hold the interpreter for ms."""
 _LAYER_KINDS = 8
+_FSDP = ("FSDP", "FullyShardedDataParallel")
 _PLAIN = ("Tensor", "Parameter", "Buffer", "DTensor")
 """Classes of torch's own, whose sizes are known without running code of the job's."""
 _LOADER_LIMIT = 64  # that are described; a job that makes one per step is not followed further
@@ -53,7 +54,8 @@ def model_settings(module: Any) -> dict[str, Any]:
         "layers": {kind.__name__: count for kind, count in leaves.most_common(_LAYER_KINDS)},
         "complete": is_whole,
         "ddp": _parallel_settings(wrapped[0]) if wrapped else None,
-        "fsdp_unit_count": sum(n for kind, n in kinds.items() if _is_fsdp(kind.__name__)),
+        # FSDP gathers the parameters of these classes: FSDP2 renames a class, FSDP1 wraps it.
+        "fsdp_unit_count": sum(n for kind, n in kinds.items() if kind.__name__.startswith(_FSDP)),
     }
 
 
@@ -229,11 +231,6 @@ def _is_plain(kind: type) -> bool:
 
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _is_fsdp(name: str) -> bool:
-    """Whether a class is one whose parameters FSDP gathers: FSDP2 renames it, FSDP1 wraps it."""
-    return name.startswith(("FSDP", "FullyShardedDataParallel"))
 
 
 def _parallel_settings(module: Any) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Recorder:
         self._was_forked = False
         self._last_line: Mapping[str, Any] | None = None
         self._facts: dict[str, Any] = {}
-        self._uncaught = Uncaught(run, self.describe)
+        self.uncaught = Uncaught(run, self.describe)
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self.finish)
 
@@ -149,10 +149,6 @@ class Recorder:
     def attempt(self) -> int | None:
         """Which process of its rank this is; None until its folder is claimed."""
         return None if self._files is None else self._files.attempt
-
-    def watch_exceptions(self) -> None:
-        """Has exceptions that nobody catches written down, from now to the end of the process."""
-        self._uncaught.watch()
 
     def describe(self) -> dict[str, Any]:
         """How far this process is, for what it leaves when it fails."""
@@ -228,7 +224,7 @@ class Recorder:
         Nothing is written here: a disk that hangs holds the thread, and the job's exit no longer
         than `EXIT_WAIT_S`. What the file has by then are whole records.
         """
-        self._uncaught.finish()
+        self.uncaught.finish()
         self.installed.end_window()
         unseen = self.closed or not len(self.spans)
         if not self.armed and (unseen or (self.is_child() and not self._is_in_group())):
@@ -319,7 +315,8 @@ class Recorder:
             self._start_sampler(files)
         for line in take_all(self.lines):
             files.note(line)
-        self._note_settings(files, last=False)
+        for line in self.installed.settings_lines(False):
+            files.note(line)
         records = take_all(self.device_records)
         files.write(kept, records if self._start_noted else [])
         if self._ring is not None:
@@ -394,10 +391,6 @@ class Recorder:
         if self._files is not None and not self.closed:
             self._files.note_cost(self._window.started_ns)
 
-    def _note_settings(self, files: RankFiles, *, last: bool) -> None:
-        for line in self.installed.settings_lines(last):
-            files.note(line)
-
     # -- ends ---------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
@@ -405,10 +398,11 @@ class Recorder:
             return
         self._note_cost()
         if self._files is not None:
-            self._note_settings(self._files, last=True)
+            for each in self.installed.settings_lines(True):
+                self._files.note(each)
         ended_ns = self._window.ended_ns or _now()
         line = {"type": "record_end", "time_ns": ended_ns, "reason": reason}
-        self._close({**line, "uncaught": self._uncaught.seen})
+        self._close({**line, "uncaught": self.uncaught.seen})
 
     def _close(self, last_line: Mapping[str, Any] | None) -> None:
         """Takes the hooks out, on whichever thread this happens."""

@@ -145,7 +145,10 @@ class StackSampler:
         self._wake = _thread.allocate_lock()
         self._ended = _thread.allocate_lock()
         self._compiled = compiled_part()
-        self._before = (_now(), 0, 0, 0, 0)
+        self.totals = (_now(), 0, 0, 0, 0)
+        """When samples were last summed up; their number till then, CPU time of the sampling
+        thread, how long the training thread took samples itself, and the lock was held beside it.
+        """
         self._costs_ns = (0.0, 0.0)
         self._stopped = False
         self._random = os.getpid()
@@ -165,7 +168,7 @@ class StackSampler:
             self._compiled.begin_samples(self._until, MAX_PENDING, MAX_PLACES)
             interval_us = round(1e6 * sys.getswitchinterval())
             self._compiled.prepare(interval_us, sys.version_info < _BREAKER_UNTIL)
-            self._before = (_now(), 0, 0, *self._compiled.held_ns())
+            self.totals = (_now(), 0, 0, *self._compiled.held_ns())
 
     def begin_steps(self, age_s: float = 0.0) -> None:
         """The job trains, and has for so long: the age of the run counts from there."""
@@ -213,8 +216,8 @@ class StackSampler:
             "wait": "".join(WAIT_LETTERS[s.wait] for s in samples),
             "run_us": [s.cpu_ns // _NS_PER_US for s in samples],
             "queue_us": [s.queue_ns // _NS_PER_US for s in samples],
-            "cpu_ns": self._before[2],
-            "held_ns": self._before[3] + self._before[4],
+            "cpu_ns": self.totals[2],
+            "held_ns": self.totals[3] + self.totals[4],
         }
         for name, unknown in _UNKNOWN.items():
             if set(line[name]) == {unknown}:
@@ -268,14 +271,14 @@ class StackSampler:
             stack = LEFT_OUT if node == LEFT_OUT else self._stack_of_node[node]
             self._samples.append(_Sample(time_ns, stack, *moment))
         if count:
-            now = (_now(), self._before[1] + count, time.thread_time_ns(), *compiled.held_ns())
-            _, _, cpu_ns, own_ns, lock_ns = (a - b for a, b in zip(now, self._before, strict=True))
+            now = (_now(), self.totals[1] + count, time.thread_time_ns(), *compiled.held_ns())
+            _, _, cpu_ns, own_ns, lock_ns = (a - b for a, b in zip(now, self.totals, strict=True))
             weight = min(count / MIN_SAMPLES, 1.0)  # of what was seen last
             self._costs_ns = tuple(
                 old + weight * (new / count - old)
                 for old, new in zip(self._costs_ns, (cpu_ns, own_ns + lock_ns), strict=True)
             )
-            self._before = now
+            self.totals = now
 
     def _sample_plainly(self) -> None:
         """Waits for the time of one sample, and for the lock."""
@@ -288,16 +291,7 @@ class StackSampler:
         stack = read_stacks((owner,), until=self._until, limit=MAX_DEPTH).get(owner, ())
         if len(self._samples) < MAX_PENDING:
             self._samples.append(_Sample(_now(), self._tree.find(stack), due_ns))
-        self._before = (_now(), self._before[1] + 1, time.thread_time_ns(), 0, 0)
-
-    def costs_ns(self) -> tuple[int, int, int, int, int]:
-        """What samples took so far.
-
-        Returns:
-            When that was last summed up; samples till then, CPU time of the sampling thread, for
-            how long the training thread took samples itself, and the lock was held beside it.
-        """
-        return self._before
+        self.totals = (_now(), self.totals[1] + 1, time.thread_time_ns(), 0, 0)
 
     def _run(self) -> None:
         try:

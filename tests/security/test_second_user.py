@@ -479,7 +479,7 @@ def stand_in_for_the_agent(place: Place) -> None:
     commands = Commands(run, {"trace": lambda i, _: handled.append(i)}, notes.append)
     commands.start({"rank": 0, "attempt": 0})
     assert os.waitpid(child, 0)[1] == 0
-    commands.stop()
+    commands.forget()
     assert not handled
 
 

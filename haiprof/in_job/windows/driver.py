@@ -51,7 +51,8 @@ class Tracer:
         self._recorder = recorder
         self._state = state
         self._guard = guards.Guard(self._make_way)
-        self._active = False
+        self.active = False
+        """Whether a window is still to come or runs."""
         self._yield_asked = False
         self._end_asked = False
         self._late = False
@@ -99,11 +100,11 @@ class Tracer:
         self._guard.install(late=late)
         for own in (SteadySteps.follow, SteadySteps._optimizer_ends):
             _skip_frame(own, below=True)
-        self._active = True
+        self.active = True
         self._late = late
         self._recorder.installed = replace(
             self._recorder.installed,
-            must_stay=self.is_active,
+            must_stay=lambda: self.active,
             end_window=self.finish,
             leaves_by_itself=self._puts_off,
         )
@@ -163,10 +164,6 @@ class Tracer:
             return bool(self._state.repeats.count >= after_last)
         return self._counter.saw_end_of_step(after_last - self._base)
 
-    def is_active(self) -> bool:
-        """Whether a window is still to come or runs."""
-        return self._active
-
     # -- called by the wrappers ----------------------------------------------------------------
 
     def begin(self, kind: int, target: Any) -> Callable[[], None] | None:
@@ -188,7 +185,7 @@ class Tracer:
                 self._state.lean(steady.follow)
                 return steady.follow(kind, target)
             if kind in OTHER_WORK:
-                self.times.saw_other_work()
+                self.times.other_work = True
             self._counter.begin(kind, target)
             steady.saw(kind, target)
             phases, end = self._phases, self._ends[kind]
@@ -206,7 +203,7 @@ class Tracer:
 
         def end_span() -> None:
             try:
-                if self._active:
+                if self.active:
                     end()
             except Exception as error:
                 self._fail(error)
@@ -242,7 +239,7 @@ class Tracer:
     def _meet_repeat(self, number: int) -> None:
         """An edge of a step of that sort."""
         try:
-            if not self._active or not self._repeats() or self._has_expired():
+            if not self.active or not self._repeats() or self._has_expired():
                 return
             if self._end_asked:
                 self.finish()
@@ -263,7 +260,7 @@ class Tracer:
         self._phases = self._windows.phases
         if self._phases is not None and self._steady.follows:
             self._steady.expect_nothing()
-        self.times.ours(_now() - began)
+        self.times.ours_ns += _now() - began
         if self._windows.over:
             self._detach()
 
@@ -271,7 +268,7 @@ class Tracer:
 
     def finish(self) -> None:
         """The job ends: what was recorded is kept."""
-        if not self._active:
+        if not self.active:
             return
         try:
             self._windows.finish()
@@ -281,7 +278,7 @@ class Tracer:
 
     def after_fork(self) -> None:
         """In a forked child, which has the parent's profiler state and none of its windows."""
-        if not self._active:
+        if not self.active:
             return
         self._state.lean(None)
         inherited = self._windows.holds_profiler
@@ -295,7 +292,7 @@ class Tracer:
 
     def _puts_off(self) -> bool:
         """The recording has ended early: only the training thread can stop its profiler."""
-        if not self._active or not self._windows.holds_profiler:
+        if not self.active or not self._windows.holds_profiler:
             return False
         if threading.get_ident() == self._state.owner:
             self.finish()
@@ -305,7 +302,7 @@ class Tracer:
 
     def _make_way(self) -> None:
         """A profiler of the job is about to be entered."""
-        if not self._active or not self._windows.holds_profiler:
+        if not self.active or not self._windows.holds_profiler:
             return
         if threading.get_ident() == self._state.owner:
             self._cut()
@@ -320,7 +317,7 @@ class Tracer:
         except Exception as error:
             self._fail(error)
         self._phases = None
-        self.times.ours(_now() - began)
+        self.times.ours_ns += _now() - began
         self._yield_asked = self._steady.interrupted = False
 
     def _fail(self, error: Exception) -> None:
@@ -331,7 +328,7 @@ class Tracer:
         self._detach()
 
     def _detach(self) -> None:
-        self._active = False
+        self.active = False
         self._phases = None
         self._yield_asked = False
         self._state.lean(None)

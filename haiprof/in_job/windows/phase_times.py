@@ -46,19 +46,11 @@ class PhaseTimes:
     def as_json(self, clock: ClockAnchor) -> dict[str, Any]:
         """For the sidecar."""
         offset_ns = clock.wall_ns - clock.mono_ns
-        ranges = (
-            PhaseRange(name=_NAMES[kind], start_wall_ns=start + offset_ns, duration_ns=end - start)
-            for kind, start, end in self._training_spans()
-        )
-        packed = pack_ranges(ranges, since_ns=clock.wall_ns)
-        return {KEY: packed, "tid": self._tid}
-
-    def _training_spans(self) -> list[tuple[int, int, int]]:
-        """By start; a module in evaluation mode counts only where a backward pass comes next."""
-        found, follows = [], FORWARD
-        for span in sorted(self._spans, key=lambda span: span[1], reverse=True):
-            if span[0] != FORWARD_EVAL:
-                follows = span[0]
-            if span[0] != FORWARD_EVAL or follows == BACKWARD:
-                found.append(span)
-        return found[::-1]
+        ranges, follows = [], FORWARD
+        for kind, start, end in sorted(self._spans, key=lambda span: span[1], reverse=True):
+            follows = follows if kind == FORWARD_EVAL else kind
+            # A module in evaluation mode counts only where a backward pass comes next.
+            if kind != FORWARD_EVAL or follows == BACKWARD:
+                began, name = start + offset_ns, _NAMES[kind]
+                ranges.append(PhaseRange(name=name, start_wall_ns=began, duration_ns=end - start))
+        return {KEY: pack_ranges(ranges[::-1], since_ns=clock.wall_ns), "tid": self._tid}

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,6 @@ class ProfilerOptions:
     def from_config(cls, config: Mapping[str, Any]) -> ProfilerOptions:
         """From the boot config's `trace`."""
         return cls(**{name: bool(config.get(name)) for name in cls.__dataclass_fields__})
-
-    def as_json(self) -> dict[str, bool]:
-        """The options by name."""
-        return asdict(self)
 
 
 class Session:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class Recording:
         what = context.what
         self.remark: str | None = None
         if what.stacks and sys.getprofile() is not None:  # torch's stacks would throw it out
-            what = ProfilerOptions(**{**what.as_json(), "stacks": False})
+            what = replace(what, stacks=False)
             self.remark = "no Python stacks: the job's own profiler (sys.setprofile) uses them"
         self.what = what
         self._context = context
@@ -207,7 +207,7 @@ class Recording:
             "start_mono_ns": self.clock.mono_ns,
             "end_mono_ns": self.end_ns,
             "start_wall_ns": self.clock.wall_ns,
-            "options": self.what.as_json(),
+            "options": asdict(self.what),
             "remark": self.remark,
             **self.phases.as_json(self.clock),
             "setup_ns": self.setup_ns,
@@ -340,8 +340,7 @@ class PlannedWindows(Windows):
             self._go_on(recording, number, begins)
         if not begins or (self._recording is not None and self._recording.started):
             return
-        times = self._context.times
-        wanted = self._plan.current(number=number, trained_ns=times.counter.trained_ns, times=times)
+        wanted = self._plan.find(number, self._context.times)
         if wanted is None:
             return
         if number >= wanted.first - LEAD_STEPS:
@@ -351,7 +350,7 @@ class PlannedWindows(Windows):
 
     def finish(self) -> None:
         """The job ends."""
-        recording, wanted = self._recording, self._next_window()
+        recording, wanted = self._recording, self._plan.wanted
         if recording is not None and recording.started and wanted is not None:
             until = self._context.whole_until(recording, wanted.first)
             whole = wanted.after_last is not None and until >= wanted.after_last
@@ -361,20 +360,17 @@ class PlannedWindows(Windows):
 
     def give_up(self, reason: str) -> None:
         """No window comes any more; none runs."""
-        self._refuse(self._next_window(), reason)
+        self._refuse(self._plan.wanted, reason)
 
     # -- one window ----------------------------------------------------------------------------
 
-    def _next_window(self) -> PlannedWindow | None:
-        return self._plan.current(number=0, trained_ns=None, times=self._context.times)
-
     @property
     def _number(self) -> int:
-        wanted = self._next_window()
+        wanted = self._plan.wanted
         return wanted.window if wanted else 0
 
     def _cut_recording(self, recording: Recording, reason: str) -> None:
-        wanted = self._next_window()
+        wanted = self._plan.wanted
         if wanted is not None:
             self._end(recording, wanted, self._context.whole_until(recording, wanted.first), reason)
 
@@ -429,7 +425,7 @@ class PlannedWindows(Windows):
         return None
 
     def _go_on(self, recording: Recording, number: int, begins: bool) -> None:
-        wanted = self._next_window()
+        wanted = self._plan.wanted
         if wanted is None:
             return
         after = self._plan.ends_at(number, self._context.times)

@@ -209,7 +209,7 @@ class KeepSlow(Windows):
             if held is not None:
                 self._put_away(held, wanted=wanted)
             if kept:
-                self._schedule.keep()
+                self._schedule.window_count += 1
                 self._keep(recording, details)
             elif self._step_bytes is None:
                 self._measure(recording, number)
@@ -226,7 +226,7 @@ class KeepSlow(Windows):
         held, self._held = self._held, None
         if held is None or not self._schedule.is_kept(held.details["steps"][0], slow=False):
             return False
-        self._schedule.keep()
+        self._schedule.window_count += 1
         return True
 
     def _put_away(self, held: _HeldRecording, *, wanted: bool) -> None:

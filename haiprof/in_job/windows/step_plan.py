@@ -44,7 +44,7 @@ class PlannedWindow:
     window: int
     first: int
     after_last: int | None
-    """Null until its time is up."""
+    """None until its time is up."""
     until_ns: int | None
     """When its time is up, monotonic."""
     reason: str
@@ -56,38 +56,31 @@ class StepTimes:
 
     def __init__(self, counter: StepCounter) -> None:
         self.counter = counter
-        self.capacity = KEPT_STEPS
         self.last: tuple[int, int, bool] | None = None
         """(number, ns, whether it was training alone) of the step that has just ended."""
         self._plain: deque[int] = deque(maxlen=KEPT_STEPS)
         self._number: int | None = None
         self._start_ns = 0
-        self._other_work = False
-        self._ours_ns = 0
+        self.other_work = False
+        """Whether there was an evaluation or a checkpoint in the step that runs."""
+        self.ours_ns = 0
+        """So much of the running step is haiprof's own."""
         self._kept = 0
         self.usual_ns = 0
         """Median of the last plain steps; 0 while there are few."""
-
-    def saw_other_work(self) -> None:
-        """An evaluation or a checkpoint, in the step that runs."""
-        self._other_work = True
 
     def boundary(self, number: int, begins: bool) -> None:
         """An edge of a step."""
         now = _now()
         self.last = None
         if self._number is not None and number > self._number:
-            ns = now - self._start_ns - self._ours_ns
-            pure = number == self._number + 1 and not self._other_work
+            ns = now - self._start_ns - self.ours_ns
+            pure = number == self._number + 1 and not self.other_work
             self.last = (self._number, ns, pure)
             self._number = None
         if begins and self._number is None:
             self._number, self._start_ns = number, now
-            self._other_work, self._ours_ns = False, 0
-
-    def ours(self, ns: int) -> None:
-        """So much of the running step is haiprof's own."""
-        self._ours_ns += ns
+            self.other_work, self.ours_ns = False, 0
 
     def keep(self, ns: int) -> None:
         """A plain step's time, for the usual one."""
@@ -207,15 +200,17 @@ class Plan:
         """Whether no window is left."""
         return self.window >= self._after_last_window
 
-    def current(
-        self, *, number: int, trained_ns: int | None, times: StepTimes
-    ) -> PlannedWindow | None:
+    @property
+    def wanted(self) -> PlannedWindow | None:
         """The window that comes next or runs; None before it is known and after the last."""
-        if self.over:
-            return None
-        if self._wanted is None and trained_ns is not None:
+        return None if self.over else self._wanted
+
+    def find(self, number: int, times: StepTimes) -> PlannedWindow | None:
+        """The same at the begin of a step, where the first window may become known."""
+        trained_ns = times.counter.trained_ns
+        if not self.over and self._wanted is None and trained_ns is not None:
             self._find_first(number, trained_ns, times)
-        return self._wanted
+        return self.wanted
 
     def ends_at(self, number: int, times: StepTimes) -> int | None:
         """The step after the window that runs; None while that is open.
@@ -247,13 +242,11 @@ class Plan:
         self._want(first, first + length)
 
     def _find_first(self, number: int, trained_ns: int, times: StepTimes) -> None:
-        name = "first"
-        first = self._agreement.find(name)
-        now_ns = _now()
-        if first is None and now_ns >= trained_ns + self._warmup_ns:
+        first = self._agreement.find("first")
+        if first is None and _now() >= trained_ns + self._warmup_ns:
             alone = rank_and_world()[1] == 1
             ahead = LEAD_STEPS if alone else max(LEAD_STEPS, self._steps_in(times.usual_ns))
-            first = self._agreement.settle(name, number + ahead)
+            first = self._agreement.settle("first", number + ahead)
         if first is not None and self._time_ns:
             self._want(first, None, until_ns=trained_ns + self._warmup_ns + self._time_ns)
         elif first is not None:
@@ -283,12 +276,8 @@ class RollingSchedule:
         self._period = 1
         self.length = 1
         """Steps in a window of this series."""
-        self._kept = 0
-
-    @property
-    def window_count(self) -> int:
+        self.window_count = 0
         """Windows that the ranks have kept: the number of the next one."""
-        return self._kept
 
     def next_first(self, number: int, *, pace: Callable[[], tuple[int, int]], usual_ns: int) -> int:
         """First step of the next window, not before `number`."""
@@ -309,17 +298,13 @@ class RollingSchedule:
     def is_kept(self, first: int, *, slow: bool) -> bool:
         """Whether the window that begins with this step is the next one that all ranks keep."""
         while True:
-            name = f"kept-{self._kept}"
+            name = f"kept-{self.window_count}"
             found = self._agreement.settle(name, first) if slow else self._agreement.find(name)
             if found is None or found > first:
                 return False
             if found == first:
                 return True
-            self._kept += 1  # the others kept one that this rank did not record
-
-    def keep(self) -> None:
-        """It is written."""
-        self._kept += 1
+            self.window_count += 1  # the others kept one that this rank did not record
 
     def _settle(self, number: int, pace: tuple[int, int], usual_ns: int) -> None:
         alone = rank_and_world()[1] == 1

@@ -91,7 +91,7 @@ class Job:
         self.tracer = Tracer({"steps": [10**9, 10**9 + 1]}, recorder=recorder, state=self.state)
         self.edges = Edges()
         self.tracer._windows = self.edges  # type: ignore[assignment]
-        self.tracer._active = True
+        self.tracer.active = True
         self.state.watch = self.tracer
         self.quick_spans = 0
 
@@ -237,4 +237,4 @@ def test_another_threads_wish_is_seen_at_the_next_span(tmp_path: Path) -> None:
     job.edges.holds_profiler = True
     assert job.tracer._puts_off()
     job.span(s.DATA, loader)
-    assert not job.tracer.is_active()
+    assert not job.tracer.active
