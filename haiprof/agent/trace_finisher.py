@@ -11,6 +11,7 @@ from contextlib import suppress
 from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
 from haiprof.base.safe_files import remove_file, remove_folder
+from haiprof.base.subcommand import end_child
 from haiprof.base.version import PACKAGE
 from haiprof.linux.procfs import process_exists
 from haiprof.run_format.layout import AGREED_PREFIX, RankPaths, RunPaths
@@ -20,18 +21,7 @@ from haiprof.run_format.reader import read_json, read_lines
 QUIET_S = 2.0
 GRACE_S = 60.0  # for a rank to report the result of its window, once the recording is over
 LIMIT_S = 600.0  # for all traces of a node, after the job
-_TERMINATE_S = 2.0
 _PROGRAM = "from haiprof.agent.finish_traces import main; raise SystemExit(main(sys.argv[1:]))"
-
-
-def end_child(child: subprocess.Popen[bytes]) -> None:
-    """Ends a child process: asks it, and after a moment kills it."""
-    child.terminate()
-    try:
-        child.wait(_TERMINATE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
 
 
 class Helper:

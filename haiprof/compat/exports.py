@@ -276,14 +276,9 @@ def last_values(series: Iterable[RawSeries], *, run: str) -> list[Family]:
     for each in series:
         meaning = instrument(each.source, each.column.name)
         labels = series_labels(
-            meaning,
-            run=run,
-            host=each.host,
-            keys=each.keys,
-            key=each.key,
-            entity=each.entity,
+            meaning, run=run, host=each.host, keys=each.keys, key=each.key, entity=each.entity,
             rank=each.rank,
-        )
+        )  # fmt: skip
         value = each.values[-1].item() / meaning.divisor
         time_ns = int(each.time_ns[-1])
         samples.append(Sample(instrument=meaning, labels=labels, value=value, time_ns=time_ns))
@@ -339,7 +334,10 @@ def write_export(
     analyzer: RunFrames, export: Export, path: Path | None, *, force: bool, stdout: BinaryIO
 ) -> Exported:
     """Writes one export."""
-    write, exported = _prepare(analyzer, export)
+    if export.format in ("csv", "parquet"):
+        write, exported = _table(analyzer, export)
+    else:
+        write, exported = _counters(analyzer.files, export)
     if path is None:
         print_text(write, stdout)
         return exported
@@ -348,16 +346,18 @@ def write_export(
     return exported
 
 
-def _prepare(analyzer: RunFrames, export: Export) -> tuple[_Write, Exported]:
-    if export.format in ("csv", "parquet"):
-        return _table(analyzer, export)
-    series, notes = raw_counters(analyzer.files)
-    exported = Exported(count=len(series), unit="series", notes=notes)
+def _counters(files: RunFiles, export: Export) -> tuple[_Write, Exported]:
+    series, notes = raw_counters(files)
     if export.format == "prometheus":
-        text = exposition(last_values(series, run=_run_name(analyzer.files)))
+        text = exposition(last_values(series, run=_run_name(files)))
     else:
-        text = otlp_requests(series, run_identity(analyzer.files), lines=export.lines)
-    return lambda file: _write_text(text, file), exported
+        text = otlp_requests(series, run_identity(files), lines=export.lines)
+
+    def write(file: BinaryIO) -> None:
+        for piece in text:
+            file.write(piece.encode("utf-8", "replace"))
+
+    return write, Exported(count=len(series), unit="series", notes=notes)
 
 
 def _table(analyzer: RunFrames, export: Export) -> tuple[_Write, Exported]:
@@ -371,11 +371,6 @@ def _table(analyzer: RunFrames, export: Export) -> tuple[_Write, Exported]:
     write = write_csv if export.format == "csv" else write_parquet
     notes = tuple(analyzer.notes())
     return lambda file: write(frame, file), Exported(count=frame.height, unit="rows", notes=notes)
-
-
-def _write_text(pieces: Iterable[str], file: BinaryIO) -> None:
-    for piece in pieces:
-        file.write(piece.encode("utf-8", "replace"))
 
 
 def _run_name(run: RunFiles) -> str:

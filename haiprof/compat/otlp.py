@@ -264,12 +264,8 @@ def _post(
             return 0, f"its certificate is not trusted ({type(cause).__name__})", b"", None
         if isinstance(cause, TimeoutError):
             return None, f"no answer for {collector.timeout_s:g} s", b"", None
-        return (
-            None,
-            f"nobody answers there ({getattr(cause, 'strerror', None) or cause})",
-            b"",
-            None,
-        )
+        why = getattr(cause, "strerror", None) or cause
+        return None, f"nobody answers there ({why})", b"", None
     except TimeoutError:
         return None, f"no answer for {collector.timeout_s:g} s", b"", None
     except (OSError, HTTPException) as error:

@@ -29,8 +29,9 @@ from haiprof.base.stop_signal import stop_event
 from haiprof.compat.torch_profiler.loading import patch_loading, stop_loading
 from haiprof.compat.torch_profiler.pages import Pages
 from haiprof.compat.torch_profiler.patches import patch_pages
+from haiprof.live.find import is_running
 from haiprof.run_format.layout import PLAIN_TRACE_SUFFIX, TRACE_SUFFIX, RunPaths
-from haiprof.show.run_header import RUNNING, manifest_or_none, run_header
+from haiprof.show.run_header import manifest_or_none
 from haiprof.show.scalars import write_scalars
 from haiprof.show.servers import Access, free_port, new_access, url_of
 from haiprof.trace_analysis.files import Worker, files_by_window
@@ -67,7 +68,9 @@ class Layout:
         linked = 0
         for number, members in enumerate(found):
             folder = self.traces / f"{_FOLDER}{number}"
-            if folder.is_dir() or not whole_only or _is_whole(members):
+            size = max((member.world_size or 1 for member in members), default=1)
+            is_whole = len({member.rank for member in members}) >= size
+            if folder.is_dir() or not whole_only or is_whole:
                 linked += 1
                 if not folder.is_dir():
                     self._link(folder, members)
@@ -157,11 +160,6 @@ def _is_ours(run: RunPaths) -> bool:
     return os.access(run.root, os.W_OK) and os.access(run.tensorboard, os.W_OK)
 
 
-def _is_whole(members: Sequence[Worker]) -> bool:
-    size = max((member.world_size or 1 for member in members), default=1)
-    return len({member.rank for member in members}) >= size
-
-
 _SCALARS_EVERY_S = 5.0
 _PLUGIN = "torch_tb_profiler"
 _INSTALL_PLUGIN = "pip install 'haiprof[torch-tb-profiler]', or haiprof export --to perfetto"
@@ -212,9 +210,8 @@ def serve_tensorboard(
         # TensorBoard has no access control: this server asks the kernel, or wants a token.
         access = new_access(host, number) if own_readers(host) is None else None
         server = _server(layout, host=host, port=number, has_plugin=has_plugin, access=access)
-        threading.Thread(
-            target=server.serve_forever, name="haiprof-tensorboard", daemon=True
-        ).start()
+        name = "haiprof-tensorboard"
+        threading.Thread(target=server.serve_forever, name=name, daemon=True).start()
         try:
             ready(Serving(
                 url=url_of(host, number, access), port=number, folder=layout.folder,
@@ -237,8 +234,7 @@ def _check_extras(run: RunPaths | None) -> bool:
     has_plugin = find_spec(_PLUGIN) is not None
     if run is None and not has_plugin:
         raise MissingExtraError(
-            "TensorBoard shows no traces without torch-tb-profiler",
-            hint=_INSTALL_PLUGIN,
+            "TensorBoard shows no traces without torch-tb-profiler", hint=_INSTALL_PLUGIN
         )
     return has_plugin
 
@@ -308,4 +304,5 @@ def _follow(run: RunPaths, layout: Layout, stop: threading.Event) -> None:
 
 
 def _is_running(run: RunPaths | None) -> bool:
-    return run is not None and run_header(run, manifest_or_none(run)).state == RUNNING
+    manifest = None if run is None else manifest_or_none(run)
+    return run is not None and manifest is not None and is_running(run, manifest)

@@ -95,8 +95,10 @@ class Companion:
             to_launcher.send(environment=environment)
         from haiprof.launch.job import Job  # loads while the job starts
 
-        job = Job(run, manifest, self.options, created=created, subcommand=self.subcommand)
-        job.supervisor = self.supervisor
+        job = Job(
+            run, manifest, self.options, created=created, subcommand=self.subcommand,
+            supervisor=self.supervisor,
+        )  # fmt: skip
         if self._has_to_prepare():
             pulse.start()
             to_launcher.send(environment={**environment, **job.prepare(self.environ)})

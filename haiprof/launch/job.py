@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, ENV_TRAINJOB, SHARES, Options
-from haiprof.base.subcommand import Subcommand
+from haiprof.base.subcommand import Subcommand, end_child
 from haiprof.base.units import NS_PER_S, duration_text, visible
 from haiprof.launch.companion_line import Line, Pulse, close_stderr
 from haiprof.launch.run_directories import RunCopies
@@ -58,6 +58,7 @@ class Job:
         *,
         created: bool,
         subcommand: Subcommand,
+        supervisor: Supervisor,
     ) -> None:
         self.run = run
         self.manifest = manifest
@@ -66,7 +67,7 @@ class Job:
         self._subcommand = subcommand
         self.pid = 0
         """The job's process, once it has started."""
-        self.supervisor: Supervisor | None = None
+        self.supervisor = supervisor
         """Of the launcher, as it was when this process was forked from it."""
         self._agent: Agent | None = None
         self._nsys: Nsys | Refusal | None = None
@@ -112,15 +113,14 @@ class Job:
             )  # fmt: skip
         self._guard(lambda: self._ask_surroundings(self.manifest.command, environ))
         outcome = self._wait(launcher, pulse)
-        if self.supervisor is not None:
-            self.supervisor.forget_signals()
+        self.supervisor.forget_signals()
         self._guard(lambda: self._note_job_end(outcome))
         self._guard(self._stop_kineto)
         self._guard(self._stop_agent)
         self._guard(lambda: self._conclude(outcome))
         self._guard(lambda: self._notify_end(outcome))
         self._guard(self._close_trainjob)
-        if self._copies is not None and self.supervisor is not None:
+        if self._copies is not None:
             self._copies.finish(self.supervisor.asked_to_end, quiet=self.options.quiet)
 
     def _wait(self, launcher: Line, pulse: Pulse) -> Outcome | None:
@@ -196,7 +196,7 @@ class Job:
         from haiprof.agent.burst import Refusal, prepare_burst
 
         self._nsys = prepare_burst(
-            environ, log_dir=self.run.root, options=self.options, in_child=self._in_child()
+            environ, log_dir=self.run.root, options=self.options, in_child=self.supervisor.unblock
         )
         if isinstance(self._nsys, Refusal):
             print_message(
@@ -218,20 +218,16 @@ class Job:
             self.manifest = replace(self.manifest, environment=found)
             self.close_manifest(self.manifest)
 
-    def _in_child(self) -> Callable[[], None] | None:
-        """Run in each child first: restores its signals."""
-        return None if self.supervisor is None else self.supervisor.unblock
-
     def _start_burst(self, nsys: Nsys | Refusal, host: str) -> None:
         from haiprof.agent.burst import Burst, has_trained
 
         def has_rank_trained() -> bool:
             return any(has_trained(paths.phases) for _, _, paths in self.run.rank_folders())
 
-        node = self.run.node(host)
         self._burst = Burst(
-            node, self.options, nsys, has_trained=has_rank_trained, in_child=self._in_child()
-        )
+            self.run.node(host), self.options, nsys, has_trained=has_rank_trained,
+            in_child=self.supervisor.unblock,
+        )  # fmt: skip
 
     def _start_agent(self) -> None:
         from haiprof.agent.node_agent import Agent  # loads while the job starts
@@ -242,11 +238,10 @@ class Job:
             from haiprof.agent.notifications import Notifier
 
             identity = {
-                "job": self.manifest.name,
-                "run": str(self.run.root),
-                "host": self._agent.host,
-            }
-            self._notifier = Notifier(self.options.notify, identity, in_child=self._in_child())
+                "job": self.manifest.name, "run": str(self.run.root), "host": self._agent.host
+            }  # fmt: skip
+            unblock = self.supervisor.unblock
+            self._notifier = Notifier(self.options.notify, identity, in_child=unblock)
         trainer = next((each for each in ENV_TRAINJOB if os.environ.get(f"{each}URL")), None)
         if self.created and trainer is not None:
             from haiprof.agent.trainjob_status import TrainJobStatus
@@ -260,7 +255,7 @@ class Job:
             from haiprof.agent.run_folder import RunFolder
 
             self._folder = RunFolder(
-                self.run, self._agent.host, self.options.detail_h, in_child=self._in_child()
+                self.run, self._agent.host, self.options.detail_h, in_child=self.supervisor.unblock
             )
         if (self.options.react != "off" or self.options.notify) and self._agent.elected:
             self._start_reactor(self._agent)
@@ -283,7 +278,7 @@ class Job:
 
     def _notify_end(self, outcome: Outcome | None) -> None:
         """Tells how the job ended, and its verdict; waits a bounded time until all is delivered."""
-        notifier, supervisor = self._notifier, self.supervisor
+        notifier = self._notifier
         if notifier is None:
             return
         if self.created:
@@ -309,15 +304,12 @@ class Job:
                 f"{headline}", exit_status=ended.exit_status, signal=ended.signal,
                 seconds=round(ns / NS_PER_S, 3), verdict=found or None,
             )  # fmt: skip
-        notifier.close(lambda: supervisor is not None and supervisor.asked_to_end())
+        notifier.close(self.supervisor.asked_to_end)
 
     def _close_trainjob(self) -> None:
-        supervisor = self.supervisor
         if self._trainjob is not None:
-            self._trainjob.close(
-                lambda: supervisor is not None and supervisor.asked_to_end(),
-                self._read_verdict(), succeeded=self.manifest.exit_status == 0,
-            )  # fmt: skip
+            succeeded, verdict = self.manifest.exit_status == 0, self._read_verdict()
+            self._trainjob.close(self.supervisor.asked_to_end, verdict, succeeded=succeeded)
 
     def _read_verdict(self) -> dict[str, Any]:
         """Headline, death, and titles of the problems; empty where there is no verdict."""
@@ -362,11 +354,7 @@ class Job:
     def _start_finisher(self, agent: Agent) -> None:
         from haiprof.agent.trace_finisher import Finisher
 
-        self._finisher = Finisher(
-            self.run,
-            agent.host,
-            in_child=self._in_child(),
-        )
+        self._finisher = Finisher(self.run, agent.host, in_child=self.supervisor.unblock)
 
     def _put(self, words: Sequence[str], background: bool) -> subprocess.Popen[bytes]:
         """Puts the run at its address; the address may hold a password: no command line has it."""
@@ -421,7 +409,7 @@ class Job:
             self._folder.close()
         if self._agent is not None:
             self._agent.close()
-        if self._burst is not None and self.supervisor is not None:
+        if self._burst is not None:
             self._burst.finish(
                 "the job ended before the burst was over", self.supervisor.asked_to_end
             )
@@ -438,7 +426,7 @@ class Job:
         elif ended.exit_status and not self.options.quiet:
             print_message(f"the job ended with exit status {ended.exit_status}")
         self._finish(self._scalars)
-        if self._finisher is not None and self.supervisor is not None:
+        if self._finisher is not None:
             self._finisher.finish(self.supervisor.asked_to_end, quiet=self.options.quiet)
         if not self.created or (self.options.quiet and not (self.options.notify or self._trainjob)):
             return
@@ -502,11 +490,9 @@ class Job:
 
         With `output`, a descriptor, it writes there, and prints nothing.
         """
-        supervisor = self.supervisor
 
         def in_child() -> None:
-            if supervisor is not None:
-                supervisor.unblock()
+            self.supervisor.unblock()
             if nice:
                 os.nice(10)
             os.umask(0o777 & ~SHARES[self.options.share])
@@ -522,19 +508,14 @@ class Job:
 
     def _finish(self, process: subprocess.Popen[bytes] | None) -> None:
         """Waits for one of our own commands; Ctrl-C or TERM ends the waiting, not the status."""
-        if process is None or self.supervisor is None:
+        if process is None:
             return
         deadline = time.monotonic() + VERDICT_TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
             if self.supervisor.asked_to_end():
                 break
         if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(1.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_child(process)
 
 
 def _explain_no_reports(ended: Manifest) -> None:

@@ -25,6 +25,7 @@ from haiprof.base.safe_files import (
     make_folder,
     make_named_folder,
 )
+from haiprof.base.subcommand import end_child
 from haiprof.base.users import group_id
 from haiprof.base.version import __version__
 from haiprof.run_format.boot import check_carried
@@ -163,7 +164,6 @@ PUT_SHARE = 0.05
 """Copies take this share of the time at most: where they are slow, they are made less often."""
 PUT_LIMIT_S = 300.0
 """How long the end of the job's launcher may wait for the last copy."""
-_TERMINATE_S = 2.0
 _SILENT_S = 3.0
 _INTERRUPTED = (130, -signal.SIGINT)
 
@@ -247,12 +247,7 @@ class RunCopies:
                 print_message(f"putting the run at {self._target()} (Ctrl-C ends that)")
         if process.poll() is not None:
             return process.returncode
-        process.terminate()
-        try:
-            process.wait(_TERMINATE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_child(process)
         self._print_failure(why)
         return None
 

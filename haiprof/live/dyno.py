@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from haiprof.agent.kineto_protocol import ABSTRACT, NoAgentError, ask_agent, shown_address
+from haiprof.agent.kineto_protocol import ABSTRACT, NoAgentError, shown_address
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.safe_files import remove_file, whole_file
 from haiprof.live.kineto_processes import (
@@ -24,6 +24,7 @@ from haiprof.live.kineto_processes import (
     ProcessTrace,
     all_processes,
     call,
+    clients_of,
     kineto_addresses,
     trigger,
 )
@@ -99,14 +100,11 @@ def expand_hosts(text: str) -> list[str]:
     Raises:
         UsageError: It cannot be read.
     """
-    found = [host for part in _split_list(text) for host in _expand(part)]
+    parts = re.split(r",(?![^\[\]]*\])", text)
+    found = [host for part in parts for host in _expand(part)]
     if not found or len(found) > _HOST_LIMIT or not all(found):
         raise UsageError(f"--hostname {text}: expected hosts, such as n1 or n[01-16,20]")
     return list(dict.fromkeys(found))
-
-
-def _split_list(text: str) -> list[str]:
-    return re.split(r",(?![^\[\]]*\])", text)
 
 
 def _expand(part: str) -> Iterator[str]:
@@ -196,12 +194,11 @@ def agents_here() -> dict[str, list[int] | str]:
     found: dict[str, list[int] | str] = {}
     for address in sorted({ABSTRACT, *kineto_addresses()}):
         try:
-            said = ask_agent(address, {"do": "clients"}).get("clients")
+            known = sorted(clients_of(address))
         except NoAgentError as error:
             found[shown_address(address)] = str(error)
             continue
-        clients = said if isinstance(said, list) else []
-        found[shown_address(address)] = sorted(int(each["pid"]) for each in clients)
+        found[shown_address(address)] = known
     return found
 
 

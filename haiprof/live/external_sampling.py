@@ -165,11 +165,12 @@ def sample_stacks(
         for path, child, (rank, process) in zip(paths, children, chosen, strict=True):
             problem = _outcome(child, seconds + _GRACE_S)
             stacks = _main_stacks(path)
-            seen.append(
-                _summarize(rank, process, stacks, run)
-                if stacks
-                else _no_samples(rank, process, problem)
-            )
+            text = "".join(f"{';'.join(frames)} {count}\n" for frames, count in stacks)
+            if stacks:
+                write_file(run.stacks(rank), text.encode(), below=run.root)
+                seen.append(judge(rank, process.pid, stacks))
+            else:
+                seen.append(_no_samples(rank, process, problem))
         return seen
 
 
@@ -185,13 +186,8 @@ def _start(command: str, pid: int, path: Path, seconds: float) -> subprocess.Pop
         "--format", "raw", "--rate", str(RATE_HZ), "--duration", str(max(1, round(seconds))),
         "--output", str(path), "--pid", str(pid),
     ]  # fmt: skip
-    return subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    null = subprocess.DEVNULL
+    return subprocess.Popen(words, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True)
 
 
 def _outcome(child: subprocess.Popen[str], timeout_s: float) -> str:
@@ -204,14 +200,6 @@ def _outcome(child: subprocess.Popen[str], timeout_s: float) -> str:
         return "py-spy did not end"
     said = [line for line in errors.strip().splitlines() if "rror" in line]
     return (said or ["py-spy saw no Python in it"])[-1].strip()
-
-
-def _summarize(
-    rank: int, process: Process, stacks: Sequence[tuple[tuple[str, ...], int]], run: RunPaths
-) -> SampledStacks:
-    text = "".join(f"{';'.join(frames)} {count}\n" for frames, count in stacks)
-    write_file(run.stacks(rank), text.encode(), below=run.root)
-    return judge(rank, process.pid, stacks)
 
 
 def _no_samples(rank: int, process: Process, reason: str) -> SampledStacks:

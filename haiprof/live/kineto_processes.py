@@ -217,7 +217,7 @@ def _await_processes(
         chosen = {pid: address for pid, address in places.items() if address is not None}
         clients: dict[int, dict[str, object]] = {}
         for address in set(chosen.values()) if by_agent else ():
-            clients |= _clients(address)
+            clients |= clients_of(address)
         known = [each for each in chosen if each in clients]
         if chosen and (len(known) == len(chosen) or not by_agent):
             break
@@ -238,7 +238,7 @@ def _await_processes(
     ]
 
 
-def _clients(address: str) -> dict[int, dict[str, object]]:
+def clients_of(address: str) -> dict[int, dict[str, object]]:
     """The processes that an agent knows, by process id."""
     said = ask_agent(address, {"do": "clients"}).get("clients")
     return {each["pid"]: each for each in said} if isinstance(said, list) else {}

@@ -27,6 +27,7 @@ from haiprof.base.safe_files import (
     remove_folder,
     whole_file,
 )
+from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import environment
 from haiprof.live import kineto_processes as dynolog
 from haiprof.live.kineto_processes import KinetoProcess, KinetoTraces, ProcessTrace
@@ -91,7 +92,7 @@ def finish_trace(process: KinetoProcess, path: Path, request: Request) -> Proces
     stem = f"{owner or f'{safe_name(host)}_{process.pid}'}.{raw.start_wall_ns}"
     content = _metadata(process, request, raw, said, steps=steps, why_not=why_not)
     if request.into_run and request.run is not None and known:
-        target = _as_part(request, process, raw, content, stem, steps, phases)
+        target = _as_part(request, process, raw, content, stem, steps, phases, said)
     else:
         target = request.folder / f"{stem}{TRACE_SUFFIX}"
         with whole_file(target, below=request.below) as file:
@@ -194,13 +195,9 @@ def _metadata(
     steps: list[Step], why_not: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The top-level metadata of haiprof's own traces."""
-    content: dict[str, Any] = {}
     world = report.get("world_size", process.world_size)
-    if process.rank is not None:
-        content["distributedInfo"] = {
-            "rank": process.rank, "world_size": world, "backend": report.get("backend"),
-        }  # fmt: skip
-    content["haiprof"] = {
+    shared = {"rank": process.rank, "world_size": world, "backend": report.get("backend")}
+    own = {
         "run": None if request.run is None else request.run.root.name,
         "rank": process.rank,
         "world_size": world,
@@ -216,12 +213,12 @@ def _metadata(
         "torch": report.get("torch"),
         "start_wall_ns": raw.start_wall_ns,
     }
-    return content
+    return {**({} if process.rank is None else {"distributedInfo": shared}), "haiprof": own}
 
 
 def _as_part(
     request: Request, process: KinetoProcess, raw: RawTrace, content: Mapping[str, Any], name: str,
-    steps: list[Step], phases: list[PhaseRange],
+    steps: list[Step], phases: list[PhaseRange], report: Mapping[str, Any],
 ) -> Path:  # fmt: skip
     """Stores it like a rank's own raw trace, which the run's launcher compresses."""
     stem = parse_stem(name)
@@ -233,7 +230,6 @@ def _as_part(
             raw, file, metadata=content, steps=steps, phases=phases, pid=process.own_pid,
             packed=False,
         )  # fmt: skip
-    report = _report(request.run, process)
     clock = report.get("clock") or {}
     offset = clock["wall_ns"] - clock["mono_ns"] if {"wall_ns", "mono_ns"} <= set(clock) else None
     sidecar: dict[str, Any] = {
@@ -267,7 +263,6 @@ _SPREADS = 8  # roundup in steps per time between the first and the last rank th
 _TRACE_POLL_S = 0.1
 _SETTLE_S = 2.0
 _AGAIN = ("the ranks did not begin at the same step", "no training was in the window")
-_NS_PER_S = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,7 +377,7 @@ def _trace_once(
             steps=trace_request.steps, roundup=roundup, time_s=trace_request.time_s,
             options=trace_request.options, start_wall_ns=start_ns,
         )  # fmt: skip
-        ahead_s = max((trace_request.start_wall_ns - time.time_ns()) / _NS_PER_S, 0.0)
+        ahead_s = max((trace_request.start_wall_ns - time.time_ns()) / NS_PER_S, 0.0)
         limit_s = ahead_s + (trace_request.timeout_s or WAIT_S + 3 * trace_request.time_s)
         _ask(asked, window.text(str(raw / f"{request.id}.json")), limit_s)
         progress(f"asked {len(processes)} processes, which look every 5 s: up to {limit_s:.0f} s")
@@ -394,7 +389,7 @@ def _trace_once(
             progress("completing the traces")
         ends = [_as_ended(process, asked, request) for process in processes]
     heard = list(asked.delivered.values())
-    spread_ns = max(heard) - min(heard) if heard else round(ASK_EVERY_S * _NS_PER_S)
+    spread_ns = max(heard) - min(heard) if heard else round(ASK_EVERY_S * NS_PER_S)
     return KinetoTraces(
         folder=str(request.folder), backend=request.backend, processes=tuple(ends)
     ), spread_ns
@@ -422,7 +417,7 @@ def _start(trace_request: TraceRequest, processes: Sequence[KinetoProcess]) -> i
     alone = len(processes) == 1 and trace_request.endpoint is None
     if not trace_request.time_s or (alone and not trace_request.start_wall_ns):
         return 0
-    soonest = time.time_ns() + round((ASK_EVERY_S + WARMUP_S + 1.0) * _NS_PER_S)
+    soonest = time.time_ns() + round((ASK_EVERY_S + WARMUP_S + 1.0) * NS_PER_S)
     return max(soonest, trace_request.start_wall_ns)
 
 
@@ -443,7 +438,7 @@ def _ask(asked: _Asked, text: str, limit_s: float) -> None:
         question = {
             "do": "trace", "id": asked.id, "text": text,
             "pids": [p.pid for p in asked.processes if p.address == address],
-            "expires_wall_ns": time.time_ns() + round(limit_s * _NS_PER_S),
+            "expires_wall_ns": time.time_ns() + round(limit_s * NS_PER_S),
         }  # fmt: skip
         ask_agent(address, question)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from haiprof.run_analysis.run_files import entries
 from haiprof.trace_format.kineto.events import GPU_BACKEND_NAMES
 
 Event = dict[str, Any]
@@ -63,15 +64,18 @@ class Normal:
 
 def normalise_trace(trace: dict[str, Any]) -> Normal:
     """Normalizes a trace so that torch-tb-profiler computes correct numbers."""
-    events = [event for event in map(_event, _list(trace.get("traceEvents"))) if event]
+    events = [event for event in map(_event, entries(trace.get("traceEvents"))) if event]
     origin_ns = min((event["ts"] for event in events), default=0)
     for event in events:
-        _set_times(event, origin_ns)
+        for name in event.keys() & {"ts", "end"}:
+            event[name] = _ticks(event[name] - origin_ns)
     spans = [event for event in events if event["cat"] in _HOST]
     launches = _link_launches(spans)
     for event in events:
         if event["cat"] in _DEVICE:
-            _link_device(event, launches)
+            launch = launches.get(event["args"].get("correlation"))
+            owner = launch and (launch["collective"] or launch["owner"])
+            event["id"] = owner["id"] if owner else 0
     names = frozenset(
         event["name"]
         for event in events
@@ -104,15 +108,12 @@ def _event(raw: Any) -> Event | None:  # noqa: ANN401 - whatever stands in the f
         return None
     if not isinstance(raw["args"].get("correlation"), _IDS):
         raw["args"].pop("correlation", None)
-    return _device_event(raw) if category in _DEVICE else raw
-
-
-def _device_event(event: Event) -> Event | None:
-    device = event["args"].get("device", event.get("pid"))
-    if type(device) is not int or not 0 <= device < _MAX_DEVICES:
-        return None
-    event["pid"] = event["args"]["device"] = device
-    return event
+    if category in _DEVICE:
+        device = raw["args"].get("device", raw.get("pid"))
+        if type(device) is not int or not 0 <= device < _MAX_DEVICES:
+            return None
+        raw["pid"] = raw["args"]["device"] = device
+    return raw
 
 
 def _ns(stamp: Any) -> int | None:  # noqa: ANN401 - whatever stands in the file
@@ -123,12 +124,6 @@ def _ns(stamp: Any) -> int | None:  # noqa: ANN401 - whatever stands in the file
         return stamp * _NS_PER_US
     text = stamp.text if isinstance(stamp, Exact) else repr(stamp)
     return int((Decimal(text) * _NS_PER_US).to_integral_value())
-
-
-def _set_times(event: Event, origin_ns: int) -> None:
-    event["ts"] = _ticks(event["ts"] - origin_ns)
-    if "end" in event:
-        event["end"] = _ticks(event["end"] - origin_ns)
 
 
 def _ticks(ns: int) -> int:
@@ -232,12 +227,6 @@ def _frames(open_: list[Event]) -> Iterator[str]:
         yield span["name"].replace(";", ",")
 
 
-def _link_device(event: Event, launches: dict[Any, Event]) -> None:
-    launch = launches.get(event["args"].get("correlation"))
-    owner = launch and (launch["collective"] or launch["owner"])
-    event["id"] = owner["id"] if owner else 0
-
-
 def _is_kept(event: Event) -> bool:
     return event["cat"] != "python_function" or "Python module id" in event["args"]
 
@@ -258,10 +247,6 @@ def _finish(event: Event) -> Event:
     if category == ANNOTATION and not name.startswith((_STEP, *_COLLECTIVES)):
         found["cat"] = OPERATOR if name.startswith(_LOADER) else "Python"
     return found
-
-
-def _list(value: Any) -> list[Any]:  # noqa: ANN401 - whatever stands in the file
-    return value if isinstance(value, list) else []
 
 
 def _escape_names(devices: Any) -> list[Event] | None:  # noqa: ANN401 - whatever stands in the file

@@ -118,15 +118,12 @@ def _by_kernel(original: Callable[..., None]) -> Callable[..., None]:
             collective = event.args.get("Collective name") or _COMMUNICATION.search(event.name)
             original(self, event, _ANYTHING if collective else {})
         elif event.type == "user_annotation" and event.name.startswith(GPU_COLLECTIVES):
-            original(self, _as_work(event), nodes)
+            work = SimpleNamespace(type="Python", name="", ts=event.ts, duration=event.duration)
+            original(self, work, nodes)
         else:
             original(self, event, nodes)
 
     return parse_step
-
-
-def _as_work(event: Any) -> Any:  # noqa: ANN401 - an event of the plugin's
-    return SimpleNamespace(type="Python", name="", ts=event.ts, duration=event.duration)
 
 
 def _without_host_ranges(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -363,7 +364,14 @@ def test_burst_that_fails_within_is_said_once_and_the_agent_goes_on(
         raise ValueError("no such number")
 
     run = write_run(tmp_path / "run")
-    job = Job(run, read_manifest(run), Options(), created=True, subcommand=own_command)
+    job = Job(
+        run,
+        read_manifest(run),
+        Options(),
+        created=True,
+        subcommand=own_command,
+        supervisor=SimpleNamespace(),  # type: ignore[arg-type]
+    )
     job._agent = agent = Agent(run, Options())
     job._burst = burst_of(node, nsys_of(tmp_path), has_trained=broken)
     for _ in range(3):
