@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,50 +20,43 @@ from haiprof.launch.command import parse_command_line
 
 
 @pytest.mark.parametrize(
-    ("words", "command", "time_s"),
+    ("words", "command", "options"),
     [
-        (["train.py"], ["PY", "train.py"], None),
-        (["train.py", "--time", "120"], ["PY", "train.py"], 120.0),
-        (["--time", "120", "train.py", "--lr", "0.1"], ["PY", "train.py", "--lr", "0.1"], 120.0),
-        (["-m", "pkg.train", "--time=5", "x"], ["PY", "-m", "pkg.train", "x"], 5.0),
-        (
-            ["torchrun", "--nproc-per-node", "2", "train.py"],
-            ["torchrun", "--nproc-per-node", "2", "train.py"],
-            None,
-        ),
-        (["python", "-u", "train.py"], ["python", "-u", "train.py"], None),
-        (["bash", "-c", "python t.py --time 3"], ["bash", "-c", "python t.py --time 3"], None),
-        (["--", "any", "--time", "5"], ["any", "--time", "5"], None),
-        (["--time", "1", "--", "-m", "x"], ["PY", "-m", "x"], 1.0),
-        (["train.py", "--time", "1", "--", "--time", "7"], ["PY", "train.py", "--time", "7"], 1.0),
+        ("train.py", "PY train.py", {}),
+        ("train.py --time 120", "PY train.py", {"time_s": 120.0}),
+        ("--time 120 train.py --lr 0.1", "PY train.py --lr 0.1", {"time_s": 120.0}),
+        ("-m pkg.train --time=5 x", "PY -m pkg.train x", {"time_s": 5.0}),
+        ("torchrun --nproc-per-node 2 train.py", "TORCHRUN --nproc-per-node 2 train.py", {}),
+        ("python -u train.py", "python -u train.py", {}),
+        ("-- any --time 5", "any --time 5", {}),
+        ("--time 1 -- -m x", "PY -m x", {"time_s": 1.0}),
+        ("train.py --time 1 -- --time 7", "PY train.py --time 7", {"time_s": 1.0}),
+        *((f"train.py {option} 7", f"PY train.py {option} 7", {})
+          for option in ("--quiet", "--tensorboard", "--run-id", "--model", "-n")),
+        ("train.py --options lr=3 --options profile.time=4", "PY train.py --options lr=3",
+         {"time_s": 4.0}),
+        ("--options profile.name=a=b=c train.py", "PY train.py", {"name": "a=b=c"}),
+        ("echo --name x", "echo --name x", {}),  # a program whose text is not known
+        ("-m json.tool --name x", "PY -m json.tool --name x", {}),
+        ("torchrun absent.py --name x", "TORCHRUN absent.py --name x", {}),
     ],
-)
+)  # fmt: skip
 def test_command_line_is_split_as_documented(
-    words: list[str], command: list[str], time_s: float | None
+    words: str, command: str, options: dict[str, object]
 ) -> None:
-    line = parse_command_line(words)
-    beside = str(Path(sys.executable).parent / "torchrun")
-    expected = [{"PY": sys.executable}.get(word, word) for word in command]
-    assert line.command in (expected, [beside, *expected[1:]])
-    assert line.options.get("time_s") == time_s
+    line = parse_command_line(words.split())
+    beside = Path(sys.executable).parent / "torchrun"
+    torchrun = str(beside) if beside.exists() and not shutil.which("torchrun") else "torchrun"
+    places = {"PY": sys.executable, "TORCHRUN": torchrun}
+    assert line.command == [places.get(word, word) for word in command.split()]
+    assert line.options == options
 
 
-def test_taken_words_are_reported() -> None:
+def test_words_of_a_shell_are_left_and_taken_ones_are_reported() -> None:
+    shell = ["bash", "-c", "python t.py --time 3"]
+    assert parse_command_line(shell).command == shell
     line = parse_command_line(["--warmup=3", "train.py", "--lr", "1", "--time", "9"])
     assert line.taken == ["--warmup=3", "--time", "9"]
-
-
-@pytest.mark.parametrize("option", ["--quiet", "--tensorboard", "--run-id", "--model", "-n"])
-def test_options_of_the_script_stay_its_own(option: str) -> None:
-    line = parse_command_line(["train.py", option, "7"])
-    assert line.command[2:] == [option, "7"]
-    assert line.options == {}
-
-
-def test_scripts_own_options_flag_is_left_alone() -> None:
-    line = parse_command_line(["train.py", "--options", "lr=3", "--options", "profile.time=4"])
-    assert line.command[2:] == ["--options", "lr=3"]
-    assert line.options == {"time_s": 4.0}
 
 
 def test_published_order_is_refused_with_the_right_line() -> None:
@@ -74,27 +68,26 @@ def test_published_order_is_refused_with_the_right_line() -> None:
     assert parse_command_line(["--", *words]).command[1:] == words
 
 
-def test_dotted_option_value_may_hold_equals_signs() -> None:
-    line = parse_command_line(["--options", "profile.name=a=b=c", "train.py"])
-    assert line.options == {"name": "a=b=c"}
-
-
 @pytest.mark.parametrize(
-    ("words", "part"),
+    ("words", "part", "hint"),
     [
-        ([], "no command"),
-        (["--time"], "needs a value"),
-        (["--nonsense", "train.py"], "--nonsense"),
-        (["train.py", "--time", "fast"], "'fast'"),
-        (["--options", "profile.nothing=1", "train.py"], "nothing"),
-        (["--interval.gpux", "1", "train.py"], "gpux"),
-        (["-m"], "module"),
-        (["--local-dir", "s3://bucket/runs", "train.py"], "an address, where a folder"),
+        ("", "no command", "haiprof train.py"),
+        ("--time", "needs a value", ""),
+        ("--nonsense train.py", "--nonsense", "--help lists the options"),
+        ("-c print(1)", "no option '-c'", "haiprof python -c"),
+        ("train.py --time fast", "'fast'", "put -- before the script's arguments"),
+        ("--options profile.nothing=1 train.py", "nothing", ""),
+        ("--interval.gpux 1 train.py", "gpux", ""),
+        ("-m", "module", ""),
+        ("--local-dir s3://bucket/runs train.py", "an address, where a folder", ""),
+        ("--time -1 train.py", "time", ""),
+        ("--time nan train.py", "time", ""),
     ],
 )
-def test_bad_command_line_is_one_clear_error(words: list[str], part: str) -> None:
-    with pytest.raises(UsageError, match=part):
-        merge_options(parse_command_line(words).options)
+def test_bad_command_line_is_one_clear_error(words: str, part: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=part) as caught:
+        merge_options(parse_command_line(words.split()).options)
+    assert hint in caught.value.hint
 
 
 def test_run_for_an_address_is_recorded_into_a_folder_first(
@@ -132,59 +125,27 @@ def test_time_that_the_script_has_too_is_refused_with_both_spellings(
     assert parse_command_line(["--", *words, "--time", "9"]).command[-2:] == ["--time", "9"]
 
 
-def test_time_of_another_name_is_not_the_scripts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(tmp_path, "parser.add_argument('--time-limit')", monkeypatch)
-    assert parse_command_line(["train.py", "--time", "3"]).options == {"time_s": 3.0}
-
-
 @pytest.mark.parametrize(
-    "text", ["p.add_argument('--log-dir')", "@dataclass\nclass A:\n    log_dir: str = 'x'\n"]
-)
-def test_option_that_the_script_defines_is_the_scripts(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ("text", "words", "options", "left", "warnings"),
+    [
+        ("parser.add_argument('--time-limit')", "--time 3", {"time_s": 3.0}, "", []),
+        ("p.add_argument('--log-dir')", "--log-dir other", {}, "--log-dir other", []),
+        ("@dataclass\nclass A:\n    log_dir: str = 'x'\n", "--log-dir other", {},
+         "--log-dir other", []),
+        ("import torch", "--warmup 5 --trace", {"warmup_s": 5.0, "trace": True}, "",
+         ["haiprof --warmup 5 train.py", "haiprof -- train.py --trace"]),
+    ],
+)  # fmt: skip
+def test_text_of_the_script_tells_whose_an_option_is(
+    text: str, words: str, options: dict[str, object], left: str, warnings: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     script(tmp_path, text, monkeypatch)
-    line = parse_command_line(["train.py", "--log-dir", "other"])
-    assert (line.options, line.command[2:]) == ({}, ["--log-dir", "other"])
-    assert not line.warnings
-
-
-def test_former_option_after_the_script_is_taken_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(tmp_path, "import torch", monkeypatch)
-    line = parse_command_line(["train.py", "--warmup", "5", "--trace"])
-    assert line.options == {"warmup_s": 5.0, "trace": True}
-    assert line.command[1:] == ["train.py"]
-    assert "haiprof --warmup 5 train.py" in line.warnings[0]
-    assert "haiprof -- train.py --trace" in line.warnings[1]
-
-
-@pytest.mark.parametrize("words", [["echo"], ["-m", "json.tool"], ["torchrun", "absent.py"]])
-def test_option_of_a_program_whose_text_is_not_known_stays_its_own(words: list[str]) -> None:
-    line = parse_command_line([*words, "--name", "x"])
-    assert line.command[-2:] == ["--name", "x"]
-    assert not line.options
-
-
-def test_code_on_the_command_line_gets_a_hint() -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_command_line(["-c", "print(1)"])
-    assert "haiprof python -c" in caught.value.hint
-
-
-def test_value_of_the_scripts_own_option_gets_a_hint() -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_command_line(["train.py", "--time", "fast"])
-    assert "--" in caught.value.hint
-
-
-@pytest.mark.parametrize("values", [{"time_s": -1.0}, {"time_s": float("nan")}])
-def test_options_that_cannot_be_are_refused(values: dict[str, object]) -> None:
-    with pytest.raises(UsageError):
-        merge_options(values)
+    line = parse_command_line(["train.py", *words.split()])
+    assert (line.options, line.command[2:]) == (options, left.split())
+    assert [part in said for part, said in zip(warnings, line.warnings, strict=True)] == (
+        [True] * len(warnings)
+    )
 
 
 def test_published_environment_keeps_its_meaning() -> None:
