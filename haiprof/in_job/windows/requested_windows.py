@@ -350,7 +350,7 @@ class PlannedWindows(Windows):
 
     def finish(self) -> None:
         """The job ends."""
-        recording, wanted = self._recording, self._plan.wanted
+        recording, wanted = self._recording, self._plan.upcoming
         if recording is not None and recording.started and wanted is not None:
             until = self._context.whole_until(recording, wanted.first)
             whole = wanted.after_last is not None and until >= wanted.after_last
@@ -360,17 +360,17 @@ class PlannedWindows(Windows):
 
     def give_up(self, reason: str) -> None:
         """No window comes any more; none runs."""
-        self._refuse(self._plan.wanted, reason)
+        self._refuse(self._plan.upcoming, reason)
 
     # -- one window ----------------------------------------------------------------------------
 
     @property
     def _number(self) -> int:
-        wanted = self._plan.wanted
+        wanted = self._plan.upcoming
         return wanted.window if wanted else 0
 
     def _cut_recording(self, recording: Recording, reason: str) -> None:
-        wanted = self._plan.wanted
+        wanted = self._plan.upcoming
         if wanted is not None:
             self._end(recording, wanted, self._context.whole_until(recording, wanted.first), reason)
 
@@ -425,7 +425,7 @@ class PlannedWindows(Windows):
         return None
 
     def _go_on(self, recording: Recording, number: int, begins: bool) -> None:
-        wanted = self._plan.wanted
+        wanted = self._plan.upcoming
         if wanted is None:
             return
         after = self._plan.ends_at(number, self._context.times)

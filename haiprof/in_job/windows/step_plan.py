@@ -201,7 +201,7 @@ class Plan:
         return self.window >= self._after_last_window
 
     @property
-    def wanted(self) -> PlannedWindow | None:
+    def upcoming(self) -> PlannedWindow | None:
         """The window that comes next or runs; None before it is known and after the last."""
         return None if self.over else self._wanted
 
@@ -210,7 +210,7 @@ class Plan:
         trained_ns = times.counter.trained_ns
         if not self.over and self._wanted is None and trained_ns is not None:
             self._find_first(number, trained_ns, times)
-        return self.wanted
+        return self.upcoming
 
     def ends_at(self, number: int, times: StepTimes) -> int | None:
         """The step after the window that runs; None while that is open.
