@@ -30,7 +30,7 @@ from haiprof.compat.torch_profiler.loading import patch_loading, stop_loading
 from haiprof.compat.torch_profiler.pages import Pages
 from haiprof.compat.torch_profiler.patches import patch_pages
 from haiprof.run_format.layout import PLAIN_TRACE_SUFFIX, TRACE_SUFFIX, RunPaths
-from haiprof.show.run_header import RUNNING, manifest_or_none, run_state
+from haiprof.show.run_header import manifest_or_none, run_header
 from haiprof.show.scalars import write_scalars
 from haiprof.show.servers import Access, free_port, new_access, url_of
 from haiprof.trace_analysis.files import Worker, files_by_window
@@ -303,5 +303,4 @@ def _follow(run: RunPaths, layout: Layout, stop: threading.Event) -> None:
 
 
 def _is_running(run: RunPaths | None) -> bool:
-    manifest = None if run is None else manifest_or_none(run)
-    return run is not None and manifest is not None and run_state(run, manifest) == RUNNING
+    return run is not None and run_header(run, manifest_or_none(run)).is_running

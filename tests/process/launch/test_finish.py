@@ -135,9 +135,9 @@ def test_killed_finisher_leaves_nothing_half_and_the_next_one_goes_on(
 ) -> None:
     text = raw_text(20_000)
     parts = [put_down(part_of(run, rank), text) for rank in range(3)]
-    slow = "import zlib, time, haiprof.agent.finish_traces as f; f.CHUNK_BYTES = 1 << 12\n"
-    slow += "real = f._compress_pieces\n"
-    slow += "f._compress_pieces = lambda all: (time.sleep(0.02) or one for one in real(all))"
+    slow = "import time, haiprof.agent.finish_traces as f\n"
+    slow += "real = f.os.fsync\n"
+    slow += "f.os.fsync = lambda number: time.sleep(5) or real(number)"
     process = child(run, before=slow)
     within(60, lambda: any(is_unfinished(path.name) for path in run.traces.iterdir()))
     process.send_signal(number)
