@@ -40,7 +40,8 @@ class AccountRow:
     """Of the ledger."""
     finding: Finding | None = None
     kind: str = ""
-    """`critical` or `warning`: a problem; `info`: another opportunity; empty: what is needed."""
+    """`critical` or `warning`: a problem; `info`: another opportunity; empty: what is needed, or
+    too small for a gain."""
 
     @property
     def code_place(self) -> str:
@@ -58,7 +59,8 @@ class AccountRow:
         did, package = self.account.activity, self.account.package
         inside = did in ("python", "native") and package not in (None, "job")
         whose = "Python's own library" if package == "python" else package
-        return _ACTIVITIES.get(did, activity_words(did)) + (f" in {whose}" if inside else "")
+        said = self.account.does if did == "operators" else activity_words(did)
+        return _ACTIVITIES.get(did, said) + (f" in {whose}" if inside else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +106,10 @@ def _rows(ledger: Ledger, findings: Sequence[Finding]) -> Iterator[AccountRow]:
             small += account.ns_per_step
             continue
         who = f"rank {account.ranks[0]}: " if len(account.ranks) == 1 else ""
-        kind = "info" if number in ledger.opportunities else ""
         yield AccountRow(
             label=who + account.where, ns=account.ns_per_step,
             account=account, number=number, finding=finding,
-            kind=finding.severity if finding else kind,
+            kind=finding.severity if finding else "",
         )  # fmt: skip
     for label, ns in (("smaller accounts", small), ("not sampled", ledger.residual_ns)):
         if ns >= 1:
