@@ -10,6 +10,8 @@ from itertools import chain
 import numpy as np
 import polars as pl
 
+from haiprof.base.code_places import place_text
+from haiprof.base.intervals import Ints
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, ratio_text, visible
@@ -44,6 +46,7 @@ from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ledger import DISPATCH_RATIO, JOB
+from haiprof.run_analysis.lines import written_in
 from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
@@ -324,7 +327,7 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
     calls = _calls_of_operators(found) if inputs.traces.lines is None else ""
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
-    return nothing_text(found.ledger, few=few) + (calls or large)
+    return nothing_text(found.ledger, few=few) + (calls or large or _own_backward(found))
 
 
 def _large_optimizer(ledger: Ledger) -> str:
@@ -357,6 +360,28 @@ def _calls_of_operators(found: RunLedger) -> str:
             return (
                 f"; {account.code_place} calls small operators one by one in {account.where}: "
                 "haiprof --explain says what that costs"
+            )
+    return ""
+
+
+def _own_backward(found: RunLedger) -> str:
+    """Where backward runs a function of the job's own that calls small operators one by one."""
+    # A window tells lines of forward alone: what calling those costs is not known.
+    own: dict[str, list[tuple[Account, Ints]]] = {}
+    for account, rows in zip(found.ledger.accounts, found.rows, strict=True):
+        if account.position == "backward" and account.function:
+            own.setdefault(written_in(account.function), []).append((account, rows))
+    for parts in own.values():
+        largest = max((account for account, _ in parts), key=lambda each: each.ns_per_step)
+        seen = np.unique(found.table.sample[np.concatenate([rows for _, rows in parts])])
+        held = float((found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD).mean())
+        share = sum(account.ns_per_step for account, _ in parts) / max(found.ledger.mean_ns, 1.0)
+        # What only calls backward() is in torch's own frames.
+        if largest.package == JOB and held >= DISPATCH_RATIO and share >= PROBLEM_RATIO:
+            place = place_text(largest.file or "", largest.line, written_in(largest.function or ""))
+            return (
+                f"; {place} runs in backward, {ratio_text(share)} of the step, and "
+                "calls small operators one by one: do it for all at once"
             )
     return ""
 

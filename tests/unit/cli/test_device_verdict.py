@@ -23,11 +23,9 @@ from tests.unit.analysis.trace.shared import (
 from tests.unit.cli import Run
 
 LEDGER_FIELDS = {
-    "ranks", "position", "activity", "package", "file", "line", "function", "expression",
-    "expression_ratio",
-    "callees",
-    "callers", "ns_per_step", "low_ns", "high_ns", "needed", "gain_ns", "gain_low_ns",
-    "gain_high_ns", "when", "explanation", "elsewhere",
+    "ranks", "slowest_rank", "position", "activity", "package", "file", "line", "function",
+    "expression", "expression_ratio", "callees", "callers", "ns_per_step", "low_ns", "high_ns",
+    "needed", "gain_ns", "gain_low_ns", "gain_high_ns", "when", "explanation", "elsewhere",
 }  # fmt: skip
 
 

@@ -567,6 +567,20 @@ def test_a_model_that_calls_small_operators_is_told_of_explain(
     assert ("small operators one by one in forward: haiprof --explain" in headline) == said
 
 
+@pytest.mark.parametrize(("lock", "said"), [("h0", True), ("h00000", False)])
+def test_a_function_of_autograds_that_calls_small_operators_is_named(
+    root: Path, lock: str, said: bool
+) -> None:
+    """A window tells lines of forward alone; what only calls backward() is not meant."""
+    apply = (f"{SITE}/torch/autograd/function.py", 310, "BackwardCFunction.apply")
+    own = (SCRIPT, job(43, "main"), ENGINE, apply, job(12, "Clip.backward"))
+    stacks: Stacks = {"backward": every(3, own, "backward")}
+    write_sampled(root, lambda *_: BALANCED, stacks, lock)
+    headline = judged(root).headline
+    assert headline.startswith("nothing stands out: ")
+    assert ("train.py:12 Clip.backward runs in backward, " in headline) == said
+
+
 def test_what_the_model_does_in_a_part_of_the_steps_alone_is_said(root: Path) -> None:
     """Its operators are no opportunity; that the other steps are without them is a fact."""
     hard = (SCRIPT, MAIN, MODULE, FORWARD, job(9, "Net.hard"))
