@@ -89,7 +89,8 @@ def attach(
     under haiprof is looked at from outside (counters, sampled stacks), or gets the hook with
     --inject; afterwards the hook is out again, and the job runs on as before.
 
-    With an address as log directory (--log-dir s3://bucket/runs) the recording is put there.
+    Such a process is recorded below the first --log-dir. With an address as log directory
+    (--log-dir s3://bucket/runs) the recording is put there.
 
     For example:
 
@@ -111,7 +112,8 @@ def attach(
         )
     options = {"count": steps, "time_s": 0, "stacks": stacks} if trace else None
     copies = copies_at(address) if address else None
-    wish = AttachRequest(time_s=seconds, trace=options, log_dir=default_log_dir(), copies=copies)
+    folder = log_dir[0] if log_dir and not address else default_log_dir()
+    wish = AttachRequest(time_s=seconds, trace=options, log_dir=folder, copies=copies)
 
     if found is not None:
         done = attach_job(found, wish, print_message)

@@ -69,10 +69,7 @@ class Running:
 
     def attach(self, *words: str, status: int = 0) -> dict[str, Any]:
         logs = str(self.folder / "logs")
-        done = run_command(
-            ["attach", *words, "--json", "--log-dir", logs],
-            folder=self.folder, extra_environment={"HAIPROF_LOG_DIR": logs},
-        )  # fmt: skip
+        done = run_command(["attach", *words, "--json", "--log-dir", logs], folder=self.folder)
         assert done.returncode == status, done.stderr
         found: dict[str, Any] = json.loads(done.stdout) if not status else {"error": done.stderr}
         return {**found, "talk": done.stderr}
