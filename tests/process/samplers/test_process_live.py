@@ -233,15 +233,13 @@ def test_process_live_thread_that_shares_its_cpu_runs_or_waits_all_the_time(run:
 AS_NOBODY = """
 import encodings.ascii, json, os, sys
 from dataclasses import asdict
-from pathlib import Path
-from haiprof.run_format.layout import RunPaths
-from haiprof.agent.samplers.ranks import PlacementSampler
-from haiprof.agent.samplers.ranks import ProcessSampler
+from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
+from haiprof.agent.samplers.table import Node
 os.setgid(65534)
 os.setuid(65534)
 found = []
 for kind in (ProcessSampler, PlacementSampler):
-    sampler = kind(RunPaths(Path("/nonexistent")), "node1", pid=int(sys.argv[1]))
+    sampler = kind(Node(host="node1", pid=int(sys.argv[1])))
     sampler.open()
     found += map(asdict, sampler.states())
 print(json.dumps(found))
