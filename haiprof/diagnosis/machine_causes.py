@@ -113,11 +113,12 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
     loading = sum(inputs.worker_cores(r) or 0.0 for r in ranks if inputs.loader_workers.get(r))
-    by_workers = wanted - loading <= cores and not too_many and loading > 0
+    # A thread waits for no longer than the workers run: most of what is waited may be their doing.
+    by_workers = wanted - loading <= cores and not too_many and 2 * loading > wanted - busy
     if by_workers:
         remedy = (
-            f"do less per sample in the DataLoader's workers, which use {number_text(loading)} of "
-            "the cores: decode and tokenize once, ahead of training; or "
+            f"do less per sample in the DataLoader's workers, which use {number_text(loading)} "
+            "cores: decode and tokenize once, ahead of training; or "
             f"{'allow the job' if spare else 'take a node with'} more cores; what fewer workers "
             "gain is measured by haiprof try-loader"
         )
