@@ -326,8 +326,16 @@ def _collections(question: Question) -> Finding:
     inputs = question.inputs
     pauses = inputs.pauses.filter(pl.col("phase") == GC_PHASE)
     longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
-    account, asked = question.account, question.account.file is not None
-    by = f", called by {_function_text(account)}" if asked else ""
+    account = question.account
+    looks = (settings.looks for settings in inputs.settings.values())
+    asked = any(
+        account.line is not None
+        and (look.collect_file, look.collect_line) == (account.file, account.line)
+        for look in looks
+    )
+    how = "called by" if asked else "mostly in"
+    by = "" if account.file is None else f", {how} {_function_text(account)}"
+    there = " in each step" if account.file is None else " there"
     device = ", and GPU memory only if a reference cycle holds tensors" * inputs.uses_gpu
     return Finding(
         rule="garbage_collection",
@@ -338,8 +346,8 @@ def _collections(question: Question) -> Finding:
         f"nothing but reference cycles{device}"
         if asked
         else "call gc.freeze() once the model and data are built; then gc.disable(), and "
-        "gc.collect(1) every few hundred steps on all ranks alike; look for what makes reference "
-        "cycles in each step (closures, kept exceptions), and for gc.collect() in the loop",
+        "gc.collect(1) every few hundred steps on all ranks alike; look for what makes objects and "
+        f"reference cycles{there} (closures, kept exceptions)",
         evidence=evidence_rows(
             ("pauses of 0.2 ms and more", float(pauses.height), "count"),
             ("longest pause", longest, "ns"),

@@ -228,7 +228,8 @@ def find_opportunities(table: TimeTable) -> list[Opportunity]:
         if len(rows := take((table.activity == activity) & lineless))
     ]
     if len(rows := take(table.position == COMPILE)):
-        found.append(opportunity(table, rows, _find_caller(table, rows)))
+        at = main_place(table.tree, table.stack[rows], table.ns[rows])
+        found.append(opportunity(table, rows, at))
     if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
@@ -250,15 +251,15 @@ def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportuni
     )
 
 
-def _find_caller(table: TimeTable, rows: Ints) -> CodePlace | None:
-    """The job's line below which most of some rows' time passes; None where no line holds most."""
-    inner = innermost_stack(table.tree)[table.stack[rows]]
-    place = np.append(table.tree.line_places(), -1)[inner]
-    time = np.bincount(place + 1, table.ns[rows])
-    most = int(time.argmax())
-    if not most or time[most] < _MOST * time.sum():
+def main_place(tree: CodeTree, stacks: Ints, weight: Floats) -> CodePlace | None:
+    """The job's line in or below which most of some stacks are; None where no line holds most."""
+    inner = innermost_stack(tree)[stacks]
+    place = np.append(tree.line_places(), -1)[inner]
+    held = np.bincount(place + 1, weight)
+    most = int(held.argmax()) if len(held) else 0
+    if not most or held[most] < _MOST * held.sum():
         return None
-    return code_place(table.tree, int(inner[place == most - 1][0]))
+    return code_place(tree, int(inner[place == most - 1][0]))
 
 
 def _find_checkpointing(table: TimeTable) -> CodePlace | None:
@@ -284,7 +285,7 @@ def code_place(tree: CodeTree, stack: int) -> CodePlace | None:
         if not tree.library[tree.place[stack]]:
             frame = tree.frames[tree.place[stack]]
             caller = (frame.file, frame.line, written_in(frame.function))
-            if caller not in way[:1]:  # no comprehension of that line
+            if caller not in way[-1:]:  # no comprehension of that line
                 way.append(caller)
         stack = int(tree.parent[stack])
     if not way:

@@ -37,6 +37,7 @@ from haiprof.diagnosis.opportunities import (
     find_opportunities,
     give_lines,
     lacks_line,
+    main_place,
     mark_needed,
     opportunity,
     small_operators,
@@ -83,6 +84,8 @@ _MOST_SPLIT = 0.95
 """No more of the model's own operators is called avoidable."""
 _UNEVEN = 1.2
 """A rank that spends so many times the mean of all ranks on an account is named."""
+_COLLECTING_MIN = 8
+"""So many samples within collections tell where they begin."""
 _ONE_RANK = 0.8
 """Where one of several ranks has so much of an account, it is about that rank."""
 _ELSEWHERE_RATIO = 0.1
@@ -183,7 +186,9 @@ def run_ledger(
     sampled = np.isin(table.rank, table.rank[table.count > 0])
     table = mark_needed(table.take(sampled) if sampled.any() else table)
     found = [
-        replace(each, at=_asked_collections(inputs)) if each.activity == COLLECTION else each
+        replace(each, at=_asked_collections(inputs) or _collecting_place(samples, parts))
+        if each.activity == COLLECTION
+        else each
         for each in find_opportunities(table)
     ]
     slowed = None
@@ -245,6 +250,21 @@ def _asked_collections(inputs: RuleInputs) -> CodePlace | None:
         file=most.collect_file, line=most.collect_line,
         function=written_in(most.collect_function or "<module>"),
     )  # fmt: skip
+
+
+def _collecting_place(samples: CodeSamples, parts: Sequence[RankSamples]) -> CodePlace | None:
+    """The line at which most collections stop training: what allocates there brings them about."""
+    stacks = [np.empty(0, dtype=np.int64)]
+    for rank in parts:
+        at = np.flatnonzero(
+            (samples.rank == rank.rank) & (samples.worker < 0) & (samples.position < 0)
+        )
+        place = rank.positions.at(samples.time_ns[at] - rank.wall_offset_ns)
+        collects = (place >= 0) & np.append(rank.positions.collecting, False)[place]
+        stacks.append(samples.stack[at[collects]])
+    found = np.concatenate(stacks)
+    few = len(found) < _COLLECTING_MIN
+    return None if few else main_place(samples.tree, found, np.ones(len(found)))
 
 
 def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:

@@ -194,12 +194,23 @@ def test_lines_add_up_to_the_accounts_of_their_function(name: str) -> None:
         of_lines[key] = of_lines.get(key, 0.0) + (row["ns_per_step"] or 0.0)
     of_accounts: dict[tuple[str | None, str], float] = {}
     for account in ledger.accounts:
-        if account.function and account.position == "after_step":
+        is_code = account.activity != "garbage collection"  # lines say that it is left out
+        if account.function and account.position == "after_step" and is_code:
             key = account.position, account.function
             of_accounts[key] = of_accounts.get(key, 0.0) + account.ns_per_step
     assert of_accounts
     for key, ns in of_accounts.items():
         assert of_lines[key] == pytest.approx(ns, rel=0.02), key
+
+
+def test_collections_are_said_to_begin_where_the_job_allocates() -> None:
+    """The recorded job makes cycles in one line; it never calls gc.collect()."""
+    verdict = diagnose(Analyzer(RECORDED[0].parent / "garbage"))
+    (found,) = [each for each in verdict.findings if each.rule == "garbage_collection"]
+    assert found.title.endswith("mostly in log (train.py:35)")
+    assert found.cause is None
+    assert "reference cycles there" in found.remedy
+    assert found.code_lines[0].line == 35
 
 
 @pytest.mark.parametrize(
