@@ -60,7 +60,7 @@ class Outbox(Generic[Item]):
         self, name: str, deliver: Callable[[Item], None], *, most: int = QUEUE_LIMIT
     ) -> None:
         self.changed = threading.Condition()
-        """Held by whoever looks at `queue` before a `put`."""
+        """To be held from a look at `queue` to the `put` that rests on it."""
         self.queue: deque[Item] = deque(maxlen=most)
         self._deliver = deliver
         self._is_sending = self._is_closed = False

@@ -49,9 +49,8 @@ _DOES = {
     "unknown": "time that was not sampled",
 }
 """Activities in words; native code is that of a package."""
-_TORCH_CALL = re.compile(
-    r"\b(torch|torchvision|torchaudio|F|TF|nn)\.|\.(backward|zero_grad|step)\("
-)
+TORCH_CALL = re.compile(r"\b(?:torch|torchvision|torchaudio|F|TF|nn)\.|\.(?:backward|zero_grad)\(")
+"""In an expression, what only torch is called by: `step` may be that of an environment."""
 
 
 def position_words(position: str) -> str:
@@ -130,7 +129,7 @@ class Account:
     def does(self) -> str:
         """What the thread did, in words: `Python`, `waiting for a file`, `numpy`."""
         package = None if self.package in (None, "job", "python") else self.package
-        calls_torch = package or self.needed or _TORCH_CALL.search(self.expression or "")
+        calls_torch = package or self.needed or TORCH_CALL.search(self.expression or "")
         if self.activity == "operators" and not calls_torch:
             return "native code"  # of a tensor's method or an array's: nothing tells which
         return _DOES.get(self.activity, package or "native code")

@@ -353,8 +353,7 @@ def _calls_of_operators(found: RunLedger) -> str:
         of_model = account.needed and account.position in ("forward", "loss")
         if not of_model or account.package != JOB or account.file is None:
             continue
-        seen = np.unique(found.table.sample[rows])
-        held = float((found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD).mean())
+        held = _held_ratio(found, rows)
         share = 2 * account.low_ns / max(found.ledger.mean_ns, 1.0)  # and as many in backward
         if held >= DISPATCH_RATIO and share >= PROBLEM_RATIO:
             return (
@@ -367,23 +366,29 @@ def _calls_of_operators(found: RunLedger) -> str:
 def _own_backward(found: RunLedger) -> str:
     """Where backward runs a function of the job's own that calls small operators one by one."""
     # A window tells lines of forward alone: what calling those costs is not known.
-    own: dict[str, list[tuple[Account, Ints]]] = {}
+    own: dict[tuple[str | None, str], list[tuple[Account, Ints]]] = {}
     for account, rows in zip(found.ledger.accounts, found.rows, strict=True):
         if account.position == "backward" and account.function:
-            own.setdefault(written_in(account.function), []).append((account, rows))
-    for parts in own.values():
+            key = account.file, written_in(account.function)
+            own.setdefault(key, []).append((account, rows))
+    for (file, function), parts in own.items():
         largest = max((account for account, _ in parts), key=lambda each: each.ns_per_step)
-        seen = np.unique(found.table.sample[np.concatenate([rows for _, rows in parts])])
-        held = float((found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD).mean())
+        held = _held_ratio(found, np.concatenate([rows for _, rows in parts]))
         share = sum(account.ns_per_step for account, _ in parts) / max(found.ledger.mean_ns, 1.0)
         # What only calls backward() is in torch's own frames.
         if largest.package == JOB and held >= DISPATCH_RATIO and share >= PROBLEM_RATIO:
-            place = place_text(largest.file or "", largest.line, written_in(largest.function or ""))
+            place = place_text(file or "", largest.line, function)
             return (
                 f"; {place} runs in backward, {ratio_text(share)} of the step, and "
                 "calls small operators one by one: do it for all at once"
             )
     return ""
+
+
+def _held_ratio(found: RunLedger, rows: Ints) -> float:
+    """Of the samples of some rows, the share in which the thread held the interpreter lock."""
+    seen = np.unique(found.table.sample[rows])
+    return float((found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD).mean())
 
 
 def nothing_text(ledger: Ledger | None, *, few: bool = False) -> str:

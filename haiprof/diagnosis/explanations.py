@@ -494,11 +494,12 @@ _DO = {
     "prepare": "do it in the dataset, beside training (DataLoader workers)",
 }
 _OUTSIDE = "do it less often, in another process, or not at all"
+_COMPRESS = "compress in another process, or with a lower level"
 _OF_CALL = (
     ("copy.deepcopy", "copy less: only what changes, and less often; averages of parameters are "
      "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
     ("torch.serialization", "save less often, or from another thread"),
-    ("gzip.", "compress in another process, or with a lower level"),
+    ("gzip.", _COMPRESS),
     ("json.load", "read it ahead of training, in DataLoader workers, or from a file that needs no "
      "parsing"),
     ("json.dump", "write it less often, or from another process"),
@@ -521,7 +522,7 @@ _OF_CODE = (
      "make it once where it may stay the same; what belongs to a batch, in the dataset, beside "
      "training (DataLoader workers)"),
     (re.compile(r"\bzlib\.|\bbz2\.|\blzma\."),
-     "compress in another process, or with a lower level"),
+     _COMPRESS),
     (re.compile(r"\bopen\(|\.write\(|\.savez?\w*\("),
      "write less often and more at once, or from another thread"),
     (re.compile(r"\bprint\("), "print every N steps"),

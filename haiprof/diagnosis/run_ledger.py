@@ -82,7 +82,7 @@ SMALL_RATIO = 0.002
 """Accounts below this share of a step are one row by position and activity."""
 _MOST_SPLIT = 0.95
 """No more of the model's own operators is called avoidable."""
-_UNEVEN = 1.2
+_SLOWEST_RATIO = 1.2
 """A rank that spends so many times the mean of all ranks on an account is named."""
 _COLLECTING_MIN = 8
 """So many samples within collections tell where they begin."""
@@ -535,7 +535,7 @@ class _Accounts:
         alone = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
         slowest = int(share.argmax())
         ranks = (time.ranks[slowest],) if alone else ()
-        is_uneven = float(share.max()) >= _UNEVEN * float(share.mean())
+        is_uneven = float(share.max()) >= _SLOWEST_RATIO * float(share.mean())
         ns = np.bincount(table.position[found.rows], table.ns[found.rows], len(POSITIONS))
         large = np.flatnonzero(ns >= _ELSEWHERE_RATIO * max(float(ns.sum()), 1.0)).tolist()
         at = found.at

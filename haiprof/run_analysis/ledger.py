@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import POSITIONS
+from haiprof.base.ledger import POSITIONS, TORCH_CALL
 from haiprof.run_analysis.code_samples import (
     TRAINING_PHASES,
     WORKER,
@@ -87,7 +87,6 @@ _LIBRARY_CALL = re.compile(
     r"|subprocess|socket|sqlite3|hashlib|zlib|gzip|bz2|lzma|zipfile|tarfile|csv|math|time"
     r"|requests|urllib)\."
 )
-_TORCH_CALL = re.compile(r"\b(?:torch|torchvision|torchaudio|F|TF|nn)\.")
 _WAITING_CALLS = (
     (re.compile(r"\s*os\.(?:fsync|fdatasync|sync)\("), FILE_WAIT),
     (re.compile(r"\s*time\.sleep\("), SLEEP),
@@ -342,7 +341,7 @@ def _guess_activity(
     # Where nobody looked at the lock it is Python outside of the model, operators in it. What makes
     # batches and holds no lock is some native code, but for a line that has the name of torch.
     pairs = zip(samples.tree.frames, packages, strict=True)
-    kinds = [2 if _TORCH_CALL.search(f.expression) else 1 for f, name in pairs if name == JOB]
+    kinds = [2 if TORCH_CALL.search(f.expression) else 1 for f, name in pairs if name == JOB]
     of_job = np.array([*(name == JOB for name in packages), False])
     kind = np.zeros(len(of_job), dtype=np.int64)
     kind[of_job] = kinds

@@ -226,8 +226,8 @@ def test_an_expression_that_is_a_name_alone_is_not_shown(expression: str, shown:
 @pytest.mark.parametrize(
     ("expression", "said"),
     [("torch.randn(4)", "torch operators"), ("loss.backward()", "torch operators"),
-     ("0.1 * v.numpy()", "native code"), ('open(path, "wb")', "native code"),
-     (None, "native code")],
+     ("0.1 * v.numpy()", "native code"), ("env.step(action)", "native code"),
+     ('open(path, "wb")', "native code"), (None, "native code")],
 )  # fmt: skip
 def test_only_what_calls_torch_by_name_is_called_its_operators(
     expression: str | None, said: str
