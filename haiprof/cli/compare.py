@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from haiprof.base.errors import MissingDataError, RunNotFoundError, UsageError
@@ -147,7 +148,9 @@ def _show_traces(before: Path, after: Path, output: Output) -> None:
     output.show(
         lambda width: device_comparison_view(found, width=width), device_comparison_data(found)
     )
-    output.hint(f"next: haiprof compare --traces {before} {after}")
+    output.hint(
+        f"next: haiprof compare --traces {shlex.quote(str(before))} {shlex.quote(str(after))}"
+    )
 
 
 def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -143,7 +144,7 @@ def _show(done: Attached, output: Output) -> None:
         save_verdict(found, header, analyzer.run)
     data = {**done.as_json(), "verdict": as_document(found) if found is not None else None}
     output.show(lambda width: attach_view(done, found, header, analyzer, width=width), data)
-    output.hint(f"next: haiprof verdict overview {done.run}")
+    output.hint(f"next: haiprof verdict overview {shlex.quote(str(done.run))}")
 
 
 DEFAULT_FOLDER = Path("haiprof-traces")
@@ -198,7 +199,7 @@ def trace_through_kineto(
     if not found.done:
         raise HaiprofError("no process was traced")
     where = found.folder if folder or job.run is None else job.run.root
-    output.hint(f"next: haiprof trace report {where}")
+    output.hint(f"next: haiprof trace report {shlex.quote(str(where))}")
 
 
 def trace_now(
@@ -290,7 +291,7 @@ def trace_now(
     output.show(lambda _: trace_now_view(found), found.as_json())
     if not found.done:
         raise HaiprofError("no rank was traced", hint=f"haiprof snapshot {found.run}")
-    output.hint(f"next: haiprof trace report {found.run} --window {found.window}")
+    output.hint(f"next: haiprof trace report {shlex.quote(str(found.run))} --window {found.window}")
 
 
 def kineto_agent(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import os
+import shlex
 import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -153,9 +154,8 @@ def report(
     wrote = "replaced" if output.exists() else "wrote"
     write_report(content, output, below=below)
     print_message(f"{wrote} {output} ({bytes_text(output.stat().st_size)})")
-    print_message(
-        f"next: open it in a browser, or haiprof report --serve {shown_path(analyzer.run.root)}"
-    )
+    run = shlex.quote(shown_path(analyzer.run.root))
+    print_message(f"next: open it in a browser, or haiprof report --serve {run}")
 
 
 def view(

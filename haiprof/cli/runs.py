@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +41,7 @@ def overview(
 
         output.hint(f"wrote {write_page_part(analyzer, html)}")
     output.show(lambda width: overview_view(summary, width=width), summary.as_json())
-    output.hint(f"next: haiprof verdict rank {summary.run.path} 0")
+    output.hint(f"next: haiprof verdict rank {shlex.quote(str(summary.run.path))} 0")
 
 
 def rank(
@@ -74,7 +75,7 @@ def rank(
 
         output.hint(f"wrote {write_page_part(analyzer, html, rank=chosen)}")
     output.show(lambda _: rank_view(summary), summary.as_json())
-    output.hint(f"next: haiprof verdict {summary.run.path}")
+    output.hint(f"next: haiprof verdict {shlex.quote(str(summary.run.path))}")
 
 
 def parse_rank_words(
@@ -221,7 +222,7 @@ def goodput(
         goodput_data(found, folders, joined=joined),
         lambda: goodput_markdown(found, joined=joined),
     )
-    output.hint(f"next: haiprof verdict {folders[-1]}")
+    output.hint(f"next: haiprof verdict {shlex.quote(str(folders[-1]))}")
 
 
 LIMIT_S = 0.5
@@ -281,4 +282,4 @@ def list_runs(
     runs = run_list(log_dir, limit_s=None if everything else LIMIT_S, job=own)
     output.show(lambda _: list_view(log_dir, runs), {"log_dir": log_dir, "runs": runs})
     if runs:
-        output.hint(f"next: haiprof verdict {runs[-1].path}")
+        output.hint(f"next: haiprof verdict {shlex.quote(str(runs[-1].path))}")

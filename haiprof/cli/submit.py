@@ -157,7 +157,9 @@ def _submit(spec: JobSpec, on: str, log_dir: Path, output: Output, *, wait: bool
         output.show(lambda _: "", result)
     if status is None:
         output.hint(f"next: haiprof ls --live; tail -f {shlex.quote(str(job.log))}")
-    output.hint(f"{'' if status is not None else 'then: '}haiprof verdict {job.target}")
+    output.hint(
+        f"{'' if status is not None else 'then: '}haiprof verdict {shlex.quote(str(job.target))}"
+    )
     return status or 0
 
 

@@ -39,6 +39,16 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(haiprof.__file__).parent.parent))
 
 
+@pytest.mark.parametrize("command", ["overview", "rank", "goodput", "ls", "verdict", "report"])
+def test_the_next_command_can_be_copied_though_a_folder_has_a_space(
+    job: RunPaths, tmp_path: Path, command: str, run: Run
+) -> None:
+    moved = job.root.rename(tmp_path / "my job")
+    ran = run(command, tmp_path if command == "ls" else moved)
+    assert ran.status == 0
+    assert f"'{moved}'" in ran.out + ran.err or f"'{moved.name}'" in ran.out + ran.err
+
+
 @pytest.mark.parametrize(
     "words",
     [["overview", "{}"], ["rank", "{}", "0"], ["list", "{}"], ["verdict", "{}"]],
