@@ -22,6 +22,8 @@ from tests.process.live import within
 pytestmark = pytest.mark.slow
 
 # It trains until the file `stop` is there, and tells the losses of its first 300 steps.
+NAME = f"attached_train_{os.environ.get('PYTEST_XDIST_WORKER', '0')}.py"
+"""Of a worker's own: a job is found by its script's name, and other workers have theirs."""
 SCRIPT = """
 import hashlib, os, sys, time
 import torch
@@ -58,9 +60,9 @@ class Running:
 
     def __init__(self, folder: Path, *launcher: str) -> None:
         self.folder = folder
-        (folder / "attached_train.py").write_text(SCRIPT)
+        (folder / NAME).write_text(SCRIPT)
         self.process = subprocess.Popen(
-            [sys.executable, *launcher, str(folder / "attached_train.py")],
+            [sys.executable, *launcher, str(folder / NAME)],
             cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
@@ -114,7 +116,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def test_recorded_job_is_judged_by_its_next_seconds(tmp_path: Path, undisturbed: str) -> None:
     job = Running(tmp_path, *LAUNCHER)
     try:
-        found = job.attach("attached_train.py", "--time", "3")
+        found = job.attach(NAME, "--time", "3")
         assert (found["how"], found["ranks"], found["refused"]) == ("recorded", [0], {})
         assert found["verdict"]["headline"].startswith("dataloader-bound")
         whole = Analyzer(found["run"]).steps().height
@@ -131,7 +133,7 @@ def test_job_whose_recording_has_ended_records_again_twice(
     job = Running(tmp_path, *LAUNCHER, "--time", "0.5")
     try:
         wait_for_the_end_of_recording(tmp_path)
-        first = job.attach("attached_train.py", "--time", "2")
+        first = job.attach(NAME, "--time", "2")
         second = job.attach(str(job.process.pid), "--time", "2", "--trace", "--steps", "3")
         for found in (first, second):
             assert (found["how"], found["ranks"], found["refused"]) == ("resumed", [0], {})
@@ -139,7 +141,7 @@ def test_job_whose_recording_has_ended_records_again_twice(
             analyzer = Analyzer(found["run"])
             assert analyzer.ranks()["recording_ended"].to_list() == ["time"]
             assert analyzer.counters().filter(source="process").height > 0
-            assert Path(found["run"]).name.startswith("attach-attached_train-")
+            assert Path(found["run"]).name.startswith(f"attach-{Path(NAME).stem}-")
             assert Path(found["run"]).parent == tmp_path / "logs"
         (rank,) = second["trace"]["ranks"]
         assert rank["state"] == "done", rank
@@ -191,7 +193,7 @@ def test_foreign_process_is_looked_at_from_outside(foreign: Running) -> None:
 )
 def test_hook_is_put_into_a_foreign_process_and_out_again(foreign: Running) -> None:
     for _ in range(2):
-        found = foreign.attach("attached_train.py", "--inject", "--time", "2")
+        found = foreign.attach(NAME, "--inject", "--time", "2")
         assert (found["how"], found["ranks"], found["refused"]) == ("injected", [0], {})
         assert "cannot afford to lose" in found["talk"]
         assert found["verdict"]["headline"].startswith("dataloader-bound")
