@@ -122,6 +122,9 @@ def explain(question: Question) -> Finding:
         said = _with_mount(question, said)
     if account.activity == "wait: socket":
         said = replace(said, evidence=(*said.evidence, *_sent_again(question)))
+    if account.activity == "wait: lock":
+        chosen, used = _other_threads(question)
+        said = replace(said, code_lines=code_lines(chosen, "a core, in another thread", used))
     return _name_alone(question, said)
 
 
@@ -274,16 +277,19 @@ def _input(question: Question) -> Finding:
     )
 
 
-def _interpreter_lock(question: Question) -> Finding:
+def _other_threads(question: Question) -> tuple[CodeSamples, float]:
+    """What other Python threads of the training process use cores for, and how many cores."""
     others = question.samples.phase == OTHER_THREADS
     others &= question.samples.worker < 0
     chosen = question.samples.take(others)
-    whole = (
-        max(float(question.inputs.trained_ns.get(int(chosen.rank[0]), 1.0)), 1.0)
-        if len(chosen.rank)
-        else 1.0
-    )
-    used = min(float(chosen.weight_ns.sum()) / whole, 1.0)
+    if not len(chosen.rank):
+        return chosen, 0.0
+    whole = max(float(question.inputs.trained_ns.get(int(chosen.rank[0]), 1.0)), 1.0)
+    return chosen, min(float(chosen.weight_ns.sum()) / whole, 1.0)
+
+
+def _interpreter_lock(question: Question) -> Finding:
+    chosen, used = _other_threads(question)
     return Finding(
         rule="interpreter_lock",
         title="another Python thread holds the interpreter lock (GIL): training waits for it, "
@@ -532,6 +538,8 @@ _OF_ACTIVITY = {
     "wait: sleep": "remove the sleep",
     "wait: file": "write less often and more at once, without flush and fsync in each step, or "
     "from another thread",
+    "wait: lock": "let the other thread hold the lock only while it takes over what it needs; hand "
+    "work to it through a queue, and do not wait for it in the loop",
     "wait: socket": "ask less often, or from another thread",
     "wait: process": "start it less often, or do not wait for it in the loop",
     "wait: device": "keep the value on the device: no .item(), .cpu() or print of a tensor in each "
