@@ -16,7 +16,7 @@ from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.safe_files import MadeFolder, write_file
 from haiprof.linux.process_files import status_fields
-from haiprof.linux.processes import Process, jobs_below, ranks_among, ranks_below
+from haiprof.linux.processes import Process, is_launcher, jobs_below, ranks_among, ranks_below
 from haiprof.linux.procfs import (
     command_line,
     is_mine,
@@ -36,16 +36,17 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
     if name.isdigit():
         _check_owner(int(name), proc)
         jobs = jobs_below(int(name), proc=proc)
-        ranks = [rank for job in jobs for rank in ranks_below(job, proc=proc)]
-        if len(jobs) > 1 and not _are_one_job(ranks):
-            named = [f"{job} ({shlex.join(command_line(job, proc=proc))[:60]})" for job in jobs]
-            raise UsageError(
-                f"process {name}: several jobs run below it: {'; '.join(named)}",
-                hint="name one of them",
-            )
+        ranks, where = [rank for job in jobs for rank in ranks_below(job, proc=proc)], " below it"
     else:
         pids = [pid for pid in own_pids(proc=proc) if _runs(pid, name, proc)]
-        ranks = ranks_among(pids, proc=proc)
+        ranks, where = ranks_among(pids, proc=proc), ""
+        jobs = sorted({_job_of(rank, proc) for rank in ranks})
+    if len(jobs) > 1 and not _are_one_job(ranks):
+        named = [f"{job} ({shlex.join(command_line(job, proc=proc))[:60]})" for job in jobs]
+        raise UsageError(
+            f"{'process ' * bool(where)}{name}: several jobs run{where}: {'; '.join(named)}",
+            hint="name one of them by its process id",
+        )
     if not ranks:
         raise RunNotFoundError(
             f"{name}: no process of yours that has PyTorch loaded"
@@ -53,6 +54,10 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
             hint="haiprof ls --live lists jobs under haiprof; or name a process id",
         )
     return ranks
+
+
+def _job_of(rank: Process, proc: Path) -> int:
+    return rank.parent if is_launcher(command_line(rank.parent, proc=proc)) else rank.pid
 
 
 def _are_one_job(ranks: Sequence[Process]) -> bool:

@@ -86,6 +86,16 @@ def test_only_the_ranks_of_one_job_are_found_below_a_process(fake: Fake) -> None
     assert "; 40 (mpirun -np 2 python train.py); 50 (python third.py)" in str(caught.value)
 
 
+def test_a_name_that_unrelated_runs_share_is_not_taken_for_one_job(fake: Fake) -> None:
+    fake.add(40, command="mpirun -np 2 python other.py", torch=False)
+    fake.add(41, parent=40, command="python other.py")
+    fake.add(42, parent=40, command="python other.py")
+    assert fake.found("other.py") == [41, 42]
+    fake.add(50, command="python other.py --seed 2")
+    with pytest.raises(UsageError, match=r"other.py: several jobs run: 40 .*; 50 \(python other"):
+        fake.found("other.py")
+
+
 def test_process_without_torch_and_missing_ones_are_named(fake: Fake) -> None:
     fake.add(40, torch=False)
     with pytest.raises(RunNotFoundError, match="PyTorch"):
