@@ -63,6 +63,25 @@ def activity_words(activity: str) -> str:
     return _DOES.get(activity, activity)
 
 
+def expression_text(expression: str | None) -> str:
+    """An expression in one line; empty where it is a name alone, which tells nothing."""
+    text = " ".join((expression or "").split())
+    return "" if text.replace(".", "_").isidentifier() else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountPart:
+    """What another line of the job's does of an account, where that is a considerable part."""
+
+    file: str
+    line: int
+    function: str
+    expression: str | None
+    activity: str
+    ratio: float
+    """Its share of the account's time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
     """One row: what one kind of work of one place in the code takes of the mean step."""
@@ -85,6 +104,8 @@ class Account:
     """The part of that line that ran, where it was recorded (Python 3.11 and newer)."""
     expression_ratio: float | None = None
     """Its share of the account's time."""
+    also: AccountPart | None = None
+    """The line that takes most of what that one leaves; None where it takes less than a quarter."""
     callees: tuple[str, ...] = ()
     """Functions of libraries below that line in which most of the time passes, outermost first."""
     callers: tuple[str, ...] = ()
@@ -118,8 +139,7 @@ class Account:
 
         Empty where it is unknown, or a name alone, which tells nothing: `batch` of a loop over it.
         """
-        text = " ".join((self.expression or "").split())
-        text = "" if text.replace(".", "_").isidentifier() else text
+        text = expression_text(self.expression)
         ratio = 1.0 if self.expression_ratio is None else self.expression_ratio
         if not text or ratio >= _WHOLE_RATIO:
             return text

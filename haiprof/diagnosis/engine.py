@@ -272,6 +272,7 @@ def _finding(
     line = account_line(account, ledger.mean_ns)
     return replace(
         said,
+        title=said.title + _operators_beside(found, account),
         gain=_gain(ledger, account),
         confidence=FEW_STEPS_SURE if few else said.confidence,
         severity=_severity(ledger, account, inputs) if said.is_choice else "info",
@@ -383,6 +384,25 @@ def _own_backward(found: RunLedger) -> str:
                 "calls small operators one by one: do it for all at once"
             )
     return ""
+
+
+def _operators_beside(found: RunLedger, account: Account) -> str:
+    """What small operators take that the same function calls: with its loop they become fewer."""
+    if account.package != JOB or account.activity != "python" or account.position == "evaluation":
+        return ""
+    place = account.position, account.file, written_in(account.function or "")
+    same = [
+        (each, rows)
+        for each, rows in zip(found.ledger.accounts, found.rows, strict=True)
+        if each.needed and each.activity == "operators"
+        and (each.position, each.file, written_in(each.function or "")) == place
+    ]  # fmt: skip
+    spent_ns = sum(each.ns_per_step for each, _ in same)
+    if spent_ns < PROBLEM_RATIO * found.ledger.mean_ns:
+        return ""
+    if _held_ratio(found, np.concatenate([rows for _, rows in same])) < DISPATCH_RATIO:
+        return ""
+    return f"; the small operators that it calls take another {duration_text(spent_ns)}"
 
 
 def _held_ratio(found: RunLedger, rows: Ints) -> float:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from haiprof.base.ledger import GROWING, PROBLEM_RATIO, Account
+from haiprof.base.code_places import place_text
+from haiprof.base.ledger import (
+    GROWING,
+    PROBLEM_RATIO,
+    Account,
+    activity_words,
+    expression_text,
+)
 from haiprof.base.units import duration_text, ranks_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import loader_cause
@@ -31,6 +38,7 @@ from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
 from haiprof.run_analysis.code_samples import DATALOADER, OTHER_THREADS, WORKER, CodeSamples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
+    NATIVE,
     UNKNOWN,
     WORKER_LOADER,
     WORKER_START,
@@ -499,6 +507,11 @@ _DO = {
     "(torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_norm)",
     "prepare": "do it in the dataset, beside training (DataLoader workers)",
 }
+_MAKES_BATCH = re.compile(
+    r"batch|sampl|data|load|augment|token|image|decode|collate|encode|crop|\btorch\.rand|randperm|"
+    r"np\.load|memmap|index_select|from_numpy", re.IGNORECASE,
+)  # fmt: skip
+"""In a function or an expression between steps: it may make the next batch."""
 _OUTSIDE = "do it less often, in another process, or not at all"
 _COMPRESS = "compress in another process, or with a lower level"
 _OF_CALL = (
@@ -513,9 +526,9 @@ _OF_CALL = (
     ("torch.distributions", "it checks its arguments each time: validate_args=False (or "
      "torch.distributions.Distribution.set_default_validate_args(False)) once the code is right; "
      "make one for many samples"),
-    ("clip_grad", "it costs so much for each parameter tensor: leave it out where gradients never "
-     "reach the limit (a trainer does so with max_grad_norm=0 or gradient_clip_val=None), or hold "
-     "parameters in fewer, larger tensors"),
+    ("clip_grad", "clipping gradients costs so much for each parameter tensor: leave it out where "
+     "they never reach the limit (a trainer does so with max_grad_norm=0 or "
+     "gradient_clip_val=None), or hold parameters in fewer, larger tensors"),
     ("tensorboard", "write scalars every N steps, histograms and pictures far less often"),
     ("sklearn", "compute the metric at the end of an epoch, or from another process"),
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
@@ -554,8 +567,18 @@ _OF_TRAINER = (
 )
 
 
+_OF_ACCELERATE = (
+    "accelerate does it in each call, not the line that calls it: larger batches pay it less "
+    "often, and plain PyTorch objects (accelerator.unwrap_model, optimizer.optimizer) not at all"
+)
+
+
 def _is_in_trainer(account: Account) -> bool:
     return any(name.startswith(TRAINERS) for name in account.callees[:1])
+
+
+def _is_in_accelerate(account: Account) -> bool:
+    return any(name.startswith("accelerate.") for name in account.callees[:1])
 
 
 def _code(question: Question) -> Finding:
@@ -564,9 +587,12 @@ def _code(question: Question) -> Finding:
     position, called = account.position, " ".join(account.callees)
     has_loader = question.inputs.steps["dataloader_host_ns"].count() > 0
     alone = bool(account.ranks) and len(question.inputs.world) > 1
-    may_load = position in ("prepare", "between_steps") and not has_loader
-    is_outside = position not in _DO or may_load
     text = f"{account.function} {account.expression}"
+    may_load = position in ("prepare", "between_steps") and not has_loader
+    may_load &= position == "prepare" or _MAKES_BATCH.search(text) is not None
+    is_outside = position not in _DO or may_load
+    other = account.also.activity if account.also else account.activity
+    also = f"; {_OF_ACTIVITY[other]}" if other in _OF_ACTIVITY and other != account.activity else ""
     remedies = (  # the first that is true
         (account.when == GROWING, "find what grows: a list, a history or a graph to which each "
          "step adds; keep a running value or the last N entries"),
@@ -575,6 +601,7 @@ def _code(question: Question) -> Finding:
         *((part in called, do) for part, do in _OF_CALL),
         (account.activity in _OF_ACTIVITY, _OF_ACTIVITY.get(account.activity, "")),
         (_is_in_trainer(account), _OF_TRAINER),
+        (_is_in_accelerate(account), _OF_ACCELERATE),
         *((is_outside and code.search(text) is not None, do) for code, do in _OF_CODE),
         (alone and is_outside, "let all ranks do a part of it each, or less often"),
         (may_load, f"{_OUTSIDE}; of batches: {_DO['prepare']}"),
@@ -588,7 +615,7 @@ def _code(question: Question) -> Finding:
         cause="waits" if account.activity.startswith("wait") else account.activity,
         title=f"{_where(account)}: {_code_text(account, lead='')}, {question.amount}"
         f"{account.paid_aside}",
-        remedy=next(do for is_so, do in remedies if is_so),
+        remedy=next(do for is_so, do in remedies if is_so) + also,
     )
 
 
@@ -600,10 +627,24 @@ def _where(account: Account) -> str:
 
 def _code_text(account: Account, lead: str = ": ") -> str:
     """`ema_update (train.py:15), Python in copy.deepcopy`."""
-    inside = f" in {account.callees[0]}" if account.callees else ""
+    # Of a trainer's way its end tells what is done.
+    of_trainer = _is_in_trainer(account) or _is_in_accelerate(account)
+    inside = f" in {account.callees[-1 if of_trainer else 0]}" if account.callees else ""
     if account.file is None:
         return f"{lead}{account.does}"
-    return f"{lead}{_function_text(account)}, {account.does}{inside}"
+    return f"{lead}{_function_text(account)}, {account.does}{inside}{_also_text(account)}"
+
+
+def _also_text(account: Account) -> str:
+    """` (40 % of it: line 18 os.fsync(fd), waiting for a file)`; empty where nothing is."""
+    also = account.also
+    if also is None:
+        return ""
+    at = f"line {also.line}" if also.file == account.file else place_text(also.file, also.line, "")
+    code = expression_text(also.expression)
+    words = "native code" if also.activity == ACTIVITIES[NATIVE] else activity_words(also.activity)
+    does = "" if also.activity == account.activity else f", {words}"
+    return f" ({ratio_text(also.ratio)} of it: {' '.join(filter(None, (at, code)))}{does})"
 
 
 def _function_text(account: Account) -> str:

@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Floats, Ints
-from haiprof.base.ledger import NOT_KNOWN, POSITIONS, PROBLEM_RATIO, Account, Ledger
+from haiprof.base.ledger import NOT_KNOWN, POSITIONS, PROBLEM_RATIO, Account, AccountPart, Ledger
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.background_saves import (
@@ -88,6 +88,8 @@ _COLLECTING_MIN = 8
 """So many samples within collections tell where they begin."""
 _ONE_RANK = 0.8
 """Where one of several ranks has so much of an account, it is about that rank."""
+_ALSO_RATIO = 0.25
+"""A second line that has so much of an account is named beside the first one."""
 _ELSEWHERE_RATIO = 0.1
 """A position that holds so much of an account is named beside the one that holds most."""
 
@@ -657,4 +659,24 @@ class _Accounts:
             "file": file, "line": line, "function": function, "expression": most or None,
             "expression_ratio": time[most] / max(float(ns.sum()), 1.0) if most else None,
             "callees": common_callees(tree, table.stack[inner], table.ns[inner]),
+            "also": self._also(rows, frame, ns, inside),
         }  # fmt: skip
+
+    def _also(
+        self, rows: Ints, frame: Ints, ns: Floats, named: Sequence[int]
+    ) -> AccountPart | None:
+        """The line that takes most of some rows beside the frames that they are named by."""
+        left = (frame >= 0) & ~np.isin(frame, named)
+        if not left.any() or not named:
+            return None
+        most = int(np.bincount(frame[left], ns[left]).argmax())
+        own = frame == most
+        ratio = float(ns[own].sum()) / max(float(ns.sum()), 1.0)
+        if ratio < _ALSO_RATIO:
+            return None
+        at = self.table.tree.frames[most]
+        activity = int(np.bincount(self.table.work[rows[own]], ns[own]).argmax())
+        return AccountPart(
+            file=at.file, line=at.line, function=written_in(at.function),
+            expression=at.expression or None, activity=ACTIVITIES[activity], ratio=ratio,
+        )  # fmt: skip

@@ -239,7 +239,19 @@ def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[
     paths = (_library_path(tree, inner, number) for number in stack.tolist())
     ways = [p if p[:1] and p[0].startswith(TRAINERS) else p[:CALLEE_LIMIT] for p in paths]
     way = _common_way(ways, weight)
-    return (*way[:1], *way[1:][1 - CALLEE_LIMIT :])
+    ends = _branches(ways, weight, way) if way[:1] and way[0].startswith(TRAINERS) else ""
+    return (*way[:1], *[*way[1:], *([ends] if ends else [])][1 - CALLEE_LIMIT :])
+
+
+def _branches(paths: Sequence[tuple[str, ...]], weight: Floats, way: tuple[str, ...]) -> str:
+    """`clip, count`: the two functions into which most of the weight goes where a way ends."""
+    times: dict[str, float] = {}
+    for path, part in zip(paths, weight.tolist(), strict=True):
+        if len(path) > len(way) and path[: len(way)] == way:
+            times[path[len(way)]] = times.get(path[len(way)], 0.0) + part
+    largest = sorted(times, key=lambda name: (-times[name], name))[:2]
+    held = sum(times[name] for name in largest)
+    return ", ".join(largest) if held >= MIN_WAY_RATIO * float(weight.sum()) else ""
 
 
 def _common_way(paths: Sequence[tuple[_Step, ...]], weight: Floats) -> tuple[_Step, ...]:

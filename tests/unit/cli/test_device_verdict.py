@@ -24,8 +24,9 @@ from tests.unit.cli import Run
 
 LEDGER_FIELDS = {
     "ranks", "slowest_rank", "position", "activity", "package", "file", "line", "function",
-    "expression", "expression_ratio", "callees", "callers", "ns_per_step", "low_ns", "high_ns",
-    "needed", "gain_ns", "gain_low_ns", "gain_high_ns", "when", "explanation", "elsewhere",
+    "expression", "expression_ratio", "also", "callees", "callers", "ns_per_step", "low_ns",
+    "high_ns", "needed", "gain_ns", "gain_low_ns", "gain_high_ns", "when", "explanation",
+    "elsewhere",
 }  # fmt: skip
 
 

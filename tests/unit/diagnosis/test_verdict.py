@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -611,22 +612,34 @@ def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path
 
 
 @pytest.mark.parametrize(
-    ("loader_ms", "title", "remedy"),
+    ("loader_ms", "line", "title", "remedy"),
     [
-        (0.0, "between steps: log", "do it less often, in another process, or not at all; of"),
-        (0.2, "after the optimizer: log", "do it less often, in another process, or not at all"),
+        (0.0, LOAD, "between steps: load_image", "; of batches: do it in the dataset"),
+        (0.0, LOG, "between steps: log", "do it less often, in another process, or not at all"),
+        (0.2, LOAD, "after the optimizer: load_image", "in another process, or not at all"),
     ],
 )
 def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(
-    root: Path, loader_ms: float, title: str, remedy: str
+    root: Path, loader_ms: float, line: Stack, title: str, remedy: str
 ) -> None:
-    write_sampled(
-        root, lambda *_: (loader_ms, *BALANCED[1:]), {"other": (SCRIPT, MAIN, LOG)}, "h",
-        after_ms=3.0,
-    )  # fmt: skip
+    stacks: Stacks = {"other": (SCRIPT, MAIN, line)}
+    write_sampled(root, lambda *_: (loader_ms, *BALANCED[1:]), stacks, "h", after_ms=3.0)
     (found,) = judged(root).findings
     assert found.title.startswith(title)
-    assert found.remedy.startswith(remedy)
+    assert remedy in found.remedy
+    assert found.remedy.endswith("not at all") or "batches" in remedy
+
+
+def test_two_lines_of_a_function_are_both_said(root: Path) -> None:
+    """The second one waits for a lock."""
+    waits = (SCRIPT, MAIN, job(72, "log"), (f"{PYTHON}/threading.py", 300, "Condition.wait"))
+    stacks: Stacks = {"other": lambda i: waits if i % 5 < 2 else (SCRIPT, MAIN, LOG)}
+    write_sampled(root, lambda *_: BALANCED, stacks, after_ms=3.0)
+    (found,) = judged(root).findings
+    said = r"log \(train.py:70\), native code \((39|4.) % of it: line 72, waiting for a lock or"
+    assert re.search(said, found.title)
+    assert found.remedy.startswith("do it less often")
+    assert "a queue" in found.remedy
 
 
 def test_where_no_code_was_sampled_nothing_is_said_of_it(root: Path) -> None:
