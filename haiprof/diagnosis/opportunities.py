@@ -205,8 +205,8 @@ def lacks_line(table: TimeTable) -> Bools:
     # A collective that the job itself calls has a line; so has waiting for a core amid code that a
     # change removes, and for the batches of an evaluation.
     has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
-    no_line = np.isin(table.work, (LOADER_WAIT, NO_CORE))
-    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table) & ~no_line
+    has_work = table.work != NO_CORE
+    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table) & has_work
     has_line |= (table.activity == LOADER_WAIT) & (table.position == EVALUATION)
     lacking: Bools = np.isin(table.activity, NO_LINE) & ~has_line
     return lacking

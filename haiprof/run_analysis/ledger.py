@@ -398,7 +398,7 @@ def _no_core_share(
 ) -> Floats:
     """Per row: for how much of it the thread was ready to run but had no CPU core."""
     # A period in which a position took longer than usual is a part of its own: that may be what it
-    # waited for a core. Of waiting for batches: for how much of their time the workers had none.
+    # waited for a core.
     on_core = np.isin(rows["activity"], ON_CORE)
     part = _part(rows["cell"], rows["kind"])
     whole = np.bincount(part, rows["ns"], _PARTS)
@@ -413,9 +413,7 @@ def _no_core_share(
     most = np.minimum(lost, _MOST * able)
     woken = np.isin(rows["activity"], _WOKEN)
     late = _late_ratio(samples, known, np.isin(known, rows["sample"][woken]))
-    own = np.where(on_core, (most / np.maximum(able, 1.0))[part], np.where(woken, late, 0.0))
-    waits = rows["activity"] == LOADER_WAIT
-    return np.where(waits, workers_without_core(samples, rank.rank), own)
+    return np.where(on_core, (most / np.maximum(able, 1.0))[part], np.where(woken, late, 0.0))
 
 
 def _queued_ratio(samples: CodeSamples, sampled: Ints, known: Ints) -> float:
@@ -451,7 +449,7 @@ def _contended_share(rows: _Rows) -> Floats:
     waited, worked = (np.bincount(part[own], rows["ns"][own], _PARTS) for own in (lost, on_core))
     usual = waited.sum() / max(float(worked.sum()), 1.0)
     brought = np.minimum(usual * worked / np.maximum(waited, 1.0), 1.0)
-    return np.where(lost & (rows["work"] != LOADER_WAIT), 1.0 - brought[part], 0.0)
+    return np.where(lost, 1.0 - brought[part], 0.0)
 
 
 def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats, interval_part: Ints) -> Floats:
