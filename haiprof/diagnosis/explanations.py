@@ -180,12 +180,13 @@ def _small_operators(question: Question) -> Finding:
     mean = own.select(pl.col("operator_ns").mean()).item()
     return Finding(
         rule=SMALL_OPERATORS,
-        title=f"many small operators{_code_text(account)}: {count:,.0f} in a step, and as many in "
-        f"backward, {question.amount} in both",
-        remedy="vectorise the loop (torch.stack, einsum, torch.vmap), or torch.compile",
+        title=f"many small operators: {_function_text(account)}, {count:,.0f} in a step, and as "
+        f"many in backward, {question.amount} in both",
+        remedy="where a loop calls them, do it for all at once (torch.stack, einsum, torch.vmap); "
+        "else torch.compile, or larger batches: a call costs the same whatever it computes",
         evidence=evidence_rows(
             ("operators of that line in a step", count, "count"),
-            ("median operator in the traced window", mean, "ns"),
+            ("mean operator in the traced window", mean, "ns"),
         ),
     )
 

@@ -71,6 +71,8 @@ _PURE = 0.5
 """A function whose time is avoidable for more than this is one opportunity as a whole."""
 _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
+_MOSTLY_CALLS = 0.5
+"""Operators are small whose calls take so much of their time: others compute, and stay."""
 _OPTIMIZER_FILES = "/torch/optim/"
 RECOMPUTED = "recomputation"
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
@@ -508,7 +510,10 @@ def small_operators(
     counted = pooled.agg(
         count=(pl.col("operator_count") / pl.col("step_count")).mean(),
         ns=pl.col("operator_ns").mean(),
-    ).filter(pl.col("count") >= MANY_OPERATORS, pl.col("ns") > 0)
+    ).filter(
+        pl.col("count") >= MANY_OPERATORS,
+        pl.col("ns").is_between(0, OPERATOR_CALL_NS / _MOSTLY_CALLS, closed="right"),
+    )
     places = {
         (file, line): (function, min(OPERATOR_CALL_NS / ns, 1.0))
         for file, line, function, _, ns in counted.rows()

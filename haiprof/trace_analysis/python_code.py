@@ -393,7 +393,7 @@ def operator_lines(trace: Trace) -> pl.DataFrame:
 
     Returns:
         One row per line, in all steps of the window together: `file`, `line`, `function`,
-        `step_count`, `operator_count`, `operator_ns` (the median of the outermost operators),
+        `step_count`, `operator_count`, `operator_ns` (the mean of the outermost operators),
         `node_count`, `backward_ns`, `event_count` (recorded in backward), `rest_ns` (the engine's
         usual time per node). Of nodes whose forward is not known (the sums of gradients) `file` is
         null.
@@ -448,7 +448,7 @@ def operator_lines(trace: Trace) -> pl.DataFrame:
     })  # fmt: skip
     found = (
         forward.group_by("place")
-        .agg(operator_count=pl.len(), operator_ns=pl.col("operator_ns").median())
+        .agg(operator_count=pl.len(), operator_ns=pl.col("operator_ns").mean())
         .join(
             backward.group_by("place").agg(
                 pl.col("backward_ns", "event_count").sum(), node_count=pl.len()
