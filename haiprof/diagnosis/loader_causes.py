@@ -156,9 +156,12 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     if loading.workers is None:
         return None
     waits = (inputs.of_rank(rank)["dataloader_host_ns"].to_numpy() for rank in inputs.world)
-    typical = lower_median([_rare_share(each) for each in waits])
+    rare, unusual = zip(*(_rare_share(each) for each in waits), strict=True)
+    typical = lower_median(rare)
     if typical >= BURST_RARE_RATIO / max(loading.workers, 1):
         return None
+    if lower_median(unusual) * loading.wait_share <= loading.core_wait:
+        return None  # as much as it waited for a core, which makes any sample slow
     return Finding(
         rule="slow_samples",
         title="most of it for a few slow samples",
@@ -172,14 +175,18 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     )
 
 
-def _rare_share(waits: Floats) -> float:
-    """Share of the steps with 80 % of the waiting beyond the median; 1 where that is little."""
+def _rare_share(waits: Floats) -> tuple[float, float]:
+    """Share of the steps with 80 % of the waiting beyond the median, and that of all waiting.
+
+    The first is 1 where the second is little.
+    """
     excess = np.maximum(waits - np.median(waits), 0.0) if len(waits) else np.zeros(0)
-    if excess.sum() <= BURST_UNUSUAL_RATIO * waits.sum():
-        return 1.0
+    unusual = float(excess.sum()) / max(float(waits.sum()), 1.0)
+    if unusual <= BURST_UNUSUAL_RATIO:
+        return 1.0, unusual
     ordered = np.sort(excess)[::-1]
     reached = np.cumsum(ordered) >= BURST_MAIN_RATIO * ordered.sum()
-    return float((int(reached.argmax()) + 1) / len(ordered))
+    return float((int(reached.argmax()) + 1) / len(ordered)), unusual
 
 
 def _wait_text(samples: CodeSamples) -> str:

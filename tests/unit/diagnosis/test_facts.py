@@ -166,6 +166,16 @@ def test_few_slow_samples_are_told_from_what_every_batch_costs(root: Path, usual
     assert find(judged(root), "dataloader_bound").cause == "slow_samples"
 
 
+def test_samples_are_not_called_slow_where_the_thread_had_no_core_meanwhile(root: Path) -> None:
+    times = lambda rank, step: (0.2 if step % 15 else 60.0, *BALANCED[1:])  # noqa: E731
+    write_story(root, times, steps=300)
+    note(root, 0, type="dataloader", workers=0)
+    assert find(judged(root), "dataloader_bound").cause == "slow_samples"
+    counters(root, lambda t, _: {"cpu_main_ns": 0.5 * (t + 2) * NS_PER_S,
+                                 "run_queue_wait_ns": 0.4 * (t + 2) * NS_PER_S})  # fmt: skip
+    assert find(judged(root), "dataloader_bound").cause != "slow_samples"
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_bursts_of_workers_are_no_slow_samples(root: Path, workers: int) -> None:
     times = lambda rank, step: (0.2 if step % workers else 40.0 * workers, *BALANCED[1:])  # noqa: E731
