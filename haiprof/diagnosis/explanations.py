@@ -35,7 +35,13 @@ from haiprof.diagnosis.machine_causes import (
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
-from haiprof.run_analysis.code_samples import DATALOADER, OTHER_THREADS, WORKER, CodeSamples
+from haiprof.run_analysis.code_samples import (
+    DATALOADER,
+    OTHER_THREADS,
+    WORKER,
+    WORKER_WAITING,
+    CodeSamples,
+)
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     NATIVE,
@@ -202,6 +208,9 @@ def _waits_for_loader(question: Question) -> Finding:
     makes = loading if len(loading.rank) else _of_input(question)
     why = loader_cause(inputs, makes)
     lines = code_lines(loading, "the workers' loading", 1.0)
+    if why is not None and why.rule == "epoch_restart":
+        beside = question.samples.take(question.samples.phase == WORKER_WAITING)
+        lines = code_lines(beside, "what the workers do beside loading", 1.0) or lines
     if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
         starved = starvation(inputs)
         lost = (

@@ -153,8 +153,12 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(root: Path) -> None:
             rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
             now += int((ms + 0.1) * NS_PER_MS)
     write_line(root, rows, [{"type": "dataloader", "workers": 2, "persistent": False}])
+    init = (("/me/data.py", 12, "connect"),)
+    samples = [(START_NS + i * NS_PER_MS, init) for i in range(20)]
+    write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
     finding = find(judged(root), "dataloader_bound")
     assert finding.cause == "epoch_restart"
+    assert [line.location for line in finding.code_lines] == ["data.py:12 connect"]
     assert "persistent_workers=True" in finding.remedy
 
 
