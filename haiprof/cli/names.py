@@ -113,7 +113,6 @@ COMMANDS = {
     "skill": Command("skill", "[DIR]", "writes SKILL.md: how an agent works with haiprof",
                      "skill:skill"),
     "ps": Command("ls --running", "", "", "running_jobs:ps"),
-    "diagnose": Command("verdict", "", "", "verdict:verdict"),
 }  # fmt: skip
 """By the name of the last release, which still works; code uses these names, too."""
 
@@ -137,7 +136,7 @@ GROUPS = {
 }  # fmt: skip
 """The commands by what one wants to do, as `haiprof --help-all` lists them."""
 
-OTHER_NAMES = ("diagnose", "ps")
+OTHER_NAMES = ("ps",)
 """Of a command that is in a group."""
 _BY_WORDS = {command.words: name for name, command in reversed(COMMANDS.items())}
 GROUP_NAMES = ("trace",)

@@ -160,7 +160,6 @@ def _tensor_bytes(value: object) -> list[int]:
 THREAD, LAUNCH, STREAM, GAP, SYNC = "thread", "launch", "stream", "gap", "sync"
 """Why there is an edge: the operator before on the thread; the operator that launched it; the GPU
 event before on the stream; another thread after a gap; a blocking call waited for the GPU."""
-EDGE_SCHEMA = {"before": pl.Int64, "after": pl.Int64, "why": pl.String}
 
 
 def data_dependencies(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int]:

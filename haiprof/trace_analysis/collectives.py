@@ -21,7 +21,7 @@ from haiprof.trace_analysis.device_time import (
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-WHOLE_JOB, PIPELINE = "whole job", "pipeline parallel"
+WHOLE_JOB = "whole job"
 # Words of a description, in the order in which a part is named. DeviceMesh describes a group as
 # `mesh_` and its dimension's name, which torchtitan calls dp_replicate, tp ...; Megatron-Core's
 # descriptions are those of parallel_state.py, such as TENSOR_MODEL_PARALLEL_GROUP.

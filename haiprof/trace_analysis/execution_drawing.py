@@ -27,7 +27,7 @@ class GraphDrawing:
     it, itself not counted), `self_ns` of all of them (null where none is linked), `bytes`
     and `collective_kind` of communication."""
     edges: pl.DataFrame
-    """`before`, `after`, `why`: `call`, or as of `dependencies.EDGE_SCHEMA`."""
+    """`before`, `after`, `why`: `call`, or what `chakra` says of data dependencies."""
     notes: tuple[str, ...]
 
 
@@ -77,7 +77,7 @@ def draw_graph(
         table = table.sort(pl.col("ts_ns").fill_null(0), "node").head(max_nodes)
     edges = _edges(graph, nodes, representative, table["node"])
     folded = f"{levels} of {deepest} levels of operators: deeper ones are folded"
-    cut = f"{left_out} later nodes are left out: --max-nodes, --depth or --step shows others"
+    cut = f"{left_out} later nodes are left out: --max-nodes, --depth or --steps shows others"
     reasons = ((folded, levels < deepest), (cut, left_out > 0))
     return GraphDrawing(
         nodes=table, edges=edges, notes=tuple(note for note, is_so in reasons if is_so)

@@ -32,8 +32,6 @@ from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _TIMES = ("total_ns", "self_ns", "non_overlapped_ns", "self_non_overlapped_ns")
-FOLDED_VALUES = _TIMES[1::2]
-"""Columns of which a flame graph can be drawn: own times, which add up along a stack."""
 
 
 class _Calls(NamedTuple):
@@ -103,26 +101,6 @@ def python_functions(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     names = calls.names.gather(found["code"].cast(pl.UInt32)).alias("name")
     named = found.select(*_threads(calls, found["thread"].to_numpy()), names, "calls", *_TIMES)
     return _add_ratios(named, has_gpu=trace.gpu.height > 0)
-
-
-def folded_stacks(stacks: pl.DataFrame, *, value: str = "self_ns") -> str:
-    """Stacks as text for a flame graph, a line each: `root;...;leaf 123`.
-
-    Source: https://github.com/brendangregg/FlameGraph, stackcollapse.
-    """
-    if value not in FOLDED_VALUES:
-        raise ValueError(f"no flame graph of {value!r}: it is one of {', '.join(FOLDED_VALUES)}")
-    if stacks[value].null_count():
-        raise MissingDataError(
-            "no GPU event was recorded: nobody knows what ran beside these functions",
-            hint="if the job used a GPU: profile with ProfilerActivity.CUDA",
-        )
-    rank = [pl.format("rank {}", "rank")] if "rank" in stacks.columns else []
-    parts = [*rank, pl.format("thread {}", "tid"), pl.col("stack")]
-    lines = stacks.filter(pl.col(value) > 0).select(
-        pl.format("{} {}", pl.concat_str(parts, separator=";"), value)
-    )
-    return "".join(f"{line}\n" for line in lines.to_series())
 
 
 def _calls(trace: Trace, steps: Steps) -> _Calls:

@@ -42,7 +42,6 @@ def test_commands_are_frozen() -> None:
         "chakra",
         "compare",
         "critical-path",
-        "diagnose",
         "doctor",
         "dyno",
         "efficiency",

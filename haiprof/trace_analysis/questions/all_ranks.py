@@ -100,16 +100,6 @@ class TraceQuestions(RankTraces):
     memory_at_peak_by_module = of_each_rank(memory.memory_at_peak_by_module)
     python_stacks = of_each_rank(python_code.python_stacks)
     python_functions = of_each_rank(python_code.python_functions)
-
-    def folded_stacks(self, steps: Steps = None, *, value: str = "self_ns") -> str:
-        """Python stacks as text for flame graph tools, a line each: `root;...;leaf 123`.
-
-        Args:
-            steps: First profiler step and the one after the last; None takes all calls.
-            value: `self_ns`, or `self_non_overlapped_ns` for the time in which no GPU worked.
-        """
-        return python_code.folded_stacks(self.python_stacks(steps), value=value)
-
     launch_statistics = of_each_rank(launches.launch_statistics)
     launch_summary = of_each_rank(launches.launch_summary)
     queue_length = of_each_rank(launches.queue_length)
@@ -216,18 +206,6 @@ class TraceQuestions(RankTraces):
             paths, options, lambda left: self._ask(worker_pattern, left, options, progress)
         )
         return gather_patterns(dict(zip(self.files, answers, strict=True)))
-
-    def function_patterns(self, steps: Steps = None) -> pl.DataFrame:
-        """Bottleneck ratio, cost and resource of each function on each rank.
-
-        Returns:
-            `rank`, `kind` (gpu-compute, communication, memory, runtime, python), `type` of a
-            communication, `name`, `count`, `total_ns`, `median_ns`, `covered_ns`, `bottleneck_ns`,
-            `share_ratio`, `bottleneck_ratio` (of the window, with nothing of a kind above it),
-            `occupancy_ratio`, `occupancy_std`, `bandwidth_bytes_per_s`,
-            `bandwidth_std_bytes_per_s`, `median_block_count`, `wait_ns`, `transfer_ns`, `missing`.
-        """
-        return self.patterns(steps).functions
 
     def stragglers(self, steps: Steps = None, *, by_step: bool = False) -> pl.DataFrame:
         """Which rank arrives last at collectives: `haiprof.trace_analysis.arrivals`.

@@ -82,7 +82,7 @@ def test_chakras_own_tools_read_what_is_written(tmp_path: Path, name: str) -> No
 def test_graph_shows_a_step_and_folds_what_is_deeper(tmp_path: Path, once: Once) -> None:
     source = once(("record",), record)
     path = tmp_path / "graph.graphml"
-    assert chakra(source, "--graph", path, "--step", 2, "--max-nodes", 60) == 0
+    assert chakra(source, "--graph", path, "--steps", 2, "--max-nodes", 60) == 0
     space = {"g": "http://graphml.graphdrawing.org/xmlns"}
     root = ElementTree.parse(path).getroot()
     shown = root.findall(".//g:node", space)

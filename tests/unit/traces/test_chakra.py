@@ -158,7 +158,7 @@ def test_without_graphviz_the_error_names_it(
     [
         (["et.json"], 2, "-o DIR"),
         (["et.json", "--graph", "x.gif"], 2, "a graph ends in"),
-        (["et.json", "--graph", "x.dot", "--step", "9"], 5, "no profiler step 9"),
+        (["et.json", "--graph", "x.dot", "--steps", "9"], 5, "no profiler step 9"),
         (["et.json", "-o", "out", "--rank", "3"], 5, "no execution trace of rank 3"),
         (["none", "-o", "out"], 4, "none"),
         (["bad.json", "-o", "out"], 4, "bad.json"),

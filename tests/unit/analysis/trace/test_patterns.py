@@ -341,7 +341,7 @@ def test_bus_bandwidth_counts_from_the_last_rank_on(tmp_path: Path) -> None:
             "Process Group Ranks": "[0, 1]"}  # fmt: skip
     rank_file(tmp_path, 0, [kernel("a", 0, 5), kernel(name, 10, 30, **more)])
     rank_file(tmp_path, 1, [kernel("a", 0, 5), kernel(name, 30, 10, **more)])
-    found = TraceAnalysis(tmp_path).function_patterns()
+    found = TraceAnalysis(tmp_path).patterns().functions
     rows = found.filter(pl.col("kind") == "communication").to_dicts()
     assert [row["transfer_ns"] for row in rows] == [10 * US, 10 * US]
     assert [row["wait_ns"] for row in rows] == [20 * US, 0]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.python_code import folded_stacks, python_functions, python_stacks
+from haiprof.trace_analysis.python_code import python_functions, python_stacks
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import (
@@ -242,17 +242,6 @@ def test_steps_cut_calls_at_their_window(tmp_path: Path) -> None:
     assert rows["main"]["self_ns"] == 0
 
 
-def test_folded_stacks_are_lines_of_own_time(tmp_path: Path) -> None:
-    found = python_stacks(trace_of(tmp_path, hand_made()))
-    lines = folded_stacks(found).splitlines()
-    assert "thread 1;main;work, now;copy of Tensor object 10000" in lines
-    assert sum(int(line.rsplit(" ", 1)[1]) for line in lines) == 150_000
-    hidden = folded_stacks(found, value="self_non_overlapped_ns").splitlines()
-    assert "thread 2;wait 22000" in hidden
-    with pytest.raises(ValueError, match="self_ns"):
-        folded_stacks(found, value="total_ns")
-
-
 def test_contradicting_ids_fall_back_to_times(tmp_path: Path) -> None:
     ids = [(1, 2), (2, 1), (3, 1)]  # the first two are each other's caller
     spans = [("a", 0, 10), ("b", 0, 10), ("c", 2, 3)]
@@ -267,8 +256,6 @@ def test_contradicting_ids_fall_back_to_times(tmp_path: Path) -> None:
 def test_without_gpu_events_the_shares_are_unknown(tmp_path: Path) -> None:
     found = python_stacks(trace_of(tmp_path, hand_made()[:2]))
     assert found["non_overlapped_ratio"].null_count() == len(found)
-    with pytest.raises(MissingDataError, match="GPU"):
-        folded_stacks(found, value="self_non_overlapped_ns")
 
 
 def test_trace_without_stacks_says_what_to_switch_on(tmp_path: Path) -> None:
