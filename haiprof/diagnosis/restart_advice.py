@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import bytes_text, visible
-from haiprof.run_analysis.deaths import NO_NUMBER, Death
+from haiprof.run_analysis.deaths import Death, ended_on_nan
 from haiprof.run_analysis.restarts import Goodput, goodput
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
@@ -27,7 +27,7 @@ _IDLE_DEATHS = 3
 """So many deaths in a row without a step are no accident."""
 _ASKED = ("interrupted", "cancelled")
 _FULL = ("disk_full", "shared_memory_full")
-_OF_CODE = ("exception", "exit", "crash", "early_exit", "mismatch", "hang")
+_OF_CODE = ("exception", "exit", "crash", "early_exit", "mismatch", "hang", "deadlock")
 """Causes that stand at a line of the user's code."""
 _WITHOUT_LINE = ("early_exit", "mismatch")
 """Causes that no machine has, which need no line to be the same again."""
@@ -70,7 +70,8 @@ class Attempt:
     is_hardware: bool
     """Whether the exception says that a device is broken."""
     is_program: bool
-    """Whether its exception is one of the program, which comes again at each start."""
+    """Whether its exception is one of the program, or ranks issued other collectives than others:
+    that comes again at each start."""
     own_error: str | None
     """The exception's type where the job's own code raised it and its data may have caused it."""
     is_nan: bool
@@ -170,6 +171,9 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     if last.own_error is not None:
         text = f"{none}, once: {last.own_error} of the job's own code comes again unless data or "
         text += "machine caused it; after a second death at that line: STOP"
+    if last.cause == "deadlock":
+        text = f"{none}, once: which thread comes first is chance, so that it may pass there, and "
+        text += "meets it again some day; after a second death at that line: STOP"
     yield "RESTART", (), "not_repeated", text
 
 
@@ -187,26 +191,15 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         step=death.step,
         has_trained=trained,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
-        is_program=death.cause == "exception" and bool(is_wrong),
+        is_program=death.cause == "mismatch" or (death.cause == "exception" and bool(is_wrong)),
         own_error=of_data.group() if of_data and death.line else None,
-        is_nan=_is_nan(death),
+        is_nan=ended_on_nan(death.cause, (death.message, death.source), death.fates),
         growth_bytes_per_step=_growth(frames, death),
         has_saved=any(start.saves for start in frames.run_record().starts),
         hosts=tuple(sorted(host for host in hosts if host is not None)),
         died_ns=death.died_ns,
         headline=visible(death.headline),
     )
-
-
-def _is_nan(death: Death) -> bool:
-    """By what it said, by the line that ended it, or before sys.exit by the last lines printed."""
-    if death.cause not in ("exit", "exception"):
-        return False
-    said = [death.message, death.source]
-    if death.cause == "exit":
-        last = [line for fate in death.fates if fate.rank in death.ranks for line in fate.printed]
-        said += [line for line in last if "loss" in line.lower()]
-    return any(NO_NUMBER.search(text or "") for text in said)
 
 
 def _growth(frames: RunFrames, death: Death) -> float | None:

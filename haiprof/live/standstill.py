@@ -138,7 +138,7 @@ class Suspect:
     rank: int
     reason: str
     doing: str
-    """What it does instead, for people."""
+    """What it does instead, for people; empty where the reason says it: collectives contradict."""
     certain: bool
     """Whether the observations prove it; otherwise the rank only differs from the others."""
 

@@ -37,8 +37,8 @@ from haiprof.run_analysis.process_ends import (
     kind_of,
     knows_exit,
     last_collectives,
-    last_line,
     last_phase,
+    last_seen,
     process_ends,
     signal_name,
     thread_text,
@@ -48,8 +48,13 @@ from haiprof.run_analysis.process_ends import (
     what_happened,
     worker_death,
 )
-from haiprof.run_analysis.reactions import Reaction, asked_snapshots, reactions
-from haiprof.run_analysis.run_files import RunFiles, integer
+from haiprof.run_analysis.reactions import (
+    Reaction,
+    asked_snapshots,
+    lines_in_snapshot,
+    reactions,
+)
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.scheduler_ends import SLURM_STATES, SchedulerEnd, scheduler_ends
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, run_folders
@@ -65,7 +70,7 @@ _READ_LATER_NS = 5 * NS_PER_S
 """A line is read so long after it was printed, at the most where nothing hangs."""
 _WITNESS_LIMIT, _LAST_LINES = 4, 10
 _PLACES_LIMIT = 4
-"""Of so many ranks each one's line is shown where none of them is to blame."""
+"""So many lines at which ranks were are shown where none of them is to blame."""
 _WITHOUT_A_REASON = (
     "signal", "time_limit", "preempted", "requeued", "evicted", "cancelled", "interrupted",
     "unknown", "never_started", "hang", "gone", "launcher",
@@ -109,9 +114,10 @@ class Death:
 
     headline: str
     cause: str
-    """`exception`, `out_of_memory`, `killed`, `crash`, `exit`, `early_exit`, `hang`, `mismatch`,
-    `node_lost`, `never_started`, `shared_memory_full`, `disk_full`, `time_limit`, `preempted`,
-    `requeued`, `evicted`, `cancelled`, `signal`, `interrupted`, `launcher`, `gone`, `unknown`."""
+    """`exception`, `out_of_memory`, `killed`, `crash`, `exit`, `early_exit`, `hang`, `deadlock`
+    (of threads of one rank), `mismatch`, `node_lost`, `never_started`, `shared_memory_full`,
+    `disk_full`, `time_limit`, `preempted`, `requeued`, `evicted`, `cancelled`, `signal`,
+    `interrupted`, `launcher`, `gone`, `unknown`."""
     ranks: tuple[int, ...]
     """Who it began with; empty where it came from outside, or is not known."""
     certain: bool
@@ -514,20 +520,32 @@ class _Case:
             said = next((f"rank {rank}: {text}" for rank, text in seen if text), "")
         if not said:
             return None
-        what = f"ranks issued collectives that contradict each other: {said}{self._places()}"
-        ranks = odd if len(odd) < len(self.ends) else ()
-        return self._death("mismatch", ranks, what, died_ns=self._first_ns())
+        return self._of_mismatch(said, odd, self._first_ns(), self._failed_at())
 
-    def _places(self) -> str:
-        """Where the ranks of a small job were when they failed: `; rank 0 at a.py:1 in train`."""
+    def _of_mismatch(
+        self, said: str, odd: tuple[int, ...], died_ns: int | None, places: Mapping[int, str]
+    ) -> Death:
+        """Whom to blame is known where fewer ranks than all issued something else."""
+        ranks_at: dict[str, list[int]] = {}
+        for rank, place in sorted(places.items()):
+            ranks_at.setdefault(place, []).append(rank)
+        what = f"ranks issued collectives that contradict each other: {said}"
+        if len(ranks_at) <= _PLACES_LIMIT:
+            what += "".join(f"; {ranks_text(at)} at {place}" for place, at in ranks_at.items())
+        ranks = odd if len(odd) < len(self.ends) else ()
+        line = places.get(ranks[0]) if ranks else None
+        return self._death("mismatch", ranks, what, died_ns=died_ns, line=line)
+
+    def _failed_at(self) -> dict[int, str]:
+        """By rank of a small job, where it was when it failed."""
         if len(self.ends) > _PLACES_LIMIT:
-            return ""
+            return {}
         places = {
             rank: (end.error.location if end.error is not None else "")
             or self._seen_at((rank,), None)
-            for rank, end in sorted(self.ends.items())
+            for rank, end in self.ends.items()
         }
-        return "".join(f"; rank {rank} at {place}" for rank, place in places.items() if place)
+        return {rank: place for rank, place in places.items() if place}
 
     def _never_started(self) -> Death | None:
         """Ranks of which nothing was ever seen."""
@@ -593,15 +611,19 @@ class _Case:
         """A rank that a snapshot named while the job stood still."""
         if hang is None:
             return None
-        first = hang.suspects[0]
+        first, since_ns = hang.suspects[0], hang.since_wall_ns
+        if (odd := hang.mismatched_ranks) is not None:
+            places = lines_in_snapshot(self.evidence.files, hang)
+            return self._of_mismatch(first.reason, odd, since_ns, places)
         doing = f", at {first.doing}" if first.doing else ""
         what = f"rank {first.rank} hung{doing}: {first.reason}"
-        ranks = () if hang.contradiction else (first.rank,)
-        if hang.contradiction:
-            what = f"the ranks contradicted each other: {hang.contradiction}"
-        line = first.doing.partition(";")[0] or None  # what stands beside differs by the process
-        return self._death("hang", ranks, what, died_ns=hang.since_wall_ns, line=line,
-                           certain=first.certain)  # fmt: skip
+        line, _, beside = first.doing.partition(";")  # what stands beside differs by the process
+        own = self._own_files(first.rank)
+        seen = last_seen(own) if own is not None and beside else None
+        is_locked = seen is not None and seen.is_at_lock and seen.wall_ns >= since_ns
+        return self._death("deadlock" if is_locked else "hang", (first.rank,), what,
+                           died_ns=since_ns, line=line or None,
+                           certain=first.certain and not is_locked)  # fmt: skip
 
     def _behind(self) -> Death | None:
         """Ranks that never came to a collective in which others waited."""
@@ -664,15 +686,19 @@ class _Case:
             [f for f in fates if f.rank in self.victims or f.rank in self.stopped], died
         )
         nowhere = line is None and (error is None or not error.location)
-        seen_at = self._seen_at(ranks, died) if nowhere else None
-        phase = self.phases.get(ranks[0]) if ranks and nowhere else None
-        headline += f", in {phase}" if phase else ""
-        headline += f"; last sample: {seen_at}" if seen_at else ""
         source = error.source if error is not None and not by_worker else ""
         if error is not None and line is None and not by_worker:
             _, line, inner_source = inner_error(error)
             source = inner_source if line else source  # never what stands at another line
             line = line or error.location or None
+        remedy = self._remedy(cause, end)
+        if ended_on_nan(cause, (error.message if error is not None else None, source), fates):
+            headline += "" if NO_NUMBER.search(headline) else ", on a NaN or infinite value"
+            remedy = _NO_NUMBER_REMEDY
+        seen_at = self._seen_at(ranks, died) if nowhere else None
+        phase = self.phases.get(ranks[0]) if ranks and nowhere else None
+        headline += f", in {phase}" if phase else ""
+        headline += f"; last sample: {seen_at}" if seen_at else ""
         return Death(
             headline=f"{headline}; {tail}" if tail and tail not in headline else headline,
             cause=cause,
@@ -690,7 +716,7 @@ class _Case:
             clock="one clock: all ranks ran on one node"
             if hosts < 2
             else f"the clocks of {hosts} nodes, taken to agree: NTP keeps them within milliseconds",
-            remedy=self._remedy(cause, end),
+            remedy=remedy,
             witnesses=self._witnesses(died, error),
         )
 
@@ -708,11 +734,9 @@ class _Case:
         error = end.error if end is not None else None
         if cause == "exit" and end is not None and (worker_death(error) or not knows_exit(end)):
             return _UNKNOWN_EXIT
-        if cause == "exception" and error is not None:
-            if error.type in ("ModuleNotFoundError", "ImportError"):
-                return "install what it names into the environment of that rank, or choose another"
-            if NO_NUMBER.search(f"{error.message} {error.source}"):
-                return _NO_NUMBER_REMEDY
+        of_import = error is not None and error.type in ("ModuleNotFoundError", "ImportError")
+        if cause == "exception" and of_import:
+            return "install what it names into the environment of that rank, or choose another"
         if cause == "interrupted" and end is not None:
             return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
         if cause == "killed" and end is not None and end.signal is not None:
@@ -730,14 +754,17 @@ class _Case:
 
     def _seen_at(self, ranks: Sequence[int], died: int | None) -> str | None:
         """The last line that was sampled of the first rank, and how long before its end."""
-        own = [r for r in self.evidence.files.ranks
-               if r.rank in ranks[:1] and self.attempts.get(r.rank) == r.attempt]  # fmt: skip
-        if not own or (seen := last_line(own[0])) is None:
+        own = self._own_files(ranks[0]) if ranks else None
+        if own is None or (seen := last_seen(own)) is None:
             return None
-        line, wall_ns = seen
         end = self.ends[ranks[0]].failed_ns or died
-        before = (end - wall_ns) if end else 0
-        return f"{line}, {duration_text(before)} before its end" if before > 0 else line
+        before = (end - seen.wall_ns) if end else 0
+        return f"{seen.line}, {duration_text(before)} before its end" if before > 0 else seen.line
+
+    def _own_files(self, rank: int) -> RankFiles | None:
+        """The files that a rank wrote in this start."""
+        return next((r for r in self.evidence.files.ranks
+                     if r.rank == rank and self.attempts.get(rank) == r.attempt), None)  # fmt: skip
 
     def _fates(self, ranks: Sequence[int]) -> tuple[Fate, ...]:
         seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
@@ -822,6 +849,16 @@ def last_write_ns(files: RunFiles, host: str) -> int:
         with contextlib.suppress(OSError):
             times += [path.stat().st_mtime_ns for path in folder.iterdir()]
     return max(times, default=0)
+
+
+def ended_on_nan(cause: str, said: Sequence[str | None], fates: Sequence[Fate]) -> bool:
+    """By what it said, by the line that ended it, or before sys.exit by the last lines printed."""
+    if cause not in ("exit", "exception"):
+        return False
+    if cause == "exit":
+        last = [line for fate in fates if fate.role == "cause" for line in fate.printed]
+        said = [*said, *(line for line in last if "loss" in line.lower())]
+    return any(NO_NUMBER.search(text or "") for text in said)
 
 
 def _has_aborted(end: ProcessEnd) -> bool:
@@ -925,7 +962,10 @@ _REMEDIES: Mapping[str, str] = {
     "exit": "see why it calls sys.exit or raises SystemExit, and what it printed before",
     "early_exit": "give all ranks the same number of batches (drop_last, a DistributedSampler), or "
     "wrap the loop in torch.distributed.algorithms.join.Join",
-    "hang": "look at what that rank did instead: snapshots in the run show its stack",
+    "hang": "see why the rank that is named did not go on: snapshots in the run show its stacks",
+    "deadlock": "take locks in the same order in all threads, and wait for nothing while holding "
+    "one: that rank waits for a lock which another thread of it seems to keep; "
+    "lock.acquire(timeout=60) turns such a hang into an error with its line",
     "mismatch": "let all ranks issue the same collectives in the same order and sizes",
     "node_lost": "look at that node's console and the scheduler's log: power, network, kernel",
     "never_started": "look at the output of that rank's launcher: import, rendezvous, placement",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -39,6 +39,7 @@ from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import HEARTBEAT, KIND_NAMES, NULL_I64
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame, parse_frames
+from haiprof.run_format.stack_lines import WAITS
 
 _UNCAUGHT_LIMIT = 1 << 20
 _ENTRY_LIMIT, _CHAIN_LIMIT = 8, 8
@@ -748,8 +749,17 @@ _BACK = 50
 """So many samples back at the most is one looked for whose stack is known."""
 
 
-def last_line(rank: RankFiles) -> tuple[str, int] | None:
-    """Where the training thread was last seen, and when (Unix time); None where it never was."""
+class LastSeen(NamedTuple):
+    """Where the training thread was at its last sample."""
+
+    line: str
+    wall_ns: int
+    is_at_lock: bool
+    """Whether it waited for a lock at that very line."""
+
+
+def last_seen(rank: RankFiles) -> LastSeen | None:
+    """The last sample of the training thread; None where it was never sampled."""
     offset_ns, grown = rank.clock_offset_ns, StackTree()
     try:
         processes, _ = read_stack_file(rank.paths.stacks, grown)
@@ -759,11 +769,12 @@ def last_line(rank: RankFiles) -> tuple[str, int] | None:
     if not own or offset_ns is None:
         return None
     sampled, tree = own[-1].samples()[0], grown.whole()
-    last = zip(sampled["time_ns"][::-1].tolist(), sampled["stack"][::-1].tolist(), strict=True)
-    for time_ns, stack in islice(last, _BACK):
+    columns = (sampled[name][::-1].tolist() for name in ("time_ns", "stack", "wait"))
+    for time_ns, stack, wait in islice(zip(*columns, strict=True), _BACK):
         frames = [tree.frames[place][:3] for place in tree.frame_places(stack)]
         if (frame := own_frame(frames)) is not None:
-            return frame_text(frame), time_ns + offset_ns
+            is_at_lock = frame == frames[-1] and wait == WAITS.index("lock")
+            return LastSeen(frame_text(frame), time_ns + offset_ns, is_at_lock)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -20,6 +21,7 @@ from haiprof.run_analysis.run_files import (
     text,
 )
 from haiprof.run_format.reader import read_json
+from haiprof.run_format.stack_frames import frame_text, job_frame, parse_frames
 from haiprof.trace_format.frame_columns import Columns, types_of
 
 _NOWHERE = ("nothing:", "not known:")
@@ -62,6 +64,7 @@ class SuspectSeen:
     rank: int
     reason: str
     doing: str
+    """Empty where its collectives contradict others': the reason says what it does."""
     certain: bool
     """Whether it follows from what was seen, and is not only unlike the others."""
 
@@ -110,10 +113,17 @@ class Reaction:
     """Traced steps: the first, and the one after the last."""
 
     @property
+    def mismatched_ranks(self) -> tuple[int, ...] | None:
+        """The ranks whose collectives contradict others'; None where that is not what it is of."""
+        first = self.suspects[0] if self.suspects else None
+        if first is None or first.doing:
+            return None
+        return tuple(suspect.rank for suspect in self.suspects if suspect.reason == first.reason)
+
+    @property
     def contradiction(self) -> str | None:
         """What ranks do that cannot go together, where none of them is in the minority."""
-        reasons = [suspect.reason for suspect in self.suspects]
-        return reasons[0] if reasons and reasons.count(reasons[0]) > 1 else None
+        return self.suspects[0].reason if len(self.mismatched_ranks or ()) > 1 else None
 
 
 def reactions(files: RunFiles) -> list[Reaction]:
@@ -140,6 +150,21 @@ def asked_snapshots(files: RunFiles) -> list[Reaction]:
             if reaction is not None and reaction.suspects and not reaction.moves:
                 found.append(reaction)
     return found
+
+
+def lines_in_snapshot(files: RunFiles, reaction: Reaction) -> dict[int, str]:
+    """By rank, the line of the job's code at which a reaction's snapshot found it."""
+    name = Path(reaction.path or "").parent.name
+    content: Mapping[str, Any] = {}
+    for path in files.paths.snapshot_files():
+        if path.parent.name == name:
+            with contextlib.suppress(RunFormatError):
+                content = read_json(path)
+    frames = {
+        integer(entry.get("rank")): job_frame(parse_frames(entry.get("stack")) or ())
+        for entry in objects(content.get("ranks"))
+    }
+    return {rank: frame_text(at) for rank, at in frames.items() if rank is not None and at}
 
 
 def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:

@@ -28,7 +28,8 @@ _FRAMES = 12
 WORDS = {
     "exception": "exception", "out_of_memory": "out of memory", "killed": "killed",
     "crash": "crash", "exit": "exit status", "early_exit": "early exit", "hang": "hang",
-    "mismatch": "collective mismatch", "node_lost": "node lost", "never_started": "not started",
+    "deadlock": "deadlock", "mismatch": "collective mismatch", "node_lost": "node lost",
+    "never_started": "not started",
     "shared_memory_full": "/dev/shm full", "disk_full": "disk full", "time_limit": "time limit",
     "preempted": "preempted", "requeued": "requeued", "evicted": "evicted",
     "cancelled": "cancelled", "signal": "signal",

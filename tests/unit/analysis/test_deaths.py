@@ -18,6 +18,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.writer import LineWriter, write_json
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_run
+from tests.unit.analysis.sampled import write_stacks
 
 S = 1_000_000_000
 T0 = CLOCK.wall_ns + 60 * S
@@ -73,11 +74,11 @@ class Job:
     def raised(
         self, rank: int, at_s: float, kind: str, message: str, frames: Sequence[object] = (LOCK,),
         *, attempt: int = 0, how: str = "exception", handled: Sequence[Mapping[str, object]] = (),
-        **more: object,
+        source: str = "x = y()", **more: object,
     ) -> None:  # fmt: skip
         host, pid = self.host(rank), self.pid(rank, attempt)
         self.run.uncaught.mkdir(exist_ok=True)
-        error = {"type": kind, "message": message, "frames": list(frames), "source": "x = y()"}
+        error = {"type": kind, "message": message, "frames": list(frames), "source": source}
         entry = {
             "how": how,
             "thread": None,
@@ -358,6 +359,23 @@ STORIES = {
     "a line that called sys.exit is named": _exit_call("3", 3),
     "a negative status": _exit_call("-1", 255),
     "a text for a status": _exit_call("no such dataset", 1, ": no such dataset"),
+    **{
+        f"a rank that ends itself on a NaN is told so, {way}": Story(
+            events=[do.exits(1, uncaught=False),
+                    do.raised(1, 0, "SystemExit", "1", source=source, how="exit_call"),
+                    do.over(1, 0, status=1, stderr=printed)],
+            cause="exit", said=["(sys.exit) at train.py:88 in step, on a NaN or infinite value"],
+            unsaid=["why it calls sys.exit"], remedy="find where it becomes NaN or infinite",
+        )
+        for way, source, printed in (
+            ("by its line", "if loss.isnan(): sys.exit(1)", []),
+            ("by what it printed", "sys.exit(1)", ["step 7: loss is not finite"]),
+        )
+    },
+    "a NaN that the exception names is said once": Story(
+        events=[do.died(1, 0, "ValueError", "the loss is nan"), do.stopped(0, 2)],
+        cause="exception", unsaid=["on a NaN"], remedy="find where it becomes NaN or infinite",
+    ),
     "a rank that leaves since another one is gone is its victim": Story(
         events=[do.reached(9, 8, 9), *(event for rank in (0, 2) for event in (
                     do.exits(rank, uncaught=False),
@@ -663,6 +681,94 @@ def test_snapshot_of_a_job_that_stood_still_says_who_held_it_up(job: Job) -> Non
     assert [fate.role for fate in death.fates] == ["stopped", "cause", "stopped"]
     assert death.died_ns is not None
     assert abs(death.died_ns - CLOCK.wall_ns) < S, "the hang's begin, not the time of the look"
+
+
+def hung(
+    job: Job, suspects: Sequence[Mapping[str, object]], stacks: Sequence[object] = ()
+) -> Death:
+    """A hang that a snapshot looked at, and that somebody ended later."""
+    folder = job.run.snapshots / "20260101-000000"
+    folder.mkdir(parents=True)
+    ranks = [{"rank": rank, "stack": stack} for rank, stack in enumerate(stacks)]
+    path = folder / "snapshot.json"
+    write_json(path, {"wall_ns": T0 + 20 * S, "ranks": ranks}, below=job.run.root)
+    line = {"name": "reaction-hang-0", "action": "snapshot", "wall_ns": T0 + 20 * S}
+    noticed = {"trigger": "hang", "since_wall_ns": T0, "reason": "no step for 20 s"}
+    result = {"state": "done", "moves": False, "suspects": suspects}
+    job.line("node0", {"type": "reaction", **line, **noticed})
+    job.line("node0", {"type": "reaction_result", **line, **result,
+                       "path": f"/moved/{folder.name}/{path.name}"})  # fmt: skip
+    job.signalled(60)
+    job.stopped(at_s=60.1)
+    job.ended(*ENDED)
+    return job.death()
+
+
+@pytest.mark.parametrize(
+    ("odd", "ranks", "where"),
+    [
+        ((1,), (1,), "; ranks 0 and 2 at train.py:88 in step; rank 1 at train.py:90 in step"),
+        ((0, 1, 2), (), "; rank 0 at train.py:88 in step; rank 1 at train.py:89"),
+    ],
+)
+def test_hang_of_collectives_that_contradict_each_other_names_every_line(
+    job: Job, odd: Sequence[int], ranks: Sequence[int], where: str
+) -> None:
+    reason = "collective 7 of group 0: rank 0 all_reduce, rank 1 barrier (kind differs)"
+    suspects = [{"rank": r, "reason": reason, "doing": "", "certain": True} for r in odd]
+    lines = (88, 90, 88) if ranks else (88, 89, 90)
+    stacks = [[[LOCK[0], line, "step"], BACKWARD[1]] for line in lines]
+    death = hung(job, suspects, stacks)
+    assert found(death) == ("mismatch", ranks)
+    assert f"{reason}{where}" in death.headline
+    assert "then ended by SIGTERM" in death.headline
+    assert death.remedy.startswith("let all ranks issue the same collectives")
+    advice = restart_advice(RunFrames(job.run.root))
+    assert advice is not None
+    assert (advice.headline, advice.reason) == ("STOP", "program")
+
+
+def test_ranks_that_a_snapshot_names_for_one_reason_do_not_contradict_each_other(job: Job) -> None:
+    late = {"reason": "it has begun 5 collectives of group 0, rank 2 6", "certain": True}
+    death = hung(job, [{"rank": r, "doing": "train.py:88 in step", **late} for r in (0, 1)])
+    assert found(death) == ("hang", (0,))
+    assert "contradict" not in death.headline
+    assert "the rank that is named" in death.remedy
+
+
+@pytest.mark.parametrize(
+    ("beside", "wait", "frames", "cause"),
+    [
+        ("; its thread writer is at train.py:12 in write", "l", 1, "deadlock"),
+        ("", "l", 1, "hang"),
+        ("; its thread writer is at train.py:12 in write", "s", 1, "hang"),
+        ("; its thread writer is at train.py:12 in write", "l", 2, "hang"),  # of a queue's
+    ],
+)
+def test_rank_whose_threads_wait_for_each_others_locks_is_told_so(
+    job: Job, beside: str, wait: str, frames: int, cause: str
+) -> None:
+    stack = ((LOCK[0], 88, "step"), ("/usr/lib/python3.11/queue.py", 171, "get"))[:frames]
+    write_stacks(
+        job.run.rank(1).stacks,
+        [(T0 - CLOCK.wall_ns + CLOCK.mono_ns + 30 * S, stack)],
+        pid=101,
+        kernel_waits=wait,
+    )
+    doing = f"train.py:88 in step{beside}"
+    suspect = {"rank": 1, "reason": "the others wait for it", "doing": doing, "certain": True}
+    death = hung(job, [suspect])
+    assert found(death) == (cause, (1,))
+    assert death.line == "train.py:88 in step"
+    is_locked = cause == "deadlock"
+    assert ("in the same order in all threads" in death.remedy, death.certain) == (
+        is_locked,
+        not is_locked,
+    )
+    advice = restart_advice(RunFrames(job.run.root))
+    assert advice is not None
+    assert advice.action == "RESTART"
+    assert ("after a second death at that line: STOP" in advice.text) == is_locked
 
 
 def test_later_start_of_the_same_slurm_job_tells_a_requeue(job: Job) -> None:

@@ -196,6 +196,7 @@ CASES = {
     "no memory at an unknown step": (TWO, [death("out_of_memory", step=None)] * 2, "RESTART"),
     "early end twice": (TWO, [death("early_exit", "node-1"), death("early_exit", "node-2")],
                         "STOP"),
+    "deadlock there twice": (TWO, [death("deadlock", "node-2", **AT)] * 2, "STOP"),
     "disk full": (TWO, [death("disk_full")], "STOP"),
     "cancelled": (TWO, [death("cancelled")], "STOP"),
     "preempted": (TWO, [death("preempted")] * 9, "RESTART"),
