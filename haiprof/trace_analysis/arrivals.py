@@ -10,6 +10,7 @@ from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.trace_analysis.collectives import SYNCHRONISING, WHOLE_JOB
+from haiprof.trace_analysis.matching import clock_offsets, host_offsets, on_one_clock
 from haiprof.trace_format.frame_columns import Columns, types_of
 
 _GROUP = ("process_group", "group_ranks")
@@ -97,6 +98,15 @@ def collective_waits(kernels: pl.DataFrame) -> pl.DataFrame:
         pl.when(pl.col("missing").is_null()).then(pl.col(name)).alias(name)
         for name in (*WAITS, "arrived_last")
     ).sort("collective", "rank")
+
+
+def arrivals(kernels: pl.DataFrame, hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Each rank's part in each collective, and how far the ranks' clocks are apart.
+
+    Ranks of one of the `hosts` (`rank`, `host`) have one clock.
+    """
+    clocks = host_offsets(clock_offsets(kernels), hosts)
+    return collective_waits(on_one_clock(kernels, clocks)), clocks
 
 
 def _why_not() -> pl.Expr:

@@ -263,20 +263,12 @@ def host_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 
 
 def _totals(owned: GpuLaunches) -> pl.DataFrame:
-    """`operator`, `kernel_total_count`, `gpu_total_ns`: a pass per level of the tree."""
-    names = owned.tree.spans["name"]
-    levels = [
-        pl.DataFrame({"kernel": kernel, "operator": names.gather(row)})
-        for kernel, row in owned.tree.outwards(owned.row)
-    ]
-    if not levels:
-        types = {"operator": pl.String, "kernel_total_count": pl.Int64, "gpu_total_ns": pl.Int64}
-        return pl.DataFrame(schema=types)
-    pairs = pl.concat(levels).unique()
-    durations = owned.gpu["dur_ns"].gather(pairs["kernel"])
+    """`operator`, `kernel_total_count`, `gpu_total_ns`."""
+    pairs = owned.tree.names_around(owned.row)
+    durations = owned.gpu["dur_ns"].gather(pairs["place"])
     return (
-        pairs.with_columns(durations, pl.col("operator").cast(pl.String))
-        .group_by("operator")
+        pairs.with_columns(durations)
+        .group_by(operator="name")
         .agg(kernel_total_count=pl.len().cast(pl.Int64), gpu_total_ns=pl.col("dur_ns").sum())
     )
 

@@ -52,6 +52,15 @@ class CallTree:
             yield place, rows
             rows = self.parent[rows]
 
+    def names_around(self, rows: Ints) -> pl.DataFrame:
+        """`place` in `rows`, and each `name` of the spans at or around it, once."""
+        levels = [
+            pl.DataFrame({"place": place, "name": self.spans["name"].gather(row)})
+            for place, row in self.outwards(rows)
+        ]
+        empty = pl.DataFrame({"place": rows[:0], "name": self.spans["name"].head(0)})
+        return pl.concat([empty, *levels]).unique().with_columns(pl.col("name").cast(pl.String))
+
 
 def nest(spans: pl.DataFrame) -> CallTree:
     """Resolves the nesting of spans; O(n log n) without a loop over them."""

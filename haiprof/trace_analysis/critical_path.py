@@ -11,7 +11,6 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
-from haiprof.base.intervals import Ints, union
 from haiprof.base.units import duration_text
 from haiprof.trace_analysis.call_tree import innermost
 from haiprof.trace_analysis.critical_walk import (
@@ -38,11 +37,12 @@ from haiprof.trace_analysis.device_dependencies import (
     runtime_calls,
 )
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY
+from haiprof.trace_analysis.host_activity import split
 from haiprof.trace_analysis.host_dependencies import HostEvents
 from haiprof.trace_analysis.launches import exact_us, in_pieces
 from haiprof.trace_format.find import OVERLAY_SUFFIX
 from haiprof.trace_format.kineto.decode import add_marks, write_copy
-from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.launch_checks import DEVICE_SYNC, STREAM_SYNC
 
@@ -54,14 +54,13 @@ CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED = (
 BOUNDS = (CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED)
 DATA_LOADING = r"^enumerate\(DataLoader\)"
 """PyTorch's own mark around a data loader's `__next__`."""
-_WRAPPER = r"^ProfilerStep#\d+$"
-"""Marks of whole steps: they hold a step's work and are no work themselves."""
 
 SEGMENTS: dict[str, type[pl.DataType]] = {
     "start_ns": pl.Int64, "duration_ns": pl.Int64, "bound_by": pl.String, "event": pl.Int64,
     "name": pl.String, "kind": pl.String, "pid": pl.Int64, "tid": pl.Int64,
     "device": pl.Int64, "stream": pl.Int64,
 }  # fmt: skip
+_PIECES = dict.fromkeys(("pid", "tid", "stretch", "ts_ns", "dur_ns"), pl.Int64)
 _OF_KIND = {COMPUTATION: COMPUTE, COMMUNICATION: TALK, MEMORY: COPIES}
 _DELAY_OF = {LAUNCH: LAUNCHING, STREAM: KERNEL_GAP}
 
@@ -77,65 +76,33 @@ def segments(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
 
 def _on_host(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
     """Cuts host time at every start and end of an event; each piece is its innermost event's."""
-    chosen = path.kind == ON_HOST
+    tree, chosen = graph.host.tree, path.kind == ON_HOST
     threads, starts, ends = path.where[chosen], path.starts[chosen], path.ends[chosen]
-    pieces = [
-        _pieces(graph, int(thread), starts[threads == thread], ends[threads == thread])
-        for thread in np.unique(threads)
-    ]
-    if not pieces:
-        return pl.DataFrame(schema=SEGMENTS)
+    pieces = [pl.DataFrame(schema=_PIECES)]
+    for thread in np.unique(threads):
+        rows, own = graph.host.rows_of(int(thread)), threads == thread
+        edges = np.unique(np.concatenate([tree.starts[rows], tree.ends[rows]]))
+        cut = split(starts[own], ends[own], edges)
+        pid, tid = graph.host.threads[thread]
+        pieces.append(pl.DataFrame({
+            "pid": [pid] * len(cut.of), "tid": [tid] * len(cut.of), "stretch": cut.of,
+            "ts_ns": cut.starts, "dur_ns": cut.ends - cut.starts,
+        }, schema=_PIECES))  # fmt: skip
     whole = pl.concat(pieces)
-    row = innermost(graph.host.tree, whole)
-    whole = whole.with_columns(row=pl.Series(row, dtype=pl.Int64))
-    loading = _loading(graph, whole, data_loading)
+    row = innermost(tree, whole)
+    is_loading = np.zeros(len(tree.parent), dtype=np.bool_)
+    is_loading[graph.host.rows_named(data_loading)] = True
+    whole = whole.with_columns(
+        row=pl.Series(row, dtype=pl.Int64), loading=pl.Series(tree.climb(row, is_loading) >= 0)
+    )
     # Merges neighbouring pieces of one event.
     run = pl.struct("tid", "stretch", "row", "loading").rle_id()
-    return _describe(
-        graph,
-        whole.with_columns(loading=pl.Series(loading))
-        .group_by(run.alias("run"), maintain_order=True)
-        .agg(pl.col("pid", "tid", "row", "loading", "ts_ns").first(), pl.col("dur_ns").sum()),
+    merged = whole.group_by(run.alias("run"), maintain_order=True).agg(
+        pl.col("pid", "tid", "row", "loading", "ts_ns").first(), pl.col("dur_ns").sum()
     )
-
-
-def _pieces(graph: Graph, thread: int, starts: Ints, ends: Ints) -> pl.DataFrame:
-    tree, rows = graph.host.tree, graph.host.rows_of(thread)
-    cuts = np.unique(np.concatenate([tree.starts[rows], tree.ends[rows], starts, ends]))
-    begins, stops = cuts[:-1], cuts[1:]
-    at = np.searchsorted(starts, begins, side="right") - 1
-    inside = (at >= 0) & (stops <= ends[np.maximum(at, 0)])
-    pid, tid = graph.host.threads[thread]
-    begins, stops, at = begins[inside], stops[inside], at[inside]
-    return pl.DataFrame(
-        {"ts_ns": begins, "dur_ns": stops - begins, "stretch": at},
-        schema={"ts_ns": pl.Int64, "dur_ns": pl.Int64, "stretch": pl.Int64},
-    ).select(pl.lit(pid, pl.Int64).alias("pid"), pl.lit(tid, pl.Int64).alias("tid"), pl.all())
-
-
-def _loading(graph: Graph, pieces: pl.DataFrame, pattern: str) -> npt.NDArray[np.bool_]:
-    """Whether each piece is inside a data loading range on its thread."""
-    host = graph.host
-    rows = host.rows_named(pattern)
-    starts = host.frame["ts_ns"].to_numpy()[rows]
-    ends = starts + host.frame["dur_ns"].to_numpy()[rows]
-    begins, tids = pieces["ts_ns"].to_numpy(), pieces["tid"].to_numpy()
-    found = np.zeros(len(begins), dtype=np.bool_)
-    for number in np.unique(host.thread_of_row[rows]):
-        own = host.thread_of_row[rows] == number
-        ranges = union(starts[own], ends[own])
-        at = np.searchsorted(ranges.starts, begins, side="right") - 1
-        inside = (at >= 0) & (begins < ranges.ends[np.maximum(at, 0)])
-        found |= inside & (tids == host.threads[int(number)][1])
-    return found
-
-
-def _describe(graph: Graph, pieces: pl.DataFrame) -> pl.DataFrame:
-    """Pieces of host time with their event and what they are bound by."""
-    events = _host_events(graph)
     waiting = pl.col("name").str.contains(f"{DEVICE_SYNC}|{STREAM_SYNC}")
     return (
-        pieces.join(events, on="row", how="left")
+        merged.join(_host_events(graph), on="row", how="left")
         .with_columns(
             bound_by=pl.when(waiting.fill_null(value=False)).then(pl.lit(SYNC))
             .when("loading").then(pl.lit(DATA)).otherwise(pl.lit(CPU)),
@@ -147,7 +114,7 @@ def _describe(graph: Graph, pieces: pl.DataFrame) -> pl.DataFrame:
 def _host_events(graph: Graph) -> pl.DataFrame:
     """`event`, `name` and `kind` of each row of the host's; a step's mark has no name."""
     name, kind = pl.col("name").cast(pl.String), pl.col("category").cast(pl.String)
-    is_work = pl.col("row").is_in(graph.host.rows_named(_WRAPPER)).not_()
+    is_work = pl.col("row").is_in(graph.host.rows_named(STEP_NAME)).not_()
     return graph.host.frame.with_row_index("row").select(
         pl.col("row").cast(pl.Int64), "event", "pid", "tid", name=pl.when(is_work).then(name),
         kind=pl.when(is_work).then(kind),

@@ -62,16 +62,18 @@ def weighted_mean(value: pl.Expr, weight: pl.Expr) -> tuple[pl.Expr, pl.Expr]:
     return mean, square.clip(0).sqrt()
 
 
+def has_name(events: pl.DataFrame, pattern: str) -> pl.Expr:
+    """Whether an event's name matches: there are far fewer names than events."""
+    names = events["name"].unique()
+    return pl.col("name").is_in(names.filter(names.cast(pl.String).str.contains(pattern)).implode())
+
+
 def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
     """GPU events with their `kind`, one of `KINDS` (docs/hta-differences.md, D13 and D25)."""
-    names = gpu.select(pl.col("name").unique()).to_series()
-    collective = names.cast(pl.String).str.contains(COMMUNICATION_NAMES)
-    talking = pl.col("name").is_in(names.filter(collective).implode()) | (
-        pl.col("collective").cast(pl.String) != ""
-    )
-    dma = names.filter(names.cast(pl.String).str.contains(MTIA_COPIES))
+    collective = pl.col("collective").cast(pl.String) != ""
+    talking = has_name(gpu, COMMUNICATION_NAMES) | collective
     of_mtia = pl.col("category").cast(pl.String) == MTIA_CATEGORY
-    copying = of_mtia & pl.col("name").is_in(dma.implode())
+    copying = of_mtia & has_name(gpu, MTIA_COPIES)
     return gpu.with_columns(
         kind=pl.when(pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES) | copying)
         .then(pl.lit(MEMORY))

@@ -14,9 +14,9 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.statistics import LEAST, Comparison, adjust_p_values, compare_samples
 from haiprof.trace_analysis.call_tree import nest, uncovered_starts
-from haiprof.trace_analysis.device_time import Steps, step_window, union_of, with_launch
+from haiprof.trace_analysis.device_time import Steps, has_name, step_window, union_of, with_launch
 from haiprof.trace_analysis.kernel_names import FULL, name_normalizer, split_geometry, with_geometry
-from haiprof.trace_format.kineto.rank_trace import STEP, Trace
+from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
 
 KERNEL, OPERATOR, RUNTIME, ANNOTATION = "kernel", "operator", "runtime", "annotation"
 EVERYTHING = (KERNEL, OPERATOR, RUNTIME, ANNOTATION)
@@ -102,9 +102,7 @@ def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> p
         when = pl.coalesce("launch_ns", "ts_ns") if own else pl.col("launch_ns")
         return known.select(*columns, when.alias("when_ns"))
     table = {OPERATOR: trace.ops, RUNTIME: trace.runtime}.get(kind, trace.host_ranges)
-    names = table["name"].unique()
-    marks = [name for name in names.cast(pl.String) if STEP.match(name)]
-    events = table.filter(~pl.col("name").is_in(marks))
+    events = table.filter(~has_name(table, STEP_NAME))
     return events.select(*columns, pl.col("ts_ns").alias("when_ns"))
 
 

@@ -36,6 +36,7 @@ from haiprof.trace_analysis.device_time import (
     Steps,
     device_properties,
     gpu_events,
+    has_name,
     known_occupancy,
     step_window,
     union_of,
@@ -118,7 +119,6 @@ def function_times(spans: Spans, free: Intervals, count: int) -> tuple[Ints, Int
     return length, own
 
 
-_STEP = "ProfilerStep#"
 _COLUMNS = ("name", "ts_ns", "dur_ns", "pid", "tid")
 
 _OF_STACKS = ("name", "count", "total_ns", "median_ns", "covered_ns", "bottleneck_ns")
@@ -133,8 +133,7 @@ def host_calls(trace: Trace) -> CallTree | None:
     operators = trace.ops.select(_COLUMNS).with_columns(pl.col("name").cast(python["name"].dtype))
     parts = [python, operators]
     spans = pl.concat(part for part in parts if len(part)) if any(map(len, parts)) else parts[0]
-    marks = [name for name in spans["name"].unique().cast(pl.String) if name.startswith(_STEP)]
-    spans = spans.filter(~pl.col("name").is_in(marks)) if marks else spans
+    spans = spans.filter(~has_name(spans, "^ProfilerStep#"))
     works = pl.concat([trace.ops.select("pid", "tid"), trace.runtime.select("pid", "tid")]).unique()
     working = spans.join(works, on=["pid", "tid"], how="semi", maintain_order="left")
     spans = spans if working.is_empty() else working

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.code_places import is_library
-from haiprof.base.intervals import Intervals, Ints, difference, intersection, union
+from haiprof.base.intervals import Ints, difference, intersection
 from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.call_tree import (
     CallTree,
@@ -24,6 +24,7 @@ from haiprof.trace_analysis.call_tree import (
     take,
     thread_numbers,
 )
+from haiprof.trace_analysis.device_time import has_name, union_of
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE
@@ -338,16 +339,10 @@ def read_host(trace: Trace) -> Host:
         for kind, part in enumerate(parts)
     )
     spans = pl.concat([spans, _waits_in_backward(spans)])
-    names = spans["name"].unique()
-    steps = names.filter(names.cast(pl.String).str.contains(_STEP))
     # Before 2022 ranges were operators: those of loaders and optimizers are told by their names.
-    old = names.filter(names.cast(pl.String).str.contains(rf"{_LOADER}|{_OPTIMIZER}"))
-    is_old = pl.col("name").is_in(old.implode()) & (pl.col("kind") == _IS_OPERATOR)
-    tree = nest(
-        spans.filter(~pl.col("name").is_in(steps.implode())).with_columns(
-            kind=pl.when(is_old).then(_IS_RANGE).otherwise("kind")
-        )
-    )
+    is_old = has_name(spans, f"{_LOADER}|{_OPTIMIZER}") & (pl.col("kind") == _IS_OPERATOR)
+    kind = pl.when(is_old).then(_IS_RANGE).otherwise("kind")
+    tree = nest(spans.filter(~has_name(spans, _STEP)).with_columns(kind=kind))
     return Host(trace, tree, tree.spans["kind"].to_numpy())
 
 
@@ -357,23 +352,19 @@ def _waits_in_backward(spans: pl.DataFrame) -> pl.DataFrame:
     DDP waits there for its buckets, and no event tells: it is the time of backward() in which
     nothing else ran on its thread while a collective was under way on another one.
     """
-    names = spans["name"].unique()
-    texts = names.cast(pl.String)
-    is_pass = pl.col("name").is_in(names.filter(texts.str.contains(_RUN_BACKWARD)).implode())
-    talks = spans.filter(
-        pl.col("name").is_in(names.filter(texts.str.contains(f"^(?:{HOST_BACKENDS}):")).implode())
-    ).sort("ts_ns")
+    is_pass = has_name(spans, _RUN_BACKWARD)
+    talks = spans.filter(has_name(spans, f"^(?:{HOST_BACKENDS}):")).sort("ts_ns")
     found = [spans.clear()]
     if talks.is_empty():
         return found[0]
     for (pid, tid), own in spans.filter(is_pass).group_by("pid", "tid"):
         here = (pl.col("pid") == pid) & (pl.col("tid") == tid)
-        passes, away = _times(own), _times(talks.filter(~here))
+        passes, away = union_of(own), union_of(talks.filter(~here))
         edges = np.column_stack(passes).ravel()
         others = spans.filter(here & ~is_pass)
         begins = others["ts_ns"].to_numpy()
         inside = np.searchsorted(edges, begins, "right") % 2 == 1
-        waits = intersection(difference(passes, _times(others.filter(pl.Series(inside)))), away)
+        waits = intersection(difference(passes, union_of(others.filter(pl.Series(inside)))), away)
         last = np.searchsorted(talks["ts_ns"].to_numpy(), waits.starts, "right") - 1
         found.append(
             talks[last].with_columns(
@@ -382,11 +373,6 @@ def _waits_in_backward(spans: pl.DataFrame) -> pl.DataFrame:
             )
         )  # fmt: skip
     return pl.concat(found)
-
-
-def _times(spans: pl.DataFrame) -> Intervals:
-    starts = spans["ts_ns"].to_numpy()
-    return union(starts, starts + spans["dur_ns"].to_numpy())
 
 
 def _is_job_code(name: str) -> bool:

@@ -11,6 +11,7 @@ import polars as pl
 from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.call_tree import CallTree, nest, thread_numbers
 from haiprof.trace_analysis.device_dependencies import NEVER, Bools
+from haiprof.trace_analysis.device_time import has_name
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 LONG_GAP_NS = 1_000_000
@@ -85,9 +86,7 @@ class HostEvents:
 
     def rows_named(self, pattern: str) -> Ints:
         """Rows of `frame` with a name that matches a regular expression."""
-        names = self.frame["name"].unique()
-        matching = names.filter(names.cast(pl.String).str.contains(pattern))
-        return np.flatnonzero(self.frame["name"].is_in(matching.implode()).to_numpy())
+        return np.flatnonzero(self.frame.select(has_name(self.frame, pattern)).to_series())
 
     def number_of(self, thread: Thread) -> int:
         """The number of a thread; -1 of one on which nothing ran."""

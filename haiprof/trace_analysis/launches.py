@@ -422,10 +422,6 @@ def _events(trace: Trace, counter: str) -> pl.Series:
 def gpu_counters(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Counters of the GPU over the trace, or over some of its steps.
 
-    Args:
-        trace: Of one rank.
-        steps: First profiler step and the one after the last; None takes all samples.
-
     Returns:
         One row per device and counter: `device`, `name` (with its unit), `sample_count`,
         `mean_value`, `min_value`, `max_value`; no row where none were recorded.
@@ -444,10 +440,6 @@ def gpu_counters(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 def graph_nodes(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Nodes of CUDA graphs that are no work of the GPU: it waits for what they do on the host.
 
-    Args:
-        trace: Of one rank.
-        steps: First profiler step and the one after the last; None takes all.
-
     Returns:
         One row per device, kind and name, the longest first: `device`, `kind`
         (`graph_host_node`, `graph_event_node`), `name`, `count`, `sum_ns`, `mean_ns`, `max_ns`.
@@ -460,10 +452,6 @@ def graph_nodes(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 
 def os_calls(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Calls of the operating system by name, those of threads that launch work first.
-
-    Args:
-        trace: Of one rank.
-        steps: First profiler step and the one after the last; None takes all.
 
     Returns:
         One row per name: `is_launching` (whether its thread called the CUDA runtime), `name`,

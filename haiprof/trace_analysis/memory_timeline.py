@@ -14,19 +14,10 @@ import polars as pl
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.base.intervals import Ints
 from haiprof.run_format.unpack import read_text
-from haiprof.trace_analysis.call_tree import (
-    CallTree,
-    distinct_names,
-    innermost,
-    is_outermost,
-    levels,
-    nest,
-    stacks,
-    take,
-    thread_numbers,
-)
+from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, take
+from haiprof.trace_analysis.device_time import has_name
 from haiprof.trace_analysis.python_code import part_tree
-from haiprof.trace_format.kineto.rank_trace import STEP, Trace
+from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
 
 # c10::DeviceType, c10/core/DeviceType.h. ROCm builds of PyTorch say CUDA.
 DEVICE_TYPES = (
@@ -181,9 +172,7 @@ def _events(trace: Trace) -> pl.DataFrame:
 
 def _operators(trace: Trace) -> CallTree:
     """Operators with their nesting; the marks of steps are none."""
-    names = trace.ops["name"].unique()
-    marks = [name for name in names.cast(pl.String) if STEP.match(name)]
-    return nest(trace.ops.filter(~pl.col("name").is_in(marks)))
+    return nest(trace.ops.filter(~has_name(trace.ops, STEP_NAME)))
 
 
 def _with_operators(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
@@ -227,18 +216,11 @@ def _blocks(events: pl.DataFrame) -> pl.DataFrame:
 
 def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
     """Per device and operator: changes in it and in all that it called."""
-    # Whether no operator around each has its name.
-    spans, parent = operators.spans, operators.parent
-    code, _ = distinct_names(spans["name"])
-    found = stacks(levels(parent) or [], parent, code, thread_numbers(spans))
-    outermost = is_outermost(found)[found.of_call]
     changes = events.select(*_DEVICE, "bytes", "operator")
-    parts = [changes.filter(pl.col("operator").is_null())]
-    for place, row in operators.outwards(events["row"].to_numpy()):
-        once = outermost[row]
-        parts.append(changes[place[once]].with_columns(_names_at(operators, row[once])))
-    summed = pl.concat(parts).group_by(*_DEVICE, "operator")
-    return summed.agg(pl.col("bytes").sum().alias("increase_bytes"))
+    pairs = operators.names_around(events["row"].to_numpy())
+    inside = changes[pairs["place"]].with_columns(operator=pairs["name"])
+    summed = pl.concat([changes.filter(pl.col("operator").is_null()), inside])
+    return summed.group_by(*_DEVICE, "operator").agg(increase_bytes=pl.col("bytes").sum())
 
 
 def _names_at(operators: CallTree, rows: Ints) -> pl.Series:

@@ -19,7 +19,7 @@ from haiprof.run_format.unpack import read_text
 from haiprof.trace_analysis.arrivals import (
     WAITS,
     arrival_lateness,
-    collective_waits,
+    arrivals,
     collectives,
     who_is_late,
 )
@@ -37,12 +37,7 @@ from haiprof.trace_analysis.function_patterns import (
     worker_pattern,
 )
 from haiprof.trace_analysis.kernel_names import COMMUNICATION
-from haiprof.trace_analysis.matching import (
-    clock_offsets,
-    host_offsets,
-    match_collectives,
-    on_one_clock,
-)
+from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.pool import Pool, Progress, default_pool
 from haiprof.trace_analysis.report_cache import (
     UNFIT,
@@ -101,8 +96,7 @@ def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
     kernels = match_collectives(with_rank((r, w.collectives) for r, w in workers.items()))
     totals = with_rank((r, w.totals) for r, w in workers.items())
     hosts = totals.select("rank", "host")
-    offsets = host_offsets(clock_offsets(kernels), hosts)
-    waits = collective_waits(on_one_clock(kernels, offsets))
+    waits, offsets = arrivals(kernels, hosts)
     lateness = arrival_lateness(waits, offsets)
     functions = with_rank((r, w.functions) for r, w in workers.items())
     moved = functions.join(_throughput(waits), on=list(_KEYS), how="left", maintain_order="left")

@@ -21,6 +21,7 @@ from haiprof.trace_analysis.device_time import (
     MEMORY,
     Steps,
     gpu_events,
+    has_name,
     step_window,
     union_of,
     with_kind,
@@ -28,7 +29,7 @@ from haiprof.trace_analysis.device_time import (
 )
 from haiprof.trace_format.kineto.decode import event_texts, with_number, write_copy
 from haiprof.trace_format.kineto.events import GPU_RANGES, HOST_BACKENDS, LANE, TEXTS
-from haiprof.trace_format.kineto.rank_trace import STEP, Trace
+from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
 from haiprof.trace_format.kineto.text import TraceText
 
 _RANGE = ["category", "device", "name"]
@@ -142,7 +143,7 @@ def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame
     operator as communication, where this one goes by the kernel.
     """
     roles = _roles(trace)
-    steps = steps_with_gpu_tails(trace) if gpu_tail else _step_marks(trace)
+    steps = steps_with_gpu_tails(trace) if gpu_tail else trace.steps
     if steps.is_empty():
         # One step without a number: from the first to the last event of all; none without events.
         real = [own for own in roles.values() if own is not None and len(own.starts)]
@@ -175,9 +176,8 @@ def _roles(trace: Trace) -> dict[str, Intervals | None]:
     """When each cause was active, on any thread or device; None where it was not recorded."""
     gpu, runtime = with_kind(gpu_events(trace, None)), trace.runtime
     host = pl.concat([trace.ops.select(_NAMED), trace.host_ranges.select(_NAMED)])
-    loader, collective = _matching(host, _LOADER), _matching(host, _CPU_COLLECTIVE)
-    other = host.filter(~pl.col("name").is_in(_names(host, rf"{_LOADER}|{_CPU_COLLECTIVE}")))
-    work = other.filter(~pl.col("name").is_in(_names(other, STEP.pattern.replace(r"\Z", "$"))))
+    collective = host.filter(has_name(host, _CPU_COLLECTIVE))
+    no_work = rf"{_LOADER}|{_CPU_COLLECTIVE}|{STEP_NAME}"
     copies = pl.col("category").cast(pl.String).is_in(_COPIES)
     memory = gpu.filter(pl.col("kind") == MEMORY)
     communication = gpu.filter(pl.col("kind") == COMMUNICATION).select(_NAMED)
@@ -191,24 +191,10 @@ def _roles(trace: Trace) -> dict[str, Intervals | None]:
             pl.concat([communication, collective]),
         ),
         "runtime": (not runtime.is_empty(), runtime),
-        "dataloader": (has_host, loader),
-        "cpu_exec": (has_host, work),
+        "dataloader": (has_host, host.filter(has_name(host, _LOADER))),
+        "cpu_exec": (has_host, host.filter(~has_name(host, no_work))),
     }
     return {cause: union_of(events) if known else None for cause, (known, events) in active.items()}
-
-
-def _matching(events: pl.DataFrame, pattern: str) -> pl.DataFrame:
-    return events.filter(pl.col("name").is_in(_names(events, pattern)))
-
-
-def _names(events: pl.DataFrame, pattern: str) -> list[str]:
-    """The names that match: there are far fewer names than events."""
-    names = events["name"].unique().cast(pl.String)
-    return names.filter(names.str.contains(pattern)).to_list()
-
-
-def _step_marks(trace: Trace) -> pl.DataFrame:
-    return trace.steps.select("step", "start_ns", "end_ns")
 
 
 def steps_with_gpu_tails(trace: Trace) -> pl.DataFrame:
@@ -218,7 +204,7 @@ def steps_with_gpu_tails(trace: Trace) -> pl.DataFrame:
     still runs, and would be counted in the next step. So a step ends with its last GPU event, never
     before an earlier step does, and the next one begins there.
     """
-    marks = _step_marks(trace)
+    marks = trace.steps.select("step", "start_ns", "end_ns")
     gpu = with_launch(gpu_events(trace, None), trace.runtime)
     if marks.is_empty() or gpu.is_empty():
         return marks

@@ -224,9 +224,6 @@ class TraceQuestions(RankTraces):
     def arrival_lateness(self, steps: Steps = None) -> pl.DataFrame:
         """Who is late, and how sure that is: `haiprof.trace_analysis.arrivals`.
 
-        Args:
-            steps: First profiler step and the one after the last; None takes all.
-
         Returns:
             `rank`, the latest first; `process_group`, `part`, `late_ns` per step, `low_ns`,
             `high_ns`, `clock_ns`, `step_count`, `collective_count`, `is_late`, `said` (the answer
@@ -248,7 +245,7 @@ class TraceQuestions(RankTraces):
             `rank`, `collective_count`, `offset_ns`, `residual_ns` (below it nothing is known),
             `corrected`. Without collectives in common offsets are null: unknown.
         """
-        return self._clocks(self._matched_collectives(steps))
+        return self._arrivals(steps)[1]
 
     # Causes: critical path, what-if, what changed between two traces.
 

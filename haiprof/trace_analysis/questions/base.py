@@ -12,16 +12,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.arrivals import collective_waits
+from haiprof.trace_analysis.arrivals import arrivals
 from haiprof.trace_analysis.collectives import collective_kernels
 from haiprof.trace_analysis.device_time import Steps, with_rank
 from haiprof.trace_analysis.files import TraceFile, check_frame, load_frame, trace_file
-from haiprof.trace_analysis.matching import (
-    clock_offsets,
-    host_offsets,
-    match_collectives,
-    on_one_clock,
-)
+from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.pool import Pool, Progress, Question, Serial, default_pool
 from haiprof.trace_format.find import by_rank, is_reduced_to_functions, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -55,21 +50,12 @@ class RankTraces:
         self._window = window
         self._pool = pool
 
-    def _matched_collectives(self, steps: Steps) -> pl.DataFrame:
-        return match_collectives(self.per_rank(collective_kernels, steps=steps))
-
     def _arrivals(self, steps: Steps) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
         """Each rank's part in each collective, the ranks' clocks, and the kernels behind both."""
-        kernels = self._matched_collectives(steps)
-        clocks = self._clocks(kernels)
-        return collective_waits(on_one_clock(kernels, clocks)), clocks, kernels
-
-    def _clocks(self, kernels: pl.DataFrame) -> pl.DataFrame:
-        """Offsets of the ranks' clocks; ranks of one host have one clock."""
+        kernels = match_collectives(self.per_rank(collective_kernels, steps=steps))
         hosts = [(rank, file.host) for rank, file in self.files.items()]
-        schema = {"rank": pl.Int64, "host": pl.String}
-        known = pl.DataFrame(hosts, schema=schema, orient="row")
-        return host_offsets(clock_offsets(kernels), known)
+        known = pl.DataFrame(hosts, schema={"rank": pl.Int64, "host": pl.String}, orient="row")
+        return *arrivals(kernels, known), kernels
 
     @cached_property
     def traces(self) -> dict[int, Trace]:
@@ -126,7 +112,7 @@ class RankTraces:
         """
         if len(self.files) < 2 or is_reduced_to_functions(self.paths()):
             return check_frame(self.files)
-        return check_frame(self.files, self._clocks(self._matched_collectives(None)))
+        return check_frame(self.files, self._arrivals(None)[1])
 
     def per_rank(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -56,7 +55,7 @@ from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.launch_checks import Finding, LinkedLaunches, link_launches
 from haiprof.trace_format.nsight import is_nsight_export
 
-STEP = re.compile(r"ProfilerStep#(\d+)\Z")
+STEP_NAME = r"^ProfilerStep#(\d+)$"
 # torch numbers its own ranges (External id); what haiprof adds to a finished trace has no number.
 _IS_PHASE = (
     pl.col("external_id").is_null()
@@ -276,14 +275,13 @@ def _step_marks(annotations: pl.DataFrame, ops: pl.DataFrame) -> pl.DataFrame:
     marks = annotations.filter(pl.col("category") != GPU_RANGES)
     if annotations.is_empty():  # before 2022 they were operators like any other
         marks = ops.select(marks.columns)
-        steps = [name for name in marks["name"].unique().cast(pl.String) if STEP.match(name)]
-        marks = marks.filter(pl.col("name").is_in(steps))
-    named = marks.with_columns(
-        step=pl.col("name").cast(pl.String).str.extract(STEP.pattern.replace("\\Z", "$"))
-    )
-    numbered = named.with_columns(pl.col("step").cast(pl.Int64, strict=False))
+        names = marks["name"].unique()
+        steps = names.filter(names.cast(pl.String).str.contains(STEP_NAME))
+        marks = marks.filter(pl.col("name").is_in(steps.implode()))
+    number = pl.col("name").cast(pl.String).str.extract(STEP_NAME)
     return (
-        numbered.drop_nulls("step")
+        marks.with_columns(step=number.cast(pl.Int64, strict=False))
+        .drop_nulls("step")
         .select("step", start_ns="ts_ns", end_ns=pl.col("ts_ns") + pl.col("dur_ns"), tid="tid")
         .sort("start_ns")
     )
