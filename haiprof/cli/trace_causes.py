@@ -248,7 +248,10 @@ def _parse_one(text: str) -> Change:
     if found is None:
         raise UsageError(f"--faster {text}: not understood", hint=_HINT)
     kind, name, speed = found.groups()
-    speedup = _speedup(speed, text)
+    try:
+        speedup = math.inf if speed is None else float(speed)
+    except ValueError:
+        raise UsageError(f"--faster {text}: {speed} is no number", hint=_HINT) from None
     if kind in _NAMED and name:
         return Change(kind=kind, name=name, speedup=speedup)
     if kind in _PLAIN and name is None:
@@ -258,13 +261,6 @@ def _parse_one(text: str) -> Change:
     if kind == "ranks" and name is None and speed is None:
         return rank_as_others()
     raise UsageError(f"--faster {text}: not understood", hint=_HINT)
-
-
-def _speedup(text: str | None, whole: str) -> float:
-    try:
-        return math.inf if text is None else float(text)
-    except ValueError:
-        raise UsageError(f"--faster {whole}: {text} is no number", hint=_HINT) from None
 
 
 def memory_timeline(

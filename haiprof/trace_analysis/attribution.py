@@ -188,9 +188,9 @@ def kernel_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         *("device", "stream", "ts_ns", "dur_ns", "correlation"),
         pl.col("call").cast(pl.String),
         "launch_delay_ns",
-        _at(tree.spans["name"], row).alias("operator"),
-        _at(tree.spans["event"], row).alias("operator_event"),
-        _at(tree.spans["name"], top).alias("top_operator"),
+        tree.names_at(row).alias("operator"),
+        take(tree.spans["event"], row).alias("operator_event"),
+        tree.names_at(top).alias("top_operator"),
         pl.when(pl.Series(row >= 0)).then(matched_by).alias("matched_by"),
         modules.str.strip_prefix(_MODULE).alias("module"),
         _name_around(_ranges(trace), owned.made_by).alias("annotation"),
@@ -206,8 +206,8 @@ def operator_kernels(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         `launch_delay_max_ns`. A row with `operator` null is of GPU events without one.
     """
     owned = with_operator(trace, steps, captures=True)
-    name = _at(owned.tree.spans["name"], owned.row)
-    kernels = owned.gpu.select("dur_ns", "launch_delay_ns", name.alias("operator"))
+    name = owned.tree.names_at(owned.row).alias("operator")
+    kernels = owned.gpu.select("dur_ns", "launch_delay_ns", name)
     delay = pl.col("launch_delay_ns")
     own = kernels.group_by("operator").agg(
         kernel_count=pl.len().cast(pl.Int64),
@@ -331,13 +331,7 @@ def rows_around(tree: CallTree, calls: pl.DataFrame) -> Ints:
 
 def _name_around(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
     tree = nest(spans)
-    return _at(tree.spans["name"], rows_around(tree, calls))
-
-
-def _at(values: pl.Series, rows: Ints) -> pl.Series:
-    """Values of some rows, null for -1; texts as String."""
-    found = take(values, rows)
-    return found if values.dtype.is_integer() else found.cast(pl.String)
+    return tree.names_at(rows_around(tree, calls))
 
 
 def _ranges(trace: Trace) -> pl.DataFrame:

@@ -52,6 +52,10 @@ class CallTree:
             yield place, rows
             rows = self.parent[rows]
 
+    def names_at(self, rows: Ints) -> pl.Series:
+        """The names of some rows; null for -1."""
+        return take(self.spans["name"], rows).cast(pl.String)
+
     def names_around(self, rows: Ints) -> pl.DataFrame:
         """`place` in `rows`, and each `name` of the spans at or around it, once."""
         levels = [

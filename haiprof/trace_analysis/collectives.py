@@ -63,18 +63,6 @@ def process_group_table(trace: Trace) -> pl.DataFrame:
     )
 
 
-def with_part(collectives: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """Collectives with the `part` of their `process_group`, and its ranks if only that has them."""
-    listed = groups.select(
-        "process_group", "part", listed_ranks="group_ranks", listed_size="group_size"
-    )
-    found = collectives.join(listed, on="process_group", how="left", maintain_order="left")
-    return found.with_columns(
-        group_ranks=pl.coalesce("group_ranks", "listed_ranks"),
-        group_size=pl.coalesce("group_size", "listed_size"),
-    ).drop("listed_ranks", "listed_size")
-
-
 def _group(each: dict[str, object]) -> tuple[object, ...]:
     name, said, backend = each.get("pg_name"), each.get("pg_desc"), each.get("backend_config")
     description = said if isinstance(said, str) and said not in ("", "undefined") else None
@@ -187,9 +175,27 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
     found = kernels.join(
         calls.unique("correlation", keep="first"), on="correlation", how="left"
     ).with_columns(when=pl.coalesce("launch_ns", "ts_ns"))
-    launched = _with_step(trace, found).sort("ts_ns", "row")
-    named = with_part(_with_kind(_with_operator(trace, launched)), process_group_table(trace)).sort(
-        "ts_ns", "row"
+    launched = _with_operator(trace, _with_step(trace, found).sort("ts_ns", "row"))
+    kinds = [
+        launched[name].replace_strict(
+            {text: None if text is None else kind_of(text) for text in launched[name].unique()},
+            return_dtype=pl.String,
+        )
+        for name in ("collective", "annotation", "name")
+    ]
+    told = [pl.when(kind != "other").then(kind) for kind in kinds]
+    # The part of each one's group, and its ranks where only the list of groups has them.
+    groups = process_group_table(trace).select(
+        "process_group", "part", listed_ranks="group_ranks", listed_size="group_size"
+    )
+    named = (
+        launched.with_columns(kind=pl.coalesce(*told, pl.lit("other")))
+        .join(groups, on="process_group", how="left", maintain_order="left")
+        .with_columns(
+            group_ranks=pl.coalesce("group_ranks", "listed_ranks"),
+            group_size=pl.coalesce("group_size", "listed_size"),
+        )
+        .sort("ts_ns", "row")
     )
     base = clock_base_ns(trace)
     return named.select(
@@ -358,18 +364,6 @@ def _around_launch(kernels: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     inside = pl.col("launch_ns") < pl.col("span_ns") + pl.col("span_dur")
     kept = found.with_columns(pl.when(inside).then(pl.col(name)).alias(name) for name in carried)
     return kept.drop("span_ns", "span_dur").sort("ts_ns", "row")
-
-
-def _with_kind(kernels: pl.DataFrame) -> pl.DataFrame:
-    kinds = [
-        kernels[name].replace_strict(
-            {text: None if text is None else kind_of(text) for text in kernels[name].unique()},
-            return_dtype=pl.String,
-        )
-        for name in ("collective", "annotation", "name")
-    ]
-    told = [pl.when(kind != "other").then(kind) for kind in kinds]
-    return kernels.with_columns(kind=pl.coalesce(*told, pl.lit("other")))
 
 
 PARTS_SCHEMA = {

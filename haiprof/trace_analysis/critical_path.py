@@ -39,7 +39,7 @@ from haiprof.trace_analysis.device_dependencies import (
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY
 from haiprof.trace_analysis.host_activity import split
 from haiprof.trace_analysis.host_dependencies import HostEvents
-from haiprof.trace_analysis.launches import exact_us, in_pieces
+from haiprof.trace_analysis.launches import copy_path, exact_us, in_pieces
 from haiprof.trace_format.find import OVERLAY_SUFFIX
 from haiprof.trace_format.kineto.decode import add_marks, write_copy
 from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
@@ -145,9 +145,8 @@ def _returns(graph: Graph, path: Stretches) -> pl.DataFrame:
 
 def _hand_overs(graph: Graph, path: Stretches) -> pl.DataFrame:
     """From one thread's last event to the first event of the thread that it started or woke."""
-    threads = pl.DataFrame(
-        graph.host.threads, schema={"pid": pl.Int64, "tid": pl.Int64}, orient="row"
-    )
+    schema = {"pid": pl.Int64, "tid": pl.Int64}
+    threads = pl.DataFrame(graph.host.threads, schema=schema, orient="row")
     base = _base(path, path.kind == HAND_OVER).with_columns(bound_by=pl.lit(CPU))
     return pl.concat([base, threads[base["row"].to_numpy()]], how="horizontal")
 
@@ -381,17 +380,11 @@ def write_overlay(
             "marked in its text",
             hint="the path itself is in segments()",
         )
-    stem = trace.path.name.removesuffix(".gz").removesuffix(".json")
-    target = (folder or trace.path.parent) / f"{stem}{OVERLAY_SUFFIX}.json.gz"
+    target = copy_path(trace, folder, OVERLAY_SUFFIX)
     text = TraceText(trace.path)
     running = path.rows.filter(pl.col("kind") != "delay")["event"].drop_nulls()
     marked = add_marks(text, np.unique(running.to_numpy()), MARK, only_marked=only_path)
-    write_copy(target, text, chain(marked, in_pieces(arrow_events(path))))
-    return target
-
-
-def arrow_events(path: CriticalPath) -> pl.Series:
-    """Arrows between events on the path that lie on different threads or streams, as JSON."""
+    # Arrows between events on the path that lie on different threads or streams.
     events = path.rows.filter(pl.col("event").is_not_null() & (pl.col("kind") != "delay"))
     here = ("pid", "tid", "start_ns")
     moves = events.with_columns(pl.col(*here).shift(-1).name.prefix("next_"),
@@ -400,7 +393,8 @@ def arrow_events(path: CriticalPath) -> pl.Series:
     ).with_row_index("id")  # fmt: skip
     ends = [_arrow("s", "", moves, "pid", "tid", "start_ns"),
             _arrow("f", ', "bp": "e"', moves, "next_pid", "next_tid", "next_start_ns")]  # fmt: skip
-    return pl.concat(ends)
+    write_copy(target, text, chain(marked, in_pieces(pl.concat(ends))))
+    return target
 
 
 def _arrow(phase: str, more: str, moves: pl.DataFrame, pid: str, tid: str, time: str) -> pl.Series:

@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.intervals import union
 from haiprof.trace_analysis.attribution import with_operator
-from haiprof.trace_analysis.call_tree import roots, take
+from haiprof.trace_analysis.call_tree import roots
 from haiprof.trace_analysis.device_ledger import not_covered, step_windows
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
@@ -80,13 +80,12 @@ def rank_operators(
     peak = peak_of(device, peaks)
     calls = calls_with_work(trace, tree, None, formulas)
     call = nearest_rows(tree, owned.row, calls["row"].to_numpy())
-    names = tree.spans["name"].cast(pl.String)
     row = pl.Series(np.where(call >= 0, call, owned.row))
     events = with_kind(owned.gpu).select(
         "device", "ts_ns", "dur_ns", "kind", *launch_columns(trace), row=row,
         kernel=pl.col("name").cast(pl.String),
-        own=take(names, row.to_numpy()),
-        top=take(names, np.append(roots(tree.parent), -1)[row.to_numpy()]),
+        own=tree.names_at(row.to_numpy()),
+        top=tree.names_at(np.append(roots(tree.parent), -1)[row.to_numpy()]),
     )  # fmt: skip
     computing = events.filter(kind=COMPUTATION)
     by_call = computing.sort("dur_ns", descending=True).group_by("row").agg(

@@ -228,23 +228,16 @@ def _pair_threads(
 
 def _outside_parent(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> Ints:
     """Places of linked nodes that begin outside of their parent's operator on the same thread."""
-    above = _row_of_parent(nodes, row)
+    # Row of the tree of each node's parent; -1 where it has none or that has none.
+    numbers, parent = nodes["node"].to_numpy(), nodes["parent"].fill_null(-1).to_numpy()
+    place = np.searchsorted(numbers, parent).clip(0, max(len(numbers) - 1, 0))
+    above = np.where(numbers[place] == parent, row[place], -1)
     at = np.flatnonzero((above >= 0) & (row >= 0))
     thread = thread_numbers(tree.spans)
     inner, outer = row[at], above[at]
     begun = tree.starts[inner] >= tree.starts[outer] - ROUNDING_NS
     running = tree.starts[inner] <= tree.ends[outer] + ROUNDING_NS
     found: Ints = at[(thread[inner] == thread[outer]) & ~(begun & running)]
-    return found
-
-
-def _row_of_parent(nodes: pl.DataFrame, row: Ints) -> Ints:
-    """Row of the tree of each node's parent; -1 where it has none or that has none."""
-    if nodes.is_empty():
-        return row
-    numbers, parent = nodes["node"].to_numpy(), nodes["parent"].fill_null(-1).to_numpy()
-    place = np.searchsorted(numbers, parent).clip(0, len(numbers) - 1)
-    found: Ints = np.where(numbers[place] == parent, row[place], -1)
     return found
 
 
@@ -376,22 +369,18 @@ def link(pair: Pair) -> Linked:
     ranges, operators = pair.trace.host_ranges.select(_SPAN), pair.trace.ops.select(_SPAN)
     tree = nest(pl.concat([ranges, operators]).sort("event"))
     found = identify(nodes, tree)
-    timed = _add_times(nodes, tree, found)
+    spans = tree.spans.with_columns(self_ns=pl.Series(own_ns(tree), dtype=pl.Int64), host_tid="tid")
+    timed = nodes.with_columns(
+        *(take(spans[name], found.row) for name in ("ts_ns", "dur_ns", "self_ns", "host_tid")),
+        linked_by=pl.when(pl.Series(found.row) >= 0).then(pl.lit(found.by, dtype=pl.String)),
+    )
+    timed = timed.with_columns(thread_dependency=thread_dependencies(timed, tree, found.row))
     gpu, numbers, reasons = _gpu_nodes(pair.trace, timed, tree, found)
     joined = pl.concat([timed, gpu]) if len(gpu) else timed
     joined = joined.with_columns(
         sync_dependencies=sync_dependencies(pair.trace, joined, numbers, tree, found.row)
     )
     return Linked(pair=pair, nodes=joined, share=_share(pair, tree, found, gpu, reasons))
-
-
-def _add_times(nodes: pl.DataFrame, tree: CallTree, found: Identified) -> pl.DataFrame:
-    spans = tree.spans.with_columns(self_ns=pl.Series(own_ns(tree), dtype=pl.Int64), host_tid="tid")
-    timed = nodes.with_columns(
-        *(take(spans[name], found.row) for name in ("ts_ns", "dur_ns", "self_ns", "host_tid")),
-        linked_by=pl.when(pl.Series(found.row) >= 0).then(pl.lit(found.by, dtype=pl.String)),
-    )
-    return timed.with_columns(thread_dependency=thread_dependencies(timed, tree, found.row))
 
 
 def _gpu_nodes(

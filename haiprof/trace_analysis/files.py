@@ -181,7 +181,8 @@ def check_frame(
     files: Mapping[int, TraceFile], offsets: pl.DataFrame | None = None
 ) -> pl.DataFrame:
     """What was found in each trace, and of all of them together."""
-    of_all = [*rank_findings(files), *([] if offsets is None else _corrected_clocks(offsets))]
+    of_all = [*_missing_ranks(files), *_different_steps(files), *_different_times(files)]
+    of_all += () if offsets is None else _corrected_clocks(offsets)
     rows = [_trace_check_row(None, None, finding) for finding in of_all]
     rows += [
         _trace_check_row(rank, trace_name(file.path), finding)
@@ -222,11 +223,6 @@ def _trace_check_row(rank: int | None, file: str | None, finding: Finding) -> di
     names = ("check", "is_fault", "count", "text", "effect")
     row = {name: getattr(finding, name) for name in names}
     return {"rank": rank, "file": file, **row, "answers": ", ".join(finding.answers)}
-
-
-def rank_findings(files: Mapping[int, TraceFile]) -> list[Finding]:
-    """What is odd about the traces of several ranks together."""
-    return [*_missing_ranks(files), *_different_steps(files), *_different_times(files)]
 
 
 def _missing_ranks(files: Mapping[int, TraceFile]) -> Iterator[Finding]:

@@ -66,17 +66,6 @@ class PatternWindow(NamedTuple):
     end: int
 
 
-class Spans(NamedTuple):
-    """Calls of one kind inside a window."""
-
-    code: Ints
-    """Of the function, from 0; shape (n,)."""
-    starts: Ints
-    """ns, not before the window."""
-    ends: Ints
-    """ns, not after the window."""
-
-
 def pattern_window(trace: Trace, steps: Steps) -> PatternWindow:
     """The profiler steps that were asked for, or everything from the first to the last event."""
     if steps is not None:
@@ -89,29 +78,16 @@ def pattern_window(trace: Trace, steps: Steps) -> PatternWindow:
                   int(max(ends)))  # fmt: skip
 
 
-def inside(events: pl.DataFrame, code: Ints, window: PatternWindow) -> Spans:
-    """Events cut to a window; those outside of it are left out."""
-    starts = events["ts_ns"].to_numpy()
-    ends = np.minimum(starts + events["dur_ns"].to_numpy(), window.end)
-    starts = np.maximum(starts, window.start)
-    real = ends > starts
-    return Spans(code[real], starts[real], ends[real])
-
-
-def busy(spans: Spans) -> Intervals:
-    """When any of them ran."""
-    return union(spans.starts, spans.ends)
-
-
-def function_times(spans: Spans, free: Intervals, count: int) -> tuple[Ints, Ints]:
-    """How long each function ran, and how long with no kind above it."""
+def function_times(events: pl.DataFrame, free: Intervals, count: int) -> tuple[Ints, Ints]:
+    """How long each function, a `code` from 0, ran, and how long with no kind above it."""
     length, own = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    if not len(spans.starts):
+    if events.is_empty():
         return length, own
-    base = int(spans.starts.min())
-    stride = int(spans.ends.max()) - base + 1  # a lane of its own for each function
-    lane = spans.code * stride
-    merged = union(spans.starts - base + lane, spans.ends - base + lane)
+    starts = events["ts_ns"].to_numpy()
+    ends, base = starts + events["dur_ns"].to_numpy(), int(starts.min())
+    stride = int(ends.max()) - base + 1  # a lane of its own for each function
+    lane = events["code"].to_numpy() * stride - base
+    merged = union(starts + lane, ends + lane)
     code = merged.starts // stride
     starts, ends = merged.starts - code * stride + base, merged.ends - code * stride + base
     np.add.at(length, code, ends - starts)
@@ -323,18 +299,18 @@ def _kind(
 ) -> tuple[pl.DataFrame, Intervals]:
     """The functions of one kind, and when it ran; `free` is when no kind above did."""
     code = events.select(pl.struct(_KEYS).rank("dense") - 1).to_series().cast(pl.Int64).to_numpy()
-    spans = inside(events, code, window)
     # Count, cost and resource of each function whose calls reach into the window.
     end = pl.col("ts_ns") + pl.col("dur_ns")
-    rows = events.with_columns(pl.Series("code", code)).filter(
-        (pl.col("ts_ns") < window.end) & (end > window.start)
-    )
-    more = [
-        part
-        for column, deviation in ((_FILL, "occupancy_std"), (_RATE, "bandwidth_std_bytes_per_s"))
-        if column in rows.columns
-        for part in _weighted_mean(column, deviation)
-    ]
+    coded = events.with_columns(pl.Series("code", code))
+    rows = coded.filter((pl.col("ts_ns") < window.end) & (end > window.start))
+    cut = _cut(coded, window)
+    more, weight = [], pl.col("dur_ns")
+    for column, deviation in ((_FILL, "occupancy_std"), (_RATE, "bandwidth_std_bytes_per_s")):
+        if column in rows.columns:  # known of every call that takes time
+            value = pl.col(column)
+            known = (weight.sum() > 0) & ((weight == 0) | value.is_not_null()).all()
+            mean, spread = (pl.when(known).then(each) for each in weighted_mean(value, weight))
+            more += [mean.alias(column), spread.alias(deviation)]
     if _BLOCKS in rows.columns:
         more.append(pl.col(_BLOCKS).median().alias("median_block_count"))
     table = rows.group_by("code").agg(
@@ -345,21 +321,13 @@ def _kind(
         pl.col("dur_ns").median().alias("median_ns"),
         *more,
     )
-    length, own = function_times(spans, free, int(code.max(initial=-1)) + 1)
+    length, own = function_times(cut, free, int(code.max(initial=-1)) + 1)
     at = table["code"].to_numpy()
     timed = table.with_columns(
         pl.Series("covered_ns", length[at], dtype=pl.Int64),
         pl.Series("bottleneck_ns", own[at], dtype=pl.Int64),
     )
-    return timed.drop("code"), busy(spans)
-
-
-def _weighted_mean(column: str, deviation: str) -> tuple[pl.Expr, pl.Expr]:
-    """Mean and deviation over time; null unless it is known of every call that takes time."""
-    value, weight = pl.col(column), pl.col("dur_ns")
-    known = (weight.sum() > 0) & ((weight == 0) | value.is_not_null()).all()
-    mean, spread = weighted_mean(value, weight)
-    return pl.when(known).then(mean).alias(column), pl.when(known).then(spread).alias(deviation)
+    return timed.drop("code"), union_of(cut)
 
 
 def _host(trace: Trace, window: PatternWindow, free: Intervals) -> tuple[pl.DataFrame, int | None]:
@@ -371,9 +339,9 @@ def _host(trace: Trace, window: PatternWindow, free: Intervals) -> tuple[pl.Data
     least = int(KEPT_RATIO * (window.end - window.start))
     found = stack_times(calls, window, free, least_ns=least)
     top = np.flatnonzero(calls.parent < 0)
-    spans = inside(calls.spans[top.tolist()], np.zeros(len(top), np.int64), window)
+    active = union_of(_cut(calls.spans[top.tolist()], window))
     return found.with_columns(kind=pl.lit(PYTHON), type=pl.lit("")), total(
-        intersection(busy(spans), free)
+        intersection(active, free)
     )
 
 

@@ -368,14 +368,19 @@ def write_counter_trace(
         raise ValueError(f"no counters {sorted(unknown)}: they are {', '.join(COUNTERS)}")
     if not suffix or "/" in suffix:
         raise UsageError(f"suffix {suffix!r}: expected part of a file's name")
-    stem = trace.path.name.removesuffix(".gz").removesuffix(".json")
-    path = (folder or trace.path.parent) / f"{stem}{suffix}.json.gz"
+    path = copy_path(trace, folder, suffix)
     events = pl.concat([_events(trace, counter) for counter in counters])
     text = TraceText(trace.path)
     # Where its name does not say so, it says itself that it is a copy, not the trace of a rank.
     mark = "{" if COUNTER_SUFFIX in suffix else f'{{"{COPY_KEY}": 1, '
     write_copy(path, text, chain(event_texts(text), in_pieces(events)), mark=mark)
     return pl.DataFrame({"path": [str(path)], "counter_event_count": [len(events)]})
+
+
+def copy_path(trace: Trace, folder: Path | None, suffix: str) -> Path:
+    """A file for a changed copy of a trace, beside it unless a folder is given."""
+    stem = trace.path.name.removesuffix(".gz").removesuffix(".json")
+    return (folder or trace.path.parent) / f"{stem}{suffix}.json.gz"
 
 
 def in_pieces(events: pl.Series) -> Iterator[bytes]:

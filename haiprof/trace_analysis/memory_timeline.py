@@ -12,9 +12,8 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
-from haiprof.base.intervals import Ints
 from haiprof.run_format.unpack import read_text
-from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, take
+from haiprof.trace_analysis.call_tree import CallTree, innermost, nest
 from haiprof.trace_analysis.device_time import has_name
 from haiprof.trace_analysis.python_code import part_tree
 from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
@@ -178,7 +177,7 @@ def _operators(trace: Trace) -> CallTree:
 def _with_operators(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
     """With `row`, the innermost operator at that time on that thread, and its name `operator`."""
     row = innermost(operators, events)
-    return events.with_columns(pl.Series("row", row, dtype=pl.Int64), _names_at(operators, row))
+    return events.with_columns(row=pl.Series(row), operator=operators.names_at(row))
 
 
 def _has_addresses(events: pl.DataFrame) -> bool:
@@ -221,11 +220,6 @@ def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
     inside = changes[pairs["place"]].with_columns(operator=pairs["name"])
     summed = pl.concat([changes.filter(pl.col("operator").is_null()), inside])
     return summed.group_by(*_DEVICE, "operator").agg(increase_bytes=pl.col("bytes").sum())
-
-
-def _names_at(operators: CallTree, rows: Ints) -> pl.Series:
-    """`operator`, null where there is none (-1)."""
-    return take(operators.spans["name"], rows).cast(pl.String).alias("operator")
 
 
 # By their place in the file: torch/profiler/_memory_profiler.py, _CATEGORY_TO_INDEX.

@@ -198,6 +198,11 @@ def _size(*tensors: Tensor) -> int | None:
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
+def _work(kind: str, flops: int, *tensors: Tensor, rows: int | None = None) -> Work:
+    """Work that reads or writes each of the tensors once, in the precision of the first."""
+    return Work(kind, flops, _size(*tensors), PRECISIONS.get(tensors[0].type), rows=rows)
+
+
 @_family
 def _gemm(call: Call, first: int, *, bias: bool = False) -> Work:
     """A product of matrices whose left one is the argument at `first`."""
@@ -207,16 +212,14 @@ def _gemm(call: Call, first: int, *, bias: bool = False) -> Work:
         raise ValueError("no product of these shapes")
     out = Tensor((*batch, rows, right.shape[-1]), left.type)
     read = [left, right, *([call.tensor(0)] if bias and first else [])]
-    return Work(GEMM, 2 * out.count * inner, _size(*read, out), PRECISIONS.get(left.type),
-                rows=rows)  # fmt: skip
+    return _work(GEMM, 2 * out.count * inner, *read, out, rows=rows)
 
 
 @_family
 def _vector_product(call: Call, first: int) -> Work:
     left, right = call.tensor(first), call.tensor(first + 1)
     out = Tensor(left.shape[:-1], left.type)
-    size = _size(left, right, out)
-    return Work(GEMM, 2 * left.count, size, PRECISIONS.get(left.type))
+    return _work(GEMM, 2 * left.count, left, right, out)
 
 
 def _convolution(call: Call) -> Work:
@@ -233,7 +236,7 @@ def _convolution(call: Call) -> Work:
             sizes.append((size + 2 * _at(padding, at) - reach) // _at(stride, at) + 1)
         out = Tensor((data.shape[0], weight.shape[0], *sizes), data.type)
         flops = 2 * data.shape[0] * math.prod(sizes) * weight.count
-    return Work(CONVOLUTION, flops, _size(data, weight, out), PRECISIONS.get(data.type))
+    return _work(CONVOLUTION, flops, data, weight, out)
 
 
 def _convolution_alone(call: Call) -> Work:
@@ -249,8 +252,8 @@ def _linear(call: Call) -> Work:
     if data.shape[-1] != inner:
         raise ValueError("no product of these shapes")
     out = Tensor((*data.shape[:-1], columns), data.type)
-    return Work(GEMM, 2 * out.count * inner, _size(data, weight, out), PRECISIONS.get(data.type),
-                rows=math.prod(data.shape[:-1]))  # fmt: skip
+    rows = math.prod(data.shape[:-1])
+    return _work(GEMM, 2 * out.count * inner, data, weight, out, rows=rows)
 
 
 def _quantised_linear(call: Call) -> Work:
@@ -274,8 +277,7 @@ def _te_gemm(call: Call) -> Work:
         columns, again = again, columns
     if inner != again:
         raise ValueError("no product of these shapes")
-    return Work(GEMM, 2 * rows * columns * inner, _size(left, right, out),
-                PRECISIONS.get(left.type), rows=columns)  # fmt: skip
+    return _work(GEMM, 2 * rows * columns * inner, left, right, out, rows=columns)
 
 
 def _at(numbers: list[int], place: int) -> int:
@@ -381,8 +383,7 @@ def _elementwise(call: Call, flops: int, inputs: int) -> Work:
     padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
     shape = tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
     out = Tensor(shape, found[0].type)
-    return Work(ELEMENTWISE, flops * out.count, _size(*found, out),
-                PRECISIONS.get(found[0].type))  # fmt: skip
+    return _work(ELEMENTWISE, flops * out.count, *found, out)
 
 
 def _copy(call: Call) -> Work:
@@ -406,9 +407,7 @@ def _fill(call: Call) -> Work:
 def _rows(call: Call, kind: str, flops: int, at: int, sizes: int) -> Work:
     """An operator that reads or writes tensors of one size so many times, and small ones."""
     data = call.tensor(at)
-    size = data.bytes
-    return Work(kind, flops * data.count, None if size is None else sizes * size,
-                PRECISIONS.get(data.type))  # fmt: skip
+    return _work(kind, flops * data.count, *[data] * sizes)
 
 
 def _embedding(call: Call) -> Work:
@@ -439,15 +438,14 @@ def _embedding_bag(call: Call) -> Work:
     weight, indices, offsets = (call.tensor(at) for at in range(3))
     rows = Tensor((indices.count, weight.shape[1]), weight.type)
     bags = Tensor((offsets.count, weight.shape[1]), weight.type)
-    return Work(EMBEDDING, rows.count, _size(indices, offsets, rows, bags),
-                PRECISIONS.get(weight.type))  # fmt: skip
+    return _work(EMBEDDING, rows.count, rows, indices, offsets, bags)
 
 
 def _embedding_backward(call: Call) -> Work:
     """(gradient, indices, ...): a row of the gradient is added to the row of each index."""
     grad, indices = call.tensor(0), call.tensor(1)
     rows = Tensor((indices.count, grad.shape[-1]), grad.type)
-    return Work(EMBEDDING, rows.count, _size(grad, indices, rows, rows), PRECISIONS.get(grad.type))
+    return _work(EMBEDDING, rows.count, grad, indices, rows, rows)
 
 
 @_family

@@ -234,7 +234,11 @@ def with_range_lanes(path: Path) -> Iterator[Path]:
     """
     try:
         trace = Trace(path)
-        lanes = _lanes(trace)
+        ranges = pl.concat([trace.host_ranges, trace.phase_ranges])
+        threads = ranges.select("pid", "tid").drop_nulls().unique().sort("pid", "tid")
+        # Process and thread of every lane; none without Python functions.
+        known = () if trace.python.is_empty() else threads.iter_rows()
+        lanes = [(pid, tid) for pid, tid in known if 0 <= tid < LANE]
     except TraceFormatError:
         lanes = []
     if not lanes or trace.report.lost_count:
@@ -242,23 +246,13 @@ def with_range_lanes(path: Path) -> Iterator[Path]:
         return
     with MadeFolder.temporary("haiprof-perfetto-") as folder:
         copy, text = folder / "trace.json.gz", TraceText(path)
-        write_copy(copy, text, _pieces(trace, text, lanes))
+        write_copy(copy, text, _pieces(ranges, text, lanes))
         yield copy
 
 
-def _lanes(trace: Trace) -> list[tuple[int, int]]:
-    """Process and thread of every lane; none without Python functions."""
-    if trace.python.is_empty():
-        return []
-    ranges = pl.concat([trace.host_ranges, trace.phase_ranges])
-    threads = ranges.select("pid", "tid").drop_nulls().unique().sort("pid", "tid")
-    return [(pid, tid) for pid, tid in threads.iter_rows() if 0 <= tid < LANE]
-
-
-def _pieces(trace: Trace, text: TraceText, lanes: list[tuple[int, int]]) -> Iterator[bytes]:
+def _pieces(ranges: pl.DataFrame, text: TraceText, lanes: list[tuple[int, int]]) -> Iterator[bytes]:
     """Yields the names of the lanes, then all events, those of ranges in their lane."""
     threads = pl.DataFrame(lanes, schema=["pid", "tid"], orient="row")
-    ranges = pl.concat([trace.host_ranges, trace.phase_ranges])
     moved = ranges.join(threads, on=["pid", "tid"], how="semi").sort("event")
     waiting = list(moved.select("event", "tid").iter_rows())[::-1]
     first = 0

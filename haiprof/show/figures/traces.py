@@ -215,7 +215,6 @@ def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         [name.replace("_", " ") for name in ordered["bound_by"]],
         ordered["duration_ns"].to_list(),
         ordered["share_ratio"].to_list(),
-        colors=[BLUE] * ordered.height,
         share="%{customdata:.3r} % of the window",
         title=title or "<b>Critical path by cause</b>",
     )
@@ -230,7 +229,7 @@ def what_if_figure(found: pl.DataFrame) -> go.Figure:
              for name in found["change"]]  # fmt: skip
     figure = _time_bars(
         names, shown["saved_ns"].to_list(), found["saved_ratio"].to_list(),
-        colors=[BLUE] * found.height, share="%{customdata:.3r} % of the step",
+        share="%{customdata:.3r} % of the step",
         title=f"<b>What would make the step shorter, by how much{step}</b>",
     )  # fmt: skip
     _, size = time_unit(max(shown["saved_ns"].to_list(), default=None))
@@ -249,7 +248,6 @@ def _time_bars(
     times_ns: Sequence[float],
     ratios: Sequence[float],
     *,
-    colors: Sequence[str],
     share: str,
     title: str,
 ) -> go.Figure:
@@ -258,7 +256,7 @@ def _time_bars(
     figure = go.Figure(
         go.Bar(
             y=names, x=[time / size for time in times_ns], orientation="h",
-            marker={"color": colors}, customdata=[ratio * 100 for ratio in ratios],
+            marker={"color": BLUE}, customdata=[ratio * 100 for ratio in ratios],
             hovertemplate=f"%{{y}}: %{{x:.3r}} {unit}, {share}<extra></extra>",
         )
     )  # fmt: skip

@@ -20,11 +20,10 @@ from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import difference, intersection, total, union
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
+from haiprof.trace_analysis.device_time import union_of
 from haiprof.trace_analysis.function_patterns import (
     KEPT_RATIO,
     RankFunctions,
-    Spans,
-    busy,
     function_times,
     worker_pattern,
 )
@@ -192,20 +191,22 @@ def test_function_times_equal_a_count_of_each_nanosecond(kinds: list[Any]) -> No
         code, start, length = table.T
         starts, ends = np.maximum(start, 5), np.minimum(start + length, 80)
         real = ends > starts
-        spans = Spans(code[real], starts[real], ends[real])
-        whole, own = function_times(spans, free, 4)
+        spans = list(zip(code[real], starts[real], ends[real], strict=True))
+        cut = pl.DataFrame({"code": code, "ts_ns": starts, "dur_ns": ends - starts})
+        cut = cut.filter(pl.col("dur_ns") > 0)
+        whole, own = function_times(cut, free, 4)
         for function in range(4):
             runs = np.zeros(200, dtype=bool)
-            for at, begin, end in zip(*spans, strict=True):
+            for at, begin, end in spans:
                 runs[begin:end] |= at == function
             assert whole[function] == runs.sum()
             assert own[function] == (runs & ~seen).sum()
         active = np.zeros(200, dtype=bool)
-        for _, begin, end in zip(*spans, strict=True):
+        for _, begin, end in spans:
             active[begin:end] = True
-        assert total(intersection(busy(spans), free)) == (active & ~seen).sum()
+        assert total(intersection(union_of(cut), free)) == (active & ~seen).sum()
         seen |= active
-        free = difference(free, busy(spans))
+        free = difference(free, union_of(cut))
 
 
 def pattern(folder: Path, events: list[Any], **metadata: Any) -> RankFunctions:
