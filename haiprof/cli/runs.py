@@ -197,7 +197,8 @@ def goodput(
 
     Lost steps were trained in vain: a later start went on from an older checkpoint. Which one is
     told by the file that it read: when it had been written. Where no such file was seen, the steps
-    before it are steps that may be lost, and goodput lies between two shares.
+    before it are steps that may be lost, and goodput lies between two shares; but those of a run
+    that ended with status 0 count.
 
     For example:
 

@@ -109,8 +109,17 @@ NAMES = ("kernels", "launches", "single-launches", "annotations", "annotation-ke
 """As `show.views.tables.TABLES` has them."""
 
 
+def _table_name(word: str) -> str:
+    """TABLE, checked before a log directory is looked for: a run may stand in its place."""
+    if word not in NAMES:
+        is_target = Path(word).exists()
+        hint = f"haiprof trace tables {NAMES[0]} {shlex.quote(word)}" if is_target else ""
+        raise UsageError(f"trace tables: no table {word}; there are {', '.join(NAMES)}", hint=hint)
+    return word
+
+
 def trace_table(
-    table: str = argument("TABLE", ", ".join(NAMES)),
+    table: str = argument("TABLE", ", ".join(NAMES), callback=_table_name),
     traces: Path = TRACES,
     steps: str | None = STEP_RANGE,
     window: int | None = WINDOW,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -80,6 +80,8 @@ class StartRecord:
     """Whether it died of ranks that waited for each other."""
     is_unfinished: bool = False
     """Whether a step was under way after the last whole one."""
+    ended_well: bool = False
+    """Whether its run is known to have ended with status 0: its work is done, whatever follows."""
     times: StepTimes | None = None
     """None where it ended no step."""
     saves: tuple[CheckpointCall, ...] = ()
@@ -121,7 +123,7 @@ class Start:
     """Steps of the rank that has most."""
     kept_steps: int
     """Of them those whose work is known to have counted: it was in the checkpoint from which a
-    later start went on, or no start came after it."""
+    later start went on, its run ended with status 0, or no start came after it."""
     uncertain_steps: int
     """Those after them that may have counted."""
     went_on: str
@@ -238,7 +240,10 @@ def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
         at = origin.start
         kept[at] = (origin.low, origin.high)
     if at > first:
-        kept[:at] = [(0, record.step_count) for record in records[:at]]
+        kept[:at] = [
+            (record.step_count if record.ended_well else 0, record.step_count)
+            for record in records[:at]
+        ]
     numbers = {first: 0}
     for place, origin in enumerate(origins):
         if origin is not None and origin.low == origin.high and origin.start in numbers:
@@ -401,6 +406,8 @@ def run_record(
         for number in sorted({*own, *by_generation})
     ]
     manifest = files.manifest
+    if manifest is not None and manifest.exit_status == 0 and starts and starts[-1].why is None:
+        starts[-1] = replace(starts[-1], ended_well=True)
     start_ns, end_ns = (manifest.start_wall_ns, manifest.end_wall_ns) if manifest else (0, None)
     known = [start.times.end_ns for start in starts if start.times is not None]
     known += [start.ended_ns for start in starts if start.ended_ns is not None]

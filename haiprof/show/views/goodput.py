@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.text import Text
 from haiprof.base.units import duration_text, ratio_text, shorten
 from haiprof.show.markdown import markdown_text
 from haiprof.show.text import count_text, moment_text, printable, share_text
-from haiprof.show.views.blocks import plain_table, section
+from haiprof.show.views.blocks import label_table, plain_table, section
 
 if TYPE_CHECKING:  # a list of runs has words of this file, and reads no run
     from haiprof.run_analysis.restarts import Goodput, Start
@@ -39,8 +40,6 @@ _MEANINGS = {
     "unknown": "no rank was recorded",
 }
 SCHEMA = "haiprof.goodput.1"
-_CELL = 27
-"""Characters of a cell, in the terminal: how a start ended is told whole by `haiprof verdict`."""
 
 
 def account_text(name: str) -> str:
@@ -118,13 +117,33 @@ def goodput_view(found: Goodput, *, joined: str) -> RenderableType:
     parts: list[RenderableType] = [Text(goodput_text(found), style="bold")]
     parts += [Text(printable(line), style="dim") for line in _notes(found, joined)]
     accounts = plain_table("account", "time", "share", "what", left=["account", "what"])
+    accounts.columns[-1].no_wrap = False
     for row in _rows(found):
         accounts.add_row(*row)
-    shown = [place for place, name in enumerate(_HEAD) if joined or name != "run"]
+    days = {moment_text(start.began_ns).partition(" ")[0] for start in found.starts}
+    day = days.pop() if len(days) == 1 and found.starts[0].began_ns is not None else ""
+    shown = [place for place, name in enumerate(_HEAD) if name != "run"]
     starts = plain_table(*(_HEAD[place] for place in shown), left=_HEAD[4:])
+    for column in starts.columns[-2:]:
+        column.no_wrap = False
     for cells in _start_rows(found.starts):
-        starts.add_row(*(shorten(cells[place], _CELL) for place in shown))
-    return Group(*parts, section("wall time", accounts), section("starts", starts))
+        starts.add_row(*(shorten(cells[place].removeprefix(f"{day} ")) for place in shown))
+    parts += [
+        section("wall time", accounts),
+        section(f"starts on {day}" if day else "starts", starts),
+    ]
+    if joined:
+        parts.append(section("runs", label_table(_run_rows(found.starts))))
+    return Group(*parts)
+
+
+def _run_rows(starts: Sequence[Start]) -> Iterator[tuple[str, str]]:
+    """Which starts were of which run."""
+    numbered = enumerate(starts, start=1)
+    for run, group in itertools.groupby(numbered, key=lambda each: each[1].run):
+        places = [place for place, _ in group]
+        last = f" to {places[-1]}" if len(places) > 1 else ""
+        yield f"start {places[0]}{last}", printable(run)
 
 
 def _notes(found: Goodput, joined: str) -> Iterator[str]:

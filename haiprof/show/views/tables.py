@@ -171,8 +171,6 @@ TABLES: Mapping[str, Table] = {
 
 def table_of(name: str, limits: Mapping[str, Any]) -> tuple[Table, dict[str, Any]]:
     """The table of a name, and what its question is given; None is the question's default."""
-    if name not in TABLES:
-        raise UsageError(f"trace tables: no table {name}", hint=f"one of {', '.join(TABLES)}")
     table, given = TABLES[name], {}
     for limit, value in limits.items():
         if value is None:

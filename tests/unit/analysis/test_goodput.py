@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from haiprof.base.intervals import union
 from haiprof.base.ledger import POSITIONS
@@ -33,6 +34,8 @@ from haiprof.run_analysis.restarts import (
 )
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
+from haiprof.show.text import moment_text
+from haiprof.show.views.goodput import goodput_view
 from tests.sampling import examples
 from tests.unit.diagnosis.test_ledger_adds_up import write_any
 
@@ -120,6 +123,16 @@ def test_no_known_checkpoint_bounds_what_was_lost() -> None:
     assert found.ratio is not None
     assert found.ratio_high == pytest.approx(found.ratio + 0.12)
     assert "input" in found.accounts, "of the steps that count"
+
+
+def test_steps_of_a_run_that_ended_well_count_whatever_came_after_it() -> None:
+    well = start(10, 8, dies=False, ended_well=True)
+    found = job(well, start(30, 4, dies=False, ended_well=True))
+    assert [s.kept_steps for s in found.starts] == [8, 4]
+    assert found.lost_steps == (0, 0)
+    saved = call(12.95)
+    found = job(replace(well, saves=(saved,)), start(30, 4, loads=[call(29, written_s=12.955)]))
+    assert found.starts[0].kept_steps == 3, "a later one went on from an older checkpoint of it"
 
 
 @pytest.mark.parametrize(("saves", "kept"), [((), 0), ((call(12.95),), 3)])
@@ -242,6 +255,36 @@ def job_data(root: Path) -> dict[str, Any]:
     found = job_goodput([root])
     assert sum(found.accounts.values()) == found.wall_ns
     return goodput_data(found, [root], joined="")
+
+
+def test_table_of_starts_shows_in_80_columns_when_each_began() -> None:
+    noon, name = 43_200, "train-20261128-212746-4335bea176973efd"
+    ats = (noon, noon + 3600, noon + 7200)
+    runs = (name, name, f"{name}2")
+    starts = [start(at, 4, run=run) for at, run in zip(ats, runs, strict=True)]
+    lines = _in_80_columns(job(*starts, end_s=60_000))
+    assert "starts on 1970-01-01" in lines
+    for place, own in enumerate(starts, start=1):
+        moment = moment_text(own.process_ns).removeprefix("1970-01-01 ")
+        assert any(line.split()[:2] == [str(place), moment] for line in lines), moment
+    assert lines[-2:] == [f"  start 1 to 2  {name}", f"  start 3       {name}2"]
+    assert not any("…" in line for line in lines)
+
+
+def test_table_of_starts_has_their_days_where_these_differ() -> None:
+    starts = [start(at, 4) for at in (43_200, 43_200 + 86_400)]
+    lines = _in_80_columns(job(*starts, end_s=200_000))
+    assert "starts" in lines
+    for own in starts:
+        assert any(f" {moment_text(own.process_ns)} " in line for line in lines)
+    assert not any("…" in line for line in lines)
+
+
+def _in_80_columns(found: Goodput) -> list[str]:
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(goodput_view(found, joined="the same command"), crop=False)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 # -- which runs are one job ------------------------------------------------------------------------

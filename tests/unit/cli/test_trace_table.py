@@ -92,3 +92,13 @@ def test_what_does_not_fit_is_said(trace: Path, words: list[str], said: str, run
     ran = run("trace-table", name, trace, *options)
     assert ran.status == 2
     assert said in ran.err
+
+
+def test_run_in_the_table_s_place_is_told_the_tables_and_the_right_command(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a folder without a log directory
+    ran = run("trace", "tables", trace)
+    assert ran.status == 2
+    assert f"trace tables: no table {trace}; there are kernels, launches" in ran.err
+    assert f"hint: haiprof trace tables kernels {trace}" in ran.err
