@@ -153,7 +153,7 @@ class Reactor:
     def _begin(self, path: Path, alarm: Alarm, command: str, fd: int) -> None:
         words = ["--json"]
         if command == "trace-now":
-            words += ["--trace-steps", str(self._steps), *self._options.trace_now_words()]
+            words += ["--steps", str(self._steps), *self._options.trace_now_words()]
         try:
             process = self._start(command, words, fd)
         except (OSError, subprocess.SubprocessError) as error:

@@ -119,7 +119,7 @@ class TraceOptions:
 
     def trace_now_words(self) -> list[str]:
         """What is recorded, as options of the command that traces a running job."""
-        given = [f"--trace-{name}" for name in _WHAT if getattr(self, f"trace_{name}")]
+        given = [f"--{name}" for name in _WHAT if getattr(self, f"trace_{name}")]
         return [*given, *(["--execution-trace"] if self.execution_trace else [])]
 
     def check_trace(self, *, time_s: float, warmup_s: float, phases: bool) -> None:

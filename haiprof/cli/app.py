@@ -28,6 +28,7 @@ from haiprof.cli.names import COMMANDS, resolve
 from haiprof.cli.stored_answers import Recording, ask, print_stored
 from haiprof.cli.target import (
     ADDRESS,
+    COMMAND_NAME,
     LOG_DIR,
     default_log_dir,
     fetch_addresses,
@@ -71,6 +72,7 @@ def run_command(argv: Sequence[str]) -> int:
     words = [name, *rest]
     LOG_DIR.set(None)
     ADDRESS.set("")
+    COMMAND_NAME.set(name)
     if set(HELP) & set(rest) and set(HELP) & set(own_words(command_parameters(name), rest)):
         columns = shutil.get_terminal_size((_MAX_WIDTH, 0)).columns
         sys.stdout.write(command_help(name, min(_MAX_WIDTH, max(_MIN_WIDTH, columns))))

@@ -41,13 +41,20 @@ class Opt:
     env: str = field(default="", kw_only=True)
     """The environment variable that gives it where the command line does not."""
     callback: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+    old: tuple[str, ...] = field(default=(), kw_only=True)
+    """Names of the last release, which this release still takes."""
     group: str = field(default="Options", kw_only=True)
 
     @property
-    def flags(self) -> list[str]:
-        """Its names, without the one that switches it off."""
+    def own_flags(self) -> list[str]:
+        """Its names in this release, without the one that switches it off."""
         words = self.spelling.partition("/--no-")[0].split()
         return [word for word in words if word.startswith("-")]
+
+    @property
+    def flags(self) -> list[str]:
+        """These, and those of the last release."""
+        return [*self.own_flags, *self.old]
 
     @property
     def off(self) -> str:
@@ -110,7 +117,7 @@ class Parameter:
 
     def _value(self, text: str) -> Any:  # noqa: ANN401
         declared = self.declared
-        name = declared.flags[-1] if isinstance(declared, Opt) else declared.spelling
+        name = declared.own_flags[-1] if isinstance(declared, Opt) else declared.spelling
         if self.is_switch:
             return text != getattr(declared, "off", "")
         try:

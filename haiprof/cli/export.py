@@ -52,7 +52,7 @@ _FORMAT_HELP = (
 
 def export(
     directory: Path | None = RUN_DIR,
-    to: str = option("--to FORMAT", _FORMAT_HELP, "csv"),
+    to: str = option("--to FORMAT", _FORMAT_HELP, "csv", old=("--format",)),
     what: Table = option("--what VALUE", "The table, for csv and parquet.", Table.COUNTERS),
     output: Path | None = option(
         "-o --output FILE", "Where to write. Left out: standard output, but for parquet."
@@ -274,7 +274,7 @@ def chakra(
     max_nodes: int = option(
         "--max-nodes N", "Of the graph: deeper operators are folded.", 150, low=2
     ),
-    steps: str | None = option("--steps N", "Of the graph: only ProfilerStep#N."),
+    steps: str | None = option("--steps N", "Of the graph: only ProfilerStep#N.", old=("--step",)),
     depth: int | None = option(
         "--depth D",
         "Of the graph: levels of operators; left out: as many as --max-nodes allows.",

@@ -72,8 +72,9 @@ def attach(
         DEFAULT_STEPS,
         low=1,
         high=10000,
+        old=("--steps",),
     ),
-    stacks: bool = option("--trace-stacks", "With Python stacks (slower)."),
+    stacks: bool = option("--trace-stacks", "With Python stacks (slower).", old=("--stacks",)),
     inject: bool = option(
         "--inject",
         "A process that was not started under haiprof: put the hook into it. It has risks, "
@@ -203,18 +204,21 @@ def trace_through_kineto(
 
 def trace_now(
     job: str | None = JOB_NAME,
-    steps: int = option("--trace-steps N", "How many steps.", DEFAULT_STEPS, low=1, high=10000),
+    steps: int = option(
+        "--trace-steps N", "How many steps.", DEFAULT_STEPS, old=("--steps",), low=1, high=10000
+    ),
     seconds: float | None = option("--time SECONDS", "Seconds in place of steps.", low=0.1),
     ranks: str | None = option("--ranks LIST", "Only these: 0,3-5."),
-    stacks: bool = option("--trace-stacks", "Python stacks (slower)."),
-    shapes: bool = option("--trace-shapes", "Shapes of operators' inputs."),
-    memory: bool = option("--trace-memory", "Allocations."),
-    flops: bool = option("--trace-flops", "Floating-point operations."),
+    stacks: bool = option("--trace-stacks", "Python stacks (slower).", old=("--stacks",)),
+    shapes: bool = option("--trace-shapes", "Shapes of operators' inputs.", old=("--shapes",)),
+    memory: bool = option("--trace-memory", "Allocations.", old=("--memory",)),
+    flops: bool = option("--trace-flops", "Floating-point operations.", old=("--flops",)),
     modules: bool = option(
         "--trace-modules",
         "Names of TorchScript modules; of others: --trace-stacks.",
+        old=("--modules",),
     ),
-    sync: bool = option("--trace-sync", "CUDA synchronisation events."),
+    sync: bool = option("--trace-sync", "CUDA synchronisation events.", old=("--sync",)),
     execution_trace: bool = option(
         "--execution-trace", "Also the execution trace, for haiprof export --to linked."
     ),

@@ -113,6 +113,7 @@ COMMANDS = {
     "skill": Command("skill", "[DIR]", "writes SKILL.md: how an agent works with haiprof",
                      "skill:skill"),
     "ps": Command("ls --running", "", "", "running_jobs:ps"),
+    "diagnose": Command("verdict", "", "", "verdict:verdict"),
 }  # fmt: skip
 """By the name of the last release, which still works; code uses these names, too."""
 
@@ -136,7 +137,7 @@ GROUPS = {
 }  # fmt: skip
 """The commands by what one wants to do, as `haiprof --help-all` lists them."""
 
-OTHER_NAMES = ("ps",)
+OTHER_NAMES = ("diagnose", "ps")
 """Of a command that is in a group."""
 _BY_WORDS = {command.words: name for name, command in reversed(COMMANDS.items())}
 GROUP_NAMES = ("trace",)

@@ -30,6 +30,8 @@ LOG_DIR: ContextVar[Path | None] = ContextVar("LOG_DIR", default=None)
 """The log directory that the command line names, with `--log-dir`."""
 ADDRESS: ContextVar[str] = ContextVar("ADDRESS", default="")
 """The address that `--log-dir` of a command on running jobs names: its recordings are put there."""
+COMMAND_NAME: ContextVar[str] = ContextVar("COMMAND_NAME", default="")
+"""The name under which the command was called: `diagnose` and `verdict` are one function."""
 
 
 def name_log_dir(path: Path | None) -> Path | None:

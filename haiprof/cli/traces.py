@@ -152,7 +152,7 @@ def trace_table(
     folder: Path | None = option(
         "--output -o DIR", "counter-traces: where they go (default: beside each trace)."
     ),
-    csv: bool = option("--as-csv", "Print the whole table as CSV."),
+    csv: bool = option("--as-csv", "Print the whole table as CSV.", old=("--csv",)),
     as_json: bool = AS_JSON,
 ) -> None:
     """Show one table of traces whole, with the cut-offs that Holistic Trace Analysis has.
@@ -334,7 +334,7 @@ def query(
     schema: bool = option("--schema", "Show tables and columns with units and meanings."),
     window: int | None = WINDOW,
     as_json: bool = AS_JSON,
-    as_csv: bool = option("--as-csv", "Print all rows as CSV."),
+    as_csv: bool = option("--as-csv", "Print all rows as CSV.", old=("--csv",)),
     limit: int | None = option("--limit ROWS", "Only the first rows of the answer.", low=1),
 ) -> None:
     """Ask traces or a run in SQL; nothing is changed and no other file is read.

@@ -29,8 +29,10 @@ from haiprof.cli.arguments import (
     the_job,
 )
 from haiprof.cli.command_line import ExitStatus, argument, option
+from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
 from haiprof.cli.target import (
+    COMMAND_NAME,
     default_log_dir,
     named_traces,
     open_target,
@@ -202,7 +204,7 @@ def verdict(
     is_own = other_uid(analyzer.run.manifest) is None
     if header.is_running and since is None and last is None and is_own:
         _hint_at_a_stall(analyzer, output)
-    if is_own and collect:
+    if is_own and (collect or COMMAND_NAME.get() in OTHER_NAMES):
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 

@@ -26,6 +26,8 @@ from haiprof.run_format.secrets import mask_command
 
 AFTER_SCRIPT = ("time",)
 """Options that may also stand after the script, as in the published tool."""
+_FORMERLY_AFTER = ("warmup", "trace", "recorder", "log-dir", "name")
+"""They were taken after the script until version 0.1; for one release with a warning."""
 _SCRIPT_BYTES = 1 << 20
 _OWN_HINT = "if this is the script's own option, put -- before the script's arguments"
 
@@ -140,19 +142,29 @@ class _OptionParser:
             following = self.left[1] if len(self.left) > 1 else ""
             return (value if equals else following).startswith("profile.")
         spec = option_spec(name)
-        if spec is None or spec.name not in AFTER_SCRIPT or spec.field in before:
+        if spec is None or spec.field in before:
             return False
-        words = shlex.join(mask_command(self.left[: 1 if equals else 2]))
-        own = f"{script} {words}"
-        if text is not None and re.search(rf"--{name}(?![\w-])", text):
-            raise UsageError(
-                f"--{name} is an option of haiprof and of {script}: write haiprof {words} {script} "
-                f"if it is for haiprof, haiprof -- {own} if it is for the script"
-            )
-        if text is None:
-            self.warnings.append(
-                f"haiprof took {words}, and {script} does not get it; haiprof -- {own} passes it on"
-            )
+        has_value = not equals and (spec.metavar or self.left[1:2] in (["0"], ["1"]))
+        words = shlex.join(mask_command(self.left[: 2 if has_value else 1]))
+        first, own = f"haiprof {words} {script}", f"{script} {words}"
+        if spec.name in AFTER_SCRIPT:
+            if text is not None and re.search(rf"--{name}(?![\w-])", text):
+                raise UsageError(
+                    f"--{name} is an option of haiprof and of {script}: write {first} if it is "
+                    f"for haiprof, haiprof -- {own} if it is for the script"
+                )
+            if text is None:
+                self.warnings.append(
+                    f"haiprof took {words}, and {script} does not get it; haiprof -- {own} passes "
+                    "it on"
+                )
+            return True
+        if spec.name not in _FORMERLY_AFTER or text is None or _defines(text, spec.name):
+            return False
+        self.warnings.append(
+            f"warning: haiprof took {words}, and the script does not get it; the next "
+            f"release leaves it to the script: write {first}, or haiprof -- {own} for the script"
+        )
         return True
 
     def _take(self, hint: str = "") -> bool:
@@ -224,6 +236,12 @@ def _script(words: Sequence[str]) -> tuple[str, str | None]:
                 except OSError:
                     return name, None
     return words[0], None
+
+
+def _defines(text: str, name: str) -> bool:
+    """Whether a script has an option of that name, or a field that its parser takes for one."""
+    word = name.replace("-", "[-_]")
+    return re.search(rf"--{word}(?![\w-])|^\s+{word}\s*:", text, re.MULTILINE) is not None
 
 
 def _executable(program: list[str]) -> list[str]:

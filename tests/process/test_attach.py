@@ -134,7 +134,7 @@ def test_job_whose_recording_has_ended_records_again_twice(
     try:
         wait_for_the_end_of_recording(tmp_path)
         first = job.attach(NAME, "--time", "2")
-        second = job.attach(str(job.process.pid), "--time", "2", "--trace", "--trace-steps", "3")
+        second = job.attach(str(job.process.pid), "--time", "2", "--trace", "--steps", "3")
         for found in (first, second):
             assert (found["how"], found["ranks"], found["refused"]) == ("resumed", [0], {})
             assert found["verdict"]["headline"].startswith("dataloader-bound")

@@ -135,7 +135,7 @@ def test_job_is_traced_and_judged_while_it_runs(name: str, tmp_path: Path) -> No
     ranks = RANKS.get(name, 1)
     with LiveJob(tmp_path, command(name, tmp_path, "endless"), "--quiet") as job:
         job.reported(ranks)
-        found = job.ask("trace-now", job.pid, "--trace-steps", "3")
+        found = job.ask("trace-now", job.pid, "--steps", "3")
         assert [rank["state"] for rank in found["ranks"]] == ["done"] * ranks
         first, after = found["ranks"][0]["steps"]
         assert after - first == 3

@@ -122,8 +122,8 @@ def traces(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 def test_job_with_only_the_variable_is_traced(folder: Path, sockets: Path) -> None:
     env = environment(folder, KINETO_USE_DAEMON="1", KINETO_IPC_SOCKET_DIR=str(sockets))
     with agent(folder, env), running(folder, "train.py", env=env) as job:
-        words = ("--trace-steps", "5", "--trace-stacks", "-o", "traces", "--json")
-        found = traces(haiprof(folder, "trace-now", str(job.pid), *words, env=env))
+        words = ("trace-now", str(job.pid), "--steps", "5", "--stacks", "-o", "traces", "--json")
+        found = traces(haiprof(folder, *words, env=env))
     trace = Trace(found[0]["path"])
     assert found[0]["optimizer_step_count"] >= 5  # Kineto stops when its own thread comes to it
     assert trace.rank == 0
@@ -185,7 +185,7 @@ def test_two_ranks_record_the_same_steps_and_torchrun_none(folder: Path, sockets
     env = environment(folder, KINETO_USE_DAEMON="1", KINETO_IPC_SOCKET_DIR=str(sockets))
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
     with agent(folder, env), running(folder, *words, env=env) as job:
-        asked = ("trace-now", str(job.pid), "--trace-steps", "5", "-o", "traces", "--json")
+        asked = ("trace-now", str(job.pid), "--steps", "5", "-o", "traces", "--json")
         found = traces(wait_for_ranks(folder, asked, env))
     assert [each["rank"] for each in found] == [0, 1]
     assert all(each["optimizer_step_count"] >= 5 for each in found)

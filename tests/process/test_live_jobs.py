@@ -89,7 +89,7 @@ def test_ps_and_top_tell_ranks_steps_and_their_split(job: LiveJob) -> None:
 
 def test_all_ranks_trace_the_same_steps_twice_in_one_run(job: LiveJob) -> None:
     for window, count in ((0, 5), (1, 3)):
-        found = job.ask("trace-now", job.pid, "--trace-steps", str(count))
+        found = job.ask("trace-now", job.pid, "--steps", str(count))
         assert (found["window"], found["aligned"]) == (window, True)
         assert [rank["state"] for rank in found["ranks"]] == ["done", "done"]
         first, after = found["ranks"][0]["steps"]
@@ -130,7 +130,7 @@ def test_control_threads_sleep_while_nothing_is_asked(job: LiveJob) -> None:
 
 
 def test_everything_that_is_open_is_its_owners_alone(job: LiveJob) -> None:
-    job.ask("trace-now", job.pid, "--trace-steps", "2")
+    job.ask("trace-now", job.pid, "--steps", "2")
     root = job.run.control
     assert root.stat().st_mode & 0o077 == 0
     sockets = [path for path in root.rglob("*") if stat.S_ISSOCK(path.stat().st_mode)]
@@ -193,7 +193,7 @@ def test_restarted_ranks_are_the_ones_that_answer(tmp_path: Path) -> None:
         again = within(120, lambda: p if len(p := job.pids()) == 2 and p != first else None)
         within(90, lambda: not set(job.pids().values()) & set(first.values()))
         within(60, lambda: (now := job.listed())["ranks"] == 2 and now["step"])
-        found = job.ask("trace-now", job.pid, "--trace-steps", "3")
+        found = job.ask("trace-now", job.pid, "--steps", "3")
         assert [rank["state"] for rank in found["ranks"]] == ["done", "done"]
         seen = job.ask("snapshot", job.pid)
         assert (seen["moves"], seen["suspects"]) == (True, [])

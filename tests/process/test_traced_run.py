@@ -370,7 +370,7 @@ for step in range(1_000_000):
 def test_job_that_becomes_faster_than_it_said_is_asked_again(tmp_path: Path) -> None:
     with started(tmp_path, source=HURRIES) as job, ThreadPoolExecutor(1) as pool:
         run = RunPaths(next((tmp_path / "logs").iterdir()))
-        asking = pool.submit(job.ask, "trace-now", job.pid, "--trace-steps", "3")
+        asking = pool.submit(job.ask, "trace-now", job.pid, "--steps", "3")
         within(60, lambda: any(run.control_requests.glob("*")))
         (tmp_path / "hurry").touch()
         found = asking.result()
@@ -382,7 +382,7 @@ def test_job_that_becomes_faster_than_it_said_is_asked_again(tmp_path: Path) -> 
 def test_ranks_that_record_again_trace_the_same_steps(tmp_path: Path) -> None:
     with started(tmp_path, "--time", "0.3", source=GAN) as job:
         within(60, lambda: not job.listed()["recording"])
-        words = ("--time", "5", "--trace", "--trace-steps", "3")
+        words = ("--time", "5", "--trace", "--steps", "3")
         trace = job.ask("attach", job.pid, *words)["trace"]
         assert [rank["state"] for rank in trace["ranks"]] == ["done", "done"], trace
         assert trace["aligned"]

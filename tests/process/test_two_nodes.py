@@ -51,7 +51,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesJob]:
 
 
 def check_traces(job: NodesJob) -> dict[str, Any]:
-    found = job.ask(job.nodes[0], "trace-now", "faulty_job.py", "--trace-steps", "5")
+    found = job.ask(job.nodes[0], "trace-now", "faulty_job.py", "--steps", "5")
     assert {r["rank"]: (r["state"], r["host"]) for r in found["ranks"]} == {
         rank: ("done", host) for rank, host in HOSTS.items()
     }

@@ -330,7 +330,7 @@ def test_a_verdict_does_not_go_where_a_link_leads(
     run = write_small_run(tmp_path / "run")
     shutil.rmtree(run.report, ignore_errors=True)
     run.report.symlink_to(untouched)
-    for words in (["verdict", "--save"], ["report"]):
+    for words in (["verdict", "--save"], ["report"], ["diagnose"]):
         assert run_command([*words, str(run.root)]) in (1, 2)
         said = capsys.readouterr().err
         assert "symbolic link" in said

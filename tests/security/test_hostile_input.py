@@ -204,7 +204,7 @@ def test_names_in_a_run_do_not_reach_the_terminal(
         assert main(words) in (0, 5), words
     shown = capsys.readouterr()
     for form in ("csv", "prometheus", "otlp-json"):
-        assert main(["export", str(root), "--to", form, "-o", str(tmp_path / form)]) == 0, form
+        assert main(["export", str(root), "--format", form, "-o", str(tmp_path / form)]) == 0, form
     assert "run" in shown.out
     assert not steers(shown.out + shown.err)
 

@@ -42,6 +42,7 @@ def test_commands_are_frozen() -> None:
         "chakra",
         "compare",
         "critical-path",
+        "diagnose",
         "doctor",
         "dyno",
         "efficiency",

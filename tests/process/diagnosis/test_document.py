@@ -29,8 +29,8 @@ def slow(tmp_path: Path) -> Path:
     return write_story(tmp_path / "run", lambda *_: (30.0, 5.0, 10.0, 2.0))
 
 
-def test_verdict_prints_and_keeps_the_documented_form(slow: Path) -> None:
-    done = run_haiprof("verdict", str(slow), "--json", "--save")
+def test_diagnose_prints_and_keeps_the_documented_form(slow: Path) -> None:
+    done = run_haiprof("diagnose", str(slow), "--json")
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     assert list(content) == list(FIELDS)
@@ -45,11 +45,18 @@ def test_verdict_prints_and_keeps_the_documented_form(slow: Path) -> None:
         "abstained"
     ]
     assert "first_batch" in content["checked"]
-    assert json.loads((slow / "report" / "verdict.json").read_text()) == content
+    assert json.loads((slow / "report" / "diagnosis.json").read_text()) == content
 
 
-def test_verdict_shows_the_card(slow: Path) -> None:
-    assert "dataloader-bound" in run_haiprof("verdict", str(slow)).stdout
+def test_diagnose_shows_the_card(slow: Path) -> None:
+    done = run_haiprof("diagnose", str(slow))
+    assert "dataloader-bound" in done.stdout
+    assert str(slow / "report" / "diagnosis.json") in done.stderr
+
+
+def test_verdict_still_works(slow: Path) -> None:
+    content = json.loads(run_haiprof("verdict", str(slow), "--json").stdout)
+    assert content["findings"][0]["slug"] == "dataloader_bound"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def test_verdict_shows_the_card(slow: Path) -> None:
 def test_what_cannot_be_judged_is_one_clear_line(
     tmp_path: Path, words: list[str], message: str
 ) -> None:
-    done = run_haiprof("verdict", *words, cwd=tmp_path)
+    done = run_haiprof("diagnose", *words, cwd=tmp_path)
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -73,7 +80,7 @@ def test_what_cannot_be_judged_is_one_clear_line(
 def test_collect_on_a_job_that_has_ended_says_so(slow: Path) -> None:
     manifest = json.loads((slow / "run.json").read_text())
     (slow / "run.json").write_text(json.dumps({**manifest, "end_wall_ns": 1}))
-    done = run_haiprof("verdict", str(slow), "--collect", "--time", "1")
+    done = run_haiprof("diagnose", str(slow), "--collect", "--time", "1")
     assert done.returncode != 0
     assert "does not run any more" in done.stderr
 
@@ -106,7 +113,7 @@ def test_next_seconds_of_a_running_job_are_judged(tmp_path: Path) -> None:
         run = _reported(tmp_path / "logs", process)
         folder = tmp_path / "diagnosis"
         words = ("--collect", "--time", "6", "--json", "--folder", str(folder))
-        done = run_haiprof("verdict", str(run), *words)
+        done = run_haiprof("diagnose", str(run), *words)
         content = json.loads(done.stdout)
         assert "forward_bound" in [finding["slug"] for finding in content["findings"]]
         assert content["since_ns"] > 0

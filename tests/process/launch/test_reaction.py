@@ -104,7 +104,7 @@ def test_trace_of_a_reaction_records_what_the_options_say(run: RunPaths) -> None
     options = {"trace_stacks": True, "trace_memory": True, "trace_steps": 3, "quiet": True}
     node = Node(run, "a", {}, react="trace", **options)
     node.notice(SLOW)
-    assert node.commands == ["trace-now --json --trace-steps 3 --trace-stacks --trace-memory"]
+    assert node.commands == ["trace-now --json --steps 3 --stacks --memory"]
     node.reactor.close()
 
 
@@ -112,8 +112,8 @@ def test_trace_of_a_reaction_records_what_the_options_say(run: RunPaths) -> None
     ("react", "commands"),
     [
         ("snapshot", ["snapshot --json"]),
-        ("trace", ["trace-now --json --trace-steps 5"]),
-        ("both", ["snapshot --json", "trace-now --json --trace-steps 5"]),
+        ("trace", ["trace-now --json --steps 5"]),
+        ("both", ["snapshot --json", "trace-now --json --steps 5"]),
     ],
 )
 def test_react_says_what_is_done_and_the_rest_is_noted(

@@ -191,8 +191,8 @@ class _Terminal(io.BytesIO):
 @pytest.mark.parametrize(
     "words",
     [
-        ("query", "{}", "--as-csv", "select name, dur_ns from gpu"),
-        ("trace-table", "kernels", "{}", "--as-csv"),
+        ("query", "{}", "--csv", "select name, dur_ns from gpu"),
+        ("trace-table", "kernels", "{}", "--csv"),
     ],
     ids=lambda words: words[0],
 )

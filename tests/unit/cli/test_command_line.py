@@ -22,7 +22,7 @@ def example(
     output: Path | None = option("-o --output FILE", "Where."),
     env: list[str] | None = option("--env NAME", "Several."),
     peak: str | None = option("--peak TEXT", "From outside.", env="A_PEAK"),
-    steps: int = option("--trace-steps N", "Steps.", 5),
+    steps: int = option("--trace-steps N", "Renamed.", 5, old=("--steps",)),
     pictures: bool = option("--pictures/--no-pictures", "A pair.", True),
     as_json: bool = option("--json", "A switch."),
 ) -> None:
@@ -43,6 +43,7 @@ def read(line: str) -> dict[str, Any]:
         ("a -o f", {"output": Path("f")}),
         ("a -of", {"output": Path("f")}),
         ("a --env A --env B=1", {"env": ["A", "B=1"]}),
+        ("a --steps 7", {"steps": 7}),
         ("a --trace-steps 7", {"steps": 7}),
         ("a --no-pictures --json", {"pictures": False, "as_json": True}),
         ("a -- --json", {"sql": "--json"}),
@@ -112,7 +113,7 @@ def test_command_line_that_does_not_fit_is_one_clear_error(line: str, said: str,
 def test_every_command_is_found_by_both_names(name: str) -> None:
     assert resolve([name, "x"]) is not None
     words = COMMANDS[name].words.split()
-    others = {"fetch": "put"}
+    others = {"diagnose": "verdict", "fetch": "put"}
     assert resolve([*words, "x"]) == (others.get(name, name), ["x"])
     assert all(each.name.isidentifier() for each in command_parameters(name))
 
@@ -129,6 +130,7 @@ def test_every_command_is_found_by_both_names(name: str) -> None:
         ("compare a b --traces", "trace-diff", "a b"),
         ("export RUN --to csv -o f", "export", "--to csv RUN -o f"),
         ("export --to=chakra RUN", "chakra", "RUN"),
+        ("export RUN --format csv", "export", "RUN --format csv"),
         ("copy RUN s3://b/runs", "put", "RUN s3://b/runs"),
         ("copy s3://b/runs", "put", "s3://b/runs"),
         ("copy s3://b/runs DIR", "fetch", "s3://b/runs -o DIR"),

@@ -58,7 +58,7 @@ def test_folder_opens_without_the_run(tmp_path: Path, run: Run) -> None:
 
 def test_folder_of_a_run_without_traces_says_what_is_missing(tmp_path: Path, run: Run) -> None:
     job = write_story(tmp_path / "run", lambda *_: LOADER)
-    assert run("verdict", job, "--folder", tmp_path / "out").status == 0
+    assert run("diagnose", job, "--folder", tmp_path / "out").status == 0
     readme = (tmp_path / "out" / "README.txt").read_text()
     assert "Without what traces say (PerfTracker's five reports):" in readme
     assert not (tmp_path / "out" / "functions").exists()
@@ -70,10 +70,10 @@ def test_folder_with_files_is_left_alone(tmp_path: Path, run: Run) -> None:
     job = write_story(tmp_path / "run", lambda *_: LOADER)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    ran = run("verdict", job, "--folder", tmp_path / "out")
+    ran = run("diagnose", job, "--folder", tmp_path / "out")
     assert (ran.status, "is not empty" in ran.err) == (2, True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-    assert run("verdict", job, "--folder", tmp_path / "o", "--last", "5").status == 2
+    assert run("diagnose", job, "--folder", tmp_path / "o", "--last", "5").status == 2
 
 
 def test_functions_of_a_run_have_its_hardware_samples(tmp_path: Path, run: Run) -> None:

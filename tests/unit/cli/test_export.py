@@ -60,11 +60,11 @@ def test_counters_of_the_newest_run_as_csv_is_the_default(
 def test_text_formats_go_to_stdout_and_nothing_else_does(
     job: RunPaths, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    assert main(["export", str(job.root), "--to", "prometheus"]) == 0
+    assert main(["export", str(job.root), "--format", "prometheus"]) == 0
     text = capsysbinary.readouterr().out.decode()
     names = {family.name for family in text_string_to_metric_families(text)}
     assert names == {"haiprof_host_cpu_count", "system_disk_io_bytes"}
-    assert main(["export", str(job.root), "--to", "otlp-json"]) == 0
+    assert main(["export", str(job.root), "--format", "otlp-json"]) == 0
     assert list(json.loads(capsysbinary.readouterr().out)) == ["resourceMetrics"]
 
 
@@ -73,7 +73,7 @@ def test_file_is_written_whole_and_named(
     job: RunPaths, tmp_path: Path, form: str, run: Run
 ) -> None:
     path = tmp_path / "out"
-    captured = run("export", "--to", form, "-o", path)
+    captured = run("export", "--format", form, "-o", path)
     assert captured.out == ""
     assert str(path) in captured.err
     assert path.stat().st_size > 0
@@ -83,10 +83,10 @@ def test_file_is_written_whole_and_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "parquet"], "-o FILE"),
-        (["--to", "prometheus", "--what", "steps"], "counters only"),
-        (["--to", "otlp-json", "--what", "ranks"], "counters only"),
-        (["--to", "csv", "--lines"], "otlp-json"),
+        (["--format", "parquet"], "-o FILE"),
+        (["--format", "prometheus", "--what", "steps"], "counters only"),
+        (["--format", "otlp-json", "--what", "ranks"], "counters only"),
+        (["--format", "csv", "--lines"], "otlp-json"),
         (["--to", "xml"], "--to: expected one of"),
         (["--to", "perfeto"], "did you mean haiprof export --to perfetto?"),
         (["-o", "/nowhere/out.csv"], "/nowhere/out.csv"),
@@ -118,5 +118,5 @@ def test_file_is_kept_without_force(job: RunPaths, run: Run) -> None:
 def test_damage_is_told_on_stderr(job: RunPaths, capfd: pytest.CaptureFixture[str]) -> None:
     with job.node("node0").records("host").open("ab") as file:
         file.write(b"torn")
-    assert main(["export", "--to", "prometheus"]) == 0
+    assert main(["export", "--format", "prometheus"]) == 0
     assert "torn last record" in capfd.readouterr().err

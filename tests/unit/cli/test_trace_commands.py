@@ -113,7 +113,7 @@ def test_report_as_csv_is_one_file_per_table(ranks: Path, tmp_path: Path, run: R
         (["critical-path", "{}", "--rank", "7"], 5, "rank 7"),
         (["memory-timeline", "{}"], 5, "no memory event"),
         (["query", "{}", "select 1", "--schema"], 2, "--schema"),
-        (["query", "{}", "select 1", "--json", "--as-csv"], 2, "--json"),
+        (["query", "{}", "select 1", "--json", "--csv"], 2, "--json"),
         (["query", "{}", "select nope from gpu"], 2, "no column 'nope'"),
         (["query", "{}", "select * from read_csv('/etc/hosts')"], 2, "no files"),
         (["query", "/nowhere", "select 1"], 4, "/nowhere"),
@@ -186,7 +186,7 @@ def test_query_shows_numbers_as_they_are(ranks: Path, run: Run) -> None:
     }
     limited = run("query", ranks, sql, "--json", "--limit", "1").data
     assert (len(limited["rows"]), limited["row_count"]) == (1, 2)
-    assert run("query", ranks, sql, "--as-csv")[1] == "rank,ns\n0,40000\n1,80000\n"
+    assert run("query", ranks, sql, "--csv")[1] == "rank,ns\n0,40000\n1,80000\n"
 
 
 def test_query_shows_the_first_rows_of_many(tmp_path: Path, run: Run) -> None:

@@ -71,7 +71,7 @@ def test_counter_traces_go_into_a_new_folder(trace: Path, tmp_path: Path, run: R
 
 
 def test_a_table_is_csv_whole_and_a_view_in_a_hundred_columns(trace: Path, run: Run) -> None:
-    (row,) = csv.DictReader(io.StringIO(run("trace-table", "annotations", trace, "--as-csv").out))
+    (row,) = csv.DictReader(io.StringIO(run("trace-table", "annotations", trace, "--csv").out))
     assert (row["name"], row["count"], row["sum_ns"]) == ("ProfilerStep#1", "1", "1000000")
     out = run("trace-table", "annotations", trace).out
     assert "ProfilerStep#1" in out

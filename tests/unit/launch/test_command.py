@@ -126,19 +126,26 @@ def test_time_that_the_script_has_too_is_refused_with_both_spellings(
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "options", "left"),
+    ("text", "words", "options", "left", "warnings"),
     [
-        ("parser.add_argument('--time-limit')", "--time 3", {"time_s": 3.0}, ""),
-        ("import torch", "--warmup 5 --trace", {}, "--warmup 5 --trace"),
+        ("parser.add_argument('--time-limit')", "--time 3", {"time_s": 3.0}, "", []),
+        ("p.add_argument('--log-dir')", "--log-dir other", {}, "--log-dir other", []),
+        ("@dataclass\nclass A:\n    log_dir: str = 'x'\n", "--log-dir other", {},
+         "--log-dir other", []),
+        ("import torch", "--warmup 5 --trace", {"warmup_s": 5.0, "trace": True}, "",
+         ["haiprof --warmup 5 train.py", "haiprof -- train.py --trace"]),
     ],
-)
-def test_after_the_script_only_time_is_an_option_of_ours(
-    text: str, words: str, options: dict[str, object], left: str,
+)  # fmt: skip
+def test_text_of_the_script_tells_whose_an_option_is(
+    text: str, words: str, options: dict[str, object], left: str, warnings: list[str],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     script(tmp_path, text, monkeypatch)
     line = parse_command_line(["train.py", *words.split()])
-    assert (line.options, line.command[2:], line.warnings) == (options, left.split(), [])
+    assert (line.options, line.command[2:]) == (options, left.split())
+    assert [part in said for part, said in zip(warnings, line.warnings, strict=True)] == (
+        [True] * len(warnings)
+    )
 
 
 def test_published_environment_keeps_its_meaning() -> None:

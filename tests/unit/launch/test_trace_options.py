@@ -150,7 +150,7 @@ def test_what_a_reaction_is_to_trace_can_be_said_without_a_window(react: str) ->
     assert window(*words) == {}
     options = parse_command_line([*words, "t.py"]).options
     merged = merge_options({}, options)
-    assert merged.trace_now_words() == ["--trace-stacks", "--trace-shapes"]
+    assert merged.trace_now_words() == ["--stacks", "--shapes"]
 
 
 @pytest.mark.parametrize("react", ["snapshot", "off", "both --react-times 0"])
