@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from pathlib import Path
 
 from haiprof.run_analysis.flame_graph import FlameGraph
 from haiprof.show.flame import RunFlames
 from haiprof.show.run_header import RunHeader
-
-_HEIGHT_PX = 720
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +38,9 @@ class RunFlameGraph:
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, for a notebook."""
-        page = html.escape(self._page(), quote=True)
-        size = f"width: 100%; height: {_HEIGHT_PX}px; border: 0"
-        return f'<iframe title="Flame graph" style="{size}" srcdoc="{page}"></iframe>'
+        from haiprof.show.show import page_frame
+
+        return page_frame(self._page(), "Flame graph")
 
     def _page(self) -> str:
         from haiprof.show.page.render import lines_html

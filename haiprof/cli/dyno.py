@@ -139,7 +139,7 @@ def _ask_daemons(
 
     answers = ask_daemons(expand_hosts(hosts), port, question)
     output.show(lambda _: "\n".join(map(_answer_text, answers)),
-                {"daemons": [each.as_json() for each in answers]})  # fmt: skip
+                {"daemons": answers})  # fmt: skip
     is_trace = isinstance(question, GpuTrace)
     if is_trace and not output.json:
         print_message("dynolog tells neither when a trace is written nor whose it is: the files "

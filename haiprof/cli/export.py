@@ -351,7 +351,7 @@ def scalars(
 
     analyzer = open_target(directory)
     written = write_scalars(analyzer.run, follow=follow, every_s=every)
-    Output(json=as_json).show(lambda _: written.line, written.as_json())
+    Output(json=as_json).show(lambda _: written.line, asdict(written))
 
 
 def wandb(

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from haiprof.base.errors import UsageError
@@ -81,7 +80,7 @@ def preflight(
             "seconds": time.monotonic() - begun,
             "leave_out": found.leave_out,
             "slurm": found.slurm,
-            "suspects": [asdict(one) for one in found.suspects],
+            "suspects": found.suspects,
             "unread": found.unread,
             "rates": found.rates,
             "ranks": found.ranks,
@@ -154,7 +153,7 @@ def try_loader(
         {
             "command": words,
             "headline": trials_headline(trials),
-            "trials": [trial.as_json() for trial in trials],
+            "trials": trials,
         },
     )
 

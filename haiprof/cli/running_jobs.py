@@ -60,7 +60,8 @@ def ps(
     from haiprof.show.views.jobs import jobs_view
 
     jobs = [job_progress(job, verdict=_verdict(job) if verdict else None) for job in running]
-    output.show(lambda _: jobs_view(jobs, colored=shows_colors(stdout_console())), {"jobs": jobs})
+    data = {"jobs": [job.as_row() for job in jobs]}
+    output.show(lambda _: jobs_view(jobs, colored=shows_colors(stdout_console())), data)
 
 
 def _verdict(job: RunningJob) -> str | None:

@@ -37,9 +37,10 @@ def overview(
     output = Output(json=as_json)
     summary = overview_summary(analyzer)
     if html is not None:
-        from haiprof.show.page.render import write_page_part
+        from haiprof.show.figures.style import write_text
+        from haiprof.show.page.render import page_part
 
-        output.hint(f"wrote {write_page_part(analyzer, html)}")
+        output.hint(f"wrote {write_text(html, page_part(analyzer))}")
     output.show(lambda width: overview_view(summary, width=width), summary.as_json())
     output.hint(f"next: haiprof verdict rank {shlex.quote(str(summary.run.path))} 0")
 
@@ -71,10 +72,11 @@ def rank(
     output = Output(json=as_json)
     summary = one_rank_summary(analyzer, chosen)
     if html is not None:
-        from haiprof.show.page.render import write_page_part
+        from haiprof.show.figures.style import write_text
+        from haiprof.show.page.render import page_part
 
-        output.hint(f"wrote {write_page_part(analyzer, html, rank=chosen)}")
-    output.show(lambda _: rank_view(summary), summary.as_json())
+        output.hint(f"wrote {write_text(html, page_part(analyzer, rank=chosen))}")
+    output.show(lambda _: rank_view(summary), asdict(summary))
     output.hint(f"next: haiprof verdict {shlex.quote(str(summary.run.path))}")
 
 

@@ -31,8 +31,15 @@ from haiprof.base.safe_files import make_folder, write_file
 from haiprof.launch.run_directories import RunCopies, create_run, find_open_folder
 from haiprof.linux.processes import Process
 from haiprof.live.ask import as_member, ask, members, recording_has_ended
-from haiprof.live.external_sampling import SampledStacks, find_spy, sample_stacks, why_not_enter
+from haiprof.live.external_sampling import (
+    SampledStacks,
+    dump_threads,
+    find_spy,
+    sample_stacks,
+    why_not_enter,
+)
 from haiprof.live.find import RunningJob
+from haiprof.live.standstill import py_spy_frames
 from haiprof.live.trace_now import Progress, TraceNow, collect, trace_now, wait
 from haiprof.run_format.boot import BOOT_FOLDER
 from haiprof.run_format.layout import RankPaths, RunPaths
@@ -152,17 +159,9 @@ def _libraries(pid: int) -> frozenset[str]:
 def _imports(pid: int) -> bool:
     """Whether a thread is in an import, by py-spy; False without py-spy."""
     command = find_spy()
-    if command is None:
-        return False
-    try:
-        done = subprocess.run(
-            [command, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
-            capture_output=True, text=True, timeout=_CALL_TIMEOUT_S, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return any(word in done.stdout for word in _IMPORTING)
+    threads = "" if command is None else dump_threads(command, pid, "--nonblocking")
+    frames = [] if isinstance(threads, str) else [f for t in threads for f in py_spy_frames(t)]
+    return any(word in str(frame.get("filename")) for frame in frames for word in _IMPORTING)
 
 
 def _by_remote_exec(process: Process) -> bool:

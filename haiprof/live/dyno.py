@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +89,9 @@ class NodeAnswer:
     files: tuple[str, ...] = ()
     """On that node, or in a folder that it shares."""
 
-    def as_json(self) -> dict[str, Any]:
-        """The answer as plain JSON values."""
-        return asdict(self)
-
 
 def expand_hosts(text: str) -> list[str]:
-    """`n[1-3,7],login` as Slurm writes it, in order.
-
-    Raises:
-        UsageError: It cannot be read.
-    """
+    """`n[1-3,7],login` as Slurm writes it, in order."""
     parts = re.split(r",(?![^\[\]]*\])", text)
     found = [host for part in parts for host in _expand(part)]
     if not found or len(found) > _HOST_LIMIT or not all(found):

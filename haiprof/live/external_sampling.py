@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunNotFoundError, UsageError
@@ -114,6 +116,7 @@ RATE_HZ = 10
 MOST_RANKS = 8
 """py-spy takes a few percent of a core per process that it looks at."""
 _GRACE_S = 30.0
+_DUMP_S = 10.0
 _CONFIDENCE_Z = 1.96
 
 # Phase by a frame in the stack; the outermost one counts (recomputation is backward).
@@ -183,6 +186,21 @@ def find_spy() -> str | None:
     """The command py-spy: on PATH, or beside this interpreter."""
     scripts = os.path.dirname(sys.executable)
     return shutil.which("py-spy") or shutil.which("py-spy", path=scripts)
+
+
+def dump_threads(command: str, pid: int, option: str) -> list[dict[str, Any]] | str:
+    """The threads of a process by py-spy, whose answer may hold anything; or its error."""
+    try:
+        done = subprocess.run(
+            [command, "dump", option, "--json", "--pid", str(pid)],
+            capture_output=True, text=True, timeout=_DUMP_S, check=False,
+        )  # fmt: skip
+        threads = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError, RecursionError) as error:
+        return str(error)
+    if not isinstance(threads, list):
+        return (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    return [thread for thread in threads if isinstance(thread, dict)]
 
 
 def _start(command: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[str]:

@@ -54,9 +54,7 @@ class RunningJob:
 def running_jobs(log_dirs: Iterable[Path], *, others: bool = False) -> list[RunningJob]:
     """Jobs with processes on this node, and those below the log directories.
 
-    Args:
-        log_dirs: Where to look.
-        others: Also those of other users, as far as this one may read them.
+    With `others` also those of other users, as far as this one may read them.
     """
     pids = process_ids(Path("/proc")) if others else own_pids()
     roots = {root for pid in pids if (root := _run_of_process(pid, others=others)) is not None}
@@ -75,13 +73,9 @@ def running_jobs(log_dirs: Iterable[Path], *, others: bool = False) -> list[Runn
 def find_job(
     name: str, log_dirs: Iterable[Path], *, others: bool = False, reads: bool = False
 ) -> RunningJob:
-    """Finds a running job by name.
+    """A job by its id, name, script, a process's id, `slurm:NUMBER`, or its run directory.
 
-    Args:
-        name: Its id, name, script, the id of a process, `slurm:NUMBER`, or its run directory.
-        log_dirs: Where to look beside this node's processes.
-        others: Whether this user may look at jobs of others.
-        reads: Whether it is only looked at: then it may be another user's.
+    With `others` and `reads`, where it is only looked at, it may be another user's.
     """
     if os.path.lexists(Path(name) / MANIFEST_NAME):
         run = RunPaths(Path(name).absolute())

@@ -248,6 +248,45 @@ class JobNow:
     """The verdict so far in one line; None before the first."""
     user: str | None = None
     """Whose it is; None for one's own."""
+    start_wall_ns: int = 0
+    problem: str | None = None
+    """Why something of it cannot be read."""
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks that have reported in."""
+        return sum(rank.pid is not None for rank in self.ranks)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts of its ranks."""
+        return tuple(sorted({rank.host for rank in self.ranks if rank.host is not None}))
+
+    @property
+    def recording(self) -> bool:
+        """Whether a rank is still recorded."""
+        return any(rank.recording and rank.pid is not None for rank in self.ranks)
+
+    @property
+    def idle_ns(self) -> int | None:
+        """Since the last whole step ended on the rank that is farthest."""
+        stepped = [rank for rank in self.ranks if rank.step is not None]
+        farthest = max(stepped, key=lambda rank: rank.step or 0, default=None)
+        return None if farthest is None else farthest.idle_ns
+
+    @property
+    def cpu_cores(self) -> float | None:
+        """Latest, ranks together; None of more than MANY_RANKS, of which a part is looked at."""
+        known = self._latest("cpu_cores")
+        return sum(known) if known and len(self.ranks) <= MANY_RANKS else None
+
+    @property
+    def gpu_ratio(self) -> float | None:
+        """Latest, mean over GPUs that are looked at."""
+        return _mean(self._latest("utilization_ratio"))
+
+    def _latest(self, metric: str) -> list[float]:
+        return [rank.counters[metric] for rank in self.ranks if metric in rank.counters]
 
     @property
     def step(self) -> int | None:
@@ -281,6 +320,10 @@ class JobNow:
         """The job as plain JSON values."""
         own = {"step": self.step, "step_ns": self.step_ns, "split": self.split}
         return {**asdict(self), **own, "suspended": self.suspended}
+
+    def as_row(self) -> dict[str, Any]:
+        """The same without its single ranks."""
+        return {"ranks": self.rank_count, **{name: getattr(self, name) for name in _ROW}}
 
 
 class LiveJob:
@@ -330,6 +373,7 @@ class LiveJob:
             host=manifest.host,
             pid=signalled_pid(manifest),
             user=self.job.user,
+            start_wall_ns=manifest.start_wall_ns,
             elapsed_ns=max(now_ns - manifest.start_wall_ns, 0),
             running=is_running(self.job.run, manifest),
             world_size=max(sizes, default=None),
@@ -392,70 +436,25 @@ def _elsewhere(run: RunPaths) -> dict[int, RankNow]:
     return found
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobProgress:
-    """One running job, as a list shows it."""
-
-    id: str
-    name: str
-    user: str | None
-    """Whose it is; None for one's own."""
-    path: str
-    host: str
-    pid: int
-    start_wall_ns: int
-    elapsed_ns: int
-    world_size: int | None
-    """From the ranks' reports; None until one has reported in."""
-    ranks: int
-    """Ranks that have reported in."""
-    hosts: tuple[str, ...]
-    """Their hosts."""
-    step: int | None
-    """Last whole step of the rank that is farthest; None before the first."""
-    step_ns: float | None
-    """Median of the last steps; the median rank's."""
-    split: dict[str, float | None]
-    """Mean share of each phase in those steps; None where a phase was never seen."""
-    idle_ns: int | None
-    """Since the last whole step ended on the rank that is farthest."""
-    cpu_cores: float | None
-    """Latest, ranks together; None of more than MANY_RANKS, of which only some are looked at."""
-    gpu_ratio: float | None
-    """Latest, mean over GPUs that are looked at."""
-    recording: bool
-    stopped: tuple[int, ...]
-    """Ranks that a signal has stopped, as far as this node can tell."""
-    suspended: bool
-    """Whether those are all of them."""
-    verdict: str | None
-    """The verdict so far in one line; None if not requested, or before the first."""
-    problem: str | None
-    """Why something of it cannot be read."""
+_ROW = (
+    "id", "name", "user", "path", "host", "pid", "start_wall_ns", "elapsed_ns", "world_size",
+    "hosts", "step", "step_ns", "split", "idle_ns", "cpu_cores", "gpu_ratio", "recording",
+    "stopped", "suspended", "verdict", "problem",
+)  # fmt: skip
 
 
-def job_progress(job: RunningJob, *, verdict: str | None = None) -> JobProgress:
-    """Reads how far a job is from the ends of its files; what cannot be read is None."""
-    live, problem = LiveJob(job), None
+def job_progress(job: RunningJob, *, verdict: str | None = None) -> JobNow:
+    """One look at how far a job is; what cannot be read is None."""
+    live = LiveJob(job)
     try:
-        now = live.look()
+        return replace(live.look(), verdict=verdict)
     except HaiprofError as error:
-        now, problem = live.nothing(), str(error)
-    return JobProgress(
-        **{name: getattr(now, name) for name in ("id", "name", "user", "path", "host", "pid")},
-        **{name: getattr(now, name) for name in ("elapsed_ns", "world_size")},
-        **{name: getattr(now, name) for name in ("step", "step_ns", "split")},
-        **{name: getattr(now, name) for name in ("stopped", "suspended")},
-        **_of_ranks(now),
-        start_wall_ns=job.manifest.start_wall_ns,
-        verdict=verdict,
-        problem=problem,
-    )
+        return replace(live.nothing(), verdict=verdict, problem=str(error))
 
 
 def steps_so_far(run: RunPaths) -> int:
@@ -472,22 +471,6 @@ def steps_so_far(run: RunPaths) -> int:
             step = LiveRank(rank, attempt, paths).look(0).step
             found[rank] = found.get(rank, 0) + (0 if step is None else step + 1)
     return max(found.values(), default=0)
-
-
-def _of_ranks(now: JobNow) -> dict[str, Any]:
-    stepped = [rank for rank in now.ranks if rank.step is not None]
-    farthest = max(stepped, key=lambda rank: rank.step or 0, default=None)
-    cores = [r.counters["cpu_cores"] for r in now.ranks if "cpu_cores" in r.counters]
-    gpus = [r.counters["utilization_ratio"] for r in now.ranks if "utilization_ratio" in r.counters]
-    return {
-        "ranks": sum(rank.pid is not None for rank in now.ranks),
-        "hosts": tuple(sorted({rank.host for rank in now.ranks if rank.host is not None})),
-        "idle_ns": None if farthest is None else farthest.idle_ns,
-        # Of a part of the ranks their sum would say too little.
-        "cpu_cores": sum(cores) if cores and len(now.ranks) <= MANY_RANKS else None,
-        "gpu_ratio": sum(gpus) / len(gpus) if gpus else None,
-        "recording": any(rank.recording and rank.pid is not None for rank in now.ranks),
-    }
 
 
 FIND_EVERY_S = 3.0

@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,25 +136,13 @@ def speaks_kineto(pid: int) -> bool:
 
 def of_run(run: RunPaths) -> list[KinetoProcess]:
     """The ranks of a run on this node that speak Kineto's protocol."""
-    here = [member for member in members(run) if member.here and member.pid is not None]
-    found = []
-    for member in here:
-        pid = member.pid or 0
-        environ = environment(pid)
-        address = address_for(environ)
-        if address is None:
-            continue
-        found.append(
-            KinetoProcess(
-                pid=pid,
-                own_pid=pid,
-                address=address,
-                rank=member.rank,
-                world_size=_number(environ, _WORLD),
-                local_rank=_number(environ, _LOCAL_RANK),
-            )
-        )
-    return found
+    here = {m.pid: m.rank for m in members(run) if m.here and m.pid is not None}
+    asks = {pid: address_for(environment(pid)) for pid in here}
+    return [
+        replace(_process(pid, {}, address, alone=False), rank=here[pid])
+        for pid, address in asks.items()
+        if address is not None
+    ]
 
 
 def of_process(

@@ -12,9 +12,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
@@ -58,10 +57,6 @@ class LoaderTrial:
     reason: str | None = None
     """Why nothing was measured."""
 
-    def as_json(self) -> dict[str, Any]:
-        """The trial as plain JSON values."""
-        return asdict(self)
-
 
 def try_loaders(
     words: Sequence[str], *, counts: Sequence[int] | None, steps: int, time_s: float,
@@ -69,17 +64,8 @@ def try_loaders(
 ) -> list[LoaderTrial]:  # fmt: skip
     """Tries the loader as given, a free one, then numbers of workers.
 
-    Args:
-        words: The job's command, as after `haiprof`.
-        counts: Numbers of workers; None takes 0, 1, 2, 4, ... up to a rank's share of the cores.
-        steps: After so many steps a trial ends.
-        time_s: Or after so long from its first step.
-        start: haiprof's own commands.
-        progress: Told what is tried.
-        kept: A folder for the trials' run directories; None keeps none.
-
-    Raises:
-        MissingDataError: The job as given has no steps, or no torch DataLoader.
+    A trial ends after so many steps, or so long from its first step. None of `counts` takes 0, 1,
+    2, 4, ... up to a rank's share of the cores; the run directories go into `kept`, or nowhere.
     """
     found: list[LoaderTrial] = []
 

@@ -51,9 +51,6 @@ def ask_ras(address: Address, *, timeout_s: float = _ASK_S) -> str:
     """The status of all communicators, as JSON where this NCCL knows that (2.28), else as text.
 
     Source: NCCL, src/ras/client.cc (protocol 2), docs/userguide/source/troubleshooting/ras.rst.
-
-    Raises:
-        MissingDataError: Nobody listens there, or the answer is no whole one.
     """
     until_s = time.monotonic() + timeout_s
     try:
@@ -107,11 +104,7 @@ class _Talk:
 
 
 def parse_ras(answer: str) -> list[NcclRank]:
-    """The ranks that have begun fewer operations of a kind than others, or that do not answer.
-
-    Raises:
-        MissingDataError: It is no whole answer.
-    """
+    """The ranks that have begun fewer operations of a kind than others, or that do not answer."""
     if answer.lstrip().startswith("{"):
         try:
             content = json.loads(answer)
@@ -224,11 +217,7 @@ def ras_suspects(
     ask: Callable[[Address], str] = ask_ras,
     between_s: float = _BETWEEN_S,
 ) -> list[Suspect]:
-    """Ranks that block the job by what NCCL itself counts.
-
-    Raises:
-        MissingDataError: RAS does not answer, or knows no process of this job.
-    """
+    """Ranks that block the job by what NCCL itself counts."""
     return _still_named(states, lambda: parse_ras(ask(address)), between_s, certain=True)
 
 

@@ -47,18 +47,7 @@ _SAID = {
 def run_node_agent(
     folder: Path, *, limit_bytes: int, options: Options, stop: threading.Event
 ) -> None:
-    """Records this node until it is told to stop.
-
-    Args:
-        folder: Where the files of all nodes are; this one has a folder in it.
-        limit_bytes: Of all files of this node.
-        options: Recorders, intervals, and the port for Prometheus.
-        stop: Ends it.
-
-    Raises:
-        UsageError: Another agent records this node there.
-        OSError: The folder cannot be made or written to.
-    """
+    """Records this node into its own folder below `folder`, until it is told to stop."""
     make_named_folder(folder, mode=0o700)
     node = RunPaths(folder.absolute()).node(socket.gethostname())
     make_folder(node.root, below=node.run_root)

@@ -52,17 +52,7 @@ def probe_command(words: Sequence[str], *, backend: str | None = None) -> list[s
 def run_preflight(
     words: Sequence[str], *, folder: Path, limit_s: float, backend: str | None = None
 ) -> list[dict[str, Any]]:
-    """What each rank of the job measured, in order of ranks.
-
-    Args:
-        words: The job's launcher and its options, such as `torchrun --nproc-per-node 8`.
-        folder: Where files are written to measure the disk.
-        limit_s: After so long the launcher is ended.
-        backend: Of torch.distributed; None takes nccl with GPUs and gloo without.
-
-    Raises:
-        PreflightError: The launcher failed, or took longer.
-    """
+    """What each rank of the job measured, in order of ranks; the disk of `folder`, too."""
     line = probe_command(words, backend=backend)
     environment = {**os.environ, "HAIPROF_PREFLIGHT_FOLDER": str(folder.resolve())}
     try:

@@ -59,16 +59,7 @@ _Answer = dict[str, Any] | str
 def ask_schedulers(
     run: RunPaths, *, environ: Mapping[str, str] | None = None, root: Path = Path("/")
 ) -> list[str]:
-    """Asks about a run that is over and did not end well, and keeps what is final.
-
-    Args:
-        run: The run.
-        environ: Of this process; None takes it.
-        root: Where the service account of a pod is mounted below.
-
-    Returns:
-        What was asked in vain, and why. Empty where nothing was to be asked.
-    """
+    """Asks about a run that did not end well, and keeps what is final; whom it asked in vain."""
     environ = os.environ if environ is None else environ
     try:
         manifest = read_manifest(run)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +17,7 @@ from haiprof.base.units import NS_PER_S
 from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import is_mine, process_state
 from haiprof.live.ask import Answers, Member, ask, find_missing_ranks, lost_members, members
-from haiprof.live.external_sampling import find_spy
+from haiprof.live.external_sampling import dump_threads, find_spy
 from haiprof.live.nccl_ras import file_suspects, find_address, ras_suspects
 from haiprof.live.standstill import (
     GONE,
@@ -47,7 +45,6 @@ from haiprof.run_format.writer import write_json
 LOOKED_AT = 2
 """Maximum number of suspects: each is paused for its native stack."""
 RECENT_NS = 60 * NS_PER_S
-_SPY_TIMEOUT_S = 10.0
 _FRAME_LIMIT = 100
 _GPU_METRICS = (
     "utilization_ratio", "memory_used_bytes", "power_watts", "temperature_celsius",
@@ -105,7 +102,7 @@ def _native_stack(spy: str | None, state: RankState) -> tuple[str, ...] | str:
         return "it does not run on this node"
     if state.process_state in STOPPED:
         return "its process is stopped"
-    threads = _dump(spy, state.pid, "--native")
+    threads = dump_threads(spy, state.pid, "--native")
     if isinstance(threads, str):
         return f"py-spy: {threads}"
     for thread in threads:
@@ -114,21 +111,6 @@ def _native_stack(spy: str | None, state: RankState) -> tuple[str, ...] | str:
             found = tuple(_frame_text(frame) for frame in frames[::-1])
             return found or "py-spy: an answer without a main thread"
     return "py-spy: an answer without a main thread"
-
-
-def _dump(command: str, pid: int, option: str) -> list[dict[str, Any]] | str:
-    """The threads of a process by py-spy, whose answer may hold anything; or its error."""
-    try:
-        done = subprocess.run(
-            [command, "dump", option, "--json", "--pid", str(pid)],
-            capture_output=True, text=True, timeout=_SPY_TIMEOUT_S, check=False,
-        )  # fmt: skip
-        threads = json.loads(done.stdout) if done.returncode == 0 else None
-    except (OSError, subprocess.TimeoutExpired, ValueError, RecursionError) as error:
-        return str(error)
-    if not isinstance(threads, list):
-        return (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    return [thread for thread in threads if isinstance(thread, dict)]
 
 
 def _frame_text(frame: Mapping[str, object]) -> str:
@@ -401,7 +383,7 @@ def _with_worker(state: RankState, spy: str | None, progress: Callable[[str], No
 
 def _run_spy(command: str, pid: int) -> Stack | str:
     """The main thread's stack by py-spy, without pausing the process; or py-spy's error."""
-    known = _dump(command, pid, "--nonblocking")
+    known = dump_threads(command, pid, "--nonblocking")
     if isinstance(known, str):
         return known
     main = [thread for thread in known if thread.get("thread_name") == "MainThread"]

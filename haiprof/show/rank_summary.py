@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,10 +113,6 @@ class OneRankSummary:
     counter_series: tuple[Series, ...]
     missing: Mapping[str, str]
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; times in ns, sizes in bytes, ratios in [0, 1]."""
-        return asdict(self)
 
 
 def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,6 @@ class Written:
         ranks = count_text(len(self.ranks), "rank")
         points = count_text(self.point_count, "point")
         return f"{points} of {ranks} for TensorBoard: tensorboard --logdir {self.path}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 class EventFiles:

@@ -1,10 +1,11 @@
-"""Shows a run in a notebook (a figure) or in a terminal (tables and sparklines)."""
+"""Shows a run in a notebook (a part of its page) or in a terminal (tables and sparklines)."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 200
 _ROW_LIMIT = 20
+_PAGE_PX = 720
 
 
 def overview(data: RunFrames) -> None:
     """Shows the whole job."""
     if in_notebook():
-        from haiprof.show.figures.run_figures import overview_picture
-
-        display_figure(overview_picture(data))
+        _show_page(data)
         return
     from haiprof.show.summary import overview_summary
     from haiprof.show.views.run import overview_view
@@ -39,11 +39,7 @@ def overview(data: RunFrames) -> None:
 def ranks(data: RunFrames) -> None:
     """Shows all ranks over time, and how late each begins its collectives."""
     if in_notebook():
-        from haiprof.show.figures.run_figures import late_ranks_picture, rank_map_picture
-
-        for picture in (rank_map_picture(data), late_ranks_picture(data)):
-            if picture is not None:
-                display_figure(picture)
+        _show_page(data, only=("overview", "ranks", "collectives"))
         return
     overview(data)
 
@@ -51,9 +47,7 @@ def ranks(data: RunFrames) -> None:
 def one_rank(data: RunFrames, rank: int) -> None:
     """Shows one rank over time."""
     if in_notebook():
-        from haiprof.show.figures.run_figures import one_rank_picture
-
-        display_figure(one_rank_picture(data, rank))
+        _show_page(data, rank=rank)
         return
     from haiprof.show.rank_summary import one_rank_summary
     from haiprof.show.views.run import rank_view
@@ -63,21 +57,16 @@ def one_rank(data: RunFrames, rank: int) -> None:
 
 def comparison(data: RunFrames, baseline: str | Path) -> None:
     """Shows what changed against another run."""
+    if in_notebook():
+        _show_page(data, only=("comparison",), baseline=str(baseline))
+        return
     from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
     from haiprof.diagnosis.compare.comparison import compare_runs
+    from haiprof.show.views.compare import compare_view
 
     after = compared_run_of(data)
     chosen = baseline_named(str(baseline), after)
     found = compare_runs(chosen.side, after)
-    if in_notebook():
-        from haiprof.show.figures.run_figures import comparison_picture
-
-        picture = comparison_picture(found)
-        if picture is not None:
-            display_figure(picture)
-        return
-    from haiprof.show.views.compare import compare_view
-
     _print(lambda _: compare_view(found, chosen=chosen.why))
 
 
@@ -107,6 +96,23 @@ def in_notebook() -> bool:
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
+def page_frame(page: str, title: str) -> str:
+    """A page as HTML in a frame of its own, for a notebook."""
+    size = f"width: 100%; height: {_PAGE_PX}px; border: 0"
+    return f'<iframe title="{escape(title)}" style="{size}" srcdoc="{escape(page)}"></iframe>'
+
+
+def _show_page(data: RunFrames, **part: Any) -> None:  # noqa: ANN401 - as `page_part` takes them
+    """Displays a part of the run's page in the notebook."""
+    from IPython.display import display
+
+    from haiprof.show.page.render import page_part
+
+    name = data.run.root.name
+    html = page_frame(page_part(data, **part), name)
+    display({"text/html": html, "text/plain": f"<haiprof page: {name}>"}, raw=True)
+
+
 def display_figure(figure: go.Figure) -> None:
     """Displays a figure in the notebook; its script comes from the installed plotly package.
 
@@ -115,8 +121,6 @@ def display_figure(figure: go.Figure) -> None:
     apart, each execution brings it, as that cell may be the one that is run again; not where a
     notebook is executed as a whole (nbconvert, papermill), which runs each cell once.
     """
-    from html import escape
-
     from IPython.display import display
 
     from haiprof.show.figures.style import CONFIG

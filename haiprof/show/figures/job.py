@@ -1,9 +1,9 @@
-"""The whole job over time: step time, its parts, the map of ranks, and who is late."""
+"""The whole job over time: step time, its parts, who is late; and two runs compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -16,6 +16,8 @@ from haiprof.run_analysis.ranks import RankGrid
 from haiprof.show.figures.style import (
     AXIS,
     BLUE,
+    BROWN,
+    GREY,
     PHASE_COLORS,
     PHASES,
     TIME_AXIS,
@@ -24,6 +26,9 @@ from haiprof.show.figures.style import (
     series_color,
     time_unit,
 )
+
+if TYPE_CHECKING:
+    from haiprof.diagnosis.compare.comparison import Change, Comparison
 
 LINE_LIMIT = 8
 """More ranks than this are drawn as their spread."""
@@ -109,40 +114,9 @@ def _line(
 
 PARTS = ("step", *PHASES)
 LOW_PERCENT, HIGH_PERCENT = -50, 100
-_MOST_TICKS = 16
-_ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 18, 190, 300, 720
 # Blue is faster than the median step, red slower; told apart with every common colour blindness.
 _MIDDLE = -LOW_PERCENT / (HIGH_PERCENT - LOW_PERCENT)
 SCALE = ((0.0, BLUE), (_MIDDLE, "#F2F2F2"), (0.5, "#F0B58A"), (1.0, VERMILLION))
-
-
-def rank_map_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
-    """A cell per rank and stretch of time: what a step or phase takes above the ranks' median."""
-    edges = (np.linspace(grid.start_ns, grid.end_ns, grid.column_count + 1) - start_ns) / NS_PER_S
-    figure = go.Figure(
-        go.Heatmap(
-            x=(edges[:-1] + edges[1:]) / 2,
-            y=list(grid.ranks),
-            **_cells(grid, "step"),
-            **heat_style(),
-        )
-    )
-    height = min(_MOST_PX, max(_LEAST_PX, _ROW_PX * len(grid.ranks))) + _FRAME_PX
-    figure.update_layout(**figure_layout(title, height=height))
-    buttons = [
-        {"label": part, "method": "restyle",
-         "args": [{name: [values] for name, values in _cells(grid, part).items()}]}
-        for part in PARTS if grid.typical_ns[part] is not None
-    ]  # fmt: skip
-    menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
-    figure.update_layout(updatemenus=[menu])
-    figure.update_xaxes(**TIME_AXIS)
-    whole = {"tickformat": "d", "tick0": 0, "dtick": -(-len(grid.ranks) // _MOST_TICKS)}
-    figure.update_yaxes(title="rank", autorange="reversed", **whole, **AXIS)
-    if len(grid.ranks) == 1:  # plotly cannot know how high a single row is
-        (rank,) = grid.ranks
-        figure.update_yaxes(autorange=False, range=[rank + 0.5, rank - 0.5], dtick=1)
-    return figure
 
 
 def heat_style() -> dict[str, Any]:
@@ -155,13 +129,6 @@ def heat_style() -> dict[str, Any]:
         "hovertemplate": "rank %{y}, %{x:.1f} s: %{customdata:.3r} ms, "
         "%{z:+.1f} % of a median step above the median<extra></extra>",
         "colorbar": {"ticksuffix": " %", "thickness": 12, "outlinewidth": 0},
-    }
-
-
-def _cells(grid: RankGrid, part: str) -> dict[str, Any]:
-    return {
-        "z": (grid.excess_ratio(part) * 100).astype(np.float32),
-        "customdata": (grid.of(part) / NS_PER_MS).astype(np.float32),
     }
 
 
@@ -200,3 +167,92 @@ def late_ranks_figure(
         figure.update_traces(width=min(_WIDTH, ordered.height / _FEW_RANKS))
     figure.update_yaxes(rangemode="tozero", ticksuffix=" ms", **AXIS)
     return figure
+
+
+BIN_COUNT = 60
+_SHOWN_RATIO = 0.99
+_LENGTHS_PX, _PART_PX, _AROUND_PX = 220, 26, 150
+
+
+def run_difference_figure(
+    before_ns: Floats, after_ns: Floats, parts: Sequence[Change], *, title: str
+) -> go.Figure:
+    """Step times of both runs as shares by length, above the difference of each part.
+
+    The longest 1 % of the steps of either run may lie beyond the axis: otherwise one stall would
+    squeeze all others into one bar.
+    """
+    rows = 2 if parts else 1
+    lower = _PART_PX * len(parts)
+    titles = ["Steps by length (%)", "Difference by part, with 99 % intervals"]
+    spacing = 80 / (_LENGTHS_PX + lower + 80)
+    figure = make_subplots(
+        rows=rows, cols=1, subplot_titles=titles[:rows],
+        **({"row_heights": [_LENGTHS_PX, lower], "vertical_spacing": spacing} if parts else {}),
+    )  # fmt: skip
+    for trace in _lengths(before_ns, after_ns):
+        figure.add_trace(trace, row=1, col=1)
+    for trace in _whiskers(parts):
+        figure.add_trace(trace, row=2, col=1)
+    figure.update_layout(**figure_layout(title, height=_LENGTHS_PX + lower + _AROUND_PX))
+    for each in figure.layout.annotations:
+        each.update(x=0, xanchor="left", font={"size": 13}, yshift=2)
+    figure.update_xaxes(ticksuffix=" ms", **AXIS)
+    figure.update_yaxes(rangemode="tozero", **AXIS, row=1, col=1)
+    if parts:
+        names = [part.title for part in parts]
+        figure.update_yaxes(**AXIS, type="category", categoryorder="array",
+                            categoryarray=names[::-1], row=2, col=1)  # fmt: skip
+        figure.add_vline(x=0, line={"color": GREY, "width": 1}, row=2, col=1)
+    return figure
+
+
+def _lengths(before_ns: Floats, after_ns: Floats) -> Iterator[go.Scatter]:
+    runs = [values / NS_PER_MS for values in (before_ns, after_ns)]
+    known = [values for values in runs if len(values)]
+    if not known:
+        return
+    low = min(float(values.min()) for values in known)
+    high = max(float(np.quantile(values, _SHOWN_RATIO)) for values in known)
+    edges = np.linspace(low, max(high, low * (1 + 1e-6)), BIN_COUNT + 1)
+    for name, values, color in zip(("baseline", "new run"), runs, (BROWN, BLUE), strict=True):
+        if not len(values):
+            continue
+        shares = np.histogram(values, edges)[0] / len(values) * 100
+        yield go.Scatter(
+            x=edges.astype(np.float32), y=np.append(shares, shares[-1:]).astype(np.float32),
+            name=name, mode="lines", line={"color": color, "width": 2, "shape": "hv"},
+            hovertemplate=f"{name}: %{{y:.3r}} % of its steps<extra></extra>",
+        )  # fmt: skip
+
+
+def _whiskers(parts: Sequence[Change]) -> Iterator[go.Scatter]:
+    for name, color, chosen in (
+        ("beyond chance", VERMILLION, [part for part in parts if part.is_certain]),
+        ("may be chance", GREY, [part for part in parts if not part.is_certain]),
+    ):
+        if not chosen:
+            continue
+        middle, low, high = (
+            np.array([getattr(part, key) for part in chosen]) / NS_PER_MS
+            for key in ("difference_ns", "low_ns", "high_ns")
+        )
+        yield go.Scatter(
+            x=middle.tolist(), y=[part.title for part in chosen], name=name, mode="markers",
+            marker={"color": [color] * len(chosen), "size": 9},
+            line={"color": color},
+            error_x={"type": "data", "symmetric": False, "array": (high - middle).tolist(),
+                     "arrayminus": (middle - low).tolist(), "color": color, "thickness": 2,
+                     "width": 5},
+            customdata=np.stack([low, high], axis=1).tolist(),
+            hovertemplate="%{y}: %{x:+.4g} ms (%{customdata[0]:+.4g} to %{customdata[1]:+.4g})"
+            "<extra></extra>",
+        )  # fmt: skip
+
+
+def comparison_figure(found: Comparison) -> go.Figure | None:
+    """Two runs' steps and the difference of each part; None where neither has a step."""
+    before, after = found.before.step_ns, found.after.step_ns
+    if not len(before) and not len(after):
+        return None
+    return run_difference_figure(before, after, found.positions, title="")

@@ -29,9 +29,14 @@ from haiprof.show.death_block import (
     start_lines,
     witness_lines,
 )
-from haiprof.show.figures.job import PARTS, heat_style, late_ranks_figure, over_time_figure
+from haiprof.show.figures.job import (
+    PARTS,
+    comparison_figure,
+    heat_style,
+    late_ranks_figure,
+    over_time_figure,
+)
 from haiprof.show.figures.panel_table import panel_metrics
-from haiprof.show.figures.run_figures import comparison_picture
 from haiprof.show.figures.style import FONT, PHASE_COLORS
 from haiprof.show.flame import RunFlames, run_flames
 from haiprof.show.frame_table import PageTable, text_table
@@ -92,7 +97,7 @@ def comparison_section(
         lines=tuple(rows.headline_notes(found, chosen.why)),
         tables=tuple(rows.tables(found, limit=_KERNEL_LIMIT)),
         notes=tuple(map(printable, (*rows.notes(found), *kernels))),
-        figure=comparison_picture(found, title=""),
+        figure=comparison_figure(found),
         data=compare_data(found, chosen=chosen.why, of=chosen.of),
         other=found.before.analyzer,
     )

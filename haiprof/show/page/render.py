@@ -87,11 +87,13 @@ def write_lines_page(analyzer: RunFrames, path: Path, *, baseline: str | None = 
     return write_text(path, lines_html(flames, header))
 
 
-def write_page_part(analyzer: RunFrames, path: Path, *, rank: int | None = None) -> Path:
-    """Writes the sections of the page about the whole job, or about one rank first."""
-    content = page_content(analyzer, read_traces=False)
-    only = _OVERVIEW if rank is None else _RANK
-    return write_text(path, report_html(content, only=only, rank=rank))
+def page_part(
+    analyzer: RunFrames, *, rank: int | None = None, only: Collection[str] | None = None,
+    baseline: str | None = None,
+) -> str:  # fmt: skip
+    """The sections of the page about the whole job, about one rank first, or those named."""
+    content = page_content(analyzer, read_traces=False, baseline=baseline)
+    return report_html(content, only=only or (_OVERVIEW if rank is None else _RANK), rank=rank)
 
 
 def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:

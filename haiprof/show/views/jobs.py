@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.units import MISSING, bytes_text, duration_text, ranks_text, ratio_text
-from haiprof.live.follow import JobNow, JobProgress, RankNow
+from haiprof.live.follow import JobNow, RankNow
 from haiprof.show.figures.style import PHASE_COLORS, PHASES
 from haiprof.show.terminal import filling, fit_width, sparkline
 from haiprof.show.text import printable
@@ -21,7 +21,7 @@ _STALL_STEPS, _STALL_NS = 5, 10e9
 _WIDE_BAR = 12
 
 
-def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> RenderableType:
+def jobs_view(jobs: Sequence[JobNow], *, colored: bool = False) -> RenderableType:
     """The jobs as a table for people."""
     if not jobs:
         return Group(
@@ -37,7 +37,7 @@ def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> Renderab
             MISSING if job.step is None else str(job.step + 1),
             duration_text(job.step_ns),
             split_text(job.split, width=_WIDE_BAR, colored=colored),
-            MISSING if job.cpu_cores is None else f"{job.cpu_cores:.1f}",
+            _number(job.cpu_cores),
             ratio_text(job.gpu_ratio),
             *(job.user or "" for _ in users),
             one_line(job.id),
@@ -60,8 +60,8 @@ def jobs_view(jobs: Sequence[JobProgress], *, colored: bool = False) -> Renderab
     return Group(table, *words, *(Text(text, style="yellow") for text in stalls))
 
 
-def _ranks(job: JobProgress) -> str:
-    count = _count_text(job.ranks, job.world_size)
+def _ranks(job: JobNow) -> str:
+    count = _count_text(job.rank_count, job.world_size)
     return count if len(job.hosts) < 2 else f"{count} on {len(job.hosts)} nodes"
 
 
@@ -79,7 +79,7 @@ def split_text(split: Mapping[str, float | None], *, width: int, colored: bool =
     return bar if done else Text(MISSING)
 
 
-def _stall(job: JobProgress) -> str | None:
+def _stall(job: JobNow) -> str | None:
     if job.suspended:
         return "suspended: all its ranks are stopped by a signal (kill -CONT)"
     snapshot = f"haiprof snapshot {job.id} shows what its ranks do"
@@ -191,8 +191,8 @@ def _jobs(
             _step(job.step, all(r.step_is_exact for r in job.ranks)),
             duration_text(job.step_ns),
             *bar,
-            _number(_total(job.ranks, "cpu_cores")),
-            ratio_text(_average(job.ranks, "utilization_ratio")),
+            _number(job.cpu_cores),
+            ratio_text(job.gpu_ratio),
             *line,
             style="reverse" if at == selection.job else "",
         )
@@ -210,9 +210,9 @@ def _head(job: JobNow, colored: bool) -> list[RenderableType]:
     summary = _count_text(len(job.ranks), job.world_size)
     summary += f" {'rank' if job.world_size == len(job.ranks) == 1 else 'ranks'}  "
     summary += f"step {_step(job.step, all(r.step_is_exact for r in job.ranks))}  "
-    cores = _number(_total(job.ranks, "cpu_cores"))
+    cores = _number(job.cpu_cores)
     summary += f"{duration_text(job.step_ns)} each  {cores} cores  "
-    summary += f"GPU {ratio_text(_average(job.ranks, 'utilization_ratio'))}"
+    summary += f"GPU {ratio_text(job.gpu_ratio)}"
     verdict = Text(printable(job.verdict or "no verdict yet"))
     verdict.stylize("bold" if job.verdict else "dim")
     legend = _legend(job.split, colored)
@@ -231,7 +231,7 @@ def _warnings(job: JobNow) -> list[RenderableType]:
     return [Text(text, style="yellow")]
 
 
-def is_stalled(rank: RankNow | JobProgress) -> bool:
+def is_stalled(rank: RankNow | JobNow) -> bool:
     """Whether it has made no step for several times its step time, and ten seconds."""
     if not rank.recording or rank.idle_ns is None or not rank.step_ns:
         return False
@@ -322,16 +322,6 @@ def _step(step: int | None, exact: bool) -> str:
 
 def _number(value: float | None) -> str:
     return MISSING if value is None else f"{value:.1f}"
-
-
-def _total(ranks: Sequence[RankNow], metric: str) -> float | None:
-    known = [rank.counters[metric] for rank in ranks if metric in rank.counters]
-    return sum(known) if known else None
-
-
-def _average(ranks: Sequence[RankNow], metric: str) -> float | None:
-    total = _total(ranks, metric)
-    return None if total is None else total / sum(metric in rank.counters for rank in ranks)
 
 
 def _line(times_ns: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import os
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def test_show_in_a_terminal_prints(
 
 
 @pytest.mark.slow
-def test_show_in_a_notebook_displays_figures_that_need_no_network(
+def test_show_in_a_notebook_displays_the_page_and_needs_no_network(
     analyzer: Analyzer,
     other: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -54,22 +55,20 @@ def test_show_in_a_notebook_displays_figures_that_need_no_network(
     root = str(Path(haiprof.__file__).parent.parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
     code = f"from haiprof import Analyzer\na = Analyzer({str(analyzer.path)!r})\n"
-    cells = [code + "a.show_overview()", "a.show_one_rank(0)", "a.show_ranks()"]
-    cells.append(f"a.show_comparison({str(other)!r})")
+    cells = {
+        code + "a.show_overview()": "verdict", "a.show_one_rank(0)": "rank",
+        "a.show_ranks()": "collectives", f"a.show_comparison({str(other)!r})": "comparison",
+    }  # fmt: skip
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    shown = [output["data"] for cell in notebook.cells for output in cell.outputs]
-    script = [data["text/html"].count("plotly.js v") for data in shown]
-    assert script[0] == 1
-    assert sum(script) == 1  # the figures of all other cells use it
-    for cell in notebook.cells:
+    for cell, section in zip(notebook.cells, cells.values(), strict=True):
         (output,) = cell.outputs
-        page = output["data"]["text/html"]
-        assert "Plotly.newPlot" in page
-        assert "cdn.plot.ly/plotly" not in page
-        assert page.startswith('<div role="figure" aria-label="')
-        name = "no difference above" if "comparison" in cell.source else "job</b>"
-        assert f"haiprof figure: <b>{name}" in output["data"]["text/plain"]
+        shown = output["data"]["text/html"]
+        assert shown.startswith('<iframe title="job-1"')
+        page = html.unescape(shown)
+        assert f'<section id="{section}"' in page or section == "collectives"
+        assert "cdn.plot.ly" not in page
+        assert output["data"]["text/plain"] == "<haiprof page: job-1>"
 
 
 @pytest.mark.proof

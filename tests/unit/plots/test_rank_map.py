@@ -1,8 +1,6 @@
-"""The map of ranks and the bars of late ranks: numbers as they were measured."""
+"""Ranks over time and the bars of late ranks: numbers as they were measured."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -11,14 +9,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.run_analysis.collectives import LATENESS_SCHEMA
 from haiprof.run_analysis.ranks import rank_grid
-from haiprof.show.figures.job import (
-    LINE_LIMIT,
-    PARTS,
-    late_ranks_figure,
-    over_time_figure,
-    rank_map_figure,
-)
-from haiprof.show.figures.run_figures import late_ranks_picture, rank_map_picture
+from haiprof.show.figures.job import LINE_LIMIT, late_ranks_figure, over_time_figure
 from haiprof.show.figures.style import VERMILLION
 from tests.unit.report.many_ranks import write_flight, write_many
 
@@ -28,20 +19,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Analyzer:
     root = write_many(tmp_path_factory.mktemp("map") / "run", ranks=12, steps=80)
     write_flight(root, ranks=12, late_rank=5, late_ns=9_000_000)
     return Analyzer(root)
-
-
-def test_map_shows_the_excess_of_each_rank_and_lets_choose_a_phase(run: Analyzer) -> None:
-    grid = rank_grid(run.steps())
-    assert grid is not None
-    figure = rank_map_figure(grid, title="t", start_ns=grid.start_ns)
-    heat = figure.data[0]
-    assert list(heat.y) == list(range(12))
-    assert np.nanmedian(heat.z[5]) == pytest.approx(30, abs=3)
-    assert abs(np.nanmedian(heat.z[0])) < 2
-    buttons = figure.layout.updatemenus[0].buttons
-    assert [button.label for button in buttons] == list(PARTS)
-    forward = next(button for button in buttons if button.label == "forward")
-    assert np.nanmedian(forward.args[0]["z"][0][5]) == pytest.approx(30, abs=3)
 
 
 def test_spread_of_many_ranks_names_the_slowest(run: Analyzer) -> None:
@@ -75,17 +52,6 @@ def test_only_a_rank_that_is_late_by_much_or_hung_is_marked_as_late(
     assert {rank for rank, color in colors.items() if color == VERMILLION} == marked
 
 
-def test_pictures_of_a_run_are_titled_and_absent_where_nothing_was_measured(
-    run: Analyzer, tmp_path: Path
-) -> None:
-    picture = rank_map_picture(run)
-    assert picture is not None
-    assert "12 ranks over time" in picture.layout.title.text
-    assert late_ranks_picture(run) is not None
-    alone = Analyzer(write_many(tmp_path / "run", ranks=1, steps=60))
-    assert late_ranks_picture(alone) is None
-    one = rank_map_picture(alone)
-    assert one is not None
-    assert one.layout.yaxis.range == (0.5, -0.5)
+def test_nothing_measured_has_no_bar() -> None:
     empty = pl.DataFrame(schema=LATENESS_SCHEMA)
     assert not late_ranks_figure(empty, title="", step_ns=None).data[0].x
