@@ -77,8 +77,8 @@ class Description(Frame):
 class Analyzer(RunFrames):
     """A run that was recorded, or still is; everything is read at the first question.
 
-    Frames are polars'; their `to_pandas()` needs `pip install 'haiprof[pandas]'`. `show_*` draws
-    figures in a notebook and prints tables in a terminal.
+    Frames are polars'; their `to_pandas()` needs `pip install 'haiprof[pandas]'`. `show_*` shows
+    parts of the run's page in a notebook and prints tables in a terminal.
 
     Args:
         path: A run directory, or a log directory whose newest run is meant; or the address of
@@ -179,15 +179,15 @@ class Analyzer(RunFrames):
         return RunFlameGraph(flames=run_flames(self, other), header=header)
 
     def show_overview(self) -> None:
-        """The whole job: a figure in a notebook, tables in a terminal."""
+        """The whole job: its page in a notebook, tables in a terminal."""
         show.overview(self)
 
     def show_one_rank(self, rank: int) -> None:
-        """One rank over time: a figure in a notebook, tables in a terminal."""
+        """One rank over time: a part of the page in a notebook, tables in a terminal."""
         show.one_rank(self, rank)
 
     def show_ranks(self) -> None:
-        """All ranks over time: a map in a notebook, tables in a terminal."""
+        """All ranks over time: a part of the page in a notebook, tables in a terminal."""
         show.ranks(self)
 
     def show_comparison(self, baseline: str | Path) -> None:
