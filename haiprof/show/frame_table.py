@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.units import MISSING, number_text
 from haiprof.show.text import value_text
-from haiprof.show.views.blocks import more_lines, one_line, plain_table
+from haiprof.show.views.blocks import FittingTable, more_lines, one_line, plain_table
 
 _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"),
           ("_watts", "watts"), ("_rate", "prefix"))  # fmt: skip
@@ -29,49 +29,18 @@ Columns = Sequence[tuple[str, str]]
 def frame_table(
     found: pl.DataFrame, columns: Columns, *, limit: int, where: str = "--json"
 ) -> list[RenderableType]:
-    """The first rows of a frame, and the number of others."""
+    """The first rows of a frame, where `name` takes what is left, and the number of others."""
     shown = _since_first(found).head(limit)
     rows = [[cell(name, row[name]) for name, _ in columns] for row in shown.iter_rows(named=True)]
-    table = _FrameTable(found, columns, rows, where)
+    name = next((at for at, (column, _) in enumerate(columns) if column == "name"), None)
+    table = FittingTable(
+        [head for _, head in columns], rows,
+        left=[at for at, (column, _) in enumerate(columns) if found.schema[column] == pl.String],
+        first_to_go=[at for at in range(len(columns))[::-1] if at != (name or 0)],
+        flexible=name, least=-_GAP if name is None else _NAME_WIDTH, narrowest=_NAME_WIDTH,
+        text_width=_TEXT_WIDTH, where=where,
+    )  # fmt: skip
     return [table, *more_lines(found.height - limit, where)]
-
-
-@dataclass(frozen=True, slots=True)
-class _FrameTable:
-    """Only the column `name` is cut; where that is not enough the last columns are left out."""
-
-    found: pl.DataFrame
-    columns: Columns
-    rows: Sequence[Sequence[Text]]
-    where: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table with the columns that fit."""
-        widths = []
-        for at, (name, head) in enumerate(self.columns):
-            width = max([len(head), *(row[at].cell_len for row in self.rows)])
-            if self.found.schema[name] == pl.String:
-                width = _NAME_WIDTH if name == "name" else min(width, _TEXT_WIDTH)
-            widths.append(width)
-        places = list(range(len(self.columns)))
-        while (
-            len(places) > 1 and sum(widths[at] + _GAP for at in places) > options.max_width + _GAP
-        ):
-            places.pop(-2 if self.columns[places[-1]][0] == "name" else -1)
-        chosen = [self.columns[at] for at in places]
-        left = [head for name, head in chosen if self.found.schema[name] == pl.String]
-        table = plain_table(*(head for _, head in chosen), left=left, gap=_GAP)
-        for column, at in zip(table.columns, places, strict=True):
-            if self.columns[at][0] == "name":
-                column.no_wrap, column.min_width = False, _NAME_WIDTH
-            else:
-                column.min_width = column.max_width = widths[at]
-        for row in self.rows:
-            table.add_row(*(row[at] for at in places))
-        yield table
-        lost = [head for at, (_, head) in enumerate(self.columns) if at not in places]
-        if lost:
-            yield Text(f"no room for {', '.join(lost)}: in {self.where}", style="dim")
 
 
 _GAP = 2

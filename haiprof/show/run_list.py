@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.segment import Segment
-from rich.style import Style
 from rich.text import Text
 
 from haiprof.base.errors import HaiprofError
@@ -35,6 +32,7 @@ from haiprof.run_format.reader import read_json
 from haiprof.show.death_block import WORDS
 from haiprof.show.run_header import DAMAGED, ENDED, KILLED, RUNNING, manifest_or_none, run_header
 from haiprof.show.text import moment_text
+from haiprof.show.views.blocks import FittingTable
 
 _KEPT_NAME = "list"
 _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control",
@@ -136,41 +134,31 @@ def list_view(log_dir: Path, runs: Sequence[RunEntry]) -> RenderableType:
 
 
 class RunTable:
-    """The table of runs: as many columns as fit beside their names; fast for thousands of runs."""
+    """The table of runs: as many columns as fit beside their names."""
 
     def __init__(self, log_dir: Path, runs: Sequence[RunEntry]) -> None:
         self._log_dir = log_dir
         self._runs = runs
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lines as plain segments: rich's own tables take a millisecond for each run."""
+        """Its folder, the runs, and what is not known of them."""
         # Where a program reads it, or a file takes it, no name is cut.
-        width = options.max_width if options.is_terminal else 1 << 16
-        columns = [[title, *map(cell, self._runs)] for title, cell, _ in _COLUMNS]
-        widths = [max(map(cell_len, column)) for column in columns]
-        shown = _fitting(columns, widths, width)
-        room = width - sum(widths[i] + _GAP for i in shown)
-        dim, bold = console.get_style("dim"), console.get_style("bold")
-        yield from _line(_cut(str(self._log_dir), width), bold)
-        names = ["run", *(Path(run.path).name for run in self._runs)]
-        for place, name in enumerate(names):
-            line = ""
-            for i in shown:
-                text, is_left = columns[i][place], _COLUMNS[i][2]
-                space = " " * (widths[i] - cell_len(text))
-                line += (text + space if is_left else space + text) + " " * _GAP
-            yield from _line(line + _cut(name, room), None if place else dim)
-        for run in self._runs:
-            if run.problem:
-                yield from _line(f"{run.name}: {run.problem}", dim)
-        uncounted = sum(not run.is_counted for run in self._runs)
-        if uncounted:
+        options = options if options.is_terminal else options.update(width=1 << 16)
+        cells = {title: [cell(run) for run in self._runs] for title, cell, _ in _COLUMNS}
+        known = {title: own for title, own in cells.items() if set(own) - {"", MISSING}}
+        names = [Path(run.path).name for run in self._runs]
+        left = [title for title, _, is_left in _COLUMNS if is_left]
+        rows = list(zip(*known.values(), names, strict=True))
+        said = [f"{run.name}: {run.problem}" for run in self._runs if run.problem]
+        if uncounted := sum(not run.is_counted for run in self._runs):
             runs = "run" if uncounted == 1 else "runs"
-            yield from _line(f"steps of {uncounted} {runs} not counted yet: haiprof ls --all", dim)
+            said.append(f"steps of {uncounted} {runs} not counted yet: haiprof ls --all")
+        folder = Text(str(self._log_dir), style="bold", no_wrap=True, overflow="ellipsis")
+        table = FittingTable((*known, "run"), rows, left=(*left, "run"), first_to_go=_FIRST_TO_GO)
+        notes = [Text(line, style="dim", no_wrap=True, overflow="ignore") for line in said]
+        yield from console.render(Group(folder, table, *notes), options)
 
 
-_GAP = 2
-_LEAST_NAME = 24
 _COLUMNS: tuple[tuple[str, Callable[[RunEntry], str], bool], ...] = (
     ("start", lambda run: moment_text(run.start_wall_ns), True),
     ("user", lambda run: run.user or "", True),
@@ -184,25 +172,6 @@ _COLUMNS: tuple[tuple[str, Callable[[RunEntry], str], bool], ...] = (
 )
 """Title, what it shows of a run, and whether it begins at the left."""
 _FIRST_TO_GO = ("lasted", "each", "exit", "ranks", "why", "user", "steps")
-
-
-def _fitting(columns: list[list[str]], widths: list[int], width: int) -> list[int]:
-    """The columns that are shown: none without a value, and fewer where the names find no room."""
-    titles = [title for title, _, _ in _COLUMNS]
-    shown = [i for i, column in enumerate(columns) if {*column[1:]} - {"", MISSING}]
-    for title in _FIRST_TO_GO:
-        if sum(widths[i] + _GAP for i in shown) + _LEAST_NAME > width:
-            shown = [i for i in shown if titles[i] != title]
-    return shown
-
-
-def _cut(text: str, width: int) -> str:
-    return text if cell_len(text) <= width else set_cell_size(text, max(1, width - 1)) + "…"
-
-
-def _line(text: str, style: Style | None = None) -> Iterator[Segment]:
-    yield Segment(text, style)
-    yield Segment.line()
 
 
 def _kept_entry(run: RunPaths) -> RunEntry:

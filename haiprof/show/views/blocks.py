@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -98,43 +99,82 @@ def plain_table(*columns: str, left: Sequence[str] = (), gap: int = 2) -> Table:
     return table
 
 
-class FittingTable:
-    """A table without lines that leaves out columns where its last one has too little room."""
+def table_lines(
+    rows: Iterable[Sequence[str | Text]], widths: Sequence[int], left: Sequence[bool]
+) -> Iterator[Text]:
+    """A table without lines, its heads first; what is wider than its column is cut.
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[str | Text]],
-        *,
-        left: Sequence[str],
-        first_to_go: Sequence[str],
-    ) -> None:
-        self._columns, self._rows = columns, rows
-        self._left, self._first_to_go = left, first_to_go
+    As lines of text: rich's own tables take a millisecond for each row.
+    """
+    gap = " " * _GAP
+    for number, row in enumerate(rows):
+        parts: list[str | Text] = []
+        for cell, width, is_left in zip(row, widths, left, strict=True):
+            if cell_width(cell) > width:
+                cell = Text(cell) if isinstance(cell, str) else cell.copy()
+                cell.truncate(width, overflow="ellipsis")
+            space = " " * (width - cell_width(cell))
+            parts += [cell, space, gap] if is_left else [space, cell, gap]
+        line = Text.assemble(*parts[:-1], style="" if number else "dim", no_wrap=True)
+        line.rstrip()
+        yield line
+
+
+@dataclass(frozen=True, slots=True)
+class FittingTable:
+    """A table without lines that leaves out columns where one of them has too little room."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Text]]
+    _: KW_ONLY
+    left: Collection[str | int]
+    """Columns that are aligned to the left, by head or place; so are those that go first."""
+    first_to_go: Sequence[str | int]
+    flexible: int | None = -1
+    """The one that takes what the others leave, and is cut; None for none."""
+    least: int = _LAST_COLUMN
+    """Columns of the terminal that are left for it, or others go."""
+    narrowest: int = 1
+    text_width: int | None = None
+    """Where the others are cut that are aligned to the left."""
+    where: str = ""
+    """Where all columns are; empty says nothing of those that went."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table with the columns that fit."""
-        widths = {
-            name: max(_width(name), *(_width(row[place]) for row in self._rows))
-            for place, name in enumerate(self._columns[:-1])
-        }
-        shown = list(self._columns)
-        for name in self._first_to_go:
-            if sum(widths[n] + _GAP for n in shown[:-1]) + _LAST_COLUMN <= options.max_width:
-                break
-            shown.remove(name)
-        places = [self._columns.index(name) for name in shown]
-        table = plain_table(*shown, left=self._left, gap=_GAP)
-        for column in table.columns[:-1]:
-            column.min_width = widths[str(column.header)]
-        taken = sum(widths[name] + _GAP for name in shown[:-1])
-        table.columns[-1].max_width = max(1, options.max_width - taken)
-        for row in self._rows:
-            table.add_row(*(row[place] for place in places))
-        yield table
+        count, rows = len(self.columns), [self.columns, *self.rows]
+        left = [n in self.left or name in self.left for n, name in enumerate(self.columns)]
+        widths = [max(cell_width(row[n]) for row in rows) for n in range(count)]
+        flexible = None if self.flexible is None else self.flexible % count
+        fixed = {
+            n: min(width, self.text_width or width) if left[n] else width
+            for n, width in enumerate(widths) if n != flexible
+        }  # fmt: skip
+        go = [n for go in self.first_to_go for n in range(count) if go in (n, self.columns[n])]
+        gone: list[int] = []
+        while go and _room(fixed, options) < self.least:
+            gone.append(go.pop(0))
+            del fixed[gone[-1]]
+        if flexible is not None:
+            narrow = min(widths[flexible], _room(fixed, options))
+            fixed[flexible] = max(self.narrowest, narrow)
+        places = sorted(fixed)
+        yield from table_lines(
+            ([row[n] for n in places] for row in rows),
+            [fixed[n] for n in places], [left[n] for n in places],
+        )  # fmt: skip
+        if gone and self.where:
+            lost = ", ".join(self.columns[n] for n in sorted(gone))
+            yield Text(f"no room for {lost}: in {self.where}", style="dim")
 
 
-def _width(cell: str | Text) -> int:
+def _room(widths: Mapping[int, int], options: ConsoleOptions) -> int:
+    """What columns of these widths leave of the terminal."""
+    return options.max_width - sum(width + _GAP for width in widths.values())
+
+
+def cell_width(cell: str | Text) -> int:
+    """Columns of the terminal that a cell takes."""
     return cell.cell_len if isinstance(cell, Text) else cell_len(cell)
 
 
