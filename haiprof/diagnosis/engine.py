@@ -32,6 +32,7 @@ from haiprof.diagnosis.run_facts import KEPT_REMEDY, RULES
 from haiprof.diagnosis.run_ledger import RunLedger, run_ledger
 from haiprof.diagnosis.run_notes import (
     attempt_notes,
+    late_start_notes,
     not_measured,
     reacted_lines,
     traced_lines,
@@ -138,6 +139,7 @@ def judge(
         cost=_cost(inputs),
         next_command=_next_command(run, inputs, findings, death),
         notes=(
+            *late_start_notes(analyzer),
             *([WORDS[inputs.marked_by]] if inputs.marked_by else []),
             *analyzer.notes(),
             *attempt_notes(analyzer.steps()),

@@ -9,12 +9,13 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.base.ledger import Ledger
+from haiprof.base.ledger import PROBLEM_RATIO, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import UNTRACED_MIN_RATIO
 from haiprof.run_analysis.reactions import Reaction, outcome_text, watched_frame
+from haiprof.run_analysis.restarts import find_late_start
 from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
@@ -259,6 +260,28 @@ def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> Iterator[str]
 def _clock_text(wall_ns: int) -> str:
     """`14:02:11` in the reader's time zone."""
     return time.strftime("%H:%M:%S", time.localtime(wall_ns / NS_PER_S))
+
+
+def late_start_notes(analyzer: RunFrames) -> Iterator[str]:
+    """Who came late to init_process_group, where others waited a problem's share of the run."""
+    wall_ns = analyzer.goodput().wall_ns
+    found = find_late_start(analyzer.files, max(PROBLEM_RATIO * wall_ns, 1))
+    if found is None:
+        return
+    them = "it" if len(found.late) == 1 else "them"
+    process_ns = found.process_late_ns
+    if found.at is not None:
+        why = f"meanwhile at {found.at}"
+    elif process_ns is not None and 2 * process_ns > found.wait_ns:
+        why = f"the process had begun {duration_text(process_ns)} after theirs: see its launcher"
+    else:
+        why = "see what its code does before that call (with a shorter --hang-limit a snapshot "
+        why += "names its line)"
+    yield (
+        f"{ranks_text(found.late)} came {duration_text(found.wait_ns)} late to init_process_group: "
+        f"{ranks_text(found.waited)} waited for {them}, {ratio_text(found.wait_ns / wall_ns)} of "
+        f"the run; {why}"
+    )
 
 
 def attempt_notes(steps: pl.DataFrame) -> Iterator[str]:

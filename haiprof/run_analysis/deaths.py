@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import polars as pl
@@ -51,7 +52,7 @@ from haiprof.run_analysis.process_ends import (
 from haiprof.run_analysis.reactions import (
     Reaction,
     asked_snapshots,
-    lines_in_snapshot,
+    lines_in_snapshots,
     reactions,
 )
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
@@ -613,8 +614,9 @@ class _Case:
             return None
         first, since_ns = hang.suspects[0], hang.since_wall_ns
         if (odd := hang.mismatched_ranks) is not None:
-            places = lines_in_snapshot(self.evidence.files, hang)
-            return self._of_mismatch(first.reason, odd, since_ns, places)
+            folder = Path(hang.path or "").parent.name
+            seen_at = (s.at for s in lines_in_snapshots(self.evidence.files) if s.folder == folder)
+            return self._of_mismatch(first.reason, odd, since_ns, next(seen_at, {}))
         doing = f", at {first.doing}" if first.doing else ""
         what = f"rank {first.rank} hung{doing}: {first.reason}"
         line, _, beside = first.doing.partition(";")  # what stands beside differs by the process

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -152,19 +151,26 @@ def asked_snapshots(files: RunFiles) -> list[Reaction]:
     return found
 
 
-def lines_in_snapshot(files: RunFiles, reaction: Reaction) -> dict[int, str]:
-    """By rank, the line of the job's code at which a reaction's snapshot found it."""
-    name = Path(reaction.path or "").parent.name
-    content: Mapping[str, Any] = {}
+class SnapshotLines(NamedTuple):
+    """Where the ranks were in a snapshot."""
+
+    folder: str
+    wall_ns: int
+    at: Mapping[int, str]
+    """By rank, its line of the job's own code."""
+
+
+def lines_in_snapshots(files: RunFiles) -> Iterator[SnapshotLines]:
+    """Lines of all snapshots that can be read, oldest first."""
     for path in files.paths.snapshot_files():
-        if path.parent.name == name:
-            with contextlib.suppress(RunFormatError):
-                content = read_json(path)
-    frames = {
-        integer(entry.get("rank")): job_frame(parse_frames(entry.get("stack")) or ())
-        for entry in objects(content.get("ranks"))
-    }
-    return {rank: frame_text(at) for rank, at in frames.items() if rank is not None and at}
+        with contextlib.suppress(RunFormatError):
+            content = read_json(path)
+            frames = {
+                integer(entry.get("rank")): job_frame(parse_frames(entry.get("stack")) or ())
+                for entry in objects(content.get("ranks"))
+            }
+            at = {rank: frame_text(f) for rank, f in frames.items() if rank is not None and f}
+            yield SnapshotLines(path.parent.name, integer(content.get("wall_ns")) or 0, at)
 
 
 def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.process_ends import ProcessEnd
 from haiprof.run_analysis.ranks import compile_intervals, evaluations, rank_positions
-from haiprof.run_analysis.reactions import reactions
+from haiprof.run_analysis.reactions import lines_in_snapshots, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, mapping, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES, trained_ns
@@ -450,7 +450,7 @@ def _start(
     return StartRecord(
         run=files.paths.root.name,
         generation=generation,
-        process_ns=None if rank is None else _process_start(rank),
+        process_ns=None if rank is None else _process_start(rank.files, rank.wall_offset_ns),
         died_ns=None if death is None else death.died_ns,
         ended_ns=max(ended, default=None),
         why=None if death is None else death.own_end or death.headline,
@@ -460,6 +460,48 @@ def _start(
         saves=tuple(call for each in ranks for call in _checkpoint_calls(each, "save")),
         loads=tuple(call for each in ranks for call in _checkpoint_calls(each, "load")),
         apart={} if rank is None else _apart(rank),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateStart:
+    """Ranks that others waited for in init_process_group."""
+
+    late: tuple[int, ...]
+    waited: tuple[int, ...]
+    wait_ns: int
+    """The longest wait."""
+    process_late_ns: int | None
+    """How much later the last one's process had begun than those of the ranks that waited."""
+    at: str | None
+    """Where the last one was in the meantime, by a snapshot."""
+
+
+def find_late_start(files: RunFiles, least_ns: float) -> LateStart | None:
+    """Who came last in the last start; None where nobody waited so long for it."""
+    generation = max(map(_generation, files.ranks), default=0)
+    own = {each.rank: each for each in files.ranks if _generation(each) == generation}
+    met = {rank: _read_times(each, each.of_type("process_group")) for rank, each in own.items()}
+    known = {rank: (int(m.starts[0]), int(m.ends[0])) for rank, m in met.items() if len(m.starts)}
+    last = max(known, key=lambda rank: known[rank][0], default=None)
+    if last is None:
+        return None
+    last_ns = known[last][0]
+    waits = {rank: min(end, last_ns) - begin for rank, (begin, end) in known.items()}
+    waited = tuple(sorted(rank for rank, ns in waits.items() if rank != last and ns >= least_ns))
+    if not waited:
+        return None
+    began = {rank: _process_start(own[rank], own[rank].clock_offset_ns or 0) for rank in known}
+    others = [ns for rank in waited if (ns := began[rank]) is not None]
+    own_ns, begin_ns = began[last], min(known[rank][0] for rank in waited)
+    seen = [each.at.get(last) for each in lines_in_snapshots(files)
+            if begin_ns <= each.wall_ns < last_ns]  # fmt: skip
+    return LateStart(
+        late=tuple(sorted(known.keys() - waited)),
+        waited=waited,
+        wait_ns=max(waits.values()),
+        process_late_ns=None if own_ns is None or not others else own_ns - max(others),
+        at=next(filter(None, reversed(seen)), None),
     )
 
 
@@ -486,13 +528,12 @@ def _line_times(files: RankFiles, offset_ns: int, name: str) -> list[int]:
     return [time + offset_ns for time in times if time is not None]
 
 
-def _process_start(rank: RankSegments) -> int | None:
+def _process_start(files: RankFiles, offset_ns: int) -> int | None:
     """Unix time at which its process began; where that is not known, its recording."""
     # Ticks count from the machine's start, and the monotonic clock too but for times of suspension.
-    report, offset_ns = rank.files.report, rank.wall_offset_ns
-    ticks = integer(report.get("start_ticks"))
-    began = _line_times(rank.files, offset_ns, "record_start")
-    reported = integer(mapping(report.get("clock")).get("wall_ns"))
+    ticks = integer(files.report.get("start_ticks"))
+    began = _line_times(files, offset_ns, "record_start")
+    reported = integer(mapping(files.report.get("clock")).get("wall_ns"))
     known = min([*began, *([] if reported is None else [reported])], default=None)
     if ticks is None or known is None:
         return known

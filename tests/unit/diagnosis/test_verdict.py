@@ -38,6 +38,7 @@ from tests.unit.diagnosis.stories import (
     note,
     placed,
     plain_steps,
+    report,
     verdict_of,
     write_beside,
     write_collectives,
@@ -795,3 +796,38 @@ def test_rank_that_was_killed_before_its_samples_were_written_is_as_the_others(
     assert whole.ledger is not None
     gains = [each.accounts[0].gain_ns for each in (whole.ledger, verdict.ledger)]
     assert gains[1] == pytest.approx(gains[0], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "process_s", "looked_s", "said"),
+    [
+        (4, 0, None, "see what its code does before that call"),
+        (4, 3, None, "the process had begun 3.00 s after theirs"),
+        (4, 0, 2, "meanwhile at data.py:12 in load"),
+        (4, 0, 60, "see what its code does before that call"),  # it had come by then
+        (0.1, 0, None, None),
+    ],
+)
+def test_rank_that_comes_late_to_the_others_is_noted_with_where_it_was(
+    tmp_path: Path, late_s: float, process_s: int, looked_s: int | None, said: str | None
+) -> None:
+    write_story(tmp_path / "run", lambda rank, step: BALANCED, ranks=3)
+    run, mono_ns = RunPaths(tmp_path / "run"), CLOCK.mono_ns
+    clock = {"wall_ns": CLOCK.wall_ns + 9 * NS_PER_S, "mono_ns": mono_ns + 9 * NS_PER_S}
+    for rank in range(3):
+        begin_ns = mono_ns + int((late_s if rank == 1 else 0) * NS_PER_S)
+        end_ns = mono_ns + int((late_s + 0.01) * NS_PER_S)
+        note(run.root, rank, type="process_group", start_ns=begin_ns, end_ns=end_ns)
+        report(run.root, rank, start_ticks=100 * process_s * (rank == 1), clock=clock)
+    if looked_s is not None:
+        folder = run.snapshots / "20260101-000000"
+        folder.mkdir(parents=True)
+        wall_ns = mono_ns + looked_s * NS_PER_S + CLOCK.wall_ns - CLOCK.mono_ns
+        ranks = [{"rank": 1, "stack": [["/me/data.py", 12, "load"]]}]
+        (folder / "snapshot.json").write_text(json.dumps({"wall_ns": wall_ns, "ranks": ranks}))
+    late = [line for line in judged(run.root).notes if "init_process_group" in line]
+    if said is None:
+        assert not late
+    else:
+        who = "rank 1 came 4.00 s late to init_process_group: ranks 0 and 2 waited for it"
+        assert (late[0].startswith(who), said in late[0]) == (True, True)
