@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import opcode
 import os
 import sys
 import time
@@ -39,6 +40,8 @@ OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
 
 _VERSION = 3
 """Of frames.c; one that was built of older text is not used."""
+_RESUME = opcode.opmap.get("RESUME")
+"""Begins a function and what follows a `yield` or `await`, from Python 3.11 on."""
 _COLLECTS_WHEN_READ = sys.version_info[:2] == (3, 11)
 
 try:
@@ -98,6 +101,14 @@ def line_of(place: Place) -> int:
             break
         known = line or known
     return known
+
+
+def _is_begin(place: Place) -> bool:
+    """Whether a frame was only just entered, or resumed."""
+    # A thread notices a request for a sample, or for the interpreter lock, there, after calls and
+    # at jumps back, and not after an operator (`a @ b`): the next function's begin comes up for it.
+    code, offset = place
+    return code.co_code[offset : offset + 1] == bytes(() if _RESUME is None else (_RESUME,))
 
 
 def frame_lines(stack: Sequence[Place]) -> list[Frame]:
@@ -186,6 +197,8 @@ class StackTree:
         code, _ = place
         if code.co_filename.startswith(OWN_FOLDER):
             return caller  # haiprof's own frame is passed over: what it calls is the job's
+        if caller and _is_begin(place):
+            return caller  # what took the time was before it, in its caller
         name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
         key = (code.co_filename, line_of(place), name, *self._expression(place, name))
         frame = self._frames.get(key, len(self._frames))

@@ -21,13 +21,22 @@ from haiprof.in_job.stack_sampler import StackSampler
 
 stack_sampler.CPU_RATIO = stack_sampler.HELD_RATIO = 1.0
 values = [at * 7919 % 100003 for at in range(30000)]
-took = dict.fromkeys(("in_python", "in_one_call", "asleep"), 0.0)
+took = dict.fromkeys(("in_python", "in_one_call", "in_operator", "asleep"), 0.0)
 
 def in_python():
     return sum([number * number for number in range(60000)])
 
 def in_one_call():
     return sorted(values)
+
+def enter():
+    pass
+
+big = 3 ** 20000
+
+def in_operator():
+    big * big
+    enter()
 
 def asleep():
     time.sleep(0.004)
@@ -38,7 +47,7 @@ sampler.begin_steps()
 sampler.start()
 over = time.perf_counter() + 6
 while time.perf_counter() < over:
-    for part in (in_python, in_one_call, asleep):
+    for part in (in_python, in_one_call, in_operator, asleep):
         began = time.perf_counter()
         part()
         took[part.__name__] += time.perf_counter() - began
@@ -108,7 +117,7 @@ def test_each_sample_says_who_held_the_lock(
     job: tuple[dict[str, float], Counter[tuple[str, str]], float],
 ) -> None:
     _, samples, _ = job
-    for function, letter in (("in_python", "h"), ("in_one_call", "h"), ("asleep", "0")):
+    for function, letter in (("in_python", "h"), ("in_operator", "h"), ("in_one_call", "h"), ("asleep", "0")):
         own = Counter({state: n for (name, state), n in samples.items() if name == function})
         assert own[letter] > 0.8 * own.total(), (function, samples)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 
 import pytest
@@ -55,6 +56,24 @@ def lines_of(tree: StackTree, number: int) -> list[tuple[str, int]]:
         found.append((function, line))
         number = parent
     return found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no such instruction before Python 3.11")
+def test_a_frame_that_was_only_just_entered_is_left_out() -> None:
+    """What took the time was before it: `a @ b`, and then a function that takes none."""
+
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    tree = StackTree()
+    caller = (outer.__code__, 0)
+    for code in (inner.__code__, numbers.__code__):
+        begins = [each.offset for each in dis.get_instructions(code) if each.opname == "RESUME"]
+        assert begins
+        for begin in begins:
+            assert tree.find([(code, begin), caller]) == tree.find([caller])
+            assert tree.find([(code, begin + 2), caller]) != tree.find([caller])
+            assert tree.find([(code, begin)])  # nobody else is there
 
 
 def test_a_stack_that_is_written_gives_its_lines_back() -> None:
