@@ -78,6 +78,9 @@ _WAITS = (
 """Modules of Python and torch whose functions wait while they hold no lock."""
 _SEEN_IN_CODE = (LOCK_WAIT, PIPE_WAIT, SOCKET_WAIT, PROCESS_WAIT, FILE_WAIT, SLEEP)
 """Of these waits: those that the state of the thread refutes, where it was on a core or ready."""
+_WAITING_RATIO = 1 / 3
+"""But where so many samples of a stack wait: with cores that others use, half of those in a wait of
+3 ms for a peer were ready to run."""
 _WAIT_OF_NAME = {
     "file": FILE_WAIT, "socket": SOCKET_WAIT, "pipe": PIPE_WAIT, "lock": LOCK_WAIT,
     "sleep": SLEEP, "fault": FAULTS, "poll": OTHER_WAIT, "other": OTHER_WAIT,
@@ -90,6 +93,7 @@ _LIBRARY_CALL = re.compile(
 _WAITING_CALLS = (
     (re.compile(r"\s*os\.(?:fsync|fdatasync|sync)\("), FILE_WAIT),
     (re.compile(r"\s*time\.sleep\("), SLEEP),
+    (re.compile(r".*\.(?:recv|recv_into|recvfrom|accept|sendall|sendto)\("), SOCKET_WAIT),
 )
 _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 """Calls that wait until the device has done what is queued, where there is one (PyTorch, CUDA
@@ -563,11 +567,20 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
         *(OPERATORS if name in models else _frame_activity(frame, name, uses_gpu=uses_gpu)
           for frame, name in zip(tree.frames, packages, strict=True)), UNKNOWN,
     ])  # fmt: skip
-    found = by_frame[place][samples.stack]
+    # Who selects waits for what its caller reads, where that is of the standard library.
+    selects = np.array([*(f.file.endswith("/selectors.py") for f in tree.frames), False])[place]
+    of_caller = by_frame[place][tree.parent]
+    by_stack = np.where(selects & np.isin(of_caller, _SEEN_IN_CODE), of_caller, by_frame[place])
+    found = by_stack[samples.stack]
     # By code of a sample's `wait`: its activity; -1 where it waited for nothing, or is unknown.
     waits = np.array([*(_WAIT_OF_NAME.get(name, -1) for name in WAITS), -1])[samples.wait]
     ready = samples.wait == WAITS.index("none")
-    found = np.where(ready & np.isin(found, _SEEN_IN_CODE), NATIVE, found)
+    # Who is ready to run waits for nothing, but where many others of its stack do: it was woken
+    # there and has no core yet.
+    count, waiting = (np.bincount(samples.stack[own]) for own in (samples.stack >= 0, waits >= 0))
+    waiting = np.append(waiting, np.zeros(len(count) - len(waiting)))
+    working = ready & (waiting < _WAITING_RATIO * count)[samples.stack]
+    found = np.where(working & np.isin(found, _SEEN_IN_CODE), NATIVE, found)
     held = samples.lock_wait == LOCK_HELD
     found = np.where(held & (found != UNKNOWN), PYTHON, found)
     of_torch = np.array([*(p == "torch" for p in packages), False])[place][samples.stack]

@@ -38,6 +38,9 @@ def of_python(name: str, function: str = "wait") -> tuple[str, int, str]:
     return (f"{PYTHON}/{name}", 9, function)
 
 
+SELECT = of_python("selectors.py", "select")
+
+
 @pytest.mark.parametrize(
     ("stack", "lock", "expected"),
     [
@@ -116,6 +119,16 @@ def test_without_a_core_is_what_counters_say_and_only_of_what_would_run() -> Non
         ((MAIN, LOG, of_python("socket.py")), "0", "native"),
         ((MAIN, LOG, of_python("socket.py")), "s", "wait: socket"),
         ((MAIN, (*LOG, "os.fsync(log.fileno())")), "0", "native"),
+        # woken as often as it waits, and then ready: without a core
+        ((MAIN, LOG, of_python("socket.py")), "s0", "wait: socket"),
+        ((MAIN, (*LOG, "peer.recv(16)")), "s0", "wait: socket"),
+        ((MAIN, (*LOG, "peer.recv(16)")), "0", "native"),
+        ((MAIN, (*LOG, "time.sleep(0.01)")), "z00", "wait: sleep"),
+        # who selects waits for what its caller reads
+        ((MAIN, LOG, SELECT), "m", "wait: socket"),
+        ((MAIN, LOG, of_python("socketserver.py"), SELECT), "m", "wait: socket"),
+        ((MAIN, LOG, of_python("subprocess.py"), SELECT), "m", "wait: process"),
+        ((MAIN, LOG, of_python("multiprocessing/connection.py"), SELECT), "m", "wait: pipe"),
         ((MAIN, LOADER, GET), "p", "wait: loader"),
         ((MAIN, LOADER, GET), "-", "wait: loader"),
         ((MAIN, LOADER, GET, of_python("multiprocessing/connection.py")), "0", "native"),

@@ -52,7 +52,7 @@ class Part:
     lock: str = "0"
     """Letters of LOCK_STATES, in turn."""
     wait: str = "-"
-    """What it waited for, a letter of WAIT_LETTERS."""
+    """What it waited for, letters of WAIT_LETTERS, in turn."""
     queued: float | None = None
     """Share of its time in which it was ready, but had no core; None: not known."""
     asked: bool = True
@@ -98,7 +98,8 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
             for ms in range(part.ms):
                 letter = part.lock[(step * part.ms + ms) % len(part.lock)]
                 lock = LOCK_STATES.index(letter) if letter != "-" else LOCK_UNKNOWN
-                wait = WAIT_LETTERS.index(part.wait) if part.wait != "-" else WAIT_UNKNOWN
+                letter = part.wait[(step * part.ms + ms) % len(part.wait)]
+                wait = WAIT_LETTERS.index(letter) if letter != "-" else WAIT_UNKNOWN
                 queue = -1 if part.queued is None else int(part.queued * NS_PER_MS)
                 cpu = -1 if part.queued is None else NS_PER_MS - queue
                 queue = queue if part.asked else -1
