@@ -148,7 +148,7 @@ def judge(
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
-        traces=traced_lines(analyzer),
+        traces=traced_lines(analyzer, since_ns=since_ns),
         reactions=tuple(reacted_lines(inputs.reactions, analyzer.run)),
         nccl=analyzer.nccl().known,
     )

@@ -64,7 +64,8 @@ class RuleInputs:
     steps: pl.DataFrame
     """Steps of each rank's last attempt without its first ones; columns of `step_frame`."""
     step_count: int
-    """Steps of all ranks, of the last attempt of each, the first ones included."""
+    """Steps of all ranks, of the last attempt of each, the first ones included; of a part of the
+    run those that began in it."""
     first_steps: pl.DataFrame
     """The first step of each rank's last attempt."""
     ranks: pl.DataFrame
@@ -184,17 +185,20 @@ def gather_inputs(
     parts = dict(sorted((rank, part) for (rank, _), part in own_steps))
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
     folded = analyzer.blocks({r: int(part["attempt"][0]) for r, part in parts.items() if len(part)})
+    own = parts if since is None else {rank: part.filter(since) for rank, part in parts.items()}
     judged = {
-        rank: untraced_steps(part.filter(since)) if since is not None
+        rank: untraced_steps(part) if since is not None
         else untraced_steps(part) if rank in folded else judged_steps(part)
-        for rank, part in parts.items()
+        for rank, part in own.items()
     }  # fmt: skip
     by_rank = {rank: part for rank, part in judged.items() if part.height}
     spans = training_spans(by_rank.values())
     windows = host_windows(spans, analyzer.ranks())
     pauses = _of_judged(analyzer.pauses(), spans)
-    own = set(spans.select("rank", "attempt").rows())  # counters of other attempts: another job's
-    ours = tuple(r for r in analyzer.files.ranks if (r.rank, r.attempt) in own)
+    attempts = set(
+        spans.select("rank", "attempt").rows()
+    )  # counters of other attempts: another job's
+    ours = tuple(r for r in analyzer.files.ranks if (r.rank, r.attempt) in attempts)
     ours_alone = replace(analyzer.files, ranks=ours)
     counted = average_counters(ours_alone, spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")
@@ -209,8 +213,8 @@ def gather_inputs(
         analyzer=analyzer,
         steps=pl.concat([steps.clear(), *by_rank.values()]),
         by_rank=by_rank,
-        step_count=sum(part.height for part in parts.values())
-        + sum(int(blocks.count.sum()) for blocks in folded.values()),
+        step_count=sum(part.height for part in own.values())
+        + sum(int(each.count[each.start_ns >= (since_ns or 0)].sum()) for each in folded.values()),
         first_steps=pl.concat([steps.clear(), *(part.filter(step=0) for part in first)]),
         blocks={rank: _judged_blocks(each, since_ns) for rank, each in folded.items()},
         ranks=pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt"),

@@ -63,6 +63,8 @@ def why_no_steps(inputs: RuleInputs) -> str:
         return (failed or unseen or [nobody])[0]
     if inputs.ranks["step_count"].null_count() == inputs.ranks.height:
         return "no rank's spans can be read"
+    if inputs.ranks["step_count"].sum():
+        return "none began in the time that is judged"
     if inputs.ranks["eval_ns"].sum():
         return "the ranks only evaluated: forward passes without gradients, no optimizer step"
     return _NO_OPTIMIZER
@@ -119,9 +121,11 @@ def _processes(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
         yield "more processes", f"{len(lines) - _NAMED} others did not report in"
 
 
-def traced_lines(analyzer: RunFrames) -> tuple[str, ...]:
+def traced_lines(analyzer: RunFrames, *, since_ns: int | None = None) -> tuple[str, ...]:
     """What was traced, in a line each: which steps, where the files are, why the rest was not."""
-    run, windows = analyzer.run, analyzer.windows()
+    run, windows, steps = analyzer.run, analyzer.windows(), analyzer.steps()
+    if since_ns is not None:  # a window that was not recorded has no time
+        windows, steps = (each.filter(pl.col("start_ns") >= since_ns) for each in (windows, steps))
     watched = tuple(_slow_step_lines(watched_frame(analyzer.files)))
     if windows.is_empty():
         return watched
@@ -134,7 +138,7 @@ def traced_lines(analyzer: RunFrames) -> tuple[str, ...]:
             f"and {more} more: haiprof trace query {shown_path(run.root)} --schema"
         ]
     if kept.height:
-        lines.append(_left_out(analyzer.steps(), kept))
+        lines.append(_left_out(steps, kept))
         path = shown_path(run.root)
         lines.append(
             f"see them: haiprof trace report {path}, haiprof export --to tensorboard {path}"

@@ -193,7 +193,7 @@ FIELDS = {
     "`model_flops`, `flops_per_s`, `mfu_ratio`, `is_lower_bound`, `kernel_known_ratio`, `device`, "
     "`peak`, `reason`; null without one",
     "split": "the mean step by phase, host time in ns; null: not measured",
-    "step_count": "training steps of all ranks, of the last attempt of each",
+    "step_count": "training steps of all ranks, of the last attempt of each, from `since_ns` on",
     "most_steps": "steps of the rank that has most, in all its attempts",
     "end_wall_ns": "Unix time of the job's end; null where it still ran, or that was not noted",
     "ranks": "ranks that have steps",

@@ -276,10 +276,10 @@ def collect(
     """Waits until the next seconds of a job, or what it still trains of them, are in its files."""
     since = time.time_ns()
     limit = time.monotonic() + time_s
+    progress(f"watching the job for {time_s:g} s")
     traced = None
     if trace is not None:
         traced = trace_now(run, trace, timeout_s=trace_timeout_s, progress=progress)
-    progress(f"watching the job for {max(limit - time.monotonic(), 0.0):.0f} s")
     wait(lambda: not members(run), limit, progress)
     until = time.time_ns()
     ask(run, "collectives", {"entries": True}, timeout_s=_ANSWER_S)

@@ -161,6 +161,20 @@ def test_run_that_was_traced_whole_is_judged_all_the_same(tmp_path: Path) -> Non
     assert "30 of 30 steps were traced, which makes steps slower" in found.traces
 
 
+def test_part_that_is_judged_has_its_own_steps_and_traces_alone(tmp_path: Path) -> None:
+    """As `haiprof verdict --collect` judges what a running job does from its start on."""
+    run = traced_run(tmp_path, [STEP_NS] * 60)
+    for number, steps in enumerate([(10, 13), (50, 52)]):
+        recorded(run, part(run, start=1000 + number), steps)
+    found = diagnose(Analyzer(run.root), since_ns=CLOCK.wall_ns + 40 * STEP_NS)
+    assert found.step_count == 20
+    assert [line.partition(" on ")[0] for line in found.traces[:-2]] == ["steps 50 to 51"]
+    assert found.traces[-2].endswith("2 in the traces, 3 in which the profiler started or stopped")
+    found = diagnose(Analyzer(run.root), since_ns=CLOCK.wall_ns + 60 * STEP_NS)
+    assert found.headline == "no training steps: none began in the time that is judged"
+    assert found.traces == ()
+
+
 def test_window_that_lies_raw_is_found_with_its_size(tmp_path: Path) -> None:
     run = traced_run(tmp_path, [STEP_NS] * 30)
     own = put_down(part(run), et="{}")
