@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.names import second_words
+from haiprof.cli.names import WRITE_NO_FILE, second_words
 
 HELP = ("--help", "-h")
 _KINDS = {str: "a text", Path: "a path", int: "a whole number", float: "a number"}
@@ -236,6 +236,8 @@ def _no_option(command: str, name: str, known: Sequence[str]) -> UsageError:
     known = [*known, *others]  # `ls --live` is a command of its own
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"haiprof {command} --help"
+    if name in ("-o", "--output"):
+        hint = WRITE_NO_FILE.get(command, hint)
     return UsageError(f"{command}: no option {name!r}", hint=hint)
 
 

@@ -60,8 +60,9 @@ def export(
     force: bool = option("--force", "Replace FILE if it already exists."),
     lines: bool = option("--lines", "otlp-json: a line for each node and rank, for large runs."),
 ) -> None:
-    """Write a run's data for other tools. What was not measured is left out, never 0.
+    """Write a run's data for other tools; tensorboard and perfetto serve it until Ctrl-C instead.
 
+    What was not measured is left out, never 0.
     Other forms have options of their own, which `haiprof export --to FORM --help` shows:
     tensorboard and scalars, perfetto, merged (one trace with all ranks), linked (execution traces
     with times), chakra, wandb, mlflow.

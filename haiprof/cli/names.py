@@ -76,10 +76,10 @@ COMMANDS = {
                     "dyno:dyno"),
     "export": Command("export", "[DIR] --to FORMAT", "to other tools: see haiprof export --help",
                       "export:export"),
-    "tensorboard": Command("export --to tensorboard", "[RUN|TRACES]", "TensorBoard with scalars "
-                           "and traces", "pages:tensorboard"),
-    "perfetto": Command("export --to perfetto", "[TRACE|RUN]", "Perfetto's UI on this machine",
-                        "pages:perfetto"),
+    "tensorboard": Command("export --to tensorboard", "[RUN|TRACES]", "serves TensorBoard: "
+                           "scalars and traces", "pages:tensorboard"),
+    "perfetto": Command("export --to perfetto", "[TRACE|RUN]", "serves Perfetto's UI on "
+                        "this machine", "pages:perfetto"),
     "merge": Command("export --to merged", "[RUN|TRACES]", "one trace with all ranks",
                      "export:merge"),
     "link": Command("export --to linked", "[RUN|TRACES]", "execution traces joined with timelines",
@@ -119,6 +119,16 @@ COMMANDS = {
 
 TABLES = ("csv", "parquet", "prometheus", "otlp-json")
 """What `export --to` writes itself."""
+WRITE_NO_FILE = {
+    "export --to tensorboard": "it serves until Ctrl-C; haiprof export --to scalars writes files "
+                               "for TensorBoard into the run",
+    "export --to perfetto": "it serves until Ctrl-C; haiprof export --to merged -o FILE writes a "
+                            "trace for Perfetto",
+    "export --to scalars": "it writes into RUN/tensorboard; haiprof export --to csv -o FILE writes "
+                           "a table",
+    "report --serve": "it serves until Ctrl-C; haiprof report -o FILE writes the page",
+}  # fmt: skip
+"""By how commands without `-o FILE` are spelled: what they do, and which one writes a file."""
 GROUPS = {
     "Read a run": ("verdict", "overview", "rank", "lines", "compare", "goodput", "report",
                    "list"),

@@ -63,12 +63,13 @@ def tensorboard(
     host: str = HOST,
     no_browser: bool = NO_BROWSER,
 ) -> None:
-    """Start TensorBoard on a run: its scalars, also while the job runs, and its traces.
+    """Serve TensorBoard until Ctrl-C: a run's scalars, also while the job runs, and its traces.
 
-    It ends with Ctrl-C and leaves nothing behind but the run's own scalars. Only you and root can
-    open it; with --host of another interface, anybody with the printed address. Needs
-    `pip install 'haiprof[tensorboard]'`; traces also need `'haiprof[torch-tb-profiler]'`, whose
-    pages work without network and with right numbers here: docs/tensorboard.md.
+    Nothing is left behind but the run's own scalars, which `haiprof export --to scalars` writes
+    without serving. Only you and root can open it; with --host of another interface, anybody with
+    the printed address. Needs `pip install 'haiprof[tensorboard]'`; traces also need
+    `'haiprof[torch-tb-profiler]'`, whose pages work without network and with right numbers here:
+    docs/tensorboard.md.
 
     For example:
 
@@ -197,10 +198,10 @@ def perfetto(
     port: int = replace(PORT, default=9010),
     no_browser: bool = NO_BROWSER,
 ) -> None:
-    """Show a trace in Perfetto's UI, which is served from this machine: no network is needed.
+    """Serve Perfetto's UI with a trace until Ctrl-C, from this machine: no network is needed.
 
     Of several ranks, what `haiprof export --to merged` wrote is shown, or the rank that is named.
-    It ends with Ctrl-C. Needs `pip install 'haiprof[perfetto]'`; without it, says which file to
+    Needs `pip install 'haiprof[perfetto]'`; without it, says which file to
     open at ui.perfetto.dev.
 
     For example:

@@ -120,3 +120,19 @@ def test_damage_is_told_on_stderr(job: RunPaths, capfd: pytest.CaptureFixture[st
         file.write(b"torn")
     assert main(["export", "--format", "prometheus"]) == 0
     assert "torn last record" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "other"),
+    [("tensorboard", "--to scalars"), ("perfetto", "--to merged -o FILE"), ("scalars", "--to csv")],
+)
+def test_form_that_writes_no_file_names_the_one_that_does(form: str, other: str, run: Run) -> None:
+    ran = run("export", "--to", form, "-o", "it")
+    assert ran.status == 2
+    assert f"haiprof export {other}" in ran.err
+
+
+def test_help_of_forms_that_do_not_return_says_so_at_once(run: Run) -> None:
+    for words in ([], ["--to", "tensorboard"], ["--to", "perfetto"]):
+        first = run("export", *words, "--help").out.split("\n\n")[1]
+        assert "until Ctrl-C" in " ".join(first.split()), words
