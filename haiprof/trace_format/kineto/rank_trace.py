@@ -165,7 +165,7 @@ class Trace:
 
         Without `phase_ranges`, which are not the job's.
         """
-        ranges = self._table(ANNOTATIONS)
+        ranges = _within_last_step(self._table(ANNOTATIONS))
         return ranges.filter(~_IS_PHASE) if "haiprof" in self.metadata else ranges
 
     @cached_property
@@ -285,6 +285,18 @@ def _step_marks(annotations: pl.DataFrame, ops: pl.DataFrame) -> pl.DataFrame:
         .select("step", start_ns="ts_ns", end_ns=pl.col("ts_ns") + pl.col("dur_ns"), tid="tid")
         .sort("start_ns")
     )
+
+
+def _within_last_step(ranges: pl.DataFrame) -> pl.DataFrame:
+    """What begins in the last step ends with it: after it the profiler stops, in its thread."""
+    marks = _step_marks(ranges, ranges.clear())
+    if marks.is_empty():
+        return ranges
+    _, begin_ns, end_ns, tid = marks.row(-1)
+    is_in_it = (pl.col("tid") == tid) & pl.col("ts_ns").is_between(begin_ns, end_ns, closed="left")
+    on_host = pl.col("category") != GPU_RANGES
+    cut_ns = pl.min_horizontal("dur_ns", end_ns - pl.col("ts_ns"))
+    return ranges.with_columns(dur_ns=pl.when(is_in_it & on_host).then(cut_ns).otherwise("dur_ns"))
 
 
 class _Args(msgspec.Struct):

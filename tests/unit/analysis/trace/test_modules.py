@@ -57,6 +57,26 @@ def test_modules_have_self_and_total_time_forward_and_backward(model: Path) -> N
     assert us[None] == (0, 0, 3, 3, 0, 0, 0)
 
 
+def test_the_stop_of_the_profiler_is_no_time_of_what_ran_when_it_stopped(tmp_path: Path) -> None:
+    optimizer = "Optimizer.step#SGD.step"
+    rank_file(tmp_path, 0, [
+        step(4, 0, 100),
+        event(optimizer, "user_annotation", 90, 11),  # its hook ends the step
+        event("elsewhere", "user_annotation", 180, 1000, tid=9),
+        step(5, 100, 100),
+        event(optimizer, "user_annotation", 190, 1000),
+        event("optimizer", "gpu_user_annotation", 195, 30, pid=0, tid=1),
+        event("stop", "user_annotation", 300, 600),
+    ])  # fmt: skip
+    analysis = TraceAnalysis(tmp_path)
+    ranges = analysis.traces[0].annotations.filter(~pl.col("name").cast(str).str.contains("#4|#5"))
+    assert ranges.select(pl.col("name").cast(str), pl.col("dur_ns") // 1000).rows() == [
+        (optimizer, 11), ("elsewhere", 1000), (optimizer, 10), ("optimizer", 30), ("stop", 600),
+    ]  # fmt: skip
+    of_modules = analysis.module_times().filter(pl.col("path") == optimizer)
+    assert of_modules["host_ns"].to_list() == [21_000]
+
+
 @pytest.mark.parametrize("name", FEW_TRACES)
 def test_self_times_add_up_to_all_gpu_time(name: str) -> None:
     analysis = TraceAnalysis(traces(name))
