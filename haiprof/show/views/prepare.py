@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import TypeVar
 
@@ -307,31 +308,61 @@ def _value_text(what: str, value: float | None) -> str:
 
 def loader_trials_view(trials: Sequence[LoaderTrial]) -> RenderableType:
     """The whole view."""
-    given = trials[0]
+    given, *others = _join_repeat(trials)
     heads = ("steps/s", "95 % interval", "of the loader as given")
     table = plain_table("loader", *heads, left=("loader",))
-    for trial in trials:
+    for trial in (given, *others):
         cells = (MISSING, MISSING, MISSING)
         if trial.steps_per_s is not None and trial.low is not None and trial.high is not None:
             interval = f"{digits_text(trial.low)} to {digits_text(trial.high)}"
-            cells = digits_text(trial.steps_per_s), interval, f"x{_times(trial, given)}"
+            is_noise = trial is not given and _overlap(trial, given)
+            times = "within the noise" if is_noise else f"x{_times(trial, given)}"
+            cells = digits_text(trial.steps_per_s), interval, times
         table.add_row(_name(trial), *cells)
+    rates = [digits_text(each.steps_per_s or 0.0) for each in trials if each not in others]
+    twice = f"as given was measured twice: {' and '.join(rates)} steps/s, which differ by noise"
     failed = [each for each in trials if each.reason is not None]
     return Group(
         Text(trials_headline(trials), style="bold"),
         table,
+        *([Text(twice, style="dim")] if len(rates) > 1 else []),
         *(one_line(f"{_name(each)}: {printable(each.reason or '')}") for each in failed),
     )
 
 
+def _join_repeat(trials: Sequence[LoaderTrial]) -> list[LoaderTrial]:
+    """The trials, where 0 workers are those of the job itself without that one.
+
+    It has measured the loader as given again: how far they are apart is noise, and is in the
+    interval of that. With more workers a trial has another setting: it keeps them over epochs.
+    """
+    given, *others = trials
+    for again in others:
+        if again.loader == "0" and given.workers == 0 and again.steps_per_s is not None:
+            rates = [each.steps_per_s or 0.0 for each in (given, again)]
+            ends = [each.low or 0.0 for each in (given, again)]
+            ends += [each.high or 0.0 for each in (given, again)]
+            others.remove(again)
+            return [
+                replace(given, steps_per_s=sum(rates) / 2, low=min(ends), high=max(ends)),
+                *others,
+            ]
+    return list(trials)
+
+
+def _overlap(one: LoaderTrial, given: LoaderTrial) -> bool:
+    return (one.low or 0.0) <= (given.high or 0.0) and (given.low or 0.0) <= (one.high or 0.0)
+
+
 def trials_headline(trials: Sequence[LoaderTrial]) -> str:
     """`a free loader: 1.9 times as fast; 4 workers: 1.8 times (12.1 steps/s)`."""
-    given, known = trials[0], [each for each in trials if each.steps_per_s is not None]
+    given, *others = _join_repeat(trials)
+    known = [each for each in others if each.steps_per_s is not None]
     free = next((each for each in known if each.loader == KEPT_BATCHES), None)
     parts = []
     if free is not None:
         parts.append(f"a free loader: {_gain_text(free, given)}")
-    tried = [each for each in known if each.loader not in (AS_GIVEN, KEPT_BATCHES)]
+    tried = [each for each in known if each is not free]
     if tried:
         best = max(tried, key=lambda each: each.steps_per_s or 0.0)
         parts.append(f"{_name(best)}: {_gain_text(best, given)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -35,13 +36,35 @@ def test_the_view_says_what_is_best_and_what_failed() -> None:
         trials_headline(trials)
         == "a free loader: 2.00 times as fast; 2 workers: 1.80 times as fast"
     )
-    out = io.StringIO()
-    Console(file=out, width=100).print(loader_trials_view(trials))
-    text = out.getvalue()
-    assert "as given (0 workers)" in text
+    text = shown(trials)
     assert "17.6 to 18.4" in text
     assert "x1.80" in text
     assert "4 workers: only 3 steps could be measured" in text
+
+
+def shown(trials: Sequence[LoaderTrial]) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(loader_trials_view(trials))
+    return out.getvalue()
+
+
+def test_own_setting_that_was_measured_twice_tells_the_noise_and_is_no_variant() -> None:
+    trials = [trial("as given", 20.4), trial("kept", 52), trial("0", 16.6), trial("1", 16.1, 1)]
+    headline, _, *rows, note = shown(trials).splitlines()
+    assert headline == "a free loader: 2.81 times as fast; 1 worker: no gain above 1 %"
+    assert [row.split("  ")[0] for row in rows] == [
+        "as given (0 workers)", "kept batches (a free loader)", "1 worker",
+    ]  # fmt: skip
+    assert "16.3 to 20.8" in rows[0]
+    assert "x2.81" in rows[1]
+    assert rows[2].rstrip().endswith("within the noise")
+    assert note == "as given was measured twice: 20.4 and 16.6 steps/s, which differ by noise"
+
+
+def test_own_workers_are_a_variant_as_trials_keep_these_alive() -> None:
+    text = shown([trial("as given", 10, 2), trial("2", 18, 2)])
+    assert "as given (2 workers) " in text
+    assert "x1.80" in text
 
 
 def test_what_noise_may_explain_is_no_gain() -> None:
