@@ -210,7 +210,8 @@ FIELDS = {
     "cost": "what haiprof itself took: `hook_ns_per_step` of the training thread, `hook_ratio`; "
     "`threads_cpu_ratio`, of one CPU, in its own threads of the job; `agent_cpu_ratio` beside it",
     "next_command": "what to run next",
-    "notes": "what was damaged or left out while reading, and what to know of the run",
+    "notes": "what was damaged or left out while reading, and what to know of the run, such as a "
+    "rank for which the others waited in `init_process_group` for at least 5 % of it",
     "traces": "what was traced, and why the rest was not",
     "reactions": "what haiprof noticed while the job ran, and did by itself",
     "nccl": "what NCCL's Inspector and profiler plugin wrote, by rank: `collectives` (number of "
