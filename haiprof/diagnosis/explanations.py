@@ -693,6 +693,11 @@ _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
         "remove the checkpointing",
     ),
 }
+RECOMPILES_REMEDY = (
+    "TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
+    "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
+    "Python number or object that changes each step: make it a tensor"
+)
 _BY_POSITION: dict[str, Callable[[Question], Finding]] = {
     "input": _input,
     "evaluation": _evaluation,
@@ -700,9 +705,7 @@ _BY_POSITION: dict[str, Callable[[Question], Finding]] = {
     "compile": _explain_by(
         "recompiles",
         "torch.compile compiles {called}while the job trains, {amount}, {paid}",
-        "TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
-        "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
-        "Python number or object that changes each step: make it a tensor",
+        RECOMPILES_REMEDY,
     ),
 }
 

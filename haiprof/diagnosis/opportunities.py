@@ -73,7 +73,8 @@ _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
 _MOSTLY_CALLS = 0.5
 """Operators are small whose calls take so much of their time: others compute, and stay."""
-_OPTIMIZER_FILES = "/torch/optim/"
+_OWN_FILES = ("/torch/optim/", "/torch/_dynamo/eval_frame.py")
+"""An optimizer, and the call of a compiled model: guards and what else it does around it."""
 RECOMPUTED = "recomputation"
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
 
@@ -151,8 +152,9 @@ def _is_models_own(table: TimeTable) -> Bools:
     """The same, where what such work waits for a core is its own."""
     place = table.tree.place[table.stack]
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
-    optimizers = np.array([*(_OPTIMIZER_FILES in frame.file for frame in table.tree.frames), False])
-    of_optimizer = table.tree.calls_libraries(optimizers)[table.stack]
+    own_files = [any(part in frame.file for part in _OWN_FILES) for frame in table.tree.frames]
+    is_own_call = table.tree.calls_libraries(np.array([*own_files, False]))[table.stack]
+    is_own_call &= table.position != COMPILE
     inside = np.isin(table.position, MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
@@ -166,7 +168,7 @@ def _is_models_own(table: TimeTable) -> Bools:
         updates = np.array([*(".grad" in f.expression for f in table.tree.frames), False])
         inside |= (table.position != INPUT) & table.tree.holds(updates)[table.stack]
     own &= inside & ~_in_hooks(table.tree)[table.stack]
-    found: Bools = own | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))
+    found: Bools = own | (is_own_call & np.isin(table.work, (OPERATORS, PYTHON)))
     return found
 
 

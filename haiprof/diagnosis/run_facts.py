@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Floats
+from haiprof.base.intervals import Floats, total
+from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, rate_text, ratio_text
 from haiprof.diagnosis import settings_facts
+from haiprof.diagnosis.explanations import RECOMPILES_REMEDY
 from haiprof.diagnosis.gpu_functions import (
     ABNORMAL,
     RANKS,
@@ -27,6 +29,7 @@ from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
 from haiprof.diagnosis.verdict import Finding, evidence_rows
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
 from haiprof.run_analysis.process_ends import caught_failures
+from haiprof.run_analysis.ranks import compile_intervals
 from haiprof.run_analysis.reactions import Reaction
 
 if TYPE_CHECKING:
@@ -214,6 +217,42 @@ def first_batch(inputs: RuleInputs) -> Finding | str | None:
         lost_ratio=share,
         severity="info",
         missing=("whether the run goes on: of a long one it is a small part",),
+    )
+
+
+def compilation(inputs: RuleInputs) -> Finding | None:
+    """torch.compile takes a considerable part of the run's time."""
+    # Most of it lies in steps that are not judged, the first ones: the ledger of steps lacks it.
+    found = {r: compile_intervals(files) for r, files in inputs.analyzer.judged_files().items()}
+    known = {r: each for r, each in found.items() if each is not None and len(each.starts)}
+    if not known:
+        return None
+    wall_time = inputs.analyzer.goodput()
+    own_ns = wall_time.accounts.get("compile", 0)
+    if own_ns < PROBLEM_RATIO * wall_time.wall_ns:
+        return None
+    rank = max(known, key=lambda each: total(known[each]))
+    starts, ends = known[rank].starts, known[rank].ends
+    first = inputs.first_steps.filter(pl.col("rank") == rank)
+    began_ns = first.select(pl.col("start_ns") + pl.col("step_ns")).max().item()
+    later = starts >= (ends.max() if began_ns is None else began_ns)
+    later_ns = int((ends - starts)[later].sum())
+    again = f", {later.sum()} of them after the first step" if later.any() else ""
+    is_again = later_ns >= PROBLEM_RATIO * wall_time.wall_ns
+    return Finding(
+        title=f"torch.compile took {duration_text(own_ns)}, "
+        f"{ratio_text(own_ns / wall_time.wall_ns)} of the run: compilations: {len(starts)}{again}",
+        evidence=evidence_rows(
+            ("the run", float(wall_time.wall_ns), "ns"),
+            (f"compilations after the first step, rank {rank}", float(later_ns), "ns"),
+        ),
+        remedy=RECOMPILES_REMEDY
+        if is_again
+        else "keep Inductor's cache (TORCHINDUCTOR_CACHE_DIR) "
+        "from run to run, or compile the block that the model repeats in place of the whole model",
+        severity="warning" if is_again else "info",
+        missing=("whether the run goes on: of a long one it is a small part",),
+        rank=rank if len(inputs.world) > 1 else None,
     )
 
 
@@ -517,7 +556,7 @@ def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    standstill, first_batch, memory_creep, memory_pressure,
+    standstill, first_batch, compilation, memory_creep, memory_pressure,
     gpu_memory_limit, allocator_retries, numa_placement,
     settings_facts.anomaly_detection, settings_facts.profiler_left_on,
     settings_facts.costly_switches, settings_facts.double_precision,

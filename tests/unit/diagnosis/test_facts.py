@@ -90,6 +90,33 @@ def test_slow_first_batch_is_named_with_its_length(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("step", "severity", "title", "advice"),
+    [
+        (0, "info", "of the run: compilations: 1", "TORCHINDUCTOR_CACHE_DIR"),
+        (1, "warning", "of the run: compilations: 1, 1 of them after the first step", "mark_dyna"),
+    ],
+)
+def test_compilation_in_steps_that_are_not_judged_is_a_fact_of_the_run(
+    root: Path, step: int, severity: str, title: str, advice: str
+) -> None:
+    rows, now, spans = [], START_NS, []
+    for number in range(200):
+        for kind, ms in ((schema.FORWARD, 5), (schema.BACKWARD, 9), (schema.OPTIMIZER, 2)):
+            if number == step and kind == schema.FORWARD:
+                ms = 8_000
+                spans.append([(now - CLOCK.mono_ns + CLOCK.wall_ns) // 1000, ms * 1000])
+            rows.append((kind, 0, now, now + ms * NS_PER_MS))
+            now += ms * NS_PER_MS
+    line = {"type": "compile", "time_ns": now, "count": 1, "spent_ns": 8 * NS_PER_S, "spans": spans}
+    write_line(root, rows, [line])
+    finding = find(judged(root), "compilation")
+    assert finding.severity == severity
+    assert finding.title.startswith("torch.compile took 8.00 s, ")
+    assert finding.title.endswith(title)
+    assert advice in finding.remedy
+
+
+@pytest.mark.parametrize(
     ("workers", "main", "all_cores", "cause", "advice"),
     [
         (0, 0.35, 0.35, "storage", "num_workers=4 and up"),

@@ -128,6 +128,14 @@ def test_what_a_change_would_remove_is_one_with_its_line(
     assert found((position, stack, 4, lock)) == {place: (pytest.approx(4), position, activity)}
 
 
+def test_the_call_of_a_compiled_model_is_the_models_own() -> None:
+    site = MODULE[0].partition("/torch/")[0]
+    call = (f"{site}/torch/_dynamo/eval_frame.py", 400, "OptimizedModule.__call__")
+    stack = (SCRIPT, job(10, "main"), call, ("/usr/lib/python3.12/contextlib.py", 141, "__enter__"))
+    assert found(("after_step", stack, 4, "h")) == {}
+    assert found(("compile", stack, 4, "h")).keys() == {"main:10"}
+
+
 def test_batches_that_an_evaluation_waits_for_are_its_own() -> None:
     rows = [
         ("evaluation", (SCRIPT, MAIN, job(90, "evaluate"), LOADER), 3),
