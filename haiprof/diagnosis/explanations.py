@@ -224,7 +224,17 @@ def _waits_for_loader(question: Question) -> Finding:
                 "other processes use the CPUs: training waits for loader workers, "
                 f"{question.amount}"
             )
-            return replace(starved, title=title, code_lines=lines)
+            used = max((inputs.worker_cores(rank) or 0.0 for rank in inputs.world), default=0.0)
+            return replace(
+                starved,
+                title=title,
+                remedy=f"{starved.remedy}; or do less per sample",
+                evidence=(
+                    *starved.evidence,
+                    *evidence_rows(("CPU of its workers in a step", used * question.mean_ns, "ns")),
+                ),
+                code_lines=lines,
+            )
     why = why or Finding(
         title="",
         remedy="give the DataLoader workers (num_workers, persistent_workers=True), or do less per "
