@@ -59,7 +59,9 @@ def headline(found: Comparison) -> str:
     interval = " to ".join(ends)
     if found.unjudged:
         measured = f"; measured: {_percent(change.ratio)}" if change.ratio > 0 else ""
-        return f"cannot be evaluated: {found.unjudged}{measured}{interval and f' ({interval})'}"
+        text = f"cannot be evaluated: {found.unjudged}{measured}{interval and f' ({interval})'}"
+        line = next((one for one in found.accounts if one.is_certain and one.file), None)
+        return text + (f"; this alone is certain: {_part_text(line)}" if line else "")
     if found.state == "undecided":
         text = f"inconclusive: too noisy (the change lies between {' and '.join(ends)})"
         part = _main_part(found, found.accounts)
@@ -131,21 +133,21 @@ _GONE_RATIO = 0.99
 
 
 def promise_text(promise: Promise) -> str:
-    """`train.py:40 log_step ...: predicted gain 6.9 ms (5.9 to 8.0 ms), measured 6.5 ms (...)`."""
+    """`train.py:40 log_step ...: the step was predicted to become 6.9 ms (...) shorter, ...`."""
     titles = [one.title for one in promise.accounts]
     more = [f"{len(titles) - 2} more"] if len(titles) > 2 else []
     promised = _estimate(promise.promised_ns, promise.low_ns, promise.high_ns)
     came = _estimate(promise.came_ns, promise.came_low_ns, promise.came_high_ns)
-    is_much = abs(promise.others_ns) >= _OTHERS_RATIO * promise.promised_ns
-    others = f", while other accounts took {_signed_ns(promise.others_ns)}" if is_much else ""
-    noisy = ": too noisy to tell" if promise.came_true is None else ""
-    accounts = "; ".join([*titles[:2], *more])
-    whole = sum(one.gain_ns for one in promise.accounts)
-    part = f"for {ratio_text(promise.promised_ns / whole)} of it gone, "
-    part = "" if promise.promised_ns > _GONE_RATIO * whole else part
+    gone = promise.promised_ns / sum(one.gain_ns for one in promise.accounts)
+    part = "" if gone > _GONE_RATIO else f"of which {ratio_text(gone)} is gone, "
+    others = ""
+    if abs(promise.others_ns) >= _OTHERS_RATIO * promise.promised_ns:
+        less = "less" if promise.others_ns < 0 else "more"
+        others = f" (other accounts take {duration_text(abs(promise.others_ns))} {less})"
+    came_true = {True: "as predicted", False: "not as predicted", None: "too noisy to tell"}
     return (
-        f"{accounts}: {part}predicted gain {promised} of the job's step, measured {came}{others}"
-        f"{noisy}"
+        f"without {' and '.join([*titles[:2], *more])}, {part}the step was predicted to become "
+        f"{promised} shorter; it became {came} shorter{others}: {came_true[promise.came_true]}"
     )
 
 

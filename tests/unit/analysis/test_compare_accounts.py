@@ -89,9 +89,10 @@ def test_what_was_promised_for_a_line_that_is_gone_has_come(tmp_path: Path) -> N
     assert promise.came_ns == pytest.approx(4 * NS_PER_MS, rel=0.02)
     assert promise.came_true
     text = promise_text(promise)
-    assert text.startswith("data.py:12 decode, input, ")
-    assert ": predicted gain " in text
-    assert ", measured 4.0" in text or ", measured 3.9" in text
+    assert text.startswith("without data.py:12 decode, input, ")
+    assert ", the step was predicted to become " in text
+    assert "shorter; it became 4.0" in text or "shorter; it became 3.9" in text
+    assert text.endswith(" shorter: as predicted")
     data = compare_data(found)
     assert data["promise"]["came_true"] is True
     assert data["accounts"][data["promise"]["accounts"][0]]["function"] == "decode"
@@ -104,7 +105,9 @@ def test_promise_that_did_not_come_is_not_called_true(tmp_path: Path) -> None:
     assert little.came_true is False
     moved = replace(little, others_ns=found.promised_ns)
     assert moved.came_true
-    assert ", while other accounts took +" in promise_text(moved)
+    assert " (other accounts take 4" in promise_text(moved)
+    assert promise_text(moved).endswith(" more): as predicted")
+    assert promise_text(little).endswith(": not as predicted")
     noisy = replace(little, came_low_ns=-1e5)
     assert noisy.came_true is None
     assert promise_text(noisy).endswith("too noisy to tell")
