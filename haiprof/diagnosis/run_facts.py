@@ -236,7 +236,10 @@ def compilation(inputs: RuleInputs) -> Finding | None:
     first = inputs.first_steps.filter(pl.col("rank") == rank)
     began_ns = first.select(pl.col("start_ns") + pl.col("step_ns")).max().item()
     later = starts >= (ends.max() if began_ns is None else began_ns)
-    later_ns = int((ends - starts)[later].sum())
+    in_evaluation = inputs.ranks.filter(pl.col("rank") == rank)["eval_compile_ns"].sum()
+    later_ns = (
+        int((ends - starts)[later].sum()) - in_evaluation
+    )  # which compiles a graph of its own
     again = f", {later.sum()} of them after the first step" if later.any() else ""
     is_again = later_ns >= PROBLEM_RATIO * wall_time.wall_ns
     return Finding(
