@@ -671,7 +671,8 @@ def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     later = min(-(-cut // part), len(parts) - 1)  # the last part may be less than a whole one
     levels = parts[: cut // part].mean(), parts[later:].mean()
     two = np.interp(number, [cut / part - 1, cut / part], levels)  # the part with the cut has both
-    if ((parts - line) ** 2).sum() < ((parts - two) ** 2).sum():
+    # Two levels have a cut besides: so much closer they must be (Schwarz 1978).
+    if ((parts - line) ** 2).sum() < len(parts) ** (1 / len(parts)) * ((parts - two) ** 2).sum():
         return GROWING
     spread = parts[: cut // part].std(), parts[later:].std()
     if max(spread) < 0.5 * (levels[1] - levels[0]):

@@ -236,10 +236,9 @@ def compilation(inputs: RuleInputs) -> Finding | None:
     first = inputs.first_steps.filter(pl.col("rank") == rank)
     began_ns = first.select(pl.col("start_ns") + pl.col("step_ns")).max().item()
     later = starts >= (ends.max() if began_ns is None else began_ns)
-    in_evaluation = inputs.ranks.filter(pl.col("rank") == rank)["eval_compile_ns"].sum()
-    later_ns = (
-        int((ends - starts)[later].sum()) - in_evaluation
-    )  # which compiles a graph of its own
+    # An evaluation compiles a graph of its own.
+    evaluated_ns = inputs.ranks.filter(pl.col("rank") == rank)["eval_compile_ns"].sum()
+    later_ns = int((ends - starts)[later].sum()) - evaluated_ns
     again = f", {later.sum()} of them after the first step" if later.any() else ""
     is_again = later_ns >= PROBLEM_RATIO * wall_time.wall_ns
     return Finding(

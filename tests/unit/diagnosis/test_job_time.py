@@ -280,6 +280,11 @@ AT = np.arange(STEPS)
         (np.full(STEPS, 0.5), AT[175:].repeat(2), "since step 175"),
         (0.05 * AT, np.repeat(AT, AT // 20), "growing"),
         (1.0 + 0.0004 * AT**2, np.repeat(AT, AT**2 // 4000)[::7], "growing"),  # few samples
+        (  # and by chance more of them from the middle on
+            0.05 * AT,
+            np.repeat(AT, np.random.default_rng(4).poisson(AT / 60)),
+            "growing",
+        ),
         (  # from within a part of the steps on, and sampled by chance more at the end
             1.0 * (AT >= 88),
             np.concatenate([AT[88:100], AT[103:125], AT[128:], AT[150:151], AT[180:191]]),
