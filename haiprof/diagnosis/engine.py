@@ -139,8 +139,8 @@ def judge(
         cost=_cost(inputs),
         next_command=_next_command(run, inputs, findings, death),
         notes=(
-            *late_start_notes(analyzer),
             *([WORDS[inputs.marked_by]] if inputs.marked_by else []),
+            *late_start_notes(analyzer),
             *analyzer.notes(),
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),

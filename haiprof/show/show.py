@@ -39,7 +39,7 @@ def overview(data: RunFrames) -> None:
 def ranks(data: RunFrames) -> None:
     """Shows all ranks over time, and how late each begins its collectives."""
     if in_notebook():
-        _show_page(data, only=("overview", "ranks", "collectives"))
+        _show_page(data, only=("verdict", "overview", "ranks", "collectives"))
         return
     overview(data)
 

@@ -360,6 +360,9 @@ LINES_SCHEMA = {
     "backward_ns": pl.Float64, "event_count": pl.Int64, "rest_ns": pl.Float64,
 }  # fmt: skip
 
+_STALLED = 20
+"""An operator so many times the median of its line's waited for a core."""
+
 
 def operator_lines(trace: Trace) -> pl.DataFrame:
     """Lines of the job's code by the operators that they called in forward; a question for a pool.
@@ -371,7 +374,7 @@ def operator_lines(trace: Trace) -> pl.DataFrame:
 
     Returns:
         One row per line, in all steps of the window together: `file`, `line`, `function`,
-        `step_count`, `operator_count`, `operator_ns` (the mean of the outermost operators),
+        `step_count`, `operator_count`, `operator_ns` (the mean of the outermost ones, stalls cut),
         `node_count`, `backward_ns`, `event_count` (recorded in backward), `rest_ns` (the engine's
         usual time per node). Of nodes whose forward is not known (the sums of gradients) `file` is
         null.
@@ -421,6 +424,8 @@ def operator_lines(trace: Trace) -> pl.DataFrame:
     called = np.flatnonzero(ahead & (tree.parent < 0) & (place >= 0))
     called = called[place[called] >= 0]
     forward = pl.DataFrame({"place": place[called], "operator_ns": length[called]})
+    most_ns = _STALLED * pl.col("operator_ns").median().over("place")
+    forward = forward.with_columns(pl.min_horizontal("operator_ns", most_ns))
     backward = pl.DataFrame({
         "place": of_node, "backward_ns": operators + np.minimum(rest, usual), "event_count": events,
     })  # fmt: skip

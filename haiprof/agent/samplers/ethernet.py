@@ -82,6 +82,8 @@ COLUMNS: Mapping[str, tuple[_Names, ...]] = {
     "rdma_transmit_bytes": (_names("tx_vport_rdma_unicast_bytes"),),
 }
 
+_ANY = re.compile("|".join(n.pattern.pattern for choices in COLUMNS.values() for n in choices))
+
 Places = Mapping[str, tuple[tuple[int, ...], int]]
 """By column: where its statistics stand in the driver's list, and their unit."""
 
@@ -89,9 +91,10 @@ Places = Mapping[str, tuple[tuple[int, ...], int]]
 def find_positions(names: Sequence[str]) -> Places:
     """Where a driver's list has what the columns hold."""
     places = {}
+    named = [(at, name) for at, name in enumerate(names) if _ANY.match(name)]
     for column, choices in COLUMNS.items():
         for choice in choices:
-            found = tuple(at for at, name in enumerate(names) if choice.pattern.match(name))
+            found = tuple(at for at, name in named if choice.pattern.match(name))
             if found:
                 places[column] = (found, choice.unit)
                 break
