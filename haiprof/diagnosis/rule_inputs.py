@@ -195,9 +195,8 @@ def gather_inputs(
     spans = training_spans(by_rank.values())
     windows = host_windows(spans, analyzer.ranks())
     pauses = _of_judged(analyzer.pauses(), spans)
-    attempts = set(
-        spans.select("rank", "attempt").rows()
-    )  # counters of other attempts: another job's
+    # Counters of other attempts are another job's.
+    attempts = set(spans.select("rank", "attempt").rows())
     ours = tuple(r for r in analyzer.files.ranks if (r.rank, r.attempt) in attempts)
     ours_alone = replace(analyzer.files, ranks=ours)
     counted = average_counters(ours_alone, spans.drop("attempt"), windows)

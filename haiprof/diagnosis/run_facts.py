@@ -229,7 +229,7 @@ def compilation(inputs: RuleInputs) -> Finding | None:
         return None
     wall_time = inputs.analyzer.goodput()
     own_ns = wall_time.accounts.get("compile", 0)
-    if own_ns < PROBLEM_RATIO * wall_time.wall_ns:
+    if not own_ns or own_ns < PROBLEM_RATIO * wall_time.wall_ns:
         return None
     rank = max(known, key=lambda each: total(known[each]))
     starts, ends = known[rank].starts, known[rank].ends

@@ -269,7 +269,7 @@ def _clock_text(wall_ns: int) -> str:
 def late_start_notes(analyzer: RunFrames) -> Iterator[str]:
     """Who came late to init_process_group, where others waited a problem's share of the run."""
     wall_ns = analyzer.goodput().wall_ns
-    found = find_late_start(analyzer.files, max(PROBLEM_RATIO * wall_ns, 1))
+    found = find_late_start(analyzer.files, PROBLEM_RATIO * wall_ns) if wall_ns else None
     if found is None:
         return
     them = "it" if len(found.late) == 1 else "them"

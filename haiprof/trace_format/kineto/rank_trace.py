@@ -293,9 +293,8 @@ def _within_last_step(ranges: pl.DataFrame) -> pl.DataFrame:
     if marks.is_empty():
         return ranges
     _, begin_ns, end_ns, tid = marks.row(-1)
-    is_in_it = pl.col("tid").eq_missing(tid) & pl.col("ts_ns").is_between(
-        begin_ns, end_ns, closed="left"
-    )
+    is_in_it = pl.col("ts_ns").is_between(begin_ns, end_ns, closed="left")
+    is_in_it &= pl.col("tid").eq_missing(tid)
     on_host = pl.col("category") != GPU_RANGES
     cut_ns = pl.min_horizontal("dur_ns", end_ns - pl.col("ts_ns"))
     return ranges.with_columns(dur_ns=pl.when(is_in_it & on_host).then(cut_ns).otherwise("dur_ns"))
