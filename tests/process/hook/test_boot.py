@@ -80,7 +80,7 @@ print("stepped")
     assert (done.returncode, done.stdout, done.stderr) == (0, "stepped\n", "")
     words = read_records(boot.parent / "ranks" / "0" / "phases.rec").data
     kinds = [word & TAG_MASK for (word, _) in PHASES.struct.iter_unpack(words)]
-    assert kinds == [MARK] * 3
+    assert [kind for kind in kinds if kind != GC] == [MARK] * 3
 
 
 def test_process_without_torch_loads_nothing_of_ours(boot: Path) -> None:
