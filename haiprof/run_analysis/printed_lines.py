@@ -72,10 +72,11 @@ def printed_notes(output: Output, step_ns: float | None, *, died: bool) -> Itera
         if line.kind == "rate" and line.unit and line.per_second:
             rates[line.who, line.unit].append(line.per_second)
     for (who, unit), values in list(rates.items())[:3]:
-        note = f"{who} printed {median(values):,.4g} {unit}/s (median of {len(values)})"
+        many = f" (median of {len(values)})" if len(values) > 1 else ""
+        note = f"{who} printed {median(values):,.4g} {unit}/s{many}"
         if step_ns:
-            each = "" if unit == "steps" else f": {median(values) * step_ns / 1e9:,.4g} a step"
-            note += f"; haiprof measured {1e9 / step_ns:,.4g} steps/s{each}"
+            each = f", which is {median(values) * step_ns / 1e9:,.4g} {unit} per step"
+            note += f"; measured: {1e9 / step_ns:,.4g} steps/s{'' if unit == 'steps' else each}"
         yield note
     errors = [line for line in output.lines if line.kind in ERRORS]
     if errors and not died:

@@ -64,7 +64,7 @@ def test_loss_that_became_nan_is_a_finding_and_the_job_prints_as_ever(tmp_path: 
     assert "sk-abcdef" not in finding.title + str(verdict.notes)
     (rate,) = [note for note in verdict.notes if "tokens/s" in note]
     assert rate.startswith("rank 0 printed 1,000 tokens/s")
-    said = re.search(r"haiprof measured ([\d.]+) steps/s: ([\d.]+) a step", rate)
+    said = re.search(r"measured: ([\d.]+) steps/s, which is ([\d.]+) \w+ per step", rate)
     assert said is not None
     assert float(said[1]) * float(said[2]) == pytest.approx(1000, rel=0.01)
     (errors,) = [note for note in verdict.notes if "errors were printed" in note]
