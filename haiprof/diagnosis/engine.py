@@ -263,7 +263,7 @@ def _finding(
     if account.explanation == "ranks_uneven" and found.late is not None:
         extra_ns = found.late.extra_ns  # of which others may still have to wait for someone else
         gain_ns = account.gain_ns
-        extra_ns = gain_ns if gain_ns < extra_ns / 2 else extra_ns
+        extra_ns = gain_ns if gain_ns < found.late.goes * extra_ns / 2 else extra_ns
         named = (ledger.accounts[index] for index in ledger.opportunities)
         is_rest = any(each.ranks == account.ranks and each != account for each in named)
         said = stragglers(question, extra_ns, is_rest=is_rest)
@@ -343,8 +343,8 @@ def _large_optimizer(ledger: Ledger) -> str:
         return ""
     return (
         f"; the optimizer takes {ratio_text(own / ledger.mean_ns)}, more than forward and "
-        "backward: it updates all parameters, used or not (a large embedding: sparse=True "
-        "with SparseAdam)"
+        "backward: it updates all parameters, used or not (fused=True makes an update shorter; "
+        "sparse=True with SparseAdam leaves out what a large embedding did not use)"
     )
 
 

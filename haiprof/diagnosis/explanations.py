@@ -16,7 +16,6 @@ import polars as pl
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import (
     GROWING,
-    PROBLEM_RATIO,
     Account,
     activity_words,
     expression_text,
@@ -104,9 +103,8 @@ class Question:
 
     @property
     def bound(self) -> str:
-        """What training is called that loses so much to its input; empty for a mere fact."""
-        is_bound = self.account.gain_low_ns >= PROBLEM_RATIO * self.mean_ns
-        return "dataloader-bound: " if is_bound else ""
+        """What training is called that loses most of its time to its input; else empty."""
+        return "dataloader-bound: " if self.share > 0.5 else ""
 
     @property
     def amount(self) -> str:
@@ -219,6 +217,7 @@ def _waits_for_loader(question: Question) -> Finding:
             else lost_to_waiting(inputs)
         )
         theirs = lost >= min(question.share, 1.0) / 2
+        theirs &= max(inputs.loader_workers.values(), default=1) > 0
         if starved is not None and starved.rule == "busy_neighbours" and theirs:
             title = (
                 "other processes use the CPUs: training waits for loader workers, "
@@ -527,6 +526,7 @@ _DO = {
     "(torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_norm)",
     "prepare": "do it in the dataset, beside training (DataLoader workers)",
 }
+_SCALES = re.compile(r"clip|clamp|\.mul_\(|\.div_\(|scale", re.IGNORECASE)
 _MAKES_BATCH = re.compile(
     r"batch|sampl|data|load|augment|token|image|decode|collate|encode|crop|\btorch\.rand|randperm|"
     r"np\.load|memmap|index_select|from_numpy", re.IGNORECASE,
@@ -554,6 +554,7 @@ _OF_CALL = (
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
 )  # fmt: skip
 _OF_CODE = (
+    (re.compile(r"_foreach_"), "it takes all tensors at once already: do it every N steps"),
     (re.compile(r"\bema\b|_ema\b|\bema_|moving_average|average_model", re.IGNORECASE),
      "average the parameters in place and all at once (torch.optim.swa_utils.AveragedModel, or "
      "torch._foreach_lerp_), or every N steps"),
@@ -625,6 +626,9 @@ def _code(question: Question) -> Finding:
         *((is_outside and code.search(text) is not None, do) for code, do in _OF_CODE),
         (alone and is_outside, "let all ranks do a part of it each, or less often"),
         (may_load, f"{_OUTSIDE}; of batches: {_DO['prepare']}"),
+        (position == "gradients" and _SCALES.search(text) is not None,
+         "it changes the gradients, in one call for each parameter tensor: "
+         "torch.nn.utils.clip_grad_norm_ needs fewer; or hold parameters in fewer, larger tensors"),
         # foreach gains nothing on a CPU
         (position == "gradients" and not question.inputs.uses_gpu,
          "where it is for a log, do it every N steps"),

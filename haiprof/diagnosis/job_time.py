@@ -452,7 +452,15 @@ class Stragglers:
     extra_ns: float
     """What the slowest needs beyond the middle one per step."""
     by_position: Mapping[int, Floats]
-    """By rank: that of each position."""
+    """By rank: that of each position, as far as it would go."""
+    goes: float = 1.0
+    """Which part of it that is."""
+
+    def dealt_over(self, rank_count: int) -> Stragglers:
+        """Of work that all ranks would share: what the stragglers keep does not go."""
+        goes = 1 - len(self.ranks) / rank_count
+        by_position = {rank: goes * ns for rank, ns in self.by_position.items()}
+        return replace(self, by_position=by_position, goes=goes)
 
 
 def find_stragglers(time: JobTime, own_ns: Singles, avoidable_ns: Floats) -> Stragglers | None:

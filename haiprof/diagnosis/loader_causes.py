@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from haiprof.base.intervals import Floats
+from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.medians import lower_median
 from haiprof.diagnosis.machine_causes import hosts_of, nfs_wait, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -256,8 +257,15 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
             f"other processes use {loading.strangers_cores:.1f} of the cores, and workers would "
             "share the rest with them: what they gain is measured by haiprof try-loader; or do "
             f"less per sample ({less})"
-            if free + loading.strangers_cores >= needed
+            if free + loading.strangers_cores >= needed and loading.strangers_cores >= 0.05
             else f"more workers would not help: do less per sample ({less}), or take more cores"
+        )
+    elif workers == 0 and loading.wait_share < PROBLEM_RATIO:
+        slug, title = "no_workers", "made on the training thread"
+        remedy = (
+            "do less per sample, or take a whole batch at once (Dataset.__getitems__); workers "
+            "would take time to hand a batch over, too: what they gain is measured by haiprof "
+            "try-loader"
         )
     elif workers == 0:
         slug, title = "no_workers", "made on the training thread"

@@ -249,7 +249,7 @@ def state_of(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
     Its title goes on a sentence, with a leading comma; None without one.
     """
     return (
-        _find_larger_inputs(inputs, rank)
+        find_larger_inputs(inputs, rank)
         or _find_throttling(inputs, rank)
         or _find_starvation(inputs, rank, share)
         or _find_far_memory(inputs, rank)
@@ -264,7 +264,7 @@ def _mean_sizes(inputs: RuleInputs) -> dict[int, float]:
     return known if len(known) == len(inputs.world) else {}
 
 
-def _find_larger_inputs(inputs: RuleInputs, rank: int) -> Finding | None:
+def find_larger_inputs(inputs: RuleInputs, rank: int) -> Finding | None:
     """It is given more to do."""
     sizes = _mean_sizes(inputs)
     if len(sizes) < 2 or sizes[rank] <= (1 + SAME_COUNT_RATIO) * lower_median(sizes.values()):
@@ -274,7 +274,8 @@ def _find_larger_inputs(inputs: RuleInputs, rank: int) -> Finding | None:
         cause="larger_inputs",
         title=f", its inputs are {number_text(times)} times as large as theirs",
         remedy="give all ranks inputs of equal cost: check how the sampler distributes samples "
-        "over ranks (DistributedSampler), group samples by length, or cap tokens per batch",
+        "over ranks (DistributedSampler), group samples by length, or cap tokens per batch; the "
+        "time above is with the same inputs, dealt evenly",
         evidence=(Evidence(name=f"rank {rank}: size of its inputs, of the others'",
                            value=times, unit="times"),),
     )  # fmt: skip

@@ -154,11 +154,11 @@ def _is_models_own(table: TimeTable) -> Bools:
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
     own_files = [any(part in frame.file for part in _OWN_FILES) for frame in table.tree.frames]
     is_own_call = table.tree.calls_libraries(np.array([*own_files, False]))[table.stack]
-    is_own_call &= table.position != COMPILE
+    is_own_call &= ~np.isin(table.position, (COMPILE, EVALUATION))
     inside = np.isin(table.position, MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
-    of_module = np.array([*(MODULE_FILE in frame.file for frame in table.tree.frames), False])
+    of_module = np.array([*map(_calls_module, table.tree.frames), False])
     beside = np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
     if not _is_of_few(table, beside):
         inside |= beside
@@ -170,6 +170,11 @@ def _is_models_own(table: TimeTable) -> Bools:
     own &= inside & ~_in_hooks(table.tree)[table.stack]
     found: Bools = own | (is_own_call & np.isin(table.work, (OPERATORS, PYTHON)))
     return found
+
+
+def _calls_module(frame: Frame) -> bool:
+    """Whether a module runs in it: no `state_dict` or `load_state_dict`, which stand there, too."""
+    return MODULE_FILE in frame.file and "_call_impl" in frame.function
 
 
 def _in_hooks(tree: CodeTree) -> Bools:
@@ -398,6 +403,7 @@ class _Walk:
             rows_free = [row for row in function.rows if self.free[row]]
             yield rows_free, self._caller_of_model(function) or self._name(function)
             return
+        evaluated: list[tuple[list[int], _Line]] = []  # by the loop itself, or by a trainer
         for line in function.lines.values():
             # A line of a loop that holds several positions is one opportunity in each.
             own = np.array(line.own, dtype=np.int64)
@@ -410,9 +416,26 @@ class _Walk:
                     edges = np.isin(at, calling)
                     found[0][0].extend(own[edges].tolist())
                     own = own[~edges]
-                yield from found
+                is_trainers = self._is_called_by_library(call)
+                for node in found:
+                    if is_trainers and (self.table.position[node[0]] == EVALUATION).all():
+                        evaluated.append(node)
+                    else:
+                        yield node
             for position in np.unique(self.table.position[own]).tolist():
-                yield own[self.table.position[own] == position].tolist(), line
+                node = own[self.table.position[own] == position].tolist(), line
+                if position == EVALUATION:
+                    evaluated.append(node)
+                else:
+                    yield node
+        if evaluated:
+            named = max(evaluated, key=lambda node: self._time(node[0]))[1]
+            yield [row for rows, _ in evaluated for row in rows], named
+
+    def _is_called_by_library(self, function: _Function) -> bool:
+        tree = self.table.tree
+        outer = tree.place[tree.parent[next(iter(function.lines.values())).stack]]
+        return bool(outer >= 0 and tree.library[outer])
 
     def _is_call(self, frame: int, function: _Function) -> bool:
         """Whether a frame is of the expression that calls a function, where nothing else runs."""

@@ -30,7 +30,12 @@ from haiprof.diagnosis.job_time import (
     job_time,
     peer_waits,
 )
-from haiprof.diagnosis.machine_causes import hosts_of, shared_cores, used_by_others
+from haiprof.diagnosis.machine_causes import (
+    find_larger_inputs,
+    hosts_of,
+    shared_cores,
+    used_by_others,
+)
 from haiprof.diagnosis.opportunities import (
     CodePlace,
     Opportunity,
@@ -58,6 +63,7 @@ from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     COLLECTION,
     LINK_WAIT,
+    MODEL_POSITIONS,
     PEER_WAIT,
     UNKNOWN,
     RankSamples,
@@ -75,6 +81,7 @@ from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
+from haiprof.run_analysis.step_positions import GRADIENTS
 
 SAMPLED_RANKS = 8
 """Samples of so many ranks are read: the slowest, and others at equal distances."""
@@ -201,6 +208,8 @@ def run_ledger(
     left, by_position, goes = _subtract_found(table, time, found, alone)
     late = find_stragglers(time, left, by_position)
     if late is not None:
+        if all(find_larger_inputs(inputs, rank) for rank in late.ranks):
+            late = late.dealt_over(len(time.ranks))
         table, more = _split_stragglers(table, time, late, found, goes)
         found += more
         time = replace(time, like=dict.fromkeys(late.ranks, time.slowest))
@@ -295,15 +304,17 @@ def _keep_needed_link(
     """Exchanging gradients takes what their bytes need on a good link; more is lost."""
     # A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009). An
     # exchange that takes no longer than it may on a good link is needed as a whole; of a longer one
-    # what it usually takes there is needed.
+    # what it usually takes there is needed. What is called outside the phases exchanges none.
     count = len(time.ranks)
     gradient_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
     bytes_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
     most_ns, usual_ns = (bytes_ns + latency for latency in (LINK_LATENCY_NS, LINK_USUAL_NS))
+    has_phases = np.isin(table.position, MODEL_POSITIONS).any()
     kept = []
     for each in found:
         whole = time.mean_of(table, each.rows)
-        if each.activity != LINK_WAIT or not whole:
+        is_beside = has_phases and each.position not in (*MODEL_POSITIONS, GRADIENTS)
+        if each.activity != LINK_WAIT or not whole or is_beside:
             kept.append(each)
             continue
         is_long = whole > most_ns

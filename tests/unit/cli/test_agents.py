@@ -90,9 +90,9 @@ def test_skill_names_only_commands_and_options_that_exist(tmp_path: Path) -> Non
 
 def test_verdict_as_markdown_has_cause_gain_and_what_to_do(log_dir: Path, run: Run) -> None:
     lines = run("verdict", log_dir / "two_ranks_one_slow", "--format", "markdown").out.splitlines()
-    assert lines[0].startswith("## two\\_ranks\\_one\\_slow: rank 1 alone: dataloader-bound")
+    assert lines[0].startswith("## two\\_ranks\\_one\\_slow: rank 1 alone: batches are made")
     assert "| --- | --- | --- | --- | --- |" in lines
-    (cause,) = (line for line in lines if line.startswith("| critical | rank 1 alone: dataloader"))
+    (cause,) = (line for line in lines if line.startswith("| critical | rank 1 alone: batches"))
     assert cause.count(" | ") == 4
     assert "38.6 ms (36.3 ms to 41.3 ms) | train.py:15 Batches." in cause
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -437,6 +438,12 @@ def test_a_rank_is_slow_by_page_faults_only_where_it_is_given_the_same(
     finding = find(judged(root), "ranks_uneven")
     assert (finding.rank, finding.cause) == (1, cause)
     assert ("LD_PRELOAD" in finding.remedy) is (cause == "page_faults")
+    # Of two ranks half of what one does more goes where both are given the same.
+    assert finding.gain is not None
+    (longer,) = re.findall(r"straggler: ([\d.]+) ms", finding.title)
+    gone_ms = (finding.gain.step_ns - finding.gain.left_ns) / NS_PER_MS
+    part = 0.5 if cause == "larger_inputs" else 1.0
+    assert gone_ms == pytest.approx(part * float(longer), rel=0.05)
 
 
 def test_counters_of_a_job_beside_it_are_none_of_this_one(root: Path) -> None:

@@ -38,6 +38,8 @@ LOOP = job(50, "main")
 LOADER = (
     f"{SITE}/torch/utils/data/dataloader.py", 1300, "_MultiProcessingDataLoaderIter._get_data"
 )  # fmt: skip
+OF_DISABLED = (f"{SITE}/torch/_dynamo/eval_frame.py", 1200, "DisableContext.__call__.<locals>._fn")
+COLLATE = (f"{SITE}/torch/utils/data/_utils/collate.py", 398, "default_collate")
 TRAINER = (f"{SITE}/transformers/trainer.py", 2100, "Trainer._inner_training_loop")
 
 
@@ -58,6 +60,27 @@ def test_the_models_own_work_is_in_none() -> None:
         ("forward", (SCRIPT, TRAINER, MODULE, FORWARD), 2),
     ]
     assert found(*own) == {}
+
+
+def test_a_module_that_is_copied_between_steps_runs_no_model() -> None:
+    """`load_state_dict` stands in the file in which modules are called."""
+    loads = (MODULE[0], 2600, "Module.load_state_dict")
+    stack = (SCRIPT, job(50, "main"), job(7, "sync_target"), loads)
+    assert found(("between_steps", stack, 4, "h")) == {
+        "sync_target:7": (4, "between_steps", "python")
+    }
+
+
+def test_an_evaluation_by_a_trainer_is_one_whatever_it_runs() -> None:
+    """Its own code, the model's below it, and what the trainer and the loader do around it."""
+    fit = (SCRIPT, job(25, "main"), TRAINER)
+    rows = [
+        ("evaluation", (*fit, job(12, "M.validation_step"), MODULE, LINEAR), 7, "0"),
+        ("evaluation", (*fit, job(13, "M.validation_step"), OF_DISABLED), 2, "h"),
+        ("evaluation", (*fit, COLLATE), 5, "h"),
+    ]
+    ((place, (ms, position, _activity)),) = found(*rows).items()
+    assert (place, ms, position) == ("M.validation_step:12", 14, "evaluation")
 
 
 def test_hooks_are_no_part_of_the_model_whatever_they_call() -> None:
