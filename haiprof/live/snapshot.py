@@ -37,6 +37,7 @@ from haiprof.live.standstill import (
 from haiprof.run_analysis.collectives import Mismatch, collective_frame, find_mismatches
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.nccl_witness import files_of_run
+from haiprof.run_analysis.process_ends import workers_last_at
 from haiprof.run_analysis.run_files import RunFiles, integer, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
@@ -226,7 +227,7 @@ def take_snapshot(
             for m in lost_members(run)
         ),
     )
-    states = tuple(_with_worker(state, spy, progress) for state in states)
+    states = tuple(_with_worker(run, state, spy, progress) for state in states)
     standing = hang or moves(states) is False
     if standing and after:
         progress("nothing moves: asking for the last collectives")
@@ -362,19 +363,26 @@ def _sample_silent(
     return found, notes
 
 
-def _with_worker(state: RankState, spy: str | None, progress: Callable[[str], None]) -> RankState:
-    """A rank that waits for a batch, with what its DataLoader workers do by py-spy."""
+def _with_worker(
+    run: RunPaths, state: RankState, spy: str | None, progress: Callable[[str], None]
+) -> RankState:
+    """A rank that waits for a batch, with what its DataLoader workers do: as sampled, or py-spy."""
     waits = any(_LOADER in file and "get" in function for file, _, function in state.stack or ())
-    if not waits or spy is None or state.pid is None or not is_mine(state.pid):
+    if not waits or state.pid is None:
         return state
-    tree = ProcessTree()
-    tree.refresh()
-    progress(f"looking at the DataLoader workers of rank {state.rank}")
-    for pid in tree.children.get(state.pid, ())[:_WORKERS_LOOKED_AT]:
-        stack = _run_spy(spy, pid)
-        own = None if isinstance(stack, str) else own_frame(stack)
-        in_worker = not isinstance(stack, str) and any(_WORKER in file for file, _, _ in stack)
-        if in_worker and own is not None and not is_library(own[0], own[2]):
+    attempts = [paths for rank, _, paths in run.rank_folders() if rank == state.rank]
+    found = workers_last_at(attempts[-1]) if attempts else {}
+    if not found and spy is not None and is_mine(state.pid):
+        progress(f"looking at the DataLoader workers of rank {state.rank}")
+        tree = ProcessTree()
+        tree.refresh()
+        for pid in tree.children.get(state.pid, ())[:_WORKERS_LOOKED_AT]:
+            stack = _run_spy(spy, pid)
+            if not isinstance(stack, str) and any(_WORKER in file for file, _, _ in stack):
+                found[pid] = stack
+    for pid, stack in found.items():
+        own = own_frame(stack)
+        if own is not None and not is_library(own[0], own[2]):
             return replace(
                 state, worker=f"its DataLoader worker (pid {pid}) is at {frame_text(own)}"
             )

@@ -6,7 +6,7 @@ import errno
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ import polars as pl
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import shorten
-from haiprof.run_analysis.code_samples import StackTree, read_stack_file
+from haiprof.run_analysis.code_samples import SampledProcess, StackTree, read_stack_file
 from haiprof.run_analysis.gpu_memory import (
     GpuOutOfMemory,
     failed_allocations,
@@ -35,6 +35,7 @@ from haiprof.run_analysis.run_files import (
     record_columns,
     text,
 )
+from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import HEARTBEAT, KIND_NAMES, NULL_I64
 from haiprof.run_format.secrets import mask_text
@@ -768,14 +769,34 @@ def last_seen(rank: RankFiles) -> LastSeen | None:
     own = [p for p in processes if p.worker is None and p.pid == rank.report.get("pid")]
     if not own or offset_ns is None:
         return None
-    sampled, tree = own[-1].samples()[0], grown.whole()
-    columns = (sampled[name][::-1].tolist() for name in ("time_ns", "stack", "wait"))
-    for time_ns, stack, wait in islice(zip(*columns, strict=True), _BACK):
-        frames = [tree.frames[place][:3] for place in tree.frame_places(stack)]
+    for time_ns, frames, wait in _last_samples(own[-1], grown):
         if (frame := own_frame(frames)) is not None:
             is_at_lock = frame == frames[-1] and wait == WAITS.index("lock")
             return LastSeen(frame_text(frame), time_ns + offset_ns, is_at_lock)
     return None
+
+
+def _last_samples(process: SampledProcess, grown: StackTree) -> Iterator[tuple[int, Stack, int]]:
+    """Time, stack and wait, from the last sample back."""
+    sampled, tree = process.samples()[0], grown.whole()
+    columns = (sampled[name][::-1].tolist() for name in ("time_ns", "stack", "wait"))
+    for time_ns, stack, wait in islice(zip(*columns, strict=True), _BACK):
+        yield time_ns, tuple(tree.frames[at][:3] for at in tree.frame_places(stack)), wait
+
+
+def workers_last_at(rank: RankPaths) -> dict[int, Stack]:
+    """By process of a DataLoader worker: its stack at its last sample that knows one."""
+    found = {}
+    for path in rank.worker_stack_files().values():
+        grown = StackTree()
+        try:
+            processes, _ = read_stack_file(path, grown)
+        except RunFormatError:
+            continue
+        for process in processes[-1:]:
+            last = (stack for _, stack, _ in _last_samples(process, grown) if stack)
+            found[process.pid] = next(last, ())
+    return found
 
 
 _PHASES = frozenset(KIND_NAMES.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from rich.console import Console
 from haiprof.agent.reactions import _of_snapshot
 from haiprof.live.snapshot import Snapshot
 from haiprof.live.standstill import Node, RankState, other_threads, suspects
+from haiprof.run_analysis.process_ends import workers_last_at
+from haiprof.run_format.layout import RankPaths
 from haiprof.show.views.requests import snapshot_view
+from tests.unit.analysis.sampled import write_stacks
 
 WAITS = (("train.py", 9, "main"), ("/x/torch/autograd/graph.py", 800, "_engine_run_backward"))
 LOADS = (("train.py", 4, "read"),)
@@ -115,3 +119,13 @@ def test_headline_says_what_could_not_be_compared(states: list[RankState], says:
     out = io.StringIO()
     Console(file=out, width=100).print(snapshot_view(found))
     assert says in out.getvalue().splitlines()[0]
+
+
+def test_a_worker_that_a_rank_waits_for_is_where_it_was_sampled_last(tmp_path: Path) -> None:
+    rank = RankPaths(tmp_path)
+    fetch = ("/v/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
+    work, stuck = (fetch, ("/me/data.py", 3, "read")), (fetch, ("/me/data.py", 9, "open_shard"))
+    write_stacks(rank.worker_stacks(0), [(1000, work), (9000, stuck)], worker=0, pid=21)
+    write_stacks(rank.worker_stacks(1), [(1000, stuck), (9000, work)], worker=1, pid=22)
+    rank.worker_stacks(2).write_text("no line of ours\n")
+    assert workers_last_at(rank) == {21: stuck, 22: work}
