@@ -402,7 +402,8 @@ class Recorder:
                 self._files.note(each)
         ended_ns = self._window.ended_ns or _now()
         line = {"type": "record_end", "time_ns": ended_ns, "reason": reason}
-        self._close({**line, "uncaught": self.uncaught.seen})
+        left = {"left_at": self.uncaught.left_at} if self.uncaught.left_at else {}
+        self._close({**line, "uncaught": self.uncaught.seen, **left})
 
     def _close(self, last_line: Mapping[str, Any] | None) -> None:
         """Takes the hooks out, on whichever thread this happens."""

@@ -52,6 +52,8 @@ class Uncaught:
         self._unwritten: tuple[dict[str, Any], BaseException | None] | None = None
         self._exit: list[dict[str, Any]] | None = None
         """The last call of sys.exit, and what was being handled then."""
+        self.left_at: list[Frame] = []
+        """Where that call was made, whatever its status."""
         self._reserve: mmap.mmap | None = None
 
     @property
@@ -116,8 +118,9 @@ class Uncaught:
 
     def _keep_exit(self, stack: Any, handled: BaseException | None, code: object = None) -> None:
         self._exit = None
+        frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack]
+        self.left_at = frames[:_INNER_FRAMES][::-1]
         if code:  # else it reports no failure
-            frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack]
             chain = [] if handled is None else list(_describe_chain(handled))
             self._exit = [_describe(SystemExit(code), frames[:_INNER_FRAMES][::-1]), *chain]
 
@@ -169,6 +172,7 @@ class Uncaught:
         if self._pid != os.getpid():
             self._pid, self._noted, self._ended = os.getpid(), [], False
             self._unwritten = self._exit = None
+            self.left_at = []
 
 
 def _entry(how: str, thread: str | None = None) -> dict[str, Any]:

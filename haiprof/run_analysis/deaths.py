@@ -59,6 +59,7 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.scheduler_ends import SLURM_STATES, SchedulerEnd, scheduler_ends
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, run_folders
+from haiprof.run_format.stack_frames import frame_text
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 TOGETHER_NS = 2 * NS_PER_S
@@ -580,9 +581,11 @@ class _Case:
         after = f" after step {step}" if step is not None else ""
         them = "it" if len(left) == 1 else "them"
         way = "" if end.closed else " (os._exit: without Python's own exit)"
+        way += f" (sys.exit at {frame_text(end.left_at)})" if end.left_at is not None else ""
         what = f"{ranks_text(left)} ended early{after}, with exit status 0{way}, "
         what += f"while others waited for {them}"
-        return self._death("early_exit", left, what, end=end)
+        line = None if end.left_at is None else frame_text(end.left_at)
+        return self._death("early_exit", left, what, end=end, line=line)
 
     def _hang_before(self, time_ns: int | None, *, named: bool = True) -> Reaction | None:
         """The last snapshot of a standstill that lasted to the end, with a suspect or without."""
@@ -739,6 +742,8 @@ class _Case:
         of_import = error is not None and error.type in ("ModuleNotFoundError", "ImportError")
         if cause == "exception" and of_import:
             return "install what it names into the environment of that rank, or choose another"
+        if cause == "early_exit" and end is not None and end.left_at is not None:
+            return f"see whether that rank should leave there, alone; {_REMEDIES[cause]}"
         if cause == "interrupted" and end is not None:
             return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
         if cause == "killed" and end is not None and end.signal is not None:

@@ -145,6 +145,8 @@ class ProcessEnd:
     """Unix time at which it came there; its connections close later."""
     exited: bool = False
     """Whether it is known that no exception but SystemExit ended it."""
+    left_at: Frame | None = None
+    """Where its main thread called sys.exit last."""
     oom: Mapping[str, Any] | None = None
     """What the kernel said of a kill for want of memory."""
     shm: Mapping[str, Any] | None = None
@@ -301,6 +303,7 @@ def _take_report(found: _Found, rank: RankFiles) -> None:
         closed=bool(ends),
         closed_ns=None if offset is None or closed is None else closed + offset,
         exited=any(line.get("uncaught") is False for line in ends),
+        left_at=own_frame(parse_frames(ends[-1].get("left_at")) or ()) if ends else None,
     )
 
 
