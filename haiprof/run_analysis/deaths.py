@@ -383,10 +383,12 @@ class _Case:
         manifest = self.evidence.files.manifest
         signals = [s for s in self.evidence.signals if s.signal in ENDING]
         last = max((e.wall_ns or 0 for e in self.ends.values()), default=0)
-        # Ranks that got it too may have died of it before the launcher read its own.
-        came = next(
-            (s for s in signals if first is None or s.wall_ns <= first + _SAME_KILL_NS), None
-        )
+        # Ranks that got it too may have died of it before the launcher read its own. An earlier one
+        # of another number did not end them: a job in the background ignores SIGINT.
+        early = [s for s in signals if first is None or s.wall_ns <= first + _SAME_KILL_NS]
+        died_of = {end.signal for end in self.ends.values()}
+        matching = [s for s in early if died_of == {s.signal}]
+        came = next(iter(matching or early), None)
         if came is None or (last and came.wall_ns > last + NS_PER_S):
             return None
         if last - came.wall_ns > 10 * 60 * NS_PER_S:  # the job took it as something else: it ran on

@@ -466,6 +466,11 @@ STORIES = {
         events=[do.signalled(5), do.stopped(at_s=5.1)],
         cause="signal", ranks=(), roles="sss", status=ENDED,
     ),
+    "a signal that was ignored ended nobody": Story(
+        events=[do.signalled(5, signal.SIGINT), do.signalled(80),
+                *(do.stopped(rank, at_s=80.1) for rank in range(3))],
+        cause="signal", ranks=(), said=["SIGTERM"], unsaid=["SIGINT"], status=ENDED,
+    ),
     "ranks that a signal reaches one by one end alike": Story(
         events=[do.signalled(5), *(do.stopped(rank, at_s=5 + rank) for rank in range(3))],
         cause="signal", ranks=(), roles="sss", unsaid=["launcher"], status=ENDED,

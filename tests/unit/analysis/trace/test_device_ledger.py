@@ -456,6 +456,7 @@ def test_call_nodes_go_inwards_as_long_as_one_call_holds_most() -> None:
     ("nvjet_hsh_128x256_64x4_1x2", "aten::mm", "gemm"),
     ("void cudnn::bn_fw_tr_1C11_kernel_NCHW<...>", "aten::cudnn_batch_norm", "normalisation"),
     ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", None, "foreach"),
+    ("aten::normal_", None, "elementwise"),
     ("fused_add_rms_norm_kernel<vllm::_typeConvert<c10::BFloat16>>", None, "normalisation"),
     ("some_new_thing", None, "other"),
 ])  # fmt: skip
