@@ -21,14 +21,14 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { VERSION = 3 }; /* also in frames.py */
-enum { MOST_FRAMES = 256, LEFT_OUT = -1 };
+enum { VERSION = 4 }; /* also in frames.py */
+enum { MOST_FRAMES = 256, MOST_ASKED = 1000, LEFT_OUT = -1 };
 
 static PyFrameObject *(*get_back)(PyFrameObject *); /* PyFrame_GetBack */
 static int (*get_instruction)(PyFrameObject *);     /* PyFrame_GetLasti, from CPython 3.11 on */
 
-static long
-instruction_of(PyFrameObject *frame)
+long
+haiprof_instruction_of(PyFrameObject *frame)
 {
     if (get_instruction != NULL) {
         return get_instruction(frame);
@@ -41,8 +41,8 @@ instruction_of(PyFrameObject *frame)
 }
 
 /* The caller's frame, in place of the frame. */
-static PyFrameObject *
-step_out(PyFrameObject *frame)
+PyFrameObject *
+haiprof_step_out(PyFrameObject *frame)
 {
     PyFrameObject *back = get_back(frame);
     Py_DECREF(frame);
@@ -55,13 +55,13 @@ read_stack(PyFrameObject *frame, PyObject *until, Py_ssize_t limit)
 {
     PyObject *stack = PyList_New(0);
     Py_INCREF(frame);
-    for (; stack != NULL && frame != NULL && PyList_Size(stack) < limit; frame = step_out(frame)) {
+    for (; stack != NULL && frame != NULL && PyList_Size(stack) < limit; frame = haiprof_step_out(frame)) {
         PyObject *code = (PyObject *)PyFrame_GetCode(frame);
         if (code == until) {
             Py_DECREF(code);
             break;
         }
-        PyObject *pair = Py_BuildValue("(Nl)", code, instruction_of(frame));
+        PyObject *pair = Py_BuildValue("(Nl)", code, haiprof_instruction_of(frame));
         if (pair == NULL || PyList_Append(stack, pair) < 0) {
             Py_CLEAR(stack);
         }
@@ -162,6 +162,21 @@ grow(void)
     return 1;
 }
 
+/* Code that is known to live by its address; None for what Python was asked for (frames.py). */
+static PyObject *known_codes;
+static PyObject *unknown_codes; /* [(address, address of its globals)] to ask it for */
+static int asked_count;
+
+static void
+hold_code(PyObject *code)
+{
+    PyObject *address = PyLong_FromVoidPtr(code);
+    if (address == NULL || PyDict_SetItem(known_codes, address, code) < 0) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(address);
+}
+
 /* The node of a frame that a node called. */
 static int32_t
 find_node(int32_t caller, PyObject *code, long instruction)
@@ -182,30 +197,95 @@ find_node(int32_t caller, PyObject *code, long instruction)
         return LEFT_OUT;
     }
     Py_INCREF(code);
+    hold_code(code);
     nodes[node_count] = wanted;
     slots[slot] = node_count;
     return node_count++;
 }
 
-static int32_t
-find_stack(PyFrameObject *frame)
+/* The code object of a place that has no frame any more; NULL where it may be gone as well. */
+static PyObject *
+find_code(const Place *place)
 {
-    static PyObject *codes[MOST_FRAMES]; /* static: the interpreter lock is held */
-    static long instructions[MOST_FRAMES];
+    PyObject *address = PyLong_FromVoidPtr((void *)place->code);
+    PyObject *code = address == NULL ? NULL : PyDict_GetItemWithError(known_codes, address);
+    if (address != NULL && code == NULL && asked_count < MOST_ASKED) {
+        PyObject *pair = Py_BuildValue("(OK)", address, (unsigned long long)place->globals);
+        asked_count++;
+        if (pair != NULL && PyList_Append(unknown_codes, pair) == 0) {
+            PyDict_SetItem(known_codes, address, Py_None);
+        }
+        Py_XDECREF(pair);
+    }
+    Py_XDECREF(address);
+    PyErr_Clear();
+    return code == Py_None ? NULL : code;
+}
+
+/* A stack, innermost frame first; static: the interpreter lock is held. */
+static struct {
+    PyObject *code;
+    uintptr_t address;
+    long instruction;
+} stack[MOST_FRAMES];
+
+static int
+find_place(const Place *place, int from, int count)
+{
+    for (; from < count; from++) {
+        if (stack[from].address == place->frame && (uintptr_t)stack[from].code == place->code) {
+            return from;
+        }
+    }
+    return count;
+}
+
+/* The stack of a frame, as it was when places were read.
+ *
+ * Frames that were entered since are cut off; those that are over are added, where their code is
+ * known to live: no other has, as CPython's own frames between C and Python. */
+static int32_t
+find_stack(PyFrameObject *frame, const Place *places, int place_count)
+{
     int count = 0;
-    for (; frame != NULL && count < MOST_FRAMES; frame = step_out(frame)) {
-        codes[count] = (PyObject *)PyFrame_GetCode(frame);
-        if (codes[count] == sampled_until) {
-            Py_DECREF(codes[count]);
+    for (; frame != NULL && count < MOST_FRAMES; frame = haiprof_step_out(frame)) {
+        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
+        if (code == sampled_until) {
+            Py_DECREF(code);
             break;
         }
-        instructions[count++] = instruction_of(frame);
+        stack[count].code = code;
+        stack[count].address = place_count ? haiprof_address_of(frame) : 0;
+        stack[count++].instruction = haiprof_instruction_of(frame);
     }
     Py_XDECREF(frame);
+    int begin = count, left = 0; /* frames that were cut off; places whose frames are over */
+    while (left < place_count && (begin = find_place(&places[left], 0, count)) == count) {
+        left++;
+    }
+    if (begin == count) {
+        begin = left = 0;
+    } else {
+        for (int at = begin, place = left; place < place_count; place++) {
+            int same = find_place(&places[place], at, count);
+            if (same < count) {
+                stack[same].instruction = places[place].instruction;
+                at = same + 1;
+            }
+        }
+    }
     int32_t node = 0;
-    while (count-- > 0) {
-        node = find_node(node, codes[count], instructions[count]);
-        Py_DECREF(codes[count]); /* its frame or its node holds it */
+    for (int at = count - 1; at >= 0; at--) {
+        if (at >= begin) {
+            node = find_node(node, stack[at].code, stack[at].instruction);
+        }
+        Py_DECREF(stack[at].code); /* its frame or its node holds it */
+    }
+    while (left-- > 0) {
+        PyObject *code = find_code(&places[left]);
+        if (code != NULL) {
+            node = find_node(node, code, places[left].instruction);
+        }
     }
     return node;
 }
@@ -226,7 +306,8 @@ frame_of(unsigned long ident)
 }
 
 void
-haiprof_take_sample(PyThreadState *thread, unsigned long ident, const Moment *moment)
+haiprof_take_sample(PyThreadState *thread, unsigned long ident, const Moment *moment,
+                    const Place *places, int place_count)
 {
     struct timespec now;
     if (sample_count >= most_samples) {
@@ -234,7 +315,7 @@ haiprof_take_sample(PyThreadState *thread, unsigned long ident, const Moment *mo
     }
     int collects = PyGC_Disable();
     PyFrameObject *frame = thread == NULL ? frame_of(ident) : PyThreadState_GetFrame(thread);
-    samples[sample_count].node = find_stack(frame);
+    samples[sample_count].node = find_stack(frame, places, place_count);
     if (collects) {
         PyGC_Enable();
     }
@@ -253,14 +334,25 @@ begin_samples(PyObject *module, PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "Oii", &until, &sample_limit, &node_limit)) {
         return NULL;
     }
+    PyObject *no_codes = PyDict_New(), *none_unknown = no_codes == NULL ? NULL : PyList_New(0);
+    if (none_unknown == NULL) {
+        Py_XDECREF(no_codes);
+        return NULL;
+    }
     void *room = realloc(samples, sample_limit * sizeof *samples);
     if (room == NULL) {
+        Py_DECREF(no_codes);
+        Py_DECREF(none_unknown);
         return PyErr_NoMemory();
     }
     samples = room;
     most_samples = sample_limit;
     most_nodes = node_limit;
-    PyObject *until_before = sampled_until;
+    PyObject *until_before = sampled_until, *codes_before = known_codes;
+    PyObject *unknown_before = unknown_codes;
+    known_codes = no_codes;
+    unknown_codes = none_unknown;
+    asked_count = 0;
     Py_INCREF(until);
     sampled_until = until;
     Node *nodes_before = nodes;
@@ -279,13 +371,16 @@ begin_samples(PyObject *module, PyObject *arguments)
     }
     free(nodes_before);
     Py_XDECREF(until_before);
+    Py_XDECREF(codes_before);
+    Py_XDECREF(unknown_before);
     if (PyErr_Occurred()) {
         return NULL;
     }
     Py_RETURN_NONE;
 }
 
-/* (samples as words of 8 bytes, [(caller, code, instruction) of nodes that are new]). */
+/* (samples as words of 8 bytes, [(caller, code, instruction) of nodes that are new], [(address of a
+ * code object, of its globals) to look for]). */
 static PyObject *
 take_samples(PyObject *module, PyObject *unused)
 {
@@ -306,17 +401,31 @@ take_samples(PyObject *module, PyObject *unused)
         }
         Py_XDECREF(entry);
     }
-    if (new == NULL) {
+    PyObject *none_unknown = new == NULL ? NULL : PyList_New(0);
+    if (none_unknown == NULL) {
         Py_XDECREF(taken);
+        Py_XDECREF(new);
         return NULL;
     }
-    return Py_BuildValue("(NN)", taken, new);
+    PyObject *unknown = unknown_codes;
+    unknown_codes = none_unknown;
+    return Py_BuildValue("(NNN)", taken, new, unknown);
+}
+
+/* A code object that was looked for. */
+static PyObject *
+know_code(PyObject *module, PyObject *code)
+{
+    (void)module;
+    hold_code(code);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
     {"read_stacks", read_stacks, METH_VARARGS, NULL},
     {"begin_samples", begin_samples, METH_VARARGS, NULL},
     {"take_samples", take_samples, METH_NOARGS, NULL},
+    {"know_code", know_code, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

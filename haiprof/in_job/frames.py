@@ -15,7 +15,7 @@ import sys
 import time
 import tokenize
 from collections.abc import Container, Sequence
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from haiprof.base.code_places import is_library
@@ -38,8 +38,11 @@ _LOADED_S = time.time()
 
 OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
 
-_VERSION = 3
+_VERSION = 4
 """Of frames.c; one that was built of older text is not used."""
+_MODULE_CONTENT = ModuleType.__dict__["__dict__"]
+_CLASS_CONTENT = type.__dict__["__dict__"]
+_FOR_ITER = bytes([opcode.opmap["FOR_ITER"]])
 _RESUME = opcode.opmap.get("RESUME")
 """Begins a function and what follows a `yield` or `await`, from Python 3.11 on."""
 _COLLECTS_WHEN_READ = sys.version_info[:2] == (3, 11)
@@ -88,6 +91,43 @@ def read_stacks(
 def compiled_part() -> Any | None:
     """The module that samples by itself (sample_clock.c); None where it was not built."""
     return _compiled
+
+
+def find_code(address: int, globals_address: int) -> CodeType | None:
+    """The code object with an address, if the module with these globals has its function.
+
+    Neither is followed: what was there may be gone. No code of the job runs.
+    """
+    content: dict[str, Any] = {}
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), ModuleType):
+            content = _MODULE_CONTENT.__get__(module)
+            if id(content) == globals_address:
+                break
+    else:
+        return None
+    left, seen = list(content.values()), set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) is CodeType:
+            if id(value) == address:
+                return value
+            left += [inner for inner in value.co_consts if type(inner) is CodeType]
+        elif type(value) is FunctionType:
+            left += [value.__code__] if value.__globals__ is content else []
+            left.append(value.__dict__.get("__wrapped__"))
+        elif type(value) in (staticmethod, classmethod):
+            left.append(value.__func__)
+        elif type(value) is property:
+            left.append(value.fget)
+        elif issubclass(type(value), type):
+            members = _CLASS_CONTENT.__get__(value)
+            if members.get("__module__") == content.get("__name__"):
+                left += list(members.values())
+    return None
 
 
 def line_of(place: Place) -> int:
@@ -230,11 +270,16 @@ class StackTree:
         if not lines:
             return "", 0
         number = _statement(lines[0], begin)
+        head = lines[0].lstrip()
+        if head.startswith(b"for ") and code.co_code[offset : offset + 1] == _FOR_ITER:
+            begin = len(lines[0]) - len(head)  # from CPython 3.13 on it has its items' columns
         lines[-1] = lines[-1][:end]
         lines[0] = lines[0][begin:]
         if lines[0].startswith((b"for ", b"async for ")):  # the next round: with all of its body
             lines = [lines[0].rstrip().removesuffix(b":")]
         text = b" ".join(b" ".join(lines).split()).decode(errors="replace")
+        if text.isidentifier():
+            return "", 0  # a name is only fetched or stored; what it is part of takes the time
         cut = f"{text[: EXPRESSION_LIMIT - 1]}…" if len(text) > EXPRESSION_LIMIT else text
         return cut, number
 

@@ -10,7 +10,8 @@
  *    for which it need not wait, and the sample.
  *  - the main thread's: it runs Python, or C that keeps the lock. It takes the sample itself, in a
  *    pending call: between two bytecodes, where CPython would switch threads, and without a line of
- *    Python. No thread wakes up for that. From CPython 3.13 on that is at once. Before, a call that
+ *    Python. No thread wakes up for that. Where it was when the sample was due, the sampling thread
+ *    has read before (running_place.c). From CPython 3.13 on that is at once. Before, a call that
  *    another thread adds is seen when the main thread takes the lock again, after the next operator
  *    (COMPUTE_EVAL_BREAKER in ceval.c): the flag that has it look, the eval breaker, is set here.
  *  - another thread's: the kernel says whether the main thread waits for it: it sleeps on a futex
@@ -70,7 +71,11 @@ static atomic_int is_prepared;
 /* The pending call is not over yet: the queue is the job's, too. Set by the sampling thread, and
  * cleared by the main thread. */
 static atomic_int queued;
-static Moment waiting[MOST_WAITING]; /* when the samples that it takes were due */
+static struct {
+    Moment moment;
+    Place places[MOST_PLACES];
+    int place_count;
+} waiting[MOST_WAITING]; /* how the thread stood when the samples that it takes were due */
 static atomic_int waiting_count;
 static atomic_int stopped;
 static atomic_llong held_ns; /* how long the main thread took samples, in all */
@@ -120,6 +125,12 @@ find_runtime(void)
     return runtime_end != 0;
 }
 
+int
+haiprof_is_in_runtime(const void *address)
+{
+    return (unsigned long)address >= runtime_begin && (unsigned long)address < runtime_end;
+}
+
 /* The lock, by what it holds now; NULL where not exactly one place holds that. */
 static Lock *
 find_lock(void)
@@ -166,6 +177,7 @@ prepare_on_main(void *unused)
     main_thread = PyThreadState_Get();
     lock = find_runtime() ? find_lock() : NULL;
     breaker = lock != NULL && sets_breaker ? find_breaker() : NULL;
+    haiprof_knows_places(main_thread);
     atomic_store(&is_prepared, 1);
     return 0;
 }
@@ -183,6 +195,7 @@ prepare(PyObject *module, PyObject *arguments)
     task = 0;
     due_ns = 0;
     random_state = (uint32_t)getpid();
+    haiprof_forget_places();
     atomic_store(&is_prepared, 0);
     atomic_store(&queued, 0);
     atomic_store(&stopped, 0);
@@ -197,8 +210,10 @@ take_own(void *unused)
     (void)unused;
     long long began = read_clock(CLOCK_MONOTONIC);
     int count = atomic_load(&stopped) ? 0 : atomic_load(&waiting_count);
+    int is_true = count && haiprof_knows_places(main_thread);
     for (int at = 0; at < count; at++) {
-        haiprof_take_sample(main_thread, 0, &waiting[at]);
+        haiprof_take_sample(main_thread, 0, &waiting[at].moment, waiting[at].places,
+                            is_true ? waiting[at].place_count : 0);
     }
     atomic_fetch_add(&held_ns, read_clock(CLOCK_MONOTONIC) - began);
     atomic_store(&queued, 0);
@@ -207,13 +222,15 @@ take_own(void *unused)
 
 /* Asks the main thread for a sample; what falls due before it comes counts as many times. */
 static void
-ask(const Moment *moment)
+ask(const Moment *moment, const Place *places, int place_count)
 {
     int count = atomic_load(&queued) ? atomic_load(&waiting_count) : 0;
     if (count == MOST_WAITING) {
         return;
     }
-    waiting[count] = *moment;
+    waiting[count].moment = *moment;
+    memcpy(waiting[count].places, places, place_count * sizeof *places);
+    waiting[count].place_count = place_count;
     atomic_store(&waiting_count, count + 1);
     if (count == 0) {
         atomic_store(&queued, 1);
@@ -494,6 +511,8 @@ sample(PyObject *module, PyObject *arguments)
         is_known = is_first && atomic_load(&is_prepared);
         int is_held = is_known && lock != NULL && atomic_load(&lock->locked) > 0;
         int is_main = is_held && atomic_load(&lock->last_holder) == main_thread;
+        Place places[MOST_PLACES];
+        int place_count = is_main ? haiprof_read_places(main_thread, places) : 0;
         Moment moment = look(number, is_main);
         if (due_ns >= ends) {
             goes_on = 0;
@@ -507,8 +526,11 @@ sample(PyObject *module, PyObject *arguments)
             moment.lock_state = LOCK_ELSEWHERE;
         }
         int is_waiting = moment.lock_state == LOCK_WAITED_FOR;
+        if (is_waiting) {
+            place_count = haiprof_read_places(main_thread, places);
+        }
         if (is_main || is_waiting) {
-            ask(&moment);
+            ask(&moment, places, place_count);
             count++;
             if (is_waiting && read_clock(CLOCK_MONOTONIC) >= returns) {
                 break; /* others are looked at once this thread has the lock, as they are then */
@@ -525,7 +547,7 @@ sample(PyObject *module, PyObject *arguments)
             moment.wait = WAITS_UNKNOWN; /* it has gone on: its stack is another one by now */
         }
         if (!atomic_load(&stopped)) {
-            haiprof_take_sample(is_known ? main_thread : NULL, ident, &moment);
+            haiprof_take_sample(is_known ? main_thread : NULL, ident, &moment, NULL, 0);
         }
         atomic_fetch_add(&lock_ns, read_clock(CLOCK_MONOTONIC) - began);
         own = PyEval_SaveThread();

@@ -17,6 +17,7 @@ from haiprof.in_job.frames import (
     MAX_PLACES,
     StackTree,
     compiled_part,
+    find_code,
     read_stacks,
     take_all,
     why_not_safe,
@@ -260,10 +261,14 @@ class StackSampler:
 
     def _take_samples(self, compiled: Any, count: int) -> None:
         """Takes over the samples, and counts what they took."""
-        words, nodes = compiled.take_samples()
+        words, nodes, unknown = compiled.take_samples()
         for caller, code, instruction in nodes:
             found = self._tree.below(self._stack_of_node[caller], (code, instruction))
             self._stack_of_node.append(found)
+        for address, globals_address in unknown:  # of functions that have left the stack
+            code = find_code(address, globals_address)
+            if code is not None:
+                compiled.know_code(code)
         taken = array("q", words)
         room = MAX_PENDING - len(self._samples)
         for at in range(0, min(len(taken), _SAMPLE_WORDS * max(room, 0)), _SAMPLE_WORDS):

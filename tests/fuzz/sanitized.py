@@ -27,7 +27,9 @@ _SOURCES = {
     "haiprof.trace_format.kineto._native": (_FORMATS / "kineto/native.c",),
     "haiprof.trace_format._plain_pickle": (_FORMATS / "plain_pickle.c",),
     "haiprof.in_job._spans": (_IN_JOB / "spans.c", _IN_JOB / "calls.c"),
-    "haiprof.in_job._frames": (_IN_JOB / "frames.c", _IN_JOB / "sample_clock.c"),
+    "haiprof.in_job._frames": tuple(
+        _IN_JOB / name for name in ("frames.c", "sample_clock.c", "running_place.c")
+    ),
 }
 _FLAGS = (
     "-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",

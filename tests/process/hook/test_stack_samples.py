@@ -250,3 +250,121 @@ def test_calls_of_one_line_are_told_apart(waits: dict[str, Any]) -> None:
     frames = [frame for frame in waits["frames"] if frame[2] == "two_calls"]
     assert {frame[4] for frame in frames} == {"first()", "second()"}
     assert len({frame[1] for frame in frames}) == 1
+
+
+_PLACES = """
+import json, sys, threading, time
+from haiprof.in_job import stack_sampler
+from haiprof.in_job.stack_sampler import StackSampler
+
+stack_sampler.CPU_RATIO = stack_sampler.HELD_RATIO = 1.0
+big = 3 ** 30000
+numbers, ends = list(range(1000)), [0]
+
+def note():  # takes no time; its call is what lets a sample be taken
+    ends.append(sum([1]))
+    ends.clear()
+
+def multiply(a, b):
+    return a * b  # returned
+
+class Doubled:
+    def double(self, a):
+        return multiply(a, a)
+
+def products():
+    while True:
+        yield big * big  # yielded
+
+def to_the_power_of_two_to(depth):
+    return to_the_power_of_two_to(depth - 1) if depth else big * big
+
+def before_a_call():
+    product = big * big  # before a call
+    note()
+
+def before_lookups():
+    for i in range(300):
+        x = numbers[i], numbers[i], numbers[i], numbers[i], numbers[i], numbers[i]  # looked up
+        y = x[0], x[1], x[2], x[3], x[4], x[5], x[0], x[1], x[2], x[3], x[4], x[5]  # looked up
+        z = y[0], y[1], y[2], y[3], y[4], y[5], y[0], y[1], y[2], y[3], y[4], y[5]  # looked up
+        time.perf_counter()
+
+def in_a_helper():
+    product = multiply(big, big)
+    note()
+
+def in_a_method():
+    product = Doubled().double(big)
+    note()
+
+made = products()
+
+def in_a_generator():
+    product = next(made)
+    note()
+
+def in_a_recursion():
+    product = to_the_power_of_two_to(3)  # recursion
+    note()
+
+parts = (before_a_call, before_lookups, in_a_helper, in_a_method, in_a_generator, in_a_recursion)
+ident = threading.get_ident()
+sampler = StackSampler(lambda: ident, hz=200, note=print)
+sampler.begin_steps()
+sampler.start()
+over = time.perf_counter() + 6
+while time.perf_counter() < over:
+    for part in parts:
+        ends_part = time.perf_counter() + 0.01
+        while time.perf_counter() < ends_part:
+            part()
+sampler.stop()
+time.sleep(0.2)
+print(json.dumps(sampler.take_line()))
+"""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
+    """Source lines at which a job's samples fell, by the part of the job that ran."""
+    script = tmp_path_factory.mktemp("job") / "job.py"
+    script.write_text(_PLACES)
+    command = [sys.executable, "-X", "faulthandler", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    line, source = json.loads(ended.stdout), _PLACES.splitlines()
+    found: dict[str, Counter[str]] = {}
+    for stack, offset_us in zip(line["stack"], line["offset_us"], strict=True):
+        if offset_us < 1_500_000:
+            continue  # functions that end before a check are learnt each second
+        inner, lines = "", []
+        while stack > 0:
+            stack, number = line["stacks"][stack - 1]
+            frame = line["frames"][number]
+            if frame[0] == str(script):
+                lines.append(source[frame[1] - 1].strip())
+                inner = frame[2] if frame[2].startswith(("in_", "before_")) else inner
+        found.setdefault(inner, Counter())[lines[0] if lines else ""] += 1
+    return found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="frames have no instruction before 3.11")
+@pytest.mark.parametrize(
+    ("part", "line", "share"),
+    [
+        ("before_a_call", "# before a call", 0.9),
+        ("before_lookups", "# looked up", 0.75),
+        ("in_a_helper", "# returned", 0.9),
+        ("in_a_method", "# returned", 0.9),
+        ("in_a_generator", "# yielded", 0.9),
+        ("in_a_recursion", "to_the_power_of_two_to", 0.9),
+    ],
+)
+def test_samples_fall_where_the_time_goes_before_a_check(
+    places: dict[str, Counter[str]], part: str, line: str, share: float
+) -> None:
+    """CPython notices a request for a sample after calls and jumps, and not after operators."""
+    found = places[part]
+    at_line = sum(number for text, number in found.items() if line in text)
+    assert at_line >= share * found.total() > 20, found
