@@ -268,10 +268,14 @@ find_stack(PyFrameObject *frame, const Place *places, int place_count)
     } else {
         for (int at = begin, place = left; place < place_count; place++) {
             int same = find_place(&places[place], at, count);
-            if (same < count) {
-                stack[same].instruction = places[place].instruction;
-                at = same + 1;
+            if (same == count) {
+                continue;
             }
+            if (stack[same].instruction == places[place].instruction) {
+                break; /* it is still in that call, and so are its callers */
+            }
+            stack[same].instruction = places[place].instruction;
+            at = same + 1;
         }
     }
     int32_t node = 0;

@@ -40,8 +40,9 @@ OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
 
 _VERSION = 4
 """Of frames.c; one that was built of older text is not used."""
-_MODULE_CONTENT = ModuleType.__dict__["__dict__"]
-_CLASS_CONTENT = type.__dict__["__dict__"]
+_MODULE_CONTENT: Any = vars(ModuleType)["__dict__"]
+_CLASS_CONTENT: Any = vars(type)["__dict__"]
+"""Without the job's `__getattr__`."""
 _FOR_ITER = bytes([opcode.opmap["FOR_ITER"]])
 _RESUME = opcode.opmap.get("RESUME")
 """Begins a function and what follows a `yield` or `await`, from Python 3.11 on."""
@@ -145,8 +146,9 @@ def line_of(place: Place) -> int:
 
 def _is_begin(place: Place) -> bool:
     """Whether a frame was only just entered, or resumed."""
-    # A thread notices a request for a sample, or for the interpreter lock, there, after calls and
-    # at jumps back, and not after an operator (`a @ b`): the next function's begin comes up for it.
+    # A thread notices a request for the interpreter lock there, after calls and at jumps back, and
+    # not after an operator (`a @ b`): the next function's begin comes up for it. So do samples
+    # whose place was not read beforehand: without the compiled part, and of another thread.
     code, offset = place
     return code.co_code[offset : offset + 1] == bytes(() if _RESUME is None else (_RESUME,))
 

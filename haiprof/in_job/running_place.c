@@ -36,11 +36,11 @@ enum {
     THREAD_WORDS = 64,
     MOST_PAIRS = 64,
     MOST_TRIES = 200,
-    MOST_CHECKS = 100,
-    MOST_READS = 3,
-    MOST_BEGIN = 1024,        /* of the instructions in a code object, in bytes */
+    MOST_CHECKS = 1000,
+    MOST_READS = 3,    /* further callers are known where they were read with these */
+    MOST_BEGIN = 1024, /* of the instructions in a code object, in bytes */
     MOST_CODE_BYTES = 1 << 24,
-    TAG_BITS = 3,             /* CPython 3.14 marks some pointers in their last bits */
+    TAG_BITS = 3,      /* CPython 3.14 marks some pointers in their last bits */
 };
 
 typedef uintptr_t Word;
@@ -233,7 +233,7 @@ haiprof_knows_places(PyThreadState *thread)
             atomic_store(&is_found, 0);
             tries = MOST_TRIES;
         }
-        checks += address != found_by;
+        checks += address != found_by ? 10 : 1; /* the same frame tells less */
     }
     if (collects) {
         PyGC_Enable();
@@ -244,32 +244,26 @@ haiprof_knows_places(PyThreadState *thread)
 /* Words of a frame, and of what is before it: often its callers, read in the same call. */
 typedef struct {
     Word begin, end, words[WORDS_BEFORE + FRAME_WORDS];
-    int reads;
 } Window;
 
 static const Word *
-read_frame(Window *window, Word address)
+read_frame(Window *window, Word address, int may_read)
 {
-    const Word size = FRAME_WORDS * sizeof(Word), before = WORDS_BEFORE * sizeof(Word);
+    const Word size = FRAME_WORDS * sizeof(Word), most = WORDS_BEFORE * sizeof(Word);
     if (address % sizeof(Word)) {
         return NULL;
     }
-    if (address < window->begin || address + size > window->end) {
-        if (window->reads++ == MOST_READS) {
+    if (address < window->begin || address > window->end - size) {
+        if (!may_read) {
             return NULL;
         }
-        /* The page before may not be mapped: then the kernel leaves out that part, the last. */
-        Word page = address % PAGE_BYTES < before ? address % PAGE_BYTES : before;
-        char *frame = (char *)(window->words + WORDS_BEFORE);
-        struct iovec own[] = {{frame, size}, {frame - page, page},
-                              {window->words, before - page}};
-        struct iovec theirs[] = {{(void *)address, size}, {(void *)(address - page), page},
-                                 {(void *)(address - before), before - page}};
-        ssize_t count = process_vm_readv(process, own, 3, theirs, 3, 0);
-        if (count < (ssize_t)size) {
+        /* Not from the page before, which may not be mapped. */
+        Word page = address % PAGE_BYTES, before = page < most ? page : most;
+        Word *begin = window->words + WORDS_BEFORE - before / sizeof(Word);
+        if (!read_words(address - before, begin, FRAME_WORDS + (int)(before / sizeof(Word)))) {
             return NULL;
         }
-        window->begin = address + size - (Word)count;
+        window->begin = address - before;
         window->end = address + size;
     }
     return window->words + WORDS_BEFORE + FRAME_WORDS - (window->end - address) / sizeof(Word);
@@ -279,11 +273,11 @@ int
 haiprof_read_places(PyThreadState *thread, Place *places)
 {
     Window window;
-    window.begin = window.end = window.reads = 0;
+    window.begin = window.end = FRAME_WORDS * sizeof(Word); /* nothing */
     int count = 0;
     Word at = atomic_load(&is_found) ? read_innermost(thread) : 0;
     for (int level = 0; at != 0 && level < MOST_PLACES; level++) {
-        const Word *words = read_frame(&window, at);
+        const Word *words = read_frame(&window, at, level < MOST_READS);
         if (words == NULL) {
             break;
         }
