@@ -22,7 +22,7 @@
 #include <time.h>
 
 enum { VERSION = 4 }; /* also in frames.py */
-enum { MOST_FRAMES = 256, MOST_ASKED = 1000, LEFT_OUT = -1 };
+enum { MOST_FRAMES = 256, MOST_ASKED = 200, LEFT_OUT = -1 };
 
 static PyFrameObject *(*get_back)(PyFrameObject *); /* PyFrame_GetBack */
 static int (*get_instruction)(PyFrameObject *);     /* PyFrame_GetLasti, from CPython 3.11 on */

@@ -94,28 +94,35 @@ def compiled_part() -> Any | None:
     return _compiled
 
 
-def find_code(address: int, globals_address: int) -> CodeType | None:
-    """The code object with an address, if the module with these globals has its function.
+def find_codes(wanted: Sequence[tuple[int, int]]) -> list[CodeType]:
+    """The code objects with these addresses whose functions the modules with these globals have.
 
-    Neither is followed: what was there may be gone. No code of the job runs.
+    Neither address is followed: what was there may be gone. No code of the job runs.
     """
-    content: dict[str, Any] = {}
+    addresses: dict[int, set[int]] = {}
+    for address, globals_address in wanted:
+        addresses.setdefault(globals_address, set()).add(address)
+    found: list[CodeType] = []
     for module in list(sys.modules.values()):
+        if not addresses:
+            break
         if issubclass(type(module), ModuleType):
-            content = _MODULE_CONTENT.__get__(module)
-            if id(content) == globals_address:
-                break
-    else:
-        return None
-    left, seen = list(content.values()), set()
-    while left:
+            content: dict[str, Any] = _MODULE_CONTENT.__get__(module)
+            if id(content) in addresses:
+                found += _codes_in(content, addresses.pop(id(content)))
+    return found
+
+
+def _codes_in(content: dict[str, Any], addresses: set[int]) -> list[CodeType]:
+    left, seen, found = list(content.values()), set[int](), list[CodeType]()
+    while left and len(found) < len(addresses):
         value = left.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if type(value) is CodeType:
-            if id(value) == address:
-                return value
+            if id(value) in addresses:
+                found.append(value)
             left += [inner for inner in value.co_consts if type(inner) is CodeType]
         elif type(value) is FunctionType:
             left += [value.__code__] if value.__globals__ is content else []
@@ -128,7 +135,7 @@ def find_code(address: int, globals_address: int) -> CodeType | None:
             members = _CLASS_CONTENT.__get__(value)
             if members.get("__module__") == content.get("__name__"):
                 left += list(members.values())
-    return None
+    return found
 
 
 def line_of(place: Place) -> int:

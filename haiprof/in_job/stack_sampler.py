@@ -17,7 +17,7 @@ from haiprof.in_job.frames import (
     MAX_PLACES,
     StackTree,
     compiled_part,
-    find_code,
+    find_codes,
     read_stacks,
     take_all,
     why_not_safe,
@@ -265,10 +265,8 @@ class StackSampler:
         for caller, code, instruction in nodes:
             found = self._tree.below(self._stack_of_node[caller], (code, instruction))
             self._stack_of_node.append(found)
-        for address, globals_address in unknown:  # of functions that have left the stack
-            code = find_code(address, globals_address)
-            if code is not None:
-                compiled.know_code(code)
+        for code in find_codes(unknown):  # of functions that have left the stack
+            compiled.know_code(code)
         taken = array("q", words)
         room = MAX_PENDING - len(self._samples)
         for at in range(0, min(len(taken), _SAMPLE_WORDS * max(room, 0)), _SAMPLE_WORDS):

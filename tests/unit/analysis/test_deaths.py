@@ -294,7 +294,8 @@ STORIES = {
     # its connections close once Python's own exit is done, and its process ends after that
     "a rank that takes long to end has ended early all the same": Story(
         events=[do.exits(1, time_ns=CLOCK.mono_ns + 60 * S - S, uncaught=False,
-                         left_at=[["/me/train.py", 27, "stop"], ["/v/site-packages/click/core.py", 3, "exit"]]),
+                         left_at=[["/me/train.py", 27, "stop"],
+                                  ["/v/site-packages/click/core.py", 3, "exit"]]),
                 do.over(1, 3, status=0), *CUT_OFF],
         cause="early_exit", roles="vcv", said=["sys.exit at train.py:27 in stop"],
     ),

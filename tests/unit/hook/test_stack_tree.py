@@ -14,7 +14,7 @@ from types import CodeType
 import pytest
 
 from haiprof.in_job import frames
-from haiprof.in_job.frames import StackTree, find_code, read_stacks
+from haiprof.in_job.frames import StackTree, find_codes, read_stacks
 from haiprof.in_job.stack_sampler import StackSampler
 
 
@@ -178,7 +178,6 @@ def test_code_is_found_by_its_address_in_its_module() -> None:
 
     for code in (inner.__code__, nested.__code__, StackTree.below.__code__):
         home = vars(sys.modules[StackTree.__module__ if code.co_name == "below" else __name__])
-        assert find_code(id(code), id(home)) is code
-        assert find_code(id(code), id(vars(sys))) is None
-    assert find_code(1, id(globals())) is None
-    assert find_code(id(inner.__code__), 1) is None
+        assert find_codes([(1, id(home)), (id(code), id(home))]) == [code]
+        assert find_codes([(id(code), id(vars(sys)))]) == []
+    assert find_codes([(1, id(globals())), (id(inner.__code__), 1)]) == []
