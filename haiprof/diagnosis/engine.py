@@ -448,6 +448,8 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False) -> str:
                 f"too little was recorded to be sure ({ledger.count:,} steps): {most.does} in "
                 f"{most.where}{at} takes {share} of the step"
             )
+    elif most.gain_ns >= PROBLEM_RATIO * mean and not ledger.is_problem(most):
+        share += f" ({low} to {high}: not certain)"
     return f"{text}; largest opportunity: {most.does} in {most.where}, {share}{most.paid_aside}"
 
 
