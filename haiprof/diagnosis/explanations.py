@@ -535,6 +535,8 @@ _MAKES_BATCH = re.compile(
 _OUTSIDE = "do it less often, in another process, or not at all"
 _COMPRESS = "compress in another process, or with a lower level"
 _OF_CALL = (
+    ("torch.optim.swa_utils", "update the average every N steps, or all tensors at once: "
+     "AveragedModel(..., multi_avg_fn=get_ema_multi_avg_fn(decay))"),
     ("copy.deepcopy", "copy less: only what changes, and less often; averages of parameters are "
      "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
     ("torch.serialization", "save less often, or from another thread"),

@@ -73,7 +73,7 @@ _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
 _MOSTLY_CALLS = 0.5
 """Operators are small whose calls take so much of their time: others compute, and stay."""
-_OWN_FILES = ("/torch/optim/", "/torch/_dynamo/eval_frame.py")
+_OWN_FILES = re.compile(r"/torch/optim/(?!swa_utils)|/torch/_dynamo/eval_frame\.py")
 """An optimizer, and the call of a compiled model: guards and what else it does around it."""
 RECOMPUTED = "recomputation"
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
@@ -152,7 +152,7 @@ def _is_models_own(table: TimeTable) -> Bools:
     """The same, where what such work waits for a core is its own."""
     place = table.tree.place[table.stack]
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
-    own_files = [any(part in frame.file for part in _OWN_FILES) for frame in table.tree.frames]
+    own_files = [_OWN_FILES.search(frame.file) is not None for frame in table.tree.frames]
     is_own_call = table.tree.calls_libraries(np.array([*own_files, False]))[table.stack]
     is_own_call &= ~np.isin(table.position, (COMPILE, EVALUATION))
     inside = np.isin(table.position, MODEL_POSITIONS)

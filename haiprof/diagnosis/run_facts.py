@@ -349,7 +349,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         severity="critical" if ends else "warning",
         title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far"
-        + ("" if limit is None or limit.left_ns >= _SOON_NS else f"; {limit.text(step_ns)}"),
+        + (f"; {limit.text(step_ns)}" if limit and is_sure and limit.left_ns < _SOON_NS else ""),
         evidence=evidence_rows(
             ("at the beginning", float(values[0]), "bytes"),
             ("at the end", float(values[-1]), "bytes"),

@@ -744,6 +744,8 @@ class _Case:
         of_import = error is not None and error.type in ("ModuleNotFoundError", "ImportError")
         if cause == "exception" and of_import:
             return "install what it names into the environment of that rank, or choose another"
+        if cause == "exception" and error is not None and _UNLIKE_SHAPES.search(error.message):
+            return _ONE_SHAPE
         if cause == "early_exit" and end is not None and end.left_at is not None:
             return f"see whether that rank should leave there, alone; {_REMEDIES[cause]}"
         if cause == "interrupted" and end is not None:
@@ -951,6 +953,14 @@ NO_NUMBER = re.compile(r"\b(?:nans?|(?:non-?|not )finite|is_?(?:nan|finite|inf))
 _NO_NUMBER_REMEDY = (
     "find where it becomes NaN or infinite: torch.autograd.set_detect_anomaly(True) for the steps "
     "before, the batch of that step, the learning rate, the loss scale of mixed precision"
+)
+_UNLIKE_SHAPES = re.compile(
+    r"resize storage that is not resizable|expects each tensor to be equal size"
+)
+"""What torch's default_collate raises, the first in a DataLoader worker."""
+_ONE_SHAPE = (
+    "the samples of one batch have tensors of unlike shapes: look for the odd ones in the dataset, "
+    "pad or crop them to one shape, or give the DataLoader a collate_fn that does"
 )
 _SIGNAL_REMEDIES: Mapping[int, str] = {
     signal.SIGXCPU: "raise the limit of its CPU time (ulimit -t), or save and start again before",

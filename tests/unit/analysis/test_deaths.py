@@ -288,6 +288,11 @@ STORIES = {
         events=[do.reached(9, 8, 9), *TIMED_OUT, do.stopped(1, at_s=1.2)],
         cause="hang", certain=False, said=["never came to all_reduce 9"],
     ),
+    "samples that make no batch are told of as such": Story(
+        events=[do.died(1, 0, "RuntimeError",
+                        "Trying to resize storage that is not resizable"), *CUT_OFF],
+        cause="exception", remedy="tensors of unlike shapes",
+    ),
     "a rank that ended early with status 0 is the cause of the others' deaths": Story(
         events=[do.over(1, 0, status=0), *CUT_OFF], cause="early_exit",
     ),

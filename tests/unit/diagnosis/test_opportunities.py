@@ -71,6 +71,13 @@ def test_a_module_that_is_copied_between_steps_runs_no_model() -> None:
     }
 
 
+def test_an_average_of_the_weights_is_no_part_of_the_optimizer() -> None:
+    update = (f"{SITE}/torch/optim/swa_utils.py", 300, "AveragedModel.update_parameters")
+    assert found(("after_step", (SCRIPT, LOOP, update), 4, "h")) == {
+        "main:50": (4, "after_step", "python")
+    }
+
+
 def test_an_evaluation_by_a_trainer_is_one_whatever_it_runs() -> None:
     """Its own code, the model's below it, and what the trainer and the loader do around it."""
     fit = (SCRIPT, job(25, "main"), TRAINER)
