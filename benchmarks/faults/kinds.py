@@ -94,6 +94,9 @@ class Kind:
 
 BURN = "sum(i * i for i in range(TURNS))  # FAULT"
 SLEEP = "time.sleep(LOSE)  # FAULT"
+MORE = "more = max(int(len(x) * min(LOSE / STEP, 1.0)), 1)\nx, y = torch.cat((x, x[:more])), torch.cat((y, y[:more]))"
+DEALT = MORE.replace("STEP, 1.0)), 1)", "STEP, 1.0)) // WORLD, 1)")
+"""The same samples, as many for each rank."""
 EACH_BURN = "sum(i * i for i in range(TURNS * max(WORKERS, 1) // BATCH))  # FAULT"
 EACH_SLEEP = "if index % 8 == 0:\n    time.sleep(LOSE * max(WORKERS, 1) * 8 / BATCH)  # FAULT"
 BEHIND_WORKERS = {"magnitudes": (1.1, 2.4), "styles": ANY}
@@ -246,8 +249,8 @@ FAULTS = (
     Kind(name="rank 0 logs alone", rank="first", ranks=(2,), styles=LOOPS, pieces={"after_step": when("RANK == 0", SLEEP)}),
     Kind(name="rank 0 evaluates alone", rank="first", ranks=(2,), styles=PLAIN, pieces=nth(EVALUATED, " and RANK == 0"), every=NTH),
     Kind(name="rank 0 prepares and broadcasts", rank="first", ranks=(2,), styles=PLAIN, constants={"LOADER": False}, shape={"after_step": "dist.broadcast(torch.zeros(1000), 0)"}, pieces={"batch": when("RANK == 0", BURN)}),
-    Kind(name="one rank has more data", at=(*FORWARD, *BACKWARD, *PREPARE), rank="last", ranks=(2,), styles=PLAIN, pieces={"batch": when("LAST", "more = max(int(len(x) * min(LOSE / STEP, 1.0)), 1)\nx, y = torch.cat((x, x[:more])), torch.cat((y, y[:more]))")}, fixed={"batch": "more = max(int(len(x) * min(LOSE / STEP, 1.0)) // WORLD, 1)\nx, y = torch.cat((x, x[:more])), torch.cat((y, y[:more]))"}),
-    Kind(name="ranks' data uneven by turns", at=(*FORWARD, *BACKWARD, *PREPARE), ranks=(2,), styles=PLAIN, pieces={"batch": when("(step + RANK) % WORLD == 0", "more = max(int(len(x) * min(LOSE / STEP, 1.0)), 1)\nx, y = torch.cat((x, x[:more])), torch.cat((y, y[:more]))")}, fixed={"batch": "more = max(int(len(x) * min(LOSE / STEP, 1.0)) // WORLD, 1)\nx, y = torch.cat((x, x[:more])), torch.cat((y, y[:more]))"}),
+    Kind(name="one rank has more data", at=(*FORWARD, *BACKWARD, *PREPARE), rank="last", ranks=(2,), styles=PLAIN, pieces={"batch": when("LAST", MORE)}, fixed={"batch": DEALT}),
+    Kind(name="ranks' data uneven by turns", at=(*FORWARD, *BACKWARD, *PREPARE), ranks=(2,), styles=PLAIN, pieces={"batch": when("(step + RANK) % WORLD == 0", MORE)}, fixed={"batch": DEALT}),
     # other threads of Python: what the loop loses to them is not its own to count
     Kind(name="thread that loops in Python", doing=("wait: interpreter lock", "wait: gil"), said=("interpreter_lock",), styles=LOOPS, pieces=thread("sum(i * i for i in range(20_000))  # FAULT")),
     Kind(name="thread that polls in Python", doing=("wait: interpreter lock", "wait: gil"), said=("interpreter_lock",), styles=LOOPS, pieces=thread("sum(i * i for i in range(TURNS))  # FAULT\ntime.sleep(4 * STEP)"), magnitudes=(0.2, 3)),

@@ -260,17 +260,14 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
             if free + loading.strangers_cores >= needed and loading.strangers_cores >= 0.05
             else f"more workers would not help: do less per sample ({less}), or take more cores"
         )
-    elif workers == 0 and loading.wait_share < PROBLEM_RATIO:
+    elif workers == 0:
         slug, title = "no_workers", "made on the training thread"
         remedy = (
             "do less per sample, or take a whole batch at once (Dataset.__getitems__); workers "
             "would take time to hand a batch over, too: what they gain is measured by haiprof "
             "try-loader"
-        )
-    elif workers == 0:
-        slug, title = "no_workers", "made on the training thread"
-        remedy = (
-            f"load batches in worker processes: DataLoader(..., num_workers={_more(loading)}, "
+            if loading.wait_share < PROBLEM_RATIO
+            else f"load batches in worker processes: DataLoader(..., num_workers={_more(loading)}, "
             f"persistent_workers=True); {_TRIED}; or do less per sample: decode and tokenize "
             "once, ahead of training"
         )

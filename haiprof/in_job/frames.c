@@ -55,7 +55,8 @@ read_stack(PyFrameObject *frame, PyObject *until, Py_ssize_t limit)
 {
     PyObject *stack = PyList_New(0);
     Py_INCREF(frame);
-    for (; stack != NULL && frame != NULL && PyList_Size(stack) < limit; frame = haiprof_step_out(frame)) {
+    for (; stack != NULL && frame != NULL && PyList_Size(stack) < limit;
+         frame = haiprof_step_out(frame)) {
         PyObject *code = (PyObject *)PyFrame_GetCode(frame);
         if (code == until) {
             Py_DECREF(code);
@@ -242,8 +243,8 @@ find_place(const Place *place, int from, int count)
 
 /* The stack of a frame, as it was when places were read.
  *
- * Frames that were entered since are cut off; those that are over are added, where their code is
- * known to live: no other has, as CPython's own frames between C and Python. */
+ * Frames that were entered since are cut off, and those that are over are added, if their code is
+ * known to exist still. That leaves out CPython's own frames between C and Python, too. */
 static int32_t
 find_stack(PyFrameObject *frame, const Place *places, int place_count)
 {
