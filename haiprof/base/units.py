@@ -65,6 +65,11 @@ def duration_text(ns: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 36_000 else f"{seconds / 3600:.1f} h"
 
 
+def later_text(ns: float) -> str:
+    """`25.0 s later`, of something that came after; `at once` within a second."""
+    return "at once" if ns < NS_PER_S else f"{duration_text(ns)} later"
+
+
 def bytes_text(count: float | None) -> str:
     """A number of bytes as text in binary units: `"1.50 GiB"`; missing as a dash."""
     if count is None:

@@ -149,7 +149,7 @@ def judge(
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
         traces=traced_lines(analyzer, since_ns=since_ns),
-        reactions=tuple(reacted_lines(inputs.reactions, analyzer.run)),
+        reactions=tuple(reacted_lines(inputs.reactions, analyzer.run, inputs.input_sizes)),
         nccl=analyzer.nccl().known,
     )
     return verdict, found

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import polars as pl
 
 from haiprof.base.code_places import place_text
@@ -20,7 +21,7 @@ from haiprof.base.ledger import (
     activity_words,
     expression_text,
 )
-from haiprof.base.units import duration_text, ranks_text, ratio_text, visible
+from haiprof.base.units import duration_text, ranks_text, ratio_text, shorten, visible
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import (
@@ -51,6 +52,7 @@ from haiprof.run_analysis.ledger import (
 )
 from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
+from haiprof.run_format.stack_lines import WAITS
 
 WHERE = {
     "input": "making the batch on the training thread",
@@ -81,8 +83,13 @@ SLUGS = {
 _HANDED_OVER = "torch.multiprocessing.reductions"
 """What takes tensors over from another process."""
 _MIN_SAMPLES = 4
+_AT_LOCK = WAITS.index("lock")
+_WAITING_FILES = ("/threading.py", "/queue.py")
+"""A thread in these waits itself."""
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
+_CODE_CHARS = 50
+"""Of an expression in a title: the whole stands in the ledger."""
 _UNEVEN = 1.02
 """A gain that is so many times the mean over ranks is the slowest rank's."""
 
@@ -135,8 +142,7 @@ def explain(question: Question) -> Finding:
     if account.activity == "wait: socket":
         said = replace(said, evidence=(*said.evidence, *_sent_again(question)))
     if account.activity == "wait: lock":
-        chosen, used = _other_threads(question)
-        said = replace(said, code_lines=code_lines(chosen, "a core, in another thread", used))
+        said = _with_holder(question, said)
     return _name_alone(question, said)
 
 
@@ -313,6 +319,28 @@ def _other_threads(question: Question) -> tuple[CodeSamples, float]:
         return chosen, 0.0
     whole = max(float(question.inputs.trained_ns.get(int(chosen.rank[0]), 1.0)), 1.0)
     return chosen, min(float(chosen.weight_ns.sum()) / whole, 1.0)
+
+
+def _with_holder(question: Question, said: Finding) -> Finding:
+    """What waits for a lock, with where other threads are meanwhile: one of them holds it."""
+    samples = question.samples
+    is_look = samples.phase == OTHER_THREADS
+    at_lock = np.zeros(len(samples.rank), dtype=np.bool_)
+    for rank in np.unique(samples.rank[is_look]).tolist():
+        of_rank = (samples.rank == rank) & (samples.worker < 0)
+        own, looks = np.flatnonzero(of_rank & ~is_look), np.flatnonzero(of_rank & is_look)
+        before = np.searchsorted(samples.time_ns[own], samples.time_ns[looks]) - 1
+        at_lock[looks[before >= 0]] = samples.wait[own[before[before >= 0]]] == _AT_LOCK
+    chosen = samples.take(at_lock)
+    waits_too = np.array([*(f.file.endswith(_WAITING_FILES) for f in chosen.tree.frames), False])
+    chosen = chosen.take(~waits_too[chosen.tree.place[chosen.stack]])
+    chosen = replace(chosen, weight_ns=np.ones(len(chosen.rank)))
+    lines = code_lines(chosen, "these moments, in another thread", 1.0)
+    if not lines:
+        chosen, used = _other_threads(question)
+        return replace(said, code_lines=code_lines(chosen, "a core, in another thread", used))
+    title = f"{said.title}; meanwhile another thread is at {lines[0].location}"
+    return replace(said, title=title, code_lines=lines)
 
 
 def _interpreter_lock(question: Question) -> Finding:
@@ -667,7 +695,7 @@ def _also_text(account: Account) -> str:
     if also is None:
         return ""
     at = f"line {also.line}" if also.file == account.file else place_text(also.file, also.line, "")
-    code = expression_text(also.expression)
+    code = shorten(expression_text(also.expression), _CODE_CHARS)
     words = "native code" if also.activity == ACTIVITIES[NATIVE] else activity_words(also.activity)
     does = "" if also.activity == account.activity else f", {words}"
     return f" ({ratio_text(also.ratio)} of it: {' '.join(filter(None, (at, code)))}{does})"
@@ -676,7 +704,7 @@ def _also_text(account: Account) -> str:
 def _function_text(account: Account) -> str:
     """`ema_update (train.py:15)`, with the expression where one is known."""
     name = (account.file or "").rpartition("/")[2]
-    code = f" {account.code}" if account.code else ""
+    code = f" {shorten(account.code, _CODE_CHARS)}" if account.code else ""
     function = "the script" if account.function == "<module>" else account.function
     line = "" if account.line is None else f":{account.line}"
     return f"{function} ({name}{line}{code})"

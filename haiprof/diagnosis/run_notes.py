@@ -11,7 +11,14 @@ import polars as pl
 
 from haiprof.base.ledger import PROBLEM_RATIO, Ledger
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ranks_text, ratio_text
+from haiprof.base.units import (
+    NS_PER_S,
+    bytes_text,
+    duration_text,
+    number_text,
+    ranks_text,
+    ratio_text,
+)
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import UNTRACED_MIN_RATIO
 from haiprof.run_analysis.reactions import Reaction, outcome_text, watched_frame
@@ -243,8 +250,10 @@ def _most(values: pl.Series) -> float | None:
     return float(most) if isinstance(most, (int, float)) else None
 
 
-def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> Iterator[str]:
-    """What haiprof noticed and did while the job ran, in a line each."""
+def reacted_lines(
+    reactions: Sequence[Reaction], run: RunPaths, sizes: pl.DataFrame
+) -> Iterator[str]:
+    """What haiprof noticed and did while the job ran, in a line each; `sizes` are of inputs."""
     for each in reactions:
         said = outcome_text(each)
         if each.trigger != "slow":
@@ -254,11 +263,29 @@ def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> Iterator[str]
         before, after = each.before_ns, each.after_ns
         grown = after / before - 1 if before and after else None
         see = f": haiprof trace report {shown_path(run.root)} --window {each.window}"
+        times = _inputs_grew(sizes, each)
+        if grown and times and times - 1 >= grown / 2:
+            said = f"its inputs are {number_text(times)} times as large from then on; {said}"
         yield (
             f"step {each.step} on became {ratio_text(grown)} slower on rank {each.rank} "
             f"({duration_text(before)} to {duration_text(after)}) "
             f"at {_clock_text(each.since_wall_ns)}; {said}{'' if each.window is None else see}"
         )
+
+
+def _inputs_grew(sizes: pl.DataFrame, reaction: Reaction) -> float | None:
+    """How many times larger the inputs of a rank are from then on; None where nobody looked."""
+    own = sizes.filter(pl.col("rank") == reaction.rank, pl.col("number_count") > 0)
+    if own.is_empty():
+        return None
+    own = own.filter(pl.col("root") == own["root"].mode().min())
+    later = own["time_ns"] >= reaction.since_wall_ns
+    before, after = (
+        own.filter(~later)["number_count"].mean(),
+        own.filter(later)["number_count"].mean(),
+    )
+    known = isinstance(before, float) and isinstance(after, float)
+    return after / before if known else None
 
 
 def _clock_text(wall_ns: int) -> str:

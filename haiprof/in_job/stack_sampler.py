@@ -32,6 +32,7 @@ from haiprof.run_format.stack_lines import (
     STACKS_VERSION,
     WAIT_LETTERS,
     WAIT_UNKNOWN,
+    WAITS,
 )
 
 DEFAULT_HZ = 100.0
@@ -82,6 +83,8 @@ _UNKNOWN = {
     "queue_us": -1,
 }
 """Columns that are left out where they say nothing."""
+
+_AT_LOCK = WAITS.index("lock")
 
 _now = time.perf_counter_ns
 _ident = threading.get_ident
@@ -243,10 +246,9 @@ class StackSampler:
                 self._sample_plainly()
             else:
                 count = self._wait_for_samples(self._compiled, slice_ends)
+                self._take_samples(self._compiled, count)
             if others and not self._stopped:
                 self._look_at_others()
-            if self._compiled is not None:
-                self._take_samples(self._compiled, count)
         return not self._stopped
 
     def _wait_for_samples(self, compiled: Any, ends_ns: int) -> int:
@@ -318,12 +320,18 @@ class StackSampler:
         return int(max(_NS_PER_S / (self.hz * pace), cpu_ns / cpu_ratio, held_ns / HELD_RATIO))
 
     def _look_at_others(self) -> None:
-        """Which other Python threads used a core, and what they are at: may hold the lock."""
+        """Which other Python threads used a core, and what they are at: may hold the lock.
+
+        Where training waits for a lock of the job's, who holds it may sleep: then all of them.
+        """
         if _now() < self._looked_ns + OTHERS_NS // 5:
             return
         self._looked_ns, owner = _now(), self._thread()
         stacks = read_stacks(None, until=self._until, limit=MAX_DEPTH)
         skipped = (owner, _ident())
+        last = self._samples[-1] if self._samples else None
+        at_lock = last is not None and last.wait == _AT_LOCK and owner in stacks
+        at_lock = at_lock and self._tree.find(stacks[owner]) == last.stack
         known = getattr(threading, "_active", {})  # enumerate() would wait for the job's lock
         used = {}
         for ident in [other for other in stacks if other not in skipped][:OTHERS_LIMIT]:
@@ -335,7 +343,7 @@ class StackSampler:
             used[ident] = (time_ns, cpu_ns)
             before_ns, before_cpu_ns = self._cpu.get(ident, (time_ns, cpu_ns))
             share = (cpu_ns - before_cpu_ns) / max(time_ns - before_ns, 1)
-            if share >= BUSY_SHARE:
+            if share >= BUSY_SHARE or at_lock:
                 number = self._thread_number(str(getattr(thread, "name", ""))[:_NAME_LIMIT])
                 stack = self._tree.find(stacks[ident])
                 since_us = (time_ns - before_ns) // _NS_PER_US

@@ -22,7 +22,7 @@ from haiprof.base.options import ENV_TRY_LOADER, KEPT_BATCHES
 from haiprof.base.safe_files import MadeFolder, create_file, make_named_folder
 from haiprof.base.statistics import RUN_RATIO, block_mean
 from haiprof.base.subcommand import Subcommand
-from haiprof.base.units import NS_PER_S
+from haiprof.base.units import NS_PER_S, duration_text
 from haiprof.live.trace_now import Progress
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import find_runs
@@ -76,15 +76,22 @@ def try_loaders(
         found.append(_try(loader, words, steps=steps, time_s=time_s, start=start, kept=kept))
         return found[-1]
 
+    began = time.monotonic()
     given = attempt(AS_GIVEN)
     if given.reason is not None:
         raise MissingDataError(
             f"nothing to try: {given.reason}",
             hint="give the command of a job that reads through torch.utils.data.DataLoader",
         )
-    attempt(KEPT_BATCHES)
-    for count in worker_counts(given.ranks) if counts is None else counts:
-        attempt(str(count))
+    numbers = worker_counts(given.ranks) if counts is None else counts
+    took_ns = (time.monotonic() - began) * NS_PER_S
+    count = 1 + len(numbers)
+    progress(
+        f"it took {duration_text(took_ns)}; {count} trials to go, up to about "
+        f"{duration_text(count * took_ns)} in all"
+    )
+    for loader in (KEPT_BATCHES, *map(str, numbers)):
+        attempt(loader)
     return found
 
 

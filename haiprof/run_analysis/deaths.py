@@ -14,7 +14,7 @@ from typing import NamedTuple
 import polars as pl
 
 from haiprof.base.errors import HaiprofError
-from haiprof.base.units import NS_PER_S, duration_text, ranks_text
+from haiprof.base.units import NS_PER_S, duration_text, later_text, ranks_text
 from haiprof.run_analysis.collectives import Mismatch, find_mismatches
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
 from haiprof.run_analysis.nccl_witness import begun_later
@@ -890,7 +890,7 @@ def _victims_text(fates: Sequence[Fate], died: int | None) -> str:
             if len(waited_in) == 1:
                 text += f" waited in {waited_in.pop()} and"
             times = [f.ended_ns - died for f in own if f.ended_ns is not None and died]
-            later = f" {duration_text(max(times))} later" if times and max(times) > 0 else ""
+            later = f" {later_text(max(times))}" if times and max(times) > 0 else ""
             parts.append(f"{text} {were} ended{later} {what.removeprefix('ended ')}")
     return "; ".join(parts)
 

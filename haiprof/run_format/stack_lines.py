@@ -46,7 +46,7 @@ SAMPLE_FIELDS = {
     "weight_us": "the time that each sample stands for, of folded ones: others stand for the time "
     "to those beside them; left out without any",
     "others": "[offset_us, thread, stack, share of a core in 1/1000, us since the look before]: "
-    "other threads that were busy",
+    "other threads that were busy, and all where the training thread waited for a lock",
     "threads": "[number, name] of the threads in `others`, each written once",
     "cpu_ns": "CPU time of the sampling thread so far",
 }  # fmt: skip

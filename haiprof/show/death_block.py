@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import duration_text, ranks_text
+from haiprof.base.units import duration_text, later_text, ranks_text
 from haiprof.show.markdown import markdown_code, markdown_text
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import moment_text, printable
@@ -98,7 +98,7 @@ def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
     for (role, what), fates in found.items():
         times = [f.ended_ns - death.died_ns for f in fates if f.ended_ns and death.died_ns]
         later = max(times, default=0)
-        when = f", {duration_text(later)} later" if later > 0 and role != "cause" else ""
+        when = f", {later_text(later)}" if later > 0 and role != "cause" else ""
         yield ranks_text([f.rank for f in fates]), role, what + when
 
 

@@ -103,7 +103,7 @@ import hashlib, queue, re, sys, threading, time
 import torch
 
 torch.set_num_threads(1)
-ready, blob = queue.Queue(2), bytes(1 << 24)
+ready, blob, lock = queue.Queue(2), bytes(1 << 24), threading.Lock()
 
 def loop():
     while True:
@@ -118,6 +118,12 @@ def batches():
         hashlib.sha256(blob).digest()  # lets go of the lock
         ready.put(None)
 
+def saves():
+    while True:
+        with lock:
+            time.sleep(0.03)
+        time.sleep(0.01)
+
 other = globals()[sys.argv[1]]
 threading.Thread(target=other, daemon=True).start()
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
@@ -126,7 +132,8 @@ until = time.time() + 6
 while time.time() < until:
     if other is batches:
         ready.get()
-    x = torch.randn(64, 256)
+    with lock:
+        x = torch.randn(64, 256)
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
@@ -157,3 +164,10 @@ def test_a_thread_that_is_only_waited_for_holds_no_lock(tmp_path: Path) -> None:
     waits = next(finding for finding in findings if "waiting for a lock" in finding.title)
     lines = [line.function for line in waits.code_lines if line.of.endswith("in another thread")]
     assert "batches" in lines, "what it waits for is named with what it does"
+
+
+def test_a_thread_that_holds_a_lock_while_it_sleeps_is_named(tmp_path: Path) -> None:
+    waits = next(each for each in judge(tmp_path, "saves") if "waiting for a lock" in each.title)
+    assert "another thread is at train.py" in waits.title
+    assert waits.title.endswith(" saves")
+    assert [line.function for line in waits.code_lines if line.of.endswith("thread")] == ["saves"]

@@ -18,7 +18,7 @@ from haiprof.run_format.writer import append_line
 from haiprof.show.text import moment_text
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import sql_tables
-from tests.unit.diagnosis.stories import write_story
+from tests.unit.diagnosis.stories import START_NS, note, write_story
 
 HANG = {
     "type": "reaction", "name": "reaction-hang-0", "trigger": "hang", "rank": 0, "step": 59,
@@ -115,6 +115,19 @@ def test_slower_steps_are_said_with_both_times(
 ) -> None:
     (line,) = judged(run, *lines).reactions
     assert "step 412 on became 28 % slower on rank 0 (41.0 ms to 52.3 ms)" in line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("larger", "said"), [(1.4, "; its inputs are 1.40 times as large from then on"), (1.0, "")]
+)
+def test_slower_steps_of_larger_inputs_say_so(run: Path, larger: float, said: str) -> None:
+    for at in range(8):
+        count = round(1000 * (larger if at >= 4 else 1))
+        note(run, 0, type="input_size", time_ns=START_NS + at * 10**8, root=1, number_count=count)
+    since_ns = int(Analyzer(run).steps()["start_ns"].min()) + 35 * 10**7
+    (line,) = judged(run, {**SLOW, "since_wall_ns": since_ns}).reactions
+    assert ("its inputs" in line) is bool(said)
     assert said in line
 
 
