@@ -586,12 +586,12 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     of_torch = np.array([*(p == "torch" for p in packages), False])[place][samples.stack]
     waits = np.where(of_torch & np.isin(waits, (LOCK_WAIT, OTHER_WAIT)), -1, waits)  # its threads
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
-    found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
     names = [frame.function for frame in tree.frames]
     workers = np.array([*(WORKER_LOADER in n and WORKER_START not in n for n in names), False])
     in_loader = tree.holds(workers)[samples.stack]
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
+    found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
     found = np.where(tree.within(_COLLECTIVES)[samples.stack], LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
 

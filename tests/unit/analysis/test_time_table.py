@@ -61,6 +61,7 @@ SELECT = of_python("selectors.py", "select")
         ((MAIN, LOG), "1", {"wait: interpreter lock": 1}),
         ((MAIN, MODULE, LINEAR), "10", {"wait: interpreter lock": 1 / 2, "operators": 1 / 2}),
         ((MAIN, LOADER, GET), "0", {"wait: loader": 1}),
+        ((MAIN, LOADER, GET), "10", {"wait: interpreter lock": 1 / 2, "wait: loader": 1 / 2}),
         ((MAIN, LOG, BARRIER), "0", {"wait: link": 1}),
         ((MAIN, LOG, of_python("threading.py")), "0", {"wait: lock": 1}),
         ((MAIN, LOG, of_python("queue.py")), "0", {"wait: lock": 1}),
