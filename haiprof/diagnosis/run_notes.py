@@ -280,12 +280,8 @@ def _inputs_grew(sizes: pl.DataFrame, reaction: Reaction) -> float | None:
         return None
     own = own.filter(pl.col("root") == own["root"].mode().min())
     later = own["time_ns"] >= reaction.since_wall_ns
-    before, after = (
-        own.filter(~later)["number_count"].mean(),
-        own.filter(later)["number_count"].mean(),
-    )
-    known = isinstance(before, float) and isinstance(after, float)
-    return after / before if known else None
+    counts = [own.filter(part)["number_count"].to_numpy() for part in (~later, later)]
+    return float(counts[1].mean() / counts[0].mean()) if all(map(len, counts)) else None
 
 
 def _clock_text(wall_ns: int) -> str:

@@ -329,9 +329,10 @@ class StackSampler:
         self._looked_ns, owner = _now(), self._thread()
         stacks = read_stacks(None, until=self._until, limit=MAX_DEPTH)
         skipped = (owner, _ident())
-        last = self._samples[-1] if self._samples else None
-        at_lock = last is not None and last.wait == _AT_LOCK and owner in stacks
-        at_lock = at_lock and self._tree.find(stacks[owner]) == last.stack
+        at_lock = any(  # the last sample, and that it has not moved on since
+            last.wait == _AT_LOCK and self._tree.find(stacks.get(owner, ())) == last.stack
+            for last in self._samples[-1:]
+        )
         known = getattr(threading, "_active", {})  # enumerate() would wait for the job's lock
         used = {}
         for ident in [other for other in stacks if other not in skipped][:OTHERS_LIMIT]:

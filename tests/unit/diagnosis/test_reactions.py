@@ -125,7 +125,7 @@ def test_slower_steps_of_larger_inputs_say_so(run: Path, larger: float, said: st
     for at in range(8):
         count = round(1000 * (larger if at >= 4 else 1))
         note(run, 0, type="input_size", time_ns=START_NS + at * 10**8, root=1, number_count=count)
-    since_ns = int(Analyzer(run).steps()["start_ns"].min()) + 35 * 10**7
+    since_ns = Analyzer(run).steps().row(0, named=True)["start_ns"] + 35 * 10**7
     (line,) = judged(run, {**SLOW, "since_wall_ns": since_ns}).reactions
     assert ("its inputs" in line) is bool(said)
     assert said in line
