@@ -99,6 +99,8 @@ def find_codes(wanted: Sequence[tuple[int, int]]) -> list[CodeType]:
 
     Neither address is followed: what was there may be gone. No code of the job runs.
     """
+    if not wanted:  # a walk over all modules takes a millisecond, after a fork several
+        return []
     addresses: dict[int, set[int]] = {}
     for address, globals_address in wanted:
         addresses.setdefault(globals_address, set()).add(address)

@@ -58,6 +58,8 @@ SLICE_NS, SLICE_SAMPLES, MOST_SLICE_NS = 1_000_000_000, 10, 4_000_000_000
 OTHERS_NS = 250_000_000
 """So often other threads are looked at, where there are some; where one of them must hold the lock,
 five times as often."""
+SLICES_SHARE = 0.5
+"""Of the sampling thread's time, what Python may take after each slice; the rest is of samples."""
 MIN_SAMPLES = 20
 """After so many it is known what one takes."""
 END_WAIT_S = 0.2
@@ -154,6 +156,7 @@ class StackSampler:
         thread, how long the training thread took samples itself, and the lock was held beside it.
         """
         self._costs_ns = (0.0, 0.0)
+        self._slice_cost_ns = 0.0
         self._stopped = False
         self._random = os.getpid()
         self._steps_began_ns: int | None = None
@@ -240,15 +243,20 @@ class StackSampler:
         while not self._stopped and _now() < ends:
             known = getattr(threading, "_active", {})  # the job's Python threads
             others = len(known) - (self._thread() in known) - (_ident() in known) > 0
-            slice_ends = min(ends, _now() + OTHERS_NS) if others else ends
+            slice_ns = max(OTHERS_NS, int(self._slice_cost_ns / (SLICES_SHARE * self._pace()[1])))
+            slice_ends = min(ends, _now() + slice_ns) if others else ends
             count = 0
             if self._compiled is None:
                 self._sample_plainly()
             else:
                 count = self._wait_for_samples(self._compiled, slice_ends)
+            began_ns = time.thread_time_ns()
+            if self._compiled is not None:
                 self._take_samples(self._compiled, count)
             if others and not self._stopped:
                 self._look_at_others()
+            took_ns = time.thread_time_ns() - began_ns
+            self._slice_cost_ns += (took_ns - self._slice_cost_ns) / 4
         return not self._stopped
 
     def _wait_for_samples(self, compiled: Any, ends_ns: int) -> int:
@@ -309,13 +317,17 @@ class StackSampler:
         finally:
             self._ended.release()
 
+    def _pace(self) -> tuple[float, float]:
+        """By the age of the run: the share of the rate, and of a core."""
+        if self._steps_began_ns is None:
+            return BEFORE_STEPS, CPU_RATIO
+        age_s = (_now() - self._steps_began_ns) / _NS_PER_S
+        pace, part = next(row[1:] for row in PACE if age_s < row[0])
+        return pace, part * CPU_RATIO
+
     def pause_ns(self) -> int:
         """To the next sample, in the mean: by the age of the run, and by what a sample takes."""
-        pace, cpu_ratio = BEFORE_STEPS, CPU_RATIO
-        if self._steps_began_ns is not None:
-            age_s = (_now() - self._steps_began_ns) / _NS_PER_S
-            pace, part = next(row[1:] for row in PACE if age_s < row[0])
-            cpu_ratio = part * CPU_RATIO
+        pace, cpu_ratio = self._pace()
         cpu_ns, held_ns = self._costs_ns
         return int(max(_NS_PER_S / (self.hz * pace), cpu_ns / cpu_ratio, held_ns / HELD_RATIO))
 

@@ -36,6 +36,7 @@ _LINE_CHARS = 300
 _OUTER_FRAMES, _INNER_FRAMES = 16, 48
 _CHAIN_LIMIT = 4
 _THREAD_LIMIT = 4
+_CHILDREN_LIMIT = 16
 _RESERVE_BYTES = 32 << 20
 """Address space, never touched, for the last words of a process whose memory has run out: the
 thread that writes them needs a stack of 8 MiB, and Python arenas of 1 MiB."""
@@ -138,6 +139,8 @@ class Uncaught:
             return
         self._ended = how != "thread"
         entry = _entry(how, thread)
+        if ended := _ended_children():
+            entry["children"] = ended
         self._unwritten = entry, error
         if self._reserve is not None:
             self._reserve.close()
@@ -178,6 +181,21 @@ class Uncaught:
 def _entry(how: str, thread: str | None = None) -> dict[str, Any]:
     times = {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()}
     return {"how": how, "thread": thread, **times}
+
+
+def _ended_children() -> list[tuple[int, int, int]]:
+    """Children of multiprocessing that have ended, and still wait to be reaped.
+
+    Returns:
+        Process id, `si_code` and `si_status` of waitid(2), which leaves them as they are.
+    """
+    found = []
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    for child in list(getattr(sys.modules.get("multiprocessing.process"), "_children", ())):
+        with contextlib.suppress(Exception):  # reaped, or closed, meanwhile
+            if (ended := os.waitid(os.P_PID, child.pid, options)) is not None:
+                found.append((child.pid, ended.si_code, ended.si_status))
+    return found[:_CHILDREN_LIMIT]
 
 
 def _watch_terminate(folder: Path) -> None:

@@ -702,10 +702,15 @@ class _Case:
         if ended_on_nan(cause, (error.message if error is not None else None, source), fates):
             headline += "" if NO_NUMBER.search(headline) else ", on a NaN or infinite value"
             remedy = _NO_NUMBER_REMEDY
+        witnesses = self._witnesses(died, error)
+        printed = [each for each in witnesses if each.kind == "traceback" and each.rank in ranks]
+        nowhere &= not (cause == "exit" and printed)
         seen_at = self._seen_at(ranks, died) if nowhere else None
         phase = self.phases.get(ranks[0]) if ranks and nowhere else None
         headline += f", in {phase}" if phase else ""
         headline += f"; last sample: {seen_at}" if seen_at else ""
+        if cause == "exit" and printed and line is None:
+            headline += f"; it had printed {printed[-1].text}"
         return Death(
             headline=f"{headline}; {tail}" if tail and tail not in headline else headline,
             cause=cause,
@@ -724,7 +729,7 @@ class _Case:
             if hosts < 2
             else f"the clocks of {hosts} nodes, taken to agree: NTP keeps them within milliseconds",
             remedy=remedy,
-            witnesses=self._witnesses(died, error),
+            witnesses=witnesses,
         )
 
     def _witnesses(self, died: int | None, error: Error | None) -> tuple[PrintedLine, ...]:
@@ -746,6 +751,8 @@ class _Case:
             return "install what it names into the environment of that rank, or choose another"
         if cause == "exception" and error is not None and _UNLIKE_SHAPES.search(error.message):
             return _ONE_SHAPE
+        if cause == "exception" and end is not None and end.thread_error is not None:
+            return "fix what ended its thread, where the other line waited for it; else that line"
         if cause == "early_exit" and end is not None and end.left_at is not None:
             return f"see whether that rank should leave there, alone; {_REMEDIES[cause]}"
         if cause == "interrupted" and end is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import signal
 from collections import defaultdict
@@ -55,6 +56,7 @@ WORKER_DIED = re.compile(
     r"(?:is killed by signal: ([\w ]+)|exited unexpectedly(?: with exit code (\d+))?)"
 )
 """How torch tells of a worker's end: process, signal, exit status."""
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _SAME_FAILURE_NS = 60_000_000_000
 """An allocation that failed longer before an exception was another one, which the job caught."""
 
@@ -71,6 +73,8 @@ class Error:
     """What stands there."""
     frames: Stack
     errno: int | None = None
+    ended_child: tuple[int, int, int] | None = None
+    """Of a child that had failed by then: process id, signal and exit status, one of which is 0."""
 
     @property
     def exit_status(self) -> int | None:
@@ -348,11 +352,25 @@ def _uncaught(entry: Mapping[str, Any]) -> Uncaught:
         how=text(entry.get("how")) or "exception",
         thread=text(entry.get("thread")),
         wall_ns=integer(entry.get("wall_ns")),
-        errors=tuple(map(_error, objects(entries(entry.get("errors"))[:_CHAIN_LIMIT]))),
+        errors=tuple(
+            _error(each, _failed_child(entry.get("children")))
+            for each in objects(entries(entry.get("errors"))[:_CHAIN_LIMIT])
+        ),
     )
 
 
-def _error(content: Mapping[str, Any]) -> Error:
+def _failed_child(children: object) -> tuple[int, int, int] | None:
+    """The one of the children that ended whose end is a failure; None of several."""
+    failed = []
+    for child in entries(children):
+        pid, code, status = (*map(integer, entries(child)), None, None, None)[:3]
+        if pid is not None and status:
+            by_signal = code in (os.CLD_KILLED, os.CLD_DUMPED)
+            failed.append((pid, status if by_signal else 0, 0 if by_signal else status))
+    return failed[0] if len(failed) == 1 else None
+
+
+def _error(content: Mapping[str, Any], ended_child: tuple[int, int, int] | None = None) -> Error:
     frames = parse_frames(content.get("frames")) or ()
     return Error(
         type=(text(content.get("type")) or "?")[:200],
@@ -361,6 +379,7 @@ def _error(content: Mapping[str, Any]) -> Error:
         source=(text(content.get("source")) or "")[:400],
         frames=frames,
         errno=integer(content.get("errno")),
+        ended_child=ended_child,
     )
 
 
@@ -610,14 +629,24 @@ def worker_death(error: Error | None) -> tuple[str, str] | None:
     """
     match = WORKER_DIED.search(error.message) if error is not None else None
     if match is None:
-        lost = error is not None and _has_lost_worker(error)
-        said = "a DataLoader worker of its ended while it handed a batch over; why is not known"
-        return ("exit", said) if lost else None
+        return _lost_worker(error) if error is not None and _has_lost_worker(error) else None
     if match[2] is None:
         status = f" with exit status {match[3]}" if match[3] else ""
         return "exit", f"its DataLoader worker (pid {match[1]}) ended{status}; why is not known"
     kind = "killed" if match[2] in ("Killed", "Terminated", "Interrupt") else "crash"
     return kind, f"its DataLoader worker (pid {match[1]}) was ended by a signal: {match[2]}"
+
+
+def _lost_worker(error: Error) -> tuple[str, str]:
+    """The same, where the connection to the worker tells that it is gone."""
+    if error.ended_child is None:
+        return "exit", "one of its DataLoader workers ended; why is not known"
+    pid, number, status = error.ended_child
+    if number:
+        kind = "crash" if number in _CRASHES else "killed"
+        return kind, f"its DataLoader worker (pid {pid}) was ended by {signal_name(number)}"
+    said = f"its DataLoader worker (pid {pid}) ended with exit status {status}"
+    return "exit", f"{said}; why is not known"
 
 
 def kind_of(end: ProcessEnd) -> str:
@@ -637,8 +666,7 @@ def kind_of(end: ProcessEnd) -> str:
     if end.oom:
         return "out_of_memory"
     if end.signal is not None:
-        crash = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-        return "crash" if end.signal in crash else "killed"
+        return "crash" if end.signal in _CRASHES else "killed"
     return "exit" if end.status is not None or end.failure is not None else "gone"
 
 
@@ -661,6 +689,7 @@ def what_happened(end: ProcessEnd) -> str:
         by = "; known by its last lines on stderr" if end.how == "printed" else ""
         if _NOT_WRITTEN.search(error.message):
             by += "; torch could not write the file: a full disk, a quota, or a limit (ulimit -f)"
+        by += thread_text(end)
         return f"{way}{who}{inner[0] or error.short}{f' ({place})' if place else ''}{via}{by}"
     if end.oom:
         oom = end.oom

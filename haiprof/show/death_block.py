@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import duration_text, later_text, ranks_text
+from haiprof.base.units import NS_PER_S, duration_text, later_text, ranks_text
 from haiprof.show.markdown import markdown_code, markdown_text
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import moment_text, printable
@@ -126,11 +126,15 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
         yield goodput_text(verdict.goodput)
 
 
+_TOLD_NS = 20 * NS_PER_S
+"""When a line was printed is told from so long before the death on: it was read up to 2 s later."""
+
+
 def witness_lines(death: Death) -> Iterator[str]:
     """What the job printed before it died, in a line each."""
     for each in death.witnesses:
-        before_ns = (death.died_ns or 0) - each.wall_ns
-        before = f" {duration_text(before_ns)} before" if before_ns > 0 else ""
+        before_ns = (death.died_ns or 0) - each.wall_ns  # when it was read
+        before = f" about {duration_text(before_ns)} before" if before_ns >= _TOLD_NS else ""
         yield printable(f"{each.who} printed{before}: {each.text}")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from haiprof.run_analysis.run_files import open_run
-from tests.process.jobs import PYTHON, environment, haiprof_command
+from tests.process.jobs import PYTHON, environment, haiprof_command, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -109,3 +112,26 @@ def test_a_job_that_ends_by_itself_has_a_clean_end(tmp_path: Path) -> None:
     assert death.recorded() == death.steps
     assert [line["reason"] for line in death.events("record_end")] == ["exit"]
     assert not death.events("unclean_end")
+
+
+CHILDREN = """
+import atexit, multiprocessing, os, signal, sys
+import torch
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+child = multiprocessing.get_context("fork").Process(target=die)
+child.start()
+os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+atexit.register(lambda: print(child.exitcode))
+raise ConnectionResetError("reset")
+"""
+
+
+def test_ended_children_are_noted_and_left_to_the_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CHILDREN)
+    job = run_job([PYTHON, str(tmp_path / "train.py")], folder=tmp_path / "job", haiprof=True)
+    assert job.stdout.strip() == str(-signal.SIGKILL)
+    assert job.log_dir is not None
+    (noted,) = job.log_dir.glob("*/uncaught/*.json")
+    (child,) = json.loads(noted.read_text())["ended"][0]["children"]
+    assert child[1:] == [os.CLD_KILLED, signal.SIGKILL]

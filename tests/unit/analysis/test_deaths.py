@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,7 +75,8 @@ class Job:
     def raised(
         self, rank: int, at_s: float, kind: str, message: str, frames: Sequence[object] = (LOCK,),
         *, attempt: int = 0, how: str = "exception", handled: Sequence[Mapping[str, object]] = (),
-        source: str = "x = y()", **more: object,
+        source: str = "x = y()", children: Sequence[object] = (),
+        after: tuple[str, str] | None = None, **more: object,
     ) -> None:  # fmt: skip
         host, pid = self.host(rank), self.pid(rank, attempt)
         self.run.uncaught.mkdir(exist_ok=True)
@@ -84,10 +86,15 @@ class Job:
             "thread": None,
             "wall_ns": T0 + round(at_s * S),
             "errors": [error, *handled],
+            "children": list(children),
         }
+        ended = [entry]
+        if after is not None:  # another one, of the main thread
+            error = {**error, "type": after[0], "message": after[1]}
+            ended.append({**entry, "how": "exception", "errors": [error]})
         path = self.run.uncaught_file(host, pid)
         write_json(path, {
-            "host": host, "pid": pid, "rank": rank, "restart": attempt, "ended": [entry], **more,
+            "host": host, "pid": pid, "rank": rank, "restart": attempt, "ended": ended, **more,
         }, below=self.run.root)  # fmt: skip
 
     def died(self, rank: int, at_s: float, kind: str, message: str, **more: object) -> None:
@@ -437,7 +444,25 @@ STORIES = {
     "a connection to a loader worker that breaks is no waiting for other ranks": Story(
         events=[do.died(1, 0, "ConnectionResetError", "[Errno 104] Connection reset by peer",
                         frames=(LOCK, LOADER))],
-        cause="exit", said=["a DataLoader worker of its ended while it handed a batch over"],
+        cause="exit", said=["one of its DataLoader workers ended; why is not known"],
+    ),
+    **{
+        f"a loader worker whose connection breaks ended by {said}": Story(
+            events=[do.died(1, 0, "ConnectionResetError", "[Errno 104] Connection reset by peer",
+                            frames=(LOCK, LOADER), children=[[70, os.CLD_EXITED, 0], child])],
+            cause=cause, said=[f"its DataLoader worker (pid 71) {said}"],
+        )
+        for child, cause, said in (
+            ([71, os.CLD_KILLED, signal.SIGKILL], "killed", "was ended by SIGKILL"),
+            ([71, os.CLD_DUMPED, signal.SIGSEGV], "crash", "was ended by SIGSEGV"),
+            ([71, os.CLD_EXITED, 7], "exit", "ended with exit status 7; why is not known"),
+        )
+    },
+    "a thread that died before the exception of its rank is told": Story(
+        events=[do.raised(1, -5, "KeyError", "'label'", how="thread", after=("_queue.Empty", "")),
+                do.over(1, 0, status=1)],
+        cause="exception", said=["Empty (", "had died of KeyError: 'label' (train.py:88 in step)"],
+        remedy="fix what ended its thread",
     ),
     **{
         f"{kind} is not mended at the line that raises it": Story(
