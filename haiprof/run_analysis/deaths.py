@@ -280,7 +280,8 @@ class _Case:
             if (end := ends.get(rank.rank)) is not None
             and (end.host, end.pid) == (rank.report.get("host"), rank.report.get("pid"))
         }
-        self.last = last_collectives(evidence.files, evidence.collectives(), self.attempts)
+        ended = {rank: end.failed_ns for rank, end in ends.items()}
+        self.last = last_collectives(evidence.files, evidence.collectives(), self.attempts, ended)
         self.behind = behind(self.last)
         if not self.last:  # without the Flight Recorder, what NCCL itself wrote
             begun = begun_later(evidence.files, self.attempts)

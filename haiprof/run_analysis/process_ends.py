@@ -843,6 +843,8 @@ def last_phase(rank: RankFiles) -> str | None:
 
 
 _TAIL = 64
+_BEAT_NS = 1_500_000_000
+"""A process writes what it began last once a second, where that has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -860,13 +862,22 @@ class LastCollective:
 
 
 def last_collectives(
-    files: RunFiles, collectives: pl.DataFrame, attempts: Mapping[int, int]
+    files: RunFiles,
+    collectives: pl.DataFrame,
+    attempts: Mapping[int, int],
+    ended_ns: Mapping[int, int | None],
 ) -> dict[int, dict[str, LastCollective]]:
-    """By rank and group: the last collective begun, from heartbeats and the last dumps."""
+    """By rank and group: the last collective begun, from heartbeats and the last dumps.
+
+    Of a heartbeat of its last moments nothing is known: the rank may have gone on.
+    """
     found: dict[int, dict[str, LastCollective]] = {}
     for rank in files.ranks:
         if attempts.get(rank.rank) == rank.attempt:
-            for group, sequence in _heartbeats(rank.paths.heartbeat).items():
+            until_ns = ended_ns.get(rank.rank)
+            if until_ns is not None:
+                until_ns -= (rank.clock_offset_ns or 0) + _BEAT_NS
+            for group, sequence in _heartbeats(rank.paths.heartbeat, until_ns).items():
                 last = LastCollective(sequence=sequence, kind=None)
                 found.setdefault(rank.rank, {})[group] = last
     own = collectives.filter(~pl.col("p2p"))
@@ -903,11 +914,16 @@ def behind(last: Mapping[int, Mapping[str, LastCollective]]) -> dict[int, LastCo
     return {}
 
 
-def _heartbeats(path: Path) -> dict[str, int]:
-    """The last number begun, by group; empty where there is no file."""
+def _heartbeats(path: Path, until_ns: int | None) -> dict[str, int]:
+    """The last number begun, by group, where none came after a time; empty without a file."""
     try:
         columns = record_columns(read_table(path, HEARTBEAT, first=-_TAIL))
     except RunFormatError:
         return {}
-    pairs = zip(columns["group"].tolist(), columns["enqueued"].tolist(), strict=True)
-    return {str(group): number for group, number in pairs if number != NULL_I64}
+    rows = zip(*(columns[name].tolist() for name in ("group", "enqueued", "time_ns")), strict=True)
+    last = {group: (number, time_ns) for group, number, time_ns in rows if number != NULL_I64}
+    return {
+        str(group): number
+        for group, (number, time_ns) in last.items()
+        if until_ns is None or time_ns <= until_ns
+    }

@@ -17,8 +17,9 @@ from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import read_manifest, write_manifest
+from haiprof.run_format.schema import HEARTBEAT, NULL_I64
 from haiprof.run_format.writer import LineWriter, write_json
-from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_run
+from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_records, write_run
 from tests.unit.analysis.sampled import write_stacks
 
 S = 1_000_000_000
@@ -131,6 +132,12 @@ class Job:
         """How many collectives each rank began."""
         for rank, count in enumerate(counts):
             self.began(rank, *["all_reduce"] * count)
+
+    def beats(self, rank: int, *beats: tuple[float, int]) -> None:
+        """When it noted how many collectives it had begun."""
+        at = T0 - CLOCK.wall_ns + CLOCK.mono_ns
+        rows = [(at + round(at_s * S), 0, count, NULL_I64, count) for at_s, count in beats]
+        write_records(self.run.rank(rank).heartbeat, HEARTBEAT, rows)
 
     def exits(self, rank: int, **more: object) -> None:
         """It goes through Python's own exit."""
@@ -458,6 +465,18 @@ STORIES = {
             ([71, os.CLD_EXITED, 7], "exit", "ended with exit status 7; why is not known"),
         )
     },
+    "what a rank began in its last moments is not known by what it noted before": Story(
+        events=[do.began(1, *["all_reduce"] * 90), do.beats(0, (-30, 7), (-0.5, 60)),
+                do.died(1, 0, "RuntimeError", "bad value"),
+                do.died(0, 0.2, "RuntimeError", GLOO), do.stopped(2)],
+        cause="exception", unsaid=["rank 0 waited in"],
+    ),
+    "what a rank began long before it ended is known": Story(
+        events=[do.began(1, *["all_reduce"] * 90), do.beats(0, (-30, 7), (-9, 60)),
+                do.died(1, 0, "RuntimeError", "bad value"),
+                do.died(0, 0.2, "RuntimeError", GLOO), do.stopped(2)],
+        cause="exception", said=["rank 0 waited in all_reduce 60"],
+    ),
     "a thread that died before the exception of its rank is told": Story(
         events=[do.raised(1, -5, "KeyError", "'label'", how="thread", after=("_queue.Empty", "")),
                 do.over(1, 0, status=1)],
