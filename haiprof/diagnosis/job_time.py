@@ -253,9 +253,10 @@ class JobTime:
             # What follows an evaluation belongs to it, and may lie in the step after.
             after = np.flatnonzero(spiked[:-1] & ~spiked[1:]) + 1
             paid = every[whole][spiked].sum() + (every - series)[whole][after].sum()
-            time = duration_text(float(paid / spiked.sum()))
             if period is None:
+                time = duration_text(float(paid / spiked.sum()))
                 return _stretch_text(np.flatnonzero(spiked), self.step[: len(series)][whole], time)
+            time = duration_text(float(paid / len(_begins(at))))
             ending = {1: "st", 2: "nd", 3: "rd"}.get(period % 10, "th")
             return f"every {period}{'th' if 10 <= period % 100 <= 20 else ending} step, {time}"
         cells = self._same_cells(table, rows) & (table.step >= 0)
@@ -597,9 +598,14 @@ def _find_spikes(series: Floats) -> Bools:
     return np.zeros(len(series), dtype=np.bool_)
 
 
+def _begins(step: Ints) -> Ints:
+    """The first of each run of steps in a row."""
+    return step[np.diff(step, prepend=-2) > 1]
+
+
 def _period(step: Ints) -> int | None:
-    """The number of steps between those given, where it is always about the same."""
-    gaps = np.diff(step)
+    """The number of steps between runs of those given, where it is always about the same."""
+    gaps = np.diff(_begins(step))
     if len(gaps) < 2:
         return None
     usual = float(np.median(gaps))

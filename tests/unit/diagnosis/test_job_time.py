@@ -260,6 +260,7 @@ AT = np.arange(STEPS)
             AT[19::20],
             "every 20th step, 3.00 ms",
         ),
+        (100.0 * (AT % 20 == 9) + 50.0 * (AT % 20 == 10), AT[9::20], "every 20th step, 150 ms"),
         (8.0 * (AT % 2), AT[1::2], "every 2nd step, 8.00 ms"),
         (CHANCE.ravel()[:STEPS], AT, "each step"),
         (8.0 * (AT % 3 == 1), AT[1::3], "every 3rd step, 8.00 ms"),
