@@ -10,7 +10,6 @@ from itertools import chain
 import numpy as np
 import polars as pl
 
-from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
@@ -330,7 +329,7 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
     calls = _calls_of_operators(found) if inputs.traces.lines is None else ""
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
-    return nothing_text(found.ledger, few=few) + (calls or large or _own_backward(found))
+    return nothing_text(found.ledger, few=few) + (calls or large)
 
 
 def _large_optimizer(ledger: Ledger) -> str:
@@ -362,28 +361,6 @@ def _calls_of_operators(found: RunLedger) -> str:
             return (
                 f"; {account.code_place} calls small operators one by one in {account.where}: "
                 "haiprof --explain says what that costs"
-            )
-    return ""
-
-
-def _own_backward(found: RunLedger) -> str:
-    """Where backward runs a function of the job's own that calls small operators one by one."""
-    # A window tells lines of forward alone: what calling those costs is not known.
-    own: dict[tuple[str | None, str], list[tuple[Account, Ints]]] = {}
-    for account, rows in zip(found.ledger.accounts, found.rows, strict=True):
-        if account.position == "backward" and account.function:
-            key = account.file, written_in(account.function)
-            own.setdefault(key, []).append((account, rows))
-    for (file, function), parts in own.items():
-        largest = max((account for account, _ in parts), key=lambda each: each.ns_per_step)
-        held = _held_ratio(found, np.concatenate([rows for _, rows in parts]))
-        share = sum(account.ns_per_step for account, _ in parts) / max(found.ledger.mean_ns, 1.0)
-        # What only calls backward() is in torch's own frames.
-        if largest.package == JOB and held >= DISPATCH_RATIO and share >= PROBLEM_RATIO:
-            place = place_text(file or "", largest.line, function)
-            return (
-                f"; {place} runs in backward, {ratio_text(share)} of the step, and "
-                "calls small operators one by one: do it for all at once"
             )
     return ""
 

@@ -662,6 +662,9 @@ def _code(question: Question) -> Finding:
         # foreach gains nothing on a CPU
         (position == "gradients" and not question.inputs.uses_gpu,
          "where it is for a log, do it every N steps"),
+        (position == "backward" and account.activity == "operators",
+         "it calls small operators one by one: do it for all rows or elements at once, without a "
+         "loop"),
         (True, _DO.get(position, _OUTSIDE)),
     )  # fmt: skip
     return Finding(

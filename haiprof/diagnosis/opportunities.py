@@ -18,8 +18,9 @@ import polars as pl
 from haiprof.base.intervals import Floats, Ints
 from haiprof.diagnosis.job_time import JobTime
 from haiprof.diagnosis.thresholds import MANY_OPERATORS, OPERATOR_CALL_NS
-from haiprof.run_analysis.code_samples import CodeTree, Frame
+from haiprof.run_analysis.code_samples import CodeSamples, CodeTree, Frame
 from haiprof.run_analysis.ledger import (
+    DISPATCH_RATIO,
     JOB,
     LINK_WAIT,
     LOADER_WAIT,
@@ -53,6 +54,7 @@ from haiprof.run_analysis.step_positions import (
     OPTIMIZER,
     PREPARE,
 )
+from haiprof.run_format.stack_lines import LOCK_HELD
 
 FRAMEWORKS = frozenset({
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate",
@@ -71,6 +73,7 @@ _PURE = 0.5
 """A function whose time is avoidable for more than this is one opportunity as a whole."""
 _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
+_LOOP_NS = MANY_OPERATORS * OPERATOR_CALL_NS
 _MOSTLY_CALLS = 0.5
 """Operators are small whose calls take so much of their time: others compute, and stay."""
 _OWN_FILES = re.compile(r"/torch/optim/(?!swa_utils)|/torch/_dynamo/eval_frame\.py")
@@ -139,6 +142,28 @@ def mark_needed(table: TimeTable) -> TimeTable:
     """The table in which the rows of the model's own work are known."""
     own = _is_models_own(table) & (table.activity != NO_CORE) & ~_is_recomputed(table)
     return replace(table, needed=own)
+
+
+def mark_loops(table: TimeTable, samples: CodeSamples, time: JobTime) -> TimeTable:
+    """The table in which no loop over small operators is needed that backward runs of the job's.
+
+    That is a line of a Function's backward which holds the interpreter lock as often as operators
+    of a microsecond do, and takes longer than a few of them.
+    """
+    tree = table.tree
+    inner = innermost_stack(tree)
+    outer = tree.place[tree.parent[inner]]
+    called = (inner > 0) & (outer >= 0) & np.append(tree.library, False)[outer]
+    rows = np.flatnonzero(table.needed & (table.position == BACKWARD) & called[table.stack])
+    line = tree.line_places()[inner[table.stack[rows]]]
+    held = samples.lock_wait[table.sample[rows]] == LOCK_HELD
+    needed = table.needed.copy()
+    for each in np.unique(line).tolist():
+        own = line == each
+        ratio = table.ns[rows[own & held]].sum() / table.ns[rows[own]].sum()
+        if ratio >= DISPATCH_RATIO and time.mean_of(table, rows[own]) >= _LOOP_NS:
+            needed[rows[own]] = False
+    return replace(table, needed=needed)
 
 
 def _is_recomputed(table: TimeTable) -> Bools:

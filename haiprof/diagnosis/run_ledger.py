@@ -43,6 +43,7 @@ from haiprof.diagnosis.opportunities import (
     give_lines,
     lacks_line,
     main_place,
+    mark_loops,
     mark_needed,
     opportunity,
     small_operators,
@@ -194,6 +195,7 @@ def run_ledger(
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
     table = mark_needed(table.take(sampled) if sampled.any() else table)
+    table = mark_loops(table, samples, time)
     found = [
         replace(each, at=_asked_collections(inputs) or _collecting_place(samples, parts))
         if each.activity == COLLECTION

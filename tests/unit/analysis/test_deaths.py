@@ -82,7 +82,7 @@ class Job:
         host, pid = self.host(rank), self.pid(rank, attempt)
         self.run.uncaught.mkdir(exist_ok=True)
         error = {"type": kind, "message": message, "frames": list(frames), "source": source}
-        entry = {
+        entry: dict[str, object] = {
             "how": how,
             "thread": None,
             "wall_ns": T0 + round(at_s * S),

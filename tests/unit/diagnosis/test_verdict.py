@@ -570,7 +570,7 @@ def test_a_model_that_calls_small_operators_is_told_of_explain(
 
 
 @pytest.mark.parametrize(("lock", "said"), [("h0", True), ("h00000", False)])
-def test_a_function_of_autograds_that_calls_small_operators_is_named(
+def test_a_function_of_autograds_that_calls_small_operators_is_an_opportunity(
     root: Path, lock: str, said: bool
 ) -> None:
     """A window tells lines of forward alone; what only calls backward() is not meant."""
@@ -578,9 +578,16 @@ def test_a_function_of_autograds_that_calls_small_operators_is_named(
     own = (SCRIPT, job(43, "main"), ENGINE, apply, job(12, "Clip.backward"))
     stacks: Stacks = {"backward": every(3, own, "backward")}
     write_sampled(root, lambda *_: BALANCED, stacks, lock)
-    headline = judged(root).headline
-    assert headline.startswith("nothing stands out: ")
-    assert ("train.py:12 Clip.backward runs in backward, " in headline) == said
+    verdict = judged(root)
+    assert verdict.headline.startswith("in backward: Clip.backward (train.py:12") == said
+    assert verdict.headline.startswith("nothing stands out: ") != said
+    if said:
+        (found,) = (each for each in verdict.findings if each.rule == "backward_bound")
+        assert found.gain is not None
+        assert found.gain.step_ns - found.gain.left_ns == pytest.approx(
+            (verdict.split["backward"] or 0.0) / 3, rel=0.1
+        )
+        assert "without a loop" in found.remedy
 
 
 def test_what_the_model_does_in_a_part_of_the_steps_alone_is_said(root: Path) -> None:
