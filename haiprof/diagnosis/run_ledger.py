@@ -49,6 +49,7 @@ from haiprof.diagnosis.opportunities import (
     small_operators,
 )
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
+from haiprof.diagnosis.settings_facts import SEEN_IN
 from haiprof.diagnosis.thresholds import (
     LIKE_RATIO,
     LINK_BYTES_PER_S,
@@ -82,7 +83,7 @@ from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
-from haiprof.run_analysis.step_positions import GRADIENTS
+from haiprof.run_analysis.step_positions import COMPILE, GRADIENTS
 
 SAMPLED_RANKS = 8
 """Samples of so many ranks are read: the slowest, and others at equal distances."""
@@ -225,8 +226,7 @@ def run_ledger(
         table, found = small_operators(give_lines(table, lines, time), found, lines)
     for fact in facts:
         if fact.is_priced:
-            table, more = _split_setting(table, fact)
-            found += more
+            table, found = _split_setting(table, found, fact)
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
     ledger, rows = _ledger(table, time, found, left, late)
     return RunLedger(
@@ -401,16 +401,27 @@ def _split_stragglers(
     return table, [replace(more, key="ranks_uneven")]
 
 
-def _split_setting(table: TimeTable, setting: Finding) -> tuple[TimeTable, list[Opportunity]]:
-    """The part of the operators' time that a setting costs."""
+def _split_setting(
+    table: TimeTable, found: Sequence[Opportunity], setting: Finding
+) -> tuple[TimeTable, list[Opportunity]]:
+    """What a setting costs: what runs for its sake alone, and a part of the operators' time."""
+    is_seen = table.tree.within(SEEN_IN.get(setting.rule, ()))[table.stack]
+    seen = np.flatnonzero(is_seen & (table.position != COMPILE))
     inside = np.isin(table.position, [POSITIONS.index(phase) for phase in setting.phases])
-    rows = np.flatnonzero(table.needed & inside)
+    rows = np.setdiff1d(np.flatnonzero(table.needed & inside), seen)
     whole = float(table.ns[rows].sum())
-    if not whole:
-        return table, []
-    share = min((setting.lost_ratio or 0.0) * float(table.ns.sum()) / whole, _MOST_SPLIT)
-    table, new = table.split(rows, share, needed=False)
-    return table, [replace(opportunity(table, new, None), key=setting.rule)]
+    lost_ns = (setting.lost_ratio or 0.0) * float(table.ns.sum()) - float(table.ns[seen].sum())
+    taken = seen
+    if whole and lost_ns > 0.0:
+        table, new = table.split(rows, min(lost_ns / whole, _MOST_SPLIT), needed=False)
+        taken = np.append(seen, new)
+    if not len(taken):
+        return table, list(found)
+    free = table.needed.copy()
+    free[seen] = False
+    table = replace(table, needed=free)
+    others = [replace(each, rows=np.setdiff1d(each.rows, seen)) for each in found]
+    return table, [*others, replace(opportunity(table, taken, None), key=setting.rule)]
 
 
 def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:

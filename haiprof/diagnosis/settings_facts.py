@@ -48,8 +48,11 @@ _FLOAT64_RATIO = 0.5
 at most half as many, and most do 1/32 or 1/64 (Intel SDM, packed double precision; CUDA C++
 Programming Guide, throughput of native arithmetic instructions). Measured: 2.0 times as long for
 large products, 3.3 for convolutions (settings_price.md)."""
-_STACK_WRITERS = ("/traceback.py", "/linecache.py")
-"""Where Python writes the stack of each operator that autograd is to name in its errors."""
+SEEN_IN: Mapping[str, tuple[str, ...]] = {
+    "anomaly_detection": ("/traceback.py", "/linecache.py"),
+}
+"""By setting: files whose code runs in the training thread for its sake. Autograd's anomaly
+detection writes down the stack of each operator that it is to name in its errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +156,15 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
     chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
     weight, seen = samples.weight_ns[chosen], None
     if int(chosen.sum()) >= MIN_COUNT and weight.sum():
-        inside = samples.tree.within(_STACK_WRITERS)[samples.stack[chosen]]
+        inside = samples.tree.within(SEEN_IN["anomaly_detection"])[samples.stack[chosen]]
         seen = float(weight[inside].sum()) / float(weight.sum())
     known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
     known += [] if seen is None else [seen]
     return _found(
         inputs,
         "anomaly detection is on"
-        + (f": writing stacks down takes {ratio_text(seen)} of the step" if seen else ""),
+        + (f": writing stacks down takes {ratio_text(seen)} of the step" if seen else "")
+        + ", and looking for NaN in each gradient some more",
         "remove torch.autograd.set_detect_anomaly(True) or detect_anomaly(), in Lightning "
         "Trainer(detect_anomaly=True): it is for finding a NaN, not for training",
         0.9,

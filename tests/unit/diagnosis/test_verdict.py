@@ -59,6 +59,7 @@ from tests.unit.diagnosis.tables import (
     STEP,
     job,
 )
+from tests.unit.diagnosis.test_setting_rules import told
 
 LOADER = (
     f"{SITE}/torch/utils/data/dataloader.py", 1300, "_MultiProcessingDataLoaderIter._next_data"
@@ -567,6 +568,21 @@ def test_a_model_that_calls_small_operators_is_told_of_explain(
     headline = judged(root).headline
     assert headline.startswith("nothing stands out: ")
     assert ("small operators one by one in forward: haiprof --explain" in headline) == said
+
+
+def test_what_runs_for_a_settings_sake_alone_is_its_cost_and_no_other_finding(root: Path) -> None:
+    """Half of forward writes stacks down for anomaly detection."""
+    writes = (f"{PYTHON}/traceback.py", 430, "StackSummary.extract")
+    own = (SCRIPT, MAIN, MODULE, FORWARD, MODULE, LINEAR, writes)
+    write_sampled(root, lambda *_: BALANCED, {"forward": every(2, own, "forward")}, lock="h")
+    told(root, seen={"anomaly_count": 100})
+    verdict = judged(root)
+    found = {each.rule: each for each in verdict.findings if each.gain is not None}
+    gain = found["anomaly_detection"].gain
+    assert gain is not None
+    half = (verdict.split["forward"] or 0.0) / 2
+    assert gain.step_ns - gain.left_ns == pytest.approx(half, rel=0.1)
+    assert "forward_bound" not in found
 
 
 @pytest.mark.parametrize(("lock", "said"), [("h0", True), ("h00000", False)])
