@@ -384,4 +384,4 @@ def query(
         print_text(lambda file: write_csv(answer, file), sys.stdout.buffer)
         return
     data = answer_data(answer) | {"row_count": row_count, "faults": faults}
-    output.show(lambda _: answer_view(answer), data)
+    output.show(lambda width: answer_view(answer, width), data)

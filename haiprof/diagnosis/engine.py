@@ -45,7 +45,7 @@ from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Gain, S
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
-from haiprof.run_analysis.ledger import DISPATCH_RATIO, JOB
+from haiprof.run_analysis.ledger import ACTIVITIES, DISPATCH_RATIO, JOB, UNKNOWN
 from haiprof.run_analysis.lines import written_in
 from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import number
@@ -413,7 +413,8 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False) -> str:
         text = f"{_NOTHING}: the device is busy for {least} {share} of the step"
     if not ledger.opportunities:
         return text
-    most = ledger.largest()[0]
+    largest = ledger.largest()  # what was not sampled is nothing to do about
+    most = next((each for each in largest if each.activity != ACTIVITIES[UNKNOWN]), largest[0])
     share, low, high = (
         ratio_text(ns / mean) for ns in (most.gain_ns, most.gain_low_ns, most.gain_high_ns)
     )

@@ -588,6 +588,9 @@ _OF_CODE = (
     (re.compile(r"\bema\b|_ema\b|\bema_|moving_average|average_model", re.IGNORECASE),
      "average the parameters in place and all at once (torch.optim.swa_utils.AveragedModel, or "
      "torch._foreach_lerp_), or every N steps"),
+    (re.compile(r"replay|rollout|transition|\bbuf(?:fer)?\b", re.IGNORECASE),
+     "hold what is sampled from in preallocated tensors or arrays, and take a batch with one "
+     "index: lists of Python objects are converted one by one, and a deque is slow to index"),
     (re.compile(r"\btorch\.(?:rand|zeros|ones|arange|full|empty|tensor|from_numpy)"),
      "make it once where it may stay the same; what belongs to a batch, in the dataset, beside "
      "training (DataLoader workers)"),

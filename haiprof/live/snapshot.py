@@ -230,7 +230,7 @@ def take_snapshot(
     states = tuple(_with_worker(run, state, spy, progress) for state in states)
     standing = hang or moves(states) is False
     if standing and after:
-        progress("nothing moves: asking for the last collectives")
+        progress(f"{'' if hang else 'nothing moves: '}asking for the last collectives")
         ask(run, "collectives", {"entries": True}, timeout_s=ANSWER_S, ranks=able)
     files = open_run(run.root)
     mismatches = []

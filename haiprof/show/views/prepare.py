@@ -394,7 +394,9 @@ def _times(trial: LoaderTrial, given: LoaderTrial) -> str:
 
 def _name(trial: LoaderTrial) -> str:
     if trial.loader == AS_GIVEN:
-        return AS_GIVEN if trial.workers is None else f"{AS_GIVEN} ({trial.workers} workers)"
+        if trial.workers is None:
+            return AS_GIVEN
+        return f"{AS_GIVEN} ({count_text(trial.workers, 'worker')})"
     if trial.loader == KEPT_BATCHES:
         return "kept batches (a free loader)"
     return count_text(int(trial.loader), "worker")

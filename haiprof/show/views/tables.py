@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -26,18 +26,27 @@ if TYPE_CHECKING:
 _MANY = 50
 
 
-def answer_view(answer: pl.DataFrame) -> RenderableType:
-    """The first rows of an answer, its numbers as they are."""
+def answer_view(answer: pl.DataFrame, width: int) -> RenderableType:
+    """The first rows of an answer, numbers as they are; columns that have no room are named."""
     table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for name, dtype in answer.schema.items():
-        table.add_column(
-            Text(name), justify="right" if dtype.is_numeric() else "left", overflow="ellipsis"
-        )
-    for row in answer.head(_MANY).iter_rows():
-        table.add_row(*(_cell(value) for value in row))
+    shown: list[list[Text]] = []
+    for column in answer.head(_MANY):
+        cells = [_cell(value) for value in column]
+        width -= 2 + max(len(column.name), *(len(cell) for cell in cells), 0)
+        if shown and width < 0:
+            break
+        justify: JustifyMethod = "right" if column.dtype.is_numeric() else "left"
+        table.add_column(Text(column.name), justify=justify, overflow="ellipsis")
+        shown.append(cells)
+    for row in zip(*shown, strict=True):
+        table.add_row(*row)
     count = f"{answer.height} row" + ("" if answer.height == 1 else "s")
     rest = f", the first {_MANY}; --as-csv and --json print all" if answer.height > _MANY else ""
-    return Group(table, Text(count + rest, style="dim"))
+    notes = [Text(count + rest, style="dim")]
+    if hidden := answer.columns[len(shown) :]:
+        names = ", ".join(hidden)
+        notes.append(Text(f"no room for {names}: select fewer, or use --as-csv", style="dim"))
+    return Group(table, *notes)
 
 
 def answer_data(answer: pl.DataFrame) -> dict[str, Any]:
@@ -76,6 +85,8 @@ def _cell(value: object) -> Text:
         return Text(MISSING)
     if isinstance(value, float):
         return Text(f"{value:.6g}" if abs(value) < 1e6 else f"{value:.1f}")
+    if isinstance(value, int):
+        return Text(str(value))
     if isinstance(value, list):
         value = "; ".join(map(str, value))
     return one_line(str(value), middle=True)

@@ -197,6 +197,16 @@ def test_query_shows_the_first_rows_of_many(tmp_path: Path, run: Run) -> None:
     assert "\N{EN DASH}" in out
 
 
+def test_query_names_the_columns_that_have_no_room(ranks: Path, run: Run) -> None:
+    _, out, _ = run("query", ranks, "select * from gpu limit 1")
+    head, *_, note = out.split("\n", 1)
+    names = run("query", ranks, "select * from gpu limit 1", "--json").data["columns"]
+    shown = head.split()
+    assert shown == [each["name"] for each in names[: len(shown)]]
+    hidden = ", ".join(each["name"] for each in names[len(shown) :])
+    assert f"no room for {hidden}: select fewer" in " ".join(note.split())
+
+
 def test_query_schema_has_units_and_meanings(ranks: Path, run: Run) -> None:
     _, out, _ = run("query", ranks, "--schema")
     rows = [line.split() for line in out.splitlines()]
