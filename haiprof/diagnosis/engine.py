@@ -271,9 +271,9 @@ def _finding(
     else:
         said = explain(question)
     line = account_line(account, ledger.mean_ns)
+    said = _with_operators_beside(found, account, said)
     return replace(
         said,
-        title=said.title + _operators_beside(found, account),
         gain=_gain(ledger, account),
         confidence=FEW_STEPS_SURE if few else said.confidence,
         severity=_severity(ledger, account, inputs) if said.is_choice else "info",
@@ -365,10 +365,10 @@ def _calls_of_operators(found: RunLedger) -> str:
     return ""
 
 
-def _operators_beside(found: RunLedger, account: Account) -> str:
+def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:
     """What small operators take that the same function calls: with its loop they become fewer."""
     if account.package != JOB or account.activity != "python" or account.position == "evaluation":
-        return ""
+        return said
     place = account.position, account.file, written_in(account.function or "")
     same = [
         (each, rows)
@@ -378,10 +378,24 @@ def _operators_beside(found: RunLedger, account: Account) -> str:
     ]  # fmt: skip
     spent_ns = sum(each.ns_per_step for each, _ in same)
     if spent_ns < PROBLEM_RATIO * found.ledger.mean_ns:
-        return ""
+        return said
     if _held_ratio(found, np.concatenate([rows for _, rows in same])) < DISPATCH_RATIO:
-        return ""
-    return f"; the small operators that it calls take another {duration_text(spent_ns)}"
+        return said
+    text = f"; the small operators that it calls take another {duration_text(spent_ns)}"
+    if account.position in ("forward", "loss"):
+        # What backward does is not told by line here: it has their share of forward.
+        positions = found.ledger.positions
+        forward_ns = positions.get("forward", 0.0) + positions.get("loss", 0.0)
+        share = min((account.ns_per_step + spent_ns) / max(forward_ns, 1.0), 1.0)
+        backward_ns = share * positions.get("backward", 0.0)
+        text += f", and their backward about {duration_text(backward_ns)}" if backward_ns else ""
+    return replace(said, title=said.title + text, remedy=_ALL_AT_ONCE)
+
+
+_ALL_AT_ONCE = (
+    "do it for all elements at once, without a loop (batched operators, torch.stack, torch.vmap); "
+    "where each round needs the one before, torch.compile makes the calls cheaper"
+)
 
 
 def _held_ratio(found: RunLedger, rows: Ints) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import pytest
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.run_facts import RULES
 from haiprof.diagnosis.verdict import CodeLine, as_document
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP
@@ -39,6 +41,7 @@ from tests.unit.diagnosis.stories import (
     placed,
     plain_steps,
     report,
+    sample,
     verdict_of,
     write_beside,
     write_collectives,
@@ -568,6 +571,23 @@ def test_a_model_that_calls_small_operators_is_told_of_explain(
     headline = judged(root).headline
     assert headline.startswith("nothing stands out: ")
     assert ("small operators one by one in forward: haiprof --explain" in headline) == said
+
+
+def test_a_loop_over_small_operators_is_told_with_them_and_their_backward(root: Path) -> None:
+    """All of forward is such a loop: half of it is Python, and all of backward is its own."""
+    write_story(root, lambda *_: BALANCED)
+    stacks = USUAL | {"forward": (SCRIPT, MAIN, MODULE, FORWARD)}
+    taken = sample(RunFrames(root), lambda phase, _: stacks.get(phase, (SCRIPT, MAIN)), rank=0)
+    held = itertools.cycle("hh0")
+    locks = (next(held) if FORWARD in stack else "0" for _, stack in taken)
+    write_stacks(RunPaths(root).rank(0).stacks, taken, lock="".join(locks))
+    verdict = judged(root)
+    first, backward_ns = verdict.findings[0], verdict.split["backward"] or 0.0
+    said = re.search(r"take another ([\d.]+) ms, and their backward about ([\d.]+) ms", first.title)
+    assert said is not None, [f.title for f in verdict.findings]
+    assert float(said[1]) == pytest.approx((verdict.split["forward"] or 0) / 2e6, rel=0.1)
+    assert float(said[2]) == pytest.approx(backward_ns / 1e6, rel=0.15)
+    assert "for all elements at once" in first.remedy
 
 
 def test_what_runs_for_a_settings_sake_alone_is_its_cost_and_no_other_finding(root: Path) -> None:
