@@ -699,7 +699,8 @@ def what_happened(end: ProcessEnd) -> str:
         of = "of its control group" if oom.get("in_cgroup") is not False else "of the machine"
         return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
     if end.signal is not None:
-        return _SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}"
+        said = _last_line(end) if end.signal in _CRASHES else ""
+        return (_SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}") + said
     if end.status == 0:
         return "it ended with exit status 0"
     if end.status is not None:
@@ -717,12 +718,17 @@ def what_happened(end: ProcessEnd) -> str:
         without = end.started_ns is not None and not end.closed  # of others nothing was recorded
         way = " without Python's own exit" if without else ""
         way += " (os._exit, exec, native code, no memory)" if without else ""
-        last = next((f"{name}: {shorten(line.strip())}" for name, lines in
-                     (("stderr", end.printed), ("stdout", end.printed_stdout))
-                     for line in reversed(lines) if line.strip()), "")  # fmt: skip
-        said = f"; its last line on {last}" if last else ""
-        return f"it ended with exit status {end.status}{way}; why is not known{said}{thread}"
+        why = f"why is not known{_last_line(end)}{thread}"
+        return f"it ended with exit status {end.status}{way}; {why}"
     return "it is gone and left no report: killed, or its machine was lost"
+
+
+def _last_line(end: ProcessEnd) -> str:
+    """`; its last line on stderr: ERROR disk is full`; empty where none is known."""
+    printed = (("stderr", end.printed), ("stdout", end.printed_stdout))
+    last = (f"; its last line on {name}: {shorten(line.strip())}"
+            for name, lines in printed for line in reversed(lines) if line.strip())  # fmt: skip
+    return next(last, "")
 
 
 def thread_text(end: ProcessEnd) -> str:

@@ -362,6 +362,10 @@ STORIES = {
         cause="crash", certain=False,
         said=["std::runtime_error: bad; known by its last lines on stderr"],
     ),
+    "an abort is told with its last line": Story(
+        events=[do.over(1, 0, number=signal.SIGABRT, stderr=["ERROR: save failed"])],
+        cause="crash", said=["aborted (SIGABRT)", "its last line on stderr: ERROR: save failed"],
+    ),
     "a rank that NCCL's watchdog ended by its last lines is a victim": Story(
         events=[do.over(0, 9, **ABORTS), do.over(1, 0, status=3, stdout=["license lost"]),
                 do.over(2, 9, **ABORTS)],
