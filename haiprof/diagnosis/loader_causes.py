@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,6 +36,10 @@ _WAIT_TEXTS = {
     "pipe": "waits for another process", "fault": "waits for memory that is read from files",
 }  # fmt: skip
 _SOME_WAIT = "waits: for files, the network or a lock"
+_SHARES = (
+    "; of several workers each yields all that an IterableDataset has, unless its __iter__ takes a "
+    "share by torch.utils.data.get_worker_info()"
+)
 _TRIED = (
     "the time above is with batches always ready; haiprof try-loader measures what workers gain"
 )
@@ -121,12 +125,11 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
         free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
         strangers_cores=strangers,
     )
-    return (
-        _epochs(inputs, loading)
-        or _rare_samples(inputs, loading)
-        or _storage(inputs, loading, loading_samples)
-        or _workers(loading, on_gpu=inputs.uses_gpu)
-    )
+    parallel = _storage(inputs, loading, loading_samples)
+    parallel = parallel or _workers(loading, on_gpu=inputs.uses_gpu)
+    if parallel is not None and parallel.rule != "cores_full" and rank in inputs.iterable:
+        parallel = replace(parallel, remedy=parallel.remedy + _SHARES)
+    return _epochs(inputs, loading) or _rare_samples(inputs, loading) or parallel
 
 
 def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:

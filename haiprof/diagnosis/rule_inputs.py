@@ -103,6 +103,8 @@ class RuleInputs:
     """What each rank was run with, where that was recorded."""
     loader_workers: Mapping[int, int]
     """Workers of the loader that each rank iterated first, where known."""
+    iterable: frozenset[int]
+    """Ranks whose first loader has an IterableDataset."""
     input_sizes: pl.DataFrame
     """`rank`, `root` (which module), `time_ns` (Unix time), `number_count`: numbers in what it was
     called with from then on, looked at once a second; only those that changed have a row."""
@@ -325,15 +327,16 @@ def _read_events(files: RunFiles, judged: Mapping[int, int]) -> dict[str, Any]:
         for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))
         if judged.get(rank.rank, rank.attempt) == rank.attempt
     }
-    loaders = {n: integer(line.get("workers")) for n, rank in last.items()
-               for line in rank.of_type("dataloader")[:1]}  # fmt: skip
+    loaders = {n: line for n, rank in last.items() for line in rank.of_type("dataloader")[:1]}
+    workers = {n: integer(line.get("workers")) for n, line in loaders.items()}
     sizes = [row for number, rank in last.items() for row in _input_sizes(number, rank)]
     memory: dict[str, Mapping[int, Any]] = {
         "allocator": {n: grown for n, rank in last.items() if (grown := _allocator(rank))},
         "gpu_memory": gpu_memory_series(files),
     }
     return {
-        "loader_workers": {n: count for n, count in loaders.items() if count is not None},
+        "loader_workers": {n: count for n, count in workers.items() if count is not None},
+        "iterable": frozenset(n for n, line in loaders.items() if line.get("iterable") is True),
         "input_sizes": pl.DataFrame(sizes, schema=_SIZE_SCHEMA, orient="row"),
         **{name: {n: own[n] for n in own if n in judged} for name, own in memory.items()},
     }

@@ -103,6 +103,10 @@ def wrap_iter(original: Callable[..., Any], recorder: Recorder) -> Any:
     return __iter__
 
 
+_ITERABLE = 1
+"""`_DatasetKind.Iterable` of torch/utils/data/dataloader.py."""
+
+
 def describe_loader(loader: Any) -> dict[str, Any]:
     """The line `dataloader`: as given; None what is no number."""
     return {
@@ -113,6 +117,7 @@ def describe_loader(loader: Any) -> dict[str, Any]:
         "persistent": getattr(loader, "persistent_workers", None) is True,
         "prefetch": _integer(getattr(loader, "prefetch_factor", None)),
         "dataset": type(getattr(loader, "dataset", None)).__name__,
+        "iterable": getattr(loader, "_dataset_kind", None) == _ITERABLE,
     }
 
 

@@ -62,10 +62,10 @@ def limited(root: Path, limit_bytes: float) -> None:
 
 def loader_story(
     root: Path, workers: int, *, main: float, all_cores: float, others: float = 0.0,
-    kernel_waits: str = "",
+    kernel_waits: str = "", **loader: object,
 ) -> Finding:  # fmt: skip
     write_story(root, lambda rank, step: (30.0, *BALANCED[1:]), steps=200)
-    note(root, 0, type="dataloader", workers=workers, batch_size=8, persistent=False)
+    note(root, 0, type="dataloader", workers=workers, batch_size=8, persistent=False, **loader)
     counters(root, lambda t, _: {"cpu_main_ns": main * (t + 2) * NS_PER_S,
                                  "cpu_ns": all_cores * (t + 2) * NS_PER_S},
              host=lambda t: {"cpu_user_ns": int((all_cores + others) * (t + 2) * NS_PER_S),
@@ -134,6 +134,16 @@ def test_reason_for_late_batches(
     finding = loader_story(root, workers, main=main, all_cores=all_cores)
     assert finding.cause == cause
     assert advice in finding.remedy
+
+
+@pytest.mark.parametrize(("main", "iterable", "said"), [
+    (1.0, True, True), (0.35, True, True), (1.0, False, False), (1.0, None, False),
+])  # fmt: skip
+def test_workers_of_an_iterable_dataset_are_advised_with_a_warning(
+    root: Path, main: float, iterable: bool | None, said: bool
+) -> None:
+    finding = loader_story(root, 0, main=main, all_cores=main, iterable=iterable)
+    assert ("get_worker_info" in finding.remedy) == said
 
 
 @pytest.mark.parametrize(
