@@ -283,8 +283,8 @@ libraries take beside the allocator. Own choice."""
 ALLOCATOR_RETRY_MIN_COUNT = 2
 """One retry may be the first large batch; more are a state. Own choice."""
 
-_SOON_NS = 24 * 3600 * NS_PER_S
-"""A limit that is so near is said in the title."""
+_SOON_NS, _FAR = 24 * 3600 * NS_PER_S, 60
+"""A limit that is so near is said in the title, and no farther than so many times what was seen."""
 _ENDS_NS = 3600 * NS_PER_S
 _WARM_NS = 15 * NS_PER_S
 """Of steps: in less a job may still load what it keeps. Own choice."""
@@ -342,6 +342,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     seen_ns = float(inputs.of_rank(rank)["step_ns"].sum())
     is_sure = seen_ns >= _WARM_NS  # what a job loads at first grows, too
     ends = is_sure and left_ns is not None and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
+    soon_ns = min(_SOON_NS, _FAR * seen_ns)
     what, remedy = _GROWN[metric]
     step_ns = seen_ns / max(inputs.of_rank(rank).height, 1)
     until = ("until its limit, at this rate", left_ns, "ns")
@@ -349,7 +350,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         severity="critical" if ends else "warning",
         title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far"
-        + (f"; {limit.text(step_ns)}" if limit and is_sure and limit.left_ns < _SOON_NS else ""),
+        + (f"; {limit.text(step_ns)}" if limit and is_sure and limit.left_ns < soon_ns else ""),
         evidence=evidence_rows(
             ("at the beginning", float(values[0]), "bytes"),
             ("at the end", float(values[-1]), "bytes"),
