@@ -32,6 +32,7 @@ from haiprof.launch.run_directories import RunCopies, create_run, find_open_fold
 from haiprof.linux.processes import Process
 from haiprof.live.ask import as_member, ask, members, recording_has_ended
 from haiprof.live.external_sampling import (
+    NO_SPY,
     SampledStacks,
     dump_threads,
     find_spy,
@@ -367,7 +368,8 @@ def attach_sampling(
     try:
         named = "; ".join(f"{p.pid} ({shlex.join(p.command)[:60]})" for p in processes[:4])
         more = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
-        progress(f"looking from outside for {request.time_s:g} s at {named}{more}")
+        only = "" if find_spy() else f", at counters alone: {NO_SPY}"
+        progress(f"looking from outside for {request.time_s:g} s at {named}{more}{only}")
         began_s = time.monotonic()
         seen = sample_stacks(processes, run, seconds=request.time_s)
         left = request.time_s - (time.monotonic() - began_s)

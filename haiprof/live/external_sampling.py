@@ -115,6 +115,8 @@ def _runs(pid: int, name: str, proc: Path) -> bool:
 RATE_HZ = 10
 MOST_RANKS = 8
 """py-spy takes a few percent of a core per process that it looks at."""
+NO_SPY = "py-spy is not installed (pip install 'haiprof[attach]')"
+"""Why no stacks are sampled."""
 _GRACE_S = 30.0
 _DUMP_S = 10.0
 _CONFIDENCE_Z = 1.96
@@ -161,7 +163,7 @@ def sample_stacks(
     step = max(1, math.ceil(len(numbered) / MOST_RANKS))
     chosen = [(p.rank if p.rank is not None else place, p) for place, p in numbered[::step]]
     if command is None:
-        reason = "py-spy is not installed (pip install py-spy)"
+        reason = NO_SPY
         return [_no_samples(rank, process, reason) for rank, process in chosen]
     with MadeFolder.temporary("haiprof-") as folder:
         paths = [folder / str(rank) for rank, _ in chosen]

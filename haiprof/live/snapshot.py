@@ -351,7 +351,7 @@ def _sample_silent(
         if spy is None:
             notes.append(
                 f"rank {member.rank} did not answer, and py-spy, which could look at it from "
-                "outside, is not installed (pip install py-spy)"
+                "outside, is not installed (pip install 'haiprof[attach]')"
             )
             continue
         progress(f"looking at rank {member.rank} from outside")
