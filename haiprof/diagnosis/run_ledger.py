@@ -691,7 +691,7 @@ class _Accounts:
     ) -> AccountPart | None:
         """The line that takes most of some rows beside the frames that they are named by."""
         left = (frame >= 0) & ~np.isin(frame, named)
-        if not left.any() or not named:
+        if not left.any():
             return None
         most = int(np.bincount(frame[left], ns[left]).argmax())
         own = frame == most
