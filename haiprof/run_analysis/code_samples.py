@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from haiprof.run_analysis.steps import (
     SPAN_PHASES,
 )
 from haiprof.run_format import schema
-from haiprof.run_format.folded import file_identity
+from haiprof.run_format.folded import read_of_one_folding
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import read_lines
 from haiprof.run_format.stack_lines import (
@@ -319,35 +320,24 @@ def read_folded_workers(path: Path) -> FoldedWorkers:
     return FoldedWorkers(first_bytes=first_bytes, lines=found)
 
 
-_TRIES = 3
-"""So often workers' files are read that are folded at the same time, which happens once an hour."""
-
-
 def _read_workers(paths: RankPaths, tree: StackTree) -> tuple[list[SampledProcess], list[str]]:
     """The workers of a rank, and what was damaged."""
-    for _ in range(_TRIES):
-        found, notes, identity = (
-            list[SampledProcess](),
-            list[str](),
-            file_identity(paths.old_worker_stacks),
-        )
+    found, notes = list[SampledProcess](), list[str]()
+    older = FoldedWorkers(first_bytes={}, lines={})
+    try:
+        older = read_folded_workers(paths.old_worker_stacks)
+    except RunFormatError as error:
+        notes.append(str(error))
+    for number, path in paths.worker_stack_files().items():
         try:
-            older = read_folded_workers(paths.old_worker_stacks)
+            processes, damaged = read_stack_file(
+                path, tree, older.lines.get(number, ()), older.first_bytes.get(number, 0)
+            )
         except RunFormatError as error:
-            older = FoldedWorkers(first_bytes={}, lines={})
             notes.append(str(error))
-        for number, path in paths.worker_stack_files().items():
-            try:
-                processes, damaged = read_stack_file(
-                    path, tree, older.lines.get(number, ()), older.first_bytes.get(number, 0)
-                )
-            except RunFormatError as error:
-                notes.append(str(error))
-                continue
-            found += processes
-            notes += damaged
-        if identity == file_identity(paths.old_worker_stacks):
-            break
+            continue
+        found += processes
+        notes += damaged
     return found, notes
 
 
@@ -442,7 +432,9 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
             )
         except RunFormatError as error:
             processes, damaged = [], (str(error),)
-        workers, more = _read_workers(paths, tree)
+        workers, more = read_of_one_folding(
+            paths.old_worker_stacks, partial(_read_workers, paths, tree)
+        )
         notes += (*damaged, *more)
         read += [(rank, process) for process in (*processes, *workers)]
     whole = tree.whole()

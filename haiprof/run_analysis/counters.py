@@ -27,7 +27,7 @@ from haiprof.run_analysis.run_files import (
 )
 from haiprof.run_format import schema
 from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
-from haiprof.run_format.folded import file_identity, read_folded_records
+from haiprof.run_format.folded import read_folded_records, read_of_one_folding
 from haiprof.run_format.rates import NS_OF_EVENTS, rate_of
 from haiprof.run_format.reader import RecordFile
 from haiprof.run_format.tables import COUNTER_TABLES
@@ -239,8 +239,13 @@ def record_files(
                 yield node, str(error)
 
 
-_TRIES = 3
-"""So often a source is read that is folded at the same time, which happens once an hour."""
+def read_folded_source(
+    node: NodeFiles, table: schema.Table
+) -> tuple[RecordFile | None, RecordFile]:
+    """A source's records that were folded, and the others."""
+    folded = read_folded_records(node.paths.old_records(table.name))
+    begin = 0 if folded is None else int(folded.header["folded"]["records"])
+    return folded, read_counters(node.paths.records(table.name), table, first=begin)
 
 
 def _read_whole(
@@ -250,15 +255,9 @@ def _read_whole(
     path, target = node.paths.records(table.name), node.paths.old_records(table.name)
     if first or limit is not None or not os.path.lexists(target):
         return read_counters(path, table, first=first, limit=limit)
-    for _ in range(_TRIES):
-        found = read_folded_records(target)
-        begin = 0 if found is None else int(found[0].header["folded"]["records"])
-        raw = read_counters(path, table, first=begin)
-        if found is not None and found[1] == file_identity(target):
-            break
-    if found is None:
+    folded, raw = read_of_one_folding(target, partial(read_folded_source, node, table))
+    if folded is None:
         return raw
-    folded = found[0]
     if folded.columns != raw.columns:
         raise RunFormatError(f"{target}: its columns are not those of {path.name}")
     data = raw.data

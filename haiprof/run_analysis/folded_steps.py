@@ -238,6 +238,6 @@ _COLUMNS = {t: tuple((c.name, c.type, c.unit, c.kind) for c in t.columns) for t 
 NOTHING_FOLDED = _steps_of(FoldedFile(
     sections={t.name: RecordFile(Path(), t.name, columns, {}, b"", ())
               for t, columns in _COLUMNS.items()},
-    facts={}, stack_lines=(), identity=None,
+    facts={}, stack_lines=(),
 ))  # fmt: skip
 """Of a rank whose steps are all whole."""

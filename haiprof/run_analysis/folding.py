@@ -33,6 +33,7 @@ from haiprof.run_analysis.code_samples import (
     sampled_processes,
 )
 from haiprof.run_analysis.counter_folding import MINUTE_NS, fold_rows
+from haiprof.run_analysis.counters import read_folded_source
 from haiprof.run_analysis.folded_steps import pack_codes
 from haiprof.run_analysis.ledger import is_hidden
 from haiprof.run_analysis.nesting import Bools, take_rows
@@ -49,7 +50,6 @@ from haiprof.run_analysis.run_files import (
     RankFiles,
     integer,
     open_run,
-    read_counters,
     read_table,
     record_columns,
 )
@@ -74,7 +74,6 @@ from haiprof.run_format.folded import (
     SPANS,
     STRETCHES,
     free_beginning,
-    read_folded_records,
     write_folded,
     write_folded_records,
     write_synced,
@@ -619,9 +618,7 @@ def fold_counters(node: NodeFiles, table: Table, kept: Retention) -> str:
     path, target = node.paths.records(table.name), node.paths.old_records(table.name)
     if not os.path.lexists(path):
         return ""
-    found = read_folded_records(target)
-    before = 0 if found is None else int(found[0].header["folded"]["records"])
-    raw = read_counters(path, table, first=before)
+    older, raw = read_folded_source(node, table)
     rows = np.frombuffer(raw.data, dtype=[(n, NUMPY_TYPE[kind]) for n, kind, _, _ in raw.columns])
     if not len(rows):
         return ""
@@ -638,9 +635,9 @@ def fold_counters(node: NodeFiles, table: Table, kept: Retention) -> str:
             begin, stop = end - offset - BESIDE_DEATH_NS[0], end - offset + BESIDE_DEATH_NS[1]
             whole |= (rows["time_ns"][:count] >= begin) & (rows["time_ns"][:count] <= stop)
     folded = fold_rows(rows[:count], raw.columns, whole)
-    older = b"" if found is None else found[0].data
-    header = {**raw.header, "folded": {"records": before + count}}
-    write_folded_records(target, header, older + folded.tobytes(), below=node.paths.run_root)
-    end = raw.start + (before + count) * raw.record_bytes
+    data = (b"" if older is None else older.data) + folded.tobytes()
+    header = {**raw.header, "folded": {"records": raw.first + count}}
+    write_folded_records(target, header, data, below=node.paths.run_root)
+    end = raw.start + (raw.first + count) * raw.record_bytes
     free_beginning(path, first=raw.start, end=end, below=node.paths.run_root)
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from haiprof.run_analysis.steps import (
 )
 from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
-from haiprof.run_format.folded import file_identity
+from haiprof.run_format.folded import read_of_one_folding
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import RecordFile
 from haiprof.trace_format.frame_columns import Columns, types_of
@@ -170,27 +171,18 @@ class RankSegments:
         return self.first_step + len(self.found.steps.start_ns)
 
 
-_TRIES = 3
-"""So often a rank is read that is folded at the same time, which happens once an hour."""
-
-
 def load_segments(files: RankFiles, *, end: int | None = None) -> RankSegments:
     """Reads and cuts the spans of one rank; all of them, or up to the record at `end`."""
-    for _ in range(_TRIES):
-        try:
-            folded, damage = read_folded_steps(files.paths), ""
-        except RunFormatError as error:
-            folded, damage = NOTHING_FOLDED, f"{error}: the steps before are missing"
-        found = _load_whole(files, folded, end=end, notes=(damage,) if damage else ())
-        if damage or folded.file.identity == file_identity(files.paths.folded):
-            break
-    return found
+    return read_of_one_folding(files.paths.folded, partial(_load_whole, files, end))
 
 
-def _load_whole(
-    files: RankFiles, folded: FoldedSteps, *, end: int | None, notes: tuple[str, ...]
-) -> RankSegments:
+def _load_whole(files: RankFiles, end: int | None) -> RankSegments:
     """The steps that are whole: what comes before them was only kept to tell where they begin."""
+    folded, notes = NOTHING_FOLDED, tuple[str, ...]()
+    try:
+        folded = read_folded_steps(files.paths)
+    except RunFormatError as error:
+        notes = (f"{error}: the steps before are missing",)
     first = folded.fact("first_record")
     limit = None if end is None else max(end - first, 0)
     records = read_table(files.paths.phases, schema.PHASES, first=first, limit=limit)

@@ -14,10 +14,10 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.ledger import POSITIONS
@@ -25,6 +25,7 @@ from haiprof.base.safe_files import open_to_append, whole_file
 from haiprof.run_format.reader import RecordFile, check_version, is_consistent, open_regular
 from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION, Column, Table
 
+T = TypeVar("T")
 FOLDED = "folded"
 _HEADER_LIMIT_BYTES = 64 << 20
 _DATA_LIMIT_BYTES = 1 << 32
@@ -116,8 +117,6 @@ class FoldedFile:
     """Where each file goes on, how many steps were folded, sums over all of them."""
     stack_lines: Sequence[Mapping[str, Any]]
     """What stacks.jsonl would begin with: its header, and all frames and stacks so far."""
-    identity: tuple[int, int] | None
-    """Changes with each folding; None where there was none."""
 
     def whole(self, name: str) -> int:
         """A fact that is a number; 0 where it lacks."""
@@ -125,13 +124,26 @@ class FoldedFile:
         return value if type(value) is int and 0 <= value < 1 << 62 else 0
 
 
-def file_identity(path: Path) -> tuple[int, int] | None:
-    """Tells one folding from the next; None without any."""
-    try:
-        found = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+_TRIES = 3
+"""So often is read what is folded at the same time, which happens once an hour."""
+
+
+def read_of_one_folding(path: Path, read: Callable[[], T]) -> T:
+    """What is read of a file and of what was folded of it, which must both be of one moment."""
+
+    def identity() -> tuple[int, int] | None:
+        """Tells one folding from the next; None without any."""
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    for _ in range(_TRIES):
+        before, found = identity(), read()
+        if before == identity():
+            break
+    return found
 
 
 def write_folded(
@@ -180,7 +192,7 @@ def read_folded(path: Path) -> FoldedFile | None:
     read = _read_whole(path)
     if read is None:
         return None
-    text, body, identity = read
+    text, body = read
     try:
         header = json.loads(text)
         check_version(path, header.get("version"))
@@ -203,23 +215,18 @@ def read_folded(path: Path) -> FoldedFile | None:
             raise ValueError(lacking)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunFormatError(f"{path}: damaged: what was folded is not known") from None
-    return FoldedFile(
-        sections=sections, facts=facts, stack_lines=lines,
-        identity=identity,
-    )  # fmt: skip
+    return FoldedFile(sections=sections, facts=facts, stack_lines=lines)
 
 
-def _read_whole(path: Path) -> tuple[bytes, bytes, tuple[int, int]] | None:
-    """The header's line, all behind it, and the identity; None where there is no such file."""
+def _read_whole(path: Path) -> tuple[bytes, bytes] | None:
+    """The header's line, and all behind it; None where there is no such file."""
     try:
         with open_regular(path) as file:
-            found = os.fstat(file.fileno())
-            text, body = file.readline(_HEADER_LIMIT_BYTES), file.read()
+            return file.readline(_HEADER_LIMIT_BYTES), file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunFormatError(f"{path}: {error.strerror or error}") from None
-    return text, body, (found.st_ino, found.st_mtime_ns)
 
 
 def write_folded_records(
@@ -230,8 +237,8 @@ def write_folded_records(
     write_synced(path, text + zlib.compress(data, 6), below=below)
 
 
-def read_folded_records(path: Path) -> tuple[RecordFile, tuple[int, int]] | None:
-    """The old records, by time; and what changes with each folding. None where nothing was folded.
+def read_folded_records(path: Path) -> RecordFile | None:
+    """The old records, by time; None where nothing was folded.
 
     Raises:
         RunFormatError: It is damaged.
@@ -239,7 +246,7 @@ def read_folded_records(path: Path) -> tuple[RecordFile, tuple[int, int]] | None
     read = _read_whole(path)
     if read is None:
         return None
-    text, body, identity = read
+    text, body = read
     try:
         header = json.loads(text)
         check_version(path, header.get("version"))
@@ -251,8 +258,7 @@ def read_folded_records(path: Path) -> tuple[RecordFile, tuple[int, int]] | None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error):
         raise RunFormatError(f"{path}: damaged: what was folded is not known") from None
     columns = tuple((str(n), str(t), str(u), str(k)) for n, t, u, k in header["columns"])
-    records = RecordFile(path, header["table"], columns, header, data, ())
-    return records, identity
+    return RecordFile(path, header["table"], columns, header, data, ())
 
 
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
