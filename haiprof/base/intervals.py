@@ -19,6 +19,10 @@ class Intervals(NamedTuple):
     ends: Ints
     """ns, shape (n,)."""
 
+    def shift(self, by_ns: int) -> Intervals:
+        """The same so much later, as on another clock."""
+        return Intervals(self.starts + by_ns, self.ends + by_ns)
+
 
 def union(starts: Ints, ends: Ints) -> Intervals:
     """The union of the given intervals."""

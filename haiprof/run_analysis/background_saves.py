@@ -53,4 +53,4 @@ def steps_beside(saves: Iterable[BackgroundSave], begin_ns: Ints) -> Ints:
     next_ns = np.append(begin_ns[1:], np.iinfo(np.int64).max)
     begins = np.append(times.starts, np.iinfo(np.int64).max)[place] < next_ns
     found = np.where(begins, NEITHER, FREE)
-    return np.where(is_inside(times.starts, times.ends, begin_ns), BESIDE, found)
+    return np.where(is_inside(*times, begin_ns), BESIDE, found)

@@ -129,13 +129,10 @@ def _of_rank(
     rss = [each for each in rss if each[0] <= died_ns + _CLOCK_NS] or rss[:1]
     most_at, most = max(rss, key=lambda each: each[1], default=(None, None))
     counts = dict(_series(own, "process_count"))
-    oom = end.oom or {}
-    limit = integer(oom.get("limit_bytes"))
+    limit = integer((end.oom or {}).get("limit_bytes"))
     limits = _series(node, "memory_limit_bytes")
     available = _series(node, "memory_available_bytes")
     shm = end.shm or {}
-    sizes = [integer(oom.get(f"{name}_bytes")) for name in ("anonymous", "file", "shared")]
-    known = [size for size in sizes if size is not None and size >= 0]
     return MemoryAtEnd(
         rank=rank,
         rss_bytes=round(rss[-1][1]) if rss else None,
@@ -143,7 +140,7 @@ def _of_rank(
         most_rss_bytes=None if most is None else round(most),
         most_before_ns=None if most_at is None else max(0, died_ns - most_at),
         process_count=None if (n := counts.get(most_at or 0)) is None else round(n),
-        killed_with_bytes=sum(known) if known else None,
+        killed_with_bytes=end.killed_with_bytes,
         growth_bytes_per_step=_growth(rss, steps.filter(steps["rank"] == rank)),
         limit_bytes=limit if limit is not None else (round(limits[-1][1]) if limits else None),
         address_limit_bytes=end.address_limit_bytes,
@@ -318,10 +315,10 @@ _PIECES = 300
 """So many stretches per rank at the most: what is shorter than a part of the picture is joined."""
 _PHASES = {
     schema.DATA: "dataloader", schema.DATA_END: "dataloader", schema.DATA_ITER: "dataloader",
-    schema.FORWARD: "forward", schema.FORWARD_EVAL: "forward", schema.EVAL: "other",
-    schema.NOGRAD: "other", schema.BACKWARD: "backward", schema.OPTIMIZER: "optimizer",
-    schema.SCALER: "optimizer", schema.SAVE: "other",
+    schema.FORWARD: "forward", schema.FORWARD_EVAL: "forward", schema.BACKWARD: "backward",
+    schema.OPTIMIZER: "optimizer", schema.SCALER: "optimizer",
 }  # fmt: skip
+"""All else is `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ import numpy as np
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Floats, Ints, total
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.folded_steps import phase_sums
 from haiprof.run_analysis.nesting import Bools, take_rows
-from haiprof.run_analysis.run_files import entries, integer, mapping, text
+from haiprof.run_analysis.run_files import entries, integer, mapping, note_damage, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_analysis.step_positions import (
     innermost_phase,
@@ -63,9 +63,9 @@ _NS_PER_US = 1000
 _TIME_LIMIT_NS = 1 << 62
 _STACK_LIMIT = 1 << 16
 """Stacks of one process that are read; a rank writes an eighth of that."""
-_PER_SAMPLE = ("time_ns", "stack", "lock_wait", "cpu_ns", "queue_ns", "wait")
+_PER_SAMPLE = ("time_ns", "stack", "lock_wait", "cpu_ns", "queue_ns", "wait", "weight_ns")
 _OF_FOLDED = ("position", "around", "hidden")
-_COLUMNS = ("rank", "worker", *_PER_SAMPLE, "step", "phase", *_OF_FOLDED, "weight_ns")
+_COLUMNS = ("rank", "worker", *_PER_SAMPLE, "step", "phase", *_OF_FOLDED)
 _CHECKPOINT_POSITION = POSITIONS.index("checkpoint")
 _FETCH_FILE = "/torch/utils/data/_utils/fetch.py"
 
@@ -179,9 +179,7 @@ class SampledProcess:
     _stacks: dict[int, int] = field(default_factory=lambda: {0: 0})
     """By the file's number: that of the tree."""
     _parts: list[tuple[Ints, ...]] = field(default_factory=list)
-    """Columns of _PER_SAMPLE, of each line."""
-    _weights: list[Ints] = field(default_factory=list)
-    """The time that each sample stands for, of folded ones; -1 for the others."""
+    """Columns of _PER_SAMPLE, of each line; only folded ones know the time that they stand for."""
     _others: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def add(self, line: Mapping[str, Any], tree: StackTree) -> None:
@@ -211,34 +209,32 @@ class SampledProcess:
             _times_ns(line.get("run_us"), count),
             _times_ns(line.get("queue_us"), count),
             _letters(line.get("wait"), WAIT_LETTERS, count),
+            _times_ns(line.get("weight_us"), count),
         ))  # fmt: skip
-        self._weights.append(_times_ns(line.get("weight_us"), count))
         for entry in entries(line.get("others")):
             values = _integers(entry).tolist()
             if len(values) == 5:
                 at_ns, since_ns = begin + values[0] * _NS_PER_US, values[4] * _NS_PER_US
                 self._others.append((at_ns, values[2], values[3], since_ns))
 
-    def samples(self, *, as_stored: bool = False) -> tuple[dict[str, Ints], int]:
+    def samples(self, *, as_stored: bool = False) -> tuple[dict[str, np.ndarray], int]:
         """Columns of _PER_SAMPLE, and of how many samples the stack is not known.
 
         `time_ns` is on the clock of the spans; `stack` is 0 where no Python code ran, too. With
-        `as_stored` stacks have the numbers of the process.
+        `as_stored` stacks have the numbers of the process. A sample stands for the time to the ones
+        beside it where none is stored.
         """
         none = (np.zeros(0, dtype=np.int64),) * len(_PER_SAMPLE)
         joined = map(np.concatenate, zip(none, *self._parts, strict=True))
-        columns: dict[str, Ints] = dict(zip(_PER_SAMPLE, joined, strict=True))
+        columns: dict[str, np.ndarray] = dict(zip(_PER_SAMPLE, joined, strict=True))
+        time_ns, stored = columns["time_ns"], columns["weight_ns"]
+        spacing = spacing_ns(time_ns, time_ns) if (stored < 0).any() else stored
+        columns["weight_ns"] = np.where(stored < 0, spacing, stored).astype(np.float64)
         if as_stored:
             return columns, 0
         stack = columns["stack"]
         columns["stack"] = self.number(stack)
         return columns, int(((columns["stack"] == 0) & (stack != 0)).sum())
-
-    def weights_ns(self, time_ns: Ints) -> Floats:
-        """The time that each of its samples stands for, by the ones beside it where not known."""
-        stored = np.concatenate([np.zeros(0, dtype=np.int64), *self._weights])
-        spacing = spacing_ns(time_ns, time_ns) if (stored < 0).any() else stored
-        return np.where(stored < 0, spacing, stored).astype(np.float64)
 
     def others(self) -> tuple[Ints, Ints, Floats]:
         """Looks at other Python threads that were busy: time, stack, CPU time since the one before.
@@ -296,11 +292,7 @@ class FoldedWorkers:
 
 
 def read_folded_workers(path: Path) -> FoldedWorkers:
-    """Reads workers-folded.jsonl; one that does not exist has nothing.
-
-    Raises:
-        RunFormatError: It is damaged.
-    """
+    """Reads workers-folded.jsonl: nothing where there is none; an error where it is damaged."""
     lines, notes = read_lines(path)
     if not lines and not notes:
         return FoldedWorkers(first_bytes={}, lines={})
@@ -324,20 +316,15 @@ def _read_workers(paths: RankPaths, tree: StackTree) -> tuple[list[SampledProces
     """The workers of a rank, and what was damaged."""
     found, notes = list[SampledProcess](), list[str]()
     older = FoldedWorkers(first_bytes={}, lines={})
-    try:
+    with note_damage(notes):
         older = read_folded_workers(paths.old_worker_stacks)
-    except RunFormatError as error:
-        notes.append(str(error))
     for number, path in paths.worker_stack_files().items():
-        try:
+        with note_damage(notes):
             processes, damaged = read_stack_file(
                 path, tree, older.lines.get(number, ()), older.first_bytes.get(number, 0)
             )
-        except RunFormatError as error:
-            notes.append(str(error))
-            continue
-        found += processes
-        notes += damaged
+            found += processes
+            notes += damaged
     return found, notes
 
 
@@ -426,17 +413,17 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
     notes: list[str] = []
     for rank in ranks:
         folded, paths = rank.folded, rank.files.paths
-        try:
+        with note_damage(notes):
             processes, damaged = read_stack_file(
                 paths.stacks, tree, folded.file.stack_lines, folded.fact("first_stack_byte")
             )
-        except RunFormatError as error:
-            processes, damaged = [], (str(error),)
-        workers, more = read_of_one_folding(
+            read += [(rank, process) for process in processes]
+            notes += damaged
+        workers, damage = read_of_one_folding(
             paths.old_worker_stacks, partial(_read_workers, paths, tree)
         )
-        notes += (*damaged, *more)
-        read += [(rank, process) for process in (*processes, *workers)]
+        read += [(rank, process) for process in workers]
+        notes += damage
     whole = tree.whole()
     loads = whole.within(_FETCH_FILE)
     rows: list[dict[str, np.ndarray]] = []
@@ -446,36 +433,25 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
             notes.append(
                 f"rank {rank.files.rank}: the stacks of {unknown_count} samples are not known"
             )
-        weight_ns = process.weights_ns(columns["time_ns"])
-        count = len(weight_ns)
-        columns |= {"position": np.full(count, -1), "around": np.zeros(count, dtype=np.bool_),
-                    "hidden": np.zeros(count, dtype=np.bool_)}  # fmt: skip
+        parts = [columns]
         if process.worker is None:
             phase, step = locate(rank, columns["time_ns"])
-            weight_ns = _share_times(rank, phase, step, weight_ns)
+            weight_ns = _share_times(rank, phase, step, columns["weight_ns"])
             step = np.where(step < 0, -1, step + rank.first_step)
-            if rank.first_step:
-                older = _folded_samples(rank, process)
-                columns = {name: np.append(older[name], own) for name, own in columns.items()}
-                phase, step = np.append(older["phase"], phase), np.append(older["step"], step)
-                weight_ns = np.append(older["weight_ns"], weight_ns)
+            columns |= {"phase": phase, "step": step, "weight_ns": weight_ns}
+            parts = [_folded_samples(rank, process), *parts] if rank.first_step else parts
         else:  # loading is what happens below the loader's own fetch
-            phase = np.where(loads[columns["stack"]], WORKER, WORKER_WAITING)
-            step = np.full(len(phase), -1)
-        rows.append({**columns, "step": step, "phase": phase, "weight_ns": weight_ns})
+            columns["phase"] = np.where(loads[columns["stack"]], WORKER, WORKER_WAITING)
         time_ns, stack, cpu_ns = process.others()
-        unknown = dict.fromkeys(_COLUMNS, np.full(len(stack), -1))
-        unknown |= dict.fromkeys(_OF_FOLDED[1:], np.zeros(len(stack), dtype=np.bool_))
         of_others = np.full(len(stack), OTHER_THREADS)
-        rows.append({**unknown, "time_ns": time_ns, "stack": stack, "phase": of_others,
-                     "weight_ns": cpu_ns})  # fmt: skip
-        for part in rows[-2:]:
-            count = len(part["stack"])
-            part |= {
-                "rank": np.full(count, rank.files.rank),
-                "worker": np.full(count, -1 if process.worker is None else process.worker),
+        parts.append({"time_ns": time_ns, "stack": stack, "phase": of_others, "weight_ns": cpu_ns})
+        for part in parts:
+            unknown = np.full(len(part["stack"]), -1)
+            rows.append(dict.fromkeys(_COLUMNS, unknown) | part | {
+                "rank": np.full(len(unknown), rank.files.rank),
+                "worker": np.full(len(unknown), -1 if process.worker is None else process.worker),
                 "time_ns": part["time_ns"] + rank.wall_offset_ns,
-            }
+            })  # fmt: skip
     none = np.zeros(0, dtype=np.int64)
     joined = {name: np.concatenate([none, *(part[name] for part in rows)]) for name in _COLUMNS}
     joined |= {name: joined[name] > 0 for name in _OF_FOLDED[1:]}
@@ -494,19 +470,13 @@ def _folded_samples(rank: RankSegments, process: SampledProcess) -> dict[str, np
     saved = folded.plain_ns[_CHECKPOINT_POSITION] + folded.collected_ns[_CHECKPOINT_POSITION]
     times[CHECKPOINT] = saved.sum()
     times[OTHER] = max(whole - times[: len(PHASES)].sum() - times[CHECKPOINT], 0)
-    evaluated = folded.evaluations
-    times[EVALUATION] = (evaluated.ends - evaluated.starts).sum()
+    times[EVALUATION] = total(folded.evaluations)
     later = found["step"] >= folded.step_count  # of steps that are whole: the same per sample
     phase = found["phase"]
     sampled = np.bincount(phase[~later], spacing[~later], len(TRAINING_PHASES))
     weight = np.where(later, spacing, times[phase] * spacing / np.maximum(sampled, 1.0)[phase])
     weight[found["step"] < 0] = spacing[found["step"] < 0]
-    return found | {
-        "stack": process.number(found["stack"]),
-        "around": found["around"] > 0,
-        "hidden": found["hidden"] > 0,
-        "weight_ns": weight,
-    }
+    return found | {"stack": process.number(found["stack"]), "weight_ns": weight}
 
 
 def locate(rank: RankSegments, time_ns: Ints) -> tuple[Ints, Ints]:
@@ -514,7 +484,7 @@ def locate(rank: RankSegments, time_ns: Ints) -> tuple[Ints, Ints]:
     found, saves = rank.found, rank.events.take(rank.events.kind == schema.SAVE)
     step = place_in(found.steps.start_ns, found.steps.end_ns, time_ns)
     phase = _OF_SPAN[innermost_phase(found, time_ns)]
-    evaluated = is_inside(found.evaluation_start_ns, found.evaluation_end_ns, time_ns)
+    evaluated = is_inside(*found.evaluations, time_ns)
     evaluated |= phase == EVALUATION
     phase = np.where((phase == BETWEEN) & (step >= 0), OTHER, phase)
     phase = np.where(is_inside_any(saves.start_ns, saves.end_ns, time_ns), CHECKPOINT, phase)
@@ -538,7 +508,7 @@ def _share_times(rank: RankSegments, phase: Ints, step: Ints, spacing: Floats) -
         times[CHECKPOINT] = saved_ns[(of_save >= 0) & (slow[of_save] == is_slow)].sum()
         times[OTHER] = max(steps.other_ns[chosen].sum() - times[CHECKPOINT], 0)
         if not is_slow:
-            times[EVALUATION] = (found.evaluation_end_ns - found.evaluation_start_ns).sum()
+            times[EVALUATION] = total(found.evaluations)
         sampled = np.bincount(phase[rows], spacing[rows], len(TRAINING_PHASES))
         shared[rows] = times[phase[rows]] * spacing[rows] / sampled[phase[rows]]
     return shared

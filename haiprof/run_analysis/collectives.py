@@ -14,7 +14,7 @@ from haiprof.base.collector import pause_collector
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.units import ranks_text
-from haiprof.run_analysis.run_files import RunFiles, text
+from haiprof.run_analysis.run_files import RunFiles, note_damage, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_format import schema
 from haiprof.trace_format.clock_offsets import estimate_offsets
@@ -73,26 +73,15 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
             of_interest = part.drop_nulls(what)  # a scatter has inputs on its root alone
             if what == "element_count":
                 of_interest = of_interest.filter(pl.col("kind").is_in(_SIZED))
-            differing = (
-                of_interest.group_by("sequence", "member")
-                .agg(pl.col(what).n_unique().alias("values"))
-                .filter(pl.col("values") > 1)
-                .sort("sequence", "member")
-            )
+            unlike = pl.col(what).n_unique().over("sequence", "member") > 1
+            differing = of_interest.filter(unlike).sort("sequence", "member", maintain_order=True)
             if not differing.height:
                 continue
-            at = of_interest.join(differing.head(1), on=["sequence", "member"], how="semi")
-            values: dict[str, list[int]] = {}
-            for rank, value in at.select("rank", what).rows():
-                values.setdefault(str(value), []).append(rank)
-            found.append(
-                Mismatch(
-                    group=str(group),
-                    sequence=int(at["sequence"][0]),
-                    what=what,
-                    values={value: tuple(sorted(ranks)) for value, ranks in values.items()},
-                )
-            )
+            at = differing.join(differing.head(1), on=["sequence", "member"], how="semi")
+            ranks_by_value = at.group_by(what, maintain_order=True).agg("rank").rows()
+            values = {str(value): tuple(sorted(ranks)) for value, ranks in ranks_by_value}
+            sequence = int(at["sequence"][0])
+            found.append(Mismatch(group=str(group), sequence=sequence, what=what, values=values))
             break
     return found
 
@@ -121,28 +110,21 @@ def collective_frame(
     files: RunFiles, *, since_wall_ns: int = 0
 ) -> tuple[pl.DataFrame, tuple[str, ...]]:
     """Every collective that the ranks' Flight Recorders still held when they were read."""
-    frames, notes = [pl.DataFrame(schema=COLLECTIVE_SCHEMA)], []
-    own, last = files.ranks, files.last_attempts()
-    found = [(rank, path, False) for rank in own for path in rank.paths.collective_files()]
+    frames, notes = [pl.DataFrame(schema=COLLECTIVE_SCHEMA)], list[str]()
+    last = files.last_attempts()
+    found = [(rank, path, False) for rank in files.ranks for path in rank.paths.collective_files()]
     if not since_wall_ns:  # what PyTorch's own watchdog wrote before it ended ranks
         found += [(last[n], path, True) for n, path in files.paths.flight_files() if n in last]
     with pause_collector():
         for rank, path, is_torchs in found:
-            try:
+            with note_damage(notes):
                 flight = read_torch_dump(path) if is_torchs else read_flight(path)
-            except TraceFormatError as error:
-                notes.append(str(error))
-                continue
-            if flight.wall_ns is not None and flight.wall_ns < since_wall_ns:
-                continue
-            frames.append(
-                flight.entries.select(
-                    rank=pl.lit(rank.rank, pl.Int64),
-                    attempt=pl.lit(rank.attempt, pl.Int64),
-                    host=pl.lit(text(rank.report.get("host")), pl.String),
-                    **{name: pl.col(name) for name in FLIGHT_SCHEMA},
-                )
-            )
+                if flight.wall_ns is not None and flight.wall_ns < since_wall_ns:
+                    continue
+                own = {"rank": rank.rank, "attempt": rank.attempt,
+                       "host": text(rank.report.get("host"))}  # fmt: skip
+                named = (pl.lit(own[name], COLLECTIVE_SCHEMA[name]).alias(name) for name in own)
+                frames.append(flight.entries.select(*named, *FLIGHT_SCHEMA))
     keys = ["rank", "attempt", "group", "kind", "sequence", "p2p", "created_ns"]
     rows = pl.concat(frames).unique(keys, maintain_order=True, keep="last")
     newest = rows.filter(pl.col("attempt") == pl.col("attempt").max())
@@ -340,15 +322,12 @@ def judge_dumps(paths: Sequence[Path]) -> FlightVerdict:
     members: dict[str, Sequence[int]] = {}
     with pause_collector():
         for rank, path in _by_rank(paths).items():
-            try:
+            with note_damage(notes):
                 flight = read_torch_dump(path)
-            except TraceFormatError as error:
-                notes.append(str(error))
-                continue
-            members |= flight.groups
-            line = pl.Series("line", flight.lines, pl.String)
-            own = flight.entries.with_columns(line, rank=pl.lit(rank, pl.Int64))
-            frames.append(own.unique([*FLIGHT_SCHEMA, "rank"], maintain_order=True))
+                members |= flight.groups
+                line = pl.Series("line", flight.lines, pl.String)
+                own = flight.entries.with_columns(line, rank=pl.lit(rank, pl.Int64))
+                frames.append(own.unique([*FLIGHT_SCHEMA, "rank"], maintain_order=True))
     if not frames:
         raise MissingDataError(notes[0] if notes else f"{paths[0]}: no dump in it")
     rows = pl.concat(frames)

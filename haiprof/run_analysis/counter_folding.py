@@ -25,11 +25,7 @@ def fold_rows(
 
     So growth between two of them is that of all between. A counter that went back (a reset, a
     wrap) is kept on both sides, as is a code that changed. Of reasons all that were given are set.
-
-    Args:
-        rows: Records of one source.
-        columns: (name, type, unit, kind) of each column.
-        whole: Which of them stay as they are.
+    Those that `whole` marks stay as they are.
     """
     keys = [name for name, _, _, kind in columns if kind == "key"]
     order = np.lexsort((rows["time_ns"], *(rows[key] for key in reversed(keys))))

@@ -17,16 +17,15 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.run_analysis.counters import (
     COUNTER_SCHEMA,
-    entities_of,
+    SourceSamples,
     notes_of,
-    ranks_of,
     record_files,
     reports_by_host,
     samples_of,
 )
 from haiprof.run_analysis.run_files import NodeFiles, RunFiles, entries, integer, objects
 from haiprof.run_format.entities import Key, plain_uuid, ranks_by_key
-from haiprof.run_format.reader import RecordFile, read_records
+from haiprof.run_format.reader import read_records
 from haiprof.run_format.schema import NULL_I64, Column, counter_end
 from haiprof.run_format.tables import COUNTER_TABLES
 
@@ -58,24 +57,20 @@ class RawSeries:
 def raw_counters(run: RunFiles) -> tuple[list[RawSeries], tuple[str, ...]]:
     """Every series of every node, and notes on files that could not be read."""
     # A counter keeps its own count, also where it wrapped, was set back or has stopped at its end.
-    found = list(record_files(run))
+    found, reports = list(record_files(run)), reports_by_host(run)
     series = [
         each
         for node, records in found
         if not isinstance(records, str)
-        for each in _of_source(run, node, records)
+        for each in _of_source(samples_of(reports, node, records))
     ]
     return series, notes_of(records for _, records in found)
 
 
-def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[RawSeries]:
-    samples = samples_of(records)
-    entities = entities_of(node, records)
-    ranks = ranks_of(reports_by_host(run), node, records, entities)
-    offset_ns = records.clock.wall_ns - records.clock.mono_ns
-    table = next(table for table in COUNTER_TABLES if table.name == records.table)
+def _of_source(samples: SourceSamples) -> Iterator[RawSeries]:
+    table = next(table for table in COUNTER_TABLES if table.name == samples.source)
     ends = np.searchsorted(samples.owner, np.arange(len(samples.keys)), side="right").tolist()
-    for key, start, end in zip(samples.keys, [0, *ends], ends, strict=False):
+    for owner, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         at = slice(start, end)
         for column in table.metrics:
             if column.name not in samples.columns:
@@ -87,20 +82,20 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
             known = known & (values >= 0) if counter_end(column.kind) is not None else known
             if not known.any():
                 continue
-            time_ns = samples.time_ns[at][known] + offset_ns
+            time_ns = samples.time_ns[at][known]
             counted = values[known]
             back = np.append(False, counted[1:] < counted[:-1])
             since = np.maximum.accumulate(np.where(back, np.arange(len(counted)), 0))
             yield RawSeries(
-                host=node.host,
+                host=samples.host,
                 source=table.name,
                 keys=table.keys,
-                key=key,
-                entity=entities.get(key, {}),
-                rank=ranks.get(key),
+                key=samples.keys[owner],
+                entity=samples.known[owner],
+                rank=samples.ranks[owner],
                 column=column,
                 time_ns=time_ns,
-                values=values[known],
+                values=counted,
                 start_ns=time_ns[since],
             )
 

@@ -15,7 +15,7 @@ from haiprof.run_analysis.counters import (
     ALWAYS,
     OwnerSeries,
     SeriesReader,
-    SourceMetrics,
+    SourceSamples,
     read_sources,
     sort_series,
 )
@@ -108,7 +108,7 @@ def _whole(windows: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
 _Stats = dict[MetricOwner, dict[str, MetricStat]]
 
 
-def _add_stats(stats: _Stats, found: SourceMetrics, window: tuple[int, int]) -> None:
+def _add_stats(stats: _Stats, found: SourceSamples, window: tuple[int, int]) -> None:
     """Adds a file, whose owners are in no other one."""
     if found.source not in _SUMMED:
         return
@@ -211,21 +211,17 @@ def average_counters(
                         own[metric.name].append((rank, each.cut(*span), span))
                     elif found.source in _OF_NODES and (span := of_hosts.get(host)):
                         shared[metric.name].append((entity, each.cut(*span), span))
-        value = pl.col("value")
         for name, series in own.items():
             average = np.mean if name in _SHARES else np.median
             averages[name].update(
                 (int(rank or 0), float(average(values))) for rank, values in _by_owner(series)
             )
             if name in _SERIES:  # at most POINT_COUNT of each rank, by medians
-                rows = _rows(series, pl.Int64())
-                thinned = rows.group_by("owner", "part").agg(
-                    pl.col("time_ns").median().cast(pl.Int64), value.median()
-                )
-                names = {"rank": pl.col("owner"), "metric": pl.lit(name, _METRIC)}
-                chosen = thinned.sort("owner", "time_ns").select(**names, time_ns="time_ns",
-                                                                 value="value")  # fmt: skip
-                points.append(chosen)
+                thinned = pl.concat(_in_parts(*each) for each in series).group_by("rank", "part")
+                medians = thinned.agg(
+                    pl.col("time_ns").median().cast(pl.Int64), pl.col("value").median()
+                ).with_columns(metric=pl.lit(name, _METRIC))
+                points.append(medians.sort("rank", "time_ns").select(*POINT_SCHEMA))
         means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
         for name, series in sorted(shared.items()):
             for owner, values in _by_owner(series):
@@ -252,18 +248,11 @@ def _by_owner(parts: Sequence[_Part]) -> Iterator[tuple[int | str | None, Floats
             yield owner, values
 
 
-def _rows(parts: Sequence[_Part], of: pl.DataType) -> pl.DataFrame:
-    """`owner`, `time_ns`, `value`, and `part`: in which of POINT_COUNT parts of its time it is."""
-    counts = [len(series.values) for _, series, _ in parts]
-    owners = pl.Series([owner for owner, _, _ in parts], dtype=of)
-    widths = [(s.time_ns - begin) // max((end - begin) // POINT_COUNT, 1)
-              for _, s, (begin, end) in parts]  # fmt: skip
-    return pl.DataFrame({
-        "owner": owners.gather(np.repeat(np.arange(len(parts)), counts)),
-        "time_ns": np.concatenate([series.time_ns for _, series, _ in parts]),
-        "value": np.concatenate([series.values for _, series, _ in parts]),
-        "part": np.concatenate(widths),
-    })  # fmt: skip
+def _in_parts(rank: int | str | None, series: OwnerSeries, span: TimeRange) -> pl.DataFrame:
+    """With `part`: in which of POINT_COUNT parts of its time a sample is."""
+    part = (series.time_ns - span[0]) // max((span[1] - span[0]) // POINT_COUNT, 1)
+    columns = {"part": part, "time_ns": series.time_ns, "value": series.values}
+    return pl.DataFrame(columns).with_columns(rank=pl.lit(rank, pl.Int64))
 
 
 REQUESTS = {"server_read": "read", "server_write": "write", "metadata": "metadata request"}

@@ -17,12 +17,12 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.counter_folding import fold_rows
 from haiprof.run_analysis.run_files import (
-    NUMPY_TYPE,
     NodeFiles,
     RunFiles,
     entries,
     read_counters,
     record_columns,
+    record_rows,
     text,
 )
 from haiprof.run_format import schema
@@ -64,29 +64,6 @@ ALWAYS = (-(1 << 62), 1 << 62)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
-    """Records of one source, by key and time."""
-
-    time_ns: Ints
-    """On the records' own clock."""
-    keys: Sequence[Key]
-    """Each entity's key."""
-    owner: Ints
-    """Place in `keys`, of each record."""
-    follows: npt.NDArray[np.bool_]
-    """Whether the record before is an earlier sample of the same entity."""
-    columns: Mapping[str, npt.NDArray[Any]]
-    """As in the file."""
-    order: Ints
-    """Place of each sample in these."""
-
-    def column(self, name: str) -> npt.NDArray[Any]:
-        """A column in the order of the samples."""
-        ordered: npt.NDArray[Any] = self.columns[name][self.order]
-        return ordered
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """One metric at every record."""
 
@@ -104,22 +81,38 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceMetrics:
-    """The metrics of one source of one node."""
+class SourceSamples:
+    """The records of one source of one node: by entity, and then by time; no damaged times."""
 
     host: str
     source: str
     time_ns: Ints
-    """Unix time of each record; they stand by entity, and then by time."""
+    """Unix time of each record."""
     owner: Ints
     """Place of each record's entity in the lists."""
+    keys: Sequence[Key]
+    """Of the entities; empty for the node."""
+    known: Sequence[Mapping[str, Any]]
+    """What the recording says of them."""
     entities: Sequence[str | None]
-    """Names of the entities; None for the node."""
+    """Their names; None for the node."""
     ranks: Sequence[int | None]
-    """Whose they are, where one rank owns them."""
+    """Whose they are, where one rank owns them: by process, or by GPU."""
     gpus: Sequence[int | None]
     """NVML index."""
-    metrics: Sequence[Metric]
+    follows: npt.NDArray[np.bool_]
+    """Whether the record before is an earlier sample of the same entity."""
+    columns: Mapping[str, npt.NDArray[Any]]
+    """As in the file."""
+    order: Ints
+    """Place of each sample in these."""
+    metrics: Sequence[Metric] = ()
+    """Those that were asked for."""
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """A column in the order of the samples."""
+        ordered: npt.NDArray[Any] = self.columns[name][self.order]
+        return ordered
 
     def series(self, metric: Metric) -> Iterator[OwnerSeries]:
         """One of them of each entity."""
@@ -262,8 +255,7 @@ def _read_whole(
         raise RunFormatError(f"{target}: its columns are not those of {path.name}")
     data = raw.data
     if coarse:
-        rows = np.frombuffer(data, dtype=[(n, NUMPY_TYPE[kind]) for n, kind, _, _ in raw.columns])
-        data = fold_rows(rows, raw.columns).tobytes()
+        data = fold_rows(record_rows(raw), raw.columns).tobytes()
     return replace(raw, data=folded.data + data)
 
 
@@ -274,7 +266,7 @@ def read_sources(
     hosts: Collection[str] | None = None,
     first: int = 0,
     coarse: bool = False,
-) -> Iterator[SourceMetrics]:
+) -> Iterator[SourceSamples]:
     """These metrics (source, name; None: all) of the record files that can be read, one by one."""
     sources = None if metrics is None else {source for source, _ in metrics}
     files = record_files(run, hosts=hosts, sources=sources, first=first, coarse=coarse)
@@ -282,26 +274,14 @@ def read_sources(
     for node, records in files:
         if isinstance(records, str):
             continue
-        samples, entities = samples_of(records), entities_of(node, records)
+        samples = samples_of(reports, node, records)
         chosen = None if metrics is None else {n for of, n in metrics if of == records.table}
         with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
             found = list(_metrics(records, samples, chosen))
-        names = {key: entity_name(entity) or None for key, entity in entities.items()}
-        ranks = ranks_of(reports, node, records, entities)
-        gpu = _keys(records) == ["gpu"]
-        yield SourceMetrics(
-            host=node.host,
-            source=records.table,
-            time_ns=samples.time_ns + (records.clock.wall_ns - records.clock.mono_ns),
-            owner=samples.owner,
-            entities=[names.get(key) for key in samples.keys],
-            ranks=[ranks.get(key) for key in samples.keys],
-            gpus=[key[0] if gpu else None for key in samples.keys],
-            metrics=found,
-        )
+        yield replace(samples, metrics=found)
 
 
-def _frame(found: SourceMetrics, between: tuple[int, int]) -> pl.DataFrame:
+def _frame(found: SourceSamples, between: tuple[int, int]) -> pl.DataFrame:
     """One source of one node, one row per value."""
     wanted = (found.time_ns >= between[0]) & (found.time_ns <= between[1])
     metrics = found.metrics
@@ -335,15 +315,12 @@ def _take_values(words: Sequence[Any], places: npt.NDArray[Any], *, dtype: Any) 
     return pl.Series(words, dtype=dtype).gather(pl.Series(places, dtype=pl.UInt32))
 
 
-def _keys(records: RecordFile) -> list[str]:
-    return [name for name, _, _, kind in records.columns if kind == "key"]
-
-
-def samples_of(records: RecordFile) -> Samples:
-    """Sorted by key and time; damaged times left out."""
+def samples_of(reports: Reports, node: NodeFiles, records: RecordFile) -> SourceSamples:
+    """The records of a file, without metrics."""
     columns = record_columns(records)
     time = columns["time_ns"]
-    keys = [columns[name].astype(np.int64) for name in _keys(records)]
+    names = [name for name, _, _, kind in records.columns if kind == "key"]
+    keys = [columns[name].astype(np.int64) for name in names]
     order = np.lexsort((time, *reversed(keys)))
     order = order[(time[order] >= 0) & (time[order] < _TIME_LIMIT_NS)]
     time = time[order]
@@ -351,19 +328,30 @@ def samples_of(records: RecordFile) -> Samples:
     for key in keys:
         same &= np.diff(key[order]) == 0
     first = np.append(True, ~same)[: len(order)]
-    heads = order[first]
-    return Samples(
-        time_ns=time,
-        keys=[tuple(int(key[at]) for key in keys) for at in heads],
+    owners = [tuple(int(key[at]) for key in keys) for at in order[first]]
+    # What is known of entities is in the header, and in lines about those that came up later.
+    later = [line for line in node.of_type("entity") if line.get("source") == records.table]
+    entities = entities_by_key([*entries(records.header.get("entities")), *later])
+    ranks = ranks_by_key(reports.get(node.host, ()), names, entities) if names else {}
+    known = [entities.get(key, {}) for key in owners]
+    return SourceSamples(
+        host=node.host,
+        source=records.table,
+        time_ns=time + (records.clock.wall_ns - records.clock.mono_ns),
         owner=np.cumsum(first) - 1,
+        keys=owners,
+        known=known,
+        entities=[entity_name(entity) or None for entity in known],
+        ranks=[ranks.get(key) for key in owners],
+        gpus=[key[0] if names == ["gpu"] else None for key in owners],
+        follows=np.append(False, same & (np.diff(time) > 0))[: len(order)],
         columns=columns,
         order=order,
-        follows=np.append(False, same & (np.diff(time) > 0))[: len(order)],
     )
 
 
 def _metrics(
-    records: RecordFile, samples: Samples, wanted: Collection[str] | None
+    records: RecordFile, samples: SourceSamples, wanted: Collection[str] | None
 ) -> Iterator[Metric]:
     """Every column that is one, or those of these names."""
     elapsed = np.append(np.nan, np.diff(samples.time_ns))[: len(samples.time_ns)]
@@ -387,14 +375,14 @@ def _metrics(
             if not has_events:
                 values = growth / (elapsed if unit == "ns" else elapsed / NS_PER_S)
             else:
-                values = growth / _growth(samples.column(events), samples.follows, 64, False)[0]
+                values = growth / _growth(samples.column(events), samples.follows)[0]
             yield Metric(name=metric, unit=rate_unit, values=values, flags=flags)
     for name, (part, whole) in _RATIOS.items():
         known = part in samples.columns and whole in samples.columns
         if known and (wanted is None or name in wanted):
-            part_growth, flags = _growth(samples.column(part), samples.follows, 64, False)
-            whole_growth, _ = _growth(samples.column(whole), samples.follows, 64, False)
-            yield Metric(name=name, unit="ratio", values=part_growth / whole_growth, flags=flags)
+            growth, flags = _growth(samples.column(part), samples.follows)
+            values = growth / _growth(samples.column(whole), samples.follows)[0]
+            yield Metric(name=name, unit="ratio", values=values, flags=flags)
     if all(name in samples.columns for name in _CPU_STATES):
         yield from (m for m in _cpu_shares(samples) if wanted is None or m.name in wanted)
 
@@ -402,8 +390,8 @@ def _metrics(
 def _growth(
     values: npt.NDArray[Any],
     follows: npt.NDArray[np.bool_],
-    bits: int,
-    sticks: bool,
+    bits: int = 64,
+    sticks: bool = False,
     scale: int = 1,
 ) -> tuple[Floats, Flags]:
     """Since the sample before, with flags; NaN where there is none or it cannot be known."""
@@ -431,11 +419,10 @@ def _growth(
     return numbers, flags
 
 
-def _cpu_shares(samples: Samples) -> Iterator[Metric]:
+def _cpu_shares(samples: SourceSamples) -> Iterator[Metric]:
     """Shares of all CPUs' time: of each state, and of those at work together."""
     # No share is known where one of the states was set back.
-    grown = {name: _growth(samples.column(name), samples.follows, 64, False)
-             for name in _CPU_STATES}  # fmt: skip
+    grown = {name: _growth(samples.column(name), samples.follows) for name in _CPU_STATES}
     flags = np.max([flags for _, flags in grown.values()], axis=0)
     growth = {name: values for name, (values, _) in grown.items()}
     whole = np.nansum(list(growth.values()), axis=0)  # not every state is there everywhere
@@ -445,12 +432,6 @@ def _cpu_shares(samples: Samples) -> Iterator[Metric]:
         yield share(name=f"{name.removesuffix('_ns')}_ratio", values=values / whole)
     busy = np.nansum([growth[name] for name in _CPU_BUSY], axis=0)
     yield share(name="cpu_utilization_ratio", values=busy / whole)
-
-
-def entities_of(node: NodeFiles, records: RecordFile) -> dict[Key, Mapping[str, Any]]:
-    """What is known of each entity, from the header and from what came up later."""
-    later = [line for line in node.of_type("entity") if line.get("source") == records.table]
-    return entities_by_key([*entries(records.header.get("entities")), *later])
 
 
 Reports = Mapping[object, Sequence[tuple[int, Mapping[str, Any]]]]
@@ -465,16 +446,6 @@ def reports_by_host(run: RunFiles) -> Reports:
     if len(run.nodes) == 1 and run.nodes[0].host not in found:
         return {run.nodes[0].host: [(rank.rank, rank.report) for rank in run.ranks]}
     return found
-
-
-def ranks_of(
-    reports: Reports, node: NodeFiles, records: RecordFile,
-    entities: Mapping[Key, Mapping[str, Any]],
-) -> dict[Key, int]:  # fmt: skip
-    """Rank by process, or by GPU where exactly one rank uses that GPU."""
-    if not _keys(records):
-        return {}
-    return ranks_by_key(reports.get(node.host, ()), _keys(records), entities)
 
 
 def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:

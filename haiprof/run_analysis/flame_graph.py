@@ -60,15 +60,6 @@ class FlameFrame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlameNode:
-    """A frame below its callers; numbers count from 0, callers come before the called."""
-
-    parent: int
-    """-1: a position."""
-    frame: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FlameSeries:
     """The time of one rank, or of the mean of all, by node."""
 
@@ -98,7 +89,10 @@ class FlameGraph:
     """Stacks of one run, or of two to compare."""
 
     frames: tuple[FlameFrame, ...]
-    nodes: tuple[FlameNode, ...]
+    parents: tuple[int, ...]
+    """By node, a frame below its callers: its caller, which comes before it; -1: a position."""
+    places: tuple[int, ...]
+    """By node: its frame."""
     series: tuple[FlameSeries, ...]
     """The mean of the ranks first, then each rank, in order of runs."""
     accounts: tuple[FlameSeries, ...] = ()
@@ -111,8 +105,8 @@ class FlameGraph:
             "frames": [
                 [visible(frame.name), visible(frame.place), frame.kind] for frame in self.frames
             ],
-            "parents": [node.parent for node in self.nodes],
-            "places": [node.frame for node in self.nodes],
+            "parents": list(self.parents),
+            "places": list(self.places),
             "series": [one.as_json() for one in self.series],
             "accounts": [one.as_json() for one in self.accounts],
         }
@@ -300,9 +294,6 @@ def _prune(
     number = {node: place for place, node in enumerate(sorted(set(target)))}
     places = [frame for _, frame in grower.nodes]
     used = {frame: at for at, frame in enumerate(sorted({places[node] for node in number}))}
-    nodes = tuple(
-        FlameNode(parent=number.get(parents[node], -1), frame=used[places[node]]) for node in number
-    )
     moved = []
     for one in (*series, *accounts):
         self_ns: dict[int, float] = {}
@@ -313,7 +304,8 @@ def _prune(
     frames, shown = list(grower.frames), len(series)
     return FlameGraph(
         frames=tuple(frames[at] for at in used),
-        nodes=nodes,
+        parents=tuple(number.get(parents[node], -1) for node in number),
+        places=tuple(used[places[node]] for node in number),
         series=tuple(moved[:shown]),
         accounts=tuple(moved[shown:]),
     )  # fmt: skip

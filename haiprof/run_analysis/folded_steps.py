@@ -20,7 +20,6 @@ from haiprof.run_format.folded import (
     CODE_BITS,
     EVALUATED,
     HOST_PHASES,
-    MET,
     SAVED,
     SECTIONS,
     FoldedFile,
@@ -79,7 +78,7 @@ class FoldedSteps:
         return {int(tag): count for tag, count in found.items() if tag.isdigit()}
 
     def when(self, kind: int) -> Intervals:
-        """The stretches of one kind."""
+        """The stretches of one kind, such as MET: collectives before the first step."""
         own = self.stretches["kind"] == kind
         return Intervals(self.stretches["start_ns"][own], self.stretches["end_ns"][own])
 
@@ -87,11 +86,6 @@ class FoldedSteps:
     def evaluations(self) -> Intervals:
         """When it evaluated."""
         return self.when(EVALUATED)
-
-    @property
-    def waits(self) -> Intervals:
-        """Collectives before the first step."""
-        return self.when(MET)
 
     def saves(self) -> tuple[Spans, Ints]:
         """Checkpoints that were saved, and the step of each; -1: in none."""

@@ -52,13 +52,14 @@ from haiprof.run_analysis.run_files import (
     open_run,
     read_table,
     record_columns,
+    record_rows,
 )
 from haiprof.run_analysis.step_frame import (
     RankSegments,
     load_segments,
     read_device_table,
+    slice_segments,
     spans_of,
-    split_segments,
 )
 from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES, segment, trained_ns
@@ -128,11 +129,7 @@ Columns = dict[str, np.ndarray]
 
 
 def fold_node(run: RunPaths, host: str, kept: Retention | None = None) -> list[str]:
-    """Folds what is old of one node's own files and of its ranks.
-
-    Returns:
-        Why ranks or sources stay whole.
-    """
+    """Folds what is old of one node's own files and of its ranks; why some of them stay whole."""
     kept, files = kept or Retention(), open_run(run.root, hosts={host})
     windows = recorded_windows(files)
     left = []
@@ -202,7 +199,7 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
         return begin
     first_record, first_device_record = begin
     traced = traced_steps(rank, windows)
-    before = split_segments(rank, place)[0]
+    before = slice_segments(rank, None, place)
     positions = rank_positions(rank)
     blocks = _blocks(rank, positions, traced, place, size)
     slow, spans, left_out = _slow_steps(before, traced[:place])
@@ -374,11 +371,9 @@ def _stretches(rank: RankSegments, positions: StepPositions, place: int) -> Colu
         heads = np.flatnonzero(~goes_on)
         tails = np.append(heads[1:], len(own))[: len(heads)] - 1
         rows.append((positions.start_ns[own[heads]], end[own[tails]], np.full(len(heads), kind)))
-    evaluated = rank.found.evaluation_start_ns < until
-    rows.append((
-        rank.found.evaluation_start_ns[evaluated], rank.found.evaluation_end_ns[evaluated],
-        np.full(int(evaluated.sum()), EVALUATED),
-    ))  # fmt: skip
+    evaluated = rank.found.evaluations.starts < until
+    starts, ends = (edges[evaluated] for edges in rank.found.evaluations)
+    rows.append((starts, ends, np.full(len(starts), EVALUATED)))
     spans, met = rank.found.nested.spans, rank.found.phase == COLLECTIVE_PHASE
     first = 0 if rank.first_step else begun[0]
     saved = (rank.events.kind == schema.SAVE) & (rank.events.start_ns < until)
@@ -562,11 +557,8 @@ def _fold_worker(
 ) -> Iterator[dict[str, Any]]:
     """Lines that stand for all samples of one worker, and begin the process that goes on."""
     tree = StackTree()
-    parts: list[Columns] = []
     processes = sampled_processes(lines, tree)
-    for process in processes:
-        columns, _ = process.samples()
-        parts.append({**columns, "weight_ns": process.weights_ns(columns["time_ns"])})
+    parts = [process.samples()[0] for process in processes]
     names = parts[0] if parts else ()
     samples = {name: np.concatenate([part[name] for part in parts]) for name in names}
     if samples and len(samples["time_ns"]):
@@ -619,7 +611,7 @@ def fold_counters(node: NodeFiles, table: Table, kept: Retention) -> str:
     if not os.path.lexists(path):
         return ""
     older, raw = read_folded_source(node, table)
-    rows = np.frombuffer(raw.data, dtype=[(n, NUMPY_TYPE[kind]) for n, kind, _, _ in raw.columns])
+    rows = record_rows(raw)
     if not len(rows):
         return ""
     reached = np.maximum.accumulate(rows["time_ns"])

@@ -10,13 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import bytes_text
-from haiprof.run_analysis.run_files import RunFiles, integer, mapping, text
+from haiprof.run_analysis.run_files import (
+    RunFiles,
+    entries,
+    integer,
+    mapping,
+    objects,
+    read_of_processes,
+    read_record,
+    text,
+)
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.reader import read_json
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame, parse_frames
 
 LEAK_REMEDY = (
@@ -255,19 +262,9 @@ def shapes_text(shapes: Shapes) -> str:
 
 def failed_allocations(run: RunPaths) -> Iterator[tuple[str, int, GpuOutOfMemory]]:
     """(host, pid, the last allocation that failed) of each process that noted one."""
-    for path in run.out_of_memory_files():
-        try:
-            if path.stat().st_size > _FILE_LIMIT:
-                continue
-            content = read_json(path)
-        except (OSError, RunFormatError):
-            continue
-        host, pid = text(content.get("host")), integer(content.get("pid"))
-        failed = content.get("failed")
-        last = failed[-1] if isinstance(failed, list) and failed else None
-        if host is not None and pid is not None and isinstance(last, dict):
-            count = integer(content.get("count")) or 1
-            yield host, pid, _parse(last, count=max(count, 1))
+    for host, pid, content in read_of_processes(run.out_of_memory_files(), _FILE_LIMIT):
+        for last in objects(entries(content.get("failed"))[-1:]):
+            yield host, pid, _parse(last, count=max(integer(content.get("count")) or 1, 1))
 
 
 def parse_torch_message(message: str) -> GpuOutOfMemory | None:
@@ -277,7 +274,8 @@ def parse_torch_message(message: str) -> GpuOutOfMemory | None:
     """
     if not _IS_CUDA.search(message):
         return None
-    found = {name: _first(pattern, message) for name, pattern in _SAID.items()}
+    said = {name: re.search(pattern, message) for name, pattern in _SAID.items()}
+    found = {name: _bytes(match[1], match[2]) if match else None for name, match in said.items()}
     cached = found.pop("cached_bytes")
     allocated = found["allocated_bytes"]
     if allocated is not None and cached is not None:
@@ -287,11 +285,6 @@ def parse_torch_message(message: str) -> GpuOutOfMemory | None:
     known = [size for size in others if size is not None]
     found["others_bytes"] = sum(known) if known else None
     return GpuOutOfMemory(**found)  # type: ignore[arg-type]
-
-
-def _first(pattern: str, message: str) -> int | None:
-    match = re.search(pattern, message)
-    return _bytes(match[1], match[2]) if match else None
 
 
 def _bytes(digits: str, unit: str) -> int | None:
@@ -310,37 +303,33 @@ def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:
     # A name in the run's own folder, never a path out of it.
     is_name = re.fullmatch(r"[\w.-]{1,200}\.pickle", snapshot) is not None
     line = parse_frames([content.get("line")])
-    return GpuOutOfMemory(
-        wall_ns=integer(content.get("wall_ns")),
-        device=integer(content.get("device")),
+    return read_record(
+        GpuOutOfMemory,
+        content,
         **{f"{name}_bytes": _size(content.get(f"{name}_bytes")) for name in names},
+        others_bytes=None,
         held={n: size for n in _HELD if (size := _size(held.get(n))) is not None},
-        phase=text(content.get("phase")),
         module=module and module[:200],
         line=line[0] if line else own_frame(parse_frames(content.get("frames")) or ()),
-        step=integer(content.get("step")),
         batch=_shapes(content.get("batch")),
         largest=_largest(content.get("largest")),
         snapshot=snapshot if is_name else None,
         count=count,
-    )  # fmt: skip
+    )
 
 
 def _largest(content: object) -> LargestBatch | None:
-    if not isinstance(content, dict):
-        return None
-    start, peak = _size(content.get("start_bytes")), _size(content.get("peak_bytes"))
-    shapes = _shapes(content.get("shapes"))
+    said = mapping(content)
+    start, peak = _size(said.get("start_bytes")), _size(said.get("peak_bytes"))
+    shapes = _shapes(said.get("shapes"))
     if start is None or peak is None or not shapes:
         return None
-    step = integer(content.get("step"))
+    step = integer(said.get("step"))
     return LargestBatch(shapes=shapes, step=step, start_bytes=start, peak_bytes=peak)
 
 
 def _shapes(content: object) -> Shapes:
-    if not isinstance(content, list):
-        return ()
-    shapes = [shape for shape in content[:_SHAPES] if isinstance(shape, list)]
+    shapes = [shape for shape in entries(content)[:_SHAPES] if isinstance(shape, list)]
     sizes = [[_size(size) for size in shape[:_DIMENSIONS]] for shape in shapes]
     return tuple(tuple(size for size in each if size is not None) for each in sizes)
 

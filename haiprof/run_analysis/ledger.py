@@ -541,10 +541,10 @@ def _called_by_step(tree: CodeTree) -> Ints:
     is_step = np.zeros(len(tree.place), dtype=np.bool_)
     for stack in range(1, len(tree.place)):  # callers come first
         parent = int(tree.parent[stack])
-        frame = tree.frames[tree.place[stack]]
-        wrapper = tree.frames[tree.place[parent]] if parent else None
-        is_step[stack] = wrapper is not None and wrapper.function.endswith(_STEP_WRAPPER)
-        of_torch = _TORCH.search(frame.file) is not None or _is_part(frame, tree, parent)
+        frame, caller = (tree.frames[tree.place[at]] for at in (stack, parent))
+        is_step[stack] = parent > 0 and caller.function.endswith(_STEP_WRAPPER)
+        is_part = frame.function.startswith(f"{caller.function}.<locals>.<")  # a comprehension
+        of_torch = _TORCH.search(frame.file) is not None or is_part
         if is_step[stack] or (below[parent] and of_torch):
             below[stack] = True
         elif below[parent]:
@@ -554,15 +554,14 @@ def _called_by_step(tree: CodeTree) -> Ints:
     return found
 
 
-def _is_part(frame: Frame, tree: CodeTree, parent: int) -> bool:
-    """Whether a frame is a comprehension of the function that calls it."""
-    return frame.function.startswith(f"{tree.frames[tree.place[parent]].function}.<locals>.<")
-
-
 def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool) -> Ints:
     """Per sample: what the training thread did, by its stack and how it stood to the lock."""
     tree = samples.tree
-    place, models = tree.place, _model_packages(tree, packages)
+    place = tree.place
+    # Whose code is a module's forward: without the interpreter lock it runs torch's operators.
+    modules = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
+    called = place[modules[place][tree.parent]]
+    models = {packages[at] for at in called.tolist()} - {JOB, "torch", "python"}
     by_frame = np.array([
         *(OPERATORS if name in models else _frame_activity(frame, name, uses_gpu=uses_gpu)
           for frame, name in zip(tree.frames, packages, strict=True)), UNKNOWN,
@@ -594,13 +593,6 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
     found = np.where(tree.within(_COLLECTIVES)[samples.stack], LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
-
-
-def _model_packages(tree: CodeTree, packages: Sequence[str]) -> set[str]:
-    """Whose code is a module's forward: without the interpreter lock it runs torch's operators."""
-    modules = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
-    called = np.flatnonzero(modules[tree.place][tree.parent])
-    return {packages[tree.place[stack]] for stack in called.tolist()} - {JOB, "torch", "python"}
 
 
 def _frame_activity(frame: Frame, package: str, *, uses_gpu: bool) -> int:

@@ -204,7 +204,7 @@ def function_times(samples: CodeSamples, of: str, part: float = 1.0) -> list[Cod
             high=float(high[function]) * part,
             of=of,
             sample_count=int(rows.sum()),
-            callees=_callees(tree, inner, samples.stack[rows], weight[rows]),
+            callees=common_callees(tree, samples.stack[rows], weight[rows], inner=inner),
             callers=tuple(place_text(*caller[:3]) for caller in callers),
         )
         found.append(line)
@@ -229,13 +229,11 @@ def functions_of(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
     return list(known), np.array([*numbers, -1], dtype=np.int64)
 
 
-def common_callees(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[str, ...]:
+def common_callees(
+    tree: CodeTree, stack: Ints, weight: Floats, *, inner: Ints | None = None
+) -> tuple[str, ...]:
     """Functions of libraries in which most of some stacks' time passes, from the job's own line."""
-    return _callees(tree, innermost_stack(tree), stack, weight)
-
-
-def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[str, ...]:
-    """From the user's own frame inwards, as long as most of its time goes the same way."""
+    inner = innermost_stack(tree) if inner is None else inner
     paths = (_library_path(tree, inner, number) for number in stack.tolist())
     ways = [p if p[:1] and p[0].startswith(TRAINERS) else p[:CALLEE_LIMIT] for p in paths]
     way = _common_way(ways, weight)
@@ -298,10 +296,8 @@ def innermost_stack(tree: CodeTree) -> Ints:
     """Per stack: the part of it that ends in its innermost user frame; 0 where it has none."""
     library = np.append(tree.library, False)
     found = np.arange(len(tree.place))
-    outwards = library[tree.place] & (found > 0)
-    while outwards.any():
+    while (outwards := library[tree.place[found]] & (found > 0)).any():
         found = np.where(outwards, tree.parent[found], found)
-        outwards = library[tree.place[found]] & (found > 0)
     return found
 
 

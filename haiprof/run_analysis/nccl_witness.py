@@ -17,7 +17,7 @@ import polars as pl
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.base.units import rate_text, ratio_text, visible
 from haiprof.run_analysis.collectives import FlightVerdict, judge_dumps
-from haiprof.run_analysis.run_files import RunFiles, integer, mapping, text
+from haiprof.run_analysis.run_files import RunFiles, integer, mapping, note_damage, text
 from haiprof.run_format.entities import plain_uuid
 from haiprof.trace_format.nccl_files import (
     COLLECTIVE_SCHEMA,
@@ -144,10 +144,10 @@ def nccl_report(files: RunFiles, *, limit_bytes: int = LIMIT_BYTES) -> NcclRepor
         notes.append(
             f"{paths[0].parent}: whose NCCL's files there are is not known: no rank is told"
         )
-    return NcclReport(
+    return replace(
+        report,
         collectives=_against_others(collectives),
         waits=report.waits.drop_nulls("rank"),
-        cut_count=report.cut_count,
         interval_ns=_interval_ns(files),
         notes=(*report.notes, *notes),
     )
@@ -293,15 +293,10 @@ def _known_processes(files: RunFiles) -> _RankOf:
 def _report(paths: Sequence[Path], rank_of: _RankOf, until_ns: int, limit_bytes: int) -> NcclReport:
     """The readable files together."""
     limit = max(min(limit_bytes, _ALL_BYTES // max(len(paths), 1)), _LEAST_BYTES)
-    read: list[NcclFile] = []
-    problems = []
+    read, problems = list[NcclFile](), list[str]()
     for path in paths:
-        try:
-            found = read_nccl_file(path, limit_bytes=limit)
-        except TraceFormatError as error:
-            problems.append(str(error))
-            continue
-        read.append(found)
+        with note_damage(problems):
+            read.append(read_nccl_file(path, limit_bytes=limit))
     collectives = pl.concat(
         [pl.DataFrame(schema=COLLECTIVE_SCHEMA), *(r.collectives for r in read)]
     )

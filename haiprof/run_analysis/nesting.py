@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Intervals, Ints
 from haiprof.run_format import schema
 
 Codes = npt.NDArray[np.int8]
@@ -41,6 +41,11 @@ class Spans:
     tag: Codes
     start_ns: Ints
     end_ns: Ints
+
+    @property
+    def times(self) -> Intervals:
+        """From start to end of each."""
+        return Intervals(self.start_ns, self.end_ns)
 
     def take(self, rows: Ints | Bools) -> Spans:
         """The chosen rows."""
@@ -148,8 +153,7 @@ def _without_train_steps(line: Spans, parent: Ints) -> Spans:
     # module); what follows its first inner span is no forward pass.
     holds = np.zeros(len(line.kind), dtype=np.bool_)
     outer = parent[CLOSING[line.kind]]
-    while (outer >= 0).any():
-        outer = outer[outer >= 0]
+    while len(outer := outer[outer >= 0]):
         holds[outer] = True
         outer = parent[outer]
     found = np.flatnonzero(holds & MODULES[line.kind])

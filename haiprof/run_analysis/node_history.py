@@ -11,7 +11,6 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.base.errors import RunFormatError
 from haiprof.base.safe_files import file_size
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.run_files import (
@@ -19,6 +18,7 @@ from haiprof.run_analysis.run_files import (
     entries,
     integer,
     mean,
+    note_damage,
     read_record,
     record_columns,
 )
@@ -105,14 +105,7 @@ class NodeRecord:
 
 
 def read_node(node: NodePaths, *, since_ns: int, until_ns: int, step_ns: int) -> NodeRecord:
-    """What was kept of a node between two times, its counters in steps.
-
-    Args:
-        node: Its folder.
-        since_ns: Unix time.
-        until_ns: Unix time.
-        step_ns: A row of counters stands for so much time.
-    """
+    """What was kept of a node between two Unix times; a row of counters stands for a `step_ns`."""
     read = [read_lines(path) for path in (node.earlier(node.seen), node.seen)]
     lines = tuple(line for own, _ in read for line in own)
     events = EventLines(lines=lines, notes=tuple(note for _, damaged in read for note in damaged))
@@ -171,26 +164,23 @@ def _read_tier(node: NodePaths, table: Table, tier: Tier) -> tuple[pl.DataFrame,
     schema |= dict.fromkeys(columns, pl.Float64)
     frames, notes = [pl.DataFrame(schema=schema)], list[str]()
     for _, path in node.history_files(table.name, tier.name):
-        try:
+        with note_damage(notes):
             records = read_records(path)
-        except RunFormatError as error:
-            notes.append(str(error))
-            continue
-        notes += records.notes
-        found = record_columns(records)
-        known = entities_by_key(entries(records.header.get("entities")))
-        entities = [
-            entity_name(known.get(tuple(map(int, key)), {})) or " ".join(map(str, key)) or None
-            for key in zip(*(found[key] for key in table.keys), strict=True)
-        ] if table.keys else [None] * records.count  # fmt: skip
-        values = {}
-        for name in columns:
-            stored = name if name in found else f"{name.rpartition('.')[0]}.value"
-            if stored in found:
-                values[name] = pl.Series(found[stored].astype("f8")).fill_nan(None)
-        fixed = {name: found[name] for name in ("time_ns", "sample_count")}
-        entity = {"entity": pl.Series(entities, dtype=pl.String)}
-        frames.append(pl.DataFrame({**fixed, **entity, **values}))
+            notes += records.notes
+            found = record_columns(records)
+            known = entities_by_key(entries(records.header.get("entities")))
+            entities = [
+                entity_name(known.get(tuple(map(int, key)), {})) or " ".join(map(str, key)) or None
+                for key in zip(*(found[key] for key in table.keys), strict=True)
+            ] if table.keys else [None] * records.count  # fmt: skip
+            values = {}
+            for name in columns:
+                stored = name if name in found else f"{name.rpartition('.')[0]}.value"
+                if stored in found:
+                    values[name] = pl.Series(found[stored].astype("f8")).fill_nan(None)
+            fixed = {name: found[name] for name in ("time_ns", "sample_count")}
+            entity = {"entity": pl.Series(entities, dtype=pl.String)}
+            frames.append(pl.DataFrame({**fixed, **entity, **values}))
     return pl.concat(frames, how="diagonal_relaxed").select(*schema), notes
 
 
@@ -292,10 +282,8 @@ def _is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(fd)
     return False

@@ -31,13 +31,13 @@ from haiprof.run_analysis.run_files import (
     integer,
     mapping,
     objects,
+    read_of_processes,
     read_record,
     read_table,
     record_columns,
     text,
 )
 from haiprof.run_format.layout import RankPaths
-from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import HEARTBEAT, KIND_NAMES, NULL_I64
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame, parse_frames
@@ -67,11 +67,11 @@ class Error:
 
     type: str
     message: str
-    line: Frame | None
+    line: Frame | None = None
     """The innermost line of the user's own code."""
-    source: str
+    source: str = ""
     """What stands there."""
-    frames: Stack
+    frames: Stack = ()
     errno: int | None = None
     ended_child: tuple[int, int, int] | None = None
     """Of a child that had failed by then: process id, signal and exit status, one of which is 0."""
@@ -211,6 +211,14 @@ class ProcessEnd:
         return self.closed and self.failure is None
 
     @property
+    def killed_with_bytes(self) -> int | None:
+        """Resident at the kill, as the kernel's log has it."""
+        names = ("anonymous_bytes", "file_bytes", "shared_bytes")
+        held = [integer((self.oom or {}).get(name)) for name in names]
+        sizes = [size for size in held if size is not None and size >= 0]
+        return sum(sizes) if sizes else None
+
+    @property
     def over(self) -> bool:
         """Whether anything tells that it has ended."""
         return self.seen or self.closed or self.failure is not None
@@ -240,8 +248,8 @@ def process_ends(files: RunFiles) -> list[ProcessEnd]:
     found: _Found = defaultdict(dict)
     for rank in files.ranks:
         _take_report(found, rank)
-    for path in files.paths.uncaught_files():
-        _take_uncaught(found, path)
+    for host, pid, content in read_of_processes(files.paths.uncaught_files(), _UNCAUGHT_LIMIT):
+        _take_uncaught(found, host, pid, content)
     for host, pid, path in files.paths.terminate_files():
         _take_terminate(found[host, pid], path)
     for host, pid, failed in failed_allocations(files.paths):
@@ -301,7 +309,6 @@ def _take_report(found: _Found, rank: RankFiles) -> None:
     found[host, pid].update(
         rank=rank.rank,
         generation=restart or rank.attempt,
-        known_generation=True,
         started_ns=integer(mapping(rank.report.get("clock")).get("wall_ns")),
         parent=integer(rank.report.get("ppid")),
         closed=bool(ends),
@@ -311,22 +318,17 @@ def _take_report(found: _Found, rank: RankFiles) -> None:
     )
 
 
-def _take_uncaught(found: _Found, path: Path) -> None:
-    try:
-        content = {} if path.stat().st_size > _UNCAUGHT_LIMIT else read_json(path)
-    except (OSError, RunFormatError):
-        return
-    host, pid = text(content.get("host")), integer(content.get("pid"))
+def _take_uncaught(found: _Found, host: str, pid: int, content: Mapping[str, Any]) -> None:
     ended = content.get("ended")
-    if host is None or pid is None or not isinstance(ended, list):
+    if not isinstance(ended, list):
         return
     facts = found[host, pid]
     facts["uncaught"] = tuple(map(_uncaught, objects(ended[:_ENTRY_LIMIT])))
     facts.update({name: integer(content.get(name)) for name in ("step", "world_size")})
     if "rank" not in facts:
         facts["rank"] = integer(content.get("rank"))
-        facts["generation"] = integer(content.get("restart")) or 0
-        facts["known_generation"] = facts["rank"] is not None
+        if facts["rank"] is not None:
+            facts["generation"] = integer(content.get("restart")) or 0
     if content.get("loader_worker") is True:
         facts["helper"] = True
 
@@ -339,9 +341,7 @@ def _take_terminate(facts: dict[str, Any], path: Path) -> None:
         return
     time, _, rest = content.partition("\n")
     kind, _, message = rest.partition("\n")
-    error = Error(
-        type=kind or "std::terminate", message=mask_text(message), line=None, source="", frames=()
-    )
+    error = Error(type=kind or "std::terminate", message=mask_text(message))
     wall_ns = int(time) if time.isascii() and time.isdigit() and len(time) < 20 else None
     native = Uncaught(how="terminate", thread=None, wall_ns=wall_ns, errors=(error,))
     facts["uncaught"] = (*facts.get("uncaught", ()), native)[:_ENTRY_LIMIT]
@@ -414,9 +414,7 @@ def _take_end(found: _Found, host: str, line: Mapping[str, Any]) -> None:
 def _take_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Without a call of sys.exit for another status than the one it ended with: it was caught."""
     kept = {name: facts[name] for name in facts.keys() & ProcessEnd.__dataclass_fields__.keys()}
-    kept["rank"] = facts.get("rank")
-    if not facts.get("known_generation"):
-        kept["generation"] = -1
+    kept |= {"rank": facts.get("rank"), "generation": facts.get("generation", -1)}
     kept["uncaught"] = tuple(
         each
         for each in facts.get("uncaught", ())
@@ -438,17 +436,28 @@ def _add_printed(end: ProcessEnd) -> ProcessEnd:
 
     Where it aborted, that is what the C++ runtime printed.
     """
-    if end.signal == signal.SIGABRT and end.failure is None:
-        aborted = _TERMINATED.search("\n".join(end.printed))
-        return _with_printed(end, aborted[1], aborted[2].strip()) if aborted else end
-    begun = [at for at, line in enumerate(end.printed) if line.startswith("Traceback (most recent")]
-    if not begun or not end.status or end.exited or end.failure is not None:
+    if end.failure is not None:
         return end
-    lines = end.printed[begun[-1] + 1 :]
+    error = None
+    if end.signal == signal.SIGABRT:
+        if aborted := _TERMINATED.search("\n".join(end.printed)):
+            error = Error(type=aborted[1], message=aborted[2].strip()[:_FIELD_CHARS])
+    elif end.status and not end.exited:
+        error = _printed_error(end.printed)
+    if error is None:
+        return end
+    printed = Uncaught(how="printed", thread=None, wall_ns=None, errors=(error,))
+    return replace(end, uncaught=(*end.uncaught, printed))
+
+
+def _printed_error(printed: Sequence[str]) -> Error | None:
+    """Of the last traceback; None where there is none, or not all of it."""
+    begun = [at for at, line in enumerate(printed) if line.startswith("Traceback (most recent")]
+    lines = printed[begun[-1] + 1 :] if begun else ()
     at = next((at for at, line in enumerate(lines) if not line.startswith(" ")), None)
     said = None if at is None else _PRINTED_ERROR.match(lines[at])
     if at is None or said is None:
-        return end
+        return None
     places = [
         ((file, int(line), function), source)
         for file, line, function, source in FILE_LINE.findall("\n".join(lines[:at]))
@@ -457,17 +466,8 @@ def _add_printed(end: ProcessEnd) -> ProcessEnd:
     own = own_frame(frames)
     source = next((source for frame, source in places if frame == own), "")
     message = "\n".join([said[2] or "", *lines[at + 1 :]]).strip()
-    return _with_printed(end, said[1], message, line=own, source=source, frames=frames)
-
-
-def _with_printed(
-    end: ProcessEnd, kind: str, message: str, *, line: Frame | None = None, source: str = "",
-    frames: Stack = (),
-) -> ProcessEnd:  # fmt: skip
-    error = Error(type=kind, message=message[:_FIELD_CHARS], line=line, source=source,
-                  frames=frames)  # fmt: skip
-    printed = Uncaught(how="printed", thread=None, wall_ns=None, errors=(error,))
-    return replace(end, uncaught=(*end.uncaught, printed))
+    return Error(type=said[1], message=message[:_FIELD_CHARS], line=own, source=source,
+                 frames=frames)  # fmt: skip
 
 
 def _add_torch_numbers(end: ProcessEnd) -> ProcessEnd:
@@ -692,11 +692,9 @@ def what_happened(end: ProcessEnd) -> str:
         by += thread_text(end)
         return f"{way}{who}{inner[0] or error.short}{f' ({place})' if place else ''}{via}{by}"
     if end.oom:
-        oom = end.oom
-        held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
-        sizes = [size for size in held if isinstance(size, int) and size >= 0]
-        with_bytes = f" with {sum(sizes) / (1 << 30):.2f} GiB resident" if sizes else ""
-        of = "of its control group" if oom.get("in_cgroup") is not False else "of the machine"
+        held = end.killed_with_bytes
+        with_bytes = "" if held is None else f" with {held / (1 << 30):.2f} GiB resident"
+        of = "of its control group" if end.oom.get("in_cgroup") is not False else "of the machine"
         return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
     if end.signal is not None:
         said = _last_line(end) if end.signal in _CRASHES else ""

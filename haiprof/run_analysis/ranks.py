@@ -96,7 +96,7 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
         found = segments.found
         row["step_count"] = segments.step_count
         evaluated = evaluations(segments)
-        row["eval_ns"] = int((evaluated.ends - evaluated.starts).sum())
+        row["eval_ns"] = total(evaluated)
         row["nograd_ns"] = nograd_ns(segments)
         compiled = compile_intervals(files)
         if compiled is not None:
@@ -105,26 +105,19 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
         row.update(_cost(files, segments))
     offset = files.clock_offset_ns if segments is None else segments.wall_offset_ns
-    marks: dict[str, object] = {}
-    for name in ("record_start", "record_end"):
-        lines = files.of_type(name)
-        line = lines[0 if name == "record_start" else -1] if lines else {}
+    begun, ended = files.first("record_start"), files.last("record_end")
+    row["recording_ended"] = text(ended.get("reason"))
+    for name, line in (("record_start_ns", begun), ("record_end_ns", ended)):
         time = integer(line.get("time_ns"))
-        known = time is not None and offset is not None
-        marks[f"{name}_ns"] = integer((time or 0) + (offset or 0)) if known else None
-        marks["recording_ended"] = text(line.get("reason"))
-    row.update(marks)
+        row[name] = None if time is None or offset is None else integer(time + offset)
     row["notes"] = list(_rank_notes(files, segments))
     return row
 
 
 def evaluations(rank: RankSegments) -> Intervals:
     """When a rank evaluated, Unix time in ns."""
-    found, before = rank.found, rank.folded.evaluations
-    return Intervals(
-        np.append(before.starts, found.evaluation_start_ns) + rank.wall_offset_ns,
-        np.append(before.ends, found.evaluation_end_ns) + rank.wall_offset_ns,
-    )
+    parts = zip(rank.folded.evaluations, rank.found.evaluations, strict=True)
+    return Intervals(*(np.append(*edges) for edges in parts)).shift(rank.wall_offset_ns)
 
 
 def nograd_ns(rank: RankSegments) -> int:
@@ -226,8 +219,8 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
     faults = files.of_type("hook_error")
     notes += [f"fault in the hook ({line.get('where')}): {line.get('reason')}" for line in faults]
     notes += [_lost_text(line) for line in files.of_type("descriptor_lost")]
-    dropped = [integer(line.get("dropped_bytes")) or 0 for line in files.of_type("cost")[-1:]]
-    notes += [f"{count} bytes of records did not fit on the disk" for count in dropped if count]
+    if dropped := integer(files.last("cost").get("dropped_bytes")):
+        notes.append(f"{dropped} bytes of records did not fit on the disk")
     return tuple(text(note) or "" for note in notes)
 
 
@@ -379,10 +372,9 @@ def _blocks(rank: RankSegments) -> Blocks | None:
 
 def rank_positions(rank: RankSegments) -> StepPositions:
     """Where a rank's training thread was at each moment."""
-    compiled, shift = compile_intervals(rank.files), rank.wall_offset_ns
-    if compiled is not None:
-        compiled = Intervals(compiled.starts - shift, compiled.ends - shift)
-    return step_positions(rank.found, rank.events, compiled)
+    compiled = compile_intervals(rank.files)
+    own = None if compiled is None else compiled.shift(-rank.wall_offset_ns)
+    return step_positions(rank.found, rank.events, own)
 
 
 COLUMN_LIMIT = 480

@@ -17,6 +17,7 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, mapping
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES, trained_ns
 from haiprof.run_format import schema
+from haiprof.run_format.folded import MET
 
 ACCOUNTS = (
     "productive_steps", "input", "evaluation", "checkpoint", "compile", "init",
@@ -344,9 +345,8 @@ def _stretch(records: Sequence[StartRecord], since_ns: int, noticed_ns: int) -> 
 
 
 def _join(parts: Sequence[Intervals]) -> Intervals:
-    none = np.zeros(0, dtype=np.int64)
-    starts = np.concatenate([none, *(part.starts for part in parts)])
-    return union(starts, np.concatenate([none, *(part.ends for part in parts)]))
+    none = (np.zeros(0, dtype=np.int64),) * 2
+    return union(*map(np.concatenate, zip(none, *parts, strict=True)))
 
 
 class _Line:
@@ -542,20 +542,15 @@ def _process_start(files: RankFiles, offset_ns: int) -> int | None:
 
 
 def _step_times(rank: RankSegments) -> StepTimes:
-    folded, offset_ns = rank.folded, rank.wall_offset_ns
-    positions, trained = rank_positions(rank), trained_ns(rank.found)
-    start, position, step = positions.start_ns, positions.position, positions.period
-    end_ns = positions.end_ns
-    whole = start, position, step + folded.step_count
+    folded, offset_ns, positions = rank.folded, rank.wall_offset_ns, rank_positions(rank)
+    whole = positions.start_ns, positions.position, positions.period + folded.step_count
     start, position, step = map(np.append, folded.timeline(), whole)
-    trained = np.append(folded.trained_ns(), trained)
-    end_ns = end_ns or folded.until_ns
     return StepTimes(
         start_ns=start + offset_ns,
-        end_ns=end_ns + offset_ns,
+        end_ns=(positions.end_ns or folded.until_ns) + offset_ns,
         position=position,
         step=step,
-        trained_ns=trained + offset_ns,
+        trained_ns=np.append(folded.trained_ns(), trained_ns(rank.found)) + offset_ns,
     )
 
 
@@ -563,13 +558,12 @@ def _apart(rank: RankSegments) -> dict[int, Intervals]:
     """When it saved, loaded, evaluated, compiled, and waited for ranks before its first step."""
     found, files, folded, shift = rank.found, rank.files, rank.folded, rank.wall_offset_ns
     met = found.nested.spans.take(found.phase == COLLECTIVE_PHASE)
-    waits = [Intervals(met.start_ns, met.end_ns), folded.waits]
-    saved = [rank.events.take(rank.events.kind == schema.SAVE), folded.saves()[0]]
+    events = rank.events.take(rank.events.kind == schema.SAVE)
     begun = np.append(folded.blocks["start_ns"], found.steps.start_ns)
     first_ns = int(begun[0]) + shift if len(begun) else np.iinfo(np.int64).max
     loaded = [line for line in files.of_type("checkpoint") if line.get("action") == "load"]
-    saves = [Intervals(each.start_ns + shift, each.end_ns + shift) for each in saved]
-    told = [Intervals(each.starts + shift, each.ends + shift) for each in waits]
+    saves = [each.times.shift(shift) for each in (events, folded.saves()[0])]
+    told = [each.shift(shift) for each in (met.times, folded.when(MET))]
     waited = _join([*told, _read_times(files, files.of_type("process_group"))])
     apart = {
         CHECKPOINT: _join([*saves, _read_times(files, loaded)]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.errors import RunFormatError
+from haiprof.base.errors import RunFormatError, TraceFormatError
 from haiprof.base.units import duration_text
 from haiprof.run_format.layout import NodePaths, RankPaths, RunPaths
 from haiprof.run_format.manifest import Manifest, newest_run, read_manifest
@@ -31,10 +32,15 @@ _I64_LIMIT = 1 << 63
 T = TypeVar("T")
 
 
+def record_rows(records: RecordFile) -> npt.NDArray[Any]:
+    """The records as they are, without a copy."""
+    row = np.dtype([(name, NUMPY_TYPE[kind]) for name, kind, _, _ in records.columns])
+    return np.frombuffer(records.data, dtype=row)
+
+
 def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
     """The records as one strided array per column, without a copy."""
-    row = np.dtype([(name, NUMPY_TYPE[kind]) for name, kind, _, _ in records.columns])
-    table = np.frombuffer(records.data, dtype=row)
+    table = record_rows(records)
     return {name: table[name] for name, _, _, _ in records.columns}
 
 
@@ -128,6 +134,29 @@ def read_record(record: type[T], content: Mapping[str, Any], **known: object) ->
     return record(**known, **{name: _OF_TYPE[of](content.get(name)) for name, of in types.items()})
 
 
+def read_of_processes(
+    paths: Iterable[Path], limit_bytes: int
+) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Host, process and content of what processes wrote of themselves; damaged files left out."""
+    for path in paths:
+        try:
+            content = {} if path.stat().st_size > limit_bytes else read_json(path)
+        except (OSError, RunFormatError):
+            continue
+        host, pid = text(content.get("host")), integer(content.get("pid"))
+        if host is not None and pid is not None:
+            yield host, pid, content
+
+
+@contextlib.contextmanager
+def note_damage(notes: list[str]) -> Iterator[None]:
+    """Notes what cannot be read, and goes on behind the block."""
+    try:
+        yield
+    except (RunFormatError, TraceFormatError) as error:
+        notes.append(str(error))
+
+
 def clock_offset_ns(anchor: object) -> int | None:
     """Unix time minus the monotonic clock, by a clock anchor in JSON; None without a whole one."""
     wall, mono = (integer(mapping(anchor).get(name)) for name in ("wall_ns", "mono_ns"))
@@ -158,6 +187,10 @@ class EventLines:
     def of_type(self, line_type: str) -> list[Mapping[str, Any]]:
         """Lines of one type, in order."""
         return [line for line in self.lines if line.get("type") == line_type]
+
+    def first(self, line_type: str) -> Mapping[str, Any]:
+        """The first line of one type; empty where there is none."""
+        return next((x for x in self.lines if x.get("type") == line_type), {})
 
     def last(self, line_type: str) -> Mapping[str, Any]:
         """The last line of one type; empty where there is none."""
@@ -242,12 +275,7 @@ def _suspended_text(line: Mapping[str, Any]) -> str:
 
 
 def open_run(path: Path, *, hosts: Collection[str] | None = None) -> RunFiles:
-    """Opens a run directory, or the newest run of a log directory.
-
-    Args:
-        path: The directory.
-        hosts: Only these nodes, and their ranks; None takes all.
-    """
+    """Opens a run directory, or the newest run of a log directory; all, or these nodes' part."""
     paths = RunPaths(newest_run(path))
     manifest, notes = _manifest(paths)
     folders = paths.rank_folders()

@@ -21,6 +21,7 @@ from haiprof.run_analysis.run_files import (
     switch,
     text,
 )
+from haiprof.run_format.entities import process_key
 from haiprof.run_format.setting_lines import FLAGS, SEEN, SETTINGS
 
 Scalar = bool | int | float | str | None
@@ -174,10 +175,9 @@ def differences(settings: Mapping[int, RankSettings]) -> list[Difference]:
 
 
 def _rank_settings(rank: RankFiles) -> RankSettings | None:
-    lines = rank.of_type(SETTINGS)
-    if not lines:
+    line, environment = rank.last(SETTINGS), rank.last("environment")
+    if not line:
         return None
-    line, environment = lines[-1], rank.last("environment")
     collector, flags = mapping(line.get("gc")), mapping(line.get("flags"))
     variables = ((text(n), text(v)) for n, v in mapping(environment.get("variables")).items())
     autocast = (text(root.get("autocast")) for root in rank.of_type("root"))
@@ -245,9 +245,6 @@ def _scalar(value: object) -> Scalar:
     return value if isinstance(value, bool) else text(value) or number(value)
 
 
-_KEYS = ("pid", "start_ticks")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """One rank as it was placed last."""
@@ -286,14 +283,14 @@ def placements(run: RunFiles) -> dict[int, Placement]:
         (node.host, *key): line
         for node in run.nodes
         for line in node.of_type("placement")
-        if (key := _key(line))
+        if (key := process_key(line))
     }
     found = {}
     for rank_number, rank in run.last_attempts().items():
         # As the rank names it; of a run with one node that one, whatever it is called.
         hosts = [node.host for node in run.nodes]
         host = hosts[0] if len(hosts) == 1 else text(rank.report.get("host")) or ""
-        line = lines.get((host, *_key(rank.report)))
+        line = lines.get((host, *process_key(rank.report)))
         if line is not None:
             adapters = objects(line.get("nics"))
             named = ((text(each.get("name")), _node(each.get("node"))) for each in adapters)
@@ -311,13 +308,6 @@ def placements(run: RunFiles) -> dict[int, Placement]:
                 adapters=tuple((name, node) for name, node in named if name and node is not None),
             )
     return found
-
-
-def _key(content: Mapping[str, Any]) -> tuple[int, ...]:
-    """Process id and start time; empty where they are damaged."""
-    found = [integer(content.get(name)) for name in _KEYS]
-    numbers = tuple(value for value in found if value is not None)
-    return numbers if len(numbers) == len(_KEYS) else ()
 
 
 def cpu_list(value: object) -> frozenset[int] | None:

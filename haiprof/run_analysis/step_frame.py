@@ -15,7 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Floats, Intervals, Ints
 from haiprof.run_analysis.folded_steps import (
     NOTHING_FOLDED,
     FoldedSteps,
@@ -74,16 +74,13 @@ _PASSES = kind_table(schema.EVAL, schema.NOGRAD)
 
 
 def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> Floats:
-    """Device time per phase and step.
+    """[phase, other and idle; step]: device time, NaN where unknown.
 
     A record covers the time since the previous optimizer span; a pass without gradients starts
     it anew. A step has values only where all its records are there and complete and cover the
     step: not after a step that the scaler skipped, not with such a pass inside. The first step
-    after an evaluation has no other time, as that of the evaluation's end would be in it.
-
-    Returns:
-        [phase, other and idle; step], NaN where unknown. Idle is a bound from above, and no part of
-        the sum; recordings before it was recorded have none.
+    after an evaluation has no other time, as that of the evaluation's end would be in it. Idle is a
+    bound from above, and no part of the sum; recordings before it was recorded have none.
     """
     count = len(found.steps.start_ns)
     spans = found.nested.spans
@@ -91,13 +88,15 @@ def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> F
         return np.empty((len(PHASES) + 2, 0))
     closing = np.flatnonzero((spans.kind == schema.OPTIMIZER) & (found.step >= 0))
     step, end = found.step[closing], np.sort(spans.end_ns[closing])
-    row, there = _matching(np.asarray(records["end_ns"]), end)
+    keys = np.asarray(records["end_ns"])
+    order = np.argsort(keys, kind="stable")
+    row = order[np.minimum(np.searchsorted(keys[order], end), len(keys) - 1)]
     columns = [*(f"{phase}_ns" for phase in PHASES), "interval_ns", "idle_ns"]
-    none = np.full(len(records["end_ns"]), np.nan)
+    none = np.full(len(keys), np.nan)
     values = np.stack([
         np.asarray(records.get(name, none), dtype=np.float64)[row] for name in columns
     ])  # fmt: skip
-    values[:, ~there | (np.asarray(records["missing_count"])[row] > 0)] = np.nan
+    values[:, (keys[row] != end) | (np.asarray(records["missing_count"])[row] > 0)] = np.nan
     sums = np.zeros((len(columns), count))
     for place, value in enumerate(values):
         np.add.at(sums[place], step, value)
@@ -108,23 +107,13 @@ def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> F
     passes = spans.start_ns[_PASSES[spans.kind]]
     inside = np.searchsorted(passes, last) > np.searchsorted(passes, found.steps.start_ns)
     before = np.append(found.steps.start_ns[:1], last[:-1])
-    begun = found.evaluation_start_ns
+    begun = found.evaluations.starts
     apart = np.searchsorted(begun, last) <= np.searchsorted(begun, before)
     covered = closed & np.append(True, closed[:-1])[:count] & ~inside
     sums[:, ~covered] = np.nan
     sums[-2:, ~apart] = np.nan
     sums[-2] -= sums[:-2].sum(axis=0)
     return np.where(np.isfinite(sums) & (sums >= 0) & (sums < 2.0**62), sums, np.nan)
-
-
-def _matching(keys: Ints, wanted: Ints) -> tuple[Ints, Bools]:
-    """Row of each wanted key, and whether it is there."""
-    if not len(keys):
-        raise ValueError("no device records")
-    order = np.argsort(keys, kind="stable")
-    place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
-    row = order[place]
-    return row, keys[row] == wanted
 
 
 _EVENTS = kind_table(schema.GC, schema.SAVE)
@@ -212,7 +201,7 @@ def _load_whole(files: RankFiles, end: int | None) -> RankSegments:
         return rank
     begun = found.steps.start_ns
     place = int(np.searchsorted(begun, folded.until_ns))
-    rank = split_segments(rank, place)[1]
+    rank = slice_segments(rank, place, None)
     rank = replace(rank, seen=rank.seen | (phase_sums(folded).sum(axis=1) > 0))
     if place == len(begun) or begun[place] != folded.until_ns:
         why = f"{files.paths.folded}: its end is not where a step begins: some time is missing"
@@ -220,49 +209,42 @@ def _load_whole(files: RankFiles, end: int | None) -> RankSegments:
     return rank
 
 
-def split_segments(rank: RankSegments, place: int) -> tuple[RankSegments, RankSegments]:
-    """A rank up to the begin of a step, and from there on; each counts its steps from 0."""
-    found, steps = rank.found, rank.found.steps
-    at = int(steps.start_ns[place]) if place < len(steps.start_ns) else np.iinfo(np.int64).max
-    row = int(np.searchsorted(found.nested.spans.start_ns, at))
-    evaluated = int(np.searchsorted(found.evaluation_start_ns, at))
-    parts = []
-    for later in (False, True):
-        rows, own, mine = (
-            slice(edge, None) if later else slice(edge) for edge in (row, place, evaluated)
-        )
-        shift, nested = row if later else 0, found.nested
-        step = found.step[rows]
-        events = rank.events
-        cut = Segmentation(
-            nested=Nested(
-                spans=take_rows(nested.spans, rows),
-                parent=np.where(nested.parent[rows] < 0, -1, nested.parent[rows] - shift),
-                top=nested.top[rows] - shift,
-                self_ns=nested.self_ns[rows],
-                overlapping_count=nested.overlapping_count,
-            ),
-            phase=found.phase[rows],
-            step=np.where(step < 0, -1, step - place) if later else step,
-            steps=take_rows(steps, own),
-            evaluation_start_ns=found.evaluation_start_ns[mine],
-            evaluation_end_ns=found.evaluation_end_ns[mine],
-            unfinished_micro_step_count=found.unfinished_micro_step_count if later else 0,
-        )
-        busy = rank.busy
-        if busy is not None:
-            chosen = (busy[0] >= at) == later
-            busy = busy[0][chosen], busy[1][chosen]
-        parts.append(
-            replace(
-                rank,
-                found=cut,
-                events=events.take((events.start_ns >= at) == later),
-                device_ns=None if rank.device_ns is None else rank.device_ns[:, own],
-                busy=busy,
-            )
-        )
-    return parts[0], parts[1]
+def slice_segments(rank: RankSegments, begin: int | None, end: int | None) -> RankSegments:
+    """A rank between the begins of two steps, of which it counts them from 0; None: no edge."""
+    found, steps, nested = rank.found, rank.found.steps, rank.found.nested
+    lowest, highest = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    begins = np.append(steps.start_ns, highest)
+    first_ns = lowest if begin is None else begins[begin]
+    last_ns = highest if end is None else begins[end]
+    rows, evaluated = (
+        slice(*np.searchsorted(times, (first_ns, last_ns)).tolist())
+        for times in (nested.spans.start_ns, found.evaluations.starts)
+    )
+    cut = Segmentation(
+        nested=Nested(
+            spans=take_rows(nested.spans, rows),
+            parent=np.where(nested.parent[rows] < 0, -1, nested.parent[rows] - rows.start),
+            top=nested.top[rows] - rows.start,
+            self_ns=nested.self_ns[rows],
+            overlapping_count=nested.overlapping_count,
+        ),
+        phase=found.phase[rows],
+        step=np.where(found.step[rows] < 0, -1, found.step[rows] - (begin or 0)),
+        steps=take_rows(steps, slice(begin, end)),
+        evaluations=Intervals(*(edges[evaluated] for edges in found.evaluations)),
+        unfinished_micro_step_count=found.unfinished_micro_step_count if end is None else 0,
+    )
+    events, busy = rank.events, rank.busy
+    if busy is not None:
+        inside = (busy[0] >= first_ns) & (busy[0] < last_ns)
+        busy = busy[0][inside], busy[1][inside]
+    return replace(
+        rank,
+        found=cut,
+        events=events.take((events.start_ns >= first_ns) & (events.start_ns < last_ns)),
+        device_ns=None if rank.device_ns is None else rank.device_ns[:, begin:end],
+        busy=busy,
+    )
 
 
 def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
@@ -271,7 +253,7 @@ def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
     steps = rank.found.steps
     inside = np.flatnonzero((steps.start_ns >= first) & (steps.end_ns <= last))
     begin, end = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
-    cut = split_segments(split_segments(rank, end)[0], begin)[1]
+    cut = slice_segments(rank, begin, end)
     return replace(cut, folded=NOTHING_FOLDED, seen=_phases_seen(cut.found))
 
 
@@ -411,7 +393,12 @@ def step_frame(
     missing = shared.constant(None, count, pl.Int64)
     for place, phase in enumerate(PHASES):
         columns[f"{phase}_host_ns"] = steps.host_ns[place] if rank.seen[place] else missing
-    columns.update(_device(rank, missing))
+    seen = [*rank.seen.tolist(), True, True]
+    for place, name in enumerate((*STEP_PHASES, "idle")):
+        device = missing
+        if rank.device_ns is not None and seen[place]:
+            device = pl.Series(np.rint(rank.device_ns[place]), nan_to_null=True).cast(pl.Int64)
+        columns[f"{name}_device_ns"] = device
     # Series one by one: of a thousand ranks a frame from a dictionary takes seconds.
     series = ((name, kind, columns[name]) for name, kind in STEP_SCHEMA.items())
     return pl.DataFrame([
@@ -448,18 +435,6 @@ def untrained_boundary(steps: pl.DataFrame) -> str | None:
     counts = runs.group_by("value").agg(pl.col("len").sum()).sort("len", "value").rows()
     boundary = counts[-1][0] if counts else ""
     return boundary if boundary in WORDS else None
-
-
-def _device(rank: RankSegments, missing: pl.Series) -> dict[str, object]:
-    if rank.device_ns is None:
-        return {f"{name}_device_ns": missing for name in (*STEP_PHASES, "idle")}
-    seen = [*rank.seen.tolist(), True, True]
-    return {
-        f"{name}_device_ns": pl.Series(np.rint(values), nan_to_null=True).cast(pl.Int64)
-        if shown
-        else missing
-        for name, values, shown in zip((*STEP_PHASES, "idle"), rank.device_ns, seen, strict=True)
-    }
 
 
 GC_PHASE, SAVE_PHASE = "gc", "save"
@@ -506,7 +481,7 @@ def pause_frame(rank: RankSegments) -> pl.DataFrame:
     if not len(events.kind) and not len(of_save):
         return pl.DataFrame(schema=PHASE_SCHEMA)
     place = place_in(found.steps.start_ns, found.steps.end_ns, events.start_ns)
-    evaluated = is_inside(found.evaluation_start_ns, found.evaluation_end_ns, events.start_ns)
+    evaluated = is_inside(*found.evaluations, events.start_ns)
     place = np.where((place < 0) | evaluated, -1, place + rank.first_step)
     kind, place = np.append(saves.kind, events.kind), np.append(of_save, place)
     duration = np.append(saves.end_ns - saves.start_ns, events.end_ns - events.start_ns)

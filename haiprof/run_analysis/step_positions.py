@@ -94,28 +94,20 @@ def step_positions(
     steps, nested = found.steps, found.nested
     spans = nested.spans
     count = len(steps.start_ns)
-    if not count:
-        none = np.zeros(0, dtype=np.int64)
-        return StepPositions(
-            start_ns=none, end_ns=0, position=none, around_closure=none > 0, collecting=none > 0,
-            period=none, step_count=0,
-        )  # fmt: skip
-    first, end = int(steps.start_ns[0]), int(steps.end_ns[-1])
+    first, end = (int(steps.start_ns[0]), int(steps.end_ns[-1])) if count else (0, 0)
     saves, pauses = (events.take(events.kind == kind) for kind in (schema.SAVE, schema.GC))
     parts = [
-        spans.start_ns, spans.end_ns, steps.start_ns, steps.end_ns, found.evaluation_start_ns,
-        found.evaluation_end_ns, saves.start_ns, saves.end_ns, pauses.start_ns, pauses.end_ns,
+        spans.start_ns, spans.end_ns, steps.start_ns, steps.end_ns, *found.evaluations,
+        saves.start_ns, saves.end_ns, pauses.start_ns, pauses.end_ns, *(compiled or ()),
     ]  # fmt: skip
-    if compiled is not None:
-        parts += [compiled.starts, compiled.ends]
-    edges = np.sort(np.concatenate(parts))
-    edges = edges[np.append(True, edges[1:] > edges[:-1])]
+    edges = np.sort(np.concatenate(parts))  # np.unique is 50 times slower
+    edges = edges[np.append(True, edges[1:] > edges[:-1])[: len(edges)]]
     start = edges[(edges >= first) & (edges < end)]
     period = np.searchsorted(steps.start_ns, start, side="right") - 1
     row = _innermost(found, start)
     phase = np.append(found.phase.astype(np.int64), _NONE)[row]
     evaluated = (phase == EVAL_PHASE) | (phase == EVAL_LOADER_PHASE)
-    evaluated |= is_inside(found.evaluation_start_ns, found.evaluation_end_ns, start)
+    evaluated |= is_inside(*found.evaluations, start)
     major = np.where((phase < len(PHASES)) & ~evaluated, phase, _NONE)
     in_step = start < steps.end_ns[period]
     around, searched = _around_closures(found, row, major)
@@ -130,7 +122,7 @@ def step_positions(
     position = np.where(is_inside_any(saves.start_ns, saves.end_ns, start), CHECKPOINT, position)
     position = np.where(evaluated, EVALUATION, position)
     if compiled is not None:
-        position = np.where(is_inside(compiled.starts, compiled.ends, start), COMPILE, position)
+        position = np.where(is_inside(*compiled, start), COMPILE, position)
     return StepPositions(
         start_ns=start,
         end_ns=end,
@@ -153,10 +145,8 @@ def _innermost(found: Segmentation, time_ns: Ints) -> Ints:
     counts = (found.phase < len(PHASES)) | np.isin(found.phase, (EVAL_PHASE, EVAL_LOADER_PHASE))
     end = np.append(np.where(counts, spans.end_ns, np.iinfo(np.int64).min), np.iinfo(np.int64).max)
     row = np.searchsorted(spans.start_ns, time_ns, side="right") - 1
-    over = end[row] <= time_ns
-    while over.any():
+    while (over := end[row] <= time_ns).any():
         row = np.where(over, parent[row], row)
-        over = end[row] <= time_ns
     return row
 
 

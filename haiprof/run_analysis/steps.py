@@ -32,18 +32,6 @@ _EVAL_MODE_MARKS = kind_table(schema.DATA, schema.DATA_END, schema.DATA_ITER, sc
 IN_STEP_PASS_RATIO = 0.4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLine:
-    """Outermost spans in order of time."""
-
-    row: Ints
-    """Row in the nested spans."""
-    kind: Codes
-    """Kind, with FORWARD_EVAL resolved to FORWARD or EVAL."""
-    evaluation: Bools
-    """Whether it belongs to an evaluation, its loader included."""
-
-
 def next_of(mask: Bools) -> Ints:
     """Position of the next true after each position; the length where there is none."""
     places = np.append(np.flatnonzero(mask), len(mask))
@@ -68,9 +56,8 @@ def resolve_eval_mode(kind: Codes) -> Codes:
     return np.where(ambiguous, resolved, kind).astype(np.int8)
 
 
-def token_line(nested: Nested, kind: Codes, families: Mapping[int, int]) -> TokenLine:
-    """Tells evaluation from training."""
-    row = np.flatnonzero(nested.parent < 0)
+def _find_evaluations(nested: Nested, kind: Codes, row: Ints, families: Mapping[int, int]) -> Bools:
+    """Which of the outermost spans belong to an evaluation, its loader included."""
     tokens = kind[row]
     # Small family number by tag; a tag without a root line is a family of its own.
     named = {tag: family for tag, family in families.items() if 0 <= tag < schema.TAG_MASK}
@@ -83,14 +70,13 @@ def token_line(nested: Nested, kind: Codes, families: Mapping[int, int]) -> Toke
     trained[family[forward_tags]] = True
     no_grad = _NO_GRAD[tokens]
     if not no_grad.any():
-        return TokenLine(row=row, kind=tokens, evaluation=no_grad)
-    if not len(forward_tags):
-        passes = no_grad
-    else:
+        return no_grad
+    passes = no_grad
+    if len(forward_tags):
         of_trained = trained[family[nested.spans.tag[row]]]
         passes = (tokens == schema.EVAL) & of_trained & ~_in_step(tokens)
         passes |= no_grad & _alone_with_loader(tokens)
-    return TokenLine(row=row, kind=tokens, evaluation=_with_loader(tokens, passes))
+    return _with_loader(tokens, passes)
 
 
 def _in_step(kind: Codes) -> Bools:
@@ -186,7 +172,7 @@ class TrainTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """One row per step."""
+    """One row per step; `first` and `by_loader` have one more, of what follows the last step."""
 
     first: Ints
     """Its first token."""
@@ -198,10 +184,6 @@ class Boundaries:
     """Index into BOUNDARIES."""
     confidence: npt.NDArray[np.float64]
     """One of the constants above."""
-    rest: int
-    """First token after the last step; a loader token where `rest_by_loader`."""
-    rest_by_loader: bool
-    """Whether the next step had begun when the recording ended."""
 
 
 def find_boundaries(tokens: TrainTokens) -> Boundaries:
@@ -235,16 +217,14 @@ def find_boundaries(tokens: TrainTokens) -> Boundaries:
         first[0] = 0
     rest = int(last[-1]) + 1 if len(head) else 0
     pending = cuts[cuts >= rest]
-    rest_by_loader = len(pending) > 0 and len(head) > 0
+    has_begun = len(pending) > 0 and len(head) > 0  # the next step, when the recording ended
     boundary, confidence = _grade(tokens, by_loader, split[step_segment], run[head], run)
     return Boundaries(
-        first=first,
+        first=np.append(first, pending[0] if has_begun else rest),
         last_closing=last,
-        by_loader=by_loader,
+        by_loader=np.append(by_loader, has_begun),
         boundary=boundary,
         confidence=confidence,
-        rest=int(pending[0]) if rest_by_loader else rest,
-        rest_by_loader=rest_by_loader,
     )
 
 
@@ -439,9 +419,7 @@ class Segmentation:
     step: Ints
     """Per nested span: its step, -1 outside steps."""
     steps: StepColumns
-    evaluation_start_ns: Ints
-    """One row per evaluation."""
-    evaluation_end_ns: Ints
+    evaluations: Intervals
     unfinished_micro_step_count: int
     """Micro-steps after the last step: the job or the recording ended in the middle."""
 
@@ -477,59 +455,74 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
     if source != BY_TRAINING and not _TRAINING[kind].any():  # each module's call is a forward
         kind = np.where(MODULES[kind], schema.FORWARD, kind).astype(np.int8)
     kind = resolve_eval_mode(kind)
-    line = token_line(nested, kind, families)
-    training = _training(nested, kind, line, source=source)
+    row = np.flatnonzero(nested.parent < 0)
+    evaluation = _find_evaluations(nested, kind, row, families)
+    training = _training(nested, kind, row, evaluation, source=source)
     found = find_boundaries(training)
     start, end = _step_times(nested.spans, training, found)
-    position = np.arange(len(training.row))
-    of_token = np.searchsorted(found.first, position, side="right") - 1
-    of_token[found.rest :] = -1
+    of_token = np.searchsorted(found.first, np.arange(len(training.row)), side="right") - 1
     by_row = np.full(len(nested.top), -1, dtype=np.int64)
-    by_row[training.row] = of_token
+    by_row[training.row] = np.where(of_token < len(start), of_token, -1)
     step = by_row[nested.top]
     phase = _PHASE_OF_KIND[kind]
-    evaluated = np.zeros(len(kind), dtype=np.bool_)
-    evaluated[line.row[line.evaluation]] = True
-    inside = np.flatnonzero(evaluated[nested.top])
+    inside = np.flatnonzero(_holders(nested, row[evaluation])[nested.top])
     phase[inside] = np.where(LOADER[kind[inside]], EVAL_LOADER_PHASE, EVAL_PHASE)
     micro = kind == (schema.BACKWARD if (kind == schema.BACKWARD).any() else schema.FORWARD)
-    left = np.zeros(len(kind), dtype=np.bool_)
-    if len(found.last_closing):
-        left[training.row[int(found.last_closing[-1]) + 1 :]] = True
+    rest = int(found.last_closing[-1]) + 1 if len(start) else len(training.row)
+    left = _holders(nested, training.row[rest:])
+    count, evaluated = len(start), training.evaluations
+    before = np.append(0, np.cumsum(evaluated.ends - evaluated.starts))
+    first, last = (np.searchsorted(evaluated.starts, edge) for edge in (start, end))
+    step_ns = end - start - (before[last] - before[first])
+    host = np.stack([_sums(nested.self_ns, step, phase == p, count) for p in range(len(PHASES))])
+    of_optimizer = np.append(kind, 0)[nested.parent] == schema.OPTIMIZER
+    optimizer = _counts(step, (kind == schema.OPTIMIZER) & ~of_optimizer, count)
+    steps = StepColumns(
+        start_ns=start,
+        end_ns=end,
+        step_ns=step_ns,
+        host_ns=host,
+        other_ns=step_ns - host.sum(axis=0),
+        micro_step_count=_counts(step, micro, count),
+        optimizer_step_count=optimizer,
+        skipped=(_counts(step, kind == schema.SCALER, count) > 0) & (optimizer == 0),
+        boundary=found.boundary,
+        confidence=found.confidence,
+    )
     return Segmentation(
         nested=nested,
         phase=phase,
         step=step,
-        steps=_columns(nested, kind, micro, step, training, found, start, end),
-        evaluation_start_ns=training.evaluations.starts,
-        evaluation_end_ns=training.evaluations.ends,
+        steps=steps,
+        evaluations=evaluated,
         unfinished_micro_step_count=int((left[nested.top] & micro).sum()),
     )
 
 
-def _training(nested: Nested, kind: Codes, line: TokenLine, *, source: int) -> TrainTokens:
+def _training(
+    nested: Nested, kind: Codes, row: Ints, evaluation: Bools, *, source: int
+) -> TrainTokens:
     """Training tokens, evaluation runs, and what a token holds inside."""
-    evaluation = line.evaluation
     begins = evaluation & ~np.append(False, evaluation[:-1])
     ends = evaluation & ~np.append(evaluation[1:], False)
     after = np.append(np.where(begins, np.cumsum(begins) - 1, -1)[1:], -1)
-    train = np.flatnonzero(~evaluation)
-    spans = nested.spans
+    spans, trained = nested.spans, row[~evaluation]
     tokens = (
-        _train_tokens(nested, kind, line, train)
+        _train_tokens(nested, kind, row, evaluation)
         if source == BY_TRAINING
-        else _repeating_tokens(spans.tag[line.row[train]], line.kind[train], source)
+        else _repeating_tokens(spans.tag[trained], kind[trained], source)
     )
     return TrainTokens(
-        row=line.row[train],
-        eval_after=after[train],
-        evaluations=Intervals(spans.start_ns[line.row[begins]], spans.end_ns[line.row[ends]]),
+        row=trained,
+        eval_after=after[~evaluation],
+        evaluations=Intervals(spans.start_ns[row[begins]], spans.end_ns[row[ends]]),
         **tokens,
     )
 
 
-def _train_tokens(nested: Nested, kind: Codes, line: TokenLine, train: Ints) -> dict[str, Any]:
-    row, token = line.row[train], line.kind[train]
+def _train_tokens(nested: Nested, kind: Codes, outer: Ints, evaluation: Bools) -> dict[str, Any]:
+    row = outer[~evaluation]
+    token = kind[row]
     inner = np.flatnonzero(nested.parent >= 0)
     holds_work = _holders(nested, inner[_WORK[kind[inner]]])[row]
     holds_step = _holders(nested, inner[kind[inner] == schema.OPTIMIZER])[row]
@@ -540,8 +533,8 @@ def _train_tokens(nested: Nested, kind: Codes, line: TokenLine, train: Ints) -> 
         closing = token == schema.BACKWARD
         if (closing & holds_step).any():
             closing = closing & holds_step  # the optimizer steps inside the backward
-    at_work = np.append(~line.evaluation & ~LOADER[line.kind], False)[1:]
-    early_end = (token == schema.DATA_END) & at_work[train]  # one batch was fetched ahead
+    at_work = np.append(~evaluation & ~LOADER[kind[outer]], False)[1:]
+    early_end = (token == schema.DATA_END) & at_work[~evaluation]  # one batch was fetched ahead
     return {
         "closing": closing,
         "tag": _optimizer_tags(nested, kind, inner)[row],
@@ -589,13 +582,12 @@ def _step_times(spans: Spans, training: TrainTokens, found: Boundaries) -> tuple
     """Start and end of each step."""
     # A step ends where the next one's batch begins, or where an evaluation begins after its last
     # token, or with its last optimizer step; one that begins with no batch begins there too.
-    count = len(found.first)
+    count = len(found.last_closing)
     if not count:
-        return found.first, found.first
+        return found.last_closing, found.last_closing
     row = training.row
     end = spans.end_ns[row[found.last_closing]]
-    follower = np.append(found.first[1:], found.rest)
-    by_loader = np.append(found.by_loader[1:], found.rest_by_loader)
+    follower, by_loader = found.first[1:], found.by_loader[1:]
     loader = np.flatnonzero(by_loader)
     end[loader] = spans.start_ns[row[follower[loader]]]
     last = np.where(by_loader | (np.arange(count) < count - 1), follower - 1, found.last_closing)
@@ -606,35 +598,9 @@ def _step_times(spans: Spans, training: TrainTokens, found: Boundaries) -> tuple
     start = np.append(spans.start_ns[row[found.first[:1]]], end[:-1])
     begun = begun[begun < count - 1]
     start[begun + 1] = training.evaluations.ends[evaluation[begun]]
-    own = np.flatnonzero(found.by_loader)
+    own = np.flatnonzero(found.by_loader[:-1])
     start[own] = spans.start_ns[row[found.first[own]]]
     return start, end
-
-
-def _columns(
-    nested: Nested, kind: Codes, micro: Bools, step: Ints, training: TrainTokens,
-    found: Boundaries, start: Ints, end: Ints,
-) -> StepColumns:  # fmt: skip
-    count, evaluated = len(start), training.evaluations
-    before = np.append(0, np.cumsum(evaluated.ends - evaluated.starts))
-    first, last = (np.searchsorted(evaluated.starts, edge) for edge in (start, end))
-    step_ns = end - start - (before[last] - before[first])
-    phase = _PHASE_OF_KIND[kind]
-    host = np.stack([_sums(nested.self_ns, step, phase == p, count) for p in range(len(PHASES))])
-    of_optimizer = np.append(kind, 0)[nested.parent] == schema.OPTIMIZER
-    optimizer = _counts(step, (kind == schema.OPTIMIZER) & ~of_optimizer, count)
-    return StepColumns(
-        start_ns=start,
-        end_ns=end,
-        step_ns=step_ns,
-        host_ns=host,
-        other_ns=step_ns - host.sum(axis=0),
-        micro_step_count=_counts(step, micro, count),
-        optimizer_step_count=optimizer,
-        skipped=(_counts(step, kind == schema.SCALER, count) > 0) & (optimizer == 0),
-        boundary=found.boundary,
-        confidence=found.confidence,
-    )
 
 
 def _sums(values: Ints, step: Ints, mask: Bools, count: int) -> Ints:

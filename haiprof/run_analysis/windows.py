@@ -146,8 +146,8 @@ def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
     steps = rank.found.steps
     traced = np.zeros(len(steps.start_ns), dtype=np.bool_)
     # Whether steps were recorded from the first one on, so that their numbers are the window's.
-    start = rank.files.of_type("record_start")[:1]
-    counts_all = bool(start) and not integer(start[0].get("optimizer_steps_before"))
+    start = rank.files.first("record_start")
+    counts_all = bool(start) and not integer(start.get("optimizer_steps_before"))
     for each in windows:
         if each.start_mono_ns is not None and each.end_mono_ns is not None:
             begin, end = each.start_mono_ns - each.lead_ns, each.end_mono_ns + each.tail_ns
@@ -257,13 +257,11 @@ def _not_reached(
 
 
 def _why_not_reached(rank: RankFiles, step_count: int | None, first: int | None) -> str:
-    faults = [text(line.get("reason")) for line in rank.of_type("hook_error")]
-    if faults:
-        return f"a fault in the hook: {faults[0]}"
+    if fault := rank.first("hook_error"):
+        return f"a fault in the hook: {text(fault.get('reason'))}"
     if step_count is None:
         return "the rank ended, and its steps cannot be read"
-    start = next(iter(rank.of_type("record_start")), {})
-    before = integer(start.get("optimizer_steps_before")) or 0
+    before = integer(rank.first("record_start").get("optimizer_steps_before")) or 0
     where = f"step {first}" if first is not None else "the window began"
     return f"the job ended at step {step_count + before}, before {where}"
 

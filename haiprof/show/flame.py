@@ -60,7 +60,7 @@ def run_flames(
     """The stacks that were sampled in the steps that count: warm and not traced."""
     known = ledger or plain_ledger(analyzer)
     if known is None:
-        graph = FlameGraph(frames=(), nodes=(), series=())
+        graph = FlameGraph(frames=(), parents=(), places=(), series=())
         why = "no training step was recorded"
         return RunFlames(
             run=analyzer.run.root.name, graph=graph, lines=line_table(graph), missing=why, notes=()
@@ -188,12 +188,12 @@ def _line_times(
     calls: dict[tuple[str, int], dict[str, float]] = {}
     for node, ns in series.self_ns.items():
         called, at = "", node
-        while graph.frames[graph.nodes[at].frame].kind == "library":
-            frame = graph.frames[graph.nodes[at].frame]
-            called, at = f"{frame.place}.{frame.name}", graph.nodes[at].parent
-        if graph.frames[graph.nodes[at].frame].kind != "user":
+        while graph.frames[graph.places[at]].kind == "library":
+            frame = graph.frames[graph.places[at]]
+            called, at = f"{frame.place}.{frame.name}", graph.parents[at]
+        if graph.frames[graph.places[at]].kind != "user":
             continue
-        key = (_top(graph, at), graph.nodes[at].frame)
+        key = (_top(graph, at), graph.places[at])
         times[key] = times.get(key, 0.0) + ns
         inner = calls.setdefault(key, {})
         inner[called] = inner.get(called, 0.0) + ns
@@ -207,6 +207,6 @@ def _most(calls: dict[str, float]) -> str:
 
 
 def _top(graph: FlameGraph, node: int) -> str:
-    while graph.nodes[node].parent >= 0:
-        node = graph.nodes[node].parent
-    return graph.frames[graph.nodes[node].frame].name
+    while graph.parents[node] >= 0:
+        node = graph.parents[node]
+    return graph.frames[graph.places[node]].name

@@ -251,13 +251,13 @@ def record(folder: Path, stacks: dict[int, Sequence[Stack]]) -> Analyzer:
 
 def times(graph: FlameGraph, series: int = 0) -> dict[tuple[str, ...], float]:
     """Inclusive ns per step by path of names."""
-    whole = inclusive_ns([node.parent for node in graph.nodes], graph.series[series].self_ns)
+    whole = inclusive_ns(graph.parents, graph.series[series].self_ns)
     found = {}
     for number, ns in enumerate(whole.tolist()):
         path, at = [], number
         while at >= 0:
-            path.append(graph.frames[graph.nodes[at].frame].name)
-            at = graph.nodes[at].parent
+            path.append(graph.frames[graph.places[at]].name)
+            at = graph.parents[at]
         found[tuple(reversed(path))] = ns
     return found
 

@@ -52,7 +52,7 @@ def test_what_repeats_is_a_step(line: str, count: int, kind: str) -> None:
     assert (len(found.steps.start_ns), kinds(found)) == (count, {kind})
     assert (found.steps.step_ns > 0).all()
     assert (found.steps.other_ns >= 0).all()
-    assert not len(found.evaluation_start_ns)
+    assert not len(found.evaluations.starts)
 
 
 @pytest.mark.parametrize("line", ["D E END", "E", "C1", "D END", "F", ""])
@@ -68,7 +68,7 @@ def test_process_that_trains_has_the_steps_of_its_training(line: str) -> None:
     found = cut(line)
     assert len(found.steps.start_ns) == 2
     assert kinds(found) <= {"dataloader", "optimizer"}
-    assert bool(len(found.evaluation_start_ns)) == ("E" in line)
+    assert bool(len(found.evaluations.starts)) == ("E" in line)
 
 
 def test_step_by_fetch_is_from_batch_to_batch() -> None:

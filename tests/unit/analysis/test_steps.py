@@ -74,7 +74,7 @@ def test_steps_of_epochs_with_evaluation_are_the_batches() -> None:
     line = " ".join([EPOCH, evaluation] * 2)
     found = cut(line)
     assert len(found.steps.start_ns) == 6
-    assert len(found.evaluation_start_ns) == 2
+    assert len(found.evaluations.starts) == 2
     assert held(found, line)[2] == "D F B O END"
     assert (found.phase == EVAL_PHASE).sum() == 4
 
@@ -86,10 +86,10 @@ def test_evaluation_is_in_no_step(train: str, evaluation: str) -> None:
     found = cut(f"{train} {train} {evaluation} {train} {train} {evaluation} {train}")
     steps = found.steps
     assert len(steps.start_ns) == 5
-    assert len(found.evaluation_start_ns) == 2
+    assert len(found.evaluations.starts) == 2
     words = len(train.split())
     assert (steps.step_ns <= words * SPAN_NS + (words + 1) * GAP_NS).all()
-    for begin, end in zip(found.evaluation_start_ns, found.evaluation_end_ns, strict=True):
+    for begin, end in zip(found.evaluations.starts, found.evaluations.ends, strict=True):
         assert ((steps.end_ns <= begin) | (steps.start_ns >= end)).all()
 
 
@@ -104,7 +104,7 @@ def test_teacher_pass_is_other_time_of_its_step() -> None:
     found = cut(line, t0=0, t1=1)
     assert held(found, line)[1] == "D E1 F0 B O"
     assert found.steps.other_ns[1] == SPAN_NS + 5 * GAP_NS
-    assert not len(found.evaluation_start_ns)
+    assert not len(found.evaluations.starts)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_evaluation_is_told_from_the_passes_of_a_step(
 ) -> None:
     found = cut(line, t0=families[0], t1=families[1])
     assert held(found, line) == steps
-    assert len(found.evaluation_start_ns) == evaluations
+    assert len(found.evaluations.starts) == evaluations
     assert (found.steps.host_ns[1][found.steps.micro_step_count > 0] > 0).all()
 
 
@@ -228,7 +228,7 @@ def check_whole(found: Segmentation) -> None:
     assert (steps.host_ns.sum(axis=0) + steps.other_ns == steps.step_ns).all()
     assert (steps.other_ns >= 0).all()
     assert (steps.start_ns[1:] >= steps.end_ns[:-1]).all()
-    spent = (found.evaluation_end_ns - found.evaluation_start_ns).sum()
+    spent = (found.evaluations.ends - found.evaluations.starts).sum()
     inside = steps.end_ns - steps.start_ns - steps.step_ns
     assert (inside >= 0).all()
     assert inside.sum() <= spent
