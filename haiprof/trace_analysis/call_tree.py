@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.intervals import Ints, covered_lengths, union
+from haiprof.base.intervals import Bools, Ints, covered_lengths, union
 from haiprof.trace_format.kineto.events import OPS, PYTHON
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -32,7 +31,7 @@ class CallTree:
     depth: Ints
     """Number of enclosing spans."""
 
-    def climb(self, rows: Ints, wanted: npt.NDArray[np.bool_]) -> Ints:
+    def climb(self, rows: Ints, wanted: Bools) -> Ints:
         """The innermost wanted span at or around each row; -1 where there is none."""
         rows = rows.copy()
         active = np.flatnonzero(rows >= 0)
@@ -297,7 +296,7 @@ def name_codes(names: pl.Series) -> tuple[Ints, pl.Series]:
     return found, distinct
 
 
-def is_outermost(found: Stacks) -> npt.NDArray[np.bool_]:
+def is_outermost(found: Stacks) -> Bools:
     """Whether no caller in a stack has the name of its last call; shape (stacks,)."""
     outermost = np.ones(len(found.name), dtype=bool)
     above = found.caller.copy()

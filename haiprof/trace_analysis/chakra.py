@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.base.safe_files import whole_file
 from haiprof.trace_analysis.collectives import kind_of
 from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES
@@ -222,7 +221,7 @@ def _acyclic(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     return edges
 
 
-def in_circles(count: int, before: Ints, after: Ints) -> npt.NDArray[np.bool_]:
+def in_circles(count: int, before: Ints, after: Ints) -> Bools:
     """Nodes in circles, or behind one: a topological order never reaches them."""
     order = np.argsort(before, kind="stable")
     targets = after[order].tolist()

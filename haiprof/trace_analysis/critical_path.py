@@ -7,10 +7,10 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.base.intervals import Bools
 from haiprof.base.units import duration_text
 from haiprof.trace_analysis.call_tree import innermost
 from haiprof.trace_analysis.critical_walk import (
@@ -121,7 +121,7 @@ def _host_events(graph: Graph) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _base(path: Stretches, chosen: npt.NDArray[np.bool_]) -> pl.DataFrame:
+def _base(path: Stretches, chosen: Bools) -> pl.DataFrame:
     return pl.DataFrame({
         "row": path.where[chosen],
         "what": path.kind[chosen],

@@ -9,13 +9,12 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Ints, covered_lengths, total, union
+from haiprof.base.intervals import Bools, Ints, covered_lengths, total, union
 from haiprof.trace_analysis.device_dependencies import (
     NEVER,
     QUEUE,
     USUAL_DELAY_NS,
     WAIT_CALL,
-    Bools,
     DeviceEvents,
     Pairs,
     RuntimeCalls,

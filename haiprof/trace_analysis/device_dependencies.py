@@ -8,16 +8,13 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.call_tree import distinct_names
 from haiprof.trace_analysis.device_time import COMMUNICATION, MEMORY, with_kind
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC, TO_HOST
-
-Bools = npt.NDArray[np.bool_]
 
 USUAL_DELAY_NS = 100_000
 """A kernel on a free stream starts sooner than this after its launch: in single-stream traces 99 %

@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.intervals import Intervals, Ints, complement, covered_lengths, intersection, union
+from haiprof.base.intervals import (
+    Bools,
+    Intervals,
+    Ints,
+    complement,
+    covered_lengths,
+    intersection,
+    union,
+)
 from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.call_tree import innermost_at
 from haiprof.trace_analysis.collectives import collective_kernels
@@ -35,7 +43,6 @@ from haiprof.trace_analysis.host_activity import (
     OPERATORS,
     OUTSIDE,
     SYNC,
-    Bools,
     Host,
     read_host,
     split,

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.statistics import LEAST, Comparison, adjust_p_values, compare_samples
 from haiprof.trace_analysis.call_tree import nest, uncovered_starts
 from haiprof.trace_analysis.device_time import Steps, has_name, step_window, union_of, with_launch
@@ -271,7 +270,7 @@ class _JobSamples(NamedTuple):
     unlaunched_count: int
     ranks: list[int]
     steps: list[int | None]
-    recorded: npt.NDArray[np.bool_]
+    recorded: Bools
     """Shape (ranks, steps)."""
     step_ns: Floats
     """Time of each step in ns, the mean over ranks; shape (steps,)."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import UsageError
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns, take, thread_numbers
 from haiprof.trace_analysis.device_dependencies import (
@@ -119,7 +118,7 @@ class Identified:
     """Row of the call tree of each node; -1 where there is none."""
     by: str | None
     """`record_function_id`, `external_id` or `order`; null where nothing could be linked."""
-    linkable: npt.NDArray[np.bool_]
+    linkable: Bools
     """Nodes that a timeline shows: neither roots nor the observer's note of process groups."""
     outside_count: int
     """Links by id that begin before or after the operator of their parent on the same thread."""
@@ -133,7 +132,7 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
     """Links the nodes of an execution trace to the operators of a timeline."""
     name, on_host = pl.col("name"), pl.col("category").is_null()
     shown = on_host & ~name.str.starts_with(_ROOT) & (name != _NOT_IN_TIMELINE)
-    linkable: npt.NDArray[np.bool_] = nodes.select(shown).to_series().to_numpy()
+    linkable: Bools = nodes.select(shown).to_series().to_numpy()
     notes, refused = [], {}
     for column in (RECORD_FUNCTION_ID, EXTERNAL_ID):
         row, differing = _by_id(nodes, tree, linkable, column)
@@ -163,9 +162,7 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
     )
 
 
-def _by_id(
-    nodes: pl.DataFrame, tree: CallTree, linkable: npt.NDArray[np.bool_], column: str
-) -> tuple[Ints, int]:
+def _by_id(nodes: pl.DataFrame, tree: CallTree, linkable: Bools, column: str) -> tuple[Ints, int]:
     """Row of each node with the same id and name, and how many have the same id only."""
     spans = tree.spans.select(pl.col("name").cast(pl.String).alias("span_name"), id=column)
     spans = spans.with_row_index("row").drop_nulls("id").unique("id", keep="none")
@@ -178,7 +175,7 @@ def _by_id(
     return row, len(pairs) - len(same)
 
 
-def _by_order(nodes: pl.DataFrame, tree: CallTree, linkable: npt.NDArray[np.bool_]) -> Ints:
+def _by_order(nodes: pl.DataFrame, tree: CallTree, linkable: Bools) -> Ints:
     """Row of each node, by order and name within threads that call the same names most."""
     texts = pl.concat([nodes["name"], tree.spans["name"].cast(pl.String)]).rank("dense")
     codes = texts.to_numpy().astype(np.int64)
@@ -200,7 +197,7 @@ def _by_order(nodes: pl.DataFrame, tree: CallTree, linkable: npt.NDArray[np.bool
     return row
 
 
-def _threads(frame: pl.DataFrame, wanted: npt.NDArray[np.bool_]) -> list[Ints]:
+def _threads(frame: pl.DataFrame, wanted: Bools) -> list[Ints]:
     """Places of each thread's rows, in their order."""
     rows = frame.with_row_index("place").filter(pl.Series(wanted, dtype=pl.Boolean))
     groups = rows.group_by(frame.columns, maintain_order=True).agg("place")["place"]

@@ -9,11 +9,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.code_places import is_library
-from haiprof.base.intervals import Ints, difference, intersection
+from haiprof.base.intervals import Bools, Ints, difference, intersection
 from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.call_tree import (
     CallTree,
@@ -28,8 +27,6 @@ from haiprof.trace_analysis.device_time import has_name, union_of
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE
-
-Bools = npt.NDArray[np.bool_]
 
 PYTHON, OPERATORS, LOADER = "python", "operators", "wait: loader"
 SYNC, ALLOCATION, CALLS = "wait: device", "allocation", "runtime calls"

@@ -8,9 +8,9 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.call_tree import CallTree, nest, thread_numbers
-from haiprof.trace_analysis.device_dependencies import NEVER, Bools
+from haiprof.trace_analysis.device_dependencies import NEVER
 from haiprof.trace_analysis.device_time import has_name
 from haiprof.trace_format.kineto.rank_trace import Trace
 

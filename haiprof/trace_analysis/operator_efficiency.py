@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree
 from haiprof.trace_analysis.device_time import (
@@ -38,7 +38,6 @@ from haiprof.trace_analysis.operator_work import (
     work_of,
 )
 from haiprof.trace_analysis.own_formulas import OwnFormulas, formula_of
-from haiprof.trace_format.kineto.columns import Flags
 from haiprof.trace_format.kineto.rank_trace import Trace, concrete_values
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
@@ -480,7 +479,7 @@ def calls_with_work(
         if not holds[row]:
             for _, above in tree.outwards(tree.parent[[row]]):
                 holds[above] = True
-    found: Flags = composed & holds[rows]
+    found: Bools = composed & holds[rows]
     calls = calls.filter(~pl.Series(found))
     # What is part of one that counts as a whole: of a convolution, of a list of tensors.
     as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, MOE, OPTIMIZER])

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Ints
-from haiprof.trace_format.kineto.columns import Flags
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_format.kineto.events import ANNOTATIONS, GPU, GPU_RANGES, OPS, PYTHON, RUNTIME
 from haiprof.trace_format.kineto.load import Cut, LoadReport
 from haiprof.trace_format.launch_checks import (
@@ -230,7 +229,7 @@ class _Streams:
     """Of the next event on the stream; of the last one its own end."""
     begun: Ints
     """How many later ones of the stream begin before it ends."""
-    in_graph: Flags
+    in_graph: Bools
     """Whether these are all of one launch: branches of a CUDA graph may run side by side."""
 
 
@@ -277,10 +276,10 @@ def _by_stream(gpu: pl.DataFrame) -> _Streams:
     return _Streams(row, start, end, next_start, begun, (launch == launch[latest]) & (begun > 0))
 
 
-def _longer(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Flags:
+def _longer(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Bools:
     """Which events are longer than the host's window, and than others of their name."""
     length = order.end - order.start
-    found: Flags = np.zeros(len(length), dtype=np.bool_)
+    found: Bools = np.zeros(len(length), dtype=np.bool_)
     if host is None:
         return found
     window = host[1] - host[0]
@@ -293,7 +292,7 @@ def _longer(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) ->
     return found
 
 
-def _wrong(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Flags:
+def _wrong(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Bools:
     """Which ends cannot be true."""
     length, excess = order.end - order.start, order.end - order.next_start
     odd = (order.begun > 0) & (excess > _FLOOR_NS) & ~order.in_graph
@@ -309,7 +308,7 @@ def _wrong(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> 
     return (odd & (covers | huge)) | _longer(order, gpu, host)
 
 
-def _usual(names: Ints, length: Ints, odd: Flags) -> Ints:
+def _usual(names: Ints, length: Ints, odd: Bools) -> Ints:
     """The median duration of the sound events of the same name, for odd ones; -1 without any."""
     usual = np.full(len(names), -1, dtype=np.int64)
     wanted = np.unique(names[odd])
@@ -320,7 +319,7 @@ def _usual(names: Ints, length: Ints, odd: Flags) -> Ints:
 
 
 def _cut(
-    gpu: pl.DataFrame, order: _Streams, wrong: Flags, host: tuple[int, int] | None
+    gpu: pl.DataFrame, order: _Streams, wrong: Bools, host: tuple[int, int] | None
 ) -> tuple[pl.DataFrame, Finding]:
     at = np.flatnonzero(wrong)
     sound_end = int(order.end[~wrong].max()) if not wrong.all() else int(order.start.max())
@@ -344,7 +343,7 @@ def _cut(
     return gpu.with_columns(dur_ns=pl.Series(durations, dtype=pl.Int64)), found
 
 
-def _overlap_finding(order: _Streams, wrong: Flags) -> Finding | None:
+def _overlap_finding(order: _Streams, wrong: Bools) -> Finding | None:
     sound = (order.begun > 0) & ~wrong
     if not sound.any():
         return None

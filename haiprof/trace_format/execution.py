@@ -15,6 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError, UsageError
+from haiprof.base.intervals import Bools
 from haiprof.base.safe_files import named_file
 from haiprof.run_format.unpack import read_text
 
@@ -392,7 +393,7 @@ def _resolve_parents(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
     )
 
 
-def _circles(above: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _circles(above: npt.NDArray[np.int64]) -> Bools:
     """Which nodes are their own ancestors: pointer jumping never takes those to a root."""
     reached = np.append(above, -1)  # place -1 stays where it is
     for _ in range(len(above).bit_length()):

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.base.units import ratio_text
-from haiprof.trace_format.kineto.columns import Flags, exact_ns
+from haiprof.trace_format.kineto.columns import exact_ns
 from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.text import TraceText
@@ -337,7 +337,7 @@ def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
     return pl.Series(inside & (starts[before] <= alone["ts_ns"].to_numpy()))
 
 
-def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Flags, Flags]:
+def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Bools, Bools]:
     """Whether a capture of its thread ends after each call, and whether its beginning is known."""
     marks = _calls_named(runtime, f"{BEGIN_CAPTURE}|{END_CAPTURE}")
     found, begun = (np.zeros(len(alone), dtype=np.bool_) for _ in range(2))

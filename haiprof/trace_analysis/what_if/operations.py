@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.what_if.predict import Graph, Plan, plan_graph, times
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
@@ -174,7 +173,6 @@ COMMUNICATION = (*SENDS_AND_RECEIVES, *OVER_DATA_PARALLEL, LAYERNORM, EMBEDDING,
 SLOWEST_WORKER_RATIO = 0.03
 """M_W asks how much of the slowdown this share of the workers explains (the paper's 3 %)."""
 SHOWN_AS = {kind: f"{kind.split('-')[0]}-pp-comm" for kind in SENDS_AND_RECEIVES}
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

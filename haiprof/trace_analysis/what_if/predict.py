@@ -12,7 +12,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.statistics import resample, student_quantile
 from haiprof.trace_analysis.what_if.replay import RankGraph
 from haiprof.trace_analysis.what_if.replay_parts import COLLECTIVE, KERNEL, NETWORK, RANK, Change
@@ -241,7 +241,7 @@ def _speedups(change: Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
     return np.where(_meets(change, members), change.speedup, found)
 
 
-def _meets(change: Change, collectives: pl.DataFrame) -> npt.NDArray[np.bool_]:
+def _meets(change: Change, collectives: pl.DataFrame) -> Bools:
     """Which collectives, by `kind` and `name`, a change by itself is about."""
     meets = np.zeros(len(collectives), dtype=np.bool_)
     if change.kind == NETWORK:

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.collectives import CATEGORY, clock_base_ns, collective_waits
 from haiprof.trace_analysis.device_dependencies import (
     NEVER,
@@ -40,7 +39,6 @@ _TIES = {BLOCK_END: 0, DONE: 1, MARK: 2, LAUNCH: 3, BLOCK_BEGIN: 4}
 """Order of points of one thread at one time: a wait ends before what follows it."""
 _KEY = ["tid", "role", "time_ns"]
 _POINTS = ("tid", "role", "time_ns", "correlation", "call")
-Bools = npt.NDArray[np.bool_]
 _Key = tuple[int, str, Ints]
 """A thread, the role of its points, and their times."""
 

@@ -7,11 +7,10 @@ import re
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.base.intervals import Ints, covered_lengths
+from haiprof.base.intervals import Bools, Ints, covered_lengths
 from haiprof.trace_analysis.collectives import CATEGORY, cpu_collectives
 from haiprof.trace_analysis.device_dependencies import (
     DEVICE,
@@ -321,7 +320,7 @@ class Batches:
     """When it went on with it: the first operator inside of `__next__`, or its end."""
     ready_ns: Ints
     """When the workers had made it; of one that lay ready, as their usual pace has it."""
-    waited: npt.NDArray[np.bool_]
+    waited: Bools
     """Whether it was not ready when it was asked for."""
 
     @property
@@ -369,7 +368,7 @@ def worker_batches(
     return Batches(asked_ns=asked, taken_ns=taken, ready_ns=ready, waited=waited), True
 
 
-def _ready(taken: Ints, waited: npt.NDArray[np.bool_]) -> Ints | None:
+def _ready(taken: Ints, waited: Bools) -> Ints | None:
     """When each was made: of those waited for as seen, else by the workers' pace; or None."""
     known = np.flatnonzero(waited)
     apart, took = np.diff(known), np.diff(taken[known])

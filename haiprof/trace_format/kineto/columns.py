@@ -19,7 +19,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_format.kineto.events import GPU, NO_JSON, TABLES, TraceColumn, argument_names
 
 TIME_LIMIT_NS = 1 << 61
@@ -28,14 +28,13 @@ DURATION_LIMIT_NS = 1 << 51
 """26 days: no profiler window lasts that long. Corrupted CUPTI records have been seen with
 durations of 236 years (HTA PR 325)."""
 
-Flags = npt.NDArray[np.bool_]
 
 _NEWLINE, _DOT = ord("\n"), ord(".")
 _DIGITS_LIMIT = 19  # of a number that fits 64 bits, unless it begins with a 9
 _POWERS: Ints = 10 ** np.arange(4, dtype=np.int64)
 
 
-def event_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags]:
+def event_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Bools]:
     """Start and duration of each event in ns, and whether it has usable ones."""
     durations = [bytes(head.dur) for head in heads]
     if b"null" in durations:
@@ -56,7 +55,7 @@ def _float(value: object) -> float:
         return math.nan
 
 
-def exact_ns(us: list[bytes]) -> tuple[Ints, Flags]:
+def exact_ns(us: list[bytes]) -> tuple[Ints, Bools]:
     """Times in ns of texts in us, and which are usable; only digits below 1 ns are rounded."""
     text = b"\n".join([*us, b""])
     data = np.frombuffer(text, dtype=np.uint8)
@@ -75,7 +74,7 @@ def exact_ns(us: list[bytes]) -> tuple[Ints, Flags]:
     return ns, values < TIME_LIMIT_NS // 1000 * 10**fraction_digits
 
 
-def _plain(data: npt.NDArray[np.uint8], ends: Ints) -> tuple[Flags, Ints]:
+def _plain(data: npt.NDArray[np.uint8], ends: Ints) -> tuple[Bools, Ints]:
     """Which lines are digits with at most three decimals, and how many decimals they have."""
     lengths = np.diff(ends, prepend=-1) - 1
     dots = np.flatnonzero(data == _DOT)
@@ -92,7 +91,7 @@ def _plain(data: npt.NDArray[np.uint8], ends: Ints) -> tuple[Flags, Ints]:
     return plain, np.where(plain, fraction_digits, 0)
 
 
-def _one_by_one(us: list[bytes]) -> tuple[Ints, Flags]:
+def _one_by_one(us: list[bytes]) -> tuple[Ints, Bools]:
     ns, good = np.zeros(len(us), dtype=np.int64), np.zeros(len(us), dtype=bool)
     for at, each in enumerate(us):
         with contextlib.suppress(InvalidOperation, ValueError, OverflowError):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_format.kineto.columns import (
     BATCH_ROWS,
     Common,
@@ -134,7 +134,7 @@ class NativeColumns:
         return pl.DataFrame(found).with_columns(gaps)
 
 
-def _series(column: TraceColumn, values: bytes) -> tuple[pl.Series, npt.NDArray[np.bool_]]:
+def _series(column: TraceColumn, values: bytes) -> tuple[pl.Series, Bools]:
     """A column, and which of its values are finite."""
     if column.type == "f64":
         with np.errstate(all="ignore"):
