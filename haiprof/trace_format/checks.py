@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Bools, Ints
+from haiprof.trace_format.kineto.cache import KeptFindings
 from haiprof.trace_format.kineto.events import ANNOTATIONS, GPU, GPU_RANGES, OPS, PYTHON, RUNTIME
 from haiprof.trace_format.kineto.load import Cut, LoadReport
 from haiprof.trace_format.launch_checks import (
     Finding,
     check_launches,
     count_text,
+    link_launches,
     milliseconds,
 )
 
@@ -244,9 +246,10 @@ def check_streams(
     if len(gpu) < 2:
         return gpu, []
     order = _by_stream(gpu)
-    if not (order.begun > 0).any() and not _longer(order, gpu, host).any():
+    longer = _longer(order, gpu, host)
+    if not ((order.begun > 0) | longer).any():
         return gpu, []
-    wrong = _wrong(order, gpu, host)
+    wrong = _covering(order, gpu) | longer
     findings = [_overlap_finding(order, wrong)]
     if wrong.any():
         gpu, found = _cut(gpu, order, wrong, host)
@@ -292,30 +295,23 @@ def _longer(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) ->
     return found
 
 
-def _wrong(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Bools:
-    """Which ends cannot be true."""
+def _covering(order: _Streams, gpu: pl.DataFrame) -> Bools:
+    """Which events cover later ones of their stream, and cannot have taken that long."""
     length, excess = order.end - order.start, order.end - order.next_start
-    odd = (order.begun > 0) & (excess > _FLOOR_NS) & ~order.in_graph
+    odd: Bools = (order.begun > 0) & (excess > _FLOOR_NS) & ~order.in_graph
     if not odd.any():
-        return _longer(order, gpu, host)
-    names = gpu["name"].to_physical().to_numpy()[order.row]
-    usual = _usual(names, length, odd)
+        return odd
+    names = gpu["name"].to_physical().gather(order.row)
+    # The median duration of the sound events of the same name; -1 without any.
+    sound = pl.when(~pl.col("odd")).then("length").median().over("name")
+    rows = pl.DataFrame({"name": names, "length": length, "odd": odd})
+    usual = rows.select(sound.fill_null(-1).cast(pl.Int64)).to_series().to_numpy()
     alone = usual < 0
     far = length > _PEER_FACTOR * usual
     covers = (order.begun >= _COVERED_LEAST) & far & ~alone
     covers |= (order.begun >= _ALONE_COVERED_LEAST) & alone
     huge = (length > _HUGE_FACTOR * usual) & (excess > _HUGE_NS) & ~alone
-    return (odd & (covers | huge)) | _longer(order, gpu, host)
-
-
-def _usual(names: Ints, length: Ints, odd: Bools) -> Ints:
-    """The median duration of the sound events of the same name, for odd ones; -1 without any."""
-    usual = np.full(len(names), -1, dtype=np.int64)
-    wanted = np.unique(names[odd])
-    rows = np.flatnonzero(np.isin(names, wanted) & ~odd)
-    for name in np.unique(names[rows]).tolist():
-        usual[names == name] = int(np.median(length[rows[names[rows] == name]]))
-    return usual
+    return odd & (covers | huge)
 
 
 def _cut(
@@ -360,67 +356,60 @@ def _overlap_finding(order: _Streams, wrong: Bools) -> Finding | None:
     )  # fmt: skip
 
 
-_IDS = {"gpu": "correlation", "runtime": "correlation", "ops": "external_id"}
+_IDS = {GPU: "correlation", RUNTIME: "correlation", OPS: "external_id"}
 
 
-class CheckedTable(NamedTuple):
-    """A table without events that are far from all others or recorded twice."""
+def check_trace(
+    tables: Mapping[str, pl.DataFrame], report: LoadReport, path: Path
+) -> tuple[dict[str, pl.DataFrame], KeptFindings]:
+    """GPU events, calls and operators as they can be believed, and what was found of one trace.
 
-    name: str
-    events: pl.DataFrame
-    far_count: int
-    duplicate_count: int
-
-
-class CheckedDevice(NamedTuple):
-    """GPU events that were corrected, and what was found of them and their launches."""
-
-    gpu: pl.DataFrame
-    findings: tuple[Finding, ...]
-    far_count: int
-    """GPU events that were left out as far from all calls of the host."""
-
-
-def check_table(name: str, events: pl.DataFrame) -> CheckedTable:
-    """A table without events that are far from all others or recorded twice."""
-    near = without_far(events)
-    once = without_duplicates(near, _IDS[name]) if name in _IDS and len(near) else near
-    return CheckedTable(name, once, len(events) - len(near), len(near) - len(once))
-
-
-def check_device(gpu: pl.DataFrame, runtime: pl.DataFrame) -> CheckedDevice:
-    """GPU events as they can be believed."""
-    host = None
-    if len(runtime):
-        ends = runtime.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item()
-        host = int(runtime["ts_ns"][0]), int(ends)
-    near = without_far_from_host(gpu, host)
-    cut, of_streams = check_streams(near, host)
-    moved, of_launches = check_launches(cut, runtime)
-    unit = unit_finding(near, runtime)
-    found = (*of_streams, *of_launches, *([unit] if unit else []))
-    return CheckedDevice(moved, found, len(gpu) - len(near))
-
-
-def all_findings(
-    tables: Sequence[CheckedTable], device: CheckedDevice, report: LoadReport
-) -> tuple[Finding, ...]:
-    """What was found of one trace."""
-    counts = {table.name: table.far_count for table in tables}
-    far = _event_finding(
-        counts | {"gpu": counts.get("gpu", 0) + device.far_count}, "far_timestamps",
-        what="far in time from all others", effect="left out of all answers",
+    Args:
+        tables: GPU, RUNTIME and OPS as they are in the file.
+        report: What was read of it.
+        path: The file.
+    """
+    near = {name: without_far(table) for name, table in tables.items()}
+    once = {
+        name: without_duplicates(table, _IDS[name]) if len(table) else table
+        for name, table in near.items()
+    }
+    linked = link_launches(once[GPU], once[RUNTIME], path)
+    calls = linked.runtime
+    host = _window(calls) if len(calls) else None
+    close = without_far_from_host(linked.gpu, host)
+    cut, of_streams = check_streams(close, host)
+    gpu, of_launches = check_launches(cut, calls)
+    far = {name: len(table) - len(near[name]) for name, table in tables.items()}
+    far[GPU] += len(linked.gpu) - len(close)
+    twice = {name: len(table) - len(once[name]) for name, table in near.items()}
+    what, effect = "far in time from all others", "left out of all answers"
+    found = (
+        *_damage(report),
+        _event_finding(far, "far_timestamps", what=what, effect=effect),
+        _event_finding(twice, "duplicate_events", what="recorded twice", effect="counted once"),
+        *of_streams, *of_launches, unit_finding(close, calls), *linked.findings,
     )  # fmt: skip
-    twice = _event_finding(
-        {table.name: table.duplicate_count for table in tables}, "duplicate_events",
-        what="recorded twice", effect="counted once",
-    )  # fmt: skip
-    unread = "what could not be read is in no answer"
-    read = [
-        Finding("damaged_file", 1, note.partition(": ")[2] or note, unread)
-        for note in replace(report, truncated_bytes=None).notes
-    ]
-    cut = report.cut
-    if cut is not None:
-        read.insert(0, Finding("damaged_file", 1, cut.text, cut.effect))
-    return (*read, *(each for each in (far, twice) if each), *device.findings)
+    sound = {GPU: gpu, RUNTIME: calls, OPS: once[OPS]}
+    windows = [_window(table) for table in sound.values() if len(table)]
+    starts, ends = zip(*windows, strict=True) if windows else ((), ())
+    kept = KeptFindings(
+        findings=tuple(each for each in found if each is not None),
+        corrected=frozenset(name for name, table in sound.items() if table is not tables[name]),
+        window=(min(starts), max(ends)) if windows else None,
+    )
+    return sound, kept
+
+
+def _window(events: pl.DataFrame) -> tuple[int, int]:
+    """First start and last end of some events."""
+    end = events.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item()
+    return int(events["ts_ns"][0]), int(end)
+
+
+def _damage(report: LoadReport) -> Iterator[Finding]:
+    if report.cut is not None:
+        yield Finding("damaged_file", 1, report.cut.text, report.cut.effect)
+    for note in replace(report, truncated_bytes=None).notes:
+        text = note.partition(": ")[2] or note
+        yield Finding("damaged_file", 1, text, "what could not be read is in no answer")

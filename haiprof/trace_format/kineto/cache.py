@@ -125,17 +125,14 @@ class TraceColumns:
     """The tables of one file, each read on demand."""
 
     def __init__(self, path: Path, key: str, content: dict[str, Any], read: _Read) -> None:
-        self._path, self._key, self._read = path, key, read
+        self._path, self._read = path, read
+        self.key = key
+        """The `content_key` of the file."""
         self._parts: dict[str, list[list[Any]]] = content["parts"]
         """Of each table: checksum, columns, place and length of each part."""
         self.metadata: dict[str, Any] = content["metadata"]
         self.report = replace(msgspec.convert(content["report"], LoadReport), path=str(path))
         self._texts = pl.Enum(self._part(_TEXTS, 0).frame()["text"])
-
-    @property
-    def key(self) -> str:
-        """The `content_key` of the file."""
-        return self._key
 
     def table(self, name: str) -> pl.DataFrame:
         """One table by start, the longer event first; columns in `tables.TABLES`, texts as Enum."""
@@ -161,12 +158,12 @@ class TraceColumns:
             try:
                 return self._part(name, number)
             except (OSError, ValueError) as error:  # noqa: PERF203 - twice at most
-                if content_key(self._path) != self._key:
+                if content_key(self._path) != self.key:
                     raise TraceFormatError(
                         f"{self._path}: it has changed since it was opened",
                         hint="open it once more",
                     ) from error
-                again = _build_cache(self._path, self._key, keep=keep)
+                again = _build_cache(self._path, self.key, keep=keep)
                 self._read, self._parts = again._read, again._parts
         return self._part(name, number)
 

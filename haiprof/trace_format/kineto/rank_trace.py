@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +15,7 @@ import polars as pl
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Ints
 from haiprof.run_format.phase_ranges import NAMES
-from haiprof.trace_format.checks import (
-    WRITTEN,
-    CheckedDevice,
-    CheckedTable,
-    all_findings,
-    before_cut,
-    check_device,
-    check_table,
-    find_cut,
-)
+from haiprof.trace_format.checks import WRITTEN, before_cut, check_trace, find_cut
 from haiprof.trace_format.find import FUNCTIONS_SUFFIX, SUMMARY_SUFFIX, rank_of
 from haiprof.trace_format.kineto.cache import (
     KeptFindings,
@@ -52,7 +42,7 @@ from haiprof.trace_format.kineto.events import (
 )
 from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.launch_checks import Finding, LinkedLaunches, link_launches
+from haiprof.trace_format.launch_checks import Finding
 from haiprof.trace_format.nsight import is_nsight_export
 
 STEP_NAME = r"^ProfilerStep#(\d+)$"
@@ -64,15 +54,11 @@ _IS_PHASE = (
 )
 
 
-class _CheckedTables(dict[str, CheckedTable]):
-    """Tables that are checked at their first use."""
-
-    def __init__(self, read: Callable[[str], pl.DataFrame]) -> None:
-        self._read = read
-
-    def __missing__(self, name: str) -> CheckedTable:
-        self[name] = check_table(name, self._read(name))
-        return self[name]
+def _table_property(name: str, *, may_be_wrong: bool = False) -> cached_property[pl.DataFrame]:
+    """A table of a trace, read at its first use."""
+    if may_be_wrong:
+        return cached_property(lambda trace: trace.sound_table(name))
+    return cached_property(lambda trace: trace.read_table(name))
 
 
 class Trace:
@@ -112,13 +98,14 @@ class Trace:
         marks = _step_marks(tables[ANNOTATIONS], tables[OPS])
         return replace(read, cut=find_cut(tables, marks, has_gpu=has_gpu))
 
-    @cached_property
-    def gpu(self) -> pl.DataFrame:
-        """Kernels, copies and sets, by start; columns in `tables.TABLES["gpu"]`.
+    gpu = _table_property(GPU, may_be_wrong=True)
+    """Kernels, copies and sets, by start; columns in `tables.TABLES["gpu"]`.
 
-        What cannot be true is corrected: see `findings`.
-        """
-        return self._device.gpu if self._is_corrected(GPU) else self._table(GPU)
+    What cannot be true is corrected: see `findings`."""
+    runtime = _table_property(RUNTIME, may_be_wrong=True)
+    """Calls of the CUDA or HIP runtime and driver, by start."""
+    ops = _table_property(OPS, may_be_wrong=True)
+    """Operators on the CPU, by start; a parent before its children."""
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
@@ -128,36 +115,11 @@ class Trace:
     @cached_property
     def checked(self) -> KeptFindings:
         """What was found when the trace was first read."""
-        if self._stored_findings is not None:
-            return self._stored_findings
-        tables = (self._checked[GPU], self._checked[RUNTIME], self._checked[OPS])
-        found = (*all_findings(tables, self._device, self.report), *self._linked.findings)
-        corrected = {table.name for table in tables if table.far_count or table.duplicate_count}
-        if self._device.gpu is not self._checked[GPU].events:
-            corrected.add(GPU)
-        if self._linked.runtime is not self._checked[RUNTIME].events:
-            corrected.add(RUNTIME)
-        kept = KeptFindings(findings=found, corrected=frozenset(corrected), window=self._window())
-        keep_findings(self.columns.key, kept)
-        return kept
-
-    def _window(self) -> tuple[int, int] | None:
-        """First start and last end of operators, calls and GPU events."""
-        tables = [table for table in (self.runtime, self.gpu, self.ops) if len(table)]
-        if not tables:
-            return None
-        ends = [table.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item() for table in tables]
-        return min(int(table["ts_ns"][0]) for table in tables), int(max(ends))
-
-    @cached_property
-    def runtime(self) -> pl.DataFrame:
-        """Calls of the CUDA or HIP runtime and driver, by start."""
-        return self._linked.runtime if self._is_corrected(RUNTIME) else self._table(RUNTIME)
-
-    @cached_property
-    def ops(self) -> pl.DataFrame:
-        """Operators on the CPU, by start; a parent before its children."""
-        return self._checked[OPS].events if self._is_corrected(OPS) else self._table(OPS)
+        known = recall_findings(self.columns.key)
+        if known is None:
+            _, known = self._sound
+            keep_findings(self.columns.key, known)
+        return known
 
     @cached_property
     def annotations(self) -> pl.DataFrame:
@@ -165,49 +127,29 @@ class Trace:
 
         Without `phase_ranges`, which are not the job's.
         """
-        ranges = _within_last_step(self._table(ANNOTATIONS))
+        ranges = _within_last_step(self.read_table(ANNOTATIONS))
         return ranges.filter(~_IS_PHASE) if "haiprof" in self.metadata else ranges
 
     @cached_property
     def phase_ranges(self) -> pl.DataFrame:
         """Forward and backward passes that haiprof added to its own trace; columns as above."""
-        ranges = self._table(ANNOTATIONS)
+        ranges = self.read_table(ANNOTATIONS)
         return ranges.filter(_IS_PHASE) if "haiprof" in self.metadata else ranges.clear()
 
-    @cached_property
-    def python(self) -> pl.DataFrame:
-        """Python functions, by start; a parent before its children."""
-        return self._table(PYTHON)
-
-    @cached_property
-    def memory(self) -> pl.DataFrame:
-        """Allocations and frees, by time."""
-        return self._table(MEMORY)
-
-    @cached_property
-    def sync(self) -> pl.DataFrame:
-        """Synchronisations (`enable_cuda_sync_events`), by start."""
-        return self._table(SYNC)
-
-    @cached_property
-    def links(self) -> pl.DataFrame:
-        """Arrows from forward to backward operators."""
-        return self._table(LINKS)
-
-    @cached_property
-    def gpu_counters(self) -> pl.DataFrame:
-        """Samples of the GPU's counters, by time."""
-        return self._table(GPU_COUNTERS)
-
-    @cached_property
-    def graph_nodes(self) -> pl.DataFrame:
-        """Nodes of CUDA graphs that are no work of the GPU: events, calls on the host."""
-        return self._table(GRAPH_NODES)
-
-    @cached_property
-    def os_calls(self) -> pl.DataFrame:
-        """Calls of the operating system that Nsight Systems recorded, by start."""
-        return self._table(OS_CALLS)
+    python = _table_property(PYTHON)
+    """Python functions, by start; a parent before its children."""
+    memory = _table_property(MEMORY)
+    """Allocations and frees, by time."""
+    sync = _table_property(SYNC)
+    """Synchronisations (`enable_cuda_sync_events`), by start."""
+    links = _table_property(LINKS)
+    """Arrows from forward to backward operators."""
+    gpu_counters = _table_property(GPU_COUNTERS)
+    """Samples of the GPU's counters, by time."""
+    graph_nodes = _table_property(GRAPH_NODES)
+    """Nodes of CUDA graphs that are no work of the GPU: events, calls on the host."""
+    os_calls = _table_property(OS_CALLS)
+    """Calls of the operating system that Nsight Systems recorded, by start."""
 
     @property
     def host_ranges(self) -> pl.DataFrame:
@@ -239,31 +181,20 @@ class Trace:
         return size if type(size) is int and 0 < size < 1 << 31 else None
 
     @cached_property
-    def _stored_findings(self) -> KeptFindings | None:
-        """What was found when the trace was first read; notes name the file where it lies now."""
-        return recall_findings(self.columns.key)
+    def _sound(self) -> tuple[dict[str, pl.DataFrame], KeptFindings]:
+        """Tables that were checked, and what was found: each of them tells of the others."""
+        tables = {name: self.read_table(name) for name in (GPU, RUNTIME, OPS)}
+        return check_trace(tables, self.report, self.path)
 
-    def _is_corrected(self, table: str) -> bool:
-        """Whether a table has to be checked; a sound one is taken as it is."""
-        return (
-            self._stored_findings is None
-            or table in self._stored_findings.corrected
-            or (table == GPU and bool({RUNTIME, OPS} & self._stored_findings.corrected))
-        )
+    def sound_table(self, name: str) -> pl.DataFrame:
+        """A table as it can be believed; one in which nothing is wrong is taken as it is."""
+        wrong = self.checked.corrected
+        is_wrong = name in wrong or (name == GPU and not wrong.isdisjoint({RUNTIME, OPS}))
+        is_read = "_sound" in vars(self)
+        return self._sound[0][name] if is_wrong or is_read else self.read_table(name)
 
-    @cached_property
-    def _linked(self) -> LinkedLaunches:
-        return link_launches(self._checked[GPU].events, self._checked[RUNTIME].events, self.path)
-
-    @cached_property
-    def _device(self) -> CheckedDevice:
-        return check_device(self._linked.gpu, self.runtime)
-
-    @cached_property
-    def _checked(self) -> _CheckedTables:
-        return _CheckedTables(self._table)
-
-    def _table(self, name: str) -> pl.DataFrame:
+    def read_table(self, name: str) -> pl.DataFrame:
+        """A table as it is in the file, up to where that is cut off."""
         events, cut = self.columns.table(name), self.report.cut
         if cut is None or cut.end_ns is None:
             return events
