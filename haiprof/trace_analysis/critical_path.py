@@ -34,7 +34,6 @@ from haiprof.trace_analysis.device_dependencies import (
     USUAL_DELAY_NS,
     DeviceEvents,
     device_events,
-    runtime_calls,
 )
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY
 from haiprof.trace_analysis.host_activity import split
@@ -275,13 +274,9 @@ def critical_path(
     """
     host = HostEvents(trace)
     window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)
-    calls = runtime_calls(trace)
-    gpu = device_events(trace, calls)
-    main = host.number_of(window.thread)
-    graph = Graph(
-        host=host, gpu=gpu, causes=causes(trace, gpu, calls), main=main,
-        joins=joins_by_thread(trace, host, gpu, calls, main=main),
-    )  # fmt: skip
+    gpu, main = device_events(trace), host.number_of(window.thread)
+    joins = joins_by_thread(host, gpu, main)
+    graph = Graph(host=host, gpu=gpu, causes=causes(gpu), main=main, joins=joins)
     # It ends with the host, or with the GPU event launched within it that ends after that.
     own = np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
     last = int(own[np.argmax(gpu.ends[own])]) if len(own) else -1
@@ -303,12 +298,11 @@ def critical_path(
         dependency_count=path.jumps,
         assumed_count=path.assumed,
         rows=rows,
-        caveats=tuple(_caveats(trace, gpu, window, end_ns, path, rows, slack_ns)),
+        caveats=tuple(_caveats(gpu, window, end_ns, path, rows, slack_ns)),
     )
 
 
 def _caveats(
-    trace: Trace,
     gpu: DeviceEvents,
     window: PathWindow,
     end_ns: int,
@@ -317,10 +311,10 @@ def _caveats(
     slack_ns: int | None,
 ) -> list[str]:
     """What readers must know; `slack_ns` is how long before the host the GPU was done."""
-    found = list(trace.report.notes)
+    found = list(gpu.trace.report.notes)
     if not len(gpu.starts):
         return [*found, "no GPU events in the trace: the path is the host's"]
-    if not trace.sync.height and path.assumed:
+    if not gpu.trace.sync.height and path.assumed:
         found.append(
             f"{path.assumed} of {path.jumps} dependencies on the path are assumed: the trace has "
             "no sync events (experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True))"

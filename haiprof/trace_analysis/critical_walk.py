@@ -17,7 +17,6 @@ from haiprof.trace_analysis.device_dependencies import (
     WAIT_CALL,
     DeviceEvents,
     Pairs,
-    RuntimeCalls,
     host_waits,
     recorded_waits,
     stream_order,
@@ -156,7 +155,7 @@ class Causes:
     """When that ended, at most the start of the waiting event."""
 
 
-def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
+def causes(gpu: DeviceEvents) -> Causes:
     """What each GPU event waited for last: only that decided when it could start."""
     count = len(gpu.starts)
     why = np.full(count, HOST, dtype=np.int64)
@@ -165,11 +164,11 @@ def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
     best = np.full(count, NEVER, dtype=np.int64)
     # Of a launch the start of the call counts, as in HTA; of an unusually long one its end.
     begun = np.minimum(gpu.launched, gpu.starts)
-    done = np.minimum(np.append(calls.ends, 0)[gpu.call], gpu.starts)
+    done = np.minimum(np.append(gpu.calls.ends, 0)[gpu.call], gpu.starts)
     for kind, (found_row, found_time) in (
         (LAUNCH, (gpu.call, np.where(done - begun > USUAL_DELAY_NS, done, begun))),
         (STREAM, _by_pairs(gpu, stream_order(gpu))),
-        (EVENT, _by_pairs(gpu, recorded_waits(trace, gpu, calls))),
+        (EVENT, _by_pairs(gpu, recorded_waits(gpu))),
     ):
         better = (found_row >= 0) & (found_time >= best)
         why[better], row[better], best[better] = kind, found_row[better], found_time[better]
@@ -177,7 +176,7 @@ def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
                              > USUAL_DELAY_NS)  # fmt: skip
     why[unknown], row[unknown] = HOST, -1
     best[unknown] = gpu.starts[unknown]
-    inferred_row = _infer_waits(trace, calls, gpu, best, why)
+    inferred_row = _infer_waits(gpu, best, why)
     some = inferred_row >= 0
     why[some], row[some], best[some] = INFERRED, inferred_row[some], gpu.ends[inferred_row[some]]
     known = row >= 0
@@ -194,9 +193,7 @@ def _by_pairs(gpu: DeviceEvents, pairs: Pairs) -> tuple[Ints, Ints]:
     return row, np.minimum(gpu.ends[row], gpu.starts) if len(row) else row
 
 
-def _infer_waits(
-    trace: Trace, calls: RuntimeCalls, gpu: DeviceEvents, best: Ints, why: Ints
-) -> Ints:
+def _infer_waits(gpu: DeviceEvents, best: Ints, why: Ints) -> Ints:
     """Another stream's event that ended just before a waiting one began.
 
     Assumed where the launching thread called cudaStreamWaitEvent since the stream's last launch
@@ -204,7 +201,7 @@ def _infer_waits(
     unusually late and just after it (that need not be an order: it may have waited for room).
     """
     late = gpu.starts - best > USUAL_DELAY_NS
-    told = _wait_called(calls, gpu) if not trace.sync.height else np.zeros_like(late)
+    told = np.zeros_like(late) if gpu.trace.sync.height else _wait_called(gpu)
     correlation = gpu.frame["correlation"].fill_null(-1)
     graph = (correlation.is_duplicated() & (correlation > 0)).to_numpy()
     looking = np.flatnonzero((late | told | graph) & (why != EVENT) & (why != HOST))
@@ -228,9 +225,9 @@ def _infer_waits(
     return found
 
 
-def _wait_called(calls: RuntimeCalls, gpu: DeviceEvents) -> Bools:
+def _wait_called(gpu: DeviceEvents) -> Bools:
     """Whether the launching thread made its stream wait since the stream's launch before."""
-    waits = calls.find(WAIT_CALL)
+    calls, waits = gpu.calls, gpu.calls.find(WAIT_CALL)
     told = np.zeros(len(gpu.starts), dtype=np.bool_)
     before = np.full(len(gpu.starts), NEVER, dtype=np.int64)
     for line in gpu.lines():
@@ -273,13 +270,11 @@ _JOINS = {
 """The fields of `Joins`, behind the number of the thread that they are of."""
 
 
-def joins_by_thread(
-    trace: Trace, host: HostEvents, gpu: DeviceEvents, calls: RuntimeCalls, *, main: int
-) -> dict[int, Joins]:
+def joins_by_thread(host: HostEvents, gpu: DeviceEvents, main: int) -> dict[int, Joins]:
     """The joins of each thread, by its number."""
     parts = [
         pl.DataFrame(schema=_JOINS),
-        *_blocking_calls(trace, host, gpu, calls),
+        *_blocking_calls(host, gpu),
         *_between_threads(host, main),
     ]
     whole = pl.concat(part.select(list(_JOINS)) for part in parts)
@@ -290,12 +285,10 @@ def joins_by_thread(
     }
 
 
-def _blocking_calls(
-    trace: Trace, host: HostEvents, gpu: DeviceEvents, calls: RuntimeCalls
-) -> Iterator[pl.DataFrame]:
+def _blocking_calls(host: HostEvents, gpu: DeviceEvents) -> Iterator[pl.DataFrame]:
     """Calls that returned when a GPU event had ended within them."""
-    for why, call, event, assumed in host_waits(trace, gpu, calls):
-        starts, ends = calls.starts[call], calls.ends[call]
+    for why, call, event, assumed in host_waits(gpu):
+        starts, ends = gpu.calls.starts[call], gpu.calls.ends[call]
         cause = np.minimum(gpu.ends[event], ends)
         waited = (event >= 0) & (cause > starts)
         waited &= (why != QUEUE) | (ends - starts > USUAL_DELAY_NS)

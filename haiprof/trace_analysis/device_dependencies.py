@@ -48,6 +48,8 @@ class RuntimeCalls:
 class DeviceEvents:
     """GPU events by start, as arrays; a number of an event is its row in `frame`."""
 
+    trace: Trace
+    calls: RuntimeCalls
     frame: pl.DataFrame
     """`Trace.gpu` with `kind` and the thread of the launch, `launch_tid`."""
     starts: Ints
@@ -56,7 +58,7 @@ class DeviceEvents:
     """A number per device and stream."""
     device: Ints
     call: Ints
-    """The launch call, in `RuntimeCalls`; -1 where it is not recorded."""
+    """The launch call, in `calls`; -1 where it is not recorded."""
     launched: Ints
     """When the launch call began; see `_launch_times` for those that are not recorded."""
     known: Bools
@@ -66,7 +68,8 @@ class DeviceEvents:
 
     def take(self, rows: Ints) -> DeviceEvents:
         """Some of the events, in the given order."""
-        arrays = [field.name for field in fields(self) if field.name != "frame"]
+        others = ("trace", "calls", "frame")
+        arrays = [field.name for field in fields(self) if field.name not in others]
         return replace(self, frame=self.frame[rows], **{n: getattr(self, n)[rows] for n in arrays})
 
     def lines(self, rows: Ints | None = None) -> list[Ints]:
@@ -117,7 +120,7 @@ class DeviceEvents:
 _TRIES = 8
 
 
-def runtime_calls(trace: Trace) -> RuntimeCalls:
+def _runtime_calls(trace: Trace) -> RuntimeCalls:
     """The runtime calls of a trace, by start."""
     frame = trace.runtime
     starts = frame["ts_ns"].to_numpy()
@@ -132,9 +135,9 @@ def runtime_calls(trace: Trace) -> RuntimeCalls:
     )
 
 
-def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
+def device_events(trace: Trace) -> DeviceEvents:
     """The GPU events of a trace with their launches: the first call of the same correlation."""
-    named = calls.frame.select(
+    named = trace.runtime.select(
         "correlation", "ts_ns", launch_tid="tid", call=pl.int_range(pl.len(), dtype=pl.Int64)
     )
     first = named.filter(pl.col("correlation") > 0).unique("correlation", keep="first")
@@ -149,6 +152,8 @@ def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
     tables = [table["ts_ns"].to_numpy() for table in (marks, trace.ops, trace.runtime)]
     times = np.concatenate(tables)
     return DeviceEvents(
+        trace=trace,
+        calls=_runtime_calls(trace),
         frame=gpu.drop("launch_ns", "call"),
         starts=starts,
         ends=starts + gpu["dur_ns"].to_numpy(),
@@ -163,8 +168,9 @@ def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
     )
 
 
-def launches_around(gpu: DeviceEvents, calls: RuntimeCalls, rows: Ints) -> tuple[Ints, Ints]:
+def launches_around(gpu: DeviceEvents, rows: Ints) -> tuple[Ints, Ints]:
     """The event that each of some calls' thread launched last before it, and next; -1 for none."""
+    calls = gpu.calls
     launched = gpu.launch_order(np.flatnonzero(gpu.call >= 0))
     threads = calls.thread[gpu.call[launched]]
     last, following = np.full((2, len(rows)), -1, dtype=np.int64)
@@ -218,7 +224,7 @@ def stream_order(gpu: DeviceEvents) -> Pairs:
     return _concatenate(parts)
 
 
-def recorded_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Pairs:
+def recorded_waits(gpu: DeviceEvents) -> Pairs:
     """What streams waited for by cudaStreamWaitEvent, from events of category cuda_sync.
 
     The first event launched to the waiting stream after the call waits for the last one launched
@@ -227,7 +233,7 @@ def recorded_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Pair
     cudaStreamWaitEvent: all future work of the stream waits for what the event captured.
     """
     parts = []
-    for (device, stream, other), rows in _wait_calls(trace, calls) if len(trace.sync) else ():
+    for (device, stream, other), rows in _wait_calls(gpu.trace) if len(gpu.trace.sync) else ():
         waiting, awaited = gpu.of_stream(device, stream), gpu.of_stream(device, other)
         later = np.searchsorted(gpu.launched[waiting], rows["called"].to_numpy())
         before = np.searchsorted(gpu.launched[awaited], rows["recorded"].to_numpy(), side="right")
@@ -238,12 +244,10 @@ def recorded_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Pair
     return _concatenate(parts)
 
 
-def _wait_calls(
-    trace: Trace, calls: RuntimeCalls
-) -> list[tuple[tuple[int, int, int], pl.DataFrame]]:
+def _wait_calls(trace: Trace) -> list[tuple[tuple[int, int, int], pl.DataFrame]]:
     """Times of the wait calls and of their records by device, stream and awaited stream."""
     waits = trace.sync.filter(pl.col("sync_kind") == "Stream Wait Event")
-    times = calls.frame.select("correlation", "ts_ns").drop_nulls().sort("correlation", "ts_ns")
+    times = trace.runtime.select("correlation", "ts_ns").drop_nulls().sort("correlation", "ts_ns")
     times = times.unique("correlation", keep="first", maintain_order=True)
     keys = ("device", "stream", "wait_on_stream")
     device, record = pl.col("device").fill_null(-1), pl.col("wait_on_correlation")
@@ -284,30 +288,31 @@ class HostWaits(NamedTuple):
     why: int
     """One of the above."""
     call: Ints
-    """In `RuntimeCalls`."""
+    """In `DeviceEvents.calls`."""
     event: Ints
     """The GPU event that it waits for last, which may have ended before; -1 without one."""
     assumed: Bools
     """Whether that was inferred, not recorded."""
 
 
-def host_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:
+def host_waits(gpu: DeviceEvents) -> Iterator[HostWaits]:
     """Yields the calls that return only when a GPU event has ended, by kind of call.
 
     Source: CUDA runtime API, "API synchronization behavior".
     """
     if not len(gpu.starts):
         return
+    calls = gpu.calls
     syncs, frees = calls.find(DEVICE_SYNC), calls.find(FREE)
     begun = gpu.launch_order(np.arange(len(gpu.starts)))
     freed = gpu.latest_within(calls.starts[frees], calls.ends[frees])
     waited = gpu.last_before(begun, calls.starts[syncs])
     for found in (
-        *_own_copies(gpu, calls),
+        *_own_copies(gpu),
         HostWaits(DEVICE, syncs, waited, np.zeros(len(syncs), np.bool_)),
         HostWaits(MEMORY_FREE, frees, freed, np.ones(len(frees), np.bool_)),
-        _stream_syncs(trace, gpu, calls),
-        _full_queue(gpu, calls),
+        _stream_syncs(gpu),
+        _full_queue(gpu),
     ):
         call, event, assumed = found.call, found.event.copy(), found.assumed.copy()
         late = gpu.ends[event] > calls.ends[call] + USUAL_DELAY_NS  # not what it waited for
@@ -317,7 +322,7 @@ def host_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator
         yield HostWaits(found.why, call, event, assumed)
 
 
-def _own_copies(gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:
+def _own_copies(gpu: DeviceEvents) -> Iterator[HostWaits]:
     """Copies that ended before their call returned, which had waited for them.
 
     cudaMemcpyAsync does so with pageable memory, whatever its name says. A call that always blocks
@@ -325,7 +330,7 @@ def _own_copies(gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:
     before them.
     """
     copies = np.flatnonzero((gpu.frame["kind"] == MEMORY).to_numpy() & (gpu.call >= 0))
-    own = gpu.call[copies]
+    calls, own = gpu.calls, gpu.call[copies]
     alone = np.setdiff1d(calls.find(COPY_SYNC), own)
     event = gpu.latest_within(calls.starts[alone], calls.ends[alone])
     yield HostWaits(COPY, alone, event, np.ones(len(alone), np.bool_))
@@ -339,18 +344,18 @@ def _own_copies(gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:
         yield HostWaits(why, own[these], copies[these], np.zeros(int(these.sum()), np.bool_))
 
 
-def _stream_syncs(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
+def _stream_syncs(gpu: DeviceEvents) -> HostWaits:
     """What cudaStreamSynchronize and cudaEventSynchronize waited for.
 
     Where a sync event names the stream, its last event; else the last event of the stream that
     the thread launched to before, as PyTorch does after a copy; else what ended last in the call.
     """
-    syncs = calls.find(STREAM_SYNC)
-    starts, ends = calls.starts[syncs], calls.ends[syncs]
+    syncs = gpu.calls.find(STREAM_SYNC)
+    starts, ends = gpu.calls.starts[syncs], gpu.calls.ends[syncs]
     event = np.full(len(syncs), -1, dtype=np.int64)
-    stream, device, until = _recorded_scopes(trace, calls, syncs)
+    stream, device, until = _recorded_scopes(gpu, syncs)
     assumed = stream < 0
-    last, _ = launches_around(gpu, calls, syncs)
+    last, _ = launches_around(gpu, syncs)
     guessed = assumed & (last >= 0)
     stream[guessed] = gpu.frame["stream"].fill_null(-1).to_numpy()[last[guessed]]
     device[guessed] = gpu.device[last[guessed]]
@@ -364,25 +369,25 @@ def _stream_syncs(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> HostW
     return HostWaits(STREAM, syncs, event, assumed)
 
 
-def _recorded_scopes(trace: Trace, calls: RuntimeCalls, syncs: Ints) -> tuple[Ints, Ints, Ints]:
+def _recorded_scopes(gpu: DeviceEvents, syncs: Ints) -> tuple[Ints, Ints, Ints]:
     """Stream and device that each call waited for, -1 where no sync event says so, and until when.
 
     That is when the event was recorded that it waited for; else when the call began.
     """
-    starts = calls.starts[syncs]
-    if not len(trace.sync):
+    starts, calls, sync = gpu.calls.starts[syncs], gpu.calls.frame, gpu.trace.sync
+    if not len(sync):
         return np.full(len(syncs), -1), np.full(len(syncs), -1), starts
     is_event = pl.col("sync_kind").cast(pl.String) == "Event Sync"
-    times = calls.frame.select(wait_on_correlation="correlation", recorded="ts_ns").drop_nulls()
+    times = calls.select(wait_on_correlation="correlation", recorded="ts_ns").drop_nulls()
     scopes = (
-        trace.sync.filter(is_event | (pl.col("sync_kind").cast(pl.String) == "Stream Sync"))
+        sync.filter(is_event | (pl.col("sync_kind").cast(pl.String) == "Stream Sync"))
         .with_columns(line=pl.when(is_event).then("wait_on_stream").otherwise("stream"))
         .filter(pl.col("line").is_between(0, (1 << 31) - 1))
         .join(times.unique("wait_on_correlation"), on="wait_on_correlation", how="left")
         .select("correlation", "device", "line", "recorded")
         .unique("correlation", keep="first")
     )
-    own = calls.frame.select("correlation")[syncs].join(
+    own = calls.select("correlation")[syncs].join(
         scopes, on="correlation", how="left", maintain_order="left"
     )  # fmt: skip
     stream, device = (own[name].fill_null(-1).to_numpy().copy() for name in ("line", "device"))
@@ -390,7 +395,7 @@ def _recorded_scopes(trace: Trace, calls: RuntimeCalls, syncs: Ints) -> tuple[In
     return stream, device, np.minimum(recorded, starts)
 
 
-def _full_queue(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
+def _full_queue(gpu: DeviceEvents) -> HostWaits:
     """Launches into a full queue: they wait for room, until some event of the stream has ended."""
     event = np.full(len(gpu.starts), -1, dtype=np.int64)
     ahead = np.zeros(len(gpu.starts), dtype=np.int64)
@@ -399,7 +404,7 @@ def _full_queue(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
         times, reach = gpu.launched[own], np.maximum.accumulate(gpu.ends[own])
         before = np.searchsorted(times, times)
         ahead[own] = before - np.searchsorted(np.sort(gpu.ends[own]), times, side="right")
-        done = np.searchsorted(reach, calls.ends[gpu.call[own]], side="right")
+        done = np.searchsorted(reach, gpu.calls.ends[gpu.call[own]], side="right")
         event[own] = np.append(gpu.last_to_end(own), -1)[np.minimum(before, done) - 1]
     full = np.flatnonzero(ahead >= FULL_QUEUE)
     return HostWaits(QUEUE, gpu.call[full], event[full], np.ones(len(full), np.bool_))

@@ -16,10 +16,9 @@ from haiprof.trace_analysis.device_dependencies import (
     COPY,
     DEVICE,
     STREAM,
-    RuntimeCalls,
+    DeviceEvents,
     device_events,
     host_waits,
-    runtime_calls,
 )
 from haiprof.trace_analysis.execution_pairs import Pair
 from haiprof.trace_analysis.host_dependencies import LONG_GAP_NS
@@ -271,10 +270,10 @@ def sync_dependencies(
     today's pandas (chakra#217).
     """
     found: list[list[int]] = [[] for _ in range(len(nodes))]
-    calls = runtime_calls(trace)
-    if not len(numbers) or not len(calls.find(BLOCKING)):
+    gpu = device_events(trace)
+    if not len(numbers) or not len(gpu.calls.find(BLOCKING)):
         return pl.Series("sync_dependencies", found, dtype=_LISTS)
-    held = _waits(trace, calls).join(numbers, on="event").sort("after")
+    held = _waits(gpu).join(numbers, on="event").sort("after")
     linked = np.flatnonzero(row >= 0)
     begun = tree.spans.select("pid", "tid")[row[linked]].with_columns(
         start=pl.Series(tree.starts[row[linked]]), place=pl.Series(linked)
@@ -288,16 +287,15 @@ def sync_dependencies(
     return pl.Series("sync_dependencies", [sorted(each) for each in found], dtype=_LISTS)
 
 
-def _waits(trace: Trace, calls: RuntimeCalls) -> pl.DataFrame:
+def _waits(gpu: DeviceEvents) -> pl.DataFrame:
     """`pid`, `tid`, `after` (the end) of calls that waited, and the GPU `event`."""
-    gpu = device_events(trace, calls)
     parts = [np.empty((0, 2), dtype=np.int64)]
-    for why, call, event, _ in host_waits(trace, gpu, calls):
+    for why, call, event, _ in host_waits(gpu):
         if why in (COPY, DEVICE, STREAM):
-            waited = (event >= 0) & (gpu.ends[event] > calls.starts[call])
+            waited = (event >= 0) & (gpu.ends[event] > gpu.calls.starts[call])
             parts.append(np.stack([call, event], axis=1)[waited])
     pairs: Ints = np.concatenate(parts)
-    ended = calls.frame.select("pid", "tid", after=pl.col("ts_ns") + pl.col("dur_ns"))
+    ended = gpu.calls.frame.select("pid", "tid", after=pl.col("ts_ns") + pl.col("dur_ns"))
     events = gpu.frame["event"].gather(pairs[:, 1])
     return ended[pairs[:, 0]].with_columns(event=events)
 

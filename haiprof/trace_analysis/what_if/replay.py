@@ -13,8 +13,6 @@ from haiprof.trace_analysis.collectives import CATEGORY, clock_base_ns, collecti
 from haiprof.trace_analysis.device_dependencies import (
     NEVER,
     DeviceEvents,
-    RuntimeCalls,
-    runtime_calls,
 )
 from haiprof.trace_analysis.what_if.replay_parts import (
     HOST,
@@ -81,10 +79,9 @@ def rank_graph(
     """
     window = replay_window(trace, steps)
     within = (window.begin_ns, window.end_ns)
-    runtime = runtime_calls(trace)
-    kernels = kernels_of(trace, runtime, within)
-    blocking, waited = blocking_calls(trace, kernels, runtime, within)
-    kernels = with_cpu_collectives(trace, kernels, within)
+    kernels = kernels_of(trace, within)
+    blocking, waited = blocking_calls(kernels, within)
+    kernels = with_cpu_collectives(kernels, within)
     blocking, waited = _with_waits_for_collectives(window, kernels, blocking, waited)
     batches, has_workers = worker_batches(trace, within, window.main_tid)
     points, on_host, apart_count = _host(window, kernels, blocking, waited, batches)
@@ -102,7 +99,7 @@ def rank_graph(
         begin_ns=pl.Series(launched),
         end_ns=pl.Series(launched),
     )
-    waits = _waiting(trace, kernels, runtime, points, waited, times)
+    waits = _waiting(kernels, points, waited, times)
     edges = pl.concat([on_gpu, on_host, *waits], how="diagonal_relaxed")
     lengths = edges["length"].to_numpy()
     columns = [lengths, *(change_lengths(trace, change, lengths, edges) for change in changes)]
@@ -298,16 +295,11 @@ def _arrows(points: pl.DataFrame, earlier: _Key, later: _Key) -> pl.DataFrame:
 
 
 def _waiting(
-    trace: Trace,
-    kernels: DeviceEvents,
-    runtime: RuntimeCalls,
-    points: pl.DataFrame,
-    waited: pl.DataFrame,
-    times: Ints,
+    kernels: DeviceEvents, points: pl.DataFrame, waited: pl.DataFrame, times: Ints
 ) -> Iterator[pl.DataFrame]:
     """Launches, streams in order, streams that wait, and calls, whose waits are the usual."""
     earlier, later = ordered_pairs(kernels)
-    first, second = stream_waits(trace, kernels, runtime)
+    first, second = stream_waits(kernels)
     # From a launch to the start of a computing kernel that nothing else on the GPU held up.
     before = np.full(len(kernels.starts), NEVER)
     before[later] = kernels.ends[earlier]

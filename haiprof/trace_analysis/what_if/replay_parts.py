@@ -22,7 +22,6 @@ from haiprof.trace_analysis.device_dependencies import (
     WAIT_CALL,
     DeviceEvents,
     Pairs,
-    RuntimeCalls,
     device_events,
     host_waits,
     launches_around,
@@ -182,20 +181,18 @@ def _spans(trace: Trace) -> pl.DataFrame:
     return both.drop_nulls("tid").sort("ts_ns", maintain_order=True)
 
 
-def kernels_of(trace: Trace, calls: RuntimeCalls, window: tuple[int, int]) -> DeviceEvents:
+def kernels_of(trace: Trace, window: tuple[int, int]) -> DeviceEvents:
     """The GPU events that were launched in a window, or began in it without a launch on record."""
-    gpu = device_events(trace, calls)
+    gpu = device_events(trace)
     when = np.where(gpu.known, gpu.launched, gpu.starts)
     return gpu.take(np.flatnonzero((when >= window[0]) & (when <= window[1])))
 
 
-def with_cpu_collectives(
-    trace: Trace, kernels: DeviceEvents, window: tuple[int, int]
-) -> DeviceEvents:
+def with_cpu_collectives(kernels: DeviceEvents, window: tuple[int, int]) -> DeviceEvents:
     """Adds the collectives of the CPU, on a stream of their own, where no GPU communicates."""
-    if kernels.talks.any() or (with_kind(trace.gpu)["kind"] == COMMUNICATION).any():
+    if kernels.talks.any() or (with_kind(kernels.trace.gpu)["kind"] == COMMUNICATION).any():
         return kernels
-    found = cpu_collectives(trace).filter(pl.col("launch_ns").is_between(*window))
+    found = cpu_collectives(kernels.trace).filter(pl.col("launch_ns").is_between(*window))
     if found.is_empty():
         return kernels
     starts, none = found["ts_ns"].to_numpy(), np.full(len(found), -1, dtype=np.int64)
@@ -230,7 +227,7 @@ def ordered_pairs(kernels: DeviceEvents) -> Pairs:
     return first[follows], second[follows]
 
 
-def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pairs:
+def stream_waits(kernels: DeviceEvents) -> Pairs:
     """Pairs (earlier, later) of kernels of different streams, where one stream waits for another.
 
     Exact where the profiler recorded synchronisations (`enable_cuda_sync_events`). Else each call
@@ -239,13 +236,13 @@ def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pa
     computing stream, for other kernels on that stream whose last one ended latest; never on one
     that ended after the kernel began, which would contradict the trace.
     """
-    if trace.sync["wait_on_stream"].is_not_null().any():
-        first, second = recorded_waits(trace, kernels, calls)
+    if kernels.trace.sync["wait_on_stream"].is_not_null().any():
+        first, second = recorded_waits(kernels)
         possible = kernels.ends[first] <= kernels.starts[second]
         return first[possible], second[possible]
-    waiting = calls.find(WAIT_CALL)
-    _, following = launches_around(kernels, calls, waiting)
-    waits, later = calls.starts[waiting[following >= 0]], following[following >= 0]
+    waiting = kernels.calls.find(WAIT_CALL)
+    _, following = launches_around(kernels, waiting)
+    waits, later = kernels.calls.starts[waiting[following >= 0]], following[following >= 0]
     best = np.full(len(waits), -1)
     ends, talks = np.append(kernels.ends, NEVER), np.append(kernels.talks, False)
     for own in kernels.lines():
@@ -259,15 +256,15 @@ def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pa
 
 
 def blocking_calls(
-    trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls, window: tuple[int, int]
+    kernels: DeviceEvents, window: tuple[int, int]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Calls in a window that wait for the GPU, and what each of them waits for."""
-    parts = [np.empty((0, 2), dtype=np.int64)]
-    for why, call, event, assumed in host_waits(trace, kernels, calls):
+    calls, parts = kernels.calls, [np.empty((0, 2), dtype=np.int64)]
+    for why, call, event, assumed in host_waits(kernels):
         meant = (calls.starts[call] >= window[0]) & (calls.starts[call] <= window[1])
         if why in (DEVICE, STREAM):
             known = (why == STREAM) & ~assumed
-            event = np.where(known, event, _last_done(kernels, calls, call))
+            event = np.where(known, event, _last_done(kernels, call))
         if why not in (SHORT_COPY, MEMORY_FREE):
             parts.append(np.stack([call, event], axis=1)[meant])
     pairs = np.concatenate(parts)
@@ -283,9 +280,9 @@ def blocking_calls(
     return found, pl.DataFrame(waited)
 
 
-def _last_done(kernels: DeviceEvents, calls: RuntimeCalls, call: Ints) -> Ints:
+def _last_done(kernels: DeviceEvents, call: Ints) -> Ints:
     """Of the events launched last to each stream before a call, the one that ended last in it."""
-    best = np.full(len(call), -1)
+    calls, best = kernels.calls, np.full(len(call), -1)
     ends = np.append(kernels.ends, NEVER)
     for line in kernels.lines():
         own = kernels.launch_order(line[kernels.known[line]])
