@@ -36,28 +36,6 @@ UNFIT = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, Re
 """What reading damaged answers raises; polars panics on some Arrow data."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEntry:
-    """Where the answers about a trace are cached."""
-
-    path: Path
-    content: str
-    """The trace's `content_key`."""
-    name: str
-    """The entry's name in the user's cache folder."""
-
-
-def cache_entry(path: Path, question: str, options: Mapping[str, Any]) -> CacheEntry | None:
-    """Where the answers to a question are cached; None for a file that cannot be read."""
-    try:
-        content = content_key(path)
-        parts = [code_version(), content, str(path), rank_in_run(path), question, dict(options)]
-    except TraceFormatError:
-        return None
-    name = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-    return CacheEntry(path=path, content=content, name=name + _ENDING)
-
-
 @cache
 def code_version() -> str:
     """Identifies the code that answers: a hash of its text and of the versions of its libraries."""
@@ -77,34 +55,26 @@ def cached_answers(
     compute: Callable[[Sequence[Path]], Sequence[Mapping[str, Answer]]],
 ) -> list[Mapping[str, Answer]]:
     """The answers about each file by name, computed where not all of them are cached."""
-    entries = {path: cache_entry(path, question, options) for path in paths}
     found: dict[Path, Mapping[str, Answer]] = {}
-    for path, entry in entries.items():
-        known = (entry and read_answers(entry)) or {}
-        if known.keys() >= set(names):
-            found[path] = {name: known[name] for name in names}
+    entries: dict[Path, tuple[str, str]] = {}  # names in the cache, and what the traces hold
+    for path in paths:
+        with contextlib.suppress(TraceFormatError):  # it cannot be read: the question says why
+            content = content_key(path)
+            parts = [code_version(), content, str(path), rank_in_run(path), question, dict(options)]
+            key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+            entries[path] = key + _ENDING, content
+            with contextlib.suppress(*UNFIT), read_entry(key + _ENDING) as file:
+                known = unpack_answers(file.read(), path)
+                found[path] = {name: known[name] for name in names}
     left = [path for path in paths if path not in found]
     for path, answers in zip(left, compute(left) if left else (), strict=True):
-        entry, found[path] = entries[path], answers
-        if entry is not None:
-            store_answers(entry, answers)
+        found[path] = answers
+        name, content = entries.get(path, ("", ""))
+        data = pack_answers(answers)
+        if name and len(data) <= _SIZE_LIMIT_BYTES and content_key(path) == content:
+            with contextlib.suppress(OSError), new_entry(name) as file:
+                file.write(data)
     return [found[path] for path in paths]
-
-
-def read_answers(entry: CacheEntry) -> dict[str, Answer] | None:
-    """The cached answers by name; None where there are none, or damaged ones."""
-    with contextlib.suppress(*UNFIT), read_entry(entry.name) as file:
-        return unpack_answers(file.read(), entry.path)
-    return None
-
-
-def store_answers(entry: CacheEntry, answers: Mapping[str, Answer]) -> None:
-    """Writes answers to the cache, if that is possible and the trace has not changed."""
-    data = pack_answers(answers)
-    if len(data) > _SIZE_LIMIT_BYTES or content_key(entry.path) != entry.content:
-        return
-    with contextlib.suppress(OSError), new_entry(entry.name) as file:
-        file.write(data)
 
 
 def pack_answers(answers: Mapping[str, Answer], *, plain: bool = False) -> bytes:
