@@ -67,9 +67,24 @@ class HostEvents:
         return thread_numbers(self.frame)
 
     @cached_property
-    def backward_threads(self) -> list[BackwardThread]:
-        """The threads of backward passes."""
-        return backward_threads(self._trace)
+    def backward_threads(self) -> list[tuple[Thread, Thread | None]]:
+        """Threads that ran gradients of operators of another thread, and that one.
+
+        Known by the sequence numbers that PyTorch gives an operator and its gradient, where the
+        gradient names a forward thread; else by the arrows of category `fwdbwd`; else by the names
+        of their operators alone: then the other thread is not known.
+        """
+        ops, arrows = self._trace.ops, self._trace.links
+        numbered = ops.filter(pl.col("sequence_number") >= 0)
+        gradients = numbered.filter(pl.col("forward_tid") > 0)
+        ahead = numbered.filter(pl.col("forward_tid").fill_null(0) <= 0)
+        ends = [arrows.filter(pl.col("phase") == phase) for phase in ("f", "s")]
+        found = _pairs(gradients, ahead, "sequence_number") or _pairs(*ends, "id")
+        if found or not gradients.is_empty():
+            return found
+        named = ops.filter(pl.col("name").cast(pl.String).str.contains(AUTOGRAD))
+        threads = named.select("pid", "tid").drop_nulls().unique().sort("pid", "tid")
+        return [(thread, None) for thread in threads.rows()]
 
     def rows_of(self, thread: int) -> slice:
         """The rows of `frame` of a thread, by its number."""
@@ -97,45 +112,15 @@ class HostEvents:
         counts = self.frame.filter(~pl.col("is_mark")).group_by("pid", "tid").len()
         if counts.is_empty():
             return (0, 0)
-        backward = {pair.backward for pair in self.backward_threads}
+        backward = {thread for thread, _ in self.backward_threads}
         ranked = counts.sort("len", "pid", "tid", descending=[True, False, False]).rows()
         forward = [(pid, tid) for pid, tid, _ in ranked if (pid, tid) not in backward]
         return forward[0] if forward else (ranked[0][0], ranked[0][1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardThread:
-    """A thread of the autograd engine, and the thread that ran the forward pass."""
-
-    backward: Thread
-    forward: Thread | None
-    """None where a thread is known by the names of its operators alone."""
-
-
-def backward_threads(trace: Trace) -> list[BackwardThread]:
-    """Threads that ran gradients of operators of another thread.
-
-    Known by the sequence numbers that PyTorch gives an operator and its gradient, where the
-    gradient names a forward thread; else by the arrows of category `fwdbwd`; else by the names of
-    their operators.
-    """
-    numbered = trace.ops.filter(pl.col("sequence_number") >= 0)
-    gradients = numbered.filter(pl.col("forward_tid") > 0)
-    pairs = _pairs(gradients, numbered.filter(pl.col("forward_tid").fill_null(0) <= 0),
-                   "sequence_number")  # fmt: skip
-    if not pairs:
-        arrows = trace.links
-        pairs = _pairs(
-            arrows.filter(pl.col("phase") == "f"), arrows.filter(pl.col("phase") == "s"), "id"
-        )
-    if pairs or not gradients.is_empty():
-        return pairs
-    named = trace.ops.filter(pl.col("name").cast(pl.String).str.contains(AUTOGRAD))
-    threads = named.select("pid", "tid").drop_nulls().unique().sort("pid", "tid").rows()
-    return [BackwardThread(backward=(pid, tid), forward=None) for pid, tid in threads]
-
-
-def _pairs(later: pl.DataFrame, earlier: pl.DataFrame, key: str) -> list[BackwardThread]:
+def _pairs(
+    later: pl.DataFrame, earlier: pl.DataFrame, key: str
+) -> list[tuple[Thread, Thread | None]]:
     """For each thread of the later ones, the thread that shares most keys with it."""
     ids = ["pid", "tid", key]
     shared = later.select(ids).unique().join(earlier.select(ids).unique(), on=key, suffix="_of")
@@ -143,7 +128,7 @@ def _pairs(later: pl.DataFrame, earlier: pl.DataFrame, key: str) -> list[Backwar
     counts = shared.filter(other).group_by("pid", "tid", "pid_of", "tid_of").len()
     best = counts.sort("len", "pid_of", "tid_of", descending=[True, False, False])
     return [
-        BackwardThread(backward=(pid, tid), forward=(pid_of, tid_of))
+        ((pid, tid), (pid_of, tid_of))
         for pid, tid, pid_of, tid_of, _ in best.unique(["pid", "tid"], keep="first").rows()
     ]
 
@@ -186,10 +171,10 @@ def hand_overs(host: HostEvents, main: Thread) -> list[HandOvers]:
     of that thread.
     """
     found = []
-    for pair in host.backward_threads:
-        for waiting in dict.fromkeys((pair.forward or main, main)):
-            waits = _waits(host, waiting, pair.backward)
-            if waiting != pair.backward and len(waits.left):
+    for backward, forward in host.backward_threads:
+        for waiting in dict.fromkeys((forward or main, main)):
+            waits = _waits(host, waiting, backward)
+            if waiting != backward and len(waits.left):
                 found.append(waits)
                 break
     return found
