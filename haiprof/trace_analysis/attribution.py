@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -244,13 +244,7 @@ def host_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     named = pl.DataFrame({"operator": tree.spans["name"].cast(pl.String), "shapes": shapes})
     key = named.select(pl.struct("operator", "shapes").rank("dense")).to_series()
     window = step_window(trace, steps) if steps else None
-    found = _cpu_time(
-        CallTree(
-            spans=tree.spans.with_columns(name=key.cast(pl.Int64)),
-            starts=tree.starts, ends=tree.ends, parent=tree.parent, depth=tree.depth,
-        ),
-        window,
-    )  # fmt: skip
+    found = _cpu_time(replace(tree, spans=tree.spans.with_columns(name=key.cast(pl.Int64))), window)
     names = named.with_columns(
         pl.when(pl.Series(some)).then("shapes").alias("shapes"), key=key.cast(pl.String)
     ).unique("key")

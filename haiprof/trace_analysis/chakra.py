@@ -25,6 +25,7 @@ from haiprof.trace_format.chakra import (
     COMM_COLL,
     COMM_RECV,
     COMM_SEND,
+    COMMUNICATION,
     COMP,
     MEM_LOAD,
     MEM_STORE,
@@ -237,9 +238,6 @@ def in_circles(count: int, before: Ints, after: Ints) -> Bools:
     return np.array(waiting, dtype=np.int64) > 0
 
 
-_COMMUNICATION = (COMM_COLL, COMM_SEND, COMM_RECV)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChakraGraph:
     """One rank's nodes and what each depends on."""
@@ -264,7 +262,7 @@ class ChakraGraph:
     def notes(self) -> list[str]:
         """What a person must know."""
         kind, size = pl.col("collective_kind"), pl.col("comm_bytes")
-        talking = self.nodes.filter(pl.col("type").is_in(_COMMUNICATION))
+        talking = self.nodes.filter(pl.col("type").is_in(COMMUNICATION))
         nameless = talking.filter((pl.col("type") == COMM_COLL) & ~kind.is_in(list(COLLECTIVES)))
         sizeless = talking.filter(size.is_null() & (kind != "barrier"))
         groupless = talking["group"].null_count()
@@ -332,7 +330,7 @@ def _messages(graph: ChakraGraph) -> Iterator[bytes]:
         }
         if row["category"] is not None:
             found |= {"stream": row["stream"], "device": row["device"], "tensor_size": row["bytes"]}
-        if row["type"] in _COMMUNICATION:
+        if row["type"] in COMMUNICATION:
             found |= {"comm_size": row["comm_bytes"], "pg_name": row["group"]}
             found |= {"comm_type": COLLECTIVES.get(row["collective_kind"] or "")}
         if row["type"] == COMM_SEND:

@@ -218,7 +218,7 @@ def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
     of a backend do not say for which group they work.
     """
     found = cpu_collectives(trace)
-    told = [_all_inputs(*said) for said in found.select("input_dims", "input_types").iter_rows()]
+    told = [_inputs(*said) for said in found.select("input_dims", "input_types").iter_rows()]
     sizes = [(count, dtype, _size(dtype)) for count, dtype in told]
     columns = ("in_count", "dtype", "element_bytes")
     found = found.hstack(
@@ -302,7 +302,7 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
     ]  # fmt: skip
     found = _around_launch(shaped, pl.concat(spans))
     rows = [
-        (*_first_input(*inputs[:2]), *_inputs_at_all(*inputs[2:]))
+        (*_inputs(*inputs[:2], only_first=True), *_inputs_at_all(*inputs[2:]))
         for inputs in found.select("op_dims", "op_types", "span_dims", "span_types").iter_rows()
     ]
     schema = {"op_count": pl.Int64, "op_dtype": pl.String, "span_count": pl.Int64,
@@ -314,10 +314,14 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _all_inputs(dims: str | None, types: str | None) -> tuple[int | None, str | None]:
+def _inputs(
+    dims: str | None, types: str | None, *, only_first: bool = False
+) -> tuple[int | None, str | None]:
     """Elements of all inputs together and their type, where they are tensors of one type."""
     try:
         shapes, dtypes = json.loads(dims or ""), json.loads(types or "")
+        if only_first:  # without a dimension it is a number
+            shapes, dtypes = shapes[:1] if shapes[0] else [], dtypes[:1]
         if not shapes or len(set(dtypes)) != 1 or _size(dtypes[0]) is None:
             return None, None
         count = sum(math.prod(map(int, each)) for each in shapes)
@@ -327,8 +331,8 @@ def _all_inputs(dims: str | None, types: str | None) -> tuple[int | None, str | 
 
 
 def _inputs_at_all(dims: str | None, types: str | None) -> tuple[int | None, str | None]:
-    """As `_all_inputs`; where no type was recorded, the elements alone."""
-    count, dtype = _all_inputs(dims, types)
+    """As `_inputs`; where no type was recorded, the elements alone."""
+    count, dtype = _inputs(dims, types)
     if count is not None or types not in (None, "[]"):
         return count, dtype
     try:
@@ -338,16 +342,6 @@ def _inputs_at_all(dims: str | None, types: str | None) -> tuple[int | None, str
     except (ValueError, TypeError, OverflowError):
         return None, None
     return (count, None) if count is not None and 0 <= count < _MOST_ELEMENTS else (None, None)
-
-
-def _first_input(dims: str | None, types: str | None) -> tuple[int | None, str | None]:
-    """Elements and type of an operator's first input, where it is a tensor."""
-    try:
-        shape, dtype = json.loads(dims or "")[0], json.loads(types or "")[0]
-        known = bool(shape) and _size(dtype) is not None
-        return (math.prod(map(int, shape)), dtype) if known else (None, None)
-    except (ValueError, TypeError, IndexError, AttributeError):
-        return None, None
 
 
 def _around_launch(kernels: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:

@@ -11,11 +11,10 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.call_tree import depths
 from haiprof.trace_analysis.chakra import ChakraGraph
-from haiprof.trace_format.chakra import COMM_COLL, COMM_RECV, COMM_SEND, COMP, NODE_TYPES
+from haiprof.trace_format.chakra import COMMUNICATION, COMP, NODE_TYPES
 
 _ROOT = "[pytorch|profiler|"
 _STEP = "ProfilerStep#"
-_COMMUNICATION = (COMM_COLL, COMM_SEND, COMM_RECV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ def draw_graph(
     place = {number: at for at, number in enumerate(nodes["node"].to_list())}
     parent = np.array([place.get(number, -1) for number in nodes["parent"].to_list()], np.int64)
     apart = nodes.select(
-        pl.col("category").is_not_null() & pl.col("type").is_in(_COMMUNICATION)
+        pl.col("category").is_not_null() & pl.col("type").is_in(COMMUNICATION)
     ).to_series().to_numpy()  # fmt: skip
     deep = depths(parent)
     assert deep is not None, "callers are resolved where an execution trace is read"

@@ -354,16 +354,11 @@ def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> p
         **{name: pl.lit(None) for name in FUNCTIONS_SCHEMA if name not in
            found.columns},
     )  # fmt: skip
+    place = pl.col("kind").replace_strict(PRIORITY, range(len(PRIORITY)))
     return (
         with_ratios(known, whole)
         .select(pl.col(name).cast(kind) for name, kind in FUNCTIONS_SCHEMA.items())
-        .with_columns(
-            place=pl.col("kind").replace_strict(
-                dict(zip(PRIORITY, range(len(PRIORITY)), strict=True))
-            )
-        )
-        .sort("place", -pl.col("bottleneck_ns"), -pl.col("covered_ns"), *_KEYS, nulls_last=True)
-        .drop("place")
+        .sort(place, -pl.col("bottleneck_ns"), -pl.col("covered_ns"), *_KEYS, nulls_last=True)
     )
 
 

@@ -445,19 +445,14 @@ def _backward_passes(host: Host, others: Ints) -> tuple[Ints, Ints, Ints]:
 def _between_marks(known: Ints, begins_step: Bools) -> Ints:
     """Positions of all pieces of time: of those without a mark (-1) from what is around them."""
     has_forward, marked = bool((known == FORWARD).any()), bool((known >= 0).any())
-    found, before, after = known.copy(), np.full_like(known, _START), np.full_like(known, _END)
-    last = _START
-    for at in range(len(known)):
-        last = _START if begins_step[at] else last
-        before[at] = last
-        last = int(known[at]) if known[at] >= 0 else last
-    coming = _END
-    for at in range(len(known) - 1, -1, -1):
-        coming = int(known[at]) if known[at] >= 0 else coming
-        after[at] = coming
-        coming = _END if begins_step[at] else coming
-    for at in np.flatnonzero(known < 0).tolist():
-        found[at] = _gap(int(before[at]), int(after[at]), marked, has_forward)
+    mark = pl.when(pl.col("known") >= 0).then("known")
+    around = pl.DataFrame({"known": known, "step": np.cumsum(begins_step)}).select(
+        before=mark.shift(1).forward_fill().over("step").fill_null(_START),
+        after=mark.backward_fill().over("step").fill_null(_END),
+    )
+    found, lacks = known.copy(), np.flatnonzero(known < 0)
+    gaps = [_gap(*each, marked, has_forward) for each in around[lacks].iter_rows()]
+    found[lacks] = np.array(gaps, dtype=np.int64)
     return found
 
 

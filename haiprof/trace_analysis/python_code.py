@@ -352,7 +352,6 @@ def _by_path(
     return pl.concat(levels).group_by("path").agg(pl.all().sum())
 
 
-_NODE = "autograd::engine::evaluate_function"
 _ENGINE = "^(torch::)?autograd::"
 LINES_SCHEMA = {
     "file": pl.String, "line": pl.Int64, "function": pl.String, "step_count": pl.Int64,
@@ -399,7 +398,7 @@ def operator_lines(trace: Trace) -> pl.DataFrame:
         raise MissingDataError(f"{trace.path}: its lines of operators are damaged") from error
     tree = nest(trace.ops)
     name = tree.spans["name"].cast(pl.String)
-    is_node = name.str.starts_with(_NODE).to_numpy()
+    is_node = name.str.starts_with(_BACKWARD).to_numpy()
     is_operator = (name.str.contains("::") & ~name.str.contains(_ENGINE)).to_numpy()
     number = tree.spans["sequence_number"].fill_null(-1).to_numpy()
     ahead = (tree.spans["forward_tid"].fill_null(0) == 0).to_numpy() & ~is_node & (number >= 0)

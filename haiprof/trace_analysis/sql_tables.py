@@ -20,7 +20,6 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.arrivals import LATENESS_COLUMNS
 from haiprof.trace_analysis.device_time import gpu_events, with_kind
 from haiprof.trace_analysis.function_patterns import FUNCTION_COLUMNS, TOTAL_COLUMNS
-from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_format.find import is_reduced_to_functions, trace_files, window_files
 from haiprof.trace_format.frame_columns import Columns, types_of
@@ -115,13 +114,7 @@ def describe_columns(columns: Columns) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def sql_tables(
-    path: str | Path,
-    *,
-    window: int | None = None,
-    pool: Pool | None = None,
-    analysis: TraceQuestions | None = None,
-) -> dict[str, SqlTable]:
+def sql_tables(path: str | Path, analysis: TraceQuestions | None = None) -> dict[str, SqlTable]:
     """The tables of traces, of a run, or of a run with traces."""
     path = Path(path)
     if not path.exists():
@@ -135,7 +128,7 @@ def sql_tables(
     if is_run or not has_traces:
         tables += run_tables(RunFrames(path))
     if has_traces:
-        tables += trace_tables(analysis or TraceQuestions(path, pool=pool, window=window))
+        tables += trace_tables(analysis or TraceQuestions(path))
     return {table.name: table for table in tables}
 
 

@@ -170,8 +170,6 @@ _HEAD_BYTES = 256
 # Files beside traces with the same ending.
 _OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
 
-Source = str | Path | Iterable[str | Path] | Mapping[int, str | Path]
-
 
 def trace_files(source: str | Path) -> list[Path]:
     """The trace files that a path means, by name; of a run those of all windows."""

@@ -35,7 +35,6 @@ class _Entry(msgspec.Struct, gc=False):
     collective_seq_id: int = 0
     p2p_seq_id: int = 0
     is_p2p: bool = False
-    record_id: int = 0
     profiling_name: str = ""
     process_group: list[str] = []
     input_sizes: list[list[int]] = []

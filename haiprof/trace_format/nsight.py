@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class _Reader:
             (RUNTIME, self._calls()), (None, self._ranges()), (OS_CALLS, self._os_calls()),
             (GPU_COUNTERS, self._metrics()),
         ):  # fmt: skip
-            for part in _batches(rows):
+            while part := list(islice(rows, _ROWS)):
                 for name in (table,) if table else (OPS, ANNOTATIONS):
                     own = part if table else [row for row in part if row["table"] == name]
                     kept[name] = kept.get(name, 0) + self._pass_on(name, own, sink)
@@ -324,14 +325,3 @@ def _range(text: str) -> dict[str, Any]:
         "table": OPS, "name": found[1], "category": "cpu_op", "input_dims": details.get("sizes"),
         "sequence_number": int(number) if number.isdigit() else None,
     }  # fmt: skip
-
-
-def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    part: list[dict[str, Any]] = []
-    for row in rows:
-        part.append(row)
-        if len(part) == _ROWS:
-            yield part
-            part = []
-    if part:
-        yield part
