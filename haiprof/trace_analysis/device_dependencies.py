@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -11,8 +10,8 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Bools, Ints
-from haiprof.trace_analysis.call_tree import distinct_names
 from haiprof.trace_analysis.device_time import COMMUNICATION, MEMORY, with_kind
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC, TO_HOST
 
@@ -34,14 +33,10 @@ class RuntimeCalls:
     ends: Ints
     thread: Ints
     """A number per process and thread."""
-    names: tuple[str, ...]
-    name: Ints
-    """Place in `names`."""
 
     def find(self, pattern: str) -> Ints:
         """Calls with a name that matches a regular expression."""
-        matching = np.array([re.search(pattern, name) is not None for name in self.names], bool)
-        return np.flatnonzero(matching[self.name]) if len(self.name) else self.name
+        return np.flatnonzero(self.frame.select(has_name(self.frame, pattern)).to_series())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +119,11 @@ def _runtime_calls(trace: Trace) -> RuntimeCalls:
     """The runtime calls of a trace, by start."""
     frame = trace.runtime
     starts = frame["ts_ns"].to_numpy()
-    name, names = distinct_names(frame["name"])
     return RuntimeCalls(
         frame=frame,
         starts=starts,
         ends=starts + frame["dur_ns"].to_numpy(),
         thread=_numbers(frame.select("pid", "tid")),
-        names=tuple(names),
-        name=name,
     )
 
 

@@ -10,6 +10,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Intervals, difference, intersection, total, union
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 COMPUTATION, COMMUNICATION, MEMORY = "computation", "communication", "memory"
@@ -60,12 +61,6 @@ def weighted_mean(value: pl.Expr, weight: pl.Expr) -> tuple[pl.Expr, pl.Expr]:
     mean = (value * weight).sum() / whole
     square = (value * value * weight).sum() / whole - mean * mean
     return mean, square.clip(0).sqrt()
-
-
-def has_name(events: pl.DataFrame, pattern: str) -> pl.Expr:
-    """Whether an event's name matches: there are far fewer names than events."""
-    names = events["name"].unique()
-    return pl.col("name").is_in(names.filter(names.cast(pl.String).str.contains(pattern)).implode())
 
 
 def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:

@@ -13,8 +13,9 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.statistics import LEAST, Comparison, adjust_p_values, compare_samples
 from haiprof.trace_analysis.call_tree import nest, uncovered_starts
-from haiprof.trace_analysis.device_time import Steps, has_name, step_window, union_of, with_launch
+from haiprof.trace_analysis.device_time import Steps, step_window, union_of, with_launch
 from haiprof.trace_analysis.kernel_names import FULL, name_normalizer, split_geometry, with_geometry
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
 
 KERNEL, OPERATOR, RUNTIME, ANNOTATION = "kernel", "operator", "runtime", "annotation"

@@ -36,7 +36,6 @@ from haiprof.trace_analysis.device_time import (
     Steps,
     device_properties,
     gpu_events,
-    has_name,
     known_occupancy,
     step_window,
     union_of,
@@ -56,6 +55,7 @@ from haiprof.trace_analysis.kernel_names import (
     with_geometry,
 )
 from haiprof.trace_format.frame_columns import Columns, types_of
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 

@@ -23,7 +23,8 @@ from haiprof.trace_analysis.call_tree import (
     take,
     thread_numbers,
 )
-from haiprof.trace_analysis.device_time import has_name, union_of
+from haiprof.trace_analysis.device_time import union_of
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE

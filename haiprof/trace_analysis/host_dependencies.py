@@ -11,7 +11,7 @@ import polars as pl
 from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.call_tree import CallTree, nest, thread_numbers
 from haiprof.trace_analysis.device_dependencies import NEVER
-from haiprof.trace_analysis.device_time import has_name
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 LONG_GAP_NS = 1_000_000

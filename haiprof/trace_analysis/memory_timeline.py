@@ -14,8 +14,8 @@ import polars as pl
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.run_format.unpack import read_text
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest
-from haiprof.trace_analysis.device_time import has_name
 from haiprof.trace_analysis.python_code import part_tree
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
 
 # c10::DeviceType, c10/core/DeviceType.h. ROCm builds of PyTorch say CUDA.

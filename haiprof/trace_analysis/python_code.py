@@ -331,9 +331,8 @@ def _forward_part(trace: Trace, tree: CallTree, spans: pl.DataFrame, rows: Ints)
         .sort("ts_ns")
     )
     joined = nodes.join_asof(
-        forward.drop("ts_ns").with_columns(ts_ns=pl.col("begun_ns")).sort("ts_ns"),
-        on="ts_ns", by="sequence_number", check_sortedness=False,
-    ).drop_nulls("begun_ns")  # fmt: skip
+        forward, on="ts_ns", by="sequence_number", check_sortedness=False
+    ).drop_nulls("begun_ns")
     calls = joined.select("pid", "tid", "dur_ns", ts_ns="begun_ns")
     found[joined["at"].to_numpy()] = innermost(tree, calls)
     return found

@@ -21,12 +21,12 @@ from haiprof.trace_analysis.device_time import (
     MEMORY,
     Steps,
     gpu_events,
-    has_name,
     step_window,
     union_of,
     with_kind,
     with_launch,
 )
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.decode import event_texts, with_number, write_copy
 from haiprof.trace_format.kineto.events import GPU_RANGES, HOST_BACKENDS, LANE, TEXTS
 from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace

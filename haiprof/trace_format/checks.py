@@ -11,6 +11,7 @@ import polars as pl
 
 from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_format.kineto.cache import KeptFindings
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.events import ANNOTATIONS, GPU, GPU_RANGES, OPS, PYTHON, RUNTIME
 from haiprof.trace_format.kineto.load import Cut, LoadReport
 from haiprof.trace_format.launch_checks import (
@@ -186,9 +187,7 @@ def _event_finding(
 
 def unit_finding(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Finding | None:
     """Times a thousand times too long or too short, by launch calls and kernels together."""
-    names = runtime["name"].unique()
-    launches = names.filter(names.cast(pl.String).str.contains(_LAUNCH))
-    calls = runtime.filter(pl.col("name").is_in(launches.implode()))["dur_ns"]
+    calls = runtime.filter(has_name(runtime, _LAUNCH))["dur_ns"]
     if len(calls) < _EVENTS_LEAST or len(gpu) < _EVENTS_LEAST:
         return None
     call, kernel = (float(np.quantile(each.to_numpy(), 0.1)) for each in (calls, gpu["dur_ns"]))

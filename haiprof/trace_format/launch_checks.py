@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.intervals import Bools, Ints
 from haiprof.base.units import ratio_text
-from haiprof.trace_format.kineto.columns import exact_ns
+from haiprof.trace_format.kineto.columns import exact_ns, has_name
 from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.text import TraceText
@@ -147,12 +147,6 @@ def _call_starts(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.Series:
     return series if (found != _NONE).all() else series.set(pl.Series(found == _NONE), None)
 
 
-def _calls_named(runtime: pl.DataFrame, pattern: str) -> pl.DataFrame:
-    names = runtime["name"].unique()
-    chosen = names.filter(names.cast(pl.String).str.contains(pattern))
-    return runtime.filter(pl.col("name").is_in(chosen.implode()))
-
-
 def _clock(
     gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame
 ) -> tuple[pl.DataFrame, Finding | None]:
@@ -207,7 +201,7 @@ def _clock_ahead(
 
 def _most(gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame) -> int | None:
     """The largest offset by which all kernels end before the host has waited for them."""
-    syncs = _calls_named(runtime, DEVICE_SYNC)
+    syncs = runtime.filter(has_name(runtime, DEVICE_SYNC))
     known = called.is_not_null()
     end = (gpu["ts_ns"] + gpu["dur_ns"]).filter(known).to_numpy()
     call: Ints = called.filter(known).to_numpy()
@@ -227,7 +221,7 @@ def _after_stream_waits(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Ints:
     an event if it was recorded after it. Two waits that contradict that may be for other streams:
     then nothing is said.
     """
-    syncs = _calls_named(runtime, STREAM_SYNC).select("ts_ns", "dur_ns", "tid", "name")
+    syncs = runtime.filter(has_name(runtime, STREAM_SYNC)).select("ts_ns", "dur_ns", "tid", "name")
     if syncs.is_empty():
         return np.empty(0, dtype=np.int64)
     events = gpu.filter(pl.col("correlation") > 0).select(
@@ -237,7 +231,7 @@ def _after_stream_waits(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Ints:
     started = runtime.select("correlation", "ts_ns", "tid", begun="ts_ns").join(
         events, on="correlation"
     )  # fmt: skip
-    marks = _calls_named(runtime, "EventRecord").select("ts_ns", "tid", marked="ts_ns")
+    marks = runtime.filter(has_name(runtime, "EventRecord")).select("ts_ns", "tid", marked="ts_ns")
     waits = syncs.sort("ts_ns")
     for calls in (started, marks):
         waits = waits.join_asof(calls.sort("ts_ns"), on="ts_ns", by="tid", check_sortedness=False)
@@ -282,7 +276,7 @@ def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:
 def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
     """Launches without a kernel: captured into a graph, after the last record, or lost."""
     runtime = runtime.select("correlation", "ts_ns", "dur_ns", "tid", "name")
-    launches = _calls_named(runtime, _LAUNCH).filter(pl.col("correlation") > 0)
+    launches = runtime.filter(has_name(runtime, _LAUNCH)).filter(pl.col("correlation") > 0)
     alone = launches.join(gpu.select("correlation"), on="correlation", how="anti")
     if alone.is_empty():
         return []
@@ -339,7 +333,7 @@ def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
 
 def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Bools, Bools]:
     """Whether a capture of its thread ends after each call, and whether its beginning is known."""
-    marks = _calls_named(runtime, f"{BEGIN_CAPTURE}|{END_CAPTURE}")
+    marks = runtime.filter(has_name(runtime, f"{BEGIN_CAPTURE}|{END_CAPTURE}"))
     found, begun = (np.zeros(len(alone), dtype=np.bool_) for _ in range(2))
     if marks.is_empty():
         return found, begun

@@ -280,6 +280,12 @@ def by_start(ts_ns: Ints, dur_ns: Ints) -> Ints:
     return order
 
 
+def has_name(events: pl.DataFrame, pattern: str) -> pl.Expr:
+    """Whether an event's name matches: there are far fewer names than events."""
+    names = events["name"].unique()
+    return pl.col("name").is_in(names.filter(names.cast(pl.String).str.contains(pattern)).implode())
+
+
 _BARE_COPY = "Memcpy"
 _COPY_KINDS = ("HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "PtoP")
 _MEMORIES = ("pageable", "pinned", "device", "array", "managed", "unknown")
@@ -293,12 +299,8 @@ def name_copies(names: Names) -> None:
             [each for each in of if each in known] for of in (_COPY_KINDS, _MEMORIES)
         )
         for kind, source, target in product(kinds, memories, memories):
-            _ = names[_copy_name(kind, source, target)]
-
-
-def _copy_name(kind: str, source: str, target: str) -> str:
-    """As Kineto writes it."""
-    return f"{_BARE_COPY} {kind} ({source.capitalize()} -> {target.capitalize()})"
+            # As Kineto writes it.
+            _ = names[f"{_BARE_COPY} {kind} ({source.capitalize()} -> {target.capitalize()})"]
 
 
 def _complete_copies(gpu: pl.DataFrame) -> pl.DataFrame:

@@ -24,6 +24,7 @@ from haiprof.trace_format.kineto.cache import (
     open_columns,
     recall_findings,
 )
+from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.events import (
     ANNOTATIONS,
@@ -205,10 +206,7 @@ def _step_marks(annotations: pl.DataFrame, ops: pl.DataFrame) -> pl.DataFrame:
     """Profiler steps by their number, whole or not."""
     marks = annotations.filter(pl.col("category") != GPU_RANGES)
     if annotations.is_empty():  # before 2022 they were operators like any other
-        marks = ops.select(marks.columns)
-        names = marks["name"].unique()
-        steps = names.filter(names.cast(pl.String).str.contains(STEP_NAME))
-        marks = marks.filter(pl.col("name").is_in(steps.implode()))
+        marks = ops.select(marks.columns).filter(has_name(ops, STEP_NAME))
     number = pl.col("name").cast(pl.String).str.extract(STEP_NAME)
     return (
         marks.with_columns(step=number.cast(pl.Int64, strict=False))
