@@ -87,7 +87,9 @@ class _Rows:
         return self._communication(at)
 
     def _communication(self, at: int) -> _Row:
-        chain = [at, *self._above(at)]
+        chain, above = [at], at
+        while len(chain) <= _ANCESTORS and (above := self.parents[above]) >= 0:
+            chain.append(above)
         said = [self.collectives[place] or self.names[place] for place in chain]
         kinds = [kind_of(text) for text in said if text]
         # NCCL's all-to-all is also a send/receive kernel: only its caller says which it is.
@@ -99,12 +101,6 @@ class _Rows:
         group = next((self.groups[place] for place in chain if self.groups[place]), self.only_group)
         size = next((size for place in chain if (size := self._bytes(place)) is not None), None)
         return _ROLES.get(kind, COMM_COLL), kind, size, peer, tag, group
-
-    def _above(self, at: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < _ANCESTORS and (at := self.parents[at]) >= 0:
-            found.append(at)
-        return found
 
     def _bytes(self, at: int) -> int | None:
         """Of the input tensors; null without one."""

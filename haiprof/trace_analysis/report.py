@@ -15,7 +15,6 @@ from haiprof.trace_analysis.collectives import collective_kernels, communication
 from haiprof.trace_analysis.device_time import (
     NO_LAUNCHES,
     Steps,
-    across_ranks,
     kernels,
     temporal_breakdown,
 )
@@ -79,8 +78,7 @@ def _step_times(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
 
 
 def _kernels(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
-    found = across_ranks(analysis.kernel_breakdown(steps))
-    return found.sort(-pl.col("sum_ns"), "kind", "name")
+    return analysis.kernels_across_ranks(steps).sort(-pl.col("sum_ns"), "kind", "name")
 
 
 def _queues(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:

@@ -185,13 +185,10 @@ def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
 
 def names_traces(tables: Mapping[str, SqlTable], sql: str) -> bool:
     """Whether a question names a table that is made of traces."""
-    return any(not is_of_run(name) for name in _sources(sql) & tables.keys())
-
-
-def _sources(sql: str) -> set[str]:
-    """The names after FROM and JOIN, in lower case; a column may be called as a table is."""
+    # The names after FROM and JOIN: a column may be called as a table is.
     lists = _SOURCES.findall(_TEXT.sub("''", sql))
-    return {name.lower() for found in lists for name in _WORD.findall(found)}
+    names = {name.lower() for found in lists for name in _WORD.findall(found)}
+    return any(not is_of_run(name) for name in names & tables.keys())
 
 
 def _explain(error: Exception, tables: Mapping[str, SqlTable], words: Iterable[str]) -> UsageError:

@@ -146,13 +146,19 @@ def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
     functions = [_table(name, *known, frames[name]) for name, known in _FUNCTION_TABLES.items()]
     if is_reduced_to_functions(window_files(analysis.path)):
         return functions
+
+    def of_all_ranks(name: str) -> Callable[[], pl.LazyFrame]:
+        return lambda: pl.concat(
+            _of_rank(trace, name, rank) for rank, trace in analysis.traces.items()
+        )
+
     found = []
     for name, meaning in _TRACE_TABLES.items():
         columns = {**_RANK, **{c.name: (_TYPES[c.type], c.meaning) for c in TABLES[name]}}
         if name == GPU:
             columns["kind"] = (pl.String, "computation, communication or memory")
-        found.append(_table_of_traces(analysis, name, meaning, columns))
-    marks = _table_of_traces(analysis, STEPS, "profiler steps of the traces", _STEP_COLUMNS)
+        found.append(_table(name, meaning, columns, of_all_ranks(name)))
+    marks = _table(STEPS, "profiler steps of the traces", _STEP_COLUMNS, of_all_ranks(STEPS))
     return [*found, marks, *functions]
 
 
@@ -175,23 +181,13 @@ def describe_run_table(name: str) -> list[dict[str, str]]:
 
 
 def _table(
-    name: str, meaning: str, columns: Columns, frame: Callable[[], pl.DataFrame]
+    name: str, meaning: str, columns: Columns, frame: Callable[[], pl.DataFrame | pl.LazyFrame]
 ) -> SqlTable:
     return SqlTable(name=name, meaning=meaning, columns=columns, frame=lambda: frame().lazy())
 
 
-def _table_of_traces(
-    analysis: TraceQuestions, name: str, meaning: str, columns: Columns
-) -> SqlTable:
-    """One table of all ranks; texts become strings only where the query uses them."""
-
-    def frame() -> pl.LazyFrame:
-        return pl.concat(_of_rank(trace, name, rank) for rank, trace in analysis.traces.items())
-
-    return SqlTable(name=name, meaning=meaning, columns=columns, frame=frame)
-
-
 def _of_rank(trace: Trace, name: str, rank: int) -> pl.LazyFrame:
+    """One table of a rank; texts become strings only where the query uses them."""
     if name == STEPS:
         steps = trace.steps.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns"))
         frame = steps.select(list(_STEP_COLUMNS)[1:])

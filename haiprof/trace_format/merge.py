@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation, localcontext
 from itertools import islice
@@ -317,28 +317,20 @@ class Sink:
 def packed_file(path: Path) -> Iterator[Sink]:
     """A sink for a file that gets its name only once it is complete."""
     if path == STDOUT:
-        yield from _open_sink(sys.stdout.buffer)
+        with closing(Sink(sys.stdout.buffer)) as sink:
+            yield sink
         sys.stdout.buffer.flush()
         return
     try:
-        with named_file(path) as file:
+        with ExitStack() as files:
+            file: Any = files.enter_context(named_file(path))
             if path.name.endswith(".gz"):
-                with gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0) as packed:
-                    yield from _open_sink(packed)  # type: ignore[arg-type]
-            else:
-                yield from _open_sink(file)
+                file = files.enter_context(gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0))
+            yield files.enter_context(closing(Sink(file)))
     except OSError as error:
         raise HaiprofError(
             f"{path}: {error.strerror or error}", hint="name a file that can be written: -o FILE"
         ) from None
-
-
-def _open_sink(file: IO[bytes]) -> Iterator[Sink]:
-    sink = Sink(file)
-    try:
-        yield sink
-    finally:
-        sink.close()
 
 
 def check_target(path: Path, inputs: list[Path], *, force: bool) -> None:

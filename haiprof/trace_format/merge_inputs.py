@@ -104,19 +104,15 @@ def trace_input(path: Path) -> TraceInput:
         raise TraceFormatError(
             f"{path}: it is a merged trace already", hint="name the ranks' own traces"
         )
+    # The earliest time in the first piece; metadata events may have the time 0.
+    stamps = _STAMPS.decode(b"[" + first + b"]")
+    times, good = exact_ns([bytes(each.ts) for each in stamps if bytes(each.ph) != b'"M"'])
     return TraceInput(
         path=path,
         rank=rank_of(path, text.metadata),
         metadata=text.metadata,
-        first_ns=_first_ns(first),
+        first_ns=int(times[good].min()) if good.any() else None,
     )
-
-
-def _first_ns(events: bytes) -> int | None:
-    """The earliest time in the first piece; metadata events may have the time 0."""
-    stamps = _STAMPS.decode(b"[" + events + b"]")
-    times, good = exact_ns([bytes(each.ts) for each in stamps if bytes(each.ph) != b'"M"'])
-    return int(times[good].min()) if good.any() else None
 
 
 Fields = dict[str, msgspec.Raw]
