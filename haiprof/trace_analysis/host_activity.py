@@ -452,7 +452,7 @@ def _between_marks(known: Ints, begins_step: Bools) -> Ints:
         after=mark.backward_fill().over("step").fill_null(_END),
     )
     found, lacks = known.copy(), np.flatnonzero(known < 0)
-    gaps = [_gap(*each, marked, has_forward) for each in around[lacks].iter_rows()]
+    gaps = [_gap(old, new, marked, has_forward) for old, new in around[lacks].iter_rows()]
     found[lacks] = np.array(gaps, dtype=np.int64)
     return found
 

@@ -78,8 +78,8 @@ class HostEvents:
         numbered = ops.filter(pl.col("sequence_number") >= 0)
         gradients = numbered.filter(pl.col("forward_tid") > 0)
         ahead = numbered.filter(pl.col("forward_tid").fill_null(0) <= 0)
-        ends = [arrows.filter(pl.col("phase") == phase) for phase in ("f", "s")]
-        found = _pairs(gradients, ahead, "sequence_number") or _pairs(*ends, "id")
+        heads, tails = (arrows.filter(pl.col("phase") == phase) for phase in ("f", "s"))
+        found = _pairs(gradients, ahead, "sequence_number") or _pairs(heads, tails, "id")
         if found or not gradients.is_empty():
             return found
         named = ops.filter(pl.col("name").cast(pl.String).str.contains(AUTOGRAD))

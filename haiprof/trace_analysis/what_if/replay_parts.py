@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -202,13 +203,11 @@ def with_cpu_collectives(kernels: DeviceEvents, window: tuple[int, int]) -> Devi
         "device": none, "call": none, "launched": found["launch_ns"].to_numpy(),
         "known": none < 0, "talks": none < 0,
     }  # fmt: skip
+    arrays: dict[str, Any] = {n: np.append(getattr(kernels, n), more) for n, more in own.items()}
     text = pl.col("name", "kind", "category").cast(pl.String)
     frames = [frame.with_columns(text) for frame in (kernels.frame, shown)]
-    return replace(
-        kernels,
-        frame=pl.concat(frames, how="diagonal_relaxed").select(kernels.frame.columns),
-        **{name: np.concatenate([getattr(kernels, name), more]) for name, more in own.items()},
-    )
+    frame = pl.concat(frames, how="diagonal_relaxed").select(kernels.frame.columns)
+    return replace(kernels, frame=frame, **arrays)
 
 
 def ordered_pairs(kernels: DeviceEvents) -> Pairs:
