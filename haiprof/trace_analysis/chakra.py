@@ -37,7 +37,13 @@ from haiprof.trace_format.chakra import (
     io_info,
     node,
 )
-from haiprof.trace_format.execution import ExecutionTrace, integer, load_execution_trace
+from haiprof.trace_format.execution import (
+    ATTRIBUTE_NAMES,
+    COLUMN_OF_ATTRIBUTE,
+    ExecutionTrace,
+    integer,
+    load_execution_trace,
+)
 from haiprof.trace_format.find import LINKED_NAME, TRACE_ENDINGS, rank_in_name, trace_files
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 
@@ -311,18 +317,10 @@ def _messages(graph: ChakraGraph) -> Iterator[bytes]:
     for row in graph.nodes.iter_rows(named=True):
         # Attributes with the names of Chakra's converter, then exact times, then communication's.
         found: dict[str, Attribute | None] = {
-            "rf_id": row["record_function_id"],
-            "fw_parent": row["forward_parent"],
-            "seq_id": row["sequence_number"],
-            "scope": row["scope"],
-            "tid": row["tid"],
-            "fw_tid": row["forward_tid"],
+            **{name: row[COLUMN_OF_ATTRIBUTE[name]] for name in ATTRIBUTE_NAMES},
             "op_schema": row["op_schema"] or "",
             "is_cpu_op": row["category"] is None,
-            "ts_ns": row["ts_ns"],
-            "dur_ns": row["dur_ns"],
-            "self_ns": row["self_ns"],
-            "linked_by": row["linked_by"],
+            **{name: row[name] for name in ("ts_ns", "dur_ns", "self_ns", "linked_by")},
         }
         if row["category"] is not None:
             found |= {"stream": row["stream"], "device": row["device"], "tensor_size": row["bytes"]}

@@ -157,18 +157,16 @@ def load_notes(files: Mapping[int, TraceFile]) -> list[str]:
 
 def _row(file: TraceFile) -> dict[str, object]:
     report = file.report
-    row: dict[str, object] = {
-        name: getattr(file, name) for name in ("world_size", "first_step", "last_step")
-    }
-    row |= {name: getattr(report, name, None) for name in LOAD_SCHEMA if name not in row}
-    row |= {f"{table}_count": count for table, count in report.kept.items()}
-    row["file"] = trace_name(file.path)
     faults = [finding for finding in file.findings if finding.is_fault]
-    row["fault_count"] = sum(finding.count for finding in faults)
-    row["faults"] = ", ".join(f"{each.count} {each.check}" for each in faults) or None
-    row["redundant_count"] = sum(report.redundant.values())
-    row["not_used_count"] = sum(report.not_used.values())
-    return row
+    return {
+        **{name: getattr(report, name, getattr(file, name, None)) for name in LOAD_SCHEMA},
+        **{f"{table}_count": count for table, count in report.kept.items()},
+        "file": trace_name(file.path),
+        "fault_count": sum(finding.count for finding in faults),
+        "faults": ", ".join(f"{each.count} {each.check}" for each in faults) or None,
+        "redundant_count": sum(report.redundant.values()),
+        "not_used_count": sum(report.not_used.values()),
+    }
 
 
 CHECK_SCHEMA = {

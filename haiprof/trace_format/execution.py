@@ -168,7 +168,7 @@ def values(node: Node | OldNode) -> tuple[Values, Values]:
 
 TEXT_LIMIT_BYTES = 4 << 30
 _MIN, _MAX = -(1 << 63), (1 << 63) - 1
-_COLUMN_OF_ATTRIBUTE = {
+COLUMN_OF_ATTRIBUTE = {
     "rf_id": "record_function_id",
     "fw_parent": "forward_parent",
     "seq_id": "sequence_number",
@@ -207,7 +207,7 @@ NODE_SCHEMA: dict[str, Any] = {
     "node": pl.Int64,
     "name": pl.String,
     "parent": pl.Int64,
-    **{name: pl.String if name in _TEXTS else pl.Int64 for name in _COLUMN_OF_ATTRIBUTE.values()},
+    **{name: pl.String if name in _TEXTS else pl.Int64 for name in COLUMN_OF_ATTRIBUTE.values()},
     **dict.fromkeys(VALUE_COLUMNS, pl.String),
     "attributes": pl.String,
     **LINK_SCHEMA,
@@ -332,7 +332,7 @@ def _row(record: Node | OldNode) -> Iterator[Any]:
     named = attributes(record)
     if is_new and record.pg_name is not None:  # type: ignore[union-attr]
         named["pg_name"] = record.pg_name  # type: ignore[union-attr]
-    for key, name in _COLUMN_OF_ATTRIBUTE.items():
+    for key, name in COLUMN_OF_ATTRIBUTE.items():
         value = named.get(key)
         yield _text_or_null(value) if name in _TEXTS else integer(value)
     for side in values(record):
@@ -461,7 +461,7 @@ def _attributes(row: dict[str, Any]) -> object:
         {"name": name, "type": _TYPES[name],
          "value": _EMPTY.get(name, 0) if value is None else value}
         for name in ATTRIBUTE_NAMES
-        for value in (row[_COLUMN_OF_ATTRIBUTE[name]],)
+        for value in (row[COLUMN_OF_ATTRIBUTE[name]],)
     ]  # fmt: skip
 
 
