@@ -53,9 +53,6 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
 
     Options stand before the script; after it only `--time` and `--options profile.NAME=VALUE` are
     haiprof's, as in the published tool. From `--` on everything is the script's, untouched.
-
-    Raises:
-        UsageError: An option is unknown or invalid, or it is not clear whose it is.
     """
     taker = _OptionParser(list(words))
     taker.leading()
@@ -128,12 +125,9 @@ class _OptionParser:
         return arguments + self.left
 
     def _is_ours(self, before: set[str], script: str, text: str | None) -> bool:
-        """Whether the word at the front, after the script, is an option of haiprof's.
+        """Whether the word at the front is haiprof's: after a script, whose text may be known.
 
-        Args:
-            before: The fields that options before the script have set.
-            script: The script's name.
-            text: What the script consists of; None where that is not known.
+        `before` has the fields that options before the script have set.
         """
         name, equals, value = self.left[0][2:].partition("=")
         if not self.left[0].startswith("--"):

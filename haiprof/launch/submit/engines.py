@@ -63,23 +63,13 @@ def kubernetes_job(spec: JobSpec) -> str:
     pod = _pod(spec, head=f"{name}-0.{name}", env=[_field("RUN_ID", _JOB_UID)])
     pod["subdomain"] = name
     service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"batch.kubernetes.io/job-name": name},
-            "ports": [{"name": "rendezvous", "port": STATIC_PORT}],
-        },
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"batch.kubernetes.io/job-name": name},
+        "ports": [{"name": "rendezvous", "port": STATIC_PORT}],
     }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name},
-        "spec": _job(spec, pod, retries=3 if spec.requeue else 0),
-    }
-    return yaml_text(service) + "---\n" + yaml_text(job)
+    job = _job(spec, pod, retries=3 if spec.requeue else 0)
+    return f"{_object('v1', 'Service', name, service)}---\n{_object('batch/v1', 'Job', name, job)}"
 
 
 def jobset(spec: JobSpec) -> str:
@@ -90,14 +80,7 @@ def jobset(spec: JobSpec) -> str:
     body: dict[str, Any] = {"network": {"enableDNSHostnames": True}, "replicatedJobs": [group]}
     if spec.requeue:
         body["failurePolicy"] = {"maxRestarts": 3}
-    return yaml_text(
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": {"name": name},
-            "spec": body,
-        }
-    )
+    return _object("jobset.x-k8s.io/v1alpha2", "JobSet", name, body)
 
 
 def trainjob(spec: JobSpec) -> str:
@@ -111,14 +94,14 @@ def trainjob(spec: JobSpec) -> str:
     }
     if _resources(spec):
         trainer["resourcesPerNode"] = _resources(spec)
-    return yaml_text(
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": _name(spec)},
-            "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
-        }
-    )
+    body = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+    return _object("trainer.kubeflow.org/v1alpha1", "TrainJob", _name(spec), body)
+
+
+def _object(version: str, kind: str, name: str, body: Mapping[str, Any]) -> str:
+    """What Kubernetes keeps, as a document of its own."""
+    head = {"apiVersion": version, "kind": kind, "metadata": {"name": name}}
+    return yaml_text({**head, "spec": body})
 
 
 def _job(spec: JobSpec, pod: dict[str, Any], *, retries: int) -> dict[str, Any]:
