@@ -28,7 +28,7 @@ from haiprof.show.figures.style import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.compare.comparison import Change, Comparison
+    from haiprof.diagnosis.compare.comparison import Change
 
 LINE_LIMIT = 8
 """More ranks than this are drawn as their spread."""
@@ -36,7 +36,7 @@ _HEIGHT_PX = 520
 _BAND = "rgba(0, 114, 178, 0.25)"
 
 
-def over_time_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
+def over_time_figure(grid: RankGrid, *, start_ns: int) -> go.Figure:
     """Step time above, phases below; of more than eight ranks the median, most and the slowest."""
     unit, unit_ns = time_unit(grid.typical_ns["step"])
     edges = np.linspace(grid.start_ns, grid.end_ns, grid.column_count + 1)
@@ -56,7 +56,7 @@ def over_time_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
     for trace in figure.data:
         trace.y = np.asarray(trace.y, dtype=np.float32) * np.float32(NS_PER_MS / unit_ns)
         trace.hovertemplate = trace.hovertemplate.replace(" ms<", f" {unit}<")
-    figure.update_layout(**figure_layout(title, height=_HEIGHT_PX))
+    figure.update_layout(**figure_layout("", height=_HEIGHT_PX))
     for each in figure.layout.annotations:
         each.update(x=0, xanchor="left", font={"size": 13}, yshift=2)
     figure.update_xaxes(**TIME_AXIS)
@@ -139,7 +139,7 @@ _LATE_RATIO = 0.02
 
 
 def late_ranks_figure(
-    late: pl.DataFrame, *, title: str, step_ns: float | None, hung: Sequence[int] = ()
+    late: pl.DataFrame, *, step_ns: float | None, hung: Sequence[int] = ()
 ) -> go.Figure:
     """One bar per rank: its lateness per step in the group in which it is latest."""
     known = late.filter(pl.col("late_ns_per_step").is_finite())
@@ -160,7 +160,7 @@ def late_ranks_figure(
             "of its collectives<extra></extra>",
         )
     )
-    figure.update_layout(**figure_layout(title, height=_LATE_RANKS_HEIGHT_PX))
+    figure.update_layout(**figure_layout("", height=_LATE_RANKS_HEIGHT_PX))
     figure.update_xaxes(title="rank", tickformat="d", **AXIS)
     if ordered.height <= _FEW_RANKS:  # a tick for each, and no bar as wide as the page
         figure.update_xaxes(dtick=1)
@@ -175,7 +175,7 @@ _LENGTHS_PX, _PART_PX, _AROUND_PX = 220, 26, 150
 
 
 def run_difference_figure(
-    before_ns: Floats, after_ns: Floats, parts: Sequence[Change], *, title: str
+    before_ns: Floats, after_ns: Floats, parts: Sequence[Change]
 ) -> go.Figure:
     """Step times of both runs as shares by length, above the difference of each part.
 
@@ -194,7 +194,7 @@ def run_difference_figure(
         figure.add_trace(trace, row=1, col=1)
     for trace in _whiskers(parts):
         figure.add_trace(trace, row=2, col=1)
-    figure.update_layout(**figure_layout(title, height=_LENGTHS_PX + lower + _AROUND_PX))
+    figure.update_layout(**figure_layout("", height=_LENGTHS_PX + lower + _AROUND_PX))
     for each in figure.layout.annotations:
         each.update(x=0, xanchor="left", font={"size": 13}, yshift=2)
     figure.update_xaxes(ticksuffix=" ms", **AXIS)
@@ -248,11 +248,3 @@ def _whiskers(parts: Sequence[Change]) -> Iterator[go.Scatter]:
             hovertemplate="%{y}: %{x:+.4g} ms (%{customdata[0]:+.4g} to %{customdata[1]:+.4g})"
             "<extra></extra>",
         )  # fmt: skip
-
-
-def comparison_figure(found: Comparison) -> go.Figure | None:
-    """Two runs' steps and the difference of each part; None where neither has a step."""
-    before, after = found.before.step_ns, found.after.step_ns
-    if not len(before) and not len(after):
-        return None
-    return run_difference_figure(before, after, found.positions, title="")

@@ -15,18 +15,6 @@ _OWNER = ["host", "rank", "gpu", "entity"]
 """Columns of `Analyzer.counters()` that identify a series."""
 
 
-def entity_label(
-    host: object, rank: object, gpu: object, entity: object, *, many_hosts: bool = False
-) -> str:
-    """The label of a counter: the rank if known, else GPU or entity, else the host."""
-    if rank is not None:
-        return f"rank {rank}"
-    name = f"GPU {gpu}" if gpu is not None else entity
-    if name is None:
-        return str(host)
-    return f"{host} {name}" if many_hosts else str(name)
-
-
 def frame_reader(counters: pl.DataFrame) -> SeriesReader:
     """The series of a frame of counters."""
 
@@ -49,10 +37,15 @@ def frame_reader(counters: pl.DataFrame) -> SeriesReader:
 
 
 def label_series(read: SeriesReader, spec: CounterSpec) -> list[tuple[str, OwnerSeries]]:
-    """Each series of a counter that has a value, with its label."""
+    """Each series of a counter that has a value; the rank if known, else GPU or entity, or host."""
     found = read(spec.source, spec.metric)
     many_hosts = len({each.owner[0] for each in found}) > 1
-    return [(entity_label(*each.owner, many_hosts=many_hosts), each) for each in found]
+    labels = []
+    for host, rank, gpu, entity in (each.owner for each in found):
+        name = f"GPU {gpu}" if gpu is not None else entity
+        own = str(host) if name is None else f"{host} {name}" if many_hosts else name
+        labels.append(own if rank is None else f"rank {rank}")
+    return list(zip(labels, found, strict=True))
 
 
 _UNITS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
@@ -38,101 +39,86 @@ _ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 24, 170, 260, 1600
 Part = tuple[str, str, str]
 """Column of the frame, the name that people read, and its colour."""
 
-TEMPORAL: tuple[Part, ...] = (
-    ("compute_ns", "computes", GREEN),
-    ("non_compute_ns", "communicates or copies", ORANGE),
-    ("idle_ns", "idle", GREY),
-)
-IDLE: tuple[Part, ...] = (
-    ("host_wait", "waits for the host", VERMILLION),
-    ("kernel_wait", "between two kernels", SKY),
-    ("other", "waits for another stream", PURPLE),
-    ("unknown", "not known: no launch in the trace", GREY),
-)
-OVERLAP: tuple[Part, ...] = (
-    ("overlap_ns", "hidden behind computing", GREEN),
-    ("exposed_ns", "exposed", VERMILLION),
-)
-KINDS: tuple[Part, ...] = (
-    ("computation", "computing", GREEN),
-    ("communication", "communication", ORANGE),
-    ("memory", "copies and sets", PURPLE),
-    ("computation overlapping communication", "computing and communication", BLUE),
-    ("computation overlapping memory", "computing and copies", SKY),
-    ("communication overlapping memory", "communication and copies", YELLOW),
-    ("computation overlapping communication overlapping memory", "all three", DARK_GREY),
-)
-COLLECTIVES: tuple[Part, ...] = (
-    ("transfer_ns", "transfers", GREEN),
-    ("wait_ns", "waits for the last rank", VERMILLION),
-    ("untold_ns", "not told apart", GREY),
-)
+
+@dataclass(frozen=True, slots=True)
+class PartBars:
+    """A figure of a bar per row, in stacked parts; parts that nowhere happened are left out."""
+
+    title: str
+    keys: tuple[str, ...]
+    """Columns that name a row."""
+    parts: tuple[Part, ...]
+    prepare: Callable[[pl.DataFrame], pl.DataFrame] = lambda found: found
+    """Makes a column for each part of what was found."""
+
+    def __call__(self, found: pl.DataFrame, *, share: bool = False) -> go.Figure:
+        """Draws it; with `share`, each part is a share of its bar."""
+        rows = self.prepare(found)
+        names = row_names(rows, self.keys)
+        known = [part for part in self.parts if part[0] in rows.columns]
+        seen = [part for part in known if (rows[part[0]].sum() or 0) > 0]
+        whole = rows.select(pl.sum_horizontal(*(name for name, _, _ in seen))).to_series() if seen \
+            else pl.Series([], dtype=pl.Float64)  # fmt: skip
+        unit, size = ("%", 0.01) if share else time_unit(whole.max() if len(whole) else None)  # type: ignore[arg-type]
+        figure = go.Figure()
+        for column, name, color in seen:
+            values = rows[column] / whole if share else rows[column]
+            shown = values.cast(pl.Float64) / size
+            figure.add_trace(_bars(names, shown, name, color, f"{unit} {name}"))
+        layout_rows(figure, names, title=self.title)
+        figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
+        if share:
+            figure.update_xaxes(range=[0, 100])
+        return figure
 
 
-def temporal_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
-    """Computing, other work and idle time of each rank's GPU."""
-    return part_bars(found, TEMPORAL, ("rank", "device"), share=share,
-                     title="<b>GPU time by rank</b>")  # fmt: skip
+temporal_figure = PartBars(
+    "<b>GPU time by rank</b>", ("rank", "device"),
+    (("compute_ns", "computes", GREEN), ("non_compute_ns", "communicates or copies", ORANGE),
+     ("idle_ns", "idle", GREY)),
+)  # fmt: skip
+idle_figure = PartBars(
+    "<b>Idle time of streams, by cause</b>", ("rank", "device", "stream"),
+    (("host_wait", "waits for the host", VERMILLION), ("kernel_wait", "between two kernels", SKY),
+     ("other", "waits for another stream", PURPLE),
+     ("unknown", "not known: no launch in the trace", GREY)),
+    lambda found: _by_category(found, "idle_category", "idle_ns", ["rank", "device", "stream"]),
+)  # fmt: skip
+kernel_type_figure = PartBars(
+    "<b>Busy GPU time by kind of kernel</b>", ("rank", "device"),
+    (("computation", "computing", GREEN), ("communication", "communication", ORANGE),
+     ("memory", "copies and sets", PURPLE),
+     ("computation overlapping communication", "computing and communication", BLUE),
+     ("computation overlapping memory", "computing and copies", SKY),
+     ("communication overlapping memory", "communication and copies", YELLOW),
+     ("computation overlapping communication overlapping memory", "all three", DARK_GREY)),
+    lambda found: _by_category(found, "kernel_type", "time_ns", ["rank", "device"]),
+)  # fmt: skip
+overlap_figure = PartBars(
+    "<b>Communication: hidden and exposed</b>", ("rank", "device"),
+    (("overlap_ns", "hidden behind computing", GREEN), ("exposed_ns", "exposed", VERMILLION)),
+    lambda found: found.with_columns(
+        exposed_ns=pl.col("communication_ns") - pl.col("overlap_ns")
+    ),
+)  # fmt: skip
 
 
-def idle_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
-    """What each stream waited for."""
-    wide = _by_category(found, "idle_category", "idle_ns", ["rank", "device", "stream"])
-    return part_bars(wide, IDLE, ("rank", "device", "stream"), share=share,
-                     title="<b>Idle time of streams, by cause</b>")  # fmt: skip
-
-
-def kernel_type_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
-    """Busy GPU time by the kinds that ran at once."""
-    wide = _by_category(found, "kernel_type", "time_ns", ["rank", "device"])
-    return part_bars(wide, KINDS, ("rank", "device"), share=share,
-                     title="<b>Busy GPU time by kind of kernel</b>")  # fmt: skip
-
-
-def overlap_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
-    """Communication of each rank: hidden behind computing, or exposed."""
-    exposed = found.with_columns(exposed_ns=pl.col("communication_ns") - pl.col("overlap_ns"))
-    return part_bars(exposed, OVERLAP, ("rank", "device"), share=share,
-                     title="<b>Communication: hidden and exposed</b>")  # fmt: skip
-
-
-def collective_figure(found: pl.DataFrame, *, share: bool = False) -> go.Figure:
-    """Time that each rank spends in collectives: transferring, or waiting for the last rank."""
+def _sum_collectives(found: pl.DataFrame) -> pl.DataFrame:
     known = pl.col("wait_ns").is_not_null() & pl.col("transfer_ns").is_not_null()
     length = pl.col("end_ns") - pl.col("start_ns")
-    sums = found.group_by("rank").agg(
+    return found.group_by("rank").agg(
         pl.col("transfer_ns").filter(known).sum(),
         pl.col("wait_ns").filter(known).sum(),
         untold_ns=length.filter(~known).sum(),
     ).sort("rank")  # fmt: skip
-    return part_bars(sums, COLLECTIVES, ("rank",), share=share,
-                     title="<b>Time in collectives by rank</b>")  # fmt: skip
 
 
-def part_bars(
-    found: pl.DataFrame, parts: Sequence[Part], keys: Sequence[str], *, share: bool, title: str
-) -> go.Figure:
-    """A bar per row, in stacked parts; parts that nowhere happened are left out."""
-    names = row_names(found, keys)
-    seen = [part for part in parts if part[0] in found.columns and (found[part[0]].sum() or 0) > 0]
-    whole = found.select(pl.sum_horizontal(*(name for name, _, _ in seen))).to_series() if seen \
-        else pl.Series([], dtype=pl.Float64)  # fmt: skip
-    unit, size = ("%", 0.01) if share else time_unit(whole.max() if len(whole) else None)  # type: ignore[arg-type]
-    figure = go.Figure()
-    for column, name, color in seen:
-        values = found[column] / whole if share else found[column]
-        figure.add_trace(
-            go.Bar(
-                y=names, x=(values.cast(pl.Float64) / size).to_list(), name=name, orientation="h",
-                marker={"color": color},
-                hovertemplate=f"%{{y}}: %{{x:.3r}} {unit} {name}<extra></extra>",
-            )
-        )  # fmt: skip
-    layout_rows(figure, names, title=title)
-    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
-    if share:
-        figure.update_xaxes(range=[0, 100])
-    return figure
+collective_figure = PartBars(
+    "<b>Time in collectives by rank</b>", ("rank",),
+    (("transfer_ns", "transfers", GREEN), ("wait_ns", "waits for the last rank", VERMILLION),
+     ("untold_ns", "not told apart", GREY)),
+    _sum_collectives,
+)  # fmt: skip
 
 
 def layout_rows(figure: go.Figure, names: Sequence[str], *, title: str) -> None:
@@ -208,7 +194,7 @@ def timeline_figure(found: pl.DataFrame) -> go.Figure:
     return figure
 
 
-def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+def critical_path_figure(found: pl.DataFrame, *, title: str) -> go.Figure:
     """What the critical path consists of, the longest cause on top."""
     ordered = found.filter(pl.col("duration_ns") > 0).sort(-pl.col("duration_ns"), "bound_by")
     return _time_bars(
@@ -216,7 +202,7 @@ def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         ordered["duration_ns"].to_list(),
         ordered["share_ratio"].to_list(),
         share="%{customdata:.3r} % of the window",
-        title=title or "<b>Critical path by cause</b>",
+        title=title,
     )
 
 
@@ -312,9 +298,9 @@ def top_kernels_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         own = own.group_by("rank").agg(pl.col("sum_ns").sum())
         times = ranks.join(own, on="rank", how="left")["sum_ns"].fill_null(0)
         rest = rest - times
-        figure.add_trace(_bars(names, times / size, name, series_color(index), unit))
+        figure.add_trace(_bars(names, times / size, name, series_color(index), f"{unit}<br>{name}"))
     if rest.sum():
-        figure.add_trace(_bars(names, rest / size, "all others", GREY, unit))
+        figure.add_trace(_bars(names, rest / size, "all others", GREY, f"{unit}<br>all others"))
     layout_rows(figure, names, title=title or "<b>Kernels with the most time, by rank</b>")
     # Names of kernels are long: a line for each in the legend, below the bars.
     figure.update_layout(
@@ -355,10 +341,11 @@ def kernel_label(name: str) -> str:
     return shorten(short_label(name), _NAME_LENGTH).replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _bars(names: list[str], values: pl.Series, name: str, color: str, unit: str) -> go.Bar:
+def _bars(names: list[str], values: pl.Series, name: str, color: str, said: str) -> go.Bar:
+    """A part of each bar; `said` is what follows its value on hover."""
     return go.Bar(
         y=names, x=values.to_list(), name=name, orientation="h", marker={"color": color},
-        hovertemplate=f"%{{y}}: %{{x:.3r}} {unit}<br>{name}<extra></extra>",
+        hovertemplate=f"%{{y}}: %{{x:.3r}} {said}<extra></extra>",
     )  # fmt: skip
 
 

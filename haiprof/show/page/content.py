@@ -18,7 +18,7 @@ from haiprof.diagnosis.engine import STANDSTILL, judge
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.before_death import Stretch, last_seconds, time_range
 from haiprof.run_analysis.counter_summaries import CounterDigest
-from haiprof.run_analysis.deaths import Death, Fate
+from haiprof.run_analysis.deaths import Fate
 from haiprof.run_analysis.ranks import RankGrid, rank_grid
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
@@ -31,10 +31,10 @@ from haiprof.show.death_block import (
 )
 from haiprof.show.figures.job import (
     PARTS,
-    comparison_figure,
     heat_style,
     late_ranks_figure,
     over_time_figure,
+    run_difference_figure,
 )
 from haiprof.show.figures.panel_table import panel_metrics
 from haiprof.show.figures.style import FONT, PHASE_COLORS
@@ -91,13 +91,14 @@ def comparison_section(
         return ComparisonSection(missing=printable(str(error)))
     found = compare_runs(chosen.side, after, read_traces=read_traces)
     kernels = [f"kernels: {found.no_kernels}"] if found.no_kernels else []
+    steps = found.before.step_ns, found.after.step_ns
     return ComparisonSection(
         state=found.state,
         headline=rows.headline(found),
         lines=tuple(rows.headline_notes(found, chosen.why)),
         tables=tuple(rows.tables(found, limit=_KERNEL_LIMIT)),
         notes=tuple(map(printable, (*rows.notes(found), *kernels))),
-        figure=comparison_figure(found),
+        figure=run_difference_figure(*steps, found.positions) if any(map(len, steps)) else None,
         data=compare_data(found, chosen=chosen.why, of=chosen.of),
         other=found.before.analyzer,
     )
@@ -140,8 +141,9 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     fates = sorted(death.fates, key=lambda f: (_ORDER.index(f.role), f.ended_ns or 0, f.rank))
     rows = [tuple(map(printable, row)) for row in grouped_fates(death)]
     between = time_range(death)
-    drawn = fates[:_ROWS] if between else ()
-    lanes = tuple(_row(fate, last_seconds(files, death, fate), death) for fate in drawn)
+    lanes = tuple(
+        _row(fate, last_seconds(files, death, fate), *between) for fate in fates[:_ROWS] if between
+    )
     facts = [f"at {moment_text(death.died_ns)}; order of ends: {death.clock}"]
     head = ("ranks", "", "what became of them")
     died = death.died_ns or (between[1] if between else 0)
@@ -156,10 +158,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     )
 
 
-def _row(fate: Fate, stretches: Sequence[Stretch], death: Death) -> TimelineRow:
-    between = time_range(death)
-    assert between is not None, "rows are only of deaths that have a time"
-    begin, end = between
+def _row(fate: Fate, stretches: Sequence[Stretch], begin: int, end: int) -> TimelineRow:
     scale = 100 / max(end - begin, NS_PER_S)
 
     def position(time_ns: int) -> float:
@@ -232,7 +231,7 @@ def page_content(
     ranks, nodes = parts.rank_table(summary), parts.node_table(summary)
     late, hung = analyzer.lateness(), _hung_ranks(verdict)
     late_picture = (
-        late_ranks_figure(late, title="", step_ns=verdict.step_ns, hung=hung)
+        late_ranks_figure(late, step_ns=verdict.step_ns, hung=hung)
         if late["late_ns_per_step"].is_finite().any()
         else None
     )
@@ -341,7 +340,7 @@ def _figures(
 ) -> Iterator[tuple[str, Any]]:
     """The figures that do not depend on the reader's choices, as plain JSON values."""
     if grid is not None and len(grid.ranks) > 1:
-        yield "over-time", plain_figure(over_time_figure(grid, title="", start_ns=start_ns))
+        yield "over-time", plain_figure(over_time_figure(grid, start_ns=start_ns))
     if late is not None:
         yield "late", plain_figure(late)
     if compared is not None and compared.figure is not None:

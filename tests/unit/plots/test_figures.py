@@ -67,7 +67,7 @@ def test_steps_are_shares_of_each_run_and_parts_have_their_intervals() -> None:
     random = np.random.default_rng(1)
     before = (10 + random.random(100)) * NS_PER_MS
     after = (12 + random.random(400)) * NS_PER_MS
-    figure = run_difference_figure(before, after, PARTS, title="t")
+    figure = run_difference_figure(before, after, PARTS)
     traces = {trace.name: trace for trace in figure.data}
     assert sum(traces["baseline"].y[:-1]) == pytest.approx(100)
     assert 98 <= sum(traces["new run"].y[:-1]) <= 100  # the longest 1 % may lie beyond the axis
@@ -80,11 +80,11 @@ def test_steps_are_shares_of_each_run_and_parts_have_their_intervals() -> None:
 
 def test_one_stall_does_not_hide_the_other_steps() -> None:
     steps = np.append(np.linspace(10, 11, 200), 5000.0) * NS_PER_MS
-    figure = run_difference_figure(steps, steps, (), title="t")
+    figure = run_difference_figure(steps, steps, ())
     assert max(figure.data[0].x) < 12
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_runs_of_no_or_one_step_can_be_drawn(count: int) -> None:
-    figure = run_difference_figure(np.empty(0), np.full(count, 1e7), (), title="t")
+    figure = run_difference_figure(np.empty(0), np.full(count, 1e7), ())
     assert len(figure.data) == count

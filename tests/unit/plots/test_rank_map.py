@@ -25,7 +25,7 @@ def test_spread_of_many_ranks_names_the_slowest(run: Analyzer) -> None:
     grid = rank_grid(run.steps())
     assert grid is not None
     assert len(grid.ranks) > LINE_LIMIT
-    figure = over_time_figure(grid, title="", start_ns=grid.start_ns)
+    figure = over_time_figure(grid, start_ns=grid.start_ns)
     lines = {trace.name: trace for trace in figure.data}
     assert np.nanmedian(lines["median rank"].y) == pytest.approx(101, rel=0.02)
     assert set(lines["slowest rank"].customdata) >= {5}
@@ -33,7 +33,7 @@ def test_spread_of_many_ranks_names_the_slowest(run: Analyzer) -> None:
 
 
 def test_late_rank_is_the_highest_bar(run: Analyzer) -> None:
-    figure = late_ranks_figure(run.lateness(), title="", step_ns=1e8)
+    figure = late_ranks_figure(run.lateness(), step_ns=1e8)
     bars = dict(zip(figure.data[0].x, figure.data[0].y, strict=True))
     assert max(bars, key=lambda rank: bars[rank]) == 5
     assert bars[5] == pytest.approx(9, rel=0.01)
@@ -47,11 +47,11 @@ def test_late_rank_is_the_highest_bar(run: Analyzer) -> None:
 def test_only_a_rank_that_is_late_by_much_or_hung_is_marked_as_late(
     run: Analyzer, step_ns: float | None, hung: tuple[int, ...], marked: set[int]
 ) -> None:
-    figure = late_ranks_figure(run.lateness(), title="", step_ns=step_ns, hung=hung)
+    figure = late_ranks_figure(run.lateness(), step_ns=step_ns, hung=hung)
     colors = dict(zip(figure.data[0].x, figure.data[0].marker.color, strict=True))
     assert {rank for rank, color in colors.items() if color == VERMILLION} == marked
 
 
 def test_nothing_measured_has_no_bar() -> None:
     empty = pl.DataFrame(schema=LATENESS_SCHEMA)
-    assert not late_ranks_figure(empty, title="", step_ns=None).data[0].x
+    assert not late_ranks_figure(empty, step_ns=None).data[0].x
