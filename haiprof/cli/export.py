@@ -74,7 +74,7 @@ def export(
       haiprof export --to prometheus -o job.prom  OpenTelemetry's names in Prometheus' form
       haiprof export --to otlp-json --lines -o job.jsonl
     """
-    from haiprof.compat.exports import Export, write_export
+    from haiprof.compat.exports import write_export
 
     if to not in TABLES:
         forms = second_words("export")
@@ -90,8 +90,10 @@ def export(
     if lines and to != "otlp-json":
         raise UsageError("--lines is for --to otlp-json")
     analyzer = open_target(directory)
-    wanted = Export(format=to, what=what.value, lines=lines)
-    written = write_export(analyzer, wanted, output, force=force, stdout=sys.stdout.buffer)
+    stdout = sys.stdout.buffer
+    written = write_export(
+        analyzer, to, output, what=what.value, lines=lines, force=force, stdout=stdout
+    )
     for note in written.notes:
         Output().hint(note)
     if output is not None:

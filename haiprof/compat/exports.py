@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -142,11 +143,7 @@ def otlp_batches(
 
 def _slice(series: RawSeries, most: int) -> Iterator[RawSeries]:
     for start in range(0, series.time_ns.size, most):
-        at = slice(start, start + most)
-        yield replace(
-            series, time_ns=series.time_ns[at], values=series.values[at],
-            start_ns=series.start_ns[at],
-        )  # fmt: skip
+        yield series.take(slice(start, start + most))
 
 
 def step_batches(
@@ -304,21 +301,6 @@ def _quote(text: str) -> str:
     return _escape(text).replace('"', r"\"")
 
 
-_Write = Callable[[BinaryIO], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """The options of an export."""
-
-    format: str
-    """`csv`, `parquet`, `prometheus` or `otlp-json`."""
-    what: str = "counters"
-    """`counters`, `steps`, `phases` or `ranks`; the last two formats hold counters only."""
-    lines: bool = False
-    """OTLP: one request per line, node and process."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """How much was written."""
@@ -331,13 +313,31 @@ class Exported:
 
 
 def write_export(
-    analyzer: RunFrames, export: Export, path: Path | None, *, force: bool, stdout: BinaryIO
-) -> Exported:
-    """Writes one export."""
-    if export.format in ("csv", "parquet"):
-        write, exported = _table(analyzer, export)
+    analyzer: RunFrames, form: str, path: Path | None, *,
+    what: str = "counters", lines: bool = False, force: bool, stdout: BinaryIO,
+) -> Exported:  # fmt: skip
+    """Writes one export, as `csv`, `parquet`, `prometheus` or `otlp-json`.
+
+    The first two hold `counters`, `steps`, `phases` or `ranks`, the others counters only. With
+    `lines` OTLP has one request per line, node and process.
+    """
+    if form in ("csv", "parquet"):
+        frames: dict[str, Callable[[], pl.DataFrame]] = {
+            "counters": analyzer.counters, "steps": analyzer.steps,
+            "phases": analyzer.phases, "ranks": analyzer.ranks,
+        }  # fmt: skip
+        frame = frames[what]()
+        write = partial(write_csv if form == "csv" else write_parquet, frame)
+        exported = Exported(count=frame.height, unit="rows", notes=tuple(analyzer.notes()))
     else:
-        write, exported = _counters(analyzer.files, export)
+        files = analyzer.files
+        series, notes = raw_counters(files)
+        if form == "prometheus":
+            text = exposition(last_values(series, run=_run_name(files)))
+        else:
+            text = otlp_requests(series, run_identity(files), lines=lines)
+        write = partial(_write_text, text)
+        exported = Exported(count=len(series), unit="series", notes=notes)
     if path is None:
         print_text(write, stdout)
         return exported
@@ -346,31 +346,9 @@ def write_export(
     return exported
 
 
-def _counters(files: RunFiles, export: Export) -> tuple[_Write, Exported]:
-    series, notes = raw_counters(files)
-    if export.format == "prometheus":
-        text = exposition(last_values(series, run=_run_name(files)))
-    else:
-        text = otlp_requests(series, run_identity(files), lines=export.lines)
-
-    def write(file: BinaryIO) -> None:
-        for piece in text:
-            file.write(piece.encode("utf-8", "replace"))
-
-    return write, Exported(count=len(series), unit="series", notes=notes)
-
-
-def _table(analyzer: RunFrames, export: Export) -> tuple[_Write, Exported]:
-    frames: dict[str, Callable[[], pl.DataFrame]] = {
-        "counters": analyzer.counters,
-        "steps": analyzer.steps,
-        "phases": analyzer.phases,
-        "ranks": analyzer.ranks,
-    }
-    frame = frames[export.what]()
-    write = write_csv if export.format == "csv" else write_parquet
-    notes = tuple(analyzer.notes())
-    return lambda file: write(frame, file), Exported(count=frame.height, unit="rows", notes=notes)
+def _write_text(pieces: Iterable[str], file: BinaryIO) -> None:
+    for piece in pieces:
+        file.write(piece.encode("utf-8", "replace"))
 
 
 def _run_name(run: RunFiles) -> str:

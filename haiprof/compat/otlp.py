@@ -176,12 +176,7 @@ class Sender:
     def _newer(self, series: RawSeries) -> RawSeries | None:
         """Its points that were not sent yet; None where there are none."""
         is_new = series.time_ns > self._sent_ns.get(_identity(series), 0)
-        if not is_new.any():
-            return None
-        return replace(
-            series, time_ns=series.time_ns[is_new], values=series.values[is_new],
-            start_ns=series.start_ns[is_new],
-        )  # fmt: skip
+        return series.take(is_new) if is_new.any() else None
 
     def _newer_steps(self, steps: pl.DataFrame) -> pl.DataFrame:
         known = [(*key, end_ns) for key, end_ns in self._sent_ns.items() if len(key) == 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ class RawSeries:
     """As stored, integers or floats: of a counter, its count so far."""
     start_ns: Ints
     """Of a counter: the first sample since it was last seen to go back; Unix time."""
+
+    def take(self, at: slice | npt.NDArray[np.bool_]) -> RawSeries:
+        """Some of its samples."""
+        times, values, starts = (each[at] for each in (self.time_ns, self.values, self.start_ns))
+        return replace(self, time_ns=times, values=values, start_ns=starts)
 
 
 def raw_counters(run: RunFiles) -> tuple[list[RawSeries], tuple[str, ...]]:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from haiprof import Analyzer
 from haiprof.base.errors import UsageError
-from haiprof.compat.exports import Export, write_export
+from haiprof.compat.exports import write_export
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.otel_names import SCHEMA_URL, Instrument, instruments, label
 from haiprof.run_format.schema import NULL_I64, Table
@@ -71,8 +71,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 def exported(run: RunPaths, form: str, **wanted: Any) -> str:
     file = io.BytesIO()
-    export = Export(format=form, **wanted)
-    write_export(Analyzer(run.root), export, None, force=False, stdout=file)
+    write_export(Analyzer(run.root), form, None, **wanted, force=False, stdout=file)
     return file.getvalue().decode()
 
 
@@ -294,8 +293,8 @@ def test_csv_and_parquet_hold_the_frame(run: RunPaths, tmp_path: Path, what: str
     read = pl.read_csv(io.StringIO(text), schema=flat.schema)
     assert read.equals(flat)
     path = tmp_path / "frame.parquet"
-    export = Export(format="parquet", what=what)
-    done = write_export(Analyzer(run.root), export, path, force=False, stdout=io.BytesIO())
+    out, stdout = Analyzer(run.root), io.BytesIO()
+    done = write_export(out, "parquet", path, what=what, force=False, stdout=stdout)
     assert pl.read_parquet(path).equals(frame)
     assert (done.count, done.unit) == (frame.height, "rows")
 
@@ -310,7 +309,7 @@ def test_csv_without_rows_is_its_header(tmp_path: Path) -> None:
 
 
 def write(run: RunPaths, path: Path, *, force: bool = False) -> None:
-    write_export(Analyzer(run.root), Export(format="csv"), path, force=force, stdout=io.BytesIO())
+    write_export(Analyzer(run.root), "csv", path, force=force, stdout=io.BytesIO())
 
 
 def test_file_that_is_there_stays_unless_forced(run: RunPaths, tmp_path: Path) -> None:
