@@ -72,7 +72,11 @@ def compare(
       haiprof compare a.json b.json               what changed on the GPU
     """
     from haiprof.base.units import ratio_text
-    from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of, note_outcome
+    from haiprof.diagnosis.compare.compared_run import (
+        baseline_named,
+        note_outcome,
+        open_compared_run,
+    )
     from haiprof.diagnosis.compare.comparison import compare_runs, compare_steps, exceeds
     from haiprof.show.views.compare import (
         compare_data,
@@ -110,7 +114,7 @@ def compare(
             f"{last if before_traces else first} is a run",
             hint="name two runs or two traces",
         )
-    after = compared_run_of(open_target(last))
+    after = open_compared_run(open_target(last))
     before = baseline_named(first, after)
     found, chosen = compare_runs(before.side, after), before.why
     data = compare_data(found, chosen=chosen, of=before.of)

@@ -86,7 +86,7 @@ def judge(
     manifest = analyzer.files.manifest
     deaths, wall_time = analyzer.deaths(), analyzer.goodput()
     death = next((each for each in deaths if each.final), None)
-    facts, abstained, checked = _judge_facts(inputs)
+    facts, abstained, checked = judge_facts(inputs)
     found = run_ledger(inputs, facts)
     ledger = None if found is None else found.ledger
     part = None if found is None else slow_part(inputs, found)
@@ -154,12 +154,7 @@ def judge(
     return verdict, found
 
 
-def read_ledger(inputs: RuleInputs) -> RunLedger | None:
-    """The ledger that a run's verdict tells; None without judged steps."""
-    return run_ledger(inputs, _judge_facts(inputs)[0])
-
-
-def _judge_facts(
+def judge_facts(
     inputs: RuleInputs,
 ) -> tuple[list[Finding], tuple[tuple[str, str], ...], tuple[str, ...]]:
     """What the ledger does not hold (memory, settings, hangs), and rules that could not judge."""

@@ -10,7 +10,7 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.ledger import POSITIONS, position_words
 from haiprof.base.units import duration_text
-from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
+from haiprof.diagnosis.compare.compared_run import baseline_named, open_compared_run
 from haiprof.diagnosis.opportunities import lacks_line
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
@@ -87,7 +87,7 @@ def run_flames(
 
 def other_run(analyzer: RunFrames, baseline: str) -> RunFrames:
     """The run that another is compared with: a directory, or `last-good`."""
-    return baseline_named(baseline, compared_run_of(analyzer)).side.analyzer
+    return baseline_named(baseline, open_compared_run(analyzer)).side.analyzer
 
 
 def _flame_source(analyzer: RunFrames, found: RunLedger, *, run: str = "") -> FlameSource:

@@ -60,11 +60,11 @@ def comparison(data: RunFrames, baseline: str | Path) -> None:
     if in_notebook():
         _show_page(data, only=("comparison",), baseline=str(baseline))
         return
-    from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
+    from haiprof.diagnosis.compare.compared_run import baseline_named, open_compared_run
     from haiprof.diagnosis.compare.comparison import compare_runs
     from haiprof.show.views.compare import compare_view
 
-    after = compared_run_of(data)
+    after = open_compared_run(data)
     chosen = baseline_named(str(baseline), after)
     found = compare_runs(chosen.side, after)
     _print(lambda _: compare_view(found, chosen=chosen.why))

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from haiprof.base.errors import HaiprofError, MissingDataError, RunFormatError, RunNotFoundError
+from haiprof.base.errors import HaiprofError, MissingDataError, RunNotFoundError
 from haiprof.base.intervals import Floats
 from haiprof.base.options import ENV_FLIGHT_DUMPS, ENV_FLIGHT_SIZES, FLIGHT_ENTRIES
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import duration_text
-from haiprof.diagnosis.engine import read_ledger
+from haiprof.diagnosis.engine import judge_facts
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
-from haiprof.diagnosis.run_ledger import RunLedger
+from haiprof.diagnosis.run_ledger import RunLedger, run_ledger
 from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS
 from haiprof.run_analysis.run_files import entries, integer, mapping, number
 from haiprof.run_analysis.run_frames import RunFrames
@@ -64,7 +64,7 @@ class ComparedRun:
     @cached_property
     def ledger(self) -> RunLedger | None:
         """None without judged steps."""
-        return read_ledger(self.inputs)
+        return run_ledger(self.inputs, judge_facts(self.inputs)[0])
 
     @property
     def step_ns(self) -> Floats:
@@ -75,19 +75,11 @@ class ComparedRun:
         return time.each_step(time.period_ns.mean(axis=0))
 
 
-def open_compared_run(path: Path) -> ComparedRun:
-    """Reads one run, as `compared_run_of`."""
-    return compared_run_of(RunFrames(path))
-
-
-def compared_run_of(analyzer: RunFrames) -> ComparedRun:
-    """What is compared of a run."""
-    inputs = gather_inputs(analyzer, trace_limit_bytes=0)
-    try:
-        manifest = analyzer.manifest()
-    except RunFormatError:
-        manifest = None
-    return ComparedRun(manifest=manifest, inputs=inputs)
+def open_compared_run(run: Path | RunFrames) -> ComparedRun:
+    """Reads what is compared of a run."""
+    frames = run if isinstance(run, RunFrames) else RunFrames(run)
+    inputs = gather_inputs(frames, trace_limit_bytes=0)
+    return ComparedRun(manifest=frames.files.manifest, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +129,9 @@ def last_good(side: ComparedRun) -> Baseline:
         candidate = _readable(open_compared_run, folder)
         why_not = _why_not(earlier, candidate, side)
         if candidate is not None and not why_not:
-            passed = f"; passed over: {_several(against)}" if against else ""
             good = f"the newest earlier run of {manifest.name!r} that ended well"
-            return Baseline(side=candidate, why=f"{good} and was not found slower{passed}")
+            why = f"{good} and was not found slower{_several('; passed over: ', against)}"
+            return Baseline(side=candidate, why=why)
         against.append(f"{folder.name} {why_not}")
     raise _nothing_earlier(side, f"no earlier good run named {manifest.name!r}", against)
 
@@ -171,11 +163,10 @@ def median_run(side: ComparedRun) -> Baseline:
     range_text = " to ".join(dict.fromkeys(duration_text(order[at].step_ns) for at in (0, -1)))
     own_ns = side.ledger.ledger.mean_ns if side.ledger else 0.0
     below = sum(run.step_ns < own_ns for run in order)
-    passed = f"; passed over: {_several(against)}" if against else ""
     return Baseline(
         side=open_compared_run(Path(chosen.path)),
         why=f"the median of {runs} of this job (mean steps of {range_text}; this run's "
-        f"{duration_text(own_ns)} is longer than in {below}){passed}",
+        f"{duration_text(own_ns)} is longer than in {below}){_several('; passed over: ', against)}",
         of=tuple(found[::-1]),
     )
 
@@ -190,9 +181,8 @@ def _earlier_runs(side: ComparedRun) -> Iterator[tuple[Path, Manifest]]:
 
 
 def _nothing_earlier(side: ComparedRun, what: str, against: list[str]) -> MissingDataError:
-    passed = f" ({_several(against)})" if against else ""
     return MissingDataError(
-        f"{side.path.absolute().parent}: {what}{passed}",
+        f"{side.path.absolute().parent}: {what}{_several(' (', against, ')')}",
         hint="the first run has none, and is the next one's if it ends well; "
         "or name one: haiprof compare BASELINE RUN",
     )
@@ -229,9 +219,9 @@ def note_outcome(side: ComparedRun, data: dict[str, Any]) -> bool:
     return True
 
 
-def _several(against: list[str]) -> str:
+def _several(before: str, against: list[str], behind: str = "") -> str:
     more = f" and {len(against) - _NAMED} more" if len(against) > _NAMED else ""
-    return "; ".join(against[:_NAMED]) + more
+    return f"{before}{'; '.join(against[:_NAMED])}{more}{behind}" if against else ""
 
 
 def _why_not(manifest: Manifest, candidate: ComparedRun | None, side: ComparedRun) -> str:

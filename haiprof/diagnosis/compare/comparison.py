@@ -27,8 +27,8 @@ from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.compare.compared_run import (
     ComparedRun,
     Differs,
-    compared_run_of,
     differences,
+    open_compared_run,
     unknown,
 )
 from haiprof.diagnosis.machine_causes import used_by_others
@@ -663,7 +663,7 @@ def compare_steps(analyzer: RunFrames, step: int) -> Comparison:
     if not isinstance(later, int):
         raise MissingDataError(f"{analyzer.run.root}: no step {step} was recorded")
     sides = [
-        compared_run_of(RunFrames(analyzer.run.root, between=between))
+        open_compared_run(RunFrames(analyzer.run.root, between=between))
         for between in ((0, later), (later, _FOREVER_NS))
     ]
     return compare_runs(*sides, read_traces=False)

@@ -12,7 +12,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_S, duration_text, ranks_text
-from haiprof.diagnosis.compare.compared_run import baseline_named, compared_run_of
+from haiprof.diagnosis.compare.compared_run import baseline_named, open_compared_run
 from haiprof.diagnosis.compare.comparison import compare_runs
 from haiprof.diagnosis.engine import STANDSTILL, judge
 from haiprof.diagnosis.verdict import Verdict
@@ -84,7 +84,7 @@ def comparison_section(
     analyzer: RunFrames, baseline: str, *, read_traces: bool
 ) -> ComparisonSection:
     """Compares the page's run with another."""
-    after = compared_run_of(analyzer)
+    after = open_compared_run(analyzer)
     try:
         chosen = baseline_named(baseline, after)
     except MissingDataError as error:
