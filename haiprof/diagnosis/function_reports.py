@@ -19,7 +19,6 @@ from haiprof.diagnosis.gpu_functions import (
     by_function,
     communication_report,
     differs,
-    far_functions,
     gpu_compute_report,
     mean_text,
     memory_report,
@@ -27,6 +26,7 @@ from haiprof.diagnosis.gpu_functions import (
     sorted_ranks,
     spread_of,
     too_few_ranks,
+    with_distance,
 )
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, FAR_MAD_FACTOR, FAR_MIN_RANKS
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
@@ -133,7 +133,7 @@ def _abnormal_host(functions: pl.DataFrame) -> pl.DataFrame:
     above = functions.filter(pl.col(BETA) > ABNORMAL_RATIO).select("type", "name").unique()
     grid = above.join(functions.select("rank").unique(), how="cross")
     own = grid.join(functions, on=["rank", "type", "name"], how="left")
-    judged = far_functions(own.with_columns(pl.col(BETA).fill_null(0.0)), BETA)
+    judged = with_distance(own.with_columns(pl.col(BETA).fill_null(0.0)), BETA)
     more = pl.col(BETA) - pl.col(f"{BETA}_median") > ABNORMAL_RATIO
     far = (pl.col("is_far") & differs(BETA, high=True) & more).fill_null(value=False)
     return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -86,17 +85,12 @@ class FunctionReport:
         }
 
 
-def with_distance(
-    rows: pl.DataFrame,
-    keys: Sequence[str],
-    features: Sequence[str],
-    scales: Mapping[str, str] = MappingProxyType({}),
-) -> pl.DataFrame:
+def with_distance(rows: pl.DataFrame, *features: str, **scales: str) -> pl.DataFrame:
     """How far each rank is from the others that ran the same function.
 
-    `rows` has one row per function (its `keys`) and rank; of features that are null on some ranks
-    the median counts there. `scales` names of a feature the column whose largest value is its
-    measure, where that is not its own: a deviation is small or large against the mean.
+    `rows` has one row per function and rank; of features that are null on some ranks the median
+    counts there. `scales` names of a feature the column whose largest value is its measure, where
+    that is not its own: a deviation is small or large against the mean.
 
     Added are `rank_count`; `<feature>_median` and `<feature>_mad` over the ranks; `distance`, the
     mean Manhattan distance to the other ranks, each feature by its largest value; `limit`, the
@@ -106,7 +100,7 @@ def with_distance(
     Source: EROICA (arXiv 2506.08528), which compares with 100 ranks by chance; here with all, so
     that the same traces give the same answer.
     """
-    over = list(keys)
+    over = list(_FUNCTION)
     medians = {f"{name}_median": pl.col(name).median().over(over) for name in features}
     counted = rows.with_columns(rank_count=pl.len().over(over).cast(pl.Int64), **medians)
     mads = {
@@ -150,11 +144,6 @@ def differs(name: str, *, high: bool) -> pl.Expr:
         FAR_MIN_DIFFERENCE_RATIO * middle.abs(), FAR_MAD_FACTOR * many * pl.col(f"{name}_mad")
     )
     return (above if high else -above) > least
-
-
-def far_functions(functions: pl.DataFrame, *features: str, **scales: str) -> pl.DataFrame:
-    """`with_distance` over the ranks that ran the same function."""
-    return with_distance(functions, _FUNCTION, features, scales)
 
 
 def by_function(
@@ -259,7 +248,7 @@ def _ranks(patterns: Patterns, functions: pl.DataFrame) -> pl.DataFrame:
     for column, flag, off in (
         (_PACE, "is_slow", differs(_PACE, high=True)), (_USE, "is_odd", higher),
     ):  # fmt: skip
-        judged = far_functions(seen, column)
+        judged = with_distance(seen, column)
         flags = judged.select("rank", (pl.col("is_far") & off).alias(flag))
         found = found.join(flags, on="rank", how="left", maintain_order="left")
     more = pl.col("is_slow") & (pl.col(_WORK) - 1 >= EXPLAINED_RATIO * (pl.col(_PACE) - 1))
@@ -278,7 +267,7 @@ def _same_work() -> pl.Expr:
 
 def _slow_kernels(functions: pl.DataFrame, slow: list[int]) -> pl.DataFrame:
     """Kernels that are slow on a rank; small ones only where the rank is slow in all."""
-    judged = far_functions(functions.filter(_same_work()), BETA, "median_ns")
+    judged = with_distance(functions.filter(_same_work()), BETA, "median_ns")
     weighs = (pl.col("share_ratio") >= ABNORMAL_RATIO) | pl.col("rank").is_in(slow)
     above = pl.col("median_ns") - pl.col("median_ns_median")
     return (
@@ -356,7 +345,7 @@ def memory_report(patterns: Patterns) -> FunctionReport:
 
 
 def _abnormal_operations(functions: pl.DataFrame) -> pl.DataFrame:
-    judged = far_functions(functions, BETA, "median_ns", _RATE)
+    judged = with_distance(functions, BETA, "median_ns", _RATE)
     off = differs("median_ns", high=True) & differs(_RATE, high=False).fill_null(value=True)
     weighs = pl.col("share_ratio") >= ABNORMAL_RATIO
     slow = (pl.col("is_far") & off & weighs).fill_null(value=False)
@@ -411,7 +400,7 @@ def communication_report(patterns: Patterns) -> FunctionReport:
     the link's peak is not known. In a ring all ranks are as slow as the slowest link.
     """
     functions = patterns.functions.filter(pl.col("kind") == COMMUNICATION)
-    judged = far_functions(functions, BETA, _RATE, _SPREAD, **{_SPREAD: _RATE})
+    judged = with_distance(functions, BETA, _RATE, _SPREAD, **{_SPREAD: _RATE})
     abnormal = _abnormal_links(judged)
     link, why = _link_of(patterns)
     far = pl.when(pl.col("is_far").is_not_null().all()).then(pl.col("is_far").sum())

@@ -135,7 +135,7 @@ def test_noise_of_many_ranks_names_nobody(count: int) -> None:
         "name": np.repeat(np.arange(40), count).astype(str),
         "median_ns": 100 * (1 + 0.05 * random.standard_normal(40 * count)),
     })  # fmt: skip
-    found = with_distance(rows, ("type", "name"), ("median_ns",))
+    found = with_distance(rows, "median_ns")
     assert found.filter(pl.col("is_far") & differs("median_ns", high=True)).is_empty()
 
 
@@ -144,7 +144,7 @@ def test_a_thousand_ranks_with_one_far() -> None:
     cost = 100 * (1 + 0.02 * random.standard_normal(1000))
     cost[617] = 140
     rows = pl.DataFrame({"type": "", "name": "k", "rank": np.arange(1000), "median_ns": cost})
-    found = with_distance(rows, ("type", "name"), ("median_ns",))
+    found = with_distance(rows, "median_ns")
     off = pl.col("is_far") & differs("median_ns", high=True)
     assert found.filter(off)["rank"].to_list() == [617]
 
@@ -154,9 +154,9 @@ def test_distance_is_the_mean_manhattan_distance_to_all_others(
     values: list[tuple[float, float]],
 ) -> None:
     rows = pl.DataFrame(values, schema=["a", "b"], orient="row").with_columns(
-        name=pl.lit("f"), rank=pl.int_range(pl.len())
+        type=pl.lit(""), name=pl.lit("f"), rank=pl.int_range(pl.len())
     )
-    found = with_distance(rows, ("name",), ("a", "b")).sort("rank")
+    found = with_distance(rows, "a", "b").sort("rank")
     table = np.array(values)
     top = table.max(axis=0)
     scaled = np.divide(table, top, out=np.zeros_like(table), where=top > 0)
@@ -166,11 +166,11 @@ def test_distance_is_the_mean_manhattan_distance_to_all_others(
 
 
 def test_equal_values_with_one_other_have_no_mad_and_still_one_far() -> None:
-    rows = pl.DataFrame({"name": "f", "rank": range(8), "a": [10.0] * 7 + [20.0]})
-    found = with_distance(rows, ("name",), ("a",))
+    rows = pl.DataFrame({"type": "", "name": "f", "rank": range(8), "a": [10.0] * 7 + [20.0]})
+    found = with_distance(rows, "a")
     assert found.filter("is_far")["rank"].to_list() == [7]
     near = rows.with_columns(pl.Series("a", [10.0] * 7 + [10.5]))
-    assert with_distance(near, ("name",), ("a",))["is_far"].to_list() == [False] * 8
+    assert with_distance(near, "a")["is_far"].to_list() == [False] * 8
 
 
 def test_what_is_not_in_a_trace_is_said_with_the_option_that_records_it(tmp_path: Path) -> None:
