@@ -334,7 +334,7 @@ class HtaMethods:
             By rank: `aten_op_name`, `kernel_sequence`, `occurrence_count`,
             `avg_aten_op_launch_delay`, `avg_runtime_delay` (us).
         """
-        return self._op_kernels(ranks, "^aten::", sort_by or _MOST_FREQUENT)
+        return self.get_op_kernels_and_delay(None, ranks, sort_by)
 
     def get_op_kernels_and_delay(
         self,
@@ -353,22 +353,18 @@ class HtaMethods:
         Returns:
             By rank: columns of `get_aten_op_kernels_and_delay`.
         """
-        return self._op_kernels(ranks, op_name_pattern or "^aten::", sort_by or _MOST_FREQUENT)
-
-    def _op_kernels(
-        self, ranks: Sequence[int] | None, pattern: str, sort_by: Sequence[str]
-    ) -> dict[int, pl.DataFrame]:
         found = self._of(ranks, self._analysis.operator_sequences(self._steps))
         by_rank = _by_rank(
-            found.filter(pl.col("operator").str.contains(pattern)),
+            found.filter(pl.col("operator").str.contains(op_name_pattern or "^aten::")),
             pl.col("operator").alias("aten_op_name"),
             "kernel_sequence",
             pl.col("count").alias("occurrence_count"),
             _us("operator_delay_mean_ns").alias("avg_aten_op_launch_delay"),
             _us("runtime_delay_mean_ns").alias("avg_runtime_delay"),
         )
+        order = sort_by or ("occurrence_count",)
         return {
-            rank: own.sort(*sort_by, descending=True, maintain_order=True)
+            rank: own.sort(*order, descending=True, maintain_order=True)
             for rank, own in by_rank.items()
         }
 
@@ -506,11 +502,7 @@ class HtaMethods:
         ))  # fmt: skip
 
     def _of(self, ranks: Sequence[int] | None, found: pl.DataFrame) -> pl.DataFrame:
-        """The rows of some ranks.
-
-        Raises:
-            MissingDataError: There is no trace of one of them.
-        """
+        """The rows of some ranks; a MissingDataError where there is no trace of one of them."""
         absent = [rank for rank in ranks or () if rank not in self._analysis.files]
         if absent:
             known = ", ".join(map(str, self._analysis.files))
@@ -521,11 +513,7 @@ class HtaMethods:
 
 
 def _wanted_counters(time_series: object) -> tuple[str, ...] | None:
-    """HTA's TimeSeriesTypes as names; None for both.
-
-    Raises:
-        UsageError: It is no such flag.
-    """
+    """HTA's TimeSeriesTypes as names; None for both."""
     if time_series is None:
         return None
     value = getattr(time_series, "value", time_series)
@@ -571,7 +559,6 @@ def _longest(found: pl.DataFrame, count: int | None, duration_ratio: float | Non
 
 
 HTA_NAMES = frozenset(name for name in vars(HtaMethods) if not name.startswith("_"))
-_MOST_FREQUENT = ("occurrence_count",)
 
 
 def _us(column: str) -> pl.Expr:

@@ -417,7 +417,7 @@ class _Walk:
 
     def nodes(self, function: _Function) -> Iterator[tuple[list[int], _Line]]:
         """Rows of each opportunity below a function, with the line that it is named by."""
-        rows = np.array(function.rows)
+        tree, rows = self.table.tree, np.array(function.rows)
         if not len(rows) or not self.free[rows].any():
             return
         ns = self.table.ns[rows]
@@ -436,12 +436,13 @@ class _Walk:
             for call in line.calls.values():
                 found = list(self.nodes(call))
                 if len(found) == 1:  # entering and leaving a function goes with it
-                    at = self.table.tree.place[self.table.stack[own]]
+                    at = tree.place[self.table.stack[own]]
                     calling = [frame for frame in np.unique(at) if self._is_call(frame, call)]
                     edges = np.isin(at, calling)
                     found[0][0].extend(own[edges].tolist())
                     own = own[~edges]
-                is_trainers = self._is_called_by_library(call)
+                outer = tree.place[tree.parent[next(iter(call.lines.values())).stack]]
+                is_trainers = outer >= 0 and tree.library[outer]
                 for node in found:
                     if is_trainers and (self.table.position[node[0]] == EVALUATION).all():
                         evaluated.append(node)
@@ -456,11 +457,6 @@ class _Walk:
         if evaluated:
             named = max(evaluated, key=lambda node: self._time(node[0]))[1]
             yield [row for rows, _ in evaluated for row in rows], named
-
-    def _is_called_by_library(self, function: _Function) -> bool:
-        tree = self.table.tree
-        outer = tree.place[tree.parent[next(iter(function.lines.values())).stack]]
-        return bool(outer >= 0 and tree.library[outer])
 
     def _is_call(self, frame: int, function: _Function) -> bool:
         """Whether a frame is of the expression that calls a function, where nothing else runs."""

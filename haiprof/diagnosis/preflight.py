@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,7 +90,11 @@ def judge_preflight(
         ranks=tuple(ranks),
         suspects=tuple(found),
         leave_out=_blame_nodes(ranks, found),
-        unread=tuple(_unread(ranks)),
+        unread=tuple(
+            f"rank {own['rank']} on {own['host']}: {what}: not readable, because {why}"
+            for own in ranks
+            for what, why in own.get("unread", {}).items()
+        ),
     )
 
 
@@ -220,12 +225,6 @@ def _setting(variable: str, value: float, reason: str, timeout_s: float | None =
                    reason=reason)  # fmt: skip
 
 
-def _unread(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for own in ranks:
-        for what, why in own.get("unread", {}).items():
-            yield f"rank {own['rank']} on {own['host']}: {what}: not readable, because {why}"
-
-
 def _slow_links(ranks: Sequence[Mapping[str, Any]], slow: set[int | None]) -> Iterator[Suspect]:
     """Directions between nodes, and inside them, that are far below the others of their kind."""
     # Ranks that are slow by themselves say nothing of a link.
@@ -268,30 +267,18 @@ def _blame_nodes(
 ) -> tuple[str, ...]:
     """Nodes of slow ranks; of slow links the node that most of them share, if there is one."""
     blamed = {one.host for one in suspects if one.to_host is None and one.host is not None}
-    ends: dict[str, int] = {}
-    for one in suspects:
-        if one.to_host is not None and one.host is not None:
-            for host in {one.host, one.to_host}:
-                ends[host] = ends.get(host, 0) + 1
-    most = max(ends.values(), default=0)
-    worst = [host for host, count in ends.items() if count == most]
-    if len(worst) == 1:
-        blamed.add(worst[0])
+    links = [{s.host, s.to_host} for s in suspects if s.host is not None and s.to_host is not None]
+    ends = Counter(host for link in links for host in link)
+    worst = {host for host, count in ends.items() if count == max(ends.values())}
+    blamed |= worst if len(worst) == 1 else set()
     return tuple(sorted(blamed)) if len(blamed) < len({own["host"] for own in ranks}) else ()
 
 
 _HEARTBEAT, _HEARTBEAT_S = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480
 """Source: PyTorch's default (HeartbeatMonitor in ProcessGroupNCCL.cpp)."""
-_ASYNC, _BLOCKING, _DESYNC, _DUMP, _MONITORING = (
-    f"TORCH_NCCL_{name}"
-    for name in (
-        "ASYNC_ERROR_HANDLING",
-        "BLOCKING_WAIT",
-        "DESYNC_DEBUG",
-        "DUMP_ON_TIMEOUT",
-        "ENABLE_MONITORING",
-    )
-)
+_ASYNC, _BLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"
+_DESYNC, _DUMP = "TORCH_NCCL_DESYNC_DEBUG", "TORCH_NCCL_DUMP_ON_TIMEOUT"
+_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _IB_TIMEOUT, _IB_RETRIES = "NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT"
 _IB_UNIT_S, _IB_USUAL_RETRIES, _IB_HIGHEST = 4.096e-6, 7, 31

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,18 +64,12 @@ def traced_device(run: RunPaths, window: TracedWindow) -> DeviceLedger | None:
     if isinstance(window.of_gpus(), str):
         return None
     from haiprof.trace_analysis.device_verdict import device_ledger
-
-    try:
-        return device_ledger(run.root, peaks=_named_peaks())
-    except (HaiprofError, OSError):  # `haiprof verdict TRACES` says which
-        return None
-
-
-def _named_peaks() -> Mapping[str, float] | None:
-    """What the user says that the device can do."""
     from haiprof.trace_analysis.operator_efficiency import parse_peak
 
-    return parse_peak(os.environ.get(ENV_PEAK))
+    try:  # the user may say what the device can do
+        return device_ledger(run.root, peaks=parse_peak(os.environ.get(ENV_PEAK)))
+    except (HaiprofError, OSError):  # `haiprof verdict TRACES` says which
+        return None
 
 
 def _lines(analysis: TraceQuestions) -> pl.DataFrame | None:
@@ -120,14 +113,15 @@ def step_work(
     """
     if not step_ns or not run.traces.is_dir():
         return None
-    from haiprof.trace_analysis.operator_efficiency import step_efficiency
+    from haiprof.trace_analysis.operator_efficiency import parse_peak, step_efficiency
     from haiprof.trace_analysis.questions.base import RankTraces
 
     try:
         analysis = RankTraces(run.root)
         if limit_bytes is not None and analysis.size_bytes() > limit_bytes:
             return None
-        found = analysis.per_rank(step_efficiency, peaks=_named_peaks())
+        peaks = parse_peak(os.environ.get(ENV_PEAK))
+        found = analysis.per_rank(step_efficiency, peaks=peaks)
     except (HaiprofError, OSError):  # no trace, none with shapes: `trace efficiency` says which
         return None
     ranks = found.drop_nulls("step_count").with_columns(

@@ -21,23 +21,11 @@ _LOGGER = "pytorch_profiler"
 _TEXT_LIMIT_BYTES = 4 << 30
 
 
-class _Anything(Mapping[Any, Any]):
-    """A mapping with every key: the plugin looks up whether a kernel is of a collective."""
+class _Anything:
+    """It has every key: the plugin looks whether a kernel is among those of collectives."""
 
     def __contains__(self, _key: object) -> bool:
         return True
-
-    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - a mapping of anything
-        raise KeyError(key)
-
-    def __iter__(self) -> Any:  # noqa: ANN401 - a mapping of anything
-        return iter(())
-
-    def __len__(self) -> int:
-        return 1
-
-
-_ANYTHING = _Anything()
 
 
 def patch_parsing() -> None:
@@ -116,7 +104,7 @@ def _by_kernel(original: Callable[..., None]) -> Callable[..., None]:
     def parse_step(self: Any, event: Any, nodes: Mapping[Any, Any]) -> None:  # noqa: ANN401
         if event.type == "Kernel":
             collective = event.args.get("Collective name") or _COMMUNICATION.search(event.name)
-            original(self, event, _ANYTHING if collective else {})
+            original(self, event, _Anything() if collective else {})
         elif event.type == "user_annotation" and event.name.startswith(GPU_COLLECTIVES):
             work = SimpleNamespace(type="Python", name="", ts=event.ts, duration=event.duration)
             original(self, work, nodes)
