@@ -20,7 +20,7 @@ from haiprof.base.options import ENV_NSYS, Options
 from haiprof.base.safe_files import MadeFolder, open_to_append, remove_file
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.schema import BACKWARD, OPTIMIZER, PHASES, TAG_MASK
-from haiprof.run_format.writer import append_line
+from haiprof.run_format.writer import note_line
 
 PROBE_TIMEOUT_S = 10.0
 _PLACES = (
@@ -389,8 +389,7 @@ class Burst:
         facts: dict[str, object] = {"hz": self._options.burst_hz, **self._window}
         facts |= {name: value for name, value in more.items() if value}
         line = {"type": "burst", "status": self.status, "time_ns": time.perf_counter_ns()}
-        with contextlib.suppress(OSError):  # the run directory is gone, and with it every reader
-            append_line(self._node.events, {**line, **facts})
+        note_line(self._node.events, {**line, **facts})
 
     def _nsys_words(self) -> str:
         try:

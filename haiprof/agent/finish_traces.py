@@ -34,7 +34,7 @@ from haiprof.linux.procfs import process_exists
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.phase_ranges import KEY, add_phases, parse_ranges
 from haiprof.run_format.raw_traces import Part, complete_parts, list_names, parse_stem
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.writer import note_line
 
 # Measured on torch traces of 9 to 33 MB: 390 MB/s of CPU time and 1/15 of the size;
 # level 1: 412 and 1/13, level 6: 160 and 1/19, level 9: 37 and 1/22.
@@ -58,10 +58,15 @@ def main(words: list[str]) -> int:
     run, host = RunPaths(Path(words[0])), words[1]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that we clean up
     step_back()
-    with _events(run, host) as note:
-        finish_parts(run, note, host=host)
-        if words[2:] == ["last"]:
-            remove_torn(run, note, host=host)
+    node = run.node(host)
+    make_folder(node.root, below=run.root, trusted=True)
+
+    def note(line: Mapping[str, object]) -> None:
+        note_line(node.events, {"time_ns": time.perf_counter_ns(), **line})
+
+    finish_parts(run, note, host=host)
+    if words[2:] == ["last"]:
+        remove_torn(run, note, host=host)
     return 0
 
 
@@ -192,18 +197,6 @@ def _claim(part: Part) -> Iterator[bool]:
         yield part.sidecar.exists()
     finally:
         os.close(fd)
-
-
-@contextmanager
-def _events(run: RunPaths, host: str) -> Iterator[Note]:
-    """Writes lines to the node's events file; on a full disk they are lost."""
-    node = run.node(host)
-    make_folder(node.root, below=run.root, trusted=True)
-    writer = LineWriter(node.events)
-    try:
-        yield lambda line: writer.append({"time_ns": time.perf_counter_ns(), **line})
-    finally:
-        writer.close()
 
 
 def step_back() -> None:

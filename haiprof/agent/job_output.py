@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from haiprof.agent.printed_words import LINE_CHARS, Stream, Word, take_mark
 from haiprof.run_format.secrets import mask_text
-from haiprof.run_format.writer import append_line
+from haiprof.run_format.writer import note_line
 
 STDOUT, STDERR = 1, 2
 TURN_S = 2.0
@@ -153,8 +153,7 @@ class JobOutput:
                      "text": mask_text(word.text)})  # fmt: skip
 
     def _write(self, line: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):
-            append_line(self._events, {"wall_ns": time.time_ns(), **line})
+        note_line(self._events, {"wall_ns": time.time_ns(), **line})
 
 
 def _open_file(pid: int, stream: int, proc: Path) -> OutputFile | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from haiprof.agent.pod import find_pod
 from haiprof.agent.relay import LiveRank, Relay
 from haiprof.agent.samplers.loop import SamplingLoop
-from haiprof.base.errors import HaiprofError, RunFormatError
+from haiprof.base.errors import HaiprofError
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder
@@ -23,7 +23,7 @@ from haiprof.linux.procfs import has_mapped, process_exists, strings, variables
 from haiprof.run_format.boot import BOOT_FOLDER
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.reader import read_json, read_lines
+from haiprof.run_format.reader import try_read_json, try_read_lines
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.secrets import mask_command
 from haiprof.run_format.writer import append_line, write_json
@@ -367,27 +367,16 @@ class Agent:
 
     def reports(self) -> list[dict[str, Any]]:
         """rank.json of every rank that reported in, on any node; empty where it is not whole."""
-        return [_report(paths.report) for _, _, paths in self.run.rank_folders()]
+        return [try_read_json(paths.report) for _, _, paths in self.run.rank_folders()]
 
     def _reported_pids(self) -> set[int]:
         mine = [report for report in self.reports() if report.get("host") == self.host]
         return {report["pid"] for report in mine if isinstance(report.get("pid"), int)}
 
 
-def _report(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except RunFormatError:
-        return {}  # it is being written, or its disk is full: the reader reports that
-
-
 def _ending(events: Path) -> str | None:
     """How a rank's recording ended: `time`, `exit`, `hook_error`; None while it goes on."""
-    try:
-        lines, _ = read_lines(events)
-    except RunFormatError:
-        return None
-    for line in reversed(lines):
+    for line in reversed(try_read_lines(events)):
         if line.get("type") == "hook_error":
             return "hook_error"
         if line.get("type") == "record_end":

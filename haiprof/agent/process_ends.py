@@ -33,8 +33,9 @@ from haiprof.linux.cgroups import (
 from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
 from haiprof.linux.procfs import command_line, environment
 from haiprof.linux.readings import Unavailable
+from haiprof.run_format.environment import RANK_VARIABLES, find_number
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.writer import append_line
+from haiprof.run_format.writer import append_line, note_line
 
 FIRST_SCAN_S, SCAN_GROWTH, MAX_SCAN_S = 0.5, 1.4, 10.0
 WATCHED_LIMIT = 1024
@@ -50,7 +51,6 @@ OOM_WAIT_S = 0.2
 SLURM_WAIT_S = 3.0
 _OF_KILL = ("anonymous_bytes", "file_bytes", "shared_bytes", "in_cgroup")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 class ProcessEnds:
@@ -134,7 +134,7 @@ class ProcessEnds:
             process = WatchedProcess(pid, root=self._root)
         except OSError:
             return
-        label = _label(environment(pid, proc=self._root / "proc"))
+        label = find_number(environment(pid, proc=self._root / "proc"), RANK_VARIABLES)
         if label is not None:
             self._labels[pid] = label
         self._output.find(pid)
@@ -246,7 +246,7 @@ def note_job_end(
     run: RunPaths, host: str, *, pid: int, status: int | None, ended_by: int | None
 ) -> None:
     """How the job's first process on this node ended, as its launcher has it from the kernel."""
-    _append(run, host, {
+    note_line(run.node(host).events, {
         "type": "job_end", "time_ns": time.perf_counter_ns(), "wall_ns": time.time_ns(), "pid": pid,
         "launcher_pid": os.getppid(), "status": status, "signal": ended_by,
     })  # fmt: skip
@@ -259,12 +259,12 @@ def note_signal(run: RunPaths, host: str, said: Mapping[str, Any], *, ask_slurm:
     job = os.environ.get("SLURM_JOB_ID")
     ending = said.get("arrived") in _ENDING
     state = _slurm_state(job) if job and ending and ask_slurm else None
-    _append(run, host, {
+    note_line(run.node(host).events, {
         "type": "signal", "wall_ns": said.get("wall_ns"),
         "signal": said.get("arrived"), "code": said.get("code"), "to_group": said.get("to_group"),
         "from_pid": sender or None, "from_uid": said.get("uid"), "from_command": command or None,
         "slurm_job": job, "slurm_state": state,
-        "slurm_end_s": _integer(os.environ.get("SLURM_JOB_END_TIME")),
+        "slurm_end_s": find_number(os.environ, ("SLURM_JOB_END_TIME",)),
     })  # fmt: skip
 
 
@@ -299,25 +299,7 @@ def _slurm_seconds(said: str, name: str) -> int | None:
 def note_launcher_gone(run: RunPaths, host: str) -> None:
     """The launcher was killed; the job goes on."""
     times = {"time_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
-    _append(run, host, {"type": "launcher_gone", **times})
-
-
-def _append(run: RunPaths, host: str, line: Mapping[str, object]) -> None:
-    with contextlib.suppress(OSError):
-        append_line(run.node(host).events, line)
-
-
-def _label(environ: Mapping[str, str]) -> int | None:
-    """The rank that a launcher gave a process."""
-    for name in _RANK_VARIABLES:
-        found = _integer(environ.get(name))
-        if found is not None:
-            return found
-    return None
-
-
-def _integer(text: str | None) -> int | None:
-    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 12 else None
+    note_line(run.node(host).events, {"type": "launcher_gone", **times})
 
 
 def _limit(place: Cgroup) -> float | None:

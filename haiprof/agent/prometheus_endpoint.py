@@ -37,7 +37,7 @@ from haiprof.run_format.otel_names import (
 )
 from haiprof.run_format.rates import is_known
 from haiprof.run_format.schema import counter_end
-from haiprof.run_format.writer import append_line
+from haiprof.run_format.writer import note_line
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -97,10 +97,8 @@ class Scrape:
         server.server_close()
 
     def _note(self, line: Mapping[str, object]) -> None:
-        """Writes a line to the node's events file; on a full disk it is lost."""
-        with contextlib.suppress(OSError):
-            full = {"type": "scrape", "time_ns": time.perf_counter_ns(), **line}
-            append_line(self._run.node(self._host).events, full)
+        full = {"type": "scrape", "time_ns": time.perf_counter_ns(), **line}
+        note_line(self._run.node(self._host).events, full)
 
 
 class _Server(GuardedServer, WSGIServer):

@@ -40,7 +40,7 @@ from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.reader import read_records
 from haiprof.run_format.ring import NEVER, RING_BYTES, RING_CAPACITY, Ring, read_ring
 from haiprof.run_format.schema import PHASES, TAG_BITS
-from haiprof.run_format.writer import add_records, append_line
+from haiprof.run_format.writer import add_records, note_line
 
 if TYPE_CHECKING:
     from haiprof.agent.reach_controller import Controller
@@ -149,8 +149,7 @@ def _note(held: _HeldRing, ring: Ring, *, kept: int, lost: int, reason: str | No
         "lost_span_count": lost,
         "reason": reason,
     }
-    with contextlib.suppress(OSError):  # the run directory is gone or full
-        append_line(held.paths.events, line)
+    note_line(held.paths.events, line)
 
 
 TELL_S = 15.0

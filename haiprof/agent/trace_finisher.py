@@ -16,7 +16,7 @@ from haiprof.base.version import PACKAGE
 from haiprof.linux.procfs import process_exists
 from haiprof.run_format.layout import AGREED_PREFIX, RankPaths, RunPaths
 from haiprof.run_format.raw_traces import Stem, complete_parts, list_names, parse_stem
-from haiprof.run_format.reader import read_json, read_lines
+from haiprof.run_format.reader import read_json, read_lines, try_read_json
 
 QUIET_S = 2.0
 GRACE_S = 60.0  # for a rank to report the result of its window, once the recording is over
@@ -160,12 +160,8 @@ class Finisher:
 
     def _may_run(self, found: tuple[int, int, RankPaths]) -> bool:
         """Whether a rank still runs; one of another host may."""
-        try:
-            report = read_json(found[2].report)
-        except RunFormatError:
-            return True
-        alive = process_exists(report.get("pid"))
-        return report.get("host") != self._host or alive
+        report = try_read_json(found[2].report)
+        return report.get("host") != self._host or process_exists(report.get("pid"))
 
     def _is_reported(self, paths: RankPaths) -> bool:
         """Whether a rank of this host reported the result of a window, or cannot any more."""

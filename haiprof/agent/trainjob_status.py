@@ -19,12 +19,11 @@ from typing import Any
 
 from haiprof.agent.notifications import Outbox, post
 from haiprof.agent.step_watch import Node, RankWatch
-from haiprof.base.errors import RunFormatError
 from haiprof.base.medians import mean_median
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_NO_KUBEFLOW
 from haiprof.base.units import NS_PER_S
-from haiprof.run_format.reader import read_lines
+from haiprof.run_format.reader import try_read_lines
 from haiprof.run_format.secrets import mask_text
 
 POST_S = 10.0
@@ -77,7 +76,8 @@ class TrainJobStatus:
         if rank is None:
             return
         if self._watch is None or self._watch.pid != rank.pid:
-            if self._shares and _has_transformers(rank.paths.events):
+            lines = try_read_lines(rank.paths.events) if self._shares else ()
+            if any("transformers" in (line.get("packages") or ()) for line in lines):
                 print_message(
                     "the TrainJob's status is left to transformers' Trainer; "
                     f"with {ENV_NO_KUBEFLOW}=TRUE haiprof posts it"
@@ -150,11 +150,3 @@ def _metrics(values: Mapping[str, object]) -> list[dict[str, str]]:
         {"name": name, "value": text if len(text) <= _TEXT_LIMIT else f"{text[: _TEXT_LIMIT - 1]}…"}
         for name, text in texts.items()
     ]
-
-
-def _has_transformers(events: Path) -> bool:
-    try:
-        lines, _ = read_lines(events)
-    except RunFormatError:
-        return False
-    return any("transformers" in (line.get("packages") or ()) for line in lines)

@@ -13,15 +13,19 @@ from typing import Any
 
 from haiprof.base.safe_files import make_folder
 from haiprof.run_format.clock import ClockAnchor
-from haiprof.run_format.environment import installed_packages, named_variables
+from haiprof.run_format.environment import (
+    LOCAL_RANK_VARIABLES,
+    RANK_VARIABLES,
+    WORLD_VARIABLES,
+    find_number,
+    installed_packages,
+    named_variables,
+)
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.secrets import mask_command
 from haiprof.run_format.writer import write_json
 
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-_WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _MAX_ATTEMPTS = 1000
 
 
@@ -38,8 +42,7 @@ def rank_and_world() -> tuple[int, int]:
     if has_process_group():
         distributed = sys.modules["torch.distributed"]
         return int(distributed.get_rank()), int(distributed.get_world_size())
-    rank = _integer(_RANK_VARIABLES)
-    world = _integer(_WORLD_VARIABLES)
+    rank, world = (find_number(os.environ, names) for names in (RANK_VARIABLES, WORLD_VARIABLES))
     return rank or 0, world or 1
 
 
@@ -47,17 +50,17 @@ def named_rank() -> int | None:
     """The rank that torch.distributed or a launcher gave this process; None where none did."""
     if has_process_group():
         return int(sys.modules["torch.distributed"].get_rank())
-    return _integer(_RANK_VARIABLES)
+    return find_number(os.environ, RANK_VARIABLES)
 
 
 def restart() -> int:
     """How often torchrun has started this rank again."""
-    return _integer(("TORCHELASTIC_RESTART_COUNT",)) or 0
+    return find_number(os.environ, ("TORCHELASTIC_RESTART_COUNT",)) or 0
 
 
 def local_rank() -> int | None:
     """This process's number on its node, where its launcher tells."""
-    return _integer(_LOCAL_RANK_VARIABLES)
+    return find_number(os.environ, LOCAL_RANK_VARIABLES)
 
 
 def process_details() -> dict[str, Any]:
@@ -141,14 +144,6 @@ def environment_line() -> dict[str, Any]:
             f"torch_{name}": getattr(version, name, None) for name in ("cuda", "hip", "git_version")
         },
     }
-
-
-def _integer(variables: tuple[str, ...]) -> int | None:
-    for variable in variables:
-        text = os.environ.get(variable, "")
-        if text.isdigit():
-            return int(text)
-    return None
 
 
 def _start_ticks() -> int | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.errors import RunFormatError
 from haiprof.base.units import ranks_text
 from haiprof.linux.processes import ranks_below
 from haiprof.run_analysis.run_files import integer, text
@@ -24,7 +23,7 @@ from haiprof.run_format.control import (
 )
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.manifest import read_manifest
-from haiprof.run_format.reader import read_json, read_lines
+from haiprof.run_format.reader import try_read_json, try_read_lines
 
 POLL_S = 0.05
 
@@ -79,11 +78,7 @@ def lost_members(run: RunPaths) -> list[Member]:
 
 def recording_has_ended(paths: RankPaths) -> bool:
     """Whether a rank's recording has an end, which a killed process does not write."""
-    try:
-        lines, _ = read_lines(paths.events)
-    except RunFormatError:
-        return False
-    return has_end(lines)
+    return has_end(try_read_lines(paths.events))
 
 
 def has_end(lines: Iterable[Mapping[str, Any]]) -> bool:
@@ -94,11 +89,8 @@ def has_end(lines: Iterable[Mapping[str, Any]]) -> bool:
 def _latest(run: RunPaths) -> list[Member]:
     latest: dict[int, Member] = {}
     for rank, attempt, paths in run.rank_folders():
-        try:
-            report = read_json(paths.report)
-        except RunFormatError:
-            continue  # it has not reported in yet
-        latest[rank] = as_member(f"{rank}.{attempt}" if attempt else str(rank), rank, report)
+        if report := try_read_json(paths.report):  # else it has not reported in yet
+            latest[rank] = as_member(f"{rank}.{attempt}" if attempt else str(rank), rank, report)
     for name, told in read_members(run).items():
         number = told.get("rank")
         if type(number) is int and number not in latest:
@@ -176,9 +168,9 @@ def find_missing_ranks(run: RunPaths, known: Sequence[Member] | None = None) -> 
         return MissingRanks()  # of such a job only some ranks may be recorded
     known = members(run) if known is None else known
     host = socket.gethostname()
-    reports = {rank: _json(paths.report) for rank, _, paths in run.rank_folders()}
+    reports = {rank: try_read_json(paths.report) for rank, _, paths in run.rank_folders()}
     pids = [report.get("pid") for report in reports.values() if report.get("host") == host]
-    job = _json(run.node(host).agent).get("job_pid")
+    job = try_read_json(run.node(host).agent).get("job_pid")
     here = [p for p in (ranks_below(job) if type(job) is int else []) if p.pid not in pids]
     late = {
         rank: Member(name=str(rank), rank=rank, host=host, pid=process.pid)
@@ -199,10 +191,3 @@ def find_missing_ranks(run: RunPaths, known: Sequence[Member] | None = None) -> 
         unknown = ()
         late |= {rank: Member(name=str(rank), rank=rank, host=None, pid=None) for rank in lacking}
     return MissingRanks(late=tuple(late[rank] for rank in sorted(late)), unknown=unknown)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except RunFormatError:
-        return {}

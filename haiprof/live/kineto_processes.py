@@ -25,6 +25,7 @@ from haiprof.linux.procfs import (
 from haiprof.live.ask import members
 from haiprof.live.find import find_job, slurm_number
 from haiprof.run_format.control import read_object
+from haiprof.run_format.environment import RANK_VARIABLES, WORLD_VARIABLES, find_number
 from haiprof.run_format.layout import RunPaths
 
 STEP_SHARE = 0.5
@@ -105,10 +106,6 @@ class KinetoTraces:
 APPEAR_S = 20.0
 """A process asks every 5 s; one that found no daemon at its start takes 10 s for each attempt."""
 _POLL_S = 0.5
-# As haiprof.in_job.identity reads them in the process itself.
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _SAME_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _LOADER_WORKER = "pt_data_worker"  # torch names their threads
 _COMPILERS = ("torch._inductor.compile_worker", "_inductor/compile_worker")
@@ -126,7 +123,6 @@ class KinetoProcess:
     rank: int | None
     """None where neither its environment nor its place says so."""
     world_size: int | None
-    local_rank: int | None
 
 
 def speaks_kineto(pid: int) -> bool:
@@ -234,7 +230,7 @@ def clients_of(address: str) -> dict[int, dict[str, object]]:
 
 def _process(pid: int, client: Mapping[str, object], address: str, *, alone: bool) -> KinetoProcess:
     environ = environment(pid)
-    rank, world = _number(environ, _RANK), _number(environ, _WORLD)
+    rank, world = (find_number(environ, names) for names in (RANK_VARIABLES, WORLD_VARIABLES))
     if rank is None and alone:
         rank, world = 0, 1  # as torch numbers a process without a launcher
     pids = client.get("pids")
@@ -244,21 +240,20 @@ def _process(pid: int, client: Mapping[str, object], address: str, *, alone: boo
         address=address,
         rank=rank,
         world_size=world,
-        local_rank=_number(environ, _LOCAL_RANK),
     )
 
 
 def _of_job(pid: int, environ: Mapping[str, str]) -> list[int]:
     """Processes that use Kineto's protocol and are this one, below it, or ranks of the same job."""
     mine = [each for each in own_pids() if speaks_kineto(each)]
-    if _number(environ, _RANK) is None:
+    if find_number(environ, RANK_VARIABLES) is None:
         return [each for each in mine if each == pid or pid in _ancestors(each)]
     same = [environ.get(name) for name in _SAME_JOB]
     return [
         each
         for each in mine
         if [environment(each).get(name) for name in _SAME_JOB] == same
-        and _number(environment(each), _RANK) is not None
+        and find_number(environment(each), RANK_VARIABLES) is not None
     ]
 
 
@@ -267,7 +262,7 @@ def _training(pids: Sequence[int]) -> list[int]:
 
     A launcher has no rank, and its children have; a rank's own child carries the same rank.
     """
-    ranks = {pid: _number(environment(pid), _RANK) for pid in pids}
+    ranks = {pid: find_number(environment(pid), RANK_VARIABLES) for pid in pids}
     above = {pid: [p for p in _ancestors(pid) if p in ranks] for pid in pids}
     launchers = {
         p
@@ -301,14 +296,6 @@ def _ancestors(pid: int) -> list[int]:
         found.append(parent)
         parent = read_parent(Path("/"), parent)
     return found
-
-
-def _number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
-    for name in names:
-        text = environ.get(name, "")
-        if text.isdecimal() and len(text) < 10:
-            return int(text)
-    return None
 
 
 BACKENDS = ("auto", "hook", "kineto", "dynolog")

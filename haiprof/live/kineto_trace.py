@@ -36,7 +36,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
 from haiprof.run_format.phase_ranges import NAMES, PhaseRange
 from haiprof.run_format.raw_traces import Part, parse_stem
-from haiprof.run_format.reader import read_json
+from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.writer import write_json
 from haiprof.trace_format.kineto.complete import (
@@ -122,10 +122,7 @@ def finish_trace(process: KinetoProcess, path: Path, request: Request) -> Proces
 def _report(run: RunPaths, process: KinetoProcess) -> dict[str, Any]:
     """rank.json of the process, with its attempt; empty where it has not reported in."""
     for rank, attempt, paths in reversed(run.rank_folders()):
-        try:
-            report = read_json(paths.report)
-        except HaiprofError:
-            continue
+        report = try_read_json(paths.report)
         if rank == process.rank and report.get("pid") == process.pid:
             return {**report, "attempt": attempt}
     return {}

@@ -28,7 +28,7 @@ from haiprof.base.units import bytes_text
 from haiprof.live.node_jobs import SCAN_S, JobWatch, gpu_holders, open_nvml
 from haiprof.run_format.layout import NodePaths, RunPaths
 from haiprof.run_format.node_history import TIERS
-from haiprof.run_format.writer import append_line
+from haiprof.run_format.writer import note_line
 
 RECORDERS = ("host", "gpu", "infiniband", "numa", "filesystem")
 """What is sampled: all that needs no rank."""
@@ -145,9 +145,8 @@ class _Agent:
         said = _SAID.get(str(line["type"]))
         if said is not None:
             print_message(said.format_map(line))
-        with suppress(OSError):
-            _put_away(self._node, self._node.seen, at_bytes=_LINES_BYTES)
-            append_line(self._node.seen, {"wall_ns": time.time_ns(), **line})
+        _put_away(self._node, self._node.seen, at_bytes=_LINES_BYTES)
+        note_line(self._node.seen, {"wall_ns": time.time_ns(), **line})
 
     def _note_cost(self) -> None:
         self._cost_s = time.monotonic()

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.agent.pod import SERVICE_ACCOUNT, is_pod_name
-from haiprof.base.errors import HaiprofError, RunFormatError
+from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S
 from haiprof.live.find import is_running
 from haiprof.run_analysis.run_files import mapping, objects
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
-from haiprof.run_format.reader import read_json
+from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.writer import write_json
 
@@ -220,12 +220,9 @@ def _number(text: object) -> int:
 def _pods(run: RunPaths) -> Iterator[dict[str, Any]]:
     """The pods of a run's nodes, as their agents wrote them down."""
     for host, paths in run.node_folders():
-        with contextlib.suppress(RunFormatError):
-            pod = read_json(paths.agent).get("pod")
-            if isinstance(pod, dict) and all(
-                is_pod_name(pod.get(n)) for n in ("name", "namespace")
-            ):
-                yield {**pod, "host": host}
+        pod = try_read_json(paths.agent).get("pod")
+        if isinstance(pod, dict) and all(is_pod_name(pod.get(n)) for n in ("name", "namespace")):
+            yield {**pod, "host": host}
 
 
 def _ask_pod(

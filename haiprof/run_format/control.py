@@ -15,7 +15,7 @@ from typing import Any
 from haiprof.base.errors import RunFormatError
 from haiprof.base.safe_files import PRIVATE, make_folder, make_private
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.reader import read_json
+from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.writer import write_json
 
 Check = Callable[[object], bool]
@@ -304,10 +304,7 @@ def _read_folder(folder: Path, schema: Schema) -> dict[str, dict[str, Any]]:
     for name in names:
         if name.startswith(".") or not name.endswith(".json"):
             continue
-        try:
-            content = read_json(folder / name)
-        except RunFormatError:
-            continue  # not complete yet: the next look reads it
+        content = try_read_json(folder / name)  # not complete yet: the next look reads it
         if conform(content, schema) is not None:
             found[name.removesuffix(".json")] = content
     return found

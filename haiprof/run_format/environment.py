@@ -19,6 +19,10 @@ _NAMES = (
     "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES", "LD_PRELOAD", "PYTHONOPTIMIZE",
     "PYTHONMALLOC", "PYTHONHASHSEED", "PYTHON_GIL",
 )  # fmt: skip
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""Where launchers say which rank a process is: torchrun, Open MPI, MPICH, Slurm."""
 _VALUE_LIMIT = 500
 _TEXT_LIMIT_BYTES = 1 << 22
 _HEX = frozenset("0123456789abcdef")
@@ -32,6 +36,15 @@ def named_variables(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environ.items())
         if name in _NAMES or name.startswith(_PREFIXES)
     }
+
+
+def find_number(environ: Mapping[str, str], names: Iterable[str]) -> int | None:
+    """The number in the first of some variables that holds one; None where none does."""
+    for name in names:
+        text = environ.get(name, "")
+        if text.isascii() and text.isdigit() and len(text) < 12:
+            return int(text)
+    return None
 
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:

@@ -135,6 +135,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def try_read_json(path: Path) -> dict[str, Any]:
+    """The same; empty where it is not there or not whole (it is being written, a disk is full)."""
+    try:
+        return read_json(path)
+    except RunFormatError:
+        return {}
+
+
+def try_read_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines as `read_lines` reads them; none where the file cannot be read."""
+    try:
+        return read_lines(path)[0]
+    except RunFormatError:
+        return []
+
+
 def check_version(path: Path, version: object) -> None:
     """Refuses a file of another version."""
     if version != SCHEMA_VERSION:

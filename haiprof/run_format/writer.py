@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -117,6 +118,12 @@ def append_line(path: Path, line: Mapping[str, object]) -> None:
     writer = LineWriter(path)
     writer.append(line)
     writer.close()
+
+
+def note_line(path: Path, line: Mapping[str, object]) -> None:
+    """The same; on a full disk, and in a run that was removed, the line is lost."""
+    with contextlib.suppress(OSError):
+        append_line(path, line)
 
 
 def write_json(path: Path, content: Mapping[str, object], *, below: Path) -> None:

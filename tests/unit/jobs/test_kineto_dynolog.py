@@ -91,9 +91,7 @@ def dynolog_with(
 
 
 def process(rank: int, pid: int) -> KinetoProcess:
-    return KinetoProcess(
-        pid=pid, own_pid=pid, address="\0dynolog\0", rank=rank, world_size=8, local_rank=rank
-    )
+    return KinetoProcess(pid=pid, own_pid=pid, address="\0dynolog\0", rank=rank, world_size=8)
 
 
 def test_all_ranks_of_a_node_are_traced_and_completed(tmp_path: Path) -> None:
