@@ -113,14 +113,6 @@ def parse_pressure(content: bytes) -> Values:
     return (_stalled_ns(some), full)
 
 
-def parse_some_pressure(content: bytes) -> Values:
-    """The first of `parse_pressure` alone.
-
-    For a node's CPUs, `full` is not defined and written as 0 (Linux Documentation/accounting/psi).
-    """
-    return parse_pressure(content)[:1]
-
-
 def _stalled_ns(line: bytes) -> int:
     return int(line[line.index(b"total=") + 6 :]) * 1000
 

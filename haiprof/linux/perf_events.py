@@ -166,6 +166,16 @@ class ScaledSum:
         close_all(self.counters)
 
 
+def read_sum(counters: Iterable[ScaledSum], origin: str) -> int | Unavailable:
+    """What some counters come to, or why that is not known now."""
+    try:
+        return sum([each.read() for each in counters])
+    except OSError as error:
+        return Unavailable(f"{origin}: {error.strerror}", status="unsupported")
+    except Unavailable as why:
+        return why
+
+
 def open_counter(
     kernel: Kernel, event: Event, share: Share, *, pid: int, cpu: int
 ) -> ScaledCounter:

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import re
-import select
 import struct
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -56,12 +55,6 @@ class WatchedProcess:
         self.fd = os.pidfd_open(pid)
         self.start_ticks = read_start_ticks(root, pid)
         self.parent = read_parent(root, pid)
-
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        return bool(poll.poll(0))
 
     def read_exit(self) -> ProcessExit:
         """How it ended, once its descriptor is readable.

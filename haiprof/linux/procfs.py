@@ -98,6 +98,12 @@ class ProcFile:
         return content
 
 
+def last_number(content: bytes, name: bytes) -> int | None:
+    """The number after a name; from the end, as lines before it may be long."""
+    at = content.rfind(name)
+    return None if at < 0 else int(content[at + len(name) :].split(None, 1)[0])
+
+
 def unescape(word: str) -> str:
     """Decodes a path in a list of mounts: the kernel writes blanks as octal numbers."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), word)

@@ -131,7 +131,11 @@ class CgroupSampler(TableSampler):
 
     def _entity(self, name: str, cgroups: Places) -> Entity:
         self._key += 1
-        known = {controller: _of(cgroups, controller) for controller in _CONTROLLERS}
+        known = {
+            name: cgroups.get(name)
+            or Unavailable(f"the {name or 'unified'} tree has no cgroup of that path")
+            for name in _CONTROLLERS
+        }
         folders = {
             controller or "unified": str(cgroup.folder)
             for controller, cgroup in known.items()
@@ -150,11 +154,6 @@ def _find_cgroup(tree: CgroupTree, controller: str) -> Cgroup | Unavailable:
         return tree.cgroup(controller)
     except Unavailable as why:
         return why
-
-
-def _of(cgroups: Places, controller: str) -> Cgroup | Unavailable:
-    missing = Unavailable(f"the {controller or 'unified'} tree has no cgroup of that path")
-    return cgroups.get(controller, missing)
 
 
 def _above(cgroups: Places) -> dict[str, dict[str, Cgroup]]:

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.ethtool import Ethtool, Ioctl
@@ -27,76 +26,49 @@ _I64_END = 1 << 63
 _US = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Statistics that together are one column."""
-
-    pattern: re.Pattern[str]
-    unit: int = 1
-    """What one count stands for."""
-
-
-def _names(pattern: str, unit: int = 1) -> _Names:
-    return _Names(re.compile(rf"({pattern})\Z"), unit)
-
-
-# For each column the names of mlx5, bnxt_en and ice, in that order; the first that a driver has
-# count, and several of them are added up (a pause is of one priority, or of the whole link).
+# For each column patterns of the names of mlx5, bnxt_en and ice, in that order; the first that a
+# driver has count, and several of them are added up (a pause is of one priority, or of all).
 # Source: kernel Documentation/networking/device_drivers/ethernet/mellanox/mlx5/counters.rst;
 # drivers/net/ethernet/broadcom/bnxt/bnxt_ethtool.c; drivers/net/ethernet/intel/ice/ice_ethtool.c.
-COLUMNS: Mapping[str, tuple[_Names, ...]] = {
+COLUMNS: Mapping[str, tuple[str, ...]] = {
     "receive_pause_count": (
-        _names(r"rx_(prio[0-7]|global)_pause"),
-        _names(r"rx_pfc_ena_frames_pri[0-7]|rx_pause_frames"),
-        _names(r"rx_priority_[0-7]_xoff\.nic|link_xoff_rx\.nic"),
+        r"rx_(prio[0-7]|global)_pause",
+        r"rx_pfc_ena_frames_pri[0-7]|rx_pause_frames",
+        r"rx_priority_[0-7]_xoff\.nic|link_xoff_rx\.nic",
     ),
     "transmit_pause_count": (
-        _names(r"tx_(prio[0-7]|global)_pause"),
-        _names(r"tx_pfc_ena_frames_pri[0-7]|tx_pause_frames"),
-        _names(r"tx_priority_[0-7]_xoff\.nic|link_xoff_tx\.nic"),
+        r"tx_(prio[0-7]|global)_pause",
+        r"tx_pfc_ena_frames_pri[0-7]|tx_pause_frames",
+        r"tx_priority_[0-7]_xoff\.nic|link_xoff_tx\.nic",
     ),
-    "receive_pause_ns": (
-        _names(r"rx_(prio[0-7]|global)_pause_duration", _US),
-        _names(r"pfc_pri[0-7]_rx_duration_us", _US),
-    ),
-    "transmit_pause_ns": (
-        _names(r"tx_(prio[0-7]|global)_pause_duration", _US),
-        _names(r"pfc_pri[0-7]_tx_duration_us", _US),
-    ),
-    "pause_storm_warning_count": (_names("tx_pause_storm_warning_events"),),
-    "pause_storm_error_count": (_names("tx_pause_storm_error_events"),),
-    "receive_discard_count": (
-        _names("rx_discards_phy"),
-        _names("rx_stat_discard"),
-        _names(r"rx_dropped\.nic"),
-    ),
-    "transmit_discard_count": (_names("tx_discards_phy"), _names("tx_stat_discard")),
-    "out_of_buffer_count": (_names("rx_out_of_buffer"),),
-    "receive_crc_error_count": (
-        _names("rx_crc_errors_phy"),
-        _names("rx_fcs_err_frames"),
-        _names(r"rx_crc_errors\.nic"),
-    ),
-    "receive_symbol_error_count": (_names("rx_symbol_err_phy"),),
-    "rdma_receive_bytes": (_names("rx_vport_rdma_unicast_bytes"),),
-    "rdma_transmit_bytes": (_names("tx_vport_rdma_unicast_bytes"),),
+    "receive_pause_ns": (r"rx_(prio[0-7]|global)_pause_duration", r"pfc_pri[0-7]_rx_duration_us"),
+    "transmit_pause_ns": (r"tx_(prio[0-7]|global)_pause_duration", r"pfc_pri[0-7]_tx_duration_us"),
+    "pause_storm_warning_count": ("tx_pause_storm_warning_events",),
+    "pause_storm_error_count": ("tx_pause_storm_error_events",),
+    "receive_discard_count": ("rx_discards_phy", "rx_stat_discard", r"rx_dropped\.nic"),
+    "transmit_discard_count": ("tx_discards_phy", "tx_stat_discard"),
+    "out_of_buffer_count": ("rx_out_of_buffer",),
+    "receive_crc_error_count": ("rx_crc_errors_phy", "rx_fcs_err_frames", r"rx_crc_errors\.nic"),
+    "receive_symbol_error_count": ("rx_symbol_err_phy",),
+    "rdma_receive_bytes": ("rx_vport_rdma_unicast_bytes",),
+    "rdma_transmit_bytes": ("tx_vport_rdma_unicast_bytes",),
 }
 
-_ANY = re.compile("|".join(n.pattern.pattern for choices in COLUMNS.values() for n in choices))
+_ANY = re.compile("|".join(name for choices in COLUMNS.values() for name in choices))
 
 Places = Mapping[str, tuple[tuple[int, ...], int]]
-"""By column: where its statistics stand in the driver's list, and their unit."""
+"""By column: where its statistics stand in the driver's list, and what one count stands for."""
 
 
 def find_positions(names: Sequence[str]) -> Places:
     """Where a driver's list has what the columns hold."""
     places = {}
-    named = [(at, name) for at, name in enumerate(names) if _ANY.match(name)]
+    named = [(at, name) for at, name in enumerate(names) if _ANY.fullmatch(name)]
     for column, choices in COLUMNS.items():
         for choice in choices:
-            found = tuple(at for at, name in named if choice.pattern.match(name))
+            found = tuple(at for at, name in named if re.fullmatch(choice, name))
             if found:
-                places[column] = (found, choice.unit)
+                places[column] = (found, _US if column.endswith("_ns") else 1)
                 break
     return places
 
@@ -211,14 +183,14 @@ class _Statistics:
         if len(values) != self._count:
             self._learn()
             raise Unavailable(f"ethtool -S {self._interface}: the list changed between two reads")
-        return [self._sum(column, values) for column in self.columns]
+        found: list[Value] = []
+        for column in self.columns:
+            places, unit = self._places.get(column, ((), 1))
+            total = sum(values[at] for at in places) * unit
+            found.append(total if places and total < _I64_END else None)
+        return found
 
     def _learn(self) -> None:
         names = self._ethtool.names(self._interface)
         self._count = len(names)
         self._places = find_positions(names)
-
-    def _sum(self, column: str, values: Sequence[int]) -> int | None:
-        places, unit = self._places.get(column, ((), 1))
-        total = sum(values[at] for at in places) * unit
-        return total if places and total < _I64_END else None

@@ -11,7 +11,7 @@ from haiprof.agent.samplers.table import TableSampler
 from haiprof.base.units import NS_PER_MS
 from haiprof.linux import memory
 from haiprof.linux.energy import energy_reading
-from haiprof.linux.procfs import TICK_NS, file_reading, list_names
+from haiprof.linux.procfs import TICK_NS, file_reading, last_number, list_names
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value
 from haiprof.run_format.tables import HOST, NUMA
 
@@ -93,17 +93,11 @@ class CpuTimes:
             for mode in (_IDLE, _IOWAIT):
                 times[mode] = max(times[mode], self._last[mode])
         self._last = times
-        counts = (_last_number(content, name) for name in _COUNTS)
+        counts = (last_number(content, name) for name in _COUNTS)
         return (*(ticks * TICK_NS for ticks in times), content.count(b"\ncpu"), *counts)
 
 
 _COUNTS = (b"\nctxt ", b"\nprocs_running ", b"\nprocs_blocked ")
-
-
-def _last_number(content: bytes, name: bytes) -> int | None:
-    """The number after a name; from the end, as the line of interrupts before it is long."""
-    at = content.rfind(name)
-    return None if at < 0 else int(content[at + len(name) :].split(None, 1)[0])
 
 
 DISK_COLUMNS = HOST.names("disk_read_bytes", "disk_count")
@@ -365,7 +359,8 @@ def _pressures(root: Path) -> tuple[Reading, ...]:
 
     both = ("some", "full")
     return (
-        of("cpu", ("some",), memory.parse_some_pressure),
+        # `full` is not defined for a node, and written as 0 (Linux Documentation/accounting/psi).
+        of("cpu", ("some",), lambda content: memory.parse_pressure(content)[:1]),
         of("memory", both, memory.parse_pressure),
         of("io", both, memory.parse_pressure),
     )

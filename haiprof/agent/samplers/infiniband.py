@@ -248,16 +248,14 @@ class _PortSampler(TableSampler):
     def refresh(self) -> None:
         """Drops ports that were registered again or are gone; looks for new ones at intervals."""
         lost = [i for i, port in self._ports.items() if inode(port.folder) != port.inode]
-        gone = {self._let_go(index) for index in lost}
+        for index in lost:
+            self.drop((index,))
+        gone = {self._ports.pop(index).name for index in lost}
         self._samples += 1
         if lost or not self._ports or self._samples % max(1, _LOOK_EVERY // self.every) == 0:
             self._look()
         for name in sorted(gone - {port.name for port in self._ports.values()}):
             self.missing.note(name, Unavailable("the port is gone: its device was removed"))
-
-    def _let_go(self, index: int) -> str:
-        self.drop((index,))
-        return self._ports.pop(index).name
 
     def _look(self) -> None:
         try:

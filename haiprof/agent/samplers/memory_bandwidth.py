@@ -18,6 +18,7 @@ from haiprof.linux.perf_events import (
     Share,
     close_all,
     open_counter,
+    read_sum,
     refusal,
     resctrl_entities,
 )
@@ -356,7 +357,8 @@ def _values(
     socket: int, columns: Mapping[str, _OpenColumn | Unavailable]
 ) -> tuple[Value | Unavailable, ...]:
     read, write, total, remote = (
-        _value(socket, columns[column]) for column in (READ, WRITE, TOTAL, REMOTE)
+        each if isinstance(each, Unavailable) else read_sum(each.sums[socket], each.origin)
+        for each in (columns[column] for column in (READ, WRITE, TOTAL, REMOTE))
     )
     if isinstance(columns[TOTAL], Unavailable) and isinstance(columns[READ], _OpenColumn):
         if isinstance(read, Unavailable) or isinstance(write, Unavailable):
@@ -364,18 +366,6 @@ def _values(
         else:
             total = read + write
     return read, write, total, remote
-
-
-def _value(socket: int, counters: _OpenColumn | Unavailable) -> int | Unavailable:
-    """The sum of a column's counters, or why there is none now."""
-    if isinstance(counters, Unavailable):
-        return counters
-    try:
-        return sum([each.read() for each in counters.sums[socket]])
-    except OSError as error:
-        return Unavailable(f"{counters.origin}: {error.strerror}", status="unsupported")
-    except Unavailable as why:
-        return why
 
 
 def _close(columns: Iterable[_OpenColumn | Unavailable]) -> None:

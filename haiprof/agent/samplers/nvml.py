@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.agent.samplers.table import MissingLog, Node, TableSampler
 from haiprof.linux.procfs import read_int
 from haiprof.linux.readings import (
     Entity,
@@ -43,35 +43,28 @@ ARGUMENT_VERSION_MISMATCH = 25
 DEPRECATED = 26
 
 _LOST = (GPU_IS_LOST, RESET_REQUIRED)
-_STATUS: Mapping[int, Status] = {
-    INVALID_ARGUMENT: "unsupported",
-    NOT_SUPPORTED: "unsupported",
-    NO_PERMISSION: "denied",
-    LIBRARY_NOT_FOUND: "absent",
-    FUNCTION_NOT_FOUND: "unsupported",
-    ARGUMENT_VERSION_MISMATCH: "unsupported",
-    DEPRECATED: "unsupported",
-}
+_CODES: Mapping[int, tuple[Status, str, str]] = {
+    INVALID_ARGUMENT: ("unsupported", "Invalid Argument", ""),
+    NOT_SUPPORTED: ("unsupported", "Not Supported", ""),
+    NO_PERMISSION: ("denied", "Insufficient Permissions",
+                    "the right to /dev/nvidia*, in a container with all of this GPU"),
+    NOT_FOUND: ("absent", "Not Found", ""),
+    TIMEOUT: ("absent", "Timeout", ""),
+    LIBRARY_NOT_FOUND: ("absent", "", NO_LIBRARY_REMEDY),
+    FUNCTION_NOT_FOUND: ("unsupported", "", "a newer NVIDIA driver"),
+    GPU_IS_LOST: ("absent", "GPU is lost", ""),
+    RESET_REQUIRED: ("absent", "GPU requires restart", ""),
+    OPERATING_SYSTEM: ("absent", "", "the right to /dev/nvidia* (file modes, cgroup device rules)"),
+    LIB_RM_VERSION_MISMATCH: ("absent", "", "a reboot: library and kernel module are of different "
+                              "versions"),
+    ARGUMENT_VERSION_MISMATCH: ("unsupported", "", ""),
+    DEPRECATED: ("unsupported", "deprecated, no longer answered", ""),
+}  # fmt: skip
+"""By code: what it says of a call, NVML's words for it, and what helps."""
 # These last as long as the driver runs; an invalid argument may be temporary (two GPM samples too
 # close to each other).
-_LASTING = _STATUS.keys() - {INVALID_ARGUMENT}
-_WORDS = {
-    INVALID_ARGUMENT: "Invalid Argument",
-    NOT_SUPPORTED: "Not Supported",
-    NO_PERMISSION: "Insufficient Permissions",
-    NOT_FOUND: "Not Found",
-    TIMEOUT: "Timeout",
-    GPU_IS_LOST: "GPU is lost",
-    RESET_REQUIRED: "GPU requires restart",
-    DEPRECATED: "deprecated, no longer answered",
-}
-_REMEDIES = {
-    NO_PERMISSION: "the right to /dev/nvidia*, in a container with all of this GPU",
-    FUNCTION_NOT_FOUND: "a newer NVIDIA driver",
-    LIBRARY_NOT_FOUND: NO_LIBRARY_REMEDY,
-    LIB_RM_VERSION_MISMATCH: "a reboot: library and kernel module are of different versions",
-    OPERATING_SYSTEM: "the right to /dev/nvidia* (file modes, cgroup device rules)",
-}
+_LASTING = (NOT_SUPPORTED, NO_PERMISSION, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND,
+            ARGUMENT_VERSION_MISMATCH, DEPRECATED)  # fmt: skip
 
 # NVML holds the driver's global lock, which the job's own allocations wait for (MangoHud pull
 # request 2104): longer samples are taken less often. It is the whole sample that is timed.
@@ -148,12 +141,8 @@ class Refusal(Unavailable):
     """An error of NVML; `code` is its nvmlReturn_t."""
 
     def __init__(self, code: int, reason: str) -> None:
-        super().__init__(
-            reason,
-            status=_STATUS.get(code, "absent"),
-            remedy=_REMEDIES.get(code, ""),
-            lasting=code in _LASTING,
-        )
+        status, _, remedy = _CODES.get(code, ("absent", "", ""))
+        super().__init__(reason, status=status, remedy=remedy, lasting=code in _LASTING)
         self.code = code
 
 
@@ -161,20 +150,19 @@ def refusal(code: int, what: str, words: str = "") -> Refusal:
     """An NVML return code as a reason."""
     if code == LIBRARY_NOT_FOUND:
         return Refusal(code, NO_LIBRARY)
-    return Refusal(code, f"{what}: {words or _WORDS.get(code, f'NVML error {code}')}")
+    known = _CODES[code][1] if code in _CODES else ""
+    return Refusal(code, f"{what}: {words or known or f'NVML error {code}'}")
 
 
 class Device:
     """One GPU."""
 
-    def __init__(
-        self, nvml: Nvml, index: int, handle: object, lost: Callable[[Device, str], None]
-    ) -> None:
+    def __init__(self, nvml: Nvml, index: int, handle: object, missing: MissingLog) -> None:
         self.nvml = nvml
         self.index = index
         self.handle = handle
         self.is_lost = False
-        self._tell = lost
+        self._missing = missing
 
     @property
     def name(self) -> str:
@@ -195,7 +183,7 @@ class Device:
         """Ends the use of a GPU whose return code says that it is lost."""
         if code in _LOST:
             self.is_lost = True
-            self._tell(self, reason)
+            self._missing.note(self.name, Unavailable(f"{reason}; no further values"))
             raise EntityGone
 
     def ask(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
@@ -285,7 +273,7 @@ class NvmlSampler(TableSampler):
         """One GPU; None for one that cannot be used, with the reason noted."""
         try:
             handle = self.nvml.call("nvmlDeviceGetHandleByIndex", index)
-            device = Device(self.nvml, index, handle, self._lose_device)
+            device = Device(self.nvml, index, handle, self.missing)
             details = device.details(self.root)
             readings = tuple(self.readings(device))
         except Unavailable as why:
@@ -295,9 +283,6 @@ class NvmlSampler(TableSampler):
             return None  # it has reported that itself
         self.devices.append(device)
         return Entity(key=(index,), name=device.name, readings=readings, details=details)
-
-    def _lose_device(self, device: Device, reason: str) -> None:
-        self.missing.note(device.name, Unavailable(f"{reason}; no further values"))
 
 
 def sysfs_bus_id(bus_id: str) -> str:

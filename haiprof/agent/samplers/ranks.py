@@ -13,7 +13,13 @@ from haiprof.base.errors import RunFormatError
 from haiprof.linux import topology
 from haiprof.linux.memory import MovePages, PageSample, move_pages
 from haiprof.linux.processes import Family, ProcessTree
-from haiprof.linux.procfs import file_reading, read_process, read_start_ticks, read_stat
+from haiprof.linux.procfs import (
+    file_reading,
+    last_number,
+    read_process,
+    read_start_ticks,
+    read_stat,
+)
 from haiprof.linux.readings import Entity, EntityGone, Reading, Unavailable, Value
 from haiprof.run_format.tables import PLACEMENT, PROCESS
 
@@ -191,16 +197,11 @@ def parse_run_queue_wait(content: bytes) -> tuple[int | None]:
 
 def parse_context_switches(content: bytes) -> tuple[int | None, int | None]:
     """All context switches of a thread and the involuntary ones, from its status."""
-    voluntary = _status_number(content, b"\nvoluntary_ctxt_switches:")
-    involuntary = _status_number(content, b"\nnonvoluntary_ctxt_switches:")
+    voluntary = last_number(content, b"\nvoluntary_ctxt_switches:")
+    involuntary = last_number(content, b"\nnonvoluntary_ctxt_switches:")
     if voluntary is None or involuntary is None:
         return (None, involuntary)
     return (voluntary + involuntary, involuntary)
-
-
-def _status_number(content: bytes, name: bytes) -> int | None:
-    at = content.find(name)
-    return None if at < 0 else int(content[at + len(name) :].split(None, 1)[0])
 
 
 FEWEST_PAGES = 16  # a share of fewer pages is noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from haiprof.linux.perf_events import (
     Share,
     close_all,
     open_counter,
+    read_sum,
     refusal,
 )
 from haiprof.linux.procfs import read_start_ticks
@@ -146,7 +148,10 @@ class RemoteMemorySampler(RankSampler):
                 try:
                     self._kernel.close(self._kernel.open(event.attr(), 0, -1))
                 except OSError as error:
-                    self._events[column] = self._refusal(error, event)
+                    virtual = no_core_pmu(self.root, self._cpu)
+                    self._events[column] = refusal(
+                        error, event, self.root, allowing=_OWN_PROCESS, virtual=virtual
+                    )
         refusals = {c: each for c, each in self._events.items() if isinstance(each, Unavailable)}
         if len(refusals) == len(self._events):
             raise next(iter(refusals.values()))
@@ -178,10 +183,6 @@ class RemoteMemorySampler(RankSampler):
             ),
         )
 
-    def _refusal(self, error: OSError, event: Event) -> Unavailable:
-        virtual = no_core_pmu(self.root, self._cpu)
-        return refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual=virtual)
-
 
 class RankCounters:
     """The counters of one process: one per event and thread, inherited by what starts later."""
@@ -211,7 +212,10 @@ class RankCounters:
             raise EntityGone
         if not self._sums:
             self._sums = self._open()
-        values = {column: self._value(self._sums[column]) for column in self._events}
+        values: dict[str, Value | Unavailable] = {
+            column: each if isinstance(each, Unavailable) else read_sum([each], "reading a counter")
+            for column, each in self._sums.items()
+        }
         if self._virtual and _is_filtered(values):
             values = {**values, LOCAL: _FILTERED, REMOTE: _FILTERED}
         return (*values.values(), self._share.take())
@@ -220,16 +224,6 @@ class RankCounters:
         """Ends the counting."""
         close_all(each for each in self._sums.values() if isinstance(each, ScaledSum))
         self._sums = {}
-
-    def _value(self, counters: ScaledSum | Unavailable) -> Value | Unavailable:
-        if isinstance(counters, Unavailable):
-            return counters
-        try:
-            return counters.read()
-        except OSError as error:
-            return Unavailable(f"reading a counter: {error.strerror}", status="unsupported")
-        except Unavailable as why:
-            return why
 
     def _open(self) -> dict[str, ScaledSum | Unavailable]:
         """Counters for every thread there is.
@@ -257,18 +251,13 @@ class RankCounters:
         counters: list[ScaledCounter] = []
         try:
             for thread in sorted(threads):
-                counters.extend(self._open_thread(event, thread))
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    opened = open_counter(self._kernel, event, self._share, pid=thread, cpu=-1)
+                    counters.append(opened)
         except OSError as error:
             close_all(counters)
             return refusal(error, event, self._root, allowing=_OWN_PROCESS, virtual="")
         return ScaledSum(counters, Fraction(LINE_BYTES if column in (LOCAL, REMOTE) else 1))
-
-    def _open_thread(self, event: Event, thread: int) -> list[ScaledCounter]:
-        """One counter; none for a thread that has ended."""
-        try:
-            return [open_counter(self._kernel, event, self._share, pid=thread, cpu=-1)]
-        except ProcessLookupError:
-            return []
 
     def _threads(self) -> set[int]:
         try:

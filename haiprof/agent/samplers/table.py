@@ -339,9 +339,14 @@ class TableSampler:
         values = self._nulls.copy()
         try:
             for each in bound:
-                for place, value in zip(each.positions, self._read(entity, each), strict=True):
-                    if value is not None:
-                        values[place] = value
+                if each.refused:
+                    continue
+                names, answers = each.reading.columns, _read(each)
+                for place, name, answer in zip(each.positions, names, answers, strict=True):
+                    if isinstance(answer, Unavailable):
+                        self.missing.note(name, answer, of=entity.name)
+                    else:
+                        values[place] = answer
         except EntityGone:
             self.drop(entity.key)
             return b""
@@ -362,44 +367,32 @@ class TableSampler:
             found.append(value if fits else null)
         return found
 
-    def _read(self, entity: Entity, bound: _Bound) -> Sequence[Value]:
-        """The values of one read; nulls, with the reason noted, where there are none."""
-        reading = bound.reading
-        if bound.refused:
-            return (None,) * len(reading.columns)
-        try:
-            values = reading.read()
-        except _FAILURES as error:
-            why = as_unavailable(error, reading)
-            if why.lasting:
-                bound.refused.append(why)
-            for column in reading.columns:
-                self.missing.note(column, why, of=entity.name)
-            return (None,) * len(reading.columns)
-        plain: list[Value] = []
-        for column, value in zip(reading.columns, values, strict=True):
-            if value is None or isinstance(value, Unavailable):
-                self.missing.note(column, value or _lacking(reading), of=entity.name)
-                plain.append(None)
-            else:
-                plain.append(value)
-        return plain
-
     def _states(self, entity: Entity, bound: _Bound) -> Iterable[CounterState]:
         reading, columns = bound.reading, {column.name: column for column in self.table.metrics}
         began = time.perf_counter_ns()
         try:
-            values = tuple(reading.read())
+            answers = _read(bound)
         except EntityGone:
             return
-        except _FAILURES as error:
-            values = (as_unavailable(error, reading),) * len(reading.columns)
         read_ns = time.perf_counter_ns() - began
-        for name, value in zip(reading.columns, values, strict=True):
-            known = _lacking(reading) if value is None else value
+        for name, answer in zip(reading.columns, answers, strict=True):
             yield CounterState.of(
-                self.name, entity.name, columns[name], known, origin=reading.origin, read_ns=read_ns
-            )
+                self.name, entity.name, columns[name], answer, origin=reading.origin,
+                read_ns=read_ns,
+            )  # fmt: skip
+
+
+def _read(bound: _Bound) -> Sequence[int | float | Unavailable]:
+    """One answer per column: a value, or why there is none."""
+    reading = bound.reading
+    try:
+        values = reading.read()
+    except _FAILURES as error:
+        why = as_unavailable(error, reading)
+        if why.lasting:
+            bound.refused.append(why)
+        return (why,) * len(reading.columns)
+    return [_lacking(reading) if value is None else value for value in values]
 
 
 def as_unavailable(error: Exception, reading: Reading) -> Unavailable:

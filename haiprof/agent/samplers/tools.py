@@ -23,32 +23,26 @@ from haiprof.linux.readings import Status, Unavailable, os_status
 
 Kind = Literal["launcher", "tool"]
 
-_LAUNCHERS = (
-    ("torchrun", "PyTorch's own launcher"),
-    ("accelerate", "Hugging Face Accelerate"),
-    ("deepspeed", "DeepSpeed"),
-    ("fabric", "Lightning Fabric"),
-    ("composer", "MosaicML Composer"),
-    ("colossalai", "Colossal-AI"),
-    ("horovodrun", "Horovod"),
-    ("srun", "Slurm"),
-    ("mpirun", "MPI"),
-    ("mpiexec", "MPI"),
-)
-_TOOLS = (
-    ("nsys", "Nsight Systems: GPU metrics down to 100 µs"),
-    ("ncu", "Nsight Compute: one kernel in depth"),
-    ("nvidia-smi", "NVIDIA driver state"),
-    ("dcgmi", "DCGM: GPU metrics where NVML GPM has none"),
-    ("py-spy", "Python stacks of a running rank"),
-    ("perf", "CPU profiles"),
-    ("numactl", "binds ranks to NUMA nodes"),
-    ("perfquery", "InfiniBand counters, also of switches"),
-    ("lctl", "Lustre client counters"),
-)
-_PROGRAMS: tuple[tuple[Kind, tuple[tuple[str, str], ...]], ...] = (
-    ("launcher", _LAUNCHERS),
-    ("tool", _TOOLS),
+_PROGRAMS: tuple[tuple[Kind, str, str], ...] = (
+    ("launcher", "torchrun", "PyTorch's own launcher"),
+    ("launcher", "accelerate", "Hugging Face Accelerate"),
+    ("launcher", "deepspeed", "DeepSpeed"),
+    ("launcher", "fabric", "Lightning Fabric"),
+    ("launcher", "composer", "MosaicML Composer"),
+    ("launcher", "colossalai", "Colossal-AI"),
+    ("launcher", "horovodrun", "Horovod"),
+    ("launcher", "srun", "Slurm"),
+    ("launcher", "mpirun", "MPI"),
+    ("launcher", "mpiexec", "MPI"),
+    ("tool", "nsys", "Nsight Systems: GPU metrics down to 100 µs"),
+    ("tool", "ncu", "Nsight Compute: one kernel in depth"),
+    ("tool", "nvidia-smi", "NVIDIA driver state"),
+    ("tool", "dcgmi", "DCGM: GPU metrics where NVML GPM has none"),
+    ("tool", "py-spy", "Python stacks of a running rank"),
+    ("tool", "perf", "CPU profiles"),
+    ("tool", "numactl", "binds ranks to NUMA nodes"),
+    ("tool", "perfquery", "InfiniBand counters, also of switches"),
+    ("tool", "lctl", "Lustre client counters"),
 )
 
 # Bits of /proc/PID/status CapEff; source: include/uapi/linux/capability.h.
@@ -114,16 +108,12 @@ def find_tools(
     """Looks up every launcher and tool; starts none."""
     folder = scripts or Path(sys.executable).parent
     folders = os.pathsep.join([os.environ.get("PATH", "") if path is None else path, str(folder)])
-    return tuple(
-        _tool(name, kind, purpose, known.get(name) or shutil.which(name, path=folders))
-        for kind, programs in _PROGRAMS
-        for name, purpose in programs
-    )
-
-
-def _tool(name: str, kind: Kind, purpose: str, path: str | None) -> Tool:
-    status: Status = "absent" if path is None else "available"
-    return Tool(name=name, kind=kind, status=status, path=path, purpose=purpose)
+    found = []
+    for kind, name, purpose in _PROGRAMS:
+        place = known.get(name) or shutil.which(name, path=folders)
+        status: Status = "absent" if place is None else "available"
+        found.append(Tool(name=name, kind=kind, status=status, path=place, purpose=purpose))
+    return tuple(found)
 
 
 def software(root: Path = Path("/")) -> Software:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -199,7 +200,7 @@ def test_status_of_a_process_is_read_before_its_parent_asks_and_after(
         if reaped:
             child.wait()
         else:
-            within(60, lambda: watched.is_over())
+            within(60, lambda: bool(select.select([watched.fd], [], [], 0)[0]))
         found = watched.read_exit()
         if found.source == "gone":
             pytest.skip("before Linux 6.15 nobody knows it once the parent has asked")

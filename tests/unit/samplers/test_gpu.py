@@ -14,7 +14,7 @@ from haiprof.agent.samplers.gpu import GpuSampler
 from haiprof.agent.samplers.gpu_activity import RATIOS, Gpm
 from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.agent.samplers.nvml import Device, Nvml, numa_node, sysfs_bus_id
-from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node
+from haiprof.agent.samplers.table import ALL_METRICS, Missing, MissingLog, Node
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_lines, read_records
@@ -425,7 +425,7 @@ def test_gpm_ratio_is_that_of_two_samples_far_enough_apart(one: Driver) -> None:
 def test_gpm_at_ten_hertz_has_a_value_at_each_sample_though_some_come_a_little_early() -> None:
     nvml = Nvml(FakeNvml([FakeGpu()]))
     nvml.open()
-    device = Device(nvml, 0, nvml.call("nvmlDeviceGetHandleByIndex", 0), lambda *_: None)
+    device = Device(nvml, 0, nvml.call("nvmlDeviceGetHandleByIndex", 0), MissingLog())
     now, tick = [0], 100_000_000
 
     def pause(seconds: float) -> None:
