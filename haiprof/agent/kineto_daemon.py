@@ -27,7 +27,6 @@ from haiprof.agent.kineto_protocol import (
     address_for,
     decode,
     decode_ask,
-    decode_ours,
     encode,
     encode_count,
     encode_ours,
@@ -39,6 +38,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_KINETO_FOLDER
 from haiprof.base.safe_files import remove_file
+from haiprof.run_format.control import read_object
 from haiprof.run_format.layout import RunPaths
 
 SILENT_NS = 60_000_000_000
@@ -47,16 +47,6 @@ CLIENT_LIMIT = 512
 REQUEST_LIMIT = 64
 _ID_LIMIT = 64
 _TEXT_LIMIT = 8192
-
-
-@dataclass(slots=True)
-class Client:
-    """A process that speaks Kineto's protocol."""
-
-    pid: int
-    """Its process id in this namespace."""
-    ask: Ask
-    seen_ns: int
 
 
 @dataclass(slots=True)
@@ -79,7 +69,8 @@ class PendingRequests:
         mono_ns: Callable[[], int] = time.monotonic_ns,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.clients: dict[int, Client] = {}
+        self.clients: dict[int, tuple[Ask, int]] = {}
+        """What each process said last, by its process id in this namespace, and when."""
         self.requests: dict[str, Pending] = {}
         self._mono_ns, self._wall_ns = mono_ns, wall_ns
 
@@ -90,7 +81,7 @@ class PendingRequests:
         """
         self._forget()
         if pid in self.clients or len(self.clients) < CLIENT_LIMIT:
-            self.clients[pid] = Client(pid, ask, self._mono_ns())
+            self.clients[pid] = (ask, self._mono_ns())
         for name, pending in self.requests.items():
             if pending.states.get(pid) == "delivered" and ask.free:
                 pending.states[pid] = "over"
@@ -115,13 +106,13 @@ class PendingRequests:
             return {
                 "clients": [
                     {
-                        "pid": client.pid,
-                        "pids": list(client.ask.pids),
-                        "job": client.ask.job,
-                        "free": client.ask.free,
-                        "silent_ns": self._mono_ns() - client.seen_ns,
+                        "pid": pid,
+                        "pids": list(ask.pids),
+                        "job": ask.job,
+                        "free": ask.free,
+                        "silent_ns": self._mono_ns() - seen_ns,
                     }
-                    for client in self.clients.values()
+                    for pid, (ask, seen_ns) in self.clients.items()
                 ]
             }
         name = question.get("id")
@@ -162,7 +153,7 @@ class PendingRequests:
     def _forget(self) -> None:
         """Removes silent processes and expired requests."""
         oldest, now = self._mono_ns() - SILENT_NS, self._wall_ns()
-        self.clients = {p: c for p, c in self.clients.items() if c.seen_ns >= oldest}
+        self.clients = {pid: known for pid, known in self.clients.items() if known[1] >= oldest}
         self.requests = {n: r for n, r in self.requests.items() if r.expires_wall_ns > now}
 
 
@@ -264,7 +255,7 @@ class KinetoAgent:
         if message is None:
             return False
         if message.type == OURS:
-            question = decode_ours(message.payload)
+            question = read_object(message.payload)
             if question is None:
                 return False
             self._send(encode_ours(self.pending.answer(question)), sender)
@@ -371,17 +362,11 @@ def listen(address: str, ready: Callable[[str], None]) -> int:
         signal.sigwait(ending)
     finally:
         agent.stop()
-        _remove_dead(address)
+        if not address.startswith("\0"):  # sockets that ended processes left in the folder
+            for left in Path(address).parent.glob("dynoconfigclient*"):
+                if not is_alive(str(left)):
+                    remove_socket(str(left))
     return agent.ignored_count
-
-
-def _remove_dead(address: str) -> None:
-    """Removes sockets that ended processes left in the folder."""
-    if address.startswith("\0"):
-        return
-    for left in Path(address).parent.glob("dynoconfigclient*"):
-        if not is_alive(str(left)):
-            remove_socket(str(left))
 
 
 @dataclass(slots=True)
@@ -412,16 +397,15 @@ def prepare_kineto(
         return None  # a daemon of the site's own: the job is left to it
     name = f"kineto-{socket.gethostname()[:60]}-{os.getpid()}"
     folder = PrivateFolder.create(run.control / name)
-    agent = KinetoAgent(f"{folder.as_seen}/{NAME}", failed=_report_failure)
+    agent = KinetoAgent(
+        f"{folder.as_seen}/{NAME}",
+        failed=lambda reason: print_message(
+            f"the Kineto agent has ended ({reason}): the job goes on, and cannot be traced that way"
+        ),
+    )
     try:
         agent.bind()
     except OSError:
         folder.remove()
         raise
     return JobKinetoAgent(agent, folder)
-
-
-def _report_failure(reason: str) -> None:
-    print_message(
-        f"the Kineto agent has ended ({reason}): the job goes on, and cannot be traced that way"
-    )

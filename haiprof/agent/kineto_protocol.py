@@ -14,6 +14,7 @@ from typing import Any
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_KINETO_FOLDER
 from haiprof.base.safe_files import MadeFolder, make_private, remove_file
+from haiprof.run_format.control import read_object
 
 CONTEXT = b"ctxt"
 """A process states which GPU it uses; the answer is how many do."""
@@ -79,13 +80,6 @@ def decode_ask(payload: bytes) -> Ask | None:
     return Ask(free=bool(kinds & _ACTIVITIES), job=job, pids=pids)
 
 
-def encode_ask(ask: Ask) -> bytes:
-    """The datagram that a process sends."""
-    kinds = 1 | (_ACTIVITIES if ask.free else 0)
-    payload = _ASK.pack(kinds, len(ask.pids), ask.job)
-    return encode(REQUEST, payload + b"".join(map(_PID.pack, ask.pids)))
-
-
 def is_context(payload: bytes) -> bool:
     """Whether the payload states which GPU a process uses."""
     return len(payload) == _CONTEXT.size
@@ -99,15 +93,6 @@ def encode_count(count: int) -> bytes:
 def encode_ours(content: Mapping[str, Any]) -> bytes:
     """A question to the agent, or its answer."""
     return encode(OURS, json.dumps(content).encode())
-
-
-def decode_ours(payload: bytes) -> dict[str, Any] | None:
-    """The JSON object of a message of haiprof's own; None if it is not one."""
-    try:
-        content = json.loads(payload)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 NAME = "dynolog"
@@ -269,7 +254,7 @@ def ask_agent(address: str, question: Mapping[str, Any]) -> dict[str, Any]:
                 f"{shown}: no agent listens there ({error.strerror or error})",
                 hint="haiprof trace kineto-agent listens for jobs that run without haiprof",
             ) from None
-    answer = decode_ours(message.payload) if message and message.type == OURS else None
+    answer = read_object(message.payload) if message and message.type == OURS else None
     if answer is None:
         raise NoAgentError(f"{shown}: its answer cannot be read")
     if "error" in answer:

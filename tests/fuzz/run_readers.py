@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from unittest import mock
 
 from haiprof.agent import reach_uplink as messages
 from haiprof.agent.kineto_daemon import KinetoAgent
-from haiprof.agent.kineto_protocol import Ask, encode, encode_ask, encode_ours
+from haiprof.agent.kineto_protocol import REQUEST, encode, encode_ours
 from haiprof.agent.reach_controller import Connection, Events
 from haiprof.agent.reach_uplink import AGENT, CONTROLLER, MAGIC, NONCE_BYTES, Handshake, read_token
 from haiprof.agent.relay import Peer, Relay
@@ -36,7 +37,7 @@ from haiprof.live.kineto_processes import trigger
 from haiprof.live.nccl_ras import ras_suspects
 from haiprof.live.scheduler import read_pod
 from haiprof.live.snapshot import _native_stack, _run_spy
-from haiprof.live.standstill import RankState, groups, main_stack, merge, odd_ranks
+from haiprof.live.standstill import RankState, main_stack, merge, odd_ranks
 from haiprof.run_analysis.counter_sources import read_export
 from haiprof.run_analysis.remote_runs import _states
 from haiprof.run_analysis.run_files import RunFiles, open_run, record_columns
@@ -268,7 +269,7 @@ def take_replies(data: bytes) -> object:
     stack = main_stack(threads) if isinstance(threads, list) else None
     stacks = {} if stack is None else {0: stack, 1: (), 2: stack}
     json.dumps(merge(stacks).as_json())
-    return bool(peer.name), named.reported_steps is None, len(groups(stacks)), odd_ranks(stacks)
+    return bool(peer.name), named.reported_steps is None, odd_ranks(stacks)
 
 
 @cache
@@ -297,7 +298,7 @@ def answer_kineto(data: bytes) -> object:
 
 @cache
 def kineto_seeds() -> list[bytes]:
-    ask = encode_ask(Ask(free=True, job=5, pids=(7, 1)))
+    ask = encode(REQUEST, struct.pack("=iiqii", 3, 2, 5, 7, 1))
     trace = {"do": "trace", "id": "a", "text": "X=1", "pids": [7], "expires_wall_ns": 1 << 62}
     ours = [encode_ours(q) for q in (trace, {"do": "clients"}, {"do": "state", "id": "a"})]
     context = encode(b"ctxt", bytes(16))

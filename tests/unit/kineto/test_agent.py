@@ -24,7 +24,6 @@ from haiprof.agent.kineto_protocol import (
     decode,
     decode_ask,
     encode,
-    encode_ask,
     is_alive,
 )
 from haiprof.base.errors import UsageError
@@ -46,6 +45,12 @@ class Process:
         assert message is not None
         assert message.type == b"req"
         return message.payload.decode()
+
+
+def encode_ask(ask: Ask) -> bytes:
+    """The datagram that a process sends."""
+    numbers = (3 if ask.free else 1, len(ask.pids), ask.job, *ask.pids)
+    return encode(b"req", struct.pack(f"=iiq{len(ask.pids)}i", *numbers))
 
 
 def ask_of(*, free: bool = True) -> Ask:
