@@ -35,20 +35,6 @@ def activate(config: Mapping[str, Any]) -> None:
         _record(config, late=False)
 
 
-def activate_late(config: Mapping[str, Any]) -> bool:
-    """Installs the hook in a process that trains already, for the first time or again.
-
-    Nothing is taken before a place between two steps. It may be called on any thread: attributes
-    are replaced one by one, each at once, and a call under way goes on in what it began in.
-    """
-    global _activated
-    if _recorder is not None and not _recorder.closed:
-        return False
-    _activated = True
-    _record(config, late=True)
-    return True
-
-
 def activate_request(arguments: Mapping[str, Any], *, recorder: Recorder) -> Mapping[str, Any]:
     """Begins another recording in this process, after an earlier one has ended.
 
@@ -62,15 +48,23 @@ def activate_request(arguments: Mapping[str, Any], *, recorder: Recorder) -> Map
 
 
 def activate_into(run: RunPaths, *, owner: int) -> dict[str, Any]:
-    """Begins a recording as a run directory's boot config says."""
+    """Begins a recording as a run directory's boot config says, in a process that trains already.
+
+    Nothing is taken before a place between two steps. It may be called on any thread: attributes
+    are replaced one by one, each at once, and a call under way goes on in what it began in.
+    """
+    global _activated
     for path in (run.root, run.boot, run.boot_config):
         problem = find_problem(path, owner=owner)
         if problem:
             raise PermissionError(f"{path} {problem}")
     config = json.loads(run.boot_config.read_text(encoding="utf-8"))
     with _lock:
-        begun = activate_late({**config, "run_dir": str(run.root)})
-    return {"state": "done"} if begun else {"state": "refused", "reason": BUSY}
+        if _recorder is not None and not _recorder.closed:
+            return {"state": "refused", "reason": BUSY}
+        _activated = True
+        _record({**config, "run_dir": str(run.root)}, late=True)
+    return {"state": "done"}
 
 
 def _record(config: Mapping[str, Any], *, late: bool) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from haiprof.base.safe_files import write_file
@@ -128,24 +128,20 @@ class RankFiles:
         """Notes lost files, compilations and collectives; what fails is left alone."""
         self.note_lost()
         self._note_torch_counters()
-        if self.collectives is not None:
-            try:
-                self.collectives.beat()
-            except Exception as error:
-                self._lose_collectives(error)
+        self._read_collectives(FlightRecorder.beat)
 
     def keep_collectives(self) -> None:
         """Writes the last collectives down, at the end of the recording."""
+        self._read_collectives(FlightRecorder.dump)
+
+    def _read_collectives(self, read: Callable[[FlightRecorder], object]) -> None:
         if self.collectives is not None:
             try:
-                self.collectives.dump()
+                read(self.collectives)
             except Exception as error:
-                self._lose_collectives(error)
-
-    def _lose_collectives(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
-        self.note({"type": "collectives_failed", "reason": reason})
-        self.collectives = None
+                reason = f"{type(error).__name__}: {error}"
+                self.note({"type": "collectives_failed", "reason": reason})
+                self.collectives = None
 
     def close(self) -> None:
         """Closes all files."""

@@ -25,14 +25,22 @@ from haiprof.in_job.object_settings import (
     Registry,
     RootDescriber,
     describe_loader,
-    describe_optimizer,
     wrap_iter,
 )
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.settings import CollectorPauses, Settings
 from haiprof.in_job.spans import make_spans, time_call
 from haiprof.in_job.worker_stacks import wrap_worker_loop
-from haiprof.run_format.schema import BACKWARD, DATA, DATA_ITER, FORWARD, SAVE, SCALER
+from haiprof.run_format.schema import (
+    BACKWARD,
+    DATA,
+    DATA_ITER,
+    FORWARD,
+    OPTIMIZER,
+    SAVE,
+    SCALER,
+    TAG_BITS,
+)
 
 _OPTIMIZER_HOOKS: list[Any] = []
 _OPTIMIZER_STATES: list[patches.State] = []  # of the installation whose hooks these are
@@ -71,7 +79,11 @@ class Installer:
         self.state = patches.State(recorder, _tracing_test(torch))
         self.is_grad_enabled = torch.is_grad_enabled
         self.roots = Registry(self._describe_root, patches.module_codes, recorder.lines)
-        self.optimizers = Registry(describe_optimizer, patches.optimizer_code, recorder.lines)
+        self.optimizers = Registry(
+            lambda optimizer: {"type": "optimizer", "name": type(optimizer).__name__},
+            lambda tag: OPTIMIZER | tag << TAG_BITS,
+            recorder.lines,
+        )
         self._root_describer = RootDescriber()
         self._pauses = CollectorPauses(recorder)
         self._settings = Settings(

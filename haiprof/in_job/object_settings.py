@@ -332,11 +332,6 @@ class RootDescriber:
         }
 
 
-def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """The line of an optimizer."""
-    return {"type": "optimizer", "name": type(optimizer).__name__}
-
-
 def _autocast_dtype() -> str | None:
     """What autocast makes of this thread's operators, by the first device; None where it is off."""
     torch = sys.modules.get("torch")

@@ -330,11 +330,6 @@ def module_codes(tag: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (EVAL | high, NOGRAD | high), (FORWARD_EVAL | high, FORWARD | high)
 
 
-def optimizer_code(tag: int) -> int:
-    """Code of an optimizer's spans."""
-    return OPTIMIZER | tag << TAG_BITS
-
-
 def wrap_backward(original: Callable[..., Any], state: State) -> Any:
     """Times every entry of the autograd engine: backward(), autograd.grad(), closures."""
     is_tracing, recorder = state.is_tracing, state.recorder

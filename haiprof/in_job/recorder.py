@@ -313,9 +313,7 @@ class Recorder:
             line = {"type": "record_start", "time_ns": self._window.started_ns}
             files.note({**line, "optimizer_steps_before": self._window.steps_before})
             self._start_sampler(files)
-        for line in take_all(self.lines):
-            files.note(line)
-        for line in self.installed.settings_lines(False):
+        for line in (*take_all(self.lines), *self.installed.settings_lines(False)):
             files.note(line)
         records = take_all(self.device_records)
         files.write(kept, records if self._start_noted else [])

@@ -19,6 +19,7 @@ from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.stack_sampler import PACE, StackSampler, why_not_sampled
 from haiprof.in_job.threads import start_deaf_thread
 from haiprof.run_format.layout import RankPaths, RunPaths
+from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.stack_lines import END, FILE_LIMIT_BYTES
 from haiprof.run_format.writer import LineWriter
 
@@ -30,7 +31,6 @@ SHARE = 0.2
 MAX_HZ = 10.0
 MIN_HZ = 1.0
 SEARCHED_RANKS = 64
-_REPORT_LIMIT_BYTES = 1 << 20
 _HEADER_LIMIT_BYTES = 1 << 16
 _BLOCK_BYTES = 512
 """What `st_blocks` counts."""
@@ -178,18 +178,10 @@ def find_rank(run: RunPaths, pid: int | None) -> RankPaths | None:
     likely = [paths for number, _, paths in reversed(folders) if number == rank]
     others = [paths for number, _, paths in reversed(folders) if number != rank]
     for paths in (*likely, *others)[:SEARCHED_RANKS]:
-        if _pid_of(paths) == (pid, os.uname().nodename):
+        report = try_read_json(paths.report)
+        if (report.get("pid"), report.get("host")) == (pid, os.uname().nodename):
             return paths
     return None
-
-
-def _pid_of(paths: RankPaths) -> tuple[object, object] | None:
-    try:
-        with paths.report.open("rb") as file:
-            content = json.loads(file.read(_REPORT_LIMIT_BYTES))
-        return content.get("pid"), content.get("host")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def _forget(_: dict[str, Any]) -> None:

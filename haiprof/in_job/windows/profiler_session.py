@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.descriptors import Descriptor
-from haiprof.in_job.identity import rank_and_world
 from haiprof.in_job.threads import hold_size_signal
 from haiprof.in_job.windows.user_profilers import Guard
 
@@ -177,12 +176,6 @@ class Session:
             return dict(found)
         initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
         return {"distributedInfo": None} if initialised else {}
-
-
-def distributed_info() -> dict[str, Any]:
-    """What torch writes itself where torch.distributed is on: rank and world size."""
-    rank, world = rank_and_world()
-    return {"rank": rank, "world_size": world, "backend": None}
 
 
 def _experimental(what: ProfilerOptions) -> Any:

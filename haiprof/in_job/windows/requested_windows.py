@@ -20,7 +20,7 @@ from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.threads import hold_size_signal
 from haiprof.in_job.windows.forward_lines import ForwardLines
 from haiprof.in_job.windows.phase_times import PhaseTimes
-from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, distributed_info, fits
+from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, fits
 from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow, StepTimes
 from haiprof.in_job.windows.user_profilers import Guard
 from haiprof.run_format.clock import ClockAnchor
@@ -151,7 +151,6 @@ class Recording:
         path = self.files.et_draft if self.with_et else None
         self.session = Session(what, context.guard, path)
         self.session.prepare()
-        self.setup_ns = self.session.setup_ns
         self.clock = self.files.clock
         self.end_ns = 0
         self.started = False
@@ -181,21 +180,21 @@ class Recording:
         lines = self._lines.stop()
         self.end_ns = _now()
         self.stopped = True
-        identity = torch_facts()
-        clock = {"wall_ns": self.clock.wall_ns, "mono_ns": self.clock.mono_ns}
-        shared = distributed_info()
+        identity, (rank, world) = torch_facts(), rank_and_world()
         own = {
             "run": self._context.recorder.run.root.name,
-            "rank": shared["rank"],
-            "world_size": shared["world_size"],
+            "rank": rank,
+            "world_size": world,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "gpu_uuid": identity["gpu_uuid"],
             "torch": identity["torch"],
-            "clock": clock,
+            "clock": asdict(self.clock),
             **({} if lines is None else {"lines": lines}),
             **details,
         }
+        # As torch writes it itself where torch.distributed is on.
+        shared = {"rank": rank, "world_size": world, "backend": None}
         self.session.stop({"distributedInfo": shared, "haiprof": own})
 
     def save(self, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +209,7 @@ class Recording:
             "options": asdict(self.what),
             "remark": self.remark,
             **self.phases.as_json(self.clock),
-            "setup_ns": self.setup_ns,
+            "setup_ns": self.session.setup_ns,
             "start_ns": self.session.start_ns,
             "stop_ns": self.session.stop_ns,
             "export_ns": export_ns,
@@ -410,7 +409,8 @@ class PlannedWindows(Windows):
         rehearsal.session.save(rehearsal.files.raw_draft)
         self._step_bytes = rehearsal.files.raw_draft.stat().st_size
         rehearsal.files.drop()
-        self._stall_ns += rehearsal.setup_ns + rehearsal.session.start_ns + _now() - began
+        session = rehearsal.session
+        self._stall_ns += session.setup_ns + session.start_ns + _now() - began
 
     def _too_large(self, wanted: PlannedWindow) -> str | None:
         context, step = self._context, self._step_bytes or 0

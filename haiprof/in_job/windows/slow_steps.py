@@ -240,7 +240,7 @@ class KeepSlow(Windows):
         longer = 0
         if self._spent:  # one step in which something else happened says nothing of the profiler
             longer = max(0, upper_median(self._spent) - usual) * len(self._spent)
-        cost = recording.setup_ns + session.start_ns + session.stop_ns + longer
+        cost = session.setup_ns + session.start_ns + session.stop_ns + longer
         self._costs.append(cost)
         self._cost_ns += cost
         before, now = self._resident_bytes, _resident_bytes()

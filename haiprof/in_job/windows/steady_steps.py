@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from haiprof.in_job.windows.step_counter import Snapshot, StepCounter, Tell
+from haiprof.in_job.windows.step_counter import Snapshot, StepCounter, Tell, batch_count
 from haiprof.run_format.schema import BACKWARD, DATA, FORWARD, OPTIMIZER
 
 ALIKE_STEPS = 3  # in a row, before the next one is taken to be the same
@@ -85,7 +85,7 @@ class SteadySteps:
             return False
         self._kinds = (*(kind for kind, _ in last), _NONE)
         self._ids = (*(target for _, target in last), 0)
-        self._by_loader, self._batches = by_loader, _batch_count(target)
+        self._by_loader, self._batches = by_loader, batch_count(target)
         self._place, self._done, self._number = 0, 0, self._counter.count
         self.follows = True
         return True
@@ -166,12 +166,3 @@ class SteadySteps:
         self._counter.advance(gain, self._done)
         for number, (kind, target) in enumerate(last[:place], start=1):
             self._counter.repeat(kind, target, ended=number < place or not under_way)
-
-
-def _batch_count(iterator: Any) -> int | None:
-    """How many batches a loader's iterator gives; None where that is not known."""
-    try:
-        count: int = iterator._num_yielded * 0 + len(iterator._index_sampler)
-    except Exception:  # no loader, or one of its own kind
-        return None
-    return count

@@ -183,7 +183,8 @@ class StepCounter:
 
     def _fetch(self, kind: int, target: Any) -> None:
         dataset = id(getattr(target, "dataset" if kind == DATA_ITER else "_dataset", None))
-        exhausted = kind == DATA and self._closed and _is_exhausted(target)
+        count = batch_count(target) if kind == DATA and self._closed else None
+        exhausted = count is not None and target._num_yielded >= count
         if exhausted and dataset == self._dataset:
             self._exhausted = True
         if exhausted or self._for_evaluation(dataset):
@@ -282,12 +283,13 @@ class StepCounter:
         return cycles if sure else self._by_optimizer
 
 
-def _is_exhausted(iterator: Any) -> bool:
-    """Whether the next fetch will find no batch left; false where the loader has no length."""
+def batch_count(iterator: Any) -> int | None:
+    """How many batches a loader's iterator gives; None where that is not known."""
     try:
-        return bool(iterator._num_yielded >= len(iterator._index_sampler))
-    except Exception:  # a loader of its own kind
-        return False
+        count: int = iterator._num_yielded * 0 + len(iterator._index_sampler)
+    except Exception:  # no loader, one of its own kind, or one without a length
+        return None
+    return count
 
 
 def _something_compiled() -> bool:

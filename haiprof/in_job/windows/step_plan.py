@@ -220,13 +220,7 @@ class Plan:
         wanted = self._wanted
         if wanted is None or wanted.until_ns is None or wanted.after_last is not None:
             return None if wanted is None else wanted.after_last
-        name = f"{self.window}-end"
-        found = self._agreement.find(name)
-        if found is None and _now() >= wanted.until_ns:
-            alone = rank_and_world()[1] == 1
-            found = self._agreement.settle(
-                name, number + (0 if alone else self._steps_in(times.usual_ns))
-            )
+        found = self._agree(f"{self.window}-end", number, wanted.until_ns, times, least=0)
         if found is not None:
             self._wanted = replace(wanted, after_last=found)
         return found
@@ -242,22 +236,28 @@ class Plan:
         self._want(first, first + length)
 
     def _find_first(self, number: int, trained_ns: int, times: StepTimes) -> None:
-        first = self._agreement.find("first")
-        if first is None and _now() >= trained_ns + self._warmup_ns:
-            alone = rank_and_world()[1] == 1
-            ahead = LEAD_STEPS if alone else max(LEAD_STEPS, self._steps_in(times.usual_ns))
-            first = self._agreement.settle("first", number + ahead)
+        due_ns = trained_ns + self._warmup_ns
+        first = self._agree("first", number, due_ns, times, least=LEAD_STEPS)
         if first is not None and self._time_ns:
             self._want(first, None, until_ns=trained_ns + self._warmup_ns + self._time_ns)
         elif first is not None:
             self._want(first, first + self._count)
 
-    def _steps_in(self, usual_ns: int) -> int:
-        """Steps in which every rank has looked into the run directory."""
-        step_ns = usual_ns or self._pace_ns
-        if step_ns <= 0:
-            return 2 + STEPS_BEFORE
-        return 2 + round(self._ahead_s * _NS_PER_S) // step_ns
+    def _agree(
+        self, name: str, number: int, due_ns: int, times: StepTimes, *, least: int
+    ) -> int | None:
+        """A step that all ranks take, settled from a time on: at least so many steps ahead.
+
+        By then every rank has looked into the run directory.
+        """
+        found = self._agreement.find(name)
+        if found is None and _now() >= due_ns:
+            step_ns, ahead = times.usual_ns or self._pace_ns, 0
+            if rank_and_world()[1] > 1:
+                pace = round(self._ahead_s * _NS_PER_S) // step_ns if step_ns > 0 else STEPS_BEFORE
+                ahead = 2 + pace
+            found = self._agreement.settle(name, number + max(least, ahead))
+        return found
 
 
 class RollingSchedule:
