@@ -248,10 +248,6 @@ def _folder(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _folder_or_address(text: str) -> Path | str:
-    return text if is_address(text) else Path(text).expanduser()
-
-
 def _users(text: str) -> tuple[str, ...]:
     words = tuple(filter(None, (part.strip() for part in text.split(","))))
     for word in words:
@@ -343,7 +339,8 @@ OPTIONS = (
                f"largest raw trace of a rank and window (default: {Options.trace_limit_mb:g})"),
     OptionSpec("recorder", "recorder", _recorders, "HAIPROF_RECORDERS", "LIST",
                f"comma list of all, basic, {', '.join(RECORDERS)} (perf is not in all)"),
-    OptionSpec("log-dir", "log_dir", _folder_or_address, ENV_LOG_DIR, "DIR",
+    OptionSpec("log-dir", "log_dir", lambda text: text if is_address(text) else _folder(text),
+               ENV_LOG_DIR, "DIR",
                f"where run directories go, also s3://BUCKET/... (default: {Options.log_dir})"),
     OptionSpec("local-dir", _LOCAL_DIR, _folder, "HAIPROF_LOCAL_DIR", "DIR",
                "with an address as log-dir: where runs are recorded first (default: "

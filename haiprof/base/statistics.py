@@ -36,8 +36,6 @@ class Resampled:
 
     median: float
     """Of the series itself."""
-    means: Floats
-    """Of each column over all values."""
     median_sd: float
     """Standard error of the median."""
     mean_sds: Floats
@@ -62,7 +60,6 @@ def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -
     order = np.argsort(series, kind="stable")
     ordered, placed = columns[order], series[order]
     draws = int(np.clip(_WORK // count, LEAST_REPLICATES, replicates))
-    own = _statistics(np.ones((1, count)), placed, ordered)
     memory = _memory(series)
     parts = [_statistics(c[:, order], placed, ordered) for c in _counts(count, block, draws)]
     medians, means = (np.concatenate(kind) for kind in zip(*parts, strict=True))
@@ -72,7 +69,6 @@ def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -
     more = max(1.0, least_sd / drawn_sd) if drawn_sd > 0 else 1.0
     return Resampled(
         median=float(np.median(series)),
-        means=own[1][0],
         median_sd=drawn_sd * more,
         mean_sds=means.std(axis=0, ddof=1) * more,
         effective_count=min(count / block, count / memory),

@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +187,7 @@ class Request:
 
     def as_json(self) -> dict[str, Any]:
         """The request as plain JSON values."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "arguments": dict(self.arguments),
-            "expires_wall_ns": self.expires_wall_ns,
-            "ranks": None if self.ranks is None else list(self.ranks),
-        }
+        return {**asdict(self), "ranks": None if self.ranks is None else list(self.ranks)}
 
 
 def new_request(

@@ -17,8 +17,6 @@ from haiprof.run_format.reader import check_version, read_json
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.writer import write_json
 
-_INTEGERS = ("version", "launcher_pid", "start_wall_ns")
-_INTEGERS_OR_NULL = ("end_wall_ns", "exit_status", "job_pid")
 _INTEGER_LIMIT = 1 << 63
 
 
@@ -88,7 +86,7 @@ def read_manifest(run: RunPaths) -> Manifest:
     check_version(run.manifest, content.get("version"))
     known = {k: v for k, v in content.items() if k in Manifest.__dataclass_fields__}
     for name, value in known.items():
-        if not _fits(name, value):
+        if not _fits(Manifest.__annotations__[name], value):
             raise RunFormatError(
                 f"{run.manifest}: {name!r} holds a {type(value).__name__} that does not fit"
             )
@@ -118,21 +116,16 @@ def script_words(command: Sequence[str]) -> list[str]:
     return [Path(command[first]).name, *command[first + 1 :]]
 
 
-def _fits(name: str, value: object) -> bool:
-    """Whether a value from JSON is what the field of that name holds."""
-    if name == "command":
-        return isinstance(value, list) and all(isinstance(word, str) for word in value)
-    if name in ("ranks", "unreported"):
-        return isinstance(value, list) and all(isinstance(row, dict) for row in value)
-    if name == "hook_failures":
-        return isinstance(value, list) and all(isinstance(row, str) for row in value)
-    if name in ("options", "environment"):
-        return isinstance(value, dict)
-    if name in _INTEGERS:
+def _fits(kind: str, value: object) -> bool:
+    """Whether a value from JSON is of a type, as a field of `Manifest` is annotated."""
+    if kind.endswith(" | None"):
+        return value is None or _fits(kind.removesuffix(" | None"), value)
+    if kind.startswith("list["):
+        inner = kind[len("list[") : -1]
+        return isinstance(value, list) and all(_fits(inner, each) for each in value)
+    if kind == "int":
         return type(value) is int and abs(value) < _INTEGER_LIMIT
-    if name in _INTEGERS_OR_NULL:
-        return value is None or (type(value) is int and abs(value) < _INTEGER_LIMIT)
-    return isinstance(value, str) or (name == "signal" and value is None)
+    return isinstance(value, str if kind == "str" else dict)
 
 
 def has_ended(run: RunPaths) -> bool:

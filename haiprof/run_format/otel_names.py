@@ -142,27 +142,27 @@ _UP_DOWN = frozenset(
     }
 )
 
-# What a source's entities are to OpenTelemetry: attribute -> detail of the entity.
-_GPU = {"hw.id": "uuid", "hw.name": "name", "hw.model": "model", "hw.driver_version": "driver"}
-_PORT = {"hw.id": "name", "hw.name": "name", "haiprof.rdma.link_layer": "link_layer"}
-_ENTITY_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+_Words = tuple[Mapping[str, str], Mapping[str, str]]
+_GPU: _Words = (
+    {"hw.id": "uuid", "hw.name": "name", "hw.model": "model", "hw.driver_version": "driver"},
+    {"hw.type": "gpu", "hw.vendor": "NVIDIA"},
+)
+_PORT: _Words = (
+    {"hw.id": "name", "hw.name": "name", "haiprof.rdma.link_layer": "link_layer"},
+    {"hw.type": "network"},
+)
+_OTHER: _Words = ({"haiprof.entity": "name"}, {})
+_ENTITIES: Mapping[str, _Words] = {
     "gpu": _GPU,
     "gpu_health": _GPU,
     "dcgm": _GPU,
     "infiniband": _PORT,
     "infiniband_health": _PORT,
-    "ethernet": {"network.interface.name": "name"},
-    "filesystem": {"system.filesystem.mountpoint": "name"},
+    "ethernet": ({"network.interface.name": "name"}, {}),
+    "filesystem": ({"system.filesystem.mountpoint": "name"}, {}),
 }
-_OTHER_ENTITIES = {"haiprof.entity": "name"}
-_NVIDIA = {"hw.type": "gpu", "hw.vendor": "NVIDIA"}
-_FIXED_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
-    "gpu": _NVIDIA,
-    "gpu_health": _NVIDIA,
-    "dcgm": _NVIDIA,
-    "infiniband": {"hw.type": "network"},
-    "infiniband_health": {"hw.type": "network"},
-}
+"""What a source's entities are to OpenTelemetry: the detail of the entity by attribute, and
+attributes that are the same for all."""
 
 
 def instrument(source: str, column: str) -> Instrument:
@@ -192,14 +192,14 @@ def entity_attributes(
     """OpenTelemetry's attributes of an entity."""
     if not entity.get("name"):
         return {f"haiprof.{source}.{word}": value for word, value in zip(keys, key, strict=False)}
-    words = _ENTITY_ATTRIBUTES.get(source, _OTHER_ENTITIES)
+    words, fixed = _ENTITIES.get(source, _OTHER)
     found = {name: entity.get(detail) for name, detail in words.items()}
     texts = {
         name: str(value).encode("utf-8", "replace").decode()
         for name, value in found.items()
         if value not in (None, "")
     }
-    return {**texts, **_FIXED_ATTRIBUTES.get(source, {})}
+    return {**texts, **fixed}
 
 
 def _meaning(parts: list[Instrument]) -> str:
