@@ -40,12 +40,10 @@ class Refusal(NamedTuple):
     remedy: str
 
 
-# Output of nsys, its meaning, and the remedy. The first match counts.
+# Patterns of what nsys prints, its meaning, and the remedy. The first match counts.
 _WORDS = (
-    ("Insufficient privilege", "this user may not read the GPU's performance counters",
-     "an administrator sets NVreg_RestrictProfilingToAdminUsers=0 for the NVIDIA driver and "
-     "reloads it (developer.nvidia.com/ERR_NVGPUCTRPERM)"),
-    ("ERR_NVGPUCTRPERM", "this user may not read the GPU's performance counters",
+    ("Insufficient privilege|ERR_NVGPUCTRPERM",
+     "this user may not read the GPU's performance counters",
      "an administrator sets NVreg_RestrictProfilingToAdminUsers=0 for the NVIDIA driver and "
      "reloads it (developer.nvidia.com/ERR_NVGPUCTRPERM)"),
     ("Already under profiling", "another tool holds the GPU's performance counters",
@@ -92,7 +90,10 @@ def find_nsys(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | Re
         return found or Refusal(f"{ENV_NSYS}={named}: no such program", f"correct {ENV_NSYS}")
     found = shutil.which("nsys", path=environ.get("PATH", ""))
     installed = [path for pattern in _PLACES for path in root.glob(pattern)]
-    runnable = sorted((p for p in installed if os.access(p, os.X_OK)), key=_version)
+    runnable = sorted(
+        (path for path in installed if os.access(path, os.X_OK)),
+        key=lambda path: [int(number) for number in re.findall(r"\d+", str(path))],
+    )
     if found or runnable:
         return found or str(runnable[-1])
     return Refusal(
@@ -131,11 +132,11 @@ def probe_nsys(
 
 def meaning(output: str, otherwise: str) -> Refusal:
     """Why nsys failed, from its output, with its last line."""
-    for words, reason, remedy in _WORDS:
-        if words in output:
-            line = next(line.strip() for line in output.splitlines() if words in line)
-            return Refusal(f"{reason} (nsys: {line})", remedy)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for words, reason, remedy in _WORDS:
+        line = next((line for line in lines if re.search(words, line)), None)
+        if line is not None:
+            return Refusal(f"{reason} (nsys: {line})", remedy)
     last = f" (nsys: {lines[-1]})" if lines else ""
     return Refusal(f"{otherwise}{last}", "run nsys profile --gpu-metrics-devices=help")
 
@@ -173,10 +174,6 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Ends a process that leads a group of its own, with everything in that group."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _version(path: Path) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", str(path))]
 
 
 DELAY_S = 3.0  # from the first training step: it loads libraries and allocates

@@ -167,8 +167,11 @@ class ProcessEnds:
             ended = [process for process in list(self._watched.values()) if process.fd in ready]
             exits = [(process, process.read_exit(), time.time_ns(), time.perf_counter_ns())
                      for process in ended]  # fmt: skip
-            lines = [self._line(*each) for each in exits]
-            self._note([line for line in lines if line is not None])
+            for line in [self._line(*each) for each in exits]:
+                if line is not None:
+                    append_line(self._events, line)
+                    if self._on_end is not None:
+                        self._on_end(line)
             for process in ended:
                 del self._watched[process.pid]
                 process.close()
@@ -205,10 +208,10 @@ class ProcessEnds:
         }
         if how.signal == signal.SIGKILL or how.source == "gone":
             line["oom"] = self._oom(pid)
-        if how.signal is not None or how.status:
+        failed = how.signal is not None or bool(how.status)
+        if failed:
             line["shm"] = _shared_memory()
             line["address_limit_bytes"] = self._address_limits.get(pid)
-        failed = how.signal is not None or bool(how.status)
         return line | self._output.last_lines(pid, rank, failed=failed)
 
     def _rank_of(self, pid: int) -> int | None:
@@ -234,12 +237,6 @@ class ProcessEnds:
             "limit_bytes": None if cgroup is None else _limit(cgroup),
             "cgroup": None if cgroup is None else str(cgroup.path), "kills": max(grown, 0),
             **{name: getattr(own, name) for name in _OF_KILL if own is not None}}  # fmt: skip
-
-    def _note(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            append_line(self._events, line)
-            if self._on_end is not None:
-                self._on_end(line)
 
 
 def note_job_end(

@@ -56,8 +56,7 @@ class Scrape:
         options: Options,
         streams: Callable[[], Sequence[Stream]],
     ) -> None:
-        self._run = run
-        self._host = host
+        self._events = run.node(host).events
         self._options = options
         self._latest = Latest(run, host, streams)
         self._stop = threading.Event()
@@ -97,8 +96,7 @@ class Scrape:
         server.server_close()
 
     def _note(self, line: Mapping[str, object]) -> None:
-        full = {"type": "scrape", "time_ns": time.perf_counter_ns(), **line}
-        note_line(self._run.node(self._host).events, full)
+        note_line(self._events, {"type": "scrape", "time_ns": time.perf_counter_ns(), **line})
 
 
 class _Server(GuardedServer, WSGIServer):

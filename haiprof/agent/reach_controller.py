@@ -329,8 +329,13 @@ class Controller:
         return self._loop.time() - oldest_s < GRACE_S
 
     def _stranger_limit(self) -> int:
-        """Maximum number of strangers; 0 where agents have all connections."""
-        return min(MAX_STRANGERS, max(_connection_limit() - len(self._agents), 0))
+        """Maximum number of strangers; 0 where agents have all connections.
+
+        Some descriptors are left for the launcher's own work.
+        """
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = min(MAX_AGENTS, max(soft - _OWN_DESCRIPTORS, soft // 2))
+        return min(MAX_STRANGERS, max(most - len(self._agents), 0))
 
     def _let_in(self, accepted: socket.socket, address: str) -> None:
         if not self._stranger_limit():
@@ -382,12 +387,6 @@ class Controller:
         deadline = self._strangers.pop(connection, None)
         if deadline is not None:
             deadline.cancel()
-
-
-def _connection_limit() -> int:
-    """So many connections leave the launcher descriptors for its own work."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(MAX_AGENTS, max(soft - _OWN_DESCRIPTORS, soft // 2))
 
 
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)

@@ -415,7 +415,11 @@ class Watch:
         now = self._clock()
         pause_ns, self._looked_ns = now - self._looked_ns, now
         live = node.live_ranks()
-        self._follow(live, now)
+        before = self._ranks
+        self._ranks = {
+            (r.rank, r.pid): before.get((r.rank, r.pid)) or RankWatch(r.rank, r.pid, r.paths, now)
+            for r in live
+        }
         if not live:
             return self._waited_for(node, now, pause_ns if pause_ns > SUSPENDED_NS else 0)
         self._starting.clear()
@@ -444,12 +448,6 @@ class Watch:
         ]  # fmt: skip
         hang = None if self.is_hanging else self._standing(active, now)
         return [*slow[:1], *([] if hang is None else [hang])]
-
-    def _follow(self, ranks: Iterable[LiveRank], now: int) -> None:
-        before, self._ranks = self._ranks, {}
-        for rank in ranks:
-            key = (rank.rank, rank.pid)
-            self._ranks[key] = before.get(key) or RankWatch(rank.rank, rank.pid, rank.paths, now)
 
     def _ask(self, node: Node, ranks: Sequence[RankWatch], now: int) -> None:
         """Asks ten times within the limit, and at once a rank that has never answered."""

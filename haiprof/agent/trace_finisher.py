@@ -1,4 +1,4 @@
-"""Watches for raw traces of ranks, and has them finished by one child process at a time."""
+"""What one child process at a time does beside the job: finish raw traces, fold old records."""
 
 from __future__ import annotations
 
@@ -173,3 +173,45 @@ class Finisher:
         if report.get("host") != self._host or not process_exists(report.get("pid")):
             return True
         return any(line.get("type") == "trace_window" for line in lines)
+
+
+EVERY_S = 3600.0
+_FOLD_PROGRAM = (
+    "from haiprof.agent.finish_traces import step_back; step_back(); "
+    "from haiprof.run_analysis.folding import main; main(sys.argv[1:])"
+)
+
+
+class RunFolder:
+    """Folds what one host's ranks and samplers have written, while the job runs.
+
+    The child has the lowest priority, and is what the kernel ends first where memory runs out: what
+    it had not put in place by then is folded an hour later.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        host: str,
+        detail_h: float,
+        *,
+        in_child: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._words = (str(run.root), host, str(detail_h))
+        self._clock = clock
+        task = f"fold old records of {run.root}"
+        self._helper = Helper(_FOLD_PROGRAM, in_child, task=task, otherwise="they are kept")
+        detail_s = detail_h * 3600.0
+        self._every_s = min(EVERY_S, detail_s)
+        self._due_s = clock() + detail_s + self._every_s
+
+    def tick(self) -> None:
+        """Starts a child when it is due, and none runs."""
+        if not self._helper.is_working() and self._clock() >= self._due_s:
+            self._due_s = self._clock() + self._every_s
+            self._helper.start(self._words)
+
+    def close(self) -> None:
+        """Ends a child that still works, at the end of the job."""
+        self._helper.end()

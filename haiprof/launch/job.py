@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from haiprof.agent.notifications import Notifier
     from haiprof.agent.process_ends import ProcessEnds
     from haiprof.agent.reactions import Reactor
-    from haiprof.agent.run_folder import RunFolder
-    from haiprof.agent.trace_finisher import Finisher
+    from haiprof.agent.trace_finisher import Finisher, RunFolder
     from haiprof.agent.trainjob_status import TrainJobStatus
 
 TICK_S = 0.5
@@ -252,7 +251,7 @@ class Job:
         if self.options.traces:
             self._start_finisher(self._agent)
         if self.options.detail_h and self._agent.elected:
-            from haiprof.agent.run_folder import RunFolder
+            from haiprof.agent.trace_finisher import RunFolder
 
             self._folder = RunFolder(
                 self.run, self._agent.host, self.options.detail_h, in_child=self.supervisor.unblock

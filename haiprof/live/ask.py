@@ -92,9 +92,7 @@ def _latest(run: RunPaths) -> list[Member]:
         if report := try_read_json(paths.report):  # else it has not reported in yet
             latest[rank] = as_member(f"{rank}.{attempt}" if attempt else str(rank), rank, report)
     for name, told in read_members(run).items():
-        number = told.get("rank")
-        if type(number) is int and number not in latest:
-            latest[number] = as_member(name, number, told)
+        latest.setdefault(told["rank"], as_member(name, told["rank"], told))
     return list(latest.values())
 
 

@@ -36,13 +36,19 @@ _SYS_PTRACE = 19  # bit of CAP_SYS_PTRACE, linux/capability.h
 def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process]:
     """The ranks at or below a process, or of a script's name, by rank."""
     if name.isdigit():
-        _check_owner(int(name), proc)
+        uid = user_id(int(name), proc=proc)
+        if uid is None:
+            hint = "haiprof ls --live lists running jobs"
+            raise RunNotFoundError(f"no process {name}", hint=hint)
+        if uid != os.getuid():
+            raise UsageError(f"process {name} belongs to another user (uid {uid})")
         jobs = jobs_below(int(name), proc=proc)
         ranks, where = [rank for job in jobs for rank in ranks_below(job, proc=proc)], " below it"
     else:
         pids = [pid for pid in own_pids(proc=proc) if _runs(pid, name, proc)]
         ranks, where = ranks_among(pids, proc=proc), ""
-        jobs = sorted({_job_of(rank, proc) for rank in ranks})
+        parents = {rank.parent: is_launcher(command_line(rank.parent, proc=proc)) for rank in ranks}
+        jobs = sorted({rank.parent if parents[rank.parent] else rank.pid for rank in ranks})
     if len(jobs) > 1 and not _are_one_job(ranks):
         named = [f"{job} ({shlex.join(command_line(job, proc=proc))[:60]})" for job in jobs]
         raise UsageError(
@@ -56,10 +62,6 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
             hint="haiprof ls --live lists jobs under haiprof; or name a process id",
         )
     return ranks
-
-
-def _job_of(rank: Process, proc: Path) -> int:
-    return rank.parent if is_launcher(command_line(rank.parent, proc=proc)) else rank.pid
 
 
 def _are_one_job(ranks: Sequence[Process]) -> bool:
@@ -97,14 +99,6 @@ def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> 
     if not is_mine(pid, proc=proc):
         return "it has changed its user or capabilities, and is protected (not dumpable)"
     return None
-
-
-def _check_owner(pid: int, proc: Path) -> None:
-    uid = user_id(pid, proc=proc)
-    if uid is None:
-        raise RunNotFoundError(f"no process {pid}", hint="haiprof ls --live lists running jobs")
-    if uid != os.getuid():
-        raise UsageError(f"process {pid} belongs to another user (uid {uid})")
 
 
 def _runs(pid: int, name: str, proc: Path) -> bool:

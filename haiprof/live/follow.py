@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import time
@@ -29,7 +28,7 @@ from haiprof.run_analysis.run_files import RunFiles, integer, open_run, text
 from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_analysis.steps import PHASES, Segmentation, StepColumns, segment
 from haiprof.run_format import schema
-from haiprof.run_format.control import read_members
+from haiprof.run_format.control import read_members, read_object
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.reader import read_json, read_lines
 
@@ -422,18 +421,12 @@ class LiveJob:
 
 def _elsewhere(run: RunPaths) -> dict[int, RankNow]:
     """Ranks whose files are on their own node's disk: only their identity is known here."""
-    found: dict[int, RankNow] = {}
-    for member in read_members(run).values():
-        rank, host, pid = member.get("rank"), member.get("host"), member.get("pid")
-        if type(rank) is int:
-            found[rank] = RankNow(
-                rank=rank,
-                attempt=0,
-                host=host if isinstance(host, str) else None,
-                pid=pid if type(pid) is int else None,
-                elsewhere=True,
-            )
-    return found
+    return {
+        each["rank"]: RankNow(
+            rank=each["rank"], attempt=0, host=each.get("host"), pid=each.get("pid"), elsewhere=True
+        )
+        for each in read_members(run).values()
+    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -497,10 +490,11 @@ class VerdictSoFar:
         """Collects the result of a child, and starts the next one when it is due."""
         now = time.monotonic()
         if self._child is not None and self._child.poll() is not None:
-            text, _ = self._child.communicate()
+            said, _ = self._child.communicate()
             self._child = None
             self._due_s = now + max(VERDICT_EVERY_S, (now - self._began_s) / _SHARE_OF_TIME)
-            self.headline = _headline(text) or self.headline
+            found = read_object(said.encode()) or {}
+            self.headline = text(found.get("headline")) or self.headline
         if self._child is None and now >= self._due_s:
             self._began_s = now
             words = ["verdict", str(self._run), "--json", "--last", str(VERDICT_OF_S)]
@@ -516,15 +510,6 @@ class VerdictSoFar:
         if child is not None:
             child.kill()
             child.communicate()
-
-
-def _headline(text: str) -> str | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    headline = found.get("headline") if isinstance(found, dict) else None
-    return headline if isinstance(headline, str) else None
 
 
 class Watch:

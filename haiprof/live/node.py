@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from haiprof.agent.node_history import NodeHistory
-from haiprof.agent.samplers.loop import SamplingLoop, Stream
+from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options
@@ -93,7 +93,9 @@ class _Agent:
             from haiprof.agent.prometheus_endpoint import Scrape
 
             run = RunPaths(node.run_root)
-            scrape = Scrape(run, node.root.name, self._options, self._streams)
+            scrape = Scrape(
+                run, node.root.name, self._options, lambda: self._loop.streams if self._loop else ()
+            )
             scrape.start()
         try:
             while not stop.is_set():
@@ -105,9 +107,6 @@ class _Agent:
                 nvml.close()
             self._note_cost()
             self._note({"type": "agent_end"})
-
-    def _streams(self) -> tuple[Stream, ...]:
-        return () if self._loop is None else self._loop.streams
 
     def _record(self, watch: JobWatch, stop: threading.Event) -> None:
         """One day: then sources are found anew, and what is known of those that went is dropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,29 +48,15 @@ def merge(stacks: Mapping[int, Stack]) -> Node:
     return root
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Ranks with the same stack."""
-
-    stack: Stack
-    ranks: tuple[int, ...]
-
-
-def groups(stacks: Mapping[int, Stack]) -> list[Group]:
-    """Groups ranks by their stack, the largest group first (as in ByteRobust)."""
-    found: dict[Stack, list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        found.setdefault(stack, []).append(rank)
-    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[1]))
-    return [Group(stack=stack, ranks=tuple(ranks)) for stack, ranks in ordered]
-
-
 def odd_ranks(stacks: Mapping[int, Stack]) -> tuple[int, ...]:
-    """Ranks outside the group that holds more than half of them; none where no group does."""
-    found = groups(stacks)
-    if not found or 2 * len(found[0].ranks) <= len(stacks):
-        return ()
-    return tuple(sorted(rank for group in found[1:] for rank in group.ranks))
+    """Ranks outside the group that holds more than half of them; none where no group does.
+
+    Ranks with the same stack are a group (as in ByteRobust).
+    """
+    for common, count in Counter(stacks.values()).items():
+        if 2 * count > len(stacks):
+            return tuple(sorted(rank for rank, stack in stacks.items() if stack != common))
+    return ()
 
 
 def main_stack(threads: Sequence[Any]) -> Stack | None:

@@ -218,22 +218,19 @@ def _with_files(
     run: RunPaths, found: TraceNow, answers: Answers, progress: Callable[[str], None]
 ) -> TraceNow:
     """The same with the traces' paths, once the agents have compressed them."""
-    stems = {
-        reply.get("rank"): reply.get("stem")
-        for reply in answers.replies.values()
-        if isinstance(reply.get("stem"), str) and "run" not in reply
-    }
-    elsewhere = {
-        reply.get("rank"): (
-            f"{reply.get('host')}:{reply['run']}/traces/{reply['stem']}{TRACE_SUFFIX}"
-        )
-        for reply in answers.replies.values()
-        if isinstance(reply.get("stem"), str) and "run" in reply
-    }
+    stems: dict[int | None, str] = {}
+    elsewhere: dict[int | None, str] = {}
+    for reply in answers.replies.values():
+        rank, stem = reply.get("rank"), reply.get("stem")
+        if isinstance(stem, str) and "run" in reply:
+            place = f"{reply['run']}/traces/{stem}{TRACE_SUFFIX}"
+            elsewhere[rank] = f"{reply.get('host')}:{place}"
+        elif isinstance(stem, str):
+            stems[rank] = stem
     limit = time.monotonic() + WRITE_S
     told = False
     while True:
-        paths = {rank: path for rank, stem in stems.items() if (path := _file(run, str(stem)))}
+        paths = {rank: path for rank, stem in stems.items() if (path := _file(run, stem))}
         if len(paths) == len(stems) or time.monotonic() > limit:
             break
         if not told:

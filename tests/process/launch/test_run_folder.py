@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from haiprof.agent import run_folder
-from haiprof.agent.run_folder import RunFolder
+from haiprof.agent import trace_finisher
+from haiprof.agent.trace_finisher import RunFolder
 from haiprof.run_format.layout import RunPaths
 from tests.unit.analysis.recorded import spans_from, write_rank, write_run
 from tests.unit.analysis.test_folding import steps_of
@@ -67,7 +67,7 @@ def test_a_child_folds_once_detail_and_an_hour_have_passed(tmp_path: Path) -> No
 def test_one_child_at_a_time_and_none_after_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "_PROGRAM", "import time; time.sleep(100)")
+    monkeypatch.setattr(trace_finisher, "_FOLD_PROGRAM", "import time; time.sleep(100)")
     clock = Clock()
     folder = started(write_run(tmp_path / "run"), clock, 2.0)
     clock.now += 3.1 * HOUR_S
