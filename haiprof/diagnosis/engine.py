@@ -41,7 +41,7 @@ from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.traced_window import step_work, traced_device
-from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Gain, Severity, ranks_of
+from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Severity, gain_of, ranks_of
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
@@ -243,14 +243,11 @@ def _finding(
     ledger = found.ledger
     mean = max(ledger.mean_ns, 1.0)
     few = inputs.steps.height < CRITICAL_MIN_STEPS
+    severity = _severity(ledger, account, inputs)
+    gain = gain_of(ledger.mean_ns, account.gain_ns, account.gain_low_ns, account.gain_high_ns)
     if account.explanation in priced:
         fact = priced[account.explanation]
-        return replace(
-            fact,
-            lost_ratio=account.gain_ns / mean,
-            gain=_gain(ledger, account),
-            severity=_severity(ledger, account, inputs),
-        )
+        return replace(fact, lost_ratio=account.gain_ns / mean, gain=gain, severity=severity)
     question = Question(
         inputs=inputs, samples=found.samples, account=account, mean_ns=ledger.mean_ns
     )
@@ -269,21 +266,12 @@ def _finding(
     said = _with_operators_beside(found, account, said)
     return replace(
         said,
-        gain=_gain(ledger, account),
+        gain=gain,
         confidence=FEW_STEPS_SURE if few else said.confidence,
-        severity=_severity(ledger, account, inputs) if said.is_choice else "info",
+        severity=severity if said.is_choice else "info",
         lost_ratio=min(account.gain_ns / mean, 1.0),
         rank=account.ranks[0] if len(account.ranks) == 1 else account.slowest_rank,
         code_lines=(*((line,) if line else ()), *said.code_lines),
-    )
-
-
-def _gain(ledger: Ledger, account: Account) -> Gain:
-    return Gain(
-        step_ns=ledger.mean_ns,
-        left_ns=max(ledger.mean_ns - account.gain_ns, 0.0),
-        low_ns=max(ledger.mean_ns - account.gain_high_ns, 0.0),
-        high_ns=max(ledger.mean_ns - account.gain_low_ns, 0.0),
     )
 
 

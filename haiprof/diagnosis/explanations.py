@@ -34,7 +34,7 @@ from haiprof.diagnosis.machine_causes import (
 )
 from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
+from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import (
     DATALOADER,
     OTHER_THREADS,
@@ -188,16 +188,14 @@ def _small_operators(question: Question) -> Finding:
     own = pl.DataFrame() if lines is None else lines.filter(of_line)
     count = own.select((pl.col("operator_count") / pl.col("step_count")).mean()).item()
     mean = own.select(pl.col("operator_ns").mean()).item()
-    return Finding(
-        rule=SMALL_OPERATORS,
-        title=f"many small operators: {_function_text(account)}, {count:,.0f} in a step, and as "
+    return make_finding(
+        f"many small operators: {_function_text(account)}, {count:,.0f} in a step, and as "
         f"many in backward, {question.amount} in both",
-        remedy="where a loop calls them, do it for all at once (torch.stack, einsum, torch.vmap); "
+        "where a loop calls them, do it for all at once (torch.stack, einsum, torch.vmap); "
         "else torch.compile, or larger batches: a call costs the same whatever it computes",
-        evidence=evidence_rows(
-            ("operators of that line in a step", count, "count"),
-            ("mean operator in the traced window", mean, "ns"),
-        ),
+        ("operators of that line in a step", count, "count"),
+        ("mean operator in the traced window", mean, "ns"),
+        rule=SMALL_OPERATORS,
     )
 
 
@@ -345,13 +343,13 @@ def _with_holder(question: Question, said: Finding) -> Finding:
 
 def _interpreter_lock(question: Question) -> Finding:
     chosen, used = _other_threads(question)
-    return Finding(
-        rule="interpreter_lock",
-        title="another Python thread holds the interpreter lock (GIL): training waits for it, "
+    return make_finding(
+        "another Python thread holds the interpreter lock (GIL): training waits for it, "
         f"{question.amount}",
-        remedy="move that thread's work to another process (multiprocessing, subprocess, a "
+        "move that thread's work to another process (multiprocessing, subprocess, a "
         "DataLoader worker), do less of it, or use code that releases the GIL",
-        evidence=evidence_rows(("CPU of other Python threads", used, "cores")),
+        ("CPU of other Python threads", used, "cores"),
+        rule="interpreter_lock",
         code_lines=code_lines(chosen, "a core, in another thread that takes the GIL", used),
     )
 
@@ -370,14 +368,13 @@ def _no_core(question: Question) -> Finding:
     missed = max((inputs.core_waits.get(rank, 0.0) for rank in ranks or inputs.world), default=0.0)
     is_own = used is not None and used < max(missed, question.share)
     fewer = "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
-    return Finding(
-        rule="no_core",
-        title=f"the training thread was ready to run but had no CPU core, {question.amount}",
-        remedy=f"{fewer}, or allow the job more cores: what else runs on the node used too little "
-        "to be it"
+    return make_finding(
+        f"the training thread was ready to run but had no CPU core, {question.amount}",
+        f"{fewer}, or allow the job more cores: what else runs on the node used too little to be it"
         if is_own
         else f"see what else runs on these cores (top), or {fewer}",
-        evidence=evidence_rows(("cores used by others on its node", used, "cores")),
+        ("cores used by others on its node", used, "cores"),
+        rule="no_core",
         missing=() if is_own else ("who had the cores meanwhile",),
         is_choice=False,
     )
@@ -398,21 +395,19 @@ def _collections(question: Question) -> Finding:
     by = "" if account.file is None else f", {how} {_function_text(account)}"
     there = " in each step" if account.file is None else " there"
     device = ", and GPU memory only if a reference cycle holds tensors" * inputs.uses_gpu
-    return Finding(
-        rule="garbage_collection",
-        cause="explicit" if asked else None,
-        title=f"garbage collection stops training, {question.amount}, up to "
+    return make_finding(
+        f"garbage collection stops training, {question.amount}, up to "
         f"{duration_text(longest)} at once{by}",
-        remedy="remove gc.collect() from the loop, or call it every few hundred steps; it frees "
+        "remove gc.collect() from the loop, or call it every few hundred steps; it frees "
         f"nothing but reference cycles{device}"
         if asked
         else "call gc.freeze() once the model and data are built; then gc.disable(), and "
         "gc.collect(1) every few hundred steps on all ranks alike; look for what makes objects and "
         f"reference cycles{there} (closures, kept exceptions)",
-        evidence=evidence_rows(
-            ("pauses of 0.2 ms and more", float(pauses.height), "count"),
-            ("longest pause", longest, "ns"),
-        ),
+        ("pauses of 0.2 ms and more", float(pauses.height), "count"),
+        ("longest pause", longest, "ns"),
+        rule="garbage_collection",
+        cause="explicit" if asked else None,
     )
 
 
@@ -478,19 +473,17 @@ def slowed_by_saves(question: Question, slowed: SlowedSteps) -> Finding:
     account = question.account
     code = f", begun by {_function_text(account)}" if account.file else ""
     do = _OF_WRITER.get(account.activity, "write from another process, or from fewer threads")
-    said = Finding(
+    said = make_finding(
+        f"steps are {duration_text(slowed.extra.mean)} slower while a save is written beside "
+        f"them{code}: {question.amount} on average",
+        f"{do}; or save less often, or less",
+        ("saves beside the training", float(slowed.save_count), "count"),
+        ("steps that began meanwhile", float(slowed.step_count), "count"),
+        ("of steps that were compared", float(slowed.of_count), "count"),
+        ("slower at least", slowed.extra.low, "ns"),
+        ("slower at most", slowed.extra.high, "ns"),
         rule=SLOWED,
         cause=account.activity,
-        title=f"steps are {duration_text(slowed.extra.mean)} slower while a save is written beside "
-        f"them{code}: {question.amount} on average",
-        remedy=f"{do}; or save less often, or less",
-        evidence=evidence_rows(
-            ("saves beside the training", float(slowed.save_count), "count"),
-            ("steps that began meanwhile", float(slowed.step_count), "count"),
-            ("of steps that were compared", float(slowed.of_count), "count"),
-            ("slower at least", slowed.extra.low, "ns"),
-            ("slower at most", slowed.extra.high, "ns"),
-        ),
         missing=() if account.file else ("which line begins the saves",),
     )
     return _name_alone(question, said)
@@ -515,19 +508,17 @@ def _checkpoint(question: Question) -> Finding:
     mean = float(saves["duration_ns"].mean() or 0.0)  # type: ignore[arg-type]
     account = question.account
     is_copying = "async_save" in " ".join((account.expression or "", *account.callees))
-    return Finding(
-        rule="checkpoint_stalls",
-        title=f"saving checkpoints stops training, {question.amount}, {account.paid}",
-        remedy="save less often, or less: async_save copies the state before it writes it; "
+    return make_finding(
+        f"saving checkpoints stops training, {question.amount}, {account.paid}",
+        "save less often, or less: async_save copies the state before it writes it; "
         "StagingOptions(use_async_staging=True) of torch.distributed.checkpoint.staging copies it "
         "beside the training, too"
         if is_copying
         else "save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
-        evidence=evidence_rows(
-            ("saves in the judged steps", float(saves.height), "count"),
-            ("mean time of a save", mean, "ns"),
-        ),
+        ("saves in the judged steps", float(saves.height), "count"),
+        ("mean time of a save", mean, "ns"),
+        rule="checkpoint_stalls",
     )
 
 

@@ -12,7 +12,7 @@ from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.medians import lower_median
 from haiprof.diagnosis.machine_causes import hosts_of, nfs_wait, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
+from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.run_files import number
 from haiprof.run_format.stack_lines import WAIT_UNKNOWN, WAITS
@@ -97,11 +97,11 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
     `loading_samples` are those of whoever makes the batches.
     """
     # The rank that waits as long as the typical one: the lower middle.
-    means = {rank: inputs.of_rank(rank)["dataloader_host_ns"].mean() for rank in inputs.world}
+    means = {rank: inputs.by_rank[rank]["dataloader_host_ns"].mean() for rank in inputs.world}
     waits = {rank: number(mean) or 0.0 for rank, mean in means.items()}
     ranks = sorted(waits, key=lambda rank: (waits[rank], rank))
     rank = ranks[(len(ranks) - 1) // 2]
-    step_ns = number(inputs.of_rank(rank)["step_ns"].mean()) or math.inf
+    step_ns = number(inputs.by_rank[rank]["step_ns"].mean()) or math.inf
     main, busy = inputs.main_cores.get(rank), inputs.busy_cores.get(rank)
     placed = inputs.placements.get(rank)
     allowed = (placed.allowed_cpus if placed is not None else None) or frozenset()
@@ -138,19 +138,17 @@ def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     count, edge, wait = (int(inputs.loading[name].sum()) for name in names)
     if not count or edge < EPOCH_MAIN_RATIO * wait:
         return None
-    return Finding(
-        rule="epoch_restart",
-        title="most of it where an epoch begins",
-        remedy="keep the workers alive between epochs: DataLoader(..., persistent_workers=True); "
+    return make_finding(
+        "most of it where an epoch begins",
+        "keep the workers alive between epochs: DataLoader(..., persistent_workers=True); "
         "or make epochs longer (a sampler that repeats)"
         if loading.workers
         else "look at what DataLoader.__iter__ does: the sampler's shuffle, files that the dataset "
         "opens again; make epochs longer (a sampler that repeats)",
-        evidence=evidence_rows(
-            ("starts of epochs", float(count), "count"),
-            ("time at one, with the first batch", edge / count, "ns"),
-            ("share of all waiting that falls there", edge / wait, "ratio"),
-        ),
+        ("starts of epochs", float(count), "count"),
+        ("time at one, with the first batch", edge / count, "ns"),
+        ("share of all waiting that falls there", edge / wait, "ratio"),
+        rule="epoch_restart",
     )
 
 
@@ -159,23 +157,21 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     # What each step waits as usual, the median, is left out: slow samples are slow beside others.
     if loading.workers is None:
         return None
-    waits = (inputs.of_rank(rank)["dataloader_host_ns"].to_numpy() for rank in inputs.world)
+    waits = (inputs.by_rank[rank]["dataloader_host_ns"].to_numpy() for rank in inputs.world)
     rare, unusual = zip(*(_rare_share(each) for each in waits), strict=True)
     typical = lower_median(rare)
     if typical >= BURST_RARE_RATIO / max(loading.workers, 1):
         return None
     if lower_median(unusual) * loading.wait_share <= loading.core_wait:
         return None  # as much as it waited for a core, which makes any sample slow
-    return Finding(
-        rule="slow_samples",
-        title="most of it for a few slow samples",
-        remedy="find the samples that are slow (large or remote files, retries, outliers in "
+    return make_finding(
+        "most of it for a few slow samples",
+        "find the samples that are slow (large or remote files, retries, outliers in "
         "length): time dataset[i] for each i; prepare them ahead, or read further ahead "
         "(prefetch_factor)",
-        evidence=evidence_rows(
-            ("steps with 80 % of the unusual waiting", typical, "ratio"),
-            ("workers", float(loading.workers), "count"),
-        ),
+        ("steps with 80 % of the unusual waiting", typical, "ratio"),
+        ("workers", float(loading.workers), "count"),
+        rule="slow_samples",
     )
 
 

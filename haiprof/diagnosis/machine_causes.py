@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import polars as pl
 
@@ -17,7 +18,7 @@ from haiprof.base.units import (
 )
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
-from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows
+from haiprof.diagnosis.verdict import Finding, make_finding
 from haiprof.run_analysis.settings import Placement
 
 DRIFT_PHASE_RATIO = 0.50
@@ -81,16 +82,15 @@ def _limit(inputs: RuleInputs, rank: int) -> Finding | None:
     if node is None or not stopped or stopped < inputs.core_waits[rank]:
         return None
     limit = "" if node.limit_cores is None else f" of {node.limit_cores:g} cores"
-    return Finding(
-        rule="cpu_throttled",
-        title=f"the job's control group reaches its CPU limit{limit} in {ratio_text(stopped)} of "
+    return make_finding(
+        f"the job's control group reaches its CPU limit{limit} in {ratio_text(stopped)} of "
         f"the periods",
-        remedy="raise the limit (Kubernetes resources.limits.cpu, docker --cpus, cgroup cpu.max), "
+        "raise the limit (Kubernetes resources.limits.cpu, docker --cpus, cgroup cpu.max), "
         "or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers): by default "
         "they are as many as the node has cores, not as the limit allows",
-        evidence=evidence_rows(
-            ("periods with a stop", stopped, "ratio"), ("CPU limit", node.limit_cores, "cores")
-        ),
+        ("periods with a stop", stopped, "ratio"),
+        ("CPU limit", node.limit_cores, "cores"),
+        rule="cpu_throttled",
     )
 
 
@@ -138,19 +138,17 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
             "allow the rank more cores (srun --cpus-per-task, docker --cpuset-cpus, a wider "
             "taskset), or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
         )
-    return Finding(
-        rule="shared_cores" if shared else "too_few_cores",
-        title=f"{ranks_text(ranks)} share {count}{of}"
+    return make_finding(
+        f"{ranks_text(ranks)} share {count}{of}"
         if shared
         else f"too few cores{' for its loader workers' if by_workers else ''}: "
         f"{ranks_text(ranks)} may use {cores}{of}",
+        remedy,
+        ("cores they may use", float(cores), "cores"),
+        ("cores they use", busy, "cores"),
+        ("cores they could use at least", wanted, "cores"),
+        rule="shared_cores" if shared else "too_few_cores",
         cause=LOADER_WORKERS if by_workers else None,
-        remedy=remedy,
-        evidence=evidence_rows(
-            ("cores they may use", float(cores), "cores"),
-            ("cores they use", busy, "cores"),
-            ("cores they could use at least", wanted, "cores"),
-        ),
         is_choice=spare or too_many or by_workers,
     )
 
@@ -163,16 +161,14 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
     missed = sum(wait for r, wait in inputs.core_waits.items() if hosts.get(r) == host)
     if used is None or used < missed:
         return None
-    return Finding(
-        rule="busy_neighbours",
-        title=f"other processes use the CPUs ({number_text(used)} cores)",
-        remedy="see what else runs there (top, haiprof ls, other containers of the node), and give "
+    return make_finding(
+        f"other processes use the CPUs ({number_text(used)} cores)",
+        "see what else runs there (top, haiprof ls, other containers of the node), and give "
         "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
         "move the neighbour",
-        evidence=evidence_rows(
-            ("cores used by others on its node", used, "cores"),
-            ("cores used by the rank", inputs.busy_cores.get(rank), "cores"),
-        ),
+        ("cores used by others on its node", used, "cores"),
+        ("cores used by the rank", inputs.busy_cores.get(rank), "cores"),
+        rule="busy_neighbours",
     )
 
 
@@ -270,15 +266,14 @@ def find_larger_inputs(inputs: RuleInputs, rank: int) -> Finding | None:
     if len(sizes) < 2 or sizes[rank] <= (1 + SAME_COUNT_RATIO) * lower_median(sizes.values()):
         return None
     times = sizes[rank] / lower_median(sizes.values())
-    return Finding(
-        cause="larger_inputs",
-        title=f", its inputs are {number_text(times)} times as large as theirs",
-        remedy="give all ranks inputs of equal cost: check how the sampler distributes samples "
+    return make_finding(
+        f", its inputs are {number_text(times)} times as large as theirs",
+        "give all ranks inputs of equal cost: check how the sampler distributes samples "
         "over ranks (DistributedSampler), group samples by length, or cap tokens per batch; the "
         "time above is with the same inputs, dealt evenly",
-        evidence=(Evidence(name=f"rank {rank}: size of its inputs, of the others'",
-                           value=times, unit="times"),),
-    )  # fmt: skip
+        (f"rank {rank}: size of its inputs, of the others'", times, "times"),
+        cause="larger_inputs",
+    )
 
 
 def _beyond(values: Mapping[int, float], rank: int) -> float | None:
@@ -294,12 +289,12 @@ def _find_throttling(inputs: RuleInputs, rank: int) -> Finding | None:
     if beyond[worst] < HARDWARE_DIFFERENCE_RATIO:
         return None
     share, why = inputs.counted.of(worst)[rank], _THROTTLES[worst]
-    return Finding(
-        cause="throttled",
-        title=f", its GPU is slowed by {why} {ratio_text(share)} of the time",
-        remedy=f"check the GPU of rank {rank}: cooling, dust, its power limit (nvidia-smi -q -d "
+    return make_finding(
+        f", its GPU is slowed by {why} {ratio_text(share)} of the time",
+        f"check the GPU of rank {rank}: cooling, dust, its power limit (nvidia-smi -q -d "
         "PERFORMANCE,POWER); move the job off this node until then",
-        evidence=evidence_rows((f"rank {rank}: slowed by {why}", share, "ratio")),
+        (f"rank {rank}: slowed by {why}", share, "ratio"),
+        cause="throttled",
     )
 
 
@@ -320,29 +315,20 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> Finding | N
         return None
     why = _starvation_of(inputs, rank)
     title = f", it waits for a core {ratio_text(wait)} of the time"
-    return Finding(
-        cause="waits_for_cores",
-        title=title if why is None else f"{title}: {why.title}",
-        remedy=f"give rank {rank} cores of its own, or run fewer threads and workers in it"
-        if why is None
-        else why.remedy,
-        evidence=(
-            *evidence_rows((f"rank {rank}: waits for a core", wait, "ratio")),
-            *(why.evidence if why is not None else ()),
-        ),
-    )
+    remedy = f"give rank {rank} cores of its own, or run fewer threads and workers in it"
+    own = (f"rank {rank}: waits for a core", wait, "ratio")
+    found = make_finding(title, remedy, own, cause="waits_for_cores")
+    if why is None:
+        return found
+    evidence = (*found.evidence, *why.evidence)
+    return replace(found, title=f"{title}: {why.title}", remedy=why.remedy, evidence=evidence)
 
 
 def _find_far_memory(inputs: RuleInputs, rank: int) -> Finding | None:
     placed = numa_placement(inputs)
     if not isinstance(placed, Finding) or placed.rank != rank:
         return None
-    return Finding(
-        cause="far_memory",
-        title=", it runs far from its GPU or memory",
-        remedy=placed.remedy,
-        evidence=placed.evidence,
-    )
+    return replace(placed, cause="far_memory", title=", it runs far from its GPU or memory")
 
 
 def _find_faults(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
@@ -355,13 +341,13 @@ def _find_faults(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
     if not _mean_sizes(inputs) or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
         return None
     own = faults.get(rank, 0.0)
-    return Finding(
-        cause="page_faults",
-        title=f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than the others",
-        remedy="memory is given back to the system and faulted in again in each step: keep it in "
+    return make_finding(
+        f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than the others",
+        "memory is given back to the system and faulted in again in each step: keep it in "
         "the process (MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ of glibc; jemalloc or "
         "tcmalloc by LD_PRELOAD), or reuse the tensors",
-        evidence=evidence_rows((f"rank {rank}: page faults per second", own, "count")),
+        (f"rank {rank}: page faults per second", own, "count"),
+        cause="page_faults",
     )
 
 
@@ -409,11 +395,11 @@ def numa_placement(inputs: RuleInputs) -> Finding | str | None:
         for plural, single in (("run ", "runs "), ("have ", "has "), ("are ", "is "),
                                ("their ", "its ")):  # fmt: skip
             title = title.replace(plural, single)
-    return Finding(
+    return make_finding(
+        f"{ranks_text([placement.rank for placement in found])} {title}",
+        remedy,
+        *(_placement_row(placement, worst) for placement in found[:_NAMED_RANKS]),
         severity="warning" if worst in ("cores", "memory") else "info",
-        title=f"{ranks_text([placement.rank for placement in found])} {title}",
-        evidence=tuple(_placement_evidence(p, worst) for p in found[:_NAMED_RANKS]),
-        remedy=remedy,
         confidence=0.5 if worst == "adapter" else 0.7,
         missing=("what it costs: counters of memory read from other nodes would say",),
         rank=found[0].rank if len(found) == 1 else None,
@@ -443,7 +429,7 @@ def _has_pages_elsewhere(placement: Placement, nodes: Collection[int]) -> bool:
     return enough and share is not None and share >= PAGES_ELSEWHERE_RATIO
 
 
-def _placement_evidence(placement: Placement, way: str) -> Evidence:
+def _placement_row(placement: Placement, way: str) -> tuple[str, float | None, str]:
     parts = [f"cores on node {_join_nodes(placement.cpu_nodes)}"]
     if placement.gpu_node is not None:
         parts.append(f"GPU on {placement.gpu_node}")
@@ -451,11 +437,8 @@ def _placement_evidence(placement: Placement, way: str) -> Evidence:
         parts.append(f"network on {_join_nodes({node for _, node in placement.adapters})}")
     gpu = None if way == "memory" else placement.gpu_node
     away = "its cores" if gpu is None else "its GPU"
-    return Evidence(
-        name=f"rank {placement.rank}: {', '.join(parts)}; pages away from {away}",
-        value=placement.pages_off(placement.cpu_nodes if gpu is None else [gpu]),
-        unit="ratio",
-    )
+    name = f"rank {placement.rank}: {', '.join(parts)}; pages away from {away}"
+    return name, placement.pages_off(placement.cpu_nodes if gpu is None else [gpu]), "ratio"
 
 
 def _join_nodes(nodes: Collection[int]) -> str:
@@ -488,18 +471,16 @@ def nfs_wait(inputs: RuleInputs, ranks: Collection[int], share: float) -> Findin
     again = found.sent_again_per_s
     known = (("RTT", rtt), ("queue", queue))
     parts = ", ".join(f"{name} {duration_text(ns)}" for name, ns in known if ns is not None)
-    return Finding(
-        title=f"NFS {visible(found.point)}: a {found.kind} takes {duration_text(found.execute_ns)}"
+    return make_finding(
+        f"NFS {visible(found.point)}: a {found.kind} takes {duration_text(found.execute_ns)}"
         + (f" ({parts})" if parts else "")
         + (": RPC slots full" if is_held else "")
         + (f", {number_text(again)} requests a second sent again" if again else ""),
-        remedy=_SLOTS if is_held else _SERVER,
-        evidence=evidence_rows(
-            (f"{found.kind}s of NFS {visible(found.point)} a second", found.count_per_s, "count"),
-            ("such requests under way, on average", found.under_way, "count"),
-            ("one of them", found.execute_ns, "ns"),
-            ("waiting on this client to be sent", queue, "ns"),
-            ("from sending to the reply (RTT)", rtt, "ns"),
-            ("requests sent again a second", again, "count"),
-        ),
+        _SLOTS if is_held else _SERVER,
+        (f"{found.kind}s of NFS {visible(found.point)} a second", found.count_per_s, "count"),
+        ("such requests under way, on average", found.under_way, "count"),
+        ("one of them", found.execute_ns, "ns"),
+        ("waiting on this client to be sent", queue, "ns"),
+        ("from sending to the reply (RTT)", rtt, "ns"),
+        ("requests sent again a second", again, "count"),
     )

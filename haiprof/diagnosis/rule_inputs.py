@@ -148,10 +148,6 @@ class RuleInputs:
         main, busy = self.main_cores.get(rank), self.busy_cores.get(rank)
         return None if main is None or busy is None else max(busy - main, 0.0)
 
-    def of_rank(self, rank: int) -> pl.DataFrame:
-        """Steps of one rank, in order."""
-        return self.by_rank[rank]
-
     @property
     def core_groups(self) -> list[tuple[Placement, ...]]:
         """Ranks whose cores overlap, together: `sharing_groups` of those that have steps."""
@@ -167,11 +163,6 @@ class RuleInputs:
     def uses_gpu(self) -> bool:
         """Whether a rank has a GPU: what is advised must not speak of hardware that is not used."""
         return bool(self.gpu_use) or self.ranks["device"].is_in(["cuda"]).any()
-
-    @property
-    def training_ns(self) -> float:
-        """Time in training steps of the rank that has most of it."""
-        return max(self.trained_ns.values(), default=0.0)
 
 
 Rule = Callable[[RuleInputs], Finding | str | None]

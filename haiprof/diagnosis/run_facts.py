@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -26,7 +26,7 @@ from haiprof.diagnosis.gpu_functions import (
 from haiprof.diagnosis.machine_causes import numa_placement
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, median
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
-from haiprof.diagnosis.verdict import Finding, evidence_rows
+from haiprof.diagnosis.verdict import Finding, make_finding
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
 from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.ranks import compile_intervals
@@ -34,9 +34,6 @@ from haiprof.run_analysis.reactions import Reaction
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.pattern_gathering import Patterns
-
-
-_NO_GRIDS = "whether it got larger inputs: kernels' grids are not in the traces"
 
 
 def _over_ranks(judge: Callable[[Patterns], Finding | None]) -> Rule:
@@ -66,18 +63,18 @@ def slow_kernels(patterns: Patterns) -> Finding | None:
     excess = int(own["excess_ns"].sum())
     # Grids tell larger inputs from a slow GPU: ranks with those are not called slow.
     has_grids = patterns.functions["median_block_count"].count() > 0
-    return Finding(
-        title=f"rank {rank} computes slowly: its kernels take {pace:.2f} times the others' time",
-        evidence=evidence_rows(
-            ("time of its kernels by the others' time", pace, ""),
-            ("kernels that are slow there", own.height, "count"),
-            ("what that costs", excess, "ns"),
-            ("the same, share of the window", excess / window, "ratio"),
-        ),
-        remedy=f"look at the GPU of rank {rank}: clock, power cap, temperature, throttling "
+    return make_finding(
+        f"rank {rank} computes slowly: its kernels take {pace:.2f} times the others' time",
+        f"look at the GPU of rank {rank}: clock, power cap, temperature, throttling "
         "(`haiprof verdict rank RUN RANK`), other processes on it; else use another GPU",
+        ("time of its kernels by the others' time", pace, ""),
+        ("kernels that are slow there", own.height, "count"),
+        ("what that costs", excess, "ns"),
+        ("the same, share of the window", excess / window, "ratio"),
         confidence=0.8,
-        missing=() if has_grids else (_NO_GRIDS,),
+        missing=()
+        if has_grids
+        else ("whether it got larger inputs: kernels' grids are not in the traces",),
         rank=rank,
         scope="window",
     )
@@ -94,19 +91,16 @@ def slow_link(patterns: Patterns) -> Finding | None:
         return None
     found, what = (talk, "type") if len(talk) else (copies, "name")
     rank, name, own, usual, share = found.select("rank", what, *rates, "bottleneck_ratio").row(0)
-    return Finding(
-        title=f"rank {rank} transfers slowly: {name} at {rate_text(own)}, elsewhere "
-        f"{rate_text(usual)}",
-        evidence=evidence_rows(
-            (f"bandwidth of rank {rank}", own, "bytes/s"),
-            ("the ranks' median", usual, "bytes/s"),
-            ("its transfers, share of the window", share, "ratio"),
-        ),
-        remedy="check the rank's links: nvidia-smi nvlink -s, PCIe width, the port's error "
+    return make_finding(
+        f"rank {rank} transfers slowly: {name} at {rate_text(own)}, elsewhere {rate_text(usual)}",
+        "check the rank's links: nvidia-smi nvlink -s, PCIe width, the port's error "
         "counters (`haiprof verdict overview` shows them), and who else uses them"
         if len(talk)
         else "check the rank's PCIe generation and width (nvidia-smi -q -d PERFORMANCE), and that "
         "its process runs on the NUMA node of its GPU",
+        (f"bandwidth of rank {rank}", own, "bytes/s"),
+        ("the ranks' median", usual, "bytes/s"),
+        ("its transfers, share of the window", share, "ratio"),
         confidence=0.7,
         missing=("which link: NVLink, PCIe or network",) if len(talk) else (),
         rank=rank,
@@ -123,12 +117,12 @@ def loss_not_finite(inputs: RuleInputs) -> Finding | str | None:
         return None
     at = "" if found.step is None else f" at step {found.step}"
     later = inputs.steps.filter(pl.col("start_ns") > found.wall_ns)
-    return Finding(
-        title=f"the loss that {found.who} printed was no finite number{at}: {found.text}",
-        evidence=evidence_rows(("steps since it was read", float(later.height), "count")),
-        remedy="start again from a checkpoint before that step: a lower learning rate, clipped "
+    return make_finding(
+        f"the loss that {found.who} printed was no finite number{at}: {found.text}",
+        "start again from a checkpoint before that step: a lower learning rate, clipped "
         "gradients, bfloat16 in place of float16; torch.autograd.set_detect_anomaly(True) names "
         "the operator, and is slow",
+        ("steps since it was read", float(later.height), "count"),
         confidence=0.9 if found.rank is not None else 0.8,
         missing=("which rank printed it",) if found.rank is None else (),
         rank=found.rank,
@@ -156,11 +150,11 @@ def standstill(inputs: RuleInputs) -> Finding | str | None:
         rows.append(("last step", float(hang.step), "count"))
     if isinstance(resumed_ns, int):
         rows.append(("until the next step ended", float(resumed_ns - hang.since_wall_ns), "ns"))
-    return Finding(
+    return make_finding(
+        f"the job hung: {_held_up_by(hang)}",
+        _to_resume(suspect.reason, suspect.doing, hang.path),
+        *rows,
         severity="warning" if resumed_ns is not None or not suspect.certain else "critical",
-        title=f"the job hung: {_held_up_by(hang)}",
-        evidence=evidence_rows(*rows),
-        remedy=_to_resume(suspect.reason, suspect.doing, hang.path),
         confidence=0.9 if suspect.certain else 0.5,
         missing=() if suspect.certain else ("whether the other ranks waited for this one",),
         rank=None if hang.contradiction else suspect.rank,
@@ -197,22 +191,20 @@ def first_batch(inputs: RuleInputs) -> Finding | str | None:
     if inputs.steps.height < CRITICAL_MIN_STEPS:
         return f"fewer than {CRITICAL_MIN_STEPS} steps"
     rank, first = waits.sort(-pl.col("ns"), "rank").row(0)
-    share = first / max(inputs.training_ns, 1.0)
+    trained_ns = max(inputs.trained_ns.values(), default=0.0)
+    share = first / max(trained_ns, 1.0)
     if share < FIRST_BATCH_RATIO:
         return None
     alone = share * (1.0 - inputs.core_waits.get(rank, 0.0))
-    return Finding(
-        cause="cores_full" if alone < FIRST_BATCH_RATIO else None,
-        title=f"the first batch took {duration_text(first)}, {ratio_text(share)} of the time "
-        "recorded",
-        evidence=evidence_rows(
-            (f"first batch, rank {rank}", float(first), "ns"),
-            ("typical wait for a batch", median(inputs.steps["dataloader_host_ns"]), "ns"),
-            ("training steps, all", inputs.training_ns, "ns"),
-        ),
-        remedy="look at what happens once: files that are opened or listed in the dataset's "
+    return make_finding(
+        f"the first batch took {duration_text(first)}, {ratio_text(share)} of the time recorded",
+        "look at what happens once: files that are opened or listed in the dataset's "
         "__init__ or in the first __getitem__ of each worker, a shuffle buffer that fills, "
         "spawned workers that import the whole script; cache the list of files",
+        (f"first batch, rank {rank}", float(first), "ns"),
+        ("typical wait for a batch", median(inputs.steps["dataloader_host_ns"]), "ns"),
+        ("training steps, all", trained_ns, "ns"),
+        cause="cores_full" if alone < FIRST_BATCH_RATIO else None,
         confidence=0.8,
         lost_ratio=share,
         severity="info",
@@ -241,17 +233,15 @@ def compilation(inputs: RuleInputs) -> Finding | None:
     later_ns = int((ends - starts)[later].sum()) - evaluated_ns
     again = f", {later.sum()} of them after the first step" if later.any() else ""
     is_again = later_ns >= PROBLEM_RATIO * wall_time.wall_ns
-    return Finding(
-        title=f"torch.compile took {duration_text(own_ns)}, "
+    return make_finding(
+        f"torch.compile took {duration_text(own_ns)}, "
         f"{ratio_text(own_ns / wall_time.wall_ns)} of the run: compilations: {len(starts)}{again}",
-        evidence=evidence_rows(
-            ("the run", float(wall_time.wall_ns), "ns"),
-            (f"compilations after the first step, rank {rank}", float(later_ns), "ns"),
-        ),
-        remedy=RECOMPILES_REMEDY
+        RECOMPILES_REMEDY
         if is_again
         else "keep Inductor's cache (TORCHINDUCTOR_CACHE_DIR) "
         "from run to run, or compile the block that the model repeats in place of the whole model",
+        ("the run", float(wall_time.wall_ns), "ns"),
+        (f"compilations after the first step, rank {rank}", float(later_ns), "ns"),
         severity="warning" if is_again else "info",
         missing=("whether the run goes on: of a long one it is a small part",),
         rank=rank if len(inputs.world) > 1 else None,
@@ -337,29 +327,25 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     deaths = inputs.analyzer.deaths() if metric == _HOST else []
     ran_out = any(death.final and death.cause == "out_of_memory" for death in deaths)
     is_ahead = metric == _HOST and not ran_out
-    limit = _limit_ahead(inputs, rank) if is_ahead else None
-    left_ns = None if limit is None else limit.left_ns
-    seen_ns = float(inputs.of_rank(rank)["step_ns"].sum())
+    seen_ns = float(inputs.by_rank[rank]["step_ns"].sum())
+    step_ns = seen_ns / max(inputs.by_rank[rank].height, 1)
+    left_ns, ahead = _limit_ahead(inputs, rank, step_ns) if is_ahead else (None, "")
     is_sure = seen_ns >= _WARM_NS  # what a job loads at first grows, too
     ends = is_sure and left_ns is not None and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
-    soon_ns = min(_SOON_NS, _FAR * seen_ns)
     what, remedy = _GROWN[metric]
-    step_ns = seen_ns / max(inputs.of_rank(rank).height, 1)
+    is_soon = is_sure and left_ns is not None and left_ns < min(_SOON_NS, _FAR * seen_ns)
     until = ("until its limit, at this rate", left_ns, "ns")
-    return Finding(
+    return make_finding(
+        f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
+        f"{ratio_text(share)} so far" + (f"; {ahead}" if is_soon else ""),
+        remedy,
+        ("at the beginning", float(values[0]), "bytes"),
+        ("at the end", float(values[-1]), "bytes"),
+        ("growth per step", per_step, "bytes"),
+        *([until] if left_ns is not None else []),
+        ("chance of such a trend at random (Mann-Kendall), below", TREND_P_VALUE, ""),
+        ("memory counters that grow so, of all ranks", float(len(found)), "count"),
         severity="critical" if ends else "warning",
-        title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
-        f"{ratio_text(share)} so far"
-        + (f"; {limit.text(step_ns)}" if limit and is_sure and limit.left_ns < soon_ns else ""),
-        evidence=evidence_rows(
-            ("at the beginning", float(values[0]), "bytes"),
-            ("at the end", float(values[-1]), "bytes"),
-            ("growth per step", per_step, "bytes"),
-            *([until] if left_ns is not None else []),
-            ("chance of such a trend at random (Mann-Kendall), below", TREND_P_VALUE, ""),
-            ("memory counters that grow so, of all ranks", float(len(found)), "count"),
-        ),
-        remedy=remedy,
         confidence=0.8,
         rank=rank,
         missing=(_NO_LINE,),
@@ -370,7 +356,7 @@ def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> tuple[Floats,
     """Samples as at equal distances of steps, and these: what each step keeps grows with them."""
     # Over time, a leak looks like something that fills where steps become slower meanwhile.
     values: Floats = rows["value"].to_numpy()
-    steps = np.searchsorted(inputs.of_rank(rank)["start_ns"].to_numpy(), rows["time_ns"].to_numpy())
+    steps = np.searchsorted(inputs.by_rank[rank]["start_ns"].to_numpy(), rows["time_ns"].to_numpy())
     even: Floats = np.linspace(steps[0], steps[-1], len(steps))
     return even, np.interp(even, steps, values)
 
@@ -383,24 +369,11 @@ def _grows(values: Floats) -> bool:
     return bool(values[-1] - values[-third - 1] >= CREEP_LAST_RATIO * (values[-1] - values[0]))
 
 
-class _Limit(NamedTuple):
-    """What memory grows towards."""
+def _limit_ahead(inputs: RuleInputs, rank: int, step_ns: float) -> tuple[float | None, str]:
+    """When the host memory of a rank's node is used up, if its ranks grow on as they did, in words.
 
-    whose: str
-    size_bytes: float
-    left_ns: float
-
-    def text(self, step_ns: float) -> str:
-        """`at this rate the 47.0 GiB of its node are used up in 15 min, after about ... steps`."""
-        steps = int(float(f"{self.left_ns / max(step_ns, 1.0):.2g}"))
-        return (
-            f"at this rate the {bytes_text(round(self.size_bytes))} of its {self.whose} are used "
-            f"up in {duration_text(self.left_ns)}, after about {steps:,} more steps"
-        )
-
-
-def _limit_ahead(inputs: RuleInputs, rank: int) -> _Limit | None:
-    """When the host memory of a rank's node is used up, if its ranks go on to grow as they did."""
+    `at this rate the 47.0 GiB of its node are used up in 15 min, after about 120 more steps`.
+    """
     # The limit is that of the tightest control group, else the node's memory; None: neither is
     # known.
     hosts = dict(inputs.ranks.select("rank", "host").rows())
@@ -410,7 +383,7 @@ def _limit_ahead(inputs: RuleInputs, rank: int) -> _Limit | None:
     limits = limits or [means.get(None, {}).get("memory_total_bytes")]
     limit = min((each for each in limits if each), default=None)
     if limit is None:
-        return None
+        return None, ""
     there = [other for other, host in hosts.items() if host == hosts.get(rank)]
     points = inputs.counted.points
     own = points.filter((pl.col("metric") == _HOST) & pl.col("rank").is_in(there)).sort("time_ns")
@@ -420,7 +393,14 @@ def _limit_ahead(inputs: RuleInputs, rank: int) -> _Limit | None:
         lower_bound=1
     )
     left, rate = limit - float(ends["value"].sum()), float(rates.sum())
-    return _Limit(whose, limit, max(left, 0.0) / rate) if rate > 0 else None
+    if rate <= 0:
+        return None, ""
+    left_ns = max(left, 0.0) / rate
+    steps = int(float(f"{left_ns / max(step_ns, 1.0):.2g}"))
+    return left_ns, (
+        f"at this rate the {bytes_text(round(limit))} of its {whose} are used up in "
+        f"{duration_text(left_ns)}, after about {steps:,} more steps"
+    )
 
 
 def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
@@ -439,22 +419,20 @@ def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
     if (pressure or 0.0) < PRESSURE_RATIO and not swaps:
         return None
     faults = inputs.counted.of("major_page_fault_count_per_s")
+    read = sum(faults.values()) if faults else None
     what = f"tasks wait for memory {ratio_text(pressure)} of the time" if not swaps else "it swaps"
-    return Finding(
-        severity="critical" if swaps else "warning",
-        title=f"memory is short on {host}: {what}",
-        evidence=evidence_rows(
-            ("some task waits for memory", pressure, "ratio"),
-            ("memory available", free, "ratio"),
-            ("read back from swap", swapped, "bytes/s"),
-            ("page faults from storage, all ranks", sum(faults.values()) if faults else None,
-             "count/s"),
-        ),
-        remedy="fewer or leaner DataLoader workers (each holds its own copies), a smaller cache or "
+    return make_finding(
+        f"memory is short on {host}: {what}",
+        "fewer or leaner DataLoader workers (each holds its own copies), a smaller cache or "
         "shuffle buffer, memory maps in place of loading files whole, or a node with more memory",
+        ("some task waits for memory", pressure, "ratio"),
+        ("memory available", free, "ratio"),
+        ("read back from swap", swapped, "bytes/s"),
+        ("page faults from storage, all ranks", read, "count/s"),
+        severity="critical" if swaps else "warning",
         confidence=0.85,
         lost_ratio=pressure,
-    )  # fmt: skip
+    )
 
 
 def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
@@ -469,13 +447,11 @@ def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
             "reserved by the allocator": failed.reserved_bytes,
             "limit": failed.limit_bytes,
         }
-        return Finding(
-            title=f"rank {rank} ran {failed.text}; it went on",
-            evidence=evidence_rows(
-                ("allocations that failed", float(failed.count), "count"),
-                *((name, float(size), "bytes") for name, size in sizes.items() if size is not None),
-            ),
-            remedy=failed.remedy,
+        return make_finding(
+            f"rank {rank} ran {failed.text}; it went on",
+            failed.remedy,
+            ("allocations that failed", float(failed.count), "count"),
+            *((name, float(size), "bytes") for name, size in sizes.items() if size is not None),
             confidence=0.9,
             rank=rank,
         )
@@ -488,7 +464,21 @@ def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
         return _growing(rank, counted[rank], grown[rank], len(grown))
     full = {r: float(each.peak_bytes.max()) / each.limit_bytes for r, each in counted.items()}
     rank = max(full, key=lambda r: (full[r], -r))
-    return _full(rank, counted[rank]) if full[rank] >= GPU_MEMORY_FULL_RATIO else None
+    if full[rank] < GPU_MEMORY_FULL_RATIO:
+        return None
+    series = counted[rank]
+    return make_finding(
+        f"GPU memory is nearly full on rank {rank}: {ratio_text(full[rank])} of it was allocated "
+        "at the peak",
+        "a longer sequence or a larger batch will not fit; where batches differ in size, bound the "
+        "largest, or checkpoint activations",
+        ("peak", float(series.peak_bytes.max()), "bytes"),
+        ("limit", float(series.limit_bytes), "bytes"),
+        ("reserved by the allocator", float(series.reserved_bytes[-1]), "bytes"),
+        severity="info",
+        confidence=0.9,
+        rank=rank,
+    )
 
 
 def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> Finding:
@@ -497,38 +487,18 @@ def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> F
     steps = max(int(series.step[-1] - series.step[0]), 1)
     left_ns = steps_left * float(series.time_ns[-1] - series.time_ns[0]) / steps
     begins = float(series.allocated_bytes[-1])
-    return Finding(
-        title=f"GPU memory grows by {bytes_text(growth)} per step on rank {rank}: its limit is "
+    return make_finding(
+        f"GPU memory grows by {bytes_text(growth)} per step on rank {rank}: its limit is "
         f"{duration_text(left_ns)} away",
-        evidence=evidence_rows(
-            ("growth per step", growth, "bytes"),
-            ("allocated where the last step began", begins, "bytes"),
-            ("peak so far", peak, "bytes"),
-            ("limit", float(series.limit_bytes), "bytes"),
-            ("steps until then, at this rate", steps_left, "count"),
-            ("time until then, at this rate", left_ns, "ns"),
-            ("ranks whose memory grows", float(count), "count"),
-        ),
-        remedy=LEAK_REMEDY,
+        LEAK_REMEDY,
+        ("growth per step", growth, "bytes"),
+        ("allocated where the last step began", begins, "bytes"),
+        ("peak so far", peak, "bytes"),
+        ("limit", float(series.limit_bytes), "bytes"),
+        ("steps until then, at this rate", steps_left, "count"),
+        ("time until then, at this rate", left_ns, "ns"),
+        ("ranks whose memory grows", float(count), "count"),
         confidence=0.85,
-        rank=rank,
-    )
-
-
-def _full(rank: int, series: GpuMemorySeries) -> Finding:
-    peak, limit = float(series.peak_bytes.max()), float(series.limit_bytes)
-    return Finding(
-        severity="info",
-        title=f"GPU memory is nearly full on rank {rank}: {ratio_text(peak / limit)} of it was "
-        "allocated at the peak",
-        evidence=evidence_rows(
-            ("peak", peak, "bytes"),
-            ("limit", limit, "bytes"),
-            ("reserved by the allocator", float(series.reserved_bytes[-1]), "bytes"),
-        ),
-        remedy="a longer sequence or a larger batch will not fit; where batches differ in size, "
-        "bound the largest, or checkpoint activations",
-        confidence=0.9,
         rank=rank,
     )
 
@@ -543,16 +513,14 @@ def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
     if retries < ALLOCATOR_RETRY_MIN_COUNT:
         return None
     per_minute = retries / max(elapsed_ns / NS_PER_S / 60, 1e-9)
-    return Finding(
-        title=f"GPU memory is full on rank {rank}: the allocator emptied its cache {retries} times",
-        evidence=evidence_rows(
-            ("allocations tried again", float(retries), "count"),
-            ("the same per minute", per_minute, "count"),
-            ("allocations that failed for good", float(failures), "count"),
-        ),
-        remedy="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation; else a "
+    return make_finding(
+        f"GPU memory is full on rank {rank}: the allocator emptied its cache {retries} times",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation; else a "
         "smaller "
         "batch, activation checkpointing, or bf16; each retry waits for the GPU and frees memory",
+        ("allocations tried again", float(retries), "count"),
+        ("the same per minute", per_minute, "count"),
+        ("allocations that failed for good", float(failures), "count"),
         confidence=0.85,
         rank=rank,
     )

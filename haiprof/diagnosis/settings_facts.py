@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from math import ceil
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, median, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
-from haiprof.diagnosis.verdict import Finding, evidence_rows
+from haiprof.diagnosis.verdict import Finding, Severity, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.run_analysis.settings import RankSettings, differences
 
@@ -87,15 +87,18 @@ PRICES: Mapping[str, Price] = {
 
 def touched_ratio(inputs: RuleInputs, phases: Collection[str]) -> float:
     """Share of some phases in the mean step of the typical rank."""
-    split = usual_split(inputs.of_rank(typical_rank(inputs)))
+    split = usual_split(inputs.by_rank[typical_rank(inputs)])
     whole = sum(ns or 0.0 for ns in split.values())
     return min(sum((split[phase] or 0.0) / whole for phase in phases), 1.0) if whole else 0.0
 
 
 def _setting(
-    *, device: Literal["cpu", "cuda"] | None = None, ranks: int = 1
+    *, device: Literal["cpu", "cuda"] | None = None, ranks: int = 1, severity: Severity = "info"
 ) -> Callable[[Rule], Rule]:
-    """A rule that abstains where a run has no settings, other devices, too few ranks or steps."""
+    """A rule that abstains where a run has no settings, other devices, too few ranks or steps.
+
+    What it finds has that severity, and says where it is not known what the setting costs.
+    """
 
     def why_not(inputs: RuleInputs) -> str | None:
         if not inputs.settings:
@@ -106,35 +109,29 @@ def _setting(
             return "one rank"
         return f"fewer than {MIN_STEPS} steps" if inputs.steps.height < MIN_STEPS else None
 
-    return lambda find: wraps(find)(lambda inputs: why_not(inputs) or find(inputs))
+    def judge(find: Rule, inputs: RuleInputs) -> Finding | str | None:
+        found = why_not(inputs) or find(inputs)
+        if not isinstance(found, Finding):
+            return found
+        unknown = () if found.lost_ratio is not None else (UNKNOWN,)
+        return replace(found, severity=severity, missing=found.missing or unknown)
+
+    return lambda find: wraps(find)(lambda inputs: judge(find, inputs))
 
 
-def _found(
-    inputs: RuleInputs,
-    title: str,
-    remedy: str,
-    confidence: float,
-    *rows: tuple[str, float | None, str],
-    price: Price | None = None,
-    on: float = 1.0,
-    **said: Any,  # noqa: ANN401 - fields of the finding
-) -> Finding:
-    """What is on, with its price: on GPUs none was measured, and `lost_ratio` is what is known."""
-    said = {"severity": "info", **said}
-    if price is not None:
-        said["phases"] = price.phases
-    if price is not None and not inputs.uses_gpu:
-        said.setdefault("lost_ratio", price.lost_ratio(inputs, on=on))
-        named = " and ".join(price.phases) if len(price.phases) < 3 else "all phases of the model"
-        rows = (
-            *rows,
-            (f"measured cost, least ({MEASURED})", price.least, ""),
-            ("measured cost, most", price.most, ""),
-            (f"{named}, share of the step", touched_ratio(inputs, price.phases), "ratio"),
-        )
-    said.setdefault("missing", () if said.get("lost_ratio") is not None else (UNKNOWN,))
-    return Finding(title=title, evidence=evidence_rows(*rows), remedy=remedy,
-                   confidence=confidence, **said)  # fmt: skip
+def _add_price(inputs: RuleInputs, found: Finding, price: Price, *, on: float = 1.0) -> Finding:
+    """A setting that is on for a share of the time, with its price: on GPUs none was measured."""
+    if inputs.uses_gpu:
+        return replace(found, phases=price.phases)
+    named = " and ".join(price.phases) if len(price.phases) < 3 else "all phases of the model"
+    rows = evidence_rows(
+        (f"measured cost, least ({MEASURED})", price.least, ""),
+        ("measured cost, most", price.most, ""),
+        (f"{named}, share of the step", touched_ratio(inputs, price.phases), "ratio"),
+    )
+    lost_ratio = price.lost_ratio(inputs, on=on)
+    evidence = (*found.evidence, *rows)
+    return replace(found, phases=price.phases, lost_ratio=lost_ratio, evidence=evidence)
 
 
 def _ranks_with(inputs: RuleInputs, name: str, least: float) -> tuple[list[int], float]:
@@ -163,8 +160,7 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
         seen = float(weight[inside].sum()) / float(weight.sum())
     known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
     known += [] if seen is None else [min((1 + _CHECKS_RATIO) * seen, 1.0)]
-    return _found(
-        inputs,
+    return make_finding(
         "anomaly detection is on"
         + (
             f": writing stacks down takes {ratio_text(seen)} of the step, and looking for NaN in "
@@ -174,10 +170,10 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
         ),
         "remove torch.autograd.set_detect_anomaly(True) or detect_anomaly(), in Lightning "
         "Trainer(detect_anomaly=True): it is for finding a NaN, not for training",
-        0.9,
         ("share of checks that found it on", ratio, "ratio"),
         ("writing stacks, of the step (samples)", seen, "ratio"),
         ("forward and backward, share of the step", touched_ratio(inputs, MODEL), "ratio"),
+        confidence=0.9,
         lost_ratio=max(known, default=None),
         phases=MODEL,
         rank=ranks[0] if len(ranks) == 1 < len(inputs.world) else None,
@@ -195,18 +191,16 @@ def profiler_left_on(inputs: RuleInputs) -> Finding | None:
     if not ranks:
         return None
     some = len(ranks) < len(inputs.world)
-    return _found(
-        inputs,
+    found = make_finding(
         f"the job's own profiler is on {ratio_text(ratio)} of the time"
         + (f", on {ranks_text(ranks)}" if some else ""),
         "give it a schedule (torch.profiler.schedule(wait=.., warmup=.., active=..)) or remove it; "
         "haiprof run --trace records a few steps and leaves the others alone",
-        0.8,
         ("share of checks that found it on", ratio, "ratio"),
-        price=PRICES["profiler"],
-        on=ratio,
+        confidence=0.8,
         rank=ranks[0] if some and len(ranks) == 1 else None,
     )
+    return _add_price(inputs, found, PRICES["profiler"], on=ratio)
 
 
 @_setting()
@@ -222,12 +216,11 @@ def costly_switches(inputs: RuleInputs) -> Finding | None:
         return None
     prices = {n: PRICES[n].lost_ratio(inputs) for n in on if n in PRICES and not inputs.uses_gpu}
     unknown = [name for name in on if name not in prices]
-    return _found(
-        inputs,
+    return make_finding(
         "; ".join(f"{name}: {does}" for name, does in on.items()),
         f"leave out {', '.join(on)}",
-        0.8,
         *[(f"{name}: of the step at least", prices.get(name), "ratio") for name in on],
+        confidence=0.8,
         lost_ratio=max(prices.values(), default=None),
         phases=MODEL,
         missing=(f"{UNKNOWN} ({', '.join(unknown)})",) if unknown else (),
@@ -299,34 +292,32 @@ def double_precision(inputs: RuleInputs) -> Finding | None:
     if share < DTYPE_RATIO and not batches:
         return None
     if share < DTYPE_RATIO:
-        return _found(
-            inputs,
+        return make_finding(
             "float64: the model is called with batches that have twice the bytes of float32",
             "make batches float32 where they are made (arrays of numpy are float64): "
             ".float(), np.float32; copies and transfers take half the time then",
-            0.6,
             ("ranks with such batches", float(batches), "count"),
+            confidence=0.6,
             cause="batches",
             missing=("how much is computed in float64 before it is cast",),
         )
     touched, busy = touched_ratio(inputs, STEP), max(inputs.gpu_use.values(), default=None)
     if not inputs.uses_gpu:  # of forward, what is not the mere calling of operators
-        forward = usual_split(inputs.of_rank(typical_rank(inputs)))["forward"]
+        forward = usual_split(inputs.by_rank[typical_rank(inputs)])["forward"]
         tensors = [m.tensor_count or 0 for each in inputs.settings.values() for m in each.models]
         called_ns = max(tensors, default=0) * OPERATOR_CALL_NS
         busy = max(1 - called_ns / forward, 0.0) if forward else 0.0
     lost = None if busy is None else touched * busy * _FLOAT64_RATIO
     if lost is not None and not inputs.uses_gpu:
         lost = max(lost, PRICES["float64"].lost_ratio(inputs))
-    return _found(
-        inputs,
+    return make_finding(
         f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
         "train in float32: model.float(), and no torch.set_default_dtype(torch.float64); arrays of "
         "numpy are float64, so that batches made from them need .float()",
-        0.8,
         ("float64, of what is trained", share, "ratio"),
         ("the GPU computes" if inputs.uses_gpu else "computing, of forward", busy, "ratio"),
         ("forward, backward and optimizer, share of the step", touched, "ratio"),
+        confidence=0.8,
         phases=() if inputs.uses_gpu else STEP,
         lost_ratio=lost,
         missing=("how busy the GPU is",) if inputs.uses_gpu and busy is None else (),
@@ -340,7 +331,7 @@ def _dtype_ratio(settings: RankSettings, dtype: str) -> float:
     return sum(dtypes.get(dtype, 0) for dtypes in trained) / whole if whole else 0.0
 
 
-@_setting(device="cpu")
+@_setting(device="cpu", severity="warning")
 def half_precision(inputs: RuleInputs) -> Finding | str | None:
     """Operators in a 16-bit format that the CPU has no arithmetic for: each number is converted.
 
@@ -360,14 +351,12 @@ def half_precision(inputs: RuleInputs) -> Finding | str | None:
         return None
     dtype, settings = next(iter(lacking.items()))
     how = "autocast" if settings.autocast == dtype else "parameters"
-    return _found(
-        inputs,
+    found = make_finding(
         f"{dtype} ({how}) on a CPU that has no arithmetic for it",
         "compute in float32, or in bfloat16 where /proc/cpuinfo has avx512_bf16, amx_bf16 or bf16",
-        0.9,
-        price=PRICES.get(dtype),
-        severity="warning",
+        confidence=0.9,
     )
+    return _add_price(inputs, found, PRICES[dtype]) if dtype in PRICES else found
 
 
 @_setting()
@@ -385,17 +374,16 @@ def deterministic_mode(inputs: RuleInputs) -> Finding | None:
     if not on or not (inputs.uses_gpu or price.lost_ratio(inputs)):
         return None
     switches = " and ".join(titles[name] for name in sorted(on))
-    return _found(
-        inputs,
+    found = make_finding(
         f"deterministic algorithms only: {switches}",
         "leave it off where runs need not repeat to the bit; with it, "
         "torch.utils.deterministic.fill_uninitialized_memory = False saves filling new tensors",
-        0.6,
-        price=price,
+        confidence=0.6,
     )
+    return _add_price(inputs, found, price)
 
 
-@_setting(device="cpu")
+@_setting(device="cpu", severity="warning")
 def mkldnn_off(inputs: RuleInputs) -> Finding | None:
     """Convolutions on CPUs run without oneDNN.
 
@@ -406,15 +394,13 @@ def mkldnn_off(inputs: RuleInputs) -> Finding | None:
         return None
     price = PRICES["mkldnn_convolutions"]
     lost = ratio_text(price.lost_ratio(inputs))
-    return _found(
-        inputs,
+    found = make_finding(
         f"oneDNN is switched off: convolutions take at least {price.least:.1f}x as long, "
         f"{lost} of the step",
         "remove torch.backends.mkldnn.enabled = False (or mkldnn.flags(enabled=False))",
-        0.7,
-        price=price,
-        severity="warning",
+        confidence=0.7,
     )
+    return _add_price(inputs, found, price)
 
 
 _LOOP_LEAST = 1.78
@@ -438,12 +424,11 @@ def unfused_adam(inputs: RuleInputs) -> Finding | None:
     if not loops or share * (1 - 1 / _LOOP_LEAST) < PROBLEM_RATIO:
         return None
     name = min(loops)
-    return _found(
-        inputs,
+    return make_finding(
         f"{name} without fused=True: the optimizer is {ratio_text(share)} of the step",
         f"{name}(..., fused=True), on CPUs since PyTorch 2.4; results differ by rounding",
-        0.7,
         (f"times as long as with it, least ({MEASURED})", _LOOP_LEAST, ""),
+        confidence=0.7,
         missing=("what it gains here: the more numbers, the more",),
     )
 
@@ -465,14 +450,13 @@ def optimizer_loop(inputs: RuleInputs) -> Finding | None:
     share = touched_ratio(inputs, ("optimizer",))
     if count < LOOP_MIN_TENSORS or share < PROBLEM_RATIO:
         return None
-    return _found(
-        inputs,
+    return make_finding(
         f"{name} updates {count} tensors one by one (foreach=False), "
         f"{ratio_text(share)} of the step",
         "leave foreach out, or pass fused=True",
-        0.7,
         ("tensors", float(count), "count"),
         ("optimizer, share of the step", share, "ratio"),
+        confidence=0.7,
     )
 
 
@@ -493,17 +477,16 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
         return "no DistributedDataParallel of several ranks"
     count = median(inputs.steps["micro_step_count"]) or 1.0
     if count >= 2 and all(_never_skips_sync(inputs, each, count) for each in wrapped):
-        split = usual_split(inputs.of_rank(typical_rank(inputs)))
+        split = usual_split(inputs.by_rank[typical_rank(inputs)])
         backward, whole = split["backward"], sum(value or 0.0 for value in split.values())
         tail = inputs.analyzer.backward_tail(typical_rank(inputs))
         spare = None if tail is None or backward is None else backward * tail * (count - 1) / count
-        return _found(
-            inputs,
+        return make_finding(
             f"gradients of {count:.0f} backward passes are accumulated, and reduced after each one",
             "all but the last backward of a step under `with model.no_sync():`, its forward too",
-            0.8,
             ("backward passes of a step", count, "count"),
             ("waiting and reducing that no_sync spares", spare, "ns"),
+            confidence=0.8,
             cause="no_sync",
             lost_ratio=None if spare is None or not whole else spare / whole,
             phases=("backward",),
@@ -513,16 +496,15 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
     if unused and not any(each.get("static_graph") is True for each in ddp):
         price = PRICES["find_unused_parameters"]
         lost = "" if inputs.uses_gpu else ratio_text(price.lost_ratio(inputs))
-        return _found(
-            inputs,
+        found = make_finding(
             "find_unused_parameters=True: the graph is walked after each forward"
             + (f", at least {lost} of the step" if lost else ""),
             "leave it out where every parameter gets a gradient in every step; where the "
             "unused ones are always the same, static_graph=True does without",
-            0.5,
+            confidence=0.5,
             cause="find_unused_parameters",
-            price=price,
         )
+        return _add_price(inputs, found, price)
     return None
 
 
@@ -545,16 +527,15 @@ def fsdp_units(inputs: RuleInputs) -> Finding | None:
     for model in models:
         count = model.tensor_count or 0
         if model.fsdp_unit_count == 1 and count >= LOOP_MIN_TENSORS:
-            return _found(
-                inputs,
+            return make_finding(
                 f"FSDP wraps the whole of {model.name} as one unit: all parameters are "
                 "gathered before forward, and nothing computes meanwhile",
                 "a unit for each block: fully_shard(block) for every layer before the model "
                 "itself, or FullyShardedDataParallel(auto_wrap_policy=...); it also takes less "
                 "memory",
-                0.6,
                 ("units", 1.0, "count"),
                 ("parameters, each a tensor", float(count), "count"),
+                confidence=0.6,
             )
     return None
 
@@ -572,7 +553,7 @@ def fast_paths_off(inputs: RuleInputs) -> Finding | None:
     if not found:
         return None
     titles, remedies = ("; ".join(texts) for texts in zip(*found, strict=True))
-    return _found(inputs, titles, remedies, 0.5)
+    return make_finding(titles, remedies, confidence=0.5)
 
 
 def _without_tf32(settings: RankSettings) -> bool:
@@ -636,15 +617,14 @@ def threads_over_cores(inputs: RuleInputs) -> Finding | None:
     limited = (settings.cpu_limit_cores or cores + 1) <= cores
     where = "the CPU limit of its control group" if limited else "its CPU affinity"
     sharing = _sharing_counts(inputs).get(rank, 1)
-    return _found(
-        inputs,
+    return make_finding(
         f"{settings.operator_threads} threads per operator on {cores:g} cores",
         f"OMP_NUM_THREADS={max(int(cores) // sharing, 1)} or torch.set_num_threads"
         + (f", as {sharing} ranks share the cores" if sharing > 1 else "")
         + (": torch counts the machine's cores, and knows no limit" if limited else ""),
-        0.7,
         ("threads per operator", float(settings.operator_threads or 0), "count"),
         (f"cores, by {where}", cores, "cores"),
+        confidence=0.7,
         missing=(
             "what it costs: it depends on what else wants the cores, and on how threads wait",
         ),
@@ -679,13 +659,12 @@ def threads_under_cores(inputs: RuleInputs) -> Finding | None:
         remedy = f"torch.set_num_threads({cores}): the job itself sets fewer than OMP_NUM_THREADS"
     else:
         remedy += "the job sets fewer (torch.set_num_threads), or another variable does"
-    return _found(
-        inputs,
+    return make_finding(
         f"operators use {threads} of {cores} cores",
         remedy,
-        0.7,
         ("threads per operator", float(threads), "count"),
         ("cores of the rank", float(cores), "cores"),
+        confidence=0.7,
         missing=("what it gains: small operators gain nothing",),
     )
 
@@ -709,11 +688,11 @@ def settings_differ(inputs: RuleInputs) -> Finding | str | None:
         f"{each.usual}"
         for each in found
     ]
-    return Finding(
-        title=f"{ranks_text(ranks)} with other settings: " + "; ".join(texts),
-        evidence=evidence_rows(("settings that differ", float(len(found)), "count")),
-        remedy="use the same settings on all ranks; what is set under `if rank == 0` may make the "
-        "others wait",
+    return make_finding(
+        f"{ranks_text(ranks)} with other settings: " + "; ".join(texts),
+        "use the same settings on all ranks; what is set under `if rank == 0` may make the others "
+        "wait",
+        ("settings that differ", float(len(found)), "count"),
         confidence=0.9,
         severity="info",
         rank=ranks[0] if len(ranks) == 1 else None,

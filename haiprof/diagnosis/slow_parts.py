@@ -10,7 +10,7 @@ from haiprof.base.units import duration_text
 from haiprof.diagnosis.explanations import code_lines
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.run_ledger import RunLedger
-from haiprof.diagnosis.verdict import Finding, Gain, evidence_rows
+from haiprof.diagnosis.verdict import Finding, gain_of, make_finding
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.parallelism import MACHINE, Part
@@ -67,32 +67,26 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     if low < max(PROBLEM_RATIO * mean_ns, _APART * extra):
         return None
     works = np.isin(samples.rank, [r for r in ranks if r in part.ranks]) & ~waits
+    working = samples.take(works & (samples.worker < 0))
     inside = _of_part(ranks, part)
     usual, its_own = float(own[~inside].mean()), float(own[inside].mean())
     hosts = dict(analyzer.ranks().select("rank", "host").drop_nulls().rows())
     machines = {hosts[rank] for rank in part.ranks if rank in hosts and part.kind == MACHINE}
-    return Finding(
-        rule=RULE,
-        title=f"{layout.names(part.ranks)} holds the job up: its ranks need "
+    return make_finding(
+        f"{layout.names(part.ranks)} holds the job up: its ranks need "
         f"{duration_text(extra)} longer per step than the others",
-        evidence=evidence_rows(
-            ("own time of a step there", its_own, "ns"),
-            ("of the other ranks", usual, "ns"),
-            ("what that costs per step", extra, "ns"),
-        ),
-        remedy=_REMEDIES.get(part.kind, _OTHERWISE),
+        _REMEDIES.get(part.kind, _OTHERWISE),
+        ("own time of a step there", its_own, "ns"),
+        ("of the other ranks", usual, "ns"),
+        ("what that costs per step", extra, "ns"),
+        rule=RULE,
         confidence=0.9,
         cause=part.kind,
         lost_ratio=min(extra / mean_ns, 1.0),
-        gain=Gain(step_ns=mean_ns, left_ns=mean_ns - extra, low_ns=max(mean_ns - high, 0.0),
-                  high_ns=min(mean_ns - low, mean_ns)),
-        rank=None,
+        gain=gain_of(mean_ns, extra, low, high),
         nodes=tuple(sorted(machines)),
-        code_lines=code_lines(
-            samples.take(works & (samples.worker < 0)), "its ranks' step",
-            min(its_own / mean_ns, 1.0),
-        ),
-    )  # fmt: skip
+        code_lines=code_lines(working, "its ranks' step", min(its_own / mean_ns, 1.0)),
+    )
 
 
 def _own_times(
@@ -124,10 +118,8 @@ def _of_part(ranks: tuple[int, ...], part: Part) -> Bools:
 def _extra(own: Floats, ranks: tuple[int, ...], part: Part) -> tuple[float, float, float]:
     """By how much its ranks need longer: on the mean, at least and at most; 0 where not all do."""
     inside = _of_part(ranks, part)
-    if not inside.any() or inside.all():
-        return 0.0, 0.0, 0.0
     slow, others = own[inside], own[~inside]
-    low = float(slow.min() - others.max())
+    low = float(slow.min() - others.max()) if len(slow) and len(others) else 0.0
     if low <= 0.0:
         return 0.0, 0.0, 0.0
     return float(slow.mean() - others.mean()), low, float(slow.max() - others.min())

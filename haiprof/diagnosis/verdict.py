@@ -54,6 +54,12 @@ class Gain:
     """Where that lies with 95 % certainty."""
 
 
+def gain_of(step_ns: float, ns: float, low_ns: float, high_ns: float) -> Gain:
+    """The gain of what takes so much of the step, and so much at least and at most."""
+    left_ns, most_ns, least_ns = (max(step_ns - each, 0.0) for each in (ns, low_ns, high_ns))
+    return Gain(step_ns=step_ns, left_ns=left_ns, low_ns=least_ns, high_ns=most_ns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One cause that a rule found; FINDING_FIELDS says what its fields mean."""
@@ -95,6 +101,16 @@ class Finding:
             for each in self.evidence
             if each.unit != "ns" or each.value is None or abs(each.value) >= 1
         )
+
+
+def make_finding(
+    title: str,
+    remedy: str,
+    *rows: tuple[str, float | None, str],
+    **fields: Any,  # noqa: ANN401 - those of Finding
+) -> Finding:
+    """A finding with its evidence: rows of name, value and unit."""
+    return Finding(title=title, remedy=remedy, evidence=evidence_rows(*rows), **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
