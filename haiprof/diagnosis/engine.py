@@ -48,7 +48,7 @@ from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ledger import ACTIVITIES, DISPATCH_RATIO, JOB, UNKNOWN
 from haiprof.run_analysis.lines import written_in
 from haiprof.run_analysis.printed_lines import printed_notes
-from haiprof.run_analysis.run_files import number
+from haiprof.run_analysis.run_files import integer, number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
 from haiprof.run_analysis.steps import WORDS
@@ -126,10 +126,10 @@ def judge(
         abstained=abstained,
         checked=checked,
         not_measured=not_measured(inputs, ledger),
-        evaluation_ns=_largest(
-            inputs.ranks["eval_ns"] - inputs.ranks["eval_compile_ns"].fill_null(0)
+        evaluation_ns=integer(
+            (inputs.ranks["eval_ns"] - inputs.ranks["eval_compile_ns"].fill_null(0)).max()
         ),
-        compile_ns=_largest(inputs.ranks["compile_ns"]),
+        compile_ns=integer(inputs.ranks["compile_ns"].max()),
         events=_events(
             analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi"),
             [blocks.pauses for blocks in inputs.blocks.values()],
@@ -447,7 +447,7 @@ def _events(pauses: pl.DataFrame, folded: Sequence[tuple[int, int, int]]) -> dic
     found = {}
     for phase in (GC_PHASE, SAVE_PHASE):
         own = pauses.filter(pl.col("phase") == phase)["duration_ns"]
-        parts = [(len(own), int(own.sum()), _largest(own) or 0)]
+        parts = [(len(own), int(own.sum()), integer(own.max()) or 0)]
         parts += folded if phase == GC_PHASE else ()
         counts, sums, longest = zip(*parts, strict=True)
         if any(counts):
@@ -464,11 +464,6 @@ def _cost(inputs: RuleInputs) -> Cost:
         threads_cpu_ratio=number(inputs.ranks["beside_cpu_ratio"].max()),
         agent_cpu_ratio=max((ns / of for ns, of in times if ns is not None and of), default=None),
     )
-
-
-def _largest(values: pl.Series) -> int | None:
-    value = values.max()
-    return value if isinstance(value, int) else None
 
 
 def _next_command(

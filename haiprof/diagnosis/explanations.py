@@ -186,8 +186,8 @@ def _small_operators(question: Question) -> Finding:
     account, lines = question.account, question.inputs.traces.lines
     of_line = (pl.col("file") == account.file) & (pl.col("line") == account.line)
     own = pl.DataFrame() if lines is None else lines.filter(of_line)
-    count = own.select((pl.col("operator_count") / pl.col("step_count")).mean()).item()
-    mean = own.select(pl.col("operator_ns").mean()).item()
+    per_step = pl.col("operator_count") / pl.col("step_count")
+    count, mean = own.select(per_step.mean(), pl.col("operator_ns").mean()).row(0)
     return make_finding(
         f"many small operators: {_function_text(account)}, {count:,.0f} in a step, and as "
         f"many in backward, {question.amount} in both",

@@ -25,7 +25,7 @@ from haiprof.run_analysis.parallelism import Layout, find_layout
 from haiprof.run_analysis.printed_lines import Output, printed_output
 from haiprof.run_analysis.ranks import Blocks
 from haiprof.run_analysis.reactions import Reaction, reactions
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, number
 from haiprof.run_analysis.run_files import median as median
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import Placement, RankSettings, placements, sharing_groups
@@ -374,6 +374,4 @@ def usual_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float 
 
     What is paid at every Nth step counts in full; None: a phase has no value on that clock.
     """
-    names = {phase: f"{phase}_{clock}_ns" for phase in STEP_PHASES}
-    found = {phase: steps[name].mean() for phase, name in names.items()}
-    return {p: float(v) if isinstance(v, (int, float)) else None for p, v in found.items()}
+    return {phase: number(steps[f"{phase}_{clock}_ns"].mean()) for phase in STEP_PHASES}

@@ -232,9 +232,9 @@ def _why_not(manifest: Manifest, candidate: ComparedRun | None, side: ComparedRu
     why_not = _unlike(len(candidate.inputs.world), candidate.step_count, side)
     if why_not:
         return why_not
-    verdict = (_readable(read_json, candidate.analyzer.run.comparison_json) or {}).get("verdict")
-    slower = isinstance(verdict, dict) and verdict.get("state") == "slower"
-    return "was itself found slower" if slower else ""
+    noted = _readable(read_json, candidate.analyzer.run.comparison_json) or {}
+    is_slower = mapping(noted.get("verdict")).get("state") == "slower"
+    return "was itself found slower" if is_slower else ""
 
 
 def _unlike(ranks: int, steps: int, side: ComparedRun) -> str:
@@ -300,7 +300,12 @@ def _read_facts(side: ComparedRun) -> dict[str, Mapping[str, Any] | None]:
     line = next(iter(files.of_type("environment")), {}) if files else {}
     packages = mapping(line.get("packages")) or {"packages_digest": line.get("packages_digest")}
     options = dict(manifest.options) if manifest else {}
-    # Those that haiprof's launcher did not set.
+    variables = {  # those that haiprof's launcher did not set
+        name: value
+        for name, value in mapping(line.get("variables")).items()
+        if name not in ENV_FLIGHT_DUMPS
+        and not (name in ENV_FLIGHT_SIZES and value == FLIGHT_ENTRIES)
+    }
     return {
         "command": {"command": manifest.command if manifest else None},
         "code": {
@@ -317,16 +322,7 @@ def _read_facts(side: ComparedRun) -> dict[str, Mapping[str, Any] | None]:
             **{name: line.get(name) for name in _TORCH_VERSIONS},
         },
         "package": packages if line else None,
-        "variable": (
-            {
-                name: value
-                for name, value in mapping(line.get("variables")).items()
-                if name not in ENV_FLIGHT_DUMPS
-                and not (name in ENV_FLIGHT_SIZES and value == FLIGHT_ENTRIES)
-            }
-        )
-        if line
-        else None,
+        "variable": variables if line else None,
         "option": {n: options[n] for n in options if n not in _NOT_SPEED} if manifest else None,
     }
 
