@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -41,7 +42,7 @@ from haiprof.run_format.kept_answers import keep_answer, read_answer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 from haiprof.show.scalars import write_scalars
-from haiprof.trace_analysis.report_cache import cache_entry, read_answers, store_answers
+from haiprof.trace_analysis.report_cache import cached_answers
 from haiprof.trace_format.kineto import cache as user_cache
 from haiprof.trace_format.kineto.cache import content_key, open_columns
 from tests.security.second_user import as_second_user
@@ -190,11 +191,17 @@ def test_columns_that_another_user_wrote_are_not_believed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("how", ["others may write", "link", "another's"])
 def test_answers_that_others_may_have_written_are_not_believed(how: str, tmp_path: Path) -> None:
-    place = cache_entry(a_trace(tmp_path / "a"), "question", {})
-    assert place is not None
-    store_answers(place, {"a": pl.DataFrame({"x": [1]})})
-    entry = user_cache.trace_folder() / place.name
-    assert read_answers(place) is not None
+    trace = a_trace(tmp_path / "a")
+    asked: list[Path] = []
+
+    def compute(paths: Sequence[Path]) -> list[dict[str, Any]]:
+        asked.extend(paths)
+        return [{"a": pl.DataFrame({"x": [1]})} for _ in paths]
+
+    cached_answers([trace], "question", {}, ["a"], compute)
+    (entry,) = user_cache.trace_folder().iterdir()
+    cached_answers([trace], "question", {}, ["a"], compute)
+    assert asked == [trace]
     if how == "link":
         entry.rename(tmp_path / "moved")
         entry.symlink_to(tmp_path / "moved")
@@ -204,7 +211,8 @@ def test_answers_that_others_may_have_written_are_not_believed(how: str, tmp_pat
         os.chown(entry, ATTACKER, ATTACKER)
     else:
         pytest.skip("only root can act as a second user")
-    assert read_answers(place) is None
+    cached_answers([trace], "question", {}, ["a"], compute)
+    assert asked == [trace, trace]
 
 
 @pytest.mark.parametrize("how", ["file", "folder", "report folder", "link", "another's"])
