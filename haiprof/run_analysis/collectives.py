@@ -386,12 +386,11 @@ def _judge(
         absent = sorted({*in_group} - {*ranks})
         if absent:
             notes.append(f"no dump of {ranks_text(absent)} of group {names[str(group)]}")
-    waiting = rows.filter(pl.col("p2p") & pl.col("state").is_in(_RUNNING)) if _tells(rows) else None
-    for rank, kind, name in () if waiting is None else waiting.select(
-        "rank", "kind", "group_name"
-    ).unique(maintain_order=True).rows():  # fmt: skip
-        notes.append(f"rank {rank} has not completed {kind} of group {name}")
-    if not _tells(rows):
+    if _tells(rows):
+        running = rows.filter(pl.col("p2p") & pl.col("state").is_in(_RUNNING))
+        waiting = running.select("rank", "kind", "group_name").unique(maintain_order=True).rows()
+        notes += [f"rank {rank} has not completed {kind} of group {n}" for rank, kind, n in waiting]
+    else:
         last = last.with_columns(state=pl.lit(None, pl.String))
         notes.append("which collectives have ended is not known: the backend does not tell (gloo)")
     columns = ["group_name", "rank", "kind", "sequence", "state", "element_count", "dtype",

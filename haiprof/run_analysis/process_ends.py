@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -905,10 +905,7 @@ def behind(last: Mapping[int, Mapping[str, LastCollective]]) -> dict[int, LastCo
 
     Only of the group with the most ranks: in smaller ones all members may lag behind alike.
     """
-    sizes: dict[str, int] = {}
-    for groups in last.values():
-        for group in groups:
-            sizes[group] = sizes.get(group, 0) + 1
+    sizes = Counter(group for groups in last.values() for group in groups)
     for group in sorted(sizes, key=lambda g: (-sizes[g], g)):
         begun = {rank: groups[group] for rank, groups in last.items() if group in groups}
         most = max(begun.values(), key=lambda each: (each.sequence, each.kind is not None))
