@@ -18,8 +18,10 @@ from haiprof.run_analysis.run_frames import RankPool, RunFrames
 from haiprof.show import show
 
 if TYPE_CHECKING:
-    from haiprof.api.run_flame_graph import RunFlameGraph
     from haiprof.diagnosis.verdict import Finding
+    from haiprof.run_analysis.flame_graph import FlameGraph
+    from haiprof.show.flame import RunFlames
+    from haiprof.show.run_header import RunHeader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -40,11 +42,6 @@ class RunVerdict(Verdict):
         """The card, for a notebook."""
         style = "line-height: 1.2; font-family: Menlo, Consolas, monospace; white-space: pre"
         return f'<pre style="{style}">{html.escape(str(self))}</pre>'
-
-
-def as_run_verdict(verdict: Verdict) -> RunVerdict:
-    """The same verdict, with its card."""
-    return RunVerdict(**{field.name: getattr(verdict, field.name) for field in fields(verdict)})
 
 
 def _fetch(address: str) -> Path:
@@ -71,6 +68,44 @@ class Description(Frame):
         """The same for a notebook."""
         with pl.Config(tbl_rows=-1, fmt_str_lengths=1_000):
             return super()._repr_html_(**more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFlameGraph:
+    """Lines of user code and what they call, by their time per step."""
+
+    flames: RunFlames
+    header: RunHeader
+
+    @property
+    def graph(self) -> FlameGraph:
+        """The tree of frames, with the time of each rank."""
+        return self.flames.graph
+
+    def write(self, path: str | Path) -> Path:
+        """Writes it as a self-contained page; returns its path.
+
+        Raises:
+            UsageError: The file cannot be written.
+        """
+        from haiprof.show.figures.style import write_text
+
+        return write_text(Path(path), self._page())
+
+    def __repr__(self) -> str:
+        """What it rests on."""
+        return f"<flame graph of {self.flames.run}: {self.flames.missing or self.flames.basis}>"
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, for a notebook."""
+        from haiprof.show.show import page_frame
+
+        return page_frame(self._page(), "Flame graph")
+
+    def _page(self) -> str:
+        from haiprof.show.page.render import lines_html
+
+        return lines_html(self.flames, self.header)
 
 
 @with_frames
@@ -112,7 +147,8 @@ class Analyzer(RunFrames):
         """Why the job died or what makes it slow; a card in a notebook and in `print()`."""
         from haiprof.diagnosis.engine import diagnose
 
-        return as_run_verdict(diagnose(self))
+        found = diagnose(self)
+        return RunVerdict(**{field.name: getattr(found, field.name) for field in fields(found)})
 
     def findings(self) -> tuple[Finding, ...]:
         """The causes that were found, weightiest first; empty where nothing is wrong."""
@@ -170,7 +206,6 @@ class Analyzer(RunFrames):
             RunNotFoundError: There is no such run.
             RunFormatError: It is of another version, or nothing in it can be read.
         """
-        from haiprof.api.run_flame_graph import RunFlameGraph
         from haiprof.show.flame import other_run, run_flames
         from haiprof.show.run_header import manifest_or_none, run_header
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, UsageError
-from haiprof.base.safe_files import make_named_folder, write_file
+from haiprof.base.safe_files import make_named_folder
 from haiprof.compat.exports import write_tables
 from haiprof.diagnosis.function_reports import (
-    FunctionReports,
     bursts_of,
     function_reports,
     hardware_by_function,
 )
 from haiprof.run_analysis.counter_sources import link_traffic
-from haiprof.show.card import MAX_WIDTH, verdict_card, view_text
+from haiprof.show.card import verdict_card, view_text
+from haiprof.show.figures.style import write_text
 from haiprof.show.page.content import page_content
 from haiprof.show.page.render import write_report
 from haiprof.show.run_header import manifest_or_none, run_header
@@ -29,7 +27,7 @@ from haiprof.show.views.functions import functions_view
 from haiprof.show.views.trace_report import trace_view
 from haiprof.trace_analysis.pattern_gathering import reduce_patterns
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-from haiprof.trace_analysis.report import TraceReport, reduce_traces, standard_report
+from haiprof.trace_analysis.report import reduce_traces, standard_report
 
 if TYPE_CHECKING:
     from haiprof.diagnosis.verdict import Verdict
@@ -56,16 +54,6 @@ _CONTENT = {
 _COUNTER_KEYS = ("host", "source", "entity", "rank", "gpu", "metric", "unit")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Traced:
-    """What the traces of the judged time say."""
-
-    functions: FunctionReports
-    report: TraceReport
-    hardware: pl.DataFrame
-    """Counters while functions ran."""
-
-
 def write_diagnosis_folder(
     folder: Path,
     analyzer: RunFrames,
@@ -74,56 +62,36 @@ def write_diagnosis_folder(
     document: Mapping[str, Any],
     since_ns: int | None = None,
 ) -> list[str]:
-    """Writes all of a diagnosis into a folder that needs neither the run nor its traces.
+    """Writes all of a diagnosis into a new folder that needs neither the run nor its traces.
 
-    Args:
-        folder: New, or empty.
-        analyzer: Of the run.
-        verdict: What was found in it.
-        document: The verdict for scripts.
-        since_ns: Only what was recorded from this Unix time on; None takes the whole run.
-
-    Returns:
-        The names of what is in it.
-
-    Raises:
-        UsageError: The folder is not empty, or cannot be written.
+    Returns the names of what is in it; raises UsageError where it is not empty, or not writable.
     """
-    _make_empty(folder)
+    try:
+        make_named_folder(folder)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder}: is not empty", hint="name a new folder")
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror or error}") from None
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
-    card = verdict_card(verdict, header, everything=True)
-    _write(folder / "verdict.txt", view_text(card, width=MAX_WIDTH))
-    _write_json(folder / "diagnosis.json", document)
+    card = view_text(verdict_card(verdict, header, everything=True))
+    write_text(folder / "verdict.txt", card, below=folder)
+    write_text(folder / "diagnosis.json", _as_json(document), below=folder)
     write_report(page_content(analyzer), folder / "report.html")
-    tables = {
-        "counters": counter_summary(analyzer.counters(), since_ns),
-        "links": link_traffic(
-            _select_since(analyzer.counters(), since_ns),
-            _select_since(bursts_of(analyzer), since_ns),
-        ),
-    }
-    traced = _read_traces(folder, analyzer, since_ns)
-    if isinstance(traced, _Traced):
-        _write_traced(folder, traced)
-        tables |= _tables(traced)
-    write_tables(tables, folder / "tables", force=False)
-    why = traced if isinstance(traced, str) else None
-    _write(folder / "README.txt", _readme(folder, verdict, why))
+    samples = _select_since(analyzer.counters(), since_ns)
+    links = link_traffic(samples, _select_since(bursts_of(analyzer), since_ns))
+    tables = {"counters": summarize_counters(samples), "links": links}
+    traced, why = _write_traced(folder, analyzer, since_ns)
+    write_tables(tables | traced, folder / "tables", force=False)
+    write_text(folder / "README.txt", _readme(folder, verdict, why), below=folder)
     return sorted(path.name for path in folder.iterdir())
 
 
-def counter_summary(counters: pl.DataFrame, since_ns: int | None) -> pl.DataFrame:
-    """What each counter was over the judged time.
+def _as_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
 
-    Args:
-        counters: From `RunFrames.counters`.
-        since_ns: Only samples from this Unix time on.
 
-    Returns:
-        One row per `host`, `source`, `entity`, `rank`, `gpu`, `metric`, `unit`: `sample_count`,
-        `mean`, `std`, `min`, `median`, `max`. Samples that are missing do not count.
-    """
-    samples = _select_since(counters, since_ns)
+def summarize_counters(samples: pl.DataFrame) -> pl.DataFrame:
+    """What each counter was: a row per source, owner and metric; missing samples do not count."""
     value = pl.col("value")
     found = samples.drop_nulls("value").group_by(_COUNTER_KEYS, maintain_order=True).agg(
         sample_count=pl.len().cast(pl.Int64), mean=value.mean(), std=value.std(),
@@ -136,45 +104,35 @@ def _select_since(samples: pl.DataFrame, since_ns: int | None) -> pl.DataFrame:
     return samples if since_ns is None else samples.filter(pl.col("time_ns") >= since_ns)
 
 
-def _read_traces(folder: Path, analyzer: RunFrames, since_ns: int | None) -> _Traced | str:
-    """The answers about traces, from files in the folder alone; or why there are none."""
+def _write_traced(
+    folder: Path, analyzer: RunFrames, since_ns: int | None
+) -> tuple[dict[str, pl.DataFrame], str]:
+    """The tables of what traces say, from files in the folder alone; or why there are none."""
     if since_ns is not None:
         begun = analyzer.windows().drop_nulls("path")["start_ns"].max()
         if not isinstance(begun, int) or begun < since_ns:
-            return "no steps were traced in the judged time: --save-traces asks for some"
-    functions, summaries = folder / "functions", folder / "summaries"
+            return {}, "no steps were traced in the judged time: --save-traces asks for some"
     try:
-        reduce_patterns(analyzer.run.root, functions)
-        reduce_traces(analyzer.run.root, summaries)
-        return _Traced(
-            hardware=hardware_by_function(TraceQuestions(analyzer.run.root), analyzer),
-            functions=function_reports(TraceQuestions(functions).patterns()),
-            report=standard_report(summaries),
-        )
+        reduce_patterns(analyzer.run.root, folder / "functions")
+        reduce_traces(analyzer.run.root, folder / "summaries")
+        hardware = hardware_by_function(TraceQuestions(analyzer.run.root), analyzer)
+        found = function_reports(TraceQuestions(folder / "functions").patterns())
+        report = standard_report(folder / "summaries")
     except UsageError:
         raise
     except HaiprofError as error:
-        return str(error)
-
-
-def _write_traced(folder: Path, traced: _Traced) -> None:
-    _write(folder / "functions.txt", view_text(functions_view(traced.functions), width=MAX_WIDTH))
-    _write_json(folder / "functions.json", traced.functions.as_json())
-    _write(folder / "traces.txt", view_text(trace_view(traced.report), width=MAX_WIDTH))
-
-
-def _tables(traced: _Traced) -> dict[str, pl.DataFrame]:
-    reports = {
-        f"functions_{report.kind}_{name}": table
-        for report in traced.functions.reports
-        for name, table in report.tables.items()
+        return {}, str(error)
+    write_text(folder / "functions.txt", view_text(functions_view(found)), below=folder)
+    write_text(folder / "functions.json", _as_json(found.as_json()), below=folder)
+    write_text(folder / "traces.txt", view_text(trace_view(report)), below=folder)
+    tables = {
+        f"functions_{r.kind}_{name}": t for r in found.reports for name, t in r.tables.items()
     }
-    reports["functions_by_rank"] = traced.functions.functions
-    reports["functions_hardware"] = traced.hardware
-    return reports | {f"trace_{name}": table for name, table in traced.report.tables.items()}
+    tables |= {"functions_by_rank": found.functions, "functions_hardware": hardware}
+    return tables | {f"trace_{name}": table for name, table in report.tables.items()}, ""
 
 
-def _readme(folder: Path, verdict: Verdict, why: str | None) -> str:
+def _readme(folder: Path, verdict: Verdict, why: str) -> str:
     there = {name: text for name, text in _CONTENT.items() if (folder / name).exists()}
     width = max(map(len, there))
     lines = [
@@ -183,33 +141,6 @@ def _readme(folder: Path, verdict: Verdict, why: str | None) -> str:
         "",
         *(f"{name:{width}}  {text}" for name, text in there.items()),
     ]
-    if why is not None:
+    if why:
         lines += ["", f"Without what traces say (PerfTracker's five reports): {why}"]
     return "\n".join(lines) + "\n"
-
-
-def _make_empty(folder: Path) -> None:
-    try:
-        make_named_folder(folder)
-        if any(folder.iterdir()):
-            raise UsageError(f"{folder}: is not empty", hint="name a new folder")
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be made: {error.strerror or error}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    with _errors_as_usage(path):
-        write_file(path, text.encode(), below=path.parent)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with _errors_as_usage(path):
-        write_file(path, (json.dumps(content, indent=1) + "\n").encode(), below=path.parent)
-
-
-@contextmanager
-def _errors_as_usage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -259,14 +259,11 @@ def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[Ren
     facts += [work_text(verdict.work)] if verdict.work else []
     if verdict.compile_ns:
         facts.append(f"{duration_text(verdict.compile_ns)} of compilation")
-    facts += (
-        []
-        if brief
-        else [
-            f"{_EVENT_NAMES.get(kind, kind)}: {e.count} for {duration_text(e.total_ns)}"
-            for kind, e in verdict.events.items()
-        ]
-    )
+    facts += [
+        f"{_EVENT_NAMES.get(kind, kind)}: {e.count} for {duration_text(e.total_ns)}"
+        for kind, e in verdict.events.items()
+        if not brief
+    ]
     yield Text(" · ".join(facts), style="dim")
     if not brief and ledger is not None:
         yield _run_time(verdict)
@@ -388,7 +385,7 @@ def save_verdict(verdict: Verdict, header: RunHeader, run: RunPaths) -> None:
     try:
         make_folder(run.report, below=run.root)
         write_json(run.verdict_json, as_document(verdict), below=run.root)
-        text = view_text(verdict_card(verdict, header, everything=True), width=MAX_WIDTH)
+        text = view_text(verdict_card(verdict, header, everything=True))
         write_file(run.verdict_text, text.encode(), below=run.root)
     except OSError as error:
         raise HaiprofError(
@@ -410,10 +407,10 @@ def save_card_svg(verdict: Verdict, header: RunHeader, path: Path) -> Path:
 def verdict_text(verdict: Verdict) -> str:
     """The card without colour, 100 columns wide."""
     run = RunPaths(Path(verdict.run))
-    return view_text(verdict_card(verdict, run_header(run, manifest_or_none(run))), width=MAX_WIDTH)
+    return view_text(verdict_card(verdict, run_header(run, manifest_or_none(run))))
 
 
-def view_text(view: RenderableType, *, width: int) -> str:
+def view_text(view: RenderableType, *, width: int = MAX_WIDTH) -> str:
     """A view without colour."""
     console = SafeConsole(
         file=io.StringIO(), width=width, color_system=None,
