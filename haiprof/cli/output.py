@@ -47,13 +47,7 @@ class Output:
     def show(
         self, view: View, data: Mapping[str, Any], markdown: Callable[[], str] | None = None
     ) -> None:
-        """Shows one result.
-
-        Args:
-            view: What people see, for a terminal of so many columns.
-            data: The same for scripts.
-            markdown: The same for pull requests; the view as a block of text where left out.
-        """
+        """Shows one result as a view, as JSON, or as Markdown: its own, else the view as text."""
         if self.json:
             sys.stdout.write(json_text(data) + "\n")
         elif self.markdown:

@@ -199,8 +199,7 @@ def what_if(
       haiprof trace what-if job.parquet                          what a job's stragglers cost
     """
     from haiprof.show.views.causes import (
-        job_answers,
-        job_data,
+        job_row,
         job_view,
         what_if_answers,
         what_if_data,
@@ -218,8 +217,8 @@ def what_if(
                 f"{source}: a table of operations is replayed whole",
                 hint="leave --faster, --steps, --window and --cluster out",
             )
-        jobs = [job_answers(path) for path in tables]
-        output.show(lambda _: job_view(jobs), job_data(jobs))
+        jobs = [job_row(path) for path in tables]
+        output.show(lambda _: job_view(jobs), {"jobs": jobs})
         return
     with ReadProgress(quiet=as_json):
         answers = what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
@@ -282,36 +281,22 @@ def memory_timeline(
       haiprof trace memory snapshot.pickle
       haiprof trace memory trace.json --json | jq '.at_peak[0]'
     """
-    output = Output(json=as_json)
-    if _show_file(traces, output):
-        return
-    from haiprof.show.views.memory_timeline import memory_answers, memory_view
+    from haiprof.show.views import memory_timeline as views
+    from haiprof.trace_analysis.memory_timeline import is_memory_timeline, memory_by_category
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-
-    with ReadProgress(quiet=as_json):
-        answers = memory_answers(TraceQuestions(traces, window=window), rank)
-    output.show(lambda _: memory_view(answers), answers.as_json())
-
-
-def _show_file(path: Path, output: Output) -> bool:
-    """Shows a file that is no trace; False where it is one."""
-    from haiprof.trace_analysis.memory_timeline import is_memory_timeline
     from haiprof.trace_format.memory_snapshot import is_pickle
 
-    if is_pickle(path):
-        from haiprof.show.views.memory_timeline import snapshot_answers, snapshot_view
-
-        snapshot = snapshot_answers(path)
-        output.show(lambda _: snapshot_view(snapshot), snapshot.as_json())
-        return True
-    if is_memory_timeline(path):
-        from haiprof.show.views.memory_timeline import category_json, category_view
-        from haiprof.trace_analysis.memory_timeline import memory_by_category
-
-        timeline = memory_by_category(path)
-        output.show(lambda _: category_view(timeline), category_json(timeline))
-        return True
-    return False
+    output = Output(json=as_json)
+    if is_pickle(traces):
+        snapshot = views.snapshot_answers(traces)
+        output.show(lambda _: views.snapshot_view(snapshot), snapshot.as_json())
+    elif is_memory_timeline(traces):
+        timeline = memory_by_category(traces)
+        output.show(lambda _: views.category_view(timeline), views.category_json(timeline))
+    else:
+        with ReadProgress(quiet=as_json):
+            answers = views.memory_answers(TraceQuestions(traces, window=window), rank)
+        output.show(lambda _: views.memory_view(answers), answers.as_json())
 
 
 def flight_recorder(
@@ -337,22 +322,16 @@ def flight_recorder(
     from haiprof.run_analysis.nccl_witness import NcclReport, judge_files, ranks_behind
     from haiprof.show.views.trace_files import flight_view, nccl_view
 
-    verdict = judge_files(dumps)
-    if isinstance(verdict, NcclReport):
-        report, named = verdict, ranks_behind(verdict)
-        data = {
-            "findings": [f"rank {each.rank}: {each.why}" for each in named],
-            "ranks": list(dict.fromkeys(each.rank for each in named)),
-            **report.as_json(),
-            "notes": report.notes,
-        }
-        Output(json=as_json).show(lambda _: nccl_view(report), data)
-        return
-    found = verdict
-    data = {
-        "findings": found.findings,
-        "ranks": found.ranks,
-        "last": found.last.to_dicts(),
-        "notes": found.notes,
-    }
-    Output(json=as_json).show(lambda _: flight_view(found), data)
+    found = judge_files(dumps)
+    if isinstance(found, NcclReport):
+        named = ranks_behind(found)
+        said = [f"rank {each.rank}: {each.why}" for each in named]
+        ranks = list(dict.fromkeys(each.rank for each in named))
+        data, view = {"findings": said, "ranks": ranks, **found.as_json()}, nccl_view(found)
+    else:
+        last = found.last.to_dicts()
+        data, view = (
+            {"findings": found.findings, "ranks": found.ranks, "last": last},
+            flight_view(found),
+        )
+    Output(json=as_json).show(lambda _: view, data | {"notes": found.notes})

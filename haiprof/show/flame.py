@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from haiprof.base.errors import RunFormatError
 from haiprof.base.ledger import POSITIONS, position_words
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.compare.compared_run import baseline_named, open_compared_run
@@ -19,6 +18,7 @@ from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import last_attempts
 from haiprof.show.frame_table import PageTable, text_table
+from haiprof.show.run_header import manifest_or_none
 from haiprof.show.summary import select_judged_steps
 from haiprof.show.text import count_text, printable, share_text
 
@@ -91,14 +91,11 @@ def other_run(analyzer: RunFrames, baseline: str) -> RunFrames:
 
 
 def _flame_source(analyzer: RunFrames, found: RunLedger, *, run: str = "") -> FlameSource:
-    try:
-        folder = analyzer.manifest().cwd
-    except RunFormatError:
-        folder = ""
+    manifest = manifest_or_none(analyzer.run)
     steps = select_judged_steps(last_attempts(analyzer.steps()))
     return FlameSource(
         run=run,
-        folder=folder,
+        folder=manifest.cwd if manifest else "",
         samples=found.samples,
         table=found.table,
         steps=steps,

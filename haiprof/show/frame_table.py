@@ -142,17 +142,11 @@ def page_table(
     title: str, found: pl.DataFrame, columns: Columns, *, limit: int, note: str = ""
 ) -> PageTable:
     """The first rows of a frame."""
-    return PageTable(
-        title=title,
-        head=tuple(head for _, head in columns),
-        is_text=tuple(found.schema[name] == pl.String for name, _ in columns),
-        rows=tuple(
-            tuple(cell(name, row[name]).plain for name, _ in columns)
-            for row in found.head(limit).iter_rows(named=True)
-        ),
-        more=max(0, found.height - limit),
-        note=note,
-    )
+    first = found.head(limit).iter_rows(named=True)
+    rows = [[cell(name, row[name]).plain for name, _ in columns] for row in first]
+    left = [head for name, head in columns if found.schema[name] == pl.String]
+    more = max(0, found.height - limit)
+    return text_table(title, [head for _, head in columns], rows, left=left, more=more, note=note)
 
 
 def page_records(

@@ -1,4 +1,4 @@
-"""Verdicts and comparisons as Markdown, for a pull request, a summary or an agent."""
+"""Verdicts as Markdown, for a pull request, a summary or an agent; what Markdown consists of."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from haiprof.base.ledger import position_words
 from haiprof.base.units import MISSING, duration_text
-from haiprof.show.frame_table import PageTable
 from haiprof.show.text import printable
 
 if TYPE_CHECKING:
     from haiprof.diagnosis.verdict import Finding, Verdict
 
-_ROWS = 20
 _MARKS = "\\`*_[]<>|#~"
 
 
@@ -60,21 +58,3 @@ def _cause(finding: Finding) -> tuple[str, ...]:
     without = gain and f"{duration_text(gain.left_ns)} ({between})"
     at = "; ".join(place.location for place in finding.code_lines[:2])
     return finding.severity, finding.title, without or "not known", at, finding.remedy
-
-
-def comparison_markdown(
-    headline: str, below: Sequence[str], tables: Sequence[PageTable], notes: Sequence[str]
-) -> str:
-    """Headline, what was compared, a table for each kind of difference, what is not known."""
-    lines = [f"## {markdown_text(headline)}", "", *(f"- {markdown_text(line)}" for line in below)]
-    for table in tables:
-        more = len(table.rows[_ROWS:]) + table.more
-        lines += [
-            "",
-            f"**{markdown_text(table.title)}**",
-            "",
-            *markdown_table(table.head, table.rows[:_ROWS]),
-            *([f"\nand {more} more, in --json"] if more else []),
-        ]
-    lines += ["", *(f"- {markdown_text(note)}" for note in notes)] if notes else []
-    return "\n".join(lines).rstrip() + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,14 @@ from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
 from haiprof.show.summary import (
+    PERIOD,
     counters_over_time,
-    find_judged_time,
     lasting_values,
-    mean_step_ns,
     missing_sources,
     phase_split,
     rank_steps,
     select_judged_samples,
+    select_settled,
     step_series,
 )
 
@@ -125,10 +125,11 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     manifest = manifest_or_none(data.run)
     times = counters["time_ns"]
     span = time_range(steps, None if counters.is_empty() else (times[0], times[-1]))
-    split = phase_split(steps)
+    settled = select_settled(steps)
+    split = phase_split(settled)
     counted = judged_steps(steps)
     samples = select_judged_samples(counters, counted, ranks)
-    window = find_judged_time(counted, span)
+    window = time_range(counted, None) or span
     boundaries = steps["boundary"].drop_nulls().mode().sort()
     return OneRankSummary(
         run=run_header(data.run, manifest),
@@ -141,7 +142,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
         ),
         about=about,
         step_count=about["step_count"] or steps.height,
-        mean_step_ns=mean_step_ns(steps),
+        mean_step_ns=number(settled[PERIOD].mean()),
         median_step_ns=number(counted["step_ns"].median()),
         split_ns=split,
         boundary=str(boundaries[0]) if len(boundaries) else None,
@@ -152,7 +153,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
         slowest=slowest_steps(counted, rank_steps(data.slow_steps(), rank, attempt)),
         events=event_stats(rank_steps(data.phases(), rank, attempt)),
         settings=data.settings().get(rank),
-        phase_series=_phase_series(counted, window) if window else (),
+        phase_series=tuple(_phase_series(counted, window)) if window else (),
         counter_series=tuple(counters_over_time(frame_reader(samples), window)) if window else (),
         missing=missing_sources(
             data.run, manifest, counters.select("source", "metric").unique().rows()
@@ -254,10 +255,8 @@ def _position_stats(
     )
 
 
-def _phase_series(steps: pl.DataFrame, span: TimeRange) -> tuple[Series, ...]:
-    found = (
-        make_series(lasting_values(steps, f"{phase}_host_ns"), title=phase, label=phase, unit="ns",
-                    span=span)
-        for phase in PHASES
-    )  # fmt: skip
-    return (*step_series(steps, span), *filter(None, found))
+def _phase_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
+    yield from step_series(steps, span)
+    for phase in PHASES:
+        own = lasting_values(steps, f"{phase}_host_ns")
+        yield from make_series(own, title=phase, label=phase, unit="ns", span=span)

@@ -73,10 +73,6 @@ class RunEntry:
     """Whether its ranks' files were read; where not, `step_count` and `died_of` are None."""
 
 
-def _is_exit_status(value: object) -> bool:
-    return type(value) is int and abs(value) < 1 << 31
-
-
 def _is_time(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
@@ -87,7 +83,7 @@ _KEPT: Schema = {
     **dict.fromkeys(_COUNTS, is_none_or(is_count)),
     **dict.fromkeys(("user", "signal", "died_of", "problem"), is_none_or(is_string)),
     "state": (RUNNING, ENDED, KILLED, DAMAGED).__contains__,
-    "exit_status": is_none_or(_is_exit_status),
+    "exit_status": is_none_or(lambda value: type(value) is int and abs(value) < 1 << 31),
     "rank_count": is_count,
     "step_ns": is_none_or(_is_time),
     "is_counted": lambda value: isinstance(value, bool),
@@ -164,10 +160,10 @@ _COLUMNS: tuple[tuple[str, Callable[[RunEntry], str], bool], ...] = (
     ("user", lambda run: run.user or "", True),
     ("lasted", lambda run: duration_text(run.duration_ns), False),
     ("ranks", lambda run: str(run.rank_count), False),
-    ("steps", lambda run: MISSING if run.step_count is None else str(run.step_count), False),
+    ("steps", lambda run: _number(run.step_count), False),
     ("each", lambda run: duration_text(run.step_ns), False),
     ("state", lambda run: run.state, True),
-    ("exit", lambda run: _exit_text(run), False),
+    ("exit", lambda run: run.signal or _number(run.exit_status), False),
     ("why", lambda run: _why_text(run), True),
 )
 """Title, what it shows of a run, and whether it begins at the left."""
@@ -265,13 +261,11 @@ def _with_steps(run: RunPaths, entry: RunEntry) -> RunEntry:
         return replace(entry, problem=entry.problem or str(error))
 
 
+def _number(number: int | None) -> str:
+    return MISSING if number is None else str(number)
+
+
 def _why_text(run: RunEntry) -> str:
     if run.died_of is None:
         return ""
     return run.died_of if run.died_rank is None else f"rank {run.died_rank}: {run.died_of}"
-
-
-def _exit_text(run: RunEntry) -> str:
-    if run.signal:
-        return run.signal
-    return MISSING if run.exit_status is None else str(run.exit_status)

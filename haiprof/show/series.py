@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,20 +100,14 @@ def _usable_count(times: npt.NDArray[np.int64], span: TimeRange, limit: int) -> 
 
 def make_series(
     frame: pl.DataFrame, *, title: str, label: str, unit: str, span: TimeRange
-) -> Series | None:
-    """A series of a frame's `time_ns`, `value` and `end_ns`; None where it has no value."""
+) -> Iterator[Series]:
+    """The series of a frame's `time_ns`, `value` and `end_ns`, where it has a value."""
     values = frame["value"].cast(pl.Float64).drop_nulls().drop_nans()
-    if values.is_empty():
-        return None
-    mean, top = values.mean(), values.max()
-    return Series(
-        title=title,
-        label=label,
-        unit=unit,
-        mean=float(mean) if isinstance(mean, float) else None,
-        max=float(top) if isinstance(top, float) else None,
-        values=bucket_means(frame, span=span),
-    )
+    if not values.is_empty():
+        of_all = {"mean": values.mean(), "max": values.max()}
+        known = {name: each if isinstance(each, float) else None for name, each in of_all.items()}
+        buckets = bucket_means(frame, span=span)
+        yield Series(title=title, label=label, unit=unit, values=buckets, **known)
 
 
 def fold_series(series: Sequence[Series]) -> list[Series]:

@@ -25,10 +25,10 @@ _ROW_LIMIT = 20
 _PAGE_PX = 720
 
 
-def overview(data: RunFrames) -> None:
+def overview(data: RunFrames, **part: Any) -> None:  # noqa: ANN401 - as `page_part` takes them
     """Shows the whole job."""
     if in_notebook():
-        _show_page(data)
+        _show_page(data, **part)
         return
     from haiprof.show.summary import overview_summary
     from haiprof.show.views.run import overview_view
@@ -38,10 +38,7 @@ def overview(data: RunFrames) -> None:
 
 def ranks(data: RunFrames) -> None:
     """Shows all ranks over time, and how late each begins its collectives."""
-    if in_notebook():
-        _show_page(data, only=("verdict", "overview", "ranks", "collectives"))
-        return
-    overview(data)
+    overview(data, only=("verdict", "overview", "ranks", "collectives"))
 
 
 def one_rank(data: RunFrames, rank: int) -> None:

@@ -13,7 +13,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
 from haiprof.diagnosis.run_notes import traced_lines
 from haiprof.diagnosis.traced_window import StepWork, step_work
-from haiprof.run_analysis.counter_summaries import CounterDigest, MetricOwner, MetricStat
+from haiprof.run_analysis.counter_summaries import CounterDigest, MetricStat
 from haiprof.run_analysis.counters import (
     SeriesReader,
     host_windows,
@@ -30,9 +30,7 @@ from haiprof.run_format.reader import read_lines
 from haiprof.show.figures.panel_table import (
     PANEL_ROWS,
     PANELS,
-    CounterSpec,
     PanelRow,
-    PanelSpec,
     label_series,
     panel_metrics,
 )
@@ -63,34 +61,20 @@ def select_judged_samples(
     return counters if inside.is_empty() else inside
 
 
-def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:
-    """From the begin of the first step that counts to the end of the last one."""
-    return time_range(judged, None) or whole
+PERIOD = "period_ns"
 
 
-def mean_step_ns(steps: pl.DataFrame) -> float | None:
-    """The mean step of one attempt of one rank, as in the verdict: from begin to begin."""
-    return number(_settled_with_periods(steps)[_PERIOD].mean())
-
-
-_PERIOD = "period_ns"
-
-
-def _settled_with_periods(steps: pl.DataFrame) -> pl.DataFrame:
-    """The steps of one attempt that count, each with the time from its begin to the next one's."""
+def select_settled(steps: pl.DataFrame) -> pl.DataFrame:
+    """The steps of one attempt that count, with the `PERIOD` from each begin to the next one's."""
     begin = pl.col("start_ns")
-    period = (begin.shift(-1) - begin).fill_null(pl.col("step_ns")).alias(_PERIOD)
+    period = (begin.shift(-1) - begin).fill_null(pl.col("step_ns")).alias(PERIOD)
     return judged_steps(steps.with_columns(period))
 
 
-def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
-    """The mean step of one attempt of one rank by phase; what lies between steps is `other`."""
-    return _split_settled(_settled_with_periods(steps), clock=clock)
-
-
-def _split_settled(settled: pl.DataFrame, *, clock: str) -> dict[str, float | None]:
+def phase_split(settled: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
+    """The mean of such steps by phase; what lies between steps is `other`."""
     found = usual_split(settled, clock=clock)
-    mean = number(settled[_PERIOD].mean()) if clock == "host" else None
+    mean = number(settled[PERIOD].mean()) if clock == "host" else None
     if mean is not None:
         found["other"] = mean - sum(ns or 0.0 for name, ns in found.items() if name != "other")
     return found
@@ -105,6 +89,7 @@ _OfRanks = dict[tuple[str, int | None], dict[str, MetricStat]]
 
 _HIGHEST = ("memory_rss_bytes", "memory_used_bytes", "memory_total_bytes", "cpu_count")
 """Metrics of which the highest value is shown; of others the mean."""
+_OF_GPU = ("utilization_ratio", "memory_used_bytes", "memory_total_bytes", "power_watts")
 
 
 def _values(stats: Mapping[str, MetricStat], *metrics: str, prefix: str = "") -> dict[str, Any]:
@@ -164,25 +149,23 @@ def _agent_lines(run: RunPaths) -> list[Line]:
     return found
 
 
-def read_counted_series(data: RunFrames, digest: CounterDigest) -> SeriesReader:
-    """The series of panels, while the steps ran that count."""
-    return digest.count_series(data.read_series(panel_metrics().intersection(digest.present)))
-
-
 def counters_over_time(read: SeriesReader, span: TimeRange) -> Iterator[Series]:
     """Each counter that the terminal draws and that has a sample, one series per owner."""
     for panel in PANELS:
         for spec in panel.counters if panel.terminal is not None else ():
-            yield from _counter_series(read, panel, spec, span)
+            title = f"{panel.terminal} {spec.word}".strip()
+            for label, samples in label_series(read, spec):
+                frame = pl.DataFrame({"time_ns": samples.time_ns, "value": samples.values})
+                yield from make_series(
+                    frame, title=title, label=label, unit=panel.base_unit, span=span
+                )
 
 
 def step_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
     """Step time, one series per rank."""
     for frame in steps.sort("rank", "start_ns").partition_by("rank", maintain_order=True):
         rank, own = frame["rank"][0], lasting_values(frame, "step_ns")
-        series = make_series(own, title="step time", label=f"rank {rank}", unit="ns", span=span)
-        if series:
-            yield series
+        yield from make_series(own, title="step time", label=f"rank {rank}", unit="ns", span=span)
 
 
 def lasting_values(steps: pl.DataFrame, column: str) -> pl.DataFrame:
@@ -192,17 +175,6 @@ def lasting_values(steps: pl.DataFrame, column: str) -> pl.DataFrame:
         end_ns=pl.col("start_ns") + pl.col("step_ns"),
         value=pl.col(column).cast(pl.Float64),
     )
-
-
-def _counter_series(
-    read: SeriesReader, panel: PanelSpec, spec: CounterSpec, span: TimeRange
-) -> Iterator[Series]:
-    for label, samples in label_series(read, spec):
-        title = f"{panel.terminal} {spec.word}".strip()
-        frame = pl.DataFrame({"time_ns": samples.time_ns, "value": samples.values})
-        series = make_series(frame, title=title, label=label, unit=panel.base_unit, span=span)
-        if series:
-            yield series
 
 
 Split = Mapping[str, float | None]
@@ -325,7 +297,12 @@ def overview_summary(
         for (rank, attempt), own in by_attempt(steps)
     }
     marked_by = untrained_boundary(steps)
-    window = find_judged_time(counted, span)
+    window = time_range(counted, None) or span
+    series: list[Series] = []
+    if window and with_series:
+        read = data.read_series(panel_metrics().intersection(digest.present))
+        series += step_series(counted, window)
+        series += counters_over_time(digest.count_series(read), window)
     return OverviewSummary(
         run=run_header(data.run, manifest),
         span=span,
@@ -338,15 +315,12 @@ def overview_summary(
             _node_summary(owner[1], values) for owner, values in stats.items() if owner[0] == HOST
         ),
         gpus=tuple(
-            _gpu_summary(owner, values) for owner, values in stats.items() if owner[0] == GPU
+            GpuSummary(host=host, gpu=gpu, rank=rank, **_values(values, *_OF_GPU))
+            for (source, host, rank, gpu), values in stats.items()
+            if source == GPU
         ),
         missing=missing_sources(data.run, manifest, digest.present),
-        series=(
-            *step_series(counted, window),
-            *counters_over_time(read_counted_series(data, digest), window),
-        )
-        if window and with_series
-        else (),
+        series=tuple(series),
         work=step_work(data.run, _job_step_ns(trained), limit_bytes=trace_limit_bytes),
         traces=traced_lines(data),
         reactions=tuple(
@@ -379,14 +353,14 @@ def rank_steps(steps: pl.DataFrame, rank: int, attempt: int) -> pl.DataFrame:
 
 def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: _OfRanks) -> RankSummary:
     process, gpu = (stats.get((source, row["rank"]), {}) for source in (PROCESS, GPU))
-    settled = _settled_with_periods(own)
-    device_split = _split_settled(settled, clock="device")
+    settled = select_settled(own)
+    device_split = phase_split(settled, clock="device")
     return RankSummary(
         **{name: row[name] for name in ("rank", "attempt", "host", "pid", "device")},
         step_count=own.height if row["step_count"] is None else row["step_count"],
-        mean_step_ns=number(settled[_PERIOD].mean()),
+        mean_step_ns=number(settled[PERIOD].mean()),
         median_step_ns=number(settled["step_ns"].median()),
-        split_ns=_split_settled(settled, clock="host"),
+        split_ns=phase_split(settled),
         device_split_ns=device_split if any(device_split[p] is not None for p in PHASES) else None,
         **_values(
             process, "cpu_cores", "memory_rss_bytes", "read_bytes_per_s", "write_bytes_per_s"
@@ -404,9 +378,3 @@ def _node_summary(host: str | None, stats: Mapping[str, MetricStat]) -> NodeSumm
     total, available = values["memory_total_bytes"], stats.get("memory_available_bytes")
     used = None if total is None or available is None else total - available.min
     return NodeSummary(host=host, memory_used_bytes=used, **values)
-
-
-def _gpu_summary(owner: MetricOwner, stats: Mapping[str, MetricStat]) -> GpuSummary:
-    _, host, rank, gpu = owner
-    names = ("utilization_ratio", "memory_used_bytes", "memory_total_bytes", "power_watts")
-    return GpuSummary(host=host, gpu=gpu, rank=rank, **_values(stats, *names))

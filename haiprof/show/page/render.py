@@ -52,6 +52,9 @@ _POLICY = (
 _UNIT = re.compile(r"(?<=\d) (?=%|[nµm]?s\b|[KMGT]iB\b)")
 """Where no line may be broken: between a number and its unit."""
 
+_FILTERS = (text.printable, text.value_text, text.moment_text, text.count_text, text.steps_text,
+            text.share_text, position_words, gain_text, duration_text, bytes_text)  # fmt: skip
+"""What templates have under these names."""
 Link = Callable[[Path], str]
 """Address at which a trace opens in Perfetto; empty for none."""
 
@@ -191,19 +194,10 @@ def _template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        printable=text.printable,
+        {each.__name__: each for each in _FILTERS},
         unbroken=lambda line: _UNIT.sub("\N{NO-BREAK SPACE}", line),
         with_code=_with_code,
         by_reason=lambda pairs: by_reason(dict(pairs)),
-        value_text=text.value_text,
-        moment_text=text.moment_text,
-        count_text=text.count_text,
-        position_words=position_words,
-        steps_text=text.steps_text,
-        share_text=text.share_text,
-        gain_text=gain_text,
-        duration_text=duration_text,
-        bytes_text=bytes_text,
     )
     environment.globals["zip"] = zip
     environment.globals["missing"] = MISSING

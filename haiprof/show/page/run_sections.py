@@ -27,7 +27,9 @@ from haiprof.show.trace_pictures import all_pictures
 from haiprof.show.views.functions import TITLES
 from haiprof.show.views.functions import shown_tables as function_tables
 from haiprof.show.views.memory_timeline import (
+    DEVICE,
     OUTSIDE,
+    PEAK,
     MemoryAnswers,
     memory_answers,
     name_classes,
@@ -338,8 +340,8 @@ def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
 
 def report_tables(report: TraceReport) -> Iterator[PageTable]:
     """The tables of a report as a page shows them."""
-    for each in shown_tables(report):
-        yield page_table(each.title, each.rows, each.columns, limit=each.limit, note=each.legend)
+    for view, rows in shown_tables(report):
+        yield page_table(view.title, rows, view.columns, limit=view.limit, note=view.legend)
 
 
 def _short(text: str, run: RunPaths) -> str:
@@ -385,15 +387,13 @@ def _sections(found: FunctionReports) -> Iterator[FunctionSection]:
 
 
 def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
-    device = ["rank", "device_type", "device"]
     levels = ["allocated_bytes", "reserved_bytes", "since_start_bytes"]
-    peaks = answers.timeline.group_by(device, maintain_order=True).agg(pl.col(levels).max())
+    peaks = answers.timeline.group_by(DEVICE, maintain_order=True).agg(pl.col(levels).max())
     names = [(name, name.removesuffix("_bytes").replace("_", " ")) for name in levels]
     heads = [("rank", "rank"), ("device_type", "device"), *names]
     yield page_table("Highest in the window", peaks, heads, limit=_FUNCTION_LIMIT)
     if answers.at_peak is not None:
-        columns = [("rank", "rank"), ("name", "allocated by"), ("block_count", "blocks"),
-                   ("size_bytes", "size"), ("share_ratio", "share")]  # fmt: skip
+        columns = [("rank", "rank"), *PEAK]
         largest = name_operators(answers.at_peak).sort("size_bytes", descending=True)
         yield page_table("Alive at the peak", largest, columns, limit=_MEMORY_LIMIT)
     if answers.at_peak_by_module is not None:

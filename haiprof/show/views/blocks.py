@@ -234,9 +234,9 @@ def more_lines(count: int, where: str = "--json") -> list[RenderableType]:
     return [Text(f"and {count} more, in {where}", style="dim")] if count > 0 else []
 
 
-def notes_block(notes: Sequence[str]) -> RenderableType:
+def notes_block(notes: Sequence[str], title: str = "Notes") -> RenderableType:
     """Notes of the reader, one bullet each; nothing where there is none."""
-    return section("Notes", *bullets(notes)) if notes else Group()
+    return section(title, *bullets(notes)) if notes else Group()
 
 
 def bullets(lines: Sequence[str]) -> Iterator[RenderableType]:

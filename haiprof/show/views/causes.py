@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import polars as pl
-from rich.console import Group, RenderableType
+from rich.console import Group, RenderableType, group
 from rich.text import Text
 
 from haiprof.base.errors import HaiprofError, MissingDataError
@@ -138,14 +138,6 @@ class WhatIfAnswers:
         return [*outside, *late, *_notes(self.common, self.predictions)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobAnswers:
-    """The cost of one job's stragglers."""
-
-    path: Path
-    what_if: OperationWhatIf
-
-
 def what_if_answers(
     path: Path, changes: Sequence[Change], *, steps: tuple[int, int] | None = None,
     window: int | None = None, pool: Pool | None = None,
@@ -188,11 +180,6 @@ def _late(analysis: TraceQuestions, steps: tuple[int, int] | None) -> str:
         return str(error)
 
 
-def job_answers(path: Path) -> JobAnswers:
-    """A job replayed from its table of operations."""
-    return JobAnswers(path=path, what_if=OperationWhatIf(operation_table(path)))
-
-
 def what_if_view(answers: WhatIfAnswers) -> RenderableType:
     """The whole view."""
     common, explained = answers.common, answers.explained_step_ns
@@ -225,20 +212,11 @@ def what_if_data(answers: WhatIfAnswers) -> dict[str, Any]:
     }
 
 
-def job_view(jobs: Sequence[JobAnswers]) -> RenderableType:
-    """The whole view."""
-    return Group(*(part for job in jobs for part in _job_parts(job)))
-
-
-def job_data(jobs: Sequence[JobAnswers]) -> dict[str, Any]:
-    """The same for scripts: mean steps in ns; S, M_W and M_S by what they are."""
-    return {"jobs": [_job_row(job) for job in jobs]}
-
-
-def _job_row(job: JobAnswers) -> dict[str, Any]:
-    what_if = job.what_if
+def job_row(path: Path) -> dict[str, Any]:
+    """A job replayed from its table of operations: mean steps in ns, and what stragglers cost."""
+    what_if = OperationWhatIf(operation_table(path))
     return {
-        "path": str(job.path),
+        "path": str(path),
         "measured_step_ns": float(what_if.measured_ns.mean()),
         "reproduced_step_ns": float(what_if.reproduced_ns.mean()),
         "error_ratio": what_if.error_ratio,
@@ -251,11 +229,18 @@ def _job_row(job: JobAnswers) -> dict[str, Any]:
     }
 
 
-def _job_parts(job: JobAnswers) -> Iterator[RenderableType]:
-    row = _job_row(job)
+@group()
+def job_view(jobs: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    """The view of such jobs."""
+    for row in jobs:
+        yield from _job_parts(row)
+
+
+def _job_parts(row: Mapping[str, Any]) -> Iterator[RenderableType]:
+    name = Path(row["path"]).name
     measured, replayed = row["measured_step_ns"], row["reproduced_step_ns"]
     yield Text(
-        f"{job.path.name}: step {duration_text(measured)} measured, {duration_text(replayed)} "
+        f"{name}: step {duration_text(measured)} measured, {duration_text(replayed)} "
         f"replayed ({_sign_text(row['error_ratio'])}), {duration_text(row['ideal_step_ns'])} "
         "without stragglers",
         style="bold",

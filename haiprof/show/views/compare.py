@@ -24,7 +24,7 @@ from haiprof.diagnosis.compare.comparison import (
 )
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
 from haiprof.show.frame_table import PageTable, page_table, text_table
-from haiprof.show.markdown import comparison_markdown
+from haiprof.show.markdown import markdown_table, markdown_text
 from haiprof.show.text import printable, value_text
 from haiprof.show.views.blocks import more_lines, notes_block, one_line, plain_table, section
 from haiprof.show.views.device_ledger import damage_lines
@@ -43,7 +43,7 @@ _SHOWN_RATIO = 0.001
 _OTHERS_RATIO = 0.1
 _DIGEST = 12
 _STYLES = {"slower": "bold red", "faster": "bold green", "same": "bold", "undecided": "bold yellow"}
-_SHOWN, _KERNELS = 8, 5
+_SHOWN, _KERNELS, _MARKDOWN_ROWS = 8, 5, 20
 _FOLDED = ("name", "before", "after")
 """Columns of text that take several lines where they are long."""
 
@@ -258,10 +258,16 @@ def compare_view(found: Comparison, *, chosen: str = "") -> RenderableType:
 
 
 def compare_markdown(found: Comparison, *, chosen: str = "") -> str:
-    """The same as Markdown."""
-    return comparison_markdown(
-        headline(found), headline_notes(found, chosen), tables(found, limit=_KERNELS), notes(found)
-    )
+    """The same as Markdown: a table for each kind of difference."""
+    lines = [f"## {markdown_text(headline(found))}", ""]
+    lines += [f"- {markdown_text(line)}" for line in headline_notes(found, chosen)]
+    for table in tables(found, limit=_KERNELS):
+        lines += ["", f"**{markdown_text(table.title)}**", ""]
+        lines += markdown_table(table.head, table.rows[:_MARKDOWN_ROWS])
+        if more := len(table.rows[_MARKDOWN_ROWS:]) + table.more:
+            lines.append(f"\nand {more} more, in --json")
+    lines += ["", *(f"- {markdown_text(note)}" for note in notes(found))]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _block(table: PageTable) -> RenderableType:

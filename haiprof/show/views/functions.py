@@ -15,7 +15,7 @@ from haiprof.diagnosis.gpu_functions import ABNORMAL, FUNCTIONS, RANKS, Function
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 from haiprof.show.frame_table import Columns, frame_table
 from haiprof.show.text import count_text, flops_text, printable, value_text
-from haiprof.show.views.blocks import bullets, section
+from haiprof.show.views.blocks import bullets, notes_block, section
 from haiprof.trace_analysis.kernel_names import (
     COMMUNICATION,
     GPU_COMPUTE,
@@ -109,6 +109,7 @@ _TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host
 _CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "host own"),
             ("device_self_ns", "GPU own"), ("backward_device_self_ns", "own backward"),
             ("share_ratio", "share"))  # fmt: skip
+_ON_DEVICE = pl.col("device_ns") + pl.col("backward_device_ns")
 _ON_HOST = pl.col("host_ns") + pl.col("backward_host_ns")
 _HOST_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
               ("backward_host_ns", "backward"), ("host_self_ns", "own"),
@@ -123,7 +124,8 @@ def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None)
         pl.col("name", "kind", "depth").first(),
         pl.col("call_count", "kernel_count", "graph_kernel_count", *_TIMES).sum(),
     )
-    whole, on = _whole(summed, wall_ns)
+    device = _device_ns(summed)  # of traces without a GPU the host's time counts
+    whole, on = (device, _ON_DEVICE) if device else (wall_ns, _ON_HOST)
     tree = summed.filter(pl.col("path").is_not_null()).with_columns(
         own_ns=pl.col("device_self_ns") + pl.col("backward_device_self_ns"),
         share_ratio=pl.lit(None, pl.Float64) if not whole else on / whole,
@@ -132,7 +134,7 @@ def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None)
     if depth is not None:
         tree = tree.filter(pl.col("depth") < depth)
     large = tree.filter(pl.col("share_ratio").fill_null(1) >= _LEAST_RATIO)
-    columns, by_class = (_TREE, _CLASSES) if _device_ns(summed) else (_HOST_TREE, _HOST_CLASSES)
+    columns, by_class = (_TREE, _CLASSES) if device else (_HOST_TREE, _HOST_CLASSES)
     title = "Where the time goes, 1 % and more; shares include nested calls"
     parts = [section(title, *frame_table(large, columns, limit=_TREE_LIMIT))]
     table = frame_table(_by_class(summed, whole), by_class, limit=_CLASS_LIMIT)
@@ -140,21 +142,9 @@ def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None)
     return Group(*parts, *_graph_lines(summed), *_outside_lines(summed, whole))
 
 
-def _whole(summed: pl.DataFrame, wall_ns: int) -> tuple[int, pl.Expr]:
-    """All GPU time, and a part's; of traces without a GPU all time, and the host's in the part."""
-    device = _device_ns(summed)
-    if device:
-        return device, pl.col("device_ns") + pl.col("backward_device_ns")
-    return wall_ns, _ON_HOST
-
-
 def _device_ns(found: pl.DataFrame) -> int:
     """GPU time of the parts' own launches, forward and backward."""
-    return _sum(found, "device_self_ns") + _sum(found, "backward_device_self_ns")
-
-
-def _sum(found: pl.DataFrame, column: str) -> int:
-    return int(found[column].sum())
+    return int(found["device_self_ns"].sum()) + int(found["backward_device_self_ns"].sum())
 
 
 def _by_class(summed: pl.DataFrame, whole: int) -> pl.DataFrame:
@@ -172,9 +162,9 @@ def _by_class(summed: pl.DataFrame, whole: int) -> pl.DataFrame:
 
 def _graph_lines(summed: pl.DataFrame) -> Iterator[RenderableType]:
     """What CUDA graphs launched, whose kernels the trace does not tell apart by module."""
-    count = _sum(summed, "graph_kernel_count")
+    count, ns = (int(summed[f"graph_{name}"].sum()) for name in ("kernel_count", "device_self_ns"))
     if count:
-        share = ratio_text(_sum(summed, "graph_device_self_ns") / (_device_ns(summed) or 1))
+        share = ratio_text(ns / (_device_ns(summed) or 1))
         text = f"\n{share} of GPU time, {count} kernels, is of CUDA graphs: it counts for the part"
         yield Text(f"{text} that launched the graph, not for those inside", style="dim")
 
@@ -285,8 +275,7 @@ def functions_view(found: FunctionReports) -> RenderableType:
         parts.append(section("not in the traces", *bullets(reasons)))
     if found.hardware is not None:
         parts.append(section("hardware while they ran", *_hardware(found.hardware)))
-    if found.notes:
-        parts.append(section("not in the reduced files", *bullets(found.notes)))
+    parts.append(notes_block(found.notes, "not in the reduced files"))
     return Group(Text(head, style="bold"), Text(legend, style="dim"), *parts)
 
 
@@ -323,8 +312,7 @@ def _report(report: FunctionReport, rank_count: int, *, brief: bool) -> Iterator
         if not (brief and name == RANKS):
             rows = frame_table(table, columns, limit=limit, where="--json and --csv")
             yield section(TITLES[name], *rows)
-    if report.missing:
-        yield section("not known", *bullets(report.missing))
+    yield notes_block(report.missing, "not known")
 
 
 def shown_tables(

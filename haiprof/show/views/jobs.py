@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
@@ -95,11 +95,11 @@ _JOB, _JOB_LINES = 12, 4
 _NARROW, _NARROW_JOB, _NARROW_JOB_LINES = 78, 18, 4
 """Below this many columns a job has no bar and no line of steps, and more room for its name."""
 _HEAD_LINES = 9
-_COUNTER_NAMES = {
-    "cpu_cores": "cores, with its workers",
-    "cpu_main_cores": "cores, the process alone",
-    "memory_rss_bytes": "memory",
-    "utilization_ratio": "GPU utilization",
+_COUNTERS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "cpu_cores": ("cores, with its workers", "{:.2f}".format),
+    "cpu_main_cores": ("cores, the process alone", "{:.2f}".format),
+    "memory_rss_bytes": ("memory", bytes_text),
+    "utilization_ratio": ("GPU utilization", ratio_text),
 }
 
 
@@ -291,16 +291,10 @@ def _rank(rank: RankNow, *, width: int, colored: bool) -> list[RenderableType]:
     parts += [times, Text(f"last steps  {line}")]
     for step, spent_ns, phase in rank.slowest[:3]:
         parts.append(Text(f"  step {step}: {duration_text(spent_ns)}, most of it in {phase}"))
-    for metric, name in _COUNTER_NAMES.items():
+    for metric, (name, shown) in _COUNTERS.items():
         if metric in rank.counters:
-            parts.append(Text(f"  {name}: {_counter(metric, rank.counters[metric])}"))
+            parts.append(Text(f"  {name}: {shown(rank.counters[metric])}"))
     return parts
-
-
-def _counter(metric: str, value: float) -> str:
-    if metric.endswith("_bytes"):
-        return bytes_text(value)
-    return ratio_text(value) if metric.endswith("_ratio") else f"{value:.2f}"
 
 
 def _table(*names: str) -> Table:

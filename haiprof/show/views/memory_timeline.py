@@ -183,8 +183,8 @@ def _history_text(own: pl.DataFrame) -> str:
 
 
 _BUCKETS = 100
-_DEVICE = ["rank", "device_type", "device"]
-_PEAK = (
+DEVICE = ["rank", "device_type", "device"]
+PEAK = (
     ("name", "allocated by"), ("block_count", "blocks"), ("size_bytes", "size"),
     ("share_ratio", "share"),
 )  # fmt: skip
@@ -261,14 +261,14 @@ def _name_allocations(found: pl.DataFrame, name: pl.Expr, outside: str) -> pl.Da
 
 def _peak_by_class(found: pl.DataFrame, *, limit: int) -> Iterator[RenderableType]:
     """What was alive at the peak by class of module: the instances of one are summed."""
-    for key, alive in name_classes(found).group_by(_DEVICE, maintain_order=True):
+    for key, alive in name_classes(found).group_by(DEVICE, maintain_order=True):
         sums = alive.group_by("name").agg(pl.col("block_count", "size_bytes", "share_ratio").sum())
         ordered = sums.with_columns(
             pl.when(pl.col("name") != _BEFORE).then("block_count").alias("block_count")
         ).sort(-pl.col("size_bytes"), "name")
         yield section(
             f"Alive at the peak of {_device(key)}, by class of module",
-            *frame_table(ordered, _PEAK, limit=limit),
+            *frame_table(ordered, PEAK, limit=limit),
         )
 
 
@@ -277,13 +277,13 @@ def memory_view(answers: MemoryAnswers) -> RenderableType:
     alone = answers.timeline["rank"].n_unique() == 1
     parts = [section("Memory over time", _lines(answers.timeline))]
     if answers.at_peak is not None:
-        for key, alive in name_operators(answers.at_peak).group_by(_DEVICE, maintain_order=True):
+        for key, alive in name_operators(answers.at_peak).group_by(DEVICE, maintain_order=True):
             title = f"Alive at the peak of {_device(key)}: {bytes_text(alive['peak_bytes'][0])}"
-            parts.append(section(title, *frame_table(alive, _PEAK, limit=10 if alone else 3)))
+            parts.append(section(title, *frame_table(alive, PEAK, limit=10 if alone else 3)))
     if answers.at_peak_by_module is not None:
         parts += _peak_by_class(answers.at_peak_by_module, limit=10 if alone else 3)
     operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(OUTSIDE))
-    for key, own in operators.group_by(_DEVICE, maintain_order=True) if alone else ():
+    for key, own in operators.group_by(DEVICE, maintain_order=True) if alone else ():
         table = frame_table(own.sort(-pl.col("allocated_bytes")), _OPERATORS, limit=8)
         parts.append(section(f"Operators on {_device(key)}", *table))
     return Group(*parts, missing_block(answers.missing))
@@ -295,7 +295,7 @@ def _lines(timeline: pl.DataFrame) -> RenderableType:
     table.add_column("", no_wrap=True, style="dim")
     table.add_column("", ratio=1, no_wrap=True)
     table.add_column("max", justify="right", no_wrap=True)
-    for key, own in timeline.group_by(_DEVICE, maintain_order=True):
+    for key, own in timeline.group_by(DEVICE, maintain_order=True):
         title = _device(key)
         if own["ts_ns"][0]:  # 0 is a history without times, which are places
             span = int(own["ts_ns"][-1]) - int(own["ts_ns"][0])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
-from rich.console import Group, RenderableType
+from rich.console import Group, RenderableType, group
 from rich.text import Text
 from rich.tree import Tree
 
@@ -153,12 +153,9 @@ def _file_lines(paths: Sequence[Path]) -> Iterator[RenderableType]:
         yield Text(f"  and {len(paths) - MOST_FILES} more", style="dim")
 
 
-def kineto_view(found: KinetoTraces) -> RenderableType:
+@group()
+def kineto_view(found: KinetoTraces) -> Iterator[RenderableType]:
     """The whole view."""
-    return Group(*_kineto_lines(found))
-
-
-def _kineto_lines(found: KinetoTraces) -> Iterator[RenderableType]:
     for each in found.done:
         steps = f"{each.optimizer_step_count} optimizer steps"
         if each.steps is not None:
@@ -183,12 +180,9 @@ def _name(each: ProcessTrace) -> str:
     return f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
 
 
-def trace_now_view(found: TraceNow) -> RenderableType:
+@group()
+def trace_now_view(found: TraceNow) -> Iterator[RenderableType]:
     """The whole view."""
-    return Group(*_trace_now_lines(found))
-
-
-def _trace_now_lines(found: TraceNow) -> Iterator[RenderableType]:
     by_steps: dict[tuple[int, int] | None, list[int]] = {}
     for rank in found.done:
         by_steps.setdefault(rank.steps, []).append(rank.rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 import polars as pl
 from rich.console import Group, RenderableType
@@ -40,7 +40,6 @@ from haiprof.show.terminal import PHASE_OF, PhaseMark, SplitBar, SplitLegend, ph
 from haiprof.show.text import count_text, printable, share_text, steps_text
 from haiprof.show.views.blocks import (
     FittingTable,
-    bullets,
     header_block,
     label_table,
     missing_block,
@@ -398,10 +397,10 @@ _TITLES = {
 
 def lines_view(lines: pl.DataFrame, notes: tuple[str, ...]) -> RenderableType:
     """The screen of a frame of lines (`run_analysis.lines`)."""
+    parts = list(islice(_sections(lines), _MOST_GROUPS))
     if lines.is_empty():
-        return Group(Text("no stacks were sampled", style="bold yellow"), *_notes(notes))
-    parts = list(_sections(lines))
-    return Group(*parts[:_MOST_GROUPS], *_notes(notes))
+        parts.append(Text("no stacks were sampled", style="bold yellow"))
+    return Group(*parts, notes_block(notes, "notes"))
 
 
 def _sections(lines: pl.DataFrame) -> Iterator[RenderableType]:
@@ -450,7 +449,3 @@ def _table(found: pl.DataFrame) -> RenderableType:
     names = ("itself", "with what it calls", "samples", "per step" if of_step else "time", "line")
     table = FittingTable(names, rows, left=["line"], first_to_go=("samples", names[3]))
     return Group(table, *more_lines(found.height - _LINES))
-
-
-def _notes(notes: tuple[str, ...]) -> list[RenderableType]:
-    return [section("notes", *bullets(notes))] if notes else []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import polars as pl
 from rich.console import Group, RenderableType
@@ -340,10 +339,18 @@ def trace_view(report: TraceReport) -> RenderableType:
     return Group(
         _head(report),
         *([section("Faults of the recording", *bullets(faults))] if faults else []),
-        *map(_table, shown_tables(report)),
+        *(_table(view, rows, report) for view, rows in shown_tables(report)),
         missing_block(report.missing),
         notes_block(notes),
     )
+
+
+def _table(view: View, rows: pl.DataFrame, report: TraceReport) -> RenderableType:
+    table = frame_table(rows, view.columns, limit=view.limit, where="--json and --csv")
+    faults = fault_names(report.tables["checks"], view.of)
+    above = [Text(f"rests on a faulty recording: {faults}", style="yellow")] if faults else []
+    legend = [Text(view.legend, style="dim")] if view.legend else []
+    return section(view.title, *above, *table, *legend)
 
 
 def _head(report: TraceReport) -> RenderableType:
@@ -374,20 +381,8 @@ def _range_text(noun: str, first: int, last: int) -> str:
     return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
 
 
-class Shown(NamedTuple):
-    """One table of a report, without uninformative columns."""
-
-    title: str
-    rows: pl.DataFrame
-    columns: tuple[tuple[str, str], ...]
-    limit: int
-    legend: str
-    faults: str
-    """What is wrong with the recording that the table rests on; empty where nothing is."""
-
-
-def shown_tables(report: TraceReport) -> Iterator[Shown]:
-    """The tables that have rows, in order."""
+def shown_tables(report: TraceReport) -> Iterator[tuple[View, pl.DataFrame]]:
+    """The tables that have rows, in order, without uninformative columns."""
     for view in VIEWS:
         if set(view.of) <= set(report.tables):
             found = view.rows(report.tables) if view.rows else report.tables[view.of[0]]
@@ -395,17 +390,8 @@ def shown_tables(report: TraceReport) -> Iterator[Shown]:
             told = not view.legend_of or view.legend_of in (name for name, _ in columns)
             if any(found[name].count() for name, _ in columns if name != "rank"):
                 legend = str(found[view.answer][0]) if view.answer else view.legend
-                faults = fault_names(report.tables["checks"], view.of)
                 about = legend if told else ""
-                yield Shown(view.title, found, tuple(columns), view.limit, about, faults)
-
-
-def _table(shown: Shown) -> RenderableType:
-    table = frame_table(shown.rows, shown.columns, limit=shown.limit, where="--json and --csv")
-    faults = f"rests on a faulty recording: {shown.faults}"
-    above = [Text(faults, style="yellow")] if shown.faults else []
-    legend = [Text(shown.legend, style="dim")] if shown.legend else []
-    return section(shown.title, *above, *table, *legend)
+                yield replace(view, columns=tuple(columns), legend=about), found
 
 
 _GPU_SHARES = ("kernel_ratio", "communication_ratio", "memcpy_ratio", "memset_ratio",

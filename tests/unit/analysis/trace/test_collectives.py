@@ -350,7 +350,7 @@ def write_ranks(
 def answers_of_all_commands(path: Path) -> set[str]:
     """What trace-report, functions and what-if say about who is late."""
     report = standard_report(path)
-    tables = [shown for shown in shown_tables(report) if shown.title.startswith("Who is late")]
+    tables = [view for view, _ in shown_tables(report) if view.title.startswith("Who is late")]
     said = tables[0].legend if tables else report.missing["lateness"]
     talk = function_reports(TraceAnalysis(path).patterns(), "communication").reports[0]
     lines = [line for line in talk.meaning if line.startswith(("who is", "rank", "no rank"))]
