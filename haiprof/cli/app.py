@@ -8,6 +8,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -77,56 +78,12 @@ def run_command(argv: Sequence[str]) -> int:
         columns = shutil.get_terminal_size((_MAX_WIDTH, 0)).columns
         sys.stdout.write(command_help(name, min(_MAX_WIDTH, max(_MIN_WIDTH, columns))))
         return 0
-    return _run_on_addresses(words) if has_address(words) else _run_or_print(words)
-
-
-def _run_on_addresses(words: Sequence[str]) -> int:
-    """Runs one command on runs that are fetched first."""
-    from haiprof.cli.output import show_error
-
+    # Every known error becomes one line and a status here.
     try:
-        with fetch_addresses(words) as found:
-            return _run_or_print(found)
+        with fetch_addresses(words) if has_address(words) else nullcontext(words) as found:
+            _run_or_print(found)
     except HaiprofError as error:
-        return show_error(error)
-    except KeyboardInterrupt:
-        print_message("interrupted")
-        return _INTERRUPTED
-
-
-def _run_or_print(words: list[str]) -> int:
-    try:
-        question = ask(words, default_log_dir())
-    except HaiprofError:
-        question = None  # the command itself says what is wrong
-    if question is None:
-        return _run(words)
-    kept = question.load()
-    if kept is not None:
-        try:
-            print_stored(kept)
-        except BrokenPipeError:
-            return _reader_gone()
-        return 0
-    with Recording() as recording:
-        status = _run(words)
-    if status == 0:
-        question.keep(**recording.streams())
-    return status
-
-
-def _run(words: Sequence[str]) -> int:
-    """Reads and runs one command; every known error becomes one line and a status here."""
-    from haiprof.cli.output import show_error
-
-    name, *rest = words
-    try:
-        arguments = read_arguments(COMMANDS[name].words, command_parameters(name), rest)
-        arguments = {k: v for k, v in arguments.items() if k != "log_dir" or name in _OWN_LOG_DIR}
-        command_function(name)(**arguments)
-        sys.stdout.flush()
-    except HaiprofError as error:
-        return show_error(error)
+        return _show_error(error)
     except ExitStatus as ended:
         return ended.status
     except KeyboardInterrupt:
@@ -139,8 +96,38 @@ def _run(words: Sequence[str]) -> int:
             return _reader_gone()
         raise
     except Exception as error:  # noqa: BLE001 - a defect of ours: one line, as every error
-        return show_error(_defect(error))
+        return _show_error(_defect(error))
     return 0
+
+
+def _run_or_print(words: list[str]) -> None:
+    try:
+        question = ask(words, default_log_dir())
+    except HaiprofError:
+        question = None  # the command itself says what is wrong
+    if question is None:
+        _run(words)
+    elif (kept := question.load()) is not None:
+        print_stored(kept)
+    else:
+        with Recording() as recording:
+            _run(words)
+        question.keep(**recording.streams())
+
+
+def _run(words: Sequence[str]) -> None:
+    """Reads and runs one command."""
+    name, *rest = words
+    arguments = read_arguments(COMMANDS[name].words, command_parameters(name), rest)
+    arguments = {k: v for k, v in arguments.items() if k != "log_dir" or name in _OWN_LOG_DIR}
+    command_function(name)(**arguments)
+    sys.stdout.flush()
+
+
+def _show_error(error: HaiprofError) -> int:
+    from haiprof.cli.output import show_error  # what draws: a kept answer needs none of it
+
+    return show_error(error)
 
 
 def _defect(error: Exception) -> HaiprofError:

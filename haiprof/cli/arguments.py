@@ -6,7 +6,6 @@ import threading
 import time
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from haiprof.base.errors import RunNotFoundError, UsageError
@@ -203,12 +202,7 @@ class ReadProgress:
             self._timer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Ends, whatever happened."""
         self._timer.cancel()
 

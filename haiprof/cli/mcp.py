@@ -172,11 +172,7 @@ class Tools:
     def _answer(self, words: list[str], shape: Shape, tokens: int, *, plain: bool = False) -> str:
         """The answer of a command, in a process of its own: it may be ended, and owns its stdout.
 
-        Args:
-            words: The command.
-            shape: What is kept of its JSON.
-            tokens: The most of the answer.
-            plain: Columns keep the names and units that the statement gave them.
+        `shape` says what is kept of its JSON; `plain` columns keep their names and units.
         """
         if any(is_address(word) for word in words):
             return cannot_answer("addresses are not fetched for an agent",

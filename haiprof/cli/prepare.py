@@ -73,18 +73,10 @@ def preflight(
     if keep is not None:
         with output_file(keep, force=True) as file:
             file.write(json.dumps(found.rates, indent=1).encode() + b"\n")
+    names = ("leave_out", "slurm", "suspects", "unread", "rates", "ranks")
+    data = {"headline": headline(found), "seconds": time.monotonic() - begun}
     output.show(
-        lambda _: preflight_view(found),
-        {
-            "headline": headline(found),
-            "seconds": time.monotonic() - begun,
-            "leave_out": found.leave_out,
-            "slurm": found.slurm,
-            "suspects": found.suspects,
-            "unread": found.unread,
-            "rates": found.rates,
-            "ranks": found.ranks,
-        },
+        lambda _: preflight_view(found), {**data, **{name: getattr(found, name) for name in names}}
     )
     if found.suspects:
         raise ExitStatus(1)

@@ -176,7 +176,8 @@ def top(
     from haiprof.cli.own_command import own_command
     from haiprof.live.find import find_job
     from haiprof.live.follow import Watch
-    from haiprof.show.views.jobs import JOBS, RANKS, Selection
+    from haiprof.show.terminal import shows_colors
+    from haiprof.show.views.jobs import JOBS, RANKS, Selection, top_view
 
     is_live = not (as_json or once) and sys.stdout.isatty()
     if job is None and not (is_live or as_json):
@@ -197,22 +198,11 @@ def top(
         elif is_live:
             _live(watch, selection, stdout_console())
         else:
-            _once(watch, selection, as_json)
+            jobs, colored = watch.look(), shows_colors(stdout_console())
+            view = top_view(jobs, selection, height=None, colored=colored)
+            Output(json=as_json).show(lambda _: view, {"jobs": [job.as_json() for job in jobs]})
     finally:
         watch.stop()
-
-
-def _once(watch: Watch, selection: Selection, as_json: bool) -> None:
-    """One frame."""
-    from haiprof.show.terminal import shows_colors
-    from haiprof.show.views.jobs import top_view
-
-    jobs = watch.look()
-    data = {"jobs": [job.as_json() for job in jobs]}
-    Output(json=as_json).show(
-        lambda _: top_view(jobs, selection, height=None, colored=shows_colors(stdout_console())),
-        data,
-    )
 
 
 def _lines(watch: Watch) -> None:

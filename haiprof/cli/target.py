@@ -211,17 +211,12 @@ def _fetch(address: str, folders: contextlib.ExitStack) -> Path:
     from haiprof.run_format.secrets import mask_text
 
     folder = folders.enter_context(MadeFolder.temporary("haiprof-fetched-"))
-    run = fetch_run(address, folder)
-    note_fetched(run, mask_text(_address_of(run.name, address)))
+    run, own = fetch_run(address, folder), address.rstrip("/")
+    is_log_dir = not own.endswith(f"/{run.name}")  # it names its newest run
+    note_fetched(run, mask_text(run_address(own, run.name) if is_log_dir else own))
     print_message(f"fetched {run.name} for this command; to keep it: haiprof copy "
                   f"{mask_text(address)} DIR")  # fmt: skip
     return run
-
-
-def _address_of(name: str, address: str) -> str:
-    """The address of a run that was named by it, or by that of its log directory."""
-    own = address.rstrip("/")
-    return own if own.endswith(f"/{name}") else run_address(own, name)
 
 
 def _places(words: Sequence[str]) -> list[int]:
