@@ -38,7 +38,8 @@ class Resampled:
     """Of the series itself."""
     median_sd: float
     """Standard error of the median."""
-    mean_sds: Floats
+    mean_sd: float
+    """Standard error of the mean."""
     effective_count: float
     """How many independent values tell as much: no more than there are blocks."""
     block: int
@@ -50,18 +51,18 @@ class Resampled:
         return max(self.effective_count - 1, 1.0)
 
 
-def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -> Resampled:
-    """Circular block bootstrap of a median, and of means beside it.
+def resample(series: Floats, *, replicates: int = REPLICATES) -> Resampled:
+    """Circular block bootstrap of a median, and of the mean beside it.
 
     Source: Politis and Romano 1992 (circular blocks); the length by `block_length`.
     """
     count = len(series)
     block = block_length(series)
     order = np.argsort(series, kind="stable")
-    ordered, placed = columns[order], series[order]
+    placed = series[order]
     draws = int(np.clip(_WORK // count, LEAST_REPLICATES, replicates))
     memory = _memory(series)
-    parts = [_statistics(c[:, order], placed, ordered) for c in _counts(count, block, draws)]
+    parts = [_statistics(c[:, order], placed) for c in _counts(count, block, draws)]
     medians, means = (np.concatenate(kind) for kind in zip(*parts, strict=True))
     drawn_sd = float(medians.std(ddof=1))
     least_sd = _independent_sd(placed) * math.sqrt(memory)
@@ -70,7 +71,7 @@ def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -
     return Resampled(
         median=float(np.median(series)),
         median_sd=drawn_sd * more,
-        mean_sds=means.std(axis=0, ddof=1) * more,
+        mean_sd=float(means.std(ddof=1)) * more,
         effective_count=min(count / block, count / memory),
         block=block,
     )
@@ -161,14 +162,14 @@ def _counts(count: int, block: int, draws: int) -> Iterator[Floats]:
         yield drawn
 
 
-def _statistics(counts: Floats, placed: Floats, ordered: Floats) -> tuple[Floats, Floats]:
+def _statistics(counts: Floats, placed: Floats) -> tuple[Floats, Floats]:
     """Medians and means; counts and values are in order of size."""
     total = placed.size
     until = np.cumsum(counts, axis=1)
     low, high = (
         placed[np.argmax(until > place, axis=1)] for place in ((total - 1) // 2, total // 2)
     )
-    return (low + high) / 2, counts @ ordered / total
+    return (low + high) / 2, counts @ placed / total
 
 
 def block_length(values: Floats) -> int:

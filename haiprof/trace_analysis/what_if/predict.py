@@ -337,8 +337,8 @@ def _share(
     residuals: Floats = changed - value * before
     spread = 0.0  # half the width of the interval of their mean
     if residuals.any():
-        drawn = resample(residuals, residuals[:, None])
-        spread = student_quantile(0.975, drawn.freedom) * float(drawn.mean_sds[0])
+        drawn = resample(residuals)
+        spread = student_quantile(0.975, drawn.freedom) * drawn.mean_sd
     inexact = math.hypot(spread / before.mean(), error_ratio, _INEXACT_RATIO * abs(1 - value))
     return Share(
         value=value,

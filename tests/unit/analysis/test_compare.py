@@ -402,7 +402,7 @@ def noise(random: np.random.Generator, count: int, memory: float) -> Floats:
 
 
 def log_median_interval(first: Floats, second: Floats) -> tuple[float, float]:
-    drawn = [resample(own, own[:, None], replicates=300) for own in (first, second)]
+    drawn = [resample(own, replicates=300) for own in (first, second)]
     width = Uncertain(parts=tuple((d.median_sd**2, d.freedom) for d in drawn)).half_width()
     middle = drawn[1].median - drawn[0].median
     return middle - width, middle + width
@@ -423,14 +423,14 @@ def test_interval_of_equal_series_misses_no_more_than_it_says(memory: float) -> 
 def test_standard_error_of_a_median_is_the_known_one() -> None:
     series = np.random.default_rng(9).standard_normal(3000)
     known = math.sqrt(math.pi / 2 / 3000)
-    assert resample(series, series[:, None]).median_sd == pytest.approx(known, rel=0.2)
+    assert resample(series).median_sd == pytest.approx(known, rel=0.2)
 
 
 def test_drift_leaves_few_independent_values_and_a_wide_error() -> None:
     random = np.random.default_rng(11)
     still = noise(random, 600, 0.3) * 0.02
     moving = still + np.linspace(0, 0.2, 600)
-    first, second = (resample(own, own[:, None]) for own in (still, moving))
+    first, second = (resample(own) for own in (still, moving))
     assert second.effective_count < first.effective_count / 5
     assert second.median_sd > 10 * first.median_sd
 
@@ -438,7 +438,7 @@ def test_drift_leaves_few_independent_values_and_a_wide_error() -> None:
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_constant_series_has_no_error(value: float) -> None:
     series = np.full(50, value)
-    drawn = resample(series, series[:, None])
+    drawn = resample(series)
     assert (drawn.median, drawn.median_sd, drawn.block) == (value, 0.0, 1)
 
 
