@@ -79,7 +79,9 @@ class Kind:
     def positions(self) -> tuple[str, ...]:
         """Positions that its account may have; empty: any."""
         faulty = (place for place, code in self.pieces.items() if "# FAULT" in code)
-        return self.at or tuple(dict.fromkeys(p for place in faulty for p in POSITIONS.get(place, ())))
+        return self.at or tuple(
+            dict.fromkeys(p for place in faulty for p in POSITIONS.get(place, ()))
+        )
 
     @property
     def activities(self) -> tuple[str, ...]:
