@@ -39,6 +39,9 @@ _COVERED_MIN = 8
 _ALIKE_RATIO = 0.03
 """Ranks whose mean steps differ by less than this wait for each other."""
 _PERIODIC = 0.8
+_RUNS_APART = 4
+"""What begins at every Nth step and takes several of them has an N of so many at least: shorter
+ones are waves, as of two loader workers that take turns."""
 _SPIKE_RATIO, _ALL_PAID_RATIO = 0.5, 0.8
 """So much of an account must lie in spikes: in regular ones, and in others."""
 _SHORT_SPIKE = 0.3
@@ -245,18 +248,18 @@ class JobTime:
         whole = whole if whole.sum() >= _COVERED_MIN else np.ones_like(whole)
         spiked = _find_spikes(series[whole])
         at = self.step[: len(series)][whole][spiked]
-        period = _period(at)
-        makes = len(at) and self._makes_spikes(table, rows, is_regular=period is not None)
+        regular = _times_of(at)
+        makes = len(at) and self._makes_spikes(table, rows, is_regular=regular is not None)
         if makes is None:
             return NOT_KNOWN
         if makes:
             # What follows an evaluation belongs to it, and may lie in the step after.
             after = np.flatnonzero(spiked[:-1] & ~spiked[1:]) + 1
             paid = every[whole][spiked].sum() + (every - series)[whole][after].sum()
+            time = duration_text(float(paid / len(at if regular is None else regular)))
+            period = _period(at)
             if period is None:
-                time = duration_text(float(paid / spiked.sum()))
                 return _stretch_text(np.flatnonzero(spiked), self.step[: len(series)][whole], time)
-            time = duration_text(float(paid / len(_begins(at))))
             ending = {1: "st", 2: "nd", 3: "rd"}.get(period % 10, "th")
             return f"every {period}{'th' if 10 <= period % 100 <= 20 else ending} step, {time}"
         cells = self._same_cells(table, rows) & (table.step >= 0)
@@ -598,19 +601,25 @@ def _find_spikes(series: Floats) -> Bools:
     return np.zeros(len(series), dtype=np.bool_)
 
 
-def _begins(step: Ints) -> Ints:
-    """The first of each run of steps in a row."""
-    return step[np.diff(step, prepend=-2) > 1]
+def _times_of(step: Ints) -> Ints | None:
+    """Those of the steps given that are always about as far apart; None where they are not.
+
+    What takes several steps in a row at each Nth one is paid at the first of them.
+    """
+    for at, least in ((step, 2), (step[np.diff(step, prepend=-2) > 1], _RUNS_APART)):
+        gaps = np.diff(at)
+        if len(gaps) >= 2:
+            usual = float(np.median(gaps))
+            alike = float((np.abs(gaps - usual) <= 0.1 * usual).mean()) >= _PERIODIC
+            if usual >= least and alike:
+                return at
+    return None
 
 
 def _period(step: Ints) -> int | None:
-    """The number of steps between runs of those given, where it is always about the same."""
-    gaps = np.diff(_begins(step))
-    if len(gaps) < 2:
-        return None
-    usual = float(np.median(gaps))
-    alike = float((np.abs(gaps - usual) <= 0.1 * usual).mean()) >= _PERIODIC
-    return round(usual) if usual >= 2 and alike else None
+    """The number of steps between those given, where it is always about the same."""
+    times = _times_of(step)
+    return None if times is None else round(float(np.median(np.diff(times))))
 
 
 def _stretch_text(at: Ints, step: Ints, time: str) -> str:
