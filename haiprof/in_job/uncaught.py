@@ -36,7 +36,7 @@ _LINE_CHARS = 300
 _OUTER_FRAMES, _INNER_FRAMES = 16, 48
 _CHAIN_LIMIT = 4
 _THREAD_LIMIT = 4
-_CHILDREN_LIMIT = 16
+_CHILDREN_LIMIT, _ENDING_S = 64, 0.2
 _RESERVE_BYTES = 32 << 20
 """Address space, never touched, for the last words of a process whose memory has run out: the
 thread that writes them needs a stack of 8 MiB, and Python arenas of 1 MiB."""
@@ -139,12 +139,12 @@ class Uncaught:
             return
         self._ended = how != "thread"
         entry = _entry(how, thread)
-        if ended := _ended_children():
-            entry["children"] = ended
         self._unwritten = entry, error
         if self._reserve is not None:
             self._reserve.close()
         try:
+            if ended := _ended_children(error):
+                entry["children"] = ended
             call_within(WRITE_WAIT_S, self._write, entry, error, or_here=True)
         except Exception:
             return
@@ -183,19 +183,30 @@ def _entry(how: str, thread: str | None = None) -> dict[str, Any]:
     return {"how": how, "thread": thread, **times}
 
 
-def _ended_children() -> list[tuple[int, int, int]]:
+def _ended_children(error: BaseException) -> list[tuple[int, int, int]]:
     """Children of multiprocessing that have ended, and still wait to be reaped.
 
     Returns:
         Process id, `si_code` and `si_status` of waitid(2), which leaves them as they are.
     """
-    found = []
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    for child in list(getattr(sys.modules.get("multiprocessing.process"), "_children", ())):
-        with contextlib.suppress(Exception):  # reaped, or closed, meanwhile
-            if (ended := os.waitid(os.P_PID, child.pid, options)) is not None:
-                found.append((child.pid, ended.si_code, ended.si_status))
-    return found[:_CHILDREN_LIMIT]
+    children = list(getattr(sys.modules.get("multiprocessing.process"), "_children", ()))
+    # A connection breaks a moment before the process behind it is over. Meanwhile torch's handler
+    # of SIGCHLD may raise here, as it would in whatever runs now.
+    waits = bool(children) and isinstance(error, (ConnectionError, EOFError))
+    until_s = time.monotonic() + (_ENDING_S if waits else 0.0)
+    while True:
+        with contextlib.suppress(Exception):
+            found = [ended for child in children[:_CHILDREN_LIMIT] if (ended := _end_of(child))]
+            if found or time.monotonic() >= until_s:
+                return found
+            time.sleep(0.005)
+
+
+def _end_of(child: Any) -> tuple[int, int, int] | None:
+    with contextlib.suppress(Exception):  # reaped, or closed, meanwhile
+        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return None if ended is None else (child.pid, ended.si_code, ended.si_status)
+    return None
 
 
 def _watch_terminate(folder: Path) -> None:
