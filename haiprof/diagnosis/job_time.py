@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, POSITIONS
 from haiprof.base.units import duration_text
 from haiprof.run_analysis.background_saves import BESIDE, FREE, NEITHER
@@ -24,7 +24,6 @@ from haiprof.run_analysis.ledger import (
     period_kinds,
 )
 from haiprof.run_analysis.lines import wilson
-from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_frames import Cells
 from haiprof.run_analysis.step_positions import BACKWARD
 

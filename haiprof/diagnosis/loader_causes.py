@@ -36,6 +36,8 @@ _WAIT_TEXTS = {
     "pipe": "waits for another process", "fault": "waits for memory that is read from files",
 }  # fmt: skip
 _SOME_WAIT = "waits: for files, the network or a lock"
+_MORE_WORKERS = ("storage", "no_workers", "few_workers")
+"""Causes whose remedy is, or may be, more workers."""
 _SHARES = (
     "; of several workers each yields all that an IterableDataset has, unless its __iter__ takes a "
     "share by torch.utils.data.get_worker_info()"
@@ -125,11 +127,15 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
         free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
         strangers_cores=strangers,
     )
-    parallel = _storage(inputs, loading, loading_samples)
-    parallel = parallel or _workers(loading, on_gpu=inputs.uses_gpu)
-    if parallel is not None and parallel.rule != "cores_full" and rank in inputs.iterable:
-        parallel = replace(parallel, remedy=parallel.remedy + _SHARES)
-    return _epochs(inputs, loading) or _rare_samples(inputs, loading) or parallel
+    found = (
+        _epochs(inputs, loading)
+        or _rare_samples(inputs, loading)
+        or _storage(inputs, loading, loading_samples)
+        or _workers(loading, on_gpu=inputs.uses_gpu)
+    )
+    if found is None or found.rule not in _MORE_WORKERS or rank not in inputs.iterable:
+        return found
+    return replace(found, remedy=found.remedy + _SHARES)
 
 
 def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.diagnosis.job_time import JobTime
 from haiprof.diagnosis.thresholds import MANY_OPERATORS, OPERATOR_CALL_NS
 from haiprof.run_analysis.code_samples import CodeSamples, CodeTree, Frame
@@ -40,7 +40,6 @@ from haiprof.run_analysis.lines import (
     is_part_of_function,
     written_in,
 )
-from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import (
     AFTER_STEP,
     BACKWARD,

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.code_places import place_text
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import NOT_KNOWN, POSITIONS, PROBLEM_RATIO, Account, AccountPart, Ledger
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
@@ -79,7 +79,6 @@ from haiprof.run_analysis.lines import (
     innermost_written_stack,
     written_in,
 )
-from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
@@ -415,13 +414,11 @@ def _split_setting(
     if whole and lost_ns > 0.0:
         table, new = table.split(rows, min(lost_ns / whole, _MOST_SPLIT), needed=False)
         taken = np.append(seen, new)
-    if not len(taken):
-        return table, list(found)
-    free = table.needed.copy()
-    free[seen] = False
-    table = replace(table, needed=free)
-    others = [replace(each, rows=np.setdiff1d(each.rows, seen)) for each in found]
-    return table, [*others, replace(opportunity(table, taken, None), key=setting.rule)]
+    if len(seen):
+        table = replace(table, needed=table.needed & ~np.isin(np.arange(len(table.ns)), seen))
+        found = [replace(each, rows=np.setdiff1d(each.rows, seen)) for each in found]
+    own = [replace(opportunity(table, taken, None), key=setting.rule)] if len(taken) else []
+    return table, [*found, *own]
 
 
 def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from haiprof.base.intervals import Floats
+from haiprof.base.intervals import Bools, Floats
 from haiprof.base.ledger import POSITIONS, PROBLEM_RATIO
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.explanations import code_lines
@@ -12,7 +12,6 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, gain_of, make_finding
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.parallelism import MACHINE, Part
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_positions import BACKWARD

@@ -12,10 +12,10 @@ import numpy as np
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Floats, Ints, total
+from haiprof.base.intervals import Bools, Floats, Ints, total
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.folded_steps import phase_sums
-from haiprof.run_analysis.nesting import Bools, take_rows
+from haiprof.run_analysis.nesting import take_rows
 from haiprof.run_analysis.run_files import entries, integer, mapping, note_damage, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_analysis.step_positions import (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from haiprof.base.intervals import Bools
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.nesting import Bools
 from haiprof.run_format import schema
 
 MINUTE_NS = 60 * NS_PER_S

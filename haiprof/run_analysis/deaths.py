@@ -752,7 +752,7 @@ class _Case:
             return "install what it names into the environment of that rank, or choose another"
         if cause == "exception" and error is not None and _UNLIKE_SHAPES.search(error.message):
             return _ONE_SHAPE
-        if cause == "exception" and end is not None and end.thread_error is not None:
+        if cause == "exception" and end is not None and thread_text(end):
             return "fix what ended its thread, where the other line waited for it; else that line"
         if cause == "early_exit" and end is not None and end.left_at is not None:
             return f"see whether that rank should leave there, alone; {_REMEDIES[cause]}"

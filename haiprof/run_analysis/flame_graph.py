@@ -11,13 +11,12 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.code_places import code_name
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import POSITIONS, activity_words
 from haiprof.base.units import visible
 from haiprof.base.version import __version__
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.ledger import ACTIVITIES, TimeTable
-from haiprof.run_analysis.nesting import Bools
 
 OTHER_THREADS = ("worker", "worker_waiting", "other_threads")
 """Shown beside the positions of a step, on their own."""

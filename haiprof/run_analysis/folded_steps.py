@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Floats, Intervals, Ints
+from haiprof.base.intervals import Bools, Floats, Intervals, Ints
 from haiprof.base.ledger import POSITIONS
-from haiprof.run_analysis.nesting import Bools, Spans, unpack
+from haiprof.run_analysis.nesting import Spans, unpack
 from haiprof.run_analysis.run_files import counts, read_table, record_columns
 from haiprof.run_format import schema
 from haiprof.run_format.folded import (

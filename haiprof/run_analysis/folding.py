@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Bools, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.code_samples import (
@@ -36,7 +36,7 @@ from haiprof.run_analysis.counter_folding import MINUTE_NS, fold_rows
 from haiprof.run_analysis.counters import read_folded_source
 from haiprof.run_analysis.folded_steps import pack_codes
 from haiprof.run_analysis.ledger import is_hidden
-from haiprof.run_analysis.nesting import Bools, take_rows
+from haiprof.run_analysis.nesting import take_rows
 from haiprof.run_analysis.ranks import (
     loading_row,
     nograd_ns,

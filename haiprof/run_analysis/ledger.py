@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import POSITIONS, TORCH_CALL
 from haiprof.run_analysis.code_samples import (
     TRAINING_PHASES,
@@ -25,7 +25,7 @@ from haiprof.run_analysis.code_samples import (
     spacing_ns,
 )
 from haiprof.run_analysis.lines import functions_of
-from haiprof.run_analysis.nesting import Bools, take_rows
+from haiprof.run_analysis.nesting import take_rows
 from haiprof.run_analysis.step_frame import BusyTimes
 from haiprof.run_analysis.step_positions import (
     BACKWARD,

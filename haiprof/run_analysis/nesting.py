@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.intervals import Intervals, Ints
+from haiprof.base.intervals import Bools, Intervals, Ints
 from haiprof.run_format import schema
 
 Codes = npt.NDArray[np.int8]
-Bools = npt.NDArray[np.bool_]
 
 KIND_COUNT = 1 << schema.TAG_BITS
 MODULE_KINDS = (schema.FORWARD, schema.FORWARD_EVAL, schema.EVAL, schema.NOGRAD)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Floats, Intervals, Ints, intersection, total, union
-from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table, take_rows
+from haiprof.base.intervals import Bools, Floats, Intervals, Ints, intersection, total, union
+from haiprof.run_analysis.nesting import MODULE_KINDS, kind_table, take_rows
 from haiprof.run_analysis.run_files import RankFiles, integer, mapping, median, number, text
 from haiprof.run_analysis.step_frame import (
     STEP_PHASES,

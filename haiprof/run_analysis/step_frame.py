@@ -15,22 +15,14 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Floats, Intervals, Ints
+from haiprof.base.intervals import Bools, Floats, Intervals, Ints
 from haiprof.run_analysis.folded_steps import (
     NOTHING_FOLDED,
     FoldedSteps,
     phase_sums,
     read_folded_steps,
 )
-from haiprof.run_analysis.nesting import (
-    Bools,
-    Codes,
-    Nested,
-    Spans,
-    kind_table,
-    take_rows,
-    unpack,
-)
+from haiprof.run_analysis.nesting import Codes, Nested, Spans, kind_table, take_rows, unpack
 from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
 from haiprof.run_analysis.step_positions import is_inside, place_in
 from haiprof.run_analysis.steps import (

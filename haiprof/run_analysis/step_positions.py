@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.intervals import Intervals, Ints
+from haiprof.base.intervals import Bools, Intervals, Ints
 from haiprof.base.ledger import POSITIONS
-from haiprof.run_analysis.nesting import Bools, Spans
+from haiprof.run_analysis.nesting import Spans
 from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, Segmentation
 from haiprof.run_format import schema
 

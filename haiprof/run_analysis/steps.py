@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.intervals import Intervals, Ints
+from haiprof.base.intervals import Bools, Intervals, Ints
 from haiprof.run_analysis.nesting import (
     CLOSING,
     FETCH,
     LOADER,
     MODULES,
-    Bools,
     Codes,
     Nested,
     Spans,

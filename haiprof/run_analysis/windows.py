@@ -12,8 +12,8 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Bools
 from haiprof.base.safe_files import file_size
-from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, read_record, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_format.raw_traces import Part, complete_parts, parse_stem
