@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 import polars as pl
 
+from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
@@ -331,19 +332,13 @@ def _large_optimizer(ledger: Ledger) -> str:
 
 
 def _calls_of_operators(found: RunLedger) -> str:
-    """Where the model's own lines call operators so small that calling them takes as long."""
-    # While it calls an operator a thread holds the interpreter lock: of operators that take a
-    # microsecond for a third of the time (`haiprof.run_analysis.ledger`).
-    for account, rows in zip(found.ledger.accounts, found.rows, strict=True):
-        of_model = account.needed and account.position in ("forward", "loss")
-        if not of_model or account.package != JOB or account.file is None:
-            continue
-        held = _held_ratio(found, rows)
-        share = 2 * account.low_ns / max(found.ledger.mean_ns, 1.0)  # and as many in backward
-        if held >= DISPATCH_RATIO and share >= PROBLEM_RATIO:
+    """Where the model's own loops call operators so small that calling them takes as long."""
+    for each in sorted(found.recurrences, key=lambda each: -each.ns):
+        if 2 * each.ns >= PROBLEM_RATIO * found.ledger.mean_ns:  # and as much in backward
+            place = place_text(each.at.file, each.at.line, each.at.function)
             return (
-                f"; {account.code_place} calls small operators one by one in {account.where}: "
-                "haiprof --explain says what that costs"
+                f"; {place} calls small operators one by one, in a loop whose rounds need "
+                "one another: haiprof --explain says what that costs"
             )
     return ""
 

@@ -32,8 +32,9 @@ from haiprof.diagnosis.machine_causes import (
     starvation,
     state_of,
 )
-from haiprof.diagnosis.opportunities import RECOMPUTED, SMALL_OPERATORS
+from haiprof.diagnosis.opportunities import RECOMPUTED
 from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import (
     DATALOADER,
@@ -52,7 +53,7 @@ from haiprof.run_analysis.ledger import (
 )
 from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
-from haiprof.run_format.stack_lines import WAITS
+from haiprof.run_format.stack_lines import RECURRENCE, WAITS
 
 WHERE = {
     "input": "making the batch on the training thread",
@@ -184,17 +185,30 @@ def _sent_again(question: Question) -> tuple[Evidence, ...]:
 
 def _small_operators(question: Question) -> Finding:
     account, lines = question.account, question.inputs.traces.lines
-    of_line = (pl.col("file") == account.file) & (pl.col("line") == account.line)
-    own = pl.DataFrame() if lines is None else lines.filter(of_line)
-    per_step = pl.col("operator_count") / pl.col("step_count")
-    count, mean = own.select(per_step.mean(), pl.col("operator_ns").mean()).row(0)
+    frames = [frame for frame in question.samples.tree.frames if frame.file == account.file]
+    loops = {frame.loop: frame.loop_kind for frame in frames if frame.line == account.line}
+    count, rows, beside = "", [], ""
+    if account.elsewhere and "backward" in (account.position, *account.elsewhere):
+        beside = " with their part of backward"
+        beside += " (an estimate)" if lines is None else ""
+    if lines is not None:
+        places = {frame[:2] for frame in frames if frame.loop in loops}
+        number = operators_of(lines, places)[0]
+        count, rows = f", {number:,.0f} in a step", [("operators in a step", number, "count")]
+    remedy = (
+        "do it for all elements at once, without the loop: batched operators, torch.stack, einsum, "
+        "torch.vmap; of parameters, torch._foreach_* or what the optimizer has for it"
+    )
+    if any(kind & RECURRENCE for kind in loops.values()):
+        remedy = (
+            "each round needs the one before: use the operator that has the loop inside (nn.LSTM, "
+            "nn.GRU, torch.cumsum), torch.compile, or do outside of it what does not need it"
+        )
     return make_finding(
-        f"many small operators: {_function_text(account)}, {count:,.0f} in a step, and as "
-        f"many in backward, {question.amount} in both",
-        "where a loop calls them, do it for all at once (torch.stack, einsum, torch.vmap); "
-        "else torch.compile, or larger batches: a call costs the same whatever it computes",
-        ("operators of that line in a step", count, "count"),
-        ("mean operator in the traced window", mean, "ns"),
+        f"many small operators in a loop: {_function_text(account)}{count}, "
+        f"{question.amount}{beside}",
+        remedy,
+        *rows,
         rule=SMALL_OPERATORS,
     )
 
@@ -656,9 +670,6 @@ def _code(question: Question) -> Finding:
         # foreach gains nothing on a CPU
         (position == "gradients" and not question.inputs.uses_gpu,
          "where it is for a log, do it every N steps"),
-        (position == "backward" and account.activity == "operators",
-         "it calls small operators one by one: do it for all rows or elements at once, without a "
-         "loop"),
         (True, _DO.get(position, _OUTSIDE)),
     )  # fmt: skip
     return Finding(

@@ -13,20 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import polars as pl
 
 from haiprof.base.intervals import Bools, Floats, Ints
-from haiprof.diagnosis.job_time import JobTime
-from haiprof.diagnosis.thresholds import MANY_OPERATORS, OPERATOR_CALL_NS
-from haiprof.run_analysis.code_samples import CodeSamples, CodeTree, Frame
+from haiprof.run_analysis.code_samples import CodeTree, Frame
 from haiprof.run_analysis.ledger import (
-    DISPATCH_RATIO,
-    JOB,
     LINK_WAIT,
     LOADER_WAIT,
     MODEL_POSITIONS,
     MODULE_FILE,
-    NATIVE,
     NO_CORE,
     NO_LINE,
     OPERATORS,
@@ -53,7 +47,6 @@ from haiprof.run_analysis.step_positions import (
     OPTIMIZER,
     PREPARE,
 )
-from haiprof.run_format.stack_lines import LOCK_HELD
 
 FRAMEWORKS = frozenset({
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate",
@@ -72,9 +65,6 @@ _PURE = 0.5
 """A function whose time is avoidable for more than this is one opportunity as a whole."""
 _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
-_LOOP_NS = MANY_OPERATORS * OPERATOR_CALL_NS
-_MOSTLY_CALLS = 0.5
-"""Operators are small whose calls take so much of their time: others compute, and stay."""
 _OWN_FILES = re.compile(r"/torch/optim/(?!swa_utils)|/torch/_dynamo/eval_frame\.py")
 """An optimizer, and the call of a compiled model: guards and what else it does around it."""
 RECOMPUTED = "recomputation"
@@ -141,28 +131,6 @@ def mark_needed(table: TimeTable) -> TimeTable:
     """The table in which the rows of the model's own work are known."""
     own = _is_models_own(table) & (table.activity != NO_CORE) & ~_is_recomputed(table)
     return replace(table, needed=own)
-
-
-def mark_loops(table: TimeTable, samples: CodeSamples, time: JobTime) -> TimeTable:
-    """The table in which no loop over small operators is needed that backward runs of the job's.
-
-    That is a line of a Function's backward which holds the interpreter lock as often as operators
-    of a microsecond do, and takes longer than a few of them.
-    """
-    tree = table.tree
-    inner = innermost_stack(tree)
-    outer = tree.place[tree.parent[inner]]
-    called = (inner > 0) & (outer >= 0) & np.append(tree.library, False)[outer]
-    rows = np.flatnonzero(table.needed & (table.position == BACKWARD) & called[table.stack])
-    line = tree.line_places()[inner[table.stack[rows]]]
-    held = samples.lock_wait[table.sample[rows]] == LOCK_HELD
-    needed = table.needed.copy()
-    for each in np.unique(line).tolist():
-        own = line == each
-        ratio = table.ns[rows[own & held]].sum() / table.ns[rows[own]].sum()
-        if ratio >= DISPATCH_RATIO and time.mean_of(table, rows[own]) >= _LOOP_NS:
-            needed[rows[own]] = False
-    return replace(table, needed=needed)
 
 
 def _is_recomputed(table: TimeTable) -> Bools:
@@ -245,9 +213,11 @@ def lacks_line(table: TimeTable) -> Bools:
     return lacking
 
 
-def find_opportunities(table: TimeTable) -> list[Opportunity]:
-    """All of them, in no order; what is needed (`mark_needed`) is in none."""
+def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> list[Opportunity]:
+    """All beside the known ones, in no order; what is needed (`mark_needed`) is in none."""
     free = ~table.needed & (table.ns > 0)
+    for each in known:
+        free[each.rows] = False
 
     def take(chosen: Bools) -> Ints:
         rows = np.flatnonzero(free & chosen)
@@ -510,137 +480,3 @@ class _Walk:
     def _time(self, rows: Sequence[int]) -> float:
         chosen = np.array(rows, dtype=np.int64)
         return float(self.table.ns[chosen[self.free[chosen]]].sum()) if len(chosen) else 0.0
-
-
-SMALL_OPERATORS = "many_small_operators"
-_ENGINE = "/torch/autograd/"
-_LEAST_SHARE = 0.002
-"""Lines with less of backward stay with the line that called it."""
-
-
-def give_lines(table: TimeTable, lines: pl.DataFrame, time: JobTime) -> TimeTable:
-    """The same table in which what autograd's engine does has the lines of its forward.
-
-    `lines` are of a window, by rank (`trace_analysis.operator_lines`).
-    """
-    # Per row: whether autograd's engine runs in it, and no code of the job below that.
-    code = table.tree
-    engine = np.array([*(_ENGINE in frame.file for frame in code.frames), False])
-    of_row: Bools = code.calls_libraries(engine & np.append(code.library, False))[table.stack]
-    rows = np.flatnonzero(table.needed & (table.position == BACKWARD) & of_row)
-    if not len(rows):
-        return table
-    left = 1.0
-    for (file, line, function), share in _shares(lines, time.mean_of(table, rows)):
-        tree, stack = _stack_of(table, Frame(file, line, function))
-        if stack:
-            table, new = replace(table, tree=tree).split(rows, share / left)
-            left -= share
-            at = table.stack.copy()
-            at[new] = stack
-            packages = [*table.packages, *[JOB] * (len(tree.frames) - len(table.packages))]
-            table = replace(table, stack=at, packages=packages)
-    return table
-
-
-def small_operators(
-    table: TimeTable, found: Sequence[Opportunity], lines: pl.DataFrame
-) -> tuple[TimeTable, list[Opportunity]]:
-    """Lines that call many operators, each too short for its own work: one opportunity a function.
-
-    What can be gained is what the calls take; the numbers that they compute are still needed.
-    """
-    listed = list(found)
-    pooled = lines.drop_nulls("file").group_by("file", "line", "function")
-    counted = pooled.agg(
-        count=(pl.col("operator_count") / pl.col("step_count")).mean(),
-        ns=pl.col("operator_ns").mean(),
-    ).filter(
-        pl.col("count") >= MANY_OPERATORS,
-        pl.col("ns").is_between(0, OPERATOR_CALL_NS / _MOSTLY_CALLS, closed="right"),
-    )
-    places = {
-        (file, line): (function, min(OPERATOR_CALL_NS / ns, 1.0))
-        for file, line, function, _, ns in counted.rows()
-    }
-    tree = table.tree
-    inner = innermost_stack(tree)[table.stack]
-    by_function: dict[tuple[str, str], list[Ints]] = {}
-    for row_stack in np.unique(inner[inner > 0]).tolist():
-        frame = tree.frames[tree.place[row_stack]]
-        if (frame.file, frame.line) not in places:
-            continue
-        function, share = places[frame.file, frame.line]
-        rows = inner == row_stack
-        rows &= np.isin(table.position[: len(inner)], (FORWARD, LOSS, BACKWARD))
-        rows &= np.isin(table.work[: len(inner)], (OPERATORS, PYTHON, NATIVE))
-        whole = np.flatnonzero(rows)
-        if not len(whole):  # sampled in an evaluation alone
-            continue
-        if share < 1.0:
-            table, _ = table.split(whole, 1.0 - share, needed=True)
-        by_function.setdefault((frame.file, written_in(function)), []).append(whole)
-    for parts in by_function.values():
-        taken = np.concatenate(parts)
-        table = replace(table, needed=table.needed & ~np.isin(np.arange(len(table.ns)), taken))
-        listed = [replace(o, rows=np.setdiff1d(o.rows, taken)) for o in listed]
-        stack = inner[taken]
-        most = int(np.bincount(stack, table.ns[taken]).argmax())
-        more = opportunity(table, taken, code_place(tree, most))
-        listed.append(replace(more, key=SMALL_OPERATORS))
-    return table, [each for each in listed if len(each.rows)]
-
-
-def _shares(lines: pl.DataFrame, plain_ns: float) -> list[tuple[tuple[str, int, str], float]]:
-    """Of backward, what each line's operators made; largest first."""
-    # Recording an operator takes time, too, so that small ones seem larger than they are: as much
-    # as backward was longer in the window, and no more than the engine's time around a node allows.
-    per_step = lines.with_columns(pl.col("backward_ns", "event_count") / pl.col("step_count"))
-    ranks = max(per_step["rank"].n_unique(), 1)
-    traced = float(per_step["backward_ns"].sum()) / ranks
-    events = max(float(per_step["event_count"].sum()) / ranks, 1.0)
-    most = float(per_step["rest_ns"].mean() or 0.0) / 2  # type: ignore[arg-type]
-    cost = min(max((traced - plain_ns) / events, 0.0), most)
-    net = per_step.with_columns(ns=(pl.col("backward_ns") - cost * pl.col("event_count")).clip(0))
-    whole = float(net["ns"].sum())
-    if not whole:
-        return []
-    found = (
-        net.drop_nulls("file")
-        .group_by("file", "line", "function")
-        .agg(share=pl.col("ns").sum() / whole)
-        .filter(pl.col("share") >= _LEAST_SHARE)
-        .sort("share", "file", "line", descending=[True, False, False])
-    )
-    return [((file, line, function), share) for file, line, function, share in found.rows()]
-
-
-def _stack_of(table: TimeTable, line: Frame) -> tuple[CodeTree, int]:
-    """The stack in which that line was sampled most in forward; a new one where it was not."""
-    # 0 where not even its function was sampled.
-    tree = table.tree
-    inner = innermost_stack(tree)[table.stack]
-    frames = [tree.frames[place] for place in tree.place[inner].tolist()]
-    ahead = np.isin(table.position, (FORWARD, LOSS)) & (inner > 0)
-
-    def most(of: Floats) -> int:
-        weight = np.where(ahead, of * table.ns, 0.0)
-        return int(np.bincount(inner, weight).argmax()) if weight.any() else 0
-
-    same = most(np.array([(f.file, f.line) == (line.file, line.line) for f in frames], float))
-    if same:
-        return tree, same
-    function = written_in(line.function)
-    near = most(np.array([
-        f.file == line.file and written_in(f.function) == function for f in frames
-    ], float))  # fmt: skip
-    if not near:
-        return tree, 0
-    grown = replace(
-        tree,
-        frames=[*tree.frames, line],
-        library=np.append(tree.library, False),
-        parent=np.append(tree.parent, tree.parent[near]),
-        place=np.append(tree.place, len(tree.frames)),
-    )
-    return grown, len(tree.place)

@@ -40,16 +40,14 @@ from haiprof.diagnosis.opportunities import (
     CodePlace,
     Opportunity,
     find_opportunities,
-    give_lines,
     lacks_line,
     main_place,
-    mark_loops,
     mark_needed,
     opportunity,
-    small_operators,
 )
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.settings_facts import SEEN_IN
+from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines
 from haiprof.diagnosis.thresholds import (
     LIKE_RATIO,
     LINK_BYTES_PER_S,
@@ -112,6 +110,7 @@ class RunLedger:
     """The ranks that need longer than the others; None without any."""
     slowed: SlowedSteps | None
     """What saves beside the training cost; None where there were none, or nothing is sure."""
+    recurrences: Sequence[Recurrence]
     time: JobTime
     table: TimeTable
     rows: tuple[Ints, ...]
@@ -195,13 +194,15 @@ def run_ledger(
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
     table = mark_needed(table.take(sampled) if sampled.any() else table)
-    table = mark_loops(table, samples, time)
+    lines = inputs.traces.lines
+    table, loops = find_loops(table, samples, time, lines)
     found = [
         replace(each, at=_asked_collections(inputs) or _collecting_place(samples, parts))
         if each.activity == COLLECTION
         else each
-        for each in find_opportunities(table)
+        for each in find_opportunities(table, loops.found)
     ]
+    found += loops.found
     slowed = None
     if saves is not None:
         table, beside, slowed = split_saves(table, time, saves)
@@ -221,8 +222,8 @@ def run_ledger(
             for each in found
         ]
     table, found = _keep_needed_link(table, found, inputs, time)
-    if (lines := inputs.traces.lines) is not None:
-        table, found = small_operators(give_lines(table, lines, time), found, lines)
+    if lines is not None:
+        table = give_lines(table, loops)
     for fact in facts:
         if fact.is_priced:
             table, found = _split_setting(table, found, fact)
@@ -230,7 +231,7 @@ def run_ledger(
     ledger, rows = _ledger(table, time, found, left, late)
     return RunLedger(
         ledger=replace(ledger, median_ns=median, missing=_missing(analyzer, table)),
-        samples=samples, late=late, slowed=slowed,
+        samples=samples, late=late, slowed=slowed, recurrences=loops.recurrences,
         time=time, table=table, rows=rows,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from haiprof.base.code_places import is_library
+from haiprof.in_job.loops import find_loop
 from haiprof.run_format.stack_frames import Frame
 from haiprof.run_format.stack_lines import LEFT_OUT
 
@@ -197,7 +198,8 @@ class StackTree:
         self._sources: dict[str, list[bytes]] = {}
         self._places: dict[tuple[int, int, int], int] = {}
         self._codes: dict[int, CodeType] = {}
-        self._frames: dict[tuple[str, int, str, str, int], int] = {}
+        self._loops: dict[str, dict[int, int]] = {}
+        self._frames: dict[tuple[str, int, str, str, int, int, int], int] = {}
         self._stacks: dict[tuple[int, int], int] = {}
         self._new_frames: list[tuple[Any, ...]] = []
         self._new_stacks: list[tuple[int, int]] = []
@@ -251,36 +253,42 @@ class StackTree:
         if caller and _is_begin(place):
             return caller  # what took the time was before it, in its caller
         name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
-        key = (code.co_filename, line_of(place), name, *self._expression(place, name))
+        told = self._expression(place, name)
+        key = (code.co_filename, line_of(place), name, *told)
         frame = self._frames.get(key, len(self._frames))
         found = self._stacks.get((caller, frame))
         if found is None and len(self._stacks) < MAX_STACKS:
             if frame == len(self._frames):
                 self._frames[key] = frame
-                known = key[3:] if key[4] else key[3:4] if key[3] else ()
-                self._new_frames.append((*key[:3], code.co_firstlineno, *known))
+                count = next((n for n in (4, 3, 2, 1) if told[n - 1]), 0)
+                self._new_frames.append((*key[:3], code.co_firstlineno, *told[:count]))
             found = self._stacks[caller, frame] = len(self._stacks) + 1
             self._new_stacks.append((caller, frame))
         return LEFT_OUT if found is None else found
 
-    def _expression(self, place: Place, name: str) -> tuple[str, int]:
+    def _expression(self, place: Place, name: str) -> tuple[str, int, int, int]:
         """What an instruction of the user's code works out, as its source has it; else empty.
 
-        And which statement of its line that is, from 0 on.
+        And which statement of its line that is, from 0 on; the line of the loop around it, and what
+        that is (`haiprof.in_job.loops`).
         """
         code, offset = place
         if not hasattr(code, "co_positions") or is_library(
             code.co_filename, name, libraries=self._libraries
         ):
-            return "", 0
+            return "", 0, 0, 0
         positions = itertools.islice(code.co_positions(), max(offset, 0) // 2, None)
         line, end_line, begin, end = next(positions, (None,) * 4)
         if line is None or end_line is None or begin is None or end is None:
-            return "", 0
-        lines = self._source(code.co_filename)[line - 1 : end_line]
+            return "", 0, 0, 0
+        source = self._source(code.co_filename)
+        lines = source[line - 1 : end_line]
         if not lines:
-            return "", 0
+            return "", 0, 0, 0
         number = _statement(lines[0], begin)
+        known = self._loops.setdefault(code.co_filename, {})
+        column = end if line == end_line else len(lines[0])
+        loop, kind = find_loop(source, line, column, code.co_firstlineno, name, known)
         head = lines[0].lstrip()
         if head.startswith(b"for ") and code.co_code[offset : offset + 1] == _FOR_ITER:
             begin = len(lines[0]) - len(head)  # from CPython 3.13 on it has its items' columns
@@ -290,9 +298,10 @@ class StackTree:
             lines = [lines[0].rstrip().removesuffix(b":")]
         text = b" ".join(b" ".join(lines).split()).decode(errors="replace")
         if text.isidentifier():
-            return "", 0  # a name is only fetched or stored; what it is part of takes the time
+            text = ""  # a name is only fetched or stored; what it is part of takes the time
+            number = 0
         cut = f"{text[: EXPRESSION_LIMIT - 1]}…" if len(text) > EXPRESSION_LIMIT else text
-        return cut, number
+        return cut, number, loop, kind
 
     def _source(self, file: str) -> list[bytes]:
         """The lines of a file in UTF-8, in which columns count; read once. Empty: not known."""

@@ -80,6 +80,10 @@ class Frame(NamedTuple):
     """What of that line was running, in the user's own code; empty where it is not known."""
     statement: int = 0
     """Which one of its line, where several are on it."""
+    loop: int = 0
+    """The line of the loop around it in its function; 0: none is known."""
+    loop_kind: int = 0
+    """Whether that is INDEPENDENT or a RECURRENCE, and NO_GRAD."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +191,10 @@ class SampledProcess:
         for number, frame in _number_entries(line, "frames", "first_frame"):
             if len(frame) >= 3:
                 file, at, name = text(frame[0]), integer(frame[1]), text(frame[2])
-                expression = [text(part) or "" for part in frame[4:5]]
+                expression = "".join(text(part) or "" for part in frame[4:5])
                 if file is not None and at is not None and name is not None:
-                    statement = integer(frame[5]) if len(frame) > 5 else None
-                    known = Frame(file, at, name, "".join(expression), statement or 0)
+                    numbers = [integer(part) or 0 for part in frame[5:8]]
+                    known = Frame(file, at, name, expression, *numbers)
                     self._frames[number] = tree.frame(known, self.libraries)
         for number, entry in _number_entries(line, "stacks", "first_stack"):
             parent, place = (*(integer(value) for value in entry[:2]), None, None)[:2]

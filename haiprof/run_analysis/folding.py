@@ -588,7 +588,7 @@ def _lines_of(
     yield {
         "type": SAMPLES, "pid": pid, "time_ns": begin,
         "first_frame": 0,
-        "frames": [[f.file, f.line, f.function, f.line, f.expression, f.statement] for f in known],
+        "frames": [[*f[:3], f.line, *f[3:]] for f in known],
         "first_stack": 1,
         "stacks": [[stacks[int(tree.parent[s])], frames[int(tree.place[s])]] for s in sorted(used)],
         "offset_us": ((samples["time_ns"] - begin) // 1000).tolist(),

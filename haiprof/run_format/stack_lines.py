@@ -28,8 +28,9 @@ SAMPLE_FIELDS = {
     "time_ns": "CLOCK_MONOTONIC ns that the offsets count from",
     "first_frame": "number of the first frame in `frames`: those of a process count from 0",
     "frames": "[file, line, function, first line of the function, expression, number of the "
-    "statement on that line], each written once; the last two for code of the user's own alone, "
-    "where they are known (Python 3.11 on); the number where it is not 0",
+    "statement on that line, line of the loop around it, what that is], each written once; the "
+    "last four for code of the user's own alone, where they are known (Python 3.11 on), and up to "
+    "the last one that is not 0",
     "first_stack": "number of the first stack in `stacks`: those of a process count from 1",
     "stacks": "[parent, frame]: a stack is its caller's stack and one frame; 0 has no frames",
     "offset_us": "when each sample was taken",
@@ -52,6 +53,8 @@ SAMPLE_FIELDS = {
 }  # fmt: skip
 """The fields of a line of samples."""
 
+INDEPENDENT, RECURRENCE, NO_GRAD = 1, 2, 4
+"""What a loop is: its rounds do not need one another, or they do; no gradients are recorded."""
 LOCK_ELSEWHERE, LOCK_WAITED_FOR, LOCK_HELD, LOCK_UNKNOWN = 0, 1, 2, -1
 """How the training thread stood to the interpreter lock when a sample was due."""
 LOCK_STATES = "01h-"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -13,6 +15,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.ledger import Ledger
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD
 from haiprof.trace_analysis.python_code import operator_lines
 from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
@@ -22,12 +25,18 @@ from tests.unit.diagnosis.tables import ENGINE, LINEAR, MAIN, MODULE, SCRIPT, jo
 from tests.unit.diagnosis.test_ledger_adds_up import check_gains, check_sums
 from tests.unit.diagnosis.trace_stories import BLOCK, ENGINE_NODE, LOOP, window, write_window
 
+Frame = tuple[Any, ...]
 HOOK = job(70, "hook", "net.py")
 MS = 1_000_000
 
 
-def write_job(root: Path, *, hook_samples: int = 0) -> RunPaths:
-    """100 steps of 40 ms: forward 10 ms, of which 2 ms the loop's, backward 20, optimizer 5."""
+def write_job(
+    root: Path, *, hook_samples: int = 0, loop: Frame = LOOP, held: str = "h0", period: int = 40
+) -> RunPaths:
+    """100 steps of 40 ms (`period`): forward 10, of which 2 the loop's, backward 20, optimizer 5.
+
+    In the loop's two samples of a step the interpreter lock is `held` or not.
+    """
     run = write_run(root)
     rows: list[tuple[int, int, int, int]] = []
     samples: list[tuple[int, Stack]] = []
@@ -40,13 +49,15 @@ def write_job(root: Path, *, hook_samples: int = 0) -> RunPaths:
         rows += [(KINDS[kind], 0, now + begin * MS, now + end * MS)
                  for kind, begin, end in (("F", 2, 12), ("B", 13, 33), ("O", 34, 39))]  # fmt: skip
         sampled(8, (SCRIPT, MAIN, MODULE, BLOCK, MODULE, LINEAR), now + 2 * MS)
-        sampled(2, (SCRIPT, MAIN, MODULE, LOOP), now + 10 * MS)
+        sampled(2, (SCRIPT, MAIN, MODULE, loop), now + 10 * MS)
         sampled(20 - hook_samples, (SCRIPT, MAIN, ENGINE), now + 13 * MS)
         sampled(hook_samples, (SCRIPT, MAIN, ENGINE, HOOK), now + (33 - hook_samples) * MS)
-        now += 40 * MS
+        now += period * MS
     write_rank(run, spans_from(rows))
     samples.sort()
-    write_stacks(run.rank(0).stacks, samples, lock="0" * len(samples))
+    letters = itertools.cycle(held)
+    lock = "".join(next(letters) if stack[-1] == loop else "0" for _, stack in samples)
+    write_stacks(run.rank(0).stacks, samples, lock=lock)
     return run
 
 
@@ -129,8 +140,41 @@ def test_a_loop_of_small_operators_is_one_opportunity_of_forward_and_backward(
     finding = verdict.findings[0]
     assert finding.rule == "many_small_operators"
     assert "800 in a step" in finding.title
-    assert "for all at once" in finding.remedy
+    assert "each round needs the one before" in finding.remedy
     assert finding.severity == "critical"
+
+
+def test_without_a_window_its_part_of_backward_is_estimated(tmp_path: Path) -> None:
+    """As if it took twice as long in forward and loss, 4 of 13 ms."""
+    run = write_job(tmp_path / "run", loop=(*LOOP[:-1], INDEPENDENT))
+    ledger = judged(run.root)
+    account = ledger.largest()[0]
+    assert account.explanation == "many_small_operators"
+    assert (account.function, account.line) == ("Net.forward", 9)
+    assert account.gain_ns == pytest.approx((2 + 20 * 4 / 13) * MS, rel=0.05)
+    finding = diagnose(Analyzer(run.root)).findings[0]
+    assert "estimate" in finding.title
+    assert "for all elements at once" in finding.remedy
+
+
+def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path) -> None:
+    run = write_job(tmp_path / "run", loop=(*LOOP[:-1], INDEPENDENT | NO_GRAD))
+    (account,) = (a for a in judged(run.root).accounts if a.explanation == "many_small_operators")
+    assert account.gain_ns == pytest.approx(2 * MS, rel=0.05)
+
+
+def test_rounds_that_need_one_another_promise_nothing_without_a_window(tmp_path: Path) -> None:
+    run = write_job(tmp_path / "run", period=38)
+    verdict = diagnose(Analyzer(run.root))
+    assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
+    assert "net.py:9 Net.forward calls small operators one by one" in verdict.headline
+    assert "haiprof --explain" in verdict.headline
+
+
+@pytest.mark.parametrize("held", ["0", "h" + 99 * "0"])
+def test_a_loop_whose_operators_compute_is_the_models_own(tmp_path: Path, held: str) -> None:
+    run = write_job(tmp_path / "run", loop=(*LOOP[:-1], INDEPENDENT), held=held)
+    assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
 
 
 def test_of_operators_that_compute_only_the_calls_can_be_gained(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.stack_lines import RECURRENCE
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, step, write_trace
 from tests.unit.diagnosis.tables import job
 
@@ -134,7 +135,7 @@ def _finish(found: list[Event], each: Story, end: float) -> float:
 
 
 BLOCK = job(5, "Net.forward", "net.py")
-LOOP = job(9, "Net.forward", "net.py")
+LOOP = (*job(9, "Net.forward", "net.py"), "row * self.scale", 0, 8, RECURRENCE)
 ENGINE_NODE = "autograd::engine::evaluate_function: "
 
 
@@ -169,7 +170,7 @@ def window(
         now += 5
         events.append(step(each, begun, now - begun))
         now += 1
-    places = [list(BLOCK), list(LOOP)]
+    places = [list(BLOCK), list(LOOP[:3])]
     return events, {"haiprof": {"lines": {"places": places, "at": at}}}
 
 

@@ -1,0 +1,294 @@
+"""Small operators that the job calls one by one, and what autograd does of them in backward.
+
+Calling an operator takes microseconds whatever it computes: a loop whose rounds do not need one
+another could be a few operators on larger tensors. Its rounds are told from a recurrence by their
+source (`haiprof.in_job.loops`); its part of backward by a window's sequence numbers, and where none
+was recorded by what its operators take of forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.intervals import Bools, Floats, Ints
+from haiprof.diagnosis.job_time import JobTime
+from haiprof.diagnosis.opportunities import CodePlace, Opportunity, code_place, opportunity
+from haiprof.diagnosis.thresholds import MANY_OPERATORS, OPERATOR_CALL_NS
+from haiprof.run_analysis.code_samples import CodeSamples, CodeTree, Frame
+from haiprof.run_analysis.ledger import (
+    JOB,
+    MODULE_FILE,
+    NO_CORE,
+    OPERATORS,
+    PYTHON,
+    TimeTable,
+)
+from haiprof.run_analysis.lines import innermost_stack, written_in
+from haiprof.run_analysis.step_positions import (
+    AFTER_STEP,
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    INPUT,
+    LOSS,
+    OPTIMIZER,
+    PREPARE,
+)
+from haiprof.run_format.stack_lines import (
+    INDEPENDENT,
+    LOCK_HELD,
+    LOCK_UNKNOWN,
+    NO_GRAD,
+    RECURRENCE,
+)
+
+SMALL_OPERATORS = "many_small_operators"
+Line = tuple[str, int, str]
+"""File, line, function."""
+_ENGINE = "/torch/autograd/"
+_LEAST_SHARE = 0.002
+"""Lines with less of backward stay with the line that called it."""
+_LOOP_NS = MANY_OPERATORS * OPERATOR_CALL_NS
+_MOSTLY_CALLS = 0.5
+"""Operators are small whose calls take so much of their time: others compute, and stay."""
+_OF_OPERATORS = 0.3
+"""A loop in which operators take less is Python."""
+_LEAST_HELD, _SMALL_HELD = 1 / 45, 1 / 15
+"""Where a loop holds the interpreter lock for so much of its time its operators take less than
+some 45 and 15 us each; below that they compute, and below the second, calling them is all."""
+_BACKWARD = 2.0
+"""Backward of a loop's operators takes so much more for its time than that of others: taking a row
+makes a tensor of the whole there. Measured on five programs: 1.6 to 3.5 times forward, of the rest
+of the model 0.75 to 2.1."""
+_NO_GRAD_FILE = "/torch/utils/_contextlib.py"
+"""What `@torch.no_grad()` runs a function in."""
+_UNSURE = 0.25
+"""Of a loop's time, what the operators may still take that stand in its place. Own choice."""
+_TRAINING = (INPUT, PREPARE, FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP)
+_INSIDE = 0.95
+"""A loop with less of its time there is no part of forward, of backward or of the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """A loop over small operators whose rounds need one another."""
+
+    at: CodePlace
+    ns: float
+    """Of the mean step, without its part of backward."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Loops:
+    """What `find_loops` found, beside the table."""
+
+    found: list[Opportunity] = field(default_factory=list)
+    recurrences: list[Recurrence] = field(default_factory=list)
+    """Whose price nobody measured: they are no opportunities."""
+    shares: list[tuple[Line, float]] = field(default_factory=list)
+    """Of backward, what each line of a window made that is in none of these; largest first."""
+    left: float = 1.0
+    """Of backward, what none of these has."""
+
+
+def find_loops(
+    table: TimeTable, samples: CodeSamples, time: JobTime, lines: pl.DataFrame | None
+) -> tuple[TimeTable, Loops]:
+    """Loops over small operators in the model, each with its part of backward as one opportunity.
+
+    `lines` are of a window, by rank (`trace_analysis.operator_lines`). Without them that part is
+    estimated, and a loop whose rounds need one another has no price.
+    """
+    told = Loops()
+    loops, kinds = _loops_of(table.tree)
+    no_grad = table.tree.within(_NO_GRAD_FILE)[table.stack]
+    ahead = np.isin(table.position, (FORWARD, LOSS)) & (table.work != NO_CORE)
+    forward_ns = float(table.ns[ahead].sum())
+    if lines is not None:
+        behind = np.flatnonzero(_is_of_autograd(table))
+        told.shares = _shares(lines, time.mean_of(table, behind) if len(behind) else 0.0)
+    for number, rows, share in _loop_rows(table, samples, time, loops):
+        inner = innermost_stack(table.tree)[table.stack[rows]]
+        most = int(np.bincount(inner, table.ns[rows]).argmax())
+        frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
+        places = {frame[:2] for frame in frames}
+        if kinds[number] & RECURRENCE:
+            share = 0.0 if lines is None else _calls_ratio(*operators_of(lines, places))
+        at = code_place(table.tree, most)
+        if at is None or not share:
+            ns = time.mean_of(table, rows)
+            told.recurrences += [Recurrence(at=at, ns=ns)] if at else []
+            continue
+        own_ns = float(table.ns[rows].sum())
+        part = 0.0
+        if lines is not None:
+            own = [each for each in told.shares if each[0][:2] in places]
+            told.shares = [each for each in told.shares if each not in own]
+            part = sum(each for _, each in own) / told.left
+            told.left -= part * told.left
+        elif table.position[rows[0]] in (FORWARD, LOSS) and not (
+            kinds[number] & NO_GRAD or table.ns[rows][no_grad[rows]].sum() > own_ns / 2
+        ):
+            forward_ns -= own_ns
+            part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
+        if part:
+            table, behind = table.split(np.flatnonzero(_is_of_autograd(table)), part)
+            table.stack[behind] = most
+            rows = np.concatenate([rows, behind])
+        if share < 1.0:
+            table, _ = table.split(rows, 1.0 - share, needed=True)
+        table = replace(table, needed=table.needed & ~np.isin(np.arange(len(table.ns)), rows))
+        one = opportunity(table, rows, at)
+        unsure_ns = _UNSURE * time.mean_of(table, rows)
+        told.found.append(replace(one, key=SMALL_OPERATORS, unsure_ns=unsure_ns))
+    return table, told
+
+
+def operators_of(lines: pl.DataFrame, places: Collection[tuple[str, int]]) -> tuple[float, float]:
+    """How many operators some lines of a window call in forward in a step, and their time in ns."""
+    own = lines.filter([place in places for place in lines.select("file", "line").rows()])
+    count = own["operator_count"] / own["step_count"] / max(lines["rank"].n_unique(), 1)
+    return float(count.sum()), float((count * own["operator_ns"]).sum())
+
+
+def _calls_ratio(count: float, spent_ns: float) -> float:
+    """How much of some operators is calling them; 0: they are few, or compute."""
+    ratio = OPERATOR_CALL_NS * count / max(spent_ns, 1.0)
+    return min(ratio, 1.0) if count >= MANY_OPERATORS and ratio >= _MOSTLY_CALLS else 0.0
+
+
+def _loop_rows(
+    table: TimeTable, samples: CodeSamples, time: JobTime, loops: Ints
+) -> Iterator[tuple[int, Ints, float]]:
+    """Loops over small operators: number, rows, and how much of their time calling these takes.
+
+    While it calls an operator a thread holds the interpreter lock, for about a microsecond.
+    """
+    loop = loops[table.stack]
+    works = (loop > 0) & np.isin(table.work, (OPERATORS, PYTHON)) & (table.activity != NO_CORE)
+    held = np.append(samples.lock_wait, LOCK_UNKNOWN)[table.sample] == LOCK_HELD
+    for each in np.unique(loop[works]).tolist():
+        inside = np.flatnonzero(works & (loop == each))
+        training = inside[np.isin(table.position[inside], _TRAINING)]
+        parts = [
+            training[np.isin(table.position[training], of)]
+            for of in ((FORWARD, LOSS), (BACKWARD,), (OPTIMIZER,))
+        ]
+        rows = max(parts, key=lambda part: float(table.ns[part].sum()))
+        ns = table.ns[rows]
+        whole = float(ns.sum())
+        if not whole or whole < _INSIDE * table.ns[training].sum():
+            continue
+        of_operators = float(ns[table.work[rows] == OPERATORS].sum()) / whole
+        ratio = float(ns[held[rows]].sum()) / whole
+        if of_operators < _OF_OPERATORS or ratio < _LEAST_HELD:
+            continue
+        if time.mean_of(table, rows) >= _LOOP_NS:
+            yield each, rows, min(ratio / _SMALL_HELD, 1.0)
+
+
+def _loops_of(tree: CodeTree) -> tuple[Ints, list[int]]:
+    """Per stack the number of the outermost loop that it is in, 0 for none; and what each loop is.
+
+    Of a loop whose rounds do not need one another, what is inside a module is not in it: another
+    module may be called in each.
+    """
+    known: dict[tuple[str, int, int], int] = {}
+    found = np.zeros(len(tree.place), dtype=np.int64)
+    kinds = [0]
+    for stack in range(1, len(tree.place)):  # callers come first
+        frame = tree.frames[tree.place[stack]]
+        outer = int(found[tree.parent[stack]])
+        if MODULE_FILE in frame.file:
+            outer = outer if kinds[outer] & RECURRENCE else 0
+        if frame.loop and not kinds[outer] & INDEPENDENT:
+            outer = known.setdefault((frame.file, frame.loop, frame.loop_kind), len(kinds))
+            kinds += [frame.loop_kind] if outer == len(kinds) else []
+        found[stack] = outer
+    return found, kinds
+
+
+def _is_of_autograd(table: TimeTable) -> Bools:
+    """Per row: whether autograd's engine runs in it, and no code of the job below that."""
+    code = table.tree
+    engine = np.array([*(_ENGINE in frame.file for frame in code.frames), False])
+    of_row: Bools = code.calls_libraries(engine & np.append(code.library, False))[table.stack]
+    found: Bools = of_row & table.needed & (table.position == BACKWARD)
+    return found
+
+
+def give_lines(table: TimeTable, loops: Loops) -> TimeTable:
+    """The same table in which what autograd's engine does for no loop has its forward's lines."""
+    rows = np.flatnonzero(_is_of_autograd(table))
+    if not len(rows):
+        return table
+    left = loops.left
+    for (file, line, function), share in loops.shares:
+        tree, stack = _stack_of(table, Frame(file, line, function))
+        if stack:
+            table, new = replace(table, tree=tree).split(rows, share / left)
+            left -= share
+            at = table.stack.copy()
+            at[new] = stack
+            packages = [*table.packages, *[JOB] * (len(tree.frames) - len(table.packages))]
+            table = replace(table, stack=at, packages=packages)
+    return table
+
+
+def _shares(lines: pl.DataFrame, plain_ns: float) -> list[tuple[Line, float]]:
+    """Of backward, what each line's operators made; largest first."""
+    # Recording an operator takes time, too, so that small ones seem larger than they are: as much
+    # as backward was longer in the window, and no more than the engine's time around a node allows.
+    per_step = lines.with_columns(pl.col("backward_ns", "event_count") / pl.col("step_count"))
+    ranks = max(per_step["rank"].n_unique(), 1)
+    traced = float(per_step["backward_ns"].sum()) / ranks
+    events = max(float(per_step["event_count"].sum()) / ranks, 1.0)
+    most = float(per_step["rest_ns"].mean() or 0.0) / 2  # type: ignore[arg-type]
+    cost = min(max((traced - plain_ns) / events, 0.0), most)
+    net = per_step.with_columns(ns=(pl.col("backward_ns") - cost * pl.col("event_count")).clip(0))
+    whole = float(net["ns"].sum())
+    if not whole:
+        return []
+    found = (
+        net.drop_nulls("file")
+        .group_by("file", "line", "function")
+        .agg(share=pl.col("ns").sum() / whole)
+        .filter(pl.col("share") >= _LEAST_SHARE)
+        .sort("share", "file", "line", descending=[True, False, False])
+    )
+    return [((file, line, function), share) for file, line, function, share in found.rows()]
+
+
+def _stack_of(table: TimeTable, line: Frame) -> tuple[CodeTree, int]:
+    """The stack in which that line was sampled most in forward; a new one where it was not."""
+    # 0 where not even its function was sampled.
+    tree = table.tree
+    inner = innermost_stack(tree)[table.stack]
+    frames = [tree.frames[place] for place in tree.place[inner].tolist()]
+    ahead = np.isin(table.position, (FORWARD, LOSS)) & (inner > 0)
+
+    def most(of: Floats) -> int:
+        weight = np.where(ahead, of * table.ns, 0.0)
+        return int(np.bincount(inner, weight).argmax()) if weight.any() else 0
+
+    same = most(np.array([(f.file, f.line) == (line.file, line.line) for f in frames], float))
+    if same:
+        return tree, same
+    function = written_in(line.function)
+    near = most(np.array([
+        f.file == line.file and written_in(f.function) == function for f in frames
+    ], float))  # fmt: skip
+    if not near:
+        return tree, 0
+    grown = replace(
+        tree,
+        frames=[*tree.frames, line],
+        library=np.append(tree.library, False),
+        parent=np.append(tree.parent, tree.parent[near]),
+        place=np.append(tree.place, len(tree.frames)),
+    )
+    return grown, len(tree.place)

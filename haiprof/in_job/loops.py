@@ -1,0 +1,282 @@
+"""Loops of the job's code: whether a round needs an earlier one, or batched operators could do all.
+
+A loop is read from the source, once, where a sample was inside it; no code of the job runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, RECURRENCE
+
+_LINE_LIMIT = 100
+"""A longer loop is a training loop, or is not taken for one that may be batched."""
+_FEW = 3
+"""Rounds that a loop is known to have, up to which little is gained by doing them at once."""
+_HEADS = (b"for ", b"while ", b"async for ")
+_COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
+_ADDS = frozenset({"append", "extend", "add", "insert", "update"})
+_JOINS = frozenset({"cat", "concat", "stack", "maximum", "minimum", "max", "min", "logaddexp"})
+"""`x = torch.cat([x, y])` adds to x, as `x = x + y` does."""
+_NUMBERS = frozenset({"range", "len", "enumerate", "zip", "float", "int", "min", "max", "abs"})
+_ENDS = (ast.Return, ast.Break, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith,
+         ast.Global, ast.Nonlocal)  # fmt: skip
+
+
+def find_loop(
+    source: Sequence[bytes], line: int, end: int, first: int, function: str, known: dict[int, int]
+) -> tuple[int, int]:
+    """The line of the loop around some code, in its function, and what that is.
+
+    It is the outermost one whose rounds do not need one another; where none is, the innermost.
+    0 where there is no loop, and for a loop over layers.
+
+    Args:
+        source: The lines of its file.
+        line: Of the code, from 1 on.
+        end: The byte of that line at which the code ends.
+        first: The first line of its function.
+        function: The function's qualified name.
+        known: Kinds of loops of this file by their line; it is added to.
+    """
+    text = source[line - 1]
+    if function.endswith(_COMPREHENSIONS) or b" for " in text[end:]:  # from CPython 3.12 on
+        known[line] = INDEPENDENT
+        around = [line]
+    else:
+        around = []
+    least, kind = _indent(text), 0
+    if text.lstrip().startswith(_HEADS) and text[:end].rstrip()[-1:] != b":":
+        least += 1  # the next round, or the loop's body on the same line
+    for at in range(line, max(first, 1) - 1, -1):
+        text = source[at - 1]
+        indent = _indent(text)
+        if not text.strip() or indent >= least:
+            continue
+        least, head = indent, text.lstrip()
+        if head.startswith(_HEADS):
+            around.append(at)
+            if at not in known:
+                known[at] = _kind_of(_loop_text(source, at))
+        elif head.startswith(b"with ") and (b"no_grad" in head or b"inference_mode" in head):
+            kind = NO_GRAD
+    free = [at for at in around if known[at] & INDEPENDENT]
+    found = free[-1] if free else next((at for at in around if known[at]), 0)
+    return found, known.get(found, 0) | kind if found else 0
+
+
+def _indent(line: bytes) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _loop_text(source: Sequence[bytes], line: int) -> bytes:
+    """The loop that begins at a line, as if nothing were around it; empty where it is long."""
+    indent = _indent(source[line - 1])
+    lines = [source[line - 1][indent:]]
+    for text in source[line:]:
+        if text.strip() and _indent(text) <= indent and not text.lstrip().startswith(b")"):
+            break
+        if len(lines) == _LINE_LIMIT:
+            return b""
+        lines.append(text[indent:] if text.strip() else b"\n")
+    return b"".join(each if each.endswith(b"\n") else each + b"\n" for each in lines)
+
+
+def _kind_of(text: bytes) -> int:
+    """What a loop is; 0 where that is not known, and of one over layers or few rounds."""
+    try:
+        (loop,) = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return 0
+    if not isinstance(loop, ast.For | ast.While) or any(
+        isinstance(node, _ENDS) for node in ast.walk(loop)
+    ):
+        return 0
+    if isinstance(loop, ast.For) and (_is_short(loop.iter) or _is_over_layers(loop)):
+        return 0
+    rounds = _Rounds()
+    rounds.visit(loop)
+    kind = INDEPENDENT if rounds.is_independent() else RECURRENCE
+    return kind | (NO_GRAD if _is_of_numbers(loop) else 0)
+
+
+def _is_of_numbers(loop: ast.For | ast.While) -> bool:
+    """Whether it works with Python's numbers alone: `table[k, i] = math.sin(k)`."""
+    called = {_text(node.func) for node in ast.walk(loop) if isinstance(node, ast.Call)}
+    of_math = {name for name in called if name.startswith("math.")}
+    return bool(of_math) and called - of_math <= _NUMBERS
+
+
+def _is_over_layers(loop: ast.For) -> bool:
+    """Whether another thing is called in each round: `x = layer(x)`, `x = self.layers[k](x)`."""
+    items = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    called = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    return any(
+        isinstance(each, ast.Subscript) or (isinstance(each, ast.Name) and each.id in items)
+        for each in called
+    )
+
+
+def _is_short(items: ast.expr) -> bool:
+    """Whether a loop has few rounds by what it says: `range(2)`, `(q, k, v)`."""
+    if isinstance(items, ast.Tuple | ast.List):
+        return len(items.elts) <= _FEW
+    return (
+        isinstance(items, ast.Call) and isinstance(items.func, ast.Name)
+        and items.func.id == "range" and len(items.args) == 1
+        and isinstance(items.args[0], ast.Constant) and isinstance(items.args[0].value, int)
+        and items.args[0].value <= _FEW
+    )  # fmt: skip
+
+
+class _Rounds(ast.NodeVisitor):
+    """What one round reads and writes, in the order in which it does."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, bool] = {}
+        """By name or attribute: whether a round begins by writing it, and not by reading it."""
+        self._reads: Counter[str] = Counter()
+        self._written: set[str] = set()
+        self._added: set[str] = set()
+        """To which is added: a sum, a list."""
+        self._counted: set[str] = set()
+        """Counters: `i += 1`."""
+        self._items: dict[str, set[str]] = {}
+        """By what has items: those that are written."""
+        self._item_reads: dict[str, set[str]] = {}
+        self._acts = False
+        """Whether it calls something for what that does: backward, a step, a method."""
+
+    def is_independent(self) -> bool:
+        """Whether a round reads nothing that another one wrote."""
+        needed = self._written | {
+            name for name in self._added if self._reads[name] or name in self._item_reads
+        } | {
+            name for name, written in self._items.items()
+            if self._reads[name] or self._item_reads.get(name, set()) - self._own_items(written)
+        }  # fmt: skip
+        earlier = {name for name in needed if not self._first[name]}
+        return not (self._acts or earlier - self._counted)
+
+    def _own_items(self, items: set[str]) -> set[str]:
+        """Of items, those that are another one in each round."""
+        varies = self._written | self._counted
+        return {each for each in items if varies.intersection(re.findall(r"\w+", each))}
+
+    def visit_For(self, node: ast.For) -> None:
+        self.visit(node.iter)
+        self.visit(node.target)
+        self._visit_all(node.body + node.orelse)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        name = node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
+        rest = _others_of(name, node.value) if name and len(node.targets) == 1 else None
+        if rest is not None:
+            self._visit_all(rest)
+            self._change(name, self._added)
+            return
+        self.visit(node.value)
+        self._visit_all(node.targets)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.visit(node.value)
+        if isinstance(node.target, ast.Subscript):
+            self.visit(node.target)
+            return
+        is_count = isinstance(node.value, ast.Constant)
+        self._change(_text(node.target), self._counted if is_count else self._added)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        call = node.value
+        if isinstance(call, ast.Constant):
+            return
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and (call.func.attr in _ADDS or call.func.attr.endswith("_"))
+        ):
+            self._add_to(call.func.value)
+            self._visit_all([*call.args, *(each.value for each in call.keywords)])
+            return
+        self._acts |= not isinstance(call, ast.ListComp | ast.Name | ast.Attribute)
+        self.visit(call)
+
+    def _add_to(self, changed: ast.expr) -> None:
+        """`out.append(x)`, `out[k].add_(x)`."""
+        if isinstance(changed, ast.Subscript):
+            self._note_item(changed, self._items)
+        elif isinstance(changed, ast.Name | ast.Attribute):
+            self._change(_text(changed), self._added)
+        else:
+            self.visit(changed)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._note(node.id, node.ctx)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._note(_text(node), node.ctx)
+        self.visit(node.value)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        is_written = isinstance(node.ctx, ast.Store)
+        self._note_item(node, self._items if is_written else self._item_reads)
+
+    def _note_item(self, item: ast.Subscript, known: dict[str, set[str]]) -> None:
+        """`x[k]` reads or changes an item of what `x` was before."""
+        name = _text(item.value)
+        self._first.setdefault(name, False)
+        known.setdefault(name, set()).add(_text(item.slice))
+        self.visit(item.slice)
+        owner = item.value.value if isinstance(item.value, ast.Attribute) else item.value
+        if not isinstance(owner, ast.Name):
+            self.visit(owner)
+
+    def _change(self, name: str, known: set[str]) -> None:
+        self._first.setdefault(name, False)
+        known.add(name)
+
+    def _note(self, name: str, context: ast.expr_context) -> None:
+        is_written = isinstance(context, ast.Store)
+        self._first.setdefault(name, is_written)
+        if is_written:
+            self._written.add(name)
+        else:
+            self._reads[name] += 1
+
+    def _visit_all(self, nodes: Sequence[ast.AST]) -> None:
+        for node in nodes:
+            self.visit(node)
+
+
+def _text(node: ast.expr) -> str:
+    """An expression as text: the same for the same one."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_text(node.value)}.{node.attr}"
+    return ast.unparse(node)
+
+
+def _others_of(name: str, value: ast.expr) -> list[ast.expr] | None:
+    """What is added to a name by `x = x + a + b` or `x = torch.cat([x, y])`; None: it is not."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add | ast.Mult):
+        left: ast.expr = value
+        found = []
+        while isinstance(left, ast.BinOp) and type(left.op) is type(value.op):
+            found.append(left.right)
+            left = left.left
+        found.append(left)
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if value.func.attr not in _JOINS:
+            return None
+        found = [
+            item for each in value.args
+            for item in (each.elts if isinstance(each, ast.Tuple | ast.List) else [each])
+        ]  # fmt: skip
+    else:
+        return None
+    others = [each for each in found if not (isinstance(each, ast.Name) and each.id == name)]
+    return others if len(others) == len(found) - 1 else None
