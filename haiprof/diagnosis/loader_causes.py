@@ -138,10 +138,24 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
     return replace(found, remedy=found.remedy + _SHARES)
 
 
+def _epoch_sums(inputs: RuleInputs) -> tuple[int, int, int]:
+    """Starts of epochs, the time at these, and all waiting for input; over all ranks, in ns."""
+    count, edge, wait = (
+        int(inputs.loading[name].sum()) for name in ("epoch_count", "epoch_ns", "wait_ns")
+    )
+    return count, edge, wait
+
+
+def restarts_workers(inputs: RuleInputs) -> bool:
+    """Whether epochs begin with new loader workers, and most of the waiting is there."""
+    count, edge, wait = _epoch_sums(inputs)
+    has_workers = any(inputs.loader_workers.get(rank) for rank in inputs.world)
+    return has_workers and count > 0 and edge >= EPOCH_MAIN_RATIO * wait
+
+
 def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     """Most of the waiting is at the edges of epochs."""
-    names = ("epoch_count", "epoch_ns", "wait_ns")
-    count, edge, wait = (int(inputs.loading[name].sum()) for name in names)
+    count, edge, wait = _epoch_sums(inputs)
     if not count or edge < EPOCH_MAIN_RATIO * wait:
         return None
     return make_finding(

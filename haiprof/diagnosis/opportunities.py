@@ -26,6 +26,7 @@ from haiprof.run_analysis.ledger import (
     OPERATORS,
     PYTHON,
     UNKNOWN,
+    WORKER_LOADER,
     TimeTable,
 )
 from haiprof.run_analysis.lines import (
@@ -67,6 +68,8 @@ _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
 _OWN_FILES = re.compile(r"/torch/optim/(?!swa_utils)|/torch/_dynamo/eval_frame\.py")
 """An optimizer, and the call of a compiled model: guards and what else it does around it."""
+_RESTART = re.compile(rf"{re.escape(WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
+"""What starts and ends a DataLoader's workers."""
 RECOMPUTED = "recomputation"
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
 
@@ -241,6 +244,23 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
         rows = take(nowhere & (table.position == position))
         found.append(opportunity(table, rows, None))
     return [*found, *_of_code(table, free)]
+
+
+def join_restarts(table: TimeTable, found: Sequence[Opportunity]) -> list[Opportunity]:
+    """The same where starting and ending workers is one opportunity with the wait for them."""
+    ends = [_RESTART.search(frame.function) is not None for frame in table.tree.frames]
+    restarts = table.tree.holds(np.array([*ends, False]))[table.stack]
+    kept, rows = list[Opportunity](), list[Ints]()
+    for each in found:
+        own = restarts[each.rows] & (each.activity not in NO_LINE)
+        own |= each.activity == LOADER_WAIT and each.at is None
+        rows.append(each.rows[own])
+        if not own.all():
+            kept.append(replace(each, rows=each.rows[~own]) if own.any() else each)
+    if not any(len(part) for part in rows):
+        return kept
+    joined = opportunity(table, np.concatenate(rows), None)
+    return [*kept, replace(joined, activity=LOADER_WAIT)]
 
 
 def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:

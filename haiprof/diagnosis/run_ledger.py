@@ -30,6 +30,7 @@ from haiprof.diagnosis.job_time import (
     job_time,
     peer_waits,
 )
+from haiprof.diagnosis.loader_causes import restarts_workers
 from haiprof.diagnosis.machine_causes import (
     find_larger_inputs,
     hosts_of,
@@ -40,6 +41,7 @@ from haiprof.diagnosis.opportunities import (
     CodePlace,
     Opportunity,
     find_opportunities,
+    join_restarts,
     lacks_line,
     main_place,
     mark_needed,
@@ -202,7 +204,7 @@ def run_ledger(
         else each
         for each in find_opportunities(table, loops.found)
     ]
-    found += loops.found
+    found = [*(join_restarts(table, found) if restarts_workers(inputs) else found), *loops.found]
     slowed = None
     if saves is not None:
         table, beside, slowed = split_saves(table, time, saves)

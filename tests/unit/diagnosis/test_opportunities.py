@@ -10,7 +10,8 @@ import pytest
 
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.opportunities import find_opportunities, mark_needed
+from haiprof.diagnosis.opportunities import find_opportunities, join_restarts, mark_needed
+from haiprof.run_analysis.ledger import ACTIVITIES
 from tests.unit.diagnosis.tables import (
     BARRIER,
     ENGINE,
@@ -288,3 +289,25 @@ def test_entering_and_leaving_a_function_goes_with_it(
     whole = 12.0 if own_ms is None else 9.0
     assert told["log:7"] == (whole, "after_step", "python")
     assert told.get("main:45", (None,))[0] == own_ms
+
+
+def test_workers_that_epochs_start_and_end_are_one_opportunity_with_the_wait_for_them() -> None:
+    starts = (LOADER[0], 1100, "_MultiProcessingDataLoaderIter.__init__")
+    ends = (LOADER[0], 1600, "_MultiProcessingDataLoaderIter._shutdown_workers")
+    copies = (SCRIPT, job(60, "main"), (f"{PYTHON}/copy.py", 10, "deepcopy"))
+    table = mark_needed(table_of(
+        *TRAINING,
+        ("input", (SCRIPT, MAIN, starts, (f"{PYTHON}/popen_fork.py", 66, "_launch")), 4, "h"),
+        ("input", (SCRIPT, MAIN, ends), 2),
+        ("input", (SCRIPT, MAIN, LOADER, (f"{PYTHON}/queue.py", 180, "Queue.get")), 3),
+        ("input", copies, 5, "h"),
+        steps=STEPS,
+    ))  # fmt: skip
+    plain = find_opportunities(table)
+    joined = join_restarts(table, plain)
+    ms = {
+        ACTIVITIES[each.activity]: float(table.ns[each.rows].sum()) / NS_PER_MS / STEPS
+        for each in joined
+    }
+    assert ms == pytest.approx({"wait: loader": 9, "python": 5})
+    assert sum(len(each.rows) for each in joined) == sum(len(each.rows) for each in plain)
