@@ -12,7 +12,7 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Ints
-from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
+from haiprof.base.ledger import EACH_STEP, PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED
@@ -333,12 +333,15 @@ def _large_optimizer(ledger: Ledger) -> str:
 
 def _calls_of_operators(found: RunLedger) -> str:
     """Where the model's own loops call operators so small that calling them takes as long."""
-    for each in sorted(found.recurrences, key=lambda each: -each.ns):
-        if 2 * each.ns >= PROBLEM_RATIO * found.ledger.mean_ns:  # and as much in backward
+    mean = max(found.ledger.mean_ns, 1.0)
+    for each in sorted(found.recurrences, key=lambda each: -each.ns)[:1]:
+        if each.ns >= PROBLEM_RATIO * mean:
             place = place_text(each.at.file, each.at.line, each.at.function)
             return (
-                f"; {place} calls small operators one by one, in a loop whose rounds need "
-                "one another: haiprof --explain says what that costs"
+                f"; {place} calls small operators one by one in a loop whose rounds need one "
+                f"another: with their part of backward about {ratio_text(each.ns / mean)} of the "
+                "step, of which torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU) "
+                "saves a part; measure it with haiprof --explain"
             )
     return ""
 
@@ -410,15 +413,14 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False) -> str:
     share, low, high = (
         ratio_text(ns / mean) for ns in (most.gain_ns, most.gain_low_ns, most.gain_high_ns)
     )
-    if most.gain_ns >= CRITICAL_RATIO * mean and (few or not ledger.is_problem(most)):
-        share += f" ({low} to {high})"
-        if few:
-            at = f" ({most.code_place})" if most.code_place else ""
-            return (
-                f"too little was recorded to be sure ({ledger.count:,} steps): {most.does} in "
-                f"{most.where}{at} takes {share} of the step"
-            )
-    elif most.gain_ns >= PROBLEM_RATIO * mean and not ledger.is_problem(most):
+    varies = most.when == EACH_STEP and most.gain_low_ns < PROBLEM_RATIO * mean
+    if most.gain_ns >= CRITICAL_RATIO * mean and (few or varies):
+        at = f" ({most.code_place})" if most.code_place else ""
+        why = f"too little was recorded to be sure ({ledger.count:,} steps)"
+        if not few:
+            why = "not certain"
+        return f"{why}: {most.does} in {most.where}{at} takes {share} ({low} to {high}) of the step"
+    if most.gain_ns >= PROBLEM_RATIO * mean and not ledger.is_problem(most):
         share += f" ({low} to {high}: not certain)"
     return f"{text}; largest opportunity: {most.does} in {most.where}, {share}{most.paid_aside}"
 

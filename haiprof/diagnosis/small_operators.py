@@ -79,7 +79,7 @@ class Recurrence:
 
     at: CodePlace
     ns: float
-    """Of the mean step, without its part of backward."""
+    """Of the mean step, with an estimate of its part of backward."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,11 +118,6 @@ def find_loops(
         places = {frame[:2] for frame in frames}
         if kinds[number] & RECURRENCE:
             share = 0.0 if lines is None else _calls_ratio(*operators_of(lines, places))
-        at = code_place(table.tree, most)
-        if at is None or not share:
-            ns = time.mean_of(table, rows)
-            told.recurrences += [Recurrence(at=at, ns=ns)] if at else []
-            continue
         own_ns = float(table.ns[rows].sum())
         part = 0.0
         if lines is not None:
@@ -135,8 +130,14 @@ def find_loops(
         ):
             forward_ns -= own_ns
             part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
+        at, behind = code_place(table.tree, most), np.flatnonzero(_is_of_autograd(table))
+        if at is not None and not share:
+            ns = time.mean_of(table, rows) + part * time.mean_of(table, behind)
+            told.recurrences.append(Recurrence(at=at, ns=ns))
+        if not share:
+            continue
         if part:
-            table, behind = table.split(np.flatnonzero(_is_of_autograd(table)), part)
+            table, behind = table.split(behind, part)
             table.stack[behind] = most
             rows = np.concatenate([rows, behind])
         if share < 1.0:

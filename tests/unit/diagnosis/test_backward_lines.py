@@ -168,7 +168,7 @@ def test_rounds_that_need_one_another_promise_nothing_without_a_window(tmp_path:
     verdict = diagnose(Analyzer(run.root))
     assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
     assert "net.py:9 Net.forward calls small operators one by one" in verdict.headline
-    assert "haiprof --explain" in verdict.headline
+    assert "about 21 % of the step" in verdict.headline  # 2 ms, and 4 of 13 of backward's 20
 
 
 @pytest.mark.parametrize("held", ["0", "h" + 99 * "0"])

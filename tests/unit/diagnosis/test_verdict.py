@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from haiprof.base.units import NS_PER_MS, NS_PER_S
+from haiprof.diagnosis.engine import nothing_text
 from haiprof.diagnosis.run_facts import RULES
 from haiprof.diagnosis.verdict import CodeLine, as_document
 from haiprof.run_analysis.run_frames import RunFrames
@@ -543,6 +544,20 @@ def test_large_loss_in_a_few_steps_is_neither_a_problem_nor_nothing(
     assert "nothing stands out" not in verdict.headline
     assert "data.py:12 load_image" in verdict.headline or "(data.py:12)" in verdict.headline
     assert (verdict.findings[0].severity == "info") == bool(begin)
+
+
+def test_a_large_loss_that_is_not_certain_is_not_nothing(root: Path) -> None:
+    """Each step waits for batches, for so different times that it may be next to nothing."""
+    stacks: Stacks = {"dataloader": (SCRIPT, job(39, "main"), LOAD)}
+    write_sampled(root, lambda *_: (10.0, 5.0, 5.0, 1.0), stacks, "h")
+    ledger = judged(root).ledger
+    assert ledger is not None
+    (place,) = (at for at, each in enumerate(ledger.accounts) if each.line == 12)
+    unsure = replace(ledger.accounts[place], gain_low_ns=0.0)
+    accounts = (*ledger.accounts[:place], unsure, *ledger.accounts[place + 1 :])
+    text = nothing_text(replace(ledger, accounts=accounts, opportunities=(place,)))
+    assert re.match(r"not certain: Python in input \(data.py:12 load_image\) takes 4\d %", text)
+    assert "(0.0 % to" in text
 
 
 # -- what else a verdict says ---------------------------------------------------------------------
