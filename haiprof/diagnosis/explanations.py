@@ -51,7 +51,7 @@ from haiprof.run_analysis.ledger import (
     WORKER_START,
     workers_without_core,
 )
-from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times
+from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times, innermost_stack
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 from haiprof.run_format.stack_lines import RECURRENCE, WAITS
 
@@ -291,6 +291,16 @@ def _input(question: Question) -> Finding:
             "where a batch holds many; of large ones, uint8 or float16 in place of float32; what "
             "fewer workers gain is measured by haiprof try-loader",
         )
+    if _is_below(question, "_next_index"):
+        return replace(
+            found,
+            cause="sampler",
+            title=f"the sampler chooses batches on the training thread, {question.amount}"
+            f"{_code_text(account)}",
+            remedy="a sampler runs there whatever num_workers is: draw the indices of an epoch at "
+            "once (numpy, torch.randperm), keep what does not change from batch to batch, sets and "
+            "arrays in place of lists that are searched",
+        )
     why = loader_cause(inputs, _of_input(question))
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
     if told is None and min(inputs.loader_workers.values(), default=0) > 0:
@@ -320,6 +330,15 @@ def _input(question: Question) -> Finding:
         remedy=known.remedy,
         evidence=known.evidence,
     )
+
+
+def _is_below(question: Question, function: str) -> bool:
+    """Whether the account's line was called by a function of a library with that name."""
+    tree, place = question.samples.tree, (question.account.file, question.account.line)
+    of_line = np.array([*(frame[:2] == place for frame in tree.frames), False])
+    calls = np.array([*(frame.function.endswith(function) for frame in tree.frames), False])
+    at = innermost_stack(tree)
+    return bool((of_line[tree.place[at]] & tree.holds(calls)[at]).any())
 
 
 def _other_threads(question: Question) -> tuple[CodeSamples, float]:
@@ -633,7 +652,8 @@ _OF_ACCELERATE = (
 
 
 def _is_in_trainer(account: Account) -> bool:
-    return any(name.startswith(TRAINERS) for name in account.callees[:1])
+    """Whether its line is the one that runs the trainer: not what of the job that calls back."""
+    return any(name.startswith(TRAINERS) and ".trainer" in name for name in account.callees[:1])
 
 
 def _is_in_accelerate(account: Account) -> bool:

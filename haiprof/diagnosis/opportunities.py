@@ -68,6 +68,8 @@ _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
 _OWN_FILES = re.compile(r"/torch/optim/(?!swa_utils)|/torch/_dynamo/eval_frame\.py")
 """An optimizer, and the call of a compiled model: guards and what else it does around it."""
+_NOT_COMPILED = "DisableContext."
+"""Around a function that is never compiled: whatever that is, it is not the model's for that."""
 _RESTART = re.compile(rf"{re.escape(WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
 """What starts and ends a DataLoader's workers."""
 RECOMPUTED = "recomputation"
@@ -147,7 +149,10 @@ def _is_models_own(table: TimeTable) -> Bools:
     """The same, where what such work waits for a core is its own."""
     place = table.tree.place[table.stack]
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
-    own_files = [_OWN_FILES.search(frame.file) is not None for frame in table.tree.frames]
+    own_files = [
+        _OWN_FILES.search(frame.file) is not None and not frame.function.startswith(_NOT_COMPILED)
+        for frame in table.tree.frames
+    ]
     is_own_call = table.tree.calls_libraries(np.array([*own_files, False]))[table.stack]
     is_own_call &= ~np.isin(table.position, (COMPILE, EVALUATION))
     inside = np.isin(table.position, MODEL_POSITIONS)

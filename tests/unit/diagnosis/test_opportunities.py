@@ -79,6 +79,16 @@ def test_an_average_of_the_weights_is_no_part_of_the_optimizer() -> None:
     }
 
 
+def test_what_is_never_compiled_is_no_part_of_the_model_for_that() -> None:
+    """A hook of the job's logs each gradient's norm, inside of the optimizer's closure."""
+    log = (f"{SITE}/lightning/pytorch/core/module.py", 531, "LightningModule.log")
+    moves = (f"{SITE}/lightning_utilities/core/apply_func.py", 154, "apply_to_collection")
+    hook = (SCRIPT, MAIN, STEP, job(20, "Lit.on_before_optimizer_step"), log, OF_DISABLED, moves)
+    assert found(("gradients", hook, 6, "h")) == {
+        "Lit.on_before_optimizer_step:20": (6, "gradients", "python")
+    }
+
+
 def test_an_evaluation_by_a_trainer_is_one_whatever_it_runs() -> None:
     """Its own code, the model's below it, and what the trainer and the loader do around it."""
     fit = (SCRIPT, job(25, "main"), TRAINER)

@@ -73,6 +73,7 @@ START = (
     f"{SITE}/torch/utils/data/dataloader.py", 1200, "_MultiProcessingDataLoaderIter.__init__"
 )  # fmt: skip
 LAUNCH = (f"{PYTHON}/multiprocessing/popen_fork.py", 66, "Popen._launch")
+NEXT_INDEX = (f"{SITE}/torch/utils/data/dataloader.py", 700, "_BaseDataLoaderIter._next_index")
 FETCH = (f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
 OPEN = (f"{SITE}/PIL/Image.py", 3000, "open")
 LOAD, LOG = job(12, "load_image", "data.py"), job(70, "log")
@@ -282,6 +283,14 @@ STORIES = {
         ),
         slug="dataloader_bound", cause="no_workers", lost=0.63, place="data.py:12 load_image",
         says="batches are made on the training thread",
+    ),
+    "batches that a sampler chooses": Story(
+        write=sampled(
+            lambda *_: (30.0, *BALANCED[1:]),
+            {"dataloader": (SCRIPT, MAIN, NEXT_INDEX, job(22, "Balanced.__iter__", "data.py"))},
+        ),
+        slug="dataloader_bound", cause="sampler", lost=0.63, place="data.py:22 Balanced.__iter__",
+        says="the sampler chooses batches on the training thread",
     ),
     "waiting for workers": Story(
         write=sampled(lambda *_: (30.0, *BALANCED[1:])), slug="dataloader_bound", lost=0.63,
