@@ -7,6 +7,7 @@ function of an account, and at what the run recorded of its loaders, cores and s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from haiprof.base.ledger import (
     activity_words,
     expression_text,
 )
-from haiprof.base.units import duration_text, ranks_text, ratio_text, shorten, visible
+from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text, shorten, visible
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import (
@@ -52,6 +53,7 @@ from haiprof.run_analysis.ledger import (
     workers_without_core,
 )
 from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times, innermost_stack
+from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 from haiprof.run_format.stack_lines import RECURRENCE, WAITS
 
@@ -451,10 +453,14 @@ def _link(question: Question) -> Finding:
         between = "the network between the nodes" if hosts > 1 else "the link between the ranks"
         starved = None if hosts > 1 else starvation(inputs)
         first = f"first {starved.remedy}: on one node an exchange needs cores; " if starved else ""
+        buckets = _small_buckets(inputs)
+        if buckets:
+            first = "larger buckets: DistributedDataParallel(bucket_cap_mb=25), the default; then "
         return Finding(
             rule="link_bound",
+            cause="small_buckets" if buckets else None,
             title="exchanging gradients takes longer than their bytes need on a good link, "
-            f"{question.amount}, not counting the wait for late ranks",
+            f"{question.amount}, not counting the wait for late ranks{buckets}",
             remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
             "accumulate with no_sync(), compress with a communication hook (bf16_compress_hook), "
             "or larger batches",
@@ -466,6 +472,25 @@ def _link(question: Question) -> Finding:
         remedy="call them less often (metrics every N steps), several in one, or with "
         "async_op=True; broadcast what does not change once, before the loop",
     )
+
+
+def _small_buckets(inputs: RuleInputs) -> str:
+    """`; it is about 98 all-reduces in a step, for buckets of 1 KiB`; empty where they are few.
+
+    DistributedDataParallel reduces a bucket when its gradients are ready. Source: Li et al.,
+    PyTorch Distributed (VLDB 2020), section 3.2.3.
+    """
+    for model in (model for each in inputs.settings.values() for model in each.models):
+        size = number((model.ddp or {}).get("bucket_bytes"))
+        if not size or not model.gradient_bytes:
+            continue
+        count, usual = (math.ceil(model.gradient_bytes / each) for each in (size, _BUCKET_BYTES))
+        count = min(count, model.tensor_count or count)
+        if count >= _MANY_BUCKETS * usual:
+            return (
+                f"; it is about {count:,} all-reduces in a step, for buckets of {bytes_text(size)}"
+            )
+    return ""
 
 
 def stragglers(question: Question, extra_ns: float, *, is_rest: bool) -> Finding:
@@ -753,6 +778,10 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Finding]] = {
         "samples, or pack sequences",
     ),
 }
+_BUCKET_BYTES = 25 << 20
+"""DistributedDataParallel's default."""
+_MANY_BUCKETS = 8
+"""So many times those of the default's size are worth a word. Own choice."""
 _EVALUATED = ("wait: loader", "evaluation")
 """Batches of an evaluation are its own."""
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {

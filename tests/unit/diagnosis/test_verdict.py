@@ -569,6 +569,20 @@ def test_a_large_loss_that_is_not_certain_is_not_nothing(root: Path) -> None:
     assert "(0.0 % to" in text
 
 
+@pytest.mark.parametrize(("size", "said"), [(1048.0, True), (float(25 << 20), False)])
+def test_a_slow_exchange_in_many_small_buckets_says_so(root: Path, size: float, said: bool) -> None:
+    STORIES["a slow link in backward"].write(root)
+    for rank in (0, 1):
+        told(root, rank, model={
+            "tensor_count": 60, "parameter_count": 400_000, "trainable_count": 400_000,
+            "dtypes": {"float32": 400_000}, "ddp": {"bucket_bytes": size},
+        })  # fmt: skip
+    first = judged(root).findings[0]
+    assert first.rule == "link_bound"
+    assert ("about 60 all-reduces in a step, for buckets of 1.02 KiB" in first.title) == said
+    assert ("bucket_cap_mb" in first.remedy) == said
+
+
 # -- what else a verdict says ---------------------------------------------------------------------
 
 
