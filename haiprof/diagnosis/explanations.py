@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 
 from haiprof.base.code_places import place_text
+from haiprof.base.intervals import Bools, Ints
 from haiprof.base.ledger import (
     GROWING,
     Account,
@@ -33,20 +34,24 @@ from haiprof.diagnosis.machine_causes import (
     starvation,
     state_of,
 )
-from haiprof.diagnosis.opportunities import RECOMPUTED
+from haiprof.diagnosis.opportunities import RECOMPUTED, in_hooks
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import (
     DATALOADER,
     OTHER_THREADS,
+    TRAINING_PHASES,
     WORKER,
     WORKER_WAITING,
     CodeSamples,
+    Frame,
 )
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
+    JOB,
     NATIVE,
+    OPERATORS,
     UNKNOWN,
     WORKER_LOADER,
     WORKER_START,
@@ -55,7 +60,7 @@ from haiprof.run_analysis.ledger import (
 from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times, innermost_stack
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
-from haiprof.run_format.stack_lines import RECURRENCE, WAITS
+from haiprof.run_format.stack_lines import INDEPENDENT, RECURRENCE, WAITS
 
 WHERE = {
     "input": "making the batch on the training thread",
@@ -336,11 +341,37 @@ def _input(question: Question) -> Finding:
 
 def _is_below(question: Question, function: str) -> bool:
     """Whether the account's line was called by a function of a library with that name."""
+    tree = question.samples.tree
+    calls = np.array([*(frame.function.endswith(function) for frame in tree.frames), False])
+    return _is_own(question, tree.holds(calls))
+
+
+def _own_stacks(question: Question) -> Bools:
+    """Per stack: whether the account's line is the innermost one of the job in it."""
     tree, place = question.samples.tree, (question.account.file, question.account.line)
     of_line = np.array([*(frame[:2] == place for frame in tree.frames), False])
-    calls = np.array([*(frame.function.endswith(function) for frame in tree.frames), False])
-    at = innermost_stack(tree)
-    return bool((of_line[tree.place[at]] & tree.holds(calls)[at]).any())
+    found: Bools = of_line[tree.place[innermost_stack(tree)]]
+    return found
+
+
+def _is_own(question: Question, stacks: Bools) -> bool:
+    """Whether the account's line is the innermost one of the job in one of these stacks."""
+    return bool((_own_stacks(question) & stacks[innermost_stack(question.samples.tree)]).any())
+
+
+def _loop_kind(question: Question) -> int:
+    """Of a loop around the account's line that is no training loop; 0 where there is none."""
+    samples, tree = question.samples, question.samples.tree
+
+    def frames_of(stacks: Ints) -> Iterator[Frame]:
+        for stack in stacks.tolist():
+            yield from (tree.frames[place] for place in tree.frame_places(stack))
+
+    of_model = np.unique(samples.stack[np.isin(samples.phase, _OF_MODEL)])
+    training = {(frame.file, frame.loop) for frame in frames_of(of_model)}
+    own = np.unique(samples.stack[_own_stacks(question)[samples.stack]])
+    kinds = {f.loop_kind for f in frames_of(own) if (f.file, f.loop) not in training}
+    return min(kinds - {0}, default=0) if len(of_model) else 0
 
 
 def _other_threads(question: Question) -> tuple[CodeSamples, float]:
@@ -610,6 +641,14 @@ _MAKES_BATCH = re.compile(
 )  # fmt: skip
 """In a function or an expression between steps: it may make the next batch."""
 _OUTSIDE = "do it less often, in another process, or not at all"
+_OF_MODEL = [TRAINING_PHASES.index(name) for name in ("forward", "backward")]
+_OF_TENSORS = (ACTIVITIES[OPERATORS], ACTIVITIES[NATIVE])
+_OF_LOOP = (
+    (INDEPENDENT, "it works on one element after the other: do it for all at once, with whole "
+     "tensors"),
+    (RECURRENCE, "it works on one element after the other, each from the one before: take the "
+     "numbers out once (tensor.tolist(), or .numpy()) and loop over these"),
+)  # fmt: skip
 _COMPRESS = "compress in another process, or with a lower level"
 _OF_CALL = (
     ("torch.optim.swa_utils", "update the average every N steps, or all tensors at once: "
@@ -695,6 +734,8 @@ def _code(question: Question) -> Finding:
     may_load = position in ("prepare", "between_steps") and not has_loader
     may_load &= position == "prepare" or _MAKES_BATCH.search(text) is not None
     is_outside = position not in _DO or may_load
+    of_tensors = account.package == JOB and account.activity in _OF_TENSORS and is_outside
+    loop = _loop_kind(question) if of_tensors else 0
     other = account.also.activity if account.also else account.activity
     also = f"; {_OF_ACTIVITY[other]}" if other in _OF_ACTIVITY and other != account.activity else ""
     remedies = (  # the first that is true
@@ -707,6 +748,10 @@ def _code(question: Question) -> Finding:
         (_is_in_trainer(account), _OF_TRAINER),
         (_is_in_accelerate(account), _OF_ACCELERATE),
         *((is_outside and code.search(text) is not None, do) for code, do in _OF_CODE),
+        (_is_own(question, in_hooks(question.samples.tree)),
+         "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
+         "return at once in all but every Nth step"),
+        *((of_tensors and kind & loop, do) for kind, do in _OF_LOOP),
         (alone and is_outside, "let all ranks do a part of it each, or less often"),
         (may_load, f"{_OUTSIDE}; of batches: {_DO['prepare']}"),
         (position == "gradients" and _SCALES.search(text) is not None,

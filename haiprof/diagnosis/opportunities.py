@@ -167,7 +167,7 @@ def _is_models_own(table: TimeTable) -> Bools:
     if not (table.position == OPTIMIZER).any():  # parameters are updated by hand
         updates = np.array([*(".grad" in f.expression for f in table.tree.frames), False])
         inside |= (table.position != INPUT) & table.tree.holds(updates)[table.stack]
-    own &= inside & ~_in_hooks(table.tree)[table.stack]
+    own &= inside & ~in_hooks(table.tree)[table.stack]
     found: Bools = own | (is_own_call & np.isin(table.work, (OPERATORS, PYTHON)))
     return found
 
@@ -177,7 +177,7 @@ def _calls_module(frame: Frame) -> bool:
     return MODULE_FILE in frame.file and "_call_impl" in frame.function
 
 
-def _in_hooks(tree: CodeTree) -> Bools:
+def in_hooks(tree: CodeTree) -> Bools:
     """Per stack: whether it is in a hook of the job's: no part of the model, which runs without."""
 
     # A module calls its hooks as it calls `forward`, from other lines. Hooks of gradients are
