@@ -310,10 +310,10 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
         return findings[0].title
     if found is None:
         return nothing_text(None)
-    calls = _calls_of_operators(found) if inputs.traces.lines is None else ""
+    inside = _recurrence_text(found) if inputs.traces.lines is None else ""
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
-    return nothing_text(found.ledger, few=few) + (calls or large)
+    return nothing_text(found.ledger, few=few, inside=inside) + ("" if inside else large)
 
 
 def _large_optimizer(ledger: Ledger) -> str:
@@ -331,19 +331,18 @@ def _large_optimizer(ledger: Ledger) -> str:
     )
 
 
-def _calls_of_operators(found: RunLedger) -> str:
-    """Where the model's own loops call operators so small that calling them takes as long."""
+def _recurrence_text(found: RunLedger) -> str:
+    """The largest loop over small operators whose rounds need one another, and so have no price."""
     mean = max(found.ledger.mean_ns, 1.0)
-    for each in sorted(found.recurrences, key=lambda each: -each.ns)[:1]:
-        if each.ns >= PROBLEM_RATIO * mean:
-            place = place_text(each.at.file, each.at.line, each.at.function)
-            return (
-                f"; {place} calls small operators one by one in a loop whose rounds need one "
-                f"another: with their part of backward about {ratio_text(each.ns / mean)} of the "
-                "step, of which torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU) "
-                "saves a part; measure it with haiprof --explain"
-            )
-    return ""
+    largest = max(found.recurrences, key=lambda each: each.ns, default=None)
+    if largest is None or largest.ns < PROBLEM_RATIO * mean:
+        return ""
+    place = place_text(largest.at.file, largest.at.line, largest.at.function)
+    return (
+        f", about {ratio_text(largest.ns / mean)} in small operators of a loop whose rounds need "
+        f"one another ({place}, with its part of backward): torch.compile or one operator for the "
+        "whole loop (nn.LSTM, nn.GRU) saves some of that, haiprof --explain says how much"
+    )
 
 
 def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:
@@ -385,8 +384,11 @@ def _held_ratio(found: RunLedger, rows: Ints) -> float:
     return float((found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD).mean())
 
 
-def nothing_text(ledger: Ledger | None, *, few: bool = False) -> str:
-    """What the step consists of, where nothing stands out; or what may, of too few steps."""
+def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") -> str:
+    """What the step consists of, where nothing stands out; or what may, of too few steps.
+
+    `inside` says more of the model's own work.
+    """
     if ledger is None:
         return f"{_NOTHING}: no step was evaluated"
     mean = max(ledger.mean_ns, 1.0)
@@ -397,7 +399,7 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False) -> str:
         what = "is the model's own work"
         if own_ns < ledger.residual_ns:
             what = "passes in the model, whose code was not sampled"
-        text = f"{_NOTHING}: {share} of the step {what}"
+        text = f"{_NOTHING}: {share} of the step {what}{inside}"
         for activity, does in _BETWEEN_RANKS.items():
             spent_ns = sum(a.ns_per_step for a in ledger.accounts if a.activity == activity)
             if spent_ns >= PROBLEM_RATIO * mean:

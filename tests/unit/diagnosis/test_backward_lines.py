@@ -167,8 +167,11 @@ def test_rounds_that_need_one_another_promise_nothing_without_a_window(tmp_path:
     run = write_job(tmp_path / "run", period=38)
     verdict = diagnose(Analyzer(run.root))
     assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
-    assert "net.py:9 Net.forward calls small operators one by one" in verdict.headline
-    assert "about 21 % of the step" in verdict.headline  # 2 ms, and 4 of 13 of backward's 20
+    # 2 ms, and 4 of 13 parts of backward's 20
+    assert (
+        "about 21 % in small operators of a loop whose rounds need one another" in verdict.headline
+    )
+    assert "(net.py:9 Net.forward, with its part of backward)" in verdict.headline
 
 
 @pytest.mark.parametrize("held", ["0", "h" + 99 * "0"])
