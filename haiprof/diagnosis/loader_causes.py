@@ -13,7 +13,8 @@ from haiprof.base.medians import lower_median
 from haiprof.diagnosis.machine_causes import hosts_of, nfs_wait, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
-from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.code_samples import FETCH_FILE, CodeSamples
+from haiprof.run_analysis.lines import innermost_stack
 from haiprof.run_analysis.run_files import number
 from haiprof.run_format.stack_lines import WAIT_UNKNOWN, WAITS
 
@@ -42,6 +43,8 @@ _SHARES = (
     "; of several workers each yields all that an IterableDataset has, unless its __iter__ takes a "
     "share by torch.utils.data.get_worker_info()"
 )
+_LESS = "decode and tokenize once, ahead of training; cheaper augmentation"
+_LESS_IN_MEMORY = "take a whole batch at once from what is in memory (Dataset.__getitems__)"
 _TRIED = (
     "the time above is with batches always ready; haiprof try-loader measures what workers gain"
 )
@@ -64,6 +67,8 @@ class _Loading:
     """Of those that the rank may use; None where that is not known."""
     strangers_cores: float
     """Used by processes that are not the job's; 0 where not known."""
+    less: str
+    """How to do less per sample."""
 
     @property
     def is_computing(self) -> bool | None:
@@ -126,6 +131,7 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
         worker_cores=inputs.worker_cores(rank),
         free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
         strangers_cores=strangers,
+        less=_LESS if _makes_own(loading_samples) else _LESS_IN_MEMORY,
     )
     found = (
         _epochs(inputs, loading)
@@ -136,6 +142,13 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
     if found is None or found.rule not in _MORE_WORKERS or rank not in inputs.iterable:
         return found
     return replace(found, remedy=found.remedy + _SHARES)
+
+
+def _makes_own(samples: CodeSamples) -> bool:
+    """Whether code of the job's makes samples, where any makes them: a dataset, what collates."""
+    tree = samples.tree
+    seen = np.unique(samples.stack[tree.within(FETCH_FILE)[samples.stack]])
+    return not len(seen) or bool(tree.within(FETCH_FILE)[innermost_stack(tree)[seen]].any())
 
 
 def _epoch_sums(inputs: RuleInputs) -> tuple[int, int, int]:
@@ -271,7 +284,7 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
     if free < needed:
         slug, title = "cores_full", "and the cores are full"
         gpu = "; transforms on the GPU" if on_gpu else ""
-        less = f"decode and tokenize once, ahead of training; cheaper augmentation{gpu}"
+        less = f"{loading.less}{gpu}"
         remedy = (
             f"other processes use {loading.strangers_cores:.1f} of the cores, and workers would "
             "share the rest with them: what they gain is measured by haiprof try-loader; or do "
@@ -287,15 +300,14 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
             "try-loader"
             if loading.wait_share < PROBLEM_RATIO
             else f"load batches in worker processes: DataLoader(..., num_workers={_more(loading)}, "
-            f"persistent_workers=True); {_TRIED}; or do less per sample: decode and tokenize "
-            "once, ahead of training"
+            f"persistent_workers=True); {_TRIED}; or do less per sample: {loading.less}"
         )
     else:
         slug = "few_workers"
         title = f"{workers} {'worker is' if workers == 1 else 'workers are'} too few"
         remedy = (
             f"give the DataLoader more workers (num_workers={_more(loading)}; {_TRIED}), or do "
-            "less per sample: decode and tokenize once, ahead of training"
+            f"less per sample: {loading.less}"
         )
     return Finding(
         rule=slug,

@@ -67,7 +67,8 @@ _PER_SAMPLE = ("time_ns", "stack", "lock_wait", "cpu_ns", "queue_ns", "wait", "w
 _OF_FOLDED = ("position", "around", "hidden")
 _COLUMNS = ("rank", "worker", *_PER_SAMPLE, "step", "phase", *_OF_FOLDED)
 _CHECKPOINT_POSITION = POSITIONS.index("checkpoint")
-_FETCH_FILE = "/torch/utils/data/_utils/fetch.py"
+FETCH_FILE = "/torch/utils/data/_utils/fetch.py"
+"""What takes the samples of a batch from a dataset."""
 
 
 class Frame(NamedTuple):
@@ -429,7 +430,7 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
         read += [(rank, process) for process in workers]
         notes += damage
     whole = tree.whole()
-    loads = whole.within(_FETCH_FILE)
+    loads = whole.within(FETCH_FILE)
     rows: list[dict[str, np.ndarray]] = []
     for rank, process in read:
         columns, unknown_count = process.samples()

@@ -569,6 +569,14 @@ def test_a_large_loss_that_is_not_certain_is_not_nothing(root: Path) -> None:
     assert "(0.0 % to" in text
 
 
+@pytest.mark.parametrize(("of_job", "said"), [(True, "decode and tokenize"), (False, "in memory")])
+def test_what_to_do_less_of_fits_the_dataset(root: Path, of_job: bool, said: str) -> None:
+    item = (f"{SITE}/torch/utils/data/dataset.py", 205, "TensorDataset.__getitem__")
+    stacks: Stacks = {"dataloader": (SCRIPT, MAIN, FETCH, *((LOAD, OPEN) if of_job else (item,)))}
+    write_sampled(root, lambda *_: (30.0, *BALANCED[1:]), stacks, steps=120)
+    assert said in judged(root).findings[0].remedy
+
+
 @pytest.mark.parametrize(("size", "said"), [(1048.0, True), (float(25 << 20), False)])
 def test_a_slow_exchange_in_many_small_buckets_says_so(root: Path, size: float, said: bool) -> None:
     STORIES["a slow link in backward"].write(root)
