@@ -25,7 +25,7 @@ from haiprof.base.ledger import (
 )
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text, shorten, visible
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
-from haiprof.diagnosis.loader_causes import loader_cause
+from haiprof.diagnosis.loader_causes import less_per_sample, loader_cause
 from haiprof.diagnosis.machine_causes import (
     LOADER_WORKERS,
     lost_to_waiting,
@@ -326,8 +326,8 @@ def _input(question: Question) -> Finding:
         rule="storage" if waits else "no_workers",
         title="",
         remedy="load batches in worker processes: DataLoader(..., num_workers=1, "
-        "persistent_workers=True), or more where there are cores; or do less per sample: decode "
-        "and tokenize once, ahead of training",
+        "persistent_workers=True), or more where there are cores; or do less per sample: "
+        + less_per_sample(_of_input(question)),
     )
     return replace(
         found,

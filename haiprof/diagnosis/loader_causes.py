@@ -131,7 +131,7 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
         worker_cores=inputs.worker_cores(rank),
         free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
         strangers_cores=strangers,
-        less=_LESS if _makes_own(loading_samples) else _LESS_IN_MEMORY,
+        less=less_per_sample(loading_samples),
     )
     found = (
         _epochs(inputs, loading)
@@ -144,11 +144,12 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
     return replace(found, remedy=found.remedy + _SHARES)
 
 
-def _makes_own(samples: CodeSamples) -> bool:
-    """Whether code of the job's makes samples, where any makes them: a dataset, what collates."""
-    tree = samples.tree
-    seen = np.unique(samples.stack[tree.within(FETCH_FILE)[samples.stack]])
-    return not len(seen) or bool(tree.within(FETCH_FILE)[innermost_stack(tree)[seen]].any())
+def less_per_sample(samples: CodeSamples) -> str:
+    """How to do less per sample: where no code of the job's makes one, whole batches at once."""
+    of_fetch = samples.tree.within(FETCH_FILE)
+    seen = np.unique(samples.stack[of_fetch[samples.stack]])
+    of_job = of_fetch[innermost_stack(samples.tree)[seen]]
+    return _LESS if of_job.any() or not len(seen) else _LESS_IN_MEMORY
 
 
 def _epoch_sums(inputs: RuleInputs) -> tuple[int, int, int]:
