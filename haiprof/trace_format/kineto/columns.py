@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from itertools import product
@@ -29,9 +28,8 @@ DURATION_LIMIT_NS = 1 << 51
 durations of 236 years (HTA PR 325)."""
 
 
-_NEWLINE, _DOT = ord("\n"), ord(".")
-_DIGITS_LIMIT = 19  # of a number that fits 64 bits, unless it begins with a 9
-_POWERS: Ints = 10 ** np.arange(4, dtype=np.int64)
+_PLAIN = r"^[0-8]?[0-9]{1,15}(?:\.[0-9]{0,3})?$"
+"""Numbers that hold in 64 bits once they count ns, to the last digit."""
 
 
 def event_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Bools]:
@@ -57,38 +55,18 @@ def _float(value: object) -> float:
 
 def exact_ns(us: list[bytes]) -> tuple[Ints, Bools]:
     """Times in ns of texts in us, and which are usable; only digits below 1 ns are rounded."""
-    text = b"\n".join([*us, b""])
-    data = np.frombuffer(text, dtype=np.uint8)
-    ends = np.flatnonzero(data == _NEWLINE)
-    if len(ends) != len(us):  # some value is a list or an object over several lines
+    try:
+        texts = pl.Series(us, dtype=pl.Binary).cast(pl.String)
+    except pl.exceptions.PolarsError:  # some bytes are no text
         return _one_by_one(us)
-    plain, fraction_digits = _plain(data, ends)
-    if not plain.all():
-        ns, good = exact_ns([each if fine else b"0" for each, fine in zip(us, plain, strict=True)])
-        odd = np.flatnonzero(~plain)
+    parts = texts.str.split_exact(".", 1).struct
+    digits = parts.field("field_0") + parts.field("field_1").fill_null("").str.pad_end(3, "0")
+    ns: Ints = digits.cast(pl.Int64, strict=False).fill_null(0).to_numpy().copy()
+    good: Bools = ns < TIME_LIMIT_NS // 1000 * 1000
+    odd = np.flatnonzero(~texts.str.contains(_PLAIN).to_numpy())
+    if len(odd):
         ns[odd], good[odd] = _one_by_one([us[at] for at in odd.tolist()])
-        return ns, good
-    digits = data[data != _DOT].tobytes()
-    values: Ints = np.fromstring(digits, dtype=np.int64, sep="\n")
-    ns = values * _POWERS[3 - fraction_digits]
-    return ns, values < TIME_LIMIT_NS // 1000 * 10**fraction_digits
-
-
-def _plain(data: npt.NDArray[np.uint8], ends: Ints) -> tuple[Bools, Ints]:
-    """Which lines are digits with at most three decimals, and how many decimals they have."""
-    lengths = np.diff(ends, prepend=-1) - 1
-    dots = np.flatnonzero(data == _DOT)
-    line_of_dot = np.searchsorted(ends, dots)
-    fraction_digits = np.zeros(len(ends), dtype=np.int64)
-    fraction_digits[line_of_dot] = ends[line_of_dot] - dots - 1
-    digits = lengths - np.bincount(line_of_dot, minlength=len(ends))
-    plain = (digits > 0) & (digits <= _DIGITS_LIMIT) & (fraction_digits <= 3)
-    plain &= (digits < _DIGITS_LIMIT) | (data[ends - lengths] < ord("9"))
-    plain[line_of_dot[1:][line_of_dot[1:] == line_of_dot[:-1]]] = False
-    plain[line_of_dot[dots == (ends - lengths)[line_of_dot]]] = False  # nothing before the dot
-    is_other = ((data - ord("0")) > 9) & (data != _DOT) & (data != _NEWLINE)
-    plain[np.searchsorted(ends, np.flatnonzero(is_other))] = False
-    return plain, np.where(plain, fraction_digits, 0)
+    return ns, good
 
 
 def _one_by_one(us: list[bytes]) -> tuple[Ints, Bools]:
@@ -204,11 +182,8 @@ class _Column:
         if kind != pl.Float64:
             return found
         floats = found.to_numpy() * self.column.scale
-        finite = np.isfinite(floats)
-        if finite.all():
-            return pl.Series(found.name, floats, dtype=pl.Float64)
-        known = np.where(finite, floats, np.nan)
-        return pl.Series(found.name, known, dtype=pl.Float64, nan_to_null=True)
+        known = np.where(np.isfinite(floats), floats, np.nan)
+        return pl.Series(name, known, dtype=pl.Float64, nan_to_null=True)
 
 
 def _integer(value: object) -> int | None:
@@ -221,18 +196,9 @@ def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and -(1 << 63) <= value < 1 << 63 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Common:
-    """What every table has of its rows, as arrays."""
-
-    event: Ints
-    category: npt.NDArray[np.uint32]
-    """Codes of the texts."""
-    ts_ns: Ints
-    dur_ns: Ints
-
-
 _COMMON = {"event": pl.Int64, "category": pl.UInt32, "ts_ns": pl.Int64, "dur_ns": pl.Int64}
+Common = tuple[Ints, npt.NDArray[np.uint32], Ints, Ints]
+"""What every table has of its rows, as arrays in the order of `_COMMON`; categories as codes."""
 
 
 class TableBatch:
@@ -244,9 +210,7 @@ class TableBatch:
         self._columns = [_Column(each) for each in TABLES[table] if each.name not in _COMMON]
         self._common: list[Common] = []
 
-    def add(
-        self, heads: Sequence[Any], args: Sequence[Any], common: Common, names: Names
-    ) -> None:  # fmt: skip
+    def add(self, heads: Sequence[Any], args: Sequence[Any], common: Common, names: Names) -> None:
         """Takes rows."""
         self.row_count += len(heads)
         self._common.append(common)
@@ -255,14 +219,13 @@ class TableBatch:
 
     def take(self) -> pl.DataFrame:
         """Returns and clears the rows, without empty columns; texts are codes."""
-        parts, self._common, self.row_count = self._common, [], 0
-        found = {
-            name: pl.Series(name, np.concatenate([getattr(part, name) for part in parts]), kind)
-            for name, kind in _COMMON.items()
-        }
-        own = {each.column.name: each.take() for each in self._columns}
-        found |= {name: values for name, values in own.items() if values is not None}
-        return pl.DataFrame(list(found.values()))
+        parts, self._common, self.row_count = zip(*self._common, strict=True), [], 0
+        found = [
+            pl.Series(name, np.concatenate(part), kind)
+            for (name, kind), part in zip(_COMMON.items(), parts, strict=True)
+        ]
+        own = [each.take() for each in self._columns]
+        return pl.DataFrame([*found, *(values for values in own if values is not None)])
 
 
 def merge_parts(parts: Sequence[pl.DataFrame]) -> pl.DataFrame:

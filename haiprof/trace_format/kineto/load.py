@@ -17,7 +17,6 @@ from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_format.kineto.columns import (
     BATCH_ROWS,
-    Common,
     Names,
     TableBatch,
     event_times,
@@ -145,6 +144,11 @@ def _series(column: TraceColumn, values: bytes) -> tuple[pl.Series, Bools]:
     return pl.Series(column.name, kept), np.ones(len(whole), dtype=bool)
 
 
+_Codes = npt.NDArray[np.uint32]
+_Categories = npt.NDArray[np.uint8]
+"""As indices in `CATEGORIES`."""
+_Tables = npt.NDArray[np.int8]
+"""As indices in `_TABLE_NAMES`, or -1."""
 Sink = Callable[[str, pl.DataFrame], None]
 """Takes a part of a table, as from `TableBatch.take`."""
 
@@ -265,11 +269,7 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
         if _scan_piece(piece, native, reading):
             continue
         _flush(native, reading)
-        events = _events(piece, reading)
-        _count(events, reading)
-        _add(events.own, name_codes, reading)
-        _add_halves(events.halves, name_codes, reading)
-        reading.events += len(events.categories)
+        _read_piece(piece, name_codes, reading)
     for half in reading.halves.take_unfinished():
         _count_unused(half.head, reading)
     reading.flush()
@@ -306,52 +306,39 @@ def _flush(native: NativeColumns, reading: _Reading, least_rows: int = 1) -> Non
             reading.sink(table, native.take(number))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Events that belong to a table."""
-
-    events: list[Any]
-    places: Ints
-    """Their places among the file's events."""
-    categories: npt.NDArray[np.uint8]
-    tables: npt.NDArray[np.int8]
-    """As indices in `_TABLE_NAMES`."""
-    with_args: bool
-    """Whether their arguments have been decoded with them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Events:
-    """The events of one piece, sorted by what is done with them."""
-
-    categories: npt.NDArray[np.uint8]
-    """Of all events, as indices in `CATEGORIES`."""
-    others: list[Any]
-    """Events that belong to no table and are not redundant."""
-    own: _Rows
-    """The events that belong to a table."""
-    halves: list[tuple[int, Any]]
-    """Begins and ends, with their places in the piece."""
+def _read_piece(piece: bytes, name_codes: _Codes, reading: _Reading) -> None:
+    """Reads the events of a piece in Python."""
+    first = reading.events
+    events = decode_whole(piece, reading.text)
+    with_args = events is not None
+    halves: list[tuple[int, Any]] = []
+    if events is not None:
+        kinds = bytes(map(CATEGORY_OF_TYPE.__getitem__, map(type, events)))
+        categories = np.frombuffer(kinds, np.uint8)
+        tables = _TABLE_OF_CATEGORY[categories]
+    else:
+        events = decode(piece, reading.text, reading.damage, HEADS)
+        categories, tables, halves = _sort_heads(events, reading)
+    counts = np.bincount(categories, minlength=OTHER_CATEGORY + 1)
+    for category in REDUNDANT_CATEGORIES:
+        if count := int(counts[_PLACES[category]]):
+            reading.redundant[category] += count
+    at = np.flatnonzero(tables >= 0)
+    own = [events[place] for place in at.tolist()]
+    _add(own, at + first, categories[at], tables[at], name_codes, reading, with_args=with_args)
+    if halves:
+        _add_halves(halves, name_codes, reading)
+    reading.events += len(events)
 
 
-def _events(piece: bytes, reading: _Reading) -> _Events:
-    found = decode_whole(piece, reading.text)
-    if found is None:
-        heads = decode(piece, reading.text, reading.damage, HEADS)
-        return _sort_events(heads, reading.events)
-    categories = np.frombuffer(bytes(map(CATEGORY_OF_TYPE.__getitem__, map(type, found))), np.uint8)
-    tables = _TABLE_OF_CATEGORY[categories]
-    places = np.flatnonzero(tables >= 0)
-    own = [found[at] for at in places.tolist()]
-    rows = _Rows(own, places + reading.events, categories[places], tables[places], with_args=True)
-    return _Events(categories, [], rows, halves=[])
-
-
-def _sort_events(heads: list[Any], first: int) -> _Events:
+def _sort_heads(
+    heads: list[Any], reading: _Reading
+) -> tuple[_Categories, _Tables, list[tuple[int, Any]]]:
+    """Category and table of each event, and the begins and ends; what nothing holds is counted."""
     categories = np.frombuffer(
         bytes([_PLACES.get(head.cat, OTHER_CATEGORY) for head in heads]), np.uint8
     )
-    tables, others = _TABLE_OF_CATEGORY[categories], []
+    tables = _TABLE_OF_CATEGORY[categories]
     halves: list[tuple[int, Any]] = []
     for at in np.flatnonzero(categories == OTHER_CATEGORY).tolist():
         if heads[at].name == _MEMORY_NAME and not heads[at].cat:
@@ -361,31 +348,18 @@ def _sort_events(heads: list[Any], first: int) -> _Events:
         elif heads[at].ph in HALVES:
             halves.append((at, heads[at]))
         else:
-            others.append(heads[at])
-    places = np.flatnonzero(tables >= 0)
-    own = [heads[at] for at in places.tolist()]
-    for head in own:
+            _count_unused(heads[at], reading)
+    for at in np.flatnonzero(tables >= 0).tolist():
+        head = heads[at]
         if head.name is None:
             head.name = ""
-    if not _HALF_PHASES.isdisjoint({head.ph for head in own}):
-        others += [head for head in own if head.ph in _HALF_PHASES - HALVES]
-        halves += [(at, heads[at]) for at in places.tolist() if heads[at].ph in HALVES]
-        halves.sort(key=lambda half: half[0])
-        places = places[[head.ph not in _HALF_PHASES for head in own]]
-        own = [heads[at] for at in places.tolist()]
-    rows = _Rows(own, places + first, categories[places], tables[places], with_args=False)
-    return _Events(categories, others, rows, halves=halves)
-
-
-def _count(events: _Events, reading: _Reading) -> None:
-    """Counts the events that belong to no table."""
-    counts = np.bincount(events.categories, minlength=OTHER_CATEGORY + 1)
-    for category in REDUNDANT_CATEGORIES:
-        count = int(counts[_PLACES[category]])
-        if count:
-            reading.redundant[category] += count
-    for head in events.others:
-        _count_unused(head, reading)
+        if head.ph in _HALF_PHASES:
+            tables[at] = -1
+            if head.ph in HALVES:
+                halves.append((at, head))
+            else:
+                _count_unused(head, reading)
+    return categories, tables, sorted(halves, key=lambda half: half[0])
 
 
 def _count_unused(head: Head, reading: _Reading) -> None:
@@ -393,49 +367,42 @@ def _count_unused(head: Head, reading: _Reading) -> None:
     unused[kind if kind in unused or len(unused) < _KINDS_LIMIT else "of other kinds"] += 1
 
 
-def _add_halves(
-    halves: list[tuple[int, Any]], name_codes: npt.NDArray[np.uint32], reading: _Reading
-) -> None:
+def _add_halves(halves: list[tuple[int, Any]], name_codes: _Codes, reading: _Reading) -> None:
     """Begins and ends of a piece: what of them makes a whole event goes into its table."""
-    if not halves:
-        return
     known = [
         Half(reading.events + at, _PLACES.get(head.cat, OTHER_CATEGORY), head)
         for at, head in halves
     ]
     whole, alone = reading.halves.join(known)
-    for half in alone:
-        _count_unused(half.head, reading)
     tables = _TABLE_OF_CATEGORY[[half.category for half in whole]]
-    for half in (half for half, table in zip(whole, tables, strict=True) if table < 0):
+    rows = [half for half, table in zip(whole, tables, strict=True) if table >= 0]
+    unused = [half for half, table in zip(whole, tables, strict=True) if table < 0]
+    for half in (*alone, *unused):
         _count_unused(half.head, reading)
     reading.redundant[_ENDS] += len(whole)
-    rows = [half for half, table in zip(whole, tables, strict=True) if table >= 0]
-    _add(
-        _Rows(
-            [half.head for half in rows], np.array([half.event for half in rows], dtype=np.int64),
-            np.array([half.category for half in rows], dtype=np.uint8), tables[tables >= 0],
-            with_args=False,
-        ), name_codes, reading,
-    )  # fmt: skip
+    places = np.array([half.event for half in rows], dtype=np.int64)
+    categories = np.array([half.category for half in rows], dtype=np.uint8)
+    heads = [half.head for half in rows]
+    _add(heads, places, categories, tables[tables >= 0], name_codes, reading, with_args=False)
 
 
-def _add(rows: _Rows, name_codes: npt.NDArray[np.uint32], reading: _Reading) -> None:
-    """Adds events to their tables."""
-    ts_ns, dur_ns, good = event_times(rows.events)
+def _add(
+    events: list[Any], places: Ints, categories: _Categories, tables: _Tables, name_codes: _Codes,
+    reading: _Reading, *, with_args: bool,
+) -> None:  # fmt: skip
+    """Adds events to their tables; `with_args` where their arguments are decoded with them."""
+    ts_ns, dur_ns, good = event_times(events)
     reading.bad_time += len(good) - int(np.count_nonzero(good))
-    for number in np.flatnonzero(np.bincount(rows.tables)).tolist():
-        batch, at = reading.batches[number], np.flatnonzero((rows.tables == number) & good)
-        own = [rows.events[row] for row in at.tolist()]
+    for number in np.flatnonzero(np.bincount(tables)).tolist():
+        batch, at = reading.batches[number], np.flatnonzero((tables == number) & good)
+        own = [events[row] for row in at.tolist()]
         if not own:
             continue
         args = [event.args for event in own]
-        if not rows.with_args:
+        if not with_args:
             args = arguments(batch.table, args, reading.damage)
-        category = name_codes[rows.categories[at]]
-        batch.add(
-            own, args, Common(rows.places[at], category, ts_ns[at], dur_ns[at]), reading.names
-        )
+        common = places[at], name_codes[categories[at]], ts_ns[at], dur_ns[at]
+        batch.add(own, args, common, reading.names)
         reading.kept[batch.table] += len(own)
         if batch.row_count >= BATCH_ROWS:
             reading.sink(batch.table, batch.take())
