@@ -94,12 +94,8 @@ def find_cut(tables: Mapping[str, pl.DataFrame], marks: pl.DataFrame, *, has_gpu
 
     Kineto writes operators and ranges of one thread after the other, then Python functions, then
     calls and GPU events in turns, then ranges as they are on the GPU; each by start, but calls and
-    GPU events of long traces in blocks without an order.
-
-    Args:
-        tables: Those of `WRITTEN`, as they are in the file.
-        marks: All profiler steps that begin in the file, as `Trace.steps` has them.
-        has_gpu: Whether the machine had GPUs.
+    GPU events of long traces in blocks without an order. `tables` are those of `WRITTEN`, `marks`
+    all profiler steps that begin in the file.
     """
     events = {name: tables[name]["event"].cast(pl.Int64).to_numpy() for name in WRITTEN}
     ends = {name: int(each.max(initial=-1)) for name, each in events.items()}
@@ -361,33 +357,26 @@ _IDS = {GPU: "correlation", RUNTIME: "correlation", OPS: "external_id"}
 def check_trace(
     tables: Mapping[str, pl.DataFrame], report: LoadReport, path: Path
 ) -> tuple[dict[str, pl.DataFrame], KeptFindings]:
-    """GPU events, calls and operators as they can be believed, and what was found of one trace.
-
-    Args:
-        tables: GPU, RUNTIME and OPS as they are in the file.
-        report: What was read of it.
-        path: The file.
-    """
+    """GPU events, calls and operators as they can be believed, and what was found of one trace."""
     near = {name: without_far(table) for name, table in tables.items()}
     once = {
         name: without_duplicates(table, _IDS[name]) if len(table) else table
         for name, table in near.items()
     }
-    linked = link_launches(once[GPU], once[RUNTIME], path)
-    calls = linked.runtime
+    linked, calls, of_links = link_launches(once[GPU], once[RUNTIME], path)
     host = _window(calls) if len(calls) else None
-    close = without_far_from_host(linked.gpu, host)
+    close = without_far_from_host(linked, host)
     cut, of_streams = check_streams(close, host)
     gpu, of_launches = check_launches(cut, calls)
     far = {name: len(table) - len(near[name]) for name, table in tables.items()}
-    far[GPU] += len(linked.gpu) - len(close)
+    far[GPU] += len(linked) - len(close)
     twice = {name: len(table) - len(once[name]) for name, table in near.items()}
     what, effect = "far in time from all others", "left out of all answers"
     found = (
         *_damage(report),
         _event_finding(far, "far_timestamps", what=what, effect=effect),
         _event_finding(twice, "duplicate_events", what="recorded twice", effect="counted once"),
-        *of_streams, *of_launches, unit_finding(close, calls), *linked.findings,
+        *of_streams, *of_launches, unit_finding(close, calls), *of_links,
     )  # fmt: skip
     sound = {GPU: gpu, RUNTIME: calls, OPS: once[OPS]}
     windows = [_window(table) for table in sound.values() if len(table)]

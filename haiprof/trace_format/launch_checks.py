@@ -107,8 +107,6 @@ _TOLERANCE_NS = 1_000
 _AHEAD_LEAST_NS = 5_000
 """In sound traces the last kernel ends 4 us and more before the call that waits for it."""
 TO_HOST = "DtoH|DeviceToHost"
-_NONE = -(1 << 62)
-_DENSE_FACTOR, _DENSE_LEAST = 8, 1 << 20
 _OFFSET_SHARE, _OFFSET_LEAST = 0.01, 3
 """So many kernels before their launch are a clock that is off, and not a wrong stamp or two."""
 
@@ -128,23 +126,14 @@ def check_launches(gpu: pl.DataFrame, runtime: pl.DataFrame) -> tuple[pl.DataFra
 def _call_starts(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.Series:
     """Start of the first call with each event's correlation; null where there is none."""
     calls = runtime.select("correlation", "ts_ns").filter(pl.col("correlation") > 0)
-    ids: Ints = calls["correlation"].to_numpy()
-    if not len(ids):
+    if calls.is_empty():
         return pl.Series([None] * len(gpu), dtype=pl.Int64)
-    low, span = int(ids.min()), int(ids.max()) - int(ids.min())
-    if span > _DENSE_FACTOR * len(ids) + _DENSE_LEAST:
-        first = calls.unique("correlation", keep="first", maintain_order=True)
-        joined = gpu.select("correlation").join(first, on="correlation", how="left",
-                                                maintain_order="left")  # fmt: skip
-        return joined["ts_ns"]
-    starts = np.full(span + 1, _NONE, dtype=np.int64)  # ids run on: faster than a join
-    starts[ids[::-1] - low] = calls["ts_ns"].to_numpy()[::-1]
+    # Numbers rise with time, nearly: faster than a join.
+    ids, first = np.unique(calls["correlation"].to_numpy(), return_index=True)
     own: Ints = gpu["correlation"].fill_null(0).to_numpy()
-    known = (own > 0) & (own >= low) & (own <= low + span)
-    found = np.full(len(own), _NONE, dtype=np.int64)
-    found[known] = starts[own[known] - low]
-    series = pl.Series(found)
-    return series if (found != _NONE).all() else series.set(pl.Series(found == _NONE), None)
+    at = np.searchsorted(ids, own).clip(0, len(ids) - 1)
+    found, lacks = calls["ts_ns"].gather(first[at]), ids[at] != own
+    return found.set(pl.Series(lacks), None) if lacks.any() else found
 
 
 def _clock(
@@ -334,19 +323,18 @@ def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
 def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Bools, Bools]:
     """Whether a capture of its thread ends after each call, and whether its beginning is known."""
     marks = runtime.filter(has_name(runtime, f"{BEGIN_CAPTURE}|{END_CAPTURE}"))
-    found, begun = (np.zeros(len(alone), dtype=np.bool_) for _ in range(2))
-    if marks.is_empty():
-        return found, begun
-    is_end = marks["name"].cast(pl.String).str.contains(END_CAPTURE).to_numpy()
-    threads, starts = marks["tid"].fill_null(-1).to_numpy(), marks["ts_ns"].to_numpy()
-    calls, call_threads = alone["ts_ns"].to_numpy(), alone["tid"].fill_null(-1).to_numpy()
-    for thread in np.unique(threads).tolist():
-        own, rows = threads == thread, np.flatnonzero(call_threads == thread)
-        following = np.searchsorted(starts[own], calls[rows])
-        found[rows] = np.append(is_end[own], False)[following]
-        before = np.append(True, is_end[own])[following]  # nothing before is no beginning either
-        begun[rows] = ~before
-    return found, begun
+    is_end = pl.col("name").cast(pl.String).str.contains(END_CAPTURE)
+    thread = pl.col("tid").fill_null(-1)
+    around = alone.select("ts_ns", thread).join_asof(
+        marks.select("ts_ns", thread, following=is_end),
+        on="ts_ns", by="tid", strategy="forward", check_sortedness=False,
+    ).join_asof(
+        marks.select("ts_ns", thread, before=is_end),
+        on="ts_ns", by="tid", allow_exact_matches=False, check_sortedness=False,
+    )  # fmt: skip
+    # Nothing before a call is no beginning either.
+    before = around["before"].fill_null(value=True).to_numpy()
+    return around["following"].fill_null(value=False).to_numpy(), ~before
 
 
 def _when(starts: pl.Series, events: pl.DataFrame) -> str:
@@ -368,18 +356,12 @@ class _Arrow(msgspec.Struct):
     ts: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"0"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkedLaunches:
-    """GPU events and calls with `correlation` from whatever number joins them, also without one."""
+def link_launches(
+    gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path
+) -> tuple[pl.DataFrame, pl.DataFrame, list[Finding]]:
+    """GPU events and calls with `correlation` from whatever number joins them, and what was found.
 
-    gpu: pl.DataFrame
-    runtime: pl.DataFrame
-    findings: tuple[Finding, ...] = ()
-
-
-def link_launches(gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path) -> LinkedLaunches:
-    """Joins GPU events with calls by correlation, else by External id, else by the file's arrows.
-
+    That is their correlation, else the External id, else the number of an arrow of the file.
     One kind of number counts for the whole trace: numbers of two kinds meet by chance. Correlations
     do where they join half of the events, or more than External ids do. Another number is taken
     where the GPU event begins after the call that it names; it is of no use where that fails for
@@ -388,20 +370,17 @@ def link_launches(gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path) -> Linke
     Source: Kineto of 2022 and 2023 wrote the correlation as External id; TraceLens
     (trace_to_tree.py) reads such traces by External id and by arrows.
     """
-    unchanged = LinkedLaunches(gpu=gpu, runtime=runtime)
-    if gpu.is_empty():
-        return unchanged
     known = runtime.filter(pl.col("correlation") > 0)
     joined = len(gpu.join(known, on="correlation", how="semi"))
-    if 2 * joined >= len(gpu):
-        return unchanged
+    if 2 * joined >= len(gpu):  # and where there are none
+        return gpu, runtime, []
     works = runtime.filter(pl.col("name").cast(pl.String).str.contains(_STARTS_WORK))
-    calls = works.select("event", "ts_ns", id="external_id")
-    events = gpu.select("event", "ts_ns", id="external_id")
     by = "External id"
-    pairs, refused = _in_time(_pairs(events, calls))
+    pairs, refused = _in_time(
+        _pairs(*(table.select("event", "ts_ns", id="external_id") for table in (gpu, works)))
+    )
     if joined >= len(pairs) and joined:
-        return unchanged
+        return gpu, runtime, []
     if pairs.is_empty() and len(works) and not is_nsight_export(path):
         pairs, refused = _in_time(_pairs(*_by_arrows(gpu, works, path)))
         by = "the arrows between them"
@@ -425,13 +404,11 @@ def link_launches(gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path) -> Linke
             "idle time and no operator's GPU time rests on them",
         ))  # fmt: skip
     if pairs.is_empty():
-        return LinkedLaunches(gpu=gpu, runtime=runtime, findings=tuple(found))
+        return gpu, runtime, found
     number = pairs.with_columns(link=pl.col("call").rank("dense").cast(pl.Int64))
-    return LinkedLaunches(
-        gpu=_with_number(gpu, number.select("event", "link")),
-        runtime=_with_number(runtime, number.select("link", event="call").unique("event")),
-        findings=tuple(found),
-    )
+    calls = number.select("link", event="call").unique("event")
+    linked = _with_number(gpu, number.select("event", "link"))
+    return linked, _with_number(runtime, calls), found
 
 
 def _with_number(table: pl.DataFrame, numbers: pl.DataFrame) -> pl.DataFrame:

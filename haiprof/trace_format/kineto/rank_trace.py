@@ -43,7 +43,6 @@ from haiprof.trace_format.kineto.events import (
 )
 from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.launch_checks import Finding
 from haiprof.trace_format.nsight import is_nsight_export
 
 STEP_NAME = r"^ProfilerStep#(\d+)$"
@@ -102,20 +101,15 @@ class Trace:
     gpu = _table_property(GPU, may_be_wrong=True)
     """Kernels, copies and sets, by start; columns in `tables.TABLES["gpu"]`.
 
-    What cannot be true is corrected: see `findings`."""
+    What cannot be true is corrected: see `checked`."""
     runtime = _table_property(RUNTIME, may_be_wrong=True)
     """Calls of the CUDA or HIP runtime and driver, by start."""
     ops = _table_property(OPS, may_be_wrong=True)
     """Operators on the CPU, by start; a parent before its children."""
 
     @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """What is odd about the trace, and what was corrected."""
-        return self.checked.findings
-
-    @cached_property
     def checked(self) -> KeptFindings:
-        """What was found when the trace was first read."""
+        """What was found odd about the trace, and corrected, when it was first read."""
         known = recall_findings(self.columns.key)
         if known is None:
             _, known = self._sound

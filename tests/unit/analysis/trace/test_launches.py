@@ -249,7 +249,7 @@ def test_numbers_that_contradict_time_join_nothing(tmp_path: Path) -> None:
         event("cudaLaunchKernel", "cuda_runtime", 100 + at, 1, **{EXTERNAL: at}) for at in range(4)
     ] + [event("gemm", "kernel", 10 * at, 5, pid=0, tid=7, **{EXTERNAL: at}) for at in range(4)]
     trace = trace_of(tmp_path, events)
-    (found,) = (each for each in trace.findings if each.check == "no_launch_known")
+    (found,) = (each for each in trace.checked.findings if each.check == "no_launch_known")
     assert found.is_fault
     assert trace.gpu["correlation"].null_count() == 4
 

@@ -63,7 +63,7 @@ def test_a_slow_kernel_that_covers_nothing_stands(tmp_path: Path) -> None:
     events = [launch(n, 100 * n) for n in range(1, 30)]
     events += [kernel("gemm", 100 * n + 5, 20, correlation=n) for n in range(1, 29)]
     trace = trace_of(tmp_path, [*events, kernel("gemm", 2905, 900, correlation=29)])
-    assert trace.findings == ()
+    assert trace.checked.findings == ()
     assert trace.gpu["dur_ns"].max() == 900_000
 
 
@@ -155,7 +155,7 @@ def test_long_kernels_after_the_last_call_are_no_fault(tmp_path: Path) -> None:
     events = [launch(n, 15 * n, 5) for n in range(1, 5)]
     events += [kernel("gemm", 20 + 1500 * (n - 1), 1500, correlation=n) for n in range(1, 5)]
     trace = trace_of(tmp_path, events)
-    assert [each for each in trace.findings if each.is_fault] == []
+    assert [each for each in trace.checked.findings if each.is_fault] == []
     assert trace.gpu["dur_ns"].to_list() == [1_500_000] * 4
 
 
@@ -180,9 +180,9 @@ def waits_for_items(ahead_us: float, *, also: bool = False) -> list[dict[str, ob
 @pytest.mark.parametrize("also", [False, True])
 def test_a_gpu_clock_that_is_ahead_shows_at_waits_for_a_stream(tmp_path: Path, also: bool) -> None:
     sound = trace_of(tmp_path, waits_for_items(0, also=also))
-    assert [each.check for each in sound.findings if each.is_fault] == []
+    assert [each.check for each in sound.checked.findings if each.is_fault] == []
     (ahead,) = (
-        each for each in trace_of(tmp_path, waits_for_items(5000, also=also)).findings
+        each for each in trace_of(tmp_path, waits_for_items(5000, also=also)).checked.findings
         if each.is_fault
     )  # fmt: skip
     assert ahead.check == "kernel_after_wait"
@@ -192,7 +192,9 @@ def test_a_gpu_clock_that_is_ahead_shows_at_waits_for_a_stream(tmp_path: Path, a
 def test_one_wait_of_several_that_contradicts_may_be_for_another_stream(tmp_path: Path) -> None:
     events = waits_for_items(0)
     events[3] = {**events[3], "ts": 500}
-    assert [each.check for each in trace_of(tmp_path, events).findings if each.is_fault] == []
+    assert [
+        each.check for each in trace_of(tmp_path, events).checked.findings if each.is_fault
+    ] == []
 
 
 @pytest.mark.parametrize(("recorded_us", "faults"), [(8, ["kernel_after_wait"]), (4, [])])
@@ -204,9 +206,12 @@ def test_an_event_waits_for_what_was_launched_before_it(
         launch(2, recorded_us, name="cudaEventRecord"),
         launch(3, 10, 110, name="cudaEventSynchronize"),
     ])  # fmt: skip
-    assert [each.check for each in trace.findings if each.is_fault] == faults
+    assert [each.check for each in trace.checked.findings if each.is_fault] == faults
 
 
 def test_a_wait_before_anything_was_launched_says_nothing(tmp_path: Path) -> None:
     events = [launch(9, 0, name="cudaStreamSynchronize", tid=5), *waits_for_items(0)]
-    assert trace_of(tmp_path, events).findings == trace_of(tmp_path, waits_for_items(0)).findings
+    assert (
+        trace_of(tmp_path, events).checked.findings
+        == trace_of(tmp_path, waits_for_items(0)).checked.findings
+    )
