@@ -16,8 +16,6 @@ from haiprof.trace_analysis.launches import with_call
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BEGIN_CAPTURE, END_CAPTURE
 
-GRAPH_LAUNCH = "GraphLaunch"
-"""In the names of the calls of CUDA and HIP that launch a graph."""
 _NODES = {
     "kernel": r"Launch(?:Cooperative)?Kernel",
     "gpu_memcpy": r"Memcpy.*Async",
@@ -39,7 +37,18 @@ def captured_calls(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
 
     Source: CUDA's graphs by stream capture; CUPTI's `graphNodeId` ("graph node id").
     """
-    nodes = _nodes(gpu)
+    # Nodes of each graph as they were made: `graph` (its first node), `graph_node`, `kind`.
+    launched = gpu.filter(of_graph(), pl.col("graph_node").is_not_null()).with_columns(
+        graph=pl.col("graph_node").min().over("correlation"),
+        size=pl.len().over("correlation"),
+        kind=pl.col("category").cast(pl.String),
+    )
+    last = launched.filter(pl.col("size") == pl.col("size").max().over("graph"))
+    whole = last.filter(pl.col("correlation") == pl.col("correlation").max().over("graph"))
+    later = pl.col("graph_node").diff().over("graph", "stream", order_by=["ts_ns", "event"])
+    in_order = ((later > 0).fill_null(value=True).all()).over("graph")
+    known = whole.filter(in_order & pl.col("graph_node").is_unique())
+    nodes = known.sort("graph_node").select("graph", "graph_node", "kind")
     captures = _captures(trace) if nodes.height else []
     by_kinds: dict[tuple[str, ...], list[pl.DataFrame]] = defaultdict(list)
     for calls in captures:
@@ -55,27 +64,13 @@ def captured_calls(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
     ]
     if not found:
         return pl.DataFrame(schema=CAPTURED_SCHEMA)
-    launched = gpu.filter(_of_graph()).select("event", "graph_node")
-    return launched.join(pl.concat(found), on="graph_node").select(*CAPTURED_SCHEMA)
+    events = gpu.filter(of_graph()).select("event", "graph_node")
+    return events.join(pl.concat(found), on="graph_node").select(*CAPTURED_SCHEMA)
 
 
-def _of_graph() -> pl.Expr:
-    return pl.col("call").cast(pl.String).str.contains(GRAPH_LAUNCH).fill_null(value=False)
-
-
-def _nodes(gpu: pl.DataFrame) -> pl.DataFrame:
-    """Nodes of each graph as they were made: `graph` (its first node), `graph_node`, `kind`."""
-    launched = gpu.filter(_of_graph() & pl.col("graph_node").is_not_null()).with_columns(
-        graph=pl.col("graph_node").min().over("correlation"),
-        size=pl.len().over("correlation"),
-        kind=pl.col("category").cast(pl.String),
-    )
-    last = launched.filter(pl.col("size") == pl.col("size").max().over("graph"))
-    whole = last.filter(pl.col("correlation") == pl.col("correlation").max().over("graph"))
-    later = pl.col("graph_node").diff().over("graph", "stream", order_by=["ts_ns", "event"])
-    in_order = ((later > 0).fill_null(value=True).all()).over("graph")
-    known = whole.filter(in_order & pl.col("graph_node").is_unique())
-    return known.sort("graph_node").select("graph", "graph_node", "kind")
+def of_graph() -> pl.Expr:
+    """Whether the call that launched a GPU event launches a graph, of CUDA or HIP."""
+    return pl.col("call").cast(pl.String).str.contains("GraphLaunch").fill_null(value=False)
 
 
 def _captures(trace: Trace) -> list[pl.DataFrame]:
@@ -216,7 +211,13 @@ def operator_kernels(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         launch_delay_max_ns=delay.max(),
     )
     cpu = _cpu_time(owned.tree, step_window(trace, steps) if steps else None)
-    named = cpu.join(_totals(owned), on="operator", how="full", coalesce=True)
+    pairs = owned.tree.names_around(owned.row)
+    totals = (
+        pairs.with_columns(owned.gpu["dur_ns"].gather(pairs["place"]))
+        .group_by(operator="name")
+        .agg(kernel_total_count=pl.len().cast(pl.Int64), gpu_total_ns=pl.col("dur_ns").sum())
+    )
+    named = cpu.join(totals, on="operator", how="full", coalesce=True)
     known = named.join(own.drop_nulls("operator"), on="operator", how="left")
     counts = ("kernel_count", "gpu_self_ns", "kernel_total_count", "gpu_total_ns")
     known = known.with_columns(pl.col(*counts, "call_count").fill_null(0))
@@ -253,17 +254,6 @@ def host_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         .join(names, on="key", how="left")
         .select("operator", "shapes", "call_count", "cpu_self_ns", "cpu_total_ns")
         .sort(-pl.col("cpu_self_ns"), "operator", "shapes", nulls_last=True)
-    )
-
-
-def _totals(owned: GpuLaunches) -> pl.DataFrame:
-    """`operator`, `kernel_total_count`, `gpu_total_ns`."""
-    pairs = owned.tree.names_around(owned.row)
-    durations = owned.gpu["dur_ns"].gather(pairs["place"])
-    return (
-        pairs.with_columns(durations)
-        .group_by(operator="name")
-        .agg(kernel_total_count=pl.len().cast(pl.Int64), gpu_total_ns=pl.col("dur_ns").sum())
     )
 
 
@@ -434,16 +424,13 @@ def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
     spans = owned.tree.spans
     matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()
     # The outermost matching row at or above each row; -1 where none matches.
-    parent = np.append(owned.tree.parent, -1)
-    row = above = owned.tree.climb(owned.row, matching)
-    while (above >= 0).any():
-        row = np.where(above >= 0, above, row)
-        above = owned.tree.climb(parent[above], matching)
+    row = np.full(len(owned.row), -1, dtype=np.int64)
+    for place, around in owned.tree.outwards(owned.row):
+        row[place[matching[around]]] = around[matching[around]]
     known = row >= 0
     kernels = owned.gpu.filter(pl.Series(known)).with_columns(operator_row=pl.Series(row[known]))
     calls = kernels.group_by("operator_row", maintain_order=True).agg(
-        kernels=pl.col("name").cast(pl.String),
-        gpu_duration_ns=pl.col("dur_ns").sum(),
+        kernels=pl.col("name").cast(pl.String), gpu_duration_ns=pl.col("dur_ns").sum()
     )
     rows = calls["operator_row"]
     return calls.with_columns(

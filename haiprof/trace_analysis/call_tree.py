@@ -33,13 +33,7 @@ class CallTree:
 
     def climb(self, rows: Ints, wanted: Bools) -> Ints:
         """The innermost wanted span at or around each row; -1 where there is none."""
-        rows = rows.copy()
-        active = np.flatnonzero(rows >= 0)
-        while len(active):
-            active = active[~wanted[rows[active]]]
-            rows[active] = self.parent[rows[active]]
-            active = active[rows[active] >= 0]
-        return rows
+        return climb(rows, self.parent, lambda _, row: wanted[row])
 
     def outwards(self, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Yields rows, then what is around them, level by level: places in `rows`, and the row."""
@@ -74,6 +68,17 @@ def nest(spans: pl.DataFrame) -> CallTree:
     depth = depths(parent)
     assert depth is not None, "what encloses a span comes before it"
     return CallTree(spans=spans, starts=starts, ends=ends, parent=parent, depth=depth)
+
+
+def climb(rows: Ints, parent: Ints, fits: Callable[[Ints, Ints], Bools]) -> Ints:
+    """From each row outwards to the first of which `fits(place in rows, row)` is true; else -1."""
+    found = rows.copy()
+    active = np.flatnonzero(found >= 0)
+    while len(active):
+        active = active[~fits(active, found[active])]
+        found[active] = parent[found[active]]
+        active = active[found[active] >= 0]
+    return found
 
 
 def thread_numbers(spans: pl.DataFrame) -> Ints:
@@ -116,12 +121,7 @@ def _enclosing(ends: Ints, thread: Ints) -> Ints:
 
 def roots(parent: Ints) -> Ints:
     """Row of the outermost span around each row; its own at the top."""
-    top = np.where(parent < 0, np.arange(len(parent)), parent)
-    while True:
-        higher = top[top]
-        if (higher == top).all():
-            return top
-        top = higher
+    return climb(np.arange(len(parent)), parent, lambda _, row: parent[row] < 0)
 
 
 def own_ns(tree: CallTree) -> Ints:
@@ -146,25 +146,14 @@ def innermost(tree: CallTree, calls: pl.DataFrame) -> Ints:
         place = rows["row"].to_numpy()
         begun = np.searchsorted(tree.starts[at : at + count], starts[place], side="right")
         found[place] = np.where(begun > 0, at + begun - 1, -1)
-    return _still_running(found, tree.parent, tree.ends, ends - 1)
+    return climb(found, tree.parent, lambda at, row: tree.ends[row] >= ends[at])
 
 
 def innermost_at(starts: Ints, ends: Ints, times: Ints) -> Ints:
     """The innermost range around each time: the one that began last; ranges are by start."""
     outer = _enclosing(ends, np.zeros_like(ends))
     begun = np.searchsorted(starts, times, side="right") - 1
-    return _still_running(begun, outer, ends, times)
-
-
-def _still_running(rows: Ints, outer: Ints, ends: Ints, times: Ints) -> Ints:
-    """From each row outwards to the first that ends after the row's time; -1 without one."""
-    found = rows.copy()
-    active = np.flatnonzero(found >= 0)
-    while len(active):
-        active = active[ends[found[active]] <= times[active]]
-        found[active] = outer[found[active]]
-        active = active[found[active] >= 0]
-    return found
+    return climb(begun, outer, lambda at, row: ends[row] > times[at])
 
 
 def call_tree(trace: Trace, *, table: str = OPS) -> pl.DataFrame:
@@ -185,9 +174,6 @@ def call_tree(trace: Trace, *, table: str = OPS) -> pl.DataFrame:
         raise ValueError(f"no call tree of {table!r}: it is one of {', '.join(_TABLES)}")
     spans = trace.ops if table == OPS else trace.python
     tree = nest(spans)
-    events = tree.spans["event"]
-    parent = pl.Series(tree.parent, dtype=pl.Int64)
-    parent = parent.set(parent < 0, None)
     return tree.spans.select(
         "event",
         pl.col("name").cast(pl.String),
@@ -196,7 +182,7 @@ def call_tree(trace: Trace, *, table: str = OPS) -> pl.DataFrame:
         "ts_ns",
         "dur_ns",
         pl.Series("self_ns", own_ns(tree), dtype=pl.Int64),
-        events.gather(parent).alias("parent_event"),
+        take(tree.spans["event"], tree.parent).alias("parent_event"),
         pl.Series("depth", tree.depth, dtype=pl.Int64),
     )
 
@@ -217,8 +203,6 @@ class Stacks(NamedTuple):
     """Code of the last call's name, shape (stacks,)."""
     thread: Ints
     """Code of the thread, shape (stacks,): stacks of two threads are not the same."""
-    level_starts: list[int]
-    """Where each depth begins among the stacks; the last entry is their number."""
 
 
 def levels(parent: Ints) -> list[Ints] | None:
@@ -226,29 +210,23 @@ def levels(parent: Ints) -> list[Ints] | None:
     depth = depths(parent)
     if depth is None:
         return None
-    order = np.argsort(depth, kind="stable")
-    counts = np.bincount(depth) if len(depth) else np.zeros(0, dtype=np.int64)
-    return np.split(order, np.cumsum(counts)[:-1]) if len(depth) else []
+    return [np.flatnonzero(depth == at) for at in range(int(depth.max(initial=-1)) + 1)]
 
 
 def stacks(by_level: list[Ints], parent: Ints, names: Ints, threads: Ints) -> Stacks:
     """Numbers the distinct stacks, level by level."""
     of_call = np.full(len(parent), -1, dtype=np.int64)
     count = int(names.max(initial=0)) + 1
-    nothing = np.zeros(0, dtype=np.int64)
-    callers, last, on, starts = [nothing], [nothing], [nothing], [0]
+    caller, name, thread = np.zeros((3, 0), dtype=np.int64)
     for depth, rows in enumerate(by_level):
         before = of_call[parent[rows]] if depth else threads[rows]
         keys, place = np.unique(before * count + names[rows], return_inverse=True)
-        of_call[rows] = starts[-1] + place
+        of_call[rows] = len(caller) + place
         above = keys // count
-        callers.append(above if depth else np.full(len(keys), -1, dtype=np.int64))
-        on.append(np.concatenate(on)[above] if depth else above)
-        last.append(keys % count)
-        starts.append(starts[-1] + len(keys))
-    return Stacks(
-        of_call, np.concatenate(callers), np.concatenate(last), np.concatenate(on), starts
-    )
+        thread = np.append(thread, thread[above] if depth else above)
+        caller = np.append(caller, above if depth else np.full(len(keys), -1))
+        name = np.append(name, keys % count)
+    return Stacks(of_call, caller, name, thread)
 
 
 def total_and_own(
@@ -298,29 +276,17 @@ def name_codes(names: pl.Series) -> tuple[Ints, pl.Series]:
 
 def is_outermost(found: Stacks) -> Bools:
     """Whether no caller in a stack has the name of its last call; shape (stacks,)."""
-    outermost = np.ones(len(found.name), dtype=bool)
-    above = found.caller.copy()
-    active = np.flatnonzero(above >= 0)
-    while len(active):
-        outermost[active[found.name[above[active]] == found.name[active]]] = False
-        above[active] = found.caller[above[active]]
-        active = active[(above[active] >= 0) & outermost[active]]
-    return outermost
+    name, caller = found.name, found.caller
+    return climb(caller, caller, lambda at, row: name[row] == name[at]) < 0
 
 
 def stack_texts(found: Stacks, names: pl.Series) -> pl.Series:
     """Each stack as `root;...;leaf`; a semicolon inside a name becomes a comma."""
-    plain = names.str.replace_all(";", ",", literal=True)
-    own = plain.gather(pl.Series(found.name, dtype=pl.UInt32))
-    texts = pl.Series("stack", [], dtype=pl.String)
-    parts: list[pl.Series] = []
-    for start, end in zip(found.level_starts[:-1], found.level_starts[1:], strict=True):
-        level = own[start:end]
-        if start:
-            above = found.caller[start:end] - found.level_starts[len(parts) - 1]
-            level = parts[-1].gather(pl.Series(above, dtype=pl.UInt32)) + ";" + level
-        parts.append(level.alias("stack"))
-    return pl.concat([texts, *parts])
+    plain = names.str.replace_all(";", ",", literal=True).to_list()
+    texts: list[str] = []
+    for caller, name in zip(found.caller.tolist(), found.name.tolist(), strict=True):
+        texts.append(plain[name] if caller < 0 else f"{texts[caller]};{plain[name]}")
+    return pl.Series("stack", texts, dtype=pl.String)
 
 
 _OWN = r"(?:^|[/\\])haiprof[/\\](?:in_job|base|run_format|linux)[/\\]"
@@ -360,26 +326,22 @@ def python_calls(trace: Trace) -> pl.DataFrame:
         ends = starts + rows["dur_ns"].to_numpy()
         own = rows["is_own"].to_numpy()
         covered = covered_lengths(union(starts[own], ends[own]), starts, ends)
-        outside = rows.filter(pl.Series(~own & (covered < ends - starts)))["name"].cast(pl.String)
-        if outside.str.starts_with(_THREAD_START).all():
+        others = rows.filter(pl.Series(~own & (covered < ends - starts)))["name"].cast(pl.String)
+        if others.str.starts_with(_THREAD_START).all():
             found.append((pid, tid))
     threads = pl.DataFrame(found, schema={"pid": pl.Int64, "tid": pl.Int64}, orient="row")
     kept = marked.join(threads, on=["pid", "tid"], how="anti", maintain_order="left")
     above = kept.filter("is_own").select("python_id", "parent_id").drop_nulls("python_id")
     if above["python_id"].is_duplicated().any():  # ids that mean nothing: times nest the calls
         return kept.filter(~pl.col("is_own")).drop("is_own")
-    callers = _callers_outside(dict(above.iter_rows()))
-    moved = pl.col("parent_id").replace_strict(callers, default=pl.col("parent_id"))
-    return kept.filter(~pl.col("is_own")).drop("is_own").with_columns(parent_id=moved)
-
-
-def _callers_outside(callers: dict[int, int | None]) -> dict[int, int | None]:
-    """Of each own call, by id, the id of the nearest call around it that is not own."""
-    found: dict[int, int | None] = {}
+    # Of each own call, by id, the id of the nearest call around it that is not own.
+    callers = dict(above.iter_rows())
+    outside: dict[int, int | None] = {}
     for call in callers:
-        above, seen = callers[call], {call}
-        while above in callers and above not in seen:
-            seen.add(above)
-            above = callers[above]
-        found[call] = above
-    return found
+        caller, seen = callers[call], {call}
+        while caller in callers and caller not in seen:
+            seen.add(caller)
+            caller = callers[caller]
+        outside[call] = caller
+    moved = pl.col("parent_id").replace_strict(outside, default=pl.col("parent_id"))
+    return kept.filter(~pl.col("is_own")).drop("is_own").with_columns(parent_id=moved)

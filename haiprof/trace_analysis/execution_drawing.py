@@ -9,7 +9,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Ints
-from haiprof.trace_analysis.call_tree import depths
+from haiprof.trace_analysis.call_tree import climb, depths
 from haiprof.trace_analysis.chakra import ChakraGraph
 from haiprof.trace_format.chakra import COMMUNICATION, COMP, NODE_TYPES
 
@@ -47,9 +47,8 @@ def draw_graph(
     fewer = np.cumsum(np.bincount(deep[~apart], minlength=deepest)) + int(apart.sum())
     levels = min(depth or max(1, int(np.sum(fewer <= max_nodes))), deepest)
     # Each node is drawn as itself, or as its innermost caller that is shown.
-    shown, hidden = np.arange(len(parent)), (deep >= levels) & ~apart
-    while hidden[shown].any():
-        shown = np.where(hidden[shown], parent[shown], shown)
+    is_shown = (deep < levels) | apart
+    shown = climb(np.arange(len(parent)), parent, lambda _, row: is_shown[row])
     representative = nodes["node"].to_numpy()[shown] if len(nodes) else shown
     grouped = nodes.with_columns(of=pl.Series(representative)).group_by("of").agg(
         folded_count=pl.len().cast(pl.Int64) - 1,
@@ -60,17 +59,10 @@ def draw_graph(
         "node", "name", "type", "category", "ts_ns", "collective_kind", bytes="comm_bytes"
     )
     found = own.join(grouped, left_on="node", right_on="of", how="inner").sort("node")
-    table = found.select(
-        "node",
-        "name",
-        pl.col("type").replace_strict(NODE_TYPES, return_dtype=pl.String),
-        gpu=pl.col("category").is_not_null() | pl.col("has_gpu"),
-        folded_count="folded_count",
-        self_ns="self_ns",
-        bytes="bytes",
-        collective_kind="collective_kind",
-        ts_ns="ts_ns",
-    )
+    kind = pl.col("type").replace_strict(NODE_TYPES, return_dtype=pl.String)
+    of_gpu = (pl.col("category").is_not_null() | pl.col("has_gpu")).alias("gpu")
+    rest = ("folded_count", "self_ns", "bytes", "collective_kind", "ts_ns")
+    table = found.select("node", "name", kind, of_gpu, *rest)
     if len(table) > max_nodes:
         left_out = len(table) - max_nodes
         table = table.sort(pl.col("ts_ns").fill_null(0), "node").head(max_nodes)

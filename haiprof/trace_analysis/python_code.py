@@ -10,7 +10,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, intersection, union
-from haiprof.trace_analysis.attribution import GRAPH_LAUNCH, rows_around, with_operator
+from haiprof.trace_analysis.attribution import of_graph, rows_around, with_operator
 from haiprof.trace_analysis.call_tree import (
     CallTree,
     Stacks,
@@ -62,17 +62,14 @@ def python_stacks(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     found = calls.frame.group_by("stack").agg(
         pl.col("begun").sum().alias("calls"), *(pl.col(name).sum() for name in _TIMES)
     )
-    depth = np.repeat(np.arange(len(calls.stacks.level_starts) - 1),
-                      np.diff(calls.stacks.level_starts))  # fmt: skip
-    known = pl.DataFrame({
-        "thread": calls.stacks.thread, "code": calls.stacks.name, "depth": depth,
-    }).with_row_index("number").select(
-        pl.col("number").cast(pl.Int64).alias("number"),
+    texts = stack_texts(calls.stacks, calls.names)
+    known = pl.DataFrame([
+        pl.Series("number", range(len(texts)), dtype=pl.Int64),
         *_threads(calls, calls.stacks.thread),
-        stack_texts(calls.stacks, calls.names),
+        texts,
         calls.names.gather(pl.Series(calls.stacks.name, dtype=pl.UInt32)).alias("name"),
-        pl.col("depth").cast(pl.Int64),
-    )  # fmt: skip
+        texts.str.count_matches(";", literal=True).cast(pl.Int64).alias("depth"),
+    ])  # fmt: skip
     joined = known.join(found, left_on="number", right_on="stack").drop("number")
     return _add_ratios(joined, has_gpu=trace.gpu.height > 0)
 
@@ -218,13 +215,18 @@ def module_times(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     tree = part_tree(trace)
     paths = _paths(tree)
     launched = _launched_work(trace, tree, steps)
-    nodes = _autograd_nodes(trace, tree, steps)
     window = step_window(trace, steps) if steps else None
+    # Autograd nodes on the host, in the part of their forward.
+    begun = pl.lit(True) if window is None else pl.col("ts_ns").is_between(*window, closed="left")
+    is_node = pl.col("name").cast(pl.String).str.starts_with(_BACKWARD)
+    nodes = trace.ops.filter(is_node & begun)
+    nodes = nodes.select(
+        "dur_ns", row=pl.Series(_forward_part(trace, tree, nodes, np.arange(len(nodes))))
+    )
     calls = tree.spans.select(
         "ts_ns", "dur_ns", "name", "kind", paths,
         own=pl.Series(own_ns(tree), dtype=pl.Int64), depth=pl.Series(tree.depth),
     )  # fmt: skip
-    begun = pl.lit(True) if window is None else pl.col("ts_ns").is_between(*window, closed="left")
     found = calls.group_by("path").agg(
         pl.col("name", "kind", "depth").first(),
         first_ns=pl.col("ts_ns").min(),
@@ -300,19 +302,8 @@ def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
         "dur_ns",
         row=pl.Series(row),
         is_backward=pl.Series(inside),
-        of_graph=pl.col("call").cast(pl.String).str.contains(GRAPH_LAUNCH).fill_null(value=False)
-        & ~owned.captured,
+        of_graph=of_graph() & ~owned.captured,
     )
-
-
-def _autograd_nodes(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
-    """Autograd nodes on the host: `dur_ns`, and the `row` of the part of their forward."""
-    name = pl.col("name").cast(pl.String)
-    nodes = trace.ops.filter(name.str.starts_with(_BACKWARD))
-    if steps is not None:
-        nodes = nodes.filter(pl.col("ts_ns").is_between(*step_window(trace, steps), closed="left"))
-    row = _forward_part(trace, tree, nodes, np.arange(len(nodes)))
-    return nodes.select("dur_ns", row=pl.Series(row))
 
 
 def _forward_part(trace: Trace, tree: CallTree, spans: pl.DataFrame, rows: Ints) -> Ints:
@@ -376,9 +367,6 @@ def operator_lines(trace: Trace) -> pl.DataFrame:
         `node_count`, `backward_ns`, `event_count` (recorded in backward), `rest_ns` (the engine's
         usual time per node). Of nodes whose forward is not known (the sums of gradients) `file` is
         null.
-
-    Raises:
-        MissingDataError: The trace has no lines.
     """
     own = trace.metadata.get("haiprof")
     noted = own.get("lines") if isinstance(own, dict) else None
