@@ -203,16 +203,21 @@ def _work(kind: str, flops: int, *tensors: Tensor, rows: int | None = None) -> W
     return Work(kind, flops, _size(*tensors), PRECISIONS.get(tensors[0].type), rows=rows)
 
 
+def _same(inner: int, other: int) -> int:
+    """The inner dimension of a product of matrices, which both must have."""
+    if inner != other:
+        raise ValueError("no product of these shapes")
+    return inner
+
+
 @_family
 def _gemm(call: Call, first: int, *, bias: bool = False) -> Work:
     """A product of matrices whose left one is the argument at `first`."""
     left, right = call.tensor(first), call.tensor(first + 1)
     *batch, rows, inner = left.shape
-    if right.shape[-2] != inner:
-        raise ValueError("no product of these shapes")
     out = Tensor((*batch, rows, right.shape[-1]), left.type)
     read = [left, right, *([call.tensor(0)] if bias and first else [])]
-    return _work(GEMM, 2 * out.count * inner, *read, out, rows=rows)
+    return _work(GEMM, 2 * out.count * _same(inner, right.shape[-2]), *read, out, rows=rows)
 
 
 @_family
@@ -249,11 +254,9 @@ def _linear(call: Call) -> Work:
     """aten::linear(input, weight, bias): the weight is (columns, inner)."""
     data, weight = call.tensor(0), call.tensor(1)
     columns, inner = weight.shape
-    if data.shape[-1] != inner:
-        raise ValueError("no product of these shapes")
     out = Tensor((*data.shape[:-1], columns), data.type)
     rows = math.prod(data.shape[:-1])
-    return _work(GEMM, 2 * out.count * inner, data, weight, out, rows=rows)
+    return _work(GEMM, 2 * out.count * _same(inner, data.shape[-1]), data, weight, out, rows=rows)
 
 
 def _quantised_linear(call: Call) -> Work:
@@ -270,14 +273,10 @@ def _te_gemm(call: Call) -> Work:
     """tex_ts::te_gemm_ts of Transformer Engine 1: A at 0, B at 5, transposed or not at 4 and 9."""
     left, right, out = call.tensor(0), call.tensor(5), call.tensor(10)
     transposed = [call.values[at] in ("1", "True") for at in (4, 9)]
-    (inner, rows), (columns, again) = left.shape, right.shape
-    if transposed[0]:
-        inner, rows = rows, inner
-    if transposed[1]:
-        columns, again = again, columns
-    if inner != again:
-        raise ValueError("no product of these shapes")
-    return _work(GEMM, 2 * rows * columns * inner, left, right, out, rows=columns)
+    inner, rows = reversed(left.shape) if transposed[0] else left.shape
+    columns, again = reversed(right.shape) if transposed[1] else right.shape
+    flops = 2 * rows * columns * _same(inner, again)
+    return _work(GEMM, flops, left, right, out, rows=columns)
 
 
 def _at(numbers: list[int], place: int) -> int:
@@ -302,10 +301,8 @@ def _convolution_backward(call: Call) -> Work:
     wanted = call.flags(10)[:2]
     positions = data if call.flag(7) else grad
     once = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.count
-    moved = [(grad, weight, data), (grad, data, weight)]
-    sizes = [_size(*each) for each, is_wanted in zip(moved, wanted, strict=True) if is_wanted]
-    size = None if None in sizes else sum(each for each in sizes if each is not None)
-    return Work(CONVOLUTION, once * sum(wanted), size, PRECISIONS.get(data.type))
+    moved = (grad, weight, data) * sum(wanted)  # for each gradient two are read, one is written
+    return Work(CONVOLUTION, once * sum(wanted), _size(*moved), PRECISIONS.get(data.type))
 
 
 @_family
@@ -386,21 +383,16 @@ def _elementwise(call: Call, flops: int, inputs: int) -> Work:
     return _work(ELEMENTWISE, flops * out.count, *found, out)
 
 
-def _copy(call: Call) -> Work:
-    """aten::copy_(destination, source)."""
-    into, source = call.tensor(0), call.tensor(1)
-    return Work(ELEMENTWISE, 0, _size(into, source), None)
+@_family
+def _moves(call: Call, kind: str, *places: int) -> Work:
+    """An operator that reads or writes the tensors at some places, and computes nothing."""
+    return Work(kind, 0, _size(*map(call.tensor, places)), None)
 
 
 def triton_work(name: str) -> Formula:
     """A kernel that Inductor wrote: all its tensors are arguments, most used once."""
     kind = ELEMENTWISE if name.startswith("triton_poi_") else "reduction"
     return lambda call: Work(kind, 0, _size(*call.tensors()), None, least_bytes=0)
-
-
-def _fill(call: Call) -> Work:
-    into = call.tensor(0)
-    return Work(ELEMENTWISE, 0, _size(into), None)
 
 
 @_family
@@ -425,12 +417,6 @@ def _gather(call: Call) -> Work:
         count *= data.count // data.shape[int(call.values[1])]
     found = Tensor((count,), data.type)
     return Work(EMBEDDING, 0, _size(indices, found, found), None)
-
-
-def _index_put(call: Call) -> Work:
-    """(data, indices, values): values are read, and what they replace or are added to is too."""
-    values = call.tensor(2)
-    return Work(EMBEDDING, 0, _size(values, values, values), None)
 
 
 def _embedding_bag(call: Call) -> Work:
@@ -476,8 +462,15 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", 
                "all", "var", "std", "norm", "linalg_vector_norm")  # fmt: skip
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
                 "_batch_norm_with_update")  # fmt: skip
-
-
+_NORMALISATIONS = {
+    "_softmax": (5, 2), "_log_softmax": (5, 2), "_softmax_backward_data": (4, 3),
+    "_log_softmax_backward_data": (4, 3), "native_layer_norm": (7, 2),
+    "native_layer_norm_backward": (14, 3), "_fused_rms_norm": (5, 2),
+    "_fused_rms_norm_backward": (10, 3), "native_group_norm": (7, 2),
+    "native_group_norm_backward": (14, 3), **dict.fromkeys(_BATCH_NORMS, (7, 2)),
+    **{f"{name}_backward": (14, 3) for name in _BATCH_NORMS},
+}  # fmt: skip
+"""FLOPs per element, and how many tensors of its size are read or written."""
 _FOREACH = ("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal", "rsqrt", "pow", "sign",
             "maximum", "minimum", "clamp_min", "clamp_max")  # fmt: skip
 
@@ -537,25 +530,17 @@ FORMULAS: dict[str, Formula] = {
     **_both(_ONE, _elementwise(1, 2)), **_both(_UNARY, _elementwise(1, 1)),
     **_both(("addcmul", "addcdiv"), _elementwise(3, 3)),
     **_both(("lerp",), _elementwise(3, 3)),
-    "aten::copy_": _copy, "aten::fill_": _fill, "aten::zero_": _fill,
+    "aten::copy_": _moves(ELEMENTWISE, 0, 1),
+    "aten::fill_": _moves(ELEMENTWISE, 0), "aten::zero_": _moves(ELEMENTWISE, 0),
     "aten::native_dropout": _elementwise(2, 1), "aten::native_dropout_backward": _elementwise(2, 2),
     **{f"aten::{name}": _rows(ELEMENTWISE, 1, 0, 1) for name in _REDUCTIONS},
     **{f"aten::{name}": _rows(ELEMENTWISE, 1, 0, 2) for name in ("cumsum", "cumprod")},
     **{f"aten::{name}": _rows(ELEMENTWISE, 0, 0, 2) for name in ("tril", "triu", "flip", "roll")},
     "aten::index_select": _gather, "aten::gather": _gather,
-    "aten::_index_put_impl_": _index_put,
-    "aten::_softmax": _rows(NORMALISATION, 5, 0, 2),
-    "aten::_log_softmax": _rows(NORMALISATION, 5, 0, 2),
-    "aten::_softmax_backward_data": _rows(NORMALISATION, 4, 0, 3),
-    "aten::_log_softmax_backward_data": _rows(NORMALISATION, 4, 0, 3),
-    "aten::native_layer_norm": _rows(NORMALISATION, 7, 0, 2),
-    "aten::native_layer_norm_backward": _rows(NORMALISATION, 14, 0, 3),
-    "aten::_fused_rms_norm": _rows(NORMALISATION, 5, 0, 2),
-    "aten::_fused_rms_norm_backward": _rows(NORMALISATION, 10, 0, 3),
-    "aten::native_group_norm": _rows(NORMALISATION, 7, 0, 2),
-    "aten::native_group_norm_backward": _rows(NORMALISATION, 14, 0, 3),
-    **{f"aten::{name}": _rows(NORMALISATION, 7, 0, 2) for name in _BATCH_NORMS},
-    **{f"aten::{name}_backward": _rows(NORMALISATION, 14, 0, 3) for name in _BATCH_NORMS},
+    # (data, indices, values): read are values, and what they replace or are added to.
+    "aten::_index_put_impl_": _moves(EMBEDDING, 2, 2, 2),
+    **{f"aten::{name}": _rows(NORMALISATION, flops, 0, sizes)
+       for name, (flops, sizes) in _NORMALISATIONS.items()},
     **{f"aten::{name}": formula for name, formula in _COMPOSED.items()},
     "aten::embedding": _embedding, "aten::embedding_dense_backward": _embedding_backward,
     "aten::_embedding_bag": _embedding_bag,

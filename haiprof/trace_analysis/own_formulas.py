@@ -37,18 +37,11 @@ _OPERATIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def _bytes(call: Call, at: int) -> int:
-    size = call.tensor(at).bytes
-    if size is None:
-        raise LookupError(at)
-    return size
-
-
 _FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     "dim": (2, lambda call, at, place: call.tensor(at).shape[place]),
     "dims": (1, lambda call, at: len(call.tensor(at).shape)),
     "count": (1, lambda call, at: call.tensor(at).count),
-    "bytes": (1, _bytes),
+    "bytes": (1, lambda call, at: call.tensor(at).bytes),  # of an unknown type no number
     "value": (1, lambda call, at: float(call.values[at])),
     "min": (2, lambda call, left, right: min(left, right)),
     "max": (2, lambda call, left, right: max(left, right)),
@@ -67,9 +60,6 @@ def read_formulas(path: Path | None) -> OwnFormulas | None:
             `value(N)` a number; `min(a, b)`, `max(a, b)`, `ceil(a)`. `bytes` is one, too; `kind`
             is `gemm` (default) or another of `operator_work`; `precision` as in `--peak`. None is
             no file.
-
-    Raises:
-        UsageError: It cannot be read, or something in it is no formula.
     """
     if path is None:
         return None

@@ -213,11 +213,9 @@ def test_peaks_are_found_by_name_and_can_be_given() -> None:
         parse_peak("bf16=fast")
 
 
-def test_every_peak_names_its_source_and_keeps_sparse_apart() -> None:
+def test_every_peak_names_its_source() -> None:
     for peak in PEAKS:
         assert len(peak.source) > 10
-        for precision, sparse in peak.sparse_flops_per_s.items():
-            assert sparse == 2 * peak.flops_per_s[precision]
 
 
 def test_command_shows_mfu_and_operators(
