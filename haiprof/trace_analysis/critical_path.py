@@ -30,11 +30,7 @@ from haiprof.trace_analysis.critical_walk import (
     joins_by_thread,
     longest_path,
 )
-from haiprof.trace_analysis.device_dependencies import (
-    USUAL_DELAY_NS,
-    DeviceEvents,
-    device_events,
-)
+from haiprof.trace_analysis.device_dependencies import USUAL_DELAY_NS, DeviceEvents, device_events
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY
 from haiprof.trace_analysis.host_activity import split
 from haiprof.trace_analysis.host_dependencies import HostEvents
@@ -229,17 +225,12 @@ class CriticalPath:
         from the moment at which it was done, and streams that wait for streams
         (`synchronisation`); `unexplained`: something the trace does not hold.
         """
-        causes_frame = pl.DataFrame({"bound_by": BOUNDS})
-        sums = self.rows.group_by("bound_by").agg(
-            pl.col("duration_ns").sum(), pl.len().cast(pl.Int64).alias("segment_count")
-        )
-        joined = causes_frame.join(sums, on="bound_by", how="left", maintain_order="left")
-        length = self.length_ns or None
-        return joined.select(
-            "bound_by",
-            pl.col("duration_ns").fill_null(0),
-            (pl.col("duration_ns").fill_null(0) / pl.lit(length, pl.Float64)).alias("share_ratio"),
-            pl.col("segment_count").fill_null(0),
+        every = pl.DataFrame({"bound_by": BOUNDS})
+        sums = every.join(self._sums("bound_by"), on="bound_by", how="left", maintain_order="left")
+        share = pl.lit(0.0 if self.length_ns else None, pl.Float64)
+        return sums.with_columns(
+            pl.col("duration_ns", "segment_count").fill_null(0),
+            pl.col("share_ratio").fill_null(share),
         )
 
     def top(self, count: int = 20) -> pl.DataFrame:
@@ -249,13 +240,17 @@ class CriticalPath:
         first. A null name is host time outside of all events but a profiler step's mark:
         Python, mostly.
         """
-        sums = self.rows.group_by("bound_by", "kind", "name").agg(
-            pl.col("duration_ns").sum(), pl.len().cast(pl.Int64).alias("segment_count")
+        sums = self._sums("bound_by", "kind", "name")
+        return sums.sort("duration_ns", "name", descending=[True, False]).head(count)
+
+    def _sums(self, *keys: str) -> pl.DataFrame:
+        """Time of the segments with the same keys, its share of the window, and their number."""
+        length = pl.lit(self.length_ns or None, pl.Float64)
+        return self.rows.group_by(*keys).agg(
+            pl.col("duration_ns").sum(),
+            (pl.col("duration_ns").sum() / length).alias("share_ratio"),
+            pl.len().cast(pl.Int64).alias("segment_count"),
         )
-        length = self.length_ns or None
-        share = (pl.col("duration_ns") / pl.lit(length, pl.Float64)).alias("share_ratio")
-        ordered = sums.sort("duration_ns", "name", descending=[True, False]).head(count)
-        return ordered.select("bound_by", "kind", "name", "duration_ns", share, "segment_count")
 
 
 def critical_path(
@@ -303,13 +298,9 @@ def critical_path(
 
 
 def _caveats(
-    gpu: DeviceEvents,
-    window: PathWindow,
-    end_ns: int,
-    path: Stretches,
-    rows: pl.DataFrame,
+    gpu: DeviceEvents, window: PathWindow, end_ns: int, path: Stretches, rows: pl.DataFrame,
     slack_ns: int | None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """What readers must know; `slack_ns` is how long before the host the GPU was done."""
     found = list(gpu.trace.report.notes)
     if not len(gpu.starts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import polars as pl
@@ -245,44 +246,22 @@ def _wait_called(gpu: DeviceEvents) -> Bools:
 NOTHING: Ints = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joins:
-    """Points at which a host thread resumed because something else had finished; by time."""
-
-    time: Ints
-    """When the thread resumed, ns."""
-    cause_time: Ints
-    """When what it waited for finished, ns."""
-    gpu_row: Ints
-    """That GPU event; -1 where it was another thread."""
-    thread: Ints
-    """Number of that other thread; -1 where it was a GPU event."""
-    call_row: Ints
-    """Row of the call that waited; -1 without one."""
-    assumed: Bools
-    """Whether it was inferred, not recorded."""
-
-
 _JOINS = {
     "of": pl.Int64, "time": pl.Int64, "cause_time": pl.Int64, "gpu_row": pl.Int64,
     "thread": pl.Int64, "call_row": pl.Int64, "assumed": pl.Boolean,
 }  # fmt: skip
-"""The fields of `Joins`, behind the number of the thread that they are of."""
+"""Points at which a host thread (`of`, its number) resumed because something else had finished:
+when it resumed and when that finished, in ns; the GPU event, or the number of the other thread, -1
+where it was the other of these; the row of the call that waited, or -1; whether it was inferred,
+not recorded."""
 
 
-def joins_by_thread(host: HostEvents, gpu: DeviceEvents, main: int) -> dict[int, Joins]:
-    """The joins of each thread, by its number."""
-    parts = [
-        pl.DataFrame(schema=_JOINS),
-        *_blocking_calls(host, gpu),
-        *_between_threads(host, main),
-    ]
-    whole = pl.concat(part.select(list(_JOINS)) for part in parts)
-    ordered = whole.sort("of", "time", "cause_time", maintain_order=True)
-    return {
-        int(rows["of"][0]): Joins(**{name: rows[name].to_numpy() for name in rows.columns[1:]})
-        for rows in ordered.partition_by("of")
-    }
+def joins_by_thread(host: HostEvents, gpu: DeviceEvents, main: int) -> dict[int, pl.DataFrame]:
+    """The joins of each thread by time, by its number; columns of `_JOINS`."""
+    found = chain(_blocking_calls(host, gpu), _between_threads(host, main))
+    parts = [pl.DataFrame(schema=_JOINS), *(part.select(list(_JOINS)) for part in found)]
+    ordered = pl.concat(parts).sort("of", "time", "cause_time", maintain_order=True)
+    return {int(rows["of"][0]): rows for rows in ordered.partition_by("of")}
 
 
 def _blocking_calls(host: HostEvents, gpu: DeviceEvents) -> Iterator[pl.DataFrame]:
@@ -355,7 +334,8 @@ class Graph:
     host: HostEvents
     gpu: DeviceEvents
     causes: Causes
-    joins: dict[int, Joins]
+    joins: dict[int, pl.DataFrame]
+    """As `joins_by_thread` has them."""
     main: int
     """Number of the window's thread."""
 
@@ -437,19 +417,18 @@ class _Walk:
     def along_thread(self, thread: int, now: int) -> tuple[int, int, int]:
         """Follows a host thread back to the last point at which it had waited."""
         joins = self.graph.joins.get(thread)
-        at = -1 if joins is None else int(np.searchsorted(joins.time, now, side="right")) - 1
+        at = -1 if joins is None else joins["time"].search_sorted(now, "right") - 1
         while at >= 0 and (thread, at) in self.used:
             at -= 1
-        if joins is None or at < 0 or joins.time[at] <= self.start_ns:
+        if joins is None or at < 0 or joins["time"][at] <= self.start_ns:
             self.add(ON_HOST, thread, self.start_ns, now)
             return -1, -1, self.start_ns
         self.used.add((thread, at))
-        went_on, cause = int(joins.time[at]), int(joins.cause_time[at])
+        _, went_on, cause, row, other, call, is_assumed = joins.row(at)
         self.add(ON_HOST, thread, went_on, now)
-        call = int(joins.call_row[at])
         self.add(RETURN if call >= 0 else HAND_OVER, call if call >= 0 else thread, cause, went_on)
-        self.jump(assumed=bool(joins.assumed[at]))
-        return int(joins.thread[at]), int(joins.gpu_row[at]), cause
+        self.jump(assumed=is_assumed)
+        return other, row, cause
 
     def finish(self) -> Stretches:
         """In order of time, cut to the window, without empty ones."""
