@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -77,13 +77,13 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
     sides = before, after
     tops = {role.top for role in before.roles} & {role.top for role in after.roles} - {None}
     rows = _operator_rows(before.roles, after.roles, tops)
-    activities: tuple[dict[str, float], ...] = {}, {}  # time of what is no computing
+    activities = defaultdict[str, float](float), defaultdict[str, float](float)  # not computing
     for found, side in zip(activities, sides, strict=True):
         for account in side.ledger.accounts:
             if not account.needed and account.activity not in CONVERSIONS:
-                found[account.activity] = found.get(account.activity, 0.0) + account.ns_per_step
+                found[account.activity] += account.ns_per_step
     for activity in dict.fromkeys([*activities[0], *activities[1]]):
-        old, new = (each.get(activity, 0.0) for each in activities)
+        old, new = (each[activity] for each in activities)
         of = IDLE_TIME if activity.startswith(IDLE) else OTHER
         rows.append(ComparedRow(of=of, role=activity, before_ns=old, after_ns=new))
     on_device = before.on_device and after.on_device
@@ -129,24 +129,17 @@ def _changed_branch(
 def _operator_rows(
     before: Iterable[OperatorRole], after: Iterable[OperatorRole], tops: set[str | None]
 ) -> list[ComparedRow]:
-    sides: list[dict[str, dict[str, float]]] = []
-    for roles in (before, after):
-        side: dict[str, dict[str, float]] = {}
+    found: dict[str, tuple[dict[str, float], ...]] = {}
+    for side, roles in enumerate((before, after)):
         for role in roles:
-            top = role.top if role.top in tops else role.kind
-            operators = side.setdefault(str(top), {})
-            operators[role.name] = operators.get(role.name, 0.0) + role.ns_per_step
-        sides.append(side)
-    return [
-        ComparedRow(
-            of=OPERATORS, role=role,
-            before_ns=sum(sides[0].get(role, {}).values()),
-            after_ns=sum(sides[1].get(role, {}).values()),
-            before=_longest(sides[0].get(role, {})), after=_longest(sides[1].get(role, {})),
-        )
-        for role in dict.fromkeys([*sides[0], *sides[1]])
-    ]  # fmt: skip
-
-
-def _longest(operators: dict[str, float]) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted(operators.items(), key=lambda pair: -pair[1]))
+            top = str(role.top if role.top in tops else role.kind)
+            operators = found.setdefault(top, (defaultdict(float), defaultdict(float)))[side]
+            operators[role.name] += role.ns_per_step
+    rows = []
+    for top, sides in found.items():
+        old, new = (tuple(sorted(each.items(), key=lambda pair: -pair[1])) for each in sides)
+        rows.append(ComparedRow(
+            of=OPERATORS, role=top, before_ns=sum(sides[0].values()),
+            after_ns=sum(sides[1].values()), before=old, after=new,
+        ))  # fmt: skip
+    return rows

@@ -115,21 +115,11 @@ class DeviceEvents:
 _TRIES = 8
 
 
-def _runtime_calls(trace: Trace) -> RuntimeCalls:
-    """The runtime calls of a trace, by start."""
-    frame = trace.runtime
-    starts = frame["ts_ns"].to_numpy()
-    return RuntimeCalls(
-        frame=frame,
-        starts=starts,
-        ends=starts + frame["dur_ns"].to_numpy(),
-        thread=_numbers(frame.select("pid", "tid")),
-    )
-
-
 def device_events(trace: Trace) -> DeviceEvents:
     """The GPU events of a trace with their launches: the first call of the same correlation."""
-    named = trace.runtime.select(
+    calls = trace.runtime
+    begun = calls["ts_ns"].to_numpy()
+    named = calls.select(
         "correlation", "ts_ns", launch_tid="tid", call=pl.int_range(pl.len(), dtype=pl.Int64)
     )
     first = named.filter(pl.col("correlation") > 0).unique("correlation", keep="first")
@@ -141,11 +131,13 @@ def device_events(trace: Trace) -> DeviceEvents:
     starts = gpu["ts_ns"].to_numpy()
     # When anything on the host began first; without a host the GPU.
     marks = trace.host_ranges
-    tables = [table["ts_ns"].to_numpy() for table in (marks, trace.ops, trace.runtime)]
-    times = np.concatenate(tables)
+    times = np.concatenate([begun, *(table["ts_ns"].to_numpy() for table in (marks, trace.ops))])
     return DeviceEvents(
         trace=trace,
-        calls=_runtime_calls(trace),
+        calls=RuntimeCalls(
+            frame=calls, starts=begun, ends=begun + calls["dur_ns"].to_numpy(),
+            thread=_numbers(calls.select("pid", "tid")),
+        ),
         frame=gpu.drop("launch_ns", "call"),
         starts=starts,
         ends=starts + gpu["dur_ns"].to_numpy(),
@@ -157,7 +149,7 @@ def device_events(trace: Trace) -> DeviceEvents:
         ),
         known=gpu["call"].is_not_null().to_numpy(),
         talks=(gpu["kind"] == COMMUNICATION).to_numpy(),
-    )
+    )  # fmt: skip
 
 
 def launches_around(gpu: DeviceEvents, rows: Ints) -> tuple[Ints, Ints]:

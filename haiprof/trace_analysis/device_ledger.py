@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -262,19 +263,20 @@ def _event_activities(
     events = gpu.select("event", "kind", pl.col("name").cast(pl.String), operator).join(
         said.rename({"kind": "spoken"}), on="event", how="left", maintain_order="left"
     )
-    told: dict[tuple[str, ...], str] = {}
-    for key in events.select("kind", "name", "operator", "spoken").unique().iter_rows():
-        kind, name, by, collective = key
-        told[key] = f"{COMPUTE}{work_kind(name, by)}"
+
+    @cache
+    def describe(kind: str, name: str, by: str | None, collective: str | None) -> str:
         if kind == COMMUNICATION:
-            told[key] = f"{TALK}{collective or 'other'}"
-        elif kind == MEMORY:
-            direction = _DIRECTION.search(name)
-            pageable = ", pageable" if "pageable" in name.lower() else ""
-            without = "set" if "set" in name.lower() else "other"
-            told[key] = f"{COPY}{_DIRECTIONS[direction[0]] + pageable if direction else without}"
+            return f"{TALK}{collective or 'other'}"
+        if kind != MEMORY:
+            return f"{COMPUTE}{work_kind(name, by)}"
+        direction = _DIRECTION.search(name)
+        pageable = ", pageable" if "pageable" in name.lower() else ""
+        without = "set" if "set" in name.lower() else "other"
+        return f"{COPY}{_DIRECTIONS[direction[0]] + pageable if direction else without}"
+
     keys = events.select("kind", "name", "operator", "spoken").iter_rows()
-    return np.array([told[key] for key in keys], dtype=object)
+    return np.array([describe(*key) for key in keys], dtype=object)
 
 
 def _blocking_calls(host: Host, gpu: pl.DataFrame, row: Ints) -> Ints:
@@ -290,14 +292,9 @@ def _blocking_calls(host: Host, gpu: pl.DataFrame, row: Ints) -> Ints:
 
 
 def _idle_lines(
-    host: Host,
-    gaps: Intervals,
-    starts: Ints,
-    calls: tuple[Ints, Ints],
-    row: Ints,
-    seen: Bools,
+    host: Host, gaps: Intervals, starts: Ints, calls: tuple[Ints, Ints], row: Ints, seen: Bools,
     blocking: Ints,
-) -> list[_Time]:
+) -> list[_Time]:  # fmt: skip
     """What the host did while the device was idle.
 
     Until the call that launched the next event has returned, the host is late; after that the

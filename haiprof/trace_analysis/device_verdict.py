@@ -313,7 +313,7 @@ def _as_ledger(
     ).sort("ns", *_KEY[:2], descending=[True, False, False])  # fmt: skip
     keys = keys.with_row_index("account")
     numbered = folded.join(keys.select("account", *_KEY), on=_KEY, nulls_equal=True)
-    times = _Steps(lanes, steps, lengths)
+    times = _Steps(lanes, steps)
     cube = times.cube(numbered, len(keys))
     peers = np.flatnonzero((keys["activity"] == PEER).to_numpy())
     own = times.length - cube[peers].sum(axis=0)
@@ -470,32 +470,23 @@ def _operator(
 class _Steps:
     """The steps that all ranks have, as a table of devices (rank and device) by steps."""
 
-    def __init__(
-        self, lanes: list[tuple[int, int]], steps: dict[int, pl.DataFrame], lengths: dict[int, Ints]
-    ) -> None:
-        numbers = {rank: frame["number"].to_list() for rank, frame in steps.items()}
-        common = set.intersection(*(set(each) for each in numbers.values()))
-        if not common or None in common:  # windows of other steps: the nth is compared with the nth
-            numbers = {rank: list(range(len(each))) for rank, each in numbers.items()}
-            common = set(range(min(map(len, numbers.values()))))
-        self._place = {step: at for at, step in enumerate(sorted(common))}
-        self.lanes = pl.DataFrame(
-            [(*lane, at) for at, lane in enumerate(lanes)],
-            schema={"rank": pl.Int64, "device": pl.Int64, "lane": pl.Int64}, orient="row",
-        )  # fmt: skip
-        places = [
-            (rank, at, self._place[number])
-            for rank, each in numbers.items() for at, number in enumerate(each)
-            if number in self._place
-        ]  # fmt: skip
-        self._steps = pl.DataFrame(
-            places, schema={"rank": pl.Int64, "step": pl.Int64, "at": pl.Int64}, orient="row"
+    def __init__(self, lanes: list[tuple[int, int]], steps: dict[int, pl.DataFrame]) -> None:
+        schema = {"rank": pl.Int64, "device": pl.Int64}
+        self.lanes = pl.DataFrame(lanes, schema=schema, orient="row").with_columns(
+            lane=pl.int_range(pl.len(), dtype=pl.Int64)
         )
-        self.length: Ints = np.zeros((len(lanes), len(common)), dtype=np.int64)
-        for lane, (rank, _) in enumerate(lanes):
-            for own, step, at in places:
-                if own == rank:
-                    self.length[lane, at] = lengths[rank][step]
+        every = with_rank(steps.items())
+        for key in ("number", "step"):  # windows of other steps: the nth is compared with the nth
+            is_common = pl.col("rank").n_unique().over(key) == len(steps)
+            common = every.drop_nulls(key).filter(is_common)
+            if len(common):
+                break
+        placed = common.with_columns(at=pl.col(key).rank("dense").cast(pl.Int64) - 1)
+        self._steps = placed.select("rank", "step", "at")
+        cells = self.lanes.join(placed, on="rank", maintain_order="left_right")
+        self.length: Ints = np.zeros((len(lanes), placed["at"].n_unique()), dtype=np.int64)
+        at = tuple(cells[name].to_numpy() for name in ("lane", "at"))
+        self.length[at] = (cells["end_ns"] - cells["start_ns"]).to_numpy()
 
     def cube(self, rows: pl.DataFrame, account_count: int) -> Ints:
         """Time in ns of each account, device and step."""
