@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Ints, covered_lengths, union
+from haiprof.base.intervals import covered_lengths, union
 from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import duration_text, ratio_text
@@ -23,22 +23,15 @@ def with_time_elsewhere(kernels: pl.DataFrame) -> pl.DataFrame:
     placed = kernels.with_columns(group=group).with_row_index("place")
     found = np.zeros(len(kernels), dtype=np.int64)
     for own in placed.sort("start_ns").partition_by("rank"):
-        if own["group"].n_unique() > 1:
-            found[own["place"].to_numpy()] = _elsewhere(own)
+        columns = ("place", "start_ns", "end_ns", "group")
+        place, starts, ends, groups = (own[name].to_numpy() for name in columns)
+        for group in np.unique(groups):
+            mine = groups == group
+            others = union(starts[~mine], ends[~mine])
+            left = np.append(starts[0], np.maximum.accumulate(ends[mine])[:-1])
+            elsewhere = covered_lengths(others, np.minimum(left, starts[mine]), starts[mine])
+            found[place[mine]] = elsewhere
     return kernels.with_columns(pl.Series("elsewhere_ns", found, dtype=pl.Int64))
-
-
-def _elsewhere(own: pl.DataFrame) -> Ints:
-    """Of one rank's kernels by start."""
-    starts, ends = own["start_ns"].to_numpy(), own["end_ns"].to_numpy()
-    groups = own["group"].to_numpy()
-    found = np.zeros(len(own), dtype=np.int64)
-    for group in np.unique(groups):
-        mine = groups == group
-        others = union(starts[~mine], ends[~mine])
-        left = np.append(starts[0], np.maximum.accumulate(ends[mine])[:-1])
-        found[mine] = covered_lengths(others, np.minimum(left, starts[mine]), starts[mine])
-    return found
 
 
 def with_passed_on(arrivals: pl.DataFrame) -> pl.DataFrame:
@@ -52,15 +45,11 @@ def above_others(arrivals: pl.DataFrame, column: str, name: str) -> pl.DataFrame
     values = pl.col(column).sort().over("collective", mapping_strategy="join")
     place = pl.col(column).rank("ordinal").over("collective").cast(pl.Int64) - 1
     others = pl.len().over("collective").cast(pl.Int64) - 1
-    placed = arrivals.with_columns(values=values, place=place, others=others)
-    for end, middle in (("lower", (pl.col("others") - 1) // 2), ("upper", pl.col("others") // 2)):
-        placed = placed.with_columns(at=middle)
-        kept = pl.col("at") + (pl.col("place") <= pl.col("at")).cast(pl.Int64)  # not its own
-        placed = placed.with_columns(pl.col("values").list.get(kept, null_on_oob=True).alias(end))
-    apart = ((pl.col(column) - pl.col("lower")) + (pl.col(column) - pl.col("upper"))) / 2
-    return placed.with_columns(apart.alias(name)).drop(
-        "values", "place", "others", "at", "lower", "upper"
-    )
+    apart = [
+        pl.col(column) - values.list.get(at + (place <= at).cast(pl.Int64), null_on_oob=True)
+        for at in ((others - 1) // 2, others // 2)  # in the middle, its own left out
+    ]
+    return arrivals.with_columns(((apart[0] + apart[1]) / 2).alias(name))
 
 
 # Bus bandwidth over algorithm bandwidth, for n ranks. Source: nccl-tests, doc/PERFORMANCE.md.

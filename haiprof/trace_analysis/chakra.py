@@ -300,11 +300,8 @@ def write_chakra(path: Path, graph: ChakraGraph) -> None:
     """
     try:
         with whole_file(path, below=path.parent) as file:
-            plain = {
-                name: value
-                for name, value in graph.header.items()
-                if isinstance(value, (int, str, bool))
-            }
+            said = graph.header.items()
+            plain = {key: value for key, value in said if isinstance(value, (int, str, bool))}
             file.write(delimit(global_metadata({**plain, "rank": graph.rank})))
             for message in _messages(graph):
                 file.write(delimit(message))

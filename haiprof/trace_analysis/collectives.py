@@ -125,19 +125,11 @@ def collective_waits(spans: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataF
 
 # By the first that a name contains: PyTorch's collective names, NCCL's and RCCL's kernel names.
 _KINDS = (
-    (r"reduce_?scatter", "reduce_scatter"),
-    (r"all_?reduce", "all_reduce"),
-    (r"all_?gather", "all_gather"),
-    (r"all_?to_?all", "all_to_all"),
-    (r"broadcast", "broadcast"),
-    (r"barrier", "barrier"),
-    (r"send_?recv", "send_receive"),
-    (r"send\b", "send"),
-    (r"recv\b", "receive"),
-    (r"gather", "gather"),
-    (r"scatter", "scatter"),
-    (r"reduce", "reduce"),
-)
+    (r"reduce_?scatter", "reduce_scatter"), (r"all_?reduce", "all_reduce"),
+    (r"all_?gather", "all_gather"), (r"all_?to_?all", "all_to_all"), ("broadcast", "broadcast"),
+    ("barrier", "barrier"), (r"send_?recv", "send_receive"), (r"send\b", "send"),
+    (r"recv\b", "receive"), ("gather", "gather"), ("scatter", "scatter"), ("reduce", "reduce"),
+)  # fmt: skip
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """No rank leaves one of these before all have entered, unlike the root of a broadcast."""
 
@@ -169,7 +161,7 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
         return _on_cpu(trace, steps)
     texts = ("name", "collective", "dtype", "process_group", "group_ranks")
     kernels = gpu.filter(pl.col("row").is_in(talking.implode())).with_columns(
-        *(_text(name).alias(name) for name in texts)
+        *(text_or_null(name).alias(name) for name in texts)
     )
     calls = trace.runtime.select("correlation", launch_ns="ts_ns", launch_tid="tid").drop_nulls()
     found = kernels.join(
@@ -259,7 +251,7 @@ def kind_of(name: str) -> str:
     return next((kind for sign, kind in _KINDS if re.search(sign, name.lower())), "other")
 
 
-def _text(name: str) -> pl.Expr:
+def text_or_null(name: str) -> pl.Expr:
     """A text column as strings, null where the file has none."""
     text = pl.col(name).cast(pl.String)
     return pl.when(text != "").then(text)
@@ -285,24 +277,18 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
     all-reduces of 2023 have their shape there alone.
     """
     params = trace.ops.filter(pl.col("name").cast(pl.String) == "record_param_comms")
-    shaped = _around_launch(
-        kernels,
-        params.select(
-            "ts_ns", "dur_ns", "tid", op_dims=_text("input_dims"), op_types=_text("input_types")
-        ),
-    )
+    name, dims, types = map(text_or_null, ("name", "input_dims", "input_types"))
+    when = ("ts_ns", "dur_ns", "tid")
+    shaped = _around_launch(kernels, params.select(*when, op_dims=dims, op_types=types))
     # PyTorch's spans around its calls of NCCL and the like: annotations or, in some, operators.
-    tables = (trace.annotations, trace.ops)
+    is_backend = pl.col("name").cast(pl.String).str.contains(f"^(?:{GPU_BACKENDS}):")
     spans = [
-        table.filter(pl.col("name").cast(pl.String).str.contains(f"^(?:{GPU_BACKENDS}):")).select(
-            "ts_ns", "dur_ns", "tid", annotation=_text("name"), span_dims=_text("input_dims"),
-            span_types=_text("input_types"),
-        )
-        for table in tables
-    ]  # fmt: skip
+        table.filter(is_backend).select(*when, annotation=name, span_dims=dims, span_types=types)
+        for table in (trace.annotations, trace.ops)
+    ]
     found = _around_launch(shaped, pl.concat(spans))
     rows = [
-        (*_inputs(*inputs[:2], only_first=True), *_inputs_at_all(*inputs[2:]))
+        (*_inputs(*inputs[:2], only_first=True), *_inputs(*inputs[2:], untyped=True))
         for inputs in found.select("op_dims", "op_types", "span_dims", "span_types").iter_rows()
     ]
     schema = {"op_count": pl.Int64, "op_dtype": pl.String, "span_count": pl.Int64,
@@ -315,33 +301,26 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _inputs(
-    dims: str | None, types: str | None, *, only_first: bool = False
+    dims: str | None, types: str | None, *, only_first: bool = False, untyped: bool = False
 ) -> tuple[int | None, str | None]:
-    """Elements of all inputs together and their type, where they are tensors of one type."""
+    """Elements of all inputs together and their type, where they are tensors of one type.
+
+    With `untyped`, where no type was recorded, the elements alone.
+    """
     try:
-        shapes, dtypes = json.loads(dims or ""), json.loads(types or "")
+        shapes, dtypes = json.loads(dims or ""), json.loads(types or "[]")
         if only_first:  # without a dimension it is a number
             shapes, dtypes = shapes[:1] if shapes[0] else [], dtypes[:1]
-        if not shapes or len(set(dtypes)) != 1 or _size(dtypes[0]) is None:
+        is_typed = len(set(dtypes)) == 1 and _size(dtypes[0]) is not None
+        # An empty shape is a number, or not known.
+        is_bare = untyped and types in (None, "[]") and all(shapes)
+        if not shapes or not (is_typed or is_bare):
             return None, None
         count = sum(math.prod(map(int, each)) for each in shapes)
-        return (count, dtypes[0]) if 0 <= count < _MOST_ELEMENTS else (None, None)
+        dtype = dtypes[0] if is_typed else None
+        return (count, dtype) if 0 <= count < _MOST_ELEMENTS else (None, None)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return None, None
-
-
-def _inputs_at_all(dims: str | None, types: str | None) -> tuple[int | None, str | None]:
-    """As `_inputs`; where no type was recorded, the elements alone."""
-    count, dtype = _inputs(dims, types)
-    if count is not None or types not in (None, "[]"):
-        return count, dtype
-    try:
-        shapes = json.loads(dims or "")
-        known = bool(shapes) and all(shapes)  # an empty one is a number, or not known
-        count = sum(math.prod(map(int, each)) for each in shapes) if known else None
-    except (ValueError, TypeError, OverflowError):
-        return None, None
-    return (count, None) if count is not None and 0 <= count < _MOST_ELEMENTS else (None, None)
 
 
 def _around_launch(kernels: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:

@@ -16,7 +16,6 @@ from haiprof.trace_analysis.device_dependencies import (
     COPY,
     DEVICE,
     STREAM,
-    DeviceEvents,
     device_events,
     host_waits,
 )
@@ -273,7 +272,16 @@ def sync_dependencies(
     gpu = device_events(trace)
     if not len(numbers) or not len(gpu.calls.find(BLOCKING)):
         return pl.Series("sync_dependencies", found, dtype=_LISTS)
-    held = _waits(gpu).join(numbers, on="event").sort("after")
+    # Calls that waited (when they ended), and the GPU event that each waited for.
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    for why, call, event, _ in host_waits(gpu):
+        if why in (COPY, DEVICE, STREAM):
+            waited = (event >= 0) & (gpu.ends[event] > gpu.calls.starts[call])
+            parts.append(np.stack([call, event], axis=1)[waited])
+    pairs: Ints = np.concatenate(parts)
+    ended = gpu.calls.frame.select("pid", "tid", after=pl.col("ts_ns") + pl.col("dur_ns"))
+    waits = ended[pairs[:, 0]].with_columns(event=gpu.frame["event"].gather(pairs[:, 1]))
+    held = waits.join(numbers, on="event").sort("after")
     linked = np.flatnonzero(row >= 0)
     begun = tree.spans.select("pid", "tid")[row[linked]].with_columns(
         start=pl.Series(tree.starts[row[linked]]), place=pl.Series(linked)
@@ -285,19 +293,6 @@ def sync_dependencies(
     for place, node in after.drop_nulls("place").select("place", "node").unique().iter_rows():
         found[place].append(node)
     return pl.Series("sync_dependencies", [sorted(each) for each in found], dtype=_LISTS)
-
-
-def _waits(gpu: DeviceEvents) -> pl.DataFrame:
-    """`pid`, `tid`, `after` (the end) of calls that waited, and the GPU `event`."""
-    parts = [np.empty((0, 2), dtype=np.int64)]
-    for why, call, event, _ in host_waits(gpu):
-        if why in (COPY, DEVICE, STREAM):
-            waited = (event >= 0) & (gpu.ends[event] > gpu.calls.starts[call])
-            parts.append(np.stack([call, event], axis=1)[waited])
-    pairs: Ints = np.concatenate(parts)
-    ended = gpu.calls.frame.select("pid", "tid", after=pl.col("ts_ns") + pl.col("dur_ns"))
-    events = gpu.frame["event"].gather(pairs[:, 1])
-    return ended[pairs[:, 0]].with_columns(event=events)
 
 
 _SPAN = (
@@ -387,11 +382,9 @@ def _gpu_nodes(
     place_of_row = np.full(len(tree.parent) + 1, -1, dtype=np.int64)
     linked = np.flatnonzero(found.row >= 0)
     place_of_row[found.row[linked]] = linked
-    row_of_event = dict(zip(tree.spans["event"].to_list(), range(len(tree.parent)), strict=True))
-    events = owned.tree.spans["event"].to_numpy()
-    inside = np.array(
-        [row_of_event[int(events[at])] if at >= 0 else -1 for at in row.tolist()], dtype=np.int64
-    )
+    rows = tree.spans.select("event", row=pl.int_range(pl.len(), dtype=pl.Int64))
+    same = owned.tree.spans.select("event").join(rows, on="event", maintain_order="left")["row"]
+    inside = np.append(same.to_numpy(), -1)[row]
     holder = place_of_row[tree.climb(inside, place_of_row >= 0)]
     launch = gpu["call_ts_ns"].is_not_null().to_numpy()
     reasons = {

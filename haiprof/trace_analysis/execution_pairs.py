@@ -51,7 +51,7 @@ def pairs(
         )
     alone_both = len(traces) == 1 and len(found) == 1
     matched = {0: found[0]} if alone_both else _match(traces, found)
-    ranks = {at: _rank(traces[at], at) for at in matched}
+    ranks = {at: at if (said := traces[at].rank) is None else said for at in matched}
     made = [
         Pair(rank=ranks[at], trace=traces[at], execution=load_execution_trace(path))
         for at, path in matched.items()
@@ -101,10 +101,6 @@ def _stem(name: str) -> str:
     return name
 
 
-def _rank(trace: Trace, place: int) -> int:
-    return place if trace.rank is None else trace.rank
-
-
 _Sign = tuple[Callable[[Trace], object], Callable[[Path], object]]
 
 
@@ -113,9 +109,10 @@ def _match(traces: Sequence[Trace], found: Sequence[Path]) -> dict[int, Path]:
     signs: tuple[_Sign, ...] = (
         (lambda trace: _stem(trace.path.name), lambda path: _stem(path.name)),
         (lambda trace: trace.rank, lambda path: rank_in_name(path.name)),
-        (_pid, lambda path: load_execution_trace(path).pid),
+        (lambda trace: next(iter(trace.ops["pid"].drop_nulls()), None),
+         lambda path: load_execution_trace(path).pid),
         (lambda trace: trace.rank, lambda path: _last_number(path.name)),
-    )
+    )  # fmt: skip
     for of_trace, of_path in signs:
         places = _unique((of_trace(trace), at) for at, trace in enumerate(traces))
         paths = _unique((of_path(path), path) for path in found)
@@ -136,11 +133,6 @@ def _unique(signed: Iterable[tuple[object, int | Path]]) -> dict[object, Any]:
             return {}
         found[sign] = value
     return found
-
-
-def _pid(trace: Trace) -> int | None:
-    pids = trace.ops["pid"].drop_nulls()
-    return int(pids[0]) if len(pids) else None
 
 
 def _last_number(name: str) -> int | None:

@@ -79,22 +79,13 @@ def _worker(path: Path) -> Worker | TraceFormatError:
 
 
 LOAD_SCHEMA = {
-    "file": pl.String,
-    "world_size": pl.Int64,
-    "first_step": pl.Int64,
-    "last_step": pl.Int64,
-    "text_bytes": pl.Int64,
-    "event_count": pl.Int64,
+    "file": pl.String, "world_size": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64,
+    "text_bytes": pl.Int64, "event_count": pl.Int64,
     **{f"{table}_count": pl.Int64 for table in TABLES},
-    "redundant_count": pl.Int64,
-    "not_used_count": pl.Int64,
-    "bad_time_count": pl.Int64,
-    "lost_count": pl.Int64,
-    "repaired_count": pl.Int64,
-    "truncated_bytes": pl.Int64,
-    "fault_count": pl.Int64,
-    "faults": pl.String,
-}
+    "redundant_count": pl.Int64, "not_used_count": pl.Int64, "bad_time_count": pl.Int64,
+    "lost_count": pl.Int64, "repaired_count": pl.Int64, "truncated_bytes": pl.Int64,
+    "fault_count": pl.Int64, "faults": pl.String,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +170,7 @@ def check_frame(
     files: Mapping[int, TraceFile], offsets: pl.DataFrame | None = None
 ) -> pl.DataFrame:
     """What was found in each trace, and of all of them together."""
-    of_all = [*_missing_ranks(files), *_different_steps(files), *_different_times(files)]
+    of_all = list(_of_all_ranks(files))
     of_all += () if offsets is None else _corrected_clocks(offsets)
     rows = [_trace_check_row(None, None, finding) for finding in of_all]
     rows += [
@@ -223,58 +214,43 @@ def _trace_check_row(rank: int | None, file: str | None, finding: Finding) -> di
     return {"rank": rank, "file": file, **row, "answers": ", ".join(finding.answers)}
 
 
-def _missing_ranks(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
+def _of_all_ranks(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
+    """Ranks without a trace, with other steps, or with no moment in common on their own clocks."""
     sizes = {file.world_size for file in files.values() if file.world_size}
-    if len(sizes) != 1:
-        return
-    size = sizes.pop()
+    size = sizes.pop() if len(sizes) == 1 else 0
     count = size - len([rank for rank in files if rank < size])
-    if count <= 0:
-        return
-    alone = len(files) == 1
-    yield Finding(
-        "missing_ranks", count,
-        text=f"{count_text(count, 'rank')} of {size:,} without a trace",
-        effect="who waited for whom cannot be said of one rank" if alone else
-        "the last to arrive at a collective may be one of them: waits are lower bounds",
-        is_fault=not alone,
-    )  # fmt: skip
-
-
-def _different_steps(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
+    if count > 0:
+        alone = len(files) == 1
+        yield Finding(
+            "missing_ranks", count,
+            text=f"{count_text(count, 'rank')} of {size:,} without a trace",
+            effect="who waited for whom cannot be said of one rank" if alone else
+            "the last to arrive at a collective may be one of them: waits are lower bounds",
+            is_fault=not alone,
+        )  # fmt: skip
     steps = {rank: (file.first_step, file.last_step) for rank, file in files.items()}
     known = [each for each in steps.values() if each[0] is not None]
-    if len(set(known)) < 2:
-        return
-    usual = max(set(known), key=known.count)
-    others = [rank for rank, each in steps.items() if each != usual]
-    yield Finding(
-        "different_steps", len(others),
-        text=f"{count_text(len(others), 'rank')} with other profiler steps than {usual[0]} to "
-        f"{usual[1]}: {', '.join(map(str, others[:8]))}",
-        effect="ranks are compared over different steps; --steps takes those they have in common",
-    )  # fmt: skip
-
-
-def _different_times(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
-    """Windows that have no moment in common, on the clocks that the files themselves have."""
-    windows = [
-        (file.start_ns, file.end_ns)
-        for file in files.values()
-        if file.start_ns is not None and file.end_ns is not None
-    ]
-    if len(windows) < 2:
-        return
-    latest, earliest = max(start for start, _ in windows), min(end for _, end in windows)
-    if latest <= earliest:
-        return
-    yield Finding(
-        "two_clocks", len(windows),
-        text=f"the ranks' windows have no moment in common, {milliseconds(latest - earliest)} "
-        "apart: recorded at different times, or on clocks that differ",
-        effect="ranks are compared only by collectives that they have in common; without any, "
-        "nothing is said of who waited",
-    )  # fmt: skip
+    if len(set(known)) > 1:
+        usual = max(set(known), key=known.count)
+        others = [rank for rank, each in steps.items() if each != usual]
+        yield Finding(
+            "different_steps", len(others),
+            text=f"{count_text(len(others), 'rank')} with other profiler steps than {usual[0]} to "
+            f"{usual[1]}: {', '.join(map(str, others[:8]))}",
+            effect="ranks are compared over different steps; --steps takes those they have in "
+            "common",
+        )  # fmt: skip
+    starts = [file.start_ns for file in files.values() if file.start_ns is not None]
+    ends = [file.end_ns for file in files.values() if file.end_ns is not None]
+    between_ns = max(starts, default=0) - min(ends, default=0)
+    if len(starts) > 1 and between_ns > 0:
+        yield Finding(
+            "two_clocks", len(starts),
+            text=f"the ranks' windows have no moment in common, {milliseconds(between_ns)} "
+            "apart: recorded at different times, or on clocks that differ",
+            effect="ranks are compared only by collectives that they have in common; without any, "
+            "nothing is said of who waited",
+        )  # fmt: skip
 
 
 def _corrected_clocks(offsets: pl.DataFrame) -> Iterator[Finding]:

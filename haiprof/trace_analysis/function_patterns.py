@@ -259,19 +259,6 @@ def function_events(
     base = clock_base_ns(trace)
     began = pl.col("start_ns").is_between(window.start + base, window.end + base, closed="left")
     communication = collective_kernels(trace).filter(began)
-    parts = {
-        **_gpu(trace, geometry=geometry),
-        COMMUNICATION: with_transfer_type(communication).select(
-            *_KEYS,
-            ts_ns=pl.col("start_ns") - base,
-            dur_ns=pl.col("end_ns") - pl.col("start_ns"),
-        ),
-        RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
-    }
-    return parts, communication
-
-
-def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
     gpu = with_kind(gpu_events(trace, None))
     gpu = with_geometry(gpu) if geometry else gpu
     own = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") / pl.col("dur_ns") * 1e9)
@@ -281,10 +268,15 @@ def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
     is_copy = pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES)
     columns = ("type", "name", "ts_ns", "dur_ns", _RATE, _FILL, "blocks_per_sm")
     computing = rated.filter(pl.col("kind") == COMPUTATION)
-    return {
+    parts = {
         GPU_COMPUTE: computing.select(*columns, block_counts(computing).alias(_BLOCKS)),
         MEMORY: rated.filter(is_copy).select(columns),
+        COMMUNICATION: with_transfer_type(communication).select(
+            *_KEYS, ts_ns=pl.col("start_ns") - base, dur_ns=pl.col("end_ns") - pl.col("start_ns")
+        ),
+        RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
     }
+    return parts, communication
 
 
 def with_transfer_type(communication: pl.DataFrame) -> pl.DataFrame:
@@ -372,13 +364,9 @@ def with_ratios(functions: pl.DataFrame, window_ns: int) -> pl.DataFrame:
 
 
 def _totals(
-    trace: Trace,
-    parts: dict[str, pl.DataFrame],
-    window: PatternWindow,
-    own_ns: dict[str, int | None],
-    *,
-    unknown: bool,
-) -> pl.DataFrame:
+    trace: Trace, parts: dict[str, pl.DataFrame], window: PatternWindow,
+    own_ns: dict[str, int | None], *, unknown: bool,
+) -> pl.DataFrame:  # fmt: skip
     """The rank's row: what each kind takes alone, and how its GPU was used."""
     whole = window.end - window.start
     has_events = len(trace.gpu) > 0

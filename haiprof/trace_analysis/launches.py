@@ -28,14 +28,9 @@ def with_call(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
     Of several calls with one correlation the outermost counts; a correlation of 0 is none.
     """
     calls = runtime.filter(pl.col("correlation") > 0).select(
-        "correlation",
-        "pid",
-        "tid",
-        "external_id",
-        call="name",
-        call_ts_ns="ts_ns",
-        call_dur_ns="dur_ns",
-    )
+        *("correlation", "pid", "tid", "external_id"),
+        call="name", call_ts_ns="ts_ns", call_dur_ns="dur_ns",
+    )  # fmt: skip
     own = gpu.drop("pid", "tid").rename({"external_id": "gpu_external_id"})
     first = calls.unique("correlation", keep="first", maintain_order=True)
     return own.join(first, on="correlation", how="left").sort("ts_ns", "event")

@@ -81,8 +81,16 @@ def memory_by_operator(trace: Trace) -> pl.DataFrame:
         size.sum().alias("self_increase_bytes"),
     )
     on, counts = [*_DEVICE, "operator"], pl.selectors.integer() - pl.selectors.by_name("device")
-    found = own.join(_increases(events, operators), on=on, how="full", coalesce=True,
-                     nulls_equal=True).with_columns(counts.fill_null(0))  # fmt: skip
+    # Changes in each operator and in all that it called.
+    changes = events.select(*_DEVICE, "bytes", "operator")
+    pairs = operators.names_around(events["row"].to_numpy())
+    inside = changes[pairs["place"]].with_columns(operator=pairs["name"])
+    increases = pl.concat([changes.filter(pl.col("operator").is_null()), inside]).group_by(on).agg(
+        increase_bytes=pl.col("bytes").sum()
+    )  # fmt: skip
+    found = own.join(increases, on=on, how="full", coalesce=True, nulls_equal=True).with_columns(
+        counts.fill_null(0)
+    )
     blocks = _blocks(events).filter(pl.col("freed_ns").is_null() & pl.col("gone").is_null())
     return found.join(blocks.group_by(*_DEVICE, "operator").agg(
         kept_count=pl.len().cast(pl.Int64), kept_bytes=pl.col("size_bytes").sum()
@@ -211,15 +219,6 @@ def _blocks(events: pl.DataFrame) -> pl.DataFrame:
         pl.when(pair).then(after["operator"]).when(~born).then("operator").alias("freed_by"),
         "order", after["order"].alias("gone"), (born | end_alone).alias("is_block"),
     ).filter("is_block").drop("is_block")  # fmt: skip
-
-
-def _increases(events: pl.DataFrame, operators: CallTree) -> pl.DataFrame:
-    """Per device and operator: changes in it and in all that it called."""
-    changes = events.select(*_DEVICE, "bytes", "operator")
-    pairs = operators.names_around(events["row"].to_numpy())
-    inside = changes[pairs["place"]].with_columns(operator=pairs["name"])
-    summed = pl.concat([changes.filter(pl.col("operator").is_null()), inside])
-    return summed.group_by(*_DEVICE, "operator").agg(increase_bytes=pl.col("bytes").sum())
 
 
 # By their place in the file: torch/profiler/_memory_profiler.py, _CATEGORY_TO_INDEX.

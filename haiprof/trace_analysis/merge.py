@@ -151,27 +151,18 @@ class RunTracks:
 def _steps(segments: RankSegments) -> pl.DataFrame:
     """Training steps without the time of an evaluation within them."""
     return step_frame(segments).select(
-        pl.lit(_STEPS, dtype=pl.Int64).alias("thread"),
-        pl.format("step {}", "step").alias("name"),
-        "start_ns",
-        pl.col("step_ns").alias("duration_ns"),
-        "step",
-        pl.lit(None, dtype=pl.String).alias("of"),
-        pl.lit(None, dtype=pl.Int64).alias("self_ns"),
-    )
+        "start_ns", "step", thread=pl.lit(_STEPS, pl.Int64), name=pl.format("step {}", "step"),
+        duration_ns="step_ns", of=pl.lit(None, pl.String), self_ns=pl.lit(None, pl.Int64),
+    )  # fmt: skip
 
 
 def _spans(segments: RankSegments) -> pl.DataFrame:
     pause = pl.col("phase").is_in([GC_PHASE, SAVE_PHASE])
+    thread = pl.when(pause).then(_PAUSES).otherwise(_PHASES).cast(pl.Int64)
     return phase_frame(segments).select(
-        pl.when(pause).then(_PAUSES).otherwise(_PHASES).cast(pl.Int64).alias("thread"),
-        pl.col("phase").alias("name"),
-        "start_ns",
-        "duration_ns",
-        "step",
-        pl.col("name").alias("of"),
-        "self_ns",
-    )
+        "start_ns", "step", thread=thread, name="phase", duration_ns="duration_ns", of="name",
+        self_ns="self_ns",
+    )  # fmt: skip
 
 
 def _track_names(rows: pl.DataFrame) -> pl.DataFrame:
@@ -300,12 +291,7 @@ def merge_traces(
     if left_out:
         notes.append(f"{left_out} traces of the run's other windows are not in it: --window N")
     merged = write_merged(
-        output,
-        plans,
-        base_ns=base_ns,
-        about={"clock_rule": RULE},
-        tracks=tracks,
-        progress=writing,
+        output, plans, base_ns=base_ns, about={"clock_rule": RULE}, tracks=tracks, progress=writing
     )
     checks = check_frame({rank: file for rank, (file, _) in recorded.items()})
     return MergeReport(

@@ -12,12 +12,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.collectives import collective_kernels, communication_parts
-from haiprof.trace_analysis.device_time import (
-    NO_LAUNCHES,
-    Steps,
-    kernels,
-    temporal_breakdown,
-)
+from haiprof.trace_analysis.device_time import NO_LAUNCHES, Steps, kernels, temporal_breakdown
 from haiprof.trace_analysis.files import check_frame, load_notes, trace_file
 from haiprof.trace_analysis.launches import full_queue, queue_length_summary
 from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
@@ -77,10 +72,6 @@ def _step_times(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
     return found.filter(inside)
 
 
-def _kernels(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
-    return analysis.kernels_across_ranks(steps).sort(-pl.col("sum_ns"), "kind", "name")
-
-
 def _queues(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
     keys = ["rank", "device", "stream"]
     full = analysis.full_queue(steps).select(*keys, "full_ns")
@@ -94,7 +85,9 @@ SECTIONS: Mapping[str, _Section] = {
     "temporal": TraceQuestions.temporal_breakdown,
     "overlap": TraceQuestions.overlap,
     "kernel_types": TraceQuestions.kernel_type_breakdown,
-    "kernels": _kernels,
+    "kernels": lambda analysis, steps: analysis.kernels_across_ranks(steps).sort(
+        -pl.col("sum_ns"), "kind", "name"
+    ),
     "idle": TraceQuestions.idle_time_breakdown,
     "operators": TraceQuestions.host_operators,
     "launches": TraceQuestions.launch_summary,

@@ -103,18 +103,15 @@ def unpack_answers(data: bytes, path: Path) -> dict[str, Answer]:
     at = body.index(b"\n") + 1
     found: dict[str, Answer] = {}
     for name, kind, length in json.loads(body[:at]):
-        found[name] = _decode(kind, body[at : at + length], path)
-        at += length
+        part, at = body[at : at + length], at + length
+        if kind == "frame":
+            found[name] = pl.read_ipc_stream(io.BytesIO(part))
+        elif kind == "missing":
+            text, hint = msgspec.json.decode(part, type=tuple[str, str])
+            found[name] = MissingDataError(text, hint=hint)
+        else:
+            found[name] = replace(_TRACE_FILES.decode(part), path=path)
     return found
-
-
-def _decode(kind: str, data: bytes, path: Path) -> Answer:
-    if kind == "frame":
-        return pl.read_ipc_stream(io.BytesIO(data))
-    if kind == "missing":
-        text, hint = msgspec.json.decode(data, type=tuple[str, str])
-        return MissingDataError(text, hint=hint)
-    return replace(_TRACE_FILES.decode(data), path=path)
 
 
 _TRACE_FILES = msgspec.json.Decoder(TraceFile, dec_hook=lambda kind, value: kind(value))

@@ -18,6 +18,7 @@ from haiprof.run_analysis.step_frame import PHASE_COLUMNS, STEP_COLUMNS
 from haiprof.run_analysis.windows import WINDOW_COLUMNS
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.arrivals import LATENESS_COLUMNS
+from haiprof.trace_analysis.collectives import text_or_null
 from haiprof.trace_analysis.device_time import gpu_events, with_kind
 from haiprof.trace_analysis.function_patterns import FUNCTION_COLUMNS, TOTAL_COLUMNS
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -52,13 +53,9 @@ _STEP_COLUMNS: Columns = {
 }  # fmt: skip
 _TYPES = {"i64": pl.Int64, "f64": pl.Float64, "str": pl.String}
 _UNITS = (
-    ("_bytes_per_s", "bytes/s"),
-    ("_ns_per_step", "ns"),
-    ("_ns", "ns"),
-    ("bytes", "bytes"),
-    ("_ratio", "ratio"),
-    ("_count", "count"),
-)
+    ("_bytes_per_s", "bytes/s"), ("_ns_per_step", "ns"), ("_ns", "ns"), ("bytes", "bytes"),
+    ("_ratio", "ratio"), ("_count", "count"),
+)  # fmt: skip
 _TRACE_TABLES = {
     "gpu": "kernels, copies and sets on the GPU",
     "runtime": "calls of the CUDA or HIP runtime and driver",
@@ -195,12 +192,7 @@ def _of_rank(trace: Trace, name: str, rank: int) -> pl.LazyFrame:
         frame = with_kind(gpu_events(trace, None)).select(*(c.name for c in TABLES[GPU]), "kind")
     else:
         frame = getattr(trace, name)
-    texts = [_text(column) for column, dtype in frame.schema.items() if dtype == pl.Enum]
+    coded = [column for column, dtype in frame.schema.items() if dtype == pl.Enum]
+    texts = [pl.col(c).cast(pl.String) if c == "name" else text_or_null(c) for c in coded]
     own = pl.lit(rank, dtype=pl.Int64).alias("rank")
     return frame.lazy().select(own, pl.all()).with_columns(texts)
-
-
-def _text(column: str) -> pl.Expr:
-    """A text as a string; one that was not recorded is null."""
-    text = pl.col(column).cast(pl.String)
-    return text if column == "name" else pl.when(text != "").then(text).alias(column)

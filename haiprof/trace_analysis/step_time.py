@@ -13,7 +13,7 @@ import polars as pl
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, union
 from haiprof.base.safe_files import MadeFolder
-from haiprof.trace_analysis.call_tree import innermost_at
+from haiprof.trace_analysis.call_tree import innermost_at, take
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
     COMPUTATION,
@@ -80,19 +80,13 @@ def with_annotation(gpu: pl.DataFrame, annotations: pl.DataFrame) -> pl.DataFram
     ranges = on_gpu.with_columns(device="pid", stream="tid")
     by_stream = ranges.partition_by("device", "stream", as_dict=True, maintain_order=True)
     empty = ranges.clear()
-    parts = [
-        events.with_columns(annotation=_enclosing(events, by_stream.get(key, empty)))
-        for key, events in gpu.group_by("device", "stream", maintain_order=True)
-    ]
-    nothing = gpu.clear().with_columns(annotation=empty["name"])
-    return pl.concat([nothing, *parts])
-
-
-def _enclosing(events: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
-    starts = ranges["ts_ns"].to_numpy()
-    ends = starts + ranges["dur_ns"].to_numpy()
-    place = innermost_at(starts, ends, events["ts_ns"].to_numpy())
-    return ranges["name"].gather(pl.Series(place).replace(-1, None)).alias("annotation")
+    parts = [gpu.clear().with_columns(annotation=empty["name"])]
+    for key, events in gpu.group_by("device", "stream", maintain_order=True):
+        own = by_stream.get(key, empty)
+        starts = own["ts_ns"].to_numpy()
+        place = innermost_at(starts, starts + own["dur_ns"].to_numpy(), events["ts_ns"].to_numpy())
+        parts.append(events.with_columns(annotation=take(own["name"], place)))
+    return pl.concat(parts)
 
 
 def _annotations(trace: Trace, steps: Steps) -> pl.DataFrame:
@@ -256,7 +250,11 @@ def _pieces(ranges: pl.DataFrame, text: TraceText, lanes: list[tuple[int, int]])
     moved = ranges.join(threads, on=["pid", "tid"], how="semi").sort("event")
     waiting = list(moved.select("event", "tid").iter_rows())[::-1]
     first = 0
-    yield b",\n".join(_name(pid, tid) for pid, tid in lanes)
+    yield b",\n".join(
+        json.dumps({"ph": "M", "name": "thread_name", "pid": pid, "tid": LANE + tid, "ts": 0,
+                    "args": {"name": f"ranges of thread {tid}"}}).encode()
+        for pid, tid in lanes
+    )  # fmt: skip
     for piece in event_texts(text):
         events = [bytes(one) for one in TEXTS.decode(b"[" + piece + b"]")]
         while waiting and waiting[-1][0] < first + len(events):
@@ -264,8 +262,3 @@ def _pieces(ranges: pl.DataFrame, text: TraceText, lanes: list[tuple[int, int]])
             events[place - first] = with_number(events[place - first], "tid", LANE + tid)
         first += len(events)
         yield b",\n".join(events)
-
-
-def _name(pid: int, tid: int) -> bytes:
-    event = {"ph": "M", "name": "thread_name", "pid": pid, "tid": LANE + tid, "ts": 0}
-    return json.dumps({**event, "args": {"name": f"ranges of thread {tid}"}}).encode()

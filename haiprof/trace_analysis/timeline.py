@@ -32,9 +32,6 @@ def timeline(trace: Trace, steps: tuple[int, int] | None = None) -> pl.DataFrame
         the host's activity), `name` of the longest event in it, `start_ns` since the step began,
         `dur_ns`, `is_one` (one event, not many short ones); and of the step `step` (null without
         profiler steps), `step_ns`, `idle_ns`, and the longest gap's `gap_ns`, `gap_start_ns`.
-
-    Raises:
-        MissingDataError: Nothing ran on a device.
     """
     windows = step_windows(trace)
     if steps is not None:

@@ -93,18 +93,10 @@ def io_info(values: str, shapes: str, types: str) -> bytes:
 
 
 def node(
-    number: int,
-    name: str,
-    kind: int,
-    *,
-    control: Sequence[int],
-    data: Sequence[int],
-    start_us: int | None,
-    duration_us: int | None,
-    inputs: bytes,
-    outputs: bytes,
+    number: int, name: str, kind: int, *, control: Sequence[int], data: Sequence[int],
+    start_us: int | None, duration_us: int | None, inputs: bytes, outputs: bytes,
     attributes: Mapping[str, Attribute | None],
-) -> bytes:
+) -> bytes:  # fmt: skip
     """A Node; None values are left out, which readers see as 0."""
     message = number_field(1, number) + text_field(2, name) + number_field(3, kind)
     message += packed_field(4, control) + packed_field(5, data)

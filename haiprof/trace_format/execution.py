@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -126,23 +126,16 @@ def _decode_nodes(text: msgspec.Raw) -> tuple[Sequence[Node | OldNode], int]:
             continue
         if decoder is _OLD_NODES or not _is_old(text):
             return found, 0
-    each = [_one(node) for node in _RAW_NODES.decode(text)]
-    good = [node for node in each if node is not None]
-    return good, len(each) - len(good)
+    raws, good = _RAW_NODES.decode(text), list[Node | OldNode]()
+    for raw in raws:
+        with suppress(msgspec.ValidationError):
+            good.append(_OLD_NODE.decode(raw) if _is_old(raw) else _NODE.decode(raw))
+    return good, len(raws) - len(good)
 
 
 def _is_old(text: msgspec.Raw) -> bool:
     """Nodes without values have the same form in both but for where their parent stands."""
     return b'"ctrl_deps"' not in bytes(text)
-
-
-def _one(text: msgspec.Raw) -> Node | OldNode | None:
-    decoder: Any = _OLD_NODE if _is_old(text) else _NODE
-    try:
-        found: Node | OldNode = decoder.decode(text)
-    except msgspec.ValidationError:
-        return None
-    return found
 
 
 def attributes(node: Node | OldNode) -> dict[str, Any]:
@@ -169,38 +162,20 @@ def values(node: Node | OldNode) -> tuple[Values, Values]:
 TEXT_LIMIT_BYTES = 4 << 30
 _MIN, _MAX = -(1 << 63), (1 << 63) - 1
 COLUMN_OF_ATTRIBUTE = {
-    "rf_id": "record_function_id",
-    "fw_parent": "forward_parent",
-    "seq_id": "sequence_number",
-    "scope": "scope",
-    "tid": "tid",
-    "fw_tid": "forward_tid",
-    "op_schema": "op_schema",
-    "kernel_backend": "kernel_backend",
-    "kernel_file": "kernel_file",
-    "pg_name": "process_group",
-    "pg_size": "group_size",
-    "collective_name": "collective",
-    "dtype": "dtype",
-    "in_msg_nelems": "in_count",
-    "out_msg_nelems": "out_count",
-}
+    "rf_id": "record_function_id", "fw_parent": "forward_parent", "seq_id": "sequence_number",
+    "scope": "scope", "tid": "tid", "fw_tid": "forward_tid", "op_schema": "op_schema",
+    "kernel_backend": "kernel_backend", "kernel_file": "kernel_file", "pg_name": "process_group",
+    "pg_size": "group_size", "collective_name": "collective", "dtype": "dtype",
+    "in_msg_nelems": "in_count", "out_msg_nelems": "out_count",
+}  # fmt: skip
 _TEXTS = {"op_schema", "kernel_backend", "kernel_file", "process_group", "collective", "dtype"}
 _PARTS = ("values", "shapes", "types", "strides")
 VALUE_COLUMNS = tuple(f"{way}_{part}" for way in ("input", "output") for part in _PARTS)
 LINK_SCHEMA: dict[str, Any] = {
-    "ts_ns": pl.Int64,
-    "dur_ns": pl.Int64,
-    "self_ns": pl.Int64,
-    "host_tid": pl.Int64,
-    "linked_by": pl.String,
-    "category": pl.String,
-    "stream": pl.Int64,
-    "device": pl.Int64,
-    "bytes": pl.Int64,
-    "thread_dependency": pl.Int64,
-    "sync_dependencies": pl.List(pl.Int64),
-}
+    "ts_ns": pl.Int64, "dur_ns": pl.Int64, "self_ns": pl.Int64, "host_tid": pl.Int64,
+    "linked_by": pl.String, "category": pl.String, "stream": pl.Int64, "device": pl.Int64,
+    "bytes": pl.Int64, "thread_dependency": pl.Int64, "sync_dependencies": pl.List(pl.Int64),
+}  # fmt: skip
 """Columns that a link adds; null in a bare execution trace. `host_tid` is the thread of the
 operator or of the launch, `category` that of GPU work."""
 NODE_SCHEMA: dict[str, Any] = {
@@ -272,7 +247,8 @@ def load_execution_trace(path: Path) -> ExecutionTrace:
             f"{path}: cannot be read as JSON ({error})",
             hint="an execution trace is whole only after the observer was stopped",
         ) from None
-    frame = _frame(records)
+    rows = zip(*map(_row, records), strict=True)
+    frame = pl.DataFrame(dict(zip(NODE_SCHEMA, rows, strict=False)), schema=NODE_SCHEMA)
     known = frame.drop_nulls("node")
     once = known.unique("node", keep="first", maintain_order=True).sort("node")
     nodes, orphans, cycles = _resolve_parents(once)
@@ -311,15 +287,6 @@ def _text(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         raise TraceFormatError(f"{path}: cannot be read ({error})") from None
     return text.removeprefix(b"\xef\xbb\xbf")
-
-
-def _frame(records: Sequence[Node | OldNode]) -> pl.DataFrame:
-    columns: dict[str, list[Any]] = {name: [] for name in NODE_SCHEMA}
-    add = [columns[name].append for name in NODE_SCHEMA]
-    for record in records:
-        for append, value in zip(add, _row(record), strict=True):
-            append(value)
-    return pl.DataFrame(columns, schema=NODE_SCHEMA)
 
 
 def _row(record: Node | OldNode) -> Iterator[Any]:

@@ -408,9 +408,7 @@ def write_merged(
                 count += len(batch)
         tail = {RANKS_KEY: list(_about(ranks))}
         sink.write(b"\n],\n" + msgspec.json.encode(tail)[1:] + b"\n")
-    return MergedTrace(
-        ranks=tuple(ranks), track_event_count=count, text_bytes=sink.text_bytes
-    )  # fmt: skip
+    return MergedTrace(ranks=tuple(ranks), track_event_count=count, text_bytes=sink.text_bytes)
 
 
 def _about(ranks: Iterable[RankEvents]) -> Iterator[dict[str, Any]]:

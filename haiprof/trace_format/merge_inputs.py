@@ -294,8 +294,14 @@ class StreamLanes:
             if bytes(event.get("ph", b"")) == _COMPLETE:
                 event["tid"] = msgspec.Raw(b"%d" % self.tids[place])
         for event in events:
-            if bytes(event.get("ph", b"")) == _ARROW_END:
-                self._move_arrow(event)
+            if bytes(event.get("ph", b"")) != _ARROW_END:
+                continue
+            number, tid = (bytes(event.get(key, b"")).strip(b'"') for key in ("id", "tid"))
+            if number.isdigit() and tid.isdigit() and (int(number), int(tid)) in self.arrows:
+                by_time = self.arrows[int(number), int(tid)]
+                times, good = exact_ns([bytes(event.get("ts", b"null"))])
+                if good[0] and int(times[0]) in by_time:
+                    event["tid"] = msgspec.Raw(b"%d" % by_time[int(times[0])])
 
     def names(self, pids: Mapping[int, int]) -> Iterator[bytes]:
         """Events that name the lanes and put each below its stream."""
@@ -304,17 +310,6 @@ class StreamLanes:
             place = pids[pid], tid + lane * LANE
             yield meta_event("thread_name", *place, {"name": name})
             yield meta_event("thread_sort_index", *place, {"sort_index": tid})
-
-    def _move_arrow(self, event: Fields) -> None:
-        number, tid = (bytes(event.get(key, b"")).strip(b'"') for key in ("id", "tid"))
-        if not (number.isdigit() and tid.isdigit()):
-            return
-        by_time = self.arrows.get((int(number), int(tid)))
-        if by_time is None:
-            return
-        times, good = exact_ns([bytes(event.get("ts", b"null"))])
-        if good[0] and (moved := by_time.get(int(times[0]))) is not None:
-            event["tid"] = msgspec.Raw(b"%d" % moved)
 
 
 def overlapping_events(trace: Trace) -> pl.DataFrame:
@@ -330,14 +325,16 @@ def overlapping_events(trace: Trace) -> pl.DataFrame:
     every = pl.concat(
         [trace.columns.table("gpu").select(*kept, "correlation"), ranges], how="diagonal"
     ).filter(pl.col("pid").is_not_null() & pl.col("tid").is_between(0, LANE, closed="left"))
-    parts = [
-        own.with_columns(lane=pl.Series(_lanes_of(own), dtype=pl.Int64))
-        for _, own in every.sort(
-            "ts_ns", "dur_ns", "event", descending=[False, True, False]
-        ).group_by("pid", "tid", maintain_order=True)
-    ]
-    moved = [own.filter(pl.col("lane") > 0).select(*_SCHEMA) for own in parts]
-    return pl.concat([pl.DataFrame(schema=_SCHEMA), *moved])
+    ordered = every.sort("ts_ns", "dur_ns", "event", descending=[False, True, False])
+    moved = [pl.DataFrame(schema=_SCHEMA)]
+    for _, own in ordered.group_by("pid", "tid", maintain_order=True):
+        starts: Ints = own["ts_ns"].to_numpy()
+        ends: Ints = starts + own["dur_ns"].to_numpy()
+        if (starts[1:] < np.maximum.accumulate(ends)[:-1]).any():
+            lanes = _choose_lanes(zip(starts.tolist(), ends.tolist(), strict=True))
+            placed = own.with_columns(lane=pl.Series(list(lanes), dtype=pl.Int64))
+            moved.append(placed.filter(pl.col("lane") > 0).select(*_SCHEMA))
+    return pl.concat(moved)
 
 
 def stream_lanes(moved: pl.DataFrame) -> StreamLanes:
@@ -353,17 +350,6 @@ def stream_lanes(moved: pl.DataFrame) -> StreamLanes:
         arrows=arrows,
         threads=tuple(threads.rows()),
     )
-
-
-def _lanes_of(events: pl.DataFrame) -> Ints:
-    """The lane of each event of one stream, 0 for the stream's own."""
-    starts: Ints = events["ts_ns"].to_numpy()
-    ends: Ints = starts + events["dur_ns"].to_numpy()
-    found = np.zeros(len(starts), dtype=np.int64)
-    if (starts[1:] >= np.maximum.accumulate(ends)[:-1]).all():
-        return found
-    found[:] = list(_choose_lanes(zip(starts.tolist(), ends.tolist(), strict=True)))
-    return found
 
 
 def _choose_lanes(spans: Iterable[tuple[int, int]]) -> Iterator[int]:

@@ -69,11 +69,7 @@ class NcclFile:
 
 
 def read_nccl_file(path: Path, *, limit_bytes: int = LIMIT_BYTES) -> NcclFile:
-    """Reads the end of one file; damaged lines are left out and counted.
-
-    Raises:
-        TraceFormatError: It cannot be read, is none of these files, or of an unknown version.
-    """
+    """Reads the end of one file; damaged lines are left out and counted."""
     content, is_cut, changed_ns = _read_end(path, limit_bytes)
     lines = [line for line in map(bytes.strip, content.splitlines()) if line]
     if not lines:

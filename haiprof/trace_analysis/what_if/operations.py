@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,10 +18,7 @@ from haiprof.trace_analysis.what_if.predict import Graph, Plan, plan_graph, time
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 COMPUTING = (FORWARD, BACKWARD)
-PEER = {
-    "forward-send": ("forward-recv", 1),
-    "backward-send": ("backward-recv", -1),
-}
+PEER = {"forward-send": ("forward-recv", 1), "backward-send": ("backward-recv", -1)}
 """Sending operation: the receiving one, and how many stages away it is."""
 SENDS_AND_RECEIVES = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
@@ -122,7 +119,9 @@ class _Stage:
         for optype in SENDS_AND_RECEIVES:
             yield from pairwise(self.these(optype))
             yield from self._around_computing(optype)
-        yield from self._first_of_backward(computing)
+        first = next(i for i, o in enumerate(computing) if o.optype == BACKWARD)
+        for optype in ("backward-recv", "backward-send") if first > 1 else ():
+            yield from ((computing[first - 2], move) for move in self.these(optype)[:1])
         for gather in self.these(GATHER)[-1:]:
             yield gather, self.these(FORWARD)[0]
         yield from self._after_computing(last)
@@ -145,16 +144,6 @@ class _Stage:
             yield move, compute
             if number:
                 yield computing[number - 1], move
-
-    def _first_of_backward(
-        self, computing: Sequence[Operation]
-    ) -> Iterator[tuple[Operation, Operation]]:
-        first = next(i for i, o in enumerate(computing) if o.optype == BACKWARD)
-        if first < 2:
-            return
-        for optype in ("backward-recv", "backward-send"):
-            for move in self.these(optype)[:1]:
-                yield computing[first - 2], move
 
     def _after_computing(self, last: int) -> Iterator[tuple[Operation, Operation]]:
         scatters, separate = self.these(SCATTER), self.these(SEPARATE)

@@ -123,12 +123,9 @@ class Job:
 
 
 def join_ranks(
-    graphs: Mapping[int, RankGraph],
-    waits: pl.DataFrame,
-    changes: Sequence[Change],
-    offsets: Mapping[int, int],
-    collectives: pl.DataFrame,
-) -> Job:
+    graphs: Mapping[int, RankGraph], waits: pl.DataFrame, changes: Sequence[Change],
+    offsets: Mapping[int, int], collectives: pl.DataFrame,
+) -> Job:  # fmt: skip
     """One graph of all ranks."""
     counts = {graph.step_count for graph in graphs.values()}
     if len(counts) > 1:
@@ -207,12 +204,9 @@ def _side_by_side(
 
 
 def _with_collectives(
-    times: Ints,
-    edges: pl.DataFrame,
-    lengths: Ints,
-    members: pl.DataFrame,
+    times: Ints, edges: pl.DataFrame, lengths: Ints, members: pl.DataFrame,
     changes: Sequence[Change],
-) -> tuple[Graph, Ints, Ints]:
+) -> tuple[Graph, Ints, Ints]:  # fmt: skip
     """The graph with a point per collective, when the last member came, and lengths."""
     sources, targets = edges["source"].to_numpy().copy(), edges["target"].to_numpy()
     edge, number = members["edge"].to_numpy(), members["collective"].to_numpy()
@@ -358,12 +352,9 @@ PREDICTIONS_SCHEMA = {
 
 
 def predictions(
-    graphs: Mapping[int, RankGraph],
-    waits: pl.DataFrame,
-    changes: Sequence[Change],
-    offsets: Mapping[int, int],
-    collectives: pl.DataFrame,
-) -> pl.DataFrame:
+    graphs: Mapping[int, RankGraph], waits: pl.DataFrame, changes: Sequence[Change],
+    offsets: Mapping[int, int], collectives: pl.DataFrame,
+) -> pl.DataFrame:  # fmt: skip
     """Step time as measured, as reproduced, and with each change."""
     job = join_ranks(graphs, waits, changes, offsets, collectives)
     plan = plan_graph(job.graph)

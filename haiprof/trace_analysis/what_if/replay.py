@@ -10,10 +10,7 @@ import polars as pl
 
 from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.collectives import CATEGORY, clock_base_ns, collective_waits
-from haiprof.trace_analysis.device_dependencies import (
-    NEVER,
-    DeviceEvents,
-)
+from haiprof.trace_analysis.device_dependencies import NEVER, DeviceEvents
 from haiprof.trace_analysis.what_if.replay_parts import (
     HOST,
     WORKERS,
@@ -148,12 +145,9 @@ def _next_call(blocking: pl.DataFrame) -> int:
 
 
 def _host(
-    window: ReplayWindow,
-    kernels: DeviceEvents,
-    blocking: pl.DataFrame,
-    waited: pl.DataFrame,
+    window: ReplayWindow, kernels: DeviceEvents, blocking: pl.DataFrame, waited: pl.DataFrame,
     batches: Batches | None,
-) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+) -> tuple[pl.DataFrame, pl.DataFrame, int]:  # fmt: skip
     """Points of the host's threads, edges between them, and the number of threads on their own."""
     known = np.flatnonzero(kernels.known)
     launches = (
@@ -183,12 +177,9 @@ def _host(
 
 
 def _points(
-    spans: pl.DataFrame,
-    launches: pl.DataFrame,
-    blocking: pl.DataFrame,
-    window: ReplayWindow,
+    spans: pl.DataFrame, launches: pl.DataFrame, blocking: pl.DataFrame, window: ReplayWindow,
     batches: Batches | None,
-) -> pl.DataFrame:
+) -> pl.DataFrame:  # fmt: skip
     """Columns `_POINTS`, by thread and time; `correlation` of a launch, `call` of a wait."""
     within = int(window.bounds_ns[0]), int(window.bounds_ns[-1])
     bounds = spans.group_by("tid").agg(first=pl.col("ts_ns").min(), last=pl.col("end_ns").max())

@@ -145,7 +145,11 @@ class ReplayWindow:
 
 def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
     """The window of some steps."""
-    spans = _spans(trace)
+    end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
+    columns = (pl.col("name").cast(pl.String), "tid", "ts_ns", end)
+    calls = trace.runtime.select(*columns, "correlation")
+    both = pl.concat([trace.ops.select(*columns), calls], how="diagonal")
+    spans = both.drop_nulls("tid").sort("ts_ns", maintain_order=True)
     if not spans.height:
         raise MissingDataError(
             f"{trace.path}: no operators or runtime calls to replay",
@@ -158,28 +162,20 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
         if not marks.height:
             raise MissingDataError(f"{trace.path}: no profiler step from {steps[0]} to {steps[1]}")
     every = marks if marks.height else spans.rename({"ts_ns": "start_ns"})
-    begin, end = every.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+    begin, until = every.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
     tid = marks["tid"][0] if marks.height else host.busiest_thread()[1]
-    inside = spans.filter(pl.col("ts_ns").is_between(begin, end)).with_columns(
-        end_ns=pl.min_horizontal("end_ns", pl.lit(end))
+    inside = spans.filter(pl.col("ts_ns").is_between(begin, until)).with_columns(
+        end_ns=pl.min_horizontal("end_ns", pl.lit(until))
     )
     main = next(thread for thread in host.threads if thread[1] == tid)
     return ReplayWindow(
         begin_ns=begin,
-        end_ns=end,
+        end_ns=until,
         main_tid=tid,
-        bounds_ns=np.append(marks["start_ns"].sort().to_numpy() if marks.height else begin, end),
+        bounds_ns=np.append(marks["start_ns"].sort().to_numpy() if marks.height else begin, until),
         spans=inside,
-        handed=tuple(found.within(begin, end) for found in hand_overs(host, main)),
+        handed=tuple(found.within(begin, until) for found in hand_overs(host, main)),
     )
-
-
-def _spans(trace: Trace) -> pl.DataFrame:
-    end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
-    columns = (pl.col("name").cast(pl.String), "tid", "ts_ns", end)
-    calls = trace.runtime.select(*columns, "correlation")
-    both = pl.concat([trace.ops.select(*columns), calls], how="diagonal")
-    return both.drop_nulls("tid").sort("ts_ns", maintain_order=True)
 
 
 def kernels_of(trace: Trace, window: tuple[int, int]) -> DeviceEvents:

@@ -82,7 +82,9 @@ def read_raw(path: Path) -> RawTrace:
     if not spans or not sum(map(len, spans)):
         raise EmptyTraceError(f"{path}: it holds no operator and no range")
     whole = pl.concat(spans)
-    steps = _optimizer_steps(parts[ANNOTATIONS], texts)
+    ranges = finish_table(ANNOTATIONS, merge_parts(parts[ANNOTATIONS] or [pl.DataFrame()]),
+                          pl.Enum(texts))  # fmt: skip
+    steps = ranges.filter(pl.col("name").cast(pl.String).str.contains(_OPTIMIZER))
     ends = [int(end) + base_ns for end in (steps["ts_ns"] + steps["dur_ns"]).sort()]
     start_ns = int(whole["ts_ns"].to_numpy().min())
     end_ns = int((whole["ts_ns"] + whole["dur_ns"]).to_numpy().max())
@@ -111,14 +113,6 @@ def _window(path: Path) -> tuple[int, int] | None:
     whole, part, long, rest = (text.decode() for text in found.groups())
     start = int(whole + part[:3].ljust(3, "0"))
     return start, start + int(long + rest[:3].ljust(3, "0"))
-
-
-def _optimizer_steps(parts: list[pl.DataFrame], texts: Sequence[str]) -> pl.DataFrame:
-    if not parts:
-        return pl.DataFrame(schema={"ts_ns": pl.Int64, "dur_ns": pl.Int64, "tid": pl.Int64})
-    ranges = finish_table(ANNOTATIONS, merge_parts(parts), pl.Enum(texts))
-    named = ranges.filter(pl.col("name").cast(pl.String).str.contains(_OPTIMIZER))
-    return named.select("ts_ns", "dur_ns", "tid")
 
 
 def write_complete(

@@ -15,14 +15,7 @@ import numpy.typing as npt
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.safe_files import whole_file
-from haiprof.trace_format.kineto.events import (
-    ARGUMENTS,
-    HEADS,
-    JSON_KEYS,
-    TEXTS,
-    WHOLE,
-    Decoder,
-)
+from haiprof.trace_format.kineto.events import ARGUMENTS, HEADS, JSON_KEYS, TEXTS, WHOLE, Decoder
 from haiprof.trace_format.kineto.text import BOUNDARY, Element, Found, TraceText, element, scrub
 
 # A text of this length without the end of an event, in which further events seem to begin, has
