@@ -13,13 +13,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from haiprof.agent.reach_uplink import (
     AGENT,
     CONTROLLER,
     FRAME_LIMIT_BYTES,
-    HELLO_BYTES,
     LENGTH,
     MAGIC,
     NONCE_BYTES,
@@ -38,143 +37,6 @@ from haiprof.agent.reach_uplink import (
 
 MESSAGES_PER_S = 500
 """An agent sends no more than this: a node answers once per rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Events:
-    """Callbacks of a connection."""
-
-    proven: Callable[[Connection], None]
-    """It has proved to hold the token."""
-    received: Callable[[Connection, bytes], None]
-    """It has received a message of an agent."""
-    lost: Callable[[Connection], None]
-    """It has ended; called once."""
-
-
-class Connection(asyncio.Protocol):
-    """What is read before the proof has a fixed length, so no stranger can fill the memory."""
-
-    def __init__(self, address: str, key: bytes, events: Events) -> None:
-        self.address = address
-        self._key = key
-        self._events = events
-        self._transport: asyncio.Transport | None = None
-        self._gone = False
-        self._buffer = bytearray()
-        self._handshake: Handshake | None = None
-        self._incoming: Signer | None = None
-        self._outgoing: Signer | None = None
-        self._budget = Budget(MESSAGES_PER_S)
-
-    # -- asyncio's side ------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio once it is open."""
-        self._transport = cast(asyncio.Transport, transport)
-        if self._gone:
-            self._transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        """Takes complete messages; a peer that sends anything else is disconnected."""
-        if self._gone:
-            return
-        self._buffer += data
-        try:
-            while not self._gone and self._take():
-                pass
-        except ValueError:
-            self.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio when it is closed."""
-        self.abort()
-
-    # -- the controller's side -----------------------------------------------------------------
-
-    def send(self, data: bytes) -> None:
-        """Sends a message without waiting; an agent that has stopped reading is disconnected."""
-        if self._transport is None or self._outgoing is None:
-            return
-        if self._transport.get_write_buffer_size() > FRAME_LIMIT_BYTES:
-            self.abort()
-        else:
-            self._transport.write(seal(data, self._outgoing))
-
-    def pause(self) -> None:
-        """Stops reading: what is sent stays in the kernel's buffers, and so with the agent."""
-        if self._transport is not None and not self._gone:
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        """Reads on."""
-        if self._transport is not None and not self._gone:
-            self._transport.resume_reading()
-
-    def abort(self) -> None:
-        """Closes it at once, discarding unsent data."""
-        if not self._gone:
-            self._gone = True
-            self._buffer.clear()
-            self._events.lost(self)
-        if self._transport is not None:
-            self._transport.abort()
-
-    # -- what comes in -------------------------------------------------------------------------
-
-    def _take(self) -> bool:
-        """Takes one piece of the buffer; False if it is not whole yet."""
-        if self._incoming is not None:
-            return self._take_message(self._incoming)
-        if self._handshake is not None:
-            return self._take_proof(self._handshake)
-        return self._take_hello()
-
-    def _take_hello(self) -> bool:
-        hello = bytes(self._buffer)
-        # An agent sends nothing more before it has the answer, so anything more is refused.
-        if len(hello) > HELLO_BYTES or hello[: len(MAGIC)] != MAGIC[: len(hello)]:
-            raise ValueError("not an agent of this version")
-        if len(hello) < HELLO_BYTES:
-            return False
-        self._buffer.clear()
-        handshake = Handshake(
-            key=self._key, agent_nonce=hello[-NONCE_BYTES:], controller_nonce=new_nonce()
-        )
-        self._handshake = handshake
-        if self._transport is not None:
-            self._transport.write(handshake.controller_nonce + handshake.proof(CONTROLLER))
-        return False
-
-    def _take_proof(self, handshake: Handshake) -> bool:
-        if len(self._buffer) < PROOF_BYTES:
-            return False
-        if not handshake.is_proof(AGENT, bytes(self._buffer[:PROOF_BYTES])):
-            raise ValueError("the tokens differ")
-        del self._buffer[:PROOF_BYTES]
-        self._incoming, self._outgoing = handshake.signer(AGENT), handshake.signer(CONTROLLER)
-        self._events.proven(self)
-        return True
-
-    def _take_message(self, incoming: Signer) -> bool:
-        if len(self._buffer) < LENGTH.size:
-            return False
-        (length,) = LENGTH.unpack_from(self._buffer)
-        if length > FRAME_LIMIT_BYTES:
-            raise ValueError("a message that is too long")
-        end = LENGTH.size + length
-        if len(self._buffer) < end + SIGNATURE_BYTES:
-            return False
-        framed = bytes(self._buffer[:end])
-        if not incoming.is_next(framed, bytes(self._buffer[end : end + SIGNATURE_BYTES])):
-            raise ValueError("a message that was changed on its way, or is not the next one")
-        if not self._budget.spend(asyncio.get_running_loop().time()):
-            raise ValueError("too many messages")
-        del self._buffer[: end + SIGNATURE_BYTES]
-        self._events.received(self, framed[LENGTH.size :])
-        return True
-
-
 HELLO_S = 5.0
 """Time for a peer to prove that it holds the token."""
 GRACE_S = 1.0
@@ -189,10 +51,54 @@ KEPT_BYTES = 1 << 26
 """Bytes of replies that the launcher has not taken; beyond, agents are not read."""
 BACKLOG = 4096
 _OWN_DESCRIPTORS = 256
-_ACCEPTED_AT_ONCE = 32
 _REST_S = 0.05
 _STOP_S = 10.0
 _REPLY_OVERHEAD_BYTES = 64
+
+
+async def prove(
+    reader: asyncio.StreamReader, write: Callable[[bytes], None], key: bytes
+) -> Handshake:
+    """Proves this end to a peer, and has the peer prove that it is an agent with the token.
+
+    What is read before that has a fixed length, so no stranger can fill the memory.
+    """
+    if await reader.readexactly(len(MAGIC)) != MAGIC:
+        raise ValueError("not an agent of this version")
+    nonce = await reader.readexactly(NONCE_BYTES)
+    handshake = Handshake(key=key, agent_nonce=nonce, controller_nonce=new_nonce())
+    write(handshake.controller_nonce + handshake.proof(CONTROLLER))
+    if not handshake.is_proof(AGENT, await reader.readexactly(PROOF_BYTES)):
+        raise ValueError("the tokens differ")
+    return handshake
+
+
+async def read_message(reader: asyncio.StreamReader, incoming: Signer) -> bytes:
+    """The next message of an agent."""
+    head = await reader.readexactly(LENGTH.size)
+    (length,) = LENGTH.unpack(head)
+    if length > FRAME_LIMIT_BYTES:
+        raise ValueError("a message that is too long")
+    data = await reader.readexactly(length)
+    if not incoming.is_next(head + data, await reader.readexactly(SIGNATURE_BYTES)):
+        raise ValueError("a message that was changed on its way, or is not the next one")
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class _Stranger:
+    """A peer that has not proven itself yet."""
+
+    address: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Agent:
+    """A peer that has."""
+
+    writer: asyncio.StreamWriter
+    outgoing: Signer
 
 
 class Controller:
@@ -205,20 +111,19 @@ class Controller:
     def __init__(self, host: str, port: int, key: bytes) -> None:
         self.address: tuple[str, int] = (host, port)
         self._key = key
-        self._listener: socket.socket | None = None
-        self._events = Events(proven=self._admit, received=self._keep, lost=self._drop)
-        self._strangers: dict[Connection, asyncio.TimerHandle] = {}  # the oldest one first
-        self._agents: set[Connection] = set()
-        self._paused: list[Connection] = []
-        self._adopting: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], _Stranger] = {}  # the oldest one first
+        self._agents: dict[asyncio.Task[None], _Agent] = {}
         self._budget = Budget(CONNECTIONS_PER_S)
         self._replies: deque[bytes] = deque()
         # Each is changed by one thread: what came in by the loop's, what was taken by the other.
         self._received_bytes = 0
         self._taken_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
         self._loop = asyncio.new_event_loop()
         # asyncio's own handler would print tracebacks to the job's stderr.
         self._loop.set_exception_handler(lambda _loop, _context: None)
+        self._accepting: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="haiprof-controller", daemon=True)
 
     def start(self) -> None:
@@ -226,19 +131,19 @@ class Controller:
         host, port = self.address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError:
             self._loop.close()
             raise
-        self._listener.setblocking(False)
-        self.address = self._listener.getsockname()[:2]
-        self._loop.call_soon(self._listen)
+        listener.setblocking(False)
+        self.address = listener.getsockname()[:2]
+        self._accepting = self._loop.create_task(self._accept(listener))
         self._thread.start()
 
     def stop(self) -> None:
         """Closes all connections."""
-        self._call(self._close)
-        if self._thread.is_alive():
+        if self._accepting is not None:
+            self._call(self._accepting.cancel)
             self._thread.join(_STOP_S)
 
     @property
@@ -261,72 +166,67 @@ class Controller:
         data = self._replies.popleft() if self._replies else None
         if data is not None:
             self._taken_bytes += len(data) + _REPLY_OVERHEAD_BYTES
-        if self._paused and self.queued_bytes <= KEPT_BYTES // 2:
-            self._call(self._resume)
+        if not self._has_room.is_set() and self.queued_bytes <= KEPT_BYTES // 2:
+            self._call(self._has_room.set)
         return data
 
-    def _call(self, action: Callable[[], None]) -> None:
+    def _call(self, action: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(action)
 
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        assert self._accepting is not None, "start() comes first"
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._settle())
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._accepting)
         finally:
             self._loop.close()
 
-    async def _settle(self) -> None:
-        """Waits for connections that are still being accepted."""
-        await asyncio.gather(*self._adopting, return_exceptions=True)
-
-    def _close(self) -> None:
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-        for connection in [*self._strangers, *self._agents]:
-            connection.abort()
-        self._loop.call_soon(self._loop.stop)  # after the transports have closed
-
     def _send(self, data: bytes) -> None:
-        for connection in list(self._agents):
-            connection.send(data)
+        """Sends a message without waiting; an agent that has stopped reading is disconnected."""
+        for task, agent in list(self._agents.items()):
+            if agent.writer.transport.get_write_buffer_size() > FRAME_LIMIT_BYTES:
+                self._end(task)
+            else:
+                agent.writer.write(seal(data, agent.outgoing))
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Closes a connection at once, discarding unsent data."""
+        self._strangers.pop(task, None)
+        self._agents.pop(task, None)
+        task.cancel()
 
     # -- who comes in --------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept, self._listener)
-
-    def _rest(self, listener: socket.socket) -> None:
-        """Pauses accepting: new connections wait in the kernel's queue."""
-        self._loop.remove_reader(listener)
-        self._loop.call_later(_REST_S, self._listen)
-
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
-            if self._is_crowded() or not self._budget.spend(self._loop.time()):
-                self._rest(listener)
-                return
-            try:
-                accepted, where = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError:  # no descriptor or no memory left
-                self._rest(listener)
-                return
-            self._let_in(accepted, str(where[0]))
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accepts connections until it is cancelled, and then closes all of them."""
+        try:
+            while True:
+                while self._is_crowded() or not self._budget.spend(self._loop.time()):
+                    await asyncio.sleep(_REST_S)
+                try:
+                    accepted, where = await self._loop.sock_accept(listener)
+                except OSError:  # it has gone meanwhile, or no descriptor or no memory is left
+                    await asyncio.sleep(_REST_S)
+                else:
+                    self._let_in(accepted, str(where[0]))
+                    await asyncio.sleep(0)  # those who are in have their turn
+        finally:
+            listener.close()
+            tasks = [*self._strangers, *self._agents]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _is_crowded(self) -> bool:
         """Whether all places are taken by strangers that have only just connected."""
         if not self._strangers or len(self._strangers) < self._stranger_limit():
             return False
-        oldest_s = next(iter(self._strangers.values())).when() - HELLO_S
-        return self._loop.time() - oldest_s < GRACE_S
+        oldest = next(iter(self._strangers.values()))
+        return self._loop.time() - oldest.since_s < GRACE_S
 
     def _stranger_limit(self) -> int:
         """Maximum number of strangers; 0 where agents have all connections.
@@ -343,50 +243,49 @@ class Controller:
             return
         self._make_room(address)
         accepted.setblocking(False)
-        connection = Connection(address, self._key, self._events)
-        self._strangers[connection] = self._loop.call_later(HELLO_S, connection.abort)
-        task = self._loop.create_task(self._adopt(accepted, connection))
-        self._adopting.add(task)
-        task.add_done_callback(self._adopting.discard)
+        task = self._loop.create_task(self._talk(accepted))
+        self._strangers[task] = _Stranger(address, self._loop.time())
+        task.add_done_callback(self._end)
+        task.add_done_callback(
+            lambda _: accepted.close()
+        )  # also where it was ended before it began
 
     def _make_room(self, address: str) -> None:
         """Closes connections of strangers until there is room for one more from the address."""
-        count = Counter(stranger.address for stranger in self._strangers)
+        count = Counter(stranger.address for stranger in self._strangers.values())
         if count[address] < MAX_STRANGERS_PER_ADDRESS:
             if len(self._strangers) < self._stranger_limit():
                 return
             address = count.most_common(1)[0][0]
-        next(each for each in self._strangers if each.address == address).abort()
+        self._end(next(t for t, each in self._strangers.items() if each.address == address))
 
-    async def _adopt(self, accepted: socket.socket, connection: Connection) -> None:
-        try:
+    async def _talk(self, accepted: socket.socket) -> None:
+        """A connection until it breaks, or the peer sends what it may not."""
+        task = asyncio.current_task()
+        assert task is not None, "every connection has a task of its own"
+        with contextlib.suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await self._loop.connect_accepted_socket(lambda: connection, accepted)
-        except OSError:  # it has gone meanwhile
-            accepted.close()
-            connection.abort()
+            reader, writer = await asyncio.open_connection(sock=accepted)
+            try:
+                handshake = await asyncio.wait_for(prove(reader, writer.write, self._key), HELLO_S)
+                self._strangers.pop(task, None)
+                self._agents[task] = _Agent(writer, handshake.signer(CONTROLLER))
+                incoming, budget = handshake.signer(AGENT), Budget(MESSAGES_PER_S)
+                while True:
+                    data = await read_message(reader, incoming)
+                    if not budget.spend(self._loop.time()):
+                        return
+                    self._keep(data)
+                    # What is not read stays in the kernel's buffers, and so with the agent.
+                    await self._has_room.wait()
+            finally:
+                writer.transport.abort()
 
-    def _admit(self, connection: Connection) -> None:
-        self._strangers.pop(connection).cancel()
-        self._agents.add(connection)
-
-    def _keep(self, connection: Connection, data: bytes) -> None:
+    def _keep(self, data: bytes) -> None:
         self._received_bytes += len(data) + _REPLY_OVERHEAD_BYTES
         self._replies.append(data)
         if self.queued_bytes > KEPT_BYTES:
-            connection.pause()
-            self._paused.append(connection)
-
-    def _resume(self) -> None:
-        paused, self._paused = self._paused, []
-        for connection in paused:
-            connection.resume()
-
-    def _drop(self, connection: Connection) -> None:
-        self._agents.discard(connection)
-        deadline = self._strangers.pop(connection, None)
-        if deadline is not None:
-            deadline.cancel()
+            self._has_room.clear()
 
 
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)

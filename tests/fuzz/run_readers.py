@@ -22,8 +22,8 @@ from unittest import mock
 from haiprof.agent import reach_uplink as messages
 from haiprof.agent.kineto_daemon import KinetoAgent
 from haiprof.agent.kineto_protocol import REQUEST, encode, encode_ours
-from haiprof.agent.reach_controller import Connection, Events
-from haiprof.agent.reach_uplink import AGENT, CONTROLLER, MAGIC, NONCE_BYTES, Handshake, read_token
+from haiprof.agent.reach_controller import prove, read_message
+from haiprof.agent.reach_uplink import AGENT, MAGIC, NONCE_BYTES, Handshake, read_token
 from haiprof.agent.relay import Peer, Relay
 from haiprof.agent.step_watch import RankWatch
 from haiprof.base.errors import HaiprofError, RunFormatError
@@ -363,20 +363,28 @@ def _loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+def _stream(data: bytes) -> asyncio.StreamReader:
+    stream = asyncio.StreamReader()
+    stream.feed_data(data)
+    stream.feed_eof()
+    return stream
+
+
 async def _as_agent(data: bytes) -> object:
     """What a controller takes: from nobody in particular, then from an agent."""
-    heard: list[bytes] = []
-    lost: list[Connection] = []
-    events = Events(proven=lambda _: None, received=lambda _, m: heard.append(m), lost=lost.append)
-    Connection("stranger", _KEY, events).data_received(data)
-    assert not heard
-    proven = Connection("agent", _KEY, events)
+    said: list[bytes] = []
+    with contextlib.suppress(EOFError, ValueError):
+        await prove(_stream(data), said.append, _KEY)
+        raise AssertionError("a stranger has proven to hold the token")
+    assert len(said) <= 1
     nonces = Handshake(key=_KEY, agent_nonce=b"a" * 32, controller_nonce=b"c" * 32)
-    proven._incoming, proven._outgoing = nonces.signer(AGENT), nonces.signer(CONTROLLER)
-    signer = nonces.signer(AGENT)
-    for message in data.split(b"<next>")[:50]:
-        proven.data_received(messages.seal(message, signer))
-    proven.data_received(data)
+    signer, incoming = nonces.signer(AGENT), nonces.signer(AGENT)
+    sealed = [messages.seal(message, signer) for message in data.split(b"<next>")[:50]]
+    stream = _stream(b"".join(sealed) + data)
+    heard: list[bytes] = []
+    with contextlib.suppress(EOFError, ValueError):
+        while True:
+            heard.append(await read_message(stream, incoming))
     relay = Relay(RunPaths(folder() / "elsewhere"), "node0")
     shutil.rmtree(relay.run.root, ignore_errors=True)
     relay.run.control_reply("1-a").mkdir(parents=True)
@@ -385,7 +393,7 @@ async def _as_agent(data: bytes) -> object:
         relay._note_agent(read_object(message) or {})
     found = [path.name for path in relay.run.root.rglob("*.json")]
     assert all(re.fullmatch(r"[0-9.]{1,12}\.json", name) for name in found)
-    return len(heard) > 1, len(lost), len(found)
+    return len(heard) > 1, len(said), len(found)
 
 
 def _as_controller(data: bytes) -> object:
