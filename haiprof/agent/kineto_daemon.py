@@ -61,18 +61,15 @@ class Pending:
     delivered_wall_ns: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass
 class PendingRequests:
     """Clients and requests, by process id and by request id."""
 
-    def __init__(
-        self,
-        mono_ns: Callable[[], int] = time.monotonic_ns,
-        wall_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self.clients: dict[int, tuple[Ask, int]] = {}
-        """What each process said last, by its process id in this namespace, and when."""
-        self.requests: dict[str, Pending] = {}
-        self._mono_ns, self._wall_ns = mono_ns, wall_ns
+    mono_ns: Callable[[], int] = time.monotonic_ns
+    wall_ns: Callable[[], int] = time.time_ns
+    clients: dict[int, tuple[Ask, int]] = field(default_factory=dict)
+    """What each process said last, by its process id in this namespace, and when."""
+    requests: dict[str, Pending] = field(default_factory=dict)
 
     def note_client(self, pid: int, ask: Ask) -> tuple[str, str]:
         """Notes that a process asks; returns its answer, and the id of the request behind it.
@@ -81,7 +78,7 @@ class PendingRequests:
         """
         self._forget()
         if pid in self.clients or len(self.clients) < CLIENT_LIMIT:
-            self.clients[pid] = (ask, self._mono_ns())
+            self.clients[pid] = (ask, self.mono_ns())
         for name, pending in self.requests.items():
             if pending.states.get(pid) == "delivered" and ask.free:
                 pending.states[pid] = "over"
@@ -96,7 +93,7 @@ class PendingRequests:
         """Notes that a process has received its configuration."""
         pending = self.requests[name]
         pending.states[pid] = "delivered"
-        pending.delivered_wall_ns[pid] = self._wall_ns()
+        pending.delivered_wall_ns[pid] = self.wall_ns()
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Answers a question to the agent itself."""
@@ -110,7 +107,7 @@ class PendingRequests:
                         "pids": list(ask.pids),
                         "job": ask.job,
                         "free": ask.free,
-                        "silent_ns": self._mono_ns() - seen_ns,
+                        "silent_ns": self.mono_ns() - seen_ns,
                     }
                     for pid, (ask, seen_ns) in self.clients.items()
                 ]
@@ -152,7 +149,7 @@ class PendingRequests:
 
     def _forget(self) -> None:
         """Removes silent processes and expired requests."""
-        oldest, now = self._mono_ns() - SILENT_NS, self._wall_ns()
+        oldest, now = self.mono_ns() - SILENT_NS, self.wall_ns()
         self.clients = {pid: known for pid, known in self.clients.items() if known[1] >= oldest}
         self.requests = {n: r for n, r in self.requests.items() if r.expires_wall_ns > now}
 
@@ -219,12 +216,6 @@ class KinetoAgent:
             self._close()
         else:
             self._thread.join(_STOP_S)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it has ended; whether it has."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

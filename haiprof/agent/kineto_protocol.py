@@ -188,19 +188,28 @@ WARMUP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KinetoWindow:
+class TraceRequest:
     """One window for some processes."""
 
     steps: int = 5
     """Optimizer steps."""
-    roundup: int = 1
-    """It begins at a multiple of this iteration, so that ranks begin at the same one."""
     time_s: float = 0.0
     """Seconds in place of steps."""
-    start_wall_ns: int = 0
-    """When a window of seconds begins, on all ranks; 0 is at once."""
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Switches: `stacks`, `shapes`, `memory`, `flops`, `modules`, `sync`."""
+    timeout_s: float | None = None
+    endpoint: tuple[str, int] | None = None
+    """Of a dynolog daemon; None asks haiprof's own agent."""
+    start_wall_ns: int = 0
+    """Unix time from which on it begins, the same on all nodes; 0 is at once."""
+    roundup: int = 0
+    """Steps begin at a multiple of this iteration, so that ranks begin at the same one; 0 lets
+    haiprof choose."""
+
+    @property
+    def backend(self) -> str:
+        """Who passes it on to the processes."""
+        return "dynolog" if self.endpoint else "kineto"
 
     def text(self, log_file: str) -> str:
         """As Kineto reads it."""
@@ -218,7 +227,7 @@ class KinetoWindow:
         else:
             lines += [
                 "PROFILE_START_ITERATION=0",
-                f"PROFILE_START_ITERATION_ROUNDUP={self.roundup}",
+                f"PROFILE_START_ITERATION_ROUNDUP={self.roundup or 1}",
                 f"ACTIVITIES_WARMUP_ITERATIONS={WARMUP_STEPS}",
                 f"ACTIVITIES_ITERATIONS={self.steps}",
             ]

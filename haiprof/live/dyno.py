@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from haiprof.agent.kineto_protocol import ABSTRACT, NoAgentError, shown_address
+from haiprof.agent.kineto_protocol import ABSTRACT, NoAgentError, TraceRequest, shown_address
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.safe_files import remove_file, whole_file
 from haiprof.live.kineto_processes import (
@@ -28,7 +28,7 @@ from haiprof.live.kineto_processes import (
     kineto_addresses,
     trigger,
 )
-from haiprof.live.kineto_trace import TraceRequest, trace_processes
+from haiprof.live.kineto_trace import trace_processes
 
 AHEAD_MS = 10_000
 """Several nodes begin together so long from now. Source: unitrace.py, --start-time-delay."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.agent.kineto_protocol import WARMUP_S, KinetoWindow, NoAgentError, ask_agent
+from haiprof.agent.kineto_protocol import WARMUP_S, NoAgentError, TraceRequest, ask_agent
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.options import safe_name
 from haiprof.base.safe_files import (
@@ -68,28 +68,6 @@ _SETTLE_S = 2.0
 _AGAIN = ("the ranks did not begin at the same step", "no training was in the window")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRequest:
-    """A trace request."""
-
-    steps: int = 5
-    time_s: float = 0.0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches as in `agent.kineto_protocol.trace_config`."""
-    timeout_s: float | None = None
-    endpoint: tuple[str, int] | None = None
-    """Of a dynolog daemon; None asks haiprof's own agent."""
-    start_wall_ns: int = 0
-    """Unix time from which on it begins, the same on all nodes; 0 is at once."""
-    roundup: int = 0
-    """Iterations begin at a multiple of it; 0 lets haiprof choose."""
-
-    @property
-    def backend(self) -> str:
-        """Who passes it on to the processes."""
-        return "dynolog" if self.endpoint else "kineto"
-
-
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
     """One attempt at a request, the same for all processes, and what is known of each of them."""
@@ -139,30 +117,29 @@ class _Attempt:
 
 def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
     """Completes one trace and removes the raw one."""
-    path = attempt.file(process)
+    path, run, host = attempt.file(process), attempt.run, socket.gethostname()
     raw = read_raw(path)
     if not attempt.request.time_s and not raw.optimizer_ends_wall_ns:
         raise EmptyTraceError(f"{path}: no optimizer stepped in it")
-    run = attempt.run
-    said = {} if run is None else _report(run, process)
-    steps, why_not = _steps(run, said, raw)
-    phases = _phases(run, said, raw) if steps and run is not None else []
-    host = socket.gethostname()
-    known = process.rank is not None
-    owner = f"{safe_name(host)}_{process.pid}"
-    stem = f"rank{process.rank}_{owner}" if known else owner
-    stem = f"{stem}.{raw.start_wall_ns}"
-    content = _metadata(process, attempt, raw, said, steps=steps, why_not=why_not)
-    if attempt.into_run and run is not None and known:
-        target = _as_part(run, attempt, process, raw, content, stem, steps, phases, said)
-    else:
-        target = attempt.folder / f"{stem}{TRACE_SUFFIX}"
-        below = run.root if run is not None and attempt.into_run else attempt.folder
-        with whole_file(target, below=below) as file:
-            write_complete(
-                raw, file, metadata=content, steps=steps, phases=phases, pid=process.own_pid,
-                packed=True,
-            )  # fmt: skip
+    report = {} if run is None else _report(run, process)
+    steps, why_not = _steps(run, report, raw)
+    phases = _phases(run, report, raw) if steps and run is not None else []
+    numbers = (steps[0].number, steps[-1].number + 1) if steps else None
+    known = "" if process.rank is None else f"rank{process.rank}_"
+    stem = f"{known}{safe_name(host)}_{process.pid}.{raw.start_wall_ns}"
+    part, below, target = None, attempt.folder, attempt.folder / f"{stem}{TRACE_SUFFIX}"
+    if attempt.into_run and run is not None:
+        below, parsed = run.root, parse_stem(stem) if known else None
+        part = None if parsed is None else Part(run, parsed)
+    with whole_file(target if part is None else part.raw, below=below) as file:
+        write_complete(
+            raw, file, metadata=_metadata(process, attempt, raw, report, numbers, why_not),
+            steps=steps, phases=phases, pid=process.own_pid, packed=part is None,
+        )  # fmt: skip
+    if part is not None:  # the run's launcher compresses it, as a rank's own raw trace
+        target = part.trace
+        sidecar = _sidecar(part, process, attempt, raw, report, numbers)
+        write_json(part.sidecar, sidecar, below=below)
     remove_file(path, below=path.parent)
     ends = raw.optimizer_ends_wall_ns
     gaps = [after - before for before, after in itertools.pairwise(ends)]
@@ -172,7 +149,7 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
         pid=process.pid,
         state="done",
         path=str(target),
-        steps=(steps[0].number, steps[-1].number + 1) if steps else None,
+        steps=numbers,
         steps_reason=why_not,
         optimizer_step_count=len(ends),
         start_wall_ns=raw.start_wall_ns,
@@ -246,8 +223,8 @@ def _phases(run: RunPaths, report: Mapping[str, Any], raw: RawTrace) -> list[Pha
 
 
 def _metadata(
-    process: KinetoProcess, attempt: _Attempt, raw: RawTrace, report: Mapping[str, Any], *,
-    steps: list[Step], why_not: str | None,
+    process: KinetoProcess, attempt: _Attempt, raw: RawTrace, report: Mapping[str, Any],
+    steps: tuple[int, int] | None, why_not: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The top-level metadata of haiprof's own traces."""
     world = report.get("world_size", process.world_size)
@@ -260,7 +237,7 @@ def _metadata(
         "pid": process.pid,
         "gpu_uuid": report.get("gpu_uuid"),
         "window": attempt.window,
-        "steps": [steps[0].number, steps[-1].number + 1] if steps else None,
+        "steps": steps,
         "steps_reason": why_not,
         "clock": report.get("clock"),
         "reason": "request",
@@ -271,29 +248,20 @@ def _metadata(
     return {**({} if process.rank is None else {"distributedInfo": shared}), "haiprof": own}
 
 
-def _as_part(
-    run: RunPaths, attempt: _Attempt, process: KinetoProcess, raw: RawTrace,
-    content: Mapping[str, Any], name: str, steps: list[Step], phases: list[PhaseRange],
-    report: Mapping[str, Any],
-) -> Path:  # fmt: skip
-    """Stores it like a rank's own raw trace, which the run's launcher compresses."""
-    stem = parse_stem(name)
-    assert stem is not None, name
-    part = Part(run, stem)
-    with whole_file(part.raw, below=part.run.root) as file:
-        write_complete(
-            raw, file, metadata=content, steps=steps, phases=phases, pid=process.own_pid,
-            packed=False,
-        )  # fmt: skip
+def _sidecar(
+    part: Part, process: KinetoProcess, attempt: _Attempt, raw: RawTrace,
+    report: Mapping[str, Any], steps: tuple[int, int] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a rank writes beside a raw trace of its own."""
     clock = report.get("clock") or {}
     offset = clock["wall_ns"] - clock["mono_ns"] if {"wall_ns", "mono_ns"} <= set(clock) else None
-    sidecar: dict[str, Any] = {
-        "version": SCHEMA_VERSION, "stem": name, "rank": process.rank,
+    return {
+        "version": SCHEMA_VERSION, "stem": part.stem.text, "rank": process.rank,
         **{key: report.get(key) for key in (
             "attempt", "restart", "local_rank", "world_size", "host", "pid", "gpu_uuid")},
         "window": attempt.window, "reason": "request", "request": attempt.id,
         "recorded_by": attempt.request.backend,
-        "steps": content["haiprof"]["steps"],
+        "steps": steps,
         "start_mono_ns": None if offset is None else raw.start_wall_ns - offset,
         "end_mono_ns": None if offset is None else raw.end_wall_ns - offset,
         "start_wall_ns": raw.start_wall_ns,
@@ -302,8 +270,6 @@ def _as_part(
         "setup_ns": None, "start_ns": None, "stop_ns": None, "export_ns": None,
         "raw_bytes": part.raw.stat().st_size, "et_bytes": None,
     }  # fmt: skip
-    write_json(part.sidecar, sidecar, below=part.run.root)
-    return part.trace
 
 
 def trace_processes(
@@ -358,10 +324,7 @@ def _trace_once(
     request, processes = attempt.request, attempt.processes
     with _raw_folder(attempt):
         attempt.start_wall_ns = _start(request, processes)
-        window = KinetoWindow(
-            steps=request.steps, roundup=roundup, time_s=request.time_s,
-            options=request.options, start_wall_ns=attempt.start_wall_ns,
-        )  # fmt: skip
+        window = replace(request, roundup=roundup, start_wall_ns=attempt.start_wall_ns)
         ahead_s = max((request.start_wall_ns - time.time_ns()) / NS_PER_S, 0.0)
         limit_s = ahead_s + (request.timeout_s or WAIT_S + 3 * request.time_s)
         _ask(attempt, window.text(str(attempt.raw / f"{attempt.id}.json")), limit_s)

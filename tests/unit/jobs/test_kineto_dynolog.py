@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from haiprof.agent.kineto_protocol import TraceRequest
 from haiprof.base.errors import UsageError
 from haiprof.live import kineto_processes as dynolog
 from haiprof.live.kineto_processes import DynologError, KinetoProcess, parse_endpoint, trigger
-from haiprof.live.kineto_trace import TraceRequest, trace_processes
+from haiprof.live.kineto_trace import trace_processes
 
 TRACE = {
     "schemaVersion": 1,

@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,10 @@ from haiprof.agent.kineto_daemon import SILENT_NS, KinetoAgent, PendingRequests,
 from haiprof.agent.kineto_protocol import (
     NAME,
     Ask,
-    KinetoWindow,
     Message,
     NoAgentError,
     PrivateFolder,
+    TraceRequest,
     ask_agent,
     decode,
     decode_ask,
@@ -241,7 +242,7 @@ def test_socket_and_folder_are_gone_afterwards(tmp_path: Path) -> None:
     seen = folder.as_seen
     assert is_alive(agent.address)
     agent.stop()
-    assert agent.wait(0)
+    assert all(thread.name != "haiprof-kineto" for thread in threading.enumerate())
     assert os.listdir(folder.path) == []
     folder.remove()
     assert not folder.path.exists()
@@ -273,11 +274,11 @@ def test_ask_is_read_back_as_it_was_written() -> None:
 
 
 def test_window_is_written_in_kineto_s_words() -> None:
-    steps = KinetoWindow(steps=5, roundup=100, options={"stacks": True, "memory": False})
+    steps = TraceRequest(steps=5, roundup=100, options={"stacks": True, "memory": False})
     assert "PROFILE_START_ITERATION_ROUNDUP=100\n" in steps.text("/t/a.json")
     assert "PROFILE_WITH_STACK=true" in steps.text("/t/a.json")
     assert "MEMORY" not in steps.text("/t/a.json")
-    seconds = KinetoWindow(time_s=1.5, start_wall_ns=2_000_000_000, options={})
+    seconds = TraceRequest(time_s=1.5, start_wall_ns=2_000_000_000, options={})
     assert "PROFILE_START_TIME=2000\n" in seconds.text("/t/a.json")
     assert "ACTIVITIES_DURATION_MSECS=1500\n" in seconds.text("/t/a.json")
 
@@ -285,7 +286,7 @@ def test_window_is_written_in_kineto_s_words() -> None:
 @pytest.mark.parametrize("path", ["/t/a#b.json", "/t/a\nPROFILE_WITH_STACK=true.json"])
 def test_path_that_kineto_would_cut_off_is_refused(path: str) -> None:
     with pytest.raises(UsageError, match="Kineto cannot take"):
-        KinetoWindow(options={}).text(path)
+        TraceRequest(options={}).text(path)
 
 
 def test_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
