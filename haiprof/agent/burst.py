@@ -12,14 +12,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from haiprof.base.errors import RunFormatError
 from haiprof.base.options import ENV_NSYS, Options
 from haiprof.base.safe_files import MadeFolder, open_to_append, remove_file
 from haiprof.run_format.layout import NodePaths
-from haiprof.run_format.schema import BACKWARD, OPTIMIZER, PHASES, TAG_MASK
+from haiprof.run_format.reader import read_records
+from haiprof.run_format.schema import BACKWARD, OPTIMIZER, TAG_MASK
 from haiprof.run_format.writer import note_line
 
 PROBE_TIMEOUT_S = 10.0
@@ -149,14 +151,9 @@ def _ask(
 ) -> str:
     """What a command prints; whatever it started ends with it."""
     with subprocess.Popen(
-        words,
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=in_child,
-    ) as asked:
+        words, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=in_child,
+    ) as asked:  # fmt: skip
         try:
             return asked.communicate(timeout=timeout_s)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
@@ -184,7 +181,7 @@ RESERVE_BYTES = 1 << 30  # of free disk space, left to the job
 SCRATCH_BYTES = 300 << 20  # nsys wants 200 MiB for its temporary files
 SAMPLE_BYTES = 64 * 40  # about 64 metrics per sample and GPU, 40 bytes each in SQLite
 ENDS = ("recorded", "failed", "stopped", "unavailable")
-_TAIL_BYTES = 1 << 16
+_LATEST_SPANS = 1 << 12
 _PR_SET_PDEATHSIG = 1
 # Kills its whole group on SIGTERM, which the kernel sends when the launcher dies.
 _GUARD = 'trap "kill -KILL 0" TERM; "$@" & wait $!'
@@ -219,34 +216,26 @@ def limit_bytes(options: Options, gpu_count: int) -> int:
     return SCRATCH_BYTES + 2 * samples * SAMPLE_BYTES
 
 
+@dataclass
 class Burst:
     """One burst of one node: waits for training, samples, exports, and reports the result."""
 
-    def __init__(
-        self,
-        node: NodePaths,
-        options: Options,
-        nsys: Nsys | Refusal,
-        *,
-        has_trained: Callable[[], bool],
-        in_child: Callable[[], None] | None = None,
-        limit: int | None = None,
-        delay_s: float = DELAY_S,
-        grace_s: float = GRACE_S,
-    ) -> None:
-        self.status = "waiting"
-        """`waiting`, `sampling`, `exporting`; then one of `ENDS`."""
-        self.reason = ""
-        self._node, self._options, self._nsys = node, options, nsys
-        self._has_trained = has_trained
-        self._in_child = in_child
-        self._limit = limit
-        self._delay_s, self._grace_s = delay_s, grace_s
-        self._begins_s: float | None = None
-        self._deadline_s = 0.0
-        self._window: dict[str, int] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._scratch: MadeFolder | None = None
+    node: NodePaths
+    options: Options
+    nsys: Nsys | Refusal
+    has_trained: Callable[[], bool]
+    in_child: Callable[[], None] | None = None
+    limit: int | None = None
+    delay_s: float = DELAY_S
+    grace_s: float = GRACE_S
+    status: str = "waiting"
+    """`waiting`, `sampling`, `exporting`; then one of `ENDS`."""
+    reason: str = ""
+    _begins_s: float | None = None
+    _deadline_s: float = 0.0
+    _window: dict[str, int] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+    _scratch: MadeFolder | None = None
 
     @property
     def over(self) -> bool:
@@ -257,13 +246,13 @@ class Burst:
         """Advances the state; called about twice a second, never waits."""
         try:
             if self.status == "waiting":
-                if isinstance(self._nsys, Refusal):
-                    self._end("unavailable", self._nsys)
+                if isinstance(self.nsys, Refusal):
+                    self._end("unavailable", self.nsys)
                 elif self._begins_s is None:
-                    if self._has_trained():
-                        self._begins_s = time.monotonic() + self._delay_s
+                    if self.has_trained():
+                        self._begins_s = time.monotonic() + self.delay_s
                 elif time.monotonic() >= self._begins_s:
-                    self._sample(self._nsys)
+                    self._sample(self.nsys)
             elif self._process is not None:
                 self._watch(self._process)
         except (OSError, subprocess.SubprocessError) as error:
@@ -273,8 +262,8 @@ class Burst:
         """Cancels it, unless it has begun."""
         if self.status != "waiting":
             return
-        if isinstance(self._nsys, Refusal):
-            self._end("unavailable", self._nsys)
+        if isinstance(self.nsys, Refusal):
+            self._end("unavailable", self.nsys)
         else:
             self._end("stopped", Refusal(reason, "a longer --time, or a job that runs longer"))
 
@@ -283,27 +272,27 @@ class Burst:
         self.cancel(reason)
         deadline = time.monotonic() + FINISH_S
         began_ns = self._window.get("start_wall_ns", time.time_ns())
-        ends_ns = began_ns + self._options.burst_time_s * 1e9
+        ends_ns = began_ns + self.options.burst_time_s * 1e9
         while not self.over and time.time_ns() > ends_ns and time.monotonic() < deadline:
             self.tick()
             if asked_to_end():
                 break
         if not self.over:
-            remedy = f"nsys export --type=sqlite {self._node.burst_report}"
+            remedy = f"nsys export --type=sqlite {self.node.burst_report}"
             self._end("stopped", Refusal(reason, remedy if self.status == "exporting" else ""))
 
     # -- states - ------------------------------------------------------------------------
 
     def _sample(self, nsys: Nsys) -> None:
-        options, node = self._options, self._node
+        options, node = self.options, self.node
         self._scratch = MadeFolder.make(node.burst_scratch, below=node.run_root)
-        if self._limit is None:
-            self._limit = limit_bytes(options, nsys.gpu_count)
+        if self.limit is None:
+            self.limit = limit_bytes(options, nsys.gpu_count)
         words = nsys.profile(
             hz=options.burst_hz, seconds=options.burst_time_s, report=node.burst_report
         )
         self._window["start_wall_ns"] = time.time_ns()
-        self._start(words, options.burst_time_s + self._grace_s)
+        self._start(words, options.burst_time_s + self.grace_s)
         self.status = "sampling"
         self._note()
 
@@ -314,27 +303,27 @@ class Burst:
             return
         kill_group(process)  # its remaining child processes
         self._process = None
-        node = self._node
+        node = self.node
         if self.status == "sampling":
             self._window["end_wall_ns"] = time.time_ns()
             if process.returncode or not node.burst_report.exists():
                 self._end("failed", meaning(self._nsys_words(), "nsys wrote no report"))
                 return
             self.status = "exporting"
-            assert isinstance(self._nsys, Nsys), "only nsys samples"
-            self._start(self._nsys.export(node.burst_report, node.burst_export), EXPORT_S)
+            assert isinstance(self.nsys, Nsys), "only nsys samples"
+            self._start(self.nsys.export(node.burst_report, node.burst_export), EXPORT_S)
         elif process.returncode or not node.burst_export.exists():
             self._end("failed", meaning(self._nsys_words(), "nsys could not export its report"))
         else:
             self._end("recorded", Refusal("", ""))
 
     def _check_bounds(self) -> None:
-        node = self._node
+        node = self.node
         written, free = _size(node.bursts), shutil.disk_usage(node.bursts).free
         if time.monotonic() > self._deadline_s:
             why = "nsys did not end in time"
-        elif self._limit is not None and written > self._limit:
-            why = f"nsys wrote {written >> 20} MiB, more than the {self._limit >> 20} MiB expected"
+        elif self.limit is not None and written > self.limit:
+            why = f"nsys wrote {written >> 20} MiB, more than the {self.limit >> 20} MiB expected"
         elif free < RESERVE_BYTES // 2:
             why = f"only {free >> 20} MiB are left on the disk of {node.bursts}"
         else:
@@ -343,7 +332,7 @@ class Burst:
 
     def _start(self, words: list[str], seconds: float) -> None:
         """Starts nsys in a session of its own, with its signals as the launcher was given them."""
-        launcher, in_child = os.getpid(), self._in_child
+        launcher, in_child = os.getpid(), self.in_child
         prctl = ctypes.CDLL(None).prctl
 
         def before() -> None:
@@ -353,18 +342,15 @@ class Burst:
             if os.getppid() != launcher:
                 os._exit(127)
 
-        scratch = str(self._node.burst_scratch)
-        log_fd = open_to_append(self._node.burst_log, below=self._node.run_root)
+        scratch = str(self.node.burst_scratch)
+        log_fd = open_to_append(self.node.burst_log, below=self.node.run_root)
         with os.fdopen(log_fd, "ab") as log:
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _GUARD, "haiprof-burst", *words],
                 env={**os.environ, "TMPDIR": scratch, "NSYS_TMPDIR": scratch},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 preexec_fn=before,
-            )
+            )  # fmt: skip
         self._deadline_s = time.monotonic() + seconds
 
     # -- the end ------------------------------------------------------------------------------
@@ -376,21 +362,21 @@ class Burst:
             self._process = None
         if status != "recorded":
             # an incomplete export is useless
-            remove_file(self._node.burst_export, below=self._node.run_root)
+            remove_file(self.node.burst_export, below=self.node.run_root)
         if self._scratch is not None:
             self._scratch.remove()
         self.status, self.reason = status, why.reason
         self._note(reason=why.reason, remedy=why.remedy)
 
     def _note(self, **more: str) -> None:
-        facts: dict[str, object] = {"hz": self._options.burst_hz, **self._window}
+        facts: dict[str, object] = {"hz": self.options.burst_hz, **self._window}
         facts |= {name: value for name, value in more.items() if value}
         line = {"type": "burst", "status": self.status, "time_ns": time.perf_counter_ns()}
-        note_line(self._node.events, {**line, **facts})
+        note_line(self.node.events, {**line, **facts})
 
     def _nsys_words(self) -> str:
         try:
-            return self._node.burst_log.read_text(encoding="utf-8", errors="replace")
+            return self.node.burst_log.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 
@@ -398,17 +384,10 @@ class Burst:
 def has_trained(phases: Path) -> bool:
     """Whether one of a rank's latest spans is of a training step (backward, optimizer)."""
     try:
-        with phases.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(0, size - _TAIL_BYTES) // PHASES.record_bytes * PHASES.record_bytes
-            file.seek(start)
-            tail = file.read()
-    except OSError:
+        tail = read_records(phases, first=-_LATEST_SPANS).data
+    except RunFormatError:
         return False
-    if start == 0:
-        tail = tail[tail.find(b"\n") + 1 :] if b"\n" in tail else b""
-    words = array.array("q", tail[: len(tail) // PHASES.record_bytes * PHASES.record_bytes])
-    return any(word & TAG_MASK in (BACKWARD, OPTIMIZER) for word in words[::2])
+    return any(word & TAG_MASK in (BACKWARD, OPTIMIZER) for word in array.array("q", tail)[::2])
 
 
 def _size(folder: Path) -> int:

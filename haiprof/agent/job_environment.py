@@ -1,13 +1,16 @@
-"""The job's environment for the manifest: git state, script, machine; collected beside the job."""
+"""The job's environment for the manifest: git state, script, machine, pod; found beside the job."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from haiprof.linux.procfs import read_text
 from haiprof.run_format.environment import git_head, named_variables
 from haiprof.run_format.secrets import mask_text
 
@@ -22,6 +25,12 @@ _GIT = (
 )  # fmt: skip
 _STATUS = ("status", "--porcelain=v1", "-z", "--untracked-files=no", "--ignore-submodules=all")
 _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all", "--binary")
+
+SERVICE_ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
+"""Below the root of a container: namespace, token and certificate, as the kubelet mounts them."""
+_UID = re.compile(r"/pods/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/")
+"""In the path on the node of what the kubelet mounts: /etc/hosts, the termination log."""
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 def at_launch(cwd: str, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -104,13 +113,9 @@ class Surroundings:
                     "GIT_NO_LAZY_FETCH": "1"}  # fmt: skip
         try:
             done = subprocess.run(
-                [*_GIT, "-C", root, *words],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=GIT_TIMEOUT_S,
-                check=False,
-            )
+                [*_GIT, "-C", root, *words], env=environ, stdin=subprocess.DEVNULL,
+                capture_output=True, timeout=GIT_TIMEOUT_S, check=False,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"git took longer than {GIT_TIMEOUT_S:g} s"
         except OSError as error:
@@ -151,18 +156,33 @@ def machine() -> dict[str, Any]:
 
 def _field(path: str, name: str) -> str | None:
     """The value behind the first `name:` of a file of /proc."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                key, _, value = line.partition(":")
-                if key.strip() == name:
-                    return value.strip()
-    except OSError:
-        return None
-    return None
+    found = re.search(rf"^\s*{name}\s*:(.*)", read_text(Path(path)) or "", re.MULTILINE)
+    return found[1].strip() if found else None
 
 
 def _digest(content: bytes) -> str:
     import hashlib
 
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def find_pod(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str | None] | None:
+    """`name`, `namespace` and `uid` of the pod; None where this is none.
+
+    POD_NAME, POD_NAMESPACE and POD_UID where the pod's template sets them (the downward API), else
+    the host name, the service account's namespace, and the kubelet's mounts.
+    """
+    if "KUBERNETES_SERVICE_HOST" not in environ:
+        return None
+    mounted = _UID.search(read_text(root / "proc/self/mountinfo") or "")
+    name = environ.get("POD_NAME") or read_text(root / "etc/hostname") or ""
+    space = environ.get("POD_NAMESPACE") or read_text(root / SERVICE_ACCOUNT / "namespace")
+    uid = environ.get("POD_UID") or (mounted[1] if mounted else None)
+    if not is_pod_name(name) or not is_pod_name(space):
+        return None
+    return {"name": name, "namespace": space, "uid": uid}
+
+
+def is_pod_name(name: object) -> bool:
+    """Whether a text may be the name of a pod or of a namespace, and with it a part of a path."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None

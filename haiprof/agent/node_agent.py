@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from haiprof.agent.pod import find_pod
+from haiprof.agent.job_environment import find_pod
 from haiprof.agent.relay import LiveRank, Relay
 from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.base.errors import HaiprofError
@@ -350,24 +350,23 @@ class Agent:
         except FileExistsError:
             return False
         clock = ClockAnchor.now()
-        write_json(
-            node.agent,
-            {
-                "version": SCHEMA_VERSION,
-                "host": self.host,
-                "pid": os.getpid(),
-                "job_pid": self.job_pid,
-                "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
-                "pod": find_pod(os.environ),
-                "slurm_node": os.environ.get("SLURMD_NODENAME"),
-            },
-            below=self.run.root,
-        )
+        content = {
+            "version": SCHEMA_VERSION, "host": self.host, "pid": os.getpid(),
+            "job_pid": self.job_pid,
+            "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
+            "pod": find_pod(os.environ), "slurm_node": os.environ.get("SLURMD_NODENAME"),
+        }  # fmt: skip
+        write_json(node.agent, content, below=self.run.root)
         return True
 
     def reports(self) -> list[dict[str, Any]]:
         """rank.json of every rank that reported in, on any node; empty where it is not whole."""
         return [try_read_json(paths.report) for _, _, paths in self.run.rank_folders()]
+
+    def reported_ranks(self) -> list[dict[str, Any]]:
+        """Which rank reported in from where, for the manifest."""
+        keys = ("rank", "attempt", "host", "pid")
+        return [{key: report.get(key) for key in keys} for report in self.reports() if report]
 
     def _reported_pids(self) -> set[int]:
         mine = [report for report in self.reports() if report.get("host") == self.host]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -98,23 +99,20 @@ class Outbox(Generic[Item]):
                 self.changed.notify_all()
 
 
+@dataclass
 class Notifier:
     """Sends events; neither a slow receiver nor one that fails delays the caller."""
 
-    def __init__(
-        self,
-        target: str,
-        identity: Mapping[str, object],
-        *,
-        in_child: Callable[[], None] | None = None,
-        retry_s: float = RETRY_S,
-    ) -> None:
-        self._target, self._identity, self._in_child = target, identity, in_child
-        self._retry_s = retry_s
-        self._count = 0
-        self._sent_at_s: dict[str, float] = {}
-        self._left_out: Counter[str] = Counter()
-        self._failures: set[str] = set()
+    target: str
+    identity: Mapping[str, object]
+    in_child: Callable[[], None] | None = None
+    retry_s: float = RETRY_S
+    _count: int = 0
+    _sent_at_s: dict[str, float] = field(default_factory=dict)
+    _left_out: Counter[str] = field(default_factory=Counter)
+    _failures: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
         self._outbox = Outbox("haiprof-notify", self._deliver)
 
     def send(
@@ -137,8 +135,8 @@ class Notifier:
                 return
             self._count += 1
             self._sent_at_s[event] = now
-            body = {"text": f"haiprof: {self._identity.get('job')}: {text}", "event": event,
-                    "time_s": round(time.time(), 3), **self._identity, **details,
+            body = {"text": f"haiprof: {self.identity.get('job')}: {text}", "event": event,
+                    "time_s": round(time.time(), 3), **self.identity, **details,
                     "left_out": dict(self._left_out)}  # fmt: skip
             self._left_out.clear()
             self._outbox.put((body, complete))
@@ -156,14 +154,14 @@ class Notifier:
             more, fields = complete()
             body = {**body, **fields, "text": f"{body['text']}\n{more}"}
         masked = json.dumps(_mask({**body, "text": body["text"][:TEXT_LIMIT]})).encode()
-        failure, wait_s = "", self._retry_s
+        failure, wait_s = "", self.retry_s
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(wait_s)
                 wait_s *= 2
             try:
                 failure, is_final = (
-                    post(self._target, masked) if is_notify_url(self._target)
+                    post(self.target, masked) if is_notify_url(self.target)
                     else self._run(masked)
                 )  # fmt: skip
             except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -177,9 +175,9 @@ class Notifier:
 
     def _run(self, body: bytes) -> tuple[str, bool]:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", self._target],
+            ["/bin/sh", "-c", self.target],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True, preexec_fn=self._in_child,
+            start_new_session=True, preexec_fn=self.in_child,
         )  # fmt: skip
         try:
             process.communicate(body, timeout=ATTEMPT_LIMIT_S)

@@ -192,20 +192,11 @@ class ProcessEnds:
                 return None
             self._others += 1
         line: dict[str, Any] = {
-            "type": "process_end",
-            "time_ns": mono_ns,
-            "wall_ns": wall_ns,
-            "pid": pid,
-            "start_ticks": process.start_ticks,
-            "parent": process.parent,
-            "rank": rank,
-            "attempt": attempt,
-            "helper": helper,
-            "status": how.status,
-            "signal": how.signal,
-            "core": how.core,
-            "source": how.source,
-        }
+            "type": "process_end", "time_ns": mono_ns, "wall_ns": wall_ns, "pid": pid,
+            "start_ticks": process.start_ticks, "parent": process.parent,
+            "rank": rank, "attempt": attempt, "helper": helper,
+            "status": how.status, "signal": how.signal, "core": how.core, "source": how.source,
+        }  # fmt: skip
         if how.signal == signal.SIGKILL or how.source == "gone":
             line["oom"] = self._oom(pid)
         failed = how.signal is not None or bool(how.status)

@@ -246,9 +246,7 @@ class Controller:
         task = self._loop.create_task(self._talk(accepted))
         self._strangers[task] = _Stranger(address, self._loop.time())
         task.add_done_callback(self._end)
-        task.add_done_callback(
-            lambda _: accepted.close()
-        )  # also where it was ended before it began
+        task.add_done_callback(lambda _: accepted.close())  # it may end before it begins
 
     def _make_room(self, address: str) -> None:
         """Closes connections of strangers until there is room for one more from the address."""
@@ -263,11 +261,13 @@ class Controller:
         """A connection until it breaks, or the peer sends what it may not."""
         task = asyncio.current_task()
         assert task is not None, "every connection has a task of its own"
-        with contextlib.suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
+        with contextlib.suppress(OSError, EOFError, ValueError):
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             reader, writer = await asyncio.open_connection(sock=accepted)
             try:
-                handshake = await asyncio.wait_for(prove(reader, writer.write, self._key), HELLO_S)
+                deadline = self._loop.call_later(HELLO_S, task.cancel)
+                handshake = await prove(reader, writer.write, self._key)
+                deadline.cancel()
                 self._strangers.pop(task, None)
                 self._agents[task] = _Agent(writer, handshake.signer(CONTROLLER))
                 incoming, budget = handshake.signer(AGENT), Budget(MESSAGES_PER_S)

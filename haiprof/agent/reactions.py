@@ -21,7 +21,7 @@ from haiprof.base.safe_files import create_file, make_private
 from haiprof.base.subcommand import end_child
 from haiprof.base.units import duration_text
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
+from haiprof.run_format.stack_frames import parse_frames, stack_text
 from haiprof.run_format.writer import append_line
 
 LOOK_S = 2.0
@@ -51,6 +51,7 @@ class _Action:
     deadline_s: float
 
 
+@dataclass
 class Reactor:
     """Watches the ranks of one node, and starts a snapshot or trace of the run when needed.
 
@@ -58,22 +59,15 @@ class Reactor:
     directory carries it out.
     """
 
-    def __init__(
-        self, run: RunPaths, host: str, options: Options, start: Start, watch: Watch | None = None,
-        *, notifier: Notifier | None = None,
-    ) -> None:  # fmt: skip
-        self._run, self._host, self._options = run, host, options
-        self._start = start
-        self._watch = watch or Watch(
-            options.slow_limit,
-            options.hang_limit,
-            record_s=options.time_s,
-            warmup_s=options.warmup_s,
-        )
-        self._notifier = notifier
-        self._told_hang: Alarm | None = None
-        self._action: _Action | None = None
-        self._look_at = 0.0
+    run: RunPaths
+    host: str
+    options: Options
+    start: Start
+    watch: Watch
+    notifier: Notifier | None = None
+    _told_hang: Alarm | None = None
+    _action: _Action | None = None
+    _look_at: float = 0.0
 
     def tick(self, node: Node) -> None:
         """Looks every two seconds."""
@@ -82,11 +76,11 @@ class Reactor:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        for alarm in self._watch.look(node):
+        for alarm in self.watch.look(node):
             self._react(alarm)
         self._tell_hang_end(node)
-        while self._watch.suspensions:
-            begin, end, seen = self._watch.suspensions.pop(0)
+        while self.watch.suspensions:
+            begin, end, seen = self.watch.suspensions.pop(0)
             line = {"type": "job_suspended", "time_ns": end, "gap_ns": end - begin, "seen": seen}
             self._append(line)
 
@@ -106,27 +100,17 @@ class Reactor:
         if claim is None:
             return
         fd, path = claim
-        is_looked_into = int(path.stem.rpartition("-")[2]) < self._options.react_times
+        is_looked_into = int(path.stem.rpartition("-")[2]) < self.options.react_times
         command = self._command(alarm) if is_looked_into else None
         try:
-            action = command or "none"
             wall_ns, mono_ns = time.time_ns(), time.monotonic_ns()
-            self._append(
-                {
-                    "type": "reaction",
-                    "name": path.stem,
-                    "time_ns": mono_ns,
-                    "wall_ns": wall_ns,
-                    "trigger": alarm.trigger,
-                    "rank": alarm.rank,
-                    "step": alarm.step,
-                    "since_wall_ns": wall_ns - mono_ns + alarm.since_mono_ns,
-                    "reason": alarm.reason,
-                    **alarm.numbers,
-                    "action": action,
-                }
-            )
-            if not self._options.quiet and command != "snapshot":
+            self._append({
+                "type": "reaction", "name": path.stem, "time_ns": mono_ns, "wall_ns": wall_ns,
+                "trigger": alarm.trigger, "rank": alarm.rank, "step": alarm.step,
+                "since_wall_ns": wall_ns - mono_ns + alarm.since_mono_ns, "reason": alarm.reason,
+                **alarm.numbers, "action": command or "none",
+            })  # fmt: skip
+            if not self.options.quiet and command != "snapshot":
                 print_message(
                     f"{alarm.reason}; tracing {self._steps} steps" if command else alarm.reason
                 )
@@ -139,23 +123,23 @@ class Reactor:
 
     @property
     def _steps(self) -> int:
-        return self._options.trace_steps or TRACE_STEPS
+        return self.options.trace_steps or TRACE_STEPS
 
     def _command(self, alarm: Alarm) -> str | None:
         """What is done; None where it is only noted."""
         if self._action is not None:
             return None
         wanted = ("snapshot", "both") if alarm.trigger == "hang" else ("trace", "both")
-        if self._options.react not in wanted:
+        if self.options.react not in wanted:
             return None
         return "snapshot" if alarm.trigger == "hang" else "trace-now"
 
     def _begin(self, path: Path, alarm: Alarm, command: str, fd: int) -> None:
         words = ["--json"]
         if command == "trace-now":
-            words += ["--steps", str(self._steps), *self._options.trace_now_words()]
+            words += ["--steps", str(self._steps), *self.options.trace_now_words()]
         try:
-            process = self._start(command, words, fd)
+            process = self.start(command, words, fd)
         except (OSError, subprocess.SubprocessError) as error:
             failed = {"state": "failed", "reason": str(error)}
             self._append({"type": "reaction_result", "name": path.stem, **failed})
@@ -165,12 +149,12 @@ class Reactor:
     def _claim(self, alarm: Alarm) -> tuple[int, Path] | None:
         """The file of the next reaction of this kind; None if it is too early, or one too many."""
         with contextlib.suppress(OSError):  # full disk: its result could not be stored either
-            make_private(self._run.control, below=self._run.root)
-            notified = 0 if self._notifier is None else NOTIFIED_TIMES
-            for number in range(max(self._options.react_times, notified)):
-                path = self._run.control_reaction(alarm.trigger, number)
+            make_private(self.run.control, below=self.run.root)
+            notified = 0 if self.notifier is None else NOTIFIED_TIMES
+            for number in range(max(self.options.react_times, notified)):
+                path = self.run.control_reaction(alarm.trigger, number)
                 try:
-                    fd = create_file(path, below=self._run.root, mode=0o600)
+                    fd = create_file(path, below=self.run.root, mode=0o600)
                 except FileExistsError:
                     if time.time() - path.stat().st_mtime < PAUSE_S:
                         return None  # another node was faster
@@ -208,7 +192,7 @@ class Reactor:
         if action.alarm.trigger == "hang":
             found = f": {_snapshot_text(content)}" if content["state"] == "done" else ""
             self._tell(action.alarm, action.alarm.reason + found, snapshot=content.get("path"))
-        if self._options.quiet or content["state"] != "done":
+        if self.options.quiet or content["state"] != "done":
             return
         if action.command == "snapshot":
             print_message(
@@ -216,38 +200,38 @@ class Reactor:
             )
         else:
             print_message(
-                f"traced {content['rank_count']} ranks: haiprof trace report {self._run.root} "
+                f"traced {content['rank_count']} ranks: haiprof trace report {self.run.root} "
                 f"--window {content['window']}"
             )
 
     def _tell(self, alarm: Alarm, text: str, **details: object) -> None:
         """Notifies of an alarm: a hang with its snapshot, slower steps with what grew in them."""
-        if self._notifier is None:
+        if self.notifier is None:
             return
         step = alarm.step
         complete = None
         if alarm.trigger == "hang":
             self._told_hang = alarm
         elif step is not None:
-            complete = partial(find_grown_accounts, self._start, step)
-        self._notifier.send(
+            complete = partial(find_grown_accounts, self.start, step)
+        self.notifier.send(
             alarm.trigger, text, complete, rank=alarm.rank, step=step, **alarm.numbers, **details
         )
 
     def _tell_hang_end(self, node: Node) -> None:
         alarm = self._told_hang
-        if alarm is None or self._notifier is None or self._watch.is_hanging:
+        if alarm is None or self.notifier is None or self.watch.is_hanging:
             return
         lives = bool(node.live_ranks())
-        if lives and not self._watch.has_gone_on:
+        if lives and not self.watch.has_gone_on:
             return
         self._told_hang = None
         lasted = duration_text(time.monotonic_ns() - alarm.since_mono_ns)
         how = f"after {lasted}: steps go on" if lives else "as its ranks have ended"
-        self._notifier.send("hang_end", f"the hang is over {how}", steps_go_on=lives)
+        self.notifier.send("hang_end", f"the hang is over {how}", steps_go_on=lives)
 
     def _append(self, line: Mapping[str, object]) -> None:
-        append_line(self._run.node(self._host).events, line)
+        append_line(self.run.node(self.host).events, line)
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:
@@ -284,13 +268,7 @@ def _common_line(ranks: object) -> str | None:
     ]
     if len(stacks) < 2 or not stacks[0] or any(stack != stacks[0] for stack in stacks):
         return None
-    return _line_text(stacks[0])
-
-
-def _line_text(frames: Stack) -> str:
-    """The user's own line, and the innermost one where that is another."""
-    own, last = own_frame(frames) or frames[-1], frames[-1]
-    return frame_text(own) if own == last else f"{frame_text(own)} → {frame_text(last)}"
+    return stack_text(stacks[0])
 
 
 def _only_rank(ranks: object) -> list[dict[str, Any]]:
@@ -301,7 +279,7 @@ def _only_rank(ranks: object) -> list[dict[str, Any]]:
     frames = parse_frames(only.get("stack")) or ()
     if not frames or only.get("process_state") in ("T", "t"):
         return []
-    doing, beside = _line_text(frames), only.get("worker") or only.get("beside")
+    doing, beside = stack_text(frames), only.get("worker") or only.get("beside")
     return [{
         "rank": only.get("rank"), "reason": "it is the only rank, and no step of it ends",
         "doing": f"{doing}; {beside}" if isinstance(beside, str) and beside else doing,

@@ -138,18 +138,13 @@ def _keep(held: _HeldRing) -> None:
 
 
 def _note(held: _HeldRing, ring: Ring, *, kept: int, lost: int, reason: str | None) -> None:
-    line = {
-        "type": "unclean_end",
-        "time_ns": time.perf_counter_ns(),
-        "last_span_ns": ring.records[-1][1] >> TAG_BITS if ring.records else None,
-        "open_ns": ring.open_ns,
-        "optimizer_steps": ring.step_count,
-        "recording": ring.opens_ns < NEVER,
-        "added_span_count": kept,
-        "lost_span_count": lost,
+    last_ns = ring.records[-1][1] >> TAG_BITS if ring.records else None
+    note_line(held.paths.events, {
+        "type": "unclean_end", "time_ns": time.perf_counter_ns(), "last_span_ns": last_ns,
+        "open_ns": ring.open_ns, "optimizer_steps": ring.step_count,
+        "recording": ring.opens_ns < NEVER, "added_span_count": kept, "lost_span_count": lost,
         "reason": reason,
-    }
-    note_line(held.paths.events, line)
+    })  # fmt: skip
 
 
 TELL_S = 15.0
@@ -319,12 +314,7 @@ class Relay:
         question = encode_message({"id": _STEPS_ID, "kind": "status", "arguments": {}})
         for peer in list(self.peers):
             if peer.pid in pids:
-                try:
-                    peer.connection.send(question)
-                except BlockingIOError:
-                    continue  # it has not read the last one yet
-                except OSError:
-                    self._drop(peer)
+                self._send(peer, question)
 
     def stop(self) -> None:
         """Closes everything and takes the socket out of the run directory."""
@@ -376,12 +366,18 @@ class Relay:
             return
         if request.kind == "stacks":  # a stopped process cannot answer
             self._keep(peer, request.id, {"state": "asked", "process": process_state(peer.pid)})
-        try:
-            peer.connection.send(encode_message(request.as_json()))
-        except BlockingIOError:
+        if not self._send(peer, encode_message(request.as_json())):
             self._keep(peer, request.id, {"state": "refused", "reason": "its requests pile up"})
+
+    def _send(self, peer: Peer, packet: bytes) -> bool:
+        """Sends without waiting; False where the rank has not read the last packets yet."""
+        try:
+            peer.connection.send(packet)
+        except BlockingIOError:
+            return False
         except OSError:
             self._drop(peer)
+        return True
 
     def _read(self, peer: Peer) -> None:
         for _ in range(_PACKETS_PER_TICK):

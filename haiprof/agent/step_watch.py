@@ -236,11 +236,11 @@ class RankWatch:
 
     def hear(self, steps: int | None, now_ns: int) -> bool:
         """Takes the rank's answer; whether that is a sign of life."""
-        before, self.reported_steps = (
-            self.reported_steps,
-            steps if steps is not None else self.reported_steps,
-        )
-        if steps is None or before is None or steps == before:
+        before = self.reported_steps
+        if steps is None:
+            return False
+        self.reported_steps = steps
+        if before in (None, steps):
             return False
         self._seen_ns = now_ns
         self.alive_ns = max(self.alive_ns, now_ns)
@@ -364,42 +364,37 @@ class Node(Protocol):
         """Processes that have loaded torch, and have not begun to train."""
 
 
+@dataclass
 class Watch:
     """All ranks of this node."""
 
-    def __init__(
-        self,
-        slow_ratio: float,
-        hang_limit: HangLimit,
-        *,
-        record_s: float = 0.0,
-        warmup_s: float = 0.0,
-        clock: Callable[[], int] = time.monotonic_ns,
-        proc: Path = Path("/proc"),
-    ) -> None:
-        self._slow_ratio = slow_ratio
-        self._hang_limit = hang_limit
-        self._record_ns = round(record_s * NS_PER_S)
-        self._warmup_ns = round(warmup_s * NS_PER_S)
-        self._clock = clock
-        self._proc = proc
-        self._looked_ns = clock()
-        self._ask_every_ns = min(patient_ns(hang_limit) // 10, ASK_NS)
-        self._ask_at_ns = self._scan_at_ns = 0
-        self._ranks: dict[tuple[int, int], RankWatch] = {}
-        self._starting: dict[int, _Start] = {}
-        """By process id."""
-        self._began_ns = clock()
-        self._start_ns: int | None = None
-        """How long the first start took until a rank reported in; None before."""
-        self.is_hanging = False
-        """Whether the hang that was found last goes on."""
-        self._steps_before: dict[tuple[int, int], int] = {}
-        self._suspended_ns = 0
-        """Since when all ranks are stopped; 0 while they are not."""
-        self.suspensions: list[tuple[int, int, bool]] = []
-        """Start and end of each suspension of the job, and whether its ranks were seen stopped, or
-        only the launcher did not run; the caller records and clears them."""
+    slow_ratio: float
+    hang_limit: HangLimit
+    record_s: float = 0.0
+    warmup_s: float = 0.0
+    clock: Callable[[], int] = time.monotonic_ns
+    proc: Path = Path("/proc")
+    is_hanging: bool = False
+    """Whether the hang that was found last goes on."""
+    suspensions: list[tuple[int, int, bool]] = field(default_factory=list)
+    """Start and end of each suspension of the job, and whether its ranks were seen stopped, or only
+    the launcher did not run; the caller records and clears them."""
+    _ask_at_ns: int = 0
+    _scan_at_ns: int = 0
+    _ranks: dict[tuple[int, int], RankWatch] = field(default_factory=dict)
+    _starting: dict[int, _Start] = field(default_factory=dict)
+    """By process id."""
+    _start_ns: int | None = None
+    """How long the first start took until a rank reported in; None before."""
+    _steps_before: dict[tuple[int, int], int] = field(default_factory=dict)
+    _suspended_ns: int = 0
+    """Since when all ranks are stopped; 0 while they are not."""
+
+    def __post_init__(self) -> None:
+        self._record_ns = round(self.record_s * NS_PER_S)
+        self._warmup_ns = round(self.warmup_s * NS_PER_S)
+        self._looked_ns = self._began_ns = self.clock()
+        self._ask_every_ns = min(patient_ns(self.hang_limit) // 10, ASK_NS)
 
     @property
     def has_gone_on(self) -> bool:
@@ -412,7 +407,7 @@ class Watch:
 
     def look(self, node: Node) -> list[Alarm]:
         """Reads what is new."""
-        now = self._clock()
+        now = self.clock()
         pause_ns, self._looked_ns = now - self._looked_ns, now
         live = node.live_ranks()
         before = self._ranks
@@ -440,7 +435,7 @@ class Watch:
         if any(map(any, lives)):
             self.is_hanging = False
         recorded = [rank for rank in ranks if not rank.asked]
-        slow = [alarm for rank in recorded if (alarm := rank.slower(self._slow_ratio)) is not None]
+        slow = [alarm for rank in recorded if (alarm := rank.slower(self.slow_ratio)) is not None]
         # Those whose silence means something; one that was stopped first has yet to answer.
         active = [
             r for r in ranks
@@ -479,7 +474,7 @@ class Watch:
         since_ns = max((start.since_ns for start in self._starting.values()), default=now)
         idle_ns = now - max((start.idle_ns for start in self._starting.values()), default=now)
         silent_ns, limit_ns = now - since_ns, self._start_limit_ns()
-        idle = idle_ns > (round(self._hang_limit.seconds * NS_PER_S) or IDLE_START_NS)
+        idle = idle_ns > (round(self.hang_limit.seconds * NS_PER_S) or IDLE_START_NS)
         if silent_ns <= limit_ns and not idle:
             self.is_hanging = False
             return []
@@ -507,7 +502,7 @@ class Watch:
         ]
 
     def _look_at_start(self, pid: int, before: _Start | None, now: int) -> _Start:
-        fields = read_stat(self._proc.parent, pid) or [b"0"] * 13
+        fields = read_stat(self.proc.parent, pid) or [b"0"] * 13
         cpu_ns = sum(map(int, fields[11:13])) * TICK_NS
         if before is None:
             return _Start(since_ns=now, idle_ns=now, looked_ns=now, cpu_ns=cpu_ns)
@@ -517,18 +512,18 @@ class Watch:
 
     def _start_limit_ns(self) -> int:
         """How long a start may take: ranks that are started again had shown how long they need."""
-        limit_ns = patient_ns(self._hang_limit)
+        limit_ns = patient_ns(self.hang_limit)
         if self._start_ns is None:
             return limit_ns
-        own_ns = round(self._hang_limit.seconds * NS_PER_S) or HANG_FLOOR_NS
+        own_ns = round(self.hang_limit.seconds * NS_PER_S) or HANG_FLOOR_NS
         return min(limit_ns, max(own_ns, PATIENCE * self._start_ns))
 
     def _is_stopped(self, pid: int) -> bool:
-        return process_state(pid, proc=self._proc)["state"] == "T"
+        return process_state(pid, proc=self.proc)["state"] == "T"
 
     def _limit_ns(self, rank: RankWatch) -> int:
         opening = rank.asked and not rank.reported_steps
-        return rank.limit_ns(self._hang_limit) + (self._warmup_ns if opening else 0)
+        return rank.limit_ns(self.hang_limit) + (self._warmup_ns if opening else 0)
 
     def _standing(self, active: Sequence[RankWatch], now: int) -> Alarm | None:
         """A node hangs when all of its ranks do: while one proceeds, it does not block others."""
@@ -559,7 +554,7 @@ class Watch:
             step=last.count - 1 if last.count and not last.asked else None,
             since_mono_ns=last.alive_ns or now - silent_ns,
             reason=f"no {expected} for {duration_text(silent_ns)} "
-            f"(limit {duration_text(limit_ns)}{_why(last, self._hang_limit, limit_ns)})",
+            f"(limit {duration_text(limit_ns)}{_why(last, self.hang_limit, limit_ns)})",
             numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
         )
 

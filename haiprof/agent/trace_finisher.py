@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
@@ -48,13 +49,10 @@ class Helper:
         """Starts one; says what is left undone where that fails."""
         try:
             self.child = subprocess.Popen(
-                [sys.executable, "-I", "-c", self._program, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                [sys.executable, "-I", "-c", self._program, *words], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 preexec_fn=self._in_child,
-            )
+            )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
             print_message(f"cannot {self._task}: {error}; {self._otherwise}")
 
@@ -65,21 +63,19 @@ class Helper:
             end_child(child)
 
 
+@dataclass
 class Finisher:
     """Finishes the traces of one host while the job runs, and the rest when it has ended."""
 
-    def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        *,
-        in_child: Callable[[], None] | None = None,
-    ) -> None:
-        self._run, self._host = run, host
-        left = f"they stay in {run.trace_parts}"
-        self._helper = Helper(_PROGRAM, in_child, task="compress traces", otherwise=left)
-        self._tried: set[str] = set()
-        self._asked_s: float | None = None
+    run: RunPaths
+    host: str
+    in_child: Callable[[], None] | None = None
+    _tried: set[str] = field(default_factory=set)
+    _asked_s: float | None = None
+
+    def __post_init__(self) -> None:
+        left = f"they stay in {self.run.trace_parts}"
+        self._helper = Helper(_PROGRAM, self.in_child, task="compress traces", otherwise=left)
 
     def tick(self) -> None:
         """Starts a child where a rank has written a trace; called about twice a second."""
@@ -103,7 +99,7 @@ class Finisher:
             return False
         if now > self._asked_s + GRACE_S:
             return True
-        return all(self._is_reported(paths) for _, _, paths in self._run.rank_folders())
+        return all(self._is_reported(paths) for _, _, paths in self.run.rank_folders())
 
     def finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
         """Called when the job is over: finishes what is left and prints the progress."""
@@ -132,36 +128,36 @@ class Finisher:
         self._helper.end()
         left = len(self._waiting())
         if left and not quiet:
-            print_message(f"{left} of {total} traces stay uncompressed in {self._run.trace_parts}")
+            print_message(f"{left} of {total} traces stay uncompressed in {self.run.trace_parts}")
 
     def _start(self, *words: str) -> None:
-        self._helper.start((str(self._run.root), self._host, *words))
+        self._helper.start((str(self.run.root), self.host, *words))
 
     def _waiting(self) -> set[str]:
         """Stems of this host's whole parts."""
-        return {part.stem.text for part in complete_parts(self._run, self._host)}
+        return {part.stem.text for part in complete_parts(self.run, self.host)}
 
     def _stems(self) -> list[Stem]:
         """Everything of this host's ranks that is not finished, whole or not."""
-        found = (parse_stem(name) for name in list_names(self._run.trace_parts))
-        return [stem for stem in found if stem is not None and stem.is_of(self._host)]
+        found = (parse_stem(name) for name in list_names(self.run.trace_parts))
+        return [stem for stem in found if stem is not None and stem.is_of(self.host)]
 
     def _tidy(self) -> None:
         """Removes the folder of parts once it holds only the files of agreements."""
-        folder = self._run.trace_parts
+        folder = self.run.trace_parts
         names = list_names(folder)
         settled = all(name.startswith(AGREED_PREFIX) for name in names)
-        if not settled or any(map(self._may_run, self._run.rank_folders())):
+        if not settled or any(map(self._may_run, self.run.rank_folders())):
             return
         with suppress(OSError):  # read-only by now, or somebody has just written into it
             for name in names:
-                remove_file(folder / name, below=self._run.root)
-            remove_folder(folder, below=self._run.root)
+                remove_file(folder / name, below=self.run.root)
+            remove_folder(folder, below=self.run.root)
 
     def _may_run(self, found: tuple[int, int, RankPaths]) -> bool:
         """Whether a rank still runs; one of another host may."""
         report = try_read_json(found[2].report)
-        return report.get("host") != self._host or process_exists(report.get("pid"))
+        return report.get("host") != self.host or process_exists(report.get("pid"))
 
     def _is_reported(self, paths: RankPaths) -> bool:
         """Whether a rank of this host reported the result of a window, or cannot any more."""
@@ -170,7 +166,7 @@ class Finisher:
             lines, _ = read_lines(paths.events)
         except RunFormatError:
             return True
-        if report.get("host") != self._host or not process_exists(report.get("pid")):
+        if report.get("host") != self.host or not process_exists(report.get("pid")):
             return True
         return any(line.get("type") == "trace_window" for line in lines)
 
@@ -182,6 +178,7 @@ _FOLD_PROGRAM = (
 )
 
 
+@dataclass
 class RunFolder:
     """Folds what one host's ranks and samplers have written, while the job runs.
 
@@ -189,27 +186,24 @@ class RunFolder:
     it had not put in place by then is folded an hour later.
     """
 
-    def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        detail_h: float,
-        *,
-        in_child: Callable[[], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._words = (str(run.root), host, str(detail_h))
-        self._clock = clock
-        task = f"fold old records of {run.root}"
-        self._helper = Helper(_FOLD_PROGRAM, in_child, task=task, otherwise="they are kept")
-        detail_s = detail_h * 3600.0
+    run: RunPaths
+    host: str
+    detail_h: float
+    in_child: Callable[[], None] | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._words = (str(self.run.root), self.host, str(self.detail_h))
+        task = f"fold old records of {self.run.root}"
+        self._helper = Helper(_FOLD_PROGRAM, self.in_child, task=task, otherwise="they are kept")
+        detail_s = self.detail_h * 3600.0
         self._every_s = min(EVERY_S, detail_s)
-        self._due_s = clock() + detail_s + self._every_s
+        self._due_s = self.clock() + detail_s + self._every_s
 
     def tick(self) -> None:
         """Starts a child when it is due, and none runs."""
-        if not self._helper.is_working() and self._clock() >= self._due_s:
-            self._due_s = self._clock() + self._every_s
+        if not self._helper.is_working() and self.clock() >= self._due_s:
+            self._due_s = self.clock() + self._every_s
             self._helper.start(self._words)
 
     def close(self) -> None:

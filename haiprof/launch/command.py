@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from haiprof.base.errors import UsageError
@@ -80,15 +80,15 @@ def _near_option(word: str) -> str:
     return f"did you mean --{near[0]}?" if near else "haiprof --help lists the options"
 
 
+@dataclass
 class _OptionParser:
     """Walks over the words once, from the left."""
 
-    def __init__(self, words: list[str]) -> None:
-        self.left = words
-        self.options: dict[str, object] = {}
-        self.taken: list[str] = []
-        self.warnings: list[str] = []
-        self.ended = False
+    left: list[str]
+    options: dict[str, object] = field(default_factory=dict)
+    taken: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    ended: bool = False
 
     def leading(self) -> None:
         """Takes haiprof's options before the program."""

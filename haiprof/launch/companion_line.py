@@ -67,10 +67,6 @@ class SignalReader:
             return None
         return Signal(number, code, pid, uid)
 
-    def close(self) -> None:
-        """Closes the descriptor."""
-        os.close(self.fd)
-
 
 def above_streams(fd: int) -> int:
     """Moves a descriptor above the standard streams, also where those are closed."""

@@ -9,11 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from haiprof.agent.job_environment import Surroundings
+from haiprof.agent.node_agent import Agent
+from haiprof.agent.notifications import Notifier, send_death
+from haiprof.agent.process_ends import ProcessEnds, note_job_end, note_launcher_gone, note_signal
+from haiprof.agent.reactions import Reactor
+from haiprof.agent.step_watch import Watch
+from haiprof.agent.trace_finisher import Finisher, RunFolder
 from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, ENV_TRAINJOB, SHARES, Options
@@ -27,15 +34,9 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.run_format.reader import read_failures, read_json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these are loaded where they are asked for
     from haiprof.agent.burst import Burst, Nsys, Refusal
-    from haiprof.agent.job_environment import Surroundings
     from haiprof.agent.kineto_daemon import JobKinetoAgent
-    from haiprof.agent.node_agent import Agent
-    from haiprof.agent.notifications import Notifier
-    from haiprof.agent.process_ends import ProcessEnds
-    from haiprof.agent.reactions import Reactor
-    from haiprof.agent.trace_finisher import Finisher, RunFolder
     from haiprof.agent.trainjob_status import TrainJobStatus
 
 TICK_S = 0.5
@@ -46,44 +47,37 @@ _HEADLINE_CHARS = 1000
 _Result = TypeVar("_Result")
 
 
+@dataclass
 class Job:
     """A job under measurement."""
 
-    def __init__(
-        self,
-        run: RunPaths,
-        manifest: Manifest,
-        options: Options,
-        *,
-        created: bool,
-        subcommand: Subcommand,
-        supervisor: Supervisor,
-    ) -> None:
-        self.run = run
-        self.manifest = manifest
-        self.options = options
-        self.created = created
-        self._subcommand = subcommand
-        self.pid = 0
-        """The job's process, once it has started."""
-        self.supervisor = supervisor
-        """Of the launcher, as it was when this process was forked from it."""
-        self._agent: Agent | None = None
-        self._nsys: Nsys | Refusal | None = None
-        self._burst: Burst | None = None
-        self._verdict: subprocess.Popen[bytes] | None = None
-        self._judged = (0, 0)
-        self._finisher: Finisher | None = None
-        self._scalars: subprocess.Popen[bytes] | None = None
-        self._surroundings: Surroundings | None = None
-        self._kineto: JobKinetoAgent | None = None
-        self._reactor: Reactor | None = None
-        self._ends: ProcessEnds | None = None
-        self._notifier: Notifier | None = None
-        self._trainjob: TrainJobStatus | None = None
-        self._death_is_sent = False
-        self._copies: RunCopies | None = None
-        self._folder: RunFolder | None = None
+    run: RunPaths
+    manifest: Manifest
+    options: Options
+    created: bool
+    """Whether this launcher has made the run directory."""
+    subcommand: Subcommand
+    supervisor: Supervisor
+    """Of the launcher, as it was when this process was forked from it."""
+    pid: int = 0
+    """The job's process, once it has started."""
+    _agent: Agent | None = None
+    _nsys: Nsys | Refusal | None = None
+    _burst: Burst | None = None
+    _verdict: subprocess.Popen[bytes] | None = None
+    _judged: tuple[int, int] = (0, 0)
+    _finisher: Finisher | None = None
+    _scalars: subprocess.Popen[bytes] | None = None
+    _surroundings: Surroundings | None = None
+    _kineto: JobKinetoAgent | None = None
+    _reactor: Reactor | None = None
+    _ends: ProcessEnds | None = None
+    _notifier: Notifier | None = None
+    _trainjob: TrainJobStatus | None = None
+    _death_is_sent: bool = False
+    _copies: RunCopies | None = None
+    _folder: RunFolder | None = None
+    _host: str = field(default_factory=socket.gethostname)
 
     def prepare(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Prepares the run before the job starts; returns variables for the job."""
@@ -110,10 +104,17 @@ class Job:
                 self.run, self.options.address, self._put,
                 words=() if self.created else ("--only-node",),
             )  # fmt: skip
-        self._guard(lambda: self._ask_surroundings(self.manifest.command, environ))
+        if self.created:
+            known, command = self.manifest.environment, self.manifest.command
+            self._surroundings = Surroundings(known, command, environ)
+            self._guard(self._surroundings.start)
         outcome = self._wait(launcher, pulse)
         self.supervisor.forget_signals()
-        self._guard(lambda: self._note_job_end(outcome))
+        if outcome is not None:  # of this launcher's own child: others know of theirs
+            status = None if outcome.signal is not None else outcome.status
+            self._guard(partial(
+                note_job_end, self.run, self._host, pid=pid, status=status, ended_by=outcome.signal
+            ))  # fmt: skip
         self._guard(self._stop_kineto)
         self._guard(self._stop_agent)
         self._guard(lambda: self._conclude(outcome))
@@ -133,13 +134,15 @@ class Job:
             if said is None:
                 self._guard(self._tick)
             elif "arrived" in said:
-                self._guard(partial(self._note_signal, said))
+                self._guard(partial(
+                    note_signal, self.run, self._host, said, ask_slurm=self.created
+                ))  # fmt: skip
             elif "status" in said:
                 pulse.start()
                 return Outcome(said["status"], said["signal"])
             else:
                 pulse.start()
-        self._guard(self._note_launcher_gone)
+        self._guard(partial(note_launcher_gone, self.run, self._host))
         print_message(
             f"the launcher is gone; the job goes on as process {self.pid}, and is recorded"
         )
@@ -202,14 +205,6 @@ class Job:
                 f"no burst of GPU metrics: {self._nsys.reason}; to have one: {self._nsys.remedy}"
             )
 
-    def _ask_surroundings(self, command: list[str], environ: Mapping[str, str]) -> None:
-        from haiprof.agent.job_environment import Surroundings
-
-        if not self.created:
-            return
-        self._surroundings = Surroundings(self.manifest.environment, command, environ)
-        self._surroundings.start()
-
     def _note_surroundings(self, wait_s: float = 0.0) -> None:
         """Adds the surroundings to the manifest once known: a killed launcher writes none."""
         found = None if self._surroundings is None else self._surroundings.take(wait_s)
@@ -217,61 +212,52 @@ class Job:
             self.manifest = replace(self.manifest, environment=found)
             self.close_manifest(self.manifest)
 
-    def _start_burst(self, nsys: Nsys | Refusal, host: str) -> None:
-        from haiprof.agent.burst import Burst, has_trained
-
-        def has_rank_trained() -> bool:
-            return any(has_trained(paths.phases) for _, _, paths in self.run.rank_folders())
-
-        self._burst = Burst(
-            self.run.node(host), self.options, nsys, has_trained=has_rank_trained,
-            in_child=self.supervisor.unblock,
-        )  # fmt: skip
-
     def _start_agent(self) -> None:
-        from haiprof.agent.node_agent import Agent  # loads while the job starts
-
-        self._agent = Agent(self.run, self.options, job_pid=self.pid)
-        self._agent.start()
-        if self.options.notify and (self._agent.elected or self.created):
-            from haiprof.agent.notifications import Notifier
-
-            identity = {
-                "job": self.manifest.name, "run": str(self.run.root), "host": self._agent.host
-            }  # fmt: skip
-            unblock = self.supervisor.unblock
-            self._notifier = Notifier(self.options.notify, identity, in_child=unblock)
+        options, run, unblock = self.options, self.run, self.supervisor.unblock
+        self._agent = agent = Agent(run, options, job_pid=self.pid)
+        agent.start()
+        if options.notify and (agent.elected or self.created):
+            identity = {"job": self.manifest.name, "run": str(run.root), "host": agent.host}
+            self._notifier = Notifier(options.notify, identity, in_child=unblock)
         trainer = next((each for each in ENV_TRAINJOB if os.environ.get(f"{each}URL")), None)
         if self.created and trainer is not None:
             from haiprof.agent.trainjob_status import TrainJobStatus
 
             self._trainjob = TrainJobStatus(os.environ, trainer, self.manifest.command)
-        if self._nsys is not None and self._agent.elected:
-            self._start_burst(self._nsys, self._agent.host)
-        if self.options.traces:
-            self._start_finisher(self._agent)
-        if self.options.detail_h and self._agent.elected:
-            from haiprof.agent.trace_finisher import RunFolder
-
-            self._folder = RunFolder(
-                self.run, self._agent.host, self.options.detail_h, in_child=self.supervisor.unblock
-            )
-        if (self.options.react != "off" or self.options.notify) and self._agent.elected:
-            self._start_reactor(self._agent)
-        with contextlib.suppress(OSError):  # no descriptor is left: how ranks end is not seen
-            # How processes end is seen where this launcher speaks for the node.
-            from haiprof.agent.process_ends import ProcessEnds
-
-            agent = self._agent
-            if agent is not None and agent.elected:
-                self._ends = ProcessEnds(self.run, agent.host, self.pid, on_end=self._tell_death)
-                self._ends.start()
-        if self.options.tensorboard and self.created:
+        if options.traces:
+            self._finisher = Finisher(run, agent.host, in_child=unblock)
+        if agent.elected:
+            self._start_for_node(agent)
+        if options.tensorboard and self.created:
             self._scalars = self._haiprof("scalars", "--follow", nice=True)
 
-    def _tell_death(self, line: Mapping[str, Any]) -> None:
-        from haiprof.agent.notifications import send_death
+    def _start_for_node(self, agent: Agent) -> None:
+        """What one launcher of a node does for all of them."""
+        options, run, unblock = self.options, self.run, self.supervisor.unblock
+        if self._nsys is not None:
+            from haiprof.agent.burst import Burst, has_trained
 
+            self._burst = Burst(
+                run.node(agent.host), options, self._nsys, in_child=unblock,
+                has_trained=lambda: any(has_trained(p.phases) for _, _, p in run.rank_folders()),
+            )  # fmt: skip
+        if options.detail_h:
+            self._folder = RunFolder(run, agent.host, options.detail_h, in_child=unblock)
+        if options.react != "off" or options.notify:
+            watch = Watch(
+                options.slow_limit, options.hang_limit, record_s=options.time_s,
+                warmup_s=options.warmup_s,
+            )  # fmt: skip
+            self._reactor = Reactor(
+                run, agent.host, options,
+                lambda command, words, fd: self._haiprof(command, *words, nice=True, output=fd),
+                watch, self._notifier,
+            )  # fmt: skip
+        with contextlib.suppress(OSError):  # no descriptor is left: how ranks end is not seen
+            self._ends = ProcessEnds(run, agent.host, self.pid, on_end=self._tell_death)
+            self._ends.start()
+
+    def _tell_death(self, line: Mapping[str, Any]) -> None:
         if self._notifier is not None:
             self._death_is_sent |= send_death(self._notifier, line)
 
@@ -323,38 +309,6 @@ class Job:
             "death": death if isinstance(death, dict) else None,
         }
 
-    def _note_signal(self, said: Mapping[str, Any]) -> None:
-        from haiprof.agent.process_ends import note_signal
-
-        note_signal(self.run, socket.gethostname(), said, ask_slurm=self.created)
-
-    def _note_launcher_gone(self) -> None:
-        from haiprof.agent.process_ends import note_launcher_gone
-
-        note_launcher_gone(self.run, socket.gethostname())
-
-    def _note_job_end(self, outcome: Outcome | None) -> None:
-        """Of this launcher's own child, on its own node: the others know of theirs."""
-        from haiprof.agent.process_ends import note_job_end
-
-        if outcome is not None:
-            status = None if outcome.signal is not None else outcome.status
-            host = socket.gethostname()
-            note_job_end(self.run, host, pid=self.pid, status=status, ended_by=outcome.signal)
-
-    def _start_reactor(self, agent: Agent) -> None:
-        from haiprof.agent.reactions import Reactor
-
-        def start(command: str, words: Sequence[str], output: int) -> subprocess.Popen[bytes]:
-            return self._haiprof(command, *words, nice=True, output=output)
-
-        self._reactor = Reactor(self.run, agent.host, self.options, start, notifier=self._notifier)
-
-    def _start_finisher(self, agent: Agent) -> None:
-        from haiprof.agent.trace_finisher import Finisher
-
-        self._finisher = Finisher(self.run, agent.host, in_child=self.supervisor.unblock)
-
     def _put(self, words: Sequence[str], background: bool) -> subprocess.Popen[bytes]:
         """Puts the run at its address; the address may hold a password: no command line has it."""
         environ = {**os.environ, ENV_LOG_DIR: self.options.address}
@@ -370,7 +324,8 @@ class Job:
         if agent is None or not self.pid:
             return
         if self._finisher is None and self.run.trace_parts.is_dir():
-            self._start_finisher(agent)  # a window was asked for while the job ran
+            # A window was asked for while the job ran.
+            self._finisher = Finisher(self.run, agent.host, in_child=self.supervisor.unblock)
         if self._finisher is not None and agent.elected:
             self._finisher.tick()
         agent.serve()
@@ -442,11 +397,9 @@ class Job:
             self._finish(self._verdict)
         if died and not self.options.quiet and not os.isatty(2):
             # In a log the cause is the last line, after all that the job and the verdict have said.
-            with contextlib.suppress(RunFormatError):
-                death = read_json(self.run.verdict_json).get("death")
-                headline = death.get("headline") if isinstance(death, dict) else None
-                if isinstance(headline, str):
-                    print_message(visible(" ".join(headline.split())[:_HEADLINE_CHARS]))
+            headline = (self._read_verdict().get("death") or {}).get("headline")
+            if isinstance(headline, str):
+                print_message(visible(" ".join(headline.split())[:_HEADLINE_CHARS]))
 
     def _outcome(self, outcome: Outcome | None) -> Manifest:
         """The manifest with how the job ended, and who reported in."""
@@ -460,12 +413,8 @@ class Job:
         agent = self._agent
         if agent is None:
             return ended
-        keys = ("rank", "attempt", "host", "pid")
-        reports = [report for report in agent.reports() if report]
         return replace(
-            ended,
-            ranks=[{key: report.get(key) for key in keys} for report in reports],
-            unreported=self._guard(agent.note_unreported) or [],
+            ended, ranks=agent.reported_ranks(), unreported=self._guard(agent.note_unreported) or []
         )
 
     def _judge(self, *, nice: bool) -> None:
@@ -497,7 +446,7 @@ class Job:
             os.umask(0o777 & ~SHARES[self.options.share])
 
         return subprocess.Popen(
-            self._subcommand(command, str(self.run.root), *arguments),
+            self.subcommand(command, str(self.run.root), *arguments),
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=_stderr_fd() if output is None else output,

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import NoReturn
 
 from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
 from haiprof.base.log_addresses import check_packages
@@ -51,11 +50,7 @@ def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand
     line = parse_command_line(words)
     if not is_enabled(environ):
         return _run_plain(line.command)
-    options = merge_options(
-        options_from_files(),
-        options_from_environment(environ),
-        line.options,
-    )
+    options = merge_options(options_from_files(), options_from_environment(environ), line.options)
     # This launcher itself runs inside a recorded job.
     if carries_run(environ.get("PYTHONPATH", ""), environ.get(ENV_ACTIVE, "")):
         print_message(
@@ -163,8 +158,7 @@ def _check_extras(options: Options) -> None:
 
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise MissingExtraError(
-            "--tensorboard needs the package tensorboard",
-            hint="pip install 'haiprof[tensorboard]'",
+            "--tensorboard needs the package tensorboard", hint="pip install 'haiprof[tensorboard]'"
         )
     if options.address:
         check_packages(options.address)
@@ -180,18 +174,14 @@ def _run_plain(command: list[str]) -> int:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
         signal.signal(number, signal.SIG_DFL)
     try:
-        _execute(command)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            if error.errno != errno.ENOEXEC:
+                raise
+            os.execv("/bin/sh", ["/bin/sh", *command])  # without a first line: as shells do
     except OSError as error:
         return _cannot_run(command, error)
-
-
-def _execute(command: list[str]) -> NoReturn:
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        if error.errno != errno.ENOEXEC:
-            raise
-        os.execv("/bin/sh", ["/bin/sh", *command])  # a script without a first line, as shells do
 
 
 def _cannot_run(command: list[str], error: OSError) -> int:

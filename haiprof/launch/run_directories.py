@@ -10,7 +10,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from haiprof.agent.job_environment import at_launch
@@ -61,11 +61,9 @@ def create_run(
             cwd=cwd,
             environment=at_launch(cwd, environ),
             host=socket.gethostname(),
-            launcher_pid=os.getpid(),
+            launcher_pid=os.getpid() if launcher_pid is None else launcher_pid,
             start_wall_ns=time.time_ns(),
         )
-        if launcher_pid is not None:
-            manifest = replace(manifest, launcher_pid=launcher_pid)
         for attempt in range(1, _MAX_REPEATS):
             run = RunPaths(root if attempt == 1 else root.with_name(f"{root.name}-{attempt}"))
             check_carried(run)
@@ -171,39 +169,36 @@ Start = Callable[[Sequence[str], bool], "subprocess.Popen[bytes]"]
 """Starts `put` with further words, in the background or not."""
 
 
+@dataclass
 class RunCopies:
     """Copies of one run at its address, each made by a process of its own."""
 
-    def __init__(
-        self,
-        run: RunPaths,
-        address: str,
-        start: Start,
-        *,
-        words: Sequence[str] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._run, self._address = run, address
-        self._start, self._words, self._clock = start, list(words), clock
-        self._process: subprocess.Popen[bytes] | None = None
-        self._began_s = clock()
-        self._next_s = clock() + PUT_EVERY_S
-        self._has_failed = False
+    run: RunPaths
+    address: str
+    start: Start
+    words: Sequence[str] = ()
+    clock: Callable[[], float] = time.monotonic
+    _process: subprocess.Popen[bytes] | None = None
+    _has_failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock()
+        self._next_s = self._began_s + PUT_EVERY_S
 
     def tick(self) -> None:
         """Starts a copy where it is time for one, and says once if one has failed."""
         if self._process is not None:
             self._look_after(self._process)
-        elif self._clock() >= self._next_s:
-            self._began_s = self._clock()
+        elif self.clock() >= self._next_s:
+            self._began_s = self.clock()
             # A failure is said once, with its reason; later ones would repeat it.
             words = ["--silent" if self._has_failed else "--quiet"]
-            self._process = self._begin([*words, *self._words], background=True)
+            self._process = self._begin([*words, *self.words], background=True)
 
     def finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
         """Puts what is new, and waits for it."""
-        deadline_s = self._clock() + PUT_LIMIT_S
-        words = ["--quiet", *self._words] if quiet else self._words
+        deadline_s = self.clock() + PUT_LIMIT_S
+        words = ["--quiet", *self.words] if quiet else self.words
         running = self._process
         if running is not None and self._wait(running, deadline_s, asked_to_end) is None:
             return
@@ -212,11 +207,11 @@ class RunCopies:
         if status in _INTERRUPTED:
             self._print_failure("is not complete, as it was interrupted")
 
-    def _begin(self, words: list[str], *, background: bool) -> subprocess.Popen[bytes] | None:
+    def _begin(self, words: Sequence[str], *, background: bool) -> subprocess.Popen[bytes] | None:
         try:
-            return self._start(words, background)
+            return self.start(words, background)
         except OSError as error:
-            self._next_s = self._clock() + PUT_EVERY_S
+            self._next_s = self.clock() + PUT_EVERY_S
             self._print_failure(f"cannot be put ({error.strerror})")
             return None
 
@@ -224,12 +219,12 @@ class RunCopies:
         status = process.poll()
         if status is None:
             return
-        took_s = self._clock() - self._began_s
-        self._next_s = self._clock() + max(PUT_EVERY_S, took_s / PUT_SHARE)
+        took_s = self.clock() - self._began_s
+        self._next_s = self.clock() + max(PUT_EVERY_S, took_s / PUT_SHARE)
         self._process = None
         if status and not self._has_failed:
             self._has_failed = True
-            wait_min = (self._next_s - self._clock()) / 60
+            wait_min = (self._next_s - self.clock()) / 60
             print_message(f"the job is not affected; tried again in {wait_min:.0f} minutes")
 
     def _wait(
@@ -237,12 +232,12 @@ class RunCopies:
     ) -> int | None:
         """The exit status; None where it was not waited for any more."""
         why = f"is not complete after {PUT_LIMIT_S:g} s"
-        patient_until_s = self._clock() + _SILENT_S
-        while process.poll() is None and self._clock() < deadline_s:
+        patient_until_s = self.clock() + _SILENT_S
+        while process.poll() is None and self.clock() < deadline_s:
             if asked_to_end():
                 why = "is not complete, as you ended it"
                 break
-            if self._clock() > patient_until_s:
+            if self.clock() > patient_until_s:
                 patient_until_s = deadline_s
                 print_message(f"putting the run at {self._target()} (Ctrl-C ends that)")
         if process.poll() is not None:
@@ -252,9 +247,9 @@ class RunCopies:
         return None
 
     def _target(self) -> str:
-        return mask_text(run_address(self._address, self._run.root.name))
+        return mask_text(run_address(self.address, self.run.root.name))
 
     def _print_failure(self, why: str) -> None:
-        print_message(f"{self._target()} {why}; the run is in {self._run.root}")
-        address = shlex.quote(mask_text(self._address))
-        print_message(f"hint: haiprof copy {shlex.quote(str(self._run.root))} {address}")
+        print_message(f"{self._target()} {why}; the run is in {self.run.root}")
+        address = shlex.quote(mask_text(self.address))
+        print_message(f"hint: haiprof copy {shlex.quote(str(self.run.root))} {address}")

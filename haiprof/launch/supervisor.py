@@ -196,7 +196,7 @@ class Supervisor:
 
     def hear(self, limit_s: float) -> dict[str, Any]:
         """The companion's next message."""
-        said = self._listen(limit_s, self._ending, self._end_before_the_job)
+        said = self._listen(limit_s, self._end_before_the_job)
         if said is None:
             raise TimeoutError(f"no answer within {limit_s:g} s")
         return said
@@ -318,7 +318,7 @@ class Supervisor:
         self.tell(**outcome)
         if self._line is not None:
             with contextlib.suppress(EOFError):
-                self._listen(EXIT_LIMIT_S, self._ending, self._pass_on_end)
+                self._listen(EXIT_LIMIT_S, self._pass_on_end)
                 print_message(_NOT_WAITED)
         self._canary.close()
 
@@ -353,9 +353,7 @@ class Supervisor:
         if self._line is not None:
             self._line.send(**content)
 
-    def _listen(
-        self, limit_s: float, signals: SignalReader, take: Callable[[Signal], None]
-    ) -> dict[str, Any] | None:
+    def _listen(self, limit_s: float, take: Callable[[Signal], None]) -> dict[str, Any] | None:
         """The companion's next message; None if it gave no sign of life for so long.
 
         Time is counted in short pieces: that in which the launcher was stopped is no silence.
@@ -364,7 +362,7 @@ class Supervisor:
         silent_s = 0.0
         while silent_s < limit_s:
             began_s = time.monotonic()
-            got = signals.read()
+            got = self._ending.read()
             if got is not None:
                 take(got)
             said = self._line.receive(TICK_S / 10)

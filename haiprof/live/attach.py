@@ -174,7 +174,7 @@ _STOP_WAIT_S = 10.0
 
 
 class AttachedAgent:
-    """Samples this node and relays requests, in threads of this process."""
+    """Samples this node and relays requests while it is entered, in threads of this process."""
 
     def __init__(
         self, run: RunPaths, manifest: Manifest, options: Options,
@@ -188,26 +188,23 @@ class AttachedAgent:
         self._finisher = Finisher(run, self._agent.host)
         self._copies = copies(run) if copies is not None else None
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._serve, name="haiprof-agent", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> AttachedAgent:
         """Starts sampling, and listening to the ranks."""
         self._agent.start()
-        self._thread = threading.Thread(target=self._serve, name="haiprof-agent", daemon=True)
         self._thread.start()
+        return self
 
-    def stop(self, *, quiet: bool = False) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends both, finishes traces and writes the outcome."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_STOP_WAIT_S)
+        self._thread.join(_STOP_WAIT_S)
         self._agent.close()
-        self._finisher.finish(lambda: self._stop.wait(TICK_S) and False, quiet=quiet)
-        keys = ("rank", "attempt", "host", "pid")
-        ranks = [
-            {key: report.get(key) for key in keys} for report in self._agent.reports() if report
-        ]
-        write_manifest(self.run, replace(self.manifest, end_wall_ns=time.time_ns(), ranks=ranks))
+        nobody_asks = threading.Event()
+        self._finisher.finish(lambda: nobody_asks.wait(TICK_S), quiet=True)
+        ended = replace(self.manifest, end_wall_ns=time.time_ns())
+        write_manifest(self.run, replace(ended, ranks=self._agent.reported_ranks()))
 
     def _serve(self) -> None:
         """Body of the thread."""
@@ -281,8 +278,7 @@ def attach_job(job: RunningJob, request: AttachRequest, progress: Progress) -> A
     """Records a job that runs under haiprof, whether its recording goes on or has ended."""
     if not members(job.run):
         raise MissingDataError(
-            f"{job.id}: no rank has reported in",
-            hint="a rank reports in at its first step",
+            f"{job.id}: no rank has reported in", hint="a rank reports in at its first step"
         )
     replies = ask(job.run, "status", timeout_s=ASK_S).replies.values()
     if not replies:
@@ -311,9 +307,7 @@ def _resume(job: RunningJob, request: AttachRequest, progress: Progress) -> Atta
         options, name=manifest.name, command=manifest.command, cwd=manifest.cwd,
         environment=manifest.environment,
     )  # fmt: skip
-    agent = AttachedAgent(run, new, options, request.copies)
-    agent.start()
-    try:
+    with AttachedAgent(run, new, options, request.copies) as agent:
         progress("asking its ranks to record again")
         answers = ask(job.run, "activate", {"name": run.root.name}, timeout_s=ASK_S)
         refused = {
@@ -324,8 +318,6 @@ def _resume(job: RunningJob, request: AttachRequest, progress: Progress) -> Atta
         refused |= {member.name: "no answer" for member in answers.silent}
         count = len(answers.replies) - sum(name in answers.replies for name in refused)
         return _record(run, agent, request, RESUMED, count, refused, progress)
-    finally:
-        agent.stop(quiet=True)
 
 
 def attach_injecting(
@@ -346,14 +338,11 @@ def attach_injecting(
             hint="nothing was changed; try again when it trains steadily",
         )
     run, agent = _new_run(processes, request)
-    agent.start()
-    try:
+    with agent:
         write_payload(run)
         refused = {str(p.pid): why for p in processes if (why := inject(p, run)) is not None}
         count = len(processes) - len(refused)
         return _record(run, agent, request, INJECTED, count, refused, progress)
-    finally:
-        agent.stop(quiet=True)
 
 
 def attach_sampling(
@@ -363,9 +352,8 @@ def attach_sampling(
     run, agent = _new_run(processes, request)
     for place, process in enumerate(processes):
         _report_for(run, place if process.rank is None else process.rank, process)
-    agent.start()
-    began = time.time_ns()
-    try:
+    with agent:
+        began = time.time_ns()
         named = "; ".join(f"{p.pid} ({shlex.join(p.command)[:60]})" for p in processes[:4])
         more = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
         only = "" if find_spy() else f", at counters alone: {NO_SPY}"
@@ -377,8 +365,6 @@ def attach_sampling(
             time.sleep(left)
         content = {"version": 1, "seen": [asdict(each) for each in seen]}
         write_json(run.external_samples_json, content, below=run.root)
-    finally:
-        agent.stop(quiet=True)
     return Attached(
         run=str(run.root),
         how=OUTSIDE,
@@ -411,25 +397,15 @@ def _report_for(run: RunPaths, rank: int, process: Process) -> None:
     make_folder(paths.root, below=run.root, new=True)
     why = "not recorded: it does not run under haiprof (haiprof attach --inject)"
     world = process.environ.get("WORLD_SIZE", "")
-    write_json(
-        paths.report,
-        {
-            "version": SCHEMA_VERSION,
-            "rank": rank,
-            "attempt": 0,
-            "restart": 0,
-            "local_rank": None,
-            "world_size": int(world) if world.isascii() and world.isdigit() else None,
-            "pid": process.pid,
-            "ppid": process.parent,
-            "start_ticks": process.start_ticks,
-            "host": socket.gethostname(),
-            "argv": mask_command(process.command),
-            "clock": {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()},
-            "phases": dict.fromkeys(("dataloader", "forward", "backward", "optimizer"), why),
-        },
-        below=run.root,
-    )
+    content = {
+        "version": SCHEMA_VERSION, "rank": rank, "attempt": 0, "restart": 0, "local_rank": None,
+        "world_size": int(world) if world.isascii() and world.isdigit() else None,
+        "pid": process.pid, "ppid": process.parent, "start_ticks": process.start_ticks,
+        "host": socket.gethostname(), "argv": mask_command(process.command),
+        "clock": {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()},
+        "phases": dict.fromkeys(("dataloader", "forward", "backward", "optimizer"), why),
+    }  # fmt: skip
+    write_json(paths.report, content, below=run.root)
 
 
 def _record(

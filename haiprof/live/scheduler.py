@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from haiprof.agent.pod import SERVICE_ACCOUNT, is_pod_name
+from haiprof.agent.job_environment import SERVICE_ACCOUNT, is_pod_name
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S
 from haiprof.live.find import is_running

@@ -22,6 +22,7 @@ from haiprof.live.nccl_ras import file_suspects, find_address, ras_suspects
 from haiprof.live.standstill import (
     GONE,
     STOPPED,
+    GroupStatus,
     Node,
     RankState,
     Suspect,
@@ -106,12 +107,9 @@ def _native_stack(spy: str | None, state: RankState) -> tuple[str, ...] | str:
     threads = dump_threads(spy, state.pid, "--native")
     if isinstance(threads, str):
         return f"py-spy: {threads}"
-    for thread in threads:
-        if thread.get("thread_name") == "MainThread":
-            frames = py_spy_frames(thread)[:_FRAME_LIMIT]
-            found = tuple(_frame_text(frame) for frame in frames[::-1])
-            return found or "py-spy: an answer without a main thread"
-    return "py-spy: an answer without a main thread"
+    main = next((each for each in threads if each.get("thread_name") == "MainThread"), {})
+    frames = py_spy_frames(main)[:_FRAME_LIMIT]
+    return tuple(map(_frame_text, frames[::-1])) or "py-spy: an answer without a main thread"
 
 
 def _frame_text(frame: Mapping[str, object]) -> str:
@@ -290,9 +288,9 @@ def _ask_nccl(
     return found, [*said, *notes]
 
 
-def _groups(answers: Answers) -> dict[str, dict[str, Sequence[int]]]:
+def _groups(answers: Answers) -> dict[str, GroupStatus]:
     """By rank's name: its groups' sequence numbers, from replies that may hold anything."""
-    found: dict[str, dict[str, Sequence[int]]] = {}
+    found: dict[str, GroupStatus] = {}
     for name, reply in answers.replies.items():
         groups = reply.get("groups")
         if reply.get("state") == "done" and isinstance(groups, dict):
@@ -310,14 +308,9 @@ def _threads(stacks: Answers, member: Member) -> Sequence[Any]:
 
 
 def _state(
-    member: Member,
-    stacks: Answers,
-    before: Mapping[str, Mapping[str, Sequence[int]]],
-    after: Mapping[str, Mapping[str, Sequence[int]]],
-    spied: Mapping[int, Stack],
-    *,
-    begun: bool,
-) -> RankState:
+    member: Member, stacks: Answers, before: Mapping[str, GroupStatus],
+    after: Mapping[str, GroupStatus], spied: Mapping[int, Stack], *, begun: bool,
+) -> RankState:  # fmt: skip
     reply = stacks.replies.get(member.name, {})
     kernel = reply.get("process")
     if member.here and member.pid is not None and is_mine(member.pid):
@@ -396,11 +389,7 @@ def _run_spy(command: str, pid: int) -> Stack | str:
         return known
     main = [thread for thread in known if thread.get("thread_name") == "MainThread"]
     for thread in main or known[:1]:
-        frames = [
-            [frame.get("filename"), frame.get("line"), frame.get("name")]
-            for frame in py_spy_frames(thread)
-        ]
-        stack = parse_frames(frames[::-1])
-        if stack is not None:
+        frames = [[f.get("filename"), f.get("line"), f.get("name")] for f in py_spy_frames(thread)]
+        if (stack := parse_frames(frames[::-1])) is not None:
             return stack
     return "an answer that is no stack"

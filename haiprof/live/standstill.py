@@ -14,8 +14,8 @@ from haiprof.run_format.stack_frames import (
     Stack,
     frame_text,
     job_frame,
-    own_frame,
     parse_frames,
+    stack_text,
 )
 
 
@@ -156,9 +156,8 @@ def suspects(states: Sequence[RankState], mismatches: Sequence[Mismatch]) -> lis
         *_odd(states),
     ):
         found.setdefault(suspect.rank, suspect)
-    for suspect in () if found else _tied_ranks(states):
-        found[suspect.rank] = suspect
-    return sorted(found.values(), key=lambda s: (not s.certain, s.rank))
+    all_of = list(found.values()) or _tied_ranks(states)
+    return sorted(all_of, key=lambda s: (not s.certain, s.rank))
 
 
 def is_suspended(states: Sequence[RankState]) -> bool:
@@ -201,13 +200,12 @@ def _mute(states: Sequence[RankState]) -> list[Suspect]:
     waiting = [state.rank for state in states if state.answered and _waits(state)]
     if not waiting or any(state.pid is None for state in states):
         return []
+    why = (
+        "its interpreter does not answer: native code holds the interpreter lock, while "
+        f"{ranks_text(waiting, 'waits', 'wait')}"
+    )
     return [
-        _suspect(
-            state,
-            "its interpreter does not answer: native code holds the interpreter lock, while "
-            f"{ranks_text(waiting, 'waits', 'wait')}",
-            certain=moves(states) is not True,
-        )
+        _suspect(state, why, certain=moves(states) is not True)
         for state in states
         if not state.answered and state.begun and state.process_state in ("R", "S", "D")
     ]
@@ -239,31 +237,21 @@ def _tied_ranks(states: Sequence[RankState]) -> list[Suspect]:
 def _not_begun(states: Sequence[RankState]) -> list[Suspect]:
     """Ranks that have not reached their first backward pass, while others have."""
     begun = [state.rank for state in states if state.begun]
-    return [
-        _suspect(
-            state,
-            f"it has not come to its first backward pass, as {ranks_text(begun, 'has', 'have')}",
-            certain=moves(states) is False,
-        )
-        for state in states
-        if begun and not state.begun
-    ]
+    late = [state for state in states if not state.begun]
+    if not begun:
+        return []
+    why = f"it has not come to its first backward pass, as {ranks_text(begun, 'has', 'have')}"
+    return [_suspect(state, why, certain=moves(states) is False) for state in late]
 
 
 def _elsewhere(states: Sequence[RankState]) -> list[Suspect]:
     """Before any rank has begun: ranks outside torch.distributed, while the others are in it."""
-    if any(state.begun for state in states):
-        return []
     waiting = [s.rank for s in states if any(_DISTRIBUTED in file for file, _, _ in s.stack or ())]
-    return [
-        _suspect(
-            state,
-            f"it does not wait in torch.distributed, as {ranks_text(waiting, 'does', 'do')}",
-            certain=False,
-        )
-        for state in states
-        if waiting and state.stack and state.rank not in waiting
-    ]
+    if not waiting or any(state.begun for state in states):
+        return []
+    why = f"it does not wait in torch.distributed, as {ranks_text(waiting, 'does', 'do')}"
+    others = [state for state in states if state.stack and state.rank not in waiting]
+    return [_suspect(state, why, certain=False) for state in others]
 
 
 def _behind(states: Sequence[RankState]) -> list[Suspect]:
@@ -283,30 +271,18 @@ def _behind(states: Sequence[RankState]) -> list[Suspect]:
         for state in states:
             count = begun.get(state.rank, most)
             waits_too = bool(unknown) and _waits(state)
-            if count < most and len(waiting) < len(begun) and not waits_too:
-                found.append(
-                    _suspect(
-                        state,
-                        f"it has begun {count} collectives of group {group}, "
-                        f"{ranks_text(waiting)} {most}",
-                        certain=moves(states) is False,
-                    )
-                )
+            if count < most and not waits_too:
+                told = f"{count} collectives of group {group}, {ranks_text(waiting)} {most}"
+                suspect = _suspect(state, f"it has begun {told}", certain=moves(states) is False)
+                found.append(suspect)
     return found
 
 
 def _odd(states: Sequence[RankState]) -> list[Suspect]:
     stacks = {state.rank: state.stack for state in states if state.stack is not None}
     odd = odd_ranks(stacks)
-    return [
-        _suspect(
-            state,
-            f"it does something else than the other {len(stacks) - len(odd)} ranks",
-            certain=False,
-        )
-        for state in states
-        if state.rank in odd
-    ]
+    why = f"it does something else than the other {len(stacks) - len(odd)} ranks"
+    return [_suspect(state, why, certain=False) for state in states if state.rank in odd]
 
 
 def saving(states: Sequence[RankState]) -> tuple[int, ...]:
@@ -323,12 +299,8 @@ def _is_save(frame: Frame) -> bool:
 def doing(state: RankState) -> str:
     """A short description of what a rank does."""
     if state.stack:
-        own = own_frame(state.stack)
-        inner = state.stack[-1]
-        text = frame_text(inner)
-        if own is not None and own != inner:
-            text = f"{frame_text(own)} → {text}"
-        return "; ".join(filter(None, (text, state.worker or state.beside)))
+        beside = state.worker or state.beside
+        return "; ".join(filter(None, (stack_text(state.stack), beside)))
     if state.process_state == GONE:
         return "nothing: it is gone"
     if state.process_state in STOPPED:

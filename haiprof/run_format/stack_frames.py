@@ -33,6 +33,12 @@ def frame_text(frame: Frame) -> str:
     return f"{frame[0].rpartition('/')[2]}:{frame[1]} in {frame[2]}"
 
 
+def stack_text(stack: Sequence[Frame]) -> str:
+    """The user's own line, and the innermost one where that is another."""
+    own, last = own_frame(stack), stack[-1]
+    return frame_text(last) if own in (None, last) else f"{frame_text(own)} → {frame_text(last)}"
+
+
 def parse_frames(frames: object) -> Stack | None:
     """Frames from JSON that may hold anything, the outermost first; None if they are none.
 

@@ -37,8 +37,9 @@ def resolve_options(
     texts |= {k: f"{v:g}" for k, v in parsed.items() if k.startswith("interval.")}
     for word in dotted:
         parse_dotted(word)
-        name, _, text = word.partition("=")
-        texts[_canonical(name.removeprefix("profile."))] = text
+        name, _, text = word.removeprefix("profile.").partition("=")
+        spec = option_spec(name)
+        texts[name if spec is None else spec.name] = text
     texts |= {name: text for name, text in given.items() if text is not None}
     options = merge_options(
         options_from_files(pyproject),
@@ -48,11 +49,6 @@ def resolve_options(
     name = options.name or Path(program).name.removesuffix(".py")
     texts |= {"name": safe_name(name), "log-dir": options.address or str(options.log_dir)}
     return texts, options.log_dir
-
-
-def _canonical(name: str) -> str:
-    spec = option_spec(name)
-    return name if spec is None else spec.name
 
 
 _MAX_NODES = 100_000

@@ -122,13 +122,10 @@ def _start(spec: JobSpec, environ: Mapping[str, str], log: Path) -> subprocess.P
         make_named_folder(log.parent)
         with os.fdopen(create_file(log, below=log.parent), "wb") as file:
             return subprocess.Popen(
-                local_words(spec),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=_environment(spec, environ),
+                local_words(spec), env=_environment(spec, environ),
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,  # no terminal: closing one does not end the job
-            )
+            )  # fmt: skip
     except OSError as error:
         raise UsageError(f"cannot start into {log}: {error.strerror or error}") from None
 
@@ -188,10 +185,8 @@ class NodeTask:
         own = {ENV_ACTIVE, ENV_RENDEZVOUS, "SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"}
         kept = {name: value for name, value in os.environ.items() if name not in own}
         environment = {**kept, **self.spec.environment}
-        status = subprocess.run(
-            words, env=environment, preexec_fn=_ignore_usr2, check=False
-        ).returncode
-        if status:
+        done = subprocess.run(words, env=environment, preexec_fn=_ignore_usr2, check=False)
+        if status := done.returncode:
             raise SystemExit(status if status > 0 else 128 - status)
         return 0
 

@@ -64,7 +64,7 @@ class Node:
     def notice(self, *alarms: Alarm) -> None:
         self.watch.next = list(alarms)
         self.reactor._look_at = 0.0
-        self.reactor.tick(Agent(self.reactor._run, Options()))
+        self.reactor.tick(Agent(self.reactor.run, Options()))
 
     def settle(self) -> None:
         for _ in range(1200):

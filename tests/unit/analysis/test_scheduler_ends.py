@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.agent.pod import find_pod
+from haiprof.agent.job_environment import find_pod
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.writer import write_json
