@@ -16,13 +16,7 @@ from haiprof.linux.readings import Clock
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.entities import Key
 from haiprof.run_format.layout import NodePaths
-from haiprof.run_format.node_history import (
-    FILES_PER_TIER,
-    TIERS,
-    Tier,
-    history_table,
-    kept_columns,
-)
+from haiprof.run_format.node_history import FILES_PER_TIER, TIERS, Tier, history_table, kept_columns
 from haiprof.run_format.rates import NS_OF_EVENTS, growth, is_known
 from haiprof.run_format.schema import Table, counter_end
 from haiprof.run_format.tables import COUNTER_TABLES

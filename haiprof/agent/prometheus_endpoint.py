@@ -10,6 +10,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -28,13 +29,7 @@ from haiprof.base.options import ALL_USERS, Options, user_id
 from haiprof.linux.readings import Clock
 from haiprof.run_format.entities import ranks_by_key
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.otel_names import (
-    Family,
-    Sample,
-    families,
-    instruments,
-    series_labels,
-)
+from haiprof.run_format.otel_names import Family, Sample, families, instruments, series_labels
 from haiprof.run_format.rates import is_known
 from haiprof.run_format.schema import counter_end
 from haiprof.run_format.writer import note_line
@@ -50,11 +45,7 @@ class Scrape:
     """Serves `http://127.0.0.1:PORT/metrics` from daemon threads until `stop`."""
 
     def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        options: Options,
-        streams: Callable[[], Sequence[Stream]],
+        self, run: RunPaths, host: str, options: Options, streams: Callable[[], Sequence[Stream]]
     ) -> None:
         self._events = run.node(host).events
         self._options = options
@@ -139,22 +130,17 @@ def readers(allowed: Iterable[str]) -> frozenset[int] | None:
     return None if own is None or ALL_USERS in names else own | {user_id(name) for name in names}
 
 
+@dataclass(eq=False)
 class Latest:
     """The collector of prometheus-client: reads the latest samples of the sampling thread."""
 
-    def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        streams: Callable[[], Sequence[Stream]],
-        *,
-        clock: Clock = time.perf_counter_ns,
-    ) -> None:
-        self._run = run
-        self._host = host
-        self._streams = streams
-        self._clock = clock
-        self._reports = RankReports(run.ranks, clock=clock)
+    run: RunPaths
+    host: str
+    streams: Callable[[], Sequence[Stream]]
+    clock: Clock = time.perf_counter_ns
+
+    def __post_init__(self) -> None:
+        self._reports = RankReports(self.run.ranks, clock=self.clock)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of one scrape."""
@@ -171,14 +157,14 @@ class Latest:
     def families(self) -> list[Family]:
         """The latest samples; a source that has fallen silent is left out."""
         found = []
-        for rank, _, paths in self._run.rank_folders():
+        for rank, _, paths in self.run.rank_folders():
             with contextlib.suppress(RunFormatError):  # being written: the next scrape finds it
                 found.append((rank, self._reports.content(paths.root.name)))
-        reports = [(rank, report) for rank, report in found if report.get("host") == self._host]
-        now = self._clock()
+        reports = [(rank, report) for rank, report in found if report.get("host") == self.host]
+        now = self.clock()
         return families(
             sample
-            for stream in self._streams()
+            for stream in self.streams()
             if now - stream.latest[0] <= _STALE_INTERVALS * stream.pace.interval_ns
             for sample in self._of_stream(stream, reports)
         )
@@ -201,17 +187,8 @@ class Latest:
                 if meaning is None or damaged or not is_known(value):
                     continue
                 labels = series_labels(
-                    meaning,
-                    run=self._run.root.name,
-                    host=self._host,
-                    keys=table.keys,
-                    key=key,
-                    entity=entity,
-                    rank=rank,
-                )
-                yield Sample(
-                    instrument=meaning,
-                    labels=labels,
-                    value=value / meaning.divisor,
-                    time_ns=row["time_ns"],
-                )
+                    meaning, run=self.run.root.name, host=self.host, keys=table.keys, key=key,
+                    entity=entity, rank=rank,
+                )  # fmt: skip
+                value, time_ns = value / meaning.divisor, row["time_ns"]
+                yield Sample(instrument=meaning, labels=labels, value=value, time_ns=time_ns)

@@ -67,12 +67,10 @@ def members(run: RunPaths) -> list[Member]:
 
 def lost_members(run: RunPaths) -> list[Member]:
     """Ranks of this node whose process is gone without an orderly end: killed."""
-    ended = [member for member in _latest(run) if member.has_ended]
-    attempts = [int(member.name.partition(".")[2] or 0) for member in ended]
     return [
         member
-        for member, attempt in zip(ended, attempts, strict=True)
-        if not recording_has_ended(run.rank(member.rank, attempt))
+        for member in _latest(run)
+        if member.has_ended and not recording_has_ended(RankPaths(run.ranks / member.name))
     ]
 
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +134,12 @@ class SampledStacks:
 
     rank: int
     pid: int
-    sample_count: int
-    shares: Mapping[str, float]
+    sample_count: int = 0
+    shares: Mapping[str, float] = field(default_factory=dict)
     """Share of the samples by phase, `other` included; in [0, 1]."""
-    hottest: tuple[tuple[str, float], ...]
+    hottest: tuple[tuple[str, float], ...] = ()
     """Innermost own frames with their shares, the largest first."""
-    problem: str | None
+    problem: str | None = None
     """Why there are no samples."""
 
     def margin(self, phase: str) -> float:
@@ -157,8 +157,7 @@ def sample_stacks(
     step = max(1, math.ceil(len(numbered) / MOST_RANKS))
     chosen = [(p.rank if p.rank is not None else place, p) for place, p in numbered[::step]]
     if command is None:
-        reason = NO_SPY
-        return [_no_samples(rank, process, reason) for rank, process in chosen]
+        return [SampledStacks(rank=rank, pid=p.pid, problem=NO_SPY) for rank, p in chosen]
     with MadeFolder.temporary("haiprof-") as folder:
         paths = [folder / str(rank) for rank, _ in chosen]
         children = [
@@ -174,7 +173,7 @@ def sample_stacks(
                 write_file(run.stacks(rank), text.encode(), below=run.root)
                 seen.append(judge(rank, process.pid, stacks))
             else:
-                seen.append(_no_samples(rank, process, problem))
+                seen.append(SampledStacks(rank=rank, pid=process.pid, problem=problem))
         return seen
 
 
@@ -221,12 +220,6 @@ def _outcome(child: subprocess.Popen[str], timeout_s: float) -> str:
     return (said or ["py-spy saw no Python in it"])[-1].strip()
 
 
-def _no_samples(rank: int, process: Process, reason: str) -> SampledStacks:
-    return SampledStacks(
-        rank=rank, pid=process.pid, sample_count=0, shares={}, hottest=(), problem=reason
-    )
-
-
 def _main_stacks(path: Path) -> list[tuple[tuple[str, ...], int]]:
     """Stacks of the main thread, outermost frame first, with how often each was seen."""
     try:
@@ -259,7 +252,6 @@ def judge(rank: int, pid: int, stacks: Sequence[tuple[tuple[str, ...], int]]) ->
         sample_count=total,
         shares={phase: count / total for phase, count in phases.items()},
         hottest=tuple((frame, count / total) for frame, count in ordered[:3]),
-        problem=None,
     )
 
 

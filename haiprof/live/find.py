@@ -14,7 +14,15 @@ from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.options import ENV_ACTIVE
 from haiprof.base.units import NS_PER_S
 from haiprof.base.users import other_uid, user_name
-from haiprof.linux.procfs import TICK_NS, environment, own_pids, process_ids, read_stat, user_id
+from haiprof.linux.procfs import (
+    TICK_NS,
+    boot_ns,
+    environment,
+    own_pids,
+    process_ids,
+    read_stat,
+    user_id,
+)
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
 from haiprof.run_format.manifest import Manifest, find_runs, read_manifest
 
@@ -170,13 +178,8 @@ def _lives(pid: int | None, manifest: Manifest) -> bool:
     fields = read_stat(Path("/"), pid) if pid is not None and pid > 0 else None
     if fields is None or fields[0] in b"ZX":
         return False
-    try:
-        boot = Path("/proc/stat").read_text()
-        boot_s = float(boot.split("btime ", 1)[1].split(None, 1)[0])
-        started_s = boot_s + int(fields[19]) * TICK_NS / NS_PER_S
-    except (OSError, ValueError, IndexError):
-        return False
-    return started_s <= manifest.start_wall_ns / NS_PER_S + _START_SLACK_S
+    started_ns = time.time_ns() - boot_ns() + int(fields[19]) * TICK_NS
+    return started_ns <= manifest.start_wall_ns + _START_SLACK_S * NS_PER_S
 
 
 def _run_of_process(pid: int, *, others: bool) -> Path | None:

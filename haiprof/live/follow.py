@@ -86,19 +86,21 @@ class RankNow:
     """Latest value by metric."""
 
 
+@dataclass
 class LiveRank:
     """Follows one rank's files."""
 
-    def __init__(self, rank: int, attempt: int, paths: RankPaths) -> None:
-        self.rank, self.attempt, self.paths = rank, attempt, paths
-        self._report: dict[str, Any] = {}
-        self._families: dict[int, int] = {}
-        self._events_bytes = -1
-        self._recording = True
-        self._first = 0
-        self._before = 0
-        self._exact = True
-        self._opened = False
+    rank: int
+    attempt: int
+    paths: RankPaths
+    _report: dict[str, Any] = field(default_factory=dict)
+    _families: dict[int, int] = field(default_factory=dict)
+    _events_bytes: int = -1
+    _recording: bool = True
+    _first: int = 0
+    _before: int = 0
+    _exact: bool = True
+    _opened: bool = False
 
     def identify(self) -> RankNow:
         """Which process it is, without its progress."""
@@ -325,23 +327,23 @@ class JobNow:
         return {"ranks": self.rank_count, **{name: getattr(self, name) for name in _ROW}}
 
 
+@dataclass
 class LiveJob:
     """Follows one running job; each look costs the same, however long the job has run."""
 
-    def __init__(self, job: RunningJob, *, clock: Callable[[], int] = time.time_ns) -> None:
-        self.job = job
-        self._clock = clock
-        self._ranks: dict[int, LiveRank] = {}
-        self._known: dict[int, RankNow] = {}
-        self._looked: set[int] = set()
-        self._turn = 0
-        self._files: RunFiles | None = None
-        self._counters: dict[int, dict[str, float]] = {}
-        self._counted_s = -_COUNTERS_EVERY_S
+    job: RunningJob
+    clock: Callable[[], int] = time.time_ns
+    _ranks: dict[int, LiveRank] = field(default_factory=dict)
+    _known: dict[int, RankNow] = field(default_factory=dict)
+    _looked: set[int] = field(default_factory=set)
+    _turn: int = 0
+    _files: RunFiles | None = None
+    _counters: dict[int, dict[str, float]] = field(default_factory=dict)
+    _counted_s: float = -_COUNTERS_EVERY_S
 
     def nothing(self) -> JobNow:
         """The job without its ranks."""
-        return self._now(self._clock())
+        return self._now(self.clock())
 
     def look(self) -> JobNow:
         """Its present progress; of very many ranks a part at each look, in turn."""
@@ -349,7 +351,7 @@ class LiveJob:
             known = self._ranks.get(rank)
             if known is None or known.attempt < attempt:
                 self._ranks[rank] = LiveRank(rank, attempt, paths)
-        now_ns = self._clock()
+        now_ns = self.clock()
         for live in self._due():
             self._known[live.rank] = live.look(now_ns)
             self._looked.add(live.rank)
@@ -472,19 +474,19 @@ VERDICT_OF_S = 120.0
 _SHARE_OF_TIME = 0.1
 
 
+@dataclass
 class VerdictSoFar:
     """The verdict of a job's last two minutes, computed by a niced child at intervals.
 
     At most a tenth of the time is spent on it.
     """
 
-    def __init__(self, run: Path, subcommand: Subcommand) -> None:
-        self.headline: str | None = None
-        self._subcommand = subcommand
-        self._run = run
-        self._child: subprocess.Popen[str] | None = None
-        self._began_s = 0.0
-        self._due_s = 0.0
+    run: Path
+    subcommand: Subcommand
+    headline: str | None = None
+    _child: subprocess.Popen[str] | None = None
+    _began_s: float = 0.0
+    _due_s: float = 0.0
 
     def tick(self) -> None:
         """Collects the result of a child, and starts the next one when it is due."""
@@ -497,9 +499,9 @@ class VerdictSoFar:
             self.headline = text(found.get("headline")) or self.headline
         if self._child is None and now >= self._due_s:
             self._began_s = now
-            words = ["verdict", str(self._run), "--json", "--last", str(VERDICT_OF_S)]
+            words = ["verdict", str(self.run), "--json", "--last", str(VERDICT_OF_S)]
             self._child = subprocess.Popen(
-                self._subcommand(*words),
+                self.subcommand(*words),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 text=True, start_new_session=True, preexec_fn=lambda: os.nice(10) and None,
             )  # fmt: skip
@@ -512,25 +514,18 @@ class VerdictSoFar:
             child.communicate()
 
 
+@dataclass
 class Watch:
     """Follows one job, or all that run; with `others` those of other users, too."""
 
-    def __init__(
-        self,
-        log_dirs: Sequence[Path],
-        job: RunningJob | None,
-        *,
-        clock: Callable[[], int] = time.time_ns,
-        subcommand: Subcommand | None = None,
-        others: bool = False,
-    ) -> None:
-        self._log_dirs, self._others = log_dirs, others
-        self._clock = clock
-        self._subcommand = subcommand
-        self._only = job
-        self._live: dict[Path, LiveJob] = {}
-        self._verdicts: dict[Path, VerdictSoFar] = {}
-        self._found_s = -FIND_EVERY_S
+    log_dirs: Sequence[Path]
+    only: RunningJob | None
+    clock: Callable[[], int] = time.time_ns
+    subcommand: Subcommand | None = None
+    others: bool = False
+    _live: dict[Path, LiveJob] = field(default_factory=dict)
+    _verdicts: dict[Path, VerdictSoFar] = field(default_factory=dict)
+    _found_s: float = -FIND_EVERY_S
 
     def look(self) -> list[JobNow]:
         """All jobs as they are now, the oldest first."""
@@ -538,8 +533,8 @@ class Watch:
         seen = []
         for root, live in self._live.items():
             now = live.look()
-            if self._subcommand is not None:
-                verdict = self._verdicts.setdefault(root, VerdictSoFar(root, self._subcommand))
+            if self.subcommand is not None:
+                verdict = self._verdicts.setdefault(root, VerdictSoFar(root, self.subcommand))
                 if now.step is not None and now.running:
                     verdict.tick()
                 now = replace(now, verdict=verdict.headline)
@@ -552,17 +547,17 @@ class Watch:
             verdict.stop()
 
     def _find(self) -> None:
-        if self._only is not None:
-            self._live.setdefault(self._only.run.root, LiveJob(self._only, clock=self._clock))
+        if self.only is not None:
+            self._live.setdefault(self.only.run.root, LiveJob(self.only, clock=self.clock))
             return
         if time.monotonic() < self._found_s + FIND_EVERY_S:
             return
         self._found_s = time.monotonic()
-        running = running_jobs(self._log_dirs, others=self._others)
+        running = running_jobs(self.log_dirs, others=self.others)
         jobs = {job.run.root: job for job in running}
         for root in set(self._live) - set(jobs):
             del self._live[root]
             if root in self._verdicts:
                 self._verdicts.pop(root).stop()
         for root, job in jobs.items():
-            self._live.setdefault(root, LiveJob(job, clock=self._clock))
+            self._live.setdefault(root, LiveJob(job, clock=self.clock))

@@ -125,15 +125,10 @@ def wait_until(wall_ns: int, before_s: float, progress: Callable[[str], None]) -
 
 
 def _ask_once(
-    run: RunPaths,
-    asked: Sequence[Member],
-    options: Mapping[str, Any],
-    *,
-    ranks: tuple[int, ...] | None,
-    timeout_s: float | None,
-    lead_s: float,
+    run: RunPaths, asked: Sequence[Member], options: Mapping[str, Any], *,
+    ranks: tuple[int, ...] | None, timeout_s: float | None, lead_s: float,
     progress: Callable[[str], None],
-) -> tuple[TraceNow, Answers]:
+) -> tuple[TraceNow, Answers]:  # fmt: skip
     """One request and its answers, before the traces are written."""
     window = next_window(run)  # reads the run: before the ranks say how far they are
     statuses = ask(run, "status", timeout_s=STATUS_S, ranks=ranks).replies.values()

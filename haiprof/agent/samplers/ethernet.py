@@ -10,14 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.ethtool import Ethtool, Ioctl
 from haiprof.linux.procfs import link_name, read_text
-from haiprof.linux.readings import (
-    Entity,
-    Reading,
-    Unavailable,
-    Value,
-    os_status,
-    refused_reading,
-)
+from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import ETHERNET
 
 _ETHER = "1"  # ARPHRD_ETHER, in /sys/class/net/*/type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -29,14 +30,7 @@ from haiprof.agent.samplers.nvml import (
 )
 from haiprof.agent.samplers.table import CounterState
 from haiprof.base.units import NS_PER_S
-from haiprof.linux.readings import (
-    Clock,
-    Entity,
-    EntityGone,
-    Reading,
-    Unavailable,
-    refused_reading,
-)
+from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailable, refused_reading
 from haiprof.run_format.schema import Column
 from haiprof.run_format.tables import GPU, GPU_HEALTH
 
@@ -85,7 +79,7 @@ XID = "xid"
 _XID_COLUMN = Column(XID, "i64", "count", "counter", "critical errors that the driver reported")
 _XID_EVENTS = 0x8  # nvmlEventTypeXidCriticalError, nvml.h
 _WAIT_MS = 500
-_ORIGIN = "nvmlEventSetWait_v2"
+_WAIT = "nvmlEventSetWait_v2"
 
 
 class XidWatch:
@@ -129,25 +123,23 @@ class XidWatch:
 
     def states(self, source: str) -> list[CounterState]:
         """One row per GPU for `haiprof doctor`: the errors seen so far."""
-        found = []
-        for device in self._devices:
-            value = self._refused.get(device.index) or self._counts.get(device.index, 0)
-            state = CounterState.of(source, device.name, _XID_COLUMN, value, origin=_ORIGIN)
-            found.append(state)
-        return found
+        values = [self._refused.get(d.index) or self._counts.get(d.index, 0) for d in self._devices]
+        return [
+            CounterState.of(source, device.name, _XID_COLUMN, value, origin=_WAIT)
+            for device, value in zip(self._devices, values, strict=True)
+        ]
 
     def stop(self) -> None:
         """Ends the wait; the thread ends within half a second and is not joined."""
         self._stop.set()
 
     def _register(self, device: Device, events: object) -> None:
-        try:
-            device.call("nvmlDeviceRegisterEvents", _XID_EVENTS, events)
-            self._counts[device.index] = 0
-        except Unavailable as why:
-            self._refuse([device], why)
-        except EntityGone:
-            return  # it has reported that itself
+        with contextlib.suppress(EntityGone):  # it has reported that itself
+            try:
+                device.call("nvmlDeviceRegisterEvents", _XID_EVENTS, events)
+                self._counts[device.index] = 0
+            except Unavailable as why:
+                self._refuse([device], why)
 
     def _run(self, events: object) -> None:
         try:
@@ -160,7 +152,7 @@ class XidWatch:
 
     def _wait(self, events: object) -> None:
         try:
-            event = self._nvml.call("nvmlEventSetWait_v2", events, _WAIT_MS)
+            event = self._nvml.call(_WAIT, events, _WAIT_MS)
         except Refusal as why:
             if why.code == TIMEOUT:
                 return
@@ -175,12 +167,9 @@ class XidWatch:
         self._news.put(line)
 
     def _leave(self, events: object) -> None:
-        try:
+        with contextlib.suppress(Unavailable):  # it cannot be handled
             self._nvml.call("nvmlEventSetFree", events)
-        except Unavailable:
-            pass  # it cannot be handled
-        finally:
-            self._nvml.close()
+        self._nvml.close()
 
     def _refuse(self, devices: Sequence[Device], why: Unavailable) -> None:
         for device in devices:

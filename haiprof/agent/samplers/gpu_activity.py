@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,6 +69,7 @@ class _Metric(ctypes.Structure):
     )
 
 
+@dataclass
 class Gpm:
     """Metrics of one GPU over the time since the sample before.
 
@@ -75,38 +77,31 @@ class Gpm:
     so that a gap reads as a counter reset.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        columns: Sequence[str],
-        *,
-        clock: Clock,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.columns = tuple(columns)
-        self._device = device
-        self._clock = clock
-        self._pause = pause
-        self._samples: list[Any] = []  # the later one first
-        self._request: Any = None
-        self._taken_ns: int | None = None
-        self._has_interval = False
-        self._totals = dict.fromkeys(columns, 0.0)
+    device: Device
+    columns: tuple[str, ...]
+    clock: Clock
+    pause: Callable[[float], None] = time.sleep
+    _samples: list[Any] = field(default_factory=list)  # the later one first
+    _request: Any = None
+    _taken_ns: int | None = None
+    _has_interval: bool = False
+    _totals: dict[str, float] = field(default_factory=dict)
 
     def open(self) -> None:
         """Allocates the buffers of all reads, and takes a sample."""
         for _ in range(2):
-            self._samples.append(self._device.nvml.call("nvmlGpmSampleAlloc"))
+            self._samples.append(self.device.nvml.call("nvmlGpmSampleAlloc"))
         self._request = _request([(RATIOS | TRAFFIC)[name] for name in self.columns])
-        self._take(self._clock())
+        self._totals = dict.fromkeys(self.columns, 0.0)
+        self._take(self.clock())
 
     def read(self) -> list[Value | Unavailable]:
         """One value per column; one that is not known yet is missing, without a reason."""
-        now, before = self._clock(), self._taken_ns
+        now, before = self.clock(), self._taken_ns
         left_ns = 0 if before is None else before + MIN_APART_NS - now
         if 0 < left_ns <= _WAIT_NS:  # the previous sample is not quite old enough
-            self._pause(left_ns / NS_PER_S)
-            now = self._clock()
+            self.pause(left_ns / NS_PER_S)
+            now = self.clock()
         if before is None or (not self._has_interval and now - before < MIN_APART_NS):
             self._has_interval = False
             self._totals = dict.fromkeys(self.columns, 0.0)
@@ -122,10 +117,10 @@ class Gpm:
             ctypes.cast(sample, ctypes.c_void_p) for sample in reversed(self._samples)
         )
         try:
-            self._device.nvml.call(GPM_ORIGIN, request)
+            self.device.nvml.call(GPM_ORIGIN, request)
         except Refusal as why:
             self._taken_ns = None
-            self._device.check(why.code, why.reason)
+            self.device.check(why.code, why.reason)
             raise
         pairs = zip(self.columns, request.metrics, strict=True)
         return [self._answer(name, metric, elapsed_ns) for name, metric in pairs]
@@ -135,7 +130,7 @@ class Gpm:
         samples, self._samples = self._samples, []
         for sample in samples:
             with contextlib.suppress(Unavailable):  # it cannot be handled
-                self._device.nvml.call("nvmlGpmSampleFree", sample)
+                self.device.nvml.call("nvmlGpmSampleFree", sample)
 
     def _nothing_yet(self, traffic: int) -> list[Value | Unavailable]:
         return [math.nan if name in RATIOS else traffic for name in self.columns]
@@ -144,7 +139,7 @@ class Gpm:
         """Puts a new sample in place of the older one; after a failure there is none to compare."""
         self._taken_ns = None
         self._samples.reverse()
-        self._device.call("nvmlGpmSampleGet", self._samples[0])
+        self.device.call("nvmlGpmSampleGet", self._samples[0])
         self._taken_ns = now_ns
 
     def _answer(self, name: str, metric: _Metric, elapsed_ns: int) -> Value | Unavailable:
@@ -165,7 +160,7 @@ class Gpm:
         return int(self._totals[name])
 
 
-def open_gpm(device: Device, columns: Sequence[str], *, root: Path, clock: Clock) -> Gpm:
+def open_gpm(device: Device, columns: tuple[str, ...], *, root: Path, clock: Clock) -> Gpm:
     """Metrics of one GPU, ready to be read."""
     if device.has_mig:
         reason = "MIG is on: GPM measures each GPU instance, and haiprof reads whole GPUs only"
@@ -279,8 +274,7 @@ class DcgmSampler(TableSampler):
         indices, has_gpm = _gpus_of_driver(self._nvml)
         if has_gpm and not self._asked_for:
             asks = f"{ENV_DCGM_URL}={mask_text(self.url)} asks for it"
-            reason = f"not needed: NVML GPM measures the same; {asks}"
-            raise Unavailable(reason)
+            raise Unavailable(f"not needed: NVML GPM measures the same; {asks}")
         page = parse_page(fetch(self.url))
         numbered = [
             (index, uuid)
@@ -288,9 +282,8 @@ class DcgmSampler(TableSampler):
             if (index := indices.get(plain_uuid(uuid)) if indices else at) is not None
         ]
         if not numbered:
-            reason = (
-                f"{mask_text(self.url)}: no DCGM figures of a whole GPU that the driver shows here"
-            )
+            where = mask_text(self.url)
+            reason = f"{where}: no DCGM figures of a whole GPU that the driver shows here"
             raise Unavailable(reason, remedy=_FIELDS_REMEDY)
         return [self._entity(index, uuid) for index, uuid in sorted(numbered)]
 
@@ -335,11 +328,8 @@ class DcgmSampler(TableSampler):
     def _figure(self, column: str, figures: Mapping[str, float | None]) -> Value | Unavailable:
         field = FIELDS[column]
         if field not in figures:
-            return Unavailable(
-                f"{mask_text(self.url)}: {field} is not exported",
-                status="absent",
-                remedy=_FIELDS_REMEDY,
-            )
+            why = f"{mask_text(self.url)}: {field} is not exported"
+            return Unavailable(why, remedy=_FIELDS_REMEDY)
         value = figures[field]
         if value is None:
             return Unavailable(f"{mask_text(self.url)}: {field} has several values for one GPU")
@@ -461,7 +451,6 @@ def _gpus_of_driver(nvml: ModuleType | None) -> tuple[dict[str, int], bool]:
 
 
 def _has_gpm(library: Nvml, handle: object) -> bool:
-    try:
+    with contextlib.suppress(Unavailable):
         return bool(library.call("nvmlGpmQueryDeviceSupport", handle).isSupportedDevice)
-    except Unavailable:
-        return False
+    return False

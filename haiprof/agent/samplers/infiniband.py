@@ -10,14 +10,7 @@ from pathlib import Path
 
 from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.procfs import inode, link_name, list_names, read_text
-from haiprof.linux.readings import (
-    Entity,
-    Reading,
-    Unavailable,
-    Value,
-    os_status,
-    refused_reading,
-)
+from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import INFINIBAND, INFINIBAND_HEALTH
 
 _ATTRIBUTE_BYTES = 256  # a sysfs attribute of one value; its length is a line
@@ -150,16 +143,12 @@ def _ports_of(device: Path) -> list[Port]:
         numbers = sorted(int(name) for name in os.listdir(device / "ports") if name.isdigit())
     except OSError:
         return []  # it has just gone, or has no port yet: a later look finds it
-    ports = []
-    for number in numbers:
-        folder = device / "ports" / str(number)
-        present = inode(folder)
-        if present is not None:
-            alone = len(numbers) == 1
-            ports.append(
-                Port(device=device.name, number=number, folder=folder, inode=present, alone=alone)
-            )
-    return ports
+    folders, alone = {n: device / "ports" / str(n) for n in numbers}, len(numbers) == 1
+    return [
+        Port(device=device.name, number=number, folder=folder, inode=present, alone=alone)
+        for number, folder in folders.items()
+        if (present := inode(folder)) is not None
+    ]
 
 
 def link_rate(text: str) -> float | None:
@@ -179,15 +168,15 @@ def choose_source(port: Port, sources: Sequence[Source]) -> Source | None:
     return present[0] if present else None
 
 
+@dataclass
 class Attribute:
     """One counter file of sysfs."""
 
-    def __init__(self, path: Path, unit: int, *, keep: bool, pread: Pread = os.pread) -> None:
-        self.path = path
-        self._unit = unit
-        self._keep = keep
-        self._pread = pread
-        self._fd = -1
+    path: Path
+    unit: int
+    keep: bool
+    pread: Pread = os.pread
+    _fd: int = -1
 
     def read(self) -> tuple[int | None]:
         """The count in its unit; None beyond 63 bits.
@@ -199,17 +188,17 @@ class Attribute:
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            content = self._pread(self._fd, _ATTRIBUTE_BYTES, 0)
+            content = self.pread(self._fd, _ATTRIBUTE_BYTES, 0)
         except OSError:
             self.close()
             raise
-        if not self._keep:
+        if not self.keep:
             self.close()
         if content.startswith(b"N/A"):
             said = content.decode(errors="replace").strip()
             reason = f"{self.path}: {said}: the driver answers no performance queries"
             raise Unavailable(reason, status="unsupported", lasting=True)
-        value = int(content) * self._unit
+        value = int(content) * self.unit
         return (value if 0 <= value < _I64_END else None,)
 
     def close(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -92,35 +94,29 @@ def _write_records(
     return RecordWriter(path, stream.sampler.table, clock=anchor, extra=extra)
 
 
+@dataclass
 class Stream:
     """Carries the records of one sampler to its file."""
 
-    def __init__(
-        self,
-        sampler: TableSampler,
-        interval_ns: int,
-        *,
-        clock: Clock,
-        report: Report,
-        open_writer: OpenWriter = _write_records,
-    ) -> None:
-        self.sampler = sampler
-        self.interval_ns = interval_ns
-        """Between two samples where none of them takes long."""
-        self.entities: Mapping[Key, Mapping[str, object]] = {}
-        """Description of each entity; never changed in place, as other threads read it."""
-        self.latest: tuple[int, bytes] = (0, b"")
-        """CLOCK_MONOTONIC at the last sample, and its records; replaced as a whole."""
-        self.sample_count = 0
-        self.cpu_ns = 0
-        """Time that this thread spent in samples."""
-        self._last_ns = 0
-        self._clock = clock
-        self._report = report
-        self._reasons: set[str] = set()
-        self._open_writer = open_writer
-        self._writer: Writer | None = None
-        self.pace = Pace(interval_ns, sampler.read_limit_ns, clock())
+    sampler: TableSampler
+    interval_ns: int
+    """Between two samples where none of them takes long."""
+    clock: Clock
+    report: Report
+    open_writer: OpenWriter = _write_records
+    entities: Mapping[Key, Mapping[str, object]] = field(default_factory=dict)
+    """Description of each entity; never changed in place, as other threads read it."""
+    latest: tuple[int, bytes] = (0, b"")
+    """CLOCK_MONOTONIC at the last sample, and its records; replaced as a whole."""
+    sample_count: int = 0
+    cpu_ns: int = 0
+    """Time that this thread spent in samples."""
+    _last_ns: int = 0
+    _reasons: set[str] = field(default_factory=set)
+    _writer: Writer | None = None
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.interval_ns, self.sampler.read_limit_ns, self.clock())
 
     @property
     def dropped_bytes(self) -> int:
@@ -129,16 +125,15 @@ class Stream:
 
     def start(self, node: NodePaths, anchor: ClockAnchor, header: Mapping[str, object]) -> bool:
         """Opens the sampler and its file, and takes the first sample."""
-        try:
+        with self._guard():
             missing = self.sampler.open()
             self._report_missing(missing)
             if any(each.metric == ALL_METRICS for each in missing):
                 return False
             path, extra = node.records(self.sampler.name), {**header, **self.sampler.header()}
             self._describe(extra.get("entities"))
-            self._writer = self._open_writer(self, path, anchor, extra)
-        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
-            self._report_error(error)
+            self._writer = self.open_writer(self, path, anchor, extra)
+        if self._writer is None:
             return False
         self._take()
         # Only now does the sampler know how much it reads.
@@ -149,40 +144,39 @@ class Stream:
         """Samples when it is time, or out of turn when the sampler has something new."""
         if now_ns >= self.pace.due_ns:
             read_ns = self._take()
-            self.pace.advance(self._clock(), read_ns)
+            self.pace.advance(self.clock(), read_ns)
         elif now_ns - self._last_ns >= _MIN_GAP_NS and self._is_urgent():
             self._take()
             self.pace.restart(self._last_ns)
 
     def finish(self) -> None:
         """Takes the last sample, unless there has just been one."""
-        if self._clock() - self._last_ns >= _MIN_GAP_NS:
+        if self.clock() - self._last_ns >= _MIN_GAP_NS:
             self._take()
 
     def close(self) -> None:
         """Closes the sampler and its file."""
-        try:
+        with self._guard():
             self.sampler.close()
-        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
-            self._report_error(error)
         if self._writer is not None:
             self._writer.close()
 
     def _take(self) -> int:
         """Writes one sample."""
-        self._last_ns, began = self._clock(), time.thread_time_ns()
-        try:
-            data = self.sampler.sample()
-            read_ns = self._clock() - self._last_ns
+        self._last_ns, began = self.clock(), time.thread_time_ns()
+        data = None
+        with self._guard():
+            sampled = self.sampler.sample()
+            read_ns = self.clock() - self._last_ns
             self.cpu_ns += time.thread_time_ns() - began
             self.sample_count += 1
             self._report_missing(self.sampler.drain_missing())
             for line in self.sampler.drain_lines():
-                self._report({**line, "source": self.sampler.name})
+                self.report({**line, "source": self.sampler.name})
                 if line.get("type") == "entity":
                     self._describe([line])
-        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
-            self._report_error(error)
+            data = sampled
+        if data is None:
             return self.sampler.read_limit_ns + 1
         self.latest = (self._last_ns, data)
         if data and self._writer is not None:
@@ -194,24 +188,26 @@ class Stream:
             self.entities = {**self.entities, **entities_by_key(entities)}
 
     def _is_urgent(self) -> bool:
-        try:
+        with self._guard():
             return self.sampler.urgent()
-        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
-            self._report_error(error)
-            return False
+        return False
 
     def _report_missing(self, missing: list[Missing]) -> None:
         for each in missing:
             line = {"type": "counter_missing", "source": self.sampler.name}
-            self._report({**line, **{k: v for k, v in each._asdict().items() if v}})
+            self.report({**line, **{k: v for k, v in each._asdict().items() if v}})
 
-    def _report_error(self, error: Exception) -> None:
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
         """Reports each fault once: a sampler that always fails does so at every tick."""
-        reason = f"{type(error).__name__}: {error}"
-        if reason not in self._reasons:
-            self._reasons.add(reason)
-            line = {"type": "sampler_error", "source": self.sampler.name, "reason": reason}
-            self._report(line)
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            reason = f"{type(error).__name__}: {error}"
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                line = {"type": "sampler_error", "source": self.sampler.name, "reason": reason}
+                self.report(line)
 
 
 _POLL_S = 0.25  # how soon a rank that reports in is noticed
@@ -220,42 +216,35 @@ _COST_EVERY_NS = 10 * NS_PER_S
 _COST_SPREAD = 0.05  # of the run from line to line: some hundred lines in weeks
 
 
+@dataclass
 class SamplingLoop:
     """Samples this node until it is stopped; `run` is the body of a thread and never raises."""
 
-    def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        options: Options,
-        *,
-        root: Path = Path("/"),
-        nvml: ModuleType | None = None,
-        clock: Clock = time.perf_counter_ns,
-        boot_clock: Clock = boot_ns,
-        samplers: Sequence[TableSampler] | None = None,
-        open_writer: OpenWriter = _write_records,
-    ) -> None:
-        self.failure: str | None = None
-        """Why nothing was recorded."""
-        self.streams: tuple[Stream, ...] = ()
-        """The sampled streams; replaced as a whole, as other threads read the list."""
-        self._host = host
-        self._options = options
-        self._clock = clock
-        self._boot_clock = boot_clock
-        self._paths = run.node(host)
-        self._samplers = samplers
-        self._open_writer = open_writer
+    run_paths: RunPaths
+    host: str
+    options: Options
+    root: Path = Path("/")
+    nvml: ModuleType | None = None
+    clock: Clock = time.perf_counter_ns
+    boot_clock: Clock = boot_ns
+    samplers: Sequence[TableSampler] | None = None
+    open_writer: OpenWriter = _write_records
+    failure: str | None = None
+    """Why nothing was recorded."""
+    streams: tuple[Stream, ...] = ()
+    """The sampled streams; replaced as a whole, as other threads read the list."""
+    _events: LineWriter | None = None
+
+    def __post_init__(self) -> None:
+        self._paths = self.run_paths.node(self.host)
         self._surroundings = Node(
-            run=run,
-            host=host,
-            root=root,
-            nvml=nvml,
-            clock=clock,
-            reports=RankReports(run.ranks, clock=clock, fresh_ns=_LIST_NS),
+            run=self.run_paths,
+            host=self.host,
+            root=self.root,
+            nvml=self.nvml,
+            clock=self.clock,
+            reports=RankReports(self.run_paths.ranks, clock=self.clock, fresh_ns=_LIST_NS),
         )
-        self._events: LineWriter | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Samples now, then at every interval, and once more when `stop` is set."""
@@ -271,18 +260,18 @@ class SamplingLoop:
                 self._events.close()
 
     def _record(self, stop: threading.Event) -> None:
-        meter = _CostMeter(self._clock)
-        watch = SuspendWatch(self._clock, self._boot_clock)
+        meter = _CostMeter(self.clock)
+        watch = SuspendWatch(self.clock, self.boot_clock)
         streams = self._start()
         try:
             while True:
-                now = self._clock()
+                now = self.clock()
                 dues = [(stream.pace.due_ns - now) / NS_PER_S for stream in streams]
                 if stop.wait(max(0.0, min([_POLL_S, *dues]))):
                     break
                 self._report_suspend(watch)
                 for stream in streams:
-                    stream.sample_if_due(self._clock())
+                    stream.sample_if_due(self.clock())
                 if meter.due():
                     self._report(meter.line(streams))
             self._report_suspend(watch)
@@ -295,14 +284,14 @@ class SamplingLoop:
 
     def _start(self) -> list[Stream]:
         """Opens one sampler after the other: the first counts before a slow driver answers."""
-        header = {"host": self._host, "pid": os.getpid()}
+        header = {"host": self.host, "pid": os.getpid()}
         anchor = ClockAnchor.now()
         streams = []
         for sampler in self._choose():
-            interval_ns = int(self._options.interval(sampler.recorder) * sampler.every * NS_PER_S)
+            interval_ns = int(self.options.interval(sampler.recorder) * sampler.every * NS_PER_S)
             stream = Stream(
-                sampler, interval_ns, clock=self._clock, report=self._report,
-                open_writer=self._open_writer,
+                sampler, interval_ns, clock=self.clock, report=self._report,
+                open_writer=self.open_writer,
             )  # fmt: skip
             if stream.start(self._paths, anchor, header):
                 streams.append(stream)
@@ -312,13 +301,13 @@ class SamplingLoop:
         return streams
 
     def _choose(self) -> Sequence[TableSampler]:
-        if self._samplers is not None:
-            return self._samplers
+        if self.samplers is not None:
+            return self.samplers
         from haiprof.agent.samplers.registry import (
             SAMPLERS,  # slow: in this thread, not earlier
         )
 
-        chosen = [kind for kind in SAMPLERS if kind.recorder in self._options.recorder]
+        chosen = [kind for kind in SAMPLERS if kind.recorder in self.options.recorder]
         return [kind(self._surroundings) for kind in chosen]
 
     def _report_suspend(self, watch: SuspendWatch) -> None:
@@ -328,7 +317,7 @@ class SamplingLoop:
 
     def _report(self, line: Mapping[str, object]) -> None:
         if self._events is not None:
-            self._events.append({"time_ns": self._clock(), **line})
+            self._events.append({"time_ns": self.clock(), **line})
 
 
 class _CostMeter:

@@ -23,14 +23,7 @@ from haiprof.linux.perf_events import (
     resctrl_entities,
 )
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value
-from haiprof.linux.topology import (
-    PMU_FOLDER,
-    Cpu,
-    no_core_pmu,
-    node_count,
-    read_cpu,
-    socket_of_cpu,
-)
+from haiprof.linux.topology import PMU_FOLDER, Cpu, no_core_pmu, node_count, read_cpu, socket_of_cpu
 from haiprof.run_format.tables import MEMORY_BANDWIDTH
 
 READ, WRITE, TOTAL, REMOTE = "read_bytes", "write_bytes", "total_bytes", "remote_bytes"
@@ -291,15 +284,14 @@ class Uncore:
                     for pmu in self._pmus(metric):
                         names.append(pmu.name)
                         self._open(metric, pmu, sums)
+            if not names:
+                reason = f"no event is known for {column} on {read_cpu(self._root)}"
+                raise Unavailable(reason, status="unsupported")
+            if not all(sums.values()):
+                raise Unavailable(f"{names[0]}: not on every socket", status="unsupported")
         except Unavailable as why:
             _close([_OpenColumn(sums, "")])
             return why
-        if not names:
-            reason = f"no event is known for {column} on {read_cpu(self._root)}"
-            return Unavailable(reason, status="unsupported")
-        if not all(sums.values()):
-            _close([_OpenColumn(sums, "")])
-            return Unavailable(f"{names[0]}: not on every socket", status="unsupported")
         return _OpenColumn(sums, f"perf_event_open of {len(names)} PMUs: {names[0]} to {names[-1]}")
 
     def _pmus(self, metric: Metric) -> list[Pmu]:
@@ -326,13 +318,14 @@ class Uncore:
                 socket = self._sockets.get(cpu)
                 if socket is None:
                     raise Unavailable(f"{pmu.name}: the socket of CPU {cpu} is not known")
-                sums[socket].append(self._open_event(event, unit, cpu, self._shares[socket]))
-
-    def _open_event(self, event: Event, unit: Fraction, cpu: int, share: Share) -> ScaledSum:
-        try:
-            return ScaledSum([open_counter(self._kernel, event, share, pid=-1, cpu=cpu)], unit)
-        except OSError as error:
-            raise refusal(error, event, self._root, allowing=_EVERY_CPU, virtual="") from None
+                share = self._shares[socket]
+                try:
+                    counter = open_counter(self._kernel, event, share, pid=-1, cpu=cpu)
+                except OSError as error:
+                    raise refusal(
+                        error, event, self._root, allowing=_EVERY_CPU, virtual=""
+                    ) from None
+                sums[socket].append(ScaledSum([counter], unit))
 
     def _entity(self, socket: int, columns: Mapping[str, _OpenColumn | Unavailable]) -> Entity:
         share = self._shares[socket]

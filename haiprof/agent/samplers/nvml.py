@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,10 +117,8 @@ class Nvml:
         if not self._started:
             return
         self._started = False
-        try:
+        with contextlib.suppress(Unavailable):  # a driver that cannot be released
             self.call("nvmlShutdown")
-        except Unavailable:
-            return  # a driver that cannot be released cannot be handled
 
     def call(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
         """What a function of the binding returns."""
@@ -154,15 +153,15 @@ def refusal(code: int, what: str, words: str = "") -> Refusal:
     return Refusal(code, f"{what}: {words or known or f'NVML error {code}'}")
 
 
+@dataclass
 class Device:
     """One GPU."""
 
-    def __init__(self, nvml: Nvml, index: int, handle: object, missing: MissingLog) -> None:
-        self.nvml = nvml
-        self.index = index
-        self.handle = handle
-        self.is_lost = False
-        self._missing = missing
+    nvml: Nvml
+    index: int
+    handle: object
+    missing: MissingLog
+    is_lost: bool = False
 
     @property
     def name(self) -> str:
@@ -183,7 +182,7 @@ class Device:
         """Ends the use of a GPU whose return code says that it is lost."""
         if code in _LOST:
             self.is_lost = True
-            self._missing.note(self.name, Unavailable(f"{reason}; no further values"))
+            self.missing.note(self.name, Unavailable(f"{reason}; no further values"))
             raise EntityGone
 
     def ask(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -278,22 +279,23 @@ def _shares(pages: Mapping[str, int] | None) -> dict[str, float] | None:
     return {node: count / sum(pages.values()) for node, count in pages.items()}
 
 
+@dataclass
 class _ProcessPlacement:
     """The placement of one rank process; its reads store what the event line needs."""
 
-    def __init__(
-        self, process: RankProcess, root: Path, nodes: Mapping[int, int], ask: MovePages
-    ) -> None:
-        self._process = process
-        self._root = root
-        self._folder = root / "proc" / str(process.pid)
-        self._nodes = nodes
-        self._sample = PageSample(process.pid, root=root, ask=ask)
-        self._cpu = 0
-        self._thread_count = 0
-        self._allowed: str | None = None
-        self._pages: Mapping[int, int] | None = None
-        self._hardware: Mapping[str, Any] | None = None
+    process: RankProcess
+    root: Path
+    nodes: Mapping[int, int]
+    ask: MovePages
+    _cpu: int = 0
+    _thread_count: int = 0
+    _allowed: str | None = None
+    _pages: Mapping[int, int] | None = None
+    _hardware: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._folder = self.root / "proc" / str(self.process.pid)
+        self._sample = PageSample(self.process.pid, root=self.root, ask=self.ask)
 
     def readings(self) -> tuple[Reading, ...]:
         """In this order: the first one sees whether the process is still the same."""
@@ -320,14 +322,14 @@ class _ProcessPlacement:
 
     def line(self) -> dict[str, Any]:
         """The event line, from the last reads."""
-        uuid = self._process.gpu_uuid
+        uuid = self.process.gpu_uuid
         if self._hardware is None or (uuid is not None and self._hardware["gpu_bus_id"] is None):
-            self._hardware = _hardware(self._root, uuid)
+            self._hardware = _hardware(self.root, uuid)
         pages = self._pages
         return {
             "type": "placement",
-            "pid": self._process.pid,
-            "start_ticks": self._process.start_ticks,
+            "pid": self.process.pid,
+            "start_ticks": self.process.start_ticks,
             "allowed_cpus": self._allowed,
             "thread_count": self._thread_count,
             "cpu_nodes": sorted(self._allowed_nodes()) or None,
@@ -336,12 +338,12 @@ class _ProcessPlacement:
         }
 
     def _read_cpu(self) -> tuple[int, int | None]:
-        fields = read_stat(self._root, self._process.pid)
-        if fields is None or int(fields[19]) != self._process.start_ticks or fields[0] in b"ZXx":
+        fields = read_stat(self.root, self.process.pid)
+        if fields is None or int(fields[19]) != self.process.start_ticks or fields[0] in b"ZXx":
             raise EntityGone
         self._thread_count = int(fields[17])
         self._cpu = int(fields[36])
-        return self._cpu, self._nodes.get(self._cpu)
+        return self._cpu, self.nodes.get(self._cpu)
 
     def _parse_status(self, content: bytes) -> tuple[int | None]:
         self._allowed = None
@@ -355,11 +357,11 @@ class _ProcessPlacement:
 
     def _allowed_nodes(self) -> set[int]:
         cpus = parse_cpu_list(self._allowed or "")
-        return {self._nodes[cpu] for cpu in cpus if cpu in self._nodes}
+        return {self.nodes[cpu] for cpu in cpus if cpu in self.nodes}
 
     def _read_frequency(self) -> tuple[int]:
         """Of one CPU only: some kernels sleep for 10 ms at each (node_exporter issue 2966)."""
-        file = self._root / f"sys/devices/system/cpu/cpu{self._cpu}/cpufreq/scaling_cur_freq"
+        file = self.root / f"sys/devices/system/cpu/cpu{self._cpu}/cpufreq/scaling_cur_freq"
         return (int(file.read_text()) * _HZ_PER_KHZ,)
 
     def _read_pages(self) -> tuple[int, float | Unavailable]:

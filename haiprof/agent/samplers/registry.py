@@ -83,12 +83,9 @@ def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
 
 
 def _unread(
-    name: str,
-    columns: Mapping[str, Column],
-    *,
-    states: Sequence[CounterState],
+    name: str, columns: Mapping[str, Column], *, states: Sequence[CounterState],
     missing: Sequence[Missing],
-) -> Iterator[CounterState]:
+) -> Iterator[CounterState]:  # fmt: skip
     """Columns and entities without a state, with the reasons that the sampler gave."""
     entities = {state.entity for state in states}
     for each in missing:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -167,13 +168,9 @@ class RemoteMemorySampler(RankSampler):
     def readings(self, process: RankProcess) -> tuple[Reading, ...]:
         """One reading of all counters; they are opened at the first."""
         counters = RankCounters(
-            process,
-            self._events,
-            root=self.root,
-            kernel=self._kernel,
-            spare=self._spare,
+            process, self._events, root=self.root, kernel=self._kernel, spare=self._spare,
             virtual=self._cpu.virtual,
-        )
+        )  # fmt: skip
         return (
             Reading(
                 columns=(*self._events, "counted_ratio"),
@@ -184,31 +181,23 @@ class RemoteMemorySampler(RankSampler):
         )
 
 
+@dataclass
 class RankCounters:
     """The counters of one process: one per event and thread, inherited by what starts later."""
 
-    def __init__(
-        self,
-        process: RankProcess,
-        events: Mapping[str, Event | Unavailable],
-        *,
-        root: Path,
-        kernel: Kernel,
-        spare: Callable[[], int],
-        virtual: bool,
-    ) -> None:
-        self._process = process
-        self._events = events
-        self._root = root
-        self._kernel = kernel
-        self._spare = spare
-        self._share = Share()
-        self._virtual = virtual
-        self._sums: dict[str, ScaledSum | Unavailable] = {}
+    process: RankProcess
+    events: Mapping[str, Event | Unavailable]
+    root: Path
+    kernel: Kernel
+    spare: Callable[[], int]
+    """How many more files may be opened."""
+    virtual: bool
+    _share: Share = field(default_factory=Share)
+    _sums: dict[str, ScaledSum | Unavailable] = field(default_factory=dict)
 
     def read(self) -> Sequence[Value | Unavailable]:
         """One value per event, then the share of the time in which they counted."""
-        if read_start_ticks(self._root, self._process.pid) != self._process.start_ticks:
+        if read_start_ticks(self.root, self.process.pid) != self.process.start_ticks:
             raise EntityGone
         if not self._sums:
             self._sums = self._open()
@@ -216,7 +205,7 @@ class RankCounters:
             column: each if isinstance(each, Unavailable) else read_sum([each], "reading a counter")
             for column, each in self._sums.items()
         }
-        if self._virtual and _is_filtered(values):
+        if self.virtual and _is_filtered(values):
             values = {**values, LOCAL: _FILTERED, REMOTE: _FILTERED}
         return (*values.values(), self._share.take())
 
@@ -233,35 +222,35 @@ class RankCounters:
         """
         for _ in range(_TRIES):
             threads = self._threads()
-            count, spare = len(threads), self._spare()
-            needed = count * sum(isinstance(each, Event) for each in self._events.values())
+            count, spare = len(threads), self.spare()
+            needed = count * sum(isinstance(each, Event) for each in self.events.values())
             if needed > spare:
                 reason = f"{count} threads need {needed} open files, haiprof may open {spare}"
                 raise Unavailable(reason, status="denied", remedy="a higher ulimit -n")
-            opened = {column: self._open_event(column, threads) for column in self._events}
+            opened = {column: self._open_event(column, threads) for column in self.events}
             if self._threads() <= threads:
                 return opened
             close_all(each for each in opened.values() if isinstance(each, ScaledSum))
         raise Unavailable("threads start faster than their counters can be opened")
 
     def _open_event(self, column: str, threads: Iterable[int]) -> ScaledSum | Unavailable:
-        event = self._events[column]
+        event = self.events[column]
         if isinstance(event, Unavailable):
             return event
         counters: list[ScaledCounter] = []
         try:
             for thread in sorted(threads):
                 with contextlib.suppress(ProcessLookupError):  # it has ended
-                    opened = open_counter(self._kernel, event, self._share, pid=thread, cpu=-1)
+                    opened = open_counter(self.kernel, event, self._share, pid=thread, cpu=-1)
                     counters.append(opened)
         except OSError as error:
             close_all(counters)
-            return refusal(error, event, self._root, allowing=_OWN_PROCESS, virtual="")
+            return refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual="")
         return ScaledSum(counters, Fraction(LINE_BYTES if column in (LOCAL, REMOTE) else 1))
 
     def _threads(self) -> set[int]:
         try:
-            return {int(name) for name in os.listdir(f"{self._root}/proc/{self._process.pid}/task")}
+            return {int(name) for name in os.listdir(f"{self.root}/proc/{self.process.pid}/task")}
         except OSError:
             raise EntityGone from None
 

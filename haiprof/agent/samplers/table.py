@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from haiprof.linux.procfs import list_names
 from haiprof.linux.readings import (
     Clock,
     Entity,
@@ -57,20 +58,12 @@ class RankReports:
 
     def folders(self) -> frozenset[str]:
         """Names of the rank folders; none before a rank has reported in."""
-        if self._is_old():
-            try:
-                self._names = frozenset(os.listdir(self._ranks))
-            except OSError:  # no rank has reported in yet, or the run directory was deleted
-                self._names = frozenset()
+        now = self._clock() if self._fresh_ns else 0
+        if self._listed_ns is None or now - self._listed_ns >= self._fresh_ns:
+            self._listed_ns = now
+            # None where no rank has reported in yet, or the run directory was deleted.
+            self._names = frozenset(list_names(self._ranks))
         return self._names
-
-    def _is_old(self) -> bool:
-        if not self._fresh_ns:
-            return True
-        now, before = self._clock(), self._listed_ns
-        is_old = before is None or now - before >= self._fresh_ns
-        self._listed_ns = now if is_old else before
-        return is_old
 
     def is_there(self, folder: str) -> bool:
         """Whether a rank folder has its report."""

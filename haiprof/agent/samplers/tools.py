@@ -144,18 +144,15 @@ def find_permissions(
     root: Path = Path("/"), load: Callable[[str], object] = ctypes.CDLL
 ) -> tuple[Permission, ...]:
     """The permissions of this process; tries nothing that would affect another process."""
-    caps = _Capabilities(root)
+    caps, uncore = (
+        _Capabilities(root),
+        "memory bandwidth and cross-socket traffic (uncore counters)",
+    )
     return (
         _ptrace(root, caps),
         *(_capability(root, caps, name) for name in ("SYS_PTRACE", "PERFMON")),
         _perf(root, caps, limit=2, name="perf_own_processes", allows="CPU counters of the ranks"),
-        _perf(
-            root,
-            caps,
-            limit=0,
-            name="perf_whole_node",
-            allows="memory bandwidth and cross-socket traffic (uncore counters)",
-        ),
+        _perf(root, caps, limit=0, name="perf_whole_node", allows=uncore),
         _nvml(load),
         _gpm(root, caps),
         _psi(root),

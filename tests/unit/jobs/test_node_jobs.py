@@ -11,7 +11,7 @@ import pytest
 
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import TICK_NS
-from haiprof.live.node_jobs import JobWatch
+from haiprof.live.node import JobWatch
 from haiprof.run_analysis.node_history import HeldGpu, held_gpus, seen_jobs
 from haiprof.run_format.layout import RunPaths
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from haiprof.agent.printed_words import Stream, find_words, take_mark
+from haiprof.agent.job_output import Stream, find_words, take_mark
 
 
 @pytest.mark.parametrize(
