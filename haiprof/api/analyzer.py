@@ -13,12 +13,11 @@ import polars as pl
 from haiprof.api.frames import Frame, with_frames
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.log_addresses import is_address
-from haiprof.diagnosis.verdict import Verdict
+from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_analysis.run_frames import RankPool, RunFrames
 from haiprof.show import show
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.verdict import Finding
     from haiprof.run_analysis.flame_graph import FlameGraph
     from haiprof.show.flame import RunFlames
     from haiprof.show.run_header import RunHeader

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.safe_files import make_named_folder
 from haiprof.compat.exports import write_tables
-from haiprof.diagnosis.function_reports import (
-    bursts_of,
-    function_reports,
-    hardware_by_function,
-)
+from haiprof.diagnosis.function_reports import bursts_of, function_reports, hardware_by_function
+from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.counter_sources import link_traffic
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.card import verdict_card, view_text
 from haiprof.show.figures.style import write_text
 from haiprof.show.page.content import page_content
@@ -28,10 +26,6 @@ from haiprof.show.views.trace_report import trace_view
 from haiprof.trace_analysis.pattern_gathering import reduce_patterns
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import reduce_traces, standard_report
-
-if TYPE_CHECKING:
-    from haiprof.diagnosis.verdict import Verdict
-    from haiprof.run_analysis.run_frames import RunFrames
 
 _CONTENT = {
     "report.html": "everything, in a browser",

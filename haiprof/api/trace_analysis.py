@@ -25,11 +25,56 @@ def trace_picture(*args: Any, **options: Any) -> None:  # noqa: ANN401 - show's 
     show.trace_picture(*args, **options)
 
 
-class ShownTraces(TraceQuestions):
-    """Traces that show themselves; `steps` is the first profiler step and the one after the last.
+@with_frames
+class TraceAnalysis(TraceQuestions):
+    """The traces of one window of a job, a file per rank; each is read at the first question.
 
-    With `share`, each part is a share of its bar instead of a time.
+    Args:
+        path: A trace, a folder with one file per rank, a run directory, or files by rank.
+        pool: Where traces are read; None takes local processes where the files are large.
+        compat: `"hta"` adds HTA's methods, which return HTA's columns and units
+            (`haiprof.compat.hta`; what differs is in docs/hta-differences.md).
+        window: Of a run directory with several trace windows: which, by start, from 0; None takes
+            the last whole one.
+        trace_dir: HTA's name of the folder. One of HTA's arguments brings HTA's methods.
+        trace_files: HTA's files by rank, or as a list; names in `trace_dir` where that is given.
+        include_last_profiler_step: HTA's; nothing is left out here, so that only True is possible.
+
+    Raises:
+        UsageError: No traces are named, or twice; or the last step is to be left out.
+
+    `show_*` draws figures in a notebook and prints tables in a terminal; `write_page` writes all.
+    Their `steps` is the first profiler step and the one after the last; with `share`, each part is
+    a share of its bar instead of a time.
+    Frames are polars'; `frame.to_pandas()` needs `pip install 'haiprof[pandas]'`.
     """
+
+    def __init__(
+        self,
+        path: str | Path | Mapping[int, str | Path] | None = None,
+        *,
+        pool: Pool | None = None,
+        compat: Literal["hta"] | None = None,
+        window: int | None = None,
+        trace_dir: str | Path | None = None,
+        trace_files: HtaFiles | None = None,
+        include_last_profiler_step: bool | None = None,
+    ) -> None:
+        source = hta_source(path, trace_dir, trace_files, include_last_profiler_step)
+        super().__init__(source.path, pool=pool, window=window, named=source.named)
+        self._compat = "hta" if source.is_hta else compat
+
+    if not TYPE_CHECKING:  # a type checker knows the methods of HtaMethods(analysis)
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+            """HTA's methods, where they are asked for."""
+            if name not in HTA_NAMES:
+                raise AttributeError(f"TraceAnalysis has no attribute {name!r}")
+            if self._compat != "hta":
+                raise AttributeError(
+                    f"{name} is HTA's: TraceAnalysis(path, compat='hta') has it, in HTA's columns"
+                )
+            return returning_frames(getattr(HtaMethods(self), name))
 
     def show_temporal_breakdown(self, steps: Steps = None, *, share: bool = False) -> None:
         """Computing, other work and idle time of each rank's GPU."""
@@ -45,13 +90,9 @@ class ShownTraces(TraceQuestions):
     ) -> None:
         """What each stream waited for; options as of `idle_time_breakdown`."""
         trace_picture(
-            self,
-            "idle",
-            steps,
-            share=share,
-            streams=streams,
+            self, "idle", steps, share=share, streams=streams,
             consecutive_kernel_delay_ns=consecutive_kernel_delay_ns,
-        )
+        )  # fmt: skip
 
     def show_kernel_types(self, steps: Steps = None, *, share: bool = False) -> None:
         """Busy GPU time by the kinds of kernel that ran at once."""
@@ -67,20 +108,16 @@ class ShownTraces(TraceQuestions):
     ) -> None:
         """The kernels with the most time on each rank; options as of `kernel_breakdown`."""
         trace_picture(
-            self,
-            "kernels",
-            steps,
-            num_kernels=num_kernels,
-            duration_ratio=duration_ratio,
+            self, "kernels", steps, num_kernels=num_kernels, duration_ratio=duration_ratio,
             include_memory=include_memory,
-        )
+        )  # fmt: skip
 
     def show_kernel(self, name: str | None = None, steps: Steps = None) -> None:
         """One kernel on every rank: its mean duration, shortest and longest call.
 
         Args:
             name: Part of its name; None takes the computing kernel with the most time.
-            steps: As above.
+            steps: The first profiler step, and the one after the last.
         """
         trace_picture(self, "kernel", steps, kernel=name)
 
@@ -98,13 +135,10 @@ class ShownTraces(TraceQuestions):
     ) -> None:
         """Distributions of launches, with their cut-offs; options as of `launch_statistics`."""
         trace_picture(
-            self,
-            "launches",
-            steps,
-            runtime_cutoff_ns=runtime_cutoff_ns,
+            self, "launches", steps, runtime_cutoff_ns=runtime_cutoff_ns,
             launch_delay_cutoff_ns=launch_delay_cutoff_ns,
             include_memory_events=include_memory_events,
-        )
+        )  # fmt: skip
 
     def show_queue_length(self, steps: Steps = None) -> None:
         """The launch queue of each stream over time."""
@@ -157,53 +191,3 @@ class ShownTraces(TraceQuestions):
             self.path, steps=steps, window=self._window, named=self._named, pool=self._pool
         )
         return write_text(Path(path), trace_page_html(report, self))
-
-
-@with_frames
-class TraceAnalysis(ShownTraces):
-    """The traces of one window of a job, a file per rank; each is read at the first question.
-
-    Args:
-        path: A trace, a folder with one file per rank, a run directory, or files by rank.
-        pool: Where traces are read; None takes local processes where the files are large.
-        compat: `"hta"` adds HTA's methods, which return HTA's columns and units
-            (`haiprof.compat.hta`; what differs is in docs/hta-differences.md).
-        window: Of a run directory with several trace windows: which, by start, from 0; None takes
-            the last whole one.
-        trace_dir: HTA's name of the folder. One of HTA's arguments brings HTA's methods.
-        trace_files: HTA's files by rank, or as a list; names in `trace_dir` where that is given.
-        include_last_profiler_step: HTA's; nothing is left out here, so that only True is possible.
-
-    Raises:
-        UsageError: No traces are named, or twice; or the last step is to be left out.
-
-    `show_*` draws figures in a notebook and prints tables in a terminal; `write_page` writes all.
-    Frames are polars'; `frame.to_pandas()` needs `pip install 'haiprof[pandas]'`.
-    """
-
-    def __init__(
-        self,
-        path: str | Path | Mapping[int, str | Path] | None = None,
-        *,
-        pool: Pool | None = None,
-        compat: Literal["hta"] | None = None,
-        window: int | None = None,
-        trace_dir: str | Path | None = None,
-        trace_files: HtaFiles | None = None,
-        include_last_profiler_step: bool | None = None,
-    ) -> None:
-        source = hta_source(path, trace_dir, trace_files, include_last_profiler_step)
-        super().__init__(source.path, pool=pool, window=window, named=source.named)
-        self._compat = "hta" if source.is_hta else compat
-
-    if not TYPE_CHECKING:  # a type checker knows the methods of HtaMethods(analysis)
-
-        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-            """HTA's methods, where they are asked for."""
-            if name not in HTA_NAMES:
-                raise AttributeError(f"TraceAnalysis has no attribute {name!r}")
-            if self._compat != "hta":
-                raise AttributeError(
-                    f"{name} is HTA's: TraceAnalysis(path, compat='hta') has it, in HTA's columns"
-                )
-            return returning_frames(getattr(HtaMethods(self), name))

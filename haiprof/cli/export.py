@@ -452,7 +452,7 @@ def _send(tracker: str, directory: Path | None) -> None:
     from haiprof.compat.trackers import send, tracked_run
     from haiprof.diagnosis.engine import diagnose
     from haiprof.diagnosis.verdict import as_document
-    from haiprof.show.markdown import verdict_markdown
+    from haiprof.show.card import verdict_markdown
     from haiprof.show.page.content import page_content
     from haiprof.show.page.render import report_html
 

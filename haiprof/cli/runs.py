@@ -213,7 +213,7 @@ def goodput(
     from haiprof.diagnosis.restart_advice import job_goodput, runs_of_job
     from haiprof.run_format.layout import RunPaths
     from haiprof.run_format.manifest import newest_run
-    from haiprof.show.views.goodput import goodput_data, goodput_markdown, goodput_view
+    from haiprof.show.views.deaths import goodput_data, goodput_markdown, goodput_view
 
     named = [newest_run(whole_path(run)) for run in runs or [existing_log_dir()]]
     folders, joined = runs_of_job(RunPaths(named[0])) if len(named) == 1 else (named, "as named")

@@ -159,11 +159,10 @@ def verdict(
             _ask_schedulers(analyzer.run)
     from haiprof.diagnosis.engine import diagnose
     from haiprof.diagnosis.verdict import as_document, save_document
-    from haiprof.show import death_block
-    from haiprof.show.card import save_card_svg, save_verdict, verdict_card
+    from haiprof.show.card import save_card_svg, save_verdict, verdict_card, verdict_markdown
     from haiprof.show.figures.style import write_text
-    from haiprof.show.markdown import verdict_markdown
     from haiprof.show.run_header import manifest_or_none, run_header
+    from haiprof.show.views import deaths
 
     if advice:
         _show_advice(analyzer, output)
@@ -181,7 +180,7 @@ def verdict(
         save_verdict(found, header, analyzer.run)
     if svg is not None:
         output.hint(f"wrote {save_card_svg(found, header, svg)}")
-    report = death_block.exit_report(found, header)
+    report = deaths.exit_report(found, header)
     to_stdout = exit_report == Path("-")
     if exit_report is not None and not to_stdout:
         write_text(exit_report, report)
@@ -238,7 +237,7 @@ def _ask_schedulers(run: RunPaths) -> None:
 def _show_advice(analyzer: RunFrames, output: Output) -> None:
     """The advice alone: deaths are looked at, and nothing else."""
     from haiprof.diagnosis.restart_advice import restart_advice
-    from haiprof.show.death_block import advice_view
+    from haiprof.show.views.deaths import advice_view
 
     found = restart_advice(analyzer)
     output.show(lambda _: advice_view(found),

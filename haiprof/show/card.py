@@ -1,4 +1,4 @@
-"""The verdict card: the cause, the numbers that prove it, what to do; and saving it."""
+"""The verdict card: the cause, the numbers that prove it, what to do; saved, as Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Group, RenderableType
@@ -21,10 +21,9 @@ from haiprof.base.ledger import position_words
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.base.units import digits_text, duration_text, ratio_text, visible
 from haiprof.diagnosis.traced_window import StepWork
-from haiprof.diagnosis.verdict import as_document
+from haiprof.diagnosis.verdict import Cost, Finding, Verdict, as_document
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import write_json
-from haiprof.show.death_block import death_block
 from haiprof.show.figures.style import PHASE_COLORS, PHASES, time_unit, write_text
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.terminal import PHASE_OF, SafeConsole, SplitBar, filling
@@ -33,14 +32,13 @@ from haiprof.show.text import (
     count_text,
     fine_ratio_text,
     flops_text,
+    markdown_table,
+    markdown_text,
     printable,
     steps_text,
     value_text,
 )
-from haiprof.show.views.goodput import account_text
-
-if TYPE_CHECKING:
-    from haiprof.diagnosis.verdict import Cost, Finding, Verdict
+from haiprof.show.views.deaths import account_text, death_block
 
 
 def work_text(work: StepWork) -> str:
@@ -325,27 +323,23 @@ def _nccl(verdict: Verdict) -> list[str]:
 
 def _closing(verdict: Verdict) -> Iterator[RenderableType]:
     grid = _label_grid(overflow="fold", style="dim")
+    known = [row for row in verdict.not_measured if not is_foreign(verdict, *row)]
+    more = len(verdict.notes) - _NOTE_LIMIT
+    rest = [f"and {more} more, in --json"] if more > 0 else []
     rows: list[tuple[str, Sequence[str]]] = [
         ("noticed", verdict.reactions),
         ("traced", verdict.traces),
         ("NCCL", _nccl(verdict)),
         ("machine", [verdict.machine] if verdict.machine else []),
-        *_unknowns(verdict),
+        ("not measured", [f"{what}: {why}" for what, why in known]),
+        ("not evaluated", [f"{rules}: {why}" for rules, why in abstentions(verdict)]),
+        ("notes", [*verdict.notes[:_NOTE_LIMIT], *rest]),
         ("own cost", [cost_text(verdict.cost)]),
     ]
     for label, lines in rows:
         for place, line in enumerate(lines):
             grid.add_row("" if place else label, line)
     yield grid
-
-
-def _unknowns(verdict: Verdict) -> Iterator[tuple[str, Sequence[str]]]:
-    known = [row for row in verdict.not_measured if not is_foreign(verdict, *row)]
-    yield "not measured", [f"{what}: {why}" for what, why in known]
-    yield "not evaluated", [f"{rules}: {why}" for rules, why in abstentions(verdict)]
-    more = len(verdict.notes) - _NOTE_LIMIT
-    rest = [f"and {more} more, in --json"] if more > 0 else []
-    yield "notes", [*verdict.notes[:_NOTE_LIMIT], *rest]
 
 
 def abstentions(verdict: Verdict) -> list[tuple[str, str]]:
@@ -419,3 +413,29 @@ def view_text(view: RenderableType, *, width: int = MAX_WIDTH) -> str:
     with console.capture() as capture:
         console.print(view, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def verdict_markdown(verdict: Verdict, name: str) -> str:
+    """Headline, the step by position, the causes with their gain, what is not known."""
+    lines = [f"## {markdown_text(name)}: {markdown_text(verdict.headline)}", ""]
+    ledger = verdict.ledger
+    if ledger is not None:
+        parts = (f"{position_words(k)} {duration_text(ns)}" for k, ns in ledger.positions.items())
+        step = f"{duration_text(ledger.mean_ns)} (median {duration_text(ledger.median_ns)})"
+        lines += [f"Step {step}: {', '.join(parts)}.", ""]
+    if verdict.findings:
+        head = ("", "cause", "step without it", "at", "do")
+        lines += [*markdown_table(head, map(_cause_row, verdict.findings)), ""]
+    unknown = [f"{what}: {why}" for what, why in verdict.not_measured]
+    lines += [f"- not measured: {markdown_text(text)}" for text in unknown]
+    lines += [f"- {markdown_text(note)}" for note in verdict.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cause_row(finding: Finding) -> tuple[str, ...]:
+    gain = finding.gain
+    low, high = (duration_text(gain.low_ns), duration_text(gain.high_ns)) if gain else ("", "")
+    between = f"{low} to {high}" if gain and gain.low_ns > 0 else f"at most {high}"
+    without = gain and f"{duration_text(gain.left_ns)} ({between})"
+    at = "; ".join(place.location for place in finding.code_lines[:2])
+    return finding.severity, finding.title, without or "not known", at, finding.remedy

@@ -20,15 +20,9 @@ from haiprof.run_analysis.step_frame import last_attempts
 from haiprof.show.frame_table import PageTable, text_table
 from haiprof.show.run_header import manifest_or_none
 from haiprof.show.summary import select_judged_steps
-from haiprof.show.text import count_text, printable, share_text
+from haiprof.show.text import PHASE_TITLES, count_text, printable, share_text
 
 _LINE_LIMIT = 40
-PHASE_TITLES = {
-    "other": "outside the model",
-    "worker": "DataLoader workers, loading",
-    "worker_waiting": "DataLoader workers, waiting",
-    "other_threads": "other Python threads",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +30,6 @@ class RunFlames:
     """The flame graph of a run, and of another beside it."""
 
     run: str
-    """Its name."""
     graph: FlameGraph
     lines: PageTable
     """The run's own lines by their time."""

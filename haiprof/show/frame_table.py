@@ -20,10 +20,18 @@ _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("byt
           ("_watts", "watts"), ("_rate", "prefix"))  # fmt: skip
 
 _SHARE = re.compile(r"(?:_share)?_ratio$")
-_UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s)$")
-
+_UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s|ratio)$")
 Columns = Sequence[tuple[str, str]]
 """Column of the frame and its heading."""
+
+
+def heads(*plain: str, **named: str) -> tuple[tuple[str, str], ...]:
+    """Columns headed by their own names without units, then columns with other headings."""
+    return (*((name, _heading(name)) for name in plain), *named.items())
+
+
+def _heading(name: str) -> str:
+    return _UNIT_SUFFIX.sub("", name).replace("_", " ")
 
 
 def frame_table(
@@ -67,11 +75,8 @@ def _since_first(found: pl.DataFrame) -> pl.DataFrame:
 
 def plain_frame(found: pl.DataFrame, columns: Sequence[str], *, limit: int) -> list[RenderableType]:
     """A frame's first rows under its own column names, without their units and empty columns."""
-    known = [name for name in columns if found[name].count()]
-    heads = [
-        (name, _UNIT_SUFFIX.sub("", _SHARE.sub("_share", name)).replace("_", " ")) for name in known
-    ]
-    return frame_table(found, heads, limit=limit, where="the frame")
+    known = {name: _heading(_SHARE.sub("_share", name)) for name in columns if found[name].count()}
+    return frame_table(found, [*known.items()], limit=limit, where="the frame")
 
 
 def cell(name: str, value: object) -> Text:
@@ -117,7 +122,6 @@ class PageTable:
     more: int = 0
     """Rows that are left out."""
     note: str = ""
-    """A note on it."""
     faint: frozenset[int] = frozenset()
     """Rows that are shown faintly, as they claim nothing."""
 

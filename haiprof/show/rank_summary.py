@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,25 +15,13 @@ from haiprof.diagnosis.rule_inputs import judged_steps
 from haiprof.diagnosis.thresholds import WARM_UP_MAX_STEPS
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_files import number
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import RankSettings
+from haiprof.show import summary
 from haiprof.show.figures.panel_table import frame_reader
 from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
-from haiprof.show.summary import (
-    PERIOD,
-    counters_over_time,
-    lasting_values,
-    missing_sources,
-    phase_split,
-    rank_steps,
-    select_judged_samples,
-    select_settled,
-    step_series,
-)
-
-if TYPE_CHECKING:
-    from haiprof.run_analysis.run_frames import RunFrames
 
 SLOWEST_COUNT = 5
 # Spans that are not phases of a step, in the order shown.
@@ -61,7 +49,6 @@ class SlowStep:
     start_ns: int
     step_ns: int
     over_median_ratio: float
-    """Its time over the median step."""
     split_ns: Mapping[str, float | None]
     longest_excess: str | None
     """The phase that exceeds its own median most."""
@@ -120,17 +107,18 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     ranks = data.ranks()
     about = _last_attempt(ranks, rank)
     attempt = about["attempt"]
-    steps = rank_steps(data.steps(), rank, attempt)
+    steps = summary.rank_steps(data.steps(), rank, attempt)
     counters = rank_counters(data, rank, about["host"])
     manifest = manifest_or_none(data.run)
     times = counters["time_ns"]
     span = time_range(steps, None if counters.is_empty() else (times[0], times[-1]))
-    settled = select_settled(steps)
-    split = phase_split(settled)
+    settled = summary.select_settled(steps)
+    split = summary.phase_split(settled)
     counted = judged_steps(steps)
-    samples = select_judged_samples(counters, counted, ranks)
+    samples = summary.select_judged_samples(counters, counted, ranks)
     window = time_range(counted, None) or span
     boundaries = steps["boundary"].drop_nulls().mode().sort()
+    over_time = summary.counters_over_time(frame_reader(samples), window) if window else ()
     return OneRankSummary(
         run=run_header(data.run, manifest),
         span=span,
@@ -142,7 +130,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
         ),
         about=about,
         step_count=about["step_count"] or steps.height,
-        mean_step_ns=number(settled[PERIOD].mean()),
+        mean_step_ns=number(settled[summary.PERIOD].mean()),
         median_step_ns=number(counted["step_ns"].median()),
         split_ns=split,
         boundary=str(boundaries[0]) if len(boundaries) else None,
@@ -150,12 +138,12 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
         skipped_step_count=int(steps["skipped"].sum() or 0),
         phases=tuple(_phase_stat(counted, phase, split) for phase in PHASES),
         positions=_position_stats(data, rank, attempt, counted),
-        slowest=slowest_steps(counted, rank_steps(data.slow_steps(), rank, attempt)),
-        events=event_stats(rank_steps(data.phases(), rank, attempt)),
+        slowest=slowest_steps(counted, summary.rank_steps(data.slow_steps(), rank, attempt)),
+        events=event_stats(summary.rank_steps(data.phases(), rank, attempt)),
         settings=data.settings().get(rank),
         phase_series=tuple(_phase_series(counted, window)) if window else (),
-        counter_series=tuple(counters_over_time(frame_reader(samples), window)) if window else (),
-        missing=missing_sources(
+        counter_series=tuple(over_time),
+        missing=summary.missing_sources(
             data.run, manifest, counters.select("source", "metric").unique().rows()
         ),
         notes=tuple(data.notes()),
@@ -239,6 +227,7 @@ def _position_stats(
     cells = data.cells(rank, attempt).of_steps(steps["step"].to_numpy())
     whole = (plain + collected)[:, cells.column]
     total = int(whole.sum())
+    device = {name: number(steps[f"{name}_device_ns"].median()) for name in PHASES}
     return tuple(
         PhaseStat(
             phase=name,
@@ -246,9 +235,7 @@ def _position_stats(
             p95_ns=float(np.quantile(ns, 0.95)),
             max_ns=float(ns.max()),
             share_ratio=float(ns.sum()) / total,
-            device_median_ns=number(steps[f"{name}_device_ns"].median())
-            if name in PHASES
-            else None,
+            device_median_ns=device.get(name),
         )
         for name, ns in zip(POSITIONS, whole, strict=True)
         if ns.any()
@@ -256,7 +243,7 @@ def _position_stats(
 
 
 def _phase_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
-    yield from step_series(steps, span)
+    yield from summary.step_series(steps, span)
     for phase in PHASES:
-        own = lasting_values(steps, f"{phase}_host_ns")
+        own = summary.lasting_values(steps, f"{phase}_host_ns")
         yield from make_series(own, title=phase, label=phase, unit="ns", span=span)

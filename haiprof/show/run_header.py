@@ -19,11 +19,8 @@ class RunHeader:
     """The run as a whole."""
 
     name: str
-    """The job's name."""
     path: str
-    """The run directory."""
     command: tuple[str, ...]
-    """The job's command line."""
     host: str
     """Host of the launcher."""
     start_wall_ns: int | None
@@ -33,9 +30,7 @@ class RunHeader:
     state: str
     """`running`, `ended`, `killed` when no end was written, `damaged` when run.json cannot tell."""
     exit_status: int | None
-    """The job's exit status."""
     signal: str | None
-    """The signal that ended the job."""
 
     @property
     def outcome(self) -> str:

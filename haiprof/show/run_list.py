@@ -29,10 +29,10 @@ from haiprof.run_format.manifest import (
     where_runs_are,
 )
 from haiprof.run_format.reader import read_json
-from haiprof.show.death_block import WORDS
 from haiprof.show.run_header import DAMAGED, ENDED, KILLED, RUNNING, manifest_or_none, run_header
 from haiprof.show.text import moment_text
 from haiprof.show.views.blocks import FittingTable
+from haiprof.show.views.deaths import WORDS
 
 _KEPT_NAME = "list"
 _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control",

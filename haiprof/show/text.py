@@ -1,21 +1,11 @@
-"""Values and times as people read them, by their unit."""
+"""Values and times as people read them, by their unit; what Markdown consists of."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from haiprof.base.units import (
-    MISSING,
-    NS_PER_S,
-    bytes_text,
-    digits_text,
-    duration_text,
-    number_text,
-    rate_text,
-    ratio_text,
-    visible,
-)
+from haiprof.base import units
 
 _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -23,7 +13,7 @@ _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def prefix_text(value: float) -> str:
     """`3.20 T`, before a unit; three digits, and 1,000 of a prefix is one of the next."""
     size, prefix = next((each for each in _SCALES if value >= 0.9995 * each[0]), (1.0, ""))
-    return f"{digits_text(value / size)} {prefix}"
+    return f"{units.digits_text(value / size)} {prefix}"
 
 
 def flops_text(flops: float) -> str:
@@ -32,11 +22,11 @@ def flops_text(flops: float) -> str:
 
 
 _TEXTS = {
-    "ns": duration_text,
-    "bytes": bytes_text,
-    "bytes/s": rate_text,
-    "bytes_per_s": rate_text,
-    "ratio": ratio_text,
+    "ns": units.duration_text,
+    "bytes": units.bytes_text,
+    "bytes/s": units.rate_text,
+    "bytes_per_s": units.rate_text,
+    "ratio": units.ratio_text,
     "prefix": prefix_text,
 }
 _LINE = 2000
@@ -47,38 +37,38 @@ _SYMBOLS = {"watts": "W", "count": "", "celsius": "°C", "hz": "Hz", "times": "x
 def value_text(value: float | None, unit: str) -> str:
     """A value with its unit, such as `"12.3 ms"`, `"1.50 GiB"`, `"37 %"`; missing as a dash."""
     if value is None:
-        return MISSING
+        return units.MISSING
     if value == 0 and unit == "ns":
         return "0 s"
     if unit in _TEXTS:
         return _TEXTS[unit](value)
     if unit == "count" and value == int(value):
         value = int(value)
-    return f"{number_text(value)} {_SYMBOLS.get(unit, unit)}".rstrip()
+    return f"{units.number_text(value)} {_SYMBOLS.get(unit, unit)}".rstrip()
 
 
 def printable(text: str) -> str:
     """Text from a trace on one line, safe for a terminal, and possibly truncated."""
-    return visible(" ".join(text[:_LINE].split()))
+    return units.visible(" ".join(text[:_LINE].split()))
 
 
 def share_text(part: float | None, whole: float) -> str:
     """A part of a whole as percent; missing as a dash."""
-    return ratio_text(part / whole if part is not None and whole else None)
+    return units.ratio_text(part / whole if part is not None and whole else None)
 
 
 def fine_ratio_text(ratio: float | None) -> str:
     """A small ratio as percent, two digits of it: `"0.017 %"`; missing as a dash."""
     if ratio is None or not 0 < ratio < 0.01:
-        return ratio_text(ratio)
+        return units.ratio_text(ratio)
     return f"{ratio * 100:.2g} %"
 
 
 def moment_text(wall_ns: int | None) -> str:
     """A Unix time in the reader's time zone: `"2026-11-21 13:04:15"`; missing as a dash."""
     if wall_ns is None:
-        return MISSING
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / NS_PER_S))
+        return units.MISSING
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / units.NS_PER_S))
 
 
 def steps_text(step_count: int, rank_count: int) -> str:
@@ -103,3 +93,32 @@ def by_reason(missing: Mapping[str, str]) -> list[tuple[str, str]]:
     for title, reason in missing.items():
         titles.setdefault(reason, []).append(title)
     return [(", ".join(names), reason) for reason, names in titles.items()]
+
+
+PHASE_TITLES = {
+    "other": "outside the model",
+    "worker": "DataLoader workers, loading",
+    "worker_waiting": "DataLoader workers, waiting",
+    "other_threads": "other Python threads",
+}
+"""Phases of samples whose names do not say what they are."""
+_MARKS = "\\`*_[]<>|#~"
+
+
+def markdown_text(text: str | None) -> str:
+    """Text in Markdown: no markup, no new line."""
+    kept = printable(text or units.MISSING)
+    for mark in _MARKS:
+        kept = kept.replace(mark, f"\\{mark}")
+    return kept
+
+
+def markdown_code(text: str | None) -> str:
+    """Text between backticks: none in it."""
+    return printable(text or "").replace("`", "'")
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of one table; cells are text."""
+    lines = [head, ["---"] * len(head), *([markdown_text(c) if c else "" for c in r] for r in rows)]
+    return [f"| {' | '.join(cells)} |" for cells in lines]

@@ -34,6 +34,7 @@ class TracePicture:
 
 
 _NO_GPU = "no GPU event in it"
+_PROFILE_GPU = "if the job used a GPU: profile with ProfilerActivity.CUDA"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,6 @@ class Drawing:
     figure: Callable[..., go.Figure]
     columns: tuple[str, ...]
     says: str = ""
-    """What to see in it."""
     needs: str = ""
     """The column without whose values there is nothing to draw."""
     why: str = _NO_GPU
@@ -72,11 +72,7 @@ class Drawing:
         else:
             found = self.ask(traces, steps, **options)
         if self.needs and not found[self.needs].count():
-            hint = (
-                "if the job used a GPU: profile with ProfilerActivity.CUDA"
-                if self.why is _NO_GPU
-                else ""
-            )
+            hint = _PROFILE_GPU if self.why is _NO_GPU else ""
             raise MissingDataError(f"{traces.path}: {self.why}", hint=hint)
         drawn = {name: options[name] for name in self.drawn_options if name in options}
         figure = self.figure(found, **drawn, **({"share": True} if share else {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,19 +13,7 @@ from plotly.subplots import make_subplots
 from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.run_analysis.ranks import RankGrid
-from haiprof.show.figures.style import (
-    AXIS,
-    BLUE,
-    BROWN,
-    GREY,
-    PHASE_COLORS,
-    PHASES,
-    TIME_AXIS,
-    VERMILLION,
-    figure_layout,
-    series_color,
-    time_unit,
-)
+from haiprof.show.figures import style
 
 if TYPE_CHECKING:
     from haiprof.diagnosis.compare.comparison import Change
@@ -38,7 +26,7 @@ _BAND = "rgba(0, 114, 178, 0.25)"
 
 def over_time_figure(grid: RankGrid, *, start_ns: int) -> go.Figure:
     """Step time above, phases below; of more than eight ranks the median, most and the slowest."""
-    unit, unit_ns = time_unit(grid.typical_ns["step"])
+    unit, unit_ns = style.time_unit(grid.typical_ns["step"])
     edges = np.linspace(grid.start_ns, grid.end_ns, grid.column_count + 1)
     seconds = (edges - start_ns) / NS_PER_S
     figure = make_subplots(
@@ -46,7 +34,7 @@ def over_time_figure(grid: RankGrid, *, start_ns: int) -> go.Figure:
         subplot_titles=[f"Step time ({unit})", f"Phases of a step, mean over ranks ({unit})"],
     )  # fmt: skip
     lines = _spread(grid, seconds) if len(grid.ranks) > LINE_LIMIT else (
-        _line(seconds, grid.step_ns[place], f"rank {rank}", series_color(rank))
+        _line(seconds, grid.step_ns[place], f"rank {rank}", style.series_color(rank))
         for place, rank in enumerate(grid.ranks)
     )  # fmt: skip
     for trace in lines:
@@ -56,11 +44,10 @@ def over_time_figure(grid: RankGrid, *, start_ns: int) -> go.Figure:
     for trace in figure.data:
         trace.y = np.asarray(trace.y, dtype=np.float32) * np.float32(NS_PER_MS / unit_ns)
         trace.hovertemplate = trace.hovertemplate.replace(" ms<", f" {unit}<")
-    figure.update_layout(**figure_layout("", height=_HEIGHT_PX))
-    for each in figure.layout.annotations:
-        each.update(x=0, xanchor="left", font={"size": 13}, yshift=2)
-    figure.update_xaxes(**TIME_AXIS)
-    figure.update_yaxes(rangemode="tozero", **AXIS)
+    figure.update_layout(**style.figure_layout("", height=_HEIGHT_PX))
+    figure.update_annotations(x=0, xanchor="left", font={"size": 13}, yshift=2)
+    figure.update_xaxes(**style.TIME_AXIS)
+    figure.update_yaxes(rangemode="tozero", **style.AXIS)
     return figure
 
 
@@ -74,49 +61,70 @@ def _spread(grid: RankGrid, seconds: Floats) -> Iterator[go.Scatter]:
     tops = np.nanmax(filled, axis=0)
     for part in (low, middle, high, tops):
         part[~seen] = np.nan
-    yield _line(seconds, low, "95 % of ranks", BLUE, width=0, showlegend=False)
+    yield _line(seconds, low, "95 % of ranks", style.BLUE, width=0, showlegend=False)
     yield _line(
-        seconds, high, "middle 90 % of ranks", BLUE, width=0, fill="tonexty", fillcolor=_BAND
+        seconds, high, "middle 90 % of ranks", style.BLUE, width=0, fill="tonexty", fillcolor=_BAND
     )
-    yield _line(seconds, middle, "median rank", BLUE)
+    yield _line(seconds, middle, "median rank", style.BLUE)
     names = [grid.ranks[place] for place in slowest]
-    top = _line(seconds, tops, "slowest rank", VERMILLION)
+    top = _line(seconds, tops, "slowest rank", style.VERMILLION)
     template = "slowest, rank %{customdata}: %{y:.3r} ms<extra></extra>"
     yield top.update(customdata=[*names, names[-1]], hovertemplate=template)
 
 
 def _areas(grid: RankGrid, seconds: Floats) -> Iterator[go.Scatter]:
-    for phase in PHASES:
+    for phase in style.PHASES:
         values = grid.phase_ns[phase]
         seen = ~np.isnan(values).all(axis=0)
         if seen.any():
             mean = np.full(values.shape[1], np.nan)
             mean[seen] = np.nanmean(values[:, seen], axis=0)
-            color = PHASE_COLORS[phase]
+            color = style.PHASE_COLORS[phase]
             yield _line(seconds, mean, phase, color, width=0, stackgroup="step", fillcolor=color)
 
 
 def _line(
     seconds: Floats, values_ns: Floats, name: str, color: str, *, width: float = 1.5,
-    **style: object,
+    **more: object,
 ) -> go.Scatter:  # fmt: skip
     """A line of steps, each value until the next stretch begins."""
+    values = np.append(values_ns, values_ns[-1:]) / NS_PER_MS
+    said = f"{name}: %{{y:.3r}} ms"
+    return stepped_line(seconds, values, name, color, said=said, width=width, **more)
+
+
+def stepped_line(
+    x: Floats, y: Floats, name: str, color: str, *, said: str, width: float = 1.5, **more: object
+) -> go.Scatter:
+    """A line whose values hold until the next one; `said` is what hovering tells."""
     return go.Scatter(
-        x=seconds.astype(np.float32),
-        y=(np.append(values_ns, values_ns[-1:]) / NS_PER_MS).astype(np.float32),
-        name=name,
-        mode="lines",
+        x=x.astype(np.float32), y=y.astype(np.float32), name=name, mode="lines",
         line={"color": color, "width": width, "shape": "hv"},
-        hovertemplate=f"{name}: %{{y:.3r}} ms<extra></extra>",
-        **style,
-    )
+        hovertemplate=f"{said}<extra></extra>", **more,
+    )  # fmt: skip
 
 
-PARTS = ("step", *PHASES)
+def rank_bars(
+    ranks: pl.Series, values: pl.Series, marked: Iterable[bool], unit: str, *, said: str,
+    title: str = "", height: int, **bar: object,
+) -> go.Figure:  # fmt: skip
+    """A bar for each rank, in another colour where it is marked."""
+    figure = go.Figure(go.Bar(
+        x=ranks.to_list(), y=values.to_list(),
+        marker={"color": [style.VERMILLION if is_marked else style.BLUE for is_marked in marked]},
+        hovertemplate=f"rank %{{x}}: %{{y:.3r}} {unit} {said}<extra></extra>", **bar,
+    ))  # fmt: skip
+    figure.update_layout(**style.figure_layout(title, height=height))
+    figure.update_xaxes(title="rank", tickformat="d", **style.AXIS)
+    figure.update_yaxes(ticksuffix=f" {unit}", **style.AXIS)
+    return figure
+
+
+PARTS = ("step", *style.PHASES)
 LOW_PERCENT, HIGH_PERCENT = -50, 100
 # Blue is faster than the median step, red slower; told apart with every common colour blindness.
 _MIDDLE = -LOW_PERCENT / (HIGH_PERCENT - LOW_PERCENT)
-SCALE = ((0.0, BLUE), (_MIDDLE, "#F2F2F2"), (0.5, "#F0B58A"), (1.0, VERMILLION))
+SCALE = ((0.0, style.BLUE), (_MIDDLE, "#F2F2F2"), (0.5, "#F0B58A"), (1.0, style.VERMILLION))
 
 
 def heat_style() -> dict[str, Any]:
@@ -150,22 +158,16 @@ def late_ranks_figure(
     marked = set(hung) or set(
         worst.head(1).filter(pl.col("late_ns_per_step") >= _LATE_RATIO * (step_ns or 0))["rank"]
     )
-    figure = go.Figure(
-        go.Bar(
-            x=ordered["rank"].to_list(),
-            y=(ordered["late_ns_per_step"] / NS_PER_MS).to_list(),
-            customdata=(ordered["last_ratio"] * 100).to_list(),
-            marker={"color": [VERMILLION if r in marked else BLUE for r in ordered["rank"]]},
-            hovertemplate="rank %{x}: %{y:.3r} ms late per step, alone last at %{customdata:.0f} % "
-            "of its collectives<extra></extra>",
-        )
-    )
-    figure.update_layout(**figure_layout("", height=_LATE_RANKS_HEIGHT_PX))
-    figure.update_xaxes(title="rank", tickformat="d", **AXIS)
+    figure = rank_bars(
+        ordered["rank"], ordered["late_ns_per_step"] / NS_PER_MS,
+        [rank in marked for rank in ordered["rank"]], "ms",
+        said="late per step, alone last at %{customdata:.0f} % of its collectives",
+        height=_LATE_RANKS_HEIGHT_PX, customdata=(ordered["last_ratio"] * 100).to_list(),
+    )  # fmt: skip
+    figure.update_yaxes(rangemode="tozero")
     if ordered.height <= _FEW_RANKS:  # a tick for each, and no bar as wide as the page
         figure.update_xaxes(dtick=1)
         figure.update_traces(width=min(_WIDTH, ordered.height / _FEW_RANKS))
-    figure.update_yaxes(rangemode="tozero", ticksuffix=" ms", **AXIS)
     return figure
 
 
@@ -194,16 +196,15 @@ def run_difference_figure(
         figure.add_trace(trace, row=1, col=1)
     for trace in _whiskers(parts):
         figure.add_trace(trace, row=2, col=1)
-    figure.update_layout(**figure_layout("", height=_LENGTHS_PX + lower + _AROUND_PX))
-    for each in figure.layout.annotations:
-        each.update(x=0, xanchor="left", font={"size": 13}, yshift=2)
-    figure.update_xaxes(ticksuffix=" ms", **AXIS)
-    figure.update_yaxes(rangemode="tozero", **AXIS, row=1, col=1)
+    figure.update_layout(**style.figure_layout("", height=_LENGTHS_PX + lower + _AROUND_PX))
+    figure.update_annotations(x=0, xanchor="left", font={"size": 13}, yshift=2)
+    figure.update_xaxes(ticksuffix=" ms", **style.AXIS)
+    figure.update_yaxes(rangemode="tozero", **style.AXIS, row=1, col=1)
     if parts:
         names = [part.title for part in parts]
-        figure.update_yaxes(**AXIS, type="category", categoryorder="array",
+        figure.update_yaxes(**style.AXIS, type="category", categoryorder="array",
                             categoryarray=names[::-1], row=2, col=1)  # fmt: skip
-        figure.add_vline(x=0, line={"color": GREY, "width": 1}, row=2, col=1)
+        figure.add_vline(x=0, line={"color": style.GREY, "width": 1}, row=2, col=1)
     return figure
 
 
@@ -215,21 +216,20 @@ def _lengths(before_ns: Floats, after_ns: Floats) -> Iterator[go.Scatter]:
     low = min(float(values.min()) for values in known)
     high = max(float(np.quantile(values, _SHOWN_RATIO)) for values in known)
     edges = np.linspace(low, max(high, low * (1 + 1e-6)), BIN_COUNT + 1)
-    for name, values, color in zip(("baseline", "new run"), runs, (BROWN, BLUE), strict=True):
+    for name, values, color in zip(
+        ("baseline", "new run"), runs, (style.BROWN, style.BLUE), strict=True
+    ):
         if not len(values):
             continue
         shares = np.histogram(values, edges)[0] / len(values) * 100
-        yield go.Scatter(
-            x=edges.astype(np.float32), y=np.append(shares, shares[-1:]).astype(np.float32),
-            name=name, mode="lines", line={"color": color, "width": 2, "shape": "hv"},
-            hovertemplate=f"{name}: %{{y:.3r}} % of its steps<extra></extra>",
-        )  # fmt: skip
+        said = f"{name}: %{{y:.3r}} % of its steps"
+        yield stepped_line(edges, np.append(shares, shares[-1:]), name, color, said=said, width=2)
 
 
 def _whiskers(parts: Sequence[Change]) -> Iterator[go.Scatter]:
     for name, color, chosen in (
-        ("beyond chance", VERMILLION, [part for part in parts if part.is_certain]),
-        ("may be chance", GREY, [part for part in parts if not part.is_certain]),
+        ("beyond chance", style.VERMILLION, [part for part in parts if part.is_certain]),
+        ("may be chance", style.GREY, [part for part in parts if not part.is_certain]),
     ):
         if not chosen:
             continue

@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_US, duration_text, shorten
-from haiprof.show.figures.panels import points_per_series, thin_points
+from haiprof.show.figures.job import rank_bars, stepped_line
 from haiprof.show.figures.style import (
     AXIS,
     BLUE,
@@ -30,6 +30,7 @@ from haiprof.show.figures.style import (
     series_color,
     time_unit,
 )
+from haiprof.show.series import points_per_series, thin_points
 from haiprof.show.views.functions import kernel_label as short_label
 from haiprof.trace_analysis.device_time import OTHERS
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
@@ -261,24 +262,16 @@ def arrival_figure(found: pl.DataFrame) -> go.Figure:
     )
     said = str(found["said"][0]) if found.height else ""
     small = f"<br><span style='font-size:12px'>{said.split(';')[0]}</span>" if said else ""
-    figure = go.Figure(
-        go.Bar(
-            x=ordered["rank"].to_list(), y=late.to_list(),
-            marker={"color": [VERMILLION if is_late else BLUE for is_late in ordered["is_late"]]},
-            error_y={"type": "data", "symmetric": False, "array": above, "arrayminus": below},
-            hovertemplate="rank %{x}: %{y:.3r} ms late per step<extra></extra>",
-        )
+    return rank_bars(
+        ordered["rank"], late, ordered["is_late"], "ms", said="late per step",
+        title=f"<b>Lateness at collectives, per step</b>{small}", height=_HEIGHT_PX,
+        error_y={"type": "data", "symmetric": False, "array": above, "arrayminus": below},
     )  # fmt: skip
-    default = f"<b>Lateness at collectives, per step</b>{small}"
-    figure.update_layout(**figure_layout(default, height=_HEIGHT_PX))
-    figure.update_xaxes(title="rank", tickformat="d", **AXIS)
-    figure.update_yaxes(ticksuffix=" ms", **AXIS)
-    return figure
 
 
 _COLORED = 8
 """So many kernels have a colour of their own: colours repeat after them."""
-_TRACE_KERNELS_HEIGHT_PX, _NAME_LENGTH = 340, 48
+_NAME_LENGTH = 48
 
 
 def top_kernels_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
@@ -315,24 +308,16 @@ def one_kernel_figure(found: pl.DataFrame) -> go.Figure:
     """One kernel on every rank: its mean duration, with the shortest and the longest call."""
     ordered = found.sort("rank", "device")
     mean, low, high = (ordered[name] / NS_PER_US for name in ("mean_ns", "min_ns", "max_ns"))
-    worst = mean.max()
-    figure = go.Figure(
-        go.Bar(
-            x=ordered["rank"].to_list(), y=mean.to_list(),
-            marker={"color": [VERMILLION if value == worst else BLUE for value in mean]},
-            error_y={"type": "data", "symmetric": False, "array": (high - mean).to_list(),
-                     "arrayminus": (mean - low).to_list(), "thickness": 1.5},
-            customdata=list(zip(low, high, ordered["count"], strict=True)),
-            hovertemplate="rank %{x}: %{y:.3r} µs in the mean of %{customdata[2]} calls, "
-            "%{customdata[0]:.3r} to %{customdata[1]:.3r} µs<extra></extra>",
-        )
-    )  # fmt: skip
     name = kernel_label(ordered["name"][0]) if ordered.height else "no such kernel"
-    figure.update_layout(**figure_layout(f"<b>{name}</b> by rank", height=_TRACE_KERNELS_HEIGHT_PX))
-    figure.update_xaxes(
-        title="rank", tickformat="d", dtick=1 if ordered.height < 20 else None, **AXIS
-    )
-    figure.update_yaxes(rangemode="tozero", ticksuffix=" µs", **AXIS)
+    figure = rank_bars(
+        ordered["rank"], mean, mean == mean.max(), "µs", title=f"<b>{name}</b> by rank",
+        said="in the mean of %{customdata[2]} calls, %{customdata[0]:.3r} to %{customdata[1]:.3r} "
+        "µs", height=_HEIGHT_PX, customdata=list(zip(low, high, ordered["count"], strict=True)),
+        error_y={"type": "data", "symmetric": False, "array": (high - mean).to_list(),
+                 "arrayminus": (mean - low).to_list(), "thickness": 1.5},
+    )  # fmt: skip
+    figure.update_xaxes(dtick=1 if ordered.height < 20 else None)
+    figure.update_yaxes(rangemode="tozero")
     return figure
 
 
@@ -383,8 +368,7 @@ def launch_figure(
     figure.update_layout(
         **figure_layout("<b>Launches</b>", height=_TRACE_LAUNCHES_HEIGHT_PX) | {"showlegend": False}
     )
-    for note in figure.layout.annotations:
-        note.update(x=0, xanchor="left", font={"size": 13})
+    figure.update_annotations(x=0, xanchor="left", font={"size": 13})
     figure.update_xaxes(type="log", ticksuffix=" µs", **AXIS)
     figure.update_yaxes(rangemode="tozero", **AXIS)
     return figure
@@ -486,14 +470,9 @@ def _over_time(
         values = own["value"].to_numpy()
         kept = thin_points(values, limit=limit)
         times = ((own["ts_ns"] - start_ns) / second_ns).to_numpy()
-        figure.add_trace(
-            go.Scatter(
-                x=times[kept].astype(np.float32), y=values[kept].astype(np.float32),
-                name=name(key), mode="lines",
-                line={"color": series_color(index), "width": 1.5, "shape": "hv"},
-                hovertemplate=f"{name(key)}, %{{x:.3f}} {second}: %{{y:.3r}} {unit}<extra></extra>",
-            )
-        )  # fmt: skip
+        said = f"{name(key)}, %{{x:.3f}} {second}: %{{y:.3r}} {unit}"
+        color = series_color(index)
+        figure.add_trace(stepped_line(times[kept], values[kept], name(key), color, said=said))
     left_out = ordered.height - shown.height
     more = f"<br><span style='font-size:12px'>{left_out} lower lines are left out</span>"
     figure.update_layout(

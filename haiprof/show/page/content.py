@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +19,9 @@ from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.before_death import Stretch, last_seconds, time_range
 from haiprof.run_analysis.counter_summaries import CounterDigest
 from haiprof.run_analysis.deaths import Fate
-from haiprof.run_analysis.ranks import RankGrid, rank_grid
+from haiprof.run_analysis.ranks import rank_grid
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.death_block import (
-    WORDS,
-    grouped_fates,
-    memory_lines,
-    start_lines,
-    witness_lines,
-)
 from haiprof.show.figures.job import (
     PARTS,
     heat_style,
@@ -44,18 +37,13 @@ from haiprof.show.page import run_sections as parts
 from haiprof.show.page.counter_data import counter_data, map_data, step_data, traced_times
 from haiprof.show.page.ledger_part import DevicePart, LedgerPart, device_part, ledger_part
 from haiprof.show.page.memory_part import MemoryPart, memory_part
-from haiprof.show.page.run_sections import (
-    TraceSections,
-    figure_data,
-    plain_figure,
-    trace_sections,
-)
 from haiprof.show.run_header import RunHeader
 from haiprof.show.series import TimeRange
 from haiprof.show.summary import OverviewSummary, overview_summary, select_judged_steps
 from haiprof.show.text import by_reason, moment_text, printable
 from haiprof.show.views import compare as rows
 from haiprof.show.views.compare import compare_data
+from haiprof.show.views.deaths import WORDS, grouped_fates, memory_lines, start_lines, witness_lines
 
 _KERNEL_LIMIT = 20
 
@@ -172,10 +160,6 @@ def _row(fate: Fate, stretches: Sequence[Stretch], begin: int, end: int) -> Time
     return TimelineRow(f"rank {fate.rank}", tuple(pieces), ended, fate.role, printable(fate.what))
 
 
-MARKS: Mapping[str, str] = {"cause": "✖", "victim": "●", "stopped": "■"}
-"""How an end is marked in the picture, by its role."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageContent:
     """A run as the page shows it."""
@@ -195,7 +179,7 @@ class PageContent:
     """Ranks that hung, for which the others waited to the end; empty without any."""
     collectives: PageTable
     death: DeathPart | None
-    traces: TraceSections
+    traces: parts.TraceSections
     memory: MemoryPart
     windows: tuple[tuple[Path, ...], ...]
     """Trace files by window."""
@@ -230,21 +214,15 @@ def page_content(
     summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0, digest=digest)
     ranks, nodes = parts.rank_table(summary), parts.node_table(summary)
     late, hung = analyzer.lateness(), _hung_ranks(verdict)
-    late_picture = (
-        late_ranks_figure(late, step_ns=verdict.step_ns, hung=hung)
-        if late["late_ns_per_step"].is_finite().any()
-        else None
-    )
+    known = late["late_ns_per_step"].is_finite().any()
+    late_picture = late_ranks_figure(late, step_ns=verdict.step_ns, hung=hung) if known else None
     windows, no_windows = parts.trace_files(analyzer.run)
     compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
     flames = run_flames(analyzer, compared.other if compared else None, found)
-    traces = trace_sections(analyzer.run, read=read_traces)
+    traces = parts.trace_sections(analyzer.run, read=read_traces)
+    start_ns = time_start_ns(summary)
     memory = memory_part(
-        analyzer,
-        digest,
-        missing=summary.missing,
-        traced=bool(traces.memory),
-        start_ns=time_start_ns(summary),
+        analyzer, digest, missing=summary.missing, traced=bool(traces.memory), start_ns=start_ns
     )
     others = {"lines of code": flames.missing, "traces": no_windows}
     return PageContent(
@@ -304,7 +282,7 @@ def _data(
     summary: OverviewSummary,
     late: go.Figure | None,
     compared: ComparisonSection | None,
-    traces: TraceSections,
+    traces: parts.TraceSections,
     digest: CounterDigest,
 ) -> dict[str, Any]:
     """What the figures are drawn of."""
@@ -312,18 +290,23 @@ def _data(
     read = analyzer.read_series(panel_metrics().intersection(digest.present))
     start_ns = time_start_ns(summary)
     grid = rank_grid(judged)
+    several = grid if grid and len(grid.ranks) > 1 else None
+    figures = {
+        "over-time": over_time_figure(several, start_ns=start_ns) if several else None,
+        "late": late, "comparison": compared.figure if compared else None,
+    }  # fmt: skip
     return {
         "style": {"phases": PHASE_COLORS, "parts": list(PARTS), "font": FONT, "map": heat_style()},
         "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,
         "window": _seconds(summary.window, start_ns),
         "traced": [_seconds(part, start_ns) for part in traced_times(steps)],
-        "map": map_data(grid, start_ns) if grid and len(grid.ranks) > 1 else None,
+        "map": map_data(several, start_ns) if several else None,
         "steps": step_data(steps, start_ns) if grid else None,
         "counters": counter_data(read, start_ns),
         "hosts": {str(row.rank): row.host for row in summary.ranks},
         "figures": {
-            **dict(_figures(grid, late, compared, start_ns)),
-            **figure_data(traces.pictures),
+            **{name: parts.plain_figure(each) for name, each in figures.items() if each},
+            **{each.name: each.figure for each in traces.pictures},
         },
     }
 
@@ -333,15 +316,3 @@ def _seconds(part: TimeRange | None, start_ns: int) -> list[float] | None:
     if part is None:
         return None
     return [(ns - start_ns) / NS_PER_S for ns in (part.start_ns, part.end_ns)]
-
-
-def _figures(
-    grid: RankGrid | None, late: go.Figure | None, compared: ComparisonSection | None, start_ns: int
-) -> Iterator[tuple[str, Any]]:
-    """The figures that do not depend on the reader's choices, as plain JSON values."""
-    if grid is not None and len(grid.ranks) > 1:
-        yield "over-time", plain_figure(over_time_figure(grid, start_ns=start_ns))
-    if late is not None:
-        yield "late", plain_figure(late)
-    if compared is not None and compared.figure is not None:
-        yield "comparison", plain_figure(compared.figure)

@@ -18,9 +18,8 @@ from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.run_analysis.counters import SeriesReader
 from haiprof.run_analysis.ranks import RankGrid
 from haiprof.show.figures.panel_table import PANELS, CounterSpec, PanelSpec, label_series
-from haiprof.show.figures.panels import gap_starts, owner_color, thin_points, with_gaps
-from haiprof.show.figures.style import BLUE, GREY, PHASES, VERMILLION
-from haiprof.show.series import TimeRange
+from haiprof.show.figures.style import BLUE, GREY, PHASES, VERMILLION, series_color
+from haiprof.show.series import TimeRange, points_per_series, thin_points
 from haiprof.show.text import printable
 
 _HALF_TOP = 32768.0
@@ -71,10 +70,48 @@ def _base64(values: npt.NDArray[Any]) -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 
+_GAP_INTERVALS = 5.0
+
+
+def gap_starts(starts: Floats, ends: Floats | None = None) -> npt.NDArray[np.intp]:
+    """Where a line must break: indices before a pause much longer than the usual interval.
+
+    Samples that come more slowly from some time on, as on a node without a free core, are no
+    pauses: a pause is much longer than those beside it, too.
+    """
+    none = np.array([], dtype=np.intp)
+    if len(starts) < 3:
+        return none
+    pauses = starts[1:] - (starts if ends is None else ends)[:-1]
+    if ends is None and pauses.max() <= _GAP_INTERVALS * pauses.min():
+        return none  # as nearly always; of a thousand ranks the rest takes seconds
+    usual: Floats = np.full(len(starts) - 1, np.median(np.diff(starts)))
+    if ends is None:
+        beside = np.maximum(np.append(pauses[:1], pauses[:-1]), np.append(pauses[1:], pauses[-1:]))
+        beside[[0, -1]] = usual[[0, -1]]
+        usual = np.maximum(usual, beside)
+    return np.flatnonzero(pauses > _GAP_INTERVALS * usual)
+
+
+def with_gaps(
+    kept: npt.NDArray[np.intp], breaks: npt.NDArray[np.intp], columns: list[Floats], ends: Floats
+) -> list[Floats]:
+    """The chosen points of each column, and at each break a point without values."""
+    if not len(breaks):
+        return [columns[0][kept], *(c[kept].astype(np.float64) for c in columns[1:])]
+    after = np.searchsorted(kept, breaks, side="right")
+    inner = (after > 0) & (after < len(kept))
+    places, first = np.unique(after[inner], return_index=True)
+    times = np.insert(columns[0][kept], places, ends[breaks[inner][first]])
+    values = [np.insert(c[kept].astype(np.float64), places, np.nan) for c in columns[1:]]
+    return [times, *values]
+
+
+_HOST_COLOR_INDEX = 6  # hosts begin at another colour than ranks
 LINE_LIMIT = 8
 """More owners of one counter than this are drawn as their spread."""
-_POINT_LIMIT = 240_000
-_LEAST_POINTS, _MOST_POINTS = 24, 2000
+_LINE_POINTS, _STEP_POINTS = (240_000, 24, 2000), (128_000, 100, 4000)
+"""Points of all lines together; and of each at least, and at most."""
 _SPREAD_COLUMNS = 240
 _SPREAD = (("lowest", GREY), ("median", BLUE), ("highest", VERMILLION))
 
@@ -108,8 +145,12 @@ def counter_data(
 
 
 def _pack(panels: list[dict[str, Any]], lines: list[_Line]) -> dict[str, Any]:
-    limit = max(_LEAST_POINTS, min(_MOST_POINTS, _POINT_LIMIT // max(1, len(lines))))
-    drawn = [_thin(line, limit) for line in lines]
+    limit = points_per_series(len(lines), *_LINE_POINTS)
+    drawn = [
+        with_gaps(thin_points(line.values, limit=limit), gap_starts(line.seconds),
+                  [line.seconds, line.values], line.seconds)
+        for line in lines
+    ]  # fmt: skip
     seconds = np.concatenate([np.empty(0), *(x for x, _ in drawn)])
     values = np.concatenate([np.empty(0), *(y for _, y in drawn)])
     axis = {"low": float(seconds.min()), "high": float(seconds.max())} if seconds.size else {}
@@ -128,12 +169,6 @@ def _pack(panels: list[dict[str, Any]], lines: list[_Line]) -> dict[str, Any]:
     }
 
 
-def _thin(line: _Line, limit: int) -> tuple[Floats, Floats]:
-    kept = thin_points(line.values, limit=limit)
-    x, y = with_gaps(kept, gap_starts(line.seconds), [line.seconds, line.values], line.seconds)
-    return x, y
-
-
 def _lines(
     read: SeriesReader, panel: PanelSpec, spec: CounterSpec, number: int, start_ns: int
 ) -> Iterator[_Line]:
@@ -144,9 +179,10 @@ def _lines(
     for place, (label, own) in enumerate(series):
         host, rank, gpu, _ = own.owner
         nobodys = rank is None and gpu is None and spec.source != "process"
+        color = series_color(_HOST_COLOR_INDEX + place if rank is None else rank)
         about = {
             "panel": number, "name": f"{printable(label)} {spec.word}".rstrip(), "rank": rank,
-            "host": host if nobodys else None, "color": owner_color(own.owner, place),
+            "host": host if nobodys else None, "color": color,
             "dash": spec.dash, "all": few, "own": rank is not None or nobodys,
         }  # fmt: skip
         seconds = (own.time_ns - start_ns) / NS_PER_S
@@ -176,10 +212,6 @@ def _spread(lines: Sequence[_Line], spec: CounterSpec, number: int) -> Iterator[
         about = {"panel": number, "name": of, "rank": None, "host": None, "color": color,
                  "dash": spec.dash, "all": True, "own": False}  # fmt: skip
         yield _Line(about=about, seconds=rows["seconds"].to_numpy(), values=rows[name].to_numpy())
-
-
-_STEP_DATA_POINT_LIMIT = 128_000
-_STEP_DATA_LEAST_POINTS, _STEP_DATA_MOST_POINTS = 100, 4000
 
 
 def map_data(grid: RankGrid, start_ns: int) -> dict[str, Any]:
@@ -214,10 +246,7 @@ def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
     columns = ["start_ns", "step_ns", "step", *(f"{phase}_host_ns" for phase in PHASES)]
     ordered = steps.select("rank", *columns).sort("rank", "start_ns")
     ranks, firsts = np.unique(ordered["rank"].to_numpy(), return_index=True)
-    limit = max(
-        _STEP_DATA_LEAST_POINTS,
-        min(_STEP_DATA_MOST_POINTS, _STEP_DATA_POINT_LIMIT // max(1, len(ranks))),
-    )
+    limit = points_per_series(len(ranks), *_STEP_POINTS)
     values = ordered.select(pl.col(columns).cast(pl.Float64).fill_null(np.nan)).to_numpy()
     tables = [
         _step_data_thin(own, start_ns, limit) for own in np.split(values, firsts[1:]) if len(own)

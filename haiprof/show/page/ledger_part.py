@@ -14,9 +14,9 @@ from haiprof.base.ledger import Account, Ledger, activity_words
 from haiprof.base.units import NS_PER_MS, shorten
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Verdict
-from haiprof.show.figures.panels import thin_points
-from haiprof.show.frame_table import PageTable, page_table
+from haiprof.show.frame_table import PageTable, heads, page_table
 from haiprof.show.page.counter_data import half_floats, single_floats
+from haiprof.show.series import thin_points
 from haiprof.show.views import device_ledger as view
 from haiprof.show.views.functions import kernel_label
 from haiprof.trace_analysis.device_remedies import HOST_OPERATORS_REMEDY
@@ -46,10 +46,7 @@ class AccountRow:
     @property
     def code_place(self) -> str:
         """`train.py:88 load_image`; empty where no code is known."""
-        at = self.account
-        if at is None or at.file is None:
-            return ""
-        return place_text(at.file, at.line, at.function or "")
+        return (self.account and self.account.code_place) or ""
 
     @property
     def activity(self) -> str:
@@ -130,29 +127,22 @@ def _series(found: RunLedger, accounts: Sequence[int]) -> dict[str, Any]:
 
 
 _OPERATOR_LIMIT, _OPPORTUNITY_LIMIT = 15, 8
-_OPERATORS = (
-    ("operator", "operator"), ("time_ns", "time"), ("time_ratio", "of the step"),
-    ("roofline_ratio", "roofline"), ("won_ns", "to win"), ("does", "reaches"),
-    ("kind", "kind"), ("kernels", "kernels"),
-)  # fmt: skip
+_OPERATORS = heads("operator", "time_ns", time_ratio="of the step", roofline_ratio="roofline",
+                   won_ns="to win", does="reaches", kind="kind", kernels="kernels")  # fmt: skip
 _OF_OPERATORS = (
     "Per step, by GPU time. The roofline is what the GPU can do at most for this work: its peak of "
     "computing or its memory's bandwidth, whichever takes longer. To win: at what such "
     "operators usually reach. A dash: FLOPs, bytes or the GPU's peak are not known."
 )
 
-_HOST_OPERATORS = (
-    ("operator", "operator"), ("code", "in"), ("time_ns", "time"), ("time_ratio", "of the step"),
-)  # fmt: skip
+_HOST_OPERATORS = heads("operator", code="in", time_ns="time", time_ratio="of the step")
 _OF_HOST_OPERATORS = (
     f"Per step, where each is innermost; the backward pass has the line of its forward pass. What "
     f"helps: {HOST_OPERATORS_REMEDY}."
 )
 _GAP_LIMIT = 12
-_GAPS = (
-    ("start_ns", "begins at"), ("rank", "rank"), ("idle_ns", "idle"), ("activity", "the host"),
-    ("activity_ns", "for"), ("code", "in"), ("kernel", "until"),
-)  # fmt: skip
+_GAPS = heads(start_ns="begins at", rank="rank", idle_ns="idle", activity="the host",
+              activity_ns="for", code="in", kernel="until")  # fmt: skip
 _OF_GAPS = (
     "One by one. What the host did most of that time, and the kernel that ended it; times are "
     "since the first step began."

@@ -10,14 +10,9 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.units import BYTES_PER_GIB, MISSING, NS_PER_S, bytes_text
+from haiprof.run_analysis import gpu_memory
 from haiprof.run_analysis.counter_summaries import CounterDigest
 from haiprof.run_analysis.counters import OwnerSeries, SeriesReader, sort_series
-from haiprof.run_analysis.gpu_memory import (
-    GpuMemorySeries,
-    GpuOutOfMemory,
-    failed_allocations,
-    gpu_memory_series,
-)
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.figures.panel_table import CounterSpec, panel, panel_metrics
 from haiprof.show.figures.style import PHASES, series_color
@@ -82,9 +77,9 @@ def memory_part(
     start_ns: int,
 ) -> MemoryPart:
     """Reads what a run recorded of memory."""
-    levels = gpu_memory_series(analyzer.files)
+    levels = gpu_memory.gpu_memory_series(analyzer.files)
     peaks = _peaks(analyzer, digest.count_series(analyzer.read_series({_RSS})), start_ns)
-    failed = [each for _, _, each in failed_allocations(analyzer.run)]
+    failed = [each for _, _, each in gpu_memory.failed_allocations(analyzer.run)]
     data = counter_data(
         _derived_reader(analyzer, levels, digest), start_ns, panels=_PANELS, each=False
     )
@@ -102,11 +97,8 @@ def memory_part(
     )  # fmt: skip
 
 
-# ---- over time ------------------------------------------------------------------------------
-
-
 def _derived_reader(
-    analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries], digest: CounterDigest
+    analyzer: RunFrames, levels: Mapping[int, gpu_memory.GpuMemorySeries], digest: CounterDigest
 ) -> SeriesReader:
     """The counters, with the used memory of nodes and what the allocators counted."""
     metrics = panel_metrics(_PANELS) | _OF_USE
@@ -136,7 +128,7 @@ def _in_use(recorded: SeriesReader) -> Iterator[OwnerSeries]:
 
 
 def _of_allocators(
-    analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries], metric: str
+    analyzer: RunFrames, levels: Mapping[int, gpu_memory.GpuMemorySeries], metric: str
 ) -> Iterator[OwnerSeries]:
     last = {rank.rank: rank for rank in sorted(analyzer.files.ranks, key=lambda r: r.attempt)}
     for rank, series in levels.items():
@@ -147,9 +139,6 @@ def _of_allocators(
                 time_ns=series.time_ns + offset_ns,
                 values=getattr(series, metric).astype(np.float64),
             )
-
-
-# ---- where it was highest -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,10 +215,7 @@ def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak]) -> dict[str, Any]:
     return {**data, "panels": panels}
 
 
-# ---- tables ---------------------------------------------------------------------------------
-
-
-def _gpu_table(levels: Mapping[int, GpuMemorySeries]) -> PageTable:
+def _gpu_table(levels: Mapping[int, gpu_memory.GpuMemorySeries]) -> PageTable:
     head = ("rank", "kept between steps", "added within a step", "highest", "before step",
             "reserved", "limit")  # fmt: skip
     order = sorted(levels, key=lambda rank: (-int(levels[rank].peak_bytes.max()), rank))
@@ -266,9 +252,9 @@ _HELD: Fields = (
 def _missing(
     analyzer: RunFrames,
     missing: Mapping[str, str],
-    levels: Mapping[int, GpuMemorySeries],
+    levels: Mapping[int, gpu_memory.GpuMemorySeries],
     *,
-    failed: Sequence[GpuOutOfMemory],
+    failed: Sequence[gpu_memory.GpuOutOfMemory],
     traced: bool,
 ) -> Iterator[tuple[str, str]]:
     """What of it is not known, and why."""
@@ -278,14 +264,10 @@ def _missing(
     devices = analyzer.ranks()["device"].drop_nulls()
     on_gpu = bool(devices.str.contains("cuda").any()) if len(devices) else False
     if not levels:
-        yield (
-            "GPU memory",
-            ("no step was read of its allocator" if on_gpu else "no rank trained on a GPU"),
-        )
+        why = "no step was read of its allocator" if on_gpu else "no rank trained on a GPU"
+        yield "GPU memory", why
     if on_gpu and not failed:
-        yield (
-            "parameters, gradients and optimizer state",
-            "they are told apart where an allocation fails, and none did",
-        )
+        why = "they are told apart where an allocation fails, and none did"
+        yield "parameters, gradients and optimizer state", why
     if not traced:
         yield "by operator and module", _NO_TRACE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,10 +22,10 @@ from haiprof.show import text
 from haiprof.show.card import abstentions, cost_text, gain_text
 from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
-from haiprof.show.page.content import MARKS, PageContent, page_content
+from haiprof.show.page.content import PageContent, page_content
 from haiprof.show.page.counter_data import json_for_script, squeeze
 from haiprof.show.page.ledger_part import device_part
-from haiprof.show.page.run_sections import figure_data, page_pictures, report_tables
+from haiprof.show.page.run_sections import page_pictures, report_tables
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.text import by_reason, count_text, printable
 from haiprof.trace_analysis.device_verdict import device_ledger
@@ -173,7 +173,6 @@ def _render(
         first=verdict.findings[0] if verdict.findings and not content.death else None,
         abstained=abstentions(verdict),
         cost=cost_text(verdict.cost),
-        marks=MARKS,
         parts=[name for name, ms in known["typical_ms"].items() if ms is not None] if known else [],
         map_height=min(_MOST_PX, max(_LEAST_PX, _ROW_PX * rank_count + _FRAME_PX)),
         version=__version__,
@@ -229,43 +228,32 @@ def _mark_as_safe(own: str) -> str:
     return Markup(own)
 
 
-def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
-    yield "verdict", "Verdict"
-    if content.device:
-        yield "device", "GPUs' time"
-    if content.death:
-        yield "death", "The end"
-    if content.comparison:
-        yield "comparison", "Comparison"
-    if content.has_ranks:
-        yield "overview", "Overview"
-    if len(content.ranks.rows) > 1:
-        yield "ranks", "Ranks over time"
-    if content.data["steps"]:
-        yield "rank", "One rank" if content.has_ranks else "Steps"
-    if not content.flames.missing:
-        yield "lines", "Lines of your code"
-    if content.verdict.step_count:
-        yield "phases", "Phases"
-    if content.data["counters"]["panels"] or content.memory.data["panels"]:
-        yield "counters", "Counters"
+def _sections(content: PageContent) -> list[tuple[str, str]]:
+    """Id and title of the sections that have something to show."""
     memory, traces = content.memory, content.traces
-    if memory.gpu.rows or memory.held.rows or traces.memory:
-        yield "memory", "Memory"
-    if content.late.rows or content.collectives.rows:
-        yield "collectives", "Collectives"
     pictures = [each for each in traces.pictures if each.name != "trace-memory"]
-    if pictures or any(table.rows for table in traces.kernels) or traces.notes:
-        yield "kernels", traces.title
-    if traces.operators:
-        yield "operators", "Operators"
-    if traces.functions:
-        yield "functions", "Functions"
-    if content.windows or content.verdict.traces:
-        yield "traces", "Traces"
-    if content.snapshots:
-        yield "snapshots", "Snapshots"
-    yield "environment", "Environment"
+    kernels = any(table.rows for table in traces.kernels)
+    sections: Sequence[tuple[str, str, object]] = (
+        ("verdict", "Verdict", True),
+        ("device", "GPUs' time", content.device),
+        ("death", "The end", content.death),
+        ("comparison", "Comparison", content.comparison),
+        ("overview", "Overview", content.has_ranks),
+        ("ranks", "Ranks over time", len(content.ranks.rows) > 1),
+        ("rank", "One rank" if content.has_ranks else "Steps", content.data["steps"]),
+        ("lines", "Lines of your code", not content.flames.missing),
+        ("phases", "Phases", content.verdict.step_count),
+        ("counters", "Counters", content.data["counters"]["panels"] or memory.data["panels"]),
+        ("memory", "Memory", memory.gpu.rows or memory.held.rows or traces.memory),
+        ("collectives", "Collectives", content.late.rows or content.collectives.rows),
+        ("kernels", traces.title, pictures or kernels or traces.notes),
+        ("operators", "Operators", traces.operators),
+        ("functions", "Functions", traces.functions),
+        ("traces", "Traces", content.windows or content.verdict.traces),
+        ("snapshots", "Snapshots", content.snapshots),
+        ("environment", "Environment", True),
+    )
+    return [(name, title) for name, title, is_there in sections if is_there]
 
 
 def write_trace_page(
@@ -287,7 +275,7 @@ def trace_page_html(report: TraceReport, traces: TraceQuestions) -> str:
     events = count_text(int(report.tables["files"]["event_count"].sum()), "event")
     facts = f"{count_text(len(report.ranks), 'rank')} · {events}"
     reasons = [(name.replace("_", " "), why) for name, why in report.missing.items()]
-    data = {"style": {"font": FONT}, "figures": figure_data(pictures)}
+    data = {"style": {"font": FONT}, "figures": {each.name: each.figure for each in pictures}}
     return _template("trace.html").render(
         header={"name": report.path.name, "facts": facts},
         sections=[

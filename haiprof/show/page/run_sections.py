@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import plotly.graph_objects as go
 import polars as pl
@@ -20,7 +20,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_json
 from haiprof.show.figures.style import PHASES
-from haiprof.show.frame_table import Fields, PageTable, page_records, page_table, text_table
+from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table, text_table
 from haiprof.show.summary import OverviewSummary, RankSummary, rank_name
 from haiprof.show.text import moment_text, printable
 from haiprof.show.trace_pictures import all_pictures
@@ -109,28 +109,21 @@ def slow_table(steps: pl.DataFrame) -> PageTable:
 
 def late_table(late: pl.DataFrame) -> PageTable:
     """The latest ranks of all groups."""
-    columns = [
-        ("rank", "rank"), ("group_name", "group"), ("late_per_step_ns", "late per step"),
-        ("late_ns", "in all"), ("last_ratio", "alone last"), ("kind", "mostly at"),
-        ("collective_count", "collectives"), ("step_count", "steps"),
-    ]  # fmt: skip
+    columns = heads("rank", group_name="group", late_per_step_ns="late per step", late_ns="in all",
+                    last_ratio="alone last", kind="mostly at", collective_count="collectives",
+                    step_count="steps")  # fmt: skip
     named = late.rename({"late_ns_per_step": "late_per_step_ns"})
     return page_table("", named, columns, limit=_LATE_LIMIT)
 
 
 def collective_table(collectives: pl.DataFrame) -> PageTable:
     """Collectives of the ranks' Flight Recorders, by group and kind."""
-    found = (
-        collectives.group_by("group_name", "kind")
-        .agg(
-            rank_count=pl.col("rank").n_unique(),
-            count=pl.len(),
-            median_ns=(pl.col("completed_ns") - pl.col("created_ns")).median(),
-        )
-        .sort("count", "group_name", "kind", descending=[True, False, False])
-    )
-    columns = [("group_name", "group"), ("kind", "kind"), ("rank_count", "ranks"),
-               ("count", "in the record"), ("median_ns", "from call to end")]  # fmt: skip
+    found = collectives.group_by("group_name", "kind").agg(
+        rank_count=pl.col("rank").n_unique(), count=pl.len(),
+        median_ns=(pl.col("completed_ns") - pl.col("created_ns")).median(),
+    ).sort("count", "group_name", "kind", descending=[True, False, False])  # fmt: skip
+    columns = heads(group_name="group", kind="kind", rank_count="ranks", count="in the record",
+                    median_ns="from call to end")  # fmt: skip
     return page_table("Recorded", found, columns, limit=_LATE_LIMIT)
 
 
@@ -222,17 +215,14 @@ _TITLE_PX = 100
 """What a figure's own title and legend take; on the page they stand above it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagePicture:
-    """One picture of the page."""
+class PagePicture(NamedTuple):
+    """One picture of the page; its figure is plain JSON values, as plotly's script takes them."""
 
     name: str
     title: str
     says: str
-    """What to see in it."""
     height: int
     figure: Any
-    """Plain JSON values, as plotly's script takes them."""
 
 
 def page_pictures(
@@ -251,11 +241,6 @@ def page_pictures(
         for name, picture in drawn.items()
     )
     return tuple(pictures), tuple(missing.items())
-
-
-def figure_data(pictures: Sequence[PagePicture]) -> dict[str, Any]:
-    """The numbers of pictures, by the name that their places on the page have."""
-    return {picture.name: picture.figure for picture in pictures}
 
 
 def plain_figure(figure: go.Figure) -> Any:  # noqa: ANN401 - any JSON value
@@ -352,11 +337,9 @@ def _short(text: str, run: RunPaths) -> str:
 def _operator_tables(questions: TraceQuestions) -> Iterator[PageTable]:
     """Operators and nn.Modules by the GPU time that they launched; none without a GPU."""
     by_operator, launched = questions.operator_kernels(), questions.kernel_operators()
-    columns = [
-        ("operator", "operator"), ("call_count", "calls"), ("cpu_self_ns", "CPU, itself"),
-        ("cpu_total_ns", "CPU, with what it calls"), ("kernel_count", "kernels"),
-        ("gpu_self_ns", "GPU, itself"), ("gpu_total_ns", "GPU, with what it calls"),
-    ]  # fmt: skip
+    columns = heads("operator", call_count="calls", cpu_self_ns="CPU, itself",
+                    cpu_total_ns="CPU, with what it calls", kernel_count="kernels",
+                    gpu_self_ns="GPU, itself", gpu_total_ns="GPU, with what it calls")  # fmt: skip
     names = [name for name, _ in columns[1:]]
     summed = by_operator.drop_nulls("operator").group_by("operator").agg(pl.col(names).sum())
     order = ("gpu_self_ns", "cpu_self_ns", "operator")
@@ -366,9 +349,9 @@ def _operator_tables(questions: TraceQuestions) -> Iterator[PageTable]:
     modules = launched.drop_nulls("module").group_by("module")
     times = modules.agg(kernel_count=pl.len(), gpu_ns=pl.col("dur_ns").sum())
     if times.height:
-        heads = [("module", "module"), ("kernel_count", "kernels"), ("gpu_ns", "GPU")]
+        columns = heads("module", kernel_count="kernels", gpu_ns="GPU")
         ordered = times.sort("gpu_ns", "module", descending=[True, False])
-        yield page_table("Modules", ordered, heads, limit=_OPERATOR_LIMIT, note=_INNERMOST)
+        yield page_table("Modules", ordered, columns, limit=_OPERATOR_LIMIT, note=_INNERMOST)
 
 
 def _sections(found: FunctionReports) -> Iterator[FunctionSection]:
@@ -389,31 +372,22 @@ def _sections(found: FunctionReports) -> Iterator[FunctionSection]:
 def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
     levels = ["allocated_bytes", "reserved_bytes", "since_start_bytes"]
     peaks = answers.timeline.group_by(DEVICE, maintain_order=True).agg(pl.col(levels).max())
-    names = [(name, name.removesuffix("_bytes").replace("_", " ")) for name in levels]
-    heads = [("rank", "rank"), ("device_type", "device"), *names]
-    yield page_table("Highest in the window", peaks, heads, limit=_FUNCTION_LIMIT)
+    columns = (*heads("rank", device_type="device"), *heads(*levels))
+    yield page_table("Highest in the window", peaks, columns, limit=_FUNCTION_LIMIT)
     if answers.at_peak is not None:
-        columns = [("rank", "rank"), *PEAK]
         largest = name_operators(answers.at_peak).sort("size_bytes", descending=True)
-        yield page_table("Alive at the peak", largest, columns, limit=_MEMORY_LIMIT)
+        yield page_table("Alive at the peak", largest, (*heads("rank"), *PEAK), limit=_MEMORY_LIMIT)
     if answers.at_peak_by_module is not None:
-        yield from _by_module(answers.at_peak_by_module)
+        by_class = name_classes(answers.at_peak_by_module).group_by("rank", "name")
+        sums = by_class.agg(pl.col("size_bytes", "share_ratio").sum()).sort(
+            "size_bytes", "rank", "name", descending=[True, False, False]
+        )
+        columns = heads("rank", name="module", size_bytes="size", share_ratio="share")
+        title = "Alive at the peak, by class of module"
+        yield page_table(title, sums, columns, limit=_MEMORY_LIMIT)
     operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(OUTSIDE))
-    columns = [("rank", "rank"), ("name", "operator"), ("allocation_count", "allocations"),
-               ("allocated_bytes", "allocated"), ("freed_bytes", "freed"),
-               ("kept_bytes", "kept")]  # fmt: skip
+    columns = heads("rank", name="operator", allocation_count="allocations",
+                    allocated_bytes="allocated", freed_bytes="freed",
+                    kept_bytes="kept")  # fmt: skip
     ordered = operators.sort("allocated_bytes", descending=True, nulls_last=True)
     yield page_table("By operator", ordered, columns, limit=_MEMORY_LIMIT)
-
-
-def _by_module(found: pl.DataFrame) -> Iterator[PageTable]:
-    """What was alive at the peak by class of module, each rank's instances of one summed."""
-    sums = (
-        name_classes(found)
-        .group_by("rank", "name")
-        .agg(pl.col("size_bytes", "share_ratio").sum())
-        .sort("size_bytes", "rank", "name", descending=[True, False, False])
-    )
-    columns = [("rank", "rank"), ("name", "module"), ("size_bytes", "size"),
-               ("share_ratio", "share")]  # fmt: skip
-    yield page_table("Alive at the peak, by class of module", sums, columns, limit=_MEMORY_LIMIT)

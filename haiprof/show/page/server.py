@@ -17,34 +17,18 @@ from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotF
 from werkzeug.utils import redirect
 from werkzeug.wrappers import Request, Response
 
+from haiprof.base import local_http
 from haiprof.base.errors import HaiprofError, MissingExtraError
-from haiprof.base.local_http import (
-    GuardedHandler,
-    GuardedServer,
-    is_allowed,
-    is_loopback,
-    own_readers,
-)
 from haiprof.base.stop_signal import stop_event
 from haiprof.base.units import NS_PER_S, duration_text
 from haiprof.diagnosis.verdict import as_document
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
+from haiprof.show import servers
 from haiprof.show.page.content import PageContent, page_content, time_start_ns
 from haiprof.show.page.counter_data import json_for_script, step_data
 from haiprof.show.page.render import page_js, plotly_js, served_html, static_text
 from haiprof.show.run_header import RUNNING, last_write_ns, manifest_or_none, run_header
-from haiprof.show.servers import (
-    FIRST_PAGE,
-    Access,
-    Serving,
-    free_port,
-    has_viewer,
-    new_access,
-    perfetto_served,
-    url_of,
-    viewer_folder,
-)
 from haiprof.show.text import moment_text, printable
 from haiprof.trace_analysis.step_time import with_range_lanes
 
@@ -81,9 +65,9 @@ class CachedPage:
     def newest(self) -> PageContent:
         """The run as it is now, or as it was at most two seconds ago."""
         with self._lock:
-            if self._held is None or self._is_old(self._held):
-                now, analyzer = time.time_ns(), RunFrames(self._run.root)
-                began = time.process_time()
+            held, now = self._held, time.time_ns()
+            if held is None or (now - held.time_ns > _OLD_S * NS_PER_S and self._has_news(held)):
+                analyzer, began = RunFrames(self._run.root), time.process_time()
                 content = page_content(
                     analyzer, read_traces=self._read_traces, baseline=self._baseline
                 )
@@ -120,9 +104,6 @@ class CachedPage:
             "read": moment_text(read.time_ns)[-8:] if read is not None else None,
         }
 
-    def _is_old(self, read: _Read) -> bool:
-        return time.time_ns() - read.time_ns > _OLD_S * NS_PER_S and self._has_news(read)
-
     def _has_news(self, read: _Read) -> bool:
         written_ns = last_write_ns(self._run)
         if written_ns is not None and written_ns > read.time_ns:
@@ -153,7 +134,10 @@ class PageApp:
     """A WSGI application."""
 
     def __init__(
-        self, page: CachedPage, access: Access, open_trace: Callable[[Path], str] | None = None
+        self,
+        page: CachedPage,
+        access: servers.Access,
+        open_trace: Callable[[Path], str] | None = None,
     ) -> None:
         self._page, self._access, self._open_trace = page, access, open_trace
         self._routes: dict[str, Callable[[Request], Response]] = {
@@ -196,12 +180,12 @@ class PageApp:
 
     def _check_access(self, request: Request) -> Response | None:
         """None if the request is allowed; the first visit is redirected without its token."""
-        if not is_allowed(request.headers.get("Host", ""), self._access.hosts):
+        if not local_http.is_allowed(request.headers.get("Host", ""), self._access.hosts):
             raise Forbidden("unknown host")
         if request.method not in ("GET", "HEAD"):
             raise MethodNotAllowed(["GET", "HEAD"], "only GET and HEAD")
         if self._access.is_token(request.args.get("token", "")):
-            return Response(FIRST_PAGE, headers=self._access.first_headers)
+            return Response(servers.FIRST_PAGE, headers=self._access.first_headers)
         if not self._access.is_token(request.cookies.get(self._access.cookie, "")):
             raise Forbidden("open the address that haiprof printed")
         return None
@@ -269,7 +253,7 @@ def serve_page(
     port: int,
     read_traces: bool,
     baseline: str | None,
-    ready: Callable[[Serving], None],
+    ready: Callable[[servers.Serving], None],
 ) -> None:
     """Serves the page until SIGINT or SIGTERM."""
     if find_spec("werkzeug") is None:
@@ -279,14 +263,14 @@ def serve_page(
         )
     page = CachedPage(run, read_traces=read_traces, baseline=baseline)
     page.newest()
-    number = free_port(host, port)
-    access = new_access(host, number)
+    number = servers.free_port(host, port)
+    access = servers.new_access(host, number)
     with ExitStack() as stack, stop_event() as stop:
-        viewers = Viewers(stack) if is_loopback(host) and has_viewer() else None
+        viewers = Viewers(stack) if local_http.is_loopback(host) and servers.has_viewer() else None
         app = PageApp(page, access, viewers.address_of if viewers else None)
         server = _server(host, number, app)
         threading.Thread(target=server.serve_forever, name="haiprof-view", daemon=True).start()
-        ready(Serving(url=url_of(host, number, access), port=number))
+        ready(servers.Serving(url=servers.url_of(host, number, access), port=number))
         stop.wait()
         server.shutdown()
         server.server_close()
@@ -304,7 +288,9 @@ class Viewers:
         with self._lock:
             if trace not in self._addresses:
                 shown = self._stack.enter_context(with_range_lanes(trace))
-                served = perfetto_served(shown, viewer_folder(trace), port=_PERFETTO_PORT)
+                served = servers.perfetto_served(
+                    shown, servers.viewer_folder(trace), port=_PERFETTO_PORT
+                )
                 self._addresses[trace] = self._stack.enter_context(served).url
             return self._addresses[trace]
 
@@ -312,15 +298,15 @@ class Viewers:
 def _server(host: str, port: int, app: PageApp) -> BaseWSGIServer:
     from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler
 
-    class Handler(GuardedHandler, WSGIRequestHandler):
+    class Handler(local_http.GuardedHandler, WSGIRequestHandler):
         """Hides the name of the server."""
 
         server_version, sys_version = "haiprof", ""
 
-    class Server(GuardedServer, BaseWSGIServer):
+    class Server(local_http.GuardedServer, BaseWSGIServer):
         """A limited number of threads, one per connection."""
 
         multithread = True
-        readers = own_readers(host)
+        readers = local_http.own_readers(host)
 
     return Server(host, port, app, Handler)

@@ -47,11 +47,7 @@ def header_block(run: RunHeader, *, counts: str) -> RenderableType:
     summary = f"started {moment_text(run.start_wall_ns)} on {run.host or 'an unknown host'}"
     lasted = duration_text(run.duration_ns)
     summary += f" · {'for' if run.is_running else 'lasted'} {lasted} · {counts}"
-    return Group(
-        title,
-        Text(summary, style="dim"),
-        one_line(shlex.join(run.command), style="dim"),
-    )
+    return Group(title, Text(summary, style="dim"), one_line(shlex.join(run.command), style="dim"))
 
 
 def one_line(text: str, *, style: str = "", middle: bool = False) -> Text:

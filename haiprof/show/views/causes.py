@@ -14,7 +14,7 @@ from rich.text import Text
 
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.units import MISSING, duration_text, ratio_text
-from haiprof.show.frame_table import frame_table
+from haiprof.show.frame_table import frame_table, heads
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
 from haiprof.trace_analysis.critical_path import CriticalPath
@@ -26,10 +26,7 @@ from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation
 from haiprof.trace_analysis.what_if.replay_parts import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
 
-_CAUSES = (
-    ("bound_by", "cause"), ("duration_ns", "time"), ("share_ratio", "share"),
-    ("segment_count", "pieces"),
-)  # fmt: skip
+_CAUSES = heads(bound_by="cause", duration_ns="time", share_ratio="share", segment_count="pieces")
 _NAMES = (("name", "name"), *_CAUSES)
 _OUTSIDE = "(host, outside of all events)"
 
@@ -70,7 +67,7 @@ _COMMON = (
     "measured_step_ns", "reproduced_step_ns", "error_ratio", "unexplained_ratio",
     "collective_count", "unmatched_count", "apart_count", "ahead_count",
 )  # fmt: skip
-_COLUMNS = (("name", "if"), ("predicted_step_ns", "step"), ("saved", "shorter by"))
+_COLUMNS = heads(name="if", predicted_step_ns="step", saved="shorter by")
 _INTERVAL = (("low_step_ns", "step at least"), ("high_step_ns", "at most (95 %)"))
 _LEAST_RATIO = 0.0005
 _DIFFERS_RATIO = 0.02
@@ -297,11 +294,9 @@ def _sign_text(ratio: float) -> str:
     return "0.0 %" if text[1:] == "0.0 %" else text
 
 
-_TRACE_DIFF_COLUMNS = (
-    ("name", "name"), ("change", "calls"), ("control_ns", "control"), ("test_ns", "test"),
-    ("difference_ns", "difference"), ("explained_ns", "adds to the step"),
-    ("adjusted_p_value", "p"),
-)  # fmt: skip
+_TRACE_DIFF_COLUMNS = heads("name", change="calls", control_ns="control", test_ns="test",
+                            difference_ns="difference", explained_ns="adds to the step",
+                            adjusted_p_value="p")  # fmt: skip
 _STYLES = {True: "bold red", False: "bold green", None: "bold yellow"}
 _TITLES = {"kernel": "Kernels", "operator": "Operators"}
 

@@ -23,9 +23,8 @@ from haiprof.diagnosis.compare.comparison import (
     caveats,
 )
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
-from haiprof.show.frame_table import PageTable, page_table, text_table
-from haiprof.show.markdown import markdown_table, markdown_text
-from haiprof.show.text import printable, value_text
+from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table, text_table
+from haiprof.show.text import markdown_table, markdown_text, printable, value_text
 from haiprof.show.views.blocks import more_lines, notes_block, one_line, plain_table, section
 from haiprof.show.views.device_ledger import damage_lines
 from haiprof.trace_analysis.device_comparison import (
@@ -164,6 +163,18 @@ def notes(found: Comparison) -> list[str]:
     return [*caveats(found), *accounts, *same, *found.unknown]
 
 
+_COUNTERS: Fields = (
+    (lambda one: printable(f"{one.source} {one.metric}"), "counter"),
+    (lambda one: value_text(one.before, one.unit), "before"),
+    (lambda one: value_text(one.after, one.unit), "after"),
+)
+_AROUND: Fields = (
+    (lambda one: one.kind, ""), (lambda one: printable(one.name), "what"),
+    (lambda one: _value(one.before), "before"), (lambda one: _value(one.after), "after"),
+)  # fmt: skip
+"""Of command, code, packages, variables and machine: only what differs."""
+
+
 def tables(found: Comparison, *, limit: int) -> list[PageTable]:
     """What makes the difference first, with so many kernels; empty tables are left out."""
     kernels = kernel_table(found, limit=limit)
@@ -173,7 +184,11 @@ def tables(found: Comparison, *, limit: int) -> list[PageTable]:
         _changes(f"Accounts by how much they changed{how}", found, found.accounts),
         _changes(f"Where in the step, exact by its spans{how}", found, found.positions),
         _changes("Ranks that changed unlike the others: their own time", found, found.ranks),
-        _counters(found), *([kernels] if kernels else []), _around(found),
+        page_records("Counters that differ significantly (means over the run)", found.counters,
+                     _COUNTERS, left=("counter",)),
+        *([kernels] if kernels else []),
+        page_records("Differences in settings and environment", found.differs, _AROUND,
+                     left=[head for _, head in _AROUND]),
     )  # fmt: skip
     return [table for table in all_tables if table.rows]
 
@@ -194,16 +209,6 @@ def _changes(title: str, found: Comparison, changes: Sequence[Change]) -> PageTa
     return text_table(title, head, rows, left=("", "interval"), faint=faint)
 
 
-def _counters(found: Comparison) -> PageTable:
-    rows = [
-        (printable(f"{one.source} {one.metric}"),
-         *(value_text(value, one.unit) for value in (one.before, one.after)))
-        for one in found.counters
-    ]  # fmt: skip
-    title = "Counters that differ significantly (means over the run)"
-    return text_table(title, ("counter", "before", "after"), rows, left=("counter",))
-
-
 def kernel_table(found: Comparison, *, limit: int) -> PageTable | None:
     """What differs between the traced steps; None where they could not be compared."""
     if found.kernels is None:
@@ -211,20 +216,10 @@ def kernel_table(found: Comparison, *, limit: int) -> PageTable | None:
     names = found.kernels.names.filter(pl.col("adjusted_p_value") <= COMPARE_P_VALUE)
     if names.filter((pl.col("of") == KERNEL) & (pl.col("name") != NOTHING[KERNEL])).is_empty():
         names = names.filter(pl.col("of") != KERNEL)  # without a kernel, no idle time
-    columns = (("of", ""), ("name", "name"), ("control_ns", "before"), ("test_ns", "after"),
-               ("difference_ns", "difference"), ("adjusted_p_value", "p"))  # fmt: skip
+    columns = heads(of="", name="name", control_ns="before", test_ns="after",
+                    difference_ns="difference", adjusted_p_value="p")  # fmt: skip
     title = "Traced steps: significant differences (all: haiprof compare --traces)"
     return page_table(title, names, columns, limit=limit)
-
-
-def _around(found: Comparison) -> PageTable:
-    """Command, code, packages, variables, machine: only what differs."""
-    rows = [
-        (one.kind, printable(one.name), _value(one.before), _value(one.after))
-        for one in found.differs
-    ]
-    head = ("", "what", "before", "after")
-    return text_table("Differences in settings and environment", head, rows, left=head)
 
 
 def _percent(ratio: float) -> str:

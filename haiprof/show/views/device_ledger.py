@@ -120,7 +120,13 @@ def notes(found: DeviceLedger, shown: list[Opportunity]) -> Iterator[str]:
     """Who is late, what is not known of operators, marks, and what the traces lack."""
     yield from [found.late] if found.late else []
     yield from _operator_notes(found, shown)
-    yield from (*_marks_note(found), *found.ledger.missing)
+    marks, mean = found.mark_ns, found.ledger.mean_ns
+    if found.on_device and marks is not None and abs(marks - mean) > _MARKS_DIFFER_RATIO * mean:
+        yield (
+            f"the profiler's marks are {duration_text(marks)} a step: the host runs ahead of the "
+            "device, whose steps end with the last event that they launched"
+        )
+    yield from found.ledger.missing
 
 
 def device_ledger_data(found: DeviceLedger, path: Path) -> dict[str, Any]:
@@ -443,12 +449,3 @@ def _opportunity(found: DeviceLedger, each: Opportunity, place: int) -> Iterator
     yield Padding(Text(f"{time} → {left}"), (0, 0, 0, INDENT + 1))
     if do:
         yield Padding(Text(f"do: {do}", style="dim"), (0, 0, 0, INDENT + 1))
-
-
-def _marks_note(found: DeviceLedger) -> Iterator[str]:
-    marks, mean = found.mark_ns, found.ledger.mean_ns
-    if found.on_device and marks is not None and abs(marks - mean) > _MARKS_DIFFER_RATIO * mean:
-        yield (
-            f"the profiler's marks are {duration_text(marks)} a step: the host runs ahead of the "
-            "device, whose steps end with the last event that they launched"
-        )

@@ -13,7 +13,7 @@ from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.function_reports import FunctionReports
 from haiprof.diagnosis.gpu_functions import ABNORMAL, FUNCTIONS, RANKS, FunctionReport
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
-from haiprof.show.frame_table import Columns, frame_table
+from haiprof.show.frame_table import Columns, frame_table, heads
 from haiprof.show.text import count_text, flops_text, printable, value_text
 from haiprof.show.views.blocks import bullets, notes_block, section
 from haiprof.trace_analysis.kernel_names import (
@@ -27,11 +27,9 @@ from haiprof.trace_analysis.kernel_names import (
 )
 
 _EFFICIENCY_LIMIT = 14
-_EFFICIENCY_COLUMNS = (
-    ("operator", "operator"), ("shapes", "shapes"), ("precision", "type"), ("count", "calls"),
-    ("time_ns", "time"), ("flops_rate", "FLOP/s"), ("bytes_rate", "byte/s"), ("bound", "bound"),
-    ("roofline_ratio", "roofline"),
-)  # fmt: skip
+_EFFICIENCY_COLUMNS = heads("operator", "shapes", precision="type", count="calls", time_ns="time",
+                            flops_rate="FLOP/s", bytes_rate="byte/s", bound="bound",
+                            roofline_ratio="roofline")  # fmt: skip
 _OPERATOR_WIDTH, _SHAPES_WIDTH = 20, 18
 """Together with the numbers a line of 100 columns."""
 
@@ -49,17 +47,13 @@ def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableT
     )
     table = frame_table(rows, _EFFICIENCY_COLUMNS, limit=_EFFICIENCY_LIMIT)
     nothing = [Text("none whose FLOPs and bytes are known")]
-    return Group(
-        *_ranks(whole),
-        section("Operators by total time", *(nothing if rows.is_empty() else table)),
-    )
-
-
-def _ranks(whole: pl.DataFrame) -> Iterator[RenderableType]:
+    ranks: list[RenderableType] = []
     for row in whole.head(16).iter_rows(named=True):
         device = printable(str(row["device_name"] or "CPU"))
-        yield Text(f"rank {row['rank']}, {device}: {_mfu_text(row)}", style="bold")
-        yield Text(f"  {_basis_text(row)}", style="dim", overflow="fold")
+        ranks.append(Text(f"rank {row['rank']}, {device}: {_mfu_text(row)}", style="bold"))
+        ranks.append(Text(f"  {_basis_text(row)}", style="dim", overflow="fold"))
+    shown = nothing if rows.is_empty() else table
+    return Group(*ranks, section("Operators by total time", *shown))
 
 
 def _mfu_text(row: dict[str, object]) -> str:
@@ -103,19 +97,17 @@ _LEAST_RATIO, _TREE_LIMIT, _CLASS_LIMIT = 0.01, 40, 12
 _INSTANCE = re.compile(r"_\d+$")
 _TIMES = ("host_ns", "host_self_ns", "device_ns", "device_self_ns", "backward_device_ns",
           "backward_device_self_ns", "backward_host_ns", "graph_device_self_ns")  # fmt: skip
-_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
-         ("device_ns", "GPU"), ("backward_device_ns", "GPU backward"),
-         ("own_ns", "GPU own"), ("share_ratio", "share"))  # fmt: skip
-_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "host own"),
-            ("device_self_ns", "GPU own"), ("backward_device_self_ns", "own backward"),
-            ("share_ratio", "share"))  # fmt: skip
+_TREE = heads(name="module or range", call_count="calls", host_ns="host", device_ns="GPU",
+              backward_device_ns="GPU backward", own_ns="GPU own", share_ratio="share")  # fmt: skip
+_CLASSES = heads(name="class", call_count="calls", host_self_ns="host own",
+                 device_self_ns="GPU own", backward_device_self_ns="own backward",
+                 share_ratio="share")  # fmt: skip
 _ON_DEVICE = pl.col("device_ns") + pl.col("backward_device_ns")
 _ON_HOST = pl.col("host_ns") + pl.col("backward_host_ns")
-_HOST_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
-              ("backward_host_ns", "backward"), ("host_self_ns", "own"),
-              ("share_ratio", "of all"))  # fmt: skip
-_HOST_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "own"),
-                 ("share_ratio", "of all"))  # fmt: skip
+_HOST_TREE = heads(name="module or range", call_count="calls", host_ns="host",
+                   backward_host_ns="backward", host_self_ns="own",
+                   share_ratio="of all")  # fmt: skip
+_HOST_CLASSES = heads(name="class", call_count="calls", host_self_ns="own", share_ratio="of all")
 
 
 def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None) -> RenderableType:
@@ -186,59 +178,38 @@ def _outside_lines(summed: pl.DataFrame, whole: int) -> Iterator[RenderableType]
 _LIMIT = 6
 TITLES = {ABNORMAL: "abnormal", FUNCTIONS: "over all ranks", RANKS: "by rank"}
 _HOST: dict[str, Columns] = {
-    ABNORMAL: (
-        ("rank", "rank"), ("bottleneck_ratio", "bottleneck"), ("share_ratio", "in all"),
-        ("others_bottleneck_ratio", "ranks' median"), ("count", "calls"), ("median_ns", "median"),
-        ("name", "function"),
-    ),
-    FUNCTIONS: (
-        ("bottleneck_ratio", "bottleneck"), ("share_ratio", "in all"), ("rank_count", "ranks"),
-        ("count", "calls"), ("median_ns", "median"), ("name", "function"),
-    ),
+    ABNORMAL: heads("rank", "bottleneck_ratio", share_ratio="in all",
+                    others_bottleneck_ratio="ranks' median", count="calls", median_ns="median",
+                    name="function"),
+    FUNCTIONS: heads("bottleneck_ratio", share_ratio="in all", rank_count="ranks", count="calls",
+                     median_ns="median", name="function"),
 }  # fmt: skip
 _COLUMNS: dict[str, dict[str, Columns]] = {
     GPU_COMPUTE: {
-        ABNORMAL: (
-            ("rank", "rank"), ("median_ns", "median"), ("others_median_ns", "elsewhere"),
-            ("slower_ratio", "slower by"), ("excess_ns", "costs"), ("name", "kernel"),
-        ),
-        FUNCTIONS: (
-            ("bottleneck_ratio", "bottleneck"), ("rank_count", "ranks"), ("count", "calls"),
-            ("median_ns", "median"), ("occupancy_ratio", "mean occupancy"), ("name", "kernel"),
-        ),
-        RANKS: (
-            ("rank", "rank"), ("utilization_ratio", "computes"), ("sm_efficiency_ratio", "SM use"),
-            ("occupancy_ratio", "mean occupancy"), ("pace_ratio", "kernels' time by others'"),
-            ("gpu_name", "GPU"),
-        ),
+        ABNORMAL: heads("rank", "median_ns", others_median_ns="elsewhere", slower_ratio="slower by",
+                        excess_ns="costs", name="kernel"),
+        FUNCTIONS: heads("bottleneck_ratio", rank_count="ranks", count="calls", median_ns="median",
+                         occupancy_ratio="mean occupancy", name="kernel"),
+        RANKS: heads("rank", utilization_ratio="computes", sm_efficiency_ratio="SM use",
+                     occupancy_ratio="mean occupancy", pace_ratio="kernels' time by others'",
+                     gpu_name="GPU"),
     },
     MEMORY: {
-        ABNORMAL: (
-            ("rank", "rank"), ("why", "why"), ("bottleneck_ratio", "bottleneck"),
-            ("bandwidth_bytes_per_s", "bandwidth"), ("others_bandwidth_bytes_per_s", "elsewhere"),
-            ("name", "operation"),
-        ),
-        FUNCTIONS: (
-            ("bottleneck_ratio", "bottleneck"), ("rank_count", "ranks"), ("count", "calls"),
-            ("median_ns", "median"), ("bandwidth_bytes_per_s", "bandwidth"), ("name", "operation"),
-        ),
+        ABNORMAL: heads("rank", "why", "bottleneck_ratio", "bandwidth_bytes_per_s",
+                        others_bandwidth_bytes_per_s="elsewhere", name="operation"),
+        FUNCTIONS: heads("bottleneck_ratio", rank_count="ranks", count="calls", median_ns="median",
+                         bandwidth_bytes_per_s="bandwidth", name="operation"),
     },
     COMMUNICATION: {
-        ABNORMAL: (
-            ("rank", "rank"), ("why", "why"), ("type", "type"), ("bottleneck_ratio", "bottleneck"),
-            ("others_bottleneck_ratio", "elsewhere"), ("bandwidth_bytes_per_s", "bandwidth"),
-            ("others_bandwidth_bytes_per_s", "elsewhere"),
-        ),
-        FUNCTIONS: (
-            ("type", "type"), ("bottleneck_ratio", "bottleneck"), ("count", "calls"),
-            ("bandwidth_bytes_per_s", "bandwidth"), ("bandwidth_std_bytes_per_s", "spread"),
-            ("normal_rank", "normal"), ("different_count", "differ"), ("name", "kernel"),
-        ),
-        RANKS: (
-            ("rank", "rank"), ("type", "type"), ("bottleneck_ratio", "bottleneck"),
-            ("share_ratio", "in all"), ("wait_ns", "waits"), ("transfer_ns", "transfers"),
-            ("bandwidth_bytes_per_s", "bandwidth"), ("bandwidth_std_bytes_per_s", "spread"),
-        ),
+        ABNORMAL: heads("rank", "why", "type", "bottleneck_ratio",
+                        others_bottleneck_ratio="elsewhere", bandwidth_bytes_per_s="bandwidth",
+                        others_bandwidth_bytes_per_s="elsewhere"),
+        FUNCTIONS: heads("type", "bottleneck_ratio", count="calls",
+                         bandwidth_bytes_per_s="bandwidth", bandwidth_std_bytes_per_s="spread",
+                         normal_rank="normal", different_count="differ", name="kernel"),
+        RANKS: heads("rank", "type", "bottleneck_ratio", share_ratio="in all", wait_ns="waits",
+                     transfer_ns="transfers", bandwidth_bytes_per_s="bandwidth",
+                     bandwidth_std_bytes_per_s="spread"),
     },
     RUNTIME: _HOST,
     PYTHON: _HOST,
@@ -296,8 +267,8 @@ def _hardware(samples: pl.DataFrame) -> Sequence[RenderableType]:
     ).sort("whole", "sample_count", "name", "metric", descending=[True, True, False, False])
     plain = {name: kernel_label(name) for name in named["name"].unique()}
     shown = named.with_columns(pl.col("name").replace_strict(plain, return_dtype=pl.String))
-    columns = (("metric", "counter"), ("value", "mean"), ("rank_count", "ranks"),
-               ("sample_count", "samples"), ("name", "while it ran"))  # fmt: skip
+    columns = heads(metric="counter", value="mean", rank_count="ranks", sample_count="samples",
+                    name="while it ran")  # fmt: skip
     return list(frame_table(shown, columns, limit=4 * _LIMIT, where="--json and --csv"))
 
 

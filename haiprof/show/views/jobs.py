@@ -95,6 +95,7 @@ _JOB, _JOB_LINES = 12, 4
 _NARROW, _NARROW_JOB, _NARROW_JOB_LINES = 78, 18, 4
 """Below this many columns a job has no bar and no line of steps, and more room for its name."""
 _HEAD_LINES = 9
+_LEFT = ("job", "host", "split", "last steps")
 _COUNTERS: dict[str, tuple[str, Callable[[float], str]]] = {
     "cpu_cores": ("cores, with its workers", "{:.2f}".format),
     "cpu_main_cores": ("cores, the process alone", "{:.2f}".format),
@@ -177,7 +178,7 @@ def _jobs(
     narrow = width < _NARROW
     pictures = () if narrow else ("split", "last steps")
     numbers = ("job", "ranks", "step", "each", *pictures[:1], "cores", "gpu", *pictures[1:])
-    table = _table(*numbers)
+    table = plain_table(*numbers, left=_LEFT)
     names = table.columns[0]
     names.no_wrap, names.overflow = False, "fold"  # numbers stay whole
     names.min_width = _NARROW_JOB if narrow else _JOB
@@ -251,7 +252,8 @@ def _top_ranks(
     hosts = ["host"] if len({rank.host for rank in job.ranks}) > 1 else []
     narrow = width < _NARROW and bool(hosts)
     bars = [] if narrow else ["split"]
-    table = _table("rank", *hosts, "step", "each", *bars, "cores", "gpu", "last steps")
+    names = ("rank", *hosts, "step", "each", *bars, "cores", "gpu", "last steps")
+    table = plain_table(*names, left=_LEFT)
     for at in shown:
         rank = job.ranks[at]
         table.add_row(
@@ -295,10 +297,6 @@ def _rank(rank: RankNow, *, width: int, colored: bool) -> list[RenderableType]:
         if metric in rank.counters:
             parts.append(Text(f"  {name}: {shown(rank.counters[metric])}"))
     return parts
-
-
-def _table(*names: str) -> Table:
-    return plain_table(*names, left=("job", "host", "split", "last steps"))
 
 
 def _visible_range(count: int, chosen: int, room: int) -> range:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import polars as pl
 from rich.console import Group, RenderableType, group
@@ -13,22 +12,20 @@ from rich.tree import Tree
 
 from haiprof.base.code_places import is_library
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text
+from haiprof.diagnosis.verdict import Verdict
 from haiprof.live.attach import RECORDED, Attached
 from haiprof.live.external_sampling import RATE_HZ, SampledStacks
 from haiprof.live.kineto_processes import KinetoTraces, ProcessTrace
 from haiprof.live.snapshot import Snapshot, SuspectDetails
 from haiprof.live.standstill import Node, Suspect, doing
 from haiprof.live.trace_now import TraceNow, failures
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.stack_frames import frame_text
 from haiprof.show.card import verdict_card
 from haiprof.show.figures.style import PHASE_COLORS, PHASES
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import count_text, moment_text, printable, value_text
 from haiprof.show.views.blocks import notes_block, one_line, section
-
-if TYPE_CHECKING:
-    from haiprof.diagnosis.verdict import Verdict
-    from haiprof.run_analysis.run_frames import RunFrames
 
 MOST_SUSPECTS = 12
 NATIVE_FRAMES = 8

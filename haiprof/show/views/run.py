@@ -26,18 +26,12 @@ from haiprof.run_analysis.settings import ModelSettings, RankSettings
 from haiprof.run_analysis.steps import WORDS
 from haiprof.show.card import work_text
 from haiprof.show.figures.style import PHASES
-from haiprof.show.frame_table import Fields, record_table
+from haiprof.show.frame_table import Fields, heads, record_table
 from haiprof.show.rank_summary import OneRankSummary, SlowStep
 from haiprof.show.series import Series, fold_series
-from haiprof.show.summary import (
-    NodeSummary,
-    OverviewSummary,
-    RankSummary,
-    Split,
-    rank_name,
-)
+from haiprof.show.summary import NodeSummary, OverviewSummary, RankSummary, Split, rank_name
 from haiprof.show.terminal import PHASE_OF, PhaseMark, SplitBar, SplitLegend, phase_heading
-from haiprof.show.text import count_text, printable, share_text, steps_text
+from haiprof.show.text import PHASE_TITLES, count_text, printable, share_text, steps_text
 from haiprof.show.views.blocks import (
     FittingTable,
     header_block,
@@ -154,7 +148,8 @@ SHOWN_RANKS = 24
 def overview_view(summary: OverviewSummary, *, width: int) -> RenderableType:
     """The terminal view of a job."""
     ranks = shown_ranks(summary.ranks)
-    parts = [_header(summary)]
+    last = {rank.rank: rank.step_count for rank in sorted(summary.ranks, key=lambda r: r.attempt)}
+    parts = [header_block(summary.run, counts=steps_text(sum(last.values()), len(last)))]
     if any(rank.step_count for rank in ranks):
         work = [Text(work_text(summary.work), style="dim")] if summary.work else []
         parts.append(section("Steps", *_steps(ranks, width), *work))
@@ -186,12 +181,6 @@ def shown_ranks(ranks: Sequence[RankSummary]) -> list[RankSummary]:
         return list(ranks)
     slowest = sorted(ranks, key=lambda rank: rank.mean_step_ns or 0.0, reverse=True)
     return slowest[:SHOWN_RANKS]
-
-
-def _header(summary: OverviewSummary) -> RenderableType:
-    ranks = {rank.rank for rank in summary.ranks}
-    last = {rank.rank: rank.step_count for rank in sorted(summary.ranks, key=lambda r: r.attempt)}
-    return header_block(summary.run, counts=steps_text(sum(last.values()), len(ranks)))
 
 
 def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]:
@@ -239,9 +228,9 @@ _PROCESSES: Fields = (
     (rank_name, "rank"), ("pid", "pid"), ("cpu_cores", "CPU cores"), ("memory_rss_bytes", "memory"),
     ("read_bytes_per_s", "read calls"), ("write_bytes_per_s", "write calls"),
 )  # fmt: skip
-_GPUS: Fields = (
-    ("gpu", "GPU"), ("rank", "rank"), ("utilization_ratio", "utilization"),
-    ("memory_used_bytes", "memory"), ("memory_total_bytes", "of"), ("power_watts", "power"),
+_GPUS: Fields = heads(
+    gpu="GPU", rank="rank", utilization_ratio="utilization", memory_used_bytes="memory",
+    memory_total_bytes="of", power_watts="power",
 )  # fmt: skip
 _NODE_LOAD: Fields = (
     (_host, "node"), ("cpu_utilization_ratio", "CPU"),
@@ -386,13 +375,7 @@ _EVENTS: Fields = (
 
 _LINES = 8
 _MOST_GROUPS = 40
-_TITLES = {
-    "other": "outside the model",
-    "worker": "DataLoader workers, loading",
-    "worker_waiting": "DataLoader workers, waiting",
-    "between_steps": "between steps",
-    "other_threads": "other Python threads while they used a core",
-}
+_TITLES = {**PHASE_TITLES, "other_threads": "other Python threads while they used a core"}
 
 
 def lines_view(lines: pl.DataFrame, notes: tuple[str, ...]) -> RenderableType:

@@ -15,7 +15,7 @@ from rich.text import Text
 from haiprof.base.errors import UsageError
 from haiprof.base.safe_files import make_named_folder
 from haiprof.base.units import MISSING, NS_PER_US
-from haiprof.show.frame_table import frame_table
+from haiprof.show.frame_table import frame_table, heads
 from haiprof.show.views.blocks import one_line, section
 from haiprof.trace_analysis.device_time import NO_LAUNCHES, Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -57,7 +57,16 @@ def answer_data(answer: pl.DataFrame) -> dict[str, Any]:
 
 def schema_view(tables: Mapping[str, SqlTable]) -> RenderableType:
     """Every table with its columns."""
-    return Group(*(_table(table) for table in tables.values()))
+    parts = []
+    for table in tables.values():
+        rows = RichTable.grid(padding=(0, 2, 0, 0))
+        for style in ("", "dim", "dim"):
+            rows.add_column(no_wrap=True, style=style)
+        rows.add_column(overflow="fold")
+        for column in table.describe():
+            rows.add_row(*column.values())
+        parts.append(section(f"{table.name}: {table.meaning}", rows))
+    return Group(*parts)
 
 
 def schema_data(tables: Mapping[str, SqlTable]) -> dict[str, Any]:
@@ -68,16 +77,6 @@ def schema_data(tables: Mapping[str, SqlTable]) -> dict[str, Any]:
             for name, table in tables.items()
         }
     }
-
-
-def _table(table: SqlTable) -> RenderableType:
-    rows = RichTable.grid(padding=(0, 2, 0, 0))
-    for style in ("", "dim", "dim"):
-        rows.add_column(no_wrap=True, style=style)
-    rows.add_column(overflow="fold")
-    for column in table.describe():
-        rows.add_row(*column.values())
-    return section(f"{table.name}: {table.meaning}", rows)
 
 
 def _cell(value: object) -> Text:
@@ -126,54 +125,51 @@ def _counters(traces: TraceQuestions, steps: Steps, *, folder: Path | None = Non
 
 
 _CUTOFFS = {"runtime_cutoff": "runtime_cutoff_ns", "launch_delay_cutoff": "launch_delay_cutoff_ns"}
-LAUNCH_HEADS = (("blocks_per_sm", "blocks/SM"), ("waves", "waves"),
-                ("occupancy_ratio", "occ. (longest call)"))  # fmt: skip
-_TIMES = (("count", "calls"), ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"))
+LAUNCH_HEADS = heads(
+    blocks_per_sm="blocks/SM", waves="waves", occupancy_ratio="occ. (longest call)"
+)
+_TIMES = heads(count="calls", sum_ns="time", mean_ns="mean", max_ns="longest")
 TABLES: Mapping[str, Table] = {
     "kernels": Table(
         ask=TraceQuestions.kernel_breakdown,
-        columns=(("rank", "rank"), ("kind", "kind"), ("name", "kernel"), *_TIMES,
-                 ("kind_ratio", "of its kind"), *LAUNCH_HEADS),
+        columns=(*heads("rank", "kind", name="kernel"), *_TIMES, ("kind_ratio", "of its kind"),
+                 *LAUNCH_HEADS),
         limits={"num_kernels": "num_kernels", "duration_ratio": "duration_ratio"},
     ),
     "launches": Table(
         ask=TraceQuestions.launch_summary,
-        columns=(("rank", "rank"), ("name", "call"), ("launch_count", "calls"),
-                 ("cpu_duration_median_ns", "median"), ("runtime_outlier_count", "long"),
-                 ("launch_delay_median_ns", "delay"), ("launch_delay_outlier_count", "delayed"),
-                 ("short_count", "short kernels")),
+        columns=heads("rank", name="call", launch_count="calls", cpu_duration_median_ns="median",
+                      runtime_outlier_count="long", launch_delay_median_ns="delay",
+                      launch_delay_outlier_count="delayed", short_count="short kernels"),
         named_by="call",
         limits=_CUTOFFS,
     ),
     "single-launches": Table(
         ask=TraceQuestions.launch_statistics,
-        columns=(("rank", "rank"), ("name", "kernel"), ("cpu_duration_ns", "call took"),
-                 ("launch_delay_ns", "delay"), ("gpu_duration_ns", "kernel took"),
-                 ("is_short", "short"), ("is_runtime_outlier", "long"),
-                 ("is_launch_delay_outlier", "delayed")),
+        columns=heads("rank", name="kernel", cpu_duration_ns="call took", launch_delay_ns="delay",
+                      gpu_duration_ns="kernel took", is_short="short", is_runtime_outlier="long",
+                      is_launch_delay_outlier="delayed"),
         named_by="kernel",
         limits=_CUTOFFS,
     ),
     "annotations": Table(
         ask=TraceQuestions.annotation_breakdown,
-        columns=(("rank", "rank"), ("category", "category"), ("name", "range"), *_TIMES,
-                 ("covered_ns", "covered")),
+        columns=(*heads("rank", "category", name="range"), *_TIMES, ("covered_ns", "covered")),
     ),
     "annotation-kernels": Table(
         ask=TraceQuestions.annotation_kernels,
-        columns=(("rank", "rank"), ("annotation", "range"), ("name", "kernel"), *_TIMES),
+        columns=(*heads("rank", annotation="range", name="kernel"), *_TIMES),
     ),
     "sequences": Table(
         ask=_sequences,
-        columns=(("rank", "rank"), ("name", "sequence"), ("count", "calls"),
-                 ("kernel_count", "kernels"), ("gpu_duration_ns", "GPU"),
-                 ("cpu_duration_ns", "host")),
+        columns=heads("rank", name="sequence", count="calls", kernel_count="kernels",
+                      gpu_duration_ns="GPU", cpu_duration_ns="host"),
         named_by="pattern",
         limits={"operator": "operator", "min_length": "min_pattern_length", "top": "top_k"},
     ),
     "counter-traces": Table(
         ask=_counters,
-        columns=(("rank", "rank"), ("name", "file"), ("counter_event_count", "counter events")),
+        columns=heads("rank", name="file", counter_event_count="counter events"),
         named_by="path",
         limits={"output": "folder"},
     ),

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from haiprof.run_analysis.collectives import FlightVerdict
 from haiprof.run_analysis.nccl_witness import NcclReport, ranks_behind
-from haiprof.show.frame_table import frame_table
+from haiprof.show.frame_table import frame_table, heads
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import notes_block, plain_table, section
 from haiprof.trace_analysis.chakra import ChakraGraph
@@ -93,11 +93,9 @@ def _remarks(shares: Sequence[LinkShare], alone: Sequence[str]) -> list[Text]:
     return [Text(line, style="dim") for line in (*own, *alone)]
 
 
-_COLUMNS = (
-    ("rank", "rank"), ("merged_count", "events"), ("method", "clock"), ("moved_ns", "applied"),
-    ("offset_ns", "measured offset"), ("residual_ns", "spread"),
-    ("collective_count", "collectives"),
-)  # fmt: skip
+_COLUMNS = heads("rank", merged_count="events", method="clock", moved_ns="applied",
+                 offset_ns="measured offset", residual_ns="spread",
+                 collective_count="collectives")  # fmt: skip
 _SCHEMA = {name: pl.String if name == "method" else pl.Int64 for name, _ in _COLUMNS}
 _LIMIT = 40
 
@@ -160,10 +158,9 @@ def _line(row: dict[str, object]) -> Text:
     )
 
 
-_LAST_COLUMNS = (
-    ("group_name", "group"), ("rank", "rank"), ("kind", "collective"), ("sequence", "number"),
-    ("state", "state"), ("element_count", "elements"), ("dtype", "type"), ("name", "enqueued at"),
-)  # fmt: skip
+_LAST_COLUMNS = heads(group_name="group", rank="rank", kind="collective", sequence="number",
+                      state="state", element_count="elements", dtype="type",
+                      name="enqueued at")  # fmt: skip
 _AGREE = "all ranks are at the same collective of each group, and none is known to wait"
 
 
@@ -178,17 +175,13 @@ def flight_view(verdict: FlightVerdict) -> RenderableType:
     )
 
 
-_NCCL_COLUMNS = (
-    ("rank", "rank"), ("member", "member"), ("kind", "collective"), ("record_count", "records"),
-    ("sequence", "last"), ("message", "message"), ("exec_ns", "takes"),
-    ("bus_bytes_per_s", "bus"), ("bus_ratio", "of others"), ("since_ns", "written ago"),
-    ("communicator", "communicator"),
-)  # fmt: skip
-_WAIT_COLUMNS = (
-    ("rank", "rank"), ("member", "member"), ("step_count", "steps"), ("gpu_ns", "own GPU"),
-    ("peer_ns", "room at peer"), ("send_ns", "send"), ("receive_ns", "data"),
-    ("flush_ns", "flush"), ("communicator", "communicator"),
-)  # fmt: skip
+_NCCL_COLUMNS = heads("rank", "member", kind="collective", record_count="records", sequence="last",
+                      message="message", exec_ns="takes", bus_bytes_per_s="bus",
+                      bus_ratio="of others", since_ns="written ago",
+                      communicator="communicator")  # fmt: skip
+_WAIT_COLUMNS = heads("rank", "member", step_count="steps", gpu_ns="own GPU",
+                      peer_ns="room at peer", send_ns="send", receive_ns="data", flush_ns="flush",
+                      communicator="communicator")  # fmt: skip
 _NCCL_LIMIT = 24
 
 

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import duration_text
-from haiprof.show.frame_table import frame_table
+from haiprof.show.frame_table import frame_table, heads
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import bullets, missing_block, notes_block, section
 from haiprof.show.views.tables import LAUNCH_HEADS
@@ -56,11 +56,8 @@ def kernel_types(tables: Tables) -> pl.DataFrame:
     """Busy time by kind over all ranks, the longest first; without what did not happen."""
     found = tables["kernel_types"].group_by("kernel_type").agg(pl.col("time_ns").sum())
     share = pl.col("time_ns") / pl.col("time_ns").sum()
-    return (
-        found.filter(pl.col("time_ns") > 0)
-        .with_columns(time_ratio=share)
-        .sort(-pl.col("time_ns"), "kernel_type")
-    )
+    known = found.filter(pl.col("time_ns") > 0).with_columns(time_ratio=share)
+    return known.sort(-pl.col("time_ns"), "kernel_type")
 
 
 def idle(tables: Tables) -> pl.DataFrame:
@@ -80,21 +77,15 @@ def launches(tables: Tables) -> pl.DataFrame:
     counts = ("launch_count", "kernel_count", "short_count", "runtime_outlier_count",
               "launch_delay_outlier_count")  # fmt: skip
     known = pl.col("call").is_not_null()
-    found = (
-        tables["launches"]
-        .group_by("call")
-        .agg(
-            *(pl.col(name).sum() for name in counts),
-            cpu_mean_ns=pl.col("cpu_duration_ns").sum() / pl.col("launch_count").sum(),
-            delay_mean_ns=pl.col("launch_delay_ns").sum() / pl.col("launch_count").sum(),
-        )
-    )
+    found = tables["launches"].group_by("call").agg(
+        *(pl.col(name).sum() for name in counts),
+        cpu_mean_ns=pl.col("cpu_duration_ns").sum() / pl.col("launch_count").sum(),
+        delay_mean_ns=pl.col("launch_delay_ns").sum() / pl.col("launch_count").sum(),
+    )  # fmt: skip
     numbers = [name for name in found.columns if name not in ("call", "kernel_count")]
-    return (
-        found.with_columns(pl.when(known).then(pl.col(name)).alias(name) for name in numbers)
-        .sort(-pl.col("kernel_count"), "call")
-        .with_columns(pl.col("call").fill_null("launch not in the trace"))
-    )
+    own = found.with_columns(pl.when(known).then(pl.col(name)).alias(name) for name in numbers)
+    ordered = own.sort(-pl.col("kernel_count"), "call")
+    return ordered.with_columns(pl.col("call").fill_null("launch not in the trace"))
 
 
 def queues(tables: Tables) -> pl.DataFrame:
@@ -108,26 +99,12 @@ def queues(tables: Tables) -> pl.DataFrame:
 def copies(tables: Tables) -> pl.DataFrame:
     """Copies and sets by kind over all ranks; bytes are null unless every size is known."""
     size, busy = pl.col("bytes"), pl.col("busy_ns").sum()
-    found = (
-        tables["memory_bandwidth"]
-        .group_by("copy_kind")
-        .agg(
-            pl.col("copy_count").sum(),
-            pl.col("busy_ns").sum(),
-            bytes=pl.when(size.is_not_null().all()).then(size.sum()),
-            mean_bytes_per_s=pl.when(size.is_not_null().all() & (busy > 0)).then(
-                size.sum() / busy * 1e9
-            ),
-        )
-    )
+    is_known = size.is_not_null().all()
+    found = tables["memory_bandwidth"].group_by("copy_kind").agg(
+        pl.col("copy_count").sum(), busy, bytes=pl.when(is_known).then(size.sum()),
+        mean_bytes_per_s=pl.when(is_known & (busy > 0)).then(size.sum() / busy * 1e9),
+    )  # fmt: skip
     return found.sort(-pl.col("busy_ns"), "copy_kind")
-
-
-def lateness(tables: Tables) -> pl.DataFrame:
-    """How late each rank is, the latest first, with what the others waited for it."""
-    return tables["lateness"].join(
-        tables["stragglers"], on="rank", how="left", maintain_order="left", suffix="_any"
-    )
 
 
 def operators(tables: Tables) -> pl.DataFrame:
@@ -168,10 +145,8 @@ class View:
     rows: Callable[[Tables], pl.DataFrame] | None
     """What is shown of them; None shows the first as it is."""
     columns: tuple[tuple[str, str], ...]
-    """Column of the frame and its heading."""
     limit: int = _MANY
     legend: str = ""
-    """A note on it."""
     legend_of: str = ""
     """The column that it is about; empty for all."""
     answer: str = ""
@@ -181,151 +156,114 @@ class View:
 VIEWS = (
     View(
         "GPU time", ("temporal", "overlap"), gpu_time,
-        columns=(
-            ("rank", "rank"), ("device", "device"), ("span_ns", "span"),
-            ("compute_ratio", "computes"), ("non_compute_ratio", "other work"),
-            ("idle_ratio", "idle"), ("communication_ns", "communication"),
-            ("overlap_ratio", "of it hidden"),
-        ),
+        columns=heads("rank", "device", "span_ns", compute_ratio="computes",
+                      non_compute_ratio="other work", idle_ratio="idle",
+                      communication_ns="communication", overlap_ratio="of it hidden"),
     ),
     View(
         "Steps as the host marks them: where their time goes", ("steps",), step_time,
-        columns=(
-            ("rank", "rank"), ("step_count", "steps"), ("wall_ns", "mean"),
-            ("kernel_ratio", "kernels"), ("communication_ratio", "comm."),
-            ("memcpy_ratio", "copies"), ("memset_ratio", "sets"),
-            ("runtime_ratio", "runtime calls"), ("dataloader_ratio", "loader"),
-            ("cpu_exec_ratio", "CPU"), ("other_ratio", "other"),
-        ),
+        columns=heads("rank", step_count="steps", wall_ns="mean", kernel_ratio="kernels",
+                      communication_ratio="comm.", memcpy_ratio="copies", memset_ratio="sets",
+                      runtime_ratio="runtime calls", dataloader_ratio="loader",
+                      cpu_exec_ratio="CPU", other_ratio="other"),
     ),
     View(
         "Busy GPU time by concurrent activity", ("kernel_types",), kernel_types,
-        columns=(("kernel_type", "kinds"), ("time_ns", "time"), ("time_ratio", "share")),
+        columns=heads(kernel_type="kinds", time_ns="time", time_ratio="share"),
     ),
     View(
         "Kernels by total time", ("kernels",), None,
-        columns=(
-            ("name", "kernel"), ("kind", "kind"), ("count", "calls"), ("sum_ns", "time"),
-            ("mean_ns", "mean"), ("slowest_rank", "slowest rank"),
-            ("distance_ratio", "above others"), *LAUNCH_HEADS,
-        ),
+        columns=(*heads(name="kernel", kind="kind", count="calls", sum_ns="time", mean_ns="mean",
+                        slowest_rank="slowest rank", distance_ratio="above others"), *LAUNCH_HEADS),
         limit=10,
         legend="a communication kernel's time holds its waiting for other ranks",
         legend_of="distance_ratio",
     ),
     View(
         "Idle time of streams by cause", ("idle",), idle,
-        columns=(
-            ("rank", "rank"), ("device", "device"), ("stream", "stream"), ("idle_ns", "idle"),
-            ("count", "gaps"), ("host_wait_ratio", "host"), ("kernel_wait_ratio", "next kernel"),
-            ("other_ratio", "other stream"), ("unknown_ratio", "not known"),
-        ),
+        columns=heads("rank", "device", "stream", "idle_ns", count="gaps", host_wait_ratio="host",
+                      kernel_wait_ratio="next kernel", other_ratio="other stream",
+                      unknown_ratio="not known"),
     ),
     View(
         "Operators by self time", ("operators",), operators,
-        columns=(
-            ("name", "operator"), ("shapes", "shapes"), ("call_count", "calls"),
-            ("cpu_self_ns", "own time"), ("cpu_total_ns", "with inner ones"),
-            ("own_ratio", "share of own"),
-        ),
+        columns=heads(name="operator", shapes="shapes", call_count="calls", cpu_self_ns="own time",
+                      cpu_total_ns="with inner ones", own_ratio="share of own"),
         limit=15,
     ),
     View(
         "Launches", ("launches",), launches,
-        columns=(
-            ("call", "call"), ("launch_count", "launches"), ("kernel_count", "kernels"),
-            ("cpu_mean_ns", "mean call"), ("delay_mean_ns", "mean delay"),
-            ("short_count", "short"), ("runtime_outlier_count", "slow"),
-            ("launch_delay_outlier_count", "late"),
-        ),
+        columns=heads("call", launch_count="launches", kernel_count="kernels",
+                      cpu_mean_ns="mean call", delay_mean_ns="mean delay", short_count="short",
+                      runtime_outlier_count="slow", launch_delay_outlier_count="late"),
         legend="short: at most 50 µs and longer than its kernels; slow: above 50 µs; "
         "late: the kernel began more than 100 µs after the call",
     ),
     View(
         "Launch queues, the longest first", ("queue",), queues,
-        columns=(
-            ("rank", "rank"), ("device", "device"), ("stream", "stream"),
-            ("launch_count", "launches"), ("mean_length", "mean length"), ("max_length", "max"),
-            ("empty_ratio", "time empty"), ("full_ns", "time full"),
-        ),
+        columns=heads("rank", "device", "stream", launch_count="launches",
+                      mean_length="mean length", max_length="max", empty_ratio="time empty",
+                      full_ns="time full"),
         limit=8,
     ),
     View(
         "Efficiency: matrix work against the device's dense peak", ("efficiency",),
         lambda tables: tables["efficiency"].filter(pl.col("mfu_ratio").is_not_null()),
-        columns=(
-            ("rank", "rank"), ("device_name", "device"), ("mfu_ratio", "MFU"),
-            ("hfu_ratio", "with recomputation"), ("kernel_known_ratio", "of kernels known"),
-            ("matrix_known_ratio", "of matrix kernels"),
-        ),
+        columns=heads("rank", device_name="device", mfu_ratio="MFU", hfu_ratio="with recomputation",
+                      kernel_known_ratio="of kernels known",
+                      matrix_known_ratio="of matrix kernels"),
         legend="a lower bound where not all matrix kernels are known; by operator: "
         "haiprof trace efficiency",
     ),
     View(
         "Copies and sets", ("memory_bandwidth",), copies,
-        columns=(
-            ("copy_kind", "kind"), ("copy_count", "count"), ("bytes", "size"),
-            ("busy_ns", "time"), ("mean_bytes_per_s", "bandwidth"),
-        ),
+        columns=heads(copy_kind="kind", copy_count="count", bytes="size", busy_ns="time",
+                      mean_bytes_per_s="bandwidth"),
     ),
     View(
         "GPU counters", ("gpu_counters",), None,
-        columns=(
-            ("rank", "rank"), ("device", "device"), ("name", "counter"),
-            ("sample_count", "samples"), ("mean_value", "mean"), ("min_value", "lowest"),
-            ("max_value", "highest"),
-        ),
+        columns=heads("rank", "device", name="counter", sample_count="samples", mean_value="mean",
+                      min_value="lowest", max_value="highest"),
     ),
     View(
         "Nodes of CUDA graphs that are no GPU work", ("graph_nodes",), None,
-        columns=(
-            ("rank", "rank"), ("device", "device"), ("name", "node"), ("count", "count"),
-            ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"),
-        ),
+        columns=heads("rank", "device", name="node", count="count", sum_ns="time", mean_ns="mean",
+                      max_ns="longest"),
         legend="the stream waits for a node on the host (HostNode)",
     ),
     View(
         "Calls of the operating system by threads that launch work", ("os_calls",),
         lambda tables: tables["os_calls"].filter("is_launching"),
-        columns=(
-            ("rank", "rank"), ("name", "call"), ("count", "calls"), ("sum_ns", "time"),
-            ("mean_ns", "mean"), ("max_ns", "longest"),
-        ),
+        columns=heads("rank", name="call", count="calls", sum_ns="time", mean_ns="mean",
+                      max_ns="longest"),
     ),
     View(
         "Communication by part of the job", ("communication_parts",), communication_parts,
-        columns=(
-            ("rank", "rank"), ("device", "device"), ("part", "part"), ("group_count", "groups"),
-            ("collective_count", "count"), ("time_ns", "time"), ("exposed_ns", "exposed"),
-            ("exposed_ratio", "of the span"), ("wait_ns", "waited for others"),
-        ),
+        columns=heads("rank", "device", "part", group_count="groups", collective_count="count",
+                      time_ns="time", exposed_ns="exposed", exposed_ratio="of the span",
+                      wait_ns="waited for others"),
         legend="exposed: no kernel computes; of a pipeline that is its bubble and its transfers",
     ),
     View(
         "Collectives of one rank", ("rank_collectives",), rank_collectives,
-        columns=(
-            ("process_group", "group"), ("part", "part"), ("kind", "kind"), ("dtype", "type"),
-            ("group_size", "ranks"), ("collective_count", "count"), ("bytes", "size"),
-            ("time_ns", "time"), ("algorithm_bandwidth_bytes_per_s", "bandwidth"),
-            ("bus_bandwidth_bytes_per_s", "bus bandwidth"),
-        ),
+        columns=heads(process_group="group", part="part", kind="kind", dtype="type",
+                      group_size="ranks", collective_count="count", bytes="size", time_ns="time",
+                      algorithm_bandwidth_bytes_per_s="bandwidth",
+                      bus_bandwidth_bytes_per_s="bus bandwidth"),
         legend="the time holds waiting for other ranks: bandwidths are lower bounds",
     ),
     View(
         "Collectives: from the last rank's arrival on", ("process_groups",), None,
-        columns=(
-            ("process_group", "group"), ("part", "part"), ("kind", "kind"), ("group_size", "ranks"),
-            ("collective_count", "count"), ("timed_count", "timed"), ("bytes", "size"),
-            ("transfer_ns", "transfer"), ("bus_bandwidth_bytes_per_s", "bus bandwidth"),
-        ),
+        columns=heads(process_group="group", part="part", kind="kind", group_size="ranks",
+                      collective_count="count", timed_count="timed", bytes="size",
+                      transfer_ns="transfer", bus_bandwidth_bytes_per_s="bus bandwidth"),
     ),
     View(
-        "Who is late at collectives", ("lateness", "stragglers"), lateness,
-        columns=(
-            ("rank", "rank"), ("part", "part"), ("late_ns", "later per step"), ("low_ns", "from"),
-            ("high_ns", "to"), ("last_ratio", "last"), ("held_up_ns", "held others up"),
-            ("waited_ns", "waited itself"),
-        ),
+        "Who is late at collectives", ("lateness", "stragglers"),
+        lambda tables: tables["lateness"].join(
+            tables["stragglers"], on="rank", how="left", maintain_order="left", suffix="_any"),
+        columns=heads("rank", "part", late_ns="later per step", low_ns="from", high_ns="to",
+                      last_ratio="last", held_up_ns="held others up", waited_ns="waited itself"),
         answer="said",
     ),
 )  # fmt: skip

@@ -35,7 +35,7 @@ from haiprof.run_analysis.restarts import (
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.show.text import moment_text
-from haiprof.show.views.goodput import goodput_view
+from haiprof.show.views.deaths import goodput_view
 from tests.sampling import examples
 from tests.unit.diagnosis.test_ledger_adds_up import write_any
 
@@ -250,7 +250,7 @@ def test_any_recorded_run_adds_up(tmp_path_factory: pytest.TempPathFactory, seed
 
 def job_data(root: Path) -> dict[str, Any]:
     from haiprof.diagnosis.restart_advice import job_goodput
-    from haiprof.show.views.goodput import goodput_data
+    from haiprof.show.views.deaths import goodput_data
 
     found = job_goodput([root])
     assert sum(found.accounts.values()) == found.wall_ns

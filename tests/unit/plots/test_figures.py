@@ -13,7 +13,7 @@ from haiprof.diagnosis.compare.comparison import Change
 from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.show.figures.job import run_difference_figure
 from haiprof.show.figures.panel_table import PANEL_ROWS, panel_metrics
-from haiprof.show.figures.panels import gap_starts, with_gaps
+from haiprof.show.page.counter_data import gap_starts, with_gaps
 from tests.unit.rundir.small_run import write_small_run
 
 
