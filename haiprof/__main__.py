@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         words = ["--trace", *words[1:]]  # hai-platform's spelling of a traced run
     if is_mistyped(words[0]):
         return _refuse(words)
-    from haiprof.cli.own_command import own_command
+    from haiprof.cli.names import own_command
     from haiprof.launch.run import main as launch_main
 
     return launch_main(words, own_command)

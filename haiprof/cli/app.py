@@ -15,34 +15,18 @@ from typing import cast
 from haiprof.base.errors import HaiprofError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_DEBUG
-from haiprof.cli.command_line import (
-    HELP,
-    ExitStatus,
-    Opt,
-    Parameter,
-    help_page,
-    own_words,
-    parameters_of,
-    read_arguments,
-)
+from haiprof.cli import command_line, shared
 from haiprof.cli.names import COMMANDS, resolve
 from haiprof.cli.stored_answers import Recording, ask, print_stored
-from haiprof.cli.target import (
-    ADDRESS,
-    COMMAND_NAME,
-    LOG_DIR,
-    default_log_dir,
-    fetch_addresses,
-    has_address,
-    name_log_dir,
-)
 
 _OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit", "try-loader"})
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
-_LOG_DIR = Parameter(
+_LOG_DIR = command_line.Parameter(
     name="log_dir", kind=Path, several=False, is_required=False,
-    declared=Opt("--log-dir DIR", "The log directory, instead of the default one; where a run "
-                 "is read, its newest.", callback=name_log_dir),
+    declared=command_line.Opt(
+        "--log-dir DIR", "The log directory, instead of the default one; where a run is read, its "
+        "newest.", callback=shared.name_log_dir,
+    ),
 )  # fmt: skip
 _INTERRUPTED = 130
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
@@ -55,36 +39,38 @@ def command_function(name: str) -> Callable[..., None]:
     return cast("Callable[..., None]", found)
 
 
-def command_parameters(name: str) -> list[Parameter]:
+def command_parameters(name: str) -> list[command_line.Parameter]:
     """What a command takes: what its function declares, and `--log-dir`."""
-    own = parameters_of(command_function(name))
+    own = command_line.parameters_of(command_function(name))
     return own if name in _OWN_LOG_DIR else [*own, _LOG_DIR]
 
 
 def command_help(name: str, width: int) -> str:
     """The help of one command, which `COMMANDS` has by that name."""
     docstring = command_function(name).__doc__ or ""
-    return help_page(COMMANDS[name].words, docstring, command_parameters(name), width)
+    return command_line.help_page(COMMANDS[name].words, docstring, command_parameters(name), width)
 
 
 def run_command(argv: Sequence[str]) -> int:
     """Runs one command, or prints what it said before where nothing has changed since."""
     name, rest = resolve(argv) or ("verdict", list(argv))
     words = [name, *rest]
-    LOG_DIR.set(None)
-    ADDRESS.set("")
-    COMMAND_NAME.set(name)
-    if set(HELP) & set(rest) and set(HELP) & set(own_words(command_parameters(name), rest)):
+    shared.LOG_DIR.set(None)
+    shared.ADDRESS.set("")
+    shared.COMMAND_NAME.set(name)
+    asked = set(command_line.HELP).intersection(rest)
+    if asked and asked.intersection(command_line.own_words(command_parameters(name), rest)):
         columns = shutil.get_terminal_size((_MAX_WIDTH, 0)).columns
         sys.stdout.write(command_help(name, min(_MAX_WIDTH, max(_MIN_WIDTH, columns))))
         return 0
+    here = nullcontext(words)
     # Every known error becomes one line and a status here.
     try:
-        with fetch_addresses(words) if has_address(words) else nullcontext(words) as found:
+        with shared.fetch_addresses(words) if shared.has_address(words) else here as found:
             _run_or_print(found)
     except HaiprofError as error:
         return _show_error(error)
-    except ExitStatus as ended:
+    except command_line.ExitStatus as ended:
         return ended.status
     except KeyboardInterrupt:
         print_message("interrupted")
@@ -102,7 +88,7 @@ def run_command(argv: Sequence[str]) -> int:
 
 def _run_or_print(words: list[str]) -> None:
     try:
-        question = ask(words, default_log_dir())
+        question = ask(words, shared.default_log_dir())
     except HaiprofError:
         question = None  # the command itself says what is wrong
     if question is None:
@@ -118,7 +104,7 @@ def _run_or_print(words: list[str]) -> None:
 def _run(words: Sequence[str]) -> None:
     """Reads and runs one command."""
     name, *rest = words
-    arguments = read_arguments(COMMANDS[name].words, command_parameters(name), rest)
+    arguments = command_line.read_arguments(COMMANDS[name].words, command_parameters(name), rest)
     arguments = {k: v for k, v in arguments.items() if k != "log_dir" or name in _OWN_LOG_DIR}
     command_function(name)(**arguments)
     sys.stdout.flush()

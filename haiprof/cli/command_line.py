@@ -10,7 +10,6 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -120,13 +119,13 @@ class Parameter:
         name = declared.own_flags[-1] if isinstance(declared, Opt) else declared.spelling
         if self.is_switch:
             return text != getattr(declared, "off", "")
+        choices = get_args(self.kind)  # of a Literal
         try:
-            if "\0" in text:
+            if "\0" in text or (choices and text not in choices):
                 raise ValueError
-            value = self.kind(text)
+            value: Any = text if choices else self.kind(text)
         except ValueError:
-            choices = [each.value for each in self.kind] if issubclass(self.kind, Enum) else []
-            expected = _KINDS.get(self.kind) or ", ".join(choices)
+            expected = ", ".join(choices) or _KINDS[self.kind]
             near = difflib.get_close_matches(text, choices, n=1)
             hint = f"did you mean {near[0]}?" if near else ""
             raise UsageError(f"{name}: expected {expected}, got {text!r}", hint=hint) from None
@@ -241,8 +240,6 @@ def _no_option(command: str, name: str, known: Sequence[str]) -> UsageError:
     return UsageError(f"{command}: no option {name!r}", hint=hint)
 
 
-# -- help ------------------------------------------------------------------------------------------
-
 _REMARK = re.compile(r"(?<=\S) {2,}")
 """What stands between an example and its remark."""
 _LEAST_ROOM = 30
@@ -277,7 +274,6 @@ def _usage(each: Parameter) -> str:
 def _row(each: Parameter) -> tuple[str, str]:
     text, default = each.declared.help, each.declared.default
     if not each.is_switch and "efault" not in text and default not in (None, ""):
-        default = default.value if isinstance(default, Enum) else default
         shown = f"{default:g}" if isinstance(default, (int, float)) else default
         text += f" (default: {shown})"
     return re.sub(r" (?=-)", ", ", each.declared.spelling), text

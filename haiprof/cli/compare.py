@@ -6,19 +6,9 @@ import shlex
 from pathlib import Path
 
 from haiprof.base.errors import MissingDataError, RunNotFoundError, UsageError
-from haiprof.cli.arguments import (
-    AS_JSON,
-    GEOMETRY,
-    OUTPUT_FORM,
-    STEP_RANGE,
-    WINDOW,
-    Form,
-    ReadProgress,
-    parse_steps,
-)
+from haiprof.cli import shared
 from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
-from haiprof.cli.target import named_traces, open_target, trace_target, whole_path
 from haiprof.cli.trace_causes import print_faults
 
 LAST_GOOD = "last-good"
@@ -48,8 +38,8 @@ def compare(
     from_step: int | None = option(
         "--from-step N", "Compare the steps of RUN from step N on with those before it.", low=1
     ),
-    as_json: bool = AS_JSON,
-    form: Form = OUTPUT_FORM,
+    as_json: bool = shared.AS_JSON,
+    form: shared.Form = shared.OUTPUT_FORM,
 ) -> None:
     """Compare two recorded runs, or two traces: is the new one slower, and by what.
 
@@ -72,30 +62,20 @@ def compare(
       haiprof compare a.json b.json               what changed on the GPU
     """
     from haiprof.base.units import ratio_text
-    from haiprof.diagnosis.compare.compared_run import (
-        baseline_named,
-        note_outcome,
-        open_compared_run,
-    )
+    from haiprof.diagnosis.compare import compared_run
     from haiprof.diagnosis.compare.comparison import compare_runs, compare_steps, exceeds
-    from haiprof.show.views.compare import (
-        compare_data,
-        compare_markdown,
-        compare_view,
-        headline,
-        what_would_decide,
-    )
+    from haiprof.show.views import compare as views
 
-    output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
+    output = Output(json=as_json or form == "json", markdown=form == "markdown")
     limit = parse_percent(fail_if_slower)
     if from_step is not None:
         if len(runs or []) > 1 or baseline is not None or limit is not None:
             raise UsageError("compare: --from-step goes with one run, and no other option")
-        found = compare_steps(open_target(runs[0] if runs else None), from_step)
-        output.show(lambda _: compare_view(found), compare_data(found))
+        found = compare_steps(shared.open_target(runs[0] if runs else None), from_step)
+        output.show(lambda _: views.compare_view(found), views.compare_data(found))
         return
     first, last = parse_runs(runs or [], baseline)
-    before_traces, after_traces = named_traces(first), named_traces(last)
+    before_traces, after_traces = shared.named_traces(first), shared.named_traces(last)
     if before_traces and after_traces:
         if limit is None:
             _show_traces(before_traces, after_traces, output)
@@ -114,21 +94,22 @@ def compare(
             f"{last if before_traces else first} is a run",
             hint="name two runs or two traces",
         )
-    after = open_compared_run(open_target(last))
-    before = baseline_named(first, after)
+    after = compared_run.open_compared_run(shared.open_target(last))
+    before = compared_run.baseline_named(first, after)
     found, chosen = compare_runs(before.side, after), before.why
-    data = compare_data(found, chosen=chosen, of=before.of)
+    data = views.compare_data(found, chosen=chosen, of=before.of)
     is_noted = baseline == LAST_GOOD
-    if is_noted and not note_outcome(after, data):
+    if is_noted and not compared_run.note_outcome(after, data):
         output.hint(f"cannot note the outcome in {after.path}")
-    output.show(lambda _: compare_view(found, chosen=chosen), data,
-                lambda: compare_markdown(found, chosen=chosen))  # fmt: skip
+    output.show(lambda _: views.compare_view(found, chosen=chosen), data,
+                lambda: views.compare_markdown(found, chosen=chosen))  # fmt: skip
     if limit is None:
         return
     decided = exceeds(found, limit)
     if decided is None:
         raise MissingDataError(
-            f"--fail-if-slower cannot be decided: {headline(found)}", hint=what_would_decide(found)
+            f"--fail-if-slower cannot be decided: {views.headline(found)}",
+            hint=views.what_would_decide(found),
         )
     if decided:
         output.hint(f"slower than {ratio_text(limit)}: exit status {SLOWER}")
@@ -139,14 +120,11 @@ def compare(
 
 
 def _show_traces(before: Path, after: Path, output: Output) -> None:
-    from haiprof.show.views.compare import (
-        device_comparison_data,
-        device_comparison_view,
-    )
+    from haiprof.show.views.compare import device_comparison_data, device_comparison_view
     from haiprof.trace_analysis.device_comparison import compare_devices
     from haiprof.trace_analysis.device_verdict import device_ledger
 
-    with ReadProgress(quiet=output.json) as waiting:
+    with shared.ReadProgress(quiet=output.json) as waiting:
         sides = [device_ledger(path, progress=waiting) for path in (before, after)]
     found = compare_devices(*sides)
     output.show(
@@ -163,10 +141,10 @@ def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None
         return baseline, (runs[0] if runs else None)
     if len(runs) == 2 and baseline is None:
         try:
-            named = str(whole_path(runs[0]))
+            named = str(shared.whole_path(runs[0]))
         except RunNotFoundError as first:
             try:
-                whole_path(runs[1])
+                shared.whole_path(runs[1])
             except RunNotFoundError as second:
                 raise RunNotFoundError(f"{first}; {second}", hint=first.hint) from None
             raise
@@ -186,22 +164,26 @@ _LEAST_PERCENT = 1.0
 
 def trace_diff(
     control: Path = argument(
-        "CONTROL", "Traces from before; of a log directory, its newest run.", callback=trace_target
+        "CONTROL",
+        "Traces from before; of a log directory, its newest run.",
+        callback=shared.trace_target,
     ),
     test: Path = argument(
-        "TEST", "Traces from after; of a log directory, its newest run.", callback=trace_target
+        "TEST",
+        "Traces from after; of a log directory, its newest run.",
+        callback=shared.trace_target,
     ),
     fail_if_slower: str | None = option(
         "--fail-if-slower PERCENT",
         "End with status 10 where steps are slower by more than this and not by chance, and "
         "with 5 if that cannot be judged; for continuous integration.",
     ),
-    steps: str | None = STEP_RANGE,
+    steps: str | None = shared.STEP_RANGE,
     test_steps: str | None = option("--test-steps A:B", "Steps of TEST, where they differ."),
-    window: int | None = WINDOW,
+    window: int | None = shared.WINDOW,
     short_names: bool = option("--short-names", "Kernels without template arguments are one."),
-    geometry: bool = GEOMETRY,
-    as_json: bool = AS_JSON,
+    geometry: bool = shared.GEOMETRY,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Compare traces from before and after, step by step and name by name.
 
@@ -222,16 +204,16 @@ def trace_diff(
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     tolerance = parse_percent(fail_if_slower)
-    chosen = parse_steps(steps)
+    chosen = shared.parse_steps(steps)
     output = Output(json=as_json)
     before, after = (TraceQuestions(path, window=window) for path in (control, test))
-    with ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=as_json):
         found = before.diff(
             after,
             names=SHORT if short_names else FULL,
             geometry=geometry,
             steps=chosen,
-            other_steps=parse_steps(test_steps) or chosen,
+            other_steps=shared.parse_steps(test_steps) or chosen,
         )
     faults = [
         line

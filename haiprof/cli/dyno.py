@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.version import __version__
-from haiprof.cli.arguments import AS_JSON
 from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
+from haiprof.cli.shared import AS_JSON
 
 if TYPE_CHECKING:
     from haiprof.live.dyno import GpuTrace, NodeAnswer
 
 
-class Wish(str, Enum):
-    """What is asked of it."""
-
-    STATUS = "status"
-    VERSION = "version"
-    GPUTRACE = "gputrace"
-    DCGM_PAUSE = "dcgm-pause"
-    DCGM_RESUME = "dcgm-resume"
-
-
-_RPC = {
-    Wish.STATUS: "getStatus",
-    Wish.VERSION: "getVersion",
-    Wish.DCGM_PAUSE: "dcgmProfPause",
-    Wish.DCGM_RESUME: "dcgmProfResume",
-}
+Wish = Literal["status", "version", "gputrace", "dcgm-pause", "dcgm-resume"]
+_RPC = {"status": "getStatus", "version": "getVersion", "dcgm-pause": "dcgmProfPause",
+        "dcgm-resume": "dcgmProfResume"}  # fmt: skip
 
 
 def dyno(
@@ -87,7 +73,7 @@ def dyno(
 
     output = Output(json=as_json)
     question: GpuTrace | dict[str, Any]
-    if command is Wish.GPUTRACE:
+    if command == "gputrace":
         named = {"shapes": record_shapes, "memory": profile_memory, "stacks": with_stacks,
                  "flops": with_flops, "modules": with_modules}  # fmt: skip
         question = GpuTrace(
@@ -99,7 +85,7 @@ def dyno(
         _check(question)
     else:
         question = {"fn": _RPC[command]}
-        question |= {"duration_s": duration_s} if command is Wish.DCGM_PAUSE else {}
+        question |= {"duration_s": duration_s} if command == "dcgm-pause" else {}
     if hostname is not None or has_daemon(port):
         _ask_daemons(hostname or "localhost", port, question, output, must_match=fail_on_no_process)
     elif isinstance(question, GpuTrace):
@@ -182,14 +168,14 @@ def _trace_here(wish: GpuTrace, output: Output, *, must_match: bool) -> None:
 def _tell_of_here(command: Wish, output: Output) -> None:
     from haiprof.live.dyno import agents_here
 
-    if command is Wish.VERSION:
+    if command == "version":
         output.show(
             lambda _: f"haiprof {__version__}, in place of dynolog", {"haiprof": __version__}
         )
         return
-    if command is not Wish.STATUS:
+    if command != "status":
         raise UsageError(
-            f"{command.value} is of dynolog's DCGM, and no daemon listens here",
+            f"{command} is of dynolog's DCGM, and no daemon listens here",
             hint="haiprof reads GPUs through NVML, and holds no counters that others wait for",
         )
     agents = agents_here()

@@ -7,42 +7,22 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import (
-    AS_JSON,
-    RANK,
-    RUN_DIR,
-    STEP_RANGE,
-    TRACES,
-    WINDOW,
-    ReadProgress,
-    parse_ranks,
-    parse_steps,
-)
+from haiprof.cli import shared
 from haiprof.cli.command_line import argument, option
 from haiprof.cli.names import TABLES, nearest, second_words
 from haiprof.cli.output import Output
-from haiprof.cli.target import existing_log_dir, open_target, trace_target
 
 if TYPE_CHECKING:
     from haiprof.compat.otlp import Sender
     from haiprof.run_analysis.run_frames import RunFrames
 
 
-class Table(str, Enum):
-    """What `--what` takes."""
-
-    COUNTERS = "counters"
-    STEPS = "steps"
-    PHASES = "phases"
-    RANKS = "ranks"
-
-
+Table = Literal["counters", "steps", "phases", "ranks"]
 _TABULAR = ("csv", "parquet")
 _FORMAT_HELP = (
     "csv and parquet: a table, rates per second. prometheus: last values, text format. "
@@ -51,9 +31,9 @@ _FORMAT_HELP = (
 
 
 def export(
-    directory: Path | None = RUN_DIR,
+    directory: Path | None = shared.RUN_DIR,
     to: str = option("--to FORMAT", _FORMAT_HELP, "csv", old=("--format",)),
-    what: Table = option("--what VALUE", "The table, for csv and parquet.", Table.COUNTERS),
+    what: Table = option("--what VALUE", "The table, for csv and parquet.", "counters"),
     output: Path | None = option(
         "-o --output FILE", "Where to write. Left out: standard output, but for parquet."
     ),
@@ -85,23 +65,21 @@ def export(
         )
     if to == "parquet" and output is None:
         raise UsageError("parquet is not text: it needs a file", hint="-o FILE.parquet")
-    if to not in _TABULAR and what is not Table.COUNTERS:
-        raise UsageError(f"{to} holds counters only", hint=f"--to csv --what {what.value}")
+    if to not in _TABULAR and what != "counters":
+        raise UsageError(f"{to} holds counters only", hint=f"--to csv --what {what}")
     if lines and to != "otlp-json":
         raise UsageError("--lines is for --to otlp-json")
-    analyzer = open_target(directory)
+    analyzer = shared.open_target(directory)
     stdout = sys.stdout.buffer
-    written = write_export(
-        analyzer, to, output, what=what.value, lines=lines, force=force, stdout=stdout
-    )
+    written = write_export(analyzer, to, output, what=what, lines=lines, force=force, stdout=stdout)
     for note in written.notes:
         Output().hint(note)
     if output is not None:
         Output().hint(f"wrote {written.count} {written.unit} to {output}")
     if to in _TABULAR:
-        others = ", ".join(other.value for other in Table if other is not what)
+        others = ", ".join(other for other in get_args(Table) if other != what)
         Output().hint(
-            f"these are its {what.value}; others with --what: {others}; the ledger: "
+            f"these are its {what}; others with --what: {others}; the ledger: "
             "haiprof verdict RUN --json"
         )
 
@@ -120,16 +98,16 @@ def merge(
         "Where to write; packed where it ends in .gz. `-` is standard output, as text. Left "
         "out: merged.json.gz in the run directory, or here.",
     ),
-    steps: str | None = STEP_RANGE,
+    steps: str | None = shared.STEP_RANGE,
     ranks: str | None = option("--ranks LIST", "Only these, such as 0,3-5."),
-    window: int | None = WINDOW,
+    window: int | None = shared.WINDOW,
     wall_clocks: bool = option(
         "--wall-clocks", "Take hosts' clocks as they are; left out: compare them by collectives."
     ),
     no_counters: bool = option("--no-counters", "Leave the run's counters out."),
     no_phases: bool = option("--no-phases", "Leave haiprof's phases out."),
     force: bool = option("-f --force", "Replace FILE if it already exists."),
-    as_json: bool = AS_JSON,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Write all ranks' traces into one timeline, each with lanes of its own.
 
@@ -147,14 +125,14 @@ def merge(
     from haiprof.show.views.trace_files import merge_view
     from haiprof.trace_analysis.merge import MergeOptions, default_output, merge_traces
 
-    sources = [trace_target(source) for source in sources or [existing_log_dir()]]
+    sources = [shared.trace_target(source) for source in sources or [shared.existing_log_dir()]]
     output = output or default_output(sources)
     to_stdout = str(output) == "-"
     if to_stdout and as_json:
         raise UsageError("merge: -o - and --json both write to standard output; give one")
     options = MergeOptions(
-        ranks=parse_ranks(ranks),
-        steps=parse_steps(steps),
+        ranks=shared.parse_ranks(ranks),
+        steps=shared.parse_steps(steps),
         window=window,
         by_collectives=not wall_clocks,
         counters=not no_counters,
@@ -163,7 +141,7 @@ def merge(
     )
     out = Output(json=as_json)
     one_pass = wall_clocks and steps is None
-    with ReadProgress(quiet=as_json or one_pass) as waiting:
+    with shared.ReadProgress(quiet=as_json or one_pass) as waiting:
         report = merge_traces(
             sources, output, options, reading=waiting, writing=_WriteProgress(quiet=as_json)
         )
@@ -206,16 +184,16 @@ EXECUTION_TRACES = option(
 
 
 def link(
-    traces: Path = TRACES,
+    traces: Path = shared.TRACES,
     execution: Path | None = EXECUTION_TRACES,
     output_file: Path | None = option(
         "-o --output FILE",
         "Write the joined trace, .json or .json.gz; of several ranks one file each, "
         "FILE.rankN.json.gz. Left out: only the report.",
     ),
-    rank: int | None = RANK,
-    window: int | None = WINDOW,
-    as_json: bool = AS_JSON,
+    rank: int | None = shared.RANK,
+    window: int | None = shared.WINDOW,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Link execution traces to timelines, operator by operator.
 
@@ -236,7 +214,7 @@ def link(
 
     output = Output(json=as_json)
     shares, written = [], []
-    with ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=as_json):
         found, alone = pairs(traces, execution, window=window, rank=rank)
         for pair in found:
             linked = link_pair(pair)
@@ -261,16 +239,16 @@ def chakra(
         "[RUN_OR_LINKED]",
         "A run directory or a folder with traces and execution traces, or what haiprof export "
         "--to linked wrote, or bare execution traces.",
-        callback=trace_target,
-        factory=existing_log_dir,
+        callback=shared.trace_target,
+        factory=shared.existing_log_dir,
     ),
     execution: Path | None = EXECUTION_TRACES,
     folder: Path | None = option(
         "-o --output DIR", "Write NAME.RANK.et files, which Chakra's tools and simulators read."
     ),
     name: str = option("--name NAME", "Begins the files' names.", "chakra"),
-    rank: int | None = RANK,
-    window: int | None = WINDOW,
+    rank: int | None = shared.RANK,
+    window: int | None = shared.WINDOW,
     graph_file: Path | None = option(
         "--graph FILE", "Draw one rank's graph: .graphml, .dot, or .pdf, .svg, .png by Graphviz."
     ),
@@ -283,7 +261,7 @@ def chakra(
         "Of the graph: levels of operators; left out: as many as --max-nodes allows.",
         low=1,
     ),
-    as_json: bool = AS_JSON,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Convert execution traces to Chakra (MLCommons), or draw the graph.
 
@@ -302,7 +280,7 @@ def chakra(
     from haiprof.trace_analysis.chakra import graphs, write_chakra
     from haiprof.trace_analysis.execution_drawing import draw_graph
 
-    chosen = parse_steps(steps)
+    chosen = shared.parse_steps(steps)
     if chosen is not None and chosen[1] - chosen[0] != 1:
         raise UsageError(f"--steps {steps}: a graph shows one step", hint="--steps 102")
     if (folder is None) == (graph_file is None):
@@ -311,7 +289,7 @@ def chakra(
         check_ending(graph_file)
     output = Output(json=as_json)
     rows, notes = [], []
-    with ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=as_json):
         for graph, said in graphs(source, execution, window=window, rank=rank):
             notes += said
             if folder is not None:
@@ -332,7 +310,7 @@ def chakra(
 
 
 def scalars(
-    directory: Path | None = RUN_DIR,
+    directory: Path | None = shared.RUN_DIR,
     follow: bool = option(
         "--follow", "Keep writing until the job has ended, or until interrupted."
     ),
@@ -352,14 +330,12 @@ def scalars(
     """
     from haiprof.show.scalars import write_scalars
 
-    analyzer = open_target(directory)
+    analyzer = shared.open_target(directory)
     written = write_scalars(analyzer.run, follow=follow, every_s=every)
     Output(json=as_json).show(lambda _: written.line, asdict(written))
 
 
-def wandb(
-    directory: Path | None = RUN_DIR,
-) -> None:
+def wandb(directory: Path | None = shared.RUN_DIR) -> None:
     """Send verdict, ledger, medians, step times and the page to Weights & Biases.
 
     Its own variables count: WANDB_PROJECT, WANDB_MODE=offline, WANDB_DIR; with WANDB_RUN_ID and
@@ -374,9 +350,7 @@ def wandb(
     _send("wandb", directory)
 
 
-def mlflow(
-    directory: Path | None = RUN_DIR,
-) -> None:
+def mlflow(directory: Path | None = shared.RUN_DIR) -> None:
     """Send verdict, ledger, medians, step times and the page to MLflow.
 
     Its own variables count: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME; with MLFLOW_RUN_ID they go
@@ -394,14 +368,14 @@ _PUSH_S = 10.0
 
 
 def otlp(
-    directory: Path | None = RUN_DIR,
+    directory: Path | None = shared.RUN_DIR,
     endpoint: str | None = option(
         "--endpoint URL",
         "The collector's address; /v1/metrics is added to one without a path. Left out: "
         "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, else this machine's.",
     ),
     follow: bool = option("--follow", "The job runs: also what comes, every 10 s until it ends."),
-    as_json: bool = AS_JSON,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Push every sample of a run, and its steps, to an OpenTelemetry collector by OTLP/HTTP.
 
@@ -418,10 +392,10 @@ def otlp(
     from haiprof.compat.otlp import Sender, find_collector
 
     output, collector = Output(json=as_json), find_collector(endpoint, os.environ)
-    sender, analyzer = Sender(collector, print_message), open_target(directory)
+    sender, analyzer = Sender(collector, print_message), shared.open_target(directory)
     if follow:
         _push_while_it_runs(sender, analyzer)
-    done = sender.push(open_target(analyzer.run.root))
+    done = sender.push(shared.open_target(analyzer.run.root))
     for note in done.notes:
         output.hint(note)
     lost = f"; it rejected {done.rejected_count} of them" if done.rejected_count else ""
@@ -444,7 +418,7 @@ def _push_while_it_runs(sender: Sender, analyzer: RunFrames) -> None:
         except HaiprofError as error:
             print_message(f"{error}; again in {_PUSH_S:g} s")
         time.sleep(_PUSH_S)
-        analyzer = open_target(analyzer.run.root)
+        analyzer = shared.open_target(analyzer.run.root)
 
 
 def _send(tracker: str, directory: Path | None) -> None:
@@ -456,7 +430,7 @@ def _send(tracker: str, directory: Path | None) -> None:
     from haiprof.show.page.content import page_content
     from haiprof.show.page.render import report_html
 
-    analyzer = open_target(directory)
+    analyzer = shared.open_target(directory)
     found, manifest = diagnose(analyzer), analyzer.manifest()
     texts = {"command": " ".join(manifest.command), "run": str(analyzer.run.root),
              "version": manifest.haiprof_version}  # fmt: skip

@@ -15,19 +15,9 @@ from haiprof.base.log_addresses import check_packages
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import DEFAULT_STEPS
 from haiprof.base.units import NS_PER_S
-from haiprof.cli.arguments import (
-    AS_JSON,
-    JOB_NAME,
-    LOG_DIRS,
-    job_or_processes,
-    log_dirs,
-    parse_ranks,
-    sees_others,
-    the_job,
-)
+from haiprof.cli import shared
 from haiprof.cli.command_line import option
 from haiprof.cli.output import Output
-from haiprof.cli.target import default_log_dir, default_options
 from haiprof.run_format.layout import RunPaths
 
 if TYPE_CHECKING:
@@ -36,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def snapshot(
-    job: str | None = JOB_NAME,
+    job: str | None = shared.JOB_NAME,
     hang: bool = option("--hang", "The job hangs: also compare the ranks' last collectives."),
-    log_dir: list[Path] | None = LOG_DIRS,
-    as_json: bool = AS_JSON,
+    log_dir: list[Path] | None = shared.LOG_DIRS,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Show what every rank of a running job does now: for a job that hangs, who holds it up.
 
@@ -57,13 +47,13 @@ def snapshot(
     from haiprof.show.views.requests import snapshot_view
 
     output = Output(json=as_json)
-    found = take_snapshot(the_job(job, log_dir).run, hang=hang, progress=print_message)
+    found = take_snapshot(shared.the_job(job, log_dir).run, hang=hang, progress=print_message)
     output.show(lambda _: snapshot_view(found), found.as_json())
     output.hint(f"kept in {found.path}")
 
 
 def attach(
-    job: str | None = JOB_NAME,
+    job: str | None = shared.JOB_NAME,
     seconds: float = option("--time SECONDS", "For how many seconds.", 60.0, low=0.5),
     trace: bool = option("--trace", "Also trace some steps with torch.profiler."),
     steps: int = option(
@@ -80,8 +70,8 @@ def attach(
         "A process that was not started under haiprof: put the hook into it. It has risks, "
         "which are listed before anything is done.",
     ),
-    log_dir: list[Path] | None = LOG_DIRS,
-    as_json: bool = AS_JSON,
+    log_dir: list[Path] | None = shared.LOG_DIRS,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Record a running job for a while, and show what makes it slow.
 
@@ -102,8 +92,8 @@ def attach(
     from haiprof.cli.run_copies import copies_at, pause
     from haiprof.live.attach import AttachRequest, attach_injecting, attach_job, attach_sampling
 
-    found, processes = job_or_processes(job, log_dir)
-    address = default_options().address
+    found, processes = shared.job_or_processes(job, log_dir)
+    address = shared.default_options().address
     if address:
         check_packages(address)
     if found is None and trace and not inject:
@@ -113,7 +103,7 @@ def attach(
         )
     options = {"count": steps, "time_s": 0, "stacks": stacks} if trace else None
     copies = copies_at(address) if address else None
-    folder = log_dir[0] if log_dir and not address else default_log_dir()
+    folder = log_dir[0] if log_dir and not address else shared.default_log_dir()
     wish = AttachRequest(time_s=seconds, trace=options, log_dir=folder, copies=copies)
 
     if found is not None:
@@ -204,7 +194,7 @@ def trace_through_kineto(
 
 
 def trace_now(
-    job: str | None = JOB_NAME,
+    job: str | None = shared.JOB_NAME,
     steps: int = option(
         "--trace-steps N", "How many steps.", DEFAULT_STEPS, old=("--steps",), low=1, high=10000
     ),
@@ -240,8 +230,8 @@ def trace_now(
         "Where the traces go (with kineto and dynolog; default: the run directory, else "
         "haiprof-traces).",
     ),
-    log_dir: list[Path] | None = LOG_DIRS,
-    as_json: bool = AS_JSON,
+    log_dir: list[Path] | None = shared.LOG_DIRS,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Trace a running job with torch.profiler: the same steps on every rank of every node.
 
@@ -270,11 +260,15 @@ def trace_now(
         "memory": memory, "flops": flops, "modules": modules, "sync": sync,
         "execution_trace": execution_trace,
     }  # fmt: skip
-    job = str(the_job(None, log_dir).run.root) if job is None else job
-    wanted = parse_ranks(ranks)
+    job = str(shared.the_job(None, log_dir).run.root) if job is None else job
+    wanted = shared.parse_ranks(ranks)
     wanted_ranks = None if wanted is None else tuple(sorted(wanted))
     through_kineto = kineto_job(
-        job, log_dirs(log_dir), backend=backend, progress=print_message, others=sees_others()
+        job,
+        shared.log_dirs(log_dir),
+        backend=backend,
+        progress=print_message,
+        others=shared.sees_others(),
     )
     if through_kineto is not None:
         endpoint = dynolog if backend == "dynolog" else None
@@ -286,7 +280,7 @@ def trace_now(
     if folder is not None:
         raise UsageError("-o goes with --backend kineto or dynolog: the hook's are in the run")
     found = ask_for_trace(
-        the_job(job, log_dir).run, options, ranks=wanted_ranks, timeout_s=timeout,
+        shared.the_job(job, log_dir).run, options, ranks=wanted_ranks, timeout_s=timeout,
         start_wall_ns=start_ns, progress=print_message,
     )  # fmt: skip
     output.show(lambda _: trace_now_view(found), found.as_json())

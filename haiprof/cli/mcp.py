@@ -15,8 +15,8 @@ from typing import Any, Literal
 from haiprof.base.errors import MissingExtraError
 from haiprof.base.log_addresses import is_address
 from haiprof.base.version import __version__
-from haiprof.cli.own_command import own_command
-from haiprof.cli.target import default_log_dir
+from haiprof.cli.names import own_command
+from haiprof.cli.shared import default_log_dir
 
 TOKENS = 2000
 """The most tokens of an answer, unless the agent asks for more."""
@@ -292,9 +292,6 @@ def in_ms(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 def _dump(value: Any) -> str:  # noqa: ANN401
     """JSON in one line, without spaces; what is not ASCII is escaped."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-# -- what is kept of the answers of commands -------------------------------------------------------
 
 
 def _without(*names: str) -> Shape:

@@ -1,9 +1,13 @@
-"""haiprof's commands by name: how they are spelled, what they show, and where they are."""
+"""haiprof's commands by name: how they are spelled, what they show and where; as processes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from haiprof.base.version import PACKAGE
 
 
 class Command(NamedTuple):
@@ -105,7 +109,7 @@ COMMANDS = {
     "preflight": Command("preflight", "[COMMAND]", "before a job: slow ranks, nodes and links",
                          "prepare:preflight"),
     "node": Command("node", "[DIR]", "records this node for months without a job; --show",
-                    "node:node"),
+                    "prepare:node"),
     "doctor": Command("doctor", "", "what can be measured on this node, and what prevents the rest",
                       "prepare:doctor"),
     "mcp": Command("mcp", "", "runs and traces as tools for agents, read-only, over stdio",
@@ -212,3 +216,22 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     import difflib
 
     return next(iter(difflib.get_close_matches(word, list(names), n=1)), None)
+
+
+# The working directory is the user's: a calendar.py there must not be taken for Python's.
+_PROGRAM = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; "
+    f"sys.path.insert(0, {str(PACKAGE.parent)!r}); "
+    "from haiprof.__main__ import run; run()"
+)
+
+
+def own_command(*words: str) -> list[str]:
+    """Another command of this haiprof, in a process of its own."""
+    return [sys.executable, "-c", _PROGRAM, *words]
+
+
+def installed_haiprof() -> tuple[str, ...]:
+    """The command haiprof of this interpreter, as other nodes can start it."""
+    command = Path(sys.executable).parent / "haiprof"
+    return (str(command),) if command.exists() else (sys.executable, "-m", "haiprof")

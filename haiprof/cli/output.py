@@ -100,18 +100,12 @@ def show_error(error: HaiprofError) -> int:
     return error.exit_code
 
 
-def json_text(data: Mapping[str, Any]) -> str:
-    """JSON for scripts: what is missing or not finite is null."""
-    return _escape_json(json.dumps(plain(data), indent=1, ensure_ascii=False, allow_nan=False))
+def json_text(data: Mapping[str, Any], *, indent: int | None = 1) -> str:
+    """JSON for scripts, where what is missing or not finite is null; without indent on one line.
 
-
-def json_line(data: Mapping[str, Any]) -> str:
-    """The same on one line."""
-    return _escape_json(json.dumps(plain(data), ensure_ascii=False, allow_nan=False))
-
-
-def _escape_json(text: str) -> str:
-    """JSON whose text is safe on a terminal too: what is not visible is written as an escape."""
+    It is safe on a terminal, too: what is not visible is written as an escape.
+    """
+    text = json.dumps(plain(data), indent=indent, ensure_ascii=False, allow_nan=False)
     return _UNSEEN.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 

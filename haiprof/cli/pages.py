@@ -15,9 +15,8 @@ from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.messages import print_message
 from haiprof.base.safe_files import MadeFolder, write_file
-from haiprof.cli.arguments import BASELINE, CLUSTER, RANK, RUN_DIR, ReadProgress, parse_cluster
+from haiprof.cli import shared
 from haiprof.cli.command_line import argument, option
-from haiprof.cli.target import named_traces, open_target, run_or_traces
 
 NO_BROWSER = option("--no-browser", "Only print the address.")
 
@@ -78,7 +77,7 @@ def tensorboard(
     """
     from haiprof.compat.tensorboard import Serving, serve_tensorboard
 
-    run, traces = run_or_traces(source)
+    run, traces = shared.run_or_traces(source)
 
     with page_opener(port, no_browser) as open_page:
 
@@ -98,14 +97,14 @@ READ_TRACES = option(
 
 
 def report(
-    directory: Path | None = RUN_DIR,
+    directory: Path | None = shared.RUN_DIR,
     output: Path | None = option(
         "-o --output FILE",
         "Left out: report/report.html in the run; of another user's run RUN.html here.",
     ),
-    baseline: str | None = BASELINE,
+    baseline: str | None = shared.BASELINE,
     read_traces: bool = READ_TRACES,
-    cluster: str | None = CLUSTER,
+    cluster: str | None = shared.CLUSTER,
 ) -> None:
     """Write all of a run, or of traces, into one HTML file, for a ticket or to keep.
 
@@ -125,18 +124,18 @@ def report(
     from haiprof.show.page.content import page_content
     from haiprof.show.page.render import write_report, write_trace_page
 
-    pool = parse_cluster(cluster)
-    if (traces := named_traces(directory)) is not None:
+    pool = shared.parse_cluster(cluster)
+    if (traces := shared.named_traces(directory)) is not None:
         from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
         from haiprof.trace_analysis.report import standard_report
 
-        with ReadProgress(quiet=False) as waiting:
+        with shared.ReadProgress(quiet=False) as waiting:
             found = standard_report(traces, pool=pool, progress=waiting)
         path = output or Path(f"{traces.resolve().name.partition('.json')[0]}.html")
         write_trace_page(found, TraceQuestions(found.path), path, force=output is not None)
         print_message(f"wrote {path}: open it in a browser")
         return
-    analyzer = open_target(directory, pool=pool)
+    analyzer = shared.open_target(directory, pool=pool)
     content = page_content(analyzer, read_traces=read_traces, baseline=baseline)
     if content.comparison is not None and content.comparison.missing:
         print_message(f"not compared: {content.comparison.missing}")
@@ -160,11 +159,11 @@ def report(
 
 
 def view(
-    directory: Path | None = RUN_DIR,
+    directory: Path | None = shared.RUN_DIR,
     port: int = replace(PORT, default=5000),
     host: str = HOST,
     no_browser: bool = NO_BROWSER,
-    baseline: str | None = BASELINE,
+    baseline: str | None = shared.BASELINE,
     read_traces: bool = READ_TRACES,
 ) -> None:
     """Show the page of `haiprof report` in a browser, also while the job runs.
@@ -180,7 +179,7 @@ def view(
     """
     from haiprof.show.page.server import serve_page
 
-    run = open_target(directory).run
+    run = shared.open_target(directory).run
     with page_opener(port, no_browser) as open_page:
         serve_page(
             run, host=host, port=port, read_traces=read_traces, baseline=baseline,
@@ -193,7 +192,7 @@ def perfetto(
         "TRACE_OR_RUN",
         "A trace, a folder of traces, or a run or log directory. Left out: the newest run.",
     ),
-    rank: int | None = RANK,
+    rank: int | None = shared.RANK,
     window: int | None = option("--window W", "This trace window instead of the last one.", low=0),
     port: int = replace(PORT, default=9010),
     no_browser: bool = NO_BROWSER,
@@ -212,7 +211,7 @@ def perfetto(
     from haiprof.show.servers import serve_perfetto, trace_to_show, viewer_folder
     from haiprof.trace_analysis.step_time import with_range_lanes
 
-    run, traces = run_or_traces(source)
+    run, traces = shared.run_or_traces(source)
     trace = trace_to_show(run, traces, rank=rank, window=window)
     viewer = viewer_folder(trace)
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.log_addresses import is_address
 from haiprof.base.options import ENV_LOG_DIR
-from haiprof.cli.arguments import AS_JSON
 from haiprof.cli.command_line import ExitStatus, argument, option
+from haiprof.cli.names import own_command
 from haiprof.cli.output import Output
-from haiprof.cli.own_command import own_command
-from haiprof.cli.target import default_options, existing_log_dir
+from haiprof.cli.shared import AS_JSON, default_options, existing_log_dir
 from haiprof.launch.run_directories import RunCopies
 from haiprof.run_format.layout import RunPaths
 
@@ -56,7 +55,6 @@ def put(
     """
     from haiprof.base.units import bytes_text
     from haiprof.run_analysis.remote_runs import put_run
-    from haiprof.run_format.layout import RunPaths
     from haiprof.run_format.manifest import newest_run
     from haiprof.run_format.secrets import mask_text
     from haiprof.show.text import count_text

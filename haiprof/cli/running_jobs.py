@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 
 from haiprof.base.errors import HaiprofError
-from haiprof.cli.arguments import AS_JSON, JOB_NAME, LOG_DIRS, log_dirs, sees_others
 from haiprof.cli.command_line import option
-from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
+from haiprof.cli.output import Output, json_text, stdout_console, terminal_width
+from haiprof.cli.shared import AS_JSON, JOB_NAME, LOG_DIRS, log_dirs, sees_others
 from haiprof.show.views.jobs import BACK, DOWN, ENTER, QUIT, UP
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def top(
       haiprof ls --live train.py             one of them, its ranks
       haiprof ls --live train.py --json --follow | jq .step_ns
     """
-    from haiprof.cli.own_command import own_command
+    from haiprof.cli.names import own_command
     from haiprof.live.find import find_job
     from haiprof.live.follow import Watch
     from haiprof.show.terminal import shows_colors
@@ -210,7 +210,7 @@ def _lines(watch: Watch) -> None:
     while True:
         jobs = watch.look()
         data = {"wall_ns": time.time_ns(), "jobs": [job.as_json() for job in jobs]}
-        sys.stdout.write(json_line(data) + "\n")
+        sys.stdout.write(json_text(data, indent=None) + "\n")
         sys.stdout.flush()
         if not any(job.running for job in jobs):
             return
@@ -237,9 +237,7 @@ def _live(watch: Watch, selection: Selection, console: Console) -> None:
             screen.update(frame, refresh=True)
             where: Selection | None = selection
             key = pressed.wait(max(looked + REFRESH_S - time.monotonic(), 0.0))
-            while (
-                key is not None and where is not None
-            ):  # all that was pressed since the last frame
+            while key is not None and where is not None:  # all pressed since the last frame
                 where = move(where, key, jobs)
                 key = pressed.wait(0.0)
             if where is None:

@@ -8,16 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.cli.arguments import AS_JSON, BASELINE, HTML_FILE, OUTPUT_FORM, RANK, RUN_DIR, Form
+from haiprof.cli import shared
 from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
-from haiprof.cli.target import existing_log_dir, open_target, whole_path
 
 
 def overview(
-    directory: Path | None = RUN_DIR,
-    as_json: bool = AS_JSON,
-    html: Path | None = HTML_FILE,
+    directory: Path | None = shared.RUN_DIR,
+    as_json: bool = shared.AS_JSON,
+    html: Path | None = shared.HTML_FILE,
 ) -> None:
     """Show the whole job: per rank the steps and their time split, CPU, memory, traffic, GPU.
 
@@ -33,7 +32,7 @@ def overview(
     from haiprof.show.summary import overview_summary
     from haiprof.show.views.run import overview_view
 
-    analyzer = open_target(directory)
+    analyzer = shared.open_target(directory)
     output = Output(json=as_json)
     summary = overview_summary(analyzer)
     if html is not None:
@@ -50,9 +49,9 @@ def rank(
         "[DIR] [RANK]",
         "A run or log directory and a rank, in either order. Left out: rank 0 of the newest run.",
     ),
-    number: int | None = RANK,
-    as_json: bool = AS_JSON,
-    html: Path | None = HTML_FILE,
+    number: int | None = shared.RANK,
+    as_json: bool = shared.AS_JSON,
+    html: Path | None = shared.HTML_FILE,
 ) -> None:
     """Show one rank over time: each phase's statistics, the slowest steps, pauses, its counters.
 
@@ -64,7 +63,7 @@ def rank(
       haiprof verdict rank 0 --json | jq '.slowest'
     """
     directory, chosen = parse_rank_words("rank", words or [], number)
-    analyzer = open_target(directory)
+    analyzer = shared.open_target(directory)
     chosen = 0 if chosen is None else chosen
     from haiprof.show.rank_summary import one_rank_summary
     from haiprof.show.views.run import rank_view
@@ -109,8 +108,8 @@ def lines(
         "gradients (before optimizer), optimizer, after_step (after optimizer), evaluation, "
         "checkpoint, compile, between_steps; or only worker, worker_waiting, other_threads.",
     ),
-    html: Path | None = HTML_FILE,
-    baseline: str | None = BASELINE,
+    html: Path | None = shared.HTML_FILE,
+    baseline: str | None = shared.BASELINE,
     speedscope: Path | None = option(
         "--speedscope FILE",
         "Write all stacks for https://www.speedscope.app (it runs in the browser alone).",
@@ -120,7 +119,7 @@ def lines(
         "Write all stacks as lines `frame;frame COUNT`, for flamegraph.pl and others.",
     ),
     force: bool = option("--force", "Replace a file that already exists."),
-    as_json: bool = AS_JSON,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Show which lines of your code take the time, by rank and position, as they were sampled.
 
@@ -147,7 +146,7 @@ def lines(
     if phase is not None and phase not in LINE_PARTS:
         raise UsageError(f"--phase {phase}: no such phase", hint=f"one of {', '.join(LINE_PARTS)}")
     directory, rank = parse_rank_words("lines", words or [], number)
-    analyzer = open_target(directory)
+    analyzer = shared.open_target(directory)
     ranks = sorted(set(analyzer.ranks()["rank"]))
     if rank is not None and rank not in ranks:
         known = f"its ranks: {', '.join(map(str, ranks))}"
@@ -184,8 +183,8 @@ def goodput(
         "runs: exactly these. Left out: the newest run of the log directory that a job started "
         "here would write to.",
     ),
-    as_json: bool = AS_JSON,
-    form: Form = OUTPUT_FORM,
+    as_json: bool = shared.AS_JSON,
+    form: shared.Form = shared.OUTPUT_FORM,
 ) -> None:
     """Show where a job's wall time went, from its first start to its last end: it adds up to 100 %.
 
@@ -215,11 +214,11 @@ def goodput(
     from haiprof.run_format.manifest import newest_run
     from haiprof.show.views.deaths import goodput_data, goodput_markdown, goodput_view
 
-    named = [newest_run(whole_path(run)) for run in runs or [existing_log_dir()]]
+    named = [newest_run(shared.whole_path(run)) for run in runs or [shared.existing_log_dir()]]
     folders, joined = runs_of_job(RunPaths(named[0])) if len(named) == 1 else (named, "as named")
     joined = joined if len(folders) > 1 else ""
     found = job_goodput(list(dict.fromkeys(folders)))
-    output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
+    output = Output(json=as_json or form == "json", markdown=form == "markdown")
     output.show(
         lambda _: goodput_view(found, joined=joined),
         goodput_data(found, folders, joined=joined),
@@ -250,7 +249,7 @@ def list_runs(
         "Instead of runs, the nodes that verdicts of runs and kept preflights named: how often, "
         "and as what.",
     ),
-    as_json: bool = AS_JSON,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
 
@@ -265,7 +264,7 @@ def list_runs(
       haiprof ls --nodes              which nodes were named how often
       haiprof ls --json | jq -r '.runs[-1].path'
     """
-    log_dir = directory if directory is not None else existing_log_dir()
+    log_dir = directory if directory is not None else shared.existing_log_dir()
     output = Output(json=as_json)
     if nodes:
         if everything or job is not None:
@@ -281,7 +280,7 @@ def list_runs(
     from haiprof.run_format.manifest import newest_run, read_manifest
     from haiprof.show.run_list import list_view, run_list
 
-    own = None if job is None else read_manifest(RunPaths(newest_run(whole_path(job))))
+    own = None if job is None else read_manifest(RunPaths(newest_run(shared.whole_path(job))))
     runs = run_list(log_dir, limit_s=None if everything else LIMIT_S, job=own)
     output.show(lambda _: list_view(log_dir, runs), {"log_dir": log_dir, "runs": runs})
     if runs:

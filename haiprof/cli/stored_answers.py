@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import SPACES, visible
-from haiprof.cli.target import working_folder
+from haiprof.cli.shared import working_folder
 
 if TYPE_CHECKING:
     from haiprof.run_format.layout import RunPaths

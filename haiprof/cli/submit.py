@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AS_JSON
 from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
+from haiprof.cli.shared import AS_JSON
 
 if TYPE_CHECKING:
     from haiprof.launch.submit.spec import JobSpec
@@ -86,13 +86,8 @@ def submit(
       haiprof submit train.py --nodes 8 --gpus-per-node 8 --emit slurm > job.sh
     """
     from haiprof.base.errors import UsageError
-    from haiprof.cli.own_command import installed_haiprof
-    from haiprof.launch.submit.spec import (
-        JobSpec,
-        parse_directives,
-        parse_environment,
-        resolve_options,
-    )
+    from haiprof.cli.names import installed_haiprof
+    from haiprof.launch.submit import spec as specs
     from haiprof.launch.submit.spec import parse_time_limit as limit
 
     given = {"time": time, "warmup": warmup, "trace": "1" if trace else None,
@@ -100,8 +95,8 @@ def submit(
     program, *arguments = [*([] if module is None else [module]), *(words or [])] or [""]
     if not program:
         raise UsageError("submit: no script", hint="haiprof submit train.py; haiprof submit --help")
-    texts, folder = resolve_options(options or [], given, os.environ, program=program)
-    spec = JobSpec(
+    texts, folder = specs.resolve_options(options or [], given, os.environ, program=program)
+    spec = specs.JobSpec(
         program=program,
         module=module is not None,
         arguments=tuple(arguments),
@@ -113,11 +108,11 @@ def submit(
         gpu_type=gpu_type,
         cpus_per_node=cpus_per_node,
         time_limit_s=None if time_limit is None else limit(time_limit),
-        environment=parse_environment(env or [], os.environ),
+        environment=specs.parse_environment(env or [], os.environ),
         requeue=requeue,
         partition=partition,
         account=account,
-        directives=parse_directives(sbatch or []),
+        directives=specs.parse_directives(sbatch or []),
         image=image,
         claim=claim,
         haiprof=installed_haiprof(),

@@ -8,22 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import (
-    AS_JSON,
-    CLUSTER,
-    FORMULAS_OPTION,
-    PEAK_OPTION,
-    RANK,
-    STEP_RANGE,
-    TRACES,
-    WINDOW,
-    ReadProgress,
-    parse_cluster,
-    parse_steps,
-)
+from haiprof.cli import shared
 from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
-from haiprof.cli.target import existing_log_dir, trace_target
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -31,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def trace_check(
-    traces: Path = TRACES,
-    window: int | None = WINDOW,
-    as_json: bool = AS_JSON,
+    traces: Path = shared.TRACES,
+    window: int | None = shared.WINDOW,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Show what is wrong with the recording of traces, and what becomes of the answers.
 
@@ -51,7 +38,7 @@ def trace_check(
 
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
-    with ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=as_json):
         checks, files = analysis.trace_check(), analysis.load_report()
     faults = int(checks["is_fault"].sum())
     output.show(
@@ -76,12 +63,12 @@ def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> lis
 
 
 def efficiency(
-    traces: Path = TRACES,
-    steps: str | None = STEP_RANGE,
-    peak: str | None = PEAK_OPTION,
-    formulas: Path | None = FORMULAS_OPTION,
-    window: int | None = WINDOW,
-    as_json: bool = AS_JSON,
+    traces: Path = shared.TRACES,
+    steps: str | None = shared.STEP_RANGE,
+    peak: str | None = shared.PEAK_OPTION,
+    formulas: Path | None = shared.FORMULAS_OPTION,
+    window: int | None = shared.WINDOW,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Show MFU and HFU of traced steps, and which operators are far from the roofline.
 
@@ -101,10 +88,10 @@ def efficiency(
     from haiprof.trace_analysis.own_formulas import read_formulas
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
-    chosen, peaks, own = parse_steps(steps), parse_peak(peak), read_formulas(formulas)
+    chosen, peaks, own = shared.parse_steps(steps), parse_peak(peak), read_formulas(formulas)
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
-    with ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=as_json):
         whole = analysis.step_efficiency(chosen, peaks=peaks, formulas=own)
         operators = analysis.efficiency(chosen, peaks=peaks, formulas=own)
     faults = print_faults(output, analysis, "efficiency")
@@ -120,9 +107,9 @@ def efficiency(
 
 
 def critical_path(
-    traces: Path = TRACES,
-    rank: int | None = RANK,
-    steps: str | None = STEP_RANGE,
+    traces: Path = shared.TRACES,
+    rank: int | None = shared.RANK,
+    steps: str | None = shared.STEP_RANGE,
     annotation: str | None = option(
         "--annotation NAME", "The window is a record_function range with this in its name."
     ),
@@ -130,8 +117,8 @@ def critical_path(
     overlay: Path | None = option(
         "--overlay DIR", "Write a copy of the trace with the path drawn in, for Perfetto."
     ),
-    window: int | None = WINDOW,
-    as_json: bool = AS_JSON,
+    window: int | None = shared.WINDOW,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Show what a step's time consists of: work of the host, of the GPU, and delays.
 
@@ -147,12 +134,12 @@ def critical_path(
     from haiprof.show.views.causes import critical_path_data, critical_path_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
-    chosen = parse_steps(steps)
+    chosen = shared.parse_steps(steps)
     if chosen is not None and annotation is not None:
         raise UsageError("trace critical-path: --steps and --annotation are two windows; give one")
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
-    with ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=as_json):
         path = analysis.critical_path(rank, steps=chosen, annotation=annotation, instance=instance)
         if overlay is not None:
             written = analysis.overlay_critical_path(path, rank, folder=overlay)
@@ -170,8 +157,8 @@ def what_if(
         "[TRACES_OR_RUN]",
         "A trace, a folder with one file per rank, a run directory with traces, or a table of "
         "a pipelined job's operations (.parquet), or a folder of such.",
-        callback=trace_target,
-        factory=existing_log_dir,
+        callback=shared.trace_target,
+        factory=shared.existing_log_dir,
     ),
     faster: list[str] | None = option(
         "--faster WHAT[:SPEED]",
@@ -180,10 +167,10 @@ def what_if(
         "or ranks: as fast as the others. 'A and B' is both together. May be given several "
         "times.",
     ),
-    steps: str | None = STEP_RANGE,
-    window: int | None = WINDOW,
-    cluster: str | None = CLUSTER,
-    as_json: bool = AS_JSON,
+    steps: str | None = shared.STEP_RANGE,
+    window: int | None = shared.WINDOW,
+    cluster: str | None = shared.CLUSTER,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Predict the step's time if something were faster; alone: what would help most.
 
@@ -198,18 +185,12 @@ def what_if(
       haiprof trace what-if traces/ --faster "loader:2x and operator=aten:2x"     both together
       haiprof trace what-if job.parquet                          what a job's stragglers cost
     """
-    from haiprof.show.views.causes import (
-        job_row,
-        job_view,
-        what_if_answers,
-        what_if_data,
-        what_if_view,
-    )
+    from haiprof.show.views import causes as views
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_analysis.what_if.operations import operation_files
 
     changes = [parse_change(text) for text in faster or ()]
-    chosen, pool = parse_steps(steps), parse_cluster(cluster)
+    chosen, pool = shared.parse_steps(steps), shared.parse_cluster(cluster)
     output = Output(json=as_json)
     if tables := operation_files(source):
         if faster or steps or cluster or window is not None:
@@ -217,14 +198,16 @@ def what_if(
                 f"{source}: a table of operations is replayed whole",
                 hint="leave --faster, --steps, --window and --cluster out",
             )
-        jobs = [job_row(path) for path in tables]
-        output.show(lambda _: job_view(jobs), {"jobs": jobs})
+        jobs = [views.job_row(path) for path in tables]
+        output.show(lambda _: views.job_view(jobs), {"jobs": jobs})
         return
-    with ReadProgress(quiet=as_json):
-        answers = what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
+    with shared.ReadProgress(quiet=as_json):
+        answers = views.what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
         analysis = TraceQuestions(source, window=window, pool=pool)
         faults = print_faults(output, analysis, "what-if")
-    output.show(lambda _: what_if_view(answers), what_if_data(answers) | {"faults": faults})
+    output.show(
+        lambda _: views.what_if_view(answers), views.what_if_data(answers) | {"faults": faults}
+    )
 
 
 def parse_change(text: str) -> Change:
@@ -263,10 +246,10 @@ def _parse_one(text: str) -> Change:
 
 
 def memory_timeline(
-    traces: Path = TRACES,
-    rank: int | None = RANK,
-    window: int | None = WINDOW,
-    as_json: bool = AS_JSON,
+    traces: Path = shared.TRACES,
+    rank: int | None = shared.RANK,
+    window: int | None = shared.WINDOW,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Show memory over time and what was alive at the peak, by operator.
 
@@ -294,7 +277,7 @@ def memory_timeline(
         timeline = memory_by_category(traces)
         output.show(lambda _: views.category_view(timeline), views.category_json(timeline))
     else:
-        with ReadProgress(quiet=as_json):
+        with shared.ReadProgress(quiet=as_json):
             answers = views.memory_answers(TraceQuestions(traces, window=window), rank)
         output.show(lambda _: views.memory_view(answers), answers.as_json())
 
@@ -303,7 +286,7 @@ def flight_recorder(
     dumps: list[Path] = argument(
         "DUMPS", "Files, one per rank, which end in the rank's number, or a folder; or NCCL's own."
     ),
-    as_json: bool = AS_JSON,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Name the collective that does not match, and the ranks, from dumps of the Flight Recorder.
 

@@ -5,39 +5,25 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import (
-    AS_JSON,
-    CLUSTER,
-    CSV_FOLDER,
-    FORCE,
-    GEOMETRY,
-    RANK,
-    STEP_RANGE,
-    TRACES,
-    WINDOW,
-    ReadProgress,
-    parse_cluster,
-    parse_steps,
-)
+from haiprof.cli import shared
 from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
-from haiprof.cli.target import existing_log_dir, open_target, trace_target
 from haiprof.cli.trace_causes import print_faults
 
 
 def trace_report(
-    traces: Path = TRACES,
-    steps: str | None = STEP_RANGE,
-    rank: int | None = RANK,
-    window: int | None = WINDOW,
-    cluster: str | None = CLUSTER,
-    as_json: bool = AS_JSON,
-    csv: Path | None = CSV_FOLDER,
-    force: bool = FORCE,
+    traces: Path = shared.TRACES,
+    steps: str | None = shared.STEP_RANGE,
+    rank: int | None = shared.RANK,
+    window: int | None = shared.WINDOW,
+    cluster: str | None = shared.CLUSTER,
+    as_json: bool = shared.AS_JSON,
+    csv: Path | None = shared.CSV_FOLDER,
+    force: bool = shared.FORCE,
     reduce: Path | None = option(
         "--reduce DIR",
         "Show nothing: write a small summary of each trace into this folder. trace report DIR "
@@ -68,18 +54,18 @@ def trace_report(
     from haiprof.trace_analysis.report import reduce_traces, standard_report
 
     output = Output(json=as_json)
-    chosen, pool = parse_steps(steps), parse_cluster(cluster)
+    chosen, pool = shared.parse_steps(steps), shared.parse_cluster(cluster)
     if reduce is not None:
         if rank is not None or csv is not None or as_json or html is not None:
             raise UsageError("trace report: --reduce goes with --steps, --window and --cluster")
-        with ReadProgress(quiet=False) as waiting:
+        with shared.ReadProgress(quiet=False) as waiting:
             made = reduce_traces(
                 traces, reduce, steps=chosen, window=window, pool=pool, progress=waiting
             )
         output.hint(f"wrote {len(made)} summaries to {reduce}")
         output.hint(f"next: haiprof trace report {shlex.quote(str(reduce))}")
         return
-    with ReadProgress(quiet=as_json) as waiting:
+    with shared.ReadProgress(quiet=as_json) as waiting:
         report = standard_report(
             traces, steps=chosen, rank=rank, window=window, pool=pool, progress=waiting
         )
@@ -120,9 +106,9 @@ def _table_name(word: str) -> str:
 
 def trace_table(
     table: str = argument("TABLE", ", ".join(NAMES), callback=_table_name),
-    traces: Path = TRACES,
-    steps: str | None = STEP_RANGE,
-    window: int | None = WINDOW,
+    traces: Path = shared.TRACES,
+    steps: str | None = shared.STEP_RANGE,
+    window: int | None = shared.WINDOW,
     num_kernels: int | None = option(
         "--num-kernels N", "kernels: at most N per rank and kind, the rest is one row.", low=1
     ),
@@ -153,7 +139,7 @@ def trace_table(
         "--output -o DIR", "counter-traces: where they go (default: beside each trace)."
     ),
     csv: bool = option("--as-csv", "Print the whole table as CSV.", old=("--csv",)),
-    as_json: bool = AS_JSON,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Show one table of traces whole, with the cut-offs that Holistic Trace Analysis has.
 
@@ -179,8 +165,8 @@ def trace_table(
         "operator": operator, "min_length": min_length, "top": top, "output": folder,
     })  # fmt: skip
     questions, output = TraceQuestions(traces, window=window), Output(json=as_json)
-    with ReadProgress(quiet=as_json):
-        found = chosen.ask(questions, parse_steps(steps), **limits)
+    with shared.ReadProgress(quiet=as_json):
+        found = chosen.ask(questions, shared.parse_steps(steps), **limits)
     faults = print_faults(output, questions, *OF_EACH_RANK)
     if csv:
         print_text(lambda file: write_csv(found, file), sys.stdout.buffer)
@@ -191,29 +177,22 @@ def trace_table(
     )
 
 
-class Kind(str, Enum):
-    """The five reports."""
-
-    gpu_compute = "gpu-compute"
-    memory = "memory"
-    communication = "communication"
-    runtime = "runtime"
-    python = "python"
+Kind = Literal["gpu-compute", "memory", "communication", "runtime", "python"]
 
 
 def functions(
-    traces: Path = TRACES,
+    traces: Path = shared.TRACES,
     only: Kind | None = option("--only VALUE", "One report, with all its tables."),
-    steps: str | None = STEP_RANGE,
-    window: int | None = WINDOW,
-    cluster: str | None = CLUSTER,
-    geometry: bool = GEOMETRY,
+    steps: str | None = shared.STEP_RANGE,
+    window: int | None = shared.WINDOW,
+    cluster: str | None = shared.CLUSTER,
+    geometry: bool = shared.GEOMETRY,
     hardware: bool = option(
         "--hardware", "Of a run: also what its counters and bursts were while functions ran."
     ),
-    as_json: bool = AS_JSON,
-    csv: Path | None = CSV_FOLDER,
-    force: bool = FORCE,
+    as_json: bool = shared.AS_JSON,
+    csv: Path | None = shared.CSV_FOLDER,
+    force: bool = shared.FORCE,
     reduce: Path | None = option(
         "--reduce DIR",
         "Show nothing: write each rank's functions into this folder, at most 30 KB per rank. "
@@ -244,13 +223,13 @@ def functions(
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     output = Output(json=as_json)
-    chosen, pool = parse_steps(steps), parse_cluster(cluster)
+    chosen, pool = shared.parse_steps(steps), shared.parse_cluster(cluster)
     if reduce is not None:
         if only is not None or csv is not None or as_json or hardware:
             raise UsageError("functions: --reduce goes with --steps, --window and --cluster")
         from haiprof.trace_analysis.pattern_gathering import reduce_patterns
 
-        with ReadProgress(quiet=False) as waiting:
+        with shared.ReadProgress(quiet=False) as waiting:
             made = reduce_patterns(
                 traces, reduce, steps=chosen, geometry=geometry, window=window, pool=pool,
                 progress=waiting,
@@ -258,14 +237,14 @@ def functions(
         output.hint(f"wrote {len(made)} files to {reduce}")
         output.hint(f"next: haiprof trace functions {shlex.quote(str(reduce))}")
         return
-    with ReadProgress(quiet=as_json) as waiting:
+    with shared.ReadProgress(quiet=as_json) as waiting:
         analysis = TraceQuestions(traces, pool=pool, window=window)
         patterns = analysis.patterns(chosen, geometry=geometry, progress=waiting)
     faults = print_faults(output, analysis, "kernels")
-    found = function_reports(patterns, only.value if only else None)
+    found = function_reports(patterns, only)
     if hardware:
         joined = hardware_by_function(
-            analysis, open_target(traces), steps=chosen, geometry=geometry
+            analysis, shared.open_target(traces), steps=chosen, geometry=geometry
         )
         found = replace(found, hardware=joined)
     if csv is not None:
@@ -290,11 +269,11 @@ def functions(
 
 
 def modules(
-    traces: Path = TRACES,
-    steps: str | None = STEP_RANGE,
+    traces: Path = shared.TRACES,
+    steps: str | None = shared.STEP_RANGE,
     depth: int | None = option("--depth N", "Only the outer N levels of the tree.", low=1),
-    window: int | None = WINDOW,
-    as_json: bool = AS_JSON,
+    window: int | None = shared.WINDOW,
+    as_json: bool = shared.AS_JSON,
 ) -> None:
     """Show which layers take the time: on the host, on the GPU, forward and backward.
 
@@ -314,9 +293,9 @@ def modules(
 
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
-    with ReadProgress(quiet=as_json):
-        found = analysis.module_times(parse_steps(steps))
-        wall_ns = int(analysis.traced_time(parse_steps(steps))["wall_ns"].sum())
+    with shared.ReadProgress(quiet=as_json):
+        found = analysis.module_times(shared.parse_steps(steps))
+        wall_ns = int(analysis.traced_time(shared.parse_steps(steps))["wall_ns"].sum())
     faults = print_faults(output, analysis, *OF_EACH_RANK)
     output.show(
         lambda _: modules_view(found, wall_ns, depth=depth),
@@ -332,8 +311,8 @@ def query(
     ),
     sql: str | None = argument("SQL", "One select."),
     schema: bool = option("--schema", "Show tables and columns with units and meanings."),
-    window: int | None = WINDOW,
-    as_json: bool = AS_JSON,
+    window: int | None = shared.WINDOW,
+    as_json: bool = shared.AS_JSON,
     as_csv: bool = option("--as-csv", "Print all rows as CSV.", old=("--csv",)),
     limit: int | None = option("--limit ROWS", "Only the first rows of the answer.", low=1),
 ) -> None:
@@ -366,8 +345,8 @@ def query(
             hint='haiprof trace query TRACES "select count(*) from gpu"',
         )
     output = Output(json=as_json)
-    with ReadProgress(quiet=as_json):
-        source = trace_target(existing_log_dir() if target is None else Path(target))
+    with shared.ReadProgress(quiet=as_json):
+        source = shared.trace_target(shared.existing_log_dir() if target is None else Path(target))
         analysis = TraceQuestions(source, window=window)
         tables = sql_tables(source, analysis=analysis)
         if sql is None:

@@ -16,28 +16,10 @@ from haiprof.base.messages import print_message
 from haiprof.base.trace_options import EXPLAIN_STEPS
 from haiprof.base.units import duration_text
 from haiprof.base.users import other_uid
-from haiprof.cli.arguments import (
-    AS_JSON,
-    CLUSTER,
-    EVERYTHING,
-    FORMULAS_OPTION,
-    OUTPUT_FORM,
-    PEAK_OPTION,
-    Form,
-    ReadProgress,
-    parse_cluster,
-    the_job,
-)
+from haiprof.cli import shared
 from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
-from haiprof.cli.target import (
-    COMMAND_NAME,
-    default_log_dir,
-    named_traces,
-    open_target,
-    working_folder,
-)
 
 if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
@@ -54,7 +36,7 @@ def verdict(
         "job: its id, name, script, or a process id. Left out: the newest run, with --collect "
         "the only running job.",
     ),
-    as_json: bool = AS_JSON,
+    as_json: bool = shared.AS_JSON,
     save: bool = option("--save", "Also write report/verdict.json and .txt into the run."),
     svg: Path | None = option("--svg FILE", "Write the card as a picture."),
     last: float | None = option(
@@ -83,11 +65,11 @@ def verdict(
         "10 RESTART, 11 RESTART WITHOUT (nodes as Slurm's --exclude takes them), 12 STOP, 0 "
         "where nothing died.",
     ),
-    everything: bool = EVERYTHING,
-    peak: str | None = PEAK_OPTION,
-    formulas: Path | None = FORMULAS_OPTION,
-    form: Form = OUTPUT_FORM,
-    cluster: str | None = CLUSTER,
+    everything: bool = shared.EVERYTHING,
+    peak: str | None = shared.PEAK_OPTION,
+    formulas: Path | None = shared.FORMULAS_OPTION,
+    form: shared.Form = shared.OUTPUT_FORM,
+    cluster: str | None = shared.CLUSTER,
 ) -> None:
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
@@ -118,8 +100,8 @@ def verdict(
 
       haiprof verdict trace.json --peak MI300X    a trace that does not name its GPU
     """
-    output = Output(json=as_json or form is Form.JSON, markdown=form is Form.MARKDOWN)
-    pool = parse_cluster(cluster)
+    output = Output(json=as_json or form == "json", markdown=form == "markdown")
+    pool = shared.parse_cluster(cluster)
     of_part = last is not None
     writes = save or svg or folder or exit_report
     other = "--collect" if collect else "--last"
@@ -138,7 +120,7 @@ def verdict(
     ):  # fmt: skip
         if is_wrong:
             raise UsageError(why)
-    if not collect and (traces := named_traces(target)) is not None:
+    if not collect and (traces := shared.named_traces(target)) is not None:
         if writes or advice or of_part:
             raise UsageError(
                 f"{traces}: traces, and no run: only --json and --all go with them",
@@ -148,13 +130,13 @@ def verdict(
         return
     since = None
     if collect:
-        run = the_job(target, None).run
+        run = shared.the_job(target, None).run
         since = _watch(run, seconds, traces=save_traces or folder is not None)
-        analyzer = open_target(run.root, pool=pool)
+        analyzer = shared.open_target(run.root, pool=pool)
     else:
         analyzer = _open_run_or_job(target)
         if pool is not None:
-            analyzer = open_target(analyzer.run.root, pool=pool)
+            analyzer = shared.open_target(analyzer.run.root, pool=pool)
         if not save:  # the launcher's own: its job is not over
             _ask_schedulers(analyzer.run)
     from haiprof.diagnosis.engine import diagnose
@@ -195,7 +177,7 @@ def verdict(
     else:
         output.show(
             lambda width: verdict_card(
-                found, header, width=width, everything=everything, folder=working_folder()
+                found, header, width=width, everything=everything, folder=shared.working_folder()
             ),
             content,
             lambda: report if found.death else verdict_markdown(found, header.name),
@@ -203,7 +185,7 @@ def verdict(
     is_own = other_uid(analyzer.run.manifest) is None
     if header.is_running and since is None and last is None and is_own:
         _hint_at_a_stall(analyzer, output)
-    if is_own and (collect or COMMAND_NAME.get() in OTHER_NAMES):
+    if is_own and (collect or shared.COMMAND_NAME.get() in OTHER_NAMES):
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
@@ -257,7 +239,7 @@ def _show_traces(
     from haiprof.trace_analysis.own_formulas import read_formulas
 
     own = read_formulas(formulas)
-    with ReadProgress(quiet=output.json) as waiting:
+    with shared.ReadProgress(quiet=output.json) as waiting:
         found = device_ledger(
             path, peaks=parse_peak(peak), progress=waiting, formulas=own, pool=pool
         )
@@ -296,19 +278,19 @@ def _open_run_or_job(target: str | None) -> RunFrames:
     """The run of a directory, of the default log directory, or of a running job of that name."""
     if target is not None and Path(target).is_file():
         with contextlib.suppress(RunNotFoundError, UsageError, OSError):  # a running job's script
-            job = the_job(target, None, reads=True)
+            job = shared.the_job(target, None, reads=True)
             scripts = [Path(job.manifest.cwd, word) for word in job.manifest.command]
             if any(os.path.samefile(target, each) for each in scripts if each.is_file()):
-                return open_target(job.run.root)
+                return shared.open_target(job.run.root)
     if target is None or os.sep in target or Path(target).exists():
-        return open_target(None if target is None else Path(target))
-    if (default_log_dir() / target).is_dir():
-        return open_target(default_log_dir() / target)
+        return shared.open_target(None if target is None else Path(target))
+    if (shared.default_log_dir() / target).is_dir():
+        return shared.open_target(shared.default_log_dir() / target)
     try:
-        return open_target(the_job(target, None, reads=True).run.root)
+        return shared.open_target(shared.the_job(target, None, reads=True).run.root)
     except RunNotFoundError as error:
         with contextlib.suppress(RunNotFoundError):  # as much of a run's name as tells it
-            return open_target(Path(target))
+            return shared.open_target(Path(target))
         raise RunNotFoundError(
             f"{target}: no such folder, and {error}",
             hint="haiprof ls shows the runs recorded here, haiprof ls --live the running jobs",

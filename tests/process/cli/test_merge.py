@@ -16,7 +16,7 @@ import pytest
 
 from haiprof.base.errors import UsageError
 from haiprof.cli import main
-from haiprof.cli.arguments import parse_ranks
+from haiprof.cli.shared import parse_ranks
 from haiprof.show.servers import has_viewer
 from tests.browser import Page
 from tests.process.live import plain_ranks

@@ -29,7 +29,7 @@ from haiprof.agent.burst import (
 from haiprof.agent.node_agent import Agent
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options
-from haiprof.cli.own_command import own_command
+from haiprof.cli.names import own_command
 from haiprof.launch.job import Job
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.manifest import read_manifest

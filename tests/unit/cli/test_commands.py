@@ -12,7 +12,7 @@ import pytest
 import haiprof
 from haiprof.base.errors import UsageError
 from haiprof.cli import main
-from haiprof.cli.arguments import the_job
+from haiprof.cli.shared import the_job
 from haiprof.live.find import RunningJob
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
@@ -89,7 +89,7 @@ def test_script_of_a_running_job_is_its_name(
     for folder, status in (("elsewhere", 3), (str(tmp_path), 0)):
         manifest = replace(read_manifest(job), command=["python", "train.py"], cwd=folder)
         found = RunningJob(run=job, manifest=manifest)
-        monkeypatch.setattr("haiprof.cli.verdict.the_job", lambda *_, found=found, **__: found)
+        monkeypatch.setattr("haiprof.cli.shared.the_job", lambda *_, found=found, **__: found)
         ran = run("verdict", "train.py", "--json")
         assert ran.status == status
     assert ran.data["run"].endswith("job-1")

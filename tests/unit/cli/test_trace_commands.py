@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import parse_steps
+from haiprof.cli.shared import parse_steps
 from haiprof.trace_analysis import report as report_module
 from haiprof.trace_analysis.report import SECTIONS
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step, traces
@@ -153,8 +153,8 @@ def test_steps_that_are_none_are_refused(text: str) -> None:
 def test_long_work_says_so_on_stderr(
     ranks: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("haiprof.cli.arguments._QUIET_S", 0.05)
-    monkeypatch.setattr("haiprof.cli.arguments._EVERY_S", 0.0)
+    monkeypatch.setattr("haiprof.cli.shared._QUIET_S", 0.05)
+    monkeypatch.setattr("haiprof.cli.shared._EVERY_S", 0.0)
     original: Callable[..., object] = report_module._visit
 
     def slow(trace: object, **options: object) -> object:
