@@ -17,7 +17,7 @@ from haiprof.run_analysis.flame_graph import FlameGraph, FlameSeries, FlameSourc
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import last_attempts
-from haiprof.show.frame_table import PageTable, text_table
+from haiprof.show.frame_table import PageTable
 from haiprof.show.run_header import manifest_or_none
 from haiprof.show.summary import select_judged_steps
 from haiprof.show.text import PHASE_TITLES, count_text, printable, share_text
@@ -146,7 +146,7 @@ def sampled_lines(
 def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:
     """Lines of user code by their time per step: their own and that of libraries they call."""
     if not graph.series:
-        return text_table("", (), ())
+        return PageTable("", (), ())
     mean = graph.series[0]
     step_ns = sum(ns for node, ns in mean.self_ns.items() if _top(graph, node) in POSITIONS)
     times, calls = _line_times(graph, mean)
@@ -164,7 +164,7 @@ def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:
     several = sum(one.run == mean.run for one in graph.series) > 2  # one of them is their mean
     amount = ("mean of ranks", "of it") if several else ("per step", "of the step")
     head = ("line", "function", "position", *amount, "mostly in")
-    return text_table(
+    return PageTable(
         "", head, rows, left=("line", "function", "position", "mostly in"),
         more=max(0, len(order) - limit),
     )  # fmt: skip

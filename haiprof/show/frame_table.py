@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import polars as pl
@@ -110,19 +110,20 @@ def record_table(records: Sequence[object], fields: Fields, *, left: int = 0) ->
     return table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PageTable:
     """One table as the page shows it."""
 
     title: str
-    head: tuple[str, ...]
-    is_text: tuple[bool, ...]
-    """Columns that are aligned to the left."""
-    rows: tuple[tuple[str, ...], ...]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    _: KW_ONLY
+    left: Collection[str] = ()
+    """Heads of columns that are aligned to the left."""
     more: int = 0
     """Rows that are left out."""
     note: str = ""
-    faint: frozenset[int] = frozenset()
+    faint: Collection[int] = ()
     """Rows that are shown faintly, as they claim nothing."""
 
     @property
@@ -147,10 +148,10 @@ def page_table(
 ) -> PageTable:
     """The first rows of a frame."""
     first = found.head(limit).iter_rows(named=True)
-    rows = [[cell(name, row[name]).plain for name, _ in columns] for row in first]
+    rows = [tuple(cell(name, row[name]).plain for name, _ in columns) for row in first]
     left = [head for name, head in columns if found.schema[name] == pl.String]
     more = max(0, found.height - limit)
-    return text_table(title, [head for _, head in columns], rows, left=left, more=more, note=note)
+    return PageTable(title, [head for _, head in columns], rows, left=left, more=more, note=note)
 
 
 def page_records(
@@ -158,27 +159,5 @@ def page_records(
     more: int = 0, note: str = "",
 ) -> PageTable:  # fmt: skip
     """A row per record."""
-    rows = [[shown.plain for shown in record_cells(record, fields)] for record in records]
-    return text_table(title, [head for _, head in fields], rows, left=left, more=more, note=note)
-
-
-def text_table(
-    title: str,
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    left: Sequence[str] = (),
-    more: int = 0,
-    faint: Sequence[int] = (),
-    note: str = "",
-) -> PageTable:
-    """A table of what is text already."""
-    return PageTable(
-        title=title,
-        head=tuple(head),
-        is_text=tuple(name in left for name in head),
-        rows=tuple(map(tuple, rows)),
-        more=more,
-        faint=frozenset(faint),
-        note=note,
-    )
+    rows = [tuple(shown.plain for shown in record_cells(record, fields)) for record in records]
+    return PageTable(title, [head for _, head in fields], rows, left=left, more=more, note=note)

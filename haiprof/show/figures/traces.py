@@ -424,13 +424,8 @@ def memory_figure(found: pl.DataFrame) -> go.Figure:
     if found["allocated_bytes"].is_null().all():
         names = {"since_start_bytes": "since the trace began"}
     kept = found.filter(pl.col("device_type") != "cpu")
-    long = (
-        (kept if kept.height else found)
-        .unpivot(
-            list(names), index=["rank", "device_type", "device", "ts_ns"], variable_name="what"
-        )
-        .drop_nulls("value")
-    )
+    rows, index = kept if kept.height else found, ["rank", "device_type", "device", "ts_ns"]
+    long = rows.unpivot(list(names), index=index, variable_name="what").drop_nulls("value")
     small = max(long["value"].to_list(), default=0) < BYTES_PER_GIB
     unit, size = ("MiB", BYTES_PER_GIB / 1024) if small else ("GiB", BYTES_PER_GIB)
     return _over_time(

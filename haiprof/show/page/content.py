@@ -32,7 +32,7 @@ from haiprof.show.figures.job import (
 from haiprof.show.figures.panel_table import panel_metrics
 from haiprof.show.figures.style import FONT, PHASE_COLORS
 from haiprof.show.flame import RunFlames, run_flames
-from haiprof.show.frame_table import PageTable, text_table
+from haiprof.show.frame_table import PageTable
 from haiprof.show.page import run_sections as parts
 from haiprof.show.page.counter_data import counter_data, map_data, step_data, traced_times
 from haiprof.show.page.ledger_part import DevicePart, LedgerPart, device_part, ledger_part
@@ -139,7 +139,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     return DeathPart(
         word=WORDS.get(death.cause, death.cause),
         facts=(*facts, *witness_lines(death), *memory_lines(verdict), *start_lines(verdict.starts)),
-        fates=text_table("", head, rows, left=head),
+        fates=PageTable("", head, rows, left=head),
         rows=lanes,
         ends=(f"{duration_text(before)} before", f"{duration_text(after)} after"),
         more=max(0, len(fates) - _ROWS),

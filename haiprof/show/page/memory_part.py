@@ -16,7 +16,7 @@ from haiprof.run_analysis.counters import OwnerSeries, SeriesReader, sort_series
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.figures.panel_table import CounterSpec, panel, panel_metrics
 from haiprof.show.figures.style import PHASES, series_color
-from haiprof.show.frame_table import Fields, PageTable, page_records, text_table
+from haiprof.show.frame_table import Fields, PageTable, page_records
 from haiprof.show.page.counter_data import LINE_LIMIT, counter_data
 from haiprof.show.text import printable
 
@@ -232,7 +232,7 @@ def _gpu_table(levels: Mapping[int, gpu_memory.GpuMemorySeries]) -> PageTable:
         ))  # fmt: skip
     more = max(0, len(order) - _RANK_LIMIT)
     title = "GPU memory of each rank, and what it held"
-    return text_table(title, head, rows, more=more, note=_GPU_WORDS)
+    return PageTable(title, head, rows, more=more, note=_GPU_WORDS)
 
 
 _HELD: Fields = (

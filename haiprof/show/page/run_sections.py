@@ -20,7 +20,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_json
 from haiprof.show.figures.style import PHASES
-from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table, text_table
+from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table
 from haiprof.show.summary import OverviewSummary, RankSummary, rank_name
 from haiprof.show.text import moment_text, printable
 from haiprof.show.trace_pictures import all_pictures
@@ -91,7 +91,7 @@ def phase_table(steps: pl.DataFrame) -> PageTable:
         if times.count() or device.count():
             rows.append((phase, *map(duration_text, known)))
     shown = len(head) - all(row[-1] == MISSING for row in rows)
-    return text_table(
+    return PageTable(
         "Times of phases", head[:shown], [row[:shown] for row in rows], left=("phase",)
     )
 
@@ -141,7 +141,7 @@ def snapshot_table(run: RunPaths) -> PageTable | None:
     """The run's snapshots; None without any."""
     rows = list(_snapshots(run))
     head = ("taken", "who holds the job up", "why", "kept in snapshots/")
-    return text_table("", head, rows, left=head) if rows else None
+    return PageTable("", head, rows, left=head) if rows else None
 
 
 def _snapshots(run: RunPaths) -> Iterator[tuple[str, ...]]:

@@ -72,8 +72,9 @@ class CachedPage:
                     analyzer, read_traces=self._read_traces, baseline=self._baseline
                 )
                 cost_s = time.process_time() - began
-                self._held = _Read(content=content, analyzer=analyzer, time_ns=now, cost_s=cost_s)
-            return self._held.content
+                held = _Read(content=content, analyzer=analyzer, time_ns=now, cost_s=cost_s)
+                self._held = held
+            return held.content
 
     def current(self) -> PageContent:
         """What the page was made of, so that its figures agree with its text."""

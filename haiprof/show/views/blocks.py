@@ -87,7 +87,7 @@ def section(title: str, *content: RenderableType) -> RenderableType:
     )
 
 
-def plain_table(*columns: str, left: Sequence[str] = (), gap: int = 2) -> Table:
+def plain_table(*columns: str, left: Collection[str] = (), gap: int = 2) -> Table:
     """A table without lines; columns are right-aligned unless named in `left`."""
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
     for name in columns:

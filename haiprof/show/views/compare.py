@@ -23,7 +23,7 @@ from haiprof.diagnosis.compare.comparison import (
     caveats,
 )
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
-from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table, text_table
+from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table
 from haiprof.show.text import markdown_table, markdown_text, printable, value_text
 from haiprof.show.views.blocks import more_lines, notes_block, one_line, plain_table, section
 from haiprof.show.views.device_ledger import damage_lines
@@ -206,7 +206,7 @@ def _changes(title: str, found: Comparison, changes: Sequence[Change]) -> PageTa
     ]  # fmt: skip
     head = ("", "before", "after", "difference", "interval")
     faint = [number for number, one in enumerate(shown) if not one.is_certain]
-    return text_table(title, head, rows, left=("", "interval"), faint=faint)
+    return PageTable(title, head, rows, left=("", "interval"), faint=faint)
 
 
 def kernel_table(found: Comparison, *, limit: int) -> PageTable | None:
@@ -267,9 +267,8 @@ def compare_markdown(found: Comparison, *, chosen: str = "") -> str:
 
 def _block(table: PageTable) -> RenderableType:
     """Its first rows, and how many more there are."""
-    left = {name for name, is_text in zip(table.head, table.is_text, strict=True) if is_text}
-    folded = left.intersection(_FOLDED)
-    shown = plain_table(*table.head, left=sorted(left))
+    folded = set(table.left).intersection(_FOLDED)
+    shown = plain_table(*table.head, left=table.left)
     for place, (column, name) in enumerate(zip(shown.columns, table.head, strict=True)):
         if name in folded:
             column.no_wrap, column.overflow, column.min_width = False, "fold", 16

@@ -95,27 +95,19 @@ def node_rows(counters: pl.DataFrame) -> pl.DataFrame:
     )
     memory = total("host", "memory_total_bytes")
     network = ("disk_read", "disk_write", "network_receive", "network_transmit")
-    return (
-        counters.group_by("time_ns")
-        .agg(
-            pl.when(whole > 0).then(busy / whole).alias("cpu_ratio"),
-            (1 - total("host", "memory_available_bytes") / memory).alias("memory_used_ratio"),
-            of("gpu", "utilization_ratio").mean().alias("gpu_ratio"),
-            of("gpu", "utilization_ratio", statistic="max").max().alias("gpu_max_ratio"),
-            total("gpu", "memory_used_bytes").alias("gpu_memory_bytes"),
-            total("gpu", "power_watts").alias("gpu_watts"),
-            *(total("host", f"{n}_bytes_per_s").alias(f"{n}_bytes_per_s") for n in network),
-            *(
-                total("infiniband", f"{n}_bytes_per_s").alias(f"ib_{n}_bytes_per_s")
-                for n in ("receive", "transmit")
-            ),
-        )
-        .sort("time_ns")
-        .select(
-            pl.col("time_ns").map_elements(moment_text, return_dtype=pl.String).alias("when"),
-            pl.exclude("time_ns"),
-        )
+    rates = {f"{name}_bytes_per_s": ("host", name) for name in network}
+    rates |= {f"ib_{name}_bytes_per_s": ("infiniband", name) for name in ("receive", "transmit")}
+    rows = counters.group_by("time_ns").agg(
+        cpu_ratio=pl.when(whole > 0).then(busy / whole),
+        memory_used_ratio=1 - total("host", "memory_available_bytes") / memory,
+        gpu_ratio=of("gpu", "utilization_ratio").mean(),
+        gpu_max_ratio=of("gpu", "utilization_ratio", statistic="max").max(),
+        gpu_memory_bytes=total("gpu", "memory_used_bytes"),
+        gpu_watts=total("gpu", "power_watts"),
+        **{rate: total(source, f"{name}_bytes_per_s") for rate, (source, name) in rates.items()},
     )
+    when = pl.col("time_ns").map_elements(moment_text, return_dtype=pl.String).alias("when")
+    return rows.sort("time_ns").select(when, pl.exclude("time_ns"))
 
 
 def _summary(found: NodeRecord) -> str:
