@@ -198,13 +198,9 @@ def timeline_figure(found: pl.DataFrame) -> go.Figure:
 def critical_path_figure(found: pl.DataFrame, *, title: str) -> go.Figure:
     """What the critical path consists of, the longest cause on top."""
     ordered = found.filter(pl.col("duration_ns") > 0).sort(-pl.col("duration_ns"), "bound_by")
-    return _time_bars(
-        [name.replace("_", " ") for name in ordered["bound_by"]],
-        ordered["duration_ns"].to_list(),
-        ordered["share_ratio"].to_list(),
-        share="%{customdata:.3r} % of the window",
-        title=title,
-    )
+    names = [name.replace("_", " ") for name in ordered["bound_by"]]
+    times, ratios = (ordered[name].to_list() for name in ("duration_ns", "share_ratio"))
+    return _time_bars(names, times, ratios, of="the window", title=title)
 
 
 def what_if_figure(found: pl.DataFrame) -> go.Figure:
@@ -215,8 +211,7 @@ def what_if_figure(found: pl.DataFrame) -> go.Figure:
     names = [name if len(name) <= _NAME_LENGTH else f"{name[:34]}…{name[-13:]}"
              for name in found["change"]]  # fmt: skip
     figure = _time_bars(
-        names, shown["saved_ns"].to_list(), found["saved_ratio"].to_list(),
-        share="%{customdata:.3r} % of the step",
+        names, shown["saved_ns"].to_list(), found["saved_ratio"].to_list(), of="the step",
         title=f"<b>What would make the step shorter, by how much{step}</b>",
     )  # fmt: skip
     _, size = time_unit(max(shown["saved_ns"].to_list(), default=None))
@@ -231,20 +226,16 @@ def what_if_figure(found: pl.DataFrame) -> go.Figure:
 
 
 def _time_bars(
-    names: Sequence[str],
-    times_ns: Sequence[float],
-    ratios: Sequence[float],
-    *,
-    share: str,
-    title: str,
+    names: Sequence[str], times_ns: Sequence[float], ratios: Sequence[float], *, of: str, title: str
 ) -> go.Figure:
-    """A bar of time per name, the first on top and the unit's measure, with what its ratio says."""
+    """A bar of time per name, the first on top and the unit's measure, with its share."""
     unit, size = time_unit(max(times_ns, default=None))
     figure = go.Figure(
         go.Bar(
             y=names, x=[time / size for time in times_ns], orientation="h",
             marker={"color": BLUE}, customdata=[ratio * 100 for ratio in ratios],
-            hovertemplate=f"%{{y}}: %{{x:.3r}} {unit}, {share}<extra></extra>",
+            hovertemplate=f"%{{y}}: %{{x:.3r}} {unit}, %{{customdata:.3r}} % of {of}"
+                          "<extra></extra>",
         )
     )  # fmt: skip
     layout_rows(figure, names, title=title)
