@@ -90,7 +90,7 @@ def _over_ranks(operators: pl.DataFrame) -> pl.DataFrame:
         weighted[name] = pl.when(whole > 0).then((pl.col(name) * times).sum() / whole)
     return operators.group_by(keys).agg(
         pl.col("count").sum(), pl.when(times.is_not_null().any()).then(times.sum()), **weighted
-    ).sort("time_ns", "operator", descending=[True, False], nulls_last=True)  # fmt: skip
+    ).sort("time_ns", *keys, descending=[True, *[False] * len(keys)], nulls_last=True)  # fmt: skip
 
 
 _LEAST_RATIO, _TREE_LIMIT, _CLASS_LIMIT = 0.01, 40, 12
