@@ -371,7 +371,7 @@ def _loop_kind(question: Question) -> int:
     training = {(frame.file, frame.loop) for frame in frames_of(of_model)}
     own = np.unique(samples.stack[_own_stacks(question)[samples.stack]])
     kinds = {f.loop_kind for f in frames_of(own) if (f.file, f.loop) not in training}
-    return min(kinds - {0}, default=0) if len(of_model) else 0
+    return min(kinds - {0}, key=lambda kind: kind & RECURRENCE, default=0) if len(of_model) else 0
 
 
 def _other_threads(question: Question) -> tuple[CodeSamples, float]:

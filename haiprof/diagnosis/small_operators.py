@@ -8,7 +8,7 @@ was recorded by what its operators take of forward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -43,6 +43,7 @@ from haiprof.run_format.stack_lines import (
     LOCK_HELD,
     LOCK_UNKNOWN,
     NO_GRAD,
+    OPERATIONS_BIT,
     RECURRENCE,
 )
 
@@ -60,6 +61,8 @@ _OF_OPERATORS = 0.3
 _LEAST_HELD, _SMALL_HELD = 1 / 45, 1 / 15
 """Where a loop holds the interpreter lock for so much of its time its operators take less than
 some 45 and 15 us each; below that they compute, and below the second, calling them is all."""
+_CALL_HELD_NS, _FEW_ROUNDS = 1000, 8
+"""So long calling an operator holds that lock; a loop of fewer rounds in a step gains little."""
 _BACKWARD = 2.0
 """Backward of a loop's operators takes so much more for its time than that of others: taking a row
 makes a tensor of the whole there. Measured on five programs: 1.6 to 3.5 times forward, of the rest
@@ -111,7 +114,7 @@ def find_loops(
     if lines is not None:
         behind = np.flatnonzero(_is_of_autograd(table))
         told.shares = _shares(lines, time.mean_of(table, behind) if len(behind) else 0.0)
-    for number, rows, share in _loop_rows(table, samples, time, loops):
+    for number, rows, share in _loop_rows(table, samples, time, loops, kinds):
         inner = innermost_stack(table.tree)[table.stack[rows]]
         most = int(np.bincount(inner, table.ns[rows]).argmax())
         frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
@@ -163,7 +166,7 @@ def _calls_ratio(count: float, spent_ns: float) -> float:
 
 
 def _loop_rows(
-    table: TimeTable, samples: CodeSamples, time: JobTime, loops: Ints
+    table: TimeTable, samples: CodeSamples, time: JobTime, loops: Ints, kinds: Sequence[int]
 ) -> Iterator[tuple[int, Ints, float]]:
     """Loops over small operators: number, rows, and how much of their time calling these takes.
 
@@ -188,7 +191,9 @@ def _loop_rows(
         ratio = float(ns[held[rows]].sum()) / whole
         if of_operators < _OF_OPERATORS or ratio < _LEAST_HELD:
             continue
-        if time.mean_of(table, rows) >= _LOOP_NS:
+        mean_ns = time.mean_of(table, rows)
+        rounds = mean_ns * ratio / _CALL_HELD_NS / max(kinds[each] >> OPERATIONS_BIT, 1)
+        if mean_ns >= _LOOP_NS and rounds >= _FEW_ROUNDS:
             yield each, rows, min(ratio / _SMALL_HELD, 1.0)
 
 

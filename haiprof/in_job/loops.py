@@ -10,10 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, RECURRENCE
+from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, OPERATIONS_BIT, RECURRENCE
 
 _LINE_LIMIT = 100
 """A longer loop is a training loop, or is not taken for one that may be batched."""
+_LIMIT_BYTES = 4096
 _FEW = 3
 """Rounds that a loop is known to have, up to which little is gained by doing them at once."""
 _HEADS = (b"for ", b"while ", b"async for ")
@@ -22,6 +23,7 @@ _ADDS = frozenset({"append", "extend", "add", "insert", "update"})
 _JOINS = frozenset({"cat", "concat", "stack", "maximum", "minimum", "max", "min", "logaddexp"})
 """`x = torch.cat([x, y])` adds to x, as `x = x + y` does."""
 _NUMBERS = frozenset({"range", "len", "enumerate", "zip", "float", "int", "min", "max", "abs"})
+_OPERATIONS = (ast.Call, ast.BinOp, ast.AugAssign, ast.Compare, ast.UnaryOp, ast.Subscript)
 _ENDS = (ast.Return, ast.Break, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith,
          ast.Global, ast.Nonlocal)  # fmt: skip
 
@@ -44,7 +46,7 @@ def find_loop(
     """
     text = source[line - 1]
     if function.endswith(_COMPREHENSIONS) or b" for " in text[end:]:  # from CPython 3.12 on
-        known[line] = INDEPENDENT
+        known[line] = INDEPENDENT | (text.count(b"(") + text.count(b"[")) << OPERATIONS_BIT
         around = [line]
     else:
         around = []
@@ -82,25 +84,27 @@ def _loop_text(source: Sequence[bytes], line: int) -> bytes:
         if len(lines) == _LINE_LIMIT:
             return b""
         lines.append(text[indent:] if text.strip() else b"\n")
-    return b"".join(each if each.endswith(b"\n") else each + b"\n" for each in lines)
+    whole = b"".join(each if each.endswith(b"\n") else each + b"\n" for each in lines)
+    return whole if len(whole) <= _LIMIT_BYTES else b""
 
 
 def _kind_of(text: bytes) -> int:
     """What a loop is; 0 where that is not known, and of one over layers or few rounds."""
     try:
         (loop,) = ast.parse(text).body
+        if not isinstance(loop, ast.For | ast.While) or any(
+            isinstance(node, _ENDS) for node in ast.walk(loop)
+        ):
+            return 0
+        if isinstance(loop, ast.For) and (_is_short(loop.iter) or _is_over_layers(loop)):
+            return 0
+        rounds = _Rounds()
+        rounds.visit(loop)
+        kind = INDEPENDENT if rounds.is_independent() else RECURRENCE
+        count = sum(isinstance(node, _OPERATIONS) for node in ast.walk(loop))
+        return kind | (NO_GRAD if _is_of_numbers(loop) else 0) | count << OPERATIONS_BIT
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0
-    if not isinstance(loop, ast.For | ast.While) or any(
-        isinstance(node, _ENDS) for node in ast.walk(loop)
-    ):
-        return 0
-    if isinstance(loop, ast.For) and (_is_short(loop.iter) or _is_over_layers(loop)):
-        return 0
-    rounds = _Rounds()
-    rounds.visit(loop)
-    kind = INDEPENDENT if rounds.is_independent() else RECURRENCE
-    return kind | (NO_GRAD if _is_of_numbers(loop) else 0)
 
 
 def _is_of_numbers(loop: ast.For | ast.While) -> bool:

@@ -55,6 +55,8 @@ SAMPLE_FIELDS = {
 
 INDEPENDENT, RECURRENCE, NO_GRAD = 1, 2, 4
 """What a loop is: its rounds do not need one another, or they do; no gradients are recorded."""
+OPERATIONS_BIT = 3
+"""From that bit on: how many calls, items and sums its text has; a round does each or more."""
 LOCK_ELSEWHERE, LOCK_WAITED_FOR, LOCK_HELD, LOCK_UNKNOWN = 0, 1, 2, -1
 """How the training thread stood to the interpreter lock when a sample was due."""
 LOCK_STATES = "01h-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from haiprof.in_job.loops import find_loop
-from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, RECURRENCE
+from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, OPERATIONS_BIT, RECURRENCE
 
 INDEPENDENT_LOOPS = (
     """
@@ -55,7 +55,8 @@ def loop_of(text: str, word: str = "") -> tuple[int, int]:
     source = text.encode().splitlines(keepends=True)
     line = next((n for n, each in enumerate(source, 1) if word and word.encode() in each), None)
     line = line or len(source)
-    return find_loop(source, line, len(source[line - 1]), 1, "f", {})
+    at, kind = find_loop(source, line, len(source[line - 1]), 1, "f", {})
+    return at, kind % (1 << OPERATIONS_BIT)
 
 
 @pytest.mark.parametrize("text", INDEPENDENT_LOOPS)
@@ -108,10 +109,17 @@ for k in range(length):
     assert loop_of(text) == (1, INDEPENDENT | NO_GRAD)
 
 
+def test_operations_of_a_round_are_counted() -> None:
+    source = [b"for k in range(n):\n", b"    total = total + (p[k] - t[k]).abs()\n"]
+    _, kind = find_loop(source, 2, len(source[1]), 1, "f", {})
+    assert kind >> OPERATIONS_BIT == 6  # range, +, two items, -, abs
+
+
 def test_a_comprehension_is_a_loop() -> None:
     source = [b"hs = [x[i].norm() for i in range(n)]\n"]
-    assert find_loop(source, 1, 17, 1, "forward.<locals>.<listcomp>", {}) == (1, INDEPENDENT)
-    assert find_loop(source, 1, 17, 1, "forward", {}) == (1, INDEPENDENT)
+    for function in ("forward.<locals>.<listcomp>", "forward"):
+        line, kind = find_loop(source, 1, 17, 1, function, {})
+        assert (line, kind & INDEPENDENT) == (1, INDEPENDENT)
     assert find_loop(source, 1, len(source[0]), 1, "forward", {}) == (0, 0)
 
 
@@ -119,3 +127,5 @@ def test_what_cannot_be_read_is_no_loop() -> None:
     long = "for i in r:\n" + "    y.append(x[i])\n" * 200
     assert loop_of(long) == (0, 0)
     assert loop_of("for i in r:\n    y.append(x[i]\n    z = (\n") == (0, 0)
+    assert loop_of("for i in r:\n    y.append(x[i]" + " + x[i]" * 20_000 + ")\n") == (0, 0)
+    assert loop_of("for i in r:\n    y.append(" + "(" * 500 + "x[i]" + ")" * 501 + "\n") == (0, 0)
