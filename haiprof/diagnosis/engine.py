@@ -40,6 +40,7 @@ from haiprof.diagnosis.run_notes import (
 )
 from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
+from haiprof.diagnosis.small_operators import has_gradients
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.traced_window import step_work, traced_device
 from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Severity, gain_of, ranks_of
@@ -145,6 +146,7 @@ def judge(
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
+            *_recurrence_notes(found, findings),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
@@ -310,7 +312,8 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
         return findings[0].title
     if found is None:
         return nothing_text(None)
-    inside = _recurrence_text(found) if inputs.traces.lines is None else ""
+    inside = _recurrence_text(found)
+    inside = f", {inside}" if inside else ""
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
     return nothing_text(found.ledger, few=few, inside=inside) + ("" if inside else large)
@@ -331,18 +334,24 @@ def _large_optimizer(ledger: Ledger) -> str:
     )
 
 
-def _recurrence_text(found: RunLedger) -> str:
+def _recurrence_text(found: RunLedger | None) -> str:
     """The largest loop over small operators whose rounds need one another, and so have no price."""
-    mean = max(found.ledger.mean_ns, 1.0)
-    largest = max(found.recurrences, key=lambda each: each.ns, default=None)
-    if largest is None or largest.ns < PROBLEM_RATIO * mean:
+    largest = max(found.recurrences, key=lambda each: each.ns, default=None) if found else None
+    if found is None or largest is None or largest.ns < PROBLEM_RATIO * found.ledger.mean_ns:
         return ""
     place = place_text(largest.at.file, largest.at.line, largest.at.function)
+    beside = ", with its part of backward" if largest.has_backward else ""
     return (
-        f", about {ratio_text(largest.ns / mean)} in small operators of a loop whose rounds need "
-        f"one another ({place}, with its part of backward): torch.compile or one operator for the "
+        f"about {ratio_text(largest.ns / found.ledger.mean_ns)} of it in small operators of a loop "
+        f"whose rounds need one another ({place}{beside}): torch.compile or one operator for the "
         "whole loop (nn.LSTM, nn.GRU) saves some of that, haiprof --explain says how much"
     )
+
+
+def _recurrence_notes(found: RunLedger | None, findings: Sequence[Finding]) -> Iterator[str]:
+    """The same beside a problem, which the headline tells in its place."""
+    if findings and findings[0].severity != "info" and (text := _recurrence_text(found)):
+        yield f"the model's own work: {text.replace(' of it ', ' of the step ', 1)}"
 
 
 def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:
@@ -359,10 +368,11 @@ def _with_operators_beside(found: RunLedger, account: Account, said: Finding) ->
     spent_ns = sum(each.ns_per_step for each, _ in same)
     if spent_ns < PROBLEM_RATIO * found.ledger.mean_ns:
         return said
-    if _held_ratio(found, np.concatenate([rows for _, rows in same])) < DISPATCH_RATIO:
+    whole = np.concatenate([rows for _, rows in same])
+    if _held_ratio(found, whole) < DISPATCH_RATIO:
         return said
     text = f"; the small operators that it calls take another {duration_text(spent_ns)}"
-    if account.position in ("forward", "loss"):
+    if account.position in ("forward", "loss") and has_gradients(found.table, whole):
         # What backward does is not told by line here: it has their share of forward.
         positions = found.ledger.positions
         forward_ns = positions.get("forward", 0.0) + positions.get("loss", 0.0)

@@ -210,6 +210,8 @@ def _small_operators(question: Question) -> Finding:
         remedy = (
             "each round needs the one before: use the operator that has the loop inside (nn.LSTM, "
             "nn.GRU, torch.cumsum), torch.compile, or do outside of it what does not need it"
+            if beside
+            else _OF_LOOP[1][1]
         )
     return make_finding(
         f"many small operators in a loop: {_function_text(account)}{count}, "

@@ -83,6 +83,7 @@ class Recurrence:
     at: CodePlace
     ns: float
     """Of the mean step, with an estimate of its part of backward."""
+    has_backward: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class Loops:
 
     found: list[Opportunity] = field(default_factory=list)
     recurrences: list[Recurrence] = field(default_factory=list)
-    """Whose price nobody measured: they are no opportunities."""
+    """Whose price no window measured: they are no opportunities."""
     shares: list[tuple[Line, float]] = field(default_factory=list)
     """Of backward, what each line of a window made that is in none of these; largest first."""
     left: float = 1.0
@@ -108,7 +109,6 @@ def find_loops(
     """
     told = Loops()
     loops, kinds = _loops_of(table.tree)
-    no_grad = table.tree.within(_NO_GRAD_FILE)[table.stack]
     ahead = np.isin(table.position, (FORWARD, LOSS)) & (table.work != NO_CORE)
     forward_ns = float(table.ns[ahead].sum())
     if lines is not None:
@@ -119,7 +119,8 @@ def find_loops(
         most = int(np.bincount(inner, table.ns[rows]).argmax())
         frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
         places = {frame[:2] for frame in frames}
-        if kinds[number] & RECURRENCE:
+        is_recorded = has_gradients(table, rows)  # else numbers may take the tensors' place
+        if kinds[number] & RECURRENCE and is_recorded:
             share = 0.0 if lines is None else _calls_ratio(*operators_of(lines, places))
         own_ns = float(table.ns[rows].sum())
         part = 0.0
@@ -128,15 +129,13 @@ def find_loops(
             told.shares = [each for each in told.shares if each not in own]
             part = sum(each for _, each in own) / told.left
             told.left -= part * told.left
-        elif table.position[rows[0]] in (FORWARD, LOSS) and not (
-            kinds[number] & NO_GRAD or table.ns[rows][no_grad[rows]].sum() > own_ns / 2
-        ):
+        elif table.position[rows[0]] in (FORWARD, LOSS) and is_recorded:
             forward_ns -= own_ns
             part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
         at, behind = code_place(table.tree, most), np.flatnonzero(_is_of_autograd(table))
-        if at is not None and not share:
+        if at is not None and not share and lines is None:
             ns = time.mean_of(table, rows) + part * time.mean_of(table, behind)
-            told.recurrences.append(Recurrence(at=at, ns=ns))
+            told.recurrences.append(Recurrence(at=at, ns=ns, has_backward=part > 0))
         if not share:
             continue
         if part:
@@ -150,6 +149,14 @@ def find_loops(
         unsure_ns = _UNSURE * time.mean_of(table, rows)
         told.found.append(replace(one, key=SMALL_OPERATORS, unsure_ns=unsure_ns))
     return table, told
+
+
+def has_gradients(table: TimeTable, rows: Ints) -> bool:
+    """Whether autograd records most of what some rows of forward do."""
+    tree = table.tree
+    loop = np.array([*(frame.loop_kind & NO_GRAD > 0 for frame in tree.frames), False])
+    without = (tree.within(_NO_GRAD_FILE) | tree.holds(loop))[table.stack[rows]]
+    return bool(table.ns[rows][without].sum() <= table.ns[rows].sum() / 2)
 
 
 def operators_of(lines: pl.DataFrame, places: Collection[tuple[str, int]]) -> tuple[float, float]:

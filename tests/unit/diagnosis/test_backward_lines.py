@@ -15,7 +15,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.ledger import Ledger
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD
+from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, RECURRENCE
 from haiprof.trace_analysis.python_code import operator_lines
 from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
@@ -157,8 +157,10 @@ def test_without_a_window_its_part_of_backward_is_estimated(tmp_path: Path) -> N
     assert "for all elements at once" in finding.remedy
 
 
-def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path) -> None:
-    run = write_job(tmp_path / "run", loop=(*LOOP[:-1], INDEPENDENT | NO_GRAD))
+@pytest.mark.parametrize("rounds", [INDEPENDENT, RECURRENCE])
+def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, rounds: int) -> None:
+    """Numbers may take its tensors' place, also where each round needs the one before."""
+    run = write_job(tmp_path / "run", loop=(*LOOP[:-1], rounds | NO_GRAD))
     (account,) = (a for a in judged(run.root).accounts if a.explanation == "many_small_operators")
     assert account.gain_ns == pytest.approx(2 * MS, rel=0.05)
 
@@ -169,7 +171,8 @@ def test_rounds_that_need_one_another_promise_nothing_without_a_window(tmp_path:
     assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
     # 2 ms, and 4 of 13 parts of backward's 20
     assert (
-        "about 21 % in small operators of a loop whose rounds need one another" in verdict.headline
+        "about 21 % of it in small operators of a loop whose rounds need one another"
+        in verdict.headline
     )
     assert "(net.py:9 Net.forward, with its part of backward)" in verdict.headline
 
