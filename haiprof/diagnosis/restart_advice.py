@@ -150,6 +150,10 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     if last.cause in _OF_CODE and same:
         place = f"at the same line, {last.line}," if last.line else f"of the same ({last.cause})"
         yield "STOP", (), "same_line", f"it died {place} in {len(same) + 1} starts"
+    same = [a for a in alike if a.step in near and a.line is last.line is None]
+    if last.cause in _OF_CODE and same:
+        text = f"it died so at the same step, {last.step}, in {len(same) + 1} starts"
+        yield "STOP", (), "same_step", text
     if last.is_program:
         yield "STOP", (), "program", "an error of the program: it comes again at each start"
     if last.is_nan:
@@ -167,6 +171,8 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
         text = f"{grown}, and no checkpoint was seen: begun anew, it dies at about the same step"
         yield "STOP", (), "grows", f"{text}; stop the growth first"
     none = f"none of {len(earlier)} earlier deaths was like it" if earlier else "its first death"
+    if alike:
+        none = f"{len(alike)} of {len(earlier)} earlier deaths had that cause, elsewhere"
     text = f"{none}: whether it fails again is not known"
     if last.own_error is not None:
         text = f"{none}, once: {last.own_error} of the job's own code comes again unless data or "

@@ -136,7 +136,10 @@ def promise_text(promise: Promise) -> str:
     titles = [one.title for one in promise.accounts]
     more = [f"{len(titles) - 2} more"] if len(titles) > 2 else []
     promised = _estimate(promise.promised_ns, promise.low_ns, promise.high_ns)
-    came = _estimate(promise.came_ns, promise.came_low_ns, promise.came_high_ns)
+    by = promise.came_ns, promise.came_low_ns, promise.came_high_ns
+    came = f"{_estimate(*by)} shorter"
+    if promise.came_ns < 0:
+        came = f"{_estimate(-by[0], -by[2], -by[1])} longer"
     gone = promise.promised_ns / sum(one.gain_ns for one in promise.accounts)
     part = "" if gone > _GONE_RATIO else f"of which {ratio_text(gone)} is gone, "
     others = ""
@@ -146,7 +149,7 @@ def promise_text(promise: Promise) -> str:
     came_true = {True: "as predicted", False: "not as predicted", None: "too noisy to tell"}
     return (
         f"without {' and '.join([*titles[:2], *more])}, {part}the step was predicted to become "
-        f"{promised} shorter; it became {came} shorter{others}: {came_true[promise.came_true]}"
+        f"{promised} shorter; it became {came}{others}: {came_true[promise.came_true]}"
     )
 
 

@@ -111,6 +111,8 @@ def test_promise_that_did_not_come_is_not_called_true(tmp_path: Path) -> None:
     noisy = replace(little, came_low_ns=-1e5)
     assert noisy.came_true is None
     assert promise_text(noisy).endswith("too noisy to tell")
+    slower = replace(found, came_ns=-2e6, came_low_ns=-3e6, came_high_ns=-1e6)
+    assert "; it became 2.00 ms (1.00 ms to 3.00 ms) longer: not" in promise_text(slower)
 
 
 def test_time_that_moved_from_one_line_to_another_is_found_in_equal_steps(tmp_path: Path) -> None:
