@@ -39,8 +39,6 @@ for number in range(2000 if how == "wait" else 6):
         undefined
     if number == 4 and how == "memory":
         kept = bytearray(1 << 40)
-    if number == 4 and how == "exit":
-        os._exit(9)
     if number == 4 and how == "disk":
         with open("/dev/full", "w") as full:
             full.write("checkpoint")
@@ -71,7 +69,6 @@ def advice(logs: Path) -> tuple[int, str, dict[str, Any]]:
         ("line", 10, 12, "same_line"),
         pytest.param("name", 12, 12, "same_line", marks=pytest.mark.proof),
         pytest.param("memory", 10, 12, "same_memory", marks=pytest.mark.proof),
-        ("exit", 10, 12, "same_step"),
         pytest.param("disk", 12, 12, "disk_full", marks=pytest.mark.proof),
         pytest.param("none", 0, 0, None, marks=pytest.mark.proof),
     ],

@@ -207,6 +207,8 @@ CASES = {
                                    "STOP"),
     "no memory later": (TWO, [death("out_of_memory", step=s) for s in (90, 200)], "RESTART"),
     "no memory at an unknown step": (TWO, [death("out_of_memory", step=None)] * 2, "RESTART"),
+    "exit at the same step": (TWO, [death("exit", step=step) for step in (90, 91)], "STOP"),
+    "exit at other steps": (TWO, [death("exit", step=step) for step in (90, 200)], "RESTART"),
     "early end twice": (TWO, [death("early_exit", "node-1"), death("early_exit", "node-2")],
                         "STOP"),
     "deadlock there twice": (TWO, [death("deadlock", "node-2", **AT)] * 2, "STOP"),
@@ -237,6 +239,8 @@ def test_restart_is_said_with_what_it_is_good_for() -> None:
     grew = advise(CASES["memory that grew between saves"][1], frozenset(TWO)).text
     assert grew == ("memory grew by 1.91 MiB a step: it dies again after some 91 steps; "
                     "stop the growth first")  # fmt: skip
+    text = advise(CASES["exit at other steps"][1], frozenset(TWO)).text
+    assert text.startswith("1 of 1 earlier deaths had the same cause: ")
     text = advise(CASES["an error that data may have caused"][1], frozenset(TWO)).text
     assert "once: IndexError of the job's own code comes again unless" in text
 
