@@ -45,8 +45,8 @@ _NOBODY = (
 _DAMAGED = "run.json is damaged, so that what the job did is not known"
 _NO_OPTIMIZER = (
     "no optimizer stepped while haiprof recorded, and no repeated pattern could be a step: the "
-    "job ended before its first step, the warm-up was longer than the job, or the optimizer is not "
-    "torch's (haiprof.step() at the end of each step marks it)"
+    "job hung or ended before its first step, the warm-up was longer than the job, or the "
+    "optimizer is not torch's (haiprof.step() at the end of each step marks it)"
 )
 
 
