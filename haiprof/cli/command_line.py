@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.names import WRITE_NO_FILE, second_words
+from haiprof.cli.names import WRITE_NO_FILE, nearest, second_words
 
 HELP = ("--help", "-h")
 _KINDS = {str: "a text", Path: "a path", int: "a whole number", float: "a number"}
@@ -196,12 +196,15 @@ def _words_by_name(
             value = rest.pop(0)
         found.setdefault(option.name, []).append(value)
     arguments += after
+    first = arguments[0] if arguments else ""
     for each in (each for each in parameters if isinstance(each.declared, Arg)):
         count = len(arguments) if each.several else 1
         found[each.name], arguments = arguments[:count], arguments[count:]
     if arguments:
+        near = nearest(first, second_words(command))
         raise UsageError(
-            f"{command}: unexpected argument {arguments[0]!r}", hint=f"haiprof {command} --help"
+            f"{command}: unexpected argument {arguments[0]!r}",
+            hint=f"did you mean haiprof {command} {near}?" if near else f"haiprof {command} --help",
         )
     return found
 

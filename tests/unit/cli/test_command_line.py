@@ -13,6 +13,7 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.app import command_parameters
 from haiprof.cli.command_line import argument, option, own_words, parameters_of, read_arguments
 from haiprof.cli.names import COMMANDS, resolve
+from tests.unit.cli import Run
 
 
 def example(
@@ -107,6 +108,12 @@ def test_command_line_that_does_not_fit_is_one_clear_error(line: str, said: str,
         read(line)
     assert said in str(caught.value)
     assert hint in caught.value.hint
+
+
+def test_a_mistyped_second_word_is_no_argument(run: Run) -> None:
+    refused = run("verdict", "line", "a-run")
+    assert refused.status == 2
+    assert "did you mean haiprof verdict lines?" in refused.err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
