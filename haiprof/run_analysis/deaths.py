@@ -625,6 +625,7 @@ class _Case:
             return self._of_mismatch(first.reason, odd, since_ns, next(seen_at, {}))
         doing = f", at {first.doing}" if first.doing else ""
         what = f"rank {first.rank} hung{doing}: {first.reason}"
+        what += thread_text(self.ends[first.rank]) if first.rank in self.ends else ""
         line, _, beside = first.doing.partition(";")  # what stands beside differs by the process
         own = self._own_files(first.rank)
         seen = last_seen(own) if own is not None and beside else None

@@ -689,7 +689,7 @@ def what_happened(end: ProcessEnd) -> str:
         by = "; known by its last lines on stderr" if end.how == "printed" else ""
         if _NOT_WRITTEN.search(error.message):
             by += "; torch could not write the file: a full disk, a quota, or a limit (ulimit -f)"
-        by += thread_text(end)
+        by += _root_text(end, error) + thread_text(end)
         return f"{way}{who}{inner[0] or error.short}{f' ({place})' if place else ''}{via}{by}"
     if end.oom:
         held = end.killed_with_bytes
@@ -727,6 +727,15 @@ def _last_line(end: ProcessEnd) -> str:
     last = (f"; its last line on {name}: {shorten(line.strip())}"
             for name, lines in printed for line in reversed(lines) if line.strip())  # fmt: skip
     return next(last, "")
+
+
+def _root_text(end: ProcessEnd, error: Error) -> str:
+    """`; raised from KeyError: 'a' (data.py:3 in load)`: the first of its chain with a line."""
+    chain = end.failure.errors if end.failure is not None and end.failure.how == "exception" else ()
+    roots = [e for e in chain if e.line is not None and e.type != "SystemExit" and e is not error]
+    if not roots or roots[-1].message in error.message:
+        return ""
+    return f"; raised from {roots[-1].short} ({roots[-1].location})"
 
 
 def thread_text(end: ProcessEnd) -> str:

@@ -419,6 +419,13 @@ STORIES = {
                 do.raised(1, -20, "ValueError", "truncated record", how="thread")],
         cause="hang", said=["had died of ValueError: truncated record"],
     ),
+    "an exception that was raised from another one names the first": Story(
+        events=[do.died(1, 0, "RuntimeError", "cannot load config", handled=[
+            {"type": "FileNotFoundError", "message": "[Errno 2] a.yaml", "frames": [LOCK]}])],
+        cause="exception",
+        said=["cannot load config (train.py:88 in step); raised from FileNotFoundError: [Errno 2] "
+              "a.yaml (train.py:88 in step)"],
+    ),
     "an interrupt of a rank that no launcher was sent names its line": Story(
         events=[do.raised(1, 0, "KeyboardInterrupt", ""), do.over(1, 0.1, number=signal.SIGINT),
                 do.died(0, 0.3, "RuntimeError", BROKEN), do.reached(2, 1)],
@@ -794,6 +801,14 @@ def test_ranks_that_a_snapshot_names_for_one_reason_do_not_contradict_each_other
     assert found(death) == ("hang", (0,))
     assert "contradict" not in death.headline
     assert "the rank that is named" in death.remedy
+
+
+def test_a_rank_that_hung_is_told_with_its_thread_that_died_before(job: Job) -> None:
+    job.raised(0, -5, "ValueError", "bad record", how="thread")
+    why = {"reason": "it is the only rank, and no step of it ends", "certain": True}
+    death = hung(job, [{"rank": 0, "doing": "train.py:88 in step", **why}])
+    assert found(death) == ("hang", (0,))
+    assert "had died of ValueError: bad record (train.py:88 in step); then" in death.headline
 
 
 @pytest.mark.parametrize(
