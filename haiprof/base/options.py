@@ -272,7 +272,7 @@ def _recorders(text: str) -> tuple[str, ...]:
         group = RECORDER_GROUPS.get(word, (word,))
         if not set(group) <= set(RECORDERS):
             known = ", ".join((*RECORDER_GROUPS, *RECORDERS))
-            raise ValueError(f"no recorder {word!r}; known: {known}")
+            raise ValueError(f"expected recorders of {known}")
         chosen.update(group)
     return tuple(r for r in RECORDERS if r in chosen)
 

@@ -202,4 +202,8 @@ def is_consistent(header: dict[str, Any]) -> bool:
 def _shape(content: bytes, size: int | None = None) -> str:
     """The file's length and beginning, for people to recognize it."""
     length = len(content) if size is None else size
-    return f"{length} bytes, begins {content[:24]!r}" if content else "it is empty"
+    return (
+        f"{length} bytes, begins {content[:24].decode(errors='replace')!r}"
+        if content
+        else "it is empty"
+    )

@@ -134,7 +134,7 @@ def _chain_text(chain: Sequence[Node]) -> Text:
             hidden += 1
             continue
         if hidden:
-            text.append(f"\n  … {hidden} library frames", style="dim")
+            text.append(f"\n  … {count_text(hidden, 'library frame')}", style="dim")
             hidden = 0
         text.append(f"\n  {printable(frame_text(frame))}")
     return text
@@ -161,7 +161,7 @@ def kineto_view(found: KinetoTraces) -> Iterator[RenderableType]:
     paths = [Path(each.path) for each in found.done if each.path]
     if paths:
         size = bytes_text(sum(path.stat().st_size for path in paths if path.exists()))
-        yield Text(f"{len(paths)} files, {size}", style="dim")
+        yield Text(f"{count_text(len(paths), 'file')}, {size}", style="dim")
     yield from _file_lines(paths)
     for reason in sorted({each.steps_reason for each in found.done if each.steps_reason}):
         yield Text(f"steps are not marked: {reason}", style="dim")
@@ -191,7 +191,7 @@ def trace_now_view(found: TraceNow) -> Iterator[RenderableType]:
     if stalls:
         size = bytes_text(sum(path.stat().st_size for path in paths if path.is_file()))
         yield Text(
-            f"{len(paths)} files, {size}; the job was stopped for {duration_text(max(stalls))} "
+            f"{count_text(len(paths), 'file')}, {size}; the job was stopped for {duration_text(max(stalls))} "
             "at most",
             style="dim",
         )

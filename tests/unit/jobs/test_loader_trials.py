@@ -34,7 +34,7 @@ def test_the_view_says_what_is_best_and_what_failed() -> None:
               trial("4", None)]  # fmt: skip
     assert (
         trials_headline(trials)
-        == "a free loader: 2.00 times as fast; 2 workers: 1.80 times as fast"
+        == "if batches cost nothing: 2.00 times as fast; 2 workers: 1.80 times as fast"
     )
     text = shown(trials)
     assert "17.6 to 18.4" in text
@@ -51,9 +51,9 @@ def shown(trials: Sequence[LoaderTrial]) -> str:
 def test_own_setting_that_was_measured_twice_tells_the_noise_and_is_no_variant() -> None:
     trials = [trial("as given", 20.4), trial("kept", 52), trial("0", 16.6), trial("1", 16.1, 1)]
     headline, _, *rows, note = shown(trials).splitlines()
-    assert headline == "a free loader: 2.81 times as fast; 1 worker: no gain above 1 %"
+    assert headline == "if batches cost nothing: 2.81 times as fast; 1 worker: no gain above 1 %"
     assert [row.split("  ")[0] for row in rows] == [
-        "as given (0 workers)", "kept batches (a free loader)", "1 worker",
+        "as given (0 workers)", "batches that cost nothing", "1 worker",
     ]  # fmt: skip
     assert "16.3 to 20.8" in rows[0]
     assert "x2.81" in rows[1]
@@ -69,7 +69,7 @@ def test_own_workers_are_a_variant_as_trials_keep_these_alive() -> None:
 
 def test_what_noise_may_explain_is_no_gain() -> None:
     said = trials_headline([trial("as given", 10), trial("kept", 10.2), trial("2", 9.9)])
-    assert said == "a free loader: no gain above 6 %; 2 workers: no gain above 3 %"
+    assert said == "if batches cost nothing: no gain above 6 %; 2 workers: no gain above 3 %"
     noisy = replace(trial("kept", 41), low=9.66, high=129.0)
     said = trials_headline([trial("as given", 10), noisy])
-    assert said.startswith("a free loader: too noisy to tell, up to 1216 % faster")
+    assert said.startswith("if batches cost nothing: too noisy to tell, up to 1216 % faster")
