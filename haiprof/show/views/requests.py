@@ -191,8 +191,8 @@ def trace_now_view(found: TraceNow) -> Iterator[RenderableType]:
     if stalls:
         size = bytes_text(sum(path.stat().st_size for path in paths if path.is_file()))
         yield Text(
-            f"{count_text(len(paths), 'file')}, {size}; the job was stopped for {duration_text(max(stalls))} "
-            "at most",
+            f"{count_text(len(paths), 'file')}, {size}; the job was stopped for "
+            f"{duration_text(max(stalls))} at most",
             style="dim",
         )
     yield from _file_lines(paths)
