@@ -18,6 +18,8 @@ _LIMIT_BYTES = 4096
 _FEW = 3
 """Rounds that a loop is known to have, up to which little is gained by doing them at once."""
 _HEADS = (b"for ", b"while ", b"async for ")
+_FOR = re.compile(rb"[^#]*\sfor\s[^#]+\sin\s")
+"""Follows what a comprehension works out, on its line."""
 _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 _ADDS = frozenset({"append", "extend", "add", "insert", "update"})
 _JOINS = frozenset({"cat", "concat", "stack", "maximum", "minimum", "max", "min", "logaddexp"})
@@ -45,12 +47,11 @@ def find_loop(
         known: Kinds of loops of this file by their line; it is added to.
     """
     text = source[line - 1]
-    if function.endswith(_COMPREHENSIONS) or b" for " in text[end:]:  # from CPython 3.12 on
-        known[line] = INDEPENDENT | (text.count(b"(") + text.count(b"[")) << OPERATIONS_BIT
-        around = [line]
-    else:
-        around = []
-    least, kind = _indent(text), 0
+    around = list[tuple[int, int]]()  # the innermost first
+    if function.endswith(_COMPREHENSIONS) or _FOR.match(text, end):  # from CPython 3.12 on
+        count = text.count(b"(") + text.count(b"[")
+        around.append((line, INDEPENDENT | count << OPERATIONS_BIT))
+    least, no_grad = _indent(text), 0
     if text.lstrip().startswith(_HEADS) and text[:end].rstrip()[-1:] != b":":
         least += 1  # the next round, or the loop's body on the same line
     for at in range(line, max(first, 1) - 1, -1):
@@ -60,14 +61,14 @@ def find_loop(
             continue
         least, head = indent, text.lstrip()
         if head.startswith(_HEADS):
-            around.append(at)
             if at not in known:
                 known[at] = _kind_of(_loop_text(source, at))
+            around.append((at, known[at]))
         elif head.startswith(b"with ") and (b"no_grad" in head or b"inference_mode" in head):
-            kind = NO_GRAD
-    free = [at for at in around if known[at] & INDEPENDENT]
-    found = free[-1] if free else next((at for at in around if known[at]), 0)
-    return found, known.get(found, 0) | kind if found else 0
+            no_grad = NO_GRAD
+    free = [each for each in around if each[1] & INDEPENDENT]
+    found, kind = free[-1] if free else next((each for each in around if each[1]), (0, 0))
+    return (found, kind | no_grad) if found else (0, 0)
 
 
 def _indent(line: bytes) -> int:

@@ -123,6 +123,15 @@ def test_a_comprehension_is_a_loop() -> None:
     assert find_loop(source, 1, len(source[0]), 1, "forward", {}) == (0, 0)
 
 
+def test_a_comment_and_the_items_of_a_loop_are_no_comprehension_around_it() -> None:
+    source = [b"y = f(x)  # once for all rows in x\n"]
+    assert find_loop(source, 1, 8, 1, "forward", {}) == (0, 0)
+    source = [b"for x in (g(b) for b in loader):\n", b"    loss.backward()\n"]
+    known: dict[int, int] = {}
+    assert find_loop(source, 1, 14, 1, "main.<locals>.<genexpr>", known)[1] & INDEPENDENT
+    assert find_loop(source, 2, 19, 1, "main", known)[1] & RECURRENCE
+
+
 def test_what_cannot_be_read_is_no_loop() -> None:
     long = "for i in r:\n" + "    y.append(x[i])\n" * 200
     assert loop_of(long) == (0, 0)
