@@ -128,8 +128,6 @@ def verdict(
             )
         _show_traces(traces, output, pool, everything=everything, peak=peak, formulas=formulas)
         return
-    if peak is not None or formulas is not None:
-        raise UsageError("--peak and --formulas are for traces: name a trace, or leave them out")
     since = None
     if collect:
         run = shared.the_job(target, None).run

@@ -107,13 +107,6 @@ def test_an_operator_far_from_the_roofline_comes_first(tmp_path: Path, run: Run)
     assert found["problem_count"] == 1
 
 
-def test_a_peak_is_for_traces_alone(run: Run) -> None:
-    recorded = Path(__file__).parents[2] / "data" / "runs" / "compiled"
-    refused = run("verdict", recorded, "--peak", "H9000")
-    assert refused.status == 2
-    assert "--peak and --formulas are for traces" in refused.err
-
-
 def fused_experts(tokens: int, kernel_us: float) -> list[Event]:
     """A mixture of 64 experts of 71 MB each, of which a token goes to two."""
     shapes = [[tokens, 4096], [64, 5632, 4096], [64, 4096, 2816], [tokens, 2]]
