@@ -312,8 +312,8 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
         return findings[0].title
     if found is None:
         return nothing_text(None)
-    inside = _recurrence_text(found)
-    inside = f", {inside}" if inside else ""
+    rounds = _recurrence_text(found, "it")
+    inside = f", {rounds}" if rounds else ""
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
     return nothing_text(found.ledger, few=few, inside=inside) + ("" if inside else large)
@@ -334,7 +334,7 @@ def _large_optimizer(ledger: Ledger) -> str:
     )
 
 
-def _recurrence_text(found: RunLedger | None) -> str:
+def _recurrence_text(found: RunLedger | None, whole: str) -> str:
     """The largest loop over small operators whose rounds need one another, and so have no price."""
     largest = max(found.recurrences, key=lambda each: each.ns, default=None) if found else None
     if found is None or largest is None or largest.ns < PROBLEM_RATIO * found.ledger.mean_ns:
@@ -342,16 +342,17 @@ def _recurrence_text(found: RunLedger | None) -> str:
     place = place_text(largest.at.file, largest.at.line, largest.at.function)
     beside = ", with its part of backward" if largest.has_backward else ""
     return (
-        f"about {ratio_text(largest.ns / found.ledger.mean_ns)} of it in small operators of a loop "
-        f"whose rounds need one another ({place}{beside}): torch.compile or one operator for the "
-        "whole loop (nn.LSTM, nn.GRU) saves some of that, haiprof --explain says how much"
+        f"about {ratio_text(largest.ns / found.ledger.mean_ns)} of {whole} in small operators of a "
+        f"loop whose rounds need one another ({place}{beside}): torch.compile or one operator for "
+        "the whole loop (nn.LSTM, nn.GRU) saves some of that, haiprof --explain says how much"
     )
 
 
 def _recurrence_notes(found: RunLedger | None, findings: Sequence[Finding]) -> Iterator[str]:
     """The same beside a problem, which the headline tells in its place."""
-    if findings and findings[0].severity != "info" and (text := _recurrence_text(found)):
-        yield f"the model's own work: {text.replace(' of it ', ' of the step ', 1)}"
+    rounds = _recurrence_text(found, "the step")
+    if rounds and findings and findings[0].severity != "info":
+        yield f"the model's own work: {rounds}"
 
 
 def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:

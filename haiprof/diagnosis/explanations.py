@@ -211,7 +211,7 @@ def _small_operators(question: Question) -> Finding:
             "each round needs the one before: use the operator that has the loop inside (nn.LSTM, "
             "nn.GRU, torch.cumsum), torch.compile, or do outside of it what does not need it"
             if beside
-            else _OF_LOOP[1][1]
+            else _ONE_BY_ONE
         )
     return make_finding(
         f"many small operators in a loop: {_function_text(account)}{count}, "
@@ -645,11 +645,14 @@ _MAKES_BATCH = re.compile(
 _OUTSIDE = "do it less often, in another process, or not at all"
 _OF_MODEL = [TRAINING_PHASES.index(name) for name in ("forward", "backward")]
 _OF_TENSORS = (ACTIVITIES[OPERATORS], ACTIVITIES[NATIVE])
+_ONE_BY_ONE = (
+    "it works on one element after the other, each from the one before: take the numbers out once "
+    "(tensor.tolist(), or .numpy()) and loop over these"
+)
 _OF_LOOP = (
     (INDEPENDENT, "it works on one element after the other: do it for all at once, with whole "
      "tensors"),
-    (RECURRENCE, "it works on one element after the other, each from the one before: take the "
-     "numbers out once (tensor.tolist(), or .numpy()) and loop over these"),
+    (RECURRENCE, _ONE_BY_ONE),
 )  # fmt: skip
 _COMPRESS = "compress in another process, or with a lower level"
 _OF_CALL = (

@@ -152,26 +152,29 @@ def less_per_sample(samples: CodeSamples) -> str:
     return _LESS if of_job.any() or not len(seen) else _LESS_IN_MEMORY
 
 
-def _epoch_sums(inputs: RuleInputs) -> tuple[int, int, int]:
-    """Starts of epochs, the time at these, and all waiting for input; over all ranks, in ns."""
+def _epoch_starts(inputs: RuleInputs) -> tuple[int, int, int] | None:
+    """Starts of epochs, the time at these, and all waiting for input; over all ranks, in ns.
+
+    None where most of the waiting is elsewhere.
+    """
     count, edge, wait = (
         int(inputs.loading[name].sum()) for name in ("epoch_count", "epoch_ns", "wait_ns")
     )
-    return count, edge, wait
+    return (count, edge, wait) if count > 0 and edge >= EPOCH_MAIN_RATIO * wait else None
 
 
 def restarts_workers(inputs: RuleInputs) -> bool:
     """Whether epochs begin with new loader workers, and most of the waiting is there."""
-    count, edge, wait = _epoch_sums(inputs)
     has_workers = any(inputs.loader_workers.get(rank) for rank in inputs.world)
-    return has_workers and count > 0 and edge >= EPOCH_MAIN_RATIO * wait
+    return has_workers and _epoch_starts(inputs) is not None
 
 
 def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     """Most of the waiting is at the edges of epochs."""
-    count, edge, wait = _epoch_sums(inputs)
-    if not count or edge < EPOCH_MAIN_RATIO * wait:
+    starts = _epoch_starts(inputs)
+    if starts is None:
         return None
+    count, edge, wait = starts
     return make_finding(
         "most of it where an epoch begins",
         "keep the workers alive between epochs: DataLoader(..., persistent_workers=True); "
