@@ -59,7 +59,7 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.scheduler_ends import SLURM_STATES, SchedulerEnd, scheduler_ends
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, run_folders
-from haiprof.run_format.stack_frames import frame_text
+from haiprof.run_format.stack_frames import frame_text, own_frame
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 TOGETHER_NS = 2 * NS_PER_S
@@ -694,6 +694,9 @@ class _Case:
         tail = _victims_text(
             [f for f in fates if f.rank in self.victims or f.rank in self.stopped], died
         )
+        frames = error.frames if error is not None else end.dumped if end is not None else ()
+        if error is None and line is None and (own := own_frame(frames)):
+            line = frame_text(own)
         nowhere = line is None and (error is None or not error.location)
         source = error.source if error is not None and not by_worker else ""
         if error is not None and line is None and not by_worker:
@@ -722,7 +725,7 @@ class _Case:
             line=line,
             seen_at=seen_at,
             source=source or None,
-            traceback=tuple(f"{f}:{n} in {name}" for f, n, name in error.frames) if error else (),
+            traceback=tuple(f"{f}:{n} in {name}" for f, n, name in frames),
             message=error.message if error is not None else None,
             died_ns=died,
             step=self._step(ranks[0]) if ranks else None,
@@ -759,6 +762,8 @@ class _Case:
             return f"see whether that rank should leave there, alone; {_REMEDIES[cause]}"
         if cause == "interrupted" and end is not None:
             return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
+        if cause == "crash" and end is not None and end.dumped:
+            return "see what that line calls; the core file in gdb shows the native code"
         if cause == "killed" and end is not None and end.signal is not None:
             return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])
         if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:

@@ -9,7 +9,7 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,9 @@ FILE_LINE = re.compile(
     r'File "([^"\n]+)", line (\d{1,9}), in (\S+)(?:[ \t]*\n[ \t]+(?!File ")(\S[^\n]*))?'
 )
 """A frame of a printed traceback: file, line, function, and the source below it."""
+_DUMPED = re.compile(r"Current thread .*\(most recent call first\):")
+_DUMPED_FRAME = re.compile(r'  File "([^"]+)", line (\d{1,9}) in (.+)')
+"""What Python's faulthandler prints of a crash."""
 WORKER_DIED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
     r"(?:is killed by signal: ([\w ]+)|exited unexpectedly(?: with exit code (\d+))?)"
@@ -188,6 +191,14 @@ class ProcessEnd:
     def error(self) -> Error | None:
         """The exception that ended it, or the one that led to its exit."""
         return self.failure.error if self.failure is not None else None
+
+    @property
+    def dumped(self) -> tuple[Frame, ...]:
+        """Where its thread was when it crashed, outermost first, as faulthandler printed it."""
+        begun = [at for at, line in enumerate(self.printed) if _DUMPED.match(line)]
+        lines = self.printed[begun[-1] + 1 :] if begun else ()
+        found = takewhile(bool, map(_DUMPED_FRAME.match, lines))
+        return tuple((each[1], int(each[2]), each[3]) for each in found if each)[::-1]
 
     @property
     def thread_error(self) -> Uncaught | None:
@@ -698,6 +709,8 @@ def what_happened(end: ProcessEnd) -> str:
         return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
     if end.signal is not None:
         said = _last_line(end) if end.signal in _CRASHES else ""
+        if end.signal in _CRASHES and (own := own_frame(end.dumped)):
+            said = f", called at {frame_text(own)} (by its traceback on stderr)"
         return (_SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}") + said
     if end.status == 0:
         return "it ended with exit status 0"

@@ -92,7 +92,7 @@ def test_job_of_one_run_id_is_stopped_once_it_dies_alike(
     assert [attempt["run"] for attempt in content["attempts"]] == ["job-7", "job-7-2"]
     assert found[-1] == advice(logs), "the same run gives the same advice"
     card = run_command(["verdict", str(logs)], folder=logs).stdout
-    assert "restart: STOP: " in card
+    assert "then: STOP: " in card
 
 
 @pytest.mark.proof

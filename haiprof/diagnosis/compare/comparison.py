@@ -704,13 +704,8 @@ def other_load_ns(change: StepChange, loads: tuple[Load, Load]) -> float:
     return ((load.wait_ratio or 0.0) + COMPARE_SHARED_CORE_RATIO * other * busy) * step_ns
 
 
-def caveats(found: Comparison) -> Iterator[str]:
-    """What a reader must know before trusting the claim."""
-    for word, side in (("baseline", found.before), ("new run", found.after)):
-        if side.manifest is not None and side.manifest.end_wall_ns is None:
-            yield f"{word}: it has no end: it still runs, or was killed"
-        elif side.manifest is not None and side.manifest.exit_status != 0:
-            yield f"{word}: it did not end with exit status 0"
+def unlike_scripts(found: Comparison) -> Iterator[str]:
+    """That two programs are compared, which a reader must know before any number."""
     scripts = {
         script_words(side.manifest.command)[0]: None
         for side in (found.before, found.after)
@@ -719,6 +714,16 @@ def caveats(found: Comparison) -> Iterator[str]:
     if len(scripts) > 1:
         names = " and ".join(scripts)
         yield f"the runs are of different scripts, {names}: a step may not be the same work"
+
+
+def caveats(found: Comparison) -> Iterator[str]:
+    """What a reader must know before trusting the claim."""
+    yield from unlike_scripts(found)
+    for word, side in (("baseline", found.before), ("new run", found.after)):
+        if side.manifest is not None and side.manifest.end_wall_ns is None:
+            yield f"{word}: it has no end: it still runs, or was killed"
+        elif side.manifest is not None and side.manifest.exit_status != 0:
+            yield f"{word}: it did not end with exit status 0"
     if len(found.before.inputs.world) != len(found.after.inputs.world):
         yield "the runs have different numbers of ranks: a step is not the same work"
 

@@ -21,6 +21,7 @@ from haiprof.diagnosis.compare.comparison import (
     PositionChange,
     Promise,
     caveats,
+    unlike_scripts,
 )
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
 from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table
@@ -119,6 +120,7 @@ def step_facts(found: Comparison) -> str:
 def headline_notes(found: Comparison, chosen: str) -> list[str]:
     """Lines below the headline: whether a promise came true, and what was compared."""
     return [
+        *map(printable, unlike_scripts(found)),
         *([printable(promise_text(found.promise))] if found.promise else []),
         step_facts(found),
         *([found.load_text] if found.load_text else []),
@@ -163,7 +165,9 @@ def notes(found: Comparison) -> list[str]:
     """What a reader must know before trusting the claim, and what could not be compared."""
     accounts = [f"accounts: {found.no_accounts}"] if found.no_accounts else []
     same = [] if found.differs else [_NO_DIFFERENCE]
-    return [*caveats(found), *accounts, *same, *found.unknown]
+    said_above = set(unlike_scripts(found))
+    more = [each for each in caveats(found) if each not in said_above]
+    return [*more, *accounts, *same, *found.unknown]
 
 
 _COUNTERS: Fields = (

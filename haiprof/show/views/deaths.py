@@ -64,7 +64,7 @@ def death_block(verdict: Verdict) -> RenderableType:
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
     if verdict.advice is not None:
         grid.add_row(
-            Text("  restart:", style="bold green"), Text(printable(_advice_text(verdict.advice)))
+            Text("  then:", style="bold green"), Text(printable(_advice_text(verdict.advice)))
         )
     return Group(*parts, grid)
 
@@ -236,7 +236,7 @@ def goodput_text(found: Goodput) -> str:
         return f"no step in {wall}"
     share, most = ratio_text(found.ratio), ratio_text(found.ratio_high)
     share = share if share == most else f"between {share} and {most}"
-    return f"goodput: {share} of {wall} was training that counts; {_lost_text(found)}"
+    return f"goodput: {share} of {wall} was in steps that counted; {_lost_text(found)}"
 
 
 def _lost_text(found: Goodput) -> str:
@@ -245,7 +245,8 @@ def _lost_text(found: Goodput) -> str:
         return "no step was lost"
     if low == high:
         return f"{count_text(low, 'step')} lost"
-    return f"{low} to {count_text(high, 'step')} lost, as no checkpoint of them was seen"
+    lost = count_text(high, "step") if not low else f"{low} to {count_text(high, 'step')}"
+    return f"{'up to ' * (not low)}{lost} lost: no checkpoint of them was seen"
 
 
 def _origin_text(start: Start) -> str:

@@ -42,7 +42,7 @@ from haiprof.run_analysis.step_frame import STEP_PHASES
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.run_format.writer import write_json
-from haiprof.show.views.compare import headline, headline_notes
+from haiprof.show.views.compare import compare_markdown, headline, headline_notes
 from tests.unit.analysis.recorded import CLOCK, KINDS, spans_from, write_rank
 
 STEP_NS = 20 * NS_PER_MS
@@ -304,6 +304,8 @@ def test_runs_of_different_scripts_are_compared_with_a_word_on_that(tmp_path: Pa
     other = replace(found.before.manifest, command=["torchrun", "other.py", "--lr", "1"])
     unlike = replace(found, before=replace(found.before, manifest=other))
     assert [line for line in caveats(unlike) if "different scripts, other.py and" in line]
+    assert compare_markdown(unlike).count("different scripts, other.py and") == 1
+    assert "different scripts, other.py and" in compare_markdown(unlike).splitlines()[2]
 
 
 # -- the last good run --------------------------------------------------------------------------

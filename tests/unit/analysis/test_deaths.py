@@ -362,6 +362,19 @@ STORIES = {
         cause="crash", certain=False,
         said=["std::runtime_error: bad; known by its last lines on stderr"],
     ),
+    "a crash is told with the line that faulthandler printed": Story(
+        events=[do.over(1, 0, number=signal.SIGSEGV, stderr=[
+                    "Fatal Python error: Segmentation fault", "",
+                    "Thread 0x00007f5b531c86c0 (most recent call first):",
+                    '  File "/pkg/haiprof/in_job/stack_sampler.py", line 270 in _run', "",
+                    "Current thread 0x00007f5b7be5cb80 (most recent call first):",
+                    '  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at',
+                    '  File "train.py", line 88 in step',
+                    '  File "train.py", line 9 in <module>', "",
+                    "Extension modules: torch._C (total: 1)"]), do.stopped(0, 2)],
+        cause="crash", line=("train.py:88 in step", None), remedy="see what that line calls",
+        said=["a segmentation fault in native code (SIGSEGV), called at train.py:88 in step"],
+    ),
     "an abort is told with its last line": Story(
         events=[do.over(1, 0, number=signal.SIGABRT, stderr=["ERROR: save failed"])],
         cause="crash", said=["aborted (SIGABRT)", "its last line on stderr: ERROR: save failed"],
