@@ -94,10 +94,15 @@ def ledger_part(verdict: Verdict, found: RunLedger | None) -> LedgerPart | None:
 
 
 def _rows(ledger: Ledger, findings: Sequence[Finding]) -> Iterator[AccountRow]:
-    """Accounts in the order of the ledger, then what is small, then what is not explained."""
+    """Problems in the order of the ledger, then accounts by their time, then what is small."""
     of_account = {each.account: each for each in findings if each.account is not None}
+    problems = {at for at, each in of_account.items() if each.severity in ("critical", "warning")}
+    numbered = sorted(
+        enumerate(ledger.accounts),
+        key=lambda each: (0, each[0]) if each[0] in problems else (1, -each[1].ns_per_step),
+    )
     small = 0.0
-    for number, account in enumerate(ledger.accounts):
+    for number, account in numbered:
         finding = of_account.get(number)
         if finding is None and account.ns_per_step < _LEAST_RATIO * ledger.mean_ns:
             small += account.ns_per_step
