@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
+from haiprof.base.options import ENV_PEAK
 from haiprof.base.trace_options import EXPLAIN_STEPS
 from haiprof.base.units import duration_text
 from haiprof.base.users import other_uid
@@ -128,6 +129,11 @@ def verdict(
             )
         _show_traces(traces, output, pool, everything=everything, peak=peak, formulas=formulas)
         return
+    if peak is not None and not save:  # the launcher's own is no place to complain
+        from haiprof.trace_analysis.operator_efficiency import parse_peak
+
+        parse_peak(peak)
+        os.environ[ENV_PEAK] = peak
     since = None
     if collect:
         run = shared.the_job(target, None).run

@@ -45,8 +45,9 @@ _NOBODY = (
 _DAMAGED = "run.json is damaged, so that what the job did is not known"
 _NO_OPTIMIZER = (
     "no optimizer stepped while haiprof recorded, and no repeated pattern could be a step: the "
-    "job hung or ended before its first step, the warm-up was longer than the job, or the "
-    "optimizer is not torch's (haiprof.step() at the end of each step marks it)"
+    "job hung (haiprof snapshot shows where), it ended before its first step, the warm-up was "
+    "longer than the job, or the optimizer is not torch's (haiprof.step() at the end of each step "
+    "marks it)"
 )
 
 
@@ -71,7 +72,9 @@ def why_no_steps(inputs: RuleInputs) -> str:
     if inputs.ranks["step_count"].null_count() == inputs.ranks.height:
         return "no rank's spans can be read"
     if inputs.ranks["step_count"].sum():
-        return "none began in the time that is judged"
+        return (
+            "none began in the time that is judged: if the job hangs, haiprof snapshot shows where"
+        )
     if inputs.ranks["eval_ns"].sum():
         return "the ranks only evaluated: forward passes without gradients, no optimizer step"
     return _NO_OPTIMIZER

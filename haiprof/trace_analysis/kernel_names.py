@@ -142,12 +142,13 @@ _KERNEL_KINDS = (
     ("mixture of experts", r"(?<![a-z])moe(?![a-z])|fused_experts"),
     ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff"),
     ("convolution", r"conv(?!ert)|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
-    ("normalisation", r"norm(?!al(?!i))|softmax|\bbn_|::bn"),
+    ("normalisation", r"(?<!vector_)(?<!foreach_)(?<!clip)(?<!clip_)(?<!lp)norm"
+                      r"(?!al(?!i)|(?:zero|one|two)?ops)|softmax|\bbn_|::bn"),
     ("gemm", r"gemm|gemv|cutlass|cublas|nvjet|cijk_|xmma|gmma|hmma|matmul|884|1688|16816|splitk"
              r"|[ab]?b?mm\b|bmm_|aten::linear|dot_kernel"),
     ("foreach", r"multi_tensor|foreach|fused_?(?:adam|sgd|adagrad|lamb)"),
     ("indexing", r"embedding|index|gather|scatter|sort|cat(?:array|_)|permute|transpose|roll"),
-    ("reduction", r"reduc|scan|cumsum|triton_(?:per|red)|mean|argmax|topk|loss"),
+    ("reduction", r"reduc|norm(?!al)|scan|cumsum|triton_(?:per|red)|mean|argmax|topk|loss"),
     ("elementwise", r"elementwise|vectorized|unrolled|pointwise|triton_poi|fill|copy|dropout|cast|"
                     r"distribution|normal|uniform|activation|relu|gelu|silu|add|mul"),
 )  # fmt: skip

@@ -233,6 +233,8 @@ def test_a_step_traced_with_shapes_gives_the_mfu_of_all_steps(tmp_path: Path) ->
     (said,) = set(re.findall(r"14.7 MFLOP a step, [\d.]+ .FLOP/s, MFU [\d.]+ %", card + overview))
     assert said in card
     assert said in overview
+    named = json.loads(answer("verdict", "--json", "--peak", "fp32=0.5"))
+    assert named["work"]["mfu_ratio"] == found["work"]["mfu_ratio"]
     bare = json.loads(answer("verdict", "--json"))
     assert bare["work"]["mfu_ratio"] is None
     assert "no peak is known" in bare["work"]["reason"]

@@ -458,6 +458,12 @@ def test_call_nodes_go_inwards_as_long_as_one_call_holds_most() -> None:
     ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", None, "foreach"),
     ("aten::normal_", None, "elementwise"),
     ("fused_add_rms_norm_kernel<vllm::_typeConvert<c10::BFloat16>>", None, "normalisation"),
+    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, NormTwoOps<float>>>",
+     "aten::linalg_vector_norm", "reduction"),
+    ("multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float, 1>>", None, "foreach"),
+    ("ClipNormBackward", None, "reduction"),
+    ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>",
+     "aten::native_layer_norm", "normalisation"),
     ("some_new_thing", None, "other"),
 ])  # fmt: skip
 def test_work_is_told_by_names(name: str, operator: str | None, kind: str) -> None:
