@@ -207,7 +207,7 @@ def link(
       haiprof export --to linked RUN -o linked.json.gz
       haiprof export --to linked traces/ --et execution_traces/ --json | jq '.ranks[].linked_ratio'
     """
-    from haiprof.show.views.trace_files import link_data, link_view
+    from haiprof.show.views.trace_files import link_view
     from haiprof.trace_analysis.execution_link import link as link_pair
     from haiprof.trace_analysis.execution_link import linked_path, write_rank
     from haiprof.trace_analysis.execution_pairs import pairs
@@ -223,7 +223,8 @@ def link(
                 path = linked_path(output_file, pair.rank if len(found) > 1 else None)
                 write_rank(path, linked)
                 written.append(path)
-    output.show(lambda _: link_view(shares, alone), link_data(shares, alone, written))
+    data = {"ranks": shares, "without_partner": alone, "written": written}
+    output.show(lambda _: link_view(shares, alone), data)
     if not any(share.linked_count for share in shares):
         raise MissingDataError(
             f"{traces}: nothing was linked, and nothing was written",

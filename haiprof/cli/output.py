@@ -44,9 +44,7 @@ class Output:
     quiet: bool = False
     """Neither view nor hints."""
 
-    def show(
-        self, view: View, data: Mapping[str, Any], markdown: Callable[[], str] | None = None
-    ) -> None:
+    def show(self, view: View, data: object, markdown: Callable[[], str] | None = None) -> None:
         """Shows one result as a view, as JSON, or as Markdown: its own, else the view as text."""
         if self.json:
             sys.stdout.write(json_text(data) + "\n")
@@ -100,7 +98,7 @@ def show_error(error: HaiprofError) -> int:
     return error.exit_code
 
 
-def json_text(data: Mapping[str, Any], *, indent: int | None = 1) -> str:
+def json_text(data: object, *, indent: int | None = 1) -> str:
     """JSON for scripts, where what is missing or not finite is null; without indent on one line.
 
     It is safe on a terminal, too: what is not visible is written as an escape.
@@ -110,7 +108,7 @@ def json_text(data: Mapping[str, Any], *, indent: int | None = 1) -> str:
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """A value as JSON can carry it."""
+    """A value as JSON can carry it: a record by its fields, a frame by its rows."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -118,5 +116,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(dataclasses.asdict(value))
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if hasattr(value, "to_dicts"):  # polars, which most commands do not load
+        return plain(value.to_dicts())
     return str(value) if isinstance(value, Path) else value

@@ -272,14 +272,15 @@ def memory_timeline(
     output = Output(json=as_json)
     if is_pickle(traces):
         snapshot = views.snapshot_answers(traces)
-        output.show(lambda _: views.snapshot_view(snapshot), snapshot.as_json())
+        output.show(lambda _: views.snapshot_view(snapshot), snapshot)
     elif is_memory_timeline(traces):
         timeline = memory_by_category(traces)
-        output.show(lambda _: views.category_view(timeline), views.category_json(timeline))
+        data = {"timeline": timeline, "at_peak": views.categories_at_peak(timeline)}
+        output.show(lambda _: views.category_view(timeline), data)
     else:
         with shared.ReadProgress(quiet=as_json):
             answers = views.memory_answers(TraceQuestions(traces, window=window), rank)
-        output.show(lambda _: views.memory_view(answers), answers.as_json())
+        output.show(lambda _: views.memory_view(answers), answers)
 
 
 def flight_recorder(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 from rich.console import Group, RenderableType
@@ -20,7 +19,6 @@ from haiprof.show.views.blocks import bullets, missing_block, section
 from haiprof.trace_analysis.memory_timeline import CATEGORIES
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_format.memory_snapshot import (
-    MemoryHistory,
     memory_history,
     read_memory_snapshot,
     sum_by_line,
@@ -30,20 +28,17 @@ _COLUMNS = heads(name="category", at_peak_bytes="at the peak", share_ratio="shar
                  max_bytes="its own most", end_bytes="at the end")  # fmt: skip
 
 
-def category_json(timeline: pl.DataFrame) -> dict[str, Any]:
-    """Plain data, whole."""
-    return {"timeline": timeline.to_dicts(), "at_peak": _table(timeline).to_dicts()}
-
-
 def category_view(timeline: pl.DataFrame) -> RenderableType:
     """What each category holds where all together hold most."""
     span = int(timeline["ts_ns"][-1]) - int(timeline["ts_ns"][0])
     peak = int(str(timeline["total_bytes"].max()))
     title = f"Memory by category, {duration_text(span)}, {bytes_text(peak)} at the peak"
-    return section(title, *frame_table(_table(timeline), _COLUMNS, limit=len(CATEGORIES)))
+    rows = categories_at_peak(timeline)
+    return section(title, *frame_table(rows, _COLUMNS, limit=len(CATEGORIES)))
 
 
-def _table(timeline: pl.DataFrame) -> pl.DataFrame:
+def categories_at_peak(timeline: pl.DataFrame) -> pl.DataFrame:
+    """A row per category: what it holds where all together hold most, the largest first."""
     peak = timeline.row(int(timeline["total_bytes"].arg_max() or 0), named=True)
     rows = [
         {
@@ -83,18 +78,10 @@ class SnapshotAnswers:
     failed: pl.DataFrame
     """Allocations in its history that failed, oldest first."""
     event_count: int
-    history: MemoryHistory
+    timeline: pl.DataFrame
     """What it held over time; empty where no history was recorded."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data, whole."""
-        frames = {"devices": self.devices, "by_line": self.by_line, "failed": self.failed}
-        return {
-            **{name: frame.to_dicts() for name, frame in frames.items()},
-            "event_count": self.event_count,
-            "timeline": self.history.levels.to_dicts(),
-            "history_by_line": self.history.by_line.to_dicts(),
-        }
+    history_by_line: pl.DataFrame
+    """The same by line of code."""
 
 
 def snapshot_answers(path: Path) -> SnapshotAnswers:
@@ -117,12 +104,14 @@ def snapshot_answers(path: Path) -> SnapshotAnswers:
     )
     total = pl.col("size_bytes").sum().over("device")
     by_line = sum_by_line(found).with_columns(share_ratio=pl.col("size_bytes") / total)
+    history = memory_history(found)
     return SnapshotAnswers(
         devices=devices,
         by_line=by_line,
         failed=failed.select("device", "time_ns", "line", "size_bytes", "device_free_bytes"),
         event_count=found.events.height,
-        history=memory_history(found),
+        timeline=history.levels,
+        history_by_line=history.by_line,
     )
 
 
@@ -132,7 +121,7 @@ def snapshot_view(answers: SnapshotAnswers) -> RenderableType:
     parts = [
         section("GPU memory in the snapshot", *frame_table(answers.devices, _DEVICES, limit=16))
     ]
-    parts += _history_parts(answers.history)
+    parts += _history_parts(answers)
     if answers.by_line.height:
         lines = answers.by_line.with_columns(named)
         parts.append(section("In use, by line of your code", *frame_table(lines, _LINES, limit=20)))
@@ -143,15 +132,15 @@ def snapshot_view(answers: SnapshotAnswers) -> RenderableType:
     return Group(*parts, missing_block(missing))
 
 
-def _history_parts(history: MemoryHistory) -> Iterator[RenderableType]:
+def _history_parts(answers: SnapshotAnswers) -> Iterator[RenderableType]:
     """Memory over time, and who held it at its peak."""
-    if history.levels.is_empty():
+    if answers.timeline.is_empty():
         return
-    on_gpu = history.levels.with_columns(rank=pl.lit(None, pl.Int64), device_type=pl.lit("GPU"))
+    on_gpu = answers.timeline.with_columns(rank=pl.lit(None, pl.Int64), device_type=pl.lit("GPU"))
     sentences = [_history_text(own) for _, own in on_gpu.group_by("device", maintain_order=True)]
     yield section("Memory over time", _lines(on_gpu), *bullets(sentences))
     before = pl.when("is_older").then(pl.lit(_MEMORY_SNAPSHOT_BEFORE)).otherwise(pl.lit(_NO_LINE))
-    named = history.by_line.with_columns(name=pl.coalesce("line", before))
+    named = answers.history_by_line.with_columns(name=pl.coalesce("line", before))
     yield section("Held at the peak, by line of your code", *frame_table(named, _HELD, limit=12))
     grown = named.filter(pl.col("growth_bytes") > 0).sort(-pl.col("growth_bytes"), "name")
     if grown.height:
@@ -194,13 +183,6 @@ class MemoryAnswers:
     by_operator: pl.DataFrame
     missing: dict[str, str]
     """By frame: why it is null."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data, whole."""
-        names = ("timeline", "at_peak", "at_peak_by_module", "by_operator")
-        frames = {name: getattr(self, name) for name in names}
-        rows = {n: None if frame is None else frame.to_dicts() for n, frame in frames.items()}
-        return {**rows, "missing": self.missing}
 
 
 def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:

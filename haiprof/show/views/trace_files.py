@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,17 +62,6 @@ def link_view(shares: Sequence[LinkShare], alone: Sequence[str]) -> RenderableTy
             _part(share.kernel_linked_count, share.kernel_count),
         )
     return Group(table, *_remarks(shares, alone))
-
-
-def link_data(
-    shares: Sequence[LinkShare], alone: Sequence[str], written: Sequence[Path]
-) -> dict[str, Any]:
-    """The same as JSON."""
-    return {
-        "ranks": [dataclasses.asdict(share) for share in shares],
-        "without_partner": list(alone),
-        "written": [str(path) for path in written],
-    }
 
 
 def _part(count: int, whole: int) -> str:
