@@ -40,8 +40,8 @@ from haiprof.live.external_sampling import (
     why_not_enter,
 )
 from haiprof.live.find import RunningJob
-from haiprof.live.standstill import py_spy_frames
 from haiprof.live.trace_now import Progress, TraceNow, collect, trace_now, wait
+from haiprof.run_analysis.run_files import objects
 from haiprof.run_format.boot import BOOT_FOLDER
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
@@ -160,8 +160,8 @@ def _libraries(pid: int) -> frozenset[str]:
 def _imports(pid: int) -> bool:
     """Whether a thread is in an import, by py-spy; False without py-spy."""
     command = find_spy()
-    threads = "" if command is None else dump_threads(command, pid, "--nonblocking")
-    frames = [] if isinstance(threads, str) else [f for t in threads for f in py_spy_frames(t)]
+    threads = [] if command is None else dump_threads(command, pid, "--nonblocking")
+    frames = [frame for thread in objects(threads) for frame in objects(thread.get("frames"))]
     return any(word in str(frame.get("filename")) for frame in frames for word in _IMPORTING)
 
 

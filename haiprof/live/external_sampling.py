@@ -28,6 +28,7 @@ from haiprof.linux.procfs import (
     read_int,
     user_id,
 )
+from haiprof.run_analysis.run_files import objects
 from haiprof.run_format.layout import RunPaths
 
 _SYS_PTRACE = 19  # bit of CAP_SYS_PTRACE, linux/capability.h
@@ -149,10 +150,10 @@ class SampledStacks:
 
 
 def sample_stacks(
-    processes: Sequence[Process], run: RunPaths, *, seconds: float, spy: str | None = None
+    processes: Sequence[Process], run: RunPaths, *, seconds: float
 ) -> list[SampledStacks]:
     """Samples the stacks of processes for so many seconds; nothing in them is stopped."""
-    command = spy or find_spy()
+    command = find_spy()
     numbered = list(enumerate(processes))
     step = max(1, math.ceil(len(numbered) / MOST_RANKS))
     chosen = [(p.rank if p.rank is not None else place, p) for place, p in numbered[::step]]
@@ -183,7 +184,7 @@ def find_spy() -> str | None:
     return shutil.which("py-spy") or shutil.which("py-spy", path=scripts)
 
 
-def dump_threads(command: str, pid: int, option: str) -> list[dict[str, Any]] | str:
+def dump_threads(command: str, pid: int, option: str) -> list[Mapping[str, Any]] | str:
     """The threads of a process by py-spy, whose answer may hold anything; or its error."""
     try:
         done = subprocess.run(
@@ -195,7 +196,7 @@ def dump_threads(command: str, pid: int, option: str) -> list[dict[str, Any]] | 
         return str(error)
     if not isinstance(threads, list):
         return (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    return [thread for thread in threads if isinstance(thread, dict)]
+    return objects(threads)
 
 
 def _start(command: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[str]:

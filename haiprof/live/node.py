@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 from haiprof.agent.node_history import NodeHistory
 from haiprof.agent.samplers.loop import SamplingLoop
@@ -76,9 +75,9 @@ def gpu_holders(nvml: Nvml) -> dict[int, set[int]]:
     return found
 
 
-def open_nvml(module: ModuleType | None = None) -> Nvml | None:
+def open_nvml() -> Nvml | None:
     """NVML, ready to be asked; None where there is none."""
-    nvml = Nvml(module)
+    nvml = Nvml()
     try:
         nvml.open()
     except Unavailable:

@@ -31,7 +31,6 @@ from haiprof.live.standstill import (
     merge,
     moves,
     other_threads,
-    py_spy_frames,
     saving,
     suspects,
 )
@@ -39,7 +38,7 @@ from haiprof.run_analysis.collectives import Mismatch, collective_frame, find_mi
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.nccl_witness import files_of_run
 from haiprof.run_analysis.process_ends import workers_last_at
-from haiprof.run_analysis.run_files import RunFiles, integer, open_run
+from haiprof.run_analysis.run_files import RunFiles, integer, objects, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
 from haiprof.run_format.writer import write_json
@@ -108,7 +107,7 @@ def _native_stack(spy: str | None, state: RankState) -> tuple[str, ...] | str:
     if isinstance(threads, str):
         return f"py-spy: {threads}"
     main = next((each for each in threads if each.get("thread_name") == "MainThread"), {})
-    frames = py_spy_frames(main)[:_FRAME_LIMIT]
+    frames = objects(main.get("frames"))[:_FRAME_LIMIT]
     return tuple(map(_frame_text, frames[::-1])) or "py-spy: an answer without a main thread"
 
 
@@ -192,7 +191,6 @@ def take_snapshot(
     run: RunPaths,
     *,
     hang: bool = False,
-    spy: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Snapshot:
     """Asks every rank for its stacks and collectives, and looks at those that do not answer.
@@ -203,7 +201,7 @@ def take_snapshot(
     when nothing moves, or with `hang`.
     """
     wall_ns = time.time_ns()
-    spy = spy or find_spy()
+    spy = find_spy()
     folder = run.snapshots / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_ns / NS_PER_S))
     progress("asking all ranks what they do")
     stacks = ask(run, "stacks", timeout_s=ANSWER_S)
@@ -389,7 +387,8 @@ def _run_spy(command: str, pid: int) -> Stack | str:
         return known
     main = [thread for thread in known if thread.get("thread_name") == "MainThread"]
     for thread in main or known[:1]:
-        frames = [[f.get("filename"), f.get("line"), f.get("name")] for f in py_spy_frames(thread)]
+        inner_first = objects(thread.get("frames"))
+        frames = [[f.get("filename"), f.get("line"), f.get("name")] for f in inner_first]
         if (stack := parse_frames(frames[::-1])) is not None:
             return stack
     return "an answer that is no stack"

@@ -75,18 +75,17 @@ def other_threads(threads: Sequence[Any]) -> str:
     return "; ".join(known[:_SHOWN_THREADS])
 
 
-def py_spy_frames(thread: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Frames of one thread in py-spy's JSON, which may hold anything; the innermost first."""
-    frames = thread.get("frames")
-    return [f for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
-
-
 GroupStatus = Mapping[str, Sequence[int]]
 """By process group: sequence numbers of the last collective enqueued, started, completed."""
 STOPPED = ("T", "t")
 """The kernel's letters for a stopped process."""
 GONE = "X"
 """A state for a process that is gone."""
+_STATE_WORDS = {
+    **dict.fromkeys(STOPPED, "its process is stopped by a signal (SIGSTOP, SIGTSTP) or a debugger"),
+    GONE: "its process is gone: it was killed",
+    "Z": "its process has ended, and its parent has not noticed",
+}
 _SHOWN_THREADS = 2
 _DISTRIBUTED = "torch/distributed/"
 _ENGINE = "_engine_run_backward"
@@ -178,18 +177,8 @@ def _suspect(state: RankState, reason: str, *, certain: bool) -> Suspect:
 
 
 def _stopped_ranks(states: Sequence[RankState]) -> list[Suspect]:
-    found = []
-    for state in states:
-        if state.process_state in STOPPED:
-            why = "its process is stopped by a signal (SIGSTOP, SIGTSTP) or a debugger"
-        elif state.process_state == GONE:
-            why = "its process is gone: it was killed"
-        elif state.process_state == "Z":
-            why = "its process has ended, and its parent has not noticed"
-        else:
-            continue
-        found.append(_suspect(state, why, certain=True))
-    return found
+    words = ((state, _STATE_WORDS.get(state.process_state or "")) for state in states)
+    return [_suspect(state, why, certain=True) for state, why in words if why is not None]
 
 
 def _mute(states: Sequence[RankState]) -> list[Suspect]:

@@ -143,7 +143,7 @@ def sampled_lines(
     return samples, line_frame(samples, (position[chosen], of_step[chosen])), tuple(notes)
 
 
-def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:
+def line_table(graph: FlameGraph) -> PageTable:
     """Lines of user code by their time per step: their own and that of libraries they call."""
     if not graph.series:
         return PageTable("", (), ())
@@ -158,7 +158,7 @@ def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:
             share_text(times[key], step_ns) if top in POSITIONS else "",
             printable(_most(calls[key])),
         )
-        for key in order[:limit]
+        for key in order[:_LINE_LIMIT]
         for top, frame in [(key[0], graph.frames[key[1]])]
     ]  # fmt: skip
     several = sum(one.run == mean.run for one in graph.series) > 2  # one of them is their mean
@@ -166,7 +166,7 @@ def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:
     head = ("line", "function", "position", *amount, "mostly in")
     return PageTable(
         "", head, rows, left=("line", "function", "position", "mostly in"),
-        more=max(0, len(order) - limit),
+        more=max(0, len(order) - _LINE_LIMIT),
     )  # fmt: skip
 
 
