@@ -271,7 +271,7 @@ def headline(found: Preflight) -> str:
     """`leave out node-2`, or what was found else."""
     ranks = count_text(len(found.ranks), "rank")
     if not found.suspects:
-        return f"{ranks}: none differs from its peers"
+        return f"{ranks}: none is clearly slower than its peers"
     if found.leave_out:
         return f"{ranks}: leave out {', '.join(map(printable, found.leave_out))}"
     return f"{ranks}: {count_text(len(found.suspects), 'suspect')}, no node to leave out"
