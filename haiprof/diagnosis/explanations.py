@@ -34,7 +34,7 @@ from haiprof.diagnosis.machine_causes import (
     starvation,
     state_of,
 )
-from haiprof.diagnosis.opportunities import RECOMPUTED, in_hooks
+from haiprof.diagnosis.opportunities import RECOMPUTED, WORKER_CORES, in_hooks
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
@@ -267,11 +267,13 @@ def _waits_for_loader(question: Question) -> Finding:
         "sample",
         missing=("how the loader was made, its CPU use",),
     )
+    both = question.account.explanation == WORKER_CORES
+    cores = " and for the CPU cores that its workers take" if both else ""
     return replace(
         why,
         rule=SLUGS["input"],
         cause=why.rule or None,
-        title=f"{question.bound}training waits for batches, {question.amount}"
+        title=f"{question.bound}training waits for batches{cores}, {question.amount}"
         + (f", {why.title}" if why.title else ""),
         code_lines=lines,
     )
@@ -836,6 +838,7 @@ _EVALUATED = ("wait: loader", "evaluation")
 """Batches of an evaluation are its own."""
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
+    WORKER_CORES: _waits_for_loader,
     RECOMPUTED: _explain_by(
         RECOMPUTED,
         "activation checkpointing runs forward again inside backward, {amount}{code}",

@@ -73,6 +73,8 @@ _NOT_COMPILED = "DisableContext."
 _RESTART = re.compile(rf"{re.escape(WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
 """What starts and ends a DataLoader's workers."""
 RECOMPUTED = "recomputation"
+WORKER_CORES = "worker_cores"
+"""Key of the wait for batches with the wait for the cores that the workers take."""
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
 
 
@@ -266,6 +268,25 @@ def join_restarts(table: TimeTable, found: Sequence[Opportunity]) -> list[Opport
         return kept
     joined = opportunity(table, np.concatenate(rows), None)
     return [*kept, replace(joined, activity=LOADER_WAIT)]
+
+
+def join_worker_cores(
+    table: TimeTable, found: Sequence[Opportunity], share: float
+) -> tuple[TimeTable, list[Opportunity]]:
+    """Waiting for batches with that share of the wait for a core, where it is the longer one.
+
+    What makes the batches cheaper leaves these cores to the training thread, too.
+    """
+    lineless = [each for each in found if each.at is None]
+    batches = next((each for each in lineless if each.activity == LOADER_WAIT), None)
+    cores = next((each for each in lineless if each.activity == NO_CORE), None)
+    if batches is None or cores is None or not share:
+        return table, list(found)
+    if table.ns[batches.rows].sum() <= table.ns[cores.rows].sum():
+        return table, list(found)
+    table, taken = table.split(cores.rows, share)
+    joined = replace(batches, rows=np.concatenate([batches.rows, taken]), key=WORKER_CORES)
+    return table, [joined if each is batches else each for each in found]
 
 
 def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:

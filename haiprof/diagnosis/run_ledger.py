@@ -42,6 +42,7 @@ from haiprof.diagnosis.opportunities import (
     Opportunity,
     find_opportunities,
     join_restarts,
+    join_worker_cores,
     lacks_line,
     main_place,
     mark_needed,
@@ -204,7 +205,9 @@ def run_ledger(
         else each
         for each in find_opportunities(table, loops.found)
     ]
-    found = [*(join_restarts(table, found) if restarts_workers(inputs) else found), *loops.found]
+    found = join_restarts(table, found) if restarts_workers(inputs) else found
+    table, found = join_worker_cores(table, found, _workers_share(inputs, time.slowest))
+    found += loops.found
     slowed = None
     if saves is not None:
         table, beside, slowed = split_saves(table, time, saves)
@@ -236,6 +239,13 @@ def run_ledger(
         samples=samples, late=late, slowed=slowed, recurrences=loops.recurrences,
         time=time, table=table, rows=rows,
     )  # fmt: skip
+
+
+def _workers_share(inputs: RuleInputs, rank: int) -> float:
+    """Of the CPU that was used beside a rank's own, what its workers used; 0 if not most of it."""
+    own = inputs.worker_cores(rank) if inputs.loader_workers.get(rank) else None
+    others = used_by_others(inputs, hosts_of(inputs).get(rank))
+    return own / (own + others) if own and others is not None and own > others else 0.0
 
 
 def _judged_numbers(inputs: RuleInputs, rank: int) -> Ints:

@@ -10,7 +10,12 @@ import pytest
 
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.opportunities import find_opportunities, join_restarts, mark_needed
+from haiprof.diagnosis.opportunities import (
+    find_opportunities,
+    join_restarts,
+    join_worker_cores,
+    mark_needed,
+)
 from haiprof.run_analysis.ledger import ACTIVITIES
 from tests.unit.diagnosis.tables import (
     BARRIER,
@@ -321,3 +326,26 @@ def test_workers_that_epochs_start_and_end_are_one_opportunity_with_the_wait_for
     }
     assert ms == pytest.approx({"wait: loader": 9, "python": 5})
     assert sum(len(each.rows) for each in joined) == sum(len(each.rows) for each in plain)
+
+
+@pytest.mark.parametrize(("waits_ms", "taken_ms"), [(12, 6.0), (4, 0.0)])
+def test_cores_that_loader_workers_take_go_with_the_wait_for_their_batches(
+    waits_ms: int, taken_ms: float
+) -> None:
+    """Where that wait is the longer one; what others took stays."""
+    takes = (f"{PYTHON}/queue.py", 180, "Queue.get")
+    table = mark_needed(table_of(
+        *TRAINING,
+        Part(position="forward", stack=(SCRIPT, MAIN, MODULE, FORWARD), ms=10, queued=0.8),
+        ("input", (SCRIPT, MAIN, LOADER, takes), waits_ms),
+        steps=STEPS,
+    ))  # fmt: skip
+    plain = find_opportunities(table)
+    joined_table, joined = join_worker_cores(table, plain, 0.75)
+    ms = {
+        ACTIVITIES[each.activity]: float(joined_table.ns[each.rows].sum()) / NS_PER_MS / STEPS
+        for each in joined
+    }
+    assert ms["wait: loader"] == pytest.approx(waits_ms + taken_ms, rel=0.01)
+    assert ms["no core"] == pytest.approx(8.0 - taken_ms, rel=0.01)
+    assert joined_table.ns.sum() == pytest.approx(table.ns.sum())
