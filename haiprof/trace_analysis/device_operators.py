@@ -63,9 +63,10 @@ class RankOperators:
     `at least` where its bytes are not known), `compute_ratio` (of the time at the compute roof to
     that at the memory roof), and sums: calls, kernels, short kernels; `ns` of computing that
     neither another kernel nor communication covers; `known_ns`, what of it has known work, with its
-    `flops` and `bytes`; `roof_ns`, `reach_ns`, `sure_ns`: what it would take at the roofline, at
-    what is usually reached of it, and at what surely is; `tensor_ns` at TF32's peak of products of
-    fp32 without tensor cores; null where that is not known."""
+    `flops` and `bytes`; `roof_ns`, `best_ns`, `reach_ns`, `sure_ns`: what it would take at the
+    roofline, at that of the faster precision where one is allowed by a setting, at what is usually
+    reached of that, and at what surely is; `tensor_ns` at TF32's peak of products of fp32 without
+    tensor cores; null where that is not known."""
     device_name: str | None
     peak_source: str | None
     """None where the device's peak is not known."""
@@ -125,7 +126,7 @@ def _with_roofline(calls: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
     if peak is None:
         return calls.with_columns(
             **dict.fromkeys(
-                ("roof_ns", "reach_ns", "sure_ns", "tensor_ns", "compute_ratio"), nothing
+                ("roof_ns", "best_ns", "reach_ns", "sure_ns", "tensor_ns", "compute_ratio"), nothing
             ),
             estimate=pl.when(is_open).then(pl.lit("about")),
         )
@@ -155,6 +156,7 @@ def _with_roofline(calls: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
     best = pl.min_horizontal(compute, faster)
     times = {
         "roof_ns": pl.max_horizontal(compute, memory),
+        "best_ns": pl.max_horizontal(best, memory),
         "reach_ns": pl.max_horizontal(best / shares[1], memory / REACHED_MEMORY[1], least),
         "sure_ns": pl.max_horizontal(best / shares[0], memory / REACHED_MEMORY[0], least),
         "tensor_ns": faster,
@@ -186,13 +188,23 @@ def _name(pieces: pl.DataFrame) -> pl.DataFrame:
         flops=pl.col("flops") * part, bytes=pl.col("bytes") * part,
         roof_ns=pl.col("roof_ns") * part,
         tensor_ns=pl.col("tensor_ns") * part,
+        best_ns=pl.min_horizontal(pl.col("best_ns") * part, "ns"),
         reach_ns=pl.min_horizontal(pl.col("reach_ns") * part, "ns"),
         sure_ns=pl.min_horizontal(pl.col("sure_ns") * part, "ns"),
     )  # fmt: skip
     keys = ["device", "step", "top", *OPERATOR]
     nullable = {
         name: pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
-        for name in ("known_ns", "flops", "bytes", "roof_ns", "reach_ns", "sure_ns", "tensor_ns")
+        for name in (
+            "known_ns",
+            "flops",
+            "bytes",
+            "roof_ns",
+            "best_ns",
+            "reach_ns",
+            "sure_ns",
+            "tensor_ns",
+        )
     }
     return rows.sort("ns", descending=True).group_by(keys, maintain_order=True).agg(
         pl.col("kernel", "row_count", "estimate", "compute_ratio", *LAUNCH).first(),

@@ -399,7 +399,7 @@ def _operators(
     ).with_row_index("account")  # fmt: skip
     numbered = rows.join(keys.select("account", *key), on=key, nulls_equal=True)
     gains = []
-    for name in ("reach_ns", "sure_ns", "roof_ns"):
+    for name in ("reach_ns", "sure_ns", "best_ns"):
         less = (pl.col("ns") - pl.col(name).fill_null(pl.col("ns"))).clip(0).round()
         cube = times.cube(numbered.with_columns(ns=less.cast(pl.Int64)), len(keys))
         gains.append([

@@ -49,7 +49,10 @@ def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableT
     nothing = [Text("none whose FLOPs and bytes are known")]
     ranks: list[RenderableType] = []
     for row in whole.head(16).iter_rows(named=True):
-        device = printable(str(row["device_name"] or "CPU"))
+        nameless = (
+            "CPU" if row["kernel_known_ratio"] is None else "a GPU that the trace does not name"
+        )
+        device = printable(str(row["device_name"] or nameless))
         ranks.append(Text(f"rank {row['rank']}, {device}: {_mfu_text(row)}", style="bold"))
         ranks.append(Text(f"  {_basis_text(row)}", style="dim", overflow="fold"))
     shown = nothing if rows.is_empty() else table
@@ -58,8 +61,10 @@ def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableT
 
 def _mfu_text(row: dict[str, object]) -> str:
     work = float(row["model_flops"] or 0)  # type: ignore[arg-type]
-    amount = flops_text(work) if work else "FLOPs not known"
-    amount = f"{amount} in {duration_text(int(row['wall_ns']))}"  # type: ignore[call-overload]
+    wall = duration_text(int(row["wall_ns"]))  # type: ignore[call-overload]
+    if not work:
+        return f"no MFU: no matrix product whose FLOPs are known, in {wall}"
+    amount = f"{flops_text(work)} in {wall}"
     if row["mfu_ratio"] is None:
         return f"MFU not known ({row['reason']}); {amount}"
     least = "at least " if row["is_lower_bound"] else ""

@@ -107,6 +107,21 @@ def test_an_operator_far_from_the_roofline_comes_first(tmp_path: Path, run: Run)
     assert found["problem_count"] == 1
 
 
+@pytest.mark.parametrize("kernel_us", [90, 200, 1000])
+def test_a_gain_lies_in_its_interval_where_tf32_would_be_faster(
+    tmp_path: Path, run: Run, kernel_us: float
+) -> None:
+    shapes = {"Input Dims": [[4096, 512], [512, 4096]], "Input type": ["float", "float"]}
+    events = [
+        event("aten::mm", "cpu_op", 0, 10, **shapes),
+        launch(1, 2), kernel("Cijk_SB_MT16x16", 10, kernel_us, correlation=1),
+    ]  # fmt: skip
+    path = write_trace(tmp_path / "trace.json", events)
+    (operator,) = run("verdict", path, "--peak", "MI300X", "--json").data["operators"]
+    assert operator["precision"] == "fp32"
+    assert 0 <= operator["gain_low_ns"] <= operator["gain_ns"] <= operator["gain_high_ns"]
+
+
 def fused_experts(tokens: int, kernel_us: float) -> list[Event]:
     """A mixture of 64 experts of 71 MB each, of which a token goes to two."""
     shapes = [[tokens, 4096], [64, 5632, 4096], [64, 4096, 2816], [tokens, 2]]
