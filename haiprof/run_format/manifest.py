@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -167,6 +168,8 @@ def where_runs_are(path: Path) -> str:
             folders = itertools.islice(path.glob(depth), _FOLDERS_TO_LOOK_INTO)
             logs = (each for each in folders if next(each.glob(f"*/{MANIFEST_NAME}"), None))
             found += [visible(str(each)) for each in logs]
+    if not found and next(path.glob("*.json*"), None):
+        return f"for traces of torch.profiler: haiprof verdict {shlex.quote(visible(str(path)))}"
     found.sort()
     more = len(found) - _NAMED_FOLDERS
     named = [*found[:_NAMED_FOLDERS], *([f"{more} more"] if more > 0 else [])]

@@ -218,8 +218,8 @@ def _not_a_macro(word: str) -> str:
 
 
 def haiprof_words(spec: JobSpec) -> list[str]:
-    """`run` and haiprof's options, each once."""
-    return ["run", *(f"--{name}={text}" for name, text in spec.options.items())]
+    """haiprof's options, each once."""
+    return [f"--{name}={text}" for name, text in spec.options.items()]
 
 
 def c10d(endpoint: str, identity: str) -> list[str]:

@@ -253,7 +253,7 @@ def test_task_of_a_node_outlives_submitits_signal_and_ends_as_the_job(tmp_path: 
         text=True,
     )
     assert done.returncode == 7, done.stderr
-    assert done.stdout.startswith("x y/ run -- torchrun --nnodes=2 --nproc-per-node=1 ")
+    assert done.stdout.startswith("x y/ -- torchrun --nnodes=2 --nproc-per-node=1 ")
     assert "--rdzv-endpoint=n1:20007 --rdzv-id=7 -- train.py" in done.stdout
 
 
@@ -284,7 +284,7 @@ def test_pods_run_hostile_words_as_they_are(form: str) -> None:
     words = [expanded(word, variables) for word in container["command"]]
     head = {"kubernetes": "train-0.train", "jobset": "train-node-0-0.train"}[form]
     assert words == [
-        "haiprof", "run", "--log-dir=/logs", "--name=train", "--run-id=uid-0", "--", "torchrun",
+        "haiprof", "--log-dir=/logs", "--name=train", "--run-id=uid-0", "--", "torchrun",
         "--nnodes=2", "--nproc-per-node=1", "--node-rank=1", f"--master-addr={head}",
         "--master-port=29500", "--", "train.py", *FOR_TORCHRUN,
     ]  # fmt: skip
@@ -340,7 +340,7 @@ def test_skypilot_runs_hostile_words_as_they_are(stubs: Path) -> None:
     haiprof = told(stubs, "haiprof")
     assert haiprof["A"] == "".join(HOSTILE)
     assert haiprof["words"] == [
-        "run", "--log-dir=/logs", "--name=train", "--run-id=sky-7", "--", "torchrun", "--nnodes=2",
+        "--log-dir=/logs", "--name=train", "--run-id=sky-7", "--", "torchrun", "--nnodes=2",
         "--nproc-per-node=1", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500",
         "--", "train.py", *FOR_TORCHRUN,
     ]  # fmt: skip
