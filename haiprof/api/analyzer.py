@@ -191,7 +191,7 @@ class Analyzer(RunFrames):
         Raises:
             UsageError: There is no frame of that name.
         """
-        from haiprof.trace_analysis.sql_tables import describe_run_table
+        from haiprof.trace_analysis.sql import describe_run_table
 
         return Description(describe_run_table(frame))
 

@@ -333,8 +333,7 @@ def query(
     """
     from haiprof.show.views.tables import answer_data, answer_view, schema_data, schema_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-    from haiprof.trace_analysis.sql import ask, names_traces
-    from haiprof.trace_analysis.sql_tables import sql_tables
+    from haiprof.trace_analysis.sql import ask, names_traces, sql_tables
     from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
     if target is not None and sql is None and not schema and not Path(target).exists():

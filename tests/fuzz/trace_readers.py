@@ -26,8 +26,7 @@ from haiprof.trace_analysis.chakra import chakra_graph, write_chakra
 from haiprof.trace_analysis.memory_timeline import memory_by_category
 from haiprof.trace_analysis.pattern_gathering import patterns_of_files, reduce_patterns
 from haiprof.trace_analysis.report_cache import read_summary, write_summary
-from haiprof.trace_analysis.sql import ask
-from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables
+from haiprof.trace_analysis.sql import SqlTable, ask, sql_tables
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
 from haiprof.trace_format.execution import load_execution_trace
 from haiprof.trace_format.flight_recorder import read_flight, read_torch_dump

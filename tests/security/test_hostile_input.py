@@ -20,8 +20,7 @@ from haiprof.cli import main
 from haiprof.cli.output import Output, json_text
 from haiprof.show.card import view_text
 from haiprof.trace_analysis.memory_timeline import memory_by_category
-from haiprof.trace_analysis.sql import ask
-from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables
+from haiprof.trace_analysis.sql import SqlTable, ask, sql_tables
 from haiprof.trace_format.execution import load_execution_trace
 from haiprof.trace_format.find import rank_of
 from haiprof.trace_format.flight_recorder import read_flight

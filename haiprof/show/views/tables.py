@@ -21,7 +21,7 @@ from haiprof.trace_analysis.device_time import NO_LAUNCHES, Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.sql_tables import SqlTable  # which loads what runs are read by
+    from haiprof.trace_analysis.sql import SqlTable  # which loads what runs are read by
 
 _MANY = 50
 

@@ -16,8 +16,7 @@ from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import append_line
 from haiprof.show.text import moment_text
-from haiprof.trace_analysis.sql import ask
-from haiprof.trace_analysis.sql_tables import sql_tables
+from haiprof.trace_analysis.sql import ask, sql_tables
 from tests.unit.diagnosis.stories import START_NS, note, write_story
 
 HANG = {

@@ -7,8 +7,7 @@ import pytest
 
 from haiprof import Analyzer, TraceAnalysis
 from haiprof.base.errors import RunNotFoundError, TraceFormatError, UsageError
-from haiprof.trace_analysis.sql import ask, names_traces
-from haiprof.trace_analysis.sql_tables import SqlTable, run_tables, sql_tables
+from haiprof.trace_analysis.sql import SqlTable, ask, names_traces, run_tables, sql_tables
 from haiprof.trace_format.kineto.events import TABLES
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
