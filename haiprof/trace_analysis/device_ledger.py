@@ -34,7 +34,6 @@ from haiprof.trace_analysis.device_time import (
     MEMORY,
     gpu_events,
     with_kind,
-    with_launch,
 )
 from haiprof.trace_analysis.host_activity import (
     ACTIVITIES,
@@ -50,7 +49,7 @@ from haiprof.trace_analysis.host_activity import (
 )
 from haiprof.trace_analysis.kernel_names import work_kind
 from haiprof.trace_analysis.launches import with_call
-from haiprof.trace_analysis.step_time import steps_with_gpu_tails
+from haiprof.trace_analysis.step_time import step_windows
 from haiprof.trace_format.kineto.load import Cut
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE
@@ -77,7 +76,6 @@ _DIRECTIONS = {
 _DIRECTION = re.compile("|".join(_DIRECTIONS))
 _NEVER_BLOCKS = r"Pinned|DtoD|PtoP|[Mm]emset"
 """In the names of copies that the host does not wait for, whatever memory it is."""
-_STEP_COLUMNS = ("step", "number", "start_ns", "end_ns", "own_ns", "mark_ns")
 GAPS_SCHEMA = {
     "device": pl.Int64, "start_ns": pl.Int64, "idle_ns": pl.Int64, "activity": pl.String,
     "activity_ns": pl.Int64, "code": pl.String, "operator": pl.String, "kernel": pl.String,
@@ -180,28 +178,6 @@ def rank_ledger(trace: Trace) -> RankLedger:
         world_size=trace.world_size,
         damage=tuple(trace.report.notes),
         cut=cut,
-    )
-
-
-def step_windows(trace: Trace) -> pl.DataFrame:
-    """Steps as the device has them; what lies between two that follow each other is the first's."""
-    marks = trace.steps
-    if marks.is_empty():
-        window = trace.checked.window
-        if len(trace.gpu):
-            first = with_launch(trace.gpu.head(1), trace.runtime)["launch_ns"][0]
-            start, end = int(trace.gpu["ts_ns"][0]), trace.gpu["ts_ns"] + trace.gpu["dur_ns"]
-            window = min(start, start if first is None else int(first)), int(end.max())  # type: ignore[arg-type]
-        whole = [(0, None, *window, *[window[1] - window[0]] * 2)] if window else []
-        return pl.DataFrame(whole, schema=dict.fromkeys(_STEP_COLUMNS, pl.Int64), orient="row")
-    follows = pl.col("step").shift(-1) == pl.col("step") + 1
-    return steps_with_gpu_tails(trace).select(
-        step=pl.int_range(pl.len(), dtype=pl.Int64),
-        number="step",
-        start_ns="start_ns",
-        end_ns=pl.when(follows).then(pl.col("start_ns").shift(-1)).otherwise("end_ns"),
-        own_ns=pl.col("end_ns") - pl.col("start_ns"),
-        mark_ns=marks["end_ns"] - marks["start_ns"],
     )
 
 

@@ -12,7 +12,7 @@ import polars as pl
 from haiprof.base.intervals import union
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import roots
-from haiprof.trace_analysis.device_ledger import not_covered, step_windows
+from haiprof.trace_analysis.device_ledger import not_covered
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
     COMPUTATION,
@@ -32,6 +32,7 @@ from haiprof.trace_analysis.operator_efficiency import (
 )
 from haiprof.trace_analysis.operator_work import ATTENTION, CONVOLUTION, GEMM, MATRIX, MOE
 from haiprof.trace_analysis.own_formulas import OwnFormulas
+from haiprof.trace_analysis.step_time import step_windows
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 REACHED = {

@@ -18,10 +18,10 @@ from haiprof.show.frame_table import frame_table, heads
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
 from haiprof.trace_analysis.critical_path import CriticalPath
-from haiprof.trace_analysis.device_ledger import step_windows
 from haiprof.trace_analysis.diff import NOTHING, TraceDiff, Verdict
 from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+from haiprof.trace_analysis.step_time import step_windows
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
 from haiprof.trace_analysis.what_if.replay_parts import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
