@@ -203,30 +203,32 @@ class Stacks(NamedTuple):
     """Code of the last call's name, shape (stacks,)."""
     thread: Ints
     """Code of the thread, shape (stacks,): stacks of two threads are not the same."""
+    names: pl.Series
+    """By code."""
+    threads: pl.DataFrame
+    """`pid` and `tid` by code."""
 
 
-def levels(parent: Ints) -> list[Ints] | None:
-    """Rows by their depth, the roots first; None if a row is its own caller in the end."""
+def stacks(spans: pl.DataFrame, parent: Ints) -> Stacks | None:
+    """Numbers the distinct stacks of spans, which are by thread; None if one calls itself."""
     depth = depths(parent)
     if depth is None:
         return None
-    return [np.flatnonzero(depth == at) for at in range(int(depth.max(initial=-1)) + 1)]
-
-
-def stacks(by_level: list[Ints], parent: Ints, names: Ints, threads: Ints) -> Stacks:
-    """Numbers the distinct stacks, level by level."""
+    (code, names), of_thread = name_codes(spans["name"]), thread_numbers(spans)
     of_call = np.full(len(parent), -1, dtype=np.int64)
-    count = int(names.max(initial=0)) + 1
+    count = int(code.max(initial=0)) + 1
     caller, name, thread = np.zeros((3, 0), dtype=np.int64)
-    for depth, rows in enumerate(by_level):
-        before = of_call[parent[rows]] if depth else threads[rows]
-        keys, place = np.unique(before * count + names[rows], return_inverse=True)
+    for level in range(int(depth.max(initial=-1)) + 1):
+        rows = np.flatnonzero(depth == level)
+        before = of_call[parent[rows]] if level else of_thread[rows]
+        keys, place = np.unique(before * count + code[rows], return_inverse=True)
         of_call[rows] = len(caller) + place
         above = keys // count
-        thread = np.append(thread, thread[above] if depth else above)
-        caller = np.append(caller, above if depth else np.full(len(keys), -1))
+        thread = np.append(thread, thread[above] if level else above)
+        caller = np.append(caller, above if level else np.full(len(keys), -1))
         name = np.append(name, keys % count)
-    return Stacks(of_call, caller, name, thread)
+    threads = spans.select("pid", "tid").unique(maintain_order=True)
+    return Stacks(of_call, caller, name, thread, names, threads)
 
 
 def total_and_own(
@@ -280,9 +282,9 @@ def is_outermost(found: Stacks) -> Bools:
     return climb(caller, caller, lambda at, row: name[row] == name[at]) < 0
 
 
-def stack_texts(found: Stacks, names: pl.Series) -> pl.Series:
+def stack_texts(found: Stacks) -> pl.Series:
     """Each stack as `root;...;leaf`; a semicolon inside a name becomes a comma."""
-    plain = names.str.replace_all(";", ",", literal=True).to_list()
+    plain = found.names.str.replace_all(";", ",", literal=True).to_list()
     texts: list[str] = []
     for caller, name in zip(found.caller.tolist(), found.name.tolist(), strict=True):
         texts.append(plain[name] if caller < 0 else f"{texts[caller]};{plain[name]}")

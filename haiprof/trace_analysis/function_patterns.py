@@ -20,13 +20,10 @@ from haiprof.base.intervals import (
 )
 from haiprof.trace_analysis.call_tree import (
     CallTree,
-    levels,
-    name_codes,
     nest,
     python_calls,
     stack_texts,
     stacks,
-    thread_numbers,
     total_and_own,
 )
 from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
@@ -128,8 +125,8 @@ def stack_times(
         starts, ends, tree.parent,
         lambda begin, end: end - begin, lambda begin, end: covered_lengths(free, begin, end),
     )  # fmt: skip
-    code, names = name_codes(tree.spans["name"])
-    found = stacks(levels(tree.parent) or [], tree.parent, code, thread_numbers(tree.spans))
+    found = stacks(tree.spans, tree.parent)
+    assert found is not None, "what encloses a span comes before it"
     late = tree.starts + tree.spans["dur_ns"].to_numpy() > window.start
     rows = pl.DataFrame(
         {"stack": found.of_call, "dur": ends - starts, "own": own, "lone": lone}
@@ -143,7 +140,8 @@ def stack_times(
     )
     # By text: the same stack on two threads is one.
     kept = summed.filter(pl.col("covered_ns") > 0).sort("stack")
-    texts = stack_texts(found, names.str.replace_all("|", "/", literal=True))
+    names = found.names.str.replace_all("|", "/", literal=True)
+    texts = stack_texts(found._replace(names=names))
     named = kept.with_columns(
         texts.gather(kept["stack"].cast(pl.UInt32)).str.replace_all(";", "|").alias("name")
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -16,8 +15,6 @@ from haiprof.trace_analysis.call_tree import (
     Stacks,
     innermost,
     is_outermost,
-    levels,
-    name_codes,
     nest,
     own_ns,
     python_calls,
@@ -34,18 +31,6 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 _TIMES = ("total_ns", "self_ns", "non_overlapped_ns", "self_non_overlapped_ns")
 
 
-class _Calls(NamedTuple):
-    """Python calls with their times, one row each."""
-
-    frame: pl.DataFrame
-    """`stack` (number), `begun` (0 or 1), and the times in ns."""
-    stacks: Stacks
-    names: pl.Series
-    """Of each name's code."""
-    threads: pl.DataFrame
-    """`pid`, `tid` of each thread's code."""
-
-
 def python_stacks(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """Python calls by their call stack.
 
@@ -58,16 +43,16 @@ def python_stacks(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     such question. Whose call a call is comes from `Python parent id`, or from the nesting of
     times where ids are missing or contradict the times.
     """
-    calls = _calls(trace, steps)
-    found = calls.frame.group_by("stack").agg(
+    calls, every = _calls(trace, steps)
+    found = calls.group_by("stack").agg(
         pl.col("begun").sum().alias("calls"), *(pl.col(name).sum() for name in _TIMES)
     )
-    texts = stack_texts(calls.stacks, calls.names)
+    texts = stack_texts(every)
     known = pl.DataFrame([
         pl.Series("number", range(len(texts)), dtype=pl.Int64),
-        *_threads(calls, calls.stacks.thread),
+        *every.threads[every.thread].get_columns(),
         texts,
-        calls.names.gather(pl.Series(calls.stacks.name, dtype=pl.UInt32)).alias("name"),
+        every.names.gather(pl.Series(every.name, dtype=pl.UInt32)).alias("name"),
         texts.str.count_matches(";", literal=True).cast(pl.Int64).alias("depth"),
     ])  # fmt: skip
     joined = known.join(found, left_on="number", right_on="stack").drop("number")
@@ -80,14 +65,14 @@ def python_functions(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     Returns:
         As `python_stacks`, without `stack` and `depth`.
     """
-    calls = _calls(trace, steps)
+    calls, every = _calls(trace, steps)
     per_stack = pl.DataFrame({
-        "stack": np.arange(len(calls.stacks.name)), "thread": calls.stacks.thread,
-        "code": calls.stacks.name, "outermost": is_outermost(calls.stacks),
+        "stack": np.arange(len(every.name)), "thread": every.thread, "code": every.name,
+        "outermost": is_outermost(every),
     })  # fmt: skip
     first = pl.col("outermost")
     found = (
-        calls.frame.join(per_stack, on="stack")
+        calls.join(per_stack, on="stack")
         .group_by("thread", "code")
         .agg(
             pl.col("begun").sum().alias("calls"),
@@ -95,29 +80,28 @@ def python_functions(trace: Trace, steps: Steps = None) -> pl.DataFrame:
             *(pl.col(name).sum() for name in _TIMES[1::2]),
         )
     )
-    names = calls.names.gather(found["code"].cast(pl.UInt32)).alias("name")
-    named = found.select(*_threads(calls, found["thread"].to_numpy()), names, "calls", *_TIMES)
+    names = every.names.gather(found["code"].cast(pl.UInt32)).alias("name")
+    threads = every.threads[found["thread"].to_numpy()].get_columns()
+    named = found.select(*threads, names, "calls", *_TIMES)
     return _add_ratios(named, has_gpu=trace.gpu.height > 0)
 
 
-def _calls(trace: Trace, steps: Steps) -> _Calls:
+def _calls(trace: Trace, steps: Steps) -> tuple[pl.DataFrame, Stacks]:
+    """`stack`, `begun` (0 or 1) and the times of each Python call, and the distinct stacks."""
     python = python_calls(trace)
     if python.is_empty():
         raise MissingDataError(
             f"{trace.path}: no Python functions in it", hint="profile with with_stack=True"
         )
     spans = python.sort("pid", "tid", "ts_ns", -pl.col("dur_ns"), maintain_order=True)
-    threads = spans.select("pid", "tid").unique(maintain_order=True)
-    thread = thread_numbers(spans)
     starts = spans["ts_ns"].to_numpy()
     ends = starts + spans["dur_ns"].to_numpy()
-    parent = _recorded_parents(spans, starts, ends, thread)
-    by_level = None if parent is None else levels(parent)
-    if parent is None or by_level is None:
+    parent = _recorded_parents(spans, starts, ends)
+    found = None if parent is None else stacks(spans, parent)
+    if parent is None or found is None:
         parent = nest(spans).parent
-        by_level = levels(parent) or []
-    code, names = name_codes(spans["name"])
-    found = stacks(by_level, parent, code, thread)
+        found = stacks(spans, parent)
+        assert found is not None, "what encloses a span comes before it"
     # Of each call: total and own time, and the parts of them outside GPU work.
     window = union(starts, ends)
     if steps is not None:
@@ -136,11 +120,10 @@ def _calls(trace: Trace, steps: Steps) -> _Calls:
 
     times = chain.from_iterable(total_and_own(starts, ends, parent, inside, without_gpu))
     frame = pl.DataFrame({"begun": begun, **dict(zip(_TIMES, times, strict=True))})
-    numbered = frame.with_columns(pl.Series("stack", found.of_call, dtype=pl.Int64))
-    return _Calls(numbered, found, names, threads)
+    return frame.with_columns(pl.Series("stack", found.of_call, dtype=pl.Int64)), found
 
 
-def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints, thread: Ints) -> Ints | None:
+def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints) -> Ints | None:
     """Row of each call's caller by `Python parent id`; None where the ids cannot be right."""
     ids = spans["python_id"]
     if ids.null_count() or ids.n_unique() < len(ids):
@@ -149,15 +132,9 @@ def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints, thread: Int
     known = spans.select("parent_id").join(rows, on="parent_id", how="left", maintain_order="left")
     parent: Ints = known["row"].fill_null(-1).to_numpy().astype(np.int64)
     inner = np.flatnonzero(parent >= 0)
-    above = parent[inner]
+    above, thread = parent[inner], thread_numbers(spans)
     fits = (thread[above] == thread[inner]) & (starts[above] <= starts[inner])
     return parent if (fits & (ends[inner] <= ends[above])).all() else None
-
-
-def _threads(calls: _Calls, codes: Ints) -> list[pl.Series]:
-    """`pid` and `tid` of some threads."""
-    at = pl.Series(codes, dtype=pl.UInt32)
-    return [calls.threads["pid"].gather(at), calls.threads["tid"].gather(at)]
 
 
 def _add_ratios(found: pl.DataFrame, *, has_gpu: bool) -> pl.DataFrame:
