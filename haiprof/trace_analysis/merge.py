@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,92 +61,92 @@ _THREADS = ("steps", "phases", "pauses")
 _STEPS, _PHASES, _PAUSES = range(3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunTracks:
-    """Makes tracks of a merged trace from a run's own records, once the ranks' times are known."""
-
-    run: RunFiles
-    inputs: Mapping[int, TraceInput]
-    clocks: Mapping[int, RankClock]
-    with_counters: bool = True
-    with_phases: bool = True
-
-    def __call__(self, ranges: Mapping[int, Range]) -> Iterator[Track]:
-        """The tracks; none without a trace that has times."""
-        if not ranges:
-            return
-        if self.with_phases:
-            for files in self.run.ranks:
-                if files.rank in ranges:
-                    yield from self._phases(files, ranges[files.rank])
-        if self.with_counters:
-            whole = (min(r[0] for r in ranges.values()), max(r[1] for r in ranges.values()))
-            yield from self._counters(whole, ranges)
-
-    def _phases(self, files: RankFiles, covered: Range) -> Iterator[Track]:
-        """Steps, phases and pauses of one rank that touch the time of its trace."""
-        try:
-            segments = load_segments(files)
-        except RunFormatError:
-            return  # the run's own reports say so
-        moved = self._moved_ns(files)
-        rows = pl.concat([_steps(segments), _spans(segments)]).with_columns(
-            start_ns=pl.col("start_ns") - moved
-        )
-        start, end = covered[0] - MARGIN_NS, covered[1] + MARGIN_NS
-        inside = (pl.col("start_ns") < end) & (pl.col("start_ns") + pl.col("duration_ns") > start)
-        again = f", restart {files.attempt}" if files.attempt else ""
-        rows = rows.filter(inside)
-        if rows.height:
-            yield Track(
-                pid=rank_pid(files.rank, PHASES_PLACE),
-                name=f"rank {files.rank}: haiprof phases{again}",
-                sort_index=sort_index(files.rank, PHASES_PLACE),
-                threads=_THREADS,
-                spans=rows,
-            )
-
-    def _counters(self, covered: Range, ranges: Mapping[int, Range]) -> Iterator[Track]:
-        """Counters of ranks with a trace, and of the nodes they ran on."""
+def run_tracks(
+    run: RunFiles, inputs: Mapping[int, TraceInput], clocks: Mapping[int, RankClock],
+    options: MergeOptions, ranges: Mapping[int, Range],
+) -> Iterator[Track]:  # fmt: skip
+    """Tracks of a run's own records beside the ranks' traces; none without one that has times."""
+    if not ranges:
+        return
+    moved = [
+        (files, _moved_ns(files, inputs[files.rank], clocks[files.rank]))
+        for files in run.ranks
+        if files.rank in clocks
+    ]
+    for files, moved_ns in moved if options.phases else ():
+        if files.rank in ranges:
+            yield from _phases(files, ranges[files.rank], moved_ns)
+    if options.counters:
         of_hosts: dict[str, list[int]] = {}
-        for files in self.run.ranks:
-            if files.rank in self.clocks:
-                of_hosts.setdefault(str(files.report.get("host")), []).append(self._moved_ns(files))
-        moved = {host: round(median(each)) for host, each in of_hosts.items()}
-        slack = MARGIN_NS + max((abs(ns) for ns in moved.values()), default=0)
-        wanted = (covered[0] - slack, covered[1] + slack)
-        rows = counter_frame(self.run, between=wanted)
-        offsets = pl.col("host").replace_strict(moved, default=0, return_dtype=pl.Int64)
-        rows = rows.with_columns(time_ns=pl.col("time_ns") - offsets).filter(
-            pl.col("time_ns").is_between(covered[0] - MARGIN_NS, covered[1] + MARGIN_NS)
-        )
-        for rank in sorted(ranges):
-            own = _track_names(rows.filter(pl.col("rank") == rank))
-            if own.height:
-                yield Track(
-                    pid=rank_pid(rank, COUNTERS_PLACE),
-                    name=f"rank {rank}: counters",
-                    sort_index=sort_index(rank, COUNTERS_PLACE),
-                    counters=own,
-                )
-        nodes = rows.filter(pl.col("rank").is_null())
-        hosts = {str(files.report.get("host")) for files in self.run.ranks if files.rank in ranges}
-        for place, host in enumerate(nodes["host"].unique().sort()):
-            if host in hosts or len(self.run.nodes) == 1:
-                yield Track(
-                    pid=_NODES_PID + place,
-                    name=f"node {host}: counters",
-                    sort_index=_NODES_SORT + place,
-                    counters=_track_names(nodes.filter(pl.col("host") == host)),
-                )
+        for files, moved_ns in moved:
+            of_hosts.setdefault(str(files.report.get("host")), []).append(moved_ns)
+        yield from _counters(run, {host: round(median(n)) for host, n in of_hosts.items()}, ranges)
 
-    def _moved_ns(self, files: RankFiles) -> int:
-        """What is subtracted from the Unix times of one rank's records."""
-        said = self.inputs[files.rank].metadata.get("haiprof")
-        recorded = files.clock_offset_ns
-        traced = clock_offset_ns(said.get("clock") if isinstance(said, dict) else None)
-        set_ns = traced - recorded if traced is not None and recorded is not None else 0
-        return self.clocks[files.rank].moved_ns - set_ns
+
+def _moved_ns(files: RankFiles, trace: TraceInput, clock: RankClock) -> int:
+    """What is subtracted from the Unix times of one rank's records."""
+    said = trace.metadata.get("haiprof")
+    recorded = files.clock_offset_ns
+    traced = clock_offset_ns(said.get("clock") if isinstance(said, dict) else None)
+    set_ns = traced - recorded if traced is not None and recorded is not None else 0
+    return clock.moved_ns - set_ns
+
+
+def _phases(files: RankFiles, covered: Range, moved_ns: int) -> Iterator[Track]:
+    """Steps, phases and pauses of one rank that touch the time of its trace."""
+    try:
+        segments = load_segments(files)
+    except RunFormatError:
+        return  # the run's own reports say so
+    rows = pl.concat([_steps(segments), _spans(segments)]).with_columns(
+        start_ns=pl.col("start_ns") - moved_ns
+    )
+    start, end = covered[0] - MARGIN_NS, covered[1] + MARGIN_NS
+    rows = rows.filter(
+        pl.col("start_ns") < end, pl.col("start_ns") + pl.col("duration_ns") > start
+    )  # fmt: skip
+    again = f", restart {files.attempt}" if files.attempt else ""
+    if rows.height:
+        yield Track(
+            pid=rank_pid(files.rank, PHASES_PLACE),
+            name=f"rank {files.rank}: haiprof phases{again}",
+            sort_index=sort_index(files.rank, PHASES_PLACE),
+            threads=_THREADS,
+            spans=rows,
+        )
+
+
+def _counters(
+    run: RunFiles, moved: Mapping[str, int], ranges: Mapping[int, Range]
+) -> Iterator[Track]:
+    """Counters of ranks with a trace, and of the nodes they ran on, whose clocks are `moved`."""
+    begin = min(start for start, _ in ranges.values()) - MARGIN_NS
+    end = max(end for _, end in ranges.values()) + MARGIN_NS
+    slack = max(map(abs, moved.values()), default=0)
+    offsets = pl.col("host").replace_strict(moved, default=0, return_dtype=pl.Int64)
+    rows = counter_frame(run, between=(begin - slack, end + slack)).with_columns(
+        time_ns=pl.col("time_ns") - offsets
+    )
+    rows = rows.filter(pl.col("time_ns").is_between(begin, end))
+    for rank in sorted(ranges):
+        own = _track_names(rows.filter(pl.col("rank") == rank))
+        if own.height:
+            yield Track(
+                pid=rank_pid(rank, COUNTERS_PLACE),
+                name=f"rank {rank}: counters",
+                sort_index=sort_index(rank, COUNTERS_PLACE),
+                counters=own,
+            )
+    nodes = rows.filter(pl.col("rank").is_null())
+    hosts = {str(files.report.get("host")) for files in run.ranks if files.rank in ranges}
+    for place, host in enumerate(nodes["host"].unique().sort()):
+        if host in hosts or len(run.nodes) == 1:
+            yield Track(
+                pid=_NODES_PID + place,
+                name=f"node {host}: counters",
+                sort_index=_NODES_SORT + place,
+                counters=_track_names(nodes.filter(pl.col("host") == host)),
+            )
 
 
 def _steps(segments: RankSegments) -> pl.DataFrame:
@@ -271,10 +272,7 @@ def merge_traces(
             recorded = dict(zip(inputs, asked.map(_recording, files, {}), strict=True))
     base_ns = _base_ns(inputs)
     run, notes = _run_of(sources[0]) if options.counters or options.phases else (None, [])
-    tracks = None if run is None else RunTracks(
-        run=run, inputs=inputs, clocks=by_rank,
-        with_counters=options.counters, with_phases=options.phases,
-    )  # fmt: skip
+    tracks = None if run is None else partial(run_tracks, run, inputs, by_rank, options)
     drawn = {files.rank for files in run.ranks} if run and options.phases else set()
     plans = [
         RankPlan(
