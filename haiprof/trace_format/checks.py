@@ -109,24 +109,24 @@ def find_cut(tables: Mapping[str, pl.DataFrame], marks: pl.DataFrame, *, has_gpu
     known_ns = _known_until(tables, last)
     is_lost = has_gpu and tables[GPU].is_empty()
     lost = "; its GPU events came later, and are lost" if is_lost else ""
-    end_ns = None if known_ns is None else known_ns + 1
+    where, whole_ns, end_ns = "", None, None if known_ns is None else known_ns + 1
+    is_whole = marks["end_ns"] <= (-1 if known_ns is None else known_ns)
+    whole, begun = marks.filter(is_whole), marks.filter(~is_whole)["step"]
     if marks.is_empty():
-        effect = f"how much of it is missing is not known{lost}"
-        return Cut(end_ns=end_ns, text="the file is cut off", effect=effect,
-                   is_device_lost=is_lost)  # fmt: skip
-    whole = marks.filter(pl.col("end_ns") <= (-1 if known_ns is None else known_ns))
-    begun = marks.filter(pl.col("end_ns") > (-1 if known_ns is None else known_ns))["step"]
-    if whole.is_empty():
+        effect = "how much of it is missing is not known"
+    elif whole.is_empty():
         where = "" if known_ns is None else f" in its first step, {begun[0]}"
         sure = " for certain: it is not in the order of time" if known_ns is None else ""
-        effect = f"no step of it is whole{sure}{lost}"
-        return Cut(whole_ns=-1, end_ns=end_ns, text=f"the file is cut off{where}",
-                   effect=effect, is_device_lost=is_lost)  # fmt: skip
-    step, whole_ns = whole["step"][-1], max(whole["end_ns"].to_list())
-    where = f"in step {begun[0]}" if len(begun) else f"behind step {step}"
-    effect = f"what follows step {step}, its last whole one, is left out{lost}"
-    return Cut(whole_ns=whole_ns, end_ns=whole_ns, text=f"the file is cut off {where}",
-               effect=effect, is_device_lost=is_lost)  # fmt: skip
+        effect, whole_ns = f"no step of it is whole{sure}", -1
+    else:
+        step = whole["step"][-1]
+        where = f" in step {begun[0]}" if len(begun) else f" behind step {step}"
+        effect = f"what follows step {step}, its last whole one, is left out"
+        whole_ns = end_ns = max(whole["end_ns"].to_list())
+    return Cut(
+        whole_ns=whole_ns, end_ns=end_ns, text=f"the file is cut off{where}",
+        effect=f"{effect}{lost}", is_device_lost=is_lost,
+    )  # fmt: skip
 
 
 def _known_until(tables: Mapping[str, pl.DataFrame], last: str) -> int | None:
