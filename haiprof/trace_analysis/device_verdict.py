@@ -339,7 +339,7 @@ def _as_ledger(
         rests_on=_rests_on(ranks, is_on_device=is_on_device),
         missing=tuple(_missing(ranks, unknown, is_on_device=is_on_device)),
     )
-    marks = pl.concat(marked)
+    marks, computing = pl.concat(marked), with_rank((r, each.rows) for r, each in parts.items())
     works = pl.col("activity").str.contains(f"^(?:{COMPUTE}|{OPERATORS}: )")
     chain = pl.concat_str("code", "operator", separator="\n", ignore_nulls=True)
     summed = rows.filter(works).group_by(chain, maintain_order=True).agg(pl.col("ns").sum())
@@ -356,9 +356,9 @@ def _as_ledger(
         ),
         kernel_count=sum(each.kernel_count for each in ranks.values()),
         linked_count=sum(each.linked_count for each in ranks.values()),
-        operators=_operators(parts, times, own, count),
-        uneven=_uneven(parts, times, own) if len(peers) else (),
-        roles=_roles(parts, count),
+        operators=_operators(computing, times, own, count),
+        uneven=_uneven(computing, times, own) if len(peers) else (),
+        roles=_roles(computing, count),
         host_operators=() if is_on_device else _host_operators(rows, count),
         branches={tuple(code.split("\n")): ns / count for code, ns in summed.iter_rows() if code},
         damage=tuple(note for each in ranks.values() for note in each.damage),
@@ -367,8 +367,7 @@ def _as_ledger(
     )
 
 
-def _roles(parts: Mapping[int, RankOperators], count: int) -> tuple[OperatorRole, ...]:
-    rows = pl.concat(each.rows.select("top", "operator", "kind", "ns") for each in parts.values())
+def _roles(rows: pl.DataFrame, count: int) -> tuple[OperatorRole, ...]:
     summed = rows.group_by("top", "operator", "kind", maintain_order=True).agg(pl.col("ns").sum())
     return tuple(
         OperatorRole(top, name, kind, ns / count) for top, name, kind, ns in summed.iter_rows()
@@ -384,10 +383,9 @@ def _host_operators(rows: pl.DataFrame, count: int) -> tuple[HostOperator, ...]:
 
 
 def _operators(
-    parts: Mapping[int, RankOperators], times: _Steps, own: Ints, count: int
+    rows: pl.DataFrame, times: _Steps, own: Ints, count: int
 ) -> tuple[DeviceOperator, ...]:
     """The operators of all devices, and what each could gain."""
-    rows = with_rank((rank, each.rows) for rank, each in parts.items())
     key = list(OPERATOR)
     keys = rows.group_by(key, maintain_order=True).agg(
         pl.col("kernel", "row_count", "estimate", "compute_ratio", *LAUNCH).first(),
@@ -412,12 +410,9 @@ def _operators(
     return tuple(sorted(found, key=lambda each: (-each.gain_ns, -each.ns_per_step)))
 
 
-def _uneven(
-    parts: Mapping[int, RankOperators], times: _Steps, own: Ints
-) -> tuple[UnevenOperator, ...]:
+def _uneven(rows: pl.DataFrame, times: _Steps, own: Ints) -> tuple[UnevenOperator, ...]:
     """Operators that are longer on one rank, by what the mean step becomes shorter without that."""
     key = ["operator", "kind"]
-    rows = with_rank((rank, each.rows) for rank, each in parts.items())
     keys = rows.select(key).unique(maintain_order=True).with_row_index("account")
     cube = times.cube(rows.join(keys, on=key, nulls_equal=True), len(keys)).astype(np.float64)
     usual = cube[:, ::-1] if cube.shape[1] == 2 else np.median(cube, axis=1, keepdims=True)
