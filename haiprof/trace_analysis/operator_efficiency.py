@@ -192,24 +192,6 @@ _WORK_SCHEMA = {
 """`bytes` are an estimate where `least_bytes` are fewer; `row_count` of matrix products."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """Calls of operators whose work is known, with the time that they took."""
-
-    calls: pl.DataFrame
-    """`row` of the tree, `name`, `input_dims`, the columns of `_WORK_SCHEMA`, `is_recomputed`,
-    `time_ns`, `kernel`, the longest of its kernels."""
-    gpu_ns: int
-    """Of all GPU events; 0 without any."""
-    known_ns: int
-    """Of those whose work is known."""
-    matrix_ns: int
-    """Of kernels that are matrix products or convolutions by their names."""
-    matrix_known_ns: int
-    peak: Peak | None
-    device: str | None
-
-
 def operator_efficiency(
     trace: Trace, steps: Steps = None, *, peaks: Mapping[str, float] | None = None,
     formulas: OwnFormulas | None = None,
@@ -227,11 +209,11 @@ def operator_efficiency(
         `kernel`, `count`, `time_ns`, `flops`, `bytes`, `flops_per_s`, `bytes_per_s`,
         `flops_per_byte`, `bound`, `roofline_ratio`, `recomputed_ratio`.
     """
-    found = _known_calls(trace, steps, peaks, formulas)
+    calls, _ = _known_calls(trace, steps, formulas)
     keys = ["operator", "kind", "shapes", "precision", "kernel"]
     again = pl.col("flops").filter(pl.col("is_recomputed")).sum()
     is_timed, is_exact = pl.col("time_ns") > 0, pl.col("least_bytes").is_null()
-    rows = found.calls.group_by(
+    rows = calls.group_by(
         operator="name", kind="kind", shapes="input_dims", precision="precision", kernel="kernel"
     ).agg(
         count=pl.len().cast(pl.Int64),
@@ -254,7 +236,7 @@ def operator_efficiency(
     )
     measured = ["count", "time_ns", "flops", "bytes", "flops_per_s", "bytes_per_s"]
     return (
-        _with_roofline(rows, found.peak)
+        _with_roofline(rows, peak_of(device_name(trace), peaks))
         .select(*keys, *measured, "flops_per_byte", "bound", "roofline_ratio", "recomputed_ratio")
         .sort("time_ns", *keys, descending=[True, *[False] * len(keys)], nulls_last=True)
     )
@@ -301,23 +283,32 @@ def step_efficiency(
     Source: MFU and HFU as in PaLM (arXiv 2204.02311, appendix B); of causal attention only the
     half that is not masked counts.
     """
-    found = _known_calls(trace, steps, peaks, formulas)
-    matrix = found.calls.filter(pl.col("kind").is_in(MATRIX))
+    calls, events = _known_calls(trace, steps, formulas)
+    device = device_name(trace)
+    peak = peak_of(device, peaks)
+    matrix = calls.filter(pl.col("kind").is_in(MATRIX))
+    is_known, ns = pl.col("row") >= 0, pl.col("dur_ns")
+    of_known = pl.col("row").is_in(matrix["row"].implode())
+    gpu_ns, known_ns, matrix_ns, matrix_known_ns = events.select(
+        ns.sum(), ns.filter(is_known).sum().alias("known"),
+        ns.filter("is_matrix").sum().alias("matrix"),
+        ns.filter(pl.col("is_matrix") & of_known).sum().alias("matrix_known"),
+    ).row(0)  # fmt: skip
     once = pl.when(pl.col("is_recomputed")).then(0).otherwise(pl.col("model_flops"))
     low, high, count = traced_window(trace, steps)
     model, executed = matrix.select(once.sum()).item(), matrix["flops"].sum()
-    seconds, reason = _seconds_at_peak(matrix.with_columns(model_flops=once), found)
-    known = found.matrix_known_ns / found.matrix_ns if found.matrix_ns else None
+    seconds, reason = _seconds_at_peak(matrix.with_columns(model_flops=once), peak, device)
+    known = matrix_known_ns / matrix_ns if matrix_ns else None
     if known is not None and known < _KNOWN_LEAST:
         seconds, reason = (
             None,
             f"the work of {100 * known:.0f} % of the matrix kernels' time is known",
         )
-    if matrix.is_empty() and found.known_ns < _KNOWN_WHOLE * found.gpu_ns:
+    if matrix.is_empty() and known_ns < _KNOWN_WHOLE * gpu_ns:
         seconds, reason = None, "of no matrix product is the work known"
     wall_s = (high - low) / 1e9
     row = {
-        "device_name": found.device,
+        "device_name": device,
         "step_count": count,
         "wall_ns": high - low,
         "model_flops": model,
@@ -325,10 +316,10 @@ def step_efficiency(
         "recomputed_flops": executed - model,
         "mfu_ratio": seconds[0] / wall_s if seconds and wall_s else None,
         "hfu_ratio": seconds[1] / wall_s if seconds and wall_s else None,
-        "kernel_known_ratio": found.known_ns / found.gpu_ns if found.gpu_ns else None,
+        "kernel_known_ratio": known_ns / gpu_ns if gpu_ns else None,
         "matrix_known_ratio": known,
         "is_lower_bound": known is not None and known < _KNOWN_WHOLE,
-        "peak": found.peak.source if found.peak else None,
+        "peak": peak.source if peak else None,
         "reason": reason,
     }
     return pl.DataFrame([row], schema=STEP_SCHEMA)
@@ -344,25 +335,31 @@ STEP_SCHEMA = {
 
 
 def _seconds_at_peak(
-    matrix: pl.DataFrame, found: _Calls
+    matrix: pl.DataFrame, peak: Peak | None, device: str | None
 ) -> tuple[tuple[float, float] | None, str | None]:
     """How long model work and executed work take at the peak; or why that is not known."""
-    if found.peak is None:
-        return None, f"no peak is known of {found.device or 'this device'}: give --peak bf16=..."
+    if peak is None:
+        return None, f"no peak is known of {device or 'this device'}: give --peak bf16=..."
     totals = [0.0, 0.0]
     sums = matrix.group_by("precision").agg(pl.col("model_flops", "flops").sum())
     for precision, model, executed in sums.iter_rows():
-        top = found.peak.flops_per_s.get(precision or "")
+        top = peak.flops_per_s.get(precision or "")
         if top is None:
-            return None, f"no {precision or 'known'} peak of {found.peak.name}: give --peak"
+            return None, f"no {precision or 'known'} peak of {peak.name}: give --peak"
         totals[0] += model / top
         totals[1] += executed / top
     return (totals[0], totals[1]), None
 
 
 def _known_calls(
-    trace: Trace, steps: Steps, peaks: Mapping[str, float] | None, formulas: OwnFormulas | None
-) -> _Calls:
+    trace: Trace, steps: Steps, formulas: OwnFormulas | None
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Calls of operators whose work is known with the time that they took, and all GPU events.
+
+    Of calls `row` of the tree, `name`, `input_dims`, the columns of `_WORK_SCHEMA`,
+    `is_recomputed`, `time_ns`, and `kernel`, the longest of its kernels. Of GPU events `dur_ns`,
+    `row` of the call that they belong to, or -1, and `is_matrix`, by their name.
+    """
     if trace.ops["input_dims"].null_count() == len(trace.ops):
         raise MissingDataError(
             f"{trace.path}: no shapes of operators in it, their FLOPs are unknown",
@@ -388,20 +385,7 @@ def _known_calls(
     )  # fmt: skip
     if has_gpu:  # recomputation that stops early leaves a call that ran nothing
         calls = calls.filter(~pl.col("is_recomputed") | (pl.col("time_ns") > 0))
-    device = device_name(trace)
-    inside = own.filter(pl.col("row") >= 0)
-    matrix_rows = known.filter(pl.col("kind").is_in(MATRIX))["row"].implode()
-    return _Calls(
-        calls=with_tensor_cores(calls.with_columns(pl.col("time_ns").fill_null(0))),
-        gpu_ns=int(own["dur_ns"].sum()),
-        known_ns=int(inside["dur_ns"].sum()),
-        matrix_ns=int(own.filter("is_matrix")["dur_ns"].sum()),
-        matrix_known_ns=int(
-            own.filter(pl.col("is_matrix") & pl.col("row").is_in(matrix_rows))["dur_ns"].sum()
-        ),
-        peak=peak_of(device, peaks),
-        device=device,
-    )
+    return with_tensor_cores(calls.with_columns(pl.col("time_ns").fill_null(0))), own
 
 
 def with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
