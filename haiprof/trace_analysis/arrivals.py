@@ -194,23 +194,15 @@ def _own_bytes() -> pl.Expr:
 def process_groups(rows: pl.DataFrame) -> pl.DataFrame:
     """Bandwidth by process group and kind."""
     timed = pl.col("algorithm_bandwidth_bytes_per_s").is_not_null()
-    grouped = rows.group_by("process_group", "part", "kind", "group_size").agg(
-        pl.len().cast(pl.Int64).alias("collective_count"),
-        timed.sum().cast(pl.Int64).alias("timed_count"),
-        pl.when(timed.any()).then(pl.col("bytes", "transfer_ns").filter(timed).sum()),
-        (pl.col("bus_bandwidth_bytes_per_s") / pl.col("algorithm_bandwidth_bytes_per_s"))
-        .drop_nulls()
-        .first()
-        .alias("factor"),
+    keys = ("process_group", "part", "kind", "group_size")
+    grouped = rows.group_by(keys).agg(
+        collective_count=pl.len().cast(pl.Int64),
+        timed_count=timed.sum().cast(pl.Int64),
+        bytes=pl.when(timed.any()).then(pl.col("bytes").filter(timed).sum()),
+        transfer_ns=pl.when(timed.any()).then(pl.col("transfer_ns").filter(timed).sum()),
     )
-    rate = pl.col("bytes") / (pl.col("transfer_ns") / 1e9)
-    return (
-        grouped.with_columns(
-            rate.alias("algorithm_bandwidth_bytes_per_s"),
-            (rate * pl.col("factor")).alias("bus_bandwidth_bytes_per_s"),
-        )
-        .drop("factor")
-        .sort("process_group", "kind", "group_size")
+    return grouped.with_columns(_bandwidths("transfer_ns")).sort(
+        "process_group", "kind", "group_size"
     )
 
 
