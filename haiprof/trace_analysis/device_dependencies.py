@@ -216,28 +216,18 @@ def recorded_waits(gpu: DeviceEvents) -> Pairs:
     correlation is missing (PyTorch records and waits in one go). Source: CUDA runtime API,
     cudaStreamWaitEvent: all future work of the stream waits for what the event captured.
     """
-    parts = []
-    for (device, stream, other), rows in _wait_calls(gpu.trace) if len(gpu.trace.sync) else ():
-        waiting, awaited = gpu.of_stream(device, stream), gpu.of_stream(device, other)
-        later = np.searchsorted(gpu.launched[waiting], rows["called"].to_numpy())
-        before = np.searchsorted(gpu.launched[awaited], rows["recorded"].to_numpy(), side="right")
-        real = (later < len(waiting)) & (before > 0)
-        first, second = awaited[before[real] - 1], waiting[later[real]]
-        possible = gpu.ends[first] <= gpu.starts[second] + ROUNDING_NS
-        parts.append((first[possible], second[possible]))
-    return _concatenate(parts)
-
-
-def _wait_calls(trace: Trace) -> list[tuple[tuple[int, int, int], pl.DataFrame]]:
-    """Times of the wait calls and of their records by device, stream and awaited stream."""
-    waits = trace.sync.filter(pl.col("sync_kind") == "Stream Wait Event")
-    times = trace.runtime.select("correlation", "ts_ns").drop_nulls().sort("correlation", "ts_ns")
-    times = times.unique("correlation", keep="first", maintain_order=True)
+    if gpu.trace.sync.is_empty():
+        return _concatenate([])
+    waits = gpu.trace.sync.filter(pl.col("sync_kind") == "Stream Wait Event")
+    times = gpu.calls.frame.select("correlation", "ts_ns").drop_nulls()
+    times = times.sort("correlation", "ts_ns").unique(
+        "correlation", keep="first", maintain_order=True
+    )  # fmt: skip
     keys = ("device", "stream", "wait_on_stream")
-    device, record = pl.col("device").fill_null(-1), pl.col("wait_on_correlation")
+    record = pl.col("wait_on_correlation")
     noted = pl.when(record > 0).then(record).otherwise("correlation")
     found = (
-        waits.select(device, *keys[1:], "correlation", record=noted)
+        waits.select(pl.col("device").fill_null(-1), *keys[1:], "correlation", record=noted)
         .drop_nulls(["correlation", *keys])
         .sort("record")
         .join_asof(times.select("correlation", recorded="ts_ns"),
@@ -247,8 +237,17 @@ def _wait_calls(trace: Trace) -> list[tuple[tuple[int, int, int], pl.DataFrame]]
                    strategy="forward")
         .drop_nulls(["called", "recorded"])
     )  # fmt: skip
-    groups = found.group_by(keys, maintain_order=True)
-    return [((int(str(a)), int(str(b)), int(str(c))), rows) for (a, b, c), rows in groups]
+    parts = []
+    for rows in found.partition_by(keys, maintain_order=True):
+        device, stream, other = rows.select(keys).row(0)
+        waiting, awaited = gpu.of_stream(device, stream), gpu.of_stream(device, other)
+        later = np.searchsorted(gpu.launched[waiting], rows["called"].to_numpy())
+        before = np.searchsorted(gpu.launched[awaited], rows["recorded"].to_numpy(), side="right")
+        real = (later < len(waiting)) & (before > 0)
+        first, second = awaited[before[real] - 1], waiting[later[real]]
+        possible = gpu.ends[first] <= gpu.starts[second] + ROUNDING_NS
+        parts.append((first[possible], second[possible]))
+    return _concatenate(parts)
 
 
 def _concatenate(parts: list[Pairs]) -> Pairs:
