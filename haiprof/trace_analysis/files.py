@@ -170,14 +170,13 @@ def check_frame(
     files: Mapping[int, TraceFile], offsets: pl.DataFrame | None = None
 ) -> pl.DataFrame:
     """What was found in each trace, and of all of them together."""
-    of_all = list(_of_all_ranks(files))
-    of_all += () if offsets is None else _corrected_clocks(offsets)
-    rows = [_trace_check_row(None, None, finding) for finding in of_all]
-    rows += [
-        _trace_check_row(rank, trace_name(file.path), finding)
-        for rank, file in files.items()
-        for finding in file.findings
-    ]
+    of_all = [*_of_all_ranks(files), *(() if offsets is None else _corrected_clocks(offsets))]
+    by_file = [(rank, trace_name(file.path), file.findings) for rank, file in files.items()]
+    rows = [
+        (rank, name, each.check, each.is_fault, each.count, each.text, each.effect,
+         ", ".join(each.answers))
+        for rank, name, findings in ((None, None, of_all), *by_file) for each in findings
+    ]  # fmt: skip
     found = pl.DataFrame(rows, schema=CHECK_SCHEMA, orient="row")
     return found.sort(pl.col("is_fault").not_(), maintain_order=True)
 
@@ -206,12 +205,6 @@ def _faults(checks: pl.DataFrame, answers: Iterable[str]) -> pl.DataFrame:
     concerned = pl.col("answers").str.split(", ")
     rests = pl.any_horizontal(concerned.list.contains(answer) for answer in answers)
     return checks.filter(pl.col("is_fault") & rests)
-
-
-def _trace_check_row(rank: int | None, file: str | None, finding: Finding) -> dict[str, object]:
-    names = ("check", "is_fault", "count", "text", "effect")
-    row = {name: getattr(finding, name) for name in names}
-    return {"rank": rank, "file": file, **row, "answers": ", ".join(finding.answers)}
 
 
 def _of_all_ranks(files: Mapping[int, TraceFile]) -> Iterator[Finding]:

@@ -293,14 +293,9 @@ _INEXACT_RATIO = 0.05
 makes short calls longer. Own choice, held against benchmarks/results/whatif_reruns.md."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The step with a change, over the step as it was replayed."""
-
-    value: float
-    low: float | None
-    """Of the interval (95 %); None where too few steps were traced."""
-    high: float | None
+Share = tuple[float, float | None, float | None]
+"""The step with a change, over the step as it was replayed, and its interval (95 %) from low to
+high; None where too few steps were traced."""
 
 
 def step_shares(
@@ -327,18 +322,15 @@ def _share(
     value: float, changed: Ints, before: Ints, error_ratio: float, unexplained_ratio: float
 ) -> Share:
     if len(before) < _LEAST_STEPS or before.sum() <= 0:
-        return Share(value=value, low=None, high=None)
+        return value, None, None
     residuals: Floats = changed - value * before
     spread = 0.0  # half the width of the interval of their mean
     if residuals.any():
         drawn = resample(residuals)
         spread = student_quantile(0.975, drawn.freedom) * drawn.mean_sd
     inexact = math.hypot(spread / before.mean(), error_ratio, _INEXACT_RATIO * abs(1 - value))
-    return Share(
-        value=value,
-        low=max(value - inexact - unexplained_ratio * max(1 - value, 0.0), 0.0),
-        high=value + inexact,
-    )
+    low = max(value - inexact - unexplained_ratio * max(1 - value, 0.0), 0.0)
+    return value, low, value + inexact
 
 
 PREDICTIONS_SCHEMA = {
@@ -385,16 +377,16 @@ def predictions(
     rows = [
         {
             "change": str(change),
-            "predicted_step_ns": round(share.value * step_ns),
-            "low_step_ns": None if share.low is None else round(share.low * step_ns),
-            "high_step_ns": None if share.high is None else round(share.high * step_ns),
-            "saved_ratio": 1 - share.value,
+            "predicted_step_ns": round(value * step_ns),
+            "low_step_ns": None if low is None else round(low * step_ns),
+            "high_step_ns": None if high is None else round(high * step_ns),
+            "saved_ratio": 1 - value,
             "shortened_ns": int(less),
             "changed_count": int(count),
             "held_count": held,
             **common,
         }
-        for change, share, less, count, held in zip(
+        for change, (value, low, high), less, count, held in zip(
             changes, shares, shortened[1:], changed[1:], job.held_counts, strict=True
         )
     ]
