@@ -218,7 +218,7 @@ def _not_a_macro(word: str) -> str:
 
 
 def haiprof_words(spec: JobSpec) -> list[str]:
-    """haiprof's options, each once."""
+    """Options of haiprof, each once."""
     return [f"--{name}={text}" for name, text in spec.options.items()]
 
 
