@@ -213,15 +213,25 @@ def _check_published_order(program: Sequence[str], words: list[str]) -> None:
     )
 
 
+_SCRIPT_ENDS = (".py", ".sh")
+
+
 def _script(words: Sequence[str]) -> tuple[str, str | None]:
     """The job's script, as it is named, and its text; None where no script is found or readable."""
-    for place, word in enumerate(words):
+    places = list(range(len(words)))
+    is_program = words[0] != "-m" and not words[0].endswith(_SCRIPT_ENDS)
+    if is_program:  # /usr/bin/python: a script itself only where it starts none
+        places = [*places[1:], 0]
+    for place in places:
+        word = words[place]
         paths, name = [Path(word)], word
         if word == "-m" and place + 1 < len(words):
             module = Path(*words[place + 1].split("."))
             paths, name = [module / "__main__.py", module.with_suffix(".py")], f"-m {module.name}"
-        elif place and not word.endswith((".py", ".sh")):
+        elif place and not word.endswith(_SCRIPT_ENDS):
             continue
+        if is_program and place:
+            name = f"{Path(words[0]).name} {'... ' * (place > 1)}{name}"
         for path in paths:
             if path.is_file():
                 try:

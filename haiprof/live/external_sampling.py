@@ -16,6 +16,7 @@ from typing import Any
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunNotFoundError, UsageError
+from haiprof.base.options import ENV_ACTIVE
 from haiprof.base.safe_files import MadeFolder, write_file
 from haiprof.linux.process_files import status_fields
 from haiprof.linux.processes import Process, is_launcher, jobs_below, ranks_among, ranks_below
@@ -30,6 +31,7 @@ from haiprof.linux.procfs import (
 )
 from haiprof.run_analysis.run_files import objects
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.reader import try_read_json
 
 _SYS_PTRACE = 19  # bit of CAP_SYS_PTRACE, linux/capability.h
 
@@ -43,13 +45,21 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
             raise RunNotFoundError(f"no process {name}", hint=hint)
         if uid != os.getuid():
             raise UsageError(f"process {name} belongs to another user (uid {uid})")
-        jobs = jobs_below(int(name), proc=proc)
-        ranks, where = [rank for job in jobs for rank in ranks_below(job, proc=proc)], " below it"
+        ranks, where = [], " below it"
+        for job in jobs_below(int(name), proc=proc):
+            ranks += ranks_below(job, proc=proc)
     else:
         pids = [pid for pid in own_pids(proc=proc) if _runs(pid, name, proc)]
         ranks, where = ranks_among(pids, proc=proc), ""
-        parents = {rank.parent: is_launcher(command_line(rank.parent, proc=proc)) for rank in ranks}
-        jobs = sorted({rank.parent if parents[rank.parent] else rank.pid for rank in ranks})
+    recorded = {rank.pid: run for rank in ranks if (run := _recorded_in(rank)) is not None}
+    if ranks and len(recorded) == len(ranks):
+        raise UsageError(
+            f"{name}: haiprof records all that trains{where}",
+            hint=f"name the job: {', '.join(sorted(set(recorded.values())))}",
+        )
+    ranks = [rank for rank in ranks if rank.pid not in recorded]
+    parents = {rank.parent: is_launcher(command_line(rank.parent, proc=proc)) for rank in ranks}
+    jobs = sorted({rank.parent if parents[rank.parent] else rank.pid for rank in ranks})
     if len(jobs) > 1 and not _are_one_job(ranks):
         named = [f"{job} ({shlex.join(command_line(job, proc=proc))[:60]})" for job in jobs]
         raise UsageError(
@@ -63,6 +73,14 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
             hint="haiprof ls --live lists jobs under haiprof; or name a process id",
         )
     return ranks
+
+
+def _recorded_in(process: Process) -> str | None:
+    """The run in which a process has reported in; None where it has not, whoever started it."""
+    run = process.environ.get(ENV_ACTIVE)
+    paths = RunPaths(Path(run)).rank_folders() if run else ()
+    pids = [try_read_json(rank.report).get("pid") for _, _, rank in paths]
+    return Path(run).name if run and process.pid in pids else None
 
 
 def _are_one_job(ranks: Sequence[Process]) -> bool:

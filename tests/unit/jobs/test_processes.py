@@ -9,6 +9,7 @@ import pytest
 
 from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.live.external_sampling import judge, phase_of, training_processes, why_not_enter
+from haiprof.run_format.layout import RunPaths
 
 MAPS = "7f00 r-xp /usr/lib/libpython3.11.so.1.0\n7f10 r-xp /x/torch/lib/libtorch_python.so\n"
 
@@ -66,6 +67,22 @@ def test_script_is_found_by_name_and_its_parent_without_torch_is_not(fake: Fake)
     assert fake.found("other.py") == [31]
     assert fake.found("30") == [31]
     assert training_processes("31", proc=fake.proc)[0].python == 11
+
+
+def test_processes_that_haiprof_records_are_not_looked_at_from_outside(
+    fake: Fake, tmp_path: Path
+) -> None:
+    run = RunPaths(tmp_path / "train-20261129-0123")
+    run.rank(0).root.mkdir(parents=True)
+    run.rank(0).report.write_text('{"rank": 0, "pid": 31}')
+    under = f"HAIPROF_ACTIVE_RUN={run.root}"
+    fake.add(30, command="bash run.sh", torch=False)
+    fake.add(31, parent=30, environ=under)
+    with pytest.raises(UsageError) as caught:
+        fake.found("30")
+    assert "train-20261129-0123" in str(caught.value.hint)
+    fake.add(32, parent=30, environ=under)  # python -I: it does not report in
+    assert fake.found("30") == [32]
 
 
 def test_only_the_ranks_of_one_job_are_found_below_a_process(fake: Fake) -> None:

@@ -148,6 +148,23 @@ def test_text_of_the_script_tells_whose_an_option_is(
     )
 
 
+@pytest.mark.parametrize("program", [[], ["--nproc-per-node", "2"]])
+def test_options_of_a_script_stay_its_own_below_a_program_with_a_path(
+    program: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of /venv/bin/torchrun says nothing of the options of what it starts."""
+    script(tmp_path, "parser.add_argument('--warmup')", monkeypatch)
+    (tmp_path / "torchrun").write_text("#!/usr/bin/python\nfrom torch.distributed import run\n")
+    words = [str(tmp_path / "torchrun"), *program, "train.py", "--warmup", "5"]
+    assert parse_command_line(words).command == words
+    script(tmp_path, "import options", monkeypatch)
+    line = parse_command_line(words)
+    assert line.options == {"warmup_s": 5.0}
+    (said,) = line.warnings
+    begun = f"haiprof --warmup 5 torchrun {'... ' * bool(program)}train.py"
+    assert begun in said
+
+
 def test_published_environment_keeps_its_meaning() -> None:
     values = options_from_environment(
         {
