@@ -42,6 +42,10 @@ _NOBODY = (
     "no process of the job reported in: it called no module, loader or collective of PyTorch, "
     "ended before its first step, or ran a Python that ignores PYTHONPATH"
 )
+_NOT_YET = (
+    "no process of the job has reported in so far: it imports, starts, or was killed (the run has "
+    "no end yet)"
+)
 _DAMAGED = "run.json is damaged, so that what the job did is not known"
 _NO_OPTIMIZER = (
     "no optimizer stepped while haiprof recorded, and no repeated pattern could be a step: the "
@@ -67,7 +71,8 @@ def why_no_steps(inputs: RuleInputs) -> str:
     if not inputs.ranks.height:
         failed = [f"haiprof's hook failed in {line}" for line in analyzer.files.hook_failures[:1]]
         unseen = [f"process {what}: {why}" for what, why in _processes(analyzer)]
-        nobody = _NOBODY if analyzer.files.manifest is not None else _DAMAGED
+        manifest = analyzer.files.manifest
+        nobody = _DAMAGED if manifest is None else _NOBODY if manifest.end_wall_ns else _NOT_YET
         return (failed or unseen or [nobody])[0]
     if inputs.ranks["step_count"].null_count() == inputs.ranks.height:
         return "no rank's spans can be read"
