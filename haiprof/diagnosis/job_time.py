@@ -12,7 +12,6 @@ import numpy.typing as npt
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, POSITIONS
 from haiprof.base.units import duration_text
-from haiprof.run_analysis.background_saves import BESIDE, FREE, NEITHER
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import (
     BESIDE_SAVE,
@@ -28,6 +27,8 @@ from haiprof.run_analysis.run_frames import Cells
 from haiprof.run_analysis.step_positions import BACKWARD
 
 Singles = npt.NDArray[np.float32]
+FREE, BESIDE, NEITHER = 0, 1, -1
+"""Of a step: no save was written in it; one was when it began; one began in it, or not known."""
 _COUNT = len(POSITIONS)
 _COLLECTED = BESIDE_SAVE + 1
 _CELLS = (_COLLECTED + 1) * _COUNT

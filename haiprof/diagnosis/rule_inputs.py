@@ -17,16 +17,16 @@ from haiprof.run_analysis.counter_summaries import (
     CounterAverages,
     MountRequests,
     average_counters,
+    host_windows,
     mount_requests,
+    training_spans,
 )
-from haiprof.run_analysis.counters import host_windows, training_spans
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
 from haiprof.run_analysis.parallelism import Layout, find_layout
 from haiprof.run_analysis.printed_lines import Output, printed_output
 from haiprof.run_analysis.ranks import Blocks
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, number
-from haiprof.run_analysis.run_files import median as median
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import Placement, RankSettings, placements, sharing_groups
 from haiprof.run_analysis.step_frame import (

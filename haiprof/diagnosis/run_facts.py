@@ -24,13 +24,14 @@ from haiprof.diagnosis.gpu_functions import (
     memory_report,
 )
 from haiprof.diagnosis.machine_causes import numa_placement
-from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, median
+from haiprof.diagnosis.rule_inputs import Rule, RuleInputs
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
 from haiprof.diagnosis.verdict import Finding, make_finding
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
 from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.ranks import compile_intervals
 from haiprof.run_analysis.reactions import Reaction
+from haiprof.run_analysis.run_files import number
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.pattern_gathering import Patterns
@@ -202,7 +203,7 @@ def first_batch(inputs: RuleInputs) -> Finding | str | None:
         "__init__ or in the first __getitem__ of each worker, a shuffle buffer that fills, "
         "spawned workers that import the whole script; cache the list of files",
         (f"first batch, rank {rank}", float(first), "ns"),
-        ("typical wait for a batch", median(inputs.steps["dataloader_host_ns"]), "ns"),
+        ("typical wait for a batch", number(inputs.steps["dataloader_host_ns"].median()), "ns"),
         ("training steps, all", trained_ns, "ns"),
         cause="cores_full" if alone < FIRST_BATCH_RATIO else None,
         confidence=0.8,

@@ -22,6 +22,7 @@ from haiprof.diagnosis.background_saves import (
     split_saves,
 )
 from haiprof.diagnosis.job_time import (
+    BESIDE,
     DeviceUse,
     JobTime,
     Singles,
@@ -60,7 +61,6 @@ from haiprof.diagnosis.thresholds import (
     SIZES_MIN_COUNT,
 )
 from haiprof.diagnosis.verdict import Finding
-from haiprof.run_analysis.background_saves import BESIDE
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,

@@ -14,10 +14,11 @@ import numpy as np
 
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text
-from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, median, typical_rank, usual_split
+from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
 from haiprof.diagnosis.verdict import Finding, Severity, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import CODE_PHASES
+from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import RankSettings, differences
 
 SWITCHED_ON_RATIO = 0.10
@@ -476,7 +477,7 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
     ]
     if not wrapped or len(inputs.world) < 2:
         return "no DistributedDataParallel of several ranks"
-    count = median(inputs.steps["micro_step_count"]) or 1.0
+    count = number(inputs.steps["micro_step_count"].median()) or 1.0
     if count >= 2 and all(_never_skips_sync(inputs, each, count) for each in wrapped):
         split = usual_split(inputs.by_rank[typical_rank(inputs)])
         backward, whole = split["backward"], sum(value or 0.0 for value in split.values())

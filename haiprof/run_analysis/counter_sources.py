@@ -18,6 +18,7 @@ from haiprof.base.intervals import Ints
 from haiprof.run_analysis.counters import (
     COUNTER_SCHEMA,
     SourceSamples,
+    is_known,
     notes_of,
     record_files,
     reports_by_host,
@@ -26,7 +27,7 @@ from haiprof.run_analysis.counters import (
 from haiprof.run_analysis.run_files import NodeFiles, RunFiles, entries, integer, objects
 from haiprof.run_format.entities import Key, plain_uuid, ranks_by_key
 from haiprof.run_format.reader import read_records
-from haiprof.run_format.schema import NULL_I64, Column, counter_end
+from haiprof.run_format.schema import Column, counter_end
 from haiprof.run_format.tables import COUNTER_TABLES
 
 
@@ -81,10 +82,9 @@ def _of_source(samples: SourceSamples) -> Iterator[RawSeries]:
             if column.name not in samples.columns:
                 continue  # of an older haiprof
             values = samples.column(column.name)[at]
-            # Where there is a value; a count below 0 is damage.
-            whole = values.dtype.kind == "i"
-            known: npt.NDArray[np.bool_] = values != NULL_I64 if whole else np.isfinite(values)
-            known = known & (values >= 0) if counter_end(column.kind) is not None else known
+            known = is_known(values)
+            if counter_end(column.kind) is not None:
+                known &= values >= 0  # a count below 0 is damage
             if not known.any():
                 continue
             time_ns = samples.time_ns[at][known]

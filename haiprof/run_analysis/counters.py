@@ -1,4 +1,4 @@
-"""The frame of counters: one row per sample and metric, counters turned into rates."""
+"""The frame of counters, one row per sample and metric, and records of theirs, one a minute."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Floats, Ints
+from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.counter_folding import fold_rows
 from haiprof.run_analysis.run_files import (
     NodeFiles,
     RunFiles,
@@ -58,7 +57,11 @@ _RATIOS = {"cpu_throttled_ratio": ("cpu_throttled_period_count", "cpu_period_cou
 _CPU_BUSY = ("cpu_user_ns", "cpu_nice_ns", "cpu_system_ns", "cpu_irq_ns", "cpu_softirq_ns")
 _CPU_STATES = (*_CPU_BUSY, "cpu_idle_ns", "cpu_iowait_ns", "cpu_steal_ns")
 
+MINUTE_NS = 60 * NS_PER_S
+_REASONS = "_reasons"
+"""Ends the names of bit fields; other packed numbers are codes."""
 Flags = npt.NDArray[np.int8]
+Rows = npt.NDArray[Any]
 ALWAYS = (-(1 << 62), 1 << 62)
 """Begin and end of all times."""
 
@@ -315,18 +318,30 @@ def _take_values(words: Sequence[Any], places: npt.NDArray[Any], *, dtype: Any) 
     return pl.Series(words, dtype=dtype).gather(pl.Series(places, dtype=pl.UInt32))
 
 
+def _by_entity(time_ns: Ints, keys: Sequence[Ints]) -> tuple[Ints, Bools]:
+    """Order by entity and then time; and of all but the first: whether the one before is of its."""
+    order = np.lexsort((time_ns, *reversed(keys)))
+    same = np.ones(max(len(order) - 1, 0), dtype=np.bool_)
+    for key in keys:
+        same &= np.diff(key[order]) == 0
+    return order, same
+
+
+def is_known(values: Rows) -> Bools:
+    """Where a stored column has a value."""
+    return values != schema.NULL_I64 if values.dtype.kind == "i" else np.isfinite(values)
+
+
 def samples_of(reports: Reports, node: NodeFiles, records: RecordFile) -> SourceSamples:
     """The records of a file, without metrics."""
     columns = record_columns(records)
     time = columns["time_ns"]
+    sound = np.flatnonzero((time >= 0) & (time < _TIME_LIMIT_NS))
     names = [name for name, _, _, kind in records.columns if kind == "key"]
     keys = [columns[name].astype(np.int64) for name in names]
-    order = np.lexsort((time, *reversed(keys)))
-    order = order[(time[order] >= 0) & (time[order] < _TIME_LIMIT_NS)]
+    order, same = _by_entity(time[sound], [key[sound] for key in keys])
+    order = sound[order]
     time = time[order]
-    same = np.ones(max(0, len(order) - 1), dtype=bool)
-    for key in keys:
-        same &= np.diff(key[order]) == 0
     first = np.append(True, ~same)[: len(order)]
     owners = [tuple(int(key[at]) for key in keys) for at in order[first]]
     # What is known of entities is in the header, and in lines about those that came up later.
@@ -361,9 +376,7 @@ def _metrics(
         if kind == "gauge":
             if wanted is None or name in wanted:
                 stored = samples.column(name)
-                values = stored.astype(np.float64)
-                if stored.dtype.kind == "i":
-                    values[stored == schema.NULL_I64] = np.nan
+                values = np.where(is_known(stored), stored.astype(np.float64), np.nan)
                 yield Metric(name=name, unit=unit, values=values, flags=none)
         elif end is not None and name not in _CPU_STATES:
             events = NS_OF_EVENTS.get(name, "")
@@ -400,7 +413,7 @@ def _growth(
     # back was set back. One that sticks at its highest value has grown by an unknown amount.
     flags = np.zeros(len(values), dtype=np.int8)
     whole = values.dtype.kind == "i"
-    known = values != schema.NULL_I64 if whole else np.isfinite(values)
+    known = is_known(values)
     growth = np.zeros(len(values), dtype=np.int64 if whole else np.float64)
     growth[1:] = np.diff(values)
     known_both = follows & known & np.append(False, known[:-1])[: len(known)]
@@ -448,37 +461,56 @@ def reports_by_host(run: RunFiles) -> Reports:
     return found
 
 
-def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """From the first step's begin to the last one's end in Unix time; of each that had steps."""
-    rows = [
-        (
-            steps["rank"][0],
-            steps["attempt"][0],
-            steps["start_ns"].min(),
-            (steps["start_ns"] + steps["step_ns"]).max(),
-        )
-        for steps in parts
-        if steps.height
-    ]
-    return pl.DataFrame(
-        rows, schema=dict.fromkeys(("rank", "attempt", "begin", "end"), pl.Int64), orient="row"
-    )
+def fold_rows(
+    rows: Rows, columns: Sequence[tuple[str, str, str, str]], whole: Bools | None = None
+) -> Rows:
+    """The last record of each minute of each entity, by time; gauges are the means of the minute.
+
+    So growth between two of them is that of all between. A counter that went back (a reset, a
+    wrap) is kept on both sides, as is a code that changed. Of reasons all that were given are set.
+    Those that `whole` marks stay as they are.
+    """
+    keys = [name for name, _, _, kind in columns if kind == "key"]
+    order, same = _by_entity(rows["time_ns"], [rows[key] for key in keys])
+    rows = rows[order]
+    head = np.append(True, ~same)[: len(rows)]
+    minute = rows["time_ns"] // MINUTE_NS
+    alone = head.copy()  # growth counts from the first one on
+    head[1:] |= minute[1:] != minute[:-1]
+    for name, _, unit, what in columns:
+        if schema.counter_end(what) is not None:
+            values, known = rows[name], is_known(rows[name])
+            with np.errstate(invalid="ignore"):
+                back = same & known[1:] & known[:-1] & (values[1:] < values[:-1])
+            alone[1:] |= back
+            alone[:-1] |= back
+        elif unit == "packed" and what == "gauge" and not name.endswith(_REASONS):
+            head[1:] |= rows[name][1:] != rows[name][:-1]
+    if whole is not None:
+        alone |= whole[order]
+    head |= alone
+    head[1:] |= alone[:-1]
+    heads = np.flatnonzero(head)
+    if not len(heads):
+        return rows
+    last = np.append(heads[1:], len(rows)) - 1
+    folded = rows[last].copy()
+    for name, kind, unit, what in columns:
+        if what == "gauge":
+            folded[name] = _join_groups(rows[name], heads, kind=kind, packed=unit == "packed")
+    ordered: Rows = folded[np.argsort(folded["time_ns"], kind="stable")]
+    return ordered
 
 
-def host_windows(spans: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    """The same per host: from its ranks' first begin to their last end."""
-    hosts = ranks.select("rank", "attempt", "host").drop_nulls()
-    known = spans.join(hosts, on=["rank", "attempt"])
-    return known.group_by("host").agg(pl.col("begin").min(), pl.col("end").max()).sort("host")
-
-
-def select_training_samples(counters: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFrame:
-    """Samples of each host from when its ranks trained; of a host without ranks, any rank."""
-    if windows.is_empty():
-        return counters.clear()
-    of_host = counters.join(windows, on="host", how="left").with_columns(
-        pl.col("begin").fill_null(windows["begin"].min()),
-        pl.col("end").fill_null(windows["end"].max()),
-    )
-    inside = of_host.filter(pl.col("time_ns").is_between(pl.col("begin"), pl.col("end")))
-    return inside.select(counters.columns)
+def _join_groups(values: Rows, heads: npt.NDArray[np.int64], *, kind: str, packed: bool) -> Rows:
+    """Means of the known values of each group; bits that were set in any."""
+    known = is_known(values)
+    count = np.add.reduceat(known.astype(np.int64), heads)
+    if packed and kind == "i64":
+        bits: Rows = np.bitwise_or.reduceat(np.where(known, values, 0), heads)
+        return np.where(count > 0, bits, schema.NULL_I64)
+    total = np.add.reduceat(np.where(known, values, 0).astype(np.float64), heads)
+    mean: Rows = np.divide(total, count, out=np.full(len(heads), np.nan), where=count > 0)
+    if kind != "i64":
+        return mean
+    return np.where(count > 0, np.rint(np.nan_to_num(mean)), schema.NULL_I64).astype(np.int64)

@@ -32,8 +32,7 @@ from haiprof.run_analysis.code_samples import (
     read_folded_workers,
     sampled_processes,
 )
-from haiprof.run_analysis.counter_folding import MINUTE_NS, fold_rows
-from haiprof.run_analysis.counters import read_folded_source
+from haiprof.run_analysis.counters import MINUTE_NS, fold_rows, read_folded_source
 from haiprof.run_analysis.folded_steps import pack_codes
 from haiprof.run_analysis.ledger import is_hidden
 from haiprof.run_analysis.nesting import take_rows

@@ -17,8 +17,8 @@ from haiprof.run_analysis.run_files import (
     EventLines,
     entries,
     integer,
-    mean,
     note_damage,
+    number,
     read_record,
     record_columns,
 )
@@ -260,7 +260,8 @@ def _measure_use(
     )
     highest = inside["utilization_ratio.max"].max()
     weights = inside["sample_count"].cast(pl.Float64)
-    weighted, samples = mean(inside["utilization_ratio.mean"] * weights), mean(weights)
+    weighted = number((inside["utilization_ratio.mean"] * weights).mean())
+    samples = number(weights.mean())
     return read_record(
         HeldGpu,
         line,
@@ -269,7 +270,7 @@ def _measure_use(
         start_wall_ns=start_ns,
         end_wall_ns=end_ns,
         utilization_mean_ratio=weighted / samples if weighted is not None and samples else None,
-        utilization_max_ratio=float(highest) if isinstance(highest, (int, float)) else None,
+        utilization_max_ratio=number(highest),
         unused=highest == 0 and last_ns - start_ns >= _UNUSED_NS,
     )
 

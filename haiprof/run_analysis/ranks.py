@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.intervals import Bools, Floats, Intervals, Ints, intersection, total, union
 from haiprof.run_analysis.nesting import MODULE_KINDS, kind_table, take_rows
-from haiprof.run_analysis.run_files import RankFiles, integer, mapping, median, number, text
+from haiprof.run_analysis.run_files import RankFiles, integer, mapping, number, text
 from haiprof.run_analysis.step_frame import (
     STEP_PHASES,
     RankSegments,
@@ -451,7 +451,7 @@ def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGr
         end_ns=last_ns,
         phase_ns={phase: mean(steps[f"{phase}_host_ns"]) for phase in STEP_PHASES},
         typical_ns={
-            "step": median(steps["step_ns"]),
-            **{phase: median(steps[f"{phase}_host_ns"]) for phase in STEP_PHASES},
+            "step": number(steps["step_ns"].median()),
+            **{phase: number(steps[f"{phase}_host_ns"].median()) for phase in STEP_PHASES},
         },
     )

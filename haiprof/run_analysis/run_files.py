@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 
 from haiprof.base.errors import RunFormatError, TraceFormatError
 from haiprof.base.units import duration_text
@@ -161,18 +160,6 @@ def clock_offset_ns(anchor: object) -> int | None:
     """Unix time minus the monotonic clock, by a clock anchor in JSON; None without a whole one."""
     wall, mono = (integer(mapping(anchor).get(name)) for name in ("wall_ns", "mono_ns"))
     return None if wall is None or mono is None else wall - mono
-
-
-def mean(values: pl.Series) -> float | None:
-    """Mean without nulls; None where nothing is left."""
-    value = values.mean()
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def median(values: pl.Series) -> float | None:
-    """Median without nulls; None where nothing is left."""
-    value = values.median()
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

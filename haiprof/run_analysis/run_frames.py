@@ -33,15 +33,18 @@ from haiprof.run_analysis.collectives import (
     own_and_after,
 )
 from haiprof.run_analysis.counter_sources import burst_frame
-from haiprof.run_analysis.counter_summaries import CounterDigest, read_digest
+from haiprof.run_analysis.counter_summaries import (
+    CounterDigest,
+    host_windows,
+    read_digest,
+    training_spans,
+)
 from haiprof.run_analysis.counters import (
     OwnerSeries,
     SeriesReader,
     counter_frame,
     counter_notes,
-    host_windows,
     owner_series,
-    training_spans,
 )
 from haiprof.run_analysis.deaths import Death, Evidence, LastStep, find_deaths, gather_evidence
 from haiprof.run_analysis.lines import line_frame

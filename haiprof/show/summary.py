@@ -13,13 +13,14 @@ from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
 from haiprof.diagnosis.run_notes import traced_lines
 from haiprof.diagnosis.traced_window import StepWork, step_work
-from haiprof.run_analysis.counter_summaries import CounterDigest, MetricStat
-from haiprof.run_analysis.counters import (
-    SeriesReader,
+from haiprof.run_analysis.counter_summaries import (
+    CounterDigest,
+    MetricStat,
     host_windows,
     select_training_samples,
     training_spans,
 )
+from haiprof.run_analysis.counters import SeriesReader
 from haiprof.run_analysis.nccl_witness import NcclReport
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames

@@ -34,7 +34,11 @@ from haiprof.diagnosis.compare.compared_run import (
 from haiprof.diagnosis.machine_causes import used_by_others
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS, COMPARE_P_VALUE
-from haiprof.run_analysis.counters import host_windows, select_training_samples, training_spans
+from haiprof.run_analysis.counter_summaries import (
+    host_windows,
+    select_training_samples,
+    training_spans,
+)
 from haiprof.run_analysis.ledger import ACTIVITIES, ON_CORE, UNKNOWN
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import STEP_PHASES

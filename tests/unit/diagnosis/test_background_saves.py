@@ -10,14 +10,9 @@ import pytest
 
 from haiprof.base.statistics import excess
 from haiprof.base.units import NS_PER_MS
+from haiprof.diagnosis.background_saves import BackgroundSave, steps_beside
+from haiprof.diagnosis.job_time import BESIDE, FREE, NEITHER
 from haiprof.diagnosis.verdict import Finding, as_document
-from haiprof.run_analysis.background_saves import (
-    BESIDE,
-    FREE,
-    NEITHER,
-    BackgroundSave,
-    steps_beside,
-)
 from haiprof.run_analysis.run_frames import RunFrames
 from tests.unit.analysis.recorded import WALL_OFFSET_NS
 from tests.unit.diagnosis.stories import BALANCED, PhaseTimes, judged, note, write_story

@@ -13,13 +13,14 @@ import polars as pl
 
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
-from haiprof.run_analysis.counter_summaries import CounterDigest, MetricOwner, MetricStat
-from haiprof.run_analysis.counters import (
-    COUNTER_SCHEMA,
-    SeriesReader,
+from haiprof.run_analysis.counter_summaries import (
+    CounterDigest,
+    MetricOwner,
+    MetricStat,
     host_windows,
     training_spans,
 )
+from haiprof.run_analysis.counters import COUNTER_SCHEMA, SeriesReader
 from haiprof.run_analysis.ranks import RANK_SCHEMA
 from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
