@@ -295,8 +295,8 @@ class RankRows:
     """Of the whole recording, but for folded ones; columns of `step_frame`."""
     first: pl.DataFrame
     """Its first step, also where it was folded."""
-    blocks: Blocks | None
-    """Its folded steps; None without any."""
+    blocks: Blocks
+    """Its folded steps."""
     pauses: pl.DataFrame
     """Of the whole recording; columns of `phase_frame`."""
     loading: tuple[int, ...]
@@ -353,11 +353,8 @@ def rank_rows(
     )
 
 
-def _blocks(rank: RankSegments) -> Blocks | None:
-    folded, shift = rank.folded, rank.wall_offset_ns
-    if not folded.step_count:
-        return None
-    blocks = folded.blocks
+def _blocks(rank: RankSegments) -> Blocks:
+    folded, shift, blocks = rank.folded, rank.wall_offset_ns, rank.folded.blocks
     return Blocks(
         first_step=folded.first_step,
         count=folded.count,

@@ -40,6 +40,7 @@ from haiprof.run_analysis.counter_summaries import (
     training_spans,
 )
 from haiprof.run_analysis.counters import (
+    ALWAYS,
     OwnerSeries,
     SeriesReader,
     counter_frame,
@@ -199,26 +200,19 @@ class RunFrames:
 
     def slow_steps(self) -> pl.DataFrame:
         """Folded steps that are kept whole: the first of each rank, and slow ones; as `steps`."""
-        folded = {key for key, rows in self._rows.items() if rows.blocks is not None}
+        folded = {key for key, rows in self._rows.items() if len(rows.blocks.count)}
         frames = [slow_frame(rank) for rank in self._segments_of(folded)]
         return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
 
     def blocks(self, attempts: Mapping[int, int]) -> dict[int, Blocks]:
         """Sums of the folded steps of these attempts, by rank; those that have any."""
-        found = {}
-        for rank, attempt in attempts.items():
-            rows = self._rows.get((rank, attempt))
-            blocks = None if rows is None else self._blocks_within(rows)
-            if blocks is not None and len(blocks.count):
-                found[rank] = blocks
-        return found
+        keys = [key for key in attempts.items() if key in self._rows]
+        found = {rank: self._blocks_within(self._rows[rank, attempt]) for rank, attempt in keys}
+        return {rank: blocks for rank, blocks in found.items() if len(blocks.count)}
 
-    def _blocks_within(self, rows: RankRows) -> Blocks | None:
-        blocks = rows.blocks
-        if blocks is None or self.between is None:
-            return blocks
-        first, last = self.between
-        return blocks.take((blocks.start_ns >= first) & (blocks.end_ns <= last))
+    def _blocks_within(self, rows: RankRows) -> Blocks:
+        first, last = self.between or ALWAYS
+        return rows.blocks.take((rows.blocks.start_ns >= first) & (rows.blocks.end_ns <= last))
 
     def first_step(self, rank: int, attempt: int) -> pl.DataFrame:
         """The first step of an attempt, also where it was folded; empty outside of the time."""
@@ -228,8 +222,7 @@ class RunFrames:
         """Steps of the rank that has most, in all its attempts; 0 without steps."""
         counts: dict[int, int] = {}
         for (rank, _), rows in self._rows.items():
-            blocks = self._blocks_within(rows)
-            folded = 0 if blocks is None else int(blocks.count.sum())
+            folded = int(self._blocks_within(rows).count.sum())
             own = self._within(rows.steps, "step_ns").height
             counts[rank] = counts.get(rank, 0) + own + folded
         return max(counts.values(), default=0)
@@ -394,12 +387,10 @@ class RunFrames:
     def cells(self, rank: int, attempt: int | None = None) -> Cells:
         """What the columns of `position_times` stand for."""
         rows = self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
-        none = np.zeros(0, dtype=np.int64)
-        blocks = rows.blocks
-        first, count = (none, none) if blocks is None else (blocks.first_step, blocks.count)
         whole = np.arange(rows.step_count - rows.steps.height, rows.step_count)
-        count = np.append(count, np.ones_like(whole))
-        return Cells(step=np.append(first, whole), count=count, column=np.arange(len(count)))
+        step = np.append(rows.blocks.first_step, whole)
+        count = np.append(rows.blocks.count, np.ones_like(whole))
+        return Cells(step=step, count=count, column=np.arange(len(count)))
 
     def position_times(self, rank: int, attempt: int | None = None) -> tuple[Ints, Ints]:
         """[position, cell] in ns of a rank's attempt: without collections, and in these.
@@ -407,7 +398,7 @@ class RunFrames:
         Of the one that is judged, where none is named. A cell is a step, or a block of folded ones.
         """
         rows = self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
-        width = rows.steps.height + (0 if rows.blocks is None else len(rows.blocks.count))
+        width = rows.steps.height + len(rows.blocks.count)
         times = np.zeros((2 * len(POSITIONS), width), dtype=np.int64)
         for place, own in rows.positions.items():
             times[place] = own
@@ -504,33 +495,27 @@ class RunFrames:
     @cached_property
     def _loaded(self) -> _Loaded:
         """Ranks are read one by one, and their spans let go of where they are many."""
+        keys = [(files.rank, files.attempt) for files in self.files.ranks]
+        windows, between = self._recorded_windows, self.between
+        kept, left = dict[Key, RankSegments](), _KEPT_RECORDS
         if self.pool is not None:
-            options = {"windows": self._recorded_windows, "between": self.between}
+            options, left = {"windows": windows, "between": between}, -1
             read = self.pool.map(read_rows, [f.paths.root for f in self.files.ranks], options)
-            whole = {
-                (f.rank, f.attempt): own for f, own in zip(self.files.ranks, read, strict=True)
-            }
-            return _Loaded(
-                rows={key: rows for key, rows in whole.items() if not isinstance(rows, str)},
-                kept=None,
-                damaged=[why for why in read if isinstance(why, str)],
-            )
-        rows, damaged, shared = {}, [], SharedColumns()
-        kept: dict[Key, RankSegments] | None = {}
-        left = _KEPT_RECORDS
-        for files in self.files.ranks:
-            rank = _load(files)
-            if isinstance(rank, str):
-                damaged.append(rank)
-                continue
-            key = (files.rank, files.attempt)
-            rows[key] = _rows_of(rank, self._recorded_windows, self.between, shared)
-            left -= rank.record_count
-            if left < 0:
-                kept = None
-            if kept is not None:
-                kept[key] = rank
-        return _Loaded(rows=rows, kept=kept, damaged=damaged)
+        else:
+            read, shared = [], SharedColumns()
+            for key, files in zip(keys, self.files.ranks, strict=True):
+                rank = _load(files)
+                read.append(_rows_of(rank, windows, between, shared))
+                if not isinstance(rank, str):
+                    left -= rank.record_count
+                    kept[key] = rank
+                if left < 0:
+                    kept.clear()
+        return _Loaded(
+            rows={k: rows for k, rows in zip(keys, read, strict=True) if not isinstance(rows, str)},
+            kept=kept if left >= 0 else None,
+            damaged=[why for why in read if isinstance(why, str)],
+        )
 
     @property
     def _rows(self) -> Mapping[Key, RankRows]:
@@ -599,14 +584,15 @@ def read_rows(
     folder: _Named, windows: Sequence[TraceWindow], between: tuple[int, int] | None
 ) -> RankRows | str:
     """What is kept of one rank, or why it has no steps; on whichever machine."""
-    rank = _load(open_rank(folder.path))
-    return rank if isinstance(rank, str) else _rows_of(rank, windows, between, SharedColumns())
+    return _rows_of(_load(open_rank(folder.path)), windows, between, SharedColumns())
 
 
 def _rows_of(
-    rank: RankSegments, windows: Sequence[TraceWindow], between: tuple[int, int] | None,
+    rank: RankSegments | str, windows: Sequence[TraceWindow], between: tuple[int, int] | None,
     shared: SharedColumns,
-) -> RankRows:  # fmt: skip
+) -> RankRows | str:  # fmt: skip
+    if isinstance(rank, str):
+        return rank
     own = [w for w in windows if (w.rank, w.attempt) == (rank.files.rank, rank.files.attempt)]
     return rank_rows(rank, own, between=between, shared=shared)
 
