@@ -317,11 +317,10 @@ def _find_checkpointing(table: TimeTable) -> CodePlace | None:
     inner = innermost_stack(tree)
     ns = np.bincount(table.stack, np.where(table.position == FORWARD, table.ns, 0.0))
     for stack in np.flatnonzero(ns).tolist():
-        at, outer = stack, 0
-        while at:
+        outer = 0
+        for at in tree.outwards(stack):
             if _CHECKPOINT_FILE in tree.frames[tree.place[at]].file:
                 outer = int(inner[at])
-            at = int(tree.parent[at])
         if outer:
             time[outer] = time.get(outer, 0.0) + float(ns[stack])
     return code_place(tree, max(time, key=lambda at: time[at])) if time else None
@@ -330,13 +329,12 @@ def _find_checkpointing(table: TimeTable) -> CodePlace | None:
 def code_place(tree: CodeTree, stack: int) -> CodePlace | None:
     """The innermost line of the job in a stack, and the job's lines that lead there."""
     way: list[tuple[str, int, str]] = []
-    while stack:
-        if not tree.library[tree.place[stack]]:
-            frame = tree.frames[tree.place[stack]]
+    for at in tree.outwards(stack):
+        if not tree.library[tree.place[at]]:
+            frame = tree.frames[tree.place[at]]
             caller = (frame.file, frame.line, written_in(frame.function))
             if caller not in way[-1:]:  # no comprehension of that line
                 way.append(caller)
-        stack = int(tree.parent[stack])
     if not way:
         return None
     file, line, function = way[0]
@@ -410,14 +408,13 @@ def _model_functions(table: TimeTable, numbers: Ints) -> set[int]:
     inside = np.unique(table.stack[(table.position == FORWARD) & (table.activity == OPERATORS)])
     for stack in inside.tolist():
         below: set[int] = set()
-        while stack:
-            frame = int(tree.place[stack])
+        for at in tree.outwards(stack):
+            frame = int(tree.place[at])
             if tree.frames[frame].file.endswith(MODULE_FILE):
                 found |= below
                 below.clear()
             elif not tree.library[frame]:
                 below.add(int(numbers[frame]))
-            stack = int(tree.parent[stack])
     return found
 
 

@@ -107,11 +107,13 @@ class CodeTree:
 
     def frame_places(self, stack: int) -> list[int]:
         """Frames of a stack, the outermost first."""
-        found = []
+        return [int(self.place[at]) for at in self.outwards(stack)][::-1]
+
+    def outwards(self, stack: int) -> Iterator[int]:
+        """A stack and its callers, the nearest first."""
         while stack:
-            found.append(int(self.place[stack]))
+            yield stack
             stack = int(self.parent[stack])
-        return found[::-1]
 
     def within(self, file: str | tuple[str, ...]) -> Bools:
         """Per stack: whether a frame of a file whose path ends so is in it."""
@@ -286,48 +288,44 @@ def sampled_processes(lines: Iterable[Mapping[str, Any]], tree: StackTree) -> li
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldedWorkers:
-    """What is left of the old samples of a rank's workers; see FOLDED_WORKERS."""
-
-    first_bytes: Mapping[int, int]
-    """By worker: the place where its file goes on."""
-    lines: Mapping[int, Sequence[Mapping[str, Any]]]
-    """By worker: what stands for the file's beginning."""
+FoldedWorkers = Mapping[int, tuple[int, Sequence[Mapping[str, Any]]]]
+"""By worker: where its file goes on, and what stands for its beginning; see FOLDED_WORKERS."""
 
 
 def read_folded_workers(path: Path) -> FoldedWorkers:
     """Reads workers-folded.jsonl: nothing where there is none; an error where it is damaged."""
     lines, notes = read_lines(path)
     if not lines and not notes:
-        return FoldedWorkers(first_bytes={}, lines={})
+        return {}
     known = mapping(lines[0].get("first_bytes")) if lines else {}
     places = {integer(int(n)): integer(at) for n, at in known.items() if n.isdecimal()}
-    first_bytes = {n: at for n, at in places.items() if n is not None and at is not None}
-    if notes or not lines or lines[0].get("type") != FOLDED_WORKERS or not first_bytes:
+    found = {
+        n: (at, list[Mapping[str, Any]]())
+        for n, at in places.items()
+        if n is not None and at is not None
+    }
+    if notes or not lines or lines[0].get("type") != FOLDED_WORKERS or not found:
         raise RunFormatError(f"{path}: damaged: old samples of workers are not known")
-    found: dict[int, list[Mapping[str, Any]]] = {number: [] for number in first_bytes}
     worker_of: dict[object, int | None] = {}
     for line in lines[1:]:
         if line.get("type") == HEADER:
             worker_of[line.get("pid")] = integer(line.get("worker"))
         worker = worker_of.get(line.get("pid"))
         if worker in found:
-            found[worker].append(line)
-    return FoldedWorkers(first_bytes=first_bytes, lines=found)
+            found[worker][1].append(line)
+    return found
 
 
 def _read_workers(paths: RankPaths, tree: StackTree) -> tuple[list[SampledProcess], list[str]]:
     """The workers of a rank, and what was damaged."""
     found, notes = list[SampledProcess](), list[str]()
-    older = FoldedWorkers(first_bytes={}, lines={})
+    older: FoldedWorkers = {}
     with note_damage(notes):
         older = read_folded_workers(paths.old_worker_stacks)
     for number, path in paths.worker_stack_files().items():
+        first, before = older.get(number, (0, ()))
         with note_damage(notes):
-            processes, damaged = read_stack_file(
-                path, tree, older.lines.get(number, ()), older.first_bytes.get(number, 0)
-            )
+            processes, damaged = read_stack_file(path, tree, before, first)
             found += processes
             notes += damaged
     return found, notes

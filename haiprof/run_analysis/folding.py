@@ -530,18 +530,16 @@ def _defining_lines(
 def fold_workers(paths: RankPaths, kept: Retention) -> str:
     """Folds the old samples of a rank's workers; why they stay, or nothing."""
     files, older = paths.worker_stack_files(), read_folded_workers(paths.old_worker_stacks)
-    firsts = {number: older.first_bytes.get(number, 0) for number in files}
-    whole = {n: _whole_lines(path, firsts[n], 1 << 62)[0] for n, path in files.items()}
-    times = [integer(line.get("time_ns")) or 0 for lines in whole.values() for line in lines]
+    whole = [_whole_lines(p, older.get(n, (0, ()))[0], 1 << 62)[0] for n, p in files.items()]
+    times = [integer(line.get("time_ns")) or 0 for lines in whole for line in lines]
     until_ns = max(times, default=0) - kept.samples_ns
     if not any(time_ns < until_ns for time_ns in times):
         return ""
     places: dict[str, int] = {}
     folded: list[dict[str, Any]] = []
     for number, path in files.items():
-        known = [dict(line) for line in older.lines.get(number, ())]
-        lines, byte = _whole_lines(path, firsts[number], until_ns)
-        places[str(number)] = byte
+        first_byte, known = older.get(number, (0, ()))
+        lines, places[str(number)] = _whole_lines(path, first_byte, until_ns)
         folded += _fold_worker(number, [*known, *lines], MOST_WORKER_SAMPLES // len(files))
     first = {"type": FOLDED_WORKERS, "version": STACKS_VERSION, "first_bytes": places}
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in (first, *folded))
@@ -552,7 +550,7 @@ def fold_workers(paths: RankPaths, kept: Retention) -> str:
 
 
 def _fold_worker(
-    number: int, lines: Sequence[dict[str, Any]], most: int
+    number: int, lines: Sequence[Mapping[str, Any]], most: int
 ) -> Iterator[dict[str, Any]]:
     """Lines that stand for all samples of one worker, and begin the process that goes on."""
     tree = StackTree()

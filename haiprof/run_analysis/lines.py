@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -270,26 +271,18 @@ def _common_way(paths: Sequence[tuple[_Step, ...]], weight: Floats) -> tuple[_St
 
 def _user_callers(tree: CodeTree, place: Ints, stack: int) -> tuple[int, ...]:
     """Frames of user code outside a stack's own one, the nearest first."""
-    found: list[int] = []
-    stack = int(tree.parent[stack])
-    while stack and len(found) < CALLER_LIMIT:
-        frame = int(place[stack])
-        function = tree.frames[frame].function
-        if not (tree.library[frame] or function == _SCRIPT or is_part_of_function(function)):
-            found.append(frame)
-        stack = int(tree.parent[stack])
-    return tuple(found)
+    outer = (int(place[at]) for at in tree.outwards(int(tree.parent[stack])))
+    named = ((frame, tree.frames[frame].function) for frame in outer if not tree.library[frame])
+    own = (at for at, name in named if name != _SCRIPT and not is_part_of_function(name))
+    return tuple(islice(own, CALLER_LIMIT))
 
 
 def _library_path(tree: CodeTree, inner: Ints, stack: int) -> tuple[str, ...]:
     """Names of the frames between a stack's innermost user frame and its end, outermost first."""
-    names = []
-    while stack != inner[stack] and stack:
-        frame = tree.frames[tree.place[stack]]
-        if not frame.function.endswith(_WRAPPERS):
-            names.append(code_name(frame.file, frame.function))
-        stack = int(tree.parent[stack])
-    return tuple(reversed(names))
+    inside = takewhile(lambda at: at != inner[at], tree.outwards(stack))
+    frames = [tree.frames[tree.place[at]] for at in inside]
+    named = [f for f in reversed(frames) if not f.function.endswith(_WRAPPERS)]
+    return tuple(code_name(frame.file, frame.function) for frame in named)
 
 
 def innermost_stack(tree: CodeTree) -> Ints:

@@ -259,14 +259,9 @@ class RunFrames:
         """One row per sample and metric; columns in `haiprof.run_analysis.counters`."""
         return counter_frame(self.files, between=self.between)
 
-    def host_counters(self, hosts: Collection[str] | None = None) -> Iterator[pl.DataFrame]:
-        """The rows of `counters()` of these hosts (None: all), one after another.
-
-        Of many ranks not all fit in memory.
-        """
-        for node in self.files.nodes:
-            if hosts is None or node.host in hosts:
-                yield counter_frame(self.files, between=self.between, hosts={node.host})
+    def host_counters(self, hosts: Collection[str] | None) -> pl.DataFrame:
+        """The rows of `counters()` of these hosts; None: all."""
+        return counter_frame(self.files, between=self.between, hosts=hosts)
 
     def read_series(self, metrics: Collection[tuple[str, str]]) -> SeriesReader:
         """Reads these metrics (source, name) when asked for; what is kept is of one source."""

@@ -13,7 +13,6 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.ledger import POSITIONS
 from haiprof.diagnosis.rule_inputs import judged_steps
 from haiprof.diagnosis.thresholds import WARM_UP_MAX_STEPS
-from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import RankSettings
@@ -154,9 +153,7 @@ def rank_counters(data: RunFrames, rank: int, host: str | None) -> pl.DataFrame:
     """Counters of the rank itself and those of its host, without other ranks and GPUs."""
     ranks = data.ranks()
     hosts = set(ranks.filter(pl.col("rank") == rank)["host"])
-    parts = data.host_counters(None if None in hosts else hosts)
-    whole = pl.concat([pl.DataFrame(schema=COUNTER_SCHEMA), *parts])
-    counters = whole.sort("time_ns", maintain_order=True)
+    counters = data.host_counters(None if None in hosts else hosts)
     own = pl.col("rank") == rank
     nobodys = pl.col("rank").is_null() & pl.col("gpu").is_null() & (pl.col("source") != "process")
     return counters.filter(own | (nobodys & (pl.col("host") == host)))

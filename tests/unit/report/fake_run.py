@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,9 +67,9 @@ class FakeRun(RunFrames):
     def counters(self) -> pl.DataFrame:
         return pl.DataFrame(self.counter_rows, schema=COUNTER_SCHEMA)
 
-    def host_counters(self, hosts: Collection[str] | None = None) -> Iterator[pl.DataFrame]:
+    def host_counters(self, hosts: Collection[str] | None) -> pl.DataFrame:
         frame = self.counters()
-        yield frame if hosts is None else frame.filter(pl.col("host").is_in(list(hosts)))
+        return frame if hosts is None else frame.filter(pl.col("host").is_in(list(hosts)))
 
     def counter_digest(self, judged: pl.DataFrame) -> CounterDigest:
         counters, ranks = self.counters(), self.ranks()
