@@ -184,20 +184,15 @@ def _rates(counters: pl.DataFrame) -> pl.DataFrame:
 
 
 def _by_direction(samples: pl.DataFrame, suffix: str) -> pl.DataFrame:
-    metrics = {
-        f"{prefix}{word}_{suffix}": (link, direction)
+    metrics = [
+        (f"{prefix}{word}_{suffix}", link, direction)
         for prefix, link in _LINKS.items()
         for word, direction in _DIRECTIONS.items()
-    }
-    known = samples.filter(pl.col("metric").is_in(list(metrics))).drop_nulls("value")
-    parts = {
-        name: pl.col("metric").replace_strict(
-            {metric: pair[at] for metric, pair in metrics.items()}, return_dtype=pl.String
-        )
-        for at, name in enumerate(("link", "direction"))
-    }
+    ]
+    links = pl.DataFrame(metrics, schema=["metric", "link", "direction"], orient="row")
+    known = samples.drop_nulls("value").join(links, on="metric", maintain_order="left")
     value = pl.col("value")
-    return known.with_columns(**parts).group_by(*_KEYS, "link", "direction").agg(
+    return known.group_by(*_KEYS, "link", "direction").agg(
         pl.len().cast(pl.Int64).alias("sample_count"),
         value.mean().alias(f"mean_{suffix}"),
         value.max().alias(f"max_{suffix}"),

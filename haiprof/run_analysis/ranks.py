@@ -405,15 +405,6 @@ class RankGrid:
         parts = np.stack([self.phase_ns[phase] for phase in STEP_PHASES])
         return np.where(np.isnan(parts).all(axis=0), np.nan, np.nansum(parts, axis=0))
 
-    def of(self, name: str) -> Floats:
-        """[rank, stretch]: of `step`, or of a phase."""
-        return self.step_ns if name == "step" else self.phase_ns[name]
-
-    def excess_ratio(self, name: str) -> Floats:
-        """[rank, stretch]: what it takes above its median, as a share of the median step."""
-        # Shares of phases add up to that of the step, so that one scale of colours serves all.
-        return (self.of(name) - (self.typical_ns[name] or 0.0)) / (self.typical_ns["step"] or 1.0)
-
 
 def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGrid | None:
     """Steps on a common time axis; None where there is no step."""

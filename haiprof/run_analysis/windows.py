@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,17 @@ def recorded_windows(files: RunFiles) -> list[TraceWindow]:
         for line in rank.of_type("trace_window")
     ]
     seen = {window.stem for window in found}
-    for stem, line in said.items():
-        if stem not in seen:  # the rank was killed before it could say so
-            found += _silent(files, stem, line, said)
+    silent = dict(said)
     for line in _node_lines(files, "trace_dropped"):
-        stem = text(line.get("stem")) or ""
-        if stem not in seen and stem not in said:
-            found += _silent(files, stem, {**line, "state": "failed"}, said)
+        silent.setdefault(text(line.get("stem")) or "", {**line, "state": "failed"})
+    for stem, line in silent.items():
+        name = parse_stem(stem)
+        if stem not in seen and name is not None:  # the rank was killed before it could say so
+            attempts = [r.attempt for r in files.ranks
+                        if r.rank == name.rank and r.report.get("pid") == name.pid]  # fmt: skip
+            attempt = attempts[-1] if attempts else integer(line.get("attempt")) or 0
+            own = {**line, "stem": stem}
+            found.append(_window(files, own, said, rank=name.rank, attempt=attempt))
     return found
 
 
@@ -188,7 +192,8 @@ def _window(
     stalls = {name: integer(both.get(name)) for name in _STALLS}
     known = [ns for ns in stalls.values() if ns is not None]
     said_ns = integer(line.get("stall_ns"))  # with what the rehearsal before it took
-    window = read_record(
+    trace, execution = _trace_files(files, stem)
+    return read_record(
         TraceWindow,
         both,
         rank=rank,
@@ -202,41 +207,23 @@ def _window(
         tail_ns=(stalls["stop_ns"] or 0) + (stalls["export_ns"] or 0),
         stall_ns=sum(known) if said_ns is None and known else said_ns,
         stem=stem,
-        path=None,
-        et_path=None,
-    )
-    return _with_files(files, window)
-
-
-def _with_files(files: RunFiles, window: TraceWindow) -> TraceWindow:
-    """With the files that there are: finished, or raw with a sidecar."""
-    stem = parse_stem(window.stem or "")
-    if stem is None or stem.text != window.stem:
-        return window
-    part = Part(files.paths, stem)
-    raw = part.raw if part.sidecar.exists() and part.raw.is_file() else None
-    et_raw = part.et_raw if part.sidecar.exists() and part.et_raw.is_file() else None
-    return replace(
-        window,
-        path=part.trace if part.trace.is_file() else raw,
-        et_path=part.et if part.et.is_file() else et_raw,
+        path=trace,
+        et_path=execution,
     )
 
 
-def _silent(
-    files: RunFiles, stem: str, line: Mapping[str, Any], said: Mapping[str, Mapping[str, Any]]
-) -> list[TraceWindow]:
-    """A window that its rank has no line about."""
-    found = parse_stem(stem)
-    if found is None:
-        return []
-    attempts = [
-        rank.attempt
-        for rank in files.ranks
-        if rank.rank == found.rank and rank.report.get("pid") == found.pid
-    ]
-    attempt = attempts[-1] if attempts else integer(line.get("attempt")) or 0
-    return [_window(files, {**line, "stem": stem}, said, rank=found.rank, attempt=attempt)]
+def _trace_files(files: RunFiles, stem: str | None) -> tuple[Path | None, Path | None]:
+    """The trace and the execution trace that there are: finished, or raw with a sidecar."""
+    name = parse_stem(stem or "")
+    if name is None or name.text != stem:
+        return None, None
+    part = Part(files.paths, name)
+    has_raw = part.sidecar.exists()
+    trace, execution = (
+        whole if whole.is_file() else raw if has_raw and raw.is_file() else None
+        for whole, raw in ((part.trace, part.raw), (part.et, part.et_raw))
+    )
+    return trace, execution
 
 
 def _not_reached(

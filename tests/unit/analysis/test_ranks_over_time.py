@@ -112,9 +112,11 @@ def test_excess_is_a_share_of_the_median_step() -> None:
     )  # fmt: skip
     grid = rank_grid(steps, column_count=10)
     assert grid is not None
-    assert np.allclose(grid.excess_ratio("step"), 0)
-    assert np.allclose(grid.excess_ratio("forward")[2], 0.5)
-    assert np.allclose(grid.excess_ratio("other")[2], -0.5)
+    usual = {name: ns or 0.0 for name, ns in grid.typical_ns.items()}
+    excess = {name: grid.phase_ns[name][2] - usual[name] for name in ("forward", "other")}
+    assert np.allclose(grid.step_ns / usual["step"], 1)
+    assert np.allclose(excess["forward"] / usual["step"], 0.5)
+    assert np.allclose(excess["other"] / usual["step"], -0.5)
 
 
 def test_no_step_is_no_grid_and_a_thousand_ranks_stay_small() -> None:
