@@ -76,7 +76,7 @@ from haiprof.run_analysis.ledger import (
 from haiprof.run_analysis.lines import (
     common_callees,
     functions_of,
-    innermost_frame,
+    innermost_stack,
     innermost_written_stack,
     written_in,
 )
@@ -612,7 +612,7 @@ class _Accounts:
         sampled = table.activity[rows] != UNKNOWN
         unseen = self.time.mean_of(table, rows[~sampled])
         rows = rows[sampled]
-        frame = innermost_frame(tree)[table.stack[rows]]
+        frame = tree.line_places()[innermost_stack(tree)][table.stack[rows]]
         names = sorted(set(table.packages))
         package = np.array([*(names.index(name) for name in table.packages), -1])
         keys = np.stack([

@@ -12,7 +12,7 @@ import numpy as np
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Bools, Floats, Ints, total
+from haiprof.base.intervals import Bools, Floats, Ints, total, union
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.folded_steps import phase_sums
 from haiprof.run_analysis.nesting import take_rows
@@ -21,7 +21,6 @@ from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_analysis.step_positions import (
     innermost_phase,
     is_inside,
-    is_inside_any,
     place_in,
 )
 from haiprof.run_analysis.steps import (
@@ -490,7 +489,7 @@ def locate(rank: RankSegments, time_ns: Ints) -> tuple[Ints, Ints]:
     evaluated = is_inside(*found.evaluations, time_ns)
     evaluated |= phase == EVALUATION
     phase = np.where((phase == BETWEEN) & (step >= 0), OTHER, phase)
-    phase = np.where(is_inside_any(saves.start_ns, saves.end_ns, time_ns), CHECKPOINT, phase)
+    phase = np.where(is_inside(*union(*saves.times), time_ns), CHECKPOINT, phase)
     return np.where(evaluated, EVALUATION, phase), np.where(evaluated, -1, step)
 
 

@@ -126,7 +126,9 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
         stack, at = stack[at > 0], at[at > 0]
     empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})
     pairs = pl.concat([empty, *parts]).unique()
-    inner = pl.DataFrame({"stack": np.arange(len(tree.place)), "frame": innermost_frame(tree)})
+    inner = pl.DataFrame(
+        {"stack": np.arange(len(tree.place)), "frame": place[innermost_stack(tree)]}
+    )
     own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
     own = own.group_by(*group, "frame").agg(
         self_count=pl.col("len").sum(),
@@ -244,10 +246,7 @@ def common_callees(
 
 def _branches(paths: Sequence[tuple[str, ...]], weight: Floats, way: tuple[str, ...]) -> str:
     """`clip, count`: the two functions into which most of the weight goes where a way ends."""
-    times: dict[str, float] = {}
-    for path, part in zip(paths, weight.tolist(), strict=True):
-        if len(path) > len(way) and path[: len(way)] == way:
-            times[path[len(way)]] = times.get(path[len(way)], 0.0) + part
+    times = _next_steps(paths, weight, way)
     largest = sorted(times, key=lambda name: (-times[name], name))[:2]
     held = sum(times[name] for name in largest)
     return ", ".join(largest) if held >= MIN_WAY_RATIO * float(weight.sum()) else ""
@@ -255,18 +254,24 @@ def _branches(paths: Sequence[tuple[str, ...]], weight: Floats, way: tuple[str, 
 
 def _common_way(paths: Sequence[tuple[_Step, ...]], weight: Floats) -> tuple[_Step, ...]:
     """The steps that most of the weight takes, one after the other."""
-    total = float(weight.sum())
-    way: list[_Step] = []
-    while True:
-        times: dict[_Step, float] = {}
-        for path, part in zip(paths, weight.tolist(), strict=True):
-            if len(path) > len(way) and list(path[: len(way)]) == way:
-                times[path[len(way)]] = times.get(path[len(way)], 0.0) + part
-        step = max(times, key=lambda found: (times[found], found), default=None)
-        if step is None or times[step] < MIN_WAY_RATIO * total:
+    way: tuple[_Step, ...] = ()
+    while times := _next_steps(paths, weight, way):
+        step = max(times, key=lambda found: (times[found], found))
+        if times[step] < MIN_WAY_RATIO * float(weight.sum()):
             break
-        way.append(step)
-    return tuple(way)
+        way = (*way, step)
+    return way
+
+
+def _next_steps(
+    paths: Sequence[tuple[_Step, ...]], weight: Floats, way: tuple[_Step, ...]
+) -> dict[_Step, float]:
+    """The weight of the paths that go a way, by their step after it."""
+    times: dict[_Step, float] = {}
+    for path, part in zip(paths, weight.tolist(), strict=True):
+        if len(path) > len(way) and path[: len(way)] == way:
+            times[path[len(way)]] = times.get(path[len(way)], 0.0) + part
+    return times
 
 
 def _user_callers(tree: CodeTree, place: Ints, stack: int) -> tuple[int, ...]:
@@ -302,12 +307,6 @@ def innermost_written_stack(tree: CodeTree) -> Ints:
     while (inside := part[tree.place[found]] & (outer[found] > 0)).any():
         found = np.where(inside, outer[found], found)
     return found
-
-
-def innermost_frame(tree: CodeTree) -> Ints:
-    """The same as a frame; -1 where there is none."""
-    frames: Ints = tree.line_places()[innermost_stack(tree)]
-    return frames
 
 
 def wilson(count: np.ndarray, total: np.ndarray) -> tuple[Floats, Floats]:

@@ -130,10 +130,8 @@ def reactions(files: RunFiles) -> list[Reaction]:
     found = []
     for node in files.nodes:
         results = {str(line.get("name")): line for line in node.of_type("reaction_result")}
-        for line in node.of_type("reaction"):
-            reaction = _reaction(node.host, line, results.get(str(line.get("name")), {}))
-            if reaction is not None:
-                found.append(reaction)
+        lines = [(x, results.get(str(x.get("name")), {})) for x in node.of_type("reaction")]
+        found += [known for pair in lines if (known := _reaction(node.host, *pair)) is not None]
     return sorted(found, key=lambda reaction: reaction.wall_ns)
 
 

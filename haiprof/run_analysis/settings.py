@@ -151,8 +151,11 @@ class Difference:
 
 def read_settings(files: RunFiles) -> dict[int, RankSettings]:
     """By rank, of its last attempt; ranks without the line are left out."""
-    found = {number: _rank_settings(rank) for number, rank in files.last_attempts().items()}
-    return {number: settings for number, settings in found.items() if settings is not None}
+    return {
+        number: _rank_settings(rank, line)
+        for number, rank in files.last_attempts().items()
+        if (line := rank.last(SETTINGS))
+    }
 
 
 def differences(settings: Mapping[int, RankSettings]) -> list[Difference]:
@@ -174,12 +177,10 @@ def differences(settings: Mapping[int, RankSettings]) -> list[Difference]:
     return found
 
 
-def _rank_settings(rank: RankFiles) -> RankSettings | None:
-    line, environment = rank.last(SETTINGS), rank.last("environment")
-    if not line:
-        return None
+def _rank_settings(rank: RankFiles, line: Mapping[str, Any]) -> RankSettings:
     collector, flags = mapping(line.get("gc")), mapping(line.get("flags"))
-    variables = ((text(n), text(v)) for n, v in mapping(environment.get("variables")).items())
+    variables = mapping(rank.last("environment").get("variables")).items()
+    known = ((text(name), text(value)) for name, value in variables)
     autocast = (text(root.get("autocast")) for root in rank.of_type("root"))
     thresholds = (integer(value) for value in entries(collector.get("thresholds")))
     inputs = (name for x in rank.of_type("root_input") for name in entries(x.get("dtypes")))
@@ -189,7 +190,7 @@ def _rank_settings(rank: RankFiles) -> RankSettings | None:
         rank=rank.rank,
         host=text(rank.report.get("host")),
         flags={name: _scalar(flags.get(name)) for name in FLAGS},
-        variables={n: v for n, v in variables if n is not None and v is not None},
+        variables={n: v for n, v in known if n is not None and v is not None},
         operator_threads=integer(rank.report.get("operator_threads")),
         gc_enabled=switch(collector.get("enabled")),
         gc_thresholds=tuple(value for value in thresholds if value is not None),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.intervals import Bools, Intervals, Ints
+from haiprof.base.intervals import Bools, Intervals, Ints, union
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.nesting import Spans
 from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, Segmentation
@@ -119,7 +119,7 @@ def step_positions(
     of_after = np.where(periods[after] == period, kinds[after], _NONE)
     position = np.where(major < _NONE, _OF_PHASE[major], _GAPS[of_before, of_after])
     position = np.where(in_step, position, BETWEEN_STEPS)
-    position = np.where(is_inside_any(saves.start_ns, saves.end_ns, start), CHECKPOINT, position)
+    position = np.where(is_inside(*union(*saves.times), start), CHECKPOINT, position)
     position = np.where(evaluated, EVALUATION, position)
     if compiled is not None:
         position = np.where(is_inside(*compiled, start), COMPILE, position)
@@ -128,7 +128,7 @@ def step_positions(
         end_ns=end,
         position=position,
         around_closure=around,
-        collecting=is_inside_any(pauses.start_ns, pauses.end_ns, start),
+        collecting=is_inside(*union(*pauses.times), start),
         period=period,
         step_count=count,
     )
@@ -189,9 +189,3 @@ def is_inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:
     """Whether one of some intervals, sorted and apart, holds each moment."""
     held: Bools = place_in(start, end, time_ns) >= 0
     return held
-
-
-def is_inside_any(start: Ints, end: Ints, time_ns: Ints) -> Bools:
-    """The same of intervals in any order that may overlap."""
-    order = np.argsort(start, kind="stable")
-    return is_inside(start[order], np.maximum.accumulate(end[order]), time_ns)
