@@ -259,7 +259,7 @@ def _common_way(paths: Sequence[tuple[_Step, ...]], weight: Floats) -> tuple[_St
         step = max(times, key=lambda found: (times[found], found))
         if times[step] < MIN_WAY_RATIO * float(weight.sum()):
             break
-        way = (*way, step)
+        way += (step,)
     return way
 
 

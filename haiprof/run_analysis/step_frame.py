@@ -453,15 +453,14 @@ def phase_frame(rank: RankSegments) -> pl.DataFrame:
     # left out: their time is the outer one's.
     nested = rank.found.nested
     spans = nested.spans
-    found = _frame(
-        rank,
-        step=np.where(rank.found.step < 0, -1, rank.found.step + rank.first_step),
-        phase=pl.Series(SPAN_PHASES, dtype=pl.String).gather(rank.found.phase),
-        name=_names(rank, spans.kind, spans.tag),
-        start=spans.start_ns,
-        duration=spans.end_ns - spans.start_ns,
-        own=nested.self_ns,
-    )
+    found = _of_rank(rank, {
+        "step": np.where(rank.found.step < 0, -1, rank.found.step + rank.first_step),
+        "phase": pl.Series(SPAN_PHASES, dtype=pl.String).gather(rank.found.phase),
+        "name": _names(rank, spans.kind, spans.tag),
+        "start_ns": spans.start_ns,
+        "duration_ns": spans.end_ns - spans.start_ns,
+        "self_ns": nested.self_ns,
+    })  # fmt: skip
     return pl.concat([found, pause_frame(rank)]).sort("start_ns", maintain_order=True)
 
 
@@ -477,15 +476,14 @@ def pause_frame(rank: RankSegments) -> pl.DataFrame:
     place = np.where((place < 0) | evaluated, -1, place + rank.first_step)
     kind, place = np.append(saves.kind, events.kind), np.append(of_save, place)
     duration = np.append(saves.end_ns - saves.start_ns, events.end_ns - events.start_ns)
-    return _frame(
-        rank,
-        step=place,
-        phase=pl.Series(np.where(kind == schema.GC, GC_PHASE, SAVE_PHASE), dtype=pl.String),
-        name=pl.Series([None] * len(place), dtype=pl.String),
-        start=np.append(saves.start_ns, events.start_ns),
-        duration=duration,
-        own=duration,
-    )
+    return _of_rank(rank, {
+        "step": place,
+        "phase": np.where(kind == schema.GC, GC_PHASE, SAVE_PHASE),
+        "name": [None] * len(place),
+        "start_ns": np.append(saves.start_ns, events.start_ns),
+        "duration_ns": duration,
+        "self_ns": duration,
+    })  # fmt: skip
 
 
 def _names(rank: RankSegments, kind: Codes, tag: Codes) -> pl.Series:
@@ -500,19 +498,11 @@ def _names(rank: RankSegments, kind: Codes, tag: Codes) -> pl.Series:
     return pl.Series(names, dtype=pl.String).gather(code)
 
 
-def _frame(
-    rank: RankSegments, *, step: Ints, phase: pl.Series, name: pl.Series, start: Ints,
-    duration: Ints, own: Ints,
-) -> pl.DataFrame:  # fmt: skip
-    columns = {
-        "rank": np.full(len(start), rank.files.rank),
-        "attempt": np.full(len(start), rank.files.attempt),
-        "step": step,
-        "phase": phase,
-        "name": name,
-        "start_ns": start + rank.wall_offset_ns,
-        "duration_ns": duration,
-        "self_ns": own,
-    }
-    found = pl.DataFrame(columns, schema_overrides=PHASE_SCHEMA)
-    return found.with_columns(step=pl.when(pl.col("step") >= 0).then("step"))
+def _of_rank(rank: RankSegments, columns: Mapping[str, Any]) -> pl.DataFrame:
+    """The columns of spans whose times are on the rank's clock, as PHASE_SCHEMA has them."""
+    step, start = pl.col("step"), pl.col("start_ns")
+    found = pl.DataFrame(columns, schema_overrides=PHASE_SCHEMA).with_columns(
+        rank=pl.lit(rank.files.rank), attempt=pl.lit(rank.files.attempt),
+        step=pl.when(step >= 0).then(step), start_ns=start + rank.wall_offset_ns,
+    )  # fmt: skip
+    return found.select(pl.col(name).cast(kind) for name, kind in PHASE_SCHEMA.items())
