@@ -24,8 +24,8 @@ from haiprof.run_analysis.counters import (
     reports_by_host,
     samples_of,
 )
-from haiprof.run_analysis.run_files import NodeFiles, RunFiles, entries, integer, objects
-from haiprof.run_format.entities import Key, plain_uuid, ranks_by_key
+from haiprof.run_analysis.run_files import NodeFiles, RunFiles, entries, integer
+from haiprof.run_format.entities import Key, entities_by_key, plain_uuid, ranks_by_key
 from haiprof.run_format.reader import read_records
 from haiprof.run_format.schema import Column, counter_end
 from haiprof.run_format.tables import COUNTER_TABLES
@@ -353,17 +353,13 @@ def _check_clock(path: Path, export: _Export, node: NodeFiles) -> None:
 
 def _recorded_gpus(node: NodeFiles) -> dict[str, int]:
     """NVML index by UUID and by PCI address, from the header of gpu.rec."""
-    path = node.paths.records("gpu")
-    if not path.exists():
-        return {}
     try:
-        entities = read_records(path).header.get("entities")
+        header = read_records(node.paths.records("gpu"), limit=0).header
     except RunFormatError:
-        return {}  # Analyzer.counters() says so
+        return {}  # there is none, or Analyzer.counters() says so
     found: dict[str, int] = {}
-    for entity in objects(entities):
-        key = entries(entity.get("key"))
-        if len(key) == 1 and isinstance(key[0], int):
+    for key, entity in entities_by_key(entries(header.get("entities"))).items():
+        if len(key) == 1:
             words = (plain_uuid(entity.get("uuid")), _bus(str(entity.get("bus_id") or "")))
             found |= {word: key[0] for word in words if word}
     return found

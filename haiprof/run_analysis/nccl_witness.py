@@ -270,21 +270,16 @@ _RankOf = Callable[[Mapping[str, Any]], "int | None"]
 
 def _known_processes(files: RunFiles) -> _RankOf:
     """Finds a rank by its process, or by its GPU; two nodes may have the same process id."""
-    by_pid: dict[object, set[int]] = {}
-    by_host: dict[object, set[int]] = {}
+    known: dict[object, set[int]] = {}
     for number, rank in files.last_attempts().items():
         pid, uuid = integer(rank.report.get("pid")), plain_uuid(rank.report.get("gpu_uuid"))
-        by_pid.setdefault(pid, set()).add(number)
-        by_host.setdefault((text(rank.report.get("host")), pid), set()).add(number)
-        if uuid:
-            by_host.setdefault(uuid, set()).add(number)
+        for key in (pid, (text(rank.report.get("host")), pid), *([uuid] if uuid else [])):
+            known.setdefault(key, set()).add(number)
 
     def find(row: Mapping[str, Any]) -> int | None:
         pid, host = row["pid"], row["host"]
-        if pid is None:
-            own = by_host.get(plain_uuid(row["gpu_uuid"]), set())
-        else:
-            own = by_pid.get(pid, set()) if host is None else by_host.get((host, pid), set())
+        process = pid if host is None else (host, pid)
+        own = known.get(plain_uuid(row["gpu_uuid"]) if pid is None else process, set())
         return next(iter(own)) if len(own) == 1 else None
 
     return find
