@@ -463,7 +463,7 @@ def _rank_samples(
     waits, whole = (
         (ns[row, time.covered] * part).sum() for ns in (time.peer_ns, time.period_ns)
     )  # fmt: skip
-    positions, offset = analyzer.step_positions(rank)
+    positions, offset, busy = analyzer.step_positions(rank)
     plain, collected = analyzer.position_times(rank)
     return RankSamples(
         rank=rank,
@@ -477,7 +477,7 @@ def _rank_samples(
         tail_ratio=analyzer.backward_tail(rank),
         peer_ratio=float(waits / whole) if time.waits_for_all else None,
         free_ratio=_free_ratio(inputs, rank),
-        busy=analyzer.busy_times(rank) if time.idle_ns is not None else None,
+        busy=busy if time.idle_ns is not None else None,
         beside=saves.steps[rank] == BESIDE if saves else None,
     )
 

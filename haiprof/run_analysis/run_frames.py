@@ -404,18 +404,16 @@ class RunFrames:
         places = [place for rows in self._rows.values() for place in rows.positions]
         return sorted({place % len(POSITIONS) for place in places})
 
-    def step_positions(self, rank: int) -> tuple[StepPositions, int]:
+    def step_positions(self, rank: int) -> tuple[StepPositions, int, BusyTimes | None]:
         """Where a rank was at each moment, on the clock of its spans; and Unix time minus that.
 
-        Of the steps that are not folded, under their own numbers.
+        Of the steps that are not folded, under their own numbers. And when its device had work
+        queued, on the same clock; None where that was not recorded.
         """
         segments = self._judged_segments(rank)
         found = rank_positions(segments)
-        return replace(found, period=found.period + segments.first_step), segments.wall_offset_ns
-
-    def busy_times(self, rank: int) -> BusyTimes | None:
-        """When a rank's device had work queued, on the clock of spans; None where not recorded."""
-        return self._judged_segments(rank).busy
+        found = replace(found, period=found.period + segments.first_step)
+        return found, segments.wall_offset_ns, segments.busy
 
     def step_starts(self, ranks: Iterable[int]) -> dict[int, tuple[int, Ints]]:
         """By rank: number of the first whole step of its judged attempt, and begin of each of them.

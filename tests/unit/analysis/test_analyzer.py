@@ -109,7 +109,7 @@ def test_device_time_is_null_where_it_is_not_known(
 def test_idle_time_of_a_step_is_that_of_its_records(run: RunPaths) -> None:
     write_device(run, "D F B O0 F B O1 " * 2, *[DEVICE_ROW] * 4)
     assert Analyzer(run.root).steps()["idle_device_ns"].to_list() == [24, 24]
-    busy = RunFrames(run.root).busy_times(0)
+    _, _, busy = RunFrames(run.root).step_positions(0)
     assert busy is not None
     assert (busy[1] - busy[0]).tolist() == [30] * 4
 
@@ -120,7 +120,7 @@ def test_recordings_without_idle_times_have_their_device_times(run: RunPaths) ->
     steps = Analyzer(run.root).steps()
     assert steps["forward_device_ns"].to_list() == [40, 40]
     assert steps["idle_device_ns"].to_list() == [None, None]
-    assert RunFrames(run.root).busy_times(0) is None
+    assert RunFrames(run.root).step_positions(0)[2] is None
 
 
 def test_device_other_time_is_null_just_after_an_evaluation(run: RunPaths) -> None:
