@@ -24,7 +24,21 @@ _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 _ADDS = frozenset({"append", "extend", "add", "insert", "update"})
 _JOINS = frozenset({"cat", "concat", "stack", "maximum", "minimum", "max", "min", "logaddexp"})
 """`x = torch.cat([x, y])` adds to x, as `x = x + y` does."""
-_NUMBERS = frozenset({"range", "len", "enumerate", "zip", "float", "int", "min", "max", "abs"})
+_LEAVES = frozenset({
+    "item", "tolist", "numpy", "detach", "argmax", "argmin", "argsort", "size", "dim", "numel",
+    "len", "int", "float", "bool", "str", "range", "isinstance", "data", "shape",
+    "ndim", "dtype", "device", "grad",
+})  # fmt: skip
+"""What has no gradient, whatever it is called or taken of."""
+_MAKES = frozenset({
+    "arange", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "linspace",
+    "logspace", "eye", "tensor",
+})  # fmt: skip
+_LIBRARIES = frozenset({"torch", "math", "np", "numpy", "random"})
+_OF_NUMBERS = frozenset({"min", "max", "abs", "sum", "round", "zip", "sorted"})
+_SAYS = _ADDS | {"write", "print", "writerow", "add_scalar"}
+_MADE_LINES = 100
+"""So many lines before a loop are looked at for what makes its tensors."""
 _OPERATIONS = (ast.Call, ast.BinOp, ast.AugAssign, ast.Compare, ast.UnaryOp, ast.Subscript)
 _ENDS = (ast.Return, ast.Break, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith,
          ast.Global, ast.Nonlocal)  # fmt: skip
@@ -62,7 +76,9 @@ def find_loop(
         least, head = indent, text.lstrip()
         if head.startswith(_HEADS):
             if at not in known:
-                known[at] = _kind_of(_loop_text(source, at))
+                loop = _loop_text(source, at)
+                made = _made_names(source[max(first, at - _MADE_LINES) : at - 1], loop)
+                known[at] = _kind_of(loop, made)
             around.append((at, known[at]))
         elif head.startswith(b"with ") and (b"no_grad" in head or b"inference_mode" in head):
             no_grad = NO_GRAD
@@ -89,8 +105,108 @@ def _loop_text(source: Sequence[bytes], line: int) -> bytes:
     return whole if len(whole) <= _LIMIT_BYTES else b""
 
 
-def _kind_of(text: bytes) -> int:
-    """What a loop is; 0 where that is not known, and of one over layers or few rounds."""
+def _made_names(lines: Sequence[bytes], loop: bytes) -> set[str]:
+    """Names of a loop that lines before it give no gradients: `pos = torch.arange(n)`.
+
+    What such a tensor is made of is a number: n.
+    """
+    found, used = set[str](), set(re.findall(rb"\w+", loop))
+    for line in lines:
+        named = re.match(rb"\s*(\w+)\s*=[^=]", line)
+        if named is None or named[1] not in used:
+            continue
+        try:
+            (node,) = ast.parse(line.strip()).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            for call in ast.walk(node.value):
+                if isinstance(call, ast.Call) and _called(call) in _MAKES:
+                    found |= {each.id for each in call.args if isinstance(each, ast.Name)}
+            if _has_no_graph(node.value, found):
+                found.add(node.targets[0].id)
+            else:
+                found.discard(node.targets[0].id)
+    return found
+
+
+def _called(call: ast.Call) -> str:
+    """The name of what is called, without its owner."""
+    named = call.func
+    return named.attr if isinstance(named, ast.Attribute) else getattr(named, "id", "")
+
+
+def _has_no_graph(node: ast.AST, free: set[str]) -> bool:
+    """Whether a value has no gradient, where some names have none."""
+    if isinstance(node, ast.Constant | ast.JoinedStr | ast.Compare):
+        return True
+    if isinstance(node, ast.Name):
+        return node.id in free or node.id in _LIBRARIES
+    if isinstance(node, ast.Attribute):
+        return node.attr in _LEAVES or _has_no_graph(node.value, free)
+    if isinstance(node, ast.Subscript):
+        return _has_no_graph(node.value, free)
+    if isinstance(node, ast.Call):
+        name = _called(node)
+        if name in _LEAVES or _text(node.func).startswith("math."):
+            return True
+        if any(each.arg == "requires_grad" for each in node.keywords):
+            return False
+        is_known = name in _MAKES or name in _OF_NUMBERS
+        if isinstance(node.func, ast.Attribute):
+            is_known = _has_no_graph(node.func.value, free)
+        given = () if name in _MAKES else (*node.args, *(each.value for each in node.keywords))
+        return is_known and all(_has_no_graph(each, free) for each in given)
+    if isinstance(node, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp | ast.Tuple | ast.List):
+        parts = (each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
+        return all(_has_no_graph(each, free) for each in parts)
+    return False
+
+
+def _leaves_no_graph(body: Sequence[ast.stmt], free: set[str], *, rounds: int) -> bool:
+    """Whether no tensor with gradients comes out of some statements: backward passes them by.
+
+    Names that they give a value are added to `free`, if it has none. `rounds` says whether those
+    of a loop need one another.
+    """
+    for node in body:
+        if isinstance(node, ast.For):
+            items, target = node.iter, node.target
+            if isinstance(items, ast.Call) and _called(items) == "enumerate" and items.args:
+                if isinstance(target, ast.Tuple) and isinstance(target.elts[0], ast.Name):
+                    free.add(target.elts[0].id)
+                items = items.args[0]
+            if _has_no_graph(items, free):
+                free |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+            is_free = _leaves_no_graph([*node.body, *node.orelse], free, rounds=rounds)
+        elif isinstance(node, ast.If | ast.While):
+            is_free = _leaves_no_graph([*node.body, *node.orelse], free, rounds=rounds)
+        elif isinstance(node, ast.Assign):
+            is_free = _has_no_graph(node.value, free)
+            target = node.targets[0]
+            if isinstance(target, ast.Name) and is_free:
+                free.add(target.id)
+            elif isinstance(target, ast.Name) and rounds == INDEPENDENT:  # used in its round alone
+                free.discard(target.id)
+                names = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+                is_free = target.id not in names
+        elif isinstance(node, ast.AugAssign):
+            is_free = _has_no_graph(node.value, free)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            given = (*node.value.args, *(each.value for each in node.value.keywords))
+            is_free = _called(node.value) in _SAYS and all(_has_no_graph(x, free) for x in given)
+        else:
+            is_free = isinstance(node, ast.Pass | ast.Continue | ast.Assert)
+        if not is_free:
+            return False
+    return True
+
+
+def _kind_of(text: bytes, made: set[str]) -> int:
+    """What a loop is; 0 where that is not known, and of one over layers or few rounds.
+
+    `made` are names without gradients.
+    """
     try:
         (loop,) = ast.parse(text).body
         if not isinstance(loop, ast.For | ast.While) or any(
@@ -103,16 +219,10 @@ def _kind_of(text: bytes) -> int:
         rounds.visit(loop)
         kind = INDEPENDENT if rounds.is_independent() else RECURRENCE
         count = sum(isinstance(node, _OPERATIONS) for node in ast.walk(loop))
-        return kind | (NO_GRAD if _is_of_numbers(loop) else 0) | count << OPERATIONS_BIT
+        free = _leaves_no_graph([loop], set(made), rounds=kind)
+        return kind | (NO_GRAD if free else 0) | count << OPERATIONS_BIT
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0
-
-
-def _is_of_numbers(loop: ast.For | ast.While) -> bool:
-    """Whether it works with Python's numbers alone: `table[k, i] = math.sin(k)`."""
-    called = {_text(node.func) for node in ast.walk(loop) if isinstance(node, ast.Call)}
-    of_math = {name for name in called if name.startswith("math.")}
-    return bool(of_math) and called - of_math <= _NUMBERS
 
 
 def _is_over_layers(loop: ast.For) -> bool:

@@ -807,7 +807,7 @@ def test_every_rule_is_a_finding_checked_or_abstained(root: Path) -> None:
 def test_a_run_without_training_says_why(tmp_path: Path) -> None:
     write_run(tmp_path / "none")
     nobody = judged(tmp_path / "none")
-    assert nobody.headline.startswith("no training steps: no process of the job reported in")
+    assert nobody.headline.startswith("no training steps: no process of the job has reported in")
     assert nobody.step_ns is None
     assert [rule for rule, _ in nobody.abstained] == [rule.__name__ for rule in RULES]
     write_rank(write_run(tmp_path / "evaluated"), spans_of("D E END"))

@@ -109,6 +109,41 @@ for k in range(length):
     assert loop_of(text) == (1, INDEPENDENT | NO_GRAD)
 
 
+GRADLESS = (
+    "for row, t in zip(out, y):\n    if row.argmax().item() == t.item():\n        good += 1\n",
+    "for k in r:\n    p = logits[k].softmax(0)\n    best = p.argmax()\n    out.append(int(best))\n",
+    "for k in range(n):\n    hits += (pred[k] > 0.5) == y[k]\n",
+    "for name, p in net.named_parameters():\n    f.write(f'{name} {p.mean().item()}')\n",
+    """\
+def positions(t, d):
+    pos = torch.arange(t).float()[:, None]
+    freq = torch.exp(torch.arange(0, d, 2).float() * (-math.log(10000.0) / d))
+    table = torch.zeros(t, d)
+    for i in range(t):
+        table[i, 0::2] = torch.sin(pos[i] * freq)
+""",
+)
+GRADED = (
+    "for k in range(n):\n    loss += (p[k] - t[k]).abs()\n",
+    "for k in range(n):\n    loss = loss + (p[k] > t[k]) * p[k]\n",
+    "for k in range(n):\n    out.append(x[k].sum())\n",
+    "for k in range(n):\n    out[k] = w[k] * torch.sin(pos[k])\n",
+    "w = torch.zeros(3, requires_grad=True)\nfor k in range(n):\n    out[k] = w[k] * 2\n",
+    "x = torch.zeros(3)\nx = net(x)\nfor k in range(n):\n    out[k] = x[k] * 2\n",
+    "for k in range(n):\n    keep(x[k])\n",
+)
+
+
+@pytest.mark.parametrize("text", GRADLESS)
+def test_what_no_gradient_comes_out_of_has_no_part_of_backward(text: str) -> None:
+    assert loop_of(text)[1] & NO_GRAD
+
+
+@pytest.mark.parametrize("text", GRADED)
+def test_what_a_loss_may_need_is_not_taken_to_be_without_gradients(text: str) -> None:
+    assert not loop_of(text)[1] & NO_GRAD
+
+
 def test_operations_of_a_round_are_counted() -> None:
     source = [b"for k in range(n):\n", b"    total = total + (p[k] - t[k]).abs()\n"]
     _, kind = find_loop(source, 2, len(source[1]), 1, "f", {})
