@@ -77,7 +77,7 @@ def find_loop(
         if head.startswith(_HEADS):
             if at not in known:
                 loop = _loop_text(source, at)
-                made = _made_names(source[max(first, at - _MADE_LINES) : at - 1], loop)
+                made = _find_made(source[max(first, at - _MADE_LINES) : at - 1], loop)
                 known[at] = _kind_of(loop, made)
             around.append((at, known[at]))
         elif head.startswith(b"with ") and (b"no_grad" in head or b"inference_mode" in head):
@@ -105,7 +105,7 @@ def _loop_text(source: Sequence[bytes], line: int) -> bytes:
     return whole if len(whole) <= _LIMIT_BYTES else b""
 
 
-def _made_names(lines: Sequence[bytes], loop: bytes) -> set[str]:
+def _find_made(lines: Sequence[bytes], loop: bytes) -> set[str]:
     """Names of a loop that lines before it give no gradients: `pos = torch.arange(n)`.
 
     What such a tensor is made of is a number: n.
@@ -121,7 +121,7 @@ def _made_names(lines: Sequence[bytes], loop: bytes) -> set[str]:
             continue
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             for call in ast.walk(node.value):
-                if isinstance(call, ast.Call) and _called(call) in _MAKES:
+                if isinstance(call, ast.Call) and _call_name(call) in _MAKES:
                     found |= {each.id for each in call.args if isinstance(each, ast.Name)}
             if _has_no_graph(node.value, found):
                 found.add(node.targets[0].id)
@@ -130,7 +130,7 @@ def _made_names(lines: Sequence[bytes], loop: bytes) -> set[str]:
     return found
 
 
-def _called(call: ast.Call) -> str:
+def _call_name(call: ast.Call) -> str:
     """The name of what is called, without its owner."""
     named = call.func
     return named.attr if isinstance(named, ast.Attribute) else getattr(named, "id", "")
@@ -147,7 +147,7 @@ def _has_no_graph(node: ast.AST, free: set[str]) -> bool:
     if isinstance(node, ast.Subscript):
         return _has_no_graph(node.value, free)
     if isinstance(node, ast.Call):
-        name = _called(node)
+        name = _call_name(node)
         if name in _LEAVES or _text(node.func).startswith("math."):
             return True
         if any(each.arg == "requires_grad" for each in node.keywords):
@@ -172,7 +172,7 @@ def _leaves_no_graph(body: Sequence[ast.stmt], free: set[str], *, rounds: int) -
     for node in body:
         if isinstance(node, ast.For):
             items, target = node.iter, node.target
-            if isinstance(items, ast.Call) and _called(items) == "enumerate" and items.args:
+            if isinstance(items, ast.Call) and _call_name(items) == "enumerate" and items.args:
                 if isinstance(target, ast.Tuple) and isinstance(target.elts[0], ast.Name):
                     free.add(target.elts[0].id)
                 items = items.args[0]
@@ -194,7 +194,7 @@ def _leaves_no_graph(body: Sequence[ast.stmt], free: set[str], *, rounds: int) -
             is_free = _has_no_graph(node.value, free)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             given = (*node.value.args, *(each.value for each in node.value.keywords))
-            is_free = _called(node.value) in _SAYS and all(_has_no_graph(x, free) for x in given)
+            is_free = _call_name(node.value) in _SAYS and all(_has_no_graph(x, free) for x in given)
         else:
             is_free = isinstance(node, ast.Pass | ast.Continue | ast.Assert)
         if not is_free:
