@@ -206,6 +206,8 @@ def _small_operators(question: Question) -> Finding:
         "do it for all elements at once, without the loop: batched operators, torch.stack, einsum, "
         "torch.vmap; of parameters, torch._foreach_* or what the optimizer has for it"
     )
+    if account.package == "numpy" or any(name.startswith("numpy") for name in account.callees):
+        remedy = "do it for all elements at once, without the loop: whole arrays, or tensors"
     if any(kind & RECURRENCE for kind in loops.values()):
         remedy = (
             "each round needs the one before: use the operator that has the loop inside (nn.LSTM, "
@@ -641,15 +643,16 @@ _DO = {
 _SCALES = re.compile(r"clip|clamp|\.mul_\(|\.div_\(|scale", re.IGNORECASE)
 _MAKES_BATCH = re.compile(
     r"batch|sampl|data|load|augment|token|image|decode|collate|encode|crop|\btorch\.rand|randperm|"
-    r"np\.load|memmap|index_select|from_numpy", re.IGNORECASE,
+    r"np\.load|memmap|index_select|from_numpy|\[\s*(?:idx|ids?|ind|index|indices|perm|order)\b",
+    re.IGNORECASE,
 )  # fmt: skip
 """In a function or an expression between steps: it may make the next batch."""
 _OUTSIDE = "do it less often, in another process, or not at all"
 _OF_MODEL = [TRAINING_PHASES.index(name) for name in ("forward", "backward")]
 _OF_TENSORS = (ACTIVITIES[OPERATORS], ACTIVITIES[NATIVE])
 _ONE_BY_ONE = (
-    "it works on one element after the other, each from the one before: take the numbers out once "
-    "(tensor.tolist(), or .numpy()) and loop over these"
+    "one round needs the one before: where it works on single elements, take the numbers out once "
+    "(tensor.tolist(), or .numpy()) and loop over these; what is only for a log, do every N steps"
 )
 _OF_LOOP = (
     (INDEPENDENT, "it works on one element after the other: do it for all at once, with whole "
@@ -760,7 +763,7 @@ def _code(question: Question) -> Finding:
          "return at once in all but every Nth step"),
         *((of_tensors and kind & loop, do) for kind, do in _OF_LOOP),
         (alone and is_outside, "let all ranks do a part of it each, or less often"),
-        (may_load, f"{_OUTSIDE}; of batches: {_DO['prepare']}"),
+        (may_load, f"where it makes a batch, {_DO['prepare']}; else {_OUTSIDE}"),
         (position == "gradients" and _SCALES.search(text) is not None,
          "it changes the gradients, in one call for each parameter tensor: "
          "torch.nn.utils.clip_grad_norm_ needs fewer; or hold parameters in fewer, larger tensors"),
@@ -801,6 +804,10 @@ def _also_text(account: Account) -> str:
         return ""
     at = f"line {also.line}" if also.file == account.file else place_text(also.file, also.line, "")
     code = shorten(expression_text(also.expression), _CODE_CHARS)
+    if (also.file, also.line) == (account.file, account.line):
+        at = ""  # it is named already
+        if not code:
+            return ""
     words = "native code" if also.activity == ACTIVITIES[NATIVE] else activity_words(also.activity)
     does = "" if also.activity == account.activity else f", {words}"
     return f" ({ratio_text(also.ratio)} of it: {' '.join(filter(None, (at, code)))}{does})"

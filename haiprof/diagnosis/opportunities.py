@@ -8,6 +8,7 @@ rank does has no code and is one opportunity by activity. No nanosecond is in tw
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,7 @@ _NOT_COMPILED = "DisableContext."
 """Around a function that is never compiled: whatever that is, it is not the model's for that."""
 _RESTART = re.compile(rf"{re.escape(WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
 """What starts and ends a DataLoader's workers."""
+_HANDED_OVER = "/torch/multiprocessing/reductions.py"
 RECOMPUTED = "recomputation"
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
@@ -355,8 +357,22 @@ def _of_code(table: TimeTable, free: Bools) -> Iterator[Opportunity]:
         key = (line.function.key, at, position)
         known = merged.setdefault(key, ([], line))
         known[0].extend(rows)
-    for rows, line in merged.values():
-        yield opportunity(table, np.array(rows), code_place(tree, line.stack))
+    receives = _takes_over(tree)[table.stack]
+    for numbered, line in merged.values():
+        found = opportunity(table, np.array(numbered), code_place(tree, line.stack))
+        ns = table.ns[found.rows]
+        is_needed = ns[receives[found.rows]].sum() > ns.sum() / 2  # whatever the workers do
+        yield replace(found, unsure_ns=math.inf) if is_needed else found
+
+
+def _takes_over(tree: CodeTree) -> Bools:
+    """Per stack: whether a batch that a loader's worker made is taken over in it."""
+    takes = (
+        _HANDED_OVER in frame.file
+        or (WORKER_LOADER in frame.function and not _RESTART.search(frame.function))
+        for frame in tree.frames
+    )
+    return tree.holds(np.array([*takes, False]))
 
 
 def _grow(table: TimeTable, numbers: Ints) -> _Function:

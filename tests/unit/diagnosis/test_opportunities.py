@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from haiprof.diagnosis.opportunities import (
     mark_needed,
 )
 from haiprof.run_analysis.ledger import ACTIVITIES
+from haiprof.run_format.stack_lines import WAIT_LETTERS, WAITS
 from tests.unit.diagnosis.tables import (
     BARRIER,
     ENGINE,
@@ -349,3 +351,18 @@ def test_cores_that_loader_workers_take_go_with_the_wait_for_their_batches(
     assert ms["wait: loader"] == pytest.approx(waits_ms + taken_ms, rel=0.01)
     assert ms["no core"] == pytest.approx(8.0 - taken_ms, rel=0.01)
     assert joined_table.ns.sum() == pytest.approx(table.ns.sum())
+
+
+def test_receiving_what_workers_made_is_no_sure_gain_and_starting_them_is_one() -> None:
+    starts = (LOADER[0], 1100, "_MultiProcessingDataLoaderIter.__init__")
+    opens = (f"{SITE}/torch/multiprocessing/reductions.py", 540, "rebuild_storage_fd")
+    call = (*job(40, "main"), "for x, y in loader")
+    table = mark_needed(table_of(
+        *TRAINING,
+        Part(position="input", stack=(SCRIPT, call, LOADER, opens), ms=6,
+             wait=WAIT_LETTERS[WAITS.index("none")]),
+        ("input", (SCRIPT, job(39, "main"), starts), 5, "h"),
+        steps=STEPS,
+    ))  # fmt: skip
+    found = find_opportunities(table)
+    assert {each.at.line: each.unsure_ns for each in found if each.at} == {40: math.inf, 39: 0.0}

@@ -696,7 +696,7 @@ def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path
 @pytest.mark.parametrize(
     ("loader_ms", "line", "title", "remedy"),
     [
-        (0.0, LOAD, "between steps: load_image", "; of batches: do it in the dataset"),
+        (0.0, LOAD, "between steps: load_image", "where it makes a batch, do it in the dataset"),
         (0.0, LOG, "between steps: log", "do it less often, in another process, or not at all"),
         (0.2, LOAD, "after the optimizer: load_image", "in another process, or not at all"),
     ],
