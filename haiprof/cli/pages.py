@@ -177,6 +177,7 @@ def view(
       haiprof report --serve                                the newest run, also beside the job
       haiprof report --serve haiprof-logs/train-... --port 7007
     """
+    print_message("reading the run; the page's address follows")
     from haiprof.show.page.server import serve_page
 
     run = shared.open_target(directory).run

@@ -8,14 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
-from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound
-from werkzeug.utils import redirect
-from werkzeug.wrappers import Request, Response
 
 from haiprof.base import local_http
 from haiprof.base.errors import HaiprofError, MissingExtraError
@@ -31,6 +27,16 @@ from haiprof.show.page.render import page_js, plotly_js, served_html, static_tex
 from haiprof.show.run_header import RUNNING, last_write_ns, manifest_or_none, run_header
 from haiprof.show.text import moment_text, printable
 from haiprof.trace_analysis.step_time import with_range_lanes
+
+try:
+    from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound
+    from werkzeug.utils import redirect
+    from werkzeug.wrappers import Request, Response
+except ImportError as error:
+    raise MissingExtraError(
+        "the web server werkzeug is not installed",
+        hint="pip install 'haiprof[view]', or haiprof report: the same page in one file",
+    ) from error
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -257,11 +263,6 @@ def serve_page(
     ready: Callable[[servers.Serving], None],
 ) -> None:
     """Serves the page until SIGINT or SIGTERM."""
-    if find_spec("werkzeug") is None:
-        raise MissingExtraError(
-            "the web server werkzeug is not installed",
-            hint="pip install 'haiprof[view]', or haiprof report: the same page in one file",
-        )
     page = CachedPage(run, read_traces=read_traces, baseline=baseline)
     page.newest()
     number = servers.free_port(host, port)

@@ -204,6 +204,16 @@ def test_scalars_without_tensorboard_name_the_extra(
     assert "pip install 'haiprof[tensorboard]'" in ran.err
 
 
+def test_serving_a_page_without_werkzeug_names_the_extra(
+    job: RunPaths, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.delitem(sys.modules, "haiprof.show.page.server", raising=False)
+    monkeypatch.setitem(sys.modules, "werkzeug.wrappers", None)
+    ran = run("report", "--serve", job.root, "--no-browser")
+    assert ran.status == 6
+    assert "pip install 'haiprof[view]'" in ran.err
+
+
 def test_job_that_is_not_named_is_told_and_of_several_one_must_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
