@@ -151,7 +151,7 @@ def judge(
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
         traces=traced_lines(analyzer, since_ns=since_ns),
-        reactions=tuple(reacted_lines(inputs.reactions, analyzer.run, inputs.input_sizes)),
+        reactions=tuple(reacted_lines(inputs)),
         nccl=analyzer.nccl().known,
     )
     return verdict, found

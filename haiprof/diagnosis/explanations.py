@@ -493,13 +493,15 @@ def _link(question: Question) -> Finding:
         buckets = _small_buckets(inputs)
         if buckets:
             first = "larger buckets: DistributedDataParallel(bucket_cap_mb=25), the default; then "
+        looks = [each.looks for each in inputs.settings.values()]
+        spares = "" if any(look.no_sync_count for look in looks) else "accumulate with no_sync(), "
         return Finding(
             rule="link_bound",
             cause="small_buckets" if buckets else None,
             title="exchanging gradients takes longer than their bytes need on a good link, "
             f"{question.amount}, not counting the wait for late ranks{buckets}",
             remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
-            "accumulate with no_sync(), compress with a communication hook (bf16_compress_hook), "
+            f"{spares}compress with a communication hook (bf16_compress_hook), "
             "or larger batches",
         )
     return Finding(
@@ -512,7 +514,7 @@ def _link(question: Question) -> Finding:
 
 
 def _small_buckets(inputs: RuleInputs) -> str:
-    """`; it is about 98 all-reduces in a step, for buckets of 1 KiB`; empty where they are few.
+    """`; about 98 all-reduces a step, for buckets of 1 KiB`; empty where they are few.
 
     DistributedDataParallel reduces a bucket when its gradients are ready. Source: Li et al.,
     PyTorch Distributed (VLDB 2020), section 3.2.3.
@@ -524,9 +526,7 @@ def _small_buckets(inputs: RuleInputs) -> str:
         count, usual = (math.ceil(model.gradient_bytes / each) for each in (size, _BUCKET_BYTES))
         count = min(count, model.tensor_count or count)
         if count >= _MANY_BUCKETS * usual:
-            return (
-                f"; it is about {count:,} all-reduces in a step, for buckets of {bytes_text(size)}"
-            )
+            return f"; about {count:,} all-reduces a step, for buckets of {bytes_text(size)}"
     return ""
 
 

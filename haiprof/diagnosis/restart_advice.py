@@ -173,7 +173,7 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     none = f"none of {len(earlier)} earlier deaths was like it" if earlier else "its first death"
     if alike:
         none = f"{len(alike)} of {len(earlier)} earlier deaths had the same cause"
-    text = f"{none}: whether it fails again is not known"
+    text = f"{none}: nothing shows that it fails the same way again"
     if last.own_error is not None:
         text = f"{none}, once: {last.own_error} of the job's own code comes again unless data or "
         text += "machine caused it; after a second death at that line: STOP"

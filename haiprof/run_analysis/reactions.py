@@ -180,8 +180,10 @@ def outcome_text(reaction: Reaction) -> str:
     """What came of it, for people."""
     slow = reaction.trigger == "slow"
     if reaction.action == "none":
-        return "only noted: " + (
-            "--react trace traces such steps" if slow else "--react snapshot looks at the ranks"
+        return "nothing was done: with " + (
+            "--react trace such steps are traced"
+            if slow
+            else "--react snapshot the ranks are looked at"
         )
     if slow and reaction.state == "done" and reaction.steps is not None:
         return f"steps {reaction.steps[0]} to {reaction.steps[1] - 1} were traced"

@@ -236,7 +236,7 @@ def goodput_text(found: Goodput) -> str:
         return f"no step in {wall}"
     share, most = ratio_text(found.ratio), ratio_text(found.ratio_high)
     share = share if share == most else f"between {share} and {most}"
-    return f"goodput: {share} of {wall} was in steps that counted; {_lost_text(found)}"
+    return f"goodput: {share} of {wall}; {_lost_text(found)}"
 
 
 def _lost_text(found: Goodput) -> str:
@@ -245,8 +245,8 @@ def _lost_text(found: Goodput) -> str:
         return "no step was lost"
     if low == high:
         return f"{count_text(low, 'step')} lost"
-    lost = count_text(high, "step") if not low else f"{low} to {count_text(high, 'step')}"
-    return f"{'up to ' * (not low)}{lost} lost: no checkpoint of them was seen"
+    least = f"{low} to " if low else "up to "
+    return f"no checkpoint was seen: a restart repeats {least}{count_text(high, 'step')}"
 
 
 def _origin_text(start: Start) -> str:

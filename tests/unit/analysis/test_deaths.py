@@ -640,7 +640,7 @@ def test_what_was_printed_before_a_death_is_a_witness_whose_rank_may_not_be_know
         ("SystemExit", "1", ["best loss: inf"], "RESTART", "its first death"),
         ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (32x60 and 64x64)", [],
          "RESTART", "RuntimeError of the job's own code comes again"),
-        ("RuntimeError", "cuDNN error", [], "RESTART", "whether it fails again is not known"),
+        ("RuntimeError", "cuDNN error", [], "RESTART", "nothing shows that it fails the same"),
         ("AssertionError", "Caught AssertionError in DataLoader worker process 0.\nOriginal "
          "Traceback (most recent call last):\nAssertionError: bad sample", [],
          "RESTART", "AssertionError of the job's own code comes again"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import polars as pl
 import pytest
 
 from haiprof import Analyzer
@@ -12,6 +14,7 @@ from haiprof.__main__ import main
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.restart_advice import Attempt, advise
+from haiprof.diagnosis.run_notes import grown_phase
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import append_line
@@ -106,7 +109,7 @@ def test_hang_without_a_named_rank_is_said_and_no_finding(
     [
         ([SLOW, result("reaction-slow-0", window=2, steps=[430, 435])], "430 to 434 were traced"),
         ([SLOW], "no trace of them: the launcher ended before"),
-        ([{**SLOW, "action": "none"}], "only noted: --react trace"),
+        ([{**SLOW, "action": "none"}], "nothing was done: with --react trace"),
     ],
 )
 def test_slower_steps_are_said_with_both_times(
@@ -115,6 +118,33 @@ def test_slower_steps_are_said_with_both_times(
     (line,) = judged(run, *lines).reactions
     assert "step 412 on became 28 % slower on rank 0 (41.0 ms to 52.3 ms)" in line
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("optimizer_ms", "uses_gpu", "said"),
+    [
+        (30.0, False, "optimizer, 10.0 ms to 30.0 ms, which torch.set_flush_denormal(True)"),
+        (30.0, True, "optimizer, 10.0 ms to 30.0 ms"),
+        (12.0, False, ""),
+    ],
+)
+def test_the_phase_that_makes_most_of_slower_steps_is_named(
+    optimizer_ms: float, uses_gpu: bool, said: str
+) -> None:
+    """Of 31 ms that steps take more from step 10 on; the rest is in all phases alike."""
+    later = [step >= 10 for step in range(20)]
+    whole = optimizer_ms - 10 + 4
+    steps = pl.DataFrame({"step": range(20)}).with_columns(
+        pl.Series("step_ns", [(50 + whole * each) * 1e6 for each in later]),
+        pl.Series("optimizer_host_ns", [optimizer_ms * 1e6 if each else 1e7 for each in later]),
+        *(pl.Series(f"{name}_host_ns", [(10 + each) * 1e6 for each in later])
+          for name in ("dataloader", "forward", "backward", "other")),
+    )  # fmt: skip
+    inputs: Any = SimpleNamespace(by_rank={0: steps}, uses_gpu=uses_gpu)
+    reaction: Any = SimpleNamespace(rank=0, step=10)
+    text = grown_phase(inputs, reaction)
+    assert text.startswith(f"most of it in {said}") if said else text == ""
+    assert ("denormal" in text) == ("denormal" in said)
 
 
 @pytest.mark.parametrize(
