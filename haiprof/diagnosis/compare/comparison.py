@@ -392,17 +392,42 @@ class Promise:
     """By how much the mean step is shorter."""
     came_low_ns: float
     came_high_ns: float
-    others_ns: float
-    """By how much all other accounts are larger, of those whose change is certain."""
+    others_more_ns: float
+    """By how much other accounts are larger, of those whose change is certain."""
+    others_less_ns: float
+    """By how much such are smaller."""
+
+    @property
+    def others_ns(self) -> float:
+        """By how much all of them together are larger."""
+        return self.others_more_ns - self.others_less_ns
+
+    @property
+    def is_outweighed(self) -> bool:
+        """Whether other changes are as large as what was promised: nothing can be said of it then.
+
+        They are at the least what other accounts changed by, and what the step is longer by, or
+        shorter by beyond all that was promised.
+        """
+        accounts_ns = self.others_more_ns + self.others_less_ns
+        step_ns = max(-self.came_high_ns, self.came_low_ns - self.high_ns)
+        return max(accounts_ns, step_ns) >= self.promised_ns
 
     @property
     def came_true(self) -> bool | None:
-        """Whether what was promised came, less what other accounts take; None: too noisy."""
-        if self.came_low_ns <= 0 <= self.came_high_ns:
+        """Whether what was promised came, less what other accounts take.
+
+        None where that cannot be told: other changes outweigh it; what came is known less well than
+        by as much as was promised; or, with what others take or without, it may be nothing.
+        """
+        half_ns = (self.came_high_ns - self.came_low_ns) / 2
+        nothing = any(
+            self.came_low_ns <= came <= self.came_high_ns for came in (0.0, -self.others_ns)
+        )
+        if self.is_outweighed or nothing or half_ns >= self.promised_ns:
             return None
         missed = abs(self.came_ns - (self.promised_ns - self.others_ns))
-        widths = self.high_ns - self.low_ns, self.came_high_ns - self.came_low_ns
-        return missed <= math.hypot(*widths) / 2
+        return missed <= math.hypot((self.high_ns - self.low_ns) / 2, half_ns)
 
 
 def account_changes(
@@ -429,6 +454,7 @@ def promise(changes: Sequence[AccountChange], step: StepChange) -> Promise | Non
     if not kept or step.low_ratio is None or step.high_ratio is None:
         return None
     gone = [(one, -one.difference_ns / one.before_ns) for one in kept]
+    others = [one.difference_ns for one in sure if one not in kept]
     promised = sum(one.gain_ns * part for one, part in gone)
     return Promise(
         accounts=tuple(kept),
@@ -438,7 +464,8 @@ def promise(changes: Sequence[AccountChange], step: StepChange) -> Promise | Non
         came_ns=-step.difference_ns,
         came_low_ns=(1 - step.high_ratio) * step.before_ns,
         came_high_ns=(1 - step.low_ratio) * step.before_ns,
-        others_ns=sum(one.difference_ns for one in sure if one not in kept),
+        others_more_ns=sum(ns for ns in others if ns > 0),
+        others_less_ns=-sum(ns for ns in others if ns < 0),
     )
 
 

@@ -134,24 +134,29 @@ _GONE_RATIO = 0.99
 
 
 def promise_text(promise: Promise) -> str:
-    """`train.py:40 log_step ...: the step was predicted to become 6.9 ms (...) shorter, ...`."""
-    titles = [one.title for one in promise.accounts]
+    """`without "train.py:40 log_step ...", the step was predicted to become 6.9 ms (...) ...`."""
+    titles = [f'"{one.title}"' for one in promise.accounts]
     more = [f"{len(titles) - 2} more"] if len(titles) > 2 else []
-    promised = _estimate(promise.promised_ns, promise.low_ns, promise.high_ns)
-    by = promise.came_ns, promise.came_low_ns, promise.came_high_ns
-    came = f"{_estimate(*by)} shorter"
-    if promise.came_ns < 0:
-        came = f"{_estimate(-by[0], -by[2], -by[1])} longer"
+    what = titles[0]
+    if len(titles) > 1:
+        what = f"{len(titles)} accounts ({'; '.join([*titles[:2], *more])})"
     gone = promise.promised_ns / sum(one.gain_ns for one in promise.accounts)
     part = "" if gone > _GONE_RATIO else f"of which {ratio_text(gone)} is gone, "
-    others = ""
-    if abs(promise.others_ns) >= _OTHERS_RATIO * promise.promised_ns:
-        less = "less" if promise.others_ns < 0 else "more"
-        others = f" (other accounts take {duration_text(abs(promise.others_ns))} {less})"
+    others = " and ".join(
+        f"{duration_text(ns)} {word}"
+        for ns, word in ((promise.others_more_ns, "more"), (promise.others_less_ns, "less"))
+        if ns >= _OTHERS_RATIO * promise.promised_ns
+    )
+    others = others and f", while other accounts take {others}"
     came_true = {True: "as predicted", False: "not as predicted", None: "too noisy to tell"}
+    outcome = came_true[promise.came_true]
+    if promise.is_outweighed:
+        why = "other changes are larger than what was predicted"
+        outcome = f"{why}, so whether it came cannot be told"
     return (
-        f"without {' and '.join([*titles[:2], *more])}, {part}the step was predicted to become "
-        f"{promised} shorter; it became {came}{others}: {came_true[promise.came_true]}"
+        f"without {what}, {part}the step was predicted to become "
+        f"{_shorter(promise.promised_ns, promise.low_ns, promise.high_ns)}; it became "
+        f"{_shorter(promise.came_ns, promise.came_low_ns, promise.came_high_ns)}{others}: {outcome}"
     )
 
 
@@ -233,8 +238,14 @@ def _percent(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.1f} %"
 
 
-def _estimate(ns: float, low_ns: float, high_ns: float) -> str:
-    return f"{duration_text(ns)} ({duration_text(low_ns)} to {duration_text(high_ns)})"
+def _shorter(ns: float, low_ns: float, high_ns: float) -> str:
+    """`6.9 ms (5.9 ms to 8.0 ms) shorter`; in words where the interval crosses 0."""
+    direction, ends = ("longer", (-high_ns, -low_ns)) if ns < 0 else ("shorter", (low_ns, high_ns))
+    size = duration_text(abs(ns))
+    if low_ns < 0 < high_ns:
+        between = f"{duration_text(-low_ns)} longer and {duration_text(high_ns)} shorter"
+        return f"{size} {direction} (between {between})"
+    return f"{size} ({' to '.join(map(duration_text, ends))}) {direction}"
 
 
 def _signed_ns(ns: float) -> str:
@@ -304,7 +315,7 @@ def compare_data(
         "no_accounts": found.no_accounts or None,
         "positions": [_change_data(one) for one in found.positions],
         "promise": promise and {
-            **asdict(promise), "came_true": promise.came_true,
+            **asdict(promise), "others_ns": promise.others_ns, "came_true": promise.came_true,
             "accounts": [found.accounts.index(one) for one in promise.accounts],
         },
         "ranks": [_change_data(one) for one in found.ranks],
