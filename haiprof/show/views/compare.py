@@ -315,7 +315,8 @@ def compare_data(
         "no_accounts": found.no_accounts or None,
         "positions": [_change_data(one) for one in found.positions],
         "promise": promise and {
-            **asdict(promise), "others_ns": promise.others_ns, "came_true": promise.came_true,
+            **asdict(promise), "others_ns": promise.others_ns,
+            "is_outweighed": promise.is_outweighed, "came_true": promise.came_true,
             "accounts": [found.accounts.index(one) for one in promise.accounts],
         },
         "ranks": [_change_data(one) for one in found.ranks],

@@ -96,6 +96,7 @@ def test_what_was_promised_for_a_line_that_is_gone_has_come(tmp_path: Path) -> N
     assert text.endswith(" shorter: as predicted")
     data = compare_data(found)
     assert data["promise"]["came_true"] is True
+    assert data["promise"]["is_outweighed"] is False
     assert data["promise"]["others_ns"] == promise.others_more_ns - promise.others_less_ns
     assert data["accounts"][data["promise"]["accounts"][0]]["function"] == "decode"
 
