@@ -346,10 +346,10 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         *([until] if left_ns is not None else []),
         ("chance of such a trend at random (Mann-Kendall), below", TREND_P_VALUE, ""),
         ("memory counters that grow so, of all ranks", float(len(found)), "count"),
-        severity="critical" if ends else "warning",
+        severity="critical" if ends else "warning" if is_sure else "info",
         confidence=0.8,
         rank=rank,
-        missing=(_NO_LINE,),
+        missing=(_NO_LINE,) if is_sure else (_NO_LINE, "whether it goes on: the run was short"),
     )
 
 
