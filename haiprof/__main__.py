@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -42,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs haiprof; a first word that names no command is the job's script or program."""
     gc.set_threshold(_GC_THRESHOLD)
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["help"] and not os.path.exists("help"):
+    asks_help = words[:1] == ["help"] and not os.path.exists("help")
+    if asks_help:
         words = [*words[1:], "--help"]
     if resolve(words) is not None:
         from haiprof.cli import main as command_main
@@ -62,11 +64,14 @@ def main(argv: list[str] | None = None) -> int:
     if in_trace and not is_mistyped(words[1]):
         words = ["--trace", *words[1:]]  # hai-platform's spelling of a traced run
     if is_mistyped(words[0]):
-        return _refuse(words)
+        return _refuse(words, asks_help=asks_help)
     from haiprof.cli.names import own_command
     from haiprof.launch.run import main as launch_main
 
-    return launch_main(words, own_command)
+    status = launch_main(words, own_command)
+    if status == NOT_FOUND and words[0].startswith("-"):
+        _hint_at_order(words)
+    return status
 
 
 def _asks_for_group(words: list[str]) -> bool:
@@ -91,13 +96,28 @@ def is_mistyped(word: str) -> bool:
     return shutil.which(word) is None and not os.path.exists(beside_python)
 
 
-def _refuse(words: list[str]) -> int:
+def _hint_at_order(words: list[str]) -> None:
+    """Says so where a program was not found since it is a command, which stands before options."""
+    from haiprof.base.messages import print_message
+    from haiprof.launch.command import parse_command_line
+
+    line = parse_command_line(words)
+    if resolve(line.command) is None or not is_mistyped(line.command[0]):
+        return
+    options = line.taken if set(line.options) <= {"log_dir"} else ["--help"]
+    own = shlex.join([*line.command, *options])
+    print_message(f"hint: a command comes before its options: haiprof {own}")
+
+
+def _refuse(words: list[str], *, asks_help: bool) -> int:
     """Says what was meant; no job is begun and no run directory made."""
     from haiprof.base.messages import print_message
+    from haiprof.launch.command import nearest_file
 
     word = words[0]
+    beside = "" if asks_help else " (and no such program or file)"
     if word in GROUP_NAMES:
-        print_message(f"error: unknown command '{word} {words[1]}' (and no such program or file)")
+        print_message(f"error: unknown command '{word} {words[1]}'{beside}")
         near = nearest(words[1], second_words(word))
         print_message(f"did you mean: haiprof {word} {near}" if near else f"hint: haiprof {word}")
         return NOT_FOUND
@@ -105,8 +125,9 @@ def _refuse(words: list[str]) -> int:
         print_message(f"error: {word}: a folder, where a command or a program was expected")
         print_message(f"did you mean: haiprof verdict {word}")
         return NOT_FOUND
-    print_message(f"error: unknown command '{word}' (and no such program or file)")
-    near = nearest(word, (*FIRST_WORDS, *COMMANDS, *LAUNCHERS)) or nearest(word, os.listdir())
+    print_message(f"error: unknown command '{word}'{beside}")
+    names = (*FIRST_WORDS, *COMMANDS, *LAUNCHERS)
+    near = nearest(word, names, alike=0.75) or nearest_file(word) or nearest(word, names)
     near = COMMANDS[near].words if near in COMMANDS else near
     print_message(f"did you mean: haiprof {near}" if near else "hint: haiprof --help")
     return NOT_FOUND

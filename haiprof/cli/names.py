@@ -211,11 +211,11 @@ def _export(rest: list[str]) -> tuple[str, list[str]]:
     return "export", rest
 
 
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name that a mistyped word most likely means; None where none is near."""
+def nearest(word: str, names: Iterable[str], *, alike: float = 0.6) -> str | None:
+    """The name that a mistyped word most likely means; None where none is so much alike."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(word, list(names), n=1)), None)
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=alike)), None)
 
 
 # The working directory is the user's: a calendar.py there must not be taken for Python's.

@@ -19,7 +19,7 @@ from haiprof.base.units import duration_text
 from haiprof.base.users import other_uid
 from haiprof.cli import shared
 from haiprof.cli.command_line import ExitStatus, argument, option
-from haiprof.cli.names import OTHER_NAMES
+from haiprof.cli.names import OTHER_NAMES, nearest, second_words
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from haiprof.trace_analysis.pool import Pool
 
 _TRACE_STEPS = 5
+_ALIKE = 0.75
+"""How alike a word must be to name a command: a job may be called train, which is no rank."""
 
 
 def verdict(
@@ -292,12 +294,17 @@ def _open_run_or_job(target: str | None) -> RunFrames:
         return shared.open_target(None if target is None else Path(target))
     if (shared.default_log_dir() / target).is_dir():
         return shared.open_target(shared.default_log_dir() / target)
+    from haiprof.live.find import is_unrecorded
+
     try:
         return shared.open_target(shared.the_job(target, None, reads=True).run.root)
     except RunNotFoundError as error:
         with contextlib.suppress(RunNotFoundError):  # as much of a run's name as tells it
             return shared.open_target(Path(target))
-        raise RunNotFoundError(
-            f"{target}: no such folder, and {error}",
-            hint="haiprof ls shows the runs recorded here, haiprof ls --live the running jobs",
-        ) from None
+        near = nearest(target, second_words("verdict"), alike=_ALIKE)
+        hint = "haiprof ls shows the runs recorded here, haiprof ls --live the running jobs"
+        if near is not None:
+            hint = f"did you mean haiprof verdict {near}?"
+        elif is_unrecorded(target):
+            hint = error.hint
+        raise RunNotFoundError(f"{target}: no such folder, and {error}", hint=hint) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
 import shlex
 import shutil
@@ -29,6 +30,8 @@ AFTER_SCRIPT = ("time",)
 _FORMERLY_AFTER = ("warmup", "trace", "recorder", "log-dir", "name")
 """They were taken after the script until version 0.1; for one release with a warning."""
 _SCRIPT_BYTES = 1 << 20
+_NEAR = 0.7
+"""How alike names must be: two letters exchanged in a name of five are 0.8."""
 _OWN_HINT = "if this is the script's own option, put -- before the script's arguments"
 
 
@@ -263,6 +266,24 @@ def find_program(name: str) -> str:
     installed = Path(sys.executable).parent / name
     is_beside = "/" not in name and shutil.which(name) is None and installed.exists()
     return str(installed) if is_beside else name
+
+
+def nearest_file(missing: str, ending: str = "") -> str | None:
+    """The file beside one that does not exist which was most likely meant; None where none is near.
+
+    Names are compared without what follows their last dot, which all scripts share.
+    """
+    import difflib
+
+    folder, name = os.path.split(missing)
+    try:
+        names = sorted(each for each in os.listdir(folder or ".") if each.endswith(ending))
+    except OSError:
+        return None
+    by_stem = {os.path.splitext(each)[0]: each for each in names}
+    stem = os.path.splitext(name)[0]
+    near = difflib.get_close_matches(stem, by_stem, n=1, cutoff=_NEAR)
+    return os.path.join(folder, by_stem[near[0]]) if near else None
 
 
 def _python() -> str:

@@ -23,7 +23,7 @@ from haiprof.base.options import (
     options_from_files,
 )
 from haiprof.base.subcommand import Subcommand
-from haiprof.launch.command import CommandLine, parse_command_line
+from haiprof.launch.command import CommandLine, nearest_file, parse_command_line
 from haiprof.launch.companion import Companion
 from haiprof.launch.supervisor import Supervisor, die_of
 from haiprof.run_format.boot import carries_run
@@ -62,7 +62,9 @@ def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand
     by_python = program.endswith(("python", "python3")) and script.endswith(".py")
     missing = script if by_python and not os.path.exists(script) else ""
     if missing:
-        raise UsageError(f"{missing}: no such file", hint=_nearest_script(missing))
+        near = nearest_file(missing, ending=".py")
+        hint = f"did you mean haiprof {near}?" if near else "haiprof SCRIPT.py, or haiprof --help"
+        raise UsageError(f"{missing}: no such file", hint=hint)
     if shutil.which(program, path=environ.get("PATH")) is None:  # no run of what cannot start
         is_there = os.sep in program and os.path.exists(program)
         number = errno.EACCES if is_there else errno.ENOENT
@@ -87,21 +89,6 @@ def _has_module(package: str) -> bool:
         return True  # Python itself will say
     finally:
         sys.path[:] = before
-
-
-def _nearest_script(missing: str) -> str:
-    """What to do where a script does not exist: the file beside it that was most likely meant."""
-    import difflib
-
-    folder, name = os.path.split(missing)
-    try:
-        names = [each for each in os.listdir(folder or ".") if each.endswith(".py")]
-    except OSError:
-        names = []
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean haiprof {os.path.join(folder, near[0])}?"
-    return "haiprof SCRIPT.py, or haiprof --help"
 
 
 def _launch_recorded(

@@ -18,6 +18,7 @@ from haiprof.linux.procfs import (
     TICK_NS,
     boot_ns,
     environment,
+    is_mine,
     own_pids,
     process_ids,
     read_stat,
@@ -116,10 +117,23 @@ def find_job(
     known = job_names(fits or jobs)
     if fits:
         raise UsageError(f"{name!r} is the name of several running jobs: {known}")
+    if is_unrecorded(name):
+        raise RunNotFoundError(
+            f"process {name} runs, but haiprof does not record it", hint=f"haiprof attach {name}"
+        )
     raise RunNotFoundError(
         f"no running job {name!r}" + (f"; running: {known}" if known else ""),
         hint="haiprof ls --live lists them; name a run directory for one on another node",
     )
+
+
+def is_unrecorded(name: str) -> bool:
+    """Whether it is the id of an own process that runs, and not in a recorded job."""
+    if not name.isdecimal() or not is_mine(int(name)):
+        return False
+    fields = read_stat(Path("/"), int(name))
+    lives = fields is not None and fields[0] not in b"ZX"
+    return lives and _run_of_process(int(name), others=False) is None
 
 
 def _not_own(run: RunPaths, uid: int) -> UsageError:

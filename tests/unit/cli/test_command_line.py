@@ -164,3 +164,14 @@ def test_help_texts_are_as_recorded() -> None:
     exec(compile(script.read_text(), str(script), "exec"), found)
     for path, text in found["help_documents"]().items():
         assert path.read_text() == text, f"scripts/generate-docs writes {os.path.relpath(path)}"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("linse", "lines?"), ("overveiw", "overview?"), ("rnak", "rank?"), ("train", "ls --live")],
+)
+def test_a_mistyped_second_word_alone_is_no_name_of_a_job(word: str, hint: str, run: Run) -> None:
+    refused = run("verdict", word)
+    assert refused.status == 3
+    assert hint in refused.err
+    assert ("did you mean haiprof verdict" in refused.err) is hint.endswith("?")

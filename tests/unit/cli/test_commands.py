@@ -248,3 +248,15 @@ def test_a_folder_of_log_directories_names_them(tmp_path: Path, run: Run) -> Non
     assert "logs-a" in ran.err
     (tmp_path / "empty").mkdir()
     assert "record one" in run("ls", tmp_path / "empty").out
+
+
+@pytest.mark.parametrize("command", ["snapshot", "verdict"])
+def test_a_process_without_haiprof_is_told_from_one_that_does_not_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setenv("HAIPROF_LOG_DIR", str(tmp_path))
+    monkeypatch.setattr("haiprof.live.find._run_of_process", lambda *_, **__: None)
+    ran = run(command, str(os.getpid()))
+    assert f"process {os.getpid()} runs, but haiprof does not record it" in ran.err
+    assert f"hint: haiprof attach {os.getpid()}" in ran.err
+    assert "no running job '4194305'" in run(command, "4194305").err

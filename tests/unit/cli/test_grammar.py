@@ -208,3 +208,45 @@ def test_completion_of_an_unknown_shell_lists_the_known(
 ) -> None:
     assert haiprof(["completion", "tcsh"]) == 2
     assert "bash, zsh, fish" in capsys.readouterr().err
+
+
+def test_only_a_file_that_is_really_near_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "j9_thread.py").touch()
+    for word in ("trian.py", "trian"):
+        assert haiprof([word]) != 0
+        assert "thread" not in capsys.readouterr().err
+    (tmp_path / "train.py").touch()
+    for word in ("trian.py", "trian"):
+        assert haiprof([word]) != 0
+        assert "haiprof train.py" in capsys.readouterr().err
+    assert haiprof(["verdcit"]) == 127
+    assert "did you mean: haiprof verdict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("--log-dir logs verdict", "haiprof verdict --log-dir logs"),
+        ("--log-dir=logs verdict rank 0", "haiprof verdict rank 0 --log-dir=logs"),
+        ("--log-dir logs --quiet verdict", "haiprof verdict --help"),
+        ("--log-dir logs no-such-program", ""),
+    ],
+)
+def test_a_command_behind_options_is_told_where_it_stands(
+    line: str, hint: str, logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert haiprof(line.split()) == 127
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.endswith(f"a command comes before its options: {hint}") is bool(hint)
+    if "--log-dir" in hint:
+        assert haiprof(hint.split()[1:]) == 0
+
+
+def test_help_of_no_command_speaks_of_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert haiprof(["help", "foo"]) == 127
+    assert capsys.readouterr().err.splitlines()[0].endswith("unknown command 'foo'")
+    assert haiprof(["foo"]) == 127
+    assert "(and no such program or file)" in capsys.readouterr().err
