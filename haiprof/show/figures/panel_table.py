@@ -137,9 +137,9 @@ PANEL_ROWS = (
               terminal="CPU of ranks"),
         panel("Memory of ranks", "GiB", CounterSpec("process", "memory_rss_bytes"),
               terminal="memory of ranks"),
-        panel("Read and write calls of ranks: files, pipes, sockets", "MiB/s",
-              CounterSpec("process", "read_bytes_per_s", "read calls"),
-              CounterSpec("process", "write_bytes_per_s", "write calls", "dot"), terminal=""),
+        panel("Read and written by ranks: cached files, pipes, sockets too", "MiB/s",
+              CounterSpec("process", "read_bytes_per_s", "read"),
+              CounterSpec("process", "write_bytes_per_s", "written", "dot"), terminal=""),
         panel("Waiting for a core", "%", CounterSpec("process", "run_queue_wait_ratio")),
     )),
     PanelRow("node", "host", ("host", "cgroup"), (

@@ -216,13 +216,33 @@ def missing_block(missing: Mapping[str, str]) -> RenderableType:
 def label_table(
     rows: Iterable[tuple[str, str]], *, first: str = "", second: str = ""
 ) -> RenderableType:
-    """Labels in one style, and beside each its text in another one, which is folded."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
-    table.add_column(style=first, no_wrap=True)
-    table.add_column(style=second, overflow="fold")
-    for label, text in rows:
-        table.add_row(label, Text(text))
-    return table
+    """Labels in one style, and beside each its text in another one, which is folded.
+
+    Below each where a word, such as a path, would be broken beside it and is not there.
+    """
+    return _LabelTable(tuple(rows), first, second)
+
+
+@dataclass(frozen=True, slots=True)
+class _LabelTable:
+    rows: Sequence[tuple[str, str]]
+    first: str
+    second: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        longest = max((cell_len(word) for _, text in self.rows for word in text.split()), default=0)
+        beside = max((cell_len(label) for label, _ in self.rows), default=0) + _GAP
+        if beside + longest > options.max_width >= INDENT + longest:
+            for label, text in self.rows:
+                yield Text(label, style=self.first)
+                yield Padding(Text(text, style=self.second), (0, 0, 0, INDENT))
+            return
+        table = Table(box=None, padding=(0, _GAP, 0, 0), show_header=False, pad_edge=False)
+        table.add_column(style=self.first, no_wrap=True)
+        table.add_column(style=self.second, overflow="fold")
+        for label, text in self.rows:
+            table.add_row(label, Text(text))
+        yield table
 
 
 def more_lines(count: int, where: str = "--json") -> list[RenderableType]:

@@ -226,8 +226,9 @@ def _host(node: NodeSummary) -> Text:
 
 _PROCESSES: Fields = (
     (rank_name, "rank"), ("pid", "pid"), ("cpu_cores", "CPU cores"), ("memory_rss_bytes", "memory"),
-    ("read_bytes_per_s", "read calls"), ("write_bytes_per_s", "write calls"),
+    ("read_bytes_per_s", "read"), ("write_bytes_per_s", "written"),
 )  # fmt: skip
+_READ_AND_WRITTEN = "read and written: files, cached ones too, pipes and sockets"
 _GPUS: Fields = heads(
     gpu="GPU", rank="rank", utilization_ratio="utilization", memory_used_bytes="memory",
     memory_total_bytes="of", power_watts="power",
@@ -247,7 +248,8 @@ def _machine(
     summary: OverviewSummary, ranks: Sequence[RankSummary], width: int
 ) -> Iterator[RenderableType]:
     if ranks:
-        yield section("Processes", record_table(ranks, _PROCESSES))
+        what = Text(_READ_AND_WRITTEN, style="dim")
+        yield section("Processes", record_table(ranks, _PROCESSES), what)
     if summary.gpus:
         yield section("GPUs", record_table(summary.gpus[:SHOWN_RANKS], _GPUS))
     if summary.nodes:
@@ -424,7 +426,7 @@ def _table(found: pl.DataFrame) -> RenderableType:
             ratio_text(row["self_count"] / row["sample_count"]),
             ratio_text(row["inclusive_count"] / row["sample_count"]),
             f"{row['self_count']} of {row['sample_count']}",
-            duration_text(row[time]) if row[time] else "",
+            duration_text(row[time]),
             one_line(f"{row['file'].rpartition('/')[2]}:{row['line']} {row['function']}"),
         )
         for row in found.head(_LINES).iter_rows(named=True)

@@ -15,7 +15,9 @@ from haiprof.base.code_places import code_name, is_library, place_text
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.flame_graph import FlameGraph, collapsed_lines, inclusive_ns, speedscope
 from haiprof.run_analysis.lines import function_times, wilson
-from haiprof.show.flame import run_flames
+from haiprof.show.card import view_text
+from haiprof.show.flame import run_flames, sampled_lines
+from haiprof.show.views.run import lines_view
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
 
@@ -330,3 +332,14 @@ def test_python_draws_and_writes_it(tmp_path: Path) -> None:
     assert "load_image" in page
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert found._repr_html_().startswith('<iframe title="Flame graph"')
+
+
+def test_every_line_has_a_time_per_step(tmp_path: Path) -> None:
+    """Also one that only calls: of `main` no sample is its own."""
+    _, lines, _ = sampled_lines(record(tmp_path / "run", {0: [(MAIN, LOAD)]}), None, None)
+    rows = view_text(lines_view(lines, ())).splitlines()
+    assert "per step" in rows[2]
+    mains = [row.split() for row in rows if "train.py:88 main" in row]
+    assert mains
+    assert all(row[:4] == ["0.0", "%", "100", "%"] for row in mains)
+    assert all(row[-4:-2] == ["0", "s"] for row in mains)

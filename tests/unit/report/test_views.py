@@ -15,6 +15,7 @@ from haiprof.show.card import save_card_svg, save_verdict, verdict_card, view_te
 from haiprof.show.rank_summary import one_rank_summary
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.summary import overview_summary
+from haiprof.show.views.blocks import label_table
 from haiprof.show.views.jobs import JOBS, RANK, RANKS, Selection, top_view
 from haiprof.show.views.run import overview_view, rank_view
 from tests.unit.diagnosis.stories import verdict_of
@@ -263,3 +264,21 @@ def test_long_list_says_which_part_of_it_is_shown() -> None:
         assert len(lines) <= 24
         assert lines[-1].rstrip().endswith("of 9")
         assert "jobs" in lines[-1]
+
+
+def test_bytes_of_a_process_are_not_headed_as_calls(tmp_path: Path) -> None:
+    text = overview_text(two_rank_run(tmp_path))
+    assert "calls" not in text
+    assert "read and written: files, cached ones too, pipes and sockets" in text
+
+
+def test_a_path_that_fits_on_a_line_is_not_broken() -> None:
+    path, label = f"/data/{'x' * 50}.json", "tables, of which, there are, several"
+    table = label_table([(label, f"{path}: why"), ("other", "a reason")])
+    shown = view_text(table, width=70).splitlines()
+    assert shown[0].rstrip() == label
+    assert shown[1].rstrip() == f"  {path}: why"
+    wide = view_text(table, width=120).splitlines()
+    assert wide[0].rstrip() == f"{label}  {path}: why"
+    assert wide[1].split() == ["other", "a", "reason"]
+    assert max(map(len, view_text(table, width=40).splitlines())) <= 40
