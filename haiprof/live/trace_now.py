@@ -135,9 +135,8 @@ def _ask_once(
     pace = _pace(statuses)
     length_s = float(options.get("time_s") or 0) or int(options.get("count") or 1) * pace
     wait_s = timeout_s or lead_s + 3 * length_s + 5 * pace + GRACE_S
-    progress(
-        f"asking {len(asked)} ranks for a trace (window {window}); waiting up to {wait_s:.0f} s"
-    )
+    ranks_of = "1 rank" if len(asked) == 1 else f"{len(asked)} ranks"
+    progress(f"asking {ranks_of} for a trace; waiting up to {wait_s:.0f} s")
     needed = 1 if read_members(run) else len(asked)  # nodes apart could not agree on it themselves
     # A rank alone begins at the next steps: with nobody to agree with it is never too late.
     agreed = not options.get("time_s") and (len(asked) > 1 or ranks is not None)
@@ -145,9 +144,14 @@ def _ask_once(
     arguments = {
         **options, "window": window, "first": first, "ahead_s": lead_s, "valid_s": wait_s,
     }  # fmt: skip
+
+    def tell_done(done: int, of: int) -> None:
+        if done:
+            progress(f"{done} of {of} ranks are done")
+
     answers = ask(
         run, "trace", arguments, timeout_s=wait_s, ranks=ranks,
-        progress=lambda done, of: progress(f"{done} of {of} ranks are done"),
+        progress=tell_done,
     )  # fmt: skip
     found = TraceNow(
         run=str(run.root),
