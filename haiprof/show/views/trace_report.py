@@ -163,9 +163,11 @@ VIEWS = (
     View(
         "Steps as the host marks them: where their time goes", ("steps",), step_time,
         columns=heads("rank", step_count="steps", wall_ns="mean", kernel_ratio="kernels",
-                      communication_ratio="comm.", memcpy_ratio="copies", memset_ratio="sets",
-                      runtime_ratio="runtime calls", dataloader_ratio="loader",
-                      cpu_exec_ratio="CPU", other_ratio="other"),
+                      communication_ratio="communication", memcpy_ratio="copies",
+                      memset_ratio="sets", runtime_ratio="runtime", dataloader_ratio="DataLoader",
+                      cpu_exec_ratio="operators", other_ratio="rest"),
+        legend="each share: of the time in which nothing left of it was active; operators: on the "
+        "CPU; rest: none of these",
     ),
     View(
         "Busy GPU time by concurrent activity", ("kernel_types",), kernel_types,
