@@ -126,7 +126,10 @@ def sql_tables(path: str | Path, analysis: TraceQuestions | None = None) -> dict
     if is_run or not has_traces:
         tables += run_tables(RunFrames(path))
     if has_traces:
-        tables += trace_tables(analysis or TraceQuestions(path))
+        analysis = analysis or TraceQuestions(path)
+        if path.is_file():
+            _ = analysis.files  # whether it is a trace: SQL that names no table would read nothing
+        tables += trace_tables(analysis)
     return {table.name: table for table in tables}
 
 

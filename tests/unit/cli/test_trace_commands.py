@@ -325,9 +325,26 @@ def test_traces_of_a_cpu_job_have_no_heading_over_dashes(tmp_path: Path, run: Ru
     rank_file(tmp_path, 0, [step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 500)])
     out = run("trace-report", tmp_path).out
     steps = out.partition("where their time goes")[2].partition("Operators")[0]
-    assert "CPU" in steps
-    assert not {"kernels", "comm.", "copies", "launches"} & set(steps.split())
+    assert {"DataLoader", "operators", "rest"} <= set(steps.split())
+    assert "operators: on the CPU" in steps
+    assert not {"kernels", "communication", "copies", "launches"} & set(steps.split())
     assert "no rows" in run("trace-table", "kernels", tmp_path).out
     out = run("functions", tmp_path).out
     assert "Operators by call stack" in out
     assert "Python functions by call stack" not in out
+
+
+@pytest.mark.parametrize("question", ["select 1", "--schema"])
+def test_query_of_a_file_that_is_no_trace_is_refused(
+    question: str, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "tiny.py").write_text("print(1)")
+    (tmp_path / "X.sqlite").write_bytes(b"SQLite format 3\0 and no more")
+    for name in ("tiny.py", "X.sqlite"):
+        refused, report = (
+            run(*words) for words in (["query", tmp_path / name, question],
+                                      ["trace-report", tmp_path / name])
+        )  # fmt: skip
+        assert refused.status == report.status == 4
+        assert refused.out == ""
+        assert refused.err == report.err
