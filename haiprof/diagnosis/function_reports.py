@@ -42,11 +42,12 @@ if TYPE_CHECKING:
 
 _LINE_LIMIT = 4
 _HARDWARE = ("gpu", "gpu_health", "dcgm", "burst", "infiniband", "host", "memory_bandwidth")
+_SHORT_KERNEL_NS = 50_000
+"""From here on a kernel outlasts the launch of the next one, and fewer launches bring nothing: a
+call of the runtime takes about 5 µs, an operator of PyTorch several times that. Own choice."""
+_FEWER_LAUNCHES = "; torch.compile, CUDA graphs or fused optimizers launch fewer"
 _ADVICE = (
-    (
-        "Launch",
-        ": it waits for launches; torch.compile, CUDA graphs or fused optimizers launch fewer",
-    ),
+    ("Launch", ": it waits for launches"),
     ("Free", ": memory is freed during training; raise the memory limit or avoid empty_cache()"),
     (
         "Malloc",
@@ -65,8 +66,11 @@ _NO_PYTHON = (
 )
 
 
-def _runtime_line(name: str, rows: pl.DataFrame, far: list[int]) -> str:
+def _runtime_line(
+    name: str, rows: pl.DataFrame, far: list[int], *, has_short_kernels: bool = False
+) -> str:
     advice = next((text for sign, text in _ADVICE if sign in name), "")
+    advice += _FEWER_LAUNCHES if "Launch" in name and has_short_kernels else ""
     apart = f"; far from the others: {ranks_text(far)}" if far else ""
     return (
         f"{name}: {mean_text(rows)} of the time on {ranks_text(sorted_ranks(rows))}, the GPU "
@@ -93,10 +97,11 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
     # operators are part of a stack, too.
     functions = patterns.functions.filter(pl.col("kind") == kind)
     abnormal = _abnormal_host(functions)
-    missing, line, title, nothing = list(too_few_ranks(patterns)), _runtime_line, "", _NO_RUNTIME
-    facts = {"abnormal": sorted_ranks(abnormal)}
+    missing, facts = list(too_few_ranks(patterns)), {"abnormal": sorted_ranks(abnormal)}
+    line: Callable[[str, pl.DataFrame, list[int]], str]
     if kind == RUNTIME:
-        title = "CUDA runtime"
+        line = partial(_runtime_line, has_short_kernels=_has_short_kernels(patterns))
+        title, nothing = "CUDA runtime", _NO_RUNTIME
     else:
         what = "Python functions" if patterns.totals["has_python"].any() else "Operators"
         line, title, nothing = _python_line, f"{what} by call stack", _NO_PYTHON
@@ -123,6 +128,13 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
         ),
         missing=(nothing,) if functions.is_empty() else tuple(missing),
     )
+
+
+def _has_short_kernels(patterns: Patterns) -> bool:
+    """Whether at least half of all kernels are so short that their launches can hold them up."""
+    kernels = patterns.functions.filter(kind=GPU_COMPUTE)
+    short = kernels.filter(pl.col("median_ns") < _SHORT_KERNEL_NS)
+    return not short.is_empty() and 2 * short["count"].sum() >= kernels["count"].sum()
 
 
 def _abnormal_host(functions: pl.DataFrame) -> pl.DataFrame:

@@ -250,3 +250,18 @@ def test_an_unknown_report_is_an_error_that_lists_them(tmp_path: Path) -> None:
     rank_file(tmp_path, 0, [kernel("k", 0, 1)], 1)
     with pytest.raises(UsageError, match="no report x"):
         function_reports(TraceAnalysis(tmp_path).patterns(), "x")
+
+
+@pytest.mark.parametrize(("kernel_us", "is_short"), [(10, True), (400, False)])
+def test_fewer_launches_are_advised_where_kernels_are_short(
+    tmp_path: Path, kernel_us: int, is_short: bool
+) -> None:
+    events = []
+    for number in range(10):
+        at = number * (kernel_us + 20)
+        events.append(launch(number + 1, at, 15))
+        events.append(kernel("k", at + 20, kernel_us, correlation=number + 1))
+    rank_file(tmp_path, 0, events, 1)
+    (line,) = of(tmp_path)["runtime"].meaning
+    assert "it waits for launches" in line
+    assert ("CUDA graphs" in line) is is_short
