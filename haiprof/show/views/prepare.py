@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TypeVar
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +23,6 @@ from haiprof.show.views.blocks import one_line, plain_table, section
 
 _STYLES = {"available": "green", "denied": "yellow", "unsupported": "dim", "absent": "dim"}
 _UNIT_SUFFIXES = ("_ns", "_bytes", "_ratio", "_hz", "_watts", "_joules", "_celsius")
-_GAP = "  "
 _MANY = 6  # names before the rest is a number
 
 _source = attrgetter("source")
@@ -54,10 +53,9 @@ def doctor_view(
 
 
 def _head(node: Software, counters: Sequence[CounterState]) -> RenderableType:
+    sources = list(dict.fromkeys(c.source for c in counters if c.status == "available"))
     title = Text(node.host, style="bold")
-    names = {(c.source, c.metric): False for c in counters}
-    names.update({(c.source, c.metric): True for c in counters if c.status == "available"})
-    title.append(f"  {sum(names.values())} of {len(names)} counters available")
+    title.append(f"  sources that can be read: {', '.join(sources) or 'none'}")
     summary = [node.kernel, f"cgroup {node.cgroup or MISSING}", f"Python {node.python}"]
     summary.append(f"torch {node.torch}" if node.torch else "no torch in this Python")
     if node.nvidia_driver:
@@ -66,27 +64,21 @@ def _head(node: Software, counters: Sequence[CounterState]) -> RenderableType:
 
 
 def _available(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
-    """One section per sampler, one row per read; equal reads of several entities share a row."""
+    """One row per sampler: how many counters, of what, from where, and what reading them takes."""
     here = [c for c in counters if c.status == "available"]
+    if not here:
+        return
+    table = plain_table("source", "counters", "reading takes", "of", left=("source", "of"))
+    table.add_column("read from", overflow="fold")
     for source, states in _group(here, _source).items():
-        table = Table(
-            box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True
-        )
-        table.add_column("now", ratio=3, overflow="fold")
-        table.add_column("source", ratio=2, overflow="fold")
-        table.add_column("read", justify="right", no_wrap=True)
-        reads = _group(states, lambda c: (c.entity, c.origin))
-        alike = _group(reads.values(), lambda read: tuple(c.metric for c in read))
-        for same in alike.values():
-            first, *others = same
-            more = f" and {len(others)} more" if others else ""
-            table.add_row(
-                _values(same),
-                Text(first[0].origin + more, style="dim"),
-                duration_text(first[0].read_ns),
-            )
-        entities = _entities(states)
-        yield section(f"{source}: {entities}" if entities else source, table)
+        reads = {(c.entity, c.origin): c.read_ns or 0 for c in states}
+        first, *others = dict.fromkeys(c.origin for c in states)
+        more = f" and {len(others)} more" if others else ""
+        table.add_row(
+            source, str(len(_metrics(states))), duration_text(sum(reads.values())),
+            _entities(states), Text(first + more, style="dim"),
+        )  # fmt: skip
+    yield section("Can be read", table)
 
 
 def _entities(states: Sequence[CounterState]) -> str:
@@ -98,33 +90,6 @@ def _join_names(names: Iterable[str]) -> str:
     every = list(dict.fromkeys(names))
     more = f" and {len(every) - _MANY} more" if len(every) > _MANY else ""
     return ", ".join(every[:_MANY]) + more
-
-
-def _values(reads: Sequence[Sequence[CounterState]]) -> _Packed:
-    """Name and value of each counter of a read; of several entities the range."""
-    words = []
-    for place, state in enumerate(reads[0]):
-        values = [v for read in reads if (v := read[place].value) is not None]
-        shown = [now_text(value, state.unit) for value in (min(values), max(values))]
-        value = " to ".join(dict.fromkeys(shown))
-        words.append(Text.assemble(f"{short_name(state.metric)} ", (value, "bold")))
-    return _Packed(words)
-
-
-class _Packed:
-    """Texts side by side, as many as fit on a line; none is broken that fits on one."""
-
-    def __init__(self, words: Sequence[Text]) -> None:
-        self._words = words
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = Text()
-        for word in self._words:
-            if line and line.cell_len + len(_GAP) + word.cell_len > options.max_width:
-                yield line
-                line = Text()
-            line = Text.assemble(line, _GAP if line else "", word, overflow="fold")
-        yield line
 
 
 def _missing(counters: Sequence[CounterState]) -> Iterable[RenderableType]:

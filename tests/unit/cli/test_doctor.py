@@ -71,7 +71,14 @@ def test_json_lists_every_counter_and_leaves_nothing(
 
 def test_view_for_people_has_all_sections(run: Run) -> None:
     output = run("doctor")
-    for word in ("counters available", "host", "/proc/stat", "Launchers", "Tools", "Permissions"):
+    for word in (
+        "sources that can be read",
+        "host",
+        "/proc/stat",
+        "Launchers",
+        "Tools",
+        "Permissions",
+    ):
         assert word in output.out
     assert "haiprof doctor --all" in output.err
 
@@ -82,19 +89,19 @@ def test_all_shows_each_counter_under_its_json_name(run: Run) -> None:
     assert "gpu.utilization_ratio" in text
 
 
-def test_equal_reads_of_several_entities_share_a_line_with_their_range() -> None:
-    other = replace(USED, entity="gpu 1", value=3 << 30)
-    text = shown(USED, other)
-    assert "gpu: gpu 0, gpu 1" in text
-    assert "memory_used 2.00 GiB to 3.00 GiB" in text
-    assert "nvmlDeviceGetMemoryInfo and 1 more" in text
-    assert "12.0 µs" in text
-    assert "1 of 1 counters available" in text
-
-
-def test_a_value_stays_beside_its_name() -> None:
-    states = [replace(USED, entity="", metric=f"memory_{n}_bytes") for n in range(20)]
-    assert all(f"memory_{n} 2.00 GiB" in shown(*states) for n in range(20))
+def test_a_source_that_can_be_read_is_one_line_and_its_values_are_in_all() -> None:
+    states = [replace(USED, metric=f"memory_{n}_bytes") for n in range(20)]
+    other = replace(states[0], entity="gpu 1", value=3 << 30)
+    power = replace(USED, metric="power_watts", unit="watts", origin="nvmlDeviceGetPowerUsage")
+    text = shown(*states, other, power)
+    assert "sources that can be read: gpu\n" in text
+    (line,) = (" ".join(line.split()) for line in text.splitlines() if "nvmlDevice" in line)
+    assert line == "gpu 21 36.0 µs gpu 0, gpu 1 nvmlDeviceGetMemoryInfo and 1 more"
+    assert "memory_" not in text
+    every = shown(*states, other, power, every_row=True)
+    assert every.count("2.00 GiB") == 20
+    assert every.count("3.00 GiB") == 1
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_counters_that_lack_for_one_reason_share_a_line() -> None:
@@ -107,7 +114,6 @@ def test_counters_that_lack_for_one_reason_share_a_line() -> None:
     assert "GPM 0 and 2 more: Insufficient Permissions" in text
     assert "gpm (3 counters)" in text
     assert text.count("RmProfilingAdminOnly=0") == 1
-    assert "1 of 4 counters available" in text
 
 
 def test_some_counters_of_a_source_are_named() -> None:
@@ -152,6 +158,6 @@ def test_short_names_leave_the_unit_to_the_value() -> None:
 
 def test_what_stands_in_the_way_comes_first() -> None:
     text = shown(USED, DENIED)
-    order = ("Permissions denied or absent", "Not available", "memory_used", "ptrace")
+    order = ("Permissions denied or absent", "Not available", "Can be read", "ptrace")
     places = [text.index(word) for word in order]
     assert places == sorted(places)
