@@ -798,16 +798,12 @@ def _code_text(account: Account, lead: str = ": ") -> str:
 
 
 def _also_text(account: Account) -> str:
-    """` (40 % of it: line 18 os.fsync(fd), waiting for a file)`; empty where nothing is."""
+    """` (40 % of it: line 18 os.fsync(fd), waiting for a file)`; empty where it is one line."""
     also = account.also
-    if also is None:
+    if also is None or (also.file, also.line) == (account.file, account.line):
         return ""
     at = f"line {also.line}" if also.file == account.file else place_text(also.file, also.line, "")
     code = shorten(expression_text(also.expression), _CODE_CHARS)
-    if (also.file, also.line) == (account.file, account.line):
-        at = ""  # it is named already
-        if not code:
-            return ""
     words = "native code" if also.activity == ACTIVITIES[NATIVE] else activity_words(also.activity)
     does = "" if also.activity == account.activity else f", {words}"
     return f" ({ratio_text(also.ratio)} of it: {' '.join(filter(None, (at, code)))}{does})"
