@@ -401,9 +401,7 @@ def _with_holder(question: Question, said: Finding) -> Finding:
         own, looks = np.flatnonzero(of_rank & ~is_look), np.flatnonzero(of_rank & is_look)
         before = np.searchsorted(samples.time_ns[own], samples.time_ns[looks]) - 1
         at_lock[looks[before >= 0]] = samples.wait[own[before[before >= 0]]] == _AT_LOCK
-    chosen = samples.take(at_lock)
-    waits_too = np.array([*(f.file.endswith(_WAITING_FILES) for f in chosen.tree.frames), False])
-    chosen = chosen.take(~waits_too[chosen.tree.place[chosen.stack]])
+    chosen = _without_waits(samples.take(at_lock))
     chosen = replace(chosen, weight_ns=np.ones(len(chosen.rank)))
     lines = code_lines(chosen, "these moments, in another thread", 1.0)
     if not lines:
@@ -413,16 +411,29 @@ def _with_holder(question: Question, said: Finding) -> Finding:
     return replace(said, title=title, code_lines=lines)
 
 
+def _without_waits(samples: CodeSamples) -> CodeSamples:
+    """Those of threads that wait for nothing themselves: who waits holds no lock."""
+    frames = samples.tree.frames
+    waits = np.array([*(frame.file.endswith(_WAITING_FILES) for frame in frames), False])
+    return samples.take(~waits[samples.tree.place[samples.stack]])
+
+
 def _interpreter_lock(question: Question) -> Finding:
+    # A thread that holds the lock is looked at once it lets go of it, often where it waits then.
     chosen, used = _other_threads(question)
+    of = "a core, in another thread that takes the GIL"
+    lines = code_lines(_without_waits(chosen), of, used)
+    seen = () if lines else code_lines(chosen, of, used)
+    within = f", in {seen[0].function}," if seen else ""
     return make_finding(
-        "another Python thread holds the interpreter lock (GIL): training waits for it, "
+        f"another Python thread{within} holds the interpreter lock (GIL): training waits for it, "
         f"{question.amount}",
         "move that thread's work to another process (multiprocessing, subprocess, a "
         "DataLoader worker), do less of it, or use code that releases the GIL",
         ("CPU of other Python threads", used, "cores"),
         rule="interpreter_lock",
-        code_lines=code_lines(chosen, "a core, in another thread that takes the GIL", used),
+        code_lines=lines,
+        missing=("its line: it was seen where it waits",) if seen else (),
     )
 
 

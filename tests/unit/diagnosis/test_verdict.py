@@ -174,14 +174,14 @@ def write_marks(root: Path, lock: str) -> None:
     write_stacks(RunPaths(root).rank(0).stacks, samples, lock=lock * len(samples))
 
 
-def write_lock(root: Path) -> None:
+def write_lock(root: Path, *more: tuple[str, int, str]) -> None:
     """Each third sample finds the training thread waiting for a lock that another one holds."""
     write_sampled(root, lambda *_: BALANCED, steps=200)
     path = RunPaths(root).rank(0).stacks
     path.unlink()
     samples = [(START_NS + i * 5 * NS_PER_MS, USUAL["forward"]) for i in range(600)]
     waits = [i % 3 == 0 for i in range(600)]
-    write_stacks(path, samples, waits=waits, other=(job(12, "refresh", "cache.py"),))
+    write_stacks(path, samples, waits=waits, other=(job(12, "refresh", "cache.py"), *more))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -847,6 +847,14 @@ def test_a_line_is_described_in_one_sentence(more: dict[str, Any], said: str) ->
     assert CodeLine(**(fields | more)).describe() == said
     steering = fields | {"file": "/tmp/\x1b[2Jx\n.py", "function": "f\u202e", "callees": ("\x1b]",)}
     assert CodeLine(**steering).describe().isprintable()
+
+
+def test_who_holds_the_lock_and_is_seen_where_it_waits_has_no_line(root: Path) -> None:
+    """It is looked at once it lets go of the lock: that line took no time."""
+    write_lock(root, (f"{PYTHON}/queue.py", 180, "Queue.get"))
+    first = judged(root).findings[0]
+    assert first.title.startswith("another Python thread, in refresh, holds the interpreter lock")
+    assert first.code_lines == ()
 
 
 @pytest.mark.parametrize("name", ["waiting for workers", "a neighbour of the loader's worker"])
