@@ -559,11 +559,13 @@ class _Accounts:
             if found.key is not None:
                 gains = self.left.max(axis=0) - self.left.mean(axis=0, dtype=np.float64)
         gain = float(time.average(gains)) if len(gains) > 1 else float(gains.mean())
-        whole = float(time.average(mean))
-        if found.activity == LINK_WAIT and gain > whole:
-            # All ranks wait for a link at once: that the slowest one has more of it in each step is
-            # the error of shares that samples tell.
-            gains, gain = gains * (whole / gain), whole
+        if found.activity == LINK_WAIT and gain > 0:
+            # Ranks of a group wait for their link at once: that the slowest one has more of it in
+            # each step is the error of shares that samples tell.
+            of_rank = parts.sum(axis=1)
+            group = parts[of_rank >= _ELSEWHERE_RATIO * of_rank.max()]
+            most = float(time.average(group.mean(axis=0, dtype=np.float64)))
+            gains, gain = gains * min(most / gain, 1.0), min(most, gain)
         low, high = (
             self._interval(found.rows, gains, gain, found.spread) if gain > 0 else (0.0, 0.0)
         )

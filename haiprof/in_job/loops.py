@@ -6,6 +6,7 @@ A loop is read from the source, once, where a sample was inside it; no code of t
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ _MAKES = frozenset({
 _LIBRARIES = frozenset({"torch", "math", "np", "numpy", "random"})
 _OF_NUMBERS = frozenset({"min", "max", "abs", "sum", "round", "zip", "sorted"})
 _SAYS = _ADDS | {"write", "print", "writerow", "add_scalar"}
+_CHANGES = re.compile(rb"\s*([\w, ]+)(?:\[.*\]|\.\w+_\(.*|\s*[-+*/@%&|^]?=[^=])")
+"""A line that gives names a value, changes what they have or an item of it."""
 _MADE_LINES = 100
 """So many lines before a loop are looked at for what makes its tensors."""
 _OPERATIONS = (ast.Call, ast.BinOp, ast.AugAssign, ast.Compare, ast.UnaryOp, ast.Subscript)
@@ -112,21 +115,19 @@ def _find_made(lines: Sequence[bytes], loop: bytes) -> set[str]:
     """
     found, used = set[str](), set(re.findall(rb"\w+", loop))
     for line in lines:
-        named = re.match(rb"\s*(\w+)\s*=[^=]", line)
-        if named is None or named[1] not in used:
+        named = _CHANGES.match(line)
+        changed = set(re.findall(rb"\w+", named[1])) & used if named else set()
+        if not changed:
             continue
-        try:
+        found -= {name.decode() for name in changed}
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             (node,) = ast.parse(line.strip()).body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            for call in ast.walk(node.value):
-                if isinstance(call, ast.Call) and _call_name(call) in _MAKES:
-                    found |= {each.id for each in call.args if isinstance(each, ast.Name)}
-            if _has_no_graph(node.value, found):
-                found.add(node.targets[0].id)
-            else:
-                found.discard(node.targets[0].id)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                calls = (call for call in ast.walk(node.value) if isinstance(call, ast.Call))
+                made = [call for call in calls if _call_name(call) in _MAKES]
+                found |= {n.id for call in made for n in call.args if isinstance(n, ast.Name)}
+                if _has_no_graph(node.value, found):
+                    found.add(node.targets[0].id)
     return found
 
 

@@ -131,6 +131,11 @@ GRADED = (
     "w = torch.zeros(3, requires_grad=True)\nfor k in range(n):\n    out[k] = w[k] * 2\n",
     "x = torch.zeros(3)\nx = net(x)\nfor k in range(n):\n    out[k] = x[k] * 2\n",
     "for k in range(n):\n    keep(x[k])\n",
+    "x = torch.zeros(3)\nx = net(\n    y)\nfor k in range(n):\n    out[k] = x[k] * 2\n",
+    "x = torch.zeros(3)\nx, c = net(y)\nfor k in range(n):\n    out[k] = x[k] * 2\n",
+    "x = torch.zeros(3)\nx += net(y)\nfor k in range(n):\n    out[k] = x[k] * 2\n",
+    "x = torch.zeros(3)\nx[1] = net(y)\nfor k in range(n):\n    out[k] = x[k] * 2\n",
+    "x = torch.zeros(3)\nx.copy_(net(y))\nfor k in range(n):\n    out[k] = x[k] * 2\n",
 )
 
 
