@@ -12,7 +12,12 @@ _PARTS = {
     "trace_format.kineto._native": ["trace_format/kineto/native.c"],
     "trace_format._plain_pickle": ["trace_format/plain_pickle.c"],
     "in_job._spans": ["in_job/spans.c", "in_job/calls.c"],
-    "in_job._frames": ["in_job/frames.c", "in_job/sample_clock.c", "in_job/running_place.c"],
+    "in_job._frames": [
+        "in_job/frames.c",
+        "in_job/sample_clock.c",
+        "in_job/running_place.c",
+        "in_job/crash.c",
+    ],
     "in_job._terminate": ["in_job/terminate.cpp"],
 }
 

@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { VERSION = 4 }; /* also in frames.py */
+enum { VERSION = 5 }; /* also in frames.py */
 enum { MOST_FRAMES = 256, MOST_ASKED = 200, LEFT_OUT = -1 };
 
 static PyFrameObject *(*get_back)(PyFrameObject *); /* PyFrame_GetBack */
@@ -447,6 +447,7 @@ add_content(PyObject *module)
     }
     int failed = PyModule_AddFunctions(module, functions) < 0 ||
         PyModule_AddFunctions(module, haiprof_clock_functions) < 0 ||
+        PyModule_AddFunctions(module, haiprof_crash_functions) < 0 ||
         PyModule_AddIntConstant(module, "VERSION", VERSION) < 0;
     return failed ? -1 : 0;
 }

@@ -55,6 +55,7 @@ static atomic_int is_found;
 static Word found_by; /* the frame that was the innermost then */
 static int tries, checks;
 static pid_t process;
+static PyThreadState *main_state;
 
 static int
 read_words(Word address, Word *words, int count)
@@ -220,6 +221,7 @@ haiprof_forget_places(void)
 int
 haiprof_knows_places(PyThreadState *thread)
 {
+    main_state = thread;
     if (atomic_load(&is_found) ? checks >= MOST_CHECKS : tries >= MOST_TRIES) {
         return atomic_load(&is_found);
     }
@@ -269,15 +271,15 @@ read_frame(Window *window, Word address, int may_read)
     return window->words + WORDS_BEFORE + FRAME_WORDS - (window->end - address) / sizeof(Word);
 }
 
-int
-haiprof_read_places(PyThreadState *thread, Place *places)
+static int
+read_places(PyThreadState *thread, Place *places, int most, int reads)
 {
     Window window;
     window.begin = window.end = FRAME_WORDS * sizeof(Word); /* nothing */
     int count = 0;
     Word at = atomic_load(&is_found) ? read_innermost(thread) : 0;
-    for (int level = 0; at != 0 && level < MOST_PLACES; level++) {
-        const Word *words = read_frame(&window, at, level < MOST_READS);
+    for (int level = 0; at != 0 && level < most; level++) {
+        const Word *words = read_frame(&window, at, level < reads);
         if (words == NULL) {
             break;
         }
@@ -289,4 +291,16 @@ haiprof_read_places(PyThreadState *thread, Place *places)
         at = words[layout.caller];
     }
     return count;
+}
+
+int
+haiprof_read_places(PyThreadState *thread, Place *places)
+{
+    return read_places(thread, places, MOST_PLACES, MOST_READS);
+}
+
+int
+haiprof_read_main_places(Place *places, int most)
+{
+    return main_state == NULL ? 0 : read_places(main_state, places, most, most);
 }

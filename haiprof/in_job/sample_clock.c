@@ -178,6 +178,8 @@ prepare_on_main(void *unused)
     lock = find_runtime() ? find_lock() : NULL;
     breaker = lock != NULL && sets_breaker ? find_breaker() : NULL;
     haiprof_knows_places(main_thread);
+    haiprof_find_codes(main_thread);
+    haiprof_watch_crashes();
     atomic_store(&is_prepared, 1);
     return 0;
 }
@@ -211,6 +213,7 @@ take_own(void *unused)
     long long began = read_clock(CLOCK_MONOTONIC);
     int count = atomic_load(&stopped) ? 0 : atomic_load(&waiting_count);
     int is_true = count && haiprof_knows_places(main_thread);
+    haiprof_find_codes(main_thread);
     for (int at = 0; at < count; at++) {
         haiprof_take_sample(main_thread, 0, &waiting[at].moment, waiting[at].places,
                             is_true ? waiting[at].place_count : 0);

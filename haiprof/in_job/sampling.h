@@ -1,4 +1,4 @@
-/* What frames.c, running_place.c and sample_clock.c share: one sample, and who takes it. */
+/* What frames.c, running_place.c, sample_clock.c and crash.c share: one sample, and who takes it. */
 #ifndef HAIPROF_SAMPLING_H
 #define HAIPROF_SAMPLING_H
 
@@ -54,6 +54,13 @@ int haiprof_is_in_runtime(const void *address);
 /* The innermost places of a thread, whoever holds the lock; says how many. */
 int haiprof_read_places(PyThreadState *thread, Place *places);
 
-extern PyMethodDef haiprof_clock_functions[];
+/* So many of the main thread, in a handler of a signal. */
+int haiprof_read_main_places(Place *places, int most);
+
+/* Where code objects keep what a crash is told by, and the handlers; on the main thread. */
+void haiprof_find_codes(PyThreadState *thread);
+void haiprof_watch_crashes(void);
+
+extern PyMethodDef haiprof_clock_functions[], haiprof_crash_functions[];
 
 #endif

@@ -23,6 +23,7 @@ from types import BuiltinFunctionType, TracebackType
 from typing import Any, NoReturn
 
 from haiprof.base.safe_files import make_folder, write_file
+from haiprof.in_job.frames import compiled_part
 from haiprof.in_job.identity import named_rank, process_details
 from haiprof.in_job.threads import call_within
 from haiprof.run_format.layout import RunPaths
@@ -68,6 +69,7 @@ class Uncaught:
         What ends the process from native code is written down, too, where that can be had.
         """
         _watch_terminate(self._run.uncaught)
+        _watch_crashes(self._run.uncaught)
         with contextlib.suppress(OSError):
             self._reserve = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
         default, thread_default = sys.__excepthook__, threading.__excepthook__
@@ -223,6 +225,14 @@ def _watch_terminate(folder: Path) -> None:
 
             watch = ctypes.CDLL(str(library)).haiprof_watch_terminate
             watch(os.fsencode(folder), os.fsencode(socket.gethostname()))
+
+
+def _watch_crashes(folder: Path) -> None:
+    """Has crashes of native code written down (crash.c), where stacks are sampled."""
+    compiled = compiled_part()
+    if compiled is not None:
+        name = f"{socket.gethostname()}-{os.getpid()}.crash"
+        compiled.write_crashes(os.fsencode(folder), os.fsencode(name))
 
 
 def _finish_with_child(uncaught: Uncaught) -> None:

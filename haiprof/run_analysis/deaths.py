@@ -694,9 +694,10 @@ class _Case:
         tail = _victims_text(
             [f for f in fates if f.rank in self.victims or f.rank in self.stopped], died
         )
-        frames = error.frames if error is not None else end.dumped if end is not None else ()
-        if error is None and line is None and (own := own_frame(frames)):
-            line = frame_text(own)
+        frames = error.frames if error is not None else ()
+        if end is not None and end.crashed_at and not frames:
+            frames, own = end.crashed_at, own_frame(end.crashed_at)
+            line = line or (frame_text(own) if own else None)
         nowhere = line is None and (error is None or not error.location)
         source = error.source if error is not None and not by_worker else ""
         if error is not None and line is None and not by_worker:
@@ -762,7 +763,7 @@ class _Case:
             return f"see whether that rank should leave there, alone; {_REMEDIES[cause]}"
         if cause == "interrupted" and end is not None:
             return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
-        if cause == "crash" and end is not None and end.dumped:
+        if cause == "crash" and end is not None and end.crashed_at:
             return "see what that line calls; the core file in gdb shows the native code"
         if cause == "killed" and end is not None and end.signal is not None:
             return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -47,6 +48,10 @@ _UNCAUGHT_LIMIT = 1 << 20
 _ENTRY_LIMIT, _CHAIN_LIMIT = 8, 8
 _LINE_LIMIT, _LINE_CHARS = 60, 400
 _FIELD_CHARS = 8_000
+_SHIM = "<shim>"
+"""The file of what CPython 3.12 and later run between C and Python."""
+_CRASH_BYTES = 1 << 15
+"""As much as in_job/crash.c writes."""
 FILE_LINE = re.compile(
     r'File "([^"\n]+)", line (\d{1,9}), in (\S+)(?:[ \t]*\n[ \t]+(?!File ")(\S[^\n]*))?'
 )
@@ -161,6 +166,11 @@ class ProcessEnd:
     address_limit_bytes: int | None = None
     """Address space that it was allowed (`ulimit -v`); None where there was no limit."""
     uncaught: tuple[Uncaught, ...] = ()
+    crashed_at: tuple[Frame, ...] = ()
+    """Where its main thread's Python was when a signal from native code ended it, outermost first;
+    by haiprof, else as faulthandler printed it."""
+    crashed_beside: bool = False
+    """Whether another thread than that one crashed."""
     printed: tuple[str, ...] = ()
     """Its last lines on stderr, where that is a file and they are known to be its own."""
     printed_stdout: tuple[str, ...] = ()
@@ -191,14 +201,6 @@ class ProcessEnd:
     def error(self) -> Error | None:
         """The exception that ended it, or the one that led to its exit."""
         return self.failure.error if self.failure is not None else None
-
-    @property
-    def dumped(self) -> tuple[Frame, ...]:
-        """Where its thread was when it crashed, outermost first, as faulthandler printed it."""
-        begun = [at for at, line in enumerate(self.printed) if _DUMPED.match(line)]
-        lines = self.printed[begun[-1] + 1 :] if begun else ()
-        found = takewhile(bool, map(_DUMPED_FRAME.match, lines))
-        return tuple((each[1], int(each[2]), each[3]) for each in found if each)[::-1]
 
     @property
     def thread_error(self) -> Uncaught | None:
@@ -261,8 +263,10 @@ def process_ends(files: RunFiles) -> list[ProcessEnd]:
         _take_report(found, rank)
     for host, pid, content in read_of_processes(files.paths.uncaught_files(), _UNCAUGHT_LIMIT):
         _take_uncaught(found, host, pid, content)
-    for host, pid, path in files.paths.terminate_files():
+    for host, pid, path in files.paths.native_ends("terminate"):
         _take_terminate(found[host, pid], path)
+    for host, pid, path in files.paths.native_ends("crash"):
+        _take_crash(found[host, pid], path)
     for host, pid, failed in failed_allocations(files.paths):
         found[host, pid]["gpu_memory"] = failed
     for node in files.nodes:
@@ -394,6 +398,16 @@ def _error(content: Mapping[str, Any], ended_child: tuple[int, int, int] | None 
     )
 
 
+def _take_crash(facts: dict[str, Any], path: Path) -> None:
+    """Where Python was, as in_job/crash.c writes it: time, signal, thread, and a line a frame."""
+    with contextlib.suppress(OSError, ValueError):
+        content = path.read_bytes()[:_CRASH_BYTES].decode(errors="replace")
+        (_, _, is_main), *rows = (line.split("\t") for line in content.splitlines())
+        frames = [(file, int(line), name) for line, name, file in rows if file and name]
+        facts["crashed_at"] = tuple(frame for frame in frames[::-1] if frame[0] != _SHIM)
+        facts["crashed_beside"] = is_main == "0"
+
+
 def _take_end(found: _Found, host: str, line: Mapping[str, Any]) -> None:
     pid, wall_ns = integer(line.get("pid")), integer(line.get("wall_ns"))
     if pid is None or wall_ns is None:
@@ -447,6 +461,8 @@ def _add_printed(end: ProcessEnd) -> ProcessEnd:
 
     Where it aborted, that is what the C++ runtime printed.
     """
+    if end.signal in _CRASHES and not end.crashed_at:
+        end = replace(end, crashed_at=_dumped_frames(end.printed))
     if end.failure is not None:
         return end
     error = None
@@ -459,6 +475,14 @@ def _add_printed(end: ProcessEnd) -> ProcessEnd:
         return end
     printed = Uncaught(how="printed", thread=None, wall_ns=None, errors=(error,))
     return replace(end, uncaught=(*end.uncaught, printed))
+
+
+def _dumped_frames(printed: Sequence[str]) -> tuple[Frame, ...]:
+    """Of the thread that crashed, as Python's faulthandler printed it; none where it did not."""
+    begun = [at for at, line in enumerate(printed) if _DUMPED.match(line)]
+    lines = printed[begun[-1] + 1 :] if begun else ()
+    found = takewhile(bool, map(_DUMPED_FRAME.match, lines))
+    return tuple((each[1], int(each[2]), each[3]) for each in found if each)[::-1]
 
 
 def _printed_error(printed: Sequence[str]) -> Error | None:
@@ -692,7 +716,7 @@ def what_happened(end: ProcessEnd) -> str:
         inner = inner_error(error)
         raised = _WORKER_RAISED.search(error.message)
         who = f"its DataLoader worker {raised[1]} raised " if raised else ""
-        place = inner[1] or error.location
+        place = inner[1] or error.location or crash_place(end)
         exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
         via = f", and exited with status {end.status}" if exits and end.status else ""
         by_signal = f" ({signal_name(end.signal)})" if end.signal is not None else ""
@@ -709,8 +733,8 @@ def what_happened(end: ProcessEnd) -> str:
         return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
     if end.signal is not None:
         said = _last_line(end) if end.signal in _CRASHES else ""
-        if end.signal in _CRASHES and (own := own_frame(end.dumped)):
-            said = f", called at {frame_text(own)} (by its traceback on stderr)"
+        if end.signal in _CRASHES and end.crashed_at:
+            said = f", {crash_place(end)}"
         return (_SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}") + said
     if end.status == 0:
         return "it ended with exit status 0"
@@ -732,6 +756,13 @@ def what_happened(end: ProcessEnd) -> str:
         why = f"why is not known{_last_line(end)}{thread}"
         return f"it ended with exit status {end.status}{way}; {why}"
     return "it is gone and left no report: killed, or its machine was lost"
+
+
+def crash_place(end: ProcessEnd) -> str:
+    """`called at train.py:8 in step`; of another thread what Python did; empty: not known."""
+    own = own_frame(end.crashed_at)
+    how = "on another thread, while Python was" if end.crashed_beside else "called"
+    return f"{how} at {frame_text(own)}" if own else ""
 
 
 def _last_line(end: ProcessEnd) -> str:

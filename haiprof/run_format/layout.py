@@ -204,10 +204,14 @@ class RunPaths:
         """The snapshots that were taken, oldest first."""
         return sorted(self.snapshots.glob("*/snapshot.json"))
 
-    def terminate_files(self) -> list[tuple[str, int, Path]]:
-        """Texts of C++ exceptions that ended processes, by host and process id."""
+    def native_ends(self, kind: str) -> list[tuple[str, int, Path]]:
+        """Files of processes that native code ended, by host and process id.
+
+        Args:
+            kind: `terminate` for the texts of C++ exceptions, `crash` for where Python was.
+        """
         found = []
-        for path in sorted(self.uncaught.glob("*-*.terminate")):
+        for path in sorted(self.uncaught.glob(f"*-*.{kind}")):
             host, _, pid = path.stem.rpartition("-")
             if pid.isdigit() and len(pid) < 12:
                 found.append((host, int(pid), path))

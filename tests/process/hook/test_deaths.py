@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from haiprof import Analyzer
 from haiprof.run_analysis.run_files import open_run
 from tests.process.jobs import PYTHON, environment, haiprof_command, run_job
 
@@ -135,3 +137,76 @@ def test_ended_children_are_noted_and_left_to_the_job(tmp_path: Path) -> None:
     (noted,) = job.log_dir.glob("*/uncaught/*.json")
     (child,) = json.loads(noted.read_text())["ended"][0]["children"]
     assert child[1:] == [os.CLD_KILLED, signal.SIGKILL]
+
+
+CRASHES = """
+import ctypes, faulthandler, os, signal, sys, threading, time
+import torch
+way = sys.argv[1]
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def crash():
+    ctypes.string_at(0)
+def fork():
+    if not (pid := os.fork()):
+        crash()
+    print(os.waitpid(pid, 0)[1])
+    crash()
+def recurse(_):
+    return sorted([1], key=recurse)
+def handle():
+    signal.signal(signal.SIGABRT, lambda *_: os._exit(9))
+    os.kill(os.getpid(), signal.SIGABRT)
+    time.sleep(9)
+def crash_beside():
+    threading.Thread(target=crash).start()
+    time.sleep(9)
+def crash_noted():
+    faulthandler.enable(all_threads=False)
+    crash()
+def send():
+    os.kill(os.getpid(), signal.SIGBUS)
+    time.sleep(9)
+until = time.monotonic() + 1.5
+while time.monotonic() < until:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(1e-3)
+sys.setrecursionlimit(1 << 30)
+print("trained", flush=True)
+{"crash": crash, "fork": fork, "recurse": lambda: recurse(0), "handle": handle, "send": send,
+ "beside": crash_beside, "noted": crash_noted, "abort": os.abort}[way]()
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="CPython 3.10 keeps frames otherwise")
+@pytest.mark.parametrize(
+    ("way", "function", "certain"),
+    [
+        ("crash", "crash", True),
+        ("beside", "crash_beside", False),  # another line may be told: the thread runs by itself
+        pytest.param("fork", "crash", True, marks=pytest.mark.proof),
+        pytest.param("recurse", "recurse", True, marks=pytest.mark.proof),
+        pytest.param("send", "send", True, marks=pytest.mark.proof),
+        pytest.param("noted", "crash", True, marks=pytest.mark.proof),
+        pytest.param("abort", "<module>", True, marks=pytest.mark.proof),
+        pytest.param("handle", None, True, marks=pytest.mark.proof),
+    ],
+)
+def test_a_crash_ends_the_job_as_without_haiprof_and_has_its_line(
+    tmp_path: Path, way: str, function: str | None, certain: bool
+) -> None:
+    (tmp_path / "train.py").write_text(CRASHES)
+    command = [PYTHON, str(tmp_path / "train.py"), way]
+    bare = run_job(command, folder=tmp_path / "bare", haiprof=False)
+    under = run_job(command, folder=tmp_path / "job", haiprof=True, options=["--quiet"])
+    assert (under.returncode == bare.returncode) or (under.returncode == 128 - bare.returncode)
+    assert under.stdout == bare.stdout
+    assert [line for line in bare.stderr.splitlines() if line not in under.stderr] == []
+    assert under.log_dir is not None
+    (death,) = Analyzer(under.log_dir).deaths()
+    assert death.cause == ("crash" if function else "exit")
+    if certain:
+        assert (death.line or "").rpartition(" in ")[2] == (function or "")
+        assert len(list(under.log_dir.glob("*/uncaught/*.crash"))) == (1 if function else 0)

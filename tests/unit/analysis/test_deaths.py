@@ -152,6 +152,13 @@ class Job:
         path.write_text(f"{T0 + round(at_s * S)}\n{kind}\n{message}")
         self.over(rank, at_s + 0.5, number=signal.SIGABRT)
 
+    def crashed(self, rank: int, at_s: float, thread: int, *frames: str) -> None:
+        """As in_job/crash.c leaves it, the innermost frame first."""
+        self.run.uncaught.mkdir(exist_ok=True)
+        path = self.run.uncaught / f"{self.host(rank)}-{self.pid(rank)}.crash"
+        head = f"{T0 + round(at_s * S)}\t11\t{thread}"
+        path.write_text("\n".join([head, *frames]) + "\n")
+
     def death(self) -> Death:
         (death,) = [each for each in self.deaths() if each.final]
         return death
@@ -374,6 +381,31 @@ STORIES = {
                     "Extension modules: torch._C (total: 1)"]), do.stopped(0, 2)],
         cause="crash", line=("train.py:88 in step", None), remedy="see what that line calls",
         said=["a segmentation fault in native code (SIGSEGV), called at train.py:88 in step"],
+    ),
+    "a crash is told with the line of the job that called native code": Story(
+        events=[do.crashed(1, 0, 1, "519\tstring_at\t/usr/lib/python3.11/ctypes/__init__.py",
+                           "88\tstep\ttrain.py", "9\t<module>\ttrain.py", "1\t<i>\t<shim>"),
+                do.over(1, 0, number=signal.SIGSEGV, stderr=["torch._C"]), do.stopped(0, 2)],
+        cause="crash", line=("train.py:88 in step", None), remedy="see what that line calls",
+        said=["a segmentation fault in native code (SIGSEGV), called at train.py:88 in step"],
+    ),
+    "a crash of another thread is told with where Python was": Story(
+        events=[do.crashed(1, 0, 0, "88\tstep\ttrain.py", "damaged", "x\ty\tz"),
+                do.crashed(1, 0, 0, "88\tstep\ttrain.py"),
+                do.over(1, 0, number=signal.SIGBUS), do.stopped(0, 2)],
+        cause="crash", line=("train.py:88 in step", None),
+        said=[", on another thread, while Python was at train.py:88 in step"],
+    ),
+    "a C++ exception is told with where Python was": Story(
+        events=[do.terminated(1, 0, "c10::Error", "bad"), do.crashed(1, 0, 0, "88\tstep\ttrain.py"),
+                do.stopped(0, 2)],
+        cause="crash", line=("train.py:88 in step", None),
+        said=["c10::Error: bad (on another thread, while Python was at train.py:88 in step)"],
+    ),
+    "a damaged note of a crash leaves what else is known": Story(
+        events=[do.crashed(1, 0, 1, "88\tstep"), do.over(1, 0, number=signal.SIGSEGV),
+                do.stopped(0, 2)],
+        cause="crash", line=(None, None), said=["a segmentation fault in native code (SIGSEGV)"],
     ),
     "an abort is told with its last line": Story(
         events=[do.over(1, 0, number=signal.SIGABRT, stderr=["ERROR: save failed"])],
