@@ -764,7 +764,7 @@ def _code(question: Question) -> Finding:
          "step adds; keep a running value or the last N entries"),
         (position == "forward" and account.package == "numpy",
          "use tensor operators in place of numpy, or do it ahead, in the dataset"),
-        *((part in called, do) for part, do in _OF_CALL),
+        *((part in called and "validate_args=False" not in text, do) for part, do in _OF_CALL),
         (account.activity in _OF_ACTIVITY, _OF_ACTIVITY.get(account.activity, "")),
         (_is_in_trainer(account), _OF_TRAINER),
         (_is_in_accelerate(account), _OF_ACCELERATE),

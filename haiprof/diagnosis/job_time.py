@@ -268,8 +268,9 @@ class JobTime:
             for row, position in enumerate(self.used)
             if position in table.cell[rows]
         )
+        others = np.maximum(sum(ns.mean(axis=0) for ns in self.cell_ns) - every, 0.0)
         return _change_text(
-            self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact
+            self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact, others
         )
 
     def _makes_spikes(self, table: TimeTable, rows: Ints, *, is_regular: bool) -> bool | None:
@@ -633,17 +634,19 @@ def _stretch_text(at: Ints, step: Ints, time: str) -> str:
     return f"in {len(at)} of {len(step)} steps, {time}"
 
 
-def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> str:
+def _change_text(
+    step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats, others_ns: Floats
+) -> str:
     """Whether an account changed on the way: `since step 512`, `until step 299`, `growing`.
 
     `more since step 512` where it was paid before, too, or may have been.
     """
-    begun = _find_growth(step, cells, own, exact_ns)
+    begun = _find_growth(step, cells, own, exact_ns, others_ns)
     if begun is not None:
         return begun if isinstance(begun, str) else begun.text("since", begun.step)
     ends = int(step[0] + step[-1])  # and the same backwards: what ends has begun then
     back = replace(cells, step=ends - cells.step)
-    ended = _find_growth(ends - step[::-1], back, own, exact_ns[::-1])
+    ended = _find_growth(ends - step[::-1], back, own, exact_ns[::-1], others_ns[::-1])
     return ended.text("until", ends - ended.step) if isinstance(ended, _Began) else EACH_STEP
 
 
@@ -657,15 +660,19 @@ class _Began(NamedTuple):
         return f"{'' if self.anew else 'more '}{word} step {step}"
 
 
-def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> _Began | str | None:
+def _find_growth(
+    step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats, others_ns: Floats
+) -> _Began | str | None:
     """The step at which an account became larger; GROWING where it did so little by little."""
     # Where it changed is where the sum of its samples' time is farthest below that of an even one
     # (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
     # 1927), times the exact time of these (`exact_ns`, by step), is more than before with 95 %
-    # certainty, and _GROWN times. `own` are its samples among those of `cells`, its positions.
+    # certainty, and _GROWN times, beyond what all else of the step became longer by: that is the
+    # machine's. `own` are its samples among those of `cells`, its positions.
     at = np.clip(np.searchsorted(step, cells.step), 0, len(step) - 1)
     first = int(at.min(initial=len(step)))  # nobody sampled what was before
     step, exact_ns, at = step[first:], exact_ns[first:], at - first
+    others_ns = others_ns[first:]
     count = len(step)
     if count < _COVERED_MIN:
         return None
@@ -678,6 +685,9 @@ def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     low, high = wilson(seen[:, 0], np.maximum(seen[:, 1], 1.0))
     share = seen[:, 0] / np.maximum(seen[:, 1], 1.0)
     before, after = float(exact_ns[:cut].mean()), float(exact_ns[cut:].mean())
+    rest = float(others_ns[:cut].mean()), float(others_ns[cut:].mean())
+    if min(rest) > 0:
+        before *= max(rest[1] / rest[0], 1.0)
     disturbed = cells.ns[cells.activity == NO_CORE].sum() > _DISTURBED * cells.ns.sum()
     if disturbed:
         before = after = 1.0  # who has the cores may have changed: its share alone tells
@@ -696,7 +706,7 @@ def _find_growth(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> 
     two = np.interp(number, [cut / part - 1, cut / part], levels)  # the part with the cut has both
     # Two levels have a cut besides: so much closer they must be (Schwarz 1978).
     if ((parts - line) ** 2).sum() < len(parts) ** (1 / len(parts)) * ((parts - two) ** 2).sum():
-        return GROWING
+        return None if disturbed else GROWING  # who has the cores may change little by little, too
     spread = parts[: cut // part].std(), parts[later:].std()
     if max(spread) < 0.5 * (levels[1] - levels[0]):
         anew = share[0] * before <= _NOTHING * share[1] * after

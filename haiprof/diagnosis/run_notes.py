@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from haiprof.base.ledger import PROBLEM_RATIO, Ledger
@@ -310,14 +311,19 @@ def grown_phase(inputs: RuleInputs, reaction: Reaction) -> str:
 
 
 def _inputs_grew(sizes: pl.DataFrame, reaction: Reaction) -> float | None:
-    """How many times larger the inputs of a rank are from then on; None where nobody looked."""
+    """How many times larger the inputs of a rank are from then on; None where that is not plain.
+
+    A model is called for other things than training, too: single calls may be of any size.
+    """
     own = sizes.filter(pl.col("rank") == reaction.rank, pl.col("number_count") > 0)
     if own.is_empty():
         return None
     own = own.filter(pl.col("root") == own["root"].mode().min())
     later = own["time_ns"] >= reaction.since_wall_ns
     counts = [own.filter(part)["number_count"].to_numpy() for part in (~later, later)]
-    return float(counts[1].mean() / counts[0].mean()) if all(map(len, counts)) else None
+    if not all(map(len, counts)) or np.quantile(counts[0], 0.75) > np.quantile(counts[1], 0.25):
+        return None
+    return float(counts[1].mean() / counts[0].mean())
 
 
 def _clock_text(wall_ns: int) -> str:

@@ -116,7 +116,7 @@ def find_loops(
         told.shares = _shares(lines, time.mean_of(table, behind) if len(behind) else 0.0)
     for number, rows, share in _loop_rows(table, samples, time, loops, kinds):
         inner = innermost_stack(table.tree)[table.stack[rows]]
-        most = int(np.bincount(inner, table.ns[rows]).argmax())
+        most = _in_loop(table.tree, loops, int(np.bincount(inner, table.ns[rows]).argmax()))
         frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
         places = {frame[:2] for frame in frames}
         is_recorded = has_gradients(table, rows)  # else numbers may take the tensors' place
@@ -149,6 +149,14 @@ def find_loops(
         unsure_ns = _UNSURE * time.mean_of(table, rows)
         told.found.append(replace(one, key=SMALL_OPERATORS, unsure_ns=unsure_ns))
     return table, told
+
+
+def _in_loop(tree: CodeTree, loops: Ints, stack: int) -> int:
+    """Of a stack that a loop's round leads to, the part up to the function that has the loop."""
+    for at in tree.outwards(stack):
+        if not tree.library[tree.place[at]] and loops[tree.parent[at]] != loops[stack]:
+            return at
+    return stack
 
 
 def has_gradients(table: TimeTable, rows: Ints) -> bool:

@@ -140,7 +140,7 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
             text = f"at {printable(place.location)}; {finding.remedy}"
             grid.add_row("", Text(text, style="dim"))
     if len(others) > _BRIEF_OTHERS:
-        grid.add_row("", Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'smaller one')}"))
+        grid.add_row("also", Text(count_text(len(others) - _BRIEF_OTHERS, "smaller one")))
     known = tuple(why for _, why in verdict.not_measured)  # said with --all
     notes = [note for note in verdict.notes if not note.endswith(known)]
     rows = (("noticed", verdict.reactions), ("traced", verdict.traces), ("NCCL", _nccl(verdict)),
