@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from traceback import walk_stack
+from traceback import walk_stack, walk_tb
 from types import BuiltinFunctionType, TracebackType
 from typing import Any, NoReturn
 
@@ -38,6 +38,7 @@ _OUTER_FRAMES, _INNER_FRAMES = 16, 48
 _CHAIN_LIMIT = 4
 _THREAD_LIMIT = 4
 _CHILDREN_LIMIT, _ENDING_S = 64, 0.2
+_LOADER_FILE = "/torch/utils/data/dataloader.py"
 _RESERVE_BYTES = 32 << 20
 """Address space, never touched, for the last words of a process whose memory has run out: the
 thread that writes them needs a stack of 8 MiB, and Python arenas of 1 MiB."""
@@ -186,11 +187,14 @@ def _entry(how: str, thread: str | None = None) -> dict[str, Any]:
 
 
 def _ended_children(error: BaseException) -> list[tuple[int, int, int]]:
-    """Children of multiprocessing that have ended, and still wait to be reaped.
+    """Children of multiprocessing that have ended, reaped by torch's DataLoader or not yet at all.
 
     Returns:
         Process id, `si_code` and `si_status` of waitid(2), which leaves them as they are.
     """
+    reaped = list(_reaped_workers(error))
+    if reaped:
+        return reaped
     children = list(getattr(sys.modules.get("multiprocessing.process"), "_children", ()))
     # A connection breaks a moment before the process behind it is over. Meanwhile torch's handler
     # of SIGCHLD may raise here, as it would in whatever runs now.
@@ -202,6 +206,18 @@ def _ended_children(error: BaseException) -> list[tuple[int, int, int]]:
             if found or time.monotonic() >= until_s:
                 return found
             time.sleep(0.005)
+
+
+def _reaped_workers(error: BaseException) -> Iterator[tuple[int, int, int]]:
+    """The same of loader workers that torch asked for, and found ended, before it raised."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.endswith(_LOADER_FILE):
+            workers = getattr(frame.f_locals.get("self"), "_workers", ())
+            for worker in list(workers)[:_CHILDREN_LIMIT]:
+                code = getattr(getattr(worker, "_popen", None), "returncode", None)
+                if code:
+                    yield worker.pid, os.CLD_KILLED if code < 0 else os.CLD_EXITED, abs(code)
+            return
 
 
 def _end_of(child: Any) -> tuple[int, int, int] | None:

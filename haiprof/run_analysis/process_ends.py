@@ -665,6 +665,8 @@ def worker_death(error: Error | None) -> tuple[str, str] | None:
     match = WORKER_DIED.search(error.message) if error is not None else None
     if match is None:
         return _lost_worker(error) if error is not None and _has_lost_worker(error) else None
+    if match[2] is None and error is not None and error.ended_child is not None:
+        return _lost_worker(error)
     if match[2] is None:
         status = f" with exit status {match[3]}" if match[3] else ""
         return "exit", f"its DataLoader worker (pid {match[1]}) ended{status}; why is not known"

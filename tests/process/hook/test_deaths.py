@@ -210,3 +210,36 @@ def test_a_crash_ends_the_job_as_without_haiprof_and_has_its_line(
     if certain:
         assert (death.line or "").rpartition(" in ")[2] == (function or "")
         assert len(list(under.log_dir.glob("*/uncaught/*.crash"))) == (1 if function else 0)
+
+
+WORKER = """
+import os, signal
+import torch
+from torch.utils.data import DataLoader, Dataset
+import torch.utils.data._utils.signal_handling as handling
+handling._set_SIGCHLD_handler = lambda: None  # torch asks its workers itself, and reaps them
+class Samples(Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, number):
+        if number == 1500:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(4)
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in DataLoader(Samples(), batch_size=8, num_workers=1):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.proof
+def test_a_worker_that_torch_has_reaped_is_told_with_its_signal(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKER)
+    job = run_job([PYTHON, str(tmp_path / "train.py")], folder=tmp_path / "job", haiprof=True)
+    assert "exited unexpectedly" in job.stderr
+    (death,) = job.analyzer().deaths()
+    assert death.cause == "killed"
+    assert "was ended by SIGKILL" in death.what
