@@ -146,7 +146,7 @@ def judge(
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
-            *_recurrence_notes(found, findings),
+            *_own_work_notes(found, findings),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
@@ -312,8 +312,8 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
         return findings[0].title
     if found is None:
         return nothing_text(None)
-    rounds = _recurrence_text(found, "it")
-    inside = f", {rounds}" if rounds else ""
+    said = filter(None, (_recurrence_text(found, "it"), _own_backward_text(found)))
+    inside = "".join(f", {each}" for each in said)
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
     return nothing_text(found.ledger, few=few, inside=inside) + ("" if inside else large)
@@ -348,11 +348,29 @@ def _recurrence_text(found: RunLedger | None, whole: str) -> str:
     )
 
 
-def _recurrence_notes(found: RunLedger | None, findings: Sequence[Finding]) -> Iterator[str]:
-    """The same beside a problem, which the headline tells in its place."""
-    rounds = _recurrence_text(found, "the step")
-    if rounds and findings and findings[0].severity != "info":
-        yield f"the model's own work: {rounds}"
+def _own_backward_text(found: RunLedger | None) -> str:
+    """What a backward that the job has written itself takes, as part of the model."""
+    own = dict[tuple[str, str], list[Account]]()
+    for each in found.ledger.accounts if found else ():
+        written = each.needed and each.position == "backward" and each.file is not None
+        if written and (each.function or "").rpartition(".")[2] == "backward":
+            own.setdefault((each.file or "", each.function or ""), []).append(each)
+    spent = {key: sum(each.ns_per_step for each in parts) for key, parts in own.items()}
+    most = max(spent, key=lambda key: spent[key], default=None)
+    if found is None or most is None or spent[most] < PROBLEM_RATIO * found.ledger.mean_ns:
+        return ""
+    largest = max(own[most], key=lambda each: each.ns_per_step)
+    inside = f" in {largest.callees[0]}" if largest.callees else ""
+    share = ratio_text(spent[most] / found.ledger.mean_ns)
+    return f"{share} of the step in a backward of your own ({largest.code_place}{inside})"
+
+
+def _own_work_notes(found: RunLedger | None, findings: Sequence[Finding]) -> Iterator[str]:
+    """What is told of the model's work beside a problem, and else in the headline."""
+    if findings and findings[0].severity != "info":
+        for text in (_recurrence_text(found, "the step"), _own_backward_text(found)):
+            if text:
+                yield f"the model's own work: {text}"
 
 
 def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:

@@ -174,6 +174,7 @@ class TimeTable:
 
         These are `needed` or not, as given; None: as the rows that they are of.
         """
+        share = min(max(share, 0.0), 1.0)  # of what many shares have left, rounding takes more
         part = self.take(rows)
         columns = {
             name: np.concatenate([getattr(self, name), getattr(part, name)]) for name in _COLUMNS

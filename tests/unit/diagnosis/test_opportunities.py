@@ -366,3 +366,11 @@ def test_receiving_what_workers_made_is_no_sure_gain_and_starting_them_is_one() 
     ))  # fmt: skip
     found = find_opportunities(table)
     assert {each.at.line: each.unsure_ns for each in found if each.at} == {40: math.inf, 39: 0.0}
+
+
+def test_what_rounding_makes_larger_than_all_takes_no_more_than_there_is() -> None:
+    table = table_of(*TRAINING, steps=STEPS)
+    rows = np.flatnonzero(table.ns > 0)
+    split, taken = table.split(rows, 1 + 1e-9)
+    assert split.ns.min() == 0
+    assert split.ns[taken].sum() == table.ns.sum()

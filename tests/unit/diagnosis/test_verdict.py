@@ -849,6 +849,15 @@ def test_a_line_is_described_in_one_sentence(more: dict[str, Any], said: str) ->
     assert CodeLine(**steering).describe().isprintable()
 
 
+def test_a_backward_that_the_job_wrote_is_named_as_part_of_the_model(root: Path) -> None:
+    apply = (f"{SITE}/torch/autograd/function.py", 300, "BackwardCFunction.apply")
+    own = (SCRIPT, MAIN, ENGINE, apply, job(15, "FakeQuant.backward", "quant.py"))
+    write_sampled(root, lambda *_: BALANCED, {"backward": own}, steps=120)
+    headline = judged(root).headline
+    assert headline.startswith("nothing stands out")
+    assert "% of the step in a backward of your own (quant.py:15 FakeQuant.backward)" in headline
+
+
 def test_who_holds_the_lock_and_is_seen_where_it_waits_has_no_line(root: Path) -> None:
     """It is looked at once it lets go of the lock: that line took no time."""
     write_lock(root, (f"{PYTHON}/queue.py", 180, "Queue.get"))
