@@ -320,7 +320,10 @@ note(int number, siginfo_t *info, void *context)
             nanosleep(&pause, NULL);
         }
     }
-    if (info->si_code <= 0) { /* sent, also by abort(): what faults does so again */
+    struct sigaction none = {.sa_handler = SIG_DFL};
+    sigemptyset(&none.sa_mask);
+    sigaction(number, &none, NULL); /* also where another handler calls this one, as a JVM's does */
+    if (info == NULL || info->si_code <= 0) { /* sent, as by abort(): what faults does so again */
         syscall(SYS_tgkill, getpid(), syscall(SYS_gettid), number);
     }
 }
