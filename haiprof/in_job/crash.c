@@ -132,11 +132,17 @@ find_layout(PyObject *one, PyObject *other)
         layout.name >= 0 && layout.table >= 0 && layout.line >= 0;
 }
 
+int
+haiprof_lacks_codes(void)
+{
+    return folder[0] && !atomic_load(&is_found) && tries < MOST_TRIES;
+}
+
 /* On the main thread, with the interpreter lock. */
 void
 haiprof_find_codes(PyThreadState *thread)
 {
-    if (!folder[0] || atomic_load(&is_found) || tries >= MOST_TRIES) {
+    if (!haiprof_lacks_codes()) {
         return;
     }
     tries++;

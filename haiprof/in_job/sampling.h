@@ -59,6 +59,7 @@ int haiprof_read_main_places(Place *places, int most);
 
 /* Where code objects keep what a crash is told by, and the handlers; on the main thread. */
 void haiprof_find_codes(PyThreadState *thread);
+int haiprof_lacks_codes(void);
 void haiprof_watch_crashes(void);
 
 extern PyMethodDef haiprof_clock_functions[], haiprof_crash_functions[];
