@@ -170,7 +170,10 @@ def test_help_texts_are_as_recorded() -> None:
     ("word", "hint"),
     [("linse", "lines?"), ("overveiw", "overview?"), ("rnak", "rank?"), ("train", "ls --live")],
 )
-def test_a_mistyped_second_word_alone_is_no_name_of_a_job(word: str, hint: str, run: Run) -> None:
+def test_a_mistyped_second_word_alone_is_no_name_of_a_job(
+    word: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
     refused = run("verdict", word)
     assert refused.status == 3
     assert hint in refused.err
