@@ -223,6 +223,8 @@ def neighbours(job: Job, *, faulty: bool) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        if timer.is_alive():  # it starts them just now
+            timer.join()
         for process in started:
             process.kill()
             process.wait()
