@@ -312,8 +312,7 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
         return findings[0].title
     if found is None:
         return nothing_text(None)
-    said = filter(None, (_recurrence_text(found, "it"), _own_backward_text(found)))
-    inside = "".join(f", {each}" for each in said)
+    inside = "".join(f", {each}" for each in _own_work_texts(found, "it"))
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
     return nothing_text(found.ledger, few=few, inside=inside) + ("" if inside else large)
@@ -368,9 +367,12 @@ def _own_backward_text(found: RunLedger | None) -> str:
 def _own_work_notes(found: RunLedger | None, findings: Sequence[Finding]) -> Iterator[str]:
     """What is told of the model's work beside a problem, and else in the headline."""
     if findings and findings[0].severity != "info":
-        for text in (_recurrence_text(found, "the step"), _own_backward_text(found)):
-            if text:
-                yield f"the model's own work: {text}"
+        yield from (f"the model's own work: {text}" for text in _own_work_texts(found, "the step"))
+
+
+def _own_work_texts(found: RunLedger | None, whole: str) -> list[str]:
+    """Of the model's own work what may be the job's doing, and has no price."""
+    return [text for text in (_recurrence_text(found, whole), _own_backward_text(found)) if text]
 
 
 def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:

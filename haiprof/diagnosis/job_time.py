@@ -268,7 +268,7 @@ class JobTime:
             for row, position in enumerate(self.used)
             if position in table.cell[rows]
         )
-        others = np.maximum(sum(ns.mean(axis=0) for ns in self.cell_ns) - every, 0.0)
+        others = np.maximum((self.period_ns - self.collected_ns).mean(axis=0) - every, 0.0)
         return _change_text(
             self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact, others
         )
@@ -686,11 +686,11 @@ def _find_growth(
     share = seen[:, 0] / np.maximum(seen[:, 1], 1.0)
     before, after = float(exact_ns[:cut].mean()), float(exact_ns[cut:].mean())
     rest = float(others_ns[:cut].mean()), float(others_ns[cut:].mean())
-    if min(rest) > 0:
-        before *= max(rest[1] / rest[0], 1.0)
     disturbed = cells.ns[cells.activity == NO_CORE].sum() > _DISTURBED * cells.ns.sum()
     if disturbed:
         before = after = 1.0  # who has the cores may have changed: its share alone tells
+    elif min(rest) > 0:
+        before *= max(rest[1] / rest[0], 1.0)
     if after * share[1] <= _GROWN * before * share[0] or after * low[1] <= before * high[0]:
         return None
     sampled, exact, of_all = (

@@ -734,9 +734,9 @@ def what_happened(end: ProcessEnd) -> str:
         of = "of its control group" if end.oom.get("in_cgroup") is not False else "of the machine"
         return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
     if end.signal is not None:
-        said = _last_line(end) if end.signal in _CRASHES else ""
-        if end.signal in _CRASHES and end.crashed_at:
-            said = f", {crash_place(end)}"
+        said = ""
+        if end.signal in _CRASHES:
+            said = f", {crash_place(end)}" if end.crashed_at else _last_line(end)
         return (_SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}") + said
     if end.status == 0:
         return "it ended with exit status 0"
