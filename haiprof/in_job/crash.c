@@ -34,7 +34,6 @@ enum {
     TEXT_BYTES = 1 << 15,
     STACK_BYTES = 1 << 16,
     WAIT_MS = 1000,
-    MOST_TRIES = 50,
 };
 static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 
@@ -46,8 +45,8 @@ static struct {
     int line;              /* its first line, in ints */
     size_t text, bytes;    /* where a str of ASCII and a bytes object begin */
 } layout;
-static atomic_int is_found, has_entered;
-static int tries;
+static int is_found;
+static atomic_int has_entered;
 
 static struct {
     char text[TEXT_BYTES];
@@ -130,41 +129,6 @@ find_layout(PyObject *one, PyObject *other)
     PyErr_Clear();
     return layout.text && layout.bytes && lines[0] != lines[1] && layout.file >= 0 &&
         layout.name >= 0 && layout.table >= 0 && layout.line >= 0;
-}
-
-int
-haiprof_lacks_codes(void)
-{
-    return folder[0] && !atomic_load(&is_found) && tries < MOST_TRIES;
-}
-
-/* On the main thread, with the interpreter lock. */
-void
-haiprof_find_codes(PyThreadState *thread)
-{
-    if (!haiprof_lacks_codes()) {
-        return;
-    }
-    tries++;
-    process = getpid();
-    main_task = syscall(SYS_gettid);
-    int collects = PyGC_Disable(); /* CPython 3.11 may collect as it makes a frame object */
-    PyFrameObject *frame = PyThreadState_GetFrame(thread);
-    PyObject *before = NULL;
-    for (int at = 0; frame != NULL && !atomic_load(&is_found) && at < MOST_FRAMES; at++) {
-        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
-        if (before != NULL && before != code && find_layout(before, code)) {
-            atomic_store(&is_found, 1);
-        }
-        Py_XDECREF(before);
-        before = code;
-        frame = haiprof_step_out(frame);
-    }
-    Py_XDECREF(before);
-    Py_XDECREF(frame);
-    if (collects) {
-        PyGC_Enable();
-    }
 }
 
 /* A number of 6 bits a byte, and the next byte. */
@@ -303,7 +267,7 @@ note(int number, siginfo_t *info, void *context)
 {
     (void)context;
     /* In a forked child another process would be read, and told of. */
-    if (getpid() == process && atomic_load(&is_found) && !atomic_exchange(&has_entered, 1)) {
+    if (getpid() == process && is_found && !atomic_exchange(&has_entered, 1)) {
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
         add_number(now.tv_sec * 1000000000LL + now.tv_nsec);
@@ -339,9 +303,10 @@ void
 haiprof_watch_crashes(void)
 {
     stack_t own = {.ss_sp = stack_of_handler, .ss_size = sizeof stack_of_handler}, known;
-    if (!folder[0]) {
+    if (!is_found || getpid() != process) {
         return;
     }
+    main_task = syscall(SYS_gettid);
     if (sigaltstack(NULL, &known) == 0 && (known.ss_flags & SS_DISABLE)) {
         sigaltstack(&own, NULL); /* for a stack that is full */
     }
@@ -356,18 +321,21 @@ haiprof_watch_crashes(void)
     }
 }
 
-/* Arguments: the folder for the file of a crash, and its name. */
+/* Arguments: the folder for the file of a crash, its name, and two code objects. */
 static PyObject *
 write_crashes(PyObject *module, PyObject *arguments)
 {
     (void)module;
     const char *into, *name;
-    if (!PyArg_ParseTuple(arguments, "yy", &into, &name)) {
+    PyObject *one, *other;
+    if (!PyArg_ParseTuple(arguments, "yyOO", &into, &name, &one, &other)) {
         return NULL;
     }
+    process = getpid();
     if (strlen(into) < sizeof folder && strlen(name) < sizeof file_name) {
         strcpy(file_name, name);
         strcpy(folder, into);
+        is_found = find_layout(one, other);
     }
     Py_RETURN_NONE;
 }

@@ -39,7 +39,7 @@ _LOADED_S = time.time()
 
 OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
 
-_VERSION = 5
+_VERSION = 6
 """Of frames.c; one that was built of older text is not used."""
 _MODULE_CONTENT: Any = vars(ModuleType)["__dict__"]
 _CLASS_CONTENT: Any = vars(type)["__dict__"]

@@ -36,6 +36,7 @@ enum {
     THREAD_WORDS = 64,
     MOST_PAIRS = 64,
     MOST_TRIES = 200,
+    FEW_TRIES = 50,    /* of these, so many are asked for */
     MOST_CHECKS = 1000,
     MOST_READS = 3,    /* further callers are known where they were read with these */
     MOST_BEGIN = 1024, /* of the instructions in a code object, in bytes */
@@ -216,6 +217,12 @@ haiprof_forget_places(void)
     atomic_store(&is_found, 0);
     tries = checks = 0;
     process = getpid();
+}
+
+int
+haiprof_lacks_places(void)
+{
+    return !atomic_load(&is_found) && tries < FEW_TRIES;
 }
 
 int

@@ -178,7 +178,6 @@ prepare_on_main(void *unused)
     lock = find_runtime() ? find_lock() : NULL;
     breaker = lock != NULL && sets_breaker ? find_breaker() : NULL;
     haiprof_knows_places(main_thread);
-    haiprof_find_codes(main_thread);
     haiprof_watch_crashes();
     atomic_store(&is_prepared, 1);
     return 0;
@@ -192,7 +191,6 @@ look_again(void *unused)
 {
     (void)unused;
     haiprof_knows_places(main_thread);
-    haiprof_find_codes(main_thread);
     atomic_store(&looks_again, 0);
     return 0;
 }
@@ -227,7 +225,6 @@ take_own(void *unused)
     long long began = read_clock(CLOCK_MONOTONIC);
     int count = atomic_load(&stopped) ? 0 : atomic_load(&waiting_count);
     int is_true = count && haiprof_knows_places(main_thread);
-    haiprof_find_codes(main_thread);
     for (int at = 0; at < count; at++) {
         haiprof_take_sample(main_thread, 0, &waiting[at].moment, waiting[at].places,
                             is_true ? waiting[at].place_count : 0);
@@ -566,7 +563,7 @@ sample(PyObject *module, PyObject *arguments)
         if (!atomic_load(&stopped)) {
             haiprof_take_sample(is_known ? main_thread : NULL, ident, &moment, NULL, 0);
         }
-        if (is_known && haiprof_lacks_codes() && !atomic_exchange(&looks_again, 1)) {
+        if (is_known && haiprof_lacks_places() && !atomic_exchange(&looks_again, 1)) {
             Py_AddPendingCall(look_again, NULL);
         }
         atomic_fetch_add(&lock_ns, read_clock(CLOCK_MONOTONIC) - began);

@@ -48,6 +48,9 @@ haiprof_address_of(PyFrameObject *frame)
 int haiprof_knows_places(PyThreadState *thread);
 void haiprof_forget_places(void);
 
+/* Whether it is worth another look to find them. */
+int haiprof_lacks_places(void);
+
 /* Whether memory is the interpreter's static one. */
 int haiprof_is_in_runtime(const void *address);
 
@@ -57,9 +60,7 @@ int haiprof_read_places(PyThreadState *thread, Place *places);
 /* So many of the main thread, in a handler of a signal. */
 int haiprof_read_main_places(Place *places, int most);
 
-/* Where code objects keep what a crash is told by, and the handlers; on the main thread. */
-void haiprof_find_codes(PyThreadState *thread);
-int haiprof_lacks_codes(void);
+/* Installs the handlers of crashes; on the main thread. */
 void haiprof_watch_crashes(void);
 
 extern PyMethodDef haiprof_clock_functions[], haiprof_crash_functions[];

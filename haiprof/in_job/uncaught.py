@@ -248,7 +248,9 @@ def _watch_crashes(folder: Path) -> None:
     compiled = compiled_part()
     if compiled is not None:
         name = f"{socket.gethostname()}-{os.getpid()}.crash"
-        compiled.write_crashes(os.fsencode(folder), os.fsencode(name))
+        # Of methods, whose qualified names, which are looked for, are not their names.
+        codes = Uncaught.watch.__code__, Uncaught.finish.__code__
+        compiled.write_crashes(os.fsencode(folder), os.fsencode(name), *codes)
 
 
 def _finish_with_child(uncaught: Uncaught) -> None:
