@@ -6,6 +6,7 @@ builds in the place of the installed ones.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import importlib
 import importlib.util
@@ -17,20 +18,26 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-import haiprof.trace_format.kineto
+import haiprof
 
 NATIVE_ENV = "HAIPROF_FUZZ_NATIVE"
 """Folder of the builds to take; set by `environment`."""
-_FORMATS = Path(haiprof.trace_format.__file__).parent
-_IN_JOB = _FORMATS.parent / "in_job"
-_SOURCES = {
-    "haiprof.trace_format.kineto._native": (_FORMATS / "kineto/native.c",),
-    "haiprof.trace_format._plain_pickle": (_FORMATS / "plain_pickle.c",),
-    "haiprof.in_job._spans": (_IN_JOB / "spans.c", _IN_JOB / "calls.c"),
-    "haiprof.in_job._frames": tuple(
-        _IN_JOB / name for name in ("frames.c", "sample_clock.c", "running_place.c")
-    ),
-}
+_PACKAGE = Path(haiprof.__file__).parent
+
+
+def _parts() -> dict[str, tuple[Path, ...]]:
+    """Sources of each part in C by its module, as setup.py builds them; that in C++ is not here."""
+    for statement in ast.parse((_PACKAGE.parent / "setup.py").read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_PARTS":
+            return {
+                f"haiprof.{name}": tuple(_PACKAGE / source for source in sources)
+                for name, sources in ast.literal_eval(statement.value).items()
+                if all(source.endswith(".c") for source in sources)
+            }
+    raise AssertionError("setup.py names no parts")
+
+
+_SOURCES = _parts()
 _FLAGS = (
     "-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined", "-fsanitize-coverage=trace-pc",

@@ -114,6 +114,7 @@ def test_next_seconds_of_a_running_job_are_judged(tmp_path: Path) -> None:
         folder = tmp_path / "diagnosis"
         words = ("--collect", "--time", "6", "--json", "--folder", str(folder))
         done = run_haiprof("diagnose", str(run), *words)
+        assert done.returncode == 0, done.stderr
         content = json.loads(done.stdout)
         assert "forward_bound" in [finding["slug"] for finding in content["findings"]]
         assert content["since_ns"] > 0
