@@ -131,9 +131,9 @@ def test_next_seconds_of_a_running_job_are_judged(tmp_path: Path) -> None:
 
 
 def _reported(logs: Path, process: subprocess.Popen[bytes]) -> Path:
-    """The run directory, once its rank has reported in."""
+    """The run directory, once its rank has written steps."""
     while process.poll() is None:
-        found = list(logs.glob("*/ranks/0/rank.json"))
+        found = list(logs.glob("*/ranks/0/phases.rec"))
         if found:
             return found[0].parents[2]
     raise AssertionError("the job ended before it trained")
