@@ -11,6 +11,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.diagnosis.verdict import Evidence, Finding
 from haiprof.live.follow import JobNow, RankNow
+from haiprof.run_analysis.lines import CodeLine
 from haiprof.show.card import save_card_svg, save_verdict, verdict_card, view_text
 from haiprof.show.rank_summary import one_rank_summary
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
@@ -51,6 +52,20 @@ def test_card_is_short_unless_everything_is_asked_for(tmp_path: Path, width: int
     assert "move the preprocessing in" in short
     assert f"confidence {FORWARD_BOUND.confidence * 100:.0f} %" in short
     assert "--all" in short
+
+
+def test_short_card_advises_what_counts_alone(tmp_path: Path) -> None:
+    at = CodeLine(
+        file="train.py", line=7, function="log", share=0.01, low=None, high=None, of="the step",
+        sample_count=9, callees=(),
+    )  # fmt: skip
+    small = replace(DRIFT, severity="info", remedy="log less often", code_lines=(at,))
+    for found, advised in ((small, False), (replace(small, severity="warning"), True)):
+        folder = tmp_path / found.severity
+        text = card_text(folder, FORWARD_BOUND, found, everything=False)
+        assert found.title.split(",")[0] in text
+        assert ("log less often" in text) == advised
+    assert "log less often" in card_text(tmp_path / "alone", small, everything=False)
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 100])
