@@ -165,21 +165,22 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
         yield "STOP", (), "never_trained", f"no step ended in the last {_IDLE_DEATHS} starts"
     if last.growth_bytes_per_step is not None:
         grown = f"memory grew by {bytes_text(round(last.growth_bytes_per_step))} a step"
-        buys = "" if last.step is None else f" after some {last.step + 1} steps"
         if last.has_saved:
-            yield "RESTART", (), "grows", f"{grown}: it dies again{buys}; stop the growth first"
+            after = "" if last.step is None else f" after some {last.step + 1} steps"
+            text = f"{grown}: a restart goes on from the checkpoint, and dies again{after}"
+            yield "RESTART", (), "grows", f"{text}; for good, stop the growth"
         text = f"{grown}, and no checkpoint was seen: begun anew, it dies at about the same step"
         yield "STOP", (), "grows", f"{text}; stop the growth first"
     none = f"none of {len(earlier)} earlier deaths was like it" if earlier else "its first death"
     if alike:
         none = f"{len(alike)} of {len(earlier)} earlier deaths had the same cause"
-    text = f"{none}: nothing shows that it fails the same way again"
+    text = f"{none}: a restart may get past it, nothing shows that it fails the same way again"
     if last.own_error is not None:
-        text = f"{none}, once: {last.own_error} of the job's own code comes again unless data or "
-        text += "machine caused it; after a second death at that line: STOP"
+        text = f"{none}: a restart gets past it where the order of the data or the machine caused "
+        text += f"this {last.own_error}; for good, fix the line: a second death there is a STOP"
     if last.cause == "deadlock":
-        text = f"{none}, once: which thread comes first is chance, so that it may pass there, and "
-        text += "meets it again some day; after a second death at that line: STOP"
+        text = f"{none}: a restart may get past it, as which thread comes first is chance; for "
+        text += "good, change how the locks are taken: a second death at that line is a STOP"
     yield "RESTART", (), "not_repeated", text
 
 

@@ -136,7 +136,8 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
     for finding in others[:_BRIEF_OTHERS]:
         title = Text(printable(finding.title), style=_SEVERITY_STYLES[finding.severity])
         grid.add_row("also", title)
-        advised = finding.severity != "info" or finding is verdict.findings[0]
+        first_row = finding is verdict.findings[0]
+        advised = not verdict.death and (finding.severity != "info" or first_row)
         for place in finding.code_lines[:1] if advised else ():
             text = f"at {printable(place.location)}; {finding.remedy}"
             grid.add_row("", Text(text, style="dim"))

@@ -671,11 +671,11 @@ def test_what_was_printed_before_a_death_is_a_witness_whose_rank_may_not_be_know
         ("FloatingPointError", "Non-finite loss", [], "STOP", "it ended on a NaN"),
         ("SystemExit", "1", ["best loss: inf"], "RESTART", "its first death"),
         ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (32x60 and 64x64)", [],
-         "RESTART", "RuntimeError of the job's own code comes again"),
+         "RESTART", "caused this RuntimeError; for good, fix"),
         ("RuntimeError", "cuDNN error", [], "RESTART", "nothing shows that it fails the same"),
         ("AssertionError", "Caught AssertionError in DataLoader worker process 0.\nOriginal "
          "Traceback (most recent call last):\nAssertionError: bad sample", [],
-         "RESTART", "AssertionError of the job's own code comes again"),
+         "RESTART", "caused this AssertionError; for good, fix"),
     ],
 )  # fmt: skip
 def test_first_death_that_comes_again_is_told_so(
@@ -888,7 +888,7 @@ def test_rank_whose_threads_wait_for_each_others_locks_is_told_so(
     advice = restart_advice(RunFrames(job.run.root))
     assert advice is not None
     assert advice.action == "RESTART"
-    assert ("after a second death at that line: STOP" in advice.text) == is_locked
+    assert ("a second death at that line is a STOP" in advice.text) == is_locked
 
 
 def test_later_start_of_the_same_slurm_job_tells_a_requeue(job: Job) -> None:

@@ -266,12 +266,15 @@ def test_an_interrupt_before_is_no_death() -> None:
 
 def test_restart_is_said_with_what_it_is_good_for() -> None:
     grew = advise(CASES["memory that grew between saves"][1], frozenset(TWO)).text
-    assert grew == ("memory grew by 1.91 MiB a step: it dies again after some 91 steps; "
-                    "stop the growth first")  # fmt: skip
+    assert grew == ("memory grew by 1.91 MiB a step: a restart goes on from the checkpoint, and "
+                    "dies again after some 91 steps; for good, stop the growth")  # fmt: skip
     text = advise(CASES["exit at other steps"][1], frozenset(TWO)).text
     assert text.startswith("1 of 1 earlier deaths had the same cause: ")
     text = advise(CASES["an error that data may have caused"][1], frozenset(TWO)).text
-    assert "once: IndexError of the job's own code comes again unless" in text
+    assert text == (
+        "its first death: a restart gets past it where the order of the data or the machine caused "
+        "this IndexError; for good, fix the line: a second death there is a STOP"
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

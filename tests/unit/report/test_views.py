@@ -11,6 +11,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.diagnosis.verdict import Evidence, Finding
 from haiprof.live.follow import JobNow, RankNow
+from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.lines import CodeLine
 from haiprof.show.card import save_card_svg, save_verdict, verdict_card, view_text
 from haiprof.show.rank_summary import one_rank_summary
@@ -24,6 +25,11 @@ from tests.unit.report.fake_run import empty_run, two_rank_run
 from tests.unit.report.fake_verdict import DRIFT, FORWARD_BOUND, fake_verdict
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
+DEATH = Death(
+    headline="rank 0 died", cause="exception", ranks=(0,), certain=True, what="KeyError: 3",
+    line="train.py:12", source=None, seen_at=None, traceback=(), message=None, died_ns=None,
+    step=7, fates=(), clock="", remedy="fix the line that raised it",
+)  # fmt: skip
 WIDTHS = [60, 80, 104, 132, 200]
 
 
@@ -297,3 +303,14 @@ def test_a_path_that_fits_on_a_line_is_not_broken() -> None:
     assert wide[0].rstrip() == f"{label}  {path}: why"
     assert wide[1].split() == ["other", "a", "reason"]
     assert max(map(len, view_text(table, width=40).splitlines())) <= 40
+
+
+def test_card_of_a_death_names_slow_lines_without_remedies(tmp_path: Path) -> None:
+    at = CodeLine(file="train.py", line=9, function="pause", share=0.3, low=None, high=None,
+                  of="the step", sample_count=9, callees=())  # fmt: skip
+    slow = replace(FORWARD_BOUND, code_lines=(at,), remedy="remove the sleep")
+    verdict = replace(fake_verdict(slow, slow), death=DEATH)
+    text = view_text(verdict_card(verdict, header(empty_run(tmp_path))), width=100)
+    assert slow.title in text
+    assert "fix the line" in text
+    assert "remove the sleep" not in text
