@@ -137,6 +137,16 @@ def test_rank_that_hung_is_the_late_one_of_the_figure(tmp_path: Path) -> None:
     assert bars["marker"]["color"] == [BLUE, VERMILLION]
 
 
+def test_words_between_backticks_of_a_remedy_are_code(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ranks=2)
+    job.died(0, 0, "RuntimeError", GLOO)
+    death = job.death()
+    assert "`haiprof " in death.remedy
+    page = parts_of(report_html(page_content(Analyzer(job.run.root))))
+    assert "`" not in page.by_id("death").text
+    assert death.remedy.split("`")[1] in [each.text for each in page.all("code")]
+
+
 def test_run_without_steps_says_so(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     page = parts_of(report_html(page_content(Analyzer(tmp_path / "run"))))
