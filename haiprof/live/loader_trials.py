@@ -47,6 +47,8 @@ class LoaderTrial:
     """`as given`, `kept` (batches cost nothing), or the number of workers."""
     workers: int | None
     """What its loaders had, of the one with most; None where none was made."""
+    persistent: bool = False
+    """Whether that one kept its workers from epoch to epoch, as it does with numbers of workers."""
     ranks: int = 0
     step_count: int = 0
     """Steps that were measured, of the rank with the longest ones."""
@@ -172,8 +174,12 @@ def _measure(loader: str, folder: Path) -> LoaderTrial:
     except (HaiprofError, IndexError):
         return LoaderTrial(loader=loader, workers=None, reason="the job was not recorded")
     lines = [line for rank in files.ranks for line in rank.of_type("dataloader")]
-    known = [line["workers"] for line in lines if isinstance(line.get("workers"), int)]
-    workers = max(known, default=None)
+    known = [
+        (line["workers"], bool(line.get("persistent")))
+        for line in lines
+        if isinstance(line.get("workers"), int)
+    ]
+    workers, persistent = max(known, default=(None, False))
     if not starts:
         return LoaderTrial(loader=loader, workers=workers, reason="no training step was seen")
     if not lines:
@@ -195,6 +201,7 @@ def _measure(loader: str, folder: Path) -> LoaderTrial:
     return LoaderTrial(
         loader=loader,
         workers=workers,
+        persistent=persistent,
         ranks=len(starts),
         step_count=len(slowest),
         steps_per_s=NS_PER_S / mean.value,

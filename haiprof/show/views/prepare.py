@@ -291,19 +291,21 @@ def loader_trials_view(trials: Sequence[LoaderTrial]) -> RenderableType:
         Text(trials_headline(trials), style="bold"),
         table,
         *([Text(twice, style="dim")] if len(rates) > 1 else []),
+        *([Text(_PERSISTENT, style="dim")] if any(each.persistent for each in others) else []),
         *(one_line(f"{_name(each)}: {printable(each.reason or '')}") for each in failed),
     )
 
 
 def _join_repeat(trials: Sequence[LoaderTrial]) -> list[LoaderTrial]:
-    """The trials, where 0 workers are those of the job itself without that one.
+    """The trials without the one that has the workers of the job itself, kept alike.
 
     It has measured the loader as given again: how far they are apart is noise, and is in the
-    interval of that. With more workers a trial has another setting: it keeps them over epochs.
+    interval of that.
     """
     given, *others = trials
+    own = (str(given.workers), given.persistent)
     for again in others:
-        if again.loader == "0" and given.workers == 0 and again.steps_per_s is not None:
+        if (again.loader, again.persistent) == own and again.steps_per_s is not None:
             rates = [each.steps_per_s or 0.0 for each in (given, again)]
             ends = [each.low or 0.0 for each in (given, again)]
             ends += [each.high or 0.0 for each in (given, again)]
@@ -334,6 +336,7 @@ def trials_headline(trials: Sequence[LoaderTrial]) -> str:
     return "; ".join(parts) or "nothing could be measured but the loader as given"
 
 
+_PERSISTENT = "persistent: with persistent_workers=True, workers are not started anew in each epoch"
 _NO_GAIN_RATIO = 0.1
 """What is at most so much faster is told as no gain above that; above it noise hides what it is."""
 
@@ -359,9 +362,10 @@ def _times(trial: LoaderTrial, given: LoaderTrial) -> str:
 
 def _name(trial: LoaderTrial) -> str:
     if trial.loader == AS_GIVEN:
-        if trial.workers is None:
-            return AS_GIVEN
-        return f"{AS_GIVEN} ({count_text(trial.workers, 'worker')})"
-    if trial.loader == KEPT_BATCHES:
-        return "batches that cost nothing"
-    return count_text(int(trial.loader), "worker")
+        return AS_GIVEN if trial.workers is None else f"{AS_GIVEN} ({_workers_text(trial)})"
+    return "batches that cost nothing" if trial.loader == KEPT_BATCHES else _workers_text(trial)
+
+
+def _workers_text(trial: LoaderTrial) -> str:
+    count = trial.workers if trial.loader == AS_GIVEN else int(trial.loader)
+    return count_text(count or 0, "worker") + ", persistent" * trial.persistent

@@ -61,10 +61,16 @@ def test_own_setting_that_was_measured_twice_tells_the_noise_and_is_no_variant()
     assert note == "as given was measured twice: 20.4 and 16.6 steps/s, which differ by noise"
 
 
-def test_own_workers_are_a_variant_as_trials_keep_these_alive() -> None:
-    text = shown([trial("as given", 10, 2), trial("2", 18, 2)])
+def test_own_workers_are_a_variant_where_only_the_trial_keeps_these_alive() -> None:
+    kept = replace(trial("2", 18, 2), persistent=True)
+    text = shown([trial("as given", 10, 2), kept])
     assert "as given (2 workers) " in text
+    assert "2 workers, persistent " in text
+    assert "persistent_workers=True" in text
     assert "x1.80" in text
+    text = shown([replace(trial("as given", 10, 2), persistent=True), kept])
+    assert "measured twice" in text
+    assert "x1.80" not in text
 
 
 def test_what_noise_may_explain_is_no_gain() -> None:
