@@ -1,5 +1,7 @@
 """Options: one table for the command line, the environment, pyproject.toml and the manifest."""
 
+# ruff: noqa: RUF009 - `declare` makes a field
+
 from __future__ import annotations
 
 import importlib
@@ -7,20 +9,22 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import is_address, recording_folder
 from haiprof.base.trace_options import (
-    DEFAULT_STEPS,
     HangLimit,
-    ReactOptions,
+    OptionSpec,
     TraceOptions,
+    check,
+    declare,
     parse_hang_limit,
     parse_slow_limit,
-    parse_steps,
+    parse_switch,
+    specs_of,
 )
 
 USUAL_RECORDERS = (
@@ -35,6 +39,7 @@ SHARES = {"nobody": 0o700, "group": 0o750, "all": 0o755}
 SITE_OPTIONS = Path("/etc/haiprof/config.toml")
 """Options of all users of a machine, as its administrator sets them."""
 MEMORY_HISTORY = ("off", "auto", "on")
+REACTIONS = ("snapshot", "trace", "both", "off")
 DEFAULT_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.1
 MIN_STACKS_INTERVAL_S = 0.01
@@ -69,7 +74,6 @@ ENV_FLIGHT_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 ENV_FLIGHT_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """PyTorch's own: where its watchdog writes them, up to the rank's number."""
 FLIGHT_ENTRIES = "2000"
-_LOCAL_DIR = "local_dir"  # the one that is no field of `Options`: with an address it is log_dir
 _INTERVAL_ENV = re.compile(r"HAIPROF_([A-Z0-9_]+)_INTERVAL\Z")
 DEFAULT_CACHE_LIMIT_MB = 4000.0
 MIN_DETAIL_H = 0.25
@@ -77,148 +81,14 @@ MIN_DETAIL_H = 0.25
 _BYTES_PER_MB = 1_000_000
 _PLATFORM_LOG_DIR = "MARSV2_LOG_DIR"
 _PORT_LIMIT = 65_535
+_TIMES_LIMIT = 1000
 _NAME_OK = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(TraceOptions, ReactOptions):
-    """What a run records, and where it is written."""
-
-    time_s: float = 0.0
-    """Seconds to record, from the first training step after the warm-up; 0 is the whole run."""
-    warmup_s: float = 0.0
-    """Seconds from the first training step that are not recorded."""
-    detail_h: float = 2.0
-    """Hours of a long run that are kept in full; what is older is folded. 0 keeps all."""
-    recorder: tuple[str, ...] = USUAL_RECORDERS
-    """Which recorders run."""
-    interval_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds between two samples, by recorder; others take 1 s."""
-    log_dir: Path = Path("haiprof-logs")
-    """Where run directories are created."""
-    address: str = ""
-    """Where runs are put once they are recorded, such as `s3://bucket/runs`; empty is nowhere."""
-    name: str = ""
-    """Name of the job; empty takes the script's."""
-    share: str = "nobody"
-    """Who may read the run beside its owner: `nobody`, `group` or `all`; none of them writes."""
-    admin_group: str = ""
-    """Administrators, who may read the run too, and whom commands show the jobs of others."""
-    run_id: str = ""
-    """Shared by launchers of one job on several nodes, so that they write one run directory."""
-    burst: bool = False
-    """A short window of GPU metrics by Nsight Systems, beside the job."""
-    burst_hz: int = 10_000
-    """Samples per second in a burst."""
-    burst_time_s: float = 5.0
-    """Length of a burst in seconds."""
-    memory_history: str = "auto"
-    """History of the CUDA allocator, for its snapshot where memory runs out: `off`, `on` from the
-    start, `auto` once nine tenths of the GPU's memory were allocated."""
-    tensorboard: bool = False
-    """Live scalars for TensorBoard beside the run."""
-    reach: str = ""
-    """HOST:PORT of the node that hands requests to nodes without a shared file system."""
-    reach_token: Path | None = None
-    """File with the token for that; None is reach.token in the log directory."""
-    prometheus_port: int = 0
-    """Port on the loopback interface at which Prometheus can scrape this node; 0 opens none."""
-    prometheus_allow: tuple[str, ...] = ()
-    """Users who may read it beside the job's own and root: names, uids, or `all`."""
-    kineto: bool = False
-    """Let the job be traced through Kineto, beside Python (KINETO_USE_DAEMON)."""
-    notify: str = ""
-    """URL or shell command that is told of hangs, slow-downs, deaths and the end; empty is none."""
-    quiet: bool = False
-    """Print neither the first line nor the verdict."""
-
-    def __post_init__(self) -> None:
-        for name in ("time_s", "warmup_s"):
-            if not math.isfinite(getattr(self, name)) or getattr(self, name) < 0:
-                raise UsageError(f"{name.removesuffix('_s')} must be 0 or more seconds")
-        if self.detail_h and not MIN_DETAIL_H <= self.detail_h < math.inf:
-            raise UsageError(f"detail must be {MIN_DETAIL_H:g} or more hours, or 0 to keep all")
-        for recorder, seconds in self.interval_s.items():
-            if recorder not in RECORDERS:
-                raise UsageError(
-                    f"interval.{recorder}: no such recorder", hint=f"one of {', '.join(RECORDERS)}"
-                )
-            least = MIN_STACKS_INTERVAL_S if recorder == "stacks" else MIN_INTERVAL_S
-            if not math.isfinite(seconds) or seconds < least:
-                raise UsageError(f"interval.{recorder} must be {least} s or more")
-        if self.share not in SHARES:
-            raise UsageError(f"share {self.share!r}: expected {', '.join(SHARES)}")
-        if self.memory_history not in MEMORY_HISTORY:
-            raise UsageError(
-                f"memory-history {self.memory_history!r}: expected {', '.join(MEMORY_HISTORY)}"
-            )
-        low, high = BURST_HZ_RANGE
-        if not low <= self.burst_hz <= high:
-            raise UsageError(f"burst-hz must be {low} to {high}")
-        if not math.isfinite(self.burst_time_s) or self.burst_time_s <= 0:
-            raise UsageError("burst-time must be more than 0 seconds")
-        if self.burst_hz * self.burst_time_s > BURST_SAMPLE_LIMIT:
-            raise UsageError(
-                f"burst-hz times burst-time is {self.burst_hz * self.burst_time_s:g} samples",
-                hint=f"at most {BURST_SAMPLE_LIMIT}: a shorter burst, or fewer samples per second",
-            )
-        if not 0 <= self.prometheus_port <= _PORT_LIMIT:
-            raise UsageError(f"prometheus-port must be 1 to {_PORT_LIMIT}, or 0 for none")
-        if self.kineto and self.traces:
-            raise UsageError(
-                "--kineto and --trace exclude each other: two profilers cannot share a process",
-                hint="with --kineto, traces are asked for while the job runs: haiprof trace now",
-            )
-        self.check_react()
-        self.check_trace(
-            time_s=self.time_s,
-            warmup_s=self.warmup_s,
-            phases="phases" in self.recorder,
-        )
-
-    @property
-    def traces(self) -> bool:
-        """Whether a window is traced; how to trace may be said of reactions alone."""
-        reacts = self.reacts_with_trace and self.react_times > 0
-        return super().traces or (self.says_how and not reacts)
-
-    def interval(self, recorder: str) -> float:
-        """Seconds between two samples of one recorder."""
-        return self.interval_s.get(recorder, DEFAULT_INTERVAL_S)
-
-    def boot_json(self) -> dict[str, object]:
-        """What the hook reads: the options, with the trace window worked out."""
-        trace = self.window(time_s=self.time_s, warmup_s=self.warmup_s)
-        return {**self.as_json(), "trace": trace}
-
-    def as_json(self) -> dict[str, object]:
-        """The options as plain JSON values, by their names on the command line."""
-        found: dict[str, object] = {}
-        for spec in OPTIONS:
-            if spec.field != _LOCAL_DIR:
-                found[spec.name.replace("-", "_")] = _plain(getattr(self, spec.field))
-            if spec.field == "recorder":
-                found["interval"] = dict(self.interval_s)
-        found["trace"] = self.traces
-        found["steps"] = None if self.steps is None else f"{self.steps[0]}:{self.steps[1]}"
-        found["notify"] = self.notify and ("URL" if is_notify_url(self.notify) else "command")
-        return found
 
 
 def _plain(value: object) -> object:
     if isinstance(value, (Path, HangLimit)):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _switch(text: str) -> bool:
-    """`1`, `true`, `yes`, `on` and their opposites."""
-    word = text.strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off", ""):
-        return False
-    raise ValueError("expected 1 or 0")
 
 
 def _address(text: str) -> str:
@@ -240,6 +110,10 @@ def _notify(text: str) -> str:
     if scheme and not is_notify_url(text):
         raise ValueError("expected http://, https:// or a command")
     return text
+
+
+def _log_dir(text: str) -> object:
+    return text if is_address(text) else _folder(text)
 
 
 def _folder(text: str) -> Path:
@@ -277,120 +151,160 @@ def _recorders(text: str) -> tuple[str, ...]:
     return tuple(r for r in RECORDERS if r in chosen)
 
 
-@dataclass(frozen=True)
-class OptionSpec:
-    """One option as users write it."""
+@dataclass(frozen=True, kw_only=True)
+class Options(TraceOptions):
+    """What a run records, and where it is written."""
 
-    name: str
-    """`--NAME`, `profile.NAME`, and the key in `[tool.haiprof]`."""
-    field: str
-    """The field of `Options`."""
-    parse: Callable[[str], object]
-    """Parses the text; raises ValueError."""
-    env: str
-    """Its environment variable."""
-    metavar: str
-    """What the help shows for its value; empty for a switch."""
-    help: str
-    """One line."""
+    # fmt: off
+    time_s: float = declare(
+        "time SECONDS", 0.0,
+        "stop recording after this time; the job runs on (default: the whole run)")
+    """From the first training step after the warm-up; 0 is the whole run."""
+    warmup_s: float = declare(
+        "warmup SECONDS", 0.0, "do not record the first SECONDS after the first training step")
+    detail_h: float = declare(
+        "detail HOURS", 2.0,
+        "keep so much of a long run in full, and sums per minute of what is older "
+        "(default: {default:g}; 0: keep all)")
+    recorder: tuple[str, ...] = declare(
+        "recorder LIST", USUAL_RECORDERS,
+        f"comma list of all, basic, {', '.join(RECORDERS)} (perf is not in all)", _recorders,
+        "HAIPROF_RECORDERS")
+    interval_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds between two samples, by recorder; others take 1 s."""
+    log_dir: Path = declare(
+        "log-dir DIR", Path("haiprof-logs"),
+        "where run directories go, also s3://BUCKET/... (default: {default})", _log_dir)
+    local_dir: Path | None = declare(
+        "local-dir DIR", None,
+        "with an address as log-dir: where runs are recorded first (default: "
+        "~/.local/state/haiprof/runs)", _folder)
+    """Is `log_dir` then, and nothing else reads it."""
+    address: str = ""
+    """Where runs are put once they are recorded, such as `s3://bucket/runs`; empty is nowhere."""
+    name: str = declare("name NAME", "", "name of the job (default: the script's)")
+    share: str = declare(
+        "share WHO", "nobody", "who else may read the run: nobody (default), group, or all")
+    admin_group: str = declare(
+        "admin-group GROUP", "",
+        "they may read the run, and are shown jobs of others (default: root alone)")
+    run_id: str = declare(
+        "run-id ID", "", "give all nodes of a job the same ID: they share one run directory")
+    burst: bool = declare(
+        "burst", False, "GPU metrics every 100 µs for 5 s, by Nsight Systems (nsys)")
+    burst_hz: int = declare(
+        "burst-hz HZ", 10_000, "samples per second of a burst (default: {default})")
+    burst_time_s: float = declare(
+        "burst-time SECONDS", 5.0, "length of a burst (default: {default:g})")
+    memory_history: str = declare(
+        "memory-history WHEN", "auto",
+        "record CUDA allocator history for the out-of-memory report: off, on, or auto (from "
+        "90 % memory use on; default: {default})")
+    tensorboard: bool = declare(
+        "tensorboard", False, "also write live scalars for TensorBoard into the run")
+    reach: str = declare(
+        "reach HOST:PORT", "",
+        "control channel without a shared file system; the node with HOST listens", _address)
+    reach_token: Path | None = declare(
+        "reach-token FILE", None,
+        "file with the token for --reach, mode 600 (default: reach.token in log-dir)", _folder)
+    prometheus_port: int = declare(
+        "prometheus-port PORT", 0,
+        "serve counters at 127.0.0.1:PORT for Prometheus (default: no port)")
+    prometheus_allow: tuple[str, ...] = declare(
+        "prometheus-allow USERS", (), "other users who may read them: names, uids, or all", _users)
+    """Beside the job's own user and root."""
+    kineto: bool = declare(
+        "kineto", False, "let `trace now` work through Kineto, without Python (12 µs per step)")
+    react: str = declare(
+        "react WHAT", "snapshot",
+        "automatic action: snapshot (of a hang, default), trace (of a slowdown), both, off")
+    slow_limit: float = declare(
+        "slow-limit PERCENT", 0.2,
+        "a slowdown is a median step this far above the rank's typical step "
+        "(default: {default:.0%})", parse_slow_limit)
+    """As a ratio."""
+    hang_limit: HangLimit = declare(
+        "hang-limit SECONDS|5x", HangLimit(),
+        "time without a step that counts as a hang; 5x: five times the longest so far, at "
+        "least 300 s", parse_hang_limit)
+    react_times: int = declare(
+        "react-times N", 2,
+        "maximum number of automatic snapshots, and of automatic traces (default: {default})")
+    notify: str = declare(
+        "notify COMMAND|URL", "",
+        "send a JSON message on a hang, a slowdown, a death and the end of the job "
+        "(default: nobody is told)", _notify)
+    quiet: bool = declare("quiet", False, "do not print the first line and the verdict")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        low, high = BURST_HZ_RANGE
+        samples, (hang_s, factor) = self.burst_hz * self.burst_time_s, self.hang_limit
+        least = dict.fromkeys(RECORDERS, MIN_INTERVAL_S) | {"stacks": MIN_STACKS_INTERVAL_S}
+        check((
+            (0 <= self.time_s < math.inf, "time must be 0 or more seconds", ""),
+            (0 <= self.warmup_s < math.inf, "warmup must be 0 or more seconds", ""),
+            (not self.detail_h or MIN_DETAIL_H <= self.detail_h < math.inf,
+             f"detail must be {MIN_DETAIL_H:g} or more hours, or 0 to keep all", ""),
+            *((each in least, f"interval.{each}: no such recorder", f"one of {', '.join(least)}")
+              for each in self.interval_s),
+            *((least.get(each, 0) <= seconds < math.inf,
+               f"interval.{each} must be {least.get(each)} s or more", "")
+              for each, seconds in self.interval_s.items()),
+            (self.share in SHARES, f"share {self.share!r}: expected {', '.join(SHARES)}", ""),
+            (self.memory_history in MEMORY_HISTORY,
+             f"memory-history {self.memory_history!r}: expected {', '.join(MEMORY_HISTORY)}", ""),
+            (low <= self.burst_hz <= high, f"burst-hz must be {low} to {high}", ""),
+            (0 < self.burst_time_s < math.inf, "burst-time must be more than 0 seconds", ""),
+            (samples <= BURST_SAMPLE_LIMIT, f"burst-hz times burst-time is {samples:g} samples",
+             f"at most {BURST_SAMPLE_LIMIT}: a shorter burst, or fewer samples per second"),
+            (0 <= self.prometheus_port <= _PORT_LIMIT,
+             f"prometheus-port must be 1 to {_PORT_LIMIT}, or 0 for none", ""),
+            (not (self.kineto and self.traces),
+             "--kineto and --trace exclude each other: two profilers cannot share a process",
+             "with --kineto, traces are asked for while the job runs: haiprof trace now"),
+            (self.react in REACTIONS, f"react must be one of {', '.join(REACTIONS)}", ""),
+            (0.01 <= self.slow_limit <= 100, "slow-limit must be 1% or more", ""),
+            (1 <= hang_s < math.inf if hang_s else 2 <= factor < math.inf,
+             "hang-limit must be 1 second or more, or 2x or more", ""),
+            (0 <= self.react_times <= _TIMES_LIMIT, f"react-times must be 0 to {_TIMES_LIMIT}", ""),
+            *self.trace_checks(self.time_s, self.warmup_s, phases="phases" in self.recorder),
+        ))  # fmt: skip
+
+    @property
+    def traces(self) -> bool:
+        """Whether a window is traced; how to trace may be said of reactions alone."""
+        reacts = self.react in ("trace", "both") and self.react_times > 0
+        return super().traces or (self.says_how and not reacts)
+
+    def interval(self, recorder: str) -> float:
+        """Seconds between two samples of one recorder."""
+        return self.interval_s.get(recorder, DEFAULT_INTERVAL_S)
+
+    def boot_json(self) -> dict[str, object]:
+        """What the hook reads: the options, with the trace window worked out."""
+        trace = self.window(time_s=self.time_s, warmup_s=self.warmup_s)
+        return {**self.as_json(), "trace": trace}
+
+    def as_json(self) -> dict[str, object]:
+        """The options as plain JSON values, by their names on the command line."""
+        found: dict[str, object] = {}
+        for spec in OPTIONS:
+            if spec.field != "local_dir":
+                found[spec.name.replace("-", "_")] = _plain(getattr(self, spec.field))
+            if spec.field == "recorder":
+                found["interval"] = dict(self.interval_s)
+        found["trace"] = self.traces
+        found["steps"] = None if self.steps is None else f"{self.steps[0]}:{self.steps[1]}"
+        found["notify"] = self.notify and ("URL" if is_notify_url(self.notify) else "command")
+        return found
 
 
-OPTIONS = (
-    OptionSpec("time", "time_s", float, "HAIPROF_TIME", "SECONDS",
-               "stop recording after this time; the job runs on (default: the whole run)"),
-    OptionSpec("warmup", "warmup_s", float, "HAIPROF_WARMUP", "SECONDS",
-               "do not record the first SECONDS after the first training step"),
-    OptionSpec("detail", "detail_h", float, "HAIPROF_DETAIL", "HOURS",
-               "keep so much of a long run in full, and sums per minute of what is older "
-               f"(default: {Options.detail_h:g}; 0: keep all)"),
-    OptionSpec("trace", "trace", _switch, "HAIPROF_TRACE", "",
-               "trace some steps with torch.profiler on every rank"),
-    OptionSpec("steps", "steps", parse_steps, "HAIPROF_STEPS", "A:B",
-               "trace steps A to B-1; implies --trace"),
-    OptionSpec("trace-steps", "trace_steps", int, "HAIPROF_TRACE_STEPS", "N",
-               f"trace N steps (default: {DEFAULT_STEPS})"),
-    OptionSpec("trace-stacks", "trace_stacks", _switch, "HAIPROF_TRACE_STACKS", "",
-               "with Python call stacks; implies --trace"),
-    OptionSpec("trace-shapes", "trace_shapes", _switch, "HAIPROF_TRACE_SHAPES", "",
-               "with the shapes of operators' inputs"),
-    OptionSpec("trace-memory", "trace_memory", _switch, "HAIPROF_TRACE_MEMORY", "",
-               "with allocations and releases"),
-    OptionSpec("trace-flops", "trace_flops", _switch, "HAIPROF_TRACE_FLOPS", "",
-               "with floating point operations, estimated"),
-    OptionSpec("trace-modules", "trace_modules", _switch, "HAIPROF_TRACE_MODULES", "",
-               "with the modules of TorchScript (of others: --trace-stacks)"),
-    OptionSpec("trace-sync", "trace_sync", _switch, "HAIPROF_TRACE_SYNC", "",
-               "with CUDA synchronisation events"),
-    OptionSpec("execution-trace", "execution_trace", _switch, "HAIPROF_EXECUTION_TRACE", "",
-               "also an execution trace of the same steps; implies --trace"),
-    OptionSpec("explain", "explain", _switch, "HAIPROF_EXPLAIN", "",
-               "trace two steps with the lines that call operators: what backward does has a line"),
-    OptionSpec("repeat", "repeat", int, "HAIPROF_REPEAT", "N",
-               f"trace N windows (default: {Options.repeat})"),
-    OptionSpec("repeat-every", "repeat_every", int, "HAIPROF_REPEAT_EVERY", "STEPS",
-               "steps between the starts of two windows (default: ten times the window)"),
-    OptionSpec("keep-slow", "keep_slow", _switch, "HAIPROF_KEEP_SLOW", "",
-               "trace a few steps repeatedly, and keep windows with a slow step; implies --trace"),
-    OptionSpec("slow-ratio", "slow_ratio", float, "HAIPROF_SLOW_RATIO", "RATIO",
-               f"a slow step takes RATIO times the typical step (default: {Options.slow_ratio})"),
-    OptionSpec("slow-cost", "slow_cost", float, "HAIPROF_SLOW_COST", "RATIO",
-               f"maximum overhead of --keep-slow (default: {Options.slow_cost})"),
-    OptionSpec("trace-limit", "trace_limit_mb", float, "HAIPROF_TRACE_LIMIT", "MB",
-               f"largest raw trace of a rank and window (default: {Options.trace_limit_mb:g})"),
-    OptionSpec("recorder", "recorder", _recorders, "HAIPROF_RECORDERS", "LIST",
-               f"comma list of all, basic, {', '.join(RECORDERS)} (perf is not in all)"),
-    OptionSpec("log-dir", "log_dir", lambda text: text if is_address(text) else _folder(text),
-               ENV_LOG_DIR, "DIR",
-               f"where run directories go, also s3://BUCKET/... (default: {Options.log_dir})"),
-    OptionSpec("local-dir", _LOCAL_DIR, _folder, "HAIPROF_LOCAL_DIR", "DIR",
-               "with an address as log-dir: where runs are recorded first (default: "
-               "~/.local/state/haiprof/runs)"),
-    OptionSpec("name", "name", str, "HAIPROF_NAME", "NAME",
-               "name of the job (default: the script's)"),
-    OptionSpec("share", "share", str, "HAIPROF_SHARE", "WHO",
-               "who else may read the run: nobody (default), group, or all"),
-    OptionSpec("admin-group", "admin_group", str, "HAIPROF_ADMIN_GROUP", "GROUP",
-               "they may read the run, and are shown jobs of others (default: root alone)"),
-    OptionSpec("run-id", "run_id", str, "HAIPROF_RUN_ID", "ID",
-               "give all nodes of a job the same ID: they share one run directory"),
-    OptionSpec("burst", "burst", _switch, "HAIPROF_BURST", "",
-               "GPU metrics every 100 µs for 5 s, by Nsight Systems (nsys)"),
-    OptionSpec("burst-hz", "burst_hz", int, "HAIPROF_BURST_HZ", "HZ",
-               f"samples per second of a burst (default: {Options.burst_hz})"),
-    OptionSpec("burst-time", "burst_time_s", float, "HAIPROF_BURST_TIME", "SECONDS",
-               f"length of a burst (default: {Options.burst_time_s:g})"),
-    OptionSpec("memory-history", "memory_history", str, "HAIPROF_MEMORY_HISTORY", "WHEN",
-               "record CUDA allocator history for the out-of-memory report: off, on, or auto (from "
-               f"90 % memory use on; default: {Options.memory_history})"),
-    OptionSpec("tensorboard", "tensorboard", _switch, "HAIPROF_TENSORBOARD", "",
-               "also write live scalars for TensorBoard into the run"),
-    OptionSpec("reach", "reach", _address, "HAIPROF_REACH", "HOST:PORT",
-               "control channel without a shared file system; the node with HOST listens"),
-    OptionSpec("reach-token", "reach_token", _folder, "HAIPROF_REACH_TOKEN", "FILE",
-               "file with the token for --reach, mode 600 (default: reach.token in log-dir)"),
-    OptionSpec("prometheus-port", "prometheus_port", int, "HAIPROF_PROMETHEUS_PORT", "PORT",
-               "serve counters at 127.0.0.1:PORT for Prometheus (default: no port)"),
-    OptionSpec("prometheus-allow", "prometheus_allow", _users, "HAIPROF_PROMETHEUS_ALLOW", "USERS",
-               "other users who may read them: names, uids, or all"),
-    OptionSpec("kineto", "kineto", _switch, "HAIPROF_KINETO", "",
-               "let `trace now` work through Kineto, without Python (12 µs per step)"),
-    OptionSpec("react", "react", str, "HAIPROF_REACT", "WHAT",
-               "automatic action: snapshot (of a hang, default), trace (of a slowdown), both, off"),
-    OptionSpec("slow-limit", "slow_limit", parse_slow_limit, "HAIPROF_SLOW_LIMIT", "PERCENT",
-               "a slowdown is a median step this far above the rank's typical step "
-               f"(default: {Options.slow_limit:.0%})"),
-    OptionSpec("hang-limit", "hang_limit", parse_hang_limit, "HAIPROF_HANG_LIMIT", "SECONDS|5x",
-               "time without a step that counts as a hang; 5x: five times the longest so far, at "
-               "least 300 s"),
-    OptionSpec("react-times", "react_times", int, "HAIPROF_REACT_TIMES", "N",
-               "maximum number of automatic snapshots, and of automatic traces "
-               f"(default: {Options.react_times})"),
-    OptionSpec("notify", "notify", _notify, "HAIPROF_NOTIFY", "COMMAND|URL",
-               "send a JSON message on a hang, a slowdown, a death and the end of the job "
-               "(default: nobody is told)"),
-    OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",
-               "do not print the first line and the verdict"),
-)  # fmt: skip
+_OWN, _TRACING = specs_of(Options), specs_of(TraceOptions)
+_OWN = _OWN[len(_TRACING) :]
+OPTIONS = (*_OWN[:3], *_TRACING, *_OWN[3:])
+"""In the order in which the help lists them: what is traced stands after the times."""
 INTERVAL_HELP = "seconds between two samples of one recorder, e.g. --interval.gpu 0.5"
 
 _BY_NAME = {spec.name: spec for spec in OPTIONS}
@@ -516,17 +430,16 @@ def merge_options(*layers: Mapping[str, object]) -> Options:
                 intervals.setdefault(recorder, intervals[group])
         intervals.pop(group, None)
     fields = {k: v for k, v in merged.items() if not k.startswith(prefix)}
-    local_dir = fields.pop(_LOCAL_DIR, None)
     if isinstance(fields.get("log_dir"), str):
         fields["address"] = fields["log_dir"]
-        fields["log_dir"] = local_dir or recording_folder(os.environ)
+        fields["log_dir"] = fields.get("local_dir") or recording_folder(os.environ)
     return Options(**fields, interval_s=intervals)  # type: ignore[arg-type]
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
     """HAIPROF_ENABLED=0 runs the job without haiprof; any other value, and none, records."""
     try:
-        return _switch(environ.get(ENV_ENABLED) or "1")
+        return parse_switch(environ.get(ENV_ENABLED) or "1")
     except ValueError as error:
         raise UsageError(f"{ENV_ENABLED}: {error}") from None
 

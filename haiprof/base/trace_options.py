@@ -1,10 +1,11 @@
-"""Trace windows and reactions as options: what is recorded, and what happens by itself."""
+"""How an option is declared; trace windows as options, and the limits of reactions."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple, TypeVar
 
 from haiprof.base.errors import UsageError
 
@@ -13,54 +14,133 @@ EXPLAIN_STEPS = 2
 STEP_LIMIT = 10_000  # a step of a small model is a megabyte of trace
 REPEAT_LIMIT = 10_000
 SPACING = 10  # steps from one window's start to the next, in lengths of a window
-DEFAULT_SLOW_RATIO = 1.5
-DEFAULT_SLOW_COST = 0.05
 DEFAULT_LIMIT_MB = 1000.0
 _BYTES_PER_MB = 1_000_000
 DEFAULT_LIMIT_BYTES = round(DEFAULT_LIMIT_MB * _BYTES_PER_MB)
+T = TypeVar("T")
 _WHAT = ("stacks", "shapes", "memory", "flops", "modules", "sync")
+
+
+Check = tuple[bool, str, str]
+"""What must hold, else what is said, and what to do."""
+
+
+def check(checks: Iterable[Check]) -> None:
+    """Raises UsageError for the first that does not hold."""
+    for holds, why, hint in checks:
+        if not holds:
+            raise UsageError(why, hint=hint)
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """One option as users write it."""
+
+    name: str
+    """`--NAME`, `profile.NAME`, and the key in `[tool.haiprof]`."""
+    field: str
+    """The field of `Options`."""
+    parse: Callable[[str], object]
+    """Parses the text; raises ValueError."""
+    env: str
+    """Its environment variable."""
+    metavar: str
+    """What the help shows for its value; empty for a switch."""
+    help: str
+    """One line."""
+
+
+def parse_switch(text: str) -> bool:
+    """`1`, `true`, `yes`, `on` and their opposites."""
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("expected 1 or 0")
+
+
+def declare(
+    spelling: str,
+    default: T,
+    help: str,
+    parse: Callable[[str], object] | None = None,
+    env: str = "",
+) -> T:
+    """A field of the options and how users write it: `time SECONDS`, or `trace` for a switch.
+
+    `{default}` in the help stands for the default; its type parses the text, unless told.
+    """
+    name, _, metavar = spelling.partition(" ")
+    return field(default=default, metadata={
+        "name": name, "metavar": metavar, "help": help.format(default=default),
+        "parse": parse or (parse_switch if default is False else type(default)),
+        "env": env or f"HAIPROF_{name.upper().replace('-', '_')}",
+    })  # fmt: skip
+
+
+def specs_of(options: type) -> list[OptionSpec]:
+    """The options that a class declares, by their fields."""
+    return [
+        OptionSpec(field=each.name, **each.metadata) for each in fields(options) if each.metadata
+    ]
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`A:B` as Python slices: A to B-1; `:B` begins at 0."""
+    first, colon, after = text.partition(":")
+    if not colon or not (first or "0").isdecimal() or not after.isdecimal():
+        raise ValueError("expected two step numbers: 100:105 is the five steps 100 to 104")
+    steps = int(first or "0"), int(after)
+    if steps[0] >= steps[1]:
+        raise ValueError("no step in it: 100:105 is the five steps 100 to 104")
+    return steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
     """Which steps of the job torch.profiler records beside haiprof's phases, and what of them."""
 
-    trace: bool = False
-    """A torch.profiler window of every rank; `steps`, `execution_trace`, `keep_slow`, `explain` and
-    what says how to trace imply it."""
-    steps: tuple[int, int] | None = None
+    # fmt: off
+    trace: bool = declare("trace", False, "trace some steps with torch.profiler on every rank")
+    steps: tuple[int, int] | None = declare(
+        "steps A:B", None, "trace steps A to B-1; implies --trace", parse_steps)
     """First step and the one after the last, counted from 0 at the rank's first training step."""
-    trace_steps: int | None = None
+    trace_steps: int | None = declare(
+        "trace-steps N", None, f"trace N steps (default: {DEFAULT_STEPS})", int)
     """Length of a window in steps; None is 5, or what `steps` or `time_s` say."""
-    trace_stacks: bool = False
-    """Python call stacks."""
-    trace_shapes: bool = False
-    """Shapes of the operators' inputs."""
-    trace_memory: bool = False
-    """Allocations and releases."""
-    trace_flops: bool = False
-    """Floating point operations of matrix products and convolutions, estimated by torch."""
-    trace_modules: bool = False
-    """Which module an operator belongs to."""
-    trace_sync: bool = False
-    """CUDA synchronisation events."""
-    execution_trace: bool = False
-    """An execution trace (ExecutionTraceObserver) of the same window."""
-    explain: bool = False
-    """Also the lines of the job that call operators, so that what backward does has a line; implies
-    `trace`, of two steps unless it is said of which."""
-    repeat: int = 1
+    trace_stacks: bool = declare(
+        "trace-stacks", False, "with Python call stacks; implies --trace")
+    trace_shapes: bool = declare("trace-shapes", False, "with the shapes of operators' inputs")
+    trace_memory: bool = declare("trace-memory", False, "with allocations and releases")
+    trace_flops: bool = declare(
+        "trace-flops", False, "with floating point operations, estimated")
+    trace_modules: bool = declare(
+        "trace-modules", False, "with the modules of TorchScript (of others: --trace-stacks)")
+    trace_sync: bool = declare("trace-sync", False, "with CUDA synchronisation events")
+    execution_trace: bool = declare(
+        "execution-trace", False, "also an execution trace of the same steps; implies --trace")
+    explain: bool = declare(
+        "explain", False,
+        "trace two steps with the lines that call operators: what backward does has a line")
+    repeat: int = declare("repeat N", 1, "trace N windows (default: {default})")
     """How many windows; with `keep_slow`, how many slow ones are kept at the most."""
-    repeat_every: int | None = None
-    """Steps from the start of one window to the start of the next; None is ten times its length."""
-    keep_slow: bool = False
-    """Trace in rolling windows, and keep those in which a step was slow."""
-    slow_ratio: float = DEFAULT_SLOW_RATIO
-    """What is slow: a step that takes so many times the run's normal one."""
-    slow_cost: float = DEFAULT_SLOW_COST
-    """Share of the run's time that `keep_slow` may take: it limits how many steps are traced."""
-    trace_limit_mb: float = DEFAULT_LIMIT_MB
-    """Largest raw trace of one rank and window, in MB (1,000,000 bytes)."""
+    repeat_every: int | None = declare(
+        "repeat-every STEPS", None,
+        "steps between the starts of two windows (default: ten times the window)", int)
+    keep_slow: bool = declare(
+        "keep-slow", False,
+        "trace a few steps repeatedly, and keep windows with a slow step; implies --trace")
+    slow_ratio: float = declare(
+        "slow-ratio RATIO", 1.5,
+        "a slow step takes RATIO times the typical step (default: {default})")
+    slow_cost: float = declare(
+        "slow-cost RATIO", 0.05, "maximum overhead of --keep-slow (default: {default})")
+    trace_limit_mb: float = declare(
+        "trace-limit MB", DEFAULT_LIMIT_MB,
+        "largest raw trace of a rank and window (default: {default:g})")
+    """In MB of 1,000,000 bytes."""
+    # fmt: on
 
     @property
     def traces(self) -> bool:
@@ -122,53 +202,37 @@ class TraceOptions:
         given = [f"--{name}" for name in _WHAT if getattr(self, f"trace_{name}")]
         return [*given, *(["--execution-trace"] if self.execution_trace else [])]
 
-    def check_trace(self, *, time_s: float, warmup_s: float, phases: bool) -> None:
-        """Checks the values."""
-        if not 1 <= self._length() <= STEP_LIMIT:
-            raise UsageError(
-                f"a trace window of {self._length()} steps: it must be 1 to {STEP_LIMIT}",
-                hint="several short windows: --trace-steps 5 --repeat 10 --repeat-every 1000",
-            )
-        if not 1 <= self.repeat <= REPEAT_LIMIT:
-            raise UsageError(f"repeat must be 1 to {REPEAT_LIMIT} windows")
-        if self.repeat_every is not None and self.repeat_every < 1:
-            raise UsageError("repeat-every must be 1 step or more")
-        if not math.isfinite(self.slow_ratio) or self.slow_ratio <= 1:
-            raise UsageError("slow-ratio must be more than 1: how many times the normal step")
-        if not math.isfinite(self.slow_cost) or self.slow_cost <= 0:
-            raise UsageError("slow-cost must be more than 0: a share of the run's time")
-        if not math.isfinite(self.trace_limit_mb) or self.trace_limit_mb < 1:
-            raise UsageError("trace-limit must be 1 MB or more")
-        if not self.traces:
-            when = {"repeat": self.repeat != 1, "repeat-every": self.repeat_every is not None}
-            for name in (name for name, given in when.items() if given):
-                raise UsageError(
-                    f"--{name} says how to trace, but no trace is asked for", hint="add --trace"
-                )
-            return
-        if not phases:
-            raise UsageError(
-                "--trace needs the recorder phases, which finds the steps",
-                hint="add phases to --recorder",
-            )
-        others = {
-            "--time": bool(time_s),
-            "--warmup": bool(warmup_s),
-            "--trace-steps": self.trace_steps is not None,
-            "--keep-slow": self.keep_slow,
-        }
-        for other, given in others.items():
-            if given and self.steps is not None:
-                raise UsageError(
-                    f"--steps and {other} both say which steps to trace",
-                    hint="--steps 100:105 alone, or --trace --warmup 120 --trace-steps 5",
-                )
-        by_time = time_s and not self._says_steps()
-        if self.repeat_every is not None and not by_time and self.repeat_every < self._length():
-            raise UsageError(
-                f"--repeat-every {self.repeat_every} is shorter than a window of"
-                f" {self._length()} steps"
-            )
+    def trace_checks(self, time_s: float, warmup_s: float, *, phases: bool) -> list[Check]:
+        """What must hold of the values."""
+        length, every, by_time = (
+            self._length(),
+            self.repeat_every,
+            time_s and not self._says_steps(),
+        )
+        how = {"repeat": self.repeat != 1, "repeat-every": every is not None}
+        given_steps = self.trace_steps is not None
+        which = {"--time": time_s, "--warmup": warmup_s, "--trace-steps": given_steps}
+        return [
+            (1 <= length <= STEP_LIMIT,
+             f"a trace window of {length} steps: it must be 1 to {STEP_LIMIT}",
+             "several short windows: --trace-steps 5 --repeat 10 --repeat-every 1000"),
+            (1 <= self.repeat <= REPEAT_LIMIT, f"repeat must be 1 to {REPEAT_LIMIT} windows", ""),
+            (every is None or every >= 1, "repeat-every must be 1 step or more", ""),
+            (1 < self.slow_ratio < math.inf,
+             "slow-ratio must be more than 1: how many times the normal step", ""),
+            (0 < self.slow_cost < math.inf,
+             "slow-cost must be more than 0: a share of the run's time", ""),
+            (1 <= self.trace_limit_mb < math.inf, "trace-limit must be 1 MB or more", ""),
+            *((self.traces, f"--{name} says how to trace, but no trace is asked for", "add --trace")
+              for name, given in how.items() if given),
+            (phases or not self.traces, "--trace needs the recorder phases, which finds the steps",
+             "add phases to --recorder"),
+            *((self.steps is None, f"--steps and {other} both say which steps to trace",
+               "--steps 100:105 alone, or --trace --warmup 120 --trace-steps 5")
+              for other, given in [*which.items(), ("--keep-slow", self.keep_slow)] if given),
+            (not every or bool(by_time) or every >= length or not self.traces,
+             f"--repeat-every {every} is shorter than a window of {length} steps", ""),
+        ]  # fmt: skip
 
     def _length(self) -> int:
         """Steps of a window."""
@@ -184,20 +248,6 @@ class TraceOptions:
         return given or self.keep_slow or self.explain
 
 
-def parse_steps(text: str) -> tuple[int, int]:
-    """`A:B` as Python slices: A to B-1; `:B` begins at 0."""
-    first, colon, after = text.partition(":")
-    if not colon or not (first or "0").isdecimal() or not after.isdecimal():
-        raise ValueError("expected two step numbers: 100:105 is the five steps 100 to 104")
-    steps = int(first or "0"), int(after)
-    if steps[0] >= steps[1]:
-        raise ValueError("no step in it: 100:105 is the five steps 100 to 104")
-    return steps
-
-
-REACTIONS = ("snapshot", "trace", "both", "off")
-DEFAULT_SLOW_LIMIT = 0.2
-_TIMES_LIMIT = 1000
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -211,42 +261,6 @@ class HangLimit(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.seconds:g}" if self.seconds else f"{self.factor:g}x"
-
-
-DEFAULT_HANG_LIMIT = HangLimit()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReactOptions:
-    """When haiprof looks into a running job by itself, and how."""
-
-    react: str = "snapshot"
-    """`snapshot` when no step ends, `trace` when steps get slower, `both`, or `off`."""
-    slow_limit: float = DEFAULT_SLOW_LIMIT
-    """How far the median step must rise above the rank's usual one, as a ratio."""
-    hang_limit: HangLimit = DEFAULT_HANG_LIMIT
-    """How long without a step is too long."""
-    react_times: int = 2
-    """Maximum number of reactions of each of the two kinds."""
-
-    @property
-    def reacts_with_trace(self) -> bool:
-        """Whether a trace is made when steps become slower."""
-        return self.react in ("trace", "both")
-
-    def check_react(self) -> None:
-        """Checks the values."""
-        if self.react not in REACTIONS:
-            raise UsageError(f"react must be one of {', '.join(REACTIONS)}")
-        if not math.isfinite(self.slow_limit) or not 0.01 <= self.slow_limit <= 100:
-            raise UsageError("slow-limit must be 1% or more")
-        seconds, factor = self.hang_limit
-        if seconds and not (math.isfinite(seconds) and seconds >= 1):
-            raise UsageError("hang-limit must be 1 second or more, or 2x or more")
-        if not seconds and not (math.isfinite(factor) and factor >= 2):
-            raise UsageError("hang-limit must be 1 second or more, or 2x or more")
-        if not 0 <= self.react_times <= _TIMES_LIMIT:
-            raise UsageError(f"react-times must be 0 to {_TIMES_LIMIT}")
 
 
 def parse_slow_limit(text: str) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 
-from haiprof.base.options import INTERVAL_HELP, OPTIONS, OptionSpec
-from haiprof.base.trace_options import TraceOptions
+from haiprof.base.options import INTERVAL_HELP, OPTIONS
+from haiprof.base.trace_options import OptionSpec, TraceOptions
 from haiprof.base.version import __version__
 from haiprof.cli.command_line import table, wrap
 from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUPS, second_words

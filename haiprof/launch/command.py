@@ -16,13 +16,13 @@ from pathlib import Path
 from haiprof.base.errors import UsageError
 from haiprof.base.options import (
     OPTIONS,
-    OptionSpec,
     is_option,
     option_spec,
     parse_dotted,
     parse_value,
     safe_name,
 )
+from haiprof.base.trace_options import OptionSpec
 from haiprof.run_format.secrets import mask_command
 
 AFTER_SCRIPT = ("time",)
