@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from haiprof.linux.perf_events import ATTR, EXCLUDE_KERNEL, INHERIT, READ_FORMAT, RECORD
+from haiprof.linux.perf_events import ATTR, EXCLUDE_KERNEL, INHERIT, READ_FORMAT, RECORD, Kernel
 from tests.fakes import FakeTree
 
 DEVICES = "sys/bus/event_source/devices"
@@ -79,7 +79,7 @@ class FakeEvent:
 
 
 @dataclass
-class FakePerf:
+class FakePerf(Kernel):
     """perf_event_open and its files, with the checks that the kernel makes."""
 
     tree: FakeTree

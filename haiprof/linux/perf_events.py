@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Protocol
 
 from haiprof.linux.procfs import read_int
 from haiprof.linux.readings import Entity, Reading, Status, Unavailable, os_status
@@ -52,24 +51,11 @@ class Event:
         return ATTR.pack(*head, 0, 0, self.config1, self.config2)
 
 
-class Kernel(Protocol):
+class Kernel:
     """The system calls, replaceable by a fake in tests."""
 
     def open(self, attr: bytes, pid: int, cpu: int) -> int:
-        """A file descriptor; raises OSError as perf_event_open(2) says."""
-
-    def read(self, fd: int) -> bytes:
-        """Count, time enabled and time running of an event (`RECORD`)."""
-
-    def close(self, fd: int) -> None:
-        """Ends the counting."""
-
-
-class LinuxKernel:
-    """The real system calls."""
-
-    def open(self, attr: bytes, pid: int, cpu: int) -> int:
-        """perf_event_open(2), closed on exec."""
+        """A file descriptor of perf_event_open(2), closed on exec."""
         number = _SYSCALL.get(platform.machine())
         if number is None:
             raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
@@ -82,11 +68,11 @@ class LinuxKernel:
         return fd
 
     def read(self, fd: int) -> bytes:
-        """One record."""
+        """Count, time enabled and time running of an event (`RECORD`)."""
         return os.read(fd, RECORD.size)
 
     def close(self, fd: int) -> None:
-        """Ends the event."""
+        """Ends the counting."""
         os.close(fd)
 
 
@@ -112,58 +98,52 @@ class Share:
         return 1.0 if least is None else least
 
 
-class ScaledCounter:
-    """One open event as a count that only grows.
+@dataclass(slots=True)
+class ScaledSum:
+    """What some open counters of one event come to, as a count that only grows.
 
     With more events than hardware counters the kernel multiplexes them, so each interval is scaled
     by its own time enabled / time running. Scaling the totals instead, as perf does at the end of a
     run, would give counts that decrease when the ratio changes.
     """
 
-    def __init__(self, kernel: Kernel, fd: int, name: str, share: Share) -> None:
-        self._kernel = kernel
-        self._fd = fd
-        self._name = name
-        self._share = share
-        self._total = 0
-        self._last = (0, 0, 0)
-
-    def read(self) -> int:
-        """Everything counted since it was opened."""
-        content = self._kernel.read(self._fd)
-        if len(content) != RECORD.size:
-            raise Unavailable(f"{self._name}: the kernel took the counter away")
-        now = RECORD.unpack(content)
-        count, enabled, running = (new - old for new, old in zip(now, self._last, strict=True))
-        if enabled > 0 and running <= 0:
-            reason = "no hardware counter was free: other profilers use them"
-            raise Unavailable(f"{self._name}: {reason}", remedy="end other users of perf counters")
-        if enabled > 0:
-            self._share.note(enabled, running)
-        self._total += count * enabled // running if running < enabled else count
-        self._last = now
-        return self._total
-
-    def close(self) -> None:
-        """Ends the counting."""
-        self._kernel.close(self._fd)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledSum:
-    """Several counters that make up one value."""
-
-    counters: Sequence[ScaledCounter]
+    kernel: Kernel
+    event: Event
+    share: Share
     unit: Fraction = Fraction(1)
     """What one count stands for, such as 64 bytes."""
+    _last: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The last record by descriptor."""
+    _total: int = 0
+
+    def open(self, *, pid: int, cpu: int) -> None:
+        """Opens a counter; raises OSError as perf_event_open(2) says."""
+        self._last[self.kernel.open(self.event.attr(), pid, cpu)] = (0, 0, 0)
 
     def read(self) -> int:
-        """The sum; raises as `ScaledCounter.read`."""
-        return int(sum(counter.read() for counter in self.counters) * self.unit)
+        """Everything counted since they were opened."""
+        for fd, last in self._last.items():
+            content = self.kernel.read(fd)
+            if len(content) != RECORD.size:
+                raise Unavailable(f"{self.event.name}: the kernel took the counter away")
+            now = RECORD.unpack(content)
+            count, enabled, running = (new - old for new, old in zip(now, last, strict=True))
+            if enabled > 0 and running <= 0:
+                reason = (
+                    f"{self.event.name}: no hardware counter was free: other profilers use them"
+                )
+                raise Unavailable(reason, remedy="end other users of perf counters")
+            if enabled > 0:
+                self.share.note(enabled, running)
+            self._total += count * enabled // running if running < enabled else count
+            self._last[fd] = now
+        return int(self._total * self.unit)
 
     def close(self) -> None:
         """Ends the counting."""
-        close_all(self.counters)
+        for fd in self._last:
+            self.kernel.close(fd)
+        self._last = {}
 
 
 def read_sum(counters: Iterable[ScaledSum], origin: str) -> int | Unavailable:
@@ -176,14 +156,7 @@ def read_sum(counters: Iterable[ScaledSum], origin: str) -> int | Unavailable:
         return why
 
 
-def open_counter(
-    kernel: Kernel, event: Event, share: Share, *, pid: int, cpu: int
-) -> ScaledCounter:
-    """Opens an event."""
-    return ScaledCounter(kernel, kernel.open(event.attr(), pid, cpu), event.name, share)
-
-
-def close_all(counters: Iterable[ScaledCounter | ScaledSum]) -> None:
+def close_all(counters: Iterable[ScaledSum]) -> None:
     """Ends the counting of each."""
     for counter in counters:
         counter.close()

@@ -13,11 +13,9 @@ from haiprof.base.control_group_limits import parse_cpu_list
 from haiprof.linux.perf_events import (
     Event,
     Kernel,
-    LinuxKernel,
     ScaledSum,
     Share,
     close_all,
-    open_counter,
     read_sum,
     refusal,
     resctrl_entities,
@@ -318,14 +316,14 @@ class Uncore:
                 socket = self._sockets.get(cpu)
                 if socket is None:
                     raise Unavailable(f"{pmu.name}: the socket of CPU {cpu} is not known")
-                share = self._shares[socket]
+                counter = ScaledSum(self._kernel, event, self._shares[socket], unit)
                 try:
-                    counter = open_counter(self._kernel, event, share, pid=-1, cpu=cpu)
+                    counter.open(pid=-1, cpu=cpu)
                 except OSError as error:
                     raise refusal(
                         error, event, self._root, allowing=_EVERY_CPU, virtual=""
                     ) from None
-                sums[socket].append(ScaledSum([counter], unit))
+                sums[socket].append(counter)
 
     def _entity(self, socket: int, columns: Mapping[str, _OpenColumn | Unavailable]) -> Entity:
         share = self._shares[socket]
@@ -385,7 +383,7 @@ class MemoryBandwidthSampler(TableSampler):
 
     def __init__(self, node: Node, *, kernel: Kernel | None = None) -> None:
         super().__init__(node)
-        self._kernel = kernel or LinuxKernel()
+        self._kernel = kernel or Kernel()
 
     def find(self) -> Iterable[Entity]:
         """The sockets, from the first source that gives a total."""

@@ -20,12 +20,9 @@ from haiprof.linux.perf_events import (
     TYPE_RAW,
     Event,
     Kernel,
-    LinuxKernel,
-    ScaledCounter,
     ScaledSum,
     Share,
     close_all,
-    open_counter,
     read_sum,
     refusal,
 )
@@ -137,7 +134,7 @@ class RemoteMemorySampler(RankSampler):
         spare: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(node)
-        self._kernel = kernel or LinuxKernel()
+        self._kernel = kernel or Kernel()
         self._cpu = read_cpu(self.root)
         self._events = dict(events or core_events(self._cpu))
         self._spare = spare or spare_files
@@ -237,16 +234,16 @@ class RankCounters:
         event = self.events[column]
         if isinstance(event, Unavailable):
             return event
-        counters: list[ScaledCounter] = []
+        unit = Fraction(LINE_BYTES if column in (LOCAL, REMOTE) else 1)
+        counted = ScaledSum(self.kernel, event, self._share, unit)
         try:
             for thread in sorted(threads):
                 with contextlib.suppress(ProcessLookupError):  # it has ended
-                    opened = open_counter(self.kernel, event, self._share, pid=thread, cpu=-1)
-                    counters.append(opened)
+                    counted.open(pid=thread, cpu=-1)
         except OSError as error:
-            close_all(counters)
+            counted.close()
             return refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual="")
-        return ScaledSum(counters, Fraction(LINE_BYTES if column in (LOCAL, REMOTE) else 1))
+        return counted
 
     def _threads(self) -> set[int]:
         try:

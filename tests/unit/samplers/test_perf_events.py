@@ -17,11 +17,9 @@ from haiprof.linux.perf_events import (
     TYPE_RAW,
     TYPE_SOFTWARE,
     Event,
-    LinuxKernel,
-    ScaledCounter,
+    Kernel,
     ScaledSum,
     Share,
-    open_counter,
     paranoid,
     refusal,
 )
@@ -44,8 +42,12 @@ def tree(tmp_path: Path) -> FakeTree:
     return tree
 
 
-def counter(perf: FakePerf, share: Share | None = None) -> ScaledCounter:
-    return open_counter(perf, RAW, share or Share(), pid=10, cpu=-1)
+def counter(
+    perf: Kernel, share: Share | None = None, *, event: Event = RAW, pid: int = 10
+) -> ScaledSum:
+    counted = ScaledSum(perf, event, share or Share())
+    counted.open(pid=pid, cpu=-1)
+    return counted
 
 
 # -- counts and their scaling -------------------------------------------------------------------
@@ -94,11 +96,11 @@ def test_counter_without_hardware_is_missing_and_catches_up(tree: FakeTree) -> N
 
 def test_sum_scales_each_counter_and_converts_to_bytes(tree: FakeTree) -> None:
     perf, share = FakePerf(tree), Share()
-    first = counter(perf, share)
-    second = open_counter(perf, RAW, share, pid=11, cpu=-1)
+    summed = ScaledSum(perf, RAW, share, Fraction(64, 9))
+    for thread in (10, 11):
+        summed.open(pid=thread, cpu=-1)
     perf.runs(10, 7, 10)
     perf.runs(11, 7, 8, share=0.5)
-    summed = ScaledSum([first, second], Fraction(64, 9))
     assert (summed.read(), share.take()) == (128, 0.5)
     summed.close()
     assert perf.events == {}
@@ -187,9 +189,9 @@ def test_machine_with_a_core_pmu_is_told_from_one_without(tree: FakeTree) -> Non
 # -- this machine -------------------------------------------------------------------------------
 
 
-def live(event: Event) -> ScaledCounter:
+def live(event: Event) -> ScaledSum:
     try:
-        return open_counter(LinuxKernel(), event, Share(), pid=0, cpu=-1)
+        return counter(Kernel(), event=event, pid=0)
     except OSError as error:
         pytest.skip(f"perf_event_open is refused here: {error}")
 
@@ -227,7 +229,7 @@ def test_live_hardware_event_of_a_machine_without_pmu_is_unsupported_with_the_re
         pytest.skip("this machine has a hardware PMU")
     event = Event(name="cycles", type=TYPE_HARDWARE, config=0, bits=EXCLUDE_KERNEL)
     with pytest.raises(OSError) as caught:  # noqa: PT011  whatever the kernel answers
-        open_counter(LinuxKernel(), event, Share(), pid=0, cpu=-1)
+        counter(Kernel(), event=event, pid=0)
     refused = refusal(caught.value, event, ROOT, allowing=2, virtual=machine)
     if refused.status == "denied":
         pytest.skip("perf_event_open is refused here")
