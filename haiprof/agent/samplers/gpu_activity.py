@@ -37,7 +37,6 @@ TRAFFIC = {
 }
 PCIE = ("pcie_transmit_bytes", "pcie_receive_bytes")
 _BYTES_PER_MIB = 1 << 20
-_VERSION = 1
 
 MIN_APART_NS = 100_000_000
 """Two samples closer than this give no metrics (NVML documentation, nvmlGpmMetricsGet)."""
@@ -48,25 +47,6 @@ _WAIT_NS = 2_000_000  # at 10 Hz every other read is some us too early
 GPM_ORIGIN = "nvmlGpmMetricsGet"
 _ADMIN_PARAMETER = "RmProfilingAdminOnly"
 _REMEDY = "option NVreg_RestrictProfilingToAdminUsers=0 of the nvidia module, or CAP_SYS_ADMIN"
-
-
-class _Info(ctypes.Structure):
-    _fields_ = (
-        ("short_name", ctypes.c_char_p),
-        ("long_name", ctypes.c_char_p),
-        ("unit", ctypes.c_char_p),
-    )
-
-
-class _Metric(ctypes.Structure):
-    """As nvmlGpmMetric_t."""
-
-    _fields_ = (
-        ("metricId", ctypes.c_uint),
-        ("nvmlReturn", ctypes.c_int),
-        ("value", ctypes.c_double),
-        ("metricInfo", _Info),
-    )
 
 
 @dataclass
@@ -91,7 +71,11 @@ class Gpm:
         """Allocates the buffers of all reads, and takes a sample."""
         for _ in range(2):
             self._samples.append(self.device.nvml.call("nvmlGpmSampleAlloc"))
-        self._request = _request([(RATIOS | TRAFFIC)[name] for name in self.columns])
+        import pynvml
+
+        self._request = pynvml.c_nvmlGpmMetricsGet_t(version=1, numMetrics=len(self.columns))
+        for name, metric in zip(self.columns, self._request.metrics, strict=False):
+            metric.metricId = (RATIOS | TRAFFIC)[name]
         self._totals = dict.fromkeys(self.columns, 0.0)
         self._take(self.clock())
 
@@ -114,7 +98,7 @@ class Gpm:
         elapsed_ns = now - before
         request = self._request
         request.sample1, request.sample2 = (
-            ctypes.cast(sample, ctypes.c_void_p) for sample in reversed(self._samples)
+            ctypes.cast(sample, type(request.sample1)) for sample in reversed(self._samples)
         )
         try:
             self.device.nvml.call(GPM_ORIGIN, request)
@@ -122,7 +106,7 @@ class Gpm:
             self._taken_ns = None
             self.device.check(why.code, why.reason)
             raise
-        pairs = zip(self.columns, request.metrics, strict=True)
+        pairs = zip(self.columns, request.metrics, strict=False)
         return [self._answer(name, metric, elapsed_ns) for name, metric in pairs]
 
     def close(self) -> None:
@@ -142,21 +126,18 @@ class Gpm:
         self.device.call("nvmlGpmSampleGet", self._samples[0])
         self._taken_ns = now_ns
 
-    def _answer(self, name: str, metric: _Metric, elapsed_ns: int) -> Value | Unavailable:
-        what = f"GPM metric {metric.metricId}"
+    def _answer(self, name: str, metric: Any, elapsed_ns: int) -> Value | Unavailable:  # noqa: ANN401
+        what, value = f"GPM metric {metric.metricId}", float(metric.value)
+        total, self._totals[name] = self._totals[name], 0.0
         if metric.nvmlReturn:
-            self._totals[name] = 0.0
             return refusal(metric.nvmlReturn, what)
-        value = float(metric.value)
         if not math.isfinite(value):
-            self._totals[name] = 0.0
             return Unavailable(f"{what}: not a number")
         if value < 0 or (name in RATIOS and value > _HIGHEST_PERCENT):
-            self._totals[name] = 0.0
             return Unavailable(f"{what}: a value that it cannot have")
         if name in RATIOS:
             return value / 100
-        self._totals[name] += value * _BYTES_PER_MIB * elapsed_ns / NS_PER_S
+        self._totals[name] = total + value * _BYTES_PER_MIB * elapsed_ns / NS_PER_S
         return int(self._totals[name])
 
 
@@ -190,23 +171,6 @@ def profiling_setting(root: Path) -> str:
     except OSError:
         return ""
     return next((line for line in lines if line.startswith(_ADMIN_PARAMETER)), "")
-
-
-def _request(metric_ids: Sequence[int]) -> Any:  # noqa: ANN401  a struct as long as it has to be
-    """As nvmlGpmMetricsGet_t, whose own array grew from 98 to 477 metrics without a new version."""
-    count = len(metric_ids)
-    fields = (
-        ("version", ctypes.c_uint),
-        ("numMetrics", ctypes.c_uint),
-        ("sample1", ctypes.c_void_p),
-        ("sample2", ctypes.c_void_p),
-        ("metrics", _Metric * count),
-    )
-    request: Any = type("MetricsGet", (ctypes.Structure,), {"_fields_": fields})()
-    request.version, request.numMetrics = _VERSION, count
-    for metric, metric_id in zip(request.metrics, metric_ids, strict=True):
-        metric.metricId = metric_id
-    return request
 
 
 DEFAULT_URL = "http://127.0.0.1:9400/metrics"
