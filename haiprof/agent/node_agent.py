@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,28 +60,6 @@ class Unreported:
     """What to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Python:
-    """A Python process and what it was started with."""
-
-    pid: int
-    argv: tuple[str, ...]
-    environ: Mapping[str, str]
-
-    @property
-    def is_labelled(self) -> bool:
-        """Whether its environment says that it is a rank."""
-        return any(name in self.environ for name in _RANK_VARIABLES)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    root: Path
-    children: Mapping[int, list[int]]
-    reported: Collection[int]
-    boot_dir: Path
-
-
 def find_unreported(
     root_pid: int, reported_pids: Collection[int], boot_dir: Path, *, root: Path = Path("/")
 ) -> list[Unreported]:
@@ -94,50 +72,42 @@ def find_unreported(
     """
     tree = ProcessTree(root)
     tree.refresh()
-    found: list[Unreported] = []
-    _visit(root_pid, _Job(root, tree.children, reported_pids, boot_dir), found)
-    return found
+
+    def visit(pid: int) -> tuple[int, list[Unreported]]:
+        """What is at or below a process: nothing, a label, a report; and the findings there."""
+        if pid in reported_pids:
+            return _REPORTED, []
+        visited = [visit(child) for child in sorted(tree.children.get(pid, ()))]
+        met = max((held for held, _ in visited), default=_NOTHING)
+        found = [each for _, below in visited for each in below]
+        folder = root / "proc" / str(pid)
+        try:
+            if not os.path.basename(os.readlink(folder / "exe")).startswith("python"):
+                return met, found
+            argv, environ = strings(folder / "cmdline"), variables(strings(folder / "environ"))
+        except OSError:
+            return met, found  # it has ended, or belongs to another user
+        label = _LABELLED if any(name in environ for name in _RANK_VARIABLES) else _NOTHING
+        blocked = _why_blocked(argv, environ, root, boot_dir) if met <= label else None
+        if blocked and (label or has_mapped(pid, b"libtorch", proc=root / "proc")):
+            text = " ".join(mask_command(argv))
+            short = text if len(text) <= _COMMAND_CHARS else text[: _COMMAND_CHARS - 1] + "…"
+            found = [Unreported(pid=pid, command=short, reason=blocked[0], remedy=blocked[1])]
+        return max(met, label), found
+
+    return visit(root_pid)[1]
 
 
-def _visit(pid: int, job: _Job, found: list[Unreported]) -> int:
-    """Adds findings at or below a process; returns what is there: nothing, a label, a report."""
-    if pid in job.reported:
-        return _REPORTED
-    below: list[Unreported] = []
-    met = max((_visit(c, job, below) for c in sorted(job.children.get(pid, ()))), default=_NOTHING)
-    process = _python_process(job.root, pid)
-    if process is None:
-        found += below
-        return met
-    unreported = _judge(process, met, job)
-    found += below if unreported is None else [unreported]
-    return max(met, _LABELLED if process.is_labelled else _NOTHING)
-
-
-def _judge(process: _Python, label_below: int, job: _Job) -> Unreported | None:
-    """The finding about a process, if there is one."""
-    if label_below == _REPORTED or (label_below == _LABELLED and not process.is_labelled):
-        return None
-    blocked = _why_blocked(process, job.root, job.boot_dir)
-    if blocked is None or not (
-        process.is_labelled or has_mapped(process.pid, b"libtorch", proc=job.root / "proc")
-    ):
-        return None
-    reason, remedy = blocked
-    command = " ".join(mask_command(process.argv))
-    command = command if len(command) <= _COMMAND_CHARS else command[: _COMMAND_CHARS - 1] + "…"
-    return Unreported(pid=process.pid, command=command, reason=reason, remedy=remedy)
-
-
-def _why_blocked(process: _Python, root: Path, boot_dir: Path) -> tuple[str, str] | None:
-    """Why the process cannot load the hook, and what to do; None when it can."""
-    for flag in interpreter_flags(process.argv):
+def _why_blocked(
+    argv: Sequence[str], environ: Mapping[str, str], root: Path, boot_dir: Path
+) -> tuple[str, str] | None:
+    """Why a process cannot load the hook, and what to do; None when it can."""
+    for flag in interpreter_flags(argv):
         if flag in _BLOCKING_FLAGS:
             return _BLOCKING_FLAGS[flag]
-    if "PYTHONPATH" not in process.environ:
+    if "PYTHONPATH" not in environ:
         return "its environment has no PYTHONPATH: it was dropped on the way", _KEEP_PYTHONPATH
-    entries = process.environ["PYTHONPATH"].split(os.pathsep)
-    for entry in entries:
+    for entry in environ["PYTHONPATH"].split(os.pathsep):
         if entry and os.path.realpath(entry) == os.path.realpath(boot_dir):
             return None
         if entry and (root / entry.lstrip("/") / "sitecustomize.py").exists():
@@ -145,13 +115,13 @@ def _why_blocked(process: _Python, root: Path, boot_dir: Path) -> tuple[str, str
     return "its PYTHONPATH was overwritten: haiprof's entry is gone", _KEEP_PYTHONPATH
 
 
-def interpreter_flags(argv: Collection[str]) -> str:
+def interpreter_flags(argv: Sequence[str]) -> str:
     """The single-letter flags that the interpreter itself took, in order.
 
     They end at the script, `-`, `--`, `-c` or `-m`; `-uI` is two of them, `-Wignore` is one.
     """
     flags = ""
-    words = iter(list(argv)[1:])
+    words = iter(argv[1:])
     for word in words:
         if word == "--check-hash-based-pycs":
             next(words, None)
@@ -167,18 +137,6 @@ def interpreter_flags(argv: Collection[str]) -> str:
                     next(words, None)
                 break
     return flags
-
-
-def _python_process(root: Path, pid: int) -> _Python | None:
-    """Command line and environment of a Python process; None for others."""
-    folder = root / "proc" / str(pid)
-    try:
-        if not os.path.basename(os.readlink(folder / "exe")).startswith("python"):
-            return None
-        argv = tuple(strings(folder / "cmdline"))
-        return _Python(pid, argv, variables(strings(folder / "environ")))
-    except OSError:
-        return None  # it has ended, or belongs to another user
 
 
 FIRST_SCAN_S = 0.5
