@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from haiprof.base.errors import HaiprofError, UsageError
@@ -42,82 +42,73 @@ _LOOKED_AT = 4
 """Earlier runs of the same name that may still run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Companion:
-    """The work of the companion process."""
+def live_as_companion(
+    to_launcher: Line,
+    *,
+    supervisor: Supervisor,
+    line: CommandLine,
+    options: Options,
+    environ: Mapping[str, str],
+    launcher_pid: int,
+    subcommand: Subcommand,
+) -> None:
+    """The work of the companion process, from the run directory to the verdict.
 
-    supervisor: Supervisor
-    """As it was when this process was forked from it."""
-    line: CommandLine
-    """The command line."""
-    options: Options
-    """What to record."""
-    environ: Mapping[str, str]
-    """The launcher's environment."""
-    launcher_pid: int
-    """The launcher."""
-    subcommand: Subcommand
-    """Starts other haiprof commands."""
-
-    def live(self, to_launcher: Line) -> None:
-        """Runs from the run directory to the verdict."""
-        command = self.line.command
-        try:
-            run, manifest, created = create_run(
-                self.options, command=command, name=self.line.name, environ=self.environ,
-                launcher_pid=self.launcher_pid,
-            )  # fmt: skip
-        except UsageError as error:
-            to_launcher.send(refused=str(error), hint=error.hint)
-            return
-        if not self.options.quiet:
-            folder = find_open_folder(run.root.parent)
-            if folder:
-                print_message(
-                    f"every user can rename what is in {folder}, also runs: chmod +t {folder}"
-                )
-            print_message(_first_line(self.line, self.options, run))
-            if self.options.address:
-                target = mask_text(run_address(self.options.address, run.root.name))
-                print_message(
-                    f"it is put at {target} every {PUT_EVERY_S / 60:g} minutes and at the end"
-                )
-            running = _runs_already(run, self.line.name) if self.options.time_s else None
-            if running:
-                print_message(
-                    f"{self.line.name} is already running ({running}), and this starts it again; "
-                    f"to record the running one: haiprof attach {running} "
-                    f"--time {self.options.time_s:g}"
-                )
-        pulse = Pulse(to_launcher, run.root)
-        environment = job_environment(self.environ, run)
-        if not self._has_to_prepare():
-            to_launcher.send(environment=environment)
-        from haiprof.launch.job import Job  # loads while the job starts
-
-        job = Job(
-            run, manifest, self.options, created=created, subcommand=self.subcommand,
-            supervisor=self.supervisor,
+    The supervisor is as it was when this process was forked from it.
+    """
+    try:
+        run, manifest, created = create_run(
+            options, command=line.command, name=line.name, environ=environ,
+            launcher_pid=launcher_pid,
         )  # fmt: skip
-        if self._has_to_prepare():
-            pulse.start()
-            to_launcher.send(environment={**environment, **job.prepare(self.environ)})
-            pulse.stop()
-        try:
-            started = to_launcher.receive(None) or {}
-        except EOFError:
-            started = {}
-        if "started" in started:
-            job.record(to_launcher, pulse, int(started["started"]), self.environ)
-        else:
-            job.close_unstarted(replace(
-                manifest, end_wall_ns=time.time_ns(), exit_status=started.get("failed")
-            ))  # fmt: skip
+    except UsageError as error:
+        to_launcher.send(refused=str(error), hint=error.hint)
+        return
+    if not options.quiet:
+        folder = find_open_folder(run.root.parent)
+        if folder:
+            print_message(
+                f"every user can rename what is in {folder}, also runs: chmod +t {folder}"
+            )
+        print_message(_first_line(line, options, run))
+        if options.address:
+            target = mask_text(run_address(options.address, run.root.name))
+            print_message(
+                f"it is put at {target} every {PUT_EVERY_S / 60:g} minutes and at the end"
+            )
+        running = _runs_already(run, line.name) if options.time_s else None
+        if running:
+            print_message(
+                f"{line.name} is already running ({running}), and this starts it again; "
+                f"to record the running one: haiprof attach {running} "
+                f"--time {options.time_s:g}"
+            )
+    # Whether the job may only start after more than creating its run directory.
+    has_to_prepare = options.burst or options.kineto or ENV_KINETO_DAEMON in environ
+    pulse = Pulse(to_launcher, run.root)
+    environment = job_environment(environ, run)
+    if not has_to_prepare:
+        to_launcher.send(environment=environment)
+    from haiprof.launch.job import Job  # loads while the job starts
 
-    def _has_to_prepare(self) -> bool:
-        """Whether the job may only start after more than creating its run directory."""
-        options = self.options
-        return options.burst or options.kineto or ENV_KINETO_DAEMON in self.environ
+    job = Job(
+        run, manifest, options, created=created, subcommand=subcommand,
+        supervisor=supervisor,
+    )  # fmt: skip
+    if has_to_prepare:
+        pulse.start()
+        to_launcher.send(environment={**environment, **job.prepare(environ)})
+        pulse.stop()
+    try:
+        started = to_launcher.receive(None) or {}
+    except EOFError:
+        started = {}
+    if "started" in started:
+        job.record(to_launcher, pulse, int(started["started"]), environ)
+    else:
+        job.close_unstarted(replace(
+            manifest, end_wall_ns=time.time_ns(), exit_status=started.get("failed")
+        ))  # fmt: skip
 
 
 def job_environment(environ: Mapping[str, str], run: RunPaths) -> dict[str, str]:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 
 from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
 from haiprof.base.log_addresses import check_packages
@@ -24,7 +25,7 @@ from haiprof.base.options import (
 )
 from haiprof.base.subcommand import Subcommand
 from haiprof.launch.command import CommandLine, nearest_file, parse_command_line
-from haiprof.launch.companion import Companion
+from haiprof.launch.companion import live_as_companion
 from haiprof.launch.supervisor import Supervisor, die_of
 from haiprof.run_format.boot import carries_run
 
@@ -100,14 +101,14 @@ def _launch_recorded(
     except OSError as error:
         print_message(f"cannot supervise the job ({error.strerror}): the job runs unrecorded")
         return _run_plain(line.command)
-    companion = Companion(
-        supervisor=supervisor, line=line, options=options, environ=environ,
+    live = partial(
+        live_as_companion, supervisor=supervisor, line=line, options=options, environ=environ,
         launcher_pid=os.getpid(), subcommand=subcommand,
     )  # fmt: skip
     environment: dict[str, str] = {}
     hint = ""
     try:
-        supervisor.fork_companion(companion.live)
+        supervisor.fork_companion(live)
         said = supervisor.hear(START_LIMIT_S)
         environment = said.get("environment", {})
         refusal, hint = said.get("refused"), said.get("hint", "")
