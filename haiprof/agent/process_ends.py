@@ -23,16 +23,15 @@ from typing import Any
 from haiprof.agent.job_output import JobOutput
 from haiprof.agent.relay import LiveRank
 from haiprof.linux.cgroups import (
+    MEMORY_LIMIT,
     Cgroup,
     KernelLog,
-    TightestLimit,
     memory_cgroup,
-    memory_limit,
     oom_kill_count,
+    tightest_limit,
 )
 from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
 from haiprof.linux.procfs import command_line, environment
-from haiprof.linux.readings import Unavailable
 from haiprof.run_format.environment import RANK_VARIABLES, find_number
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import append_line, note_line
@@ -292,10 +291,10 @@ def note_launcher_gone(run: RunPaths, host: str) -> None:
 
 def _limit(place: Cgroup) -> float | None:
     """The tightest limit of a control group and those above it; None where there is none."""
-    limit = TightestLimit(place, memory_limit, "memory limit")
+    limit = tightest_limit(MEMORY_LIMIT, place)
     try:
-        return limit.read()[0]
-    except (OSError, ValueError, Unavailable):
+        return limit.read()
+    except (OSError, ValueError):
         return None
     finally:
         limit.close()

@@ -17,7 +17,7 @@ from haiprof.base.control_group_limits import (
 )
 from haiprof.base.units import NS_PER_US
 from haiprof.linux.memory import NamedNumbers, parse_pressure
-from haiprof.linux.procfs import ProcFile, file_reading, unescape
+from haiprof.linux.procfs import ProcFile, file_reading, mount_entries
 from haiprof.linux.readings import Reading, Unavailable, Value, refused_reading
 from haiprof.run_format.tables import CGROUP
 
@@ -46,15 +46,6 @@ class Cgroup:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mount:
-    point: str
-    root: str
-    """Which cgroup of the tree is seen at the mount point."""
-    controllers: tuple[str, ...] | None
-    """Of version 1; None for version 2."""
-
-
 class CgroupTree:
     """The cgroups of one process.
 
@@ -63,7 +54,7 @@ class CgroupTree:
 
     def __init__(self, memberships: str, mountinfo: str, root: Path) -> None:
         self._paths = dict(_memberships(memberships))
-        self._mounts = [mount for mount in map(_mount, mountinfo.splitlines()) if mount]
+        self._mounts = list(mount_entries(mountinfo))
         self._root = root
 
     def cgroup(self, controller: str) -> Cgroup:
@@ -73,7 +64,11 @@ class CgroupTree:
         name = f"cgroup controller {controller}" if controller else "cgroup version 2"
         if path is None:
             raise Unavailable(f"/proc/self/cgroup: no {name}")
-        mounts = [mount for mount in self._mounts if self._holds(mount, controller, version)]
+        mounts = [
+            mount for mount in self._mounts
+            if (mount.type == "cgroup2" if version == 2
+                else mount.type == "cgroup" and controller in mount.options.split(","))
+        ]  # fmt: skip
         if not mounts:
             raise Unavailable(f"/proc/self/mountinfo: {name} is not mounted")
         for mount in sorted(mounts, key=lambda mount: len(mount.root)):  # most ancestors first
@@ -85,12 +80,6 @@ class CgroupTree:
                     return cgroup
         raise Unavailable(f"{name}: {path} is not visible below {mounts[0].point}")
 
-    @staticmethod
-    def _holds(mount: _Mount, controller: str, version: int) -> bool:
-        if mount.controllers is None:
-            return version == 2
-        return version == 1 and controller in mount.controllers
-
 
 def _memberships(text: str) -> Iterator[tuple[str, str]]:
     """Paths by controller; version 2 has the empty name."""
@@ -99,16 +88,6 @@ def _memberships(text: str) -> Iterator[tuple[str, str]]:
         controllers, _, path = rest.partition(":")
         for controller in controllers.split(","):
             yield controller, path
-
-
-def _mount(line: str) -> _Mount | None:
-    """One line of mountinfo, if it is a cgroup's."""
-    left, _, right = line.partition(" - ")
-    before, after = left.split(" "), right.split(" ")
-    if len(before) < 6 or len(after) < 3 or after[0] not in ("cgroup", "cgroup2"):
-        return None
-    controllers = tuple(after[2].split(",")) if after[0] == "cgroup" else None
-    return _Mount(point=unescape(before[4]), root=unescape(before[3]), controllers=controllers)
 
 
 def _below(path: str, root: str) -> str | None:
@@ -120,14 +99,13 @@ def _below(path: str, root: str) -> str | None:
     return None if ".." in path.split("/") or not path.startswith("/") else path
 
 
-class OwnLimit:
-    """One limit that is set on one cgroup."""
+class Limit:
+    """The least of the limits that are set on some cgroups."""
 
-    def __init__(
-        self, cgroup: Cgroup, files: Sequence[str], parse: Callable[[Sequence[bytes]], float | None]
-    ) -> None:
-        self._files = [ProcFile(cgroup.folder / name) for name in files]
-        self._parse = parse
+    def __init__(self, name: str, cgroups: Sequence[Cgroup]) -> None:
+        names, self._parse = _LIMITS[name, cgroups[0].version]
+        self._files = [[ProcFile(each.folder / file) for file in names] for each in cgroups]
+        self._reason = f"no {name} is set in {cgroups[0].folder}, nor visible above it"
 
     def read(self) -> float | None:
         """The limit; None without one, or without its files.
@@ -135,49 +113,47 @@ class OwnLimit:
         The top of a tree has no such files, nor has a cgroup that the controller is not enabled
         for.
         """
-        try:
-            return self._parse([file.read() for file in self._files])
-        except FileNotFoundError:
-            return None
+        found = []
+        for files in self._files:
+            with contextlib.suppress(FileNotFoundError):
+                found.append(self._parse([file.read() for file in files]))
+        return min((limit for limit in found if limit is not None), default=None)
 
-    def close(self) -> None:
-        """Closes its files."""
-        for file in self._files:
-            file.close()
-
-
-def cpu_limit(cgroup: Cgroup) -> OwnLimit:
-    """The cgroup's own CPU quota in cores."""
-    if cgroup.version == 1:
-        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        return OwnLimit(cgroup, files, parse_cpu_limit)
-    return OwnLimit(cgroup, ("cpu.max",), lambda contents: parse_cpu_limit(contents[0].split()))
-
-
-def memory_limit(cgroup: Cgroup) -> OwnLimit:
-    """The cgroup's own memory limit in bytes."""
-    name = "memory.limit_in_bytes" if cgroup.version == 1 else "memory.max"
-    return OwnLimit(cgroup, (name,), lambda contents: parse_memory_limit(contents[0].strip()))
-
-
-class TightestLimit:
-    """The least limit of a cgroup and its visible ancestors."""
-
-    def __init__(self, cgroup: Cgroup, limit: Callable[[Cgroup], OwnLimit], name: str) -> None:
-        self._limits = [limit(each) for each in (cgroup, *cgroup.above())]
-        self._reason = f"no {name} is set in {cgroup.folder}, nor visible above it"
-
-    def read(self) -> Sequence[float]:
-        """The limit."""
-        found = [value for limit in self._limits if (value := limit.read()) is not None]
-        if not found:
+    def column(self) -> Sequence[float]:
+        """The limit as the value of a reading."""
+        limit = self.read()
+        if limit is None:
             raise Unavailable(self._reason)
-        return (min(found),)
+        return (limit,)
 
     def close(self) -> None:
-        """Closes all their files."""
-        for limit in self._limits:
-            limit.close()
+        """Closes the files."""
+        for files in self._files:
+            for file in files:
+                file.close()
+
+
+CPU_QUOTA, MEMORY_LIMIT = "CPU quota", "memory limit"
+_Parsed = Callable[[Sequence[bytes]], float | None]
+_LIMITS: Mapping[tuple[str, int], tuple[tuple[str, ...], _Parsed]] = {
+    (CPU_QUOTA, 1): (("cpu.cfs_quota_us", "cpu.cfs_period_us"), parse_cpu_limit),
+    (CPU_QUOTA, 2): (("cpu.max",), lambda contents: parse_cpu_limit(contents[0].split())),
+    (MEMORY_LIMIT, 1): (("memory.limit_in_bytes",), lambda c: parse_memory_limit(c[0].strip())),
+    (MEMORY_LIMIT, 2): (("memory.max",), lambda c: parse_memory_limit(c[0].strip())),
+}
+
+
+def tightest_limit(name: str, cgroup: Cgroup) -> Limit:
+    """Of a cgroup and its visible ancestors."""
+    return Limit(name, [cgroup, *cgroup.above()])
+
+
+def limit_reading(name: str, column: str, file: str, cgroup: Cgroup) -> Reading:
+    """The tightest limit as a column."""
+    limit = tightest_limit(name, cgroup)
+    return Reading(
+        columns=(column,), origin=str(cgroup.folder / file), read=limit.column, close=limit.close
+    )
 
 
 Places = Mapping[str, Cgroup | Unavailable]
@@ -200,13 +176,11 @@ def _cpu(cgroups: Places) -> tuple[Reading, ...]:
     cgroup = cgroups["cpu"]
     if isinstance(cgroup, Unavailable):
         return (refused_reading(("cpu_ns", *_THROTTLING, "cpu_limit_cores"), _MEMBERSHIPS, cgroup),)
-    stat, quota = cgroup.folder / "cpu.stat", TightestLimit(cgroup, cpu_limit, "CPU quota")
-    limit = Reading(
-        columns=("cpu_limit_cores",),
-        origin=str(cgroup.folder / ("cpu.cfs_quota_us" if cgroup.version == 1 else "cpu.max")),
-        read=quota.read,
-        close=quota.close,
+    stat, file = (
+        cgroup.folder / "cpu.stat",
+        "cpu.cfs_quota_us" if cgroup.version == 1 else "cpu.max",
     )
+    limit = limit_reading(CPU_QUOTA, "cpu_limit_cores", file, cgroup)
     if cgroup.version == 2:
         heads = ("usage_usec ", "nr_periods ", "nr_throttled ", "throttled_usec ")
         parse = _numbers(heads, (NS_PER_US, 1, 1, NS_PER_US))
@@ -231,7 +205,6 @@ def _memory(cgroup: Cgroup | Unavailable) -> tuple[Reading, ...]:
 
 
 def _memory_v2(cgroup: Cgroup) -> tuple[Reading, ...]:
-    limit = TightestLimit(cgroup, memory_limit, "memory limit")
     folder = cgroup.folder
 
     def of(name: str, columns: Sequence[str], parse: _Parse, lacking: str) -> Reading:
@@ -248,12 +221,7 @@ def _memory_v2(cgroup: Cgroup) -> tuple[Reading, ...]:
             NamedNumbers(("max ", "oom_kill ")),
             _MEMORY_MISSING,
         ),
-        Reading(
-            columns=("memory_limit_bytes",),
-            origin=str(folder / "memory.max"),
-            read=limit.read,
-            close=limit.close,
-        ),
+        limit_reading(MEMORY_LIMIT, "memory_limit_bytes", "memory.max", cgroup),
     )
 
 
@@ -379,10 +347,7 @@ def oom_kill_count(cgroup: Cgroup) -> int | None:
     """
     name = "memory.oom_control" if cgroup.version == 1 else "memory.events"
     with contextlib.suppress(OSError, ValueError):
-        for line in (cgroup.folder / name).read_text().splitlines():
-            word, _, value = line.partition(" ")
-            if word == "oom_kill":
-                return int(value)
+        return NamedNumbers(("oom_kill ",))((cgroup.folder / name).read_bytes())[0]
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.linux.procfs import unescape
+from haiprof.linux.procfs import MountEntry, mount_entries, unescape
 from haiprof.linux.readings import Unavailable, os_status
 from haiprof.run_format.tables import FILESYSTEM
 
@@ -47,37 +47,13 @@ NFS_COLUMNS = FILESYSTEM.names("read_bytes", "metadata_queue_ns")
 LUSTRE_COLUMNS = ("read_bytes", "write_bytes", "metadata_count")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mount:
-    """One mounted file system; further mount points of it count the same."""
-
-    device: str
-    """`major:minor`, its identity while it is mounted."""
-    type: str
-    source: str
-    """What is mounted, such as `server:/export`."""
-    point: str
-    """The first place where it is mounted."""
-
-
-def network_mounts(content: str) -> list[Mount]:
+def network_mounts(content: str) -> list[MountEntry]:
     """Network file systems in /proc/self/mountinfo, each once, without those that are mounted over.
 
     Source: Linux Documentation/filesystems/proc.rst, section 3.5.
     """
-    on_top: dict[str, Mount] = {}
-    for line in content.splitlines():
-        left, separator, right = line.partition(" - ")
-        words, kind = left.split(" "), right.split(" ")
-        if not separator or len(words) < 5 or len(kind) < 2:
-            continue
-        on_top[unescape(words[4])] = Mount(
-            device=words[2],
-            type=kind[0],
-            source=unescape(kind[1]),
-            point=unescape(words[4]),
-        )
-    found: dict[str, Mount] = {}
+    on_top = {mount.point: mount for mount in mount_entries(content)}
+    found: dict[str, MountEntry] = {}
     for mount in on_top.values():
         if mount.type in (*NFS_TYPES, LUSTRE) or mount.type in UNCOUNTED:
             found.setdefault(mount.device, mount)
@@ -181,7 +157,7 @@ def _lustre_sum(words: Sequence[bytes] | None) -> int | None:
     return _in_range(int(words[6])) if words else 0
 
 
-def lustre_stats(root: Path, mount: Mount) -> Path:
+def lustre_stats(root: Path, mount: MountEntry) -> Path:
     """The stats file of a Lustre mount.
 
     Source: lustre/llite/lproc_llite.c: debugfs since 2.12, /proc before.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from haiprof.base.units import NS_PER_MS
 from haiprof.linux.process_files import read_small, stat_fields
@@ -109,6 +110,30 @@ def unescape(word: str) -> str:
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), word)
 
 
+class MountEntry(NamedTuple):
+    """One line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+
+    device: str
+    """`major:minor`."""
+    root: str
+    """What of the file system is seen at the mount point."""
+    point: str
+    type: str
+    source: str
+    options: str
+    """Of the file system; of cgroups of version 1 their controllers."""
+
+
+def mount_entries(content: str) -> Iterator[MountEntry]:
+    """The mounts of this process, in the order in which they were made."""
+    for line in content.splitlines():
+        left, _, right = line.partition(" - ")
+        words, kind = left.split(" "), right.split(" ")
+        if len(words) >= 6 and len(kind) >= 3:
+            root, point, source = map(unescape, (words[3], words[4], kind[1]))
+            yield MountEntry(words[2], root, point, kind[0], source, kind[2])
+
+
 def file_reading(
     path: Path,
     columns: Sequence[str],
@@ -190,17 +215,20 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
 
 def read_parent(root: Path, pid: int) -> int | None:
     """The parent's pid; None when the process is gone."""
-    return _stat_number(root, pid, 1)
+    fields = read_stat(root, pid)
+    return None if fields is None else int(fields[1])
 
 
 def read_start_ticks(root: Path, pid: int) -> int | None:
     """When the process started; None when it is gone."""
-    return _stat_number(root, pid, 19)
-
-
-def _stat_number(root: Path, pid: int, at: int) -> int | None:
     fields = read_stat(root, pid)
-    return int(fields[at]) if fields is not None and fields[at].isdigit() else None
+    return None if fields is None else int(fields[19])
+
+
+def runs(root: Path, pid: int, start_ticks: int | None) -> bool:
+    """Whether the process that started then is neither gone nor dead (proc(5))."""
+    fields = read_stat(root, pid)
+    return fields is not None and int(fields[19]) == start_ticks and fields[0] not in b"ZXx"
 
 
 def read_stat(root: Path, pid: int) -> list[bytes] | None:
@@ -209,7 +237,8 @@ def read_stat(root: Path, pid: int) -> list[bytes] | None:
         fields = stat_fields(f"{root}/proc/{pid}")
     except (OSError, ValueError):
         return None
-    return fields if len(fields) > 36 else None  # up to the CPU, field 39; the kernel writes 52
+    whole = len(fields) > 36 and fields[1].isdigit() and fields[19].isdigit()
+    return fields if whole else None  # up to the CPU, field 39; the kernel writes 52
 
 
 def _read_io(path: str) -> tuple[int, int, int, int] | Unavailable:

@@ -8,14 +8,14 @@ from pathlib import PurePosixPath
 
 from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.cgroups import (
+    CPU_QUOTA,
+    MEMORY_LIMIT,
     V2,
     Cgroup,
     CgroupTree,
-    OwnLimit,
+    Limit,
     Places,
     cgroup_readings,
-    cpu_limit,
-    memory_limit,
 )
 from haiprof.linux.procfs import ProcFile, inode
 from haiprof.linux.readings import Entity, Unavailable
@@ -23,7 +23,7 @@ from haiprof.run_format.tables import CGROUP
 
 OWN = "own"  # the launcher's cgroup; those above it have the last part of their path as name
 _CONTROLLERS = ("cpu", "cpuacct", "memory", V2)
-_LIMITS = {"cpu": cpu_limit, "memory": memory_limit}
+_LIMITS = {"cpu": CPU_QUOTA, "memory": MEMORY_LIMIT}
 
 
 class CgroupSampler(TableSampler):
@@ -46,7 +46,7 @@ class CgroupSampler(TableSampler):
         self._seen: object = None
         self._cgroups: Places = {}
         self._folders: set[str] = set()
-        self._unlimited: dict[str, tuple[Places, list[OwnLimit]]] = {}
+        self._unlimited: dict[str, tuple[Places, list[Limit]]] = {}
 
     def find(self) -> Sequence[Entity]:
         """The launcher's cgroup and the limited ones above it."""
@@ -91,7 +91,7 @@ class CgroupSampler(TableSampler):
         self._seen = self._identity()
         self._close_limits()
         self._unlimited = {
-            path: (cgroups, [_LIMITS[name](cgroups[name]) for name in _LIMITS if name in cgroups])
+            path: (cgroups, [Limit(_LIMITS[c], [cgroups[c]]) for c in _LIMITS if c in cgroups])
             for path, cgroups in _above(self._cgroups).items()
         }
 
@@ -165,7 +165,7 @@ def _above(cgroups: Places) -> dict[str, dict[str, Cgroup]]:
     return paths
 
 
-def _is_set(limit: OwnLimit) -> bool:
+def _is_set(limit: Limit) -> bool:
     try:
         return limit.read() is not None
     except (OSError, ValueError):

@@ -15,14 +15,13 @@ from haiprof.linux.mounts import (
     NFS_COLUMNS,
     NFS_TYPES,
     UNCOUNTED,
-    Mount,
     NfsCounts,
     lustre_stats,
     lustre_values,
     network_mounts,
     nfs_counts,
 )
-from haiprof.linux.procfs import ProcFile, file_reading
+from haiprof.linux.procfs import MountEntry, ProcFile, file_reading
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value, refused_reading
 from haiprof.run_format.tables import FILESYSTEM
 
@@ -38,7 +37,7 @@ ALL_COLUMNS = tuple(column.name for column in FILESYSTEM.metrics)
 class _FoundMount:
     """A mount when it was found."""
 
-    mount: Mount
+    mount: MountEntry
     stats: Path | None
     """Of Lustre: the client's file, whose name is new with each mount."""
     born_ns: int | None
@@ -106,7 +105,7 @@ class FilesystemSampler(TableSampler):
                 self._nfs = error
         return [self._find_mount(mount) for mount in mounts]
 
-    def _find_mount(self, mount: Mount) -> _FoundMount:
+    def _find_mount(self, mount: MountEntry) -> _FoundMount:
         stats, born_ns = None, None
         if mount.type == LUSTRE:
             with contextlib.suppress(Unavailable):  # its reading says so
@@ -137,7 +136,7 @@ class FilesystemSampler(TableSampler):
         details = {"fstype": mount.type, "device": mount.source}
         return Entity(key=(index,), name=mount.point, readings=tuple(readings), details=details)
 
-    def _nfs_reading(self, mount: Mount) -> Reading:
+    def _nfs_reading(self, mount: MountEntry) -> Reading:
         def read() -> Sequence[Value]:
             if isinstance(self._nfs, OSError):
                 raise self._nfs
@@ -173,6 +172,6 @@ def _among(seen: _FoundMount, others: Iterable[_FoundMount]) -> bool:
     )
 
 
-def _refuse(columns: Sequence[str], mount: Mount, reason: str) -> Reading:
+def _refuse(columns: Sequence[str], mount: MountEntry, reason: str) -> Reading:
     why = Unavailable(reason, status="unsupported")
     return refused_reading(columns, f"{mount.type} client", why)
