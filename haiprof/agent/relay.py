@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.safe_files import remove_file
-from haiprof.linux.procfs import process_state, read_start_ticks, read_stat
+from haiprof.linux.procfs import process_state, read_start_ticks, runs
 from haiprof.run_format.control import (
     HELLO,
     MEMBER,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 _F_GET_SEALS = 1034  # of <linux/fcntl.h>; the module has it from Python 3.13 on
 _SEAL_SHRINK, _SEAL_GROW = 0x0002, 0x0004
-_GONE = (b"Z", b"X", b"x")
 _ROOT = Path("/")
 
 
@@ -80,7 +79,7 @@ class Rings:
 
     def tick(self) -> None:
         """Looks which processes have ended, and adds what their files lack."""
-        for held in [held for held in self._held if held.pid and _has_ended(held)]:
+        for held in [h for h in self._held if h.pid and not runs(_ROOT, h.pid, h.start_ticks)]:
             self._held.remove(held)
             _keep(held)
 
@@ -107,11 +106,6 @@ def _is_ring(number: int) -> bool:
     except OSError:  # a file of a disk
         return False
     return seals & (_SEAL_SHRINK | _SEAL_GROW) == _SEAL_SHRINK | _SEAL_GROW
-
-
-def _has_ended(held: _HeldRing) -> bool:
-    fields = read_stat(_ROOT, held.pid)
-    return fields is None or fields[0] in _GONE or int(fields[19]) != held.start_ticks
 
 
 def _keep(held: _HeldRing) -> None:

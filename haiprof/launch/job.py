@@ -29,7 +29,7 @@ from haiprof.base.units import NS_PER_S, duration_text, visible
 from haiprof.launch.companion_line import Line, Pulse, close_stderr
 from haiprof.launch.run_directories import RunCopies
 from haiprof.launch.supervisor import Outcome, Supervisor
-from haiprof.linux.procfs import read_start_ticks, read_stat
+from haiprof.linux.procfs import read_start_ticks, runs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.run_format.reader import read_failures, read_json
@@ -146,15 +146,11 @@ class Job:
         print_message(
             f"the launcher is gone; the job goes on as process {self.pid}, and is recorded"
         )
-        while started is not None and self._job_lives(started):
+        while runs(Path("/"), self.pid, started):
             time.sleep(TICK_S)
             self._guard(self._tick)
         close_stderr()
         return None
-
-    def _job_lives(self, started: int) -> bool:
-        fields = read_stat(Path("/"), self.pid)
-        return fields is not None and int(fields[19]) == started and fields[0] not in b"ZX"
 
     def close_manifest(self, ended: Manifest) -> None:
         """Writes the outcome if this launcher created the run."""
