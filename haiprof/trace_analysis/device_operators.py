@@ -60,14 +60,14 @@ class RankOperators:
 
     rows: pl.DataFrame
     """`device`, `step`, `top` (the outermost operator, null for none), the columns of OPERATOR,
-    `kernel` (the longest) and the columns of LAUNCH for it, `row_count`, `estimate` (`about` or
-    `at least` where its bytes are not known), `compute_ratio` (of the time at the compute roof to
-    that at the memory roof), and sums: calls, kernels, short kernels; `ns` of computing that
-    neither another kernel nor communication covers; `known_ns`, what of it has known work, with its
-    `flops` and `bytes`; `roof_ns`, `best_ns`, `reach_ns`, `sure_ns`: what it would take at the
-    roofline, at that of the faster precision where one is allowed by a setting, at what is usually
-    reached of that, and at what surely is; `tensor_ns` at TF32's peak of products of fp32 without
-    tensor cores; null where that is not known."""
+    `kernel` (the longest) and the columns of LAUNCH for it, `row_count`, `estimate` (`about` or `at
+    least` where its bytes are not known), `compute_ratio` (of the time at the compute roof to that
+    at the memory roof), and sums: calls, kernels, short kernels; `ns` of computing that neither
+    another kernel nor communication covers; `short_ns`, that of short kernels; `known_ns`, what of
+    it has known work, with its `flops` and `bytes`; `roof_ns`, `best_ns`, `reach_ns`, `sure_ns`:
+    what it would take at the roofline, at that of the faster precision where one is allowed by a
+    setting, at what is usually reached of that, and at what surely is; `tensor_ns` at TF32's peak
+    of products of fp32 without tensor cores; null where that is not known."""
     device_name: str | None
     peak_source: str | None
     """None where the device's peak is not known."""
@@ -213,5 +213,6 @@ def _name(pieces: pl.DataFrame) -> pl.DataFrame:
         call_count=pl.col("row").filter(pl.col("row") >= 0).n_unique().cast(pl.Int64),
         kernel_count=pl.col("event").n_unique().cast(pl.Int64),
         short_count=pl.col("event").filter("is_short").n_unique().cast(pl.Int64),
+        short_ns=pl.col("ns").filter("is_short").sum(),
         **nullable,
     )  # fmt: skip

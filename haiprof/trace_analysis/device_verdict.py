@@ -75,6 +75,7 @@ class DeviceOperator:
     kernel_count: float
     short_count: float
     """Of kernels below `device_operators.SHORT_NS`."""
+    short_ns_per_step: float
     row_count: int | None
     ns_per_step: float
     flops_per_s: float | None
@@ -390,7 +391,8 @@ def _operators(
     keys = rows.group_by(key, maintain_order=True).agg(
         pl.col("kernel", "row_count", "estimate", "compute_ratio", *LAUNCH).first(),
         *(pl.col(name).sum() for name in (
-            "call_count", "kernel_count", "short_count", "ns", "known_ns", "flops", "bytes",
+            "call_count", "kernel_count", "short_count", "short_ns", "ns", "known_ns", "flops",
+            "bytes",
         )),
         *(pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
           for name in ("roof_ns", "tensor_ns")),
@@ -452,7 +454,8 @@ def _operator(
         name=row["operator"], shapes=row["shapes"], kind=row["kind"],
         precision=row["precision"], kernel=row["kernel"], call_count=row["call_count"] / count,
         kernel_count=row["kernel_count"] / count, short_count=row["short_count"] / count,
-        row_count=row["row_count"], ns_per_step=row["ns"] / count,
+        short_ns_per_step=row["short_ns"] / count, row_count=row["row_count"],
+        ns_per_step=row["ns"] / count,
         flops_per_s=row["flops"] / known_s if known_s and row["flops"] else None,
         bytes_per_s=row["bytes"] / known_s if known_s and row["bytes"] else None,
         bound=bound, estimate=row["estimate"],

@@ -75,6 +75,8 @@ _UNEVEN = (
 _FULL_LAST_RATIO, _LITTLE_FILL_RATIO = 0.9, 0.25
 _HOST_BOUND = ("launch_bound", "host_python")
 """Explanations of idle time that larger work for each launch would fill."""
+_LAUNCH_GAPS = ("launch_bound", "kernel_gaps")
+"""Explanations of idle time that comes with each launch."""
 _MARKS_DIFFER_RATIO = 0.05
 """From this share on it is said that the host's marks are longer or shorter than the steps."""
 
@@ -303,12 +305,16 @@ def _operator_notes(found: DeviceLedger, shown: list[Opportunity]) -> Iterator[s
                 f"{each.name} ({each.kind}) takes {_share(each.ns_per_step, mean)} of the step: "
                 "its FLOPs and bytes are not known"
             )
-    short, every = (sum(getattr(each, name) for each in found.operators)
-                    for name in ("short_count", "kernel_count"))  # fmt: skip
-    if every and short >= _MANY_SHORT_RATIO * every and every >= _MANY:
+    short, every, ns = (
+        sum(getattr(each, name) for each in found.operators)
+        for name in ("short_count", "kernel_count", "short_ns_per_step")
+    )
+    ns += sum(row.ns_per_step for row in found.ledger.accounts if row.explanation in _LAUNCH_GAPS)
+    if every >= _MANY and short >= _MANY_SHORT_RATIO * every and ns >= PROBLEM_RATIO * mean:
         yield (
             f"{_share(short, every)} of {every:,.0f} kernels a step are shorter than "
-            f"{duration_text(SHORT_NS)}: torch.compile fuses them, foreach and fused optimizers too"
+            f"{duration_text(SHORT_NS)}; they and the gaps for launches take {_share(ns, mean)} of "
+            "the step: torch.compile fuses them, foreach and fused optimizers too"
         )
 
 

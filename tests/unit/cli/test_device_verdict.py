@@ -122,6 +122,35 @@ def test_a_gain_lies_in_its_interval_where_tf32_would_be_faster(
     assert 0 <= operator["gain_low_ns"] <= operator["gain_ns"] <= operator["gain_high_ns"]
 
 
+def kernels_in_turn(short_us: float, gap_us: float, long_us: float) -> list[Event]:
+    """Ten short and ten long kernels in turn, with gaps in which the host launches the next."""
+    found, at = [], 0.0
+    for number in range(10):
+        for correlation, us in ((2 * number + 1, short_us), (2 * number + 2, long_us)):
+            found += [
+                event("aten::mul", "cpu_op", at, gap_us), launch(correlation, at, gap_us),
+                kernel("elementwise", at + gap_us, us, correlation=correlation),
+            ]  # fmt: skip
+            at += gap_us + us
+    return found
+
+
+@pytest.mark.parametrize(
+    ("short_us", "gap_us", "long_us", "said"),
+    [
+        (4, 1, 1000, None),
+        (4, 1, 40, "they and the gaps for launches take 13 % of the step: torch.compile fuses"),
+        (4, 60, 1000, "they and the gaps for launches take 11 % of the step: torch.compile fuses"),
+    ],
+)
+def test_short_kernels_are_named_where_they_take_time(
+    tmp_path: Path, run: Run, short_us: float, gap_us: float, long_us: float, said: str | None
+) -> None:
+    path = write_trace(tmp_path / "trace.json", kernels_in_turn(short_us, gap_us, long_us))
+    text = " ".join(run("verdict", path).out.split())
+    assert said in text if said else "shorter than" not in text
+
+
 def fused_experts(tokens: int, kernel_us: float) -> list[Event]:
     """A mixture of 64 experts of 71 MB each, of which a token goes to two."""
     shapes = [[tokens, 4096], [64, 5632, 4096], [64, 4096, 2816], [tokens, 2]]
