@@ -14,7 +14,7 @@ from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import EACH_STEP, PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import bytes_text, duration_text, ratio_text, visible
+from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED
 from haiprof.diagnosis.explanations import (
     Question,
@@ -41,7 +41,12 @@ from haiprof.diagnosis.run_notes import (
 from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.small_operators import has_gradients
-from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
+from haiprof.diagnosis.thresholds import (
+    BACKWARD_RATIO,
+    CRITICAL_MIN_STEPS,
+    FEW_STEPS_SURE,
+    SHORT_RUN_S,
+)
 from haiprof.diagnosis.traced_window import step_work, traced_device
 from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Severity, gain_of, ranks_of
 from haiprof.diagnosis.verdict import Verdict as Verdict
@@ -146,7 +151,7 @@ def judge(
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
-            *_own_work_notes(found, findings),
+            *_own_work_notes(inputs, found, findings),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
@@ -312,6 +317,8 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
         return findings[0].title
     if found is None:
         return nothing_text(None)
+    if kept := _kept_graph_text(inputs, found):
+        return kept
     inside = "".join(f", {each}" for each in _own_work_texts(found, "it"))
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
@@ -364,15 +371,34 @@ def _own_backward_text(found: RunLedger | None) -> str:
     return f"{share} of the step in a backward of your own ({largest.code_place}{inside})"
 
 
-def _own_work_notes(found: RunLedger | None, findings: Sequence[Finding]) -> Iterator[str]:
+def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
+    """A backward that is too long for its forward and keeps graphs: it may go through old ones."""
+    spent = found.ledger.positions if found else {}
+    forward = spent.get("forward", 0.0) + spent.get("loss", 0.0)
+    backward = spent.get("backward", 0.0)
+    kept = any(settings.looks.kept_graph_count for settings in inputs.settings.values())
+    if not kept or not forward or backward < BACKWARD_RATIO * forward:
+        return ""
+    return (
+        f"backward takes {number_text(backward / forward)} times as long as forward and keeps its "
+        "graph (retain_graph=True): a tensor that a step takes over from the one before without "
+        "detach() makes it go through the graphs of both"
+    )
+
+
+def _own_work_notes(
+    inputs: RuleInputs, found: RunLedger | None, findings: Sequence[Finding]
+) -> Iterator[str]:
     """What is told of the model's work beside a problem, and else in the headline."""
     if findings and findings[0].severity != "info":
-        yield from (f"the model's own work: {text}" for text in _own_work_texts(found, "the step"))
+        texts = [*_own_work_texts(found, "the step"), _kept_graph_text(inputs, found)]
+        yield from (f"the model's own work: {text}" for text in texts if text)
 
 
 def _own_work_texts(found: RunLedger | None, whole: str) -> list[str]:
     """Of the model's own work what may be the job's doing, and has no price."""
-    return [text for text in (_recurrence_text(found, whole), _own_backward_text(found)) if text]
+    texts = _recurrence_text(found, whole), _own_backward_text(found)
+    return [text for text in texts if text]
 
 
 def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:

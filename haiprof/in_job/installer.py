@@ -90,6 +90,7 @@ class Installer:
             self.roots.living,
             self.optimizers.living,
             own_profiler=lambda: self.recorder.installed.must_stay(),
+            kept_graphs=lambda: self.state.kept_graphs,
             pauses=self._pauses,
         )
         self._sizes = InputSizes(recorder.lines)

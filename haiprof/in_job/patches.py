@@ -57,7 +57,8 @@ class State(Gate):
 
     __slots__ = (
         "begin", "counts_all", "device", "find_device", "inputs", "inside", "is_tracing",
-        "recorder", "repeats", "stepped", "steps_before", "successor", "trains", "watch",
+        "kept_graphs", "recorder", "repeats", "stepped", "steps_before", "successor", "trains",
+        "watch",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, is_tracing: Callable[[], bool]) -> None:
@@ -81,6 +82,8 @@ class State(Gate):
         """What that installation's wrappers share."""
         self.device: DeviceTimer | None = None
         self.find_device: Callable[[], DeviceTimer | None] = lambda: None
+        self.kept_graphs = 0
+        """Backward passes so far that were told to keep their graph, and to make none of it."""
         self.slow = True
         """Whether a span needs more than two times: until an optimizer has stepped, with a GPU,
         where memory is watched, and while a trace window is planned."""
@@ -105,7 +108,7 @@ class State(Gate):
             self.owner = _ident()
             self.busy, self.loading, self.slow, self.device = 0, False, True, None
             self.inputs = None
-            self.optimizer_count = self.steps_before = 0
+            self.optimizer_count = self.steps_before = self.kept_graphs = 0
             self.repeats, self.stepped = Repeats(), False
             if self.watch is not None:
                 self.watch.after_fork()
@@ -356,6 +359,7 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
                         if not state.stepped:
                             state.train()
                         mark = state.begin(BACKWARD, None)
+                    state.kept_graphs += args[2:4] == (True, False)  # retain_graph, create_graph
                     start = state.owner_seen_ns = begin(BACKWARD)
                     ours = True
             except Exception as error:

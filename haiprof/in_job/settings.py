@@ -46,6 +46,7 @@ class Settings:
     optimizers: Callable[[], Iterable[Any]]
     _: KW_ONLY
     own_profiler: Callable[[], bool]
+    kept_graphs: Callable[[], int]
     pauses: CollectorPauses
 
     def __post_init__(self) -> None:
@@ -128,6 +129,7 @@ class Settings:
             "type": SEEN,
             "time_ns": _now(),
             **{f"{name}_count": count for name, count in self._counts.items()},
+            "kept_graph_count": self.kept_graphs(),
             "collect_count": self.pauses.asked_count,
             "collect_ns": sum(self.pauses.asked_ns.copy().values()),
             "collect_file": file,

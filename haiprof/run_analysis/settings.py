@@ -79,6 +79,7 @@ class Looks:
     anomaly_count: int | None
     profiler_count: int | None
     no_sync_count: int | None
+    kept_graph_count: int | None
     collect_count: int | None
     collect_ns: int | None
     collect_file: str | None

@@ -71,6 +71,7 @@ SEEN_FIELDS = {
     "anomaly_count": "looks at which anomaly detection was on",
     "profiler_count": "looks at which a profiler of the job's own was on",
     "no_sync_count": "looks at which a DistributedDataParallel was in no_sync",
+    "kept_graph_count": "backward passes so far with retain_graph=True and not create_graph=True",
     "collect_count": "calls of gc.collect() by the job so far",
     "collect_ns": "time in them",
     "collect_file": "file of the job's line that took most of it; null without any",

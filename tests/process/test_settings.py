@@ -64,7 +64,7 @@ while time.monotonic() < end:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
             loss = model(x).square().mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward(retain_graph=True)
         optimizer.step()
     gc.collect()
 print("loss", float(loss))
@@ -158,6 +158,8 @@ def test_switches_are_recorded(run: Run) -> None:
     assert settings.operator_threads == 1
     assert settings.on_ratio("anomaly") == 1.0
     assert settings.looks.collect_count
+    assert settings.looks.kept_graph_count
+    assert only(run(PLAIN)).looks.kept_graph_count == 0
     line = 1 + (COMMON + COSTLY).splitlines().index("    gc.collect()")
     assert settings.looks.collect_line == line
     assert (settings.looks.collect_file or "").endswith(".py")

@@ -858,6 +858,20 @@ def test_a_backward_that_the_job_wrote_is_named_as_part_of_the_model(root: Path)
     assert "% of the step in a backward of your own (quant.py:15 FakeQuant.backward)" in headline
 
 
+@pytest.mark.parametrize(
+    ("kept", "backward_ms", "said"), [(70, 60.0, True), (0, 60.0, False), (70, 10.0, False)]
+)
+def test_backward_that_may_go_through_old_graphs_is_told(
+    root: Path, kept: int, backward_ms: float, said: bool
+) -> None:
+    write_sampled(root, lambda *_: (0.2, 5.0, backward_ms, 2.0), steps=120)
+    told(root, seen={"kept_graph_count": kept})
+    headline = judged(root).headline
+    assert headline.startswith("backward takes 11.6 times as long as forward") == said
+    assert ("retain_graph=True" in headline and "detach()" in headline) == said
+    assert headline.startswith("nothing stands out") != said
+
+
 def test_who_holds_the_lock_and_is_seen_where_it_waits_has_no_line(root: Path) -> None:
     """It is looked at once it lets go of the lock: that line took no time."""
     write_lock(root, (f"{PYTHON}/queue.py", 180, "Queue.get"))
