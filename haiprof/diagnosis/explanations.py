@@ -34,7 +34,7 @@ from haiprof.diagnosis.machine_causes import (
     starvation,
     state_of,
 )
-from haiprof.diagnosis.opportunities import RECOMPUTED, WORKER_CORES, in_hooks
+from haiprof.diagnosis.opportunities import RECEIVED, RECOMPUTED, RESTARTED, WORKER_CORES, in_hooks
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
@@ -53,8 +53,6 @@ from haiprof.run_analysis.ledger import (
     NATIVE,
     OPERATORS,
     UNKNOWN,
-    WORKER_LOADER,
-    WORKER_START,
     workers_without_core,
 )
 from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times, innermost_stack
@@ -88,7 +86,6 @@ SLUGS = {
     "compile": "recompiles",
 }
 """By position; what lies between the phases is `outside_the_model`."""
-_HANDED_OVER = "torch.multiprocessing.reductions"
 """What takes tensors over from another process."""
 _MIN_SAMPLES = 4
 _AT_LOCK = WAITS.index("lock")
@@ -286,24 +283,7 @@ def _input(question: Question) -> Finding:
     inputs, account = question.inputs, question.account
     if account.activity == _UNKNOWN:  # nobody saw who makes it
         return _waits_for_loader(question)
-    found = Finding(rule=SLUGS["input"], cause="receiving", title="", remedy="")
-    if any(WORKER_START in name for name in account.callees):
-        return replace(
-            found,
-            cause="worker_start",
-            title=f"starting the DataLoader's workers, {question.amount}, {account.paid}",
-            remedy="keep the workers alive between epochs: DataLoader(..., "
-            "persistent_workers=True); or fewer workers, or longer epochs (a sampler that repeats)",
-        )
-    if any(WORKER_LOADER in name or _HANDED_OVER in name for name in account.callees):
-        return replace(
-            found,
-            title="the training thread receives the batches that the DataLoader's workers made, "
-            f"{question.amount}",
-            remedy="each batch costs this, a large one more: larger batches, one stacked tensor "
-            "where a batch holds many; of large ones, uint8 or float16 in place of float32; what "
-            "fewer workers gain is measured by haiprof try-loader",
-        )
+    found = Finding(rule=SLUGS["input"], title="", remedy="")
     if _is_below(question, "_next_index"):
         return replace(
             found,
@@ -323,6 +303,8 @@ def _input(question: Question) -> Finding:
             f"workers: {question.amount}{_code_text(account)}",
             remedy=_OF_TRAINER
             if _is_in_trainer(account)
+            else "the DataLoader itself does it for each batch: fewer, larger batches"
+            if account.package == "torch"
             else "move what this line does into the dataset, where the workers do it; hand over "
             "fewer and larger tensors",
         )
@@ -342,6 +324,29 @@ def _input(question: Question) -> Finding:
         + (f", {told.title}" if told else f"{_code_text(account)}"),
         remedy=known.remedy,
         evidence=known.evidence,
+    )
+
+
+def _restarts_workers(question: Question) -> Finding:
+    return make_finding(
+        "starting the DataLoader's workers and ending the old ones, "
+        f"{question.amount}, {question.account.paid}",
+        "keep the workers alive between epochs: DataLoader(..., persistent_workers=True); or fewer "
+        "workers, or longer epochs (a sampler that repeats)",
+        rule=SLUGS["input"],
+        cause="worker_start",
+    )
+
+
+def _receives(question: Question) -> Finding:
+    return make_finding(
+        "the training thread receives the batches that the DataLoader's workers made, "
+        f"{question.amount}",
+        "each batch costs this, a large one more: larger batches, one stacked tensor where a batch "
+        "holds many; of large ones, uint8 or float16 in place of float32; what fewer workers gain "
+        "is measured by haiprof try-loader",
+        rule=SLUGS["input"],
+        cause="receiving",
     )
 
 
@@ -853,6 +858,8 @@ _EVALUATED = ("wait: loader", "evaluation")
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
     WORKER_CORES: _waits_for_loader,
+    RECEIVED: _receives,
+    RESTARTED: _restarts_workers,
     RECOMPUTED: _explain_by(
         RECOMPUTED,
         "activation checkpointing runs forward again inside backward, {amount}{code}",

@@ -73,8 +73,9 @@ _NOT_COMPILED = "DisableContext."
 """Around a function that is never compiled: whatever that is, it is not the model's for that."""
 _RESTART = re.compile(rf"{re.escape(WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
 """What starts and ends a DataLoader's workers."""
+_IN_LOADER = re.compile(re.escape(WORKER_LOADER))
 _HANDED_OVER = "/torch/multiprocessing/reductions.py"
-RECOMPUTED = "recomputation"
+RECOMPUTED, RECEIVED, RESTARTED = "recomputation", "receiving", "worker_start"
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
@@ -236,8 +237,17 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
         free[rows] = False
         return rows
 
+    def take_at(chosen: Bools, key: str, unsure_ns: float = 0.0) -> Iterator[Opportunity]:
+        """What is one opportunity in whichever lines it is."""
+        if len(rows := take(chosen)):
+            at = main_place(table.tree, table.stack[rows], table.ns[rows])
+            yield replace(opportunity(table, rows, at), key=key, unsure_ns=unsure_ns)
+
     lineless = lacks_line(table)
-    found = [
+    is_input = table.position == INPUT
+    own = is_input & (~lineless | (table.activity == LOADER_WAIT))
+    found = [*take_at(_holds(table, _RESTART) & own, RESTARTED)]
+    found += [
         replace(opportunity(table, rows, None), activity=activity)
         for activity in NO_LINE
         if len(rows := take((table.activity == activity) & lineless))
@@ -248,6 +258,9 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
     if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
+    found += take_at(
+        _takes_over(table) & is_input, RECEIVED, math.inf
+    )  # needed whatever workers do
     nowhere = table.stack == 0
     for position in np.unique(table.position[free & nowhere]).tolist():
         rows = take(nowhere & (table.position == position))
@@ -257,19 +270,13 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
 
 def join_restarts(table: TimeTable, found: Sequence[Opportunity]) -> list[Opportunity]:
     """The same where starting and ending workers is one opportunity with the wait for them."""
-    ends = [_RESTART.search(frame.function) is not None for frame in table.tree.frames]
-    restarts = table.tree.holds(np.array([*ends, False]))[table.stack]
-    kept, rows = list[Opportunity](), list[Ints]()
-    for each in found:
-        own = restarts[each.rows] & (each.activity not in NO_LINE)
-        own |= each.activity == LOADER_WAIT and each.at is None
-        rows.append(each.rows[own])
-        if not own.all():
-            kept.append(replace(each, rows=each.rows[~own]) if own.any() else each)
-    if not any(len(part) for part in rows):
+    waits = [each.activity == LOADER_WAIT and each.at is None for each in found]
+    own = [wait or each.key == RESTARTED for wait, each in zip(waits, found, strict=True)]
+    rows = [each.rows for each, is_own in zip(found, own, strict=True) if is_own]
+    kept = [each for each, is_own in zip(found, own, strict=True) if not is_own]
+    if not rows:
         return kept
-    joined = opportunity(table, np.concatenate(rows), None)
-    return [*kept, replace(joined, activity=LOADER_WAIT)]
+    return [*kept, replace(opportunity(table, np.concatenate(rows), None), activity=LOADER_WAIT)]
 
 
 def join_worker_cores(
@@ -357,22 +364,21 @@ def _of_code(table: TimeTable, free: Bools) -> Iterator[Opportunity]:
         key = (line.function.key, at, position)
         known = merged.setdefault(key, ([], line))
         known[0].extend(rows)
-    receives = _takes_over(tree)[table.stack]
     for numbered, line in merged.values():
-        found = opportunity(table, np.array(numbered), code_place(tree, line.stack))
-        ns = table.ns[found.rows]
-        is_needed = ns[receives[found.rows]].sum() > ns.sum() / 2  # whatever the workers do
-        yield replace(found, unsure_ns=math.inf) if is_needed else found
+        yield opportunity(table, np.array(numbered), code_place(tree, line.stack))
 
 
-def _takes_over(tree: CodeTree) -> Bools:
-    """Per stack: whether a batch that a loader's worker made is taken over in it."""
-    takes = (
-        _HANDED_OVER in frame.file
-        or (WORKER_LOADER in frame.function and not _RESTART.search(frame.function))
-        for frame in tree.frames
-    )
-    return tree.holds(np.array([*takes, False]))
+def _takes_over(table: TimeTable) -> Bools:
+    """Per row: whether a batch that a loader's worker made is taken over in it."""
+    files = np.array([*(_HANDED_OVER in frame.file for frame in table.tree.frames), False])
+    return table.tree.holds(files)[table.stack] | _holds(table, _IN_LOADER)
+
+
+def _holds(table: TimeTable, functions: re.Pattern[str]) -> Bools:
+    """Per row: whether it is in or below one of some functions."""
+    named = (functions.match(frame.function) is not None for frame in table.tree.frames)
+    found: Bools = table.tree.holds(np.array([*named, False]))[table.stack]
+    return found
 
 
 def _grow(table: TimeTable, numbers: Ints) -> _Function:
