@@ -113,8 +113,10 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
     loading = sum(inputs.worker_cores(r) or 0.0 for r in ranks if inputs.loader_workers.get(r))
-    # A thread waits for no longer than the workers run: most of what is waited may be their doing.
-    by_workers = wanted - loading <= cores and not too_many and 2 * loading > wanted - busy
+    # Without the workers there is room for the rest, and for what others need of the same cores. A
+    # thread waits for no longer than the workers run: most of what is waited may be their doing.
+    rest = wanted - loading + max((others or 0.0) - max((on_node or 0) - cores, 0), 0.0)
+    by_workers = rest <= cores and not too_many and 2 * loading > wanted - busy
     if by_workers:
         remedy = (
             f"do less per sample in the DataLoader's workers, which use {number_text(loading)} "

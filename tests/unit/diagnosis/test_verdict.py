@@ -712,6 +712,11 @@ def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(
     assert found.remedy.endswith("not at all") or "batches" in remedy
 
 
+def test_workers_are_not_blamed_for_cores_that_others_fill(root: Path) -> None:
+    write_cores(root, [Cores(main=1.5, workers=0.19, wait=0.35)], others=0.3)
+    assert judged(root).findings[0].title.startswith("too few cores: rank 0 may use 2")
+
+
 def test_two_lines_of_a_function_are_both_said(root: Path) -> None:
     """The second one waits for a lock."""
     waits = (SCRIPT, MAIN, job(72, "log"), (f"{PYTHON}/threading.py", 300, "Condition.wait"))
