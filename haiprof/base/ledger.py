@@ -49,8 +49,12 @@ _DOES = {
     "unknown": "time that was not sampled",
 }
 """Activities in words; native code is that of a package."""
-TORCH_CALL = re.compile(r"\b(?:torch|torchvision|torchaudio|F|TF|nn)\.|\.(?:backward|zero_grad)\(")
+TORCH_CALL = re.compile(
+    r"\b(?:torch|torchvision|torchaudio|F|TF|nn)\.|"
+    r"\.(?:backward|zero_grad|detach|cpu|cuda|unsqueeze|\w+_)\("
+)
 """In an expression, what only torch is called by: `step` may be that of an environment."""
+_CALL = re.compile(r"[\w\])]\(")
 
 
 def position_words(position: str) -> str:
@@ -151,7 +155,10 @@ class Account:
         package = None if self.package in (None, "job", "python") else self.package
         calls_torch = package or self.needed or TORCH_CALL.search(self.expression or "")
         if self.activity == "operators" and not calls_torch:
-            return "native code"  # of a tensor's method or an array's: nothing tells which
+            # Of a tensor's method or an array's nothing tells which.
+            text = expression_text(self.expression)
+            is_call = not text or _CALL.search(text)
+            return "native code" if is_call else "arithmetic on tensors or arrays"
         return _DOES.get(self.activity, package or "native code")
 
     @property

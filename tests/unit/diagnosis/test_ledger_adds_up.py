@@ -226,6 +226,9 @@ def test_an_expression_that_is_a_name_alone_is_not_shown(expression: str, shown:
 @pytest.mark.parametrize(
     ("expression", "said"),
     [("torch.randn(4)", "torch operators"), ("loss.backward()", "torch operators"),
+     ("total.add_(x)", "torch operators"), ("loss.detach()", "torch operators"),
+     ("w * 1.0001", "arithmetic on tensors or arrays"),
+     ("(pred == target) & mask[i]", "arithmetic on tensors or arrays"), ("rows", "native code"),
      ("0.1 * v.numpy()", "native code"), ("env.step(action)", "native code"),
      ('open(path, "wb")', "native code"), (None, "native code")],
 )  # fmt: skip
