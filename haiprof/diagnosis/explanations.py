@@ -672,7 +672,7 @@ _ONE_BY_ONE = (
 )
 _OF_LOOP = (
     (INDEPENDENT, "it works on one element after the other: do it for all at once, with whole "
-     "tensors"),
+     "tensors: (a == b).sum(), a mask, torch.where"),
     (RECURRENCE, _ONE_BY_ONE),
 )  # fmt: skip
 _COMPRESS = "compress in another process, or with a lower level"

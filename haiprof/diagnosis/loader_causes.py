@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,6 +46,11 @@ _SHARES = (
 )
 _LESS = "decode and tokenize once, ahead of training; cheaper augmentation"
 _LESS_IN_MEMORY = "take a whole batch at once from what is in memory (Dataset.__getitems__)"
+_OF_LISTS = re.compile(r"\btorch\.(?:(?:as_)?tensor|\w*Tensor)\(\s*\[")
+_LESS_OF_LISTS = (
+    "keep numbers in arrays or tensors and join these (torch.stack; np.stack, then "
+    "torch.from_numpy): torch.tensor takes those of a list one by one"
+)
 _TRIED = (
     "the time above is with batches always ready; haiprof try-loader measures what workers gain"
 )
@@ -146,10 +152,14 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
 
 def less_per_sample(samples: CodeSamples) -> str:
     """How to do less per sample: where no code of the job's makes one, whole batches at once."""
-    of_fetch = samples.tree.within(FETCH_FILE)
-    seen = np.unique(samples.stack[of_fetch[samples.stack]])
-    of_job = of_fetch[innermost_stack(samples.tree)[seen]]
-    return _LESS if of_job.any() or not len(seen) else _LESS_IN_MEMORY
+    tree = samples.tree
+    of_fetch = tree.within(FETCH_FILE)
+    inner = innermost_stack(tree)[samples.stack[of_fetch[samples.stack]]]
+    own = inner[of_fetch[inner]]
+    if not len(own):
+        return _LESS_IN_MEMORY if len(inner) else _LESS
+    most = tree.frames[tree.place[np.bincount(own).argmax()]].expression
+    return _LESS_OF_LISTS if _OF_LISTS.search(most) else _LESS
 
 
 def _epoch_starts(inputs: RuleInputs) -> tuple[int, int, int] | None:

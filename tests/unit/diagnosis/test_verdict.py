@@ -569,10 +569,17 @@ def test_a_large_loss_that_is_not_certain_is_not_nothing(root: Path) -> None:
     assert "(0.0 % to" in text
 
 
-@pytest.mark.parametrize(("of_job", "said"), [(True, "decode and tokenize"), (False, "in memory")])
-def test_what_to_do_less_of_fits_the_dataset(root: Path, of_job: bool, said: str) -> None:
-    item = (f"{SITE}/torch/utils/data/dataset.py", 205, "TensorDataset.__getitem__")
-    stacks: Stacks = {"dataloader": (SCRIPT, MAIN, FETCH, *((LOAD, OPEN) if of_job else (item,)))}
+@pytest.mark.parametrize(
+    ("made_by", "said"),
+    [
+        ((LOAD, OPEN), "decode and tokenize"),
+        (((f"{SITE}/torch/utils/data/dataset.py", 205, "TensorDataset.__getitem__"),), "in memory"),
+        (((*job(9, "collate"), "torch.tensor([x[0] for x in b])"),), "torch.stack"),
+        (((*job(9, "collate"), "torch.tensor(length)"),), "decode and tokenize"),
+    ],
+)
+def test_what_to_do_less_of_fits_the_dataset(root: Path, made_by: Stack, said: str) -> None:
+    stacks: Stacks = {"dataloader": (SCRIPT, MAIN, FETCH, *made_by)}
     write_sampled(root, lambda *_: (30.0, *BALANCED[1:]), stacks, steps=120)
     assert said in judged(root).findings[0].remedy
 
