@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 import numpy as np
 import polars as pl
 
@@ -61,6 +64,32 @@ _BUS_FACTOR = {
     ),
     **dict.fromkeys(("broadcast", "reduce"), pl.lit(1.0)),
 }
+
+
+class Link(NamedTuple):
+    """How a GPU reaches the others of its node."""
+
+    pattern: str
+    """Of the device's name in traces, where that tells the link."""
+    bytes_per_s: float
+    """Each way."""
+    source: str
+
+
+LINKS = (
+    Link(r"V100-SXM[23]", 150e9, "half of NVLink's 300 GB/s, NVIDIA V100 datasheet (2020)"),
+    Link(r"A100-SXM", 300e9, "half of NVLink's 600 GB/s, NVIDIA A100 datasheet (2021)"),
+    Link(r"A800-SXM", 200e9, "half of NVLink's 400 GB/s, NVIDIA A800 datasheet (2022)"),
+    Link(r"H800(?!.*PCIe)", 200e9, "half of NVLink's 400 GB/s, NVIDIA H800 datasheet (2023)"),
+    Link(r"H20\b", 450e9, "half of NVLink's 900 GB/s, NVIDIA H20 datasheet (2023)"),
+    Link(
+        r"H100 \d+GB|H200(?! NVL)", 450e9, "half of NVLink's 900 GB/s, NVIDIA H100 datasheet (2024)"
+    ),
+    Link(r"\bG?B[23]00", 900e9, "half of NVLink's 1.8 TB/s, NVIDIA HGX B200 datasheet (2024)"),
+    Link(r"MI3(?:00|25)X", 448e9, "half of 7 links' 128 GB/s, AMD MI300X datasheet (2023)"),
+    Link(r"MI35[05]X", 537.6e9, "half of 7 links' 153.6 GB/s, AMD MI350 datasheet (2025)"),
+)  # fmt: skip
+"""The first whose pattern is found counts. NCCL's sums in the switch (NVLS) can exceed them."""
 
 WAITS = ("wait_ns", "transfer_ns")
 
@@ -133,6 +162,8 @@ def collectives(waits: pl.DataFrame) -> pl.DataFrame:
             pl.col("step", "kind", "process_group", "part", "sequence", "dtype").first(),
             pl.col("group_size").first(),
             pl.col("rank_count", "matched_by", "confidence", "missing").first(),
+            # Launchers number the ranks of a node, and its devices, in one order.
+            one_node=(pl.col("rank") - pl.col("device")).n_unique() == 1,
             start_ns=pl.col("start_ns").min(),
             start_skew_ns=pl.col("start_ns").max() - pl.col("start_ns").min(),
             last_rank=pl.col("rank").filter("arrived_last").first(),
@@ -191,8 +222,11 @@ def _own_bytes() -> pl.Expr:
     )
 
 
-def process_groups(rows: pl.DataFrame) -> pl.DataFrame:
-    """Bandwidth by process group and kind."""
+def process_groups(rows: pl.DataFrame, device_name: str | None) -> pl.DataFrame:
+    """Bandwidth by process group and kind, and that of the link inside of a node of this device."""
+    link = next((each for each in LINKS if re.search(each.pattern, device_name or "")), None)
+    peak, source = (link.bytes_per_s, link.source) if link else (None, None)
+    linked = pl.when("one_node")
     timed = pl.col("algorithm_bandwidth_bytes_per_s").is_not_null()
     keys = ("process_group", "part", "kind", "group_size")
     grouped = rows.group_by(keys).agg(
@@ -200,10 +234,16 @@ def process_groups(rows: pl.DataFrame) -> pl.DataFrame:
         timed_count=timed.sum().cast(pl.Int64),
         bytes=pl.when(timed.any()).then(pl.col("bytes").filter(timed).sum()),
         transfer_ns=pl.when(timed.any()).then(pl.col("transfer_ns").filter(timed).sum()),
+        one_node=pl.col("one_node").filter(timed).all() & timed.any(),
     )
-    return grouped.with_columns(_bandwidths("transfer_ns")).sort(
-        "process_group", "kind", "group_size"
+    rated = grouped.with_columns(
+        _bandwidths("transfer_ns"),
+        link_bytes_per_s=linked.then(pl.lit(peak, pl.Float64)),
+        link_source=linked.then(pl.lit(source, pl.String)),
     )
+    return rated.with_columns(
+        link_ratio=pl.col("bus_bandwidth_bytes_per_s") / pl.col("link_bytes_per_s")
+    ).drop("one_node").sort("process_group", "kind", "group_size")  # fmt: skip
 
 
 def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:

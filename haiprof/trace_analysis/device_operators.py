@@ -17,6 +17,7 @@ from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
     COMPUTATION,
     LAUNCH,
+    device_name,
     launch_columns,
     with_kind,
 )
@@ -25,7 +26,6 @@ from haiprof.trace_analysis.kernel_names import short_kernel_name, work_kind
 from haiprof.trace_analysis.operator_efficiency import (
     Peak,
     calls_with_work,
-    device_name,
     nearest_rows,
     peak_of,
     with_tensor_cores,

@@ -367,6 +367,12 @@ def device_properties(trace: Trace) -> dict[str, Any]:
     return own[0] if own else {}
 
 
+def device_name(trace: Trace) -> str | None:
+    """Of the device that the GPU events are of; None on the CPU."""
+    said = device_properties(trace) if len(trace.gpu) else {}
+    return str(said.get("name"))[:200] if said else None
+
+
 def known_occupancy() -> pl.Expr:
     """A kernel's estimated occupancy; null for Kineto's 0, which says that it has no estimate."""
     fill = pl.col("occupancy_ratio")

@@ -11,6 +11,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.run_format.raw_traces import parse_stem
+from haiprof.trace_analysis.device_time import device_name
 from haiprof.trace_format.find import one_window, rank_of, trace_files, trace_name
 from haiprof.trace_format.kineto.events import TABLES
 from haiprof.trace_format.kineto.load import LoadReport
@@ -107,6 +108,8 @@ class TraceFile:
     findings: tuple[Finding, ...] = ()
     host: str | None = None
     """Where the rank ran, which only haiprof records."""
+    device_name: str | None = None
+    """Of its GPU; None where the trace does not say it."""
 
 
 def trace_file(trace: Trace) -> TraceFile:
@@ -125,6 +128,7 @@ def trace_file(trace: Trace) -> TraceFile:
         end_ns=end_ns,
         findings=checked.findings,
         host=host_name(trace),
+        device_name=device_name(trace),
     )
 
 

@@ -14,7 +14,7 @@ from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree
-from haiprof.trace_analysis.device_time import Steps, device_properties, step_window, traced_window
+from haiprof.trace_analysis.device_time import Steps, device_name, step_window, traced_window
 from haiprof.trace_analysis.kernel_names import is_matrix_work, uses_tensor_cores
 from haiprof.trace_analysis.operator_work import (
     ATTENTION,
@@ -467,9 +467,3 @@ def nearest_rows(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
     is_chosen = np.zeros(len(tree.parent), dtype=np.bool_)
     is_chosen[chosen] = True
     return tree.climb(rows, is_chosen)
-
-
-def device_name(trace: Trace) -> str | None:
-    """Of the device that the GPU events are of; None on the CPU."""
-    said = device_properties(trace) if len(trace.gpu) else {}
-    return str(said.get("name"))[:200] if said else None

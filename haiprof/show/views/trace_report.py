@@ -150,7 +150,7 @@ class View:
     legend_of: str = ""
     """The column that it is about; empty for all."""
     answer: str = ""
-    """The column that says in words what the table comes to."""
+    """The column that says in words what the table comes to, after the legend."""
 
 
 VIEWS = (
@@ -258,7 +258,9 @@ VIEWS = (
         "Collectives: from the last rank's arrival on", ("process_groups",), None,
         columns=heads(process_group="group", part="part", kind="kind", group_size="ranks",
                       collective_count="count", timed_count="timed", bytes="size",
-                      transfer_ns="transfer", bus_bandwidth_bytes_per_s="bus bandwidth"),
+                      transfer_ns="transfer", bus_bandwidth_bytes_per_s="bus bandwidth",
+                      link_bytes_per_s="link's peak", link_ratio="of it"),
+        legend="the link's peak: ", answer="link_source",
     ),
     View(
         "Who is late at collectives", ("lateness", "stragglers"),
@@ -329,7 +331,8 @@ def shown_tables(report: TraceReport) -> Iterator[tuple[View, pl.DataFrame]]:
             columns = [column for column in view.columns if not _is_uninformative(column[0], found)]
             told = not view.legend_of or view.legend_of in (name for name, _ in columns)
             if any(found[name].count() for name, _ in columns if name != "rank"):
-                legend = str(found[view.answer][0]) if view.answer else view.legend
+                answers = found[view.answer].drop_nulls() if view.answer else [""]
+                legend = f"{view.legend}{answers[0]}" if len(answers) else ""
                 about = legend if told else ""
                 yield replace(view, columns=tuple(columns), legend=about), found
 
@@ -348,5 +351,8 @@ def _is_uninformative(name: str, found: pl.DataFrame) -> bool:
         return found[name].is_null().all()
     if name == "part":
         return found.filter(pl.col(name) != WHOLE_JOB).is_empty()
-    is_optional = name in ("process_group", "wait_ns", "distance_ratio", *dict(LAUNCH_HEADS))
+    is_optional = name in (
+        "process_group", "wait_ns", "distance_ratio", "link_bytes_per_s", "link_ratio",
+        *dict(LAUNCH_HEADS),
+    )  # fmt: skip
     return is_optional and found[name].is_null().all()

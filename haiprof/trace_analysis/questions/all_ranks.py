@@ -129,7 +129,8 @@ class TraceQuestions(RankTraces):
             `process_group`, `part`, `sequence`, `dtype`, `group_size`, `rank_count`,
             `matched_by`, `confidence`, `start_ns`, `start_skew_ns`, `last_rank`,
             `behind_second_ns`, `transfer_ns`, `bytes`, `algorithm_bandwidth_bytes_per_s`,
-            `bus_bandwidth_bytes_per_s`, `missing` (why times are null).
+            `bus_bandwidth_bytes_per_s`, `one_node` (whether its ranks are numbered as the devices
+            of one node are), `missing` (why times are null).
             Clocks are compared by `clock_offsets`.
         """
         return collectives(self._arrivals(steps)[0])
@@ -149,9 +150,12 @@ class TraceQuestions(RankTraces):
 
         Returns:
             `process_group`, `part`, `kind`, `group_size`, `collective_count`, `timed_count`,
-            `bytes`, `transfer_ns`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`.
+            `bytes`, `transfer_ns`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`;
+            inside of a node whose GPUs name their link `link_bytes_per_s`, its peak each way,
+            `link_source`, who states that, and `link_ratio`, bus bandwidth's share of it.
         """
-        return process_groups(self.collectives(steps))
+        names = {file.device_name for file in self.files.values()}
+        return process_groups(self.collectives(steps), names.pop() if len(names) == 1 else None)
 
     def rank_collectives(self, steps: Steps = None) -> pl.DataFrame:
         """What each rank's own collectives moved; one rank's trace is enough.

@@ -32,6 +32,7 @@ from tests.unit.analysis.trace.shared import (
     step,
     trace_of,
     traces,
+    write_trace,
 )
 
 
@@ -79,6 +80,32 @@ def test_bus_bandwidth_is_that_of_nccl_tests(
     (row,) = found.process_groups().rows(named=True)
     assert (row["bytes"], row["timed_count"]) == (total, 1)
     assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(total / 10e-6 * factor)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "devices", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", (0, 1), 450e9),
+        ("Tesla V100-SXM2-32GB", (0, 1), 150e9),
+        ("AMD Instinct MI300X", (0, 1), 448e9),
+        ("NVIDIA H100 PCIe", (0, 1), None),
+        ("NVIDIA A100-PG509-200", (0, 1), None),
+        ("NVIDIA H100 80GB HBM3", (0, 0), None),  # a GPU each of two nodes, or one visible each
+        (None, (0, 1), None),
+    ],
+)
+def test_bus_bandwidth_is_held_against_the_link_where_that_is_known(
+    tmp_path: Path, gpu: str | None, devices: tuple[int, int], peak: float | None
+) -> None:
+    for rank, device in enumerate(devices):
+        said = {"deviceProperties": [{"id": device, "name": gpu}]} if gpu else {}
+        said["distributedInfo"] = {"rank": rank, "world_size": 2}
+        write_trace(tmp_path / f"rank{rank}.json", [all_reduce(0, 100, seq=1, device=device)], said)
+    (row,) = TraceAnalysis(tmp_path).process_groups().rows(named=True)
+    assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(40e9)
+    assert row["link_bytes_per_s"] == peak
+    assert row["link_ratio"] == (peak and pytest.approx(40e9 / peak))
+    assert (row["link_source"] is None) == (peak is None)
 
 
 def test_order_is_not_believed_where_times_contradict_it(tmp_path: Path) -> None:
