@@ -429,6 +429,10 @@ def calls_with_work(
     calls = calls.join(work, on=keys, how="inner", nulls_equal=True).filter(
         pl.col("flops").is_not_null()
     )
+    # One form of an operator may call another: upsample_nearest1d.vec, of the same name.
+    above = tree.parent[calls["row"].to_numpy()]
+    again = calls["name"] == tree.names_at(above)
+    calls = calls.filter(~pl.col("row").is_in(above[again.fill_null(value=False).to_numpy()]))
     # Whether a call is composed of others whose work is known.
     composed = calls["name"].is_in(list(COMPOSED - set(own))).to_numpy()
     rows = calls["row"].to_numpy()

@@ -402,6 +402,15 @@ def _rows(call: Call, kind: str, flops: int, at: int, sizes: int) -> Work:
     return _work(kind, flops * data.count, *[data] * sizes)
 
 
+@_family
+def _resize(call: Call, flops: int, *, backward: bool = False) -> Work:
+    """(input, output size, ...); of the gradient (gradient, output size, input size, ...)."""
+    data = call.tensor(0)
+    sizes = call.numbers(2) if backward else (*data.shape[:2], *call.numbers(1))
+    other = Tensor(tuple(sizes), data.type)
+    return _work(ELEMENTWISE, flops * (data if backward else other).count, data, other)
+
+
 def _embedding(call: Call) -> Work:
     """aten::embedding(weight, indices): rows read and written."""
     weight, indices = call.tensor(0), call.tensor(1)
@@ -462,6 +471,13 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", 
                "all", "var", "std", "norm", "linalg_vector_norm")  # fmt: skip
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
                 "_batch_norm_with_update")  # fmt: skip
+_RESIZES = {
+    **{f"{name}{n}d": 0 for name in ("upsample_nearest", "_upsample_nearest_exact")
+       for n in (1, 2, 3)},
+    "upsample_linear1d": 4, "upsample_bilinear2d": 8, "upsample_trilinear3d": 16,
+    "upsample_bicubic2d": 32,
+}  # fmt: skip
+"""FLOPs per element: a product and a sum for each element that it is made of."""
 _NORMALISATIONS = {
     "_softmax": (5, 2), "_log_softmax": (5, 2), "_softmax_backward_data": (4, 3),
     "_log_softmax_backward_data": (4, 3), "native_layer_norm": (7, 2),
@@ -536,6 +552,8 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten::{name}": _rows(ELEMENTWISE, 1, 0, 1) for name in _REDUCTIONS},
     **{f"aten::{name}": _rows(ELEMENTWISE, 1, 0, 2) for name in ("cumsum", "cumprod")},
     **{f"aten::{name}": _rows(ELEMENTWISE, 0, 0, 2) for name in ("tril", "triu", "flip", "roll")},
+    **{f"aten::{name}": _resize(flops) for name, flops in _RESIZES.items()},
+    **{f"aten::{name}_backward": _resize(flops, backward=True) for name, flops in _RESIZES.items()},
     "aten::index_select": _gather, "aten::gather": _gather,
     # (data, indices, values): read are values, and what they replace or are added to.
     "aten::_index_put_impl_": _moves(EMBEDDING, 2, 2, 2),
@@ -560,6 +578,8 @@ and 4, other functions 1; none of them counts for MFU."""
 NEED_VALUES = tuple(
     name
     for name in FORMULAS
-    if re.search(r"conv|scaled_dot_product|flash_att|FlashAttn|mha|te_gemm|index_select", name)
+    if re.search(
+        r"conv|scaled_dot_product|flash_att|FlashAttn|mha|te_gemm|index_select|upsample", name
+    )
 )
 """Whose work depends on arguments that are no tensors."""

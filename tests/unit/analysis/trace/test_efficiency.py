@@ -56,6 +56,20 @@ def test_real_trace_has_the_numbers_of_tracelens(row: tuple[Any, ...]) -> None:
     assert own["time_ns"].item() / 1e3 == pytest.approx(time_us, rel=1e-5)
 
 
+def test_resizing_that_calls_itself_counts_once(tmp_path: Path) -> None:
+    said = {"Input Dims": [[1, 768, 8], [], []], "Concrete Inputs": ["", "[128]", ""],
+            "Input type": ["c10::BFloat16", "ScalarList", ""]}  # fmt: skip
+    trace = trace_of(tmp_path, [
+        event("aten::upsample_nearest1d", "cpu_op", 0, 80, **said),
+        event("aten::upsample_nearest1d", "cpu_op", 4, 76, **said),
+        event("aten::copy_", "cpu_op", 10, 5,
+              **{"Input Dims": [[8], [8]], "Input type": ["float", "float"]}),
+        launch(1, 20), kernel("upsample_nearest1d_out_frame", 100, 2, correlation=1),
+    ])  # fmt: skip
+    row = operator_efficiency(trace).filter(operator="aten::upsample_nearest1d").row(0, named=True)
+    assert (row["count"], row["time_ns"], row["bytes"]) == (1, 2000, 2 * 768 * (8 + 128))
+
+
 def test_mfu_of_a_real_trace_is_said_with_what_it_rests_on() -> None:
     row = TraceAnalysis(traces("tl_h100_qwen05_mem_stack")).step_efficiency().row(0, named=True)
     assert row["mfu_ratio"] == pytest.approx(row["model_flops"] / 989.4e12 / 47.151395e-3, rel=1e-3)
@@ -104,6 +118,13 @@ PER_GRADIENT, PRODUCT = 2 * 4 * 8 * 8 * 32 * 8 * 9, 2 * 2 * 4 * 64 * 64 * 32
      {"kind": "optimizer", "flops": 3 * 3570, "bytes": 4 * 4 * 3570}),
     ("aten::_foreach_norm", [LISTS[0], [], []], ["TensorList", "Scalar", ""], (),
      {"flops": 2 * 3570, "bytes": 4 * 3570}),
+    # TraceLens: facebook_timesformer on H100, UnaryElementwise.csv, 0.19921875 MB moved.
+    ("aten::upsample_nearest1d", [[1, 768, 8], [], []], ["c10::BFloat16", "ScalarList", ""],
+     ("", "[128]", ""), {"kind": "elementwise", "flops": 0, "bytes": 0.19921875 * 2**20}),
+    ("aten::upsample_bilinear2d", [[2, 3, 8, 8], [], [], [], []], ["float"],
+     ("", "[16, 16]", "False", "", ""), {"flops": 8 * 2 * 3 * 256, "bytes": 4 * 6 * (64 + 256)}),
+    ("aten::upsample_nearest3d_backward", [[1, 2, 4, 4, 4], *[[]] * 5], ["float"],
+     ("", "[4, 4, 4]", "[1, 2, 2, 2, 2]", "", "", ""), {"bytes": 4 * 2 * (64 + 8)}),
     # A row for each index.
     ("aten::_embedding_bag", [[50, 64], [40], [10]], ["float", "long int", "long int"], (),
      {"kind": "embedding", "flops": 40 * 64, "bytes": 8 * 50 + 4 * 64 * (40 + 10)}),
