@@ -18,6 +18,8 @@ from typing import Any
 from haiprof.agent.kineto_protocol import (
     ABSTRACT,
     CONTEXT,
+    CONTEXT_STATED,
+    COUNT,
     DATAGRAM_LIMIT_BYTES,
     NAME,
     OURS,
@@ -28,10 +30,8 @@ from haiprof.agent.kineto_protocol import (
     decode,
     decode_ask,
     encode,
-    encode_count,
     encode_ours,
     is_alive,
-    is_context,
     shown_address,
 )
 from haiprof.base.errors import UsageError
@@ -259,8 +259,9 @@ class KinetoAgent:
             if self._send(encode(REQUEST, os.fsencode(text)), sender) and request:
                 self.pending.note_delivery(pid, request)
             return True
-        if message.type == CONTEXT and is_context(message.payload):
-            self._send(encode_count(max(len(self.pending.clients), 1)), sender)
+        if message.type == CONTEXT and len(message.payload) == CONTEXT_STATED.size:
+            sharing = COUNT.pack(max(len(self.pending.clients), 1))
+            self._send(encode(CONTEXT, sharing), sender)
             return True
         return False
 

@@ -25,10 +25,10 @@ OURS = b"haiprof"
 
 DATAGRAM_LIMIT_BYTES = 1 << 16
 _HEAD = struct.Struct("=Q32s")
-_CONTEXT = struct.Struct("=iiq")
+CONTEXT_STATED = struct.Struct("=iiq")
 _ASK = struct.Struct("=iiq")
 _PID = struct.Struct("=i")
-_COUNT = struct.Struct("=i")
+COUNT = struct.Struct("=i")
 _PID_LIMIT = 64
 _ACTIVITIES = 2
 
@@ -78,16 +78,6 @@ def decode_ask(payload: bytes) -> Ask | None:
         return None
     pids = tuple(pid for (pid,) in _PID.iter_unpack(payload[_ASK.size :]))
     return Ask(free=bool(kinds & _ACTIVITIES), job=job, pids=pids)
-
-
-def is_context(payload: bytes) -> bool:
-    """Whether the payload states which GPU a process uses."""
-    return len(payload) == _CONTEXT.size
-
-
-def encode_count(count: int) -> bytes:
-    """The answer to that: how many processes use it."""
-    return encode(CONTEXT, _COUNT.pack(count))
 
 
 def encode_ours(content: Mapping[str, Any]) -> bytes:

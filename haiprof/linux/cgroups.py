@@ -16,7 +16,7 @@ from haiprof.base.control_group_limits import (
     parse_memory_limit,
 )
 from haiprof.base.units import NS_PER_US
-from haiprof.linux.memory import NamedNumbers, parse_pressure
+from haiprof.linux.memory import NamedNumbers, pressure_reading
 from haiprof.linux.procfs import ProcFile, file_reading, mount_entries
 from haiprof.linux.readings import Reading, Unavailable, Value, refused_reading
 from haiprof.run_format.tables import CGROUP
@@ -183,7 +183,7 @@ def _cpu(cgroups: Places) -> tuple[Reading, ...]:
     limit = limit_reading(CPU_QUOTA, "cpu_limit_cores", file, cgroup)
     if cgroup.version == 2:
         heads = ("usage_usec ", "nr_periods ", "nr_throttled ", "throttled_usec ")
-        parse = _numbers(heads, (NS_PER_US, 1, 1, NS_PER_US))
+        parse = NamedNumbers(heads, (NS_PER_US, 1, 1, NS_PER_US))
         columns = ("cpu_ns", *_THROTTLING)
         return (file_reading(stat, columns, parse, lacking=_CPU_MISSING), limit)
     parse = NamedNumbers(("nr_periods ", "nr_throttled ", "throttled_time "))  # here in ns
@@ -279,14 +279,9 @@ def _pressures(cgroup: Cgroup | Unavailable) -> tuple[Reading, ...]:
     if isinstance(cgroup, Unavailable):
         columns = CGROUP.names("pressure_cpu_some_ns", "pressure_io_full_ns")
         return (refused_reading(columns, _MEMBERSHIPS, cgroup),)
+    lacking = "no pressure stall information in this kernel or cgroup, or not yet `full`"
     return tuple(
-        file_reading(
-            cgroup.folder / f"{resource}.pressure",
-            (f"pressure_{resource}_some_ns", f"pressure_{resource}_full_ns"),
-            parse_pressure,
-            lacking="no pressure stall information in this kernel or cgroup, or not yet `full`",
-            remedy="a kernel with CONFIG_PSI, booted with psi=1",
-        )
+        pressure_reading(cgroup.folder / f"{resource}.pressure", resource, lacking=lacking)
         for resource in ("cpu", "memory", "io")
     )
 
@@ -296,16 +291,6 @@ _Parse = Callable[[bytes], Sequence[Value]]
 
 def _number(content: bytes) -> Sequence[Value]:
     return (int(content),)
-
-
-def _numbers(heads: Sequence[str], scales: Sequence[int]) -> _Parse:
-    numbers = NamedNumbers(heads)
-
-    def parse(content: bytes) -> Sequence[Value]:
-        found = zip(numbers(content), scales, strict=True)
-        return [None if value is None else value * scale for value, scale in found]
-
-    return parse
 
 
 _KIB = 1024

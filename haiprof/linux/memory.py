@@ -14,21 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from haiprof.linux.procfs import OTHER_USER, PAGE_BYTES
-from haiprof.linux.readings import Unavailable, os_status
+from haiprof.linux.procfs import OTHER_USER, PAGE_BYTES, file_reading
+from haiprof.linux.readings import Reading, Unavailable, os_status
 from haiprof.run_format.tables import HOST
 
 
 class NamedNumbers:
     """Finds lines by their beginning; remembers the position of each, as their order is stable."""
 
-    def __init__(self, heads: Sequence[str]) -> None:
+    def __init__(self, heads: Sequence[str], units: Sequence[int] = ()) -> None:
         self._heads = [head.encode() for head in heads]
+        self._units = units or (1,) * len(heads)
         self._places: list[int | None] = []
         self._line_count = -1
 
     def __call__(self, content: bytes) -> list[int | None]:
-        """One number per head, None where there is no such line."""
+        """One number per head, in its unit; None where there is no such line."""
         lines = content.split(b"\n")
         if not self._fits(lines):
             self._line_count = len(lines)
@@ -37,8 +38,8 @@ class NamedNumbers:
                 for head in self._heads
             ]
         return [
-            None if at is None else int(lines[at][len(head) :].split(None, 1)[0])
-            for head, at in zip(self._heads, self._places, strict=True)
+            None if at is None else int(lines[at][len(head) :].split(None, 1)[0]) * unit
+            for head, at, unit in zip(self._heads, self._places, self._units, strict=True)
         ]
 
     def _fits(self, lines: Sequence[bytes]) -> bool:
@@ -52,52 +53,45 @@ Values = tuple[int | None, ...]
 
 MEMORY_COLUMNS = HOST.names("memory_total_bytes", "huge_page_free_bytes")
 _SIZES = ("MemTotal:", "MemAvailable:", "MemFree:", "Cached:", "Shmem:", "Dirty:", "AnonHugePages:",
-          "SwapTotal:")  # fmt: skip
-_MORE_MEMORY = ("SwapFree:", "HugePages_Total:", "HugePages_Free:", "Hugepagesize:")
+          "SwapTotal:", "SwapFree:", "Hugepagesize:")  # fmt: skip
+_HUGE_PAGES = ("HugePages_Total:", "HugePages_Free:")
 PAGING_COLUMNS = HOST.names("page_fault_count", "swap_out_bytes")
-_EVENTS = ("pgfault ", "pgmajfault ", "oom_kill ", "compact_stall ", "numa_hint_faults ",
-           "numa_pages_migrated ", "pswpin ", "pswpout ")  # fmt: skip
+_PAGING = {"pgfault ": 1, "pgmajfault ": 1, "oom_kill ": 1, "compact_stall ": 1,
+           "numa_hint_faults ": 1, "numa_pages_migrated ": 1, "pswpin ": PAGE_BYTES,
+           "pswpout ": PAGE_BYTES}  # fmt: skip
 
 
-class MemorySizes:
-    """Parses /proc/meminfo into MEMORY_COLUMNS; its kB are KiB.
+def parse_memory_sizes() -> Callable[[bytes], Values]:
+    """A parser of /proc/meminfo into MEMORY_COLUMNS, in bytes; its kB are KiB.
 
     Source: Linux Documentation/filesystems/proc.rst, meminfo.
     """
+    numbers = NamedNumbers((*_SIZES, *_HUGE_PAGES), (1024,) * len(_SIZES) + (1, 1))
 
-    def __init__(self) -> None:
-        self._numbers = NamedNumbers((*_SIZES, *_MORE_MEMORY))
+    def parse(content: bytes) -> Values:
+        *sizes, swap_free, huge_bytes, huge_total, huge_free = numbers(content)
+        swap = None if sizes[-1] is None or swap_free is None else sizes[-1] - swap_free
+        huge = (
+            None if count is None or huge_bytes is None else count * huge_bytes
+            for count in (huge_total, huge_free)
+        )  # fmt: skip
+        return (*sizes, swap, *huge)
 
-    def __call__(self, content: bytes) -> Values:
-        """The values in bytes; None where the kernel does not say one."""
-        *sizes, swap_free, huge_total, huge_free, huge_size = self._numbers(content)
-        swap_total = sizes[-1]
-        swap_used = (
-            None if swap_total is None or swap_free is None else (swap_total - swap_free) * 1024
-        )
-        return (
-            *(None if size is None else size * 1024 for size in sizes),
-            swap_used,
-            _pages_bytes(huge_total, huge_size),
-            _pages_bytes(huge_free, huge_size),
-        )
+    return parse
 
 
-def _pages_bytes(count: int | None, size_kib: int | None) -> int | None:
-    return None if count is None or size_kib is None else count * size_kib * 1024
+def parse_paging() -> NamedNumbers:
+    """A parser of /proc/vmstat into PAGING_COLUMNS: counts since boot, pages as bytes."""
+    return NamedNumbers(tuple(_PAGING), tuple(_PAGING.values()))
 
 
-class Paging:
-    """Parses /proc/vmstat into PAGING_COLUMNS."""
-
-    def __init__(self) -> None:
-        self._numbers = NamedNumbers(_EVENTS)
-
-    def __call__(self, content: bytes) -> Values:
-        """The counts since boot, pages as bytes; None where the kernel does not count it."""
-        *counts, pages_in, pages_out = self._numbers(content)
-        pages = (None if count is None else count * PAGE_BYTES for count in (pages_in, pages_out))
-        return (*counts, *pages)
+def pressure_reading(path: Path, resource: str, *, lacking: str, full: bool = True) -> Reading:
+    """Pressure by some, and by all tasks."""
+    columns = [f"pressure_{resource}_{kind}_ns" for kind in ("some", "full")[: 1 + full]]
+    return file_reading(
+        path, columns, lambda content: parse_pressure(content)[: 1 + full], lacking=lacking,
+        remedy=PSI_REMEDY,
+    )  # fmt: skip
 
 
 def parse_pressure(content: bytes) -> Values:
@@ -117,6 +111,7 @@ def _stalled_ns(line: bytes) -> int:
     return int(line[line.index(b"total=") + 6 :]) * 1000
 
 
+PSI_REMEDY = "a kernel with CONFIG_PSI, booted with psi=1"
 SAMPLE_PAGES = 512
 _DRAW_EVERY = 6  # reads: listing the thousands of mappings of a big process takes milliseconds
 _PIECE_BYTES = 1 << 16

@@ -208,7 +208,21 @@ class Family:
         values = [self._carried, *map(_counters, (*members.values(), *self._pending.values()))]
         totals = (sum(column) for column in zip(*values, strict=True))
         self._highest = tuple(map(max, totals, self._highest))
-        return _totals(main, members.values(), self._highest)
+        cpu_ns, minor_faults, major_faults, *moved = self._highest
+        running = [each for each in members.values() if each.running]
+        unread = (each.io_missing for each in running if each is not main and each.io_missing)
+        return FamilyTotals(
+            process_count=len(running),
+            cpu_ns=cpu_ns,
+            cpu_main_ns=main.own_ticks * TICK_NS,
+            rss_bytes=sum(each.rss_bytes for each in running),
+            minor_faults=minor_faults,
+            major_faults=major_faults,
+            thread_count=sum(each.thread_count for each in running),
+            io_bytes=main.io_bytes and (moved[0], moved[1], moved[2], moved[3]),
+            io_missing=main.io_missing,
+            child_io_missing=next(unread, None),
+        )
 
     def _read_members(
         self,
@@ -237,7 +251,10 @@ class Family:
         gone = {pid: r for pid, r in self._members.items() if not _is_same(members.get(pid), r)}
         lost = {**self._pending, **gone}
         parents = {pid: r.parent for pid, r in lost.items()}
-        waited = {pid: r.waited_faults - self._waited_before(r) for pid, r in members.items()}
+        waited = {pid: r.waited_faults for pid, r in members.items()}
+        for pid, known in self._members.items():
+            if _is_same(members.get(pid), known):
+                waited[pid] -= known.waited_faults
         still_pending = {}
         # Largest first: the faults that one wait added must not be matched to two smaller children.
         for pid, reading in sorted(lost.items(), key=lambda item: -item[1].faults):
@@ -249,10 +266,6 @@ class Family:
             else:
                 self._carried = tuple(map(sum, zip(self._carried, _counters(reading), strict=True)))
         self._pending = still_pending
-
-    def _waited_before(self, reading: ProcessReading) -> int:
-        known = self._members.get(reading.pid)
-        return known.waited_faults if known is not None and _is_same(reading, known) else 0
 
 
 def _is_same(reading: ProcessReading | None, known: ProcessReading) -> bool:
@@ -273,26 +286,6 @@ def _find_heir(pid: int, members: Container[int], parents: Mapping[int, int]) ->
 def _counters(reading: ProcessReading) -> _Counters:
     faults = (reading.faults, reading.major_faults)
     return (reading.total_ticks * TICK_NS, *faults, *(reading.io_bytes or (0, 0, 0, 0)))
-
-
-def _totals(
-    main: ProcessReading, members: Iterable[ProcessReading], counters: _Counters
-) -> FamilyTotals:
-    running = [r for r in members if r.running]
-    unread = (r.io_missing for r in running if r is not main and r.io_missing)
-    read, written, storage_read, storage_written = counters[3:]
-    return FamilyTotals(
-        process_count=len(running),
-        cpu_ns=counters[0],
-        cpu_main_ns=main.own_ticks * TICK_NS,
-        rss_bytes=sum(r.rss_bytes for r in running),
-        minor_faults=counters[1],
-        major_faults=counters[2],
-        thread_count=sum(r.thread_count for r in running),
-        io_bytes=main.io_bytes and (read, written, storage_read, storage_written),
-        io_missing=main.io_missing,
-        child_io_missing=next(unread, None),
-    )
 
 
 HELPERS = (

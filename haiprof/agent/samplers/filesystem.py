@@ -3,27 +3,191 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from haiprof.agent.samplers.table import ALL_METRICS, Node, TableSampler
 from haiprof.base.units import NS_PER_S
-from haiprof.linux.mounts import (
-    LUSTRE,
-    LUSTRE_COLUMNS,
-    NFS_COLUMNS,
-    NFS_TYPES,
-    UNCOUNTED,
-    NfsCounts,
-    lustre_stats,
-    lustre_values,
-    network_mounts,
-    nfs_counts,
-)
-from haiprof.linux.procfs import MountEntry, ProcFile, file_reading
-from haiprof.linux.readings import Entity, Reading, Unavailable, Value, refused_reading
+from haiprof.linux.procfs import MountEntry, ProcFile, file_reading, mount_entries, unescape
+from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import FILESYSTEM
+
+NFS_TYPES = ("nfs", "nfs4")
+LUSTRE = "lustre"
+# Other network file systems: their clients count nothing that could be read here.
+UNCOUNTED = {
+    "beegfs": "the BeeGFS client keeps no byte counters (its servers do: `beegfs` stats)",
+    "fuse.hf3fs": "the 3FS client sends its counters to its own monitor alone",
+    **dict.fromkeys(
+        (
+            "9p", "afs", "ceph", "cifs", "daos", "fuse.ceph", "fuse.ceph-fuse", "fuse.daos",
+            "fuse.dfuse", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs", "fuse.mount-s3",
+            "fuse.s3fs", "fuse.sshfs", "gpfs", "panfs", "pvfs2", "smb3", "virtiofs", "wekafs",
+        ),
+        "haiprof knows no byte counters of this file system's client",
+    ),
+}  # fmt: skip
+
+_U64, _I63 = 1 << 64, 1 << 63
+_U64_DIGITS = 20
+_MS = 1_000_000
+# Requests and calls that name files or ask for attributes. Those of NFS that carry data, keep
+# state or locks are left out.
+_NFS_METADATA = (
+    "GETATTR", "SETATTR", "LOOKUP", "LOOKUPP", "ACCESS", "READLINK", "CREATE", "MKDIR", "SYMLINK",
+    "MKNOD", "REMOVE", "RMDIR", "RENAME", "LINK", "READDIR", "READDIRPLUS", "OPEN", "OPEN_NOATTR",
+    "OPEN_CONFIRM", "OPEN_DOWNGRADE", "CLOSE",
+)  # fmt: skip
+_LUSTRE_METADATA = (
+    "open", "close", "getattr", "setattr", "readdir", "create", "mknod", "mkdir", "link",
+    "symlink", "unlink", "rmdir", "rename",
+)  # fmt: skip
+
+NFS_COLUMNS = FILESYSTEM.names("read_bytes", "metadata_queue_ns")
+LUSTRE_COLUMNS = ("read_bytes", "write_bytes", "metadata_count")
+
+
+def network_mounts(content: str) -> list[MountEntry]:
+    """Network file systems in /proc/self/mountinfo, each once, without those that are mounted over.
+
+    Source: Linux Documentation/filesystems/proc.rst, section 3.5.
+    """
+    on_top = {mount.point: mount for mount in mount_entries(content)}
+    found: dict[str, MountEntry] = {}
+    for mount in on_top.values():
+        if mount.type in (*NFS_TYPES, LUSTRE) or mount.type in UNCOUNTED:
+            found.setdefault(mount.device, mount)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NfsCounts:
+    """What the NFS client counts of one mount."""
+
+    age_s: int
+    """Since it was mounted: a mount that is younger than before is another one."""
+    values: Mapping[str, int | None]
+    """By column."""
+
+
+def nfs_counts(content: str) -> dict[str, NfsCounts]:
+    """Counters of NFS in /proc/self/mountstats by mount point.
+
+    A time below 0 (a known bug of the client, which writes it as a number near 2^64) stays
+    negative: it grows correctly from there.
+
+    Source: kernel fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats.
+    """
+    found = {}
+    for block in re.split(r"^device ", content, flags=re.MULTILINE)[1:]:
+        head, _, body = block.partition("\n")
+        match = re.search(r" mounted on (\S+) with fstype nfs4? ", f"{head} ")
+        if match is not None:
+            counts = _nfs_block(body)
+            if counts is not None:
+                found[unescape(match[1])] = counts
+    return found
+
+
+def _nfs_block(body: str) -> NfsCounts | None:
+    fields: dict[str, list[int]] = {}
+    for line in body.splitlines():
+        name, _, numbers = line.strip().partition(":")
+        words = numbers.split()
+        if words and all(word.isdecimal() and len(word) <= _U64_DIGITS for word in words):
+            counts = map(int, words)
+            fields[name] = [count - _U64 if count >= _I63 else count for count in counts]
+    if not fields.get("age"):
+        return None
+    requests = {name: n for name, n in fields.items() if name.isupper() and len(n) >= 8}
+    values: dict[str, int | None] = dict.fromkeys(NFS_COLUMNS)
+    moved = fields.get("bytes", [])
+    if len(moved) >= 6:
+        values |= {
+            "read_bytes": moved[0] + moved[2],  # through the page cache, and directly
+            "write_bytes": moved[1] + moved[3],
+            "server_read_bytes": moved[4],
+            "server_write_bytes": moved[5],
+        }
+    values |= _of_requests(requests)
+    return NfsCounts(
+        age_s=fields["age"][0], values={name: _in_range(v) for name, v in values.items()}
+    )
+
+
+def _of_requests(requests: Mapping[str, Sequence[int]]) -> dict[str, int | None]:
+    """Per request: number, transmissions, timeouts, bytes out and in, ms queued, rtt, execute."""
+    if not requests:
+        return {}
+    values: dict[str, int | None] = {}
+    known = (("server_read", ("READ",)), ("server_write", ("WRITE",)), ("metadata", _NFS_METADATA))
+    for column, names in known:
+        own = [requests[name] for name in names if name in requests]
+        if own or column == "metadata":
+            values[f"{column}_count"] = sum(numbers[0] for numbers in own)
+            for part, place in (("queue", 5), ("rtt", 6), ("execute", 7)):
+                values[f"{column}_{part}_ns"] = sum(numbers[place] for numbers in own) * _MS
+    values["retransmission_count"] = sum(n[1] - n[0] for n in requests.values())
+    values["timeout_count"] = sum(n[2] for n in requests.values())
+    return values
+
+
+def _in_range(value: int | None) -> int | None:
+    return value if value is not None and -_I63 < value < _I63 else None
+
+
+def lustre_values(content: bytes) -> Sequence[int | None]:
+    """`LUSTRE_COLUMNS` from a client's llite stats.
+
+    A line is `name count samples [unit] min max sum`; the client leaves out what has not happened
+    yet, which is 0.
+    """
+    lines = {words[0]: words for words in (line.split() for line in content.split(b"\n")) if words}
+    if b"snapshot_time" not in lines:
+        raise ValueError("no snapshot_time")
+    calls = (lines.get(name.encode()) for name in _LUSTRE_METADATA)
+    return (
+        _lustre_sum(lines.get(b"read_bytes")),
+        _lustre_sum(lines.get(b"write_bytes")),
+        sum(int(words[1]) for words in calls if words),
+    )
+
+
+def _lustre_sum(words: Sequence[bytes] | None) -> int | None:
+    return _in_range(int(words[6])) if words else 0
+
+
+def lustre_stats(root: Path, mount: MountEntry) -> Path:
+    """The stats file of a Lustre mount.
+
+    Source: lustre/llite/lproc_llite.c: debugfs since 2.12, /proc before.
+    """
+    wanted = mount.source.rpartition(":/")[2].split("/")[0]
+    denied = None
+    for base in (root / "sys/kernel/debug/lustre/llite", root / "proc/fs/lustre/llite"):
+        try:
+            names = os.listdir(base)
+        except OSError as error:
+            if os_status(error) == "denied":
+                denied = f"{base}: {error.strerror}"
+            continue
+        matching = [base / name for name in names if name.rpartition("-")[0] == wanted]
+        stats = [folder / "stats" for folder in matching if (folder / "stats").exists()]
+        if len(stats) == 1:
+            return stats[0]
+        if stats:
+            reason = (
+                f"{base}: {wanted} is mounted {len(stats)} times, and it is not said which is which"
+            )
+            raise Unavailable(reason, status="unsupported")
+    if denied:
+        remedy = "as root: chmod 755 /sys/kernel/debug (where `lctl get_param llite.*.stats` reads)"
+        raise Unavailable(denied, status="denied", remedy=remedy)
+    raise Unavailable(f"no llite stats of {wanted} in /sys/kernel/debug/lustre or /proc/fs/lustre")
+
 
 _NONE = "no network file system is mounted (one that is mounted later will be seen)"
 # The client's age of a mount is in whole seconds.

@@ -10,7 +10,6 @@ from pathlib import Path
 from haiprof.agent.samplers.table import TableSampler
 from haiprof.base.units import NS_PER_MS
 from haiprof.linux import memory
-from haiprof.linux.energy import energy_reading
 from haiprof.linux.procfs import TICK_NS, file_reading, last_number, list_names
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value
 from haiprof.run_format.tables import HOST, NUMA
@@ -255,7 +254,8 @@ class ProtocolNumbers:
 
 
 _NODE = re.compile(r"node(\d+)\Z")
-_PAGES = (b"numa_hit", b"numa_miss", b"numa_foreign", b"local_node", b"other_node")
+# Where pages were meant for and allocated: Linux Documentation/admin-guide/numastat.rst.
+_PAGES = ("numa_hit ", "numa_miss ", "numa_foreign ", "local_node ", "other_node ")
 
 
 class NumaSampler(TableSampler):
@@ -285,34 +285,85 @@ class NumaSampler(TableSampler):
                 key=(number,),
                 name=f"node {number}",
                 readings=(
-                    file_reading(nodes / f"node{number}/meminfo", columns[:2], parse_node_memory),
-                    file_reading(nodes / f"node{number}/numastat", columns[2:], parse_numastat),
+                    # kB are KiB.
+                    file_reading(
+                        nodes / f"node{number}/meminfo",
+                        columns[:2],
+                        memory.NamedNumbers(
+                            [f"Node {number} {name}:" for name in ("MemTotal", "MemFree")],
+                            (1024, 1024),
+                        ),
+                    ),
+                    file_reading(
+                        nodes / f"node{number}/numastat", columns[2:], memory.NamedNumbers(_PAGES)
+                    ),
                 ),
             )
             for number in sorted(found)
         ]
 
 
-def parse_node_memory(content: bytes) -> tuple[Value, ...]:
-    """MemTotal and MemFree in bytes; lines are `Node 0 MemTotal: 11102424 kB`, kB are KiB."""
-    words = content.split()
-    return tuple(
-        int(words[words.index(name) + 1]) * 1024 if name in words else None
-        for name in (b"MemTotal:", b"MemFree:")
+ENERGY_COLUMNS = ("cpu_energy_joules", "memory_energy_joules")
+_REMEDY = "root may read it, or: chmod a+r /sys/class/powercap/*/energy_uj"
+_UJ = 1e-6
+
+
+def energy_reading(root: Path) -> Reading:
+    """Joules of all CPU packages, and of their memory where RAPL counts it."""
+    folder = root / "sys" / "class" / "powercap"
+    return Reading(
+        columns=ENERGY_COLUMNS,
+        origin=str(folder / "*" / "energy_uj"),
+        read=_Energy(folder),
+        remedy=_REMEDY,
     )
 
 
-def parse_numastat(content: bytes) -> tuple[Value, ...]:
-    """Pages by where they were meant for and allocated.
+class _Energy:
+    """Sums that go on where a zone's counter wraps, as it does each hour or so under load.
 
-    Source: Linux Documentation/admin-guide/numastat.rst.
+    Source: Linux Documentation/power/powercap/powercap.rst. Zones of a package have the name
+    `package-N`, its memory's `dram`; `psys` and `core` are in others or beside them. Two drivers
+    may show the same package (`intel-rapl`, `intel-rapl-mmio`): it is counted once.
     """
-    words = content.split()
-    values = dict(zip(words[0::2], words[1::2], strict=False))
-    return tuple(int(values[name]) if name in values else None for name in _PAGES)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._zones: list[tuple[Path, int, int]] | None = None
+        """File, place in the columns, and the value after which it begins anew."""
+        self._last: dict[Path, int] = {}
+        self._totals = [0, 0]
+
+    def __call__(self) -> Sequence[Value | Unavailable]:
+        if self._zones is None:
+            self._zones = list(self._find())
+        if not self._zones:
+            raise Unavailable(
+                "no RAPL here: a virtual machine, or its driver is not loaded", lasting=True
+            )
+        for path, column, whole in self._zones:
+            value = int(path.read_text())
+            growth = value - self._last.get(path, 0)
+            self._totals[column] += growth if growth >= 0 else growth + whole
+            self._last[path] = value
+        has_memory = any(column for _, column, _ in self._zones)
+        memory = self._totals[1] * _UJ if has_memory else Unavailable("no zone of memory here")
+        return self._totals[0] * _UJ, memory
+
+    def _find(self) -> list[tuple[Path, int, int]]:
+        found: dict[tuple[str, str], tuple[Path, int, int]] = {}
+        for zone in sorted(self._folder.glob("intel-rapl*:*")):
+            name = (zone / "name").read_text().strip()
+            column = 0 if name.startswith("package-") else 1 if name == "dram" else None
+            if column is not None:  # of memory the number of its package: intel-rapl:0:2
+                package = zone.name.partition(":")[2].partition(":")[0]
+                key = name, package if column else ""
+                whole = int((zone / "max_energy_range_uj").read_text())
+                found.setdefault(key, (zone / "energy_uj", column, whole + 1))
+        return list(found.values())
 
 
-PSI_REMEDY = "a kernel with CONFIG_PSI, booted with psi=1"
+_OLD_KERNEL = "this kernel does not count it"
 _NO_PSI = "the kernel has no pressure stall information"
 
 
@@ -325,42 +376,24 @@ class HostSampler(TableSampler):
 
     def find(self) -> tuple[Entity]:
         """The node."""
-        readings = (*_files(self.root), *_pressures(self.root), energy_reading(self.root))
-        return (Entity(readings=readings),)
-
-
-def _files(root: Path) -> tuple[Reading, ...]:
-    def of(
-        name: str,
-        columns: Sequence[str],
-        parse: Callable[[bytes], Sequence[Value]],
-        lacking: str = "this kernel does not count it",
-    ) -> Reading:
-        return file_reading(root / "proc" / name, columns, parse, lacking=lacking)
-
-    tcp = ProtocolNumbers("Tcp", TCP_FIELDS)
-    tcp_trouble = ProtocolNumbers("TcpExt", TCP_TROUBLE_FIELDS)
-    return (
-        of("stat", CPU_COLUMNS, CpuTimes()),
-        of("meminfo", memory.MEMORY_COLUMNS, memory.MemorySizes(), "no such line in it"),
-        of("vmstat", memory.PAGING_COLUMNS, memory.Paging()),
-        of("diskstats", DISK_COLUMNS, DiskTotals(root), "no whole disk in it"),
-        of("net/dev", NETWORK_COLUMNS, NetworkTotals(root), "no interface beyond lo in it"),
-        of("net/snmp", TCP_COLUMNS, tcp),
-        of("net/netstat", TCP_TROUBLE_COLUMNS, tcp_trouble),
-    )
-
-
-def _pressures(root: Path) -> tuple[Reading, ...]:
-    def of(what: str, kinds: Sequence[str], parse: Callable[[bytes], Sequence[Value]]) -> Reading:
-        columns = [f"pressure_{what}_{kind}_ns" for kind in kinds]
-        path = root / "proc" / "pressure" / what
-        return file_reading(path, columns, parse, lacking=_NO_PSI, remedy=PSI_REMEDY)
-
-    both = ("some", "full")
-    return (
-        # `full` is not defined for a node, and written as 0 (Linux Documentation/accounting/psi).
-        of("cpu", ("some",), lambda content: memory.parse_pressure(content)[:1]),
-        of("memory", both, memory.parse_pressure),
-        of("io", both, memory.parse_pressure),
-    )
+        proc = self.root / "proc"
+        files: Sequence[tuple[str, Sequence[str], Callable[[bytes], Sequence[Value]], str]] = (
+            ("stat", CPU_COLUMNS, CpuTimes(), _OLD_KERNEL),
+            ("meminfo", memory.MEMORY_COLUMNS, memory.parse_memory_sizes(), "no such line in it"),
+            ("vmstat", memory.PAGING_COLUMNS, memory.parse_paging(), _OLD_KERNEL),
+            ("diskstats", DISK_COLUMNS, DiskTotals(self.root), "no whole disk in it"),
+            ("net/dev", NETWORK_COLUMNS, NetworkTotals(self.root), "no interface beyond lo in it"),
+            ("net/snmp", TCP_COLUMNS, ProtocolNumbers("Tcp", TCP_FIELDS), _OLD_KERNEL),
+            ("net/netstat", TCP_TROUBLE_COLUMNS,
+             ProtocolNumbers("TcpExt", TCP_TROUBLE_FIELDS), _OLD_KERNEL),
+        )  # fmt: skip
+        # `full` of cpu is not defined for a node, and written as 0
+        # (Linux Documentation/accounting/psi).
+        pressures = (("cpu", False), ("memory", True), ("io", True))
+        return (Entity(readings=(
+            *(file_reading(proc / name, columns, parse, lacking=lacking)
+              for name, columns, parse, lacking in files),
+            *(memory.pressure_reading(proc / "pressure" / what, what, lacking=_NO_PSI, full=full)
+              for what, full in pressures),
+            energy_reading(self.root),
+        )),)  # fmt: skip

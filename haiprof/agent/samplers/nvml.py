@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from haiprof.agent.samplers.table import MissingLog, Node, TableSampler
-from haiprof.linux.procfs import read_int
 from haiprof.linux.readings import (
     Entity,
     EntityGone,
@@ -21,6 +20,7 @@ from haiprof.linux.readings import (
     Value,
     refused_reading,
 )
+from haiprof.linux.topology import pci_device
 from haiprof.run_format.tables import GPU, GPU_HEALTH
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -201,11 +201,12 @@ class Device:
         """Its UUID, model, PCI bus id as in /sys, NUMA node; None where unknown."""
         info = self.ask("nvmlDeviceGetPciInfo")
         bus_id = None if info is None else sysfs_bus_id(text(info.busId))
+        place = None if bus_id is None else pci_device(root, bus_id)
         return {
             "uuid": text(self.call("nvmlDeviceGetUUID")),
             "model": text(self.call("nvmlDeviceGetName")),
             "bus_id": bus_id,
-            "numa_node": None if bus_id is None else numa_node(root, bus_id),
+            "numa_node": None if place is None else place.node,
             "mig": self.has_mig,
         }
 
@@ -288,12 +289,6 @@ def sysfs_bus_id(bus_id: str) -> str:
     """NVML's `00000000:0F:00.0` as /sys has it: `0000:0f:00.0`."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
-
-
-def numa_node(root: Path, bus_id: str) -> int | None:
-    """The NUMA node of a PCI device; None where the firmware did not say (-1)."""
-    node = read_int(root / "sys/bus/pci/devices" / bus_id / "numa_node")
-    return node if node is not None and node >= 0 else None
 
 
 def text(words: str | bytes) -> str:

@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.ethernet import COLUMNS, EthernetSampler
+from haiprof.agent.samplers.ethernet import (
+    COLUMNS,
+    GSSET_INFO,
+    GSTATS,
+    GSTRINGS,
+    SIOCETHTOOL,
+    EthernetSampler,
+    Ethtool,
+)
 from haiprof.agent.samplers.table import ALL_METRICS, Node
-from haiprof.linux.ethtool import GSSET_INFO, GSTATS, GSTRINGS, SIOCETHTOOL, Ethtool
 from haiprof.run_format.tables import ETHERNET
 from tests.unit.samplers.records import Row, opened, rows
 

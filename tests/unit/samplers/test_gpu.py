@@ -13,7 +13,7 @@ from haiprof.agent.samplers import nvml as nvml_module
 from haiprof.agent.samplers.gpu import GpuSampler
 from haiprof.agent.samplers.gpu_activity import RATIOS, Gpm
 from haiprof.agent.samplers.loop import SamplingLoop
-from haiprof.agent.samplers.nvml import Device, Nvml, numa_node, sysfs_bus_id
+from haiprof.agent.samplers.nvml import Device, Nvml, sysfs_bus_id
 from haiprof.agent.samplers.table import ALL_METRICS, Missing, MissingLog, Node
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths
@@ -127,9 +127,10 @@ def test_gpu_sample_asks_for_all_fields_in_one_call_and_never_for_what_blocks(on
 
 
 def test_gpu_header_says_who_each_gpu_is_and_which_driver(tmp_path: Path) -> None:
-    device = tmp_path / "sys/bus/pci/devices/0000:1f:00.0"
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text("1\n")
+    for bus_id, node in (("0000:1f:00.0", "1\n"), ("0000:20:00.0", "-1\n")):  # -1: not said
+        device = tmp_path / "sys/bus/pci/devices" / bus_id
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(node)
     driver = Driver(FakeGpu(), FakeGpu(), root=tmp_path)
     driver.open()
     header = driver.sampler.header()
@@ -148,13 +149,6 @@ def test_gpu_bus_id_is_that_of_sysfs() -> None:
     assert sysfs_bus_id("00000000:0F:00.0") == "0000:0f:00.0"
     assert sysfs_bus_id("00010000:0F:00.0") == "10000:0f:00.0"
     assert sysfs_bus_id("0000:0F:00.0") == "0000:0f:00.0"
-
-
-def test_gpu_numa_node_that_the_firmware_did_not_say_is_null(tmp_path: Path) -> None:
-    device = tmp_path / "sys/bus/pci/devices/0000:1f:00.0"
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text("-1\n")
-    assert numa_node(tmp_path, "0000:1f:00.0") is None
 
 
 # -- without a driver, or with parts of one -------------------------------------------------------
