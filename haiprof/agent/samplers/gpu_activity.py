@@ -330,12 +330,22 @@ def fetch(url: str) -> str:
     """
     host, port, path = _address(url)
     request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAccept: text/plain\r\n\r\n"
+    answer, deadline = bytearray(), time.monotonic() + READ_S
     try:
         with socket.create_connection((host, port), READ_S) as connection:
             connection.sendall(request.encode())
-            answer = _receive(connection, url)
+            while True:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or len(answer) > _PAGE_LIMIT_BYTES:
+                    raise TimeoutError
+                connection.settimeout(left_s)
+                block = connection.recv(1 << 16)
+                if not block:
+                    break
+                answer += block
     except TimeoutError:
-        raise _too_much(url) from None
+        reason = f"{mask_text(url)}: too slow or too large to be an exporter's page"
+        raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
     except OSError as error:
         reason = f"{mask_text(url)}: {error.strerror or error or type(error).__name__}"
         raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
@@ -346,26 +356,6 @@ def fetch(url: str) -> str:
     if status.split(" ")[0] != "200":
         raise Unavailable(f"{mask_text(url)}: HTTP {status.split(' ')[0]}", remedy=_DCGM_REMEDY)
     return body.decode("utf-8", errors="replace")
-
-
-def _receive(connection: socket.socket, url: str) -> bytes:
-    """Everything until the other side closes, within the limits."""
-    deadline = time.monotonic() + READ_S
-    content = bytearray()
-    while True:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or len(content) > _PAGE_LIMIT_BYTES:
-            raise _too_much(url)
-        connection.settimeout(left_s)
-        block = connection.recv(1 << 16)
-        if not block:
-            return bytes(content)
-        content += block
-
-
-def _too_much(url: str) -> Unavailable:
-    reason = f"{mask_text(url)}: too slow or too large to be an exporter's page"
-    return Unavailable(reason, remedy=_DCGM_REMEDY)
 
 
 def _address(url: str) -> tuple[str, int, str]:

@@ -327,36 +327,36 @@ class Uncore:
 
     def _entity(self, socket: int, columns: Mapping[str, _OpenColumn | Unavailable]) -> Entity:
         share = self._shares[socket]
-        origins = {n: each.origin for n, each in columns.items() if isinstance(each, _OpenColumn)}
-        sums = [s for c in columns.values() if isinstance(c, _OpenColumn) for s in c.sums[socket]]
+        opened = {n: each for n, each in columns.items() if isinstance(each, _OpenColumn)}
+
+        def read() -> Sequence[Value | Unavailable]:
+            values = {
+                name: each if isinstance(each, Unavailable)
+                else read_sum(each.sums[socket], each.origin)
+                for name, each in columns.items()
+            }  # fmt: skip
+            if TOTAL not in opened and READ in opened:
+                parts = (values[READ], values[WRITE])
+                known = [part for part in parts if not isinstance(part, Unavailable)]
+                refused = [part for part in parts if isinstance(part, Unavailable)]
+                values[TOTAL] = refused[0] if refused else sum(known)
+            return (*values.values(), share.take())
+
         return Entity(
             key=(socket,),
             name=f"socket {socket} (uncore)",
             readings=(
                 Reading(
-                    columns=(READ, WRITE, TOTAL, REMOTE, "counted_ratio"),
+                    columns=(*columns, "counted_ratio"),
                     origin="perf_event_open, uncore PMUs",
-                    read=lambda: (*_values(socket, columns), share.take()),
-                    close=lambda: close_all(sums),
+                    read=read,
+                    close=lambda: close_all(s for c in opened.values() for s in c.sums[socket]),
                 ),
             ),
-            details={"source": "uncore", "origins": origins},
-        )
-
-
-def _values(
-    socket: int, columns: Mapping[str, _OpenColumn | Unavailable]
-) -> tuple[Value | Unavailable, ...]:
-    read, write, total, remote = (
-        each if isinstance(each, Unavailable) else read_sum(each.sums[socket], each.origin)
-        for each in (columns[column] for column in (READ, WRITE, TOTAL, REMOTE))
-    )
-    if isinstance(columns[TOTAL], Unavailable) and isinstance(columns[READ], _OpenColumn):
-        if isinstance(read, Unavailable) or isinstance(write, Unavailable):
-            total = read if isinstance(read, Unavailable) else write
-        else:
-            total = read + write
-    return read, write, total, remote
+            details={
+                "source": "uncore", "origins": {n: each.origin for n, each in opened.items()}
+            },
+        )  # fmt: skip
 
 
 def _close(columns: Iterable[_OpenColumn | Unavailable]) -> None:

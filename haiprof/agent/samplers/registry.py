@@ -76,9 +76,9 @@ def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
         why = f"the sampler failed, please report it: {type(error).__name__}: {error}"
         missing, states = [Missing(ALL_METRICS, why, "unsupported")], []
     columns = {column.name: column for column in kind.table.metrics}
-    whole = next((each for each in missing if each.metric == ALL_METRICS), None)
-    if whole is not None and not states:
-        return _none_of(kind.name, columns.values(), whole)
+    whole = [each for each in missing if each.metric == ALL_METRICS]
+    if whole and not states:
+        return _none_of(kind.name, columns.values(), whole[0])
     return [*states, *_unread(kind.name, columns, states=states, missing=missing)]
 
 
