@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -46,48 +46,35 @@ class Cgroup:
         ]
 
 
-class CgroupTree:
-    """The cgroups of one process.
+def find_cgroup(
+    controller: str, memberships: str, mountinfo: str, root: Path
+) -> Cgroup | Unavailable:
+    """The cgroup of a controller: in its own tree (version 1), or in version 2's; or why none.
 
     Source: cgroups(7), proc_pid_mountinfo(5), Linux Documentation/admin-guide/cgroup-v2.rst.
     """
-
-    def __init__(self, memberships: str, mountinfo: str, root: Path) -> None:
-        self._paths = dict(_memberships(memberships))
-        self._mounts = list(mount_entries(mountinfo))
-        self._root = root
-
-    def cgroup(self, controller: str) -> Cgroup:
-        """The cgroup of a controller: in its own tree (version 1), or in that of version 2."""
-        version = 1 if controller in self._paths and controller != V2 else 2
-        path = self._paths.get(controller if version == 1 else V2)
-        name = f"cgroup controller {controller}" if controller else "cgroup version 2"
-        if path is None:
-            raise Unavailable(f"/proc/self/cgroup: no {name}")
-        mounts = [
-            mount for mount in self._mounts
-            if (mount.type == "cgroup2" if version == 2
-                else mount.type == "cgroup" and controller in mount.options.split(","))
-        ]  # fmt: skip
-        if not mounts:
-            raise Unavailable(f"/proc/self/mountinfo: {name} is not mounted")
-        for mount in sorted(mounts, key=lambda mount: len(mount.root)):  # most ancestors first
-            below = _below(path, mount.root)
-            if below is not None:
-                top = self._root / mount.point.lstrip("/")
-                cgroup = Cgroup(version=version, mount=top, path=PurePosixPath(below))
-                if os.path.isdir(cgroup.folder):  # a name too long is none
-                    return cgroup
-        raise Unavailable(f"{name}: {path} is not visible below {mounts[0].point}")
-
-
-def _memberships(text: str) -> Iterator[tuple[str, str]]:
-    """Paths by controller; version 2 has the empty name."""
-    for line in text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        for controller in controllers.split(","):
-            yield controller, path
+    places = (line.partition(":")[2].partition(":") for line in memberships.splitlines())
+    paths = {name: path for names, _, path in places for name in names.split(",")}
+    version = 1 if controller in paths and controller != V2 else 2
+    path = paths.get(controller if version == 1 else V2)
+    name = f"cgroup controller {controller}" if controller else "cgroup version 2"
+    if path is None:
+        return Unavailable(f"/proc/self/cgroup: no {name}")
+    mounts = [
+        mount for mount in mount_entries(mountinfo)
+        if (mount.type == "cgroup2" if version == 2
+            else mount.type == "cgroup" and controller in mount.options.split(","))
+    ]  # fmt: skip
+    if not mounts:
+        return Unavailable(f"/proc/self/mountinfo: {name} is not mounted")
+    for mount in sorted(mounts, key=lambda mount: len(mount.root)):  # most ancestors first
+        below = _below(path, mount.root)
+        if below is not None:
+            top = root / mount.point.lstrip("/")
+            cgroup = Cgroup(version=version, mount=top, path=PurePosixPath(below))
+            if os.path.isdir(cgroup.folder):  # a name too long is none
+                return cgroup
+    return Unavailable(f"{name}: {path} is not visible below {mounts[0].point}")
 
 
 def _below(path: str, root: str) -> str | None:
@@ -320,9 +307,10 @@ def memory_cgroup(pid: int, *, root: Path = Path("/")) -> Cgroup | None:
     try:
         memberships = (root / f"proc/{pid}/cgroup").read_text(errors="replace")
         mountinfo = (root / "proc/self/mountinfo").read_text(errors="replace")
-        return CgroupTree(memberships, mountinfo, root).cgroup("memory")
-    except (OSError, Unavailable):
+    except OSError:
         return None
+    found = find_cgroup("memory", memberships, mountinfo, root)
+    return found if isinstance(found, Cgroup) else None
 
 
 def oom_kill_count(cgroup: Cgroup) -> int | None:

@@ -12,10 +12,10 @@ from haiprof.linux.cgroups import (
     MEMORY_LIMIT,
     V2,
     Cgroup,
-    CgroupTree,
     Limit,
     Places,
     cgroup_readings,
+    find_cgroup,
 )
 from haiprof.linux.procfs import ProcFile, inode
 from haiprof.linux.readings import Entity, Unavailable
@@ -84,8 +84,9 @@ class CgroupSampler(TableSampler):
             why = Unavailable(f"{error.filename or self._memberships.path}: {error.strerror}")
             self._cgroups = dict.fromkeys(_CONTROLLERS, why)
         else:
-            tree = CgroupTree(memberships, mountinfo, self.root)
-            self._cgroups = {name: _find_cgroup(tree, name) for name in _CONTROLLERS}
+            self._cgroups = {
+                name: find_cgroup(name, memberships, mountinfo, self.root) for name in _CONTROLLERS
+            }
         known = (cgroup for cgroup in self._cgroups.values() if isinstance(cgroup, Cgroup))
         self._folders |= {str(cgroup.folder) for cgroup in known}  # one that is gone may return
         self._seen = self._identity()
@@ -147,13 +148,6 @@ class CgroupSampler(TableSampler):
             readings=cgroup_readings(known),
             details={"folders": folders},
         )
-
-
-def _find_cgroup(tree: CgroupTree, controller: str) -> Cgroup | Unavailable:
-    try:
-        return tree.cgroup(controller)
-    except Unavailable as why:
-        return why
 
 
 def _above(cgroups: Places) -> dict[str, dict[str, Cgroup]]:

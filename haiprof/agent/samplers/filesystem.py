@@ -63,14 +63,9 @@ def network_mounts(content: str) -> list[MountEntry]:
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NfsCounts:
-    """What the NFS client counts of one mount."""
-
-    age_s: int
-    """Since it was mounted: a mount that is younger than before is another one."""
-    values: Mapping[str, int | None]
-    """By column."""
+NfsCounts = tuple[int, Mapping[str, int | None]]
+"""Of one mount: seconds since it was mounted (one that is younger than before is another), and what
+the NFS client counts by column."""
 
 
 def nfs_counts(content: str) -> dict[str, NfsCounts]:
@@ -113,9 +108,7 @@ def _nfs_block(body: str) -> NfsCounts | None:
             "server_write_bytes": moved[5],
         }
     values |= _of_requests(requests)
-    return NfsCounts(
-        age_s=fields["age"][0], values={name: _in_range(v) for name, v in values.items()}
-    )
+    return fields["age"][0], {name: _in_range(value) for name, value in values.items()}
 
 
 def _of_requests(requests: Mapping[str, Sequence[int]]) -> dict[str, int | None]:
@@ -275,7 +268,7 @@ class FilesystemSampler(TableSampler):
             with contextlib.suppress(Unavailable):  # its reading says so
                 stats = lustre_stats(self.root, mount)
         elif isinstance(self._nfs, dict) and mount.point in self._nfs:
-            born_ns = self._clock() - self._nfs[mount.point].age_s * NS_PER_S
+            born_ns = self._clock() - self._nfs[mount.point][0] * NS_PER_S
         return _FoundMount(mount=mount, stats=stats, born_ns=born_ns)
 
     def _new_entities(self, present: Iterable[_FoundMount]) -> list[Entity]:
@@ -307,7 +300,7 @@ class FilesystemSampler(TableSampler):
             counts = self._nfs.get(mount.point)
             if counts is None:
                 raise Unavailable(f"{self._mountstats.path} does not list {mount.point}")
-            return [counts.values[name] for name in NFS_COLUMNS]
+            return [counts[1][name] for name in NFS_COLUMNS]
 
         lacking = "the kernel's NFS client does not show it"
         origin = str(self._mountstats.path)

@@ -9,7 +9,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.agent.samplers.cgroup import CgroupSampler
 from haiprof.agent.samplers.table import ALL_METRICS, Node
-from haiprof.linux.cgroups import CgroupTree
+from haiprof.linux.cgroups import Cgroup, find_cgroup
 from haiprof.run_format.schema import Table
 from haiprof.run_format.tables import CGROUP
 from tests.fake_cgroup import FakeCgroups, FakeGroup
@@ -220,11 +220,9 @@ def test_cgroup_in_a_container_is_found_below_its_mount(
     cgroups.mount_v2(root=mount_root)
     cgroups.put_v2(FakeGroup(path=below or "/"))
     tree.write("proc/self/cgroup", f"0::{path}\n")
-    cgroup = CgroupTree(
-        (tree.root / "proc/self/cgroup").read_text(),
-        (tree.root / "proc/self/mountinfo").read_text(),
-        tree.root,
-    ).cgroup("memory")
+    files = [(tree.root / "proc/self" / name).read_text() for name in ("cgroup", "mountinfo")]
+    cgroup = find_cgroup("memory", files[0], files[1], tree.root)
+    assert isinstance(cgroup, Cgroup)
     assert cgroup.folder == tree.root / f"sys/fs/cgroup{below}"
     assert len(cgroup.above()) == below.count("/")
 
