@@ -178,8 +178,15 @@ class KinetoAgent:
     gets no answer.
     """
 
-    def __init__(self, address: str, failed: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        failed: Callable[[str], None] = lambda _: None,
+        folder: PrivateFolder | None = None,
+    ) -> None:
         self.address = address
+        self.folder = folder
+        """Of a job's own agent; it goes with it."""
         self.pending = PendingRequests()
         self.ignored_count = 0
         """Datagrams that were malformed, or another user's."""
@@ -187,6 +194,12 @@ class KinetoAgent:
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the job of a job's own agent needs in its environment."""
+        seen = "" if self.folder is None else self.folder.as_seen
+        return {ENV_KINETO_DAEMON: "1", ENV_KINETO_FOLDER: seen}
 
     def bind(self) -> None:
         """Takes the address; messages wait until `start`."""
@@ -205,17 +218,18 @@ class KinetoAgent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, and removes the socket."""
-        bound = self._socket
-        if bound is None:
-            return
+        """Ends the thread, and removes the socket and its folder."""
         self._ending.set()
-        with contextlib.suppress(OSError):
-            bound.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if self._thread is None:
-            self._close()
-        else:
-            self._thread.join(_STOP_S)
+        bound = self._socket
+        if bound is not None:
+            with contextlib.suppress(OSError):
+                bound.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            if self._thread is None:
+                self._close()
+            else:
+                self._thread.join(_STOP_S)
+        if self.folder is not None:
+            self.folder.remove()
 
     def _run(self) -> None:
         try:
@@ -361,27 +375,7 @@ def listen(address: str, ready: Callable[[str], None]) -> int:
     return agent.ignored_count
 
 
-@dataclass(slots=True)
-class JobKinetoAgent:
-    """The agent of one launcher, and its folder."""
-
-    agent: KinetoAgent
-    folder: PrivateFolder
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What the job needs in its environment."""
-        return {ENV_KINETO_DAEMON: "1", ENV_KINETO_FOLDER: self.folder.as_seen}
-
-    def stop(self) -> None:
-        """Removes socket and folder."""
-        self.agent.stop()
-        self.folder.remove()
-
-
-def prepare_kineto(
-    run: RunPaths, environ: Mapping[str, str], *, asked: bool
-) -> JobKinetoAgent | None:
+def prepare_kineto(run: RunPaths, environ: Mapping[str, str], *, asked: bool) -> KinetoAgent | None:
     """Binds the socket if the job is to use Kineto's protocol; None if it uses another daemon."""
     if not asked and ENV_KINETO_DAEMON not in environ:
         return None
@@ -394,10 +388,11 @@ def prepare_kineto(
         failed=lambda reason: print_message(
             f"the Kineto agent has ended ({reason}): the job goes on, and cannot be traced that way"
         ),
+        folder=folder,
     )
     try:
         agent.bind()
     except OSError:
         folder.remove()
         raise
-    return JobKinetoAgent(agent, folder)
+    return agent

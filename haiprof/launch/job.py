@@ -36,7 +36,7 @@ from haiprof.run_format.reader import read_failures, read_json
 
 if TYPE_CHECKING:  # these are loaded where they are asked for
     from haiprof.agent.burst import Burst, Nsys, Refusal
-    from haiprof.agent.kineto_daemon import JobKinetoAgent
+    from haiprof.agent.kineto_daemon import KinetoAgent
     from haiprof.agent.trainjob_status import TrainJobStatus
 
 TICK_S = 0.5
@@ -69,7 +69,7 @@ class Job:
     _finisher: Finisher | None = None
     _scalars: subprocess.Popen[bytes] | None = None
     _surroundings: Surroundings | None = None
-    _kineto: JobKinetoAgent | None = None
+    _kineto: KinetoAgent | None = None
     _reactor: Reactor | None = None
     _ends: ProcessEnds | None = None
     _notifier: Notifier | None = None
@@ -97,7 +97,7 @@ class Job:
         self.pid = pid
         self.manifest = replace(self.manifest, job_pid=pid)
         if self._kineto is not None:
-            self._guard(self._kineto.agent.start)
+            self._guard(self._kineto.start)
         self._guard(self._start_agent)
         if self.options.address:
             self._copies = RunCopies(
