@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -15,12 +14,7 @@ import numpy.typing as npt
 from haiprof.base.intervals import Floats, Ints
 
 CONFIDENCE = 0.99
-REPLICATES = 1000
-LEAST_REPLICATES = 200
-_WORK = 40_000_000  # values drawn in all; longer series need, and get, fewer replicates
-_CHUNK = 2_000_000  # values drawn at once
-_WINSOR = 0.05  # outliers do not show how far a median's errors are correlated
-_SEED = 20061
+_WINSOR = 0.05  # outliers do not show how far values are correlated
 RUN_RATIO = 0.005
 """What two runs of one job differ by at the least (standard deviation of one, as a share of the
 mean): memory layout, clocks, placement. `block_mean` takes more where parts of the runs differ by
@@ -30,51 +24,10 @@ alone to move programs by some percent. The number is our own choice."""
 BLOCKS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resampled:
-    """One series drawn again and again, by blocks."""
-
-    median: float
-    """Of the series itself."""
-    median_sd: float
-    """Standard error of the median."""
-    mean_sd: float
-    """Standard error of the mean."""
-    effective_count: float
-    """How many independent values tell as much: no more than there are blocks."""
-    block: int
-    """Length of a block."""
-
-    @property
-    def freedom(self) -> float:
-        """Degrees of freedom of the standard errors."""
-        return max(self.effective_count - 1, 1.0)
-
-
-def resample(series: Floats, *, replicates: int = REPLICATES) -> Resampled:
-    """Circular block bootstrap of a median, and of the mean beside it.
-
-    Source: Politis and Romano 1992 (circular blocks); the length by `block_length`.
-    """
-    count = len(series)
-    block = block_length(series)
-    order = np.argsort(series, kind="stable")
-    placed = series[order]
-    draws = int(np.clip(_WORK // count, LEAST_REPLICATES, replicates))
-    memory = _memory(series)
-    parts = [_statistics(c[:, order], placed) for c in _counts(count, block, draws)]
-    medians, means = (np.concatenate(kind) for kind in zip(*parts, strict=True))
-    drawn_sd = float(medians.std(ddof=1))
-    least_sd = _independent_sd(placed) * math.sqrt(memory)
-    # Blocks of a short series are too short to hold all of its memory: they see too little spread.
-    more = max(1.0, least_sd / drawn_sd) if drawn_sd > 0 else 1.0
-    return Resampled(
-        median=float(np.median(series)),
-        median_sd=drawn_sd * more,
-        mean_sd=float(means.std(ddof=1)) * more,
-        effective_count=min(count / block, count / memory),
-        block=block,
-    )
+def mean_error(series: Floats) -> Uncertain:
+    """Of the mean of a series: as that of so many independent values as tell as much."""
+    count = len(series) / _memory(series)
+    return Uncertain(parts=((float(series.var(ddof=1)) / count, max(count - 1, 1.0)),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,90 +80,6 @@ def _memory(series: Floats) -> float:
     own = float(centred[1:] @ centred[:-1]) / power
     corrected = min(own + (1 + 4 * own) / len(series), 0.99)
     return max((1 + corrected) / (1 - corrected), 1.0)
-
-
-def _independent_sd(placed: Floats) -> float:
-    """Standard error of the median of independent values, in order of size.
-
-    Source: Price and Bonett, Estimating the Variance of the Sample Median, 2001: from the order
-    statistics around it.
-    """
-    count = len(placed)
-    off = max(round((count + 1) / 2 - math.sqrt(count)), 1)
-    below = sum(math.comb(count, k) for k in range(off)) / 2**count if count < 200 else 0.0228
-    z = NormalDist().inv_cdf(1 - max(below, 1e-6))
-    return float(placed[count - off] - placed[off - 1]) / (2 * z)
-
-
-def _counts(count: int, block: int, draws: int) -> Iterator[Floats]:
-    """How often each place is drawn, by replicate; some replicates at a time."""
-    random = np.random.default_rng(_SEED)
-    whole, rest = divmod(count, block)
-    step = max(1, _CHUNK // count)
-    for first in range(0, draws, step):
-        rows = min(step, draws - first)
-        width = count + block + 1
-        row = np.arange(rows)[:, None] * width
-        change = np.zeros(rows * width)
-        for length, blocks in ((block, whole), (rest, 1 if rest else 0)):
-            starts = (random.integers(0, count, (rows, blocks)) + row).ravel()
-            change += np.bincount(starts, minlength=change.size)
-            change -= np.bincount(starts + length, minlength=change.size)
-        ordered = np.cumsum(change.reshape(rows, width), axis=1)[:, : count + block]
-        drawn = ordered[:, :count]
-        drawn[:, :block] += ordered[:, count:]
-        yield drawn
-
-
-def _statistics(counts: Floats, placed: Floats) -> tuple[Floats, Floats]:
-    """Medians and means; counts and values are in order of size."""
-    total = placed.size
-    until = np.cumsum(counts, axis=1)
-    low, high = (
-        placed[np.argmax(until > place, axis=1)] for place in ((total - 1) // 2, total // 2)
-    )
-    return (low + high) / 2, counts @ placed / total
-
-
-def block_length(values: Floats) -> int:
-    """The length of blocks that loses least, from how long the series remembers.
-
-    The longer one of two questions: how long values stay above the median (which is what the
-    median's error depends on), and how long values without their outliers resemble each other.
-
-    Source: Politis and White, Automatic Block-Length Selection for the Dependent Bootstrap, 2004,
-    with the correction of Patton, Politis and White 2009, for circular blocks.
-    """
-    low, high = np.quantile(values, [_WINSOR, 1 - _WINSOR])
-    sides = np.sign(values - np.median(values))
-    return max(_optimal(sides), _optimal(np.clip(values, low, high)))
-
-
-def _optimal(values: Floats) -> int:
-    count = len(values)
-    centred = values - values.mean()
-    if count < 10 or not np.any(centred):
-        return 1
-    around = max(5, math.ceil(math.sqrt(math.log10(count))))
-    most = min(math.ceil(math.sqrt(count)) + around, count - 1)
-    size = 1 << (2 * count - 1).bit_length()
-    power = np.abs(np.fft.rfft(centred, size)) ** 2
-    covariance = np.fft.irfft(power, size)[: most + 1] / count
-    band = 2 * math.sqrt(math.log10(count) / count)
-    small = np.abs(covariance[1:] / covariance[0]) < band
-    runs = np.convolve(small, np.ones(around), "valid") == around
-    last = int(np.argmax(runs)) if runs.any() else most
-    width = min(2 * max(last, 1), most)
-    lags = np.arange(1, width + 1)
-    taper = np.clip(2 * (1 - lags / width), 0, 1)
-    weighed = taper * covariance[1 : width + 1]
-    slope = 2 * float((lags * weighed).sum())
-    spectrum = float(covariance[0] + 2 * weighed.sum())
-    longest = math.ceil(min(3 * math.sqrt(count), count / 3))
-    if spectrum <= 0:
-        return 1
-    length = (2 * slope**2 / (4 / 3 * spectrum**2)) ** (1 / 3) * count ** (1 / 3)
-    return int(np.clip(round(length), 1, longest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.base.intervals import Bools, Floats, Ints
-from haiprof.base.statistics import resample, student_quantile
+from haiprof.base.statistics import mean_error
 from haiprof.trace_analysis.what_if.replay import RankGraph
 from haiprof.trace_analysis.what_if.replay_parts import COLLECTIVE, KERNEL, NETWORK, RANK, Change
 
@@ -324,10 +324,7 @@ def _share(
     if len(before) < _LEAST_STEPS or before.sum() <= 0:
         return value, None, None
     residuals: Floats = changed - value * before
-    spread = 0.0  # half the width of the interval of their mean
-    if residuals.any():
-        drawn = resample(residuals)
-        spread = student_quantile(0.975, drawn.freedom) * drawn.mean_sd
+    spread = mean_error(residuals).half_width(0.95)
     inexact = math.hypot(spread / before.mean(), error_ratio, _INEXACT_RATIO * abs(1 - value))
     low = max(value - inexact - unexplained_ratio * max(1 - value, 0.0), 0.0)
     return value, low, value + inexact
