@@ -43,11 +43,8 @@ def block_mean(series: Floats, *, run_ratio: float) -> BlockMean:
 
     A machine is faster in some seconds than in others, and between two runs as between two parts of
     one: what blocks differ by beyond the straying of single values does not average out, and is
-    added as what one run differs by from the next.
-
-    Args:
-        series: Shape (n,), in order of time, at least four.
-        run_ratio: What runs differ by at least, as a share of the mean (standard deviation).
+    added as what one run differs by from the next, of which `run_ratio` is the least. The series
+    is in order of time, and has four values at least.
 
     Source: batch means (Law and Kelton, Simulation Modeling and Analysis, 2000, section 9.5); the
     variance component between groups of a one-way random-effects model (Searle, Casella and

@@ -8,7 +8,6 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -63,10 +62,9 @@ def run_command(argv: Sequence[str]) -> int:
         columns = shutil.get_terminal_size((_MAX_WIDTH, 0)).columns
         sys.stdout.write(command_help(name, min(_MAX_WIDTH, max(_MIN_WIDTH, columns))))
         return 0
-    here = nullcontext(words)
     # Every known error becomes one line and a status here.
     try:
-        with shared.fetch_addresses(words) if shared.has_address(words) else here as found:
+        with shared.fetch_addresses(words) as found:
             _run_or_print(found)
     except HaiprofError as error:
         return _show_error(error)

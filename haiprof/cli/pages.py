@@ -7,7 +7,7 @@ import html
 import os
 import shlex
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,16 +75,18 @@ def tensorboard(
       haiprof export --to tensorboard                         the newest run, also beside the job
       haiprof export --to tensorboard traces/ --port 7007     traces of torch.profiler
     """
-    from haiprof.compat.tensorboard import Serving, serve_tensorboard
+    from haiprof.compat.tensorboard import serve_tensorboard
+    from haiprof.show.servers import Serving
 
     run, traces = shared.run_or_traces(source)
 
     with page_opener(port, no_browser) as open_page:
 
-        def ready(it: Serving) -> None:
-            for note in it.notes:
+        def ready(it: Serving, notes: Sequence[str]) -> None:
+            *others, where = notes
+            for note in others:
                 print_message(note)
-            open_page(it.port, it.url, f"TensorBoard is at {it.url} for {it.readers}")
+            open_page(it.port, it.url, where)
 
         serve_tensorboard(run, traces, host=host, port=port, ready=ready)
 

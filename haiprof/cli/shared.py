@@ -168,16 +168,12 @@ _OF_OTHERS = ("--cluster", "--endpoint")
 """Options whose addresses are not of runs."""
 
 
-def has_address(words: Sequence[str]) -> bool:
-    """Whether a command line names a run by its address."""
-    return bool(_places(words))
-
-
 @contextlib.contextmanager
 def fetch_addresses(words: Sequence[str]) -> Iterator[list[str]]:
-    """The command line with folders in place of addresses, which are removed at the end."""
-    _check(words)
+    """The command line with folders in place of addresses, if any, which are removed at the end."""
     found = list(words)
+    if _places(words):
+        _check(words)
     with contextlib.ExitStack() as folders:
         for place in _places(words):
             if words[0] in _ON_JOBS:

@@ -132,18 +132,17 @@ def otlp_batches(
         resource = _resource(run, host, process, own)
         held: list[RawSeries] = []
         count = 0
-        for part in (piece for each in own for piece in _slice(each, most)):
+        for part in (
+            each.take(slice(start, start + most))
+            for each in own
+            for start in range(0, each.time_ns.size, most)
+        ):
             if held and count + part.time_ns.size > most:
                 yield _batch(_resource_metrics(resource, held, run.version), count)
                 held, count = [], 0
             held, count = [*held, part], count + part.time_ns.size
         if held:
             yield _batch(_resource_metrics(resource, held, run.version), count)
-
-
-def _slice(series: RawSeries, most: int) -> Iterator[RawSeries]:
-    for start in range(0, series.time_ns.size, most):
-        yield series.take(slice(start, start + most))
 
 
 def step_batches(
@@ -347,8 +346,7 @@ def write_export(
 
 
 def _write_text(pieces: Iterable[str], file: BinaryIO) -> None:
-    for piece in pieces:
-        file.write(piece.encode("utf-8", "replace"))
+    file.writelines(piece.encode("utf-8", "replace") for piece in pieces)
 
 
 def _run_name(run: RunFiles) -> str:

@@ -32,11 +32,7 @@ def hta_source(
     trace_files: HtaFiles | None,
     include_last_profiler_step: bool | None,
 ) -> TraceSource:
-    """The traces that one of three arguments names; `trace_files` may lie in `trace_dir`.
-
-    Raises:
-        UsageError: No traces are named, or twice; or the last step is to be left out.
-    """
+    """The traces that one of three arguments names; `trace_files` may lie in `trace_dir`."""
     if include_last_profiler_step is False:
         raise UsageError(
             "TraceAnalysis: include_last_profiler_step=False is not possible: no step is left out",

@@ -72,12 +72,7 @@ class Pushed:
 
 
 def find_collector(endpoint: str | None, environ: Mapping[str, str]) -> Collector:
-    """The collector of `--endpoint`, else of OpenTelemetry's own variables, else of this machine.
-
-    Raises:
-        UsageError: An address or a variable cannot be read.
-        MissingExtraError: Protobuf is asked for, and not installed.
-    """
+    """The collector of `--endpoint`, of OpenTelemetry's own variables, else of this machine."""
 
     def variable(name: str, default: str = "") -> str:
         own = environ.get(f"OTEL_EXPORTER_OTLP_METRICS_{name}")
@@ -156,9 +151,7 @@ class Sender:
     def push(self, analyzer: RunFrames) -> Pushed:
         """Pushes every new sample of a run, and the new steps of its ranks.
 
-        Raises:
-            HaiprofError: The collector does not take them; what was sent before stays there, and
-                is sent again the next time.
+        Where the collector does not take some, those that it took are sent again the next time.
         """
         found, notes = raw_counters(analyzer.files)
         self.done = replace(self.done, notes=notes)

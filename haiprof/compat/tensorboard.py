@@ -32,7 +32,7 @@ from haiprof.compat.torch_profiler.patches import patch_pages
 from haiprof.run_format.layout import PLAIN_TRACE_SUFFIX, TRACE_SUFFIX, RunPaths
 from haiprof.show.run_header import manifest_or_none, run_header
 from haiprof.show.scalars import write_scalars
-from haiprof.show.servers import Access, free_port, new_access, url_of
+from haiprof.show.servers import Access, Serving, free_port, new_access, url_of
 from haiprof.trace_analysis.files import Worker, files_by_window
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9-]+")
@@ -164,40 +164,15 @@ _PLUGIN = "torch_tb_profiler"
 _INSTALL_PLUGIN = "pip install 'haiprof[torch-tb-profiler]', or haiprof export --to perfetto"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What is being served."""
-
-    url: str
-    port: int
-    folder: Path
-    is_temporary: bool
-    window_count: int
-    has_plugin: bool
-    """Whether torch-tb-profiler shows the traces."""
-    readers: str
-    """Who may open the address."""
-
-    @property
-    def notes(self) -> Iterator[str]:
-        """Notes for people, one line each."""
-        if not self.has_plugin:
-            yield f"traces are not shown without torch-tb-profiler: {_INSTALL_PLUGIN}"
-        elif not self.window_count:
-            yield "no traces yet"
-        if self.is_temporary:
-            yield f"{self.folder} is temporary and goes away"
-
-
 def serve_tensorboard(
     run: RunPaths | None,
     source: Path,
     *,
     host: str,
     port: int,
-    ready: Callable[[Serving], None],
+    ready: Callable[[Serving, Sequence[str]], None],
 ) -> None:
-    """Runs TensorBoard until SIGINT or SIGTERM."""
+    """Runs TensorBoard until SIGINT or SIGTERM; what is served is told with notes for people."""
     has_plugin = _check_extras(run)
     if run is None:
         files_by_window(source)  # or there is nothing that could ever be shown
@@ -212,11 +187,14 @@ def serve_tensorboard(
         name = "haiprof-tensorboard"
         threading.Thread(target=server.serve_forever, name=name, daemon=True).start()
         try:
-            ready(Serving(
-                url=url_of(host, number, access), port=number, folder=layout.folder,
-                is_temporary=layout.is_temporary, window_count=count, has_plugin=has_plugin,
-                readers="who has the address" if access else "you and root on this machine",
-            ))  # fmt: skip
+            notes = [] if count else ["no traces yet"]
+            if not has_plugin:
+                notes = [f"traces are not shown without torch-tb-profiler: {_INSTALL_PLUGIN}"]
+            if layout.is_temporary:
+                notes.append(f"{layout.folder} is temporary and goes away")
+            who = "who has the address" if access else "you and root on this machine"
+            url = url_of(host, number, access)
+            ready(Serving(url=url, port=number), [*notes, f"TensorBoard is at {url} for {who}"])
             while not stop.wait(_SCALARS_EVERY_S):
                 if has_plugin:
                     layout.link_windows(whole_only=_is_running(run))

@@ -49,14 +49,7 @@ def tracked_run(
     texts: Mapping[str, str],
     files: Mapping[str, str],
 ) -> Tracked:
-    """What is sent of a run.
-
-    Args:
-        steps: `Analyzer.steps()`.
-        verdict: The document of `haiprof verdict --json`.
-        texts: Further texts by name.
-        files: Further files: content by name.
-    """
+    """What is sent of a run, of which `verdict` is the document of `haiprof verdict --json`."""
     judged = select_judged_steps(steps)
     columns = {"step": "step_ns", **{phase: f"{phase}_host_ns" for phase in _PHASES}}
     medians = judged.select(
@@ -105,17 +98,9 @@ def _ledger(accounts: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
 
 
 def send(tracker: str, run: Tracked, folder: Path) -> str:
-    """Sends it; returns where it is.
+    """Sends it to `wandb` or `mlflow`, by way of files in an empty folder; returns where it is.
 
-    Args:
-        tracker: `wandb` or `mlflow`, whose own variables say to where: project, server, mode, and
-            which of its runs is continued.
-        run: What is sent.
-        folder: An empty one, for the files.
-
-    Raises:
-        MissingExtraError: The tracker's package is not installed.
-        HaiprofError: The tracker refused it.
+    Their own variables say to where: project, server, mode, and which of their runs is continued.
     """
     try:
         module = importlib.import_module(tracker)

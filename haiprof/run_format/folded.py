@@ -238,11 +238,7 @@ def write_folded_records(
 
 
 def read_folded_records(path: Path) -> RecordFile | None:
-    """The old records, by time; None where nothing was folded.
-
-    Raises:
-        RunFormatError: It is damaged.
-    """
+    """The old records, by time; None where nothing was folded."""
     read = _read_whole(path)
     if read is None:
         return None

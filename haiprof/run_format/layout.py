@@ -207,8 +207,7 @@ class RunPaths:
     def native_ends(self, kind: str) -> list[tuple[str, int, Path]]:
         """Files of processes that native code ended, by host and process id.
 
-        Args:
-            kind: `terminate` for the texts of C++ exceptions, `crash` for where Python was.
+        `terminate` are the texts of C++ exceptions, `crash` where Python was.
         """
         found = []
         for path in sorted(self.uncaught.glob(f"*-*.{kind}")):

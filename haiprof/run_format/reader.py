@@ -90,11 +90,9 @@ def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> Rec
 
 
 def read_lines(path: Path, *, first: int = 0) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Reads a `.jsonl` file: the lines that are JSON objects, and notes on the others.
+    """The lines of a `.jsonl` file, if any, that are JSON objects, and notes on the others.
 
-    Args:
-        path: The file; one that does not exist has no lines.
-        first: Place of a line's begin: what is before it is not read.
+    What is before `first`, the place of a line's begin, is not read.
     """
     if not os.path.lexists(path):
         return [], ()

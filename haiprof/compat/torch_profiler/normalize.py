@@ -68,7 +68,8 @@ def normalise_trace(trace: dict[str, Any]) -> Normal:
     origin_ns = min((event["ts"] for event in events), default=0)
     for event in events:
         for name in event.keys() & {"ts", "end"}:
-            event[name] = _ticks(event[name] - origin_ns)
+            ticks = (event[name] - origin_ns) * _TICKS_PER_US
+            event[name] = (ticks + _NS_PER_US // 2) // _NS_PER_US
     spans = [event for event in events if event["cat"] in _HOST]
     launches = _link_launches(spans)
     for event in events:
@@ -124,10 +125,6 @@ def _ns(stamp: Any) -> int | None:  # noqa: ANN401 - whatever stands in the file
         return stamp * _NS_PER_US
     text = stamp.text if isinstance(stamp, Exact) else repr(stamp)
     return int((Decimal(text) * _NS_PER_US).to_integral_value())
-
-
-def _ticks(ns: int) -> int:
-    return (ns * _TICKS_PER_US + _NS_PER_US // 2) // _NS_PER_US
 
 
 def _link_launches(spans: list[Event]) -> dict[Any, Event]:
