@@ -96,7 +96,8 @@ def _run_or_print(words: list[str]) -> None:
     else:
         with Recording() as recording:
             _run(words)
-        question.keep(**recording.streams())
+        if ask(words, shared.default_log_dir()) == question:  # no run became the newest meanwhile
+            question.keep(**recording.streams())
 
 
 def _run(words: Sequence[str]) -> None:

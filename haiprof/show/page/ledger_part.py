@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import Account, Ledger, activity_words
-from haiprof.base.units import NS_PER_MS, shorten
+from haiprof.base.units import NS_PER_MS, count_text, ratio_text, shorten
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.show.frame_table import PageTable, heads, page_table
@@ -23,7 +23,7 @@ from haiprof.trace_analysis.device_remedies import HOST_OPERATORS_REMEDY
 from haiprof.trace_analysis.device_verdict import DeviceLedger
 from haiprof.trace_analysis.host_activity import parse_place
 
-_LEAST_RATIO = 0.002
+_LEAST_RATIO = 0.01
 """Accounts below this share of the step are one row."""
 _POINT_LIMIT = 500
 _ACTIVITIES = {"native": "native code", "unknown": "not sampled"}
@@ -101,11 +101,11 @@ def _rows(ledger: Ledger, findings: Sequence[Finding]) -> Iterator[AccountRow]:
         enumerate(ledger.accounts),
         key=lambda each: (0, each[0]) if each[0] in problems else (1, -each[1].ns_per_step),
     )
-    small = 0.0
+    small, small_count = 0.0, 0
     for number, account in numbered:
         finding = of_account.get(number)
         if finding is None and account.ns_per_step < _LEAST_RATIO * ledger.mean_ns:
-            small += account.ns_per_step
+            small, small_count = small + account.ns_per_step, small_count + 1
             continue
         who = f"rank {account.ranks[0]}: " if len(account.ranks) == 1 else ""
         yield AccountRow(
@@ -113,7 +113,8 @@ def _rows(ledger: Ledger, findings: Sequence[Finding]) -> Iterator[AccountRow]:
             account=account, number=number, finding=finding,
             kind=finding.severity if finding else "",
         )  # fmt: skip
-    for label, ns in (("smaller accounts", small), ("not sampled", ledger.residual_ns)):
+    rest = f"{count_text(small_count, 'smaller account')}, each below {ratio_text(_LEAST_RATIO)}"
+    for label, ns in ((rest, small), ("not sampled", ledger.residual_ns)):
         if ns >= 1:
             yield AccountRow(label=label, ns=ns)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from haiprof.cli import main
+from haiprof.cli import app, main
+from haiprof.cli.app import command_function
 from haiprof.run_format import kept_answers
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.run_list import run_list
@@ -47,6 +49,25 @@ def test_second_answer_is_the_first_one(job: RunPaths, words: list[str], run: Ru
     kept = job.answer(next(iter(answers(job))).removesuffix(".json")).stat().st_mtime_ns
     assert run(*command) == first
     assert job.answer(next(iter(answers(job))).removesuffix(".json")).stat().st_mtime_ns == kept
+
+
+@pytest.mark.parametrize("words", [["verdict"], ["overview"], ["lines"]])
+def test_answer_of_a_run_that_became_the_newest_meanwhile_is_not_the_others(
+    job: RunPaths, words: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_dir, later = job.root.parent, job.root.parent / "job-2"
+    manifest = ended_run(log_dir.with_name("elsewhere") / "job-2").manifest
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"start_wall_ns": 10**19}))
+
+    def after_another_began(name: str) -> Callable[..., None]:
+        if not later.exists():
+            shutil.move(manifest.parent, later)
+        return command_function(name)
+
+    monkeypatch.setattr(app, "command_function", after_another_began)
+    assert run(*words, "--log-dir", str(log_dir)).status == 0
+    assert later.exists()
+    assert not answers(job)
 
 
 def test_answer_is_made_again_when_a_file_changes(job: RunPaths, run: Run) -> None:
