@@ -11,12 +11,13 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import Account, Ledger, activity_words
-from haiprof.base.units import NS_PER_MS, count_text, ratio_text, shorten
+from haiprof.base.units import NS_PER_MS, ratio_text, shorten
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.show.frame_table import PageTable, heads, page_table
 from haiprof.show.page.counter_data import half_floats, single_floats
 from haiprof.show.series import thin_points
+from haiprof.show.text import count_text
 from haiprof.show.views import device_ledger as view
 from haiprof.show.views.functions import kernel_label
 from haiprof.trace_analysis.device_remedies import HOST_OPERATORS_REMEDY
