@@ -24,7 +24,7 @@ from haiprof.diagnosis.explanations import (
     slowed_by_saves,
     stragglers,
 )
-from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
+from haiprof.diagnosis.machine_causes import NEIGHBOURS, machine_text, stolen_notes
 from haiprof.diagnosis.named_nodes import failed_before
 from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
@@ -213,8 +213,19 @@ def _findings(
             fact = replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
         rows.append(fact)
     return tuple(sorted(rows, key=lambda row: (
-        row.rule != STANDSTILL, SEVERITIES.index(row.severity), -(row.lost_ratio or 0.0)
+        row.rule != STANDSTILL, SEVERITIES.index(row.severity), -_order_ratio(row)
     )))  # fmt: skip
+
+
+def _order_ratio(row: Finding) -> float:
+    """What findings are ordered by: the share of the step that they cost.
+
+    Of what others do on the machine that which is sure: it comes before the job's own only where
+    it is surely more.
+    """
+    if row.rule == NEIGHBOURS and row.gain is not None:
+        return 1.0 - row.gain.high_ns / row.gain.step_ns
+    return row.lost_ratio or 0.0
 
 
 def _name_nodes(

@@ -28,6 +28,7 @@ from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import less_per_sample, loader_cause
 from haiprof.diagnosis.machine_causes import (
     LOADER_WORKERS,
+    NEIGHBOURS,
     lost_to_waiting,
     nfs_wait,
     others_beside,
@@ -244,16 +245,16 @@ def _waits_for_loader(question: Question) -> Finding:
         )
         theirs = lost >= min(question.share, 1.0) / 2
         theirs &= max(inputs.loader_workers.values(), default=1) > 0
-        if starved is not None and starved.rule == "busy_neighbours" and theirs:
+        if starved is not None and starved.rule == NEIGHBOURS and theirs:
             title = (
-                "other processes use the CPUs: training waits for loader workers, "
-                f"{question.amount}"
+                f"training waits for loader workers, {question.amount}: other processes use the "
+                "CPUs"
             )
             used = max((inputs.worker_cores(rank) or 0.0 for rank in inputs.world), default=0.0)
             return replace(
                 starved,
                 title=title,
-                remedy=f"{starved.remedy}; or do less per sample",
+                remedy=f"do less per sample: {less_per_sample(loading)}; or {starved.remedy}",
                 evidence=(
                     *starved.evidence,
                     *evidence_rows(("CPU of its workers in a step", used * question.mean_ns, "ns")),

@@ -37,6 +37,8 @@ PAGES_MIN_COUNT = 64
 HARDWARE_DIFFERENCE_RATIO = 0.15
 """A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's: as
 CORE_WAIT_WARNING_RATIO."""
+NEIGHBOURS = "busy_neighbours"
+"""Rule of what the ranks wait for cores that others use."""
 LOADER_WORKERS = "loader_workers"
 """Cause of too few cores where they would do without what the loader's workers compute."""
 
@@ -170,7 +172,7 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
         "move the neighbour",
         ("cores used by others on its node", used, "cores"),
         ("cores used by the rank", inputs.busy_cores.get(rank), "cores"),
-        rule="busy_neighbours",
+        rule=NEIGHBOURS,
     )
 
 

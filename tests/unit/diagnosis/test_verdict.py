@@ -203,9 +203,11 @@ def write_cores(
     steal: float = 0.0,
     limit: tuple[float, float] | None = None,
     times: PhaseTimes = lambda *_: BALANCED,
+    stacks: Stacks = (),
+    lock: str = "0",
 ) -> None:
     """Ranks that had so many cores; the limit is in cores, with the share of periods stopped."""
-    write_sampled(root, times, ranks=len(ranks), steps=400)
+    write_sampled(root, times, stacks, lock, ranks=len(ranks), steps=400)
     busy = sum(each.main + each.workers for each in ranks) + others
 
     def used(second: float, rank: int) -> dict[str, float]:
@@ -868,6 +870,20 @@ def test_a_backward_that_the_job_wrote_is_named_as_part_of_the_model(root: Path)
     headline = judged(root).headline
     assert headline.startswith("nothing stands out")
     assert "% of the step in a backward of your own (quant.py:15 FakeQuant.backward)" in headline
+
+
+@pytest.mark.parametrize(("wait", "first"), [(0.242, "forward_bound"), (0.6, "busy_neighbours")])
+def test_neighbours_come_first_only_where_they_surely_cost_more(
+    root: Path, wait: float, first: str
+) -> None:
+    hook = {"forward": every(3, (SCRIPT, MAIN, MODULE, job(4, "hook")), "forward")}
+    times: PhaseTimes = lambda *_: (0.2, 30.0, 20.0, 2.0)  # noqa: E731
+    write_cores(root, [Cores(main=0.5, wait=wait)], others=1.5, times=times, stacks=hook, lock="h")
+    found = judged(root).findings
+    assert found[0].rule == first
+    assert {each.rule for each in found[:2]} == {"forward_bound", "busy_neighbours"}
+    lost = {each.rule: each.lost_ratio or 0.0 for each in found}
+    assert lost["busy_neighbours"] > lost["forward_bound"]
 
 
 @pytest.mark.parametrize(
