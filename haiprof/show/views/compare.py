@@ -119,9 +119,10 @@ def step_facts(found: Comparison) -> str:
 
 def headline_notes(found: Comparison, chosen: str) -> list[str]:
     """Lines below the headline: whether a promise came true, and what was compared."""
+    unlike = [printable(line) for line in unlike_scripts(found)]
     return [
-        *map(printable, unlike_scripts(found)),
-        *([printable(promise_text(found.promise))] if found.promise else []),
+        *unlike,
+        *([printable(promise_text(found.promise))] if found.promise and not unlike else []),
         step_facts(found),
         *([found.load_text] if found.load_text else []),
         printable(f"baseline: {found.before.path}"),

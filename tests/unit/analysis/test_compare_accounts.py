@@ -13,7 +13,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.base.ledger import Account
 from haiprof.base.units import NS_PER_MS, duration_text
-from haiprof.diagnosis.compare.comparison import Comparison, Promise, _pairs
+from haiprof.diagnosis.compare.comparison import Comparison, Promise, _pairs, _with_planned_ones
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.views.compare import compare_data, headline, promise_text, tables
 from tests.sampling import first_of
@@ -191,6 +191,28 @@ def test_accounts_of_a_promise_are_told_apart(promise: Promise) -> None:
     )
     three = promise_text(replace(promise, accounts=accounts))
     assert three.startswith(f'without 3 accounts ("{titles[0]}"; "{titles[1]}"; 1 more), of which ')
+
+
+def test_promised_lines_need_no_allowance_for_all_others_as_long_as_larger_ones_came(
+    promise: Promise,
+) -> None:
+    least = promise.accounts[0]
+
+    def change(title: str, gain_ms: float, p_value: float, file: str | None = "a.py") -> Any:
+        return replace(
+            least, title=title, gain_ns=gain_ms * NS_PER_MS, p_value=p_value, file=file,
+            low_ns=-5e6, high_ns=-1e6, adjusted_p_value=0.2,
+        )  # fmt: skip
+
+    found = _with_planned_ones(
+        [
+            change("first", 9, 0.008), change("unasked", 0, 0.008), change("third", 5, 0.3),
+            change("of others", 9, 0.008, file=None), change("behind it", 3, 0.001),
+            change("second", 7, 0.02),
+        ],
+        NS_PER_MS,
+    )  # fmt: skip
+    assert [one.title for one in found if one.is_certain] == ["first", "second"]
 
 
 def test_time_that_moved_from_one_line_to_another_is_found_in_equal_steps(tmp_path: Path) -> None:
