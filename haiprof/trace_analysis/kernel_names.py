@@ -52,10 +52,10 @@ def short_kernel_name(name: str) -> str:
 
 def generic_kernel_name(name: str) -> str:
     """`volta_sgemm_64x64_nn` and `ampere_sgemm_128x64_nn` are `sgemm_nn`."""
-    collective = _COLLECTIVE.match(name)
+    short = short_kernel_name(name)
+    collective = _COLLECTIVE.match(short)
     if collective:
         return f"nccl {collective[1]}"
-    short = short_kernel_name(name)
     return _TILE.sub("", _GENERATION.sub("", short)) or short
 
 

@@ -347,6 +347,10 @@ def test_generic_names_are_the_same_on_any_gpu() -> None:
         ("void cutlass::Kernel<cutlass_80_tensorop>(x)", "void cutlass::Kernel<cutlass_75_x>(y)"),
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)",
          "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
+        *(("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", name)
+          for name in ("ncclSymkDevKernel_AllReduce_AGxLL_R(ncclSymkDevWorkArgs4K)",
+                       "void ncclSymDevKernel_AllReduce_RSxLD_AGxST(ncclSymDevArgs)",
+                       "void ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevArgs) [clone .kd]")),
     ]  # fmt: skip
     for old, new in pairs:
         assert generic_kernel_name(old) == generic_kernel_name(new) != ""
