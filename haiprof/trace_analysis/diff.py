@@ -346,9 +346,10 @@ def verdict(
     time = diff.step_time
     change = time.change_ratio
     direction = "more" if change > 0 else "less"
-    words = f"{abs(change):.1%} {direction} time".replace("%", " %") if change else "equally fast"
+    words = f"{abs(change):.1%} {direction} time".replace("%", " %") if change else "the same time"
     if time.p_value is None:
-        return Verdict(is_slower=None, text=f"{words}, by chance or not: {time.no_p_value_reason}")
+        few = "too few measurements to tell a difference from chance"
+        return Verdict(is_slower=None, text=f"{words}; {few}: {time.no_p_value_reason}")
     counts = f"{time.control_step_count} and {time.test_step_count} steps"
     evidence = f"(p = {time.p_value:.2g}, {counts})"
     agree = (time.slower_probability > 0.5) == (change > 0)

@@ -298,7 +298,7 @@ _TRACE_DIFF_COLUMNS = heads("name", change="calls", control_ns="control", test_n
                             difference_ns="difference", explained_ns="adds to the step",
                             adjusted_p_value="p")  # fmt: skip
 _STYLES = {True: "bold red", False: "bold green", None: "bold yellow"}
-_TITLES = {"kernel": "Kernels", "operator": "Operators"}
+_TITLES = {"kernel": "Kernels", "operator": "Operators on the host"}
 
 
 def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
@@ -314,6 +314,9 @@ def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
         if own["name"].to_list() == [NOTHING[kind]]:  # a job without a GPU: it idles all the time
             continue
         changed = own.filter(pl.col("difference_ns") != 0)
+        if changed.is_empty():
+            parts += [Text(), Text(f"{title}: each takes the same time in both", style="dim")]
+            continue
         table = frame_table(changed, _TRACE_DIFF_COLUMNS, limit=10)
         parts.append(section(f"{title} per step, the largest difference first", *table))
     return Group(*parts, notes_block(diff.notes))

@@ -241,6 +241,25 @@ def steps_of(folder: Path, times_us: Sequence[int]) -> Path:
     return folder
 
 
+def test_comparison_of_one_step_each_says_what_is_known_and_has_no_empty_table(
+    tmp_path: Path, run: Run
+) -> None:
+    folders = []
+    for word, kernel_us in (("before", 60), ("after", 6)):
+        events = [step(1, 0, 90), event("aten::mm", "cpu_op", 0, 9), launch(1, 1),
+                  kernel("gemm", 10, kernel_us, correlation=1)]  # fmt: skip
+        folders.append(tmp_path / word)
+        folders[-1].mkdir()
+        rank_file(folders[-1], 0, events, world_size=1)
+    out = run("trace-diff", *folders).out
+    assert out.startswith(
+        "the same time; too few measurements to tell a difference from chance: 1 and 1 steps"
+    )
+    assert "Kernels per step, the largest difference first" in out
+    assert "Operators on the host: each takes the same time in both" in out
+    assert "Operators on the host per step" not in out
+
+
 SLOW, FAST = (200, 202, 204, 206, 208, 210), (100, 102, 104, 106, 108, 110)
 
 
