@@ -94,12 +94,13 @@ def _line(
 
 
 def stepped_line(
-    x: Floats, y: Floats, name: str, color: str, *, said: str, width: float = 1.5, **more: object
-) -> go.Scatter:
+    x: Floats, y: Floats, name: str, color: str, *, said: str, width: float = 1.5,
+    dash: str = "solid", **more: object,
+) -> go.Scatter:  # fmt: skip
     """A line whose values hold until the next one; `said` is what hovering tells."""
     return go.Scatter(
         x=x.astype(np.float32), y=y.astype(np.float32), name=name, mode="lines",
-        line={"color": color, "width": width, "shape": "hv"},
+        line={"color": color, "width": width, "shape": "hv", "dash": dash},
         hovertemplate=f"{said}<extra></extra>", **more,
     )  # fmt: skip
 

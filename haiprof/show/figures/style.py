@@ -24,6 +24,7 @@ PHASE_COLORS = {
     "other": GREY,
 }
 SERIES_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, DARK_GREY, BROWN)
+_DASHES = ("solid", "dash", "dot", "dashdot")
 
 FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
 INK, GRID = "#222222", "#E8E8E8"
@@ -33,6 +34,11 @@ LEGEND_TOP_PX = 54
 def series_color(index: int) -> str:
     """The colour of the n-th rank, host or GPU; they repeat after eight."""
     return SERIES_COLORS[index % len(SERIES_COLORS)]
+
+
+def series_dash(index: int) -> str:
+    """The dashes of the n-th line: each time that the colours repeat others."""
+    return _DASHES[index // len(SERIES_COLORS) % len(_DASHES)]
 
 
 def time_unit(ns: float | None) -> tuple[str, float]:

@@ -28,6 +28,7 @@ from haiprof.show.figures.style import (
     YELLOW,
     figure_layout,
     series_color,
+    series_dash,
     time_unit,
 )
 from haiprof.show.series import points_per_series, thin_points
@@ -457,8 +458,11 @@ def _over_time(
         kept = thin_points(values, limit=limit)
         times = ((own["ts_ns"] - start_ns) / second_ns).to_numpy()
         said = f"{name(key)}, %{{x:.3f}} {second}: %{{y:.3r}} {unit}"
-        color = series_color(index)
-        figure.add_trace(stepped_line(times[kept], values[kept], name(key), color, said=said))
+        line = stepped_line(
+            times[kept], values[kept], name(key), series_color(index), said=said,
+            dash=series_dash(index),
+        )  # fmt: skip
+        figure.add_trace(line)
     left_out = ordered.height - shown.height
     more = f"<br><span style='font-size:12px'>{left_out} lower lines are left out</span>"
     figure.update_layout(

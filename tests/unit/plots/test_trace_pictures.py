@@ -78,6 +78,7 @@ def test_lines_of_many_streams_are_the_highest_and_the_title_says_so(dlrm: Trace
     assert "lower lines are left out" in figure.layout.title.text
     highest = dlrm.queue_length()["queue_length"].max()
     assert max(max(line.y) for line in figure.data) == highest
+    assert len({(line.line.color, line.line.dash) for line in figure.data}) == 12
 
 
 def test_a_rank_without_a_gpu_says_how_to_record_one(tmp_path: Path) -> None:
