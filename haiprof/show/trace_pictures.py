@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import plotly.graph_objects as go
@@ -55,8 +55,6 @@ class Drawing:
     """Of the question, where they differ from its own defaults."""
     drawn_options: tuple[str, ...] = ()
     """Those of the question that are drawn, too."""
-    has_shares: bool = False
-    """Whether a page shows it as shares, too."""
 
     def __call__(
         self,
@@ -76,7 +74,7 @@ class Drawing:
             raise MissingDataError(f"{traces.path}: {self.why}", hint=hint)
         drawn = {name: options[name] for name in self.drawn_options if name in options}
         figure = self.figure(found, **drawn, **({"share": True} if share else {}))
-        title = f"{self.title}, as shares" if share and self.has_shares else self.title
+        title = f"{self.title}, as shares" if share else self.title
         return TracePicture(
             title=title, frame=found, figure=figure, columns=self.columns, says=self.says
         )  # fmt: skip
@@ -180,7 +178,7 @@ PICTURES: Mapping[str, Callable[..., TracePicture]] = {
              "than the others waits for its own host.",
         title="GPU time by rank", ask="temporal_breakdown", figure=figures.temporal_figure,
         columns=("rank", "device", "span_ns", "compute_ratio", "non_compute_ratio", "idle_ratio"),
-        needs="span_ns", has_shares=True,
+        needs="span_ns",
     ),
     "idle": Drawing(
         says="What each stream waited for between two kernels. Waiting for the host: "
@@ -188,7 +186,7 @@ PICTURES: Mapping[str, Callable[..., TracePicture]] = {
         title="Idle time of streams", ask="idle_time_breakdown", figure=figures.idle_figure,
         columns=("rank", "stream", "idle_category", "idle_ns", "idle_ratio", "count", "median_ns",
                  "max_ns"),
-        needs="idle_ns", has_shares=True,
+        needs="idle_ns",
     ),
     "kernel_types": Drawing(
         says="Busy time of the GPU by what ran at once. Communication that overlaps "
@@ -267,19 +265,13 @@ def all_pictures(
     drawn: dict[str, TracePicture] = {}
     missing: dict[str, str] = {}
     for name, picture in PICTURES.items():
-        drawing = picture if isinstance(picture, Drawing) and picture.has_shares else None
         try:
             made = picture(traces, steps)
         except HaiprofError as error:
-            names = (f"{name}_share", name) if drawing else (name,)
-            missing.update((each.replace("_", " "), str(error)) for each in names)
+            missing[name.replace("_", " ")] = str(error)
             continue
         alone = "rank" in made.frame.columns and made.frame["rank"].n_unique() == 1
         if name == "kernel" and alone:  # nothing to compare it with
             continue
-        if drawing and not alone:  # of one rank both look alike
-            figure = drawing.figure(made.frame, share=True)
-            title = f"{made.title}, as shares"
-            drawn[f"{name}_share"] = replace(made, title=title, figure=figure)
         drawn[name] = made
     return drawn, missing

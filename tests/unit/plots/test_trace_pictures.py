@@ -28,7 +28,7 @@ def test_every_picture_of_a_job_of_eight_ranks_is_drawn_or_says_why_not(
     drawn, missing = all_pictures(dlrm)
     assert set(missing) == {"memory"}
     assert "no memory event" in missing["memory"]
-    assert {name.removesuffix("_share") for name in drawn} == set(PICTURES) - {"memory"}
+    assert set(drawn) == set(PICTURES) - {"memory"}
     assert all(len(picture.figure.data) for picture in drawn.values())
 
 
@@ -103,7 +103,7 @@ def test_a_page_of_traces_is_one_file_with_pictures_and_tables(
     dlrm: TraceAnalysis, tmp_path: Path
 ) -> None:
     page = dlrm.write_page(tmp_path / "page.html").read_text()
-    for name in ("temporal-share", "idle", "kernels", "launches", "what-if"):
+    for name in ("temporal", "idle", "kernels", "launches", "what-if"):
         assert f'data-figure="trace-{name}"' in page
     assert "no memory event" in page
     assert "Launch queues, the longest first" in page
