@@ -260,7 +260,8 @@ class SamplingLoop:
                 self._events.close()
 
     def _record(self, stop: threading.Event) -> None:
-        meter = _CostMeter(self.clock)
+        began_ns, began_cpu_ns = self.clock(), time.thread_time_ns()
+        due_ns = began_ns + _COST_EVERY_NS
         watch = SuspendWatch(self.clock, self.boot_clock)
         streams = self._start()
         try:
@@ -272,15 +273,17 @@ class SamplingLoop:
                 self._report_suspend(watch)
                 for stream in streams:
                     stream.sample_if_due(self.clock())
-                if meter.due():
-                    self._report(meter.line(streams))
+                elapsed_ns = self.clock() - began_ns
+                if began_ns + elapsed_ns >= due_ns:
+                    due_ns += max(_COST_EVERY_NS, int(elapsed_ns * _COST_SPREAD))
+                    self._report_cost(streams, began_ns, began_cpu_ns)
             self._report_suspend(watch)
             for stream in streams:
                 stream.finish()
         finally:
             for stream in streams:
                 stream.close()
-            self._report(meter.line(streams))
+            self._report_cost(streams, began_ns, began_cpu_ns)
 
     def _start(self) -> list[Stream]:
         """Opens one sampler after the other: the first counts before a slow driver answers."""
@@ -315,34 +318,12 @@ class SamplingLoop:
         if gap_ns:
             self._report({"type": "suspend", "gap_ns": gap_ns})
 
-    def _report(self, line: Mapping[str, object]) -> None:
-        if self._events is not None:
-            self._events.append({"time_ns": self.clock(), **line})
-
-
-class _CostMeter:
-    """The cost of this thread, as the cumulative `cost` line of the events file."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._start_ns = clock()
-        self._start_cpu_ns = time.thread_time_ns()
-        self._next_ns = self._start_ns + _COST_EVERY_NS
-
-    def due(self) -> bool:
-        """Whether it is time for the next line."""
-        if self._clock() < self._next_ns:
-            return False
-        elapsed_ns = self._clock() - self._start_ns
-        self._next_ns += max(_COST_EVERY_NS, int(elapsed_ns * _COST_SPREAD))
-        return True
-
-    def line(self, streams: Sequence[Stream]) -> dict[str, object]:
+    def _report_cost(self, streams: Sequence[Stream], began_ns: int, began_cpu_ns: int) -> None:
         """CPU and wall time since the start, also by source; missed ticks, lost bytes, slowness."""
-        return {
+        self._report({
             "type": "cost",
-            "cpu_ns": time.thread_time_ns() - self._start_cpu_ns,
-            "elapsed_ns": self._clock() - self._start_ns,
+            "cpu_ns": time.thread_time_ns() - began_cpu_ns,
+            "elapsed_ns": self.clock() - began_ns,
             "missed_tick_count": sum(stream.pace.missed_count for stream in streams),
             "dropped_bytes": sum(stream.dropped_bytes for stream in streams),
             "sources": {
@@ -350,4 +331,8 @@ class _CostMeter:
                 for s in streams
             },
             "slowed": {s.sampler.name: s.pace.factor for s in streams if s.pace.factor > 1},
-        }
+        })  # fmt: skip
+
+    def _report(self, line: Mapping[str, object]) -> None:
+        if self._events is not None:
+            self._events.append({"time_ns": self.clock(), **line})

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from typing import Literal
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.linux.process_files import status_fields
 from haiprof.linux.procfs import read_int, read_text
-from haiprof.linux.readings import Status, Unavailable, os_status
+from haiprof.linux.readings import Status, os_status
 
 Kind = Literal["launcher", "tool"]
 
@@ -70,8 +70,8 @@ class Permission:
     """Something that this user may or may not do here."""
 
     name: str
-    status: Status
-    value: int | None
+    status: Status = "available"
+    value: int | None = None
     """What the source says; None where it is not there or holds no number."""
     source: str
     """File or call."""
@@ -144,10 +144,8 @@ def find_permissions(
     root: Path = Path("/"), load: Callable[[str], object] = ctypes.CDLL
 ) -> tuple[Permission, ...]:
     """The permissions of this process; tries nothing that would affect another process."""
-    caps, uncore = (
-        _Capabilities(root),
-        "memory bandwidth and cross-socket traffic (uncore counters)",
-    )
+    caps = _Capabilities(root)
+    uncore = "memory bandwidth and cross-socket traffic (uncore counters)"
     return (
         _ptrace(root, caps),
         *(_capability(root, caps, name) for name in ("SYS_PTRACE", "PERFMON")),
@@ -184,60 +182,41 @@ class _Capabilities:
         return self.first_namespace and any(self.has(name) for name in names)
 
 
-def _permission(
-    name: str,
-    source: str,
-    allows: str,
-    why: Unavailable | None,
-    *,
-    value: int | None = None,
-    note: str = "",
-) -> Permission:
-    """A permission that is there unless a reason is given; `note` says what else may deny it."""
-    return Permission(
-        name=name,
-        status="available" if why is None else why.status,
-        value=value,
-        source=source,
-        allows=allows,
-        reason=note if why is None else why.reason,
-        remedy="" if why is None else why.remedy,
-    )
-
-
 def _capability(root: Path, caps: _Capabilities, name: str) -> Permission:
-    has = caps.has(name) if name == "SYS_PTRACE" else caps.counts(name)
-    why = Unavailable(
-        "held in this user namespace only" if caps.has(name) else "not held",
-        status="denied" if caps.known else "absent",
-        remedy=f"docker run --cap-add {name}, or run as root",
-    )
     allows = {
         "SYS_PTRACE": "looking into processes of other users",
         "PERFMON": "perf counters whatever perf_event_paranoid says",
     }[name]
-    source, value = f"{root / 'proc/self/status'} CapEff", int(has) if caps.known else None
-    return _permission(f"cap_{name.lower()}", source, allows, None if has else why, value=value)
+    has = caps.has(name) if name == "SYS_PTRACE" else caps.counts(name)
+    found = Permission(
+        name=f"cap_{name.lower()}", source=f"{root / 'proc/self/status'} CapEff", allows=allows,
+        value=int(has) if caps.known else None,
+    )  # fmt: skip
+    return found if has else replace(
+        found, status="denied" if caps.known else "absent",
+        reason="held in this user namespace only" if caps.has(name) else "not held",
+        remedy=f"docker run --cap-add {name}, or run as root",
+    )  # fmt: skip
 
 
 def _ptrace(root: Path, caps: _Capabilities) -> Permission:
     """Source: Linux Documentation/admin-guide/LSM/Yama.rst."""
     path = root / "proc/sys/kernel/yama/ptrace_scope"
     scope = read_int(path)
-    free = scope is None or scope == 0 or (scope < 3 and caps.has("SYS_PTRACE"))
+    found = Permission(
+        name="ptrace", source=str(path), allows="stacks of a running rank (py-spy)", value=scope
+    )
+    if scope is None:
+        return replace(found, reason="the kernel has no Yama: same user suffices")
     reasons = {
         1: "only descendants may be attached to",
         2: "only processes with CAP_SYS_PTRACE may attach",
         3: "no process may attach until the next boot",
     }
-    why = Unavailable(
-        reasons.get(scope or 0, f"unknown scope {scope}"),
-        status="denied",
+    is_free = scope == 0 or (scope < 3 and caps.has("SYS_PTRACE"))
+    return found if is_free else replace(
+        found, status="denied", reason=reasons.get(scope, f"unknown scope {scope}"),
         remedy="sysctl -w kernel.yama.ptrace_scope=0, or grant CAP_SYS_PTRACE",
-    )
-    return _permission(
-        "ptrace", str(path), "stacks of a running rank (py-spy)", None if free else why,
-        value=scope, note="the kernel has no Yama: same user suffices" if scope is None else "",
     )  # fmt: skip
 
 
@@ -245,56 +224,57 @@ def _perf(root: Path, caps: _Capabilities, *, limit: int, name: str, allows: str
     """Source: Linux Documentation/admin-guide/sysctl/kernel.rst, perf_event_paranoid."""
     path = root / "proc/sys/kernel/perf_event_paranoid"
     level = read_int(path)
-    why: Unavailable | None = None
+    found = Permission(name=name, source=str(path), allows=allows, value=level)
     if level is None:
-        remedy = "boot a kernel with CONFIG_PERF_EVENTS"
-        why = Unavailable("the kernel has no perf events", status="unsupported", remedy=remedy)
-    elif level > limit and not caps.counts("PERFMON", "SYS_ADMIN"):
-        reason = f"perf_event_paranoid is {level}, above {limit}"
-        remedy = f"sysctl -w kernel.perf_event_paranoid={limit}, or grant CAP_PERFMON"
-        why = Unavailable(reason, status="denied", remedy=remedy)
-    filtered = "a seccomp filter is in force and may deny it all the same" if caps.filtered else ""
-    return _permission(name, str(path), allows, why, value=level, note=filtered)
+        return replace(
+            found, status="unsupported", reason="the kernel has no perf events",
+            remedy="boot a kernel with CONFIG_PERF_EVENTS",
+        )  # fmt: skip
+    if level > limit and not caps.counts("PERFMON", "SYS_ADMIN"):
+        return replace(
+            found, status="denied", reason=f"perf_event_paranoid is {level}, above {limit}",
+            remedy=f"sysctl -w kernel.perf_event_paranoid={limit}, or grant CAP_PERFMON",
+        )  # fmt: skip
+    note = "a seccomp filter is in force and may deny it all the same" if caps.filtered else ""
+    return replace(found, reason=note)
 
 
 def _nvml(load: Callable[[str], object]) -> Permission:
-    why = None
+    found = Permission(name="nvml", source=LIBRARY, allows="GPU counters")
     try:
         load(LIBRARY)
     except OSError:
-        why = Unavailable(NO_LIBRARY, remedy=NO_LIBRARY_REMEDY)
-    return _permission("nvml", LIBRARY, "GPU counters", why)
+        return replace(found, status="absent", reason=NO_LIBRARY, remedy=NO_LIBRARY_REMEDY)
+    return found
 
 
 def _gpm(root: Path, caps: _Capabilities) -> Permission:
     """Source: NVIDIA, ERR_NVGPUCTRPERM: permission issue with performance counters."""
     path = root / "proc/driver/nvidia/params"
-    name, allows = "gpu_profiling", "SM, tensor and DRAM activity of GPUs (GPM), nsys GPU metrics"
-    found = _ADMIN_ONLY.search(read_text(path) or "")
-    if found is None:
-        nothing = Unavailable("no RmProfilingAdminOnly: no NVIDIA driver here")
-        return _permission(name, str(path), allows, nothing)
-    why = Unavailable(
-        "the driver keeps performance counters to administrators",
-        status="denied",
+    allows = "SM, tensor and DRAM activity of GPUs (GPM), nsys GPU metrics"
+    found = Permission(name="gpu_profiling", source=str(path), allows=allows)
+    setting = _ADMIN_ONLY.search(read_text(path) or "")
+    if setting is None:
+        reason = "no RmProfilingAdminOnly: no NVIDIA driver here"
+        return replace(found, status="absent", reason=reason)
+    found = replace(found, source=f"{path} RmProfilingAdminOnly", value=int(setting[1]))
+    return found if setting[1] == "0" or caps.counts("SYS_ADMIN") else replace(
+        found, status="denied", reason="the driver keeps performance counters to administrators",
         remedy="set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reload it",
-    )
-    free = found.group(1) == "0" or caps.counts("SYS_ADMIN")
-    source, value = f"{path} RmProfilingAdminOnly", int(found.group(1))
-    return _permission(name, source, allows, None if free else why, value=value)
+    )  # fmt: skip
 
 
 def _psi(root: Path) -> Permission:
     path = root / "proc/pressure/cpu"
-    why = None
+    allows = "pressure: time in which tasks waited for CPU, memory, I/O"
+    found = Permission(name="psi", source=str(path.parent), allows=allows)
     try:
         with open(path, "rb", buffering=0) as file:
             file.read(1)  # with psi=0 the file opens and its read fails
     except OSError as error:
-        why = Unavailable(
-            f"{error.strerror}: the kernel has no pressure stall information, or it is off",
-            status="unsupported" if os_status(error) == "absent" else os_status(error),
+        return replace(
+            found, status="unsupported" if os_status(error) == "absent" else os_status(error),
+            reason=f"{error.strerror}: the kernel has no pressure stall information, or it is off",
             remedy="boot a kernel with CONFIG_PSI, with psi=1",
-        )
-    allows = "pressure: time in which tasks waited for CPU, memory, I/O"
-    return _permission("psi", str(path.parent), allows, why)
+        )  # fmt: skip
+    return found
