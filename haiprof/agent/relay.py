@@ -38,7 +38,7 @@ from haiprof.run_format.control import (
 )
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.reader import read_records
-from haiprof.run_format.ring import NEVER, RING_BYTES, RING_CAPACITY, Ring, read_ring
+from haiprof.run_format.ring import NEVER, RING_BYTES, RING_CAPACITY, read_ring
 from haiprof.run_format.schema import PHASES, TAG_BITS
 from haiprof.run_format.writer import add_records, note_line
 
@@ -51,9 +51,8 @@ _SEAL_SHRINK, _SEAL_GROW = 0x0002, 0x0004
 _ROOT = Path("/")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HeldRing:
-    """A ring of which we hold a descriptor."""
+class _HeldRing(NamedTuple):
+    """A ring that a rank has given us: we hold a descriptor."""
 
     number: int
     pid: int
@@ -61,37 +60,6 @@ class _HeldRing:
     start_ticks: int | None
     """None where it had ended before we looked."""
     paths: RankPaths
-
-
-@dataclass
-class Rings:
-    """Holds the rings that ranks have given us; all of it happens in the launcher's tick."""
-
-    _held: list[_HeldRing] = field(default_factory=list)
-
-    def add(self, number: int, pid: int, paths: RankPaths) -> None:
-        """Takes over a descriptor that a rank has sent, or closes it if it is none of a ring."""
-        if not _is_ring(number):
-            os.close(number)
-            return
-        ticks = read_start_ticks(_ROOT, pid) if pid else None
-        self._held.append(_HeldRing(number=number, pid=pid, start_ticks=ticks, paths=paths))
-
-    def tick(self) -> None:
-        """Looks which processes have ended, and adds what their files lack."""
-        for held in [h for h in self._held if h.pid and not runs(_ROOT, h.pid, h.start_ticks)]:
-            self._held.remove(held)
-            _keep(held)
-
-    def close(self) -> None:
-        """The job is over: the same, and lets go of the others."""
-        self.tick()
-        held, self._held = self._held, []
-        for each in held:
-            if each.pid:
-                os.close(each.number)
-            else:
-                _keep(each)
 
 
 def _is_ring(number: int) -> bool:
@@ -128,16 +96,12 @@ def _keep(held: _HeldRing) -> None:
             reason = "no space left"
     except (OSError, RunFormatError) as error:
         lacking, reason = len(ring.lacking(b"")), str(error)
-    _note(held, ring, kept=kept, lost=lacking - kept + ring.overwritten, reason=reason)
-
-
-def _note(held: _HeldRing, ring: Ring, *, kept: int, lost: int, reason: str | None) -> None:
     last_ns = ring.records[-1][1] >> TAG_BITS if ring.records else None
     note_line(held.paths.events, {
         "type": "unclean_end", "time_ns": time.perf_counter_ns(), "last_span_ns": last_ns,
         "open_ns": ring.open_ns, "optimizer_steps": ring.step_count,
-        "recording": ring.opens_ns < NEVER, "added_span_count": kept, "lost_span_count": lost,
-        "reason": reason,
+        "recording": ring.opens_ns < NEVER, "added_span_count": kept,
+        "lost_span_count": lacking - kept + ring.overwritten, "reason": reason,
     })  # fmt: skip
 
 
@@ -193,7 +157,7 @@ class Relay:
     """Sends requests to agents that do not share this run directory."""
     uplink: Uplink | None = None
     """Receives requests from the controller, where the run directory is not shared."""
-    rings: Rings = field(default_factory=Rings)
+    _rings: list[_HeldRing] = field(default_factory=list)
     _announced_s: float = 0.0
     _listener: socket.socket | None = None
     _requests: int = -1
@@ -226,7 +190,7 @@ class Relay:
         self._accept()
         for peer in list(self.peers):
             self._read(peer)
-        self.rings.tick()
+        self._end_rings()
         for request in pending_requests(self._requests, self._seen):
             self._pass_on(request)
             if self.controller is not None:
@@ -322,7 +286,7 @@ class Relay:
             for peer in list(self.peers):
                 self._read(peer)  # messages before the end of the connection
         listener, self._listener = self._listener, None
-        self.rings.close()
+        self._end_rings(job_is_over=True)
         for peer in self.peers:
             peer.connection.close()
         self.peers.clear()
@@ -334,6 +298,17 @@ class Relay:
                 remove_file(Path(path), below=Path(path).parent)
             finally:
                 os.close(folder)
+
+    def _end_rings(self, *, job_is_over: bool = False) -> None:
+        """Adds what the files of processes that have ended lack; at the end lets go of the rest."""
+        for held in list(self._rings):
+            is_over = not runs(_ROOT, held.pid, held.start_ticks) if held.pid else job_is_over
+            if is_over or job_is_over:
+                self._rings.remove(held)
+            if is_over:
+                _keep(held)
+            elif job_is_over:
+                os.close(held.number)
 
     def _close_requests(self) -> None:
         number, self._requests = self._requests, -1
@@ -396,8 +371,10 @@ class Relay:
             rank, attempt = hello["rank"], hello["attempt"]
             peer.rank = rank
             peer.name = f"{rank}.{attempt}" if attempt else str(rank)
-            if peer.given >= 0:
-                self.rings.add(peer.given, peer.pid, self.run.rank(rank, attempt))
+            if peer.given >= 0 and _is_ring(peer.given):
+                ticks = read_start_ticks(_ROOT, peer.pid) if peer.pid else None
+                paths = self.run.rank(rank, attempt)
+                self._rings.append(_HeldRing(peer.given, peer.pid, ticks, paths))
                 peer.given = -1
             # Drops an older connection of the same process, whose descriptor the job has closed.
             for other in list(self.peers):
