@@ -52,9 +52,9 @@ def yaml_text(value: Mapping[str, Any]) -> str:
 _NAME_LIMIT = 40  # with what controllers add, a host name has 63 characters
 _GROUP = "node"
 _RUN_ID = Expanded("--run-id=$(RUN_ID)")
-_JOB_UID = "batch.kubernetes.io/controller-uid"
-_SET_UID = "jobset.sigs.k8s.io/jobset-uid"
-_SET_RESTART = "jobset.sigs.k8s.io/restart-attempt"
+_JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
+_SET_UID = "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"
+_SET_RESTART = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 
 def kubernetes_job(spec: JobSpec) -> str:
@@ -161,15 +161,11 @@ def _set_identity() -> list[dict[str, Any]]:
 
 def _pod_identity() -> list[dict[str, Any]]:
     """Whom to ask how it ended: the host name of an indexed Job's pod is not the pod's name."""
-    return [_field_of_pod(f"POD_{name.upper()}", f"metadata.{name}")
+    return [_field(f"POD_{name.upper()}", f"metadata.{name}")
             for name in ("name", "namespace", "uid")]  # fmt: skip
 
 
-def _field(name: str, label: str) -> dict[str, Any]:
-    return _field_of_pod(name, f"metadata.labels['{label}']")
-
-
-def _field_of_pod(name: str, path: str) -> dict[str, Any]:
+def _field(name: str, path: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
@@ -88,19 +89,19 @@ def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> 
     run = log_dir / f"{safe_name(spec.name)}-{identity}"
     log = run.with_name(f"{run.name}.log")
     process = _start(spec, environ, log)
+
+    def status() -> int | None:
+        """Of the job's launcher: a signal to it is a signal to the job."""
+        code = process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
     job = SubmittedJob(
         on="local", id=run.name, log=log, target=run, stop=("kill", str(process.pid)),
-        status=partial(_local_status, process), poll_s=0.2,
+        status=status, poll_s=0.2,
     )  # fmt: skip
     if is_enabled(environ):
         _wait_for_start(job)
     return job
-
-
-def _local_status(process: subprocess.Popen[bytes]) -> int | None:
-    """Of the job's launcher: a signal to it is a signal to the job."""
-    code = process.poll()
-    return code if code is None or code >= 0 else 128 - code
 
 
 def check_script(spec: JobSpec) -> None:
@@ -237,9 +238,13 @@ def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SubmittedJob:
     if "%" in str(folder):
         raise UsageError(f"{folder}: Slurm reads % in the names of logs", hint="another --log-dir")
     executor, failed = _executor(folder)
-    _make_private(folder)
     task = NodeTask(spec, haiprof=spec.haiprof, torchrun=own_torchrun())
     try:
+        # For submitit's files, which hold the job's true command and environment, and are executed
+        # by the nodes (pickle): nobody else may read them, or write there. Not by umask: sbatch
+        # hands that on to the job.
+        make_named_folder(folder.parent)
+        make_private(folder, below=folder.parent)
         executor.update_parameters(**_parameters(spec, folder))
         with _outside_jobs(), redirect_stderr(StringIO()):  # submitit prints what it raises
             job = executor.submit(task)
@@ -262,19 +267,6 @@ def check_torchrun(spec: JobSpec) -> None:
             f"{spec.program}: torchrun starts Python scripts and modules",
             hint="SCRIPT.py or -m MODULE; for another program put haiprof in its own srun line",
         )
-
-
-def _make_private(folder: Path) -> None:
-    """Makes the folder of submitit's files: they hold the job's true command and environment.
-
-    The nodes execute what lies there (pickle), so that nobody else may write into it either. Not by
-    umask: sbatch hands that on to the job.
-    """
-    try:
-        make_named_folder(folder.parent)
-        make_private(folder, below=folder.parent)
-    except OSError as error:
-        raise UsageError(f"cannot submit from {folder}: {error.strerror or error}") from None
 
 
 def _executor(folder: Path) -> tuple[Any, type[Exception]]:
@@ -418,9 +410,6 @@ def submit_job(
     return start_local(spec, environ, log_dir=log_dir)
 
 
-_BLOCK_BYTES = 1 << 16
-
-
 def follow(
     log: Path, status: Callable[[], int | None], out: BinaryIO | None, *, poll_s: float
 ) -> int:
@@ -428,22 +417,12 @@ def follow(
     offset = 0
     while True:
         ended = status()  # before the log is read, so that the last lines are in it
-        offset = _copy(log, offset, out)
+        if out is not None:
+            with suppress(FileNotFoundError), log.open("rb") as file:
+                file.seek(offset)
+                shutil.copyfileobj(file, out)
+                offset = file.tell()
+            out.flush()
         if ended is not None:
             return ended
         time.sleep(poll_s)
-
-
-def _copy(log: Path, offset: int, out: BinaryIO | None) -> int:
-    if out is None:
-        return offset
-    try:
-        with log.open("rb") as file:
-            file.seek(offset)
-            while block := file.read(_BLOCK_BYTES):
-                out.write(block)
-                offset += len(block)
-    except FileNotFoundError:
-        return offset
-    out.flush()
-    return offset
