@@ -38,7 +38,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_KINETO_FOLDER
 from haiprof.base.safe_files import remove_file
-from haiprof.run_format.control import read_object
+from haiprof.run_format.control import Schema, conform, is_count, read_object
 from haiprof.run_format.layout import RunPaths
 
 SILENT_NS = 60_000_000_000
@@ -47,6 +47,26 @@ CLIENT_LIMIT = 512
 REQUEST_LIMIT = 64
 _ID_LIMIT = 64
 _TEXT_LIMIT = 8192
+
+
+def _is_text(value: object) -> bool:
+    """Whether it can be sent: not with undecodable bytes of a path (surrogates in Python)."""
+    try:
+        return isinstance(value, str) and 0 < len(value) <= _TEXT_LIMIT and bool(os.fsencode(value))
+    except UnicodeEncodeError:
+        return False
+
+
+_TRACE: Schema = {
+    "text": _is_text,
+    "pids": lambda pids: (
+        isinstance(pids, list)
+        and 0 < len(pids) <= CLIENT_LIMIT
+        and all(type(pid) is int for pid in pids)
+    ),
+    "expires_wall_ns": is_count,
+}
+"""The question for a trace."""
 
 
 @dataclass(slots=True)
@@ -128,23 +148,13 @@ class PendingRequests:
         }
 
     def _take(self, name: str, question: Mapping[str, Any]) -> dict[str, Any]:
-        text, pids = question.get("text"), question.get("pids")
-        expires = question.get("expires_wall_ns")
-        fits = (
-            isinstance(text, str)
-            and 0 < len(text) <= _TEXT_LIMIT
-            and _is_path_text(text)
-            and isinstance(pids, list)
-            and 0 < len(pids) <= CLIENT_LIMIT
-            and all(type(pid) is int for pid in pids)
-            and type(expires) is int
-        )
-        if not fits or name in self.requests:
+        asked = conform(question, _TRACE)
+        if asked is None or name in self.requests:
             return {"error": "not a request"}
         if len(self.requests) >= REQUEST_LIMIT:
             return {"error": "too many requests wait already"}
-        states = dict.fromkeys(pids or [], "waiting")
-        self.requests[name] = Pending(str(text), int(expires or 0), states)
+        states = dict.fromkeys(asked["pids"], "waiting")
+        self.requests[name] = Pending(asked["text"], asked["expires_wall_ns"], states)
         return {"taken": sorted(states)}
 
     def _forget(self) -> None:
@@ -152,15 +162,6 @@ class PendingRequests:
         oldest, now = self.mono_ns() - SILENT_NS, self.wall_ns()
         self.clients = {pid: known for pid, known in self.clients.items() if known[1] >= oldest}
         self.requests = {n: r for n, r in self.requests.items() if r.expires_wall_ns > now}
-
-
-def _is_path_text(text: str) -> bool:
-    """Whether it can be sent: not a path with undecodable bytes (surrogates in Python)."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 _UCRED = struct.Struct("3i")

@@ -185,20 +185,18 @@ class Agent:
             if self.options.reach:
                 self._reach(relay)
         loop = SamplingLoop(self.run, self.host, self.options)
-        self._thread = threading.Thread(
-            target=self._sample, args=(loop,), name="haiprof-sampler", daemon=True
-        )
+
+        def sample() -> None:
+            if not self._stop.wait(SETTLE_S):  # a command that ends at once is over before
+                loop.run(self._stop)
+
+        self._thread = threading.Thread(target=sample, name="haiprof-sampler", daemon=True)
         self._thread.start()
         if self.options.prometheus_port:
             from haiprof.agent.prometheus_endpoint import Scrape
 
             self._scrape = Scrape(self.run, self.host, self.options, lambda: loop.streams)
             self._scrape.start()
-
-    def _sample(self, loop: SamplingLoop) -> None:
-        """Body of the side thread; a command that ends at once is over before it is sampled."""
-        if not self._stop.wait(SETTLE_S):
-            loop.run(self._stop)
 
     def serve(self) -> None:
         """Relays requests to the ranks and their replies back while the job runs."""

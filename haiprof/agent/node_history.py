@@ -37,13 +37,9 @@ _EMPTY: Cell = (0.0, 0.0, math.inf, -math.inf)
 
 
 class NodeHistory:
-    """All that is kept of a node, within one limit.
+    """All that is kept of a node, within one limit: the oldest of the greatest part goes first.
 
-    Args:
-        node: Where the files are.
-        limit_bytes: Of all records together; the oldest of the greatest part goes first.
-        note: Takes lines on a full disk and on a clock that was set.
-        clock: Unix time in ns.
+    `note` takes lines on a full disk and on a clock that was set; the clock is Unix time in ns.
     """
 
     def __init__(

@@ -120,11 +120,8 @@ class Notifier:
     ) -> None:
         """Queues an event; drops it where there are too many, and says so in the next one.
 
-        Args:
-            event: `hang`, `hang_end`, `slow`, `death` or `end`.
-            text: What happened, in one or more lines.
-            complete: Called in the thread before it is sent; more lines and fields.
-            details: Further fields of the JSON body.
+        It is a `hang`, `hang_end`, `slow`, `death` or `end`. `complete` is called in the thread
+        before it is sent, for more lines and fields.
         """
         now = time.monotonic()
         with self._outbox.changed:
@@ -196,9 +193,7 @@ def post(
 ) -> tuple[str, bool]:  # fmt: skip
     """Posts JSON; why it failed, or an empty text, and whether it would fail again the same way.
 
-    Raises:
-        OSError: Nobody answers there, or not in time.
-        ValueError: It is no URL.
+    Raises OSError where nobody answers in time, ValueError for what is no URL.
     """
     from http.client import HTTPException
     from urllib.error import HTTPError  # these load what a job's own files may be named like
