@@ -28,13 +28,13 @@ class _Below:
     def __init__(self, place: str) -> None:
         self._place = place
 
-    def __get__(self, paths: RankPaths | NodePaths | RunPaths, _: object = None) -> Path:
+    def __get__(self, paths: _Inside | RunPaths, _: object = None) -> Path:
         return paths.root / self._place
 
 
 @dataclass(frozen=True)
-class RankPaths:
-    """The files that one process of the job writes: `ranks/<rank>` or `ranks/<rank>.<attempt>`."""
+class _Inside:
+    """A folder in the run directory, of one process or node."""
 
     root: Path
 
@@ -42,6 +42,10 @@ class RankPaths:
     def run_root(self) -> Path:
         """The run directory."""
         return self.root.parents[1]
+
+
+class RankPaths(_Inside):
+    """The files that one process of the job writes: `ranks/<rank>` or `ranks/<rank>.<attempt>`."""
 
     report = _Below("rank.json")
     """Who reported in: rank, pid, host, versions."""
@@ -64,8 +68,7 @@ class RankPaths:
 
     def worker_stack_files(self) -> dict[int, Path]:
         """Those that exist, by the workers' number."""
-        names = (path.stem.removeprefix("worker-") for path in self.root.glob("worker-*.jsonl"))
-        return {n: self.worker_stacks(n) for n in sorted(int(x) for x in names if _is_number(x))}
+        return dict(_numbered_files(self.root, "worker-", ".jsonl"))
 
     old_worker_stacks = _Below("workers-folded.jsonl")
     """A part of the old samples of all its workers; their files go on where these end."""
@@ -82,16 +85,8 @@ class RankPaths:
         return sorted(self.root.glob("collectives-*.json.gz"))
 
 
-@dataclass(frozen=True)
-class NodePaths:
+class NodePaths(_Inside):
     """The files that the node agent of one host writes: `nodes/<host>`."""
-
-    root: Path
-
-    @property
-    def run_root(self) -> Path:
-        """The run directory."""
-        return self.root.parents[1]
 
     agent = _Below("agent.json")
     """The agent's own report: pid, clocks, what it could not measure and why."""
@@ -131,12 +126,7 @@ class NodePaths:
 
     def history_files(self, source: str, tier: str) -> list[tuple[int, Path]]:
         """Those that exist, by number: oldest first."""
-        start = f"{source}-{tier}-"
-        names = (path.stem.removeprefix(start) for path in self.root.glob(f"{start}*.rec"))
-        return [
-            (n, self.history(source, tier, n))
-            for n in sorted(int(x) for x in names if _is_number(x))
-        ]
+        return _numbered_files(self.root, f"{source}-{tier}-", ".rec")
 
 
 @dataclass(frozen=True)
@@ -184,13 +174,7 @@ class RunPaths:
 
     def flight_files(self) -> list[tuple[int, Path]]:
         """Those that exist, by rank."""
-        try:
-            with os.scandir(self.flight) as entries:
-                names = [e.name for e in entries if e.is_file(follow_symlinks=False)]
-        except OSError:
-            return []
-        ranks = [(name.removeprefix("rank_"), name) for name in names if name.startswith("rank_")]
-        return sorted((int(rank), self.flight / name) for rank, name in ranks if _is_number(rank))
+        return _numbered_files(self.flight, "rank_")
 
     def uncaught_file(self, host: str, pid: int) -> Path:
         """The exceptions of one process."""
@@ -308,8 +292,7 @@ def preflight_file(log_dir: Path, wall_ns: int) -> Path:
 
 def preflight_files(log_dir: Path) -> list[Path]:
     """Those that exist, oldest first."""
-    files = [path for path in _json_files(log_dir / "preflight") if _is_number(path.stem, 20)]
-    return sorted(files, key=lambda path: int(path.stem))
+    return [path for _, path in _numbered_files(log_dir / "preflight", "", ".json", 20)]
 
 
 def _subfolders(folder: Path) -> list[str]:
@@ -318,6 +301,20 @@ def _subfolders(folder: Path) -> list[str]:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
+
+
+def _numbered_files(
+    folder: Path, begin: str, end: str = "", digits: int = 10
+) -> list[tuple[int, Path]]:
+    """Files with a number between two texts in their name, by that number."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    except OSError:
+        return []
+    own = (name for name in names if name.startswith(begin) and name.endswith(end))
+    numbers = ((name[len(begin) : len(name) - len(end)], name) for name in own)
+    return sorted((int(n), folder / name) for n, name in numbers if _is_number(n, digits))
 
 
 def _json_files(folder: Path) -> list[Path]:

@@ -115,22 +115,10 @@ FORWARD_EVAL = 12  # as FORWARD with the module in eval mode: fine-tuning, or no
 COLLECTIVE = 13  # torch.distributed call before any training; tag = the calling place
 MARK = 14  # haiprof.step(): a step ends; the first may begin where the recording did
 
-KIND_NAMES = {
-    DATA: "dataloader",
-    DATA_END: "dataloader_end",
-    DATA_ITER: "dataloader_iter",
-    FORWARD: "forward",
-    EVAL: "eval",
-    NOGRAD: "nograd_forward",
-    BACKWARD: "backward",
-    OPTIMIZER: "optimizer",
-    SCALER: "scaler",
-    GC: "gc",
-    SAVE: "save",
-    FORWARD_EVAL: "forward_eval_mode",
-    COLLECTIVE: "collective",
-    MARK: "step_mark",
-}
+KIND_NAMES = dict(enumerate((
+    "dataloader", "dataloader_end", "dataloader_iter", "forward", "eval", "nograd_forward",
+    "backward", "optimizer", "scaler", "gc", "save", "forward_eval_mode", "collective", "step_mark",
+), 1))  # fmt: skip
 
 TAG_BITS = 6
 TAG_MASK = (1 << TAG_BITS) - 1  # the last tag stands for "one of the many that had no room"
@@ -139,9 +127,7 @@ PHASES = Table(
     "phases",
     (
         Column("start", "i64", "packed", "span", "start_ns << 6 | kind; CLOCK_MONOTONIC ns"),
-        Column(
-            "end", "i64", "packed", "span", "end_ns << 6 | tag (root, optimizer, generation...)"
-        ),
+        Column("end", "i64", "packed", "span", "end_ns << 6 | tag (root, optimizer, generation)"),
     ),
 )
 
