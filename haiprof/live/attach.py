@@ -396,10 +396,9 @@ def _report_for(run: RunPaths, rank: int, process: Process) -> None:
     paths = run.rank(rank)
     make_folder(paths.root, below=run.root, new=True)
     why = "not recorded: it does not run under haiprof (haiprof attach --inject)"
-    world = process.environ.get("WORLD_SIZE", "")
     content = {
         "version": SCHEMA_VERSION, "rank": rank, "attempt": 0, "restart": 0, "local_rank": None,
-        "world_size": int(world) if world.isascii() and world.isdigit() else None,
+        "world_size": process.world_size,
         "pid": process.pid, "ppid": process.parent, "start_ticks": process.start_ticks,
         "host": socket.gethostname(), "argv": mask_command(process.command),
         "clock": {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()},

@@ -15,6 +15,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.intervals import Ints
+from haiprof.base.medians import upper_median
 from haiprof.base.safe_files import file_size
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S
@@ -180,9 +181,9 @@ class LiveRank:
             self._before += extra
 
     def _now(self, found: Segmentation | None, wall_offset_ns: int, now_ns: int) -> RankNow:
-        count = 0 if found is None else len(found.steps.start_ns)
-        facts = _summarize(found, count, self._before) if found is not None and count else {}
-        if found is not None and count:
+        facts: dict[str, Any] = {}
+        if found is not None and len(found.steps.start_ns):
+            facts = _summarize(found.steps, self._before)
             facts["idle_ns"] = max(now_ns - wall_offset_ns - int(found.steps.end_ns[-1]), 0)
         known = as_member("", self.rank, self._report)
         return RankNow(
@@ -202,8 +203,8 @@ class LiveRank:
         return integer(self._report.get("world_size"))
 
 
-def _summarize(found: Segmentation, count: int, before: int) -> dict[str, Any]:
-    steps = found.steps
+def _summarize(steps: StepColumns, before: int) -> dict[str, Any]:
+    count = len(steps.start_ns)
     begin = max(count - LAST_STEPS, 0)
     times = steps.step_ns[begin:]
     total = max(int(times.sum()), 1)
@@ -216,7 +217,7 @@ def _summarize(found: Segmentation, count: int, before: int) -> dict[str, Any]:
     slowest = sorted(range(len(times)), key=lambda place: -int(times[place]))[:SLOWEST]
     return {
         "step": before + count - 1,
-        "step_ns": float(sorted(times.tolist())[len(times) // 2]),
+        "step_ns": float(upper_median(times.tolist())),
         "split": split,
         "times_ns": tuple(times.tolist()),
         "slowest": tuple(
@@ -297,8 +298,8 @@ class JobNow:
     @property
     def step_ns(self) -> float | None:
         """Median over the ranks."""
-        known = sorted(r.step_ns for r in self.ranks if r.step_ns is not None)
-        return known[len(known) // 2] if known else None
+        known = [r.step_ns for r in self.ranks if r.step_ns is not None]
+        return upper_median(known) if known else None
 
     @property
     def split(self) -> dict[str, float | None]:

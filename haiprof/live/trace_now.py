@@ -11,6 +11,7 @@ from typing import Any
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_S
 from haiprof.live.ask import Answers, Member, ask, find_missing_ranks, members
+from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.control import OVER, TOO_LATE, read_members
 from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
@@ -149,10 +150,7 @@ def _ask_once(
         if done:
             progress(f"{done} of {of} ranks are done")
 
-    answers = ask(
-        run, "trace", arguments, timeout_s=wait_s, ranks=ranks,
-        progress=tell_done,
-    )  # fmt: skip
+    answers = ask(run, "trace", arguments, timeout_s=wait_s, ranks=ranks, progress=tell_done)
     found = TraceNow(
         run=str(run.root),
         window=window,
@@ -190,19 +188,17 @@ def next_window(run: RunPaths) -> int:
 
 def _rank_trace(run: RunPaths, member: Member, answers: Answers) -> RankTrace:
     reply = answers.replies.get(member.name, {})
-    silent = member in answers.silent
-    reason = reply.get("reason")
+    silent, reason = member in answers.silent, text(reply.get("reason"))
     if silent:
-        accepted = reply.get("state") == "accepted"
         late = "took the request, and did not reach the steps in time"
-        reason = late if accepted else "no answer"
+        reason = late if reply.get("state") == "accepted" else "no answer"
     return RankTrace(
         rank=member.rank,
         host=member.host,
         state="silent" if silent else str(reply.get("state")),
-        reason=reason if isinstance(reason, str) else None,
+        reason=reason,
         steps=_steps(reply.get("steps")),
-        stall_ns=reply["stall_ns"] if type(reply.get("stall_ns")) is int else None,
+        stall_ns=integer(reply.get("stall_ns")),
         path=None,
     )
 
@@ -242,10 +238,8 @@ def _with_files(
 
 
 def _file(run: RunPaths, stem: str) -> Path | None:
-    if "/" in stem:
-        return None
     path = run.traces / f"{stem}{TRACE_SUFFIX}"
-    return path if path.is_file() else None
+    return path if "/" not in stem and path.is_file() else None
 
 
 def failures(found: TraceNow) -> Sequence[RankTrace]:
