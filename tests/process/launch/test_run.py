@@ -202,9 +202,10 @@ def test_file_of_the_user_is_not_taken_for_pythons(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_words_taken_after_the_script_are_warned_of_even_when_quiet(tmp_path: Path) -> None:
-    done = run("--quiet", "echo", "hi", "--time", "7", cwd=tmp_path)
+    (tmp_path / "hi.py").write_text("import sys\nprint(*sys.argv[1:])\n")
+    done = run("--quiet", "hi.py", "hi", "--name", "x", cwd=tmp_path)
     assert done.stdout == "hi\n"
-    assert done.stderr.count("haiprof took --time 7") == 1
+    assert done.stderr.count("warning: haiprof took --name x") == 1
 
 
 @pytest.mark.proof
