@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 NS_PER_S = 1_000_000_000
@@ -52,7 +53,7 @@ def number_text(value: float | None) -> str:
 
 def duration_text(ns: float | None) -> str:
     """A duration in ns as text with three significant digits: `"12.3 ms"`; missing as a dash."""
-    if ns is None:
+    if ns is None or math.isnan(ns):
         return MISSING
     if ns == 0:
         return "0 s"
