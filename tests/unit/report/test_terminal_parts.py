@@ -35,7 +35,8 @@ from haiprof.show.views.jobs import split_text
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (value_text(12_300_000, "ns"), "12.3 ms"), (value_text(math.nan, "ns"), "–"), (value_text(1.5 * 2**30, "bytes"), "1.50 GiB"),
+        (value_text(12_300_000, "ns"), "12.3 ms"), (value_text(1.5 * 2**30, "bytes"), "1.50 GiB"),
+        (value_text(math.nan, "ns"), MISSING),
         (value_text(0.37, "ratio"), "37 %"), (value_text(212.0, "watts"), "212 W"),
         (value_text(0.9, "cores"), "0.90 cores"), (value_text(400.0, "count"), "400"),
         (value_text(None, "ns"), MISSING), (number_text(None), MISSING),
