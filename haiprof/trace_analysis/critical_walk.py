@@ -124,8 +124,8 @@ def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
     if trace.steps.height:  # a step begins before its first event, and ends after its last
         known = (start, end, *trace.steps.select(pl.min("start_ns"), pl.max("end_ns")).row(0))
         start, end = min(known), max(known)
-        numbers = trace.steps["step"]
-        label = f"all that was recorded, with profiler steps {numbers.min()} to {numbers.max()}"
+        first, last = trace.steps.select(pl.min("step").alias("first"), pl.max("step")).row(0)
+        label = f"all that was recorded, with profiler steps {first} to {last}"
     return PathWindow(start_ns=start, host_end_ns=end, thread=thread, label=label)
 
 

@@ -85,7 +85,7 @@ def _areas(grid: RankGrid, seconds: Floats) -> Iterator[go.Scatter]:
 
 def _line(
     seconds: Floats, values_ns: Floats, name: str, color: str, *, width: float = 1.5,
-    **more: object,
+    **more: Any,  # noqa: ANN401 - of plotly's line
 ) -> go.Scatter:  # fmt: skip
     """A line of steps, each value until the next stretch begins."""
     values = np.append(values_ns, values_ns[-1:]) / NS_PER_MS
