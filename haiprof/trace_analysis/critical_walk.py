@@ -119,14 +119,12 @@ def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
     )
     ends = (on_thread["ts_ns"] + on_thread["dur_ns"]).to_numpy()
     end = int(ends.max()) if len(ends) else start
-    end = end if trace.gpu.is_empty() else min(end, _last_gpu_end(trace, end))
-    label = "all that was recorded, from the first to the last event"
-    if trace.steps.height:  # a step begins before its first event, and ends after its last
-        known = (start, end, *trace.steps.select(pl.min("start_ns"), pl.max("end_ns")).row(0))
-        start, end = min(known), max(known)
-        first, last = trace.steps.select(pl.min("step").alias("first"), pl.max("step")).row(0)
-        label = f"all that was recorded, with profiler steps {first} to {last}"
-    return PathWindow(start_ns=start, host_end_ns=end, thread=thread, label=label)
+    return PathWindow(
+        start_ns=start,
+        host_end_ns=end if trace.gpu.is_empty() else min(end, _last_gpu_end(trace, end)),
+        thread=thread,
+        label="from the first to the last event",
+    )
 
 
 def _last_gpu_end(trace: Trace, otherwise: int) -> int:

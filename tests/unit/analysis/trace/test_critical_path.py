@@ -272,18 +272,6 @@ def test_steps_and_instances_select_windows(tmp_path: Path) -> None:
         analysis.critical_path(steps=(3, 5), annotation="x")
 
 
-def test_whole_trace_is_as_long_as_its_steps(tmp_path: Path) -> None:
-    """Also where a step begins and ends with what no event tells, such as a sleep."""
-    marks = [mark(f"ProfilerStep#{n}", 100 * n, 100) for n in (3, 4, 5)]
-    work = [op("a", at, 40) for at in (350, 450, 550)]
-    path = critical_path(trace_of(tmp_path, [*marks, *work]))
-    check_covers(path)
-    assert (path.length_ns, path.window) == (
-        300_000, "all that was recorded, with profiler steps 3 to 5"
-    )  # fmt: skip
-    assert causes(path)["cpu_bound"] == 300
-
-
 def test_mark_of_a_step_is_no_cause(tmp_path: Path) -> None:
     """It wraps all that a step does: what it alone covers is time outside of events."""
     trace = trace_of(tmp_path, [
