@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.safe_files import remove_file
-from haiprof.linux.procfs import process_state, read_start_ticks, runs
+from haiprof.linux.procfs import process_state, read_start_ticks, still_runs
 from haiprof.run_format.control import (
     HELLO,
     MEMBER,
@@ -302,7 +302,7 @@ class Relay:
     def _end_rings(self, *, job_is_over: bool = False) -> None:
         """Adds what the files of processes that have ended lack; at the end lets go of the rest."""
         for held in list(self._rings):
-            is_over = not runs(_ROOT, held.pid, held.start_ticks) if held.pid else job_is_over
+            is_over = not still_runs(_ROOT, held.pid, held.start_ticks) if held.pid else job_is_over
             if is_over or job_is_over:
                 self._rings.remove(held)
             if is_over:

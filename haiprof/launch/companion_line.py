@@ -162,13 +162,15 @@ class Pulse:
             with contextlib.suppress(OSError):  # an error is an answer, too
                 os.utime(self._folder)
             if not self._line.send(pulse=time.monotonic()):
-                close_stderr()
+                discard(2)  # the launcher is gone, and with it the reader
                 return
             self._stopped.wait(PULSE_S)
 
 
-def close_stderr() -> None:
-    """Redirects stderr to /dev/null: the launcher is gone, and with it the reader."""
+def discard(*fds: int) -> None:
+    """Redirects descriptors to /dev/null: a pipe's reader sees its end, or there is none."""
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 2)
-    os.close(null)
+    for fd in fds:
+        os.dup2(null, fd)
+    if null not in fds:
+        os.close(null)

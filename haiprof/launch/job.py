@@ -26,10 +26,10 @@ from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, ENV_TRAINJOB, SHARES, Options
 from haiprof.base.subcommand import Subcommand, end_child
 from haiprof.base.units import NS_PER_S, duration_text, visible
-from haiprof.launch.companion_line import Line, Pulse, close_stderr
+from haiprof.launch.companion_line import Line, Pulse, discard
 from haiprof.launch.run_directories import RunCopies
 from haiprof.launch.supervisor import Outcome, Supervisor
-from haiprof.linux.procfs import read_start_ticks, runs
+from haiprof.linux.procfs import read_start_ticks, still_runs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.run_format.reader import read_failures, read_json
@@ -146,10 +146,10 @@ class Job:
         print_message(
             f"the launcher is gone; the job goes on as process {self.pid}, and is recorded"
         )
-        while runs(Path("/"), self.pid, started):
+        while still_runs(Path("/"), self.pid, started):
             time.sleep(TICK_S)
             self._guard(self._tick)
-        close_stderr()
+        discard(2)  # the launcher is gone, and with it the reader
         return None
 
     def close_manifest(self, ended: Manifest) -> None:

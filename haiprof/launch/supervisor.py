@@ -24,6 +24,7 @@ from haiprof.launch.companion_line import (
     Signal,
     SignalReader,
     above_streams,
+    discard,
     first_readable,
     is_readable,
 )
@@ -233,7 +234,7 @@ class Supervisor:
             if error.errno != errno.ENOEXEC:
                 raise
             self._child = start(["/bin/sh", *command])  # no first line: as shells do
-        detach_streams()
+        discard(0, 1)  # of the job: a pipe's reader sees its end with the job's
         self.tell(started=self._child.pid)
 
     # -- the job ------------------------------------------------------------------------------
@@ -430,21 +431,12 @@ class Supervisor:
 def _live(body: Callable[[Line], None], line: Line) -> NoReturn:
     """Runs the companion; none of the launcher's code runs after it."""
     try:
-        detach_streams()
+        discard(0, 1)  # of the job: a pipe's reader sees its end with the job's
         body(line)
     except BaseException as error:  # noqa: BLE001  whatever it is, the job goes on without it
         print_message(f"{type(error).__name__} beside the job: {error}; the job is not affected")
         os._exit(1)
     os._exit(0)
-
-
-def detach_streams() -> None:
-    """Releases the job's stdin and stdout, so that a pipe's reader sees its end with the job's."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1):
-        os.dup2(null, fd)
-    if null > 1:
-        os.close(null)
 
 
 def _send(child: subprocess.Popen[bytes], number: int) -> None:

@@ -225,7 +225,7 @@ def read_start_ticks(root: Path, pid: int) -> int | None:
     return None if fields is None else int(fields[19])
 
 
-def runs(root: Path, pid: int, start_ticks: int | None) -> bool:
+def still_runs(root: Path, pid: int, start_ticks: int | None) -> bool:
     """Whether the process that started then is neither gone nor dead (proc(5))."""
     fields = read_stat(root, pid)
     return fields is not None and int(fields[19]) == start_ticks and fields[0] not in b"ZXx"

@@ -62,8 +62,6 @@ class SummedCounters:
         return True
 
 
-Values = tuple[int | None, ...]
-
 CPU_COLUMNS = HOST.names("cpu_user_ns", "task_blocked_count")
 _IDLE, _IOWAIT = 3, 4  # places in the first line
 
@@ -80,7 +78,7 @@ class CpuTimes:
     def __init__(self) -> None:
         self._last = [0] * 8
 
-    def __call__(self, content: bytes) -> Values:
+    def __call__(self, content: bytes) -> memory.Values:
         """The values; of the CPUs, from the first line alone."""
         words = content[: content.index(b"\n")].split()
         if words[0] != b"cpu":
@@ -124,7 +122,7 @@ class DiskTotals:
         self._counted: dict[bytes, bool] = {}
         self._sums = SummedCounters(_BITS)
 
-    def __call__(self, content: bytes) -> Values:
+    def __call__(self, content: bytes) -> memory.Values:
         """The sums over all disks, None without any disk."""
         lines = {words[2]: words for words in map(bytes.split, content.splitlines())}
         paths = [match for match in map(_NVME_PATH.match, lines) if match]
@@ -177,7 +175,7 @@ class NetworkTotals:
         self._hardware: set[bytes] = set()
         self._sums = SummedCounters([64] * len(_NET_FIELDS))
 
-    def __call__(self, content: bytes) -> Values:
+    def __call__(self, content: bytes) -> memory.Values:
         """The sums over all interfaces, None without any interface."""
         counts = {}
         for line in content.splitlines()[2:]:
@@ -238,7 +236,7 @@ class ProtocolNumbers:
         self._names = b""
         self._places: list[int | None] = []
 
-    def __call__(self, content: bytes) -> Values:
+    def __call__(self, content: bytes) -> memory.Values:
         """One number per field; None where the kernel does not count it."""
         content = b"\n" + content
         at = content.index(self._head)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from haiprof.agent.samplers.gpu_activity import profiling_setting
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.linux.process_files import status_fields
 from haiprof.linux.procfs import read_int, read_text
@@ -50,7 +51,6 @@ _CAPABILITIES = {"SYS_PTRACE": 19, "SYS_ADMIN": 21, "PERFMON": 38}
 _WHOLE_UID_MAP = ["0", "0", "4294967295"]  # of the first user namespace
 _DRIVER_VERSION = re.compile(r"Kernel Module.*?\s(\d+\.[\d.]+)")
 _MASK = re.compile(r"[0-9a-f]{1,16}")  # of capabilities
-_ADMIN_ONLY = re.compile(r"^RmProfilingAdminOnly:\s*(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,12 +253,12 @@ def _gpm(root: Path, caps: _Capabilities) -> Permission:
     path = root / "proc/driver/nvidia/params"
     allows = "SM, tensor and DRAM activity of GPUs (GPM), nsys GPU metrics"
     found = Permission(name="gpu_profiling", source=str(path), allows=allows)
-    setting = _ADMIN_ONLY.search(read_text(path) or "")
-    if setting is None:
+    setting = profiling_setting(root).partition(":")[2].strip()
+    if not setting.isdecimal():
         reason = "no RmProfilingAdminOnly: no NVIDIA driver here"
         return replace(found, status="absent", reason=reason)
-    found = replace(found, source=f"{path} RmProfilingAdminOnly", value=int(setting[1]))
-    return found if setting[1] == "0" or caps.counts("SYS_ADMIN") else replace(
+    found = replace(found, source=f"{path} RmProfilingAdminOnly", value=int(setting))
+    return found if setting == "0" or caps.counts("SYS_ADMIN") else replace(
         found, status="denied", reason="the driver keeps performance counters to administrators",
         remedy="set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reload it",
     )  # fmt: skip
