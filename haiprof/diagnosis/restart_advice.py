@@ -111,7 +111,7 @@ def restart_advice(frames: RunFrames) -> Advice | None:
     deaths = frames.deaths()
     if not any(death.final for death in deaths):
         return None
-    attempts = [*_earlier_attempts(frames), *(_attempt(frames, death) for death in deaths)]
+    attempts = [*_earlier_attempts(frames), *_attempts(frames)]
     hosts = frozenset(fate.host for fate in deaths[-1].fates if fate.host is not None)
     return advise(attempts, hosts)
 
@@ -184,6 +184,13 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     yield "RESTART", (), "not_repeated", text
 
 
+def _attempts(frames: RunFrames) -> list[Attempt]:
+    """The deaths of a run, each once: starts that never trained tell that of an earlier one."""
+    deaths = frames.deaths()
+    told = {death.began_in for death in deaths}
+    return [_attempt(frames, death) for death in deaths if death.generation not in told]
+
+
 def _attempt(frames: RunFrames, death: Death) -> Attempt:
     hosts = {fate.host for fate in death.fates if fate.rank in death.ranks}
     trained = any(fate.step for fate in death.fates)
@@ -196,7 +203,7 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         cause=death.cause,
         line=death.line,
         step=death.step,
-        has_trained=trained,
+        has_trained=trained and death.own_end is None,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
         is_program=death.cause == "mismatch" or (death.cause == "exception" and bool(is_wrong)),
         own_error=of_data.group() if of_data and death.line else None,
@@ -228,8 +235,7 @@ def _earlier_attempts(frames: RunFrames) -> list[Attempt]:
     over = max((run.start_ns for run in runs if run.went_well), default=-1)
     for run in [run for run in runs[-_EARLIER_RUNS:] if run.start_ns > over]:
         with contextlib.suppress(HaiprofError):
-            earlier = RunFrames(run.folder)
-            attempts += [_attempt(earlier, death) for death in earlier.deaths()]
+            attempts += _attempts(RunFrames(run.folder))
     return attempts
 
 

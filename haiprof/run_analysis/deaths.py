@@ -32,6 +32,7 @@ from haiprof.run_analysis.process_ends import (
     accused_ranks,
     arrived_signals,
     behind,
+    had_addresses,
     inner_error,
     is_certain,
     is_launchers,
@@ -146,7 +147,9 @@ class Death:
     scheduler: tuple[str, ...] = ()
     """What Slurm or Kubernetes said of the run's end, where they were asked."""
     own_end: str | None = None
-    """How this start itself ended, where the death is that of the start before it."""
+    """How this start itself ended, where the death is that of an earlier one."""
+    began_in: int | None = None
+    """That earlier start, whose death is then told twice."""
     generation: int = 0
     final: bool = True
     """Whether the job ended with it; else its ranks were started again."""
@@ -238,12 +241,14 @@ def _add_what_began_it(evidence: Evidence, found: Sequence[Death]) -> Death:
     first, last, count = found[at], found[-1], len(found) - 1 - at
     times = f" {count} times" if count > 1 else ""
     own = f"was seen; then {last.what}"
+    waited = ": its ranks may have waited for each other in init_process_group"
     return replace(
         first,
         headline=f"{first.headline}; its ranks were started again{times} and no step of them {own}",
         own_end=f"no step {own}",
-        remedy=f"{first.remedy}; and find out why the restart did not train: its ranks may "
-        "have waited for each other in init_process_group",
+        began_in=first.generation,
+        remedy=f"{first.remedy}; and find out why the restart did not train"
+        f"{waited if last.message is None else ''}",
         generation=last.generation,
         final=True,
     )
@@ -319,8 +324,11 @@ class _Case:
         manifest = self.evidence.files.manifest
         if self.victims:
             said = _victims_text(self._fates(()), None)
+            end = min((self.ends[r] for r in self.victims), key=lambda e: e.failed_ns or 1 << 62)
             what = f"{said}: whom they waited for is not known"
-            return self._death("unknown", (), what, certain=False)  # fmt: skip
+            if end.error is not None:
+                what += f"; rank {end.rank} raised {end.error.short} ({end.error.location})"
+            return self._death("unknown", (), what, end=end, certain=False)
         gone = [end for end in self._causes() if kind_of(end) == "gone"]
         if gone:
             what = what_happened(gone[0])
@@ -556,7 +564,8 @@ class _Case:
         """Ranks of which nothing was ever seen."""
         absent = tuple(r for r in range(self.evidence.world) if r not in self.ends)
         began = {rank for rank, e in self.ends.items() if e.started_ns is not None or e.uncaught}
-        late = tuple(rank for rank in self.stopped if began and rank not in began)
+        had_come = any(had_addresses(end.error) for end in self.ends.values())
+        late = tuple(rank for rank in self.stopped if began and rank not in began and not had_come)
         ranks = tuple(sorted({*absent, *late}))
         if not ranks or len(ranks) == self.evidence.world:
             return None

@@ -645,6 +645,11 @@ def wait_failure_text(said: str) -> str | None:
     return next((by for pattern, by in _WAITED_FOR if pattern.search(said)), None)
 
 
+def had_addresses(error: Error | None) -> bool:
+    """Whether gloo failed to connect ranks, each of which had left its address in the store."""
+    return error is not None and "connectFullMesh failed" in error.message
+
+
 def is_launchers(error: Error | None) -> bool:
     """Whether an exception only reports that another process failed."""
     return error is not None and error.type.rpartition(".")[2] in _LAUNCHERS_ERRORS

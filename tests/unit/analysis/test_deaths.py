@@ -751,6 +751,34 @@ def test_restarts_that_never_connect_tell_the_death_before_the_first_of_them(job
     assert "gloo, which could not connect the ranks" in last.headline
 
 
+def test_restart_that_dies_of_something_else_is_told_of_that_and_is_no_second_death_of_a_line(
+    job: Job,
+) -> None:
+    job.died(1, 0, "FileNotFoundError", "shard-50 is missing")
+    job.stopped(0, 2)
+    text = "Gloo connectFullMesh failed with pair.cc:152 timed out connecting: Connection refused"
+    meeting = [["/home/me/base.py", 5, "ddp"]]
+    job.raised(1, 30, "RuntimeError", text, meeting, attempt=1)
+    job.over(1, 31, status=1, attempt=1)
+    job.stopped(0, 2, at_s=31.2, attempt=1)
+    *_, last = job.deaths()
+    assert found(last) == ("exception", (1,))
+    assert "RuntimeError: Gloo connectFullMesh failed" in last.headline
+    assert "base.py:5 in ddp" in last.headline
+    assert "never came" not in last.headline, "an address of each rank was there"
+    assert "waited for each other" not in last.remedy
+    advice = restart_advice(RunFrames(job.run.root))
+    assert advice is not None
+    assert (advice.action, len(advice.attempts)) == ("RESTART", 1)
+    for attempt in (2, 3):
+        job.raised(1, 30 * attempt, "RuntimeError", text, meeting, attempt=attempt)
+        job.over(1, 30 * attempt + 1, status=1, attempt=attempt)
+        job.stopped(0, 2, at_s=30 * attempt + 1.2, attempt=attempt)
+    advice = restart_advice(RunFrames(job.run.root))
+    assert advice is not None
+    assert (advice.action, advice.reason) == ("STOP", "never_trained")
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "cause"),
     [
