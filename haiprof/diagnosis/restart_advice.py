@@ -29,6 +29,12 @@ _ASKED = ("interrupted", "cancelled")
 _FULL = ("disk_full", "shared_memory_full")
 _OF_CODE = ("exception", "exit", "crash", "early_exit", "mismatch", "hang", "deadlock")
 """Causes that stand at a line of the user's code."""
+_AT_LINE = {
+    "exception": ("at", "exception", "fix the line"),
+    "exit": ("at", "exit", "see why it leaves there"),
+    "crash": ("with Python at", "crash", "mend the native code"),
+}
+"""Of those that the code itself decides: where it is, what it is called, what to do."""
 _WITHOUT_LINE = ("early_exit", "mismatch")
 """Causes that no machine has, which need no line to be the same again."""
 OF_NODES = ("killed", "crash", "hang", "gone", "node_lost", "never_started")
@@ -73,7 +79,7 @@ class Attempt:
     """Whether its exception is one of the program, or ranks issued other collectives than others:
     that comes again at each start."""
     own_error: str | None
-    """The exception's type where the job's own code raised it and its data may have caused it."""
+    """The exception's type, where one is known."""
     is_nan: bool
     """Whether the job ended itself because a value, such as its loss, was no finite number."""
     growth_bytes_per_step: float | None
@@ -175,9 +181,11 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     if alike:
         none = f"{len(alike)} of {len(earlier)} earlier deaths had the same cause"
     text = f"{none}: a restart may get past it, nothing shows that it fails the same way again"
-    if last.own_error is not None:
-        text = f"{none}: a restart gets past it where the order of the data or the machine caused "
-        text += f"this {last.own_error}; for good, fix the line: a second death there is a STOP"
+    if last.line is not None and last.cause in _AT_LINE:
+        where, name, mend = _AT_LINE[last.cause]
+        text = f"{none}: likely to come again {where} {last.line}, unless the order of the data or "
+        text += f"the machine caused this {last.own_error or name}; for good, {mend}: a second "
+        text += "death there is a STOP"
     if last.cause == "deadlock":
         text = f"{none}: a restart may get past it, as which thread comes first is chance; for "
         text += "good, change how the locks are taken: a second death at that line is a STOP"
@@ -196,6 +204,7 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
     trained = any(fate.step for fate in death.fates)
     what = _OF_WORKER.sub("", death.what, count=1)
     of_data = _OF_DATA.match(what) if death.cause == "exception" else None
+    error = re.match(r"[\w.]+", what) if death.cause == "exception" else None
     is_wrong = _PROGRAM.match(what) or (not trained and of_data)
     return Attempt(
         run=frames.run.root.name,
@@ -206,7 +215,7 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         has_trained=trained and death.own_end is None,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
         is_program=death.cause == "mismatch" or (death.cause == "exception" and bool(is_wrong)),
-        own_error=of_data.group() if of_data and death.line else None,
+        own_error=error.group() if error else None,
         is_nan=ended_on_nan(death.cause, (death.message, death.source), death.fates),
         growth_bytes_per_step=_growth(frames, death),
         has_saved=any(start.saves for start in frames.run_record().starts),

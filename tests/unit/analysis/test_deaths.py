@@ -672,7 +672,7 @@ def test_what_was_printed_before_a_death_is_a_witness_whose_rank_may_not_be_know
         ("SystemExit", "1", ["best loss: inf"], "RESTART", "its first death"),
         ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (32x60 and 64x64)", [],
          "RESTART", "caused this RuntimeError; for good, fix"),
-        ("RuntimeError", "cuDNN error", [], "RESTART", "nothing shows that it fails the same"),
+        ("RuntimeError", "cuDNN error", [], "RESTART", "caused this RuntimeError; for good, fix"),
         ("AssertionError", "Caught AssertionError in DataLoader worker process 0.\nOriginal "
          "Traceback (most recent call last):\nAssertionError: bad sample", [],
          "RESTART", "caused this AssertionError; for good, fix"),
