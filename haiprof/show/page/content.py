@@ -43,7 +43,14 @@ from haiprof.show.summary import OverviewSummary, overview_summary, select_judge
 from haiprof.show.text import by_reason, moment_text, printable
 from haiprof.show.views import compare as rows
 from haiprof.show.views.compare import compare_data
-from haiprof.show.views.deaths import WORDS, grouped_fates, memory_lines, start_lines, witness_lines
+from haiprof.show.views.deaths import (
+    WORDS,
+    advice_text,
+    grouped_fates,
+    memory_lines,
+    start_lines,
+    witness_lines,
+)
 
 _KERNEL_LIMIT = 20
 
@@ -112,6 +119,8 @@ class DeathPart(NamedTuple):
     """What the page says of the death of a run, beside what the verdict has of it."""
 
     word: str
+    then: str
+    """What a job script should do; empty where that is not known."""
     facts: tuple[str, ...]
     fates: PageTable
     rows: tuple[TimelineRow, ...]
@@ -138,6 +147,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     before, after = (died - between[0], between[1] - died) if between else (0, 0)
     return DeathPart(
         word=WORDS.get(death.cause, death.cause),
+        then="" if verdict.advice is None else advice_text(verdict.advice),
         facts=(*facts, *witness_lines(death), *memory_lines(verdict), *start_lines(verdict.starts)),
         fates=PageTable("", head, rows, left=head),
         rows=lanes,

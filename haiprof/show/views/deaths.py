@@ -64,12 +64,13 @@ def death_block(verdict: Verdict) -> RenderableType:
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
     if verdict.advice is not None:
         grid.add_row(
-            Text("  then:", style="bold green"), Text(printable(_advice_text(verdict.advice)))
+            Text("  then:", style="bold green"), Text(printable(advice_text(verdict.advice)))
         )
     return Group(*parts, grid)
 
 
-def _advice_text(advice: Advice) -> str:
+def advice_text(advice: Advice) -> str:
+    """`STOP: why`, as a card and the page have it."""
     return f"{advice.headline}: {advice.text}"
 
 
@@ -193,7 +194,7 @@ def exit_report(verdict: Verdict, run: RunHeader) -> str:
         lines += ["", f"Last lines of rank {fate.rank}:", "", "```", *last, "```"]
     lines += ["", f"**Do:** {markdown_text(death.remedy)}"]
     if verdict.advice is not None:
-        lines += ["", f"**Then:** {markdown_text(_advice_text(verdict.advice))}"]
+        lines += ["", f"**Then:** {markdown_text(advice_text(verdict.advice))}"]
     return "\n".join(lines) + "\n"
 
 
