@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -85,6 +86,10 @@ def diagnose(
     return judge(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)[0]
 
 
+_ADDS = re.compile(r"\.(?:append|appendleft|extend|add|insert|update|setdefault)\(|\+=|\]\s*=(?!=)")
+"""Of lines that keep what they make."""
+
+
 def judge(
     analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
 ) -> tuple[Verdict, RunLedger | None]:
@@ -106,7 +111,11 @@ def judge(
     if death is not None and death.cause == "out_of_memory" and (creep or grown):
         title = f"memory grew by {bytes_text(round(grown))} a step" if grown else ""
         title = title or (creep.title if creep else "")
-        death = replace(death, remedy=f"{title}: {creep.remedy if creep else KEPT_REMEDY}")
+        remedy = creep.remedy if creep else KEPT_REMEDY
+        if death.line is not None and _ADDS.search(death.source or ""):
+            remedy = f"see first what {death.line}, where it ran out, adds to: clear it, keep "\
+                f"less, or write it to a file; else {remedy}"  # fmt: skip
+        death = replace(death, remedy=f"{title}: {remedy}")
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     verdict = Verdict(

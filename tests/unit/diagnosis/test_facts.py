@@ -18,7 +18,7 @@ from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP, GPU
-from haiprof.run_format.writer import append_line
+from haiprof.run_format.writer import append_line, write_json
 from tests.unit.analysis.recorded import CLOCK, row_of, write_records
 from tests.unit.analysis.sampled import write_stacks
 from tests.unit.diagnosis.stories import (
@@ -324,6 +324,30 @@ def test_memory_that_grew_with_each_step_until_it_ran_out_is_mended_before_a_res
     assert verdict.advice is not None
     assert verdict.advice.headline == "STOP"
     assert "a step, and no checkpoint was seen: begun anew, it dies" in verdict.advice.text
+
+
+@pytest.mark.parametrize(("source", "is_named"), [
+    ("history.append([x for x in y])", True), ("kept[i] = make(i)", True), ("y = f(x)", False),
+])  # fmt: skip
+def test_line_that_keeps_what_it_makes_is_named_where_memory_ran_out_there(
+    root: Path, source: str, *, is_named: bool
+) -> None:
+    step_s = sum(BALANCED) / 1e3
+    write_story(root, lambda *_: BALANCED, steps=1150)
+    write_memory(root, lambda t: 1e8 + 1e6 * max(t, 0.0) / step_s if t < 20 else 1e8)
+    ran_out(root)
+    run = RunPaths(root)
+    run.uncaught.mkdir(exist_ok=True)
+    frames = [["/home/me/train.py", 5, "keep"]]
+    error = {"type": "MemoryError", "message": "", "frames": frames, "source": source}
+    ended = {"how": "exception", "thread": None, "errors": [error],
+             "wall_ns": CLOCK.wall_ns + 29 * NS_PER_S}  # fmt: skip
+    content = {"host": "node0", "pid": 100, "rank": 0, "ended": [ended]}
+    write_json(run.uncaught_file("node0", 100), content, below=root)
+    death = judged(root).death
+    assert death is not None
+    assert death.remedy.startswith("memory grew by ")
+    assert ("see first what train.py:5 in keep, where it ran out" in death.remedy) is is_named
 
 
 def test_limit_at_which_the_job_has_died_does_not_lie_ahead(root: Path) -> None:
