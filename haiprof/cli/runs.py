@@ -139,8 +139,11 @@ def lines(
       haiprof verdict lines --speedscope stacks.json      for speedscope
       haiprof verdict lines --json | jq '.lines[0]'
     """
+    from haiprof.live.external_sampling import read_samples
     from haiprof.run_analysis import flame_graph as stack_export
     from haiprof.show.flame import LINE_PARTS, sampled_lines
+    from haiprof.show.run_header import manifest_or_none, run_header
+    from haiprof.show.views.requests import sampled_run_view
     from haiprof.show.views.run import lines_view
 
     if phase is not None and phase not in LINE_PARTS:
@@ -166,7 +169,12 @@ def lines(
     elif baseline is not None:
         raise UsageError("--baseline needs --html FILE: both runs are drawn there, side by side")
     data = {"run": str(analyzer.run.root), "lines": found.to_dicts(), "notes": list(notes)}
-    output.show(lambda _: lines_view(found, notes), data)
+    if seen := read_samples(analyzer.run):
+        header = run_header(analyzer.run, manifest_or_none(analyzer.run))
+        data["sampled_from_outside"] = [asdict(each) for each in seen]
+        output.show(lambda _: sampled_run_view(seen, header, analyzer), data)
+    else:
+        output.show(lambda _: lines_view(found, notes), data)
 
 
 def _write(path: Path, content: bytes, force: bool) -> None:

@@ -149,10 +149,12 @@ def verdict(
             _ask_schedulers(analyzer.run)
     from haiprof.diagnosis.engine import diagnose
     from haiprof.diagnosis.verdict import as_document, save_document
+    from haiprof.live.external_sampling import read_samples
     from haiprof.show.card import save_card_svg, save_verdict, verdict_card, verdict_markdown
     from haiprof.show.figures.style import write_text
     from haiprof.show.run_header import manifest_or_none, run_header
     from haiprof.show.views import deaths
+    from haiprof.show.views.requests import sampled_run_view
 
     if advice:
         _show_advice(analyzer, output)
@@ -182,6 +184,10 @@ def verdict(
         output.hint(f"wrote {folder}: {', '.join(names)}")
     if to_stdout:
         sys.stdout.write(report)
+    elif seen := read_samples(analyzer.run):
+        output.show(lambda _: sampled_run_view(seen, header, analyzer), content,
+                    lambda: verdict_markdown(found, header.name))  # fmt: skip
+        output.hint(f"next: haiprof verdict overview {shlex.quote(found.run)}")
     else:
         output.show(
             lambda width: verdict_card(

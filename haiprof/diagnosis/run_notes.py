@@ -49,6 +49,10 @@ _NOT_YET = (
     "no end yet)"
 )
 _DAMAGED = "run.json is damaged, so that what the job did is not known"
+_SAMPLED = (
+    "the job was only sampled from outside, where none are counted (haiprof attach --inject counts "
+    "them, and so does a start under haiprof)"
+)
 _NO_OPTIMIZER = (
     "no optimizer stepped while haiprof recorded, and no repeated pattern could be a step: the "
     "job hung (haiprof snapshot shows where), it ended before its first step, the warm-up was "
@@ -77,7 +81,8 @@ def why_no_steps(inputs: RuleInputs) -> str:
         nobody = _DAMAGED if manifest is None else _NOBODY if manifest.end_wall_ns else _NOT_YET
         return (failed or unseen or [nobody])[0]
     if inputs.ranks["step_count"].null_count() == inputs.ranks.height:
-        return "no rank's spans can be read"
+        sampled = analyzer.run.external_samples_json.exists()
+        return _SAMPLED if sampled else "no rank's spans can be read"
     if inputs.ranks["step_count"].sum():
         return (
             "none began in the time that is judged: if the job hangs, haiprof snapshot shows where"

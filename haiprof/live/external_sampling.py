@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from haiprof.linux.procfs import (
     read_int,
     user_id,
 )
-from haiprof.run_analysis.run_files import objects
+from haiprof.run_analysis.run_files import entries, integer, mapping, number, objects, text
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import try_read_json
 
@@ -194,6 +194,28 @@ def sample_stacks(
             else:
                 seen.append(SampledStacks(rank=rank, pid=process.pid, problem=problem))
         return seen
+
+
+def read_samples(run: RunPaths) -> list[SampledStacks]:
+    """What `haiprof attach` saw of processes from outside; empty where a run is of another kind."""
+    seen = objects(try_read_json(run.external_samples_json).get("seen"))
+    return [
+        SampledStacks(
+            rank=integer(each.get("rank")) or 0,
+            pid=integer(each.get("pid")) or 0,
+            sample_count=integer(each.get("sample_count")) or 0,
+            shares=_numbers(mapping(each.get("shares")).items()),
+            hottest=tuple(_numbers(p for p in entries(each.get("hottest"))
+                                   if isinstance(p, list) and len(p) == 2).items()),
+            problem=text(each.get("problem")),
+        )
+        for each in seen
+    ]  # fmt: skip
+
+
+def _numbers(pairs: Iterable[Sequence[object]]) -> dict[str, float]:
+    found = ((text(name), number(value)) for name, value in pairs)
+    return {name: value for name, value in found if name is not None and value is not None}
 
 
 def find_spy() -> str | None:

@@ -232,18 +232,29 @@ def attach_view(
     return Group(*parts, one_line(f"{where} {done.run}"))
 
 
+@group()
+def sampled_run_view(
+    seen: Sequence[SampledStacks], header: RunHeader, analyzer: RunFrames
+) -> Iterator[RenderableType]:
+    """The verdict of a run that was sampled from outside: what `attach` showed."""
+    yield one_line(f"{header.name}: sampled from outside, without steps", style="bold")
+    yield from _sampling_lines(seen, analyzer)
+
+
 def _sampling_lines(seen: Sequence[SampledStacks], analyzer: RunFrames) -> Iterator[RenderableType]:
     rows = analyzer.counters().filter(source="process", metric="cpu_main_cores").drop_nulls("rank")
     cores = dict(rows.group_by("rank").agg(pl.col("value").median()).rows())
     for each in seen:
-        if each.problem is not None:
-            yield Text(f"rank {each.rank}: no stacks: {printable(each.problem)}", style="yellow")
+        if not each.shares:
+            why = printable(each.problem or "not known")
+            yield Text(f"rank {each.rank}: no stacks: {why}", style="yellow")
         else:
             yield _attach_headline(each, cores.get(each.rank))
             yield from _shares(each)
     yield Text(
         "From outside: no steps are counted, no step times known, and a share of samples is not a "
-        "share of GPU time. haiprof attach --inject measures them.",
+        "share of GPU time. haiprof attach --inject measures them, as does a job started under "
+        "haiprof.",
         style="dim",
     )
 

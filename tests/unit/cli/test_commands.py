@@ -124,6 +124,32 @@ def test_list_shows_newest_last_with_state(job: RunPaths, run: Run) -> None:
     assert "version 99" in runs[1]["problem"]
 
 
+SEEN = {"rank": 0, "pid": 7, "sample_count": 99, "shares": {"forward": 0.31, "backward": 0.66},
+        "hottest": [["<module> (/home/me/train.py:13)", 0.68]], "problem": None}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["verdict"], ["lines"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (SEEN, "backward in 66 % of 99 samples"),
+        (SEEN, "68 % at <module> (/home/me/train.py:13)"),
+        (SEEN, "haiprof attach --inject"),
+        ({"problem": "no py-spy"}, "rank 0: no stacks: no py-spy"),
+        ({"shares": [1], "hottest": [[1], 2, "ab"]}, "rank 0: no stacks: not known"),
+    ],
+)
+def test_run_that_was_sampled_from_outside_shows_its_samples(
+    tmp_path: Path, run: Run, words: list[str], seen: dict[str, object], said: str
+) -> None:
+    sampled = write_run(tmp_path / "attach-1")
+    sampled.report.mkdir()
+    sampled.external_samples_json.write_text(json.dumps({"version": 1, "seen": [seen]}))
+    found = run(*words, sampled.root).said
+    assert said in found
+    assert "sampled from outside, without steps" in found
+
+
 def reasons(card: str) -> list[str]:
     """Lines of a card but its end and the next command, which stands below where it is long."""
     lines = [
