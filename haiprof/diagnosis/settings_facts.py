@@ -14,6 +14,7 @@ import numpy as np
 
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text
+from haiprof.diagnosis.machine_causes import hosts_of, used_by_others
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
 from haiprof.diagnosis.verdict import Finding, Severity, evidence_rows, make_finding
@@ -650,7 +651,11 @@ def threads_under_cores(inputs: RuleInputs) -> Finding | None:
     if rank is None or own[rank][1] < FEW_THREADS * own[rank][0]:
         return None
     threads, cores = own[rank]
-    if cores - (inputs.worker_cores(rank) or 0.0) < threads + 0.5:  # its loader's workers use them
+    host = hosts_of(inputs).get(rank)
+    others = used_by_others(inputs, host) or 0.0
+    node_cores = inputs.node_cpus[host].core_count if others and host else cores
+    taken = (inputs.worker_cores(rank) or 0.0) + others * cores / (node_cores or cores)
+    if cores - taken < threads + 0.5:  # its loader's workers use them, or other processes
         return None
     asked = inputs.settings[rank].variables.get("OMP_NUM_THREADS")
     remedy = f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): "

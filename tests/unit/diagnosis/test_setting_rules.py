@@ -331,13 +331,18 @@ def test_compiling_evaluation_is_compilation(root: Path) -> None:
     assert verdict.evaluation_ns == pytest.approx(0.1 * NS_PER_S, rel=0.1)
 
 
-@pytest.mark.parametrize(("beside", "is_said"), [(0.2, True), (3.6, False)])
-def test_more_threads_are_not_advised_where_workers_use_the_cores(
-    root: Path, beside: float, is_said: bool
+@pytest.mark.parametrize(
+    ("beside", "others", "is_said"), [(0.2, 0.2, True), (2.6, 0.0, False), (0.2, 2.5, False)]
+)
+def test_more_threads_are_not_advised_where_workers_or_others_use_the_cores(
+    root: Path, beside: float, others: float, is_said: bool
 ) -> None:
+    busy = 0.9 + beside + others
     with_threads(root, threads=1)
     counters(root, lambda s, _: {"cpu_ns": (0.9 + beside) * (s + 9) * NS_PER_S,
-                                 "cpu_main_ns": 0.9 * (s + 9) * NS_PER_S})  # fmt: skip
+                                 "cpu_main_ns": 0.9 * (s + 9) * NS_PER_S},
+             host=lambda s: {"cpu_user_ns": int(busy * (s + 9) * NS_PER_S), "cpu_count": 4,
+                             "cpu_idle_ns": int((4 - busy) * (s + 9) * NS_PER_S)})  # fmt: skip
     assert ("threads_under_cores" in of_settings(judged(root))) is is_said
 
 
