@@ -660,20 +660,23 @@ _DO = {
 _SCALES = re.compile(r"clip|clamp|\.mul_\(|\.div_\(|scale", re.IGNORECASE)
 _MAKES_BATCH = re.compile(
     r"batch|sampl|data|load|augment|token|image|decode|collate|encode|crop|\btorch\.rand|randperm|"
-    r"np\.load|memmap|index_select|from_numpy|\[\s*(?:idx|ids?|ind|index|indices|perm|order)\b",
+    r"np\.load|memmap|index_select|from_numpy|\[\s*(?:idx|ids?|ind|index|indices|perm|order)\b|"
+    r"\[\s*[a-z_]\w*\s*\]",
     re.IGNORECASE,
 )  # fmt: skip
 """In a function or an expression between steps: it may make the next batch."""
 _OUTSIDE = "do it less often, in another process, or not at all"
 _OF_MODEL = [TRAINING_PHASES.index(name) for name in ("forward", "backward")]
 _OF_TENSORS = (ACTIVITIES[OPERATORS], ACTIVITIES[NATIVE])
+_ELEMENT = re.compile(r"\[\s*\w+(?:\s*,\s*\w+)+\s*\]")
+"""Takes one element of a tensor or an array: `self.m[t,p]`."""
 _ONE_BY_ONE = (
     "one round needs the one before: where it works on single elements, take the numbers out once "
     "(tensor.tolist(), or .numpy()) and loop over these; what is only for a log, do every N steps"
 )
 _OF_LOOP = (
     (INDEPENDENT, "it works on one element after the other: do it for all at once, with whole "
-     "tensors: (a == b).sum(), a mask, torch.where"),
+     "tensors: (a == b).sum(), a mask, torch.where, torch.bincount, scatter_add_"),
     (RECURRENCE, _ONE_BY_ONE),
 )  # fmt: skip
 _COMPRESS = "compress in another process, or with a lower level"
@@ -761,7 +764,8 @@ def _code(question: Question) -> Finding:
     may_load = position in ("prepare", "between_steps") and not has_loader
     may_load &= position == "prepare" or _MAKES_BATCH.search(text) is not None
     is_outside = position not in _DO or may_load
-    of_tensors = account.package == JOB and account.activity in _OF_TENSORS and is_outside
+    of_tensors = account.activity in _OF_TENSORS or _ELEMENT.search(text) is not None
+    of_tensors &= account.package == JOB and is_outside
     loop = _loop_kind(question) if of_tensors else 0
     other = account.also.activity if account.also else account.activity
     also = f"; {_OF_ACTIVITY[other]}" if other in _OF_ACTIVITY and other != account.activity else ""
