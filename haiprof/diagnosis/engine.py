@@ -77,6 +77,8 @@ _LISTED_RATIO = PROBLEM_RATIO / 5
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
 _NOTHING = "nothing stands out"
+_ADDS = re.compile(r"\.(?:append|appendleft|extend|add|insert|update|setdefault)\(|\+=|\]\s*=(?!=)")
+"""Of lines that keep what they make."""
 
 
 def diagnose(
@@ -84,10 +86,6 @@ def diagnose(
 ) -> Verdict:
     """Judges a run."""
     return judge(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)[0]
-
-
-_ADDS = re.compile(r"\.(?:append|appendleft|extend|add|insert|update|setdefault)\(|\+=|\]\s*=(?!=)")
-"""Of lines that keep what they make."""
 
 
 def judge(
@@ -113,8 +111,10 @@ def judge(
         title = title or (creep.title if creep else "")
         remedy = creep.remedy if creep else KEPT_REMEDY
         if death.line is not None and _ADDS.search(death.source or ""):
-            remedy = f"see first what {death.line}, where it ran out, adds to: clear it, keep "\
-                f"less, or write it to a file; else {remedy}"  # fmt: skip
+            remedy = (
+                f"see first what {death.line}, where it ran out, adds to: clear it, keep less, or "
+                f"write it to a file; else {remedy}"
+            )
         death = replace(death, remedy=f"{title}: {remedy}")
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
