@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -342,7 +342,7 @@ def kineto_job(
 DEFAULT_ENDPOINT = "localhost:1778"
 TIMEOUT_S = 10.0
 """The daemon serves one connection at a time, and a silent one blocks the rest."""
-_LENGTH_BYTES = 4
+_LENGTH = struct.Struct("=i")
 _ANSWER_LIMIT_BYTES = 1 << 20
 _PORT_LIMIT = 65_535
 
@@ -366,18 +366,12 @@ def call(endpoint: tuple[str, int], request: Mapping[str, Any]) -> dict[str, Any
     shown = f"dynolog at {endpoint[0]}:{endpoint[1]}"
     data = json.dumps(request).encode()
     try:
-        with (
-            socket.create_connection(endpoint, TIMEOUT_S) as connection,
-            connection.makefile("rb") as answers,
-        ):
-            connection.sendall(len(data).to_bytes(_LENGTH_BYTES, sys.byteorder) + data)
-            head = answers.read(_LENGTH_BYTES)
-            length = int.from_bytes(head, sys.byteorder, signed=True)
-            if len(head) == _LENGTH_BYTES and not 0 < length <= _ANSWER_LIMIT_BYTES:
+        with socket.create_connection(endpoint, TIMEOUT_S) as connection:
+            connection.sendall(_LENGTH.pack(len(data)) + data)
+            (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+            if not 0 < length <= _ANSWER_LIMIT_BYTES:
                 raise DynologError(f"{shown}: announces an answer of {length} bytes")
-            text = answers.read(length)
-            if not text or len(text) < length:
-                raise ConnectionError("it closed the connection early")
+            text = _read(connection, length)
     except TimeoutError:
         raise DynologError(
             f"{shown}: no answer for {TIMEOUT_S:.0f} s",
@@ -414,3 +408,14 @@ def trigger(
         )
     matched, triggered = (set(each or []) for each in found)
     return matched, triggered
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    parts, missing = [], length
+    while missing:
+        part = connection.recv(min(missing, 1 << 16))
+        if not part:
+            raise ConnectionError("it closed the connection early")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
