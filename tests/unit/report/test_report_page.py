@@ -147,6 +147,14 @@ def test_words_between_backticks_of_a_remedy_are_code(tmp_path: Path) -> None:
     assert death.remedy.split("`")[1] in [each.text for each in page.all("code")]
 
 
+def test_page_says_what_to_do_after_a_death_as_the_terminal_does(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ranks=2)
+    job.died(0, 0, "NameError", "name 'x' is not defined")
+    page = parts_of(report_html(page_content(Analyzer(job.run.root))))
+    for section in ("verdict", "death"):
+        assert "STOP: an error of the program" in page.by_id(section).text
+
+
 def test_run_without_steps_says_so(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     page = parts_of(report_html(page_content(Analyzer(tmp_path / "run"))))
