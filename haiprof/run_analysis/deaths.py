@@ -32,6 +32,7 @@ from haiprof.run_analysis.process_ends import (
     accused_ranks,
     arrived_signals,
     behind,
+    dead_worker,
     had_addresses,
     inner_error,
     is_certain,
@@ -720,10 +721,12 @@ class _Case:
         witnesses = self._witnesses(died, error)
         printed = [each for each in witnesses if each.kind == "traceback" and each.rank in ranks]
         nowhere &= not (cause == "exit" and printed)
-        seen_at = self._seen_at(ranks, died) if nowhere else None
+        worker = dead_worker(error) if by_worker else None
+        seen_at = self._seen_at(ranks, died, worker) if nowhere or worker else None
         phase = self.phases.get(ranks[0]) if ranks and nowhere else None
         headline += f", in {phase}" if phase else ""
-        headline += f"; last sample: {seen_at}" if seen_at else ""
+        whose = " of the worker" if worker else ""
+        headline += f"; last sample{whose}: {seen_at}" if seen_at else ""
         if cause == "exit" and printed and line is None:
             headline += f"; it had printed {printed[-1].text}"
         return Death(
@@ -773,7 +776,9 @@ class _Case:
         if cause == "interrupted" and end is not None:
             return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
         if cause == "crash" and end is not None and end.crashed_at:
-            return "see what that line calls; the core file in gdb shows the native code"
+            what = "what crashed on that other thread" if end.crashed_beside else \
+                "what that line calls"  # fmt: skip
+            return f"see {what}; the core file in gdb shows the native code"
         if cause == "killed" and end is not None and end.signal is not None:
             return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])
         if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:
@@ -787,10 +792,12 @@ class _Case:
             return LEAK_REMEDY
         return end.gpu_memory.remedy
 
-    def _seen_at(self, ranks: Sequence[int], died: int | None) -> str | None:
-        """The last line that was sampled of the first rank, and how long before its end."""
+    def _seen_at(
+        self, ranks: Sequence[int], died: int | None, worker: int | None = None
+    ) -> str | None:
+        """The last line sampled of the first rank, or of its worker; how long before its end."""
         own = self._own_files(ranks[0]) if ranks else None
-        if own is None or (seen := last_seen(own)) is None:
+        if own is None or (seen := last_seen(own, worker)) is None:
             return None
         end = self.ends[ranks[0]].failed_ns or died
         before = (end - seen.wall_ns) if end else 0

@@ -691,6 +691,14 @@ def _lost_worker(error: Error) -> tuple[str, str]:
     return "exit", f"{said}; why is not known"
 
 
+def dead_worker(error: Error | None) -> int | None:
+    """The process of the only DataLoader worker of whose end an exception tells."""
+    match = WORKER_DIED.search(error.message) if error is not None else None
+    if match is not None and match[1].isdigit():
+        return int(match[1])
+    return error.ended_child[0] if error is not None and error.ended_child is not None else None
+
+
 def kind_of(end: ProcessEnd) -> str:
     """One word for the cause of an end: `exception`, `out_of_memory`, `killed`, `exit` ..."""
     error = end.error
@@ -855,14 +863,14 @@ class LastSeen(NamedTuple):
     """Whether it waited for a lock at that very line."""
 
 
-def last_seen(rank: RankFiles) -> LastSeen | None:
-    """The last sample of the training thread; None where it was never sampled."""
-    offset_ns, grown = rank.clock_offset_ns, StackTree()
-    try:
-        processes, _ = read_stack_file(rank.paths.stacks, grown)
-    except RunFormatError:
-        return None
-    own = [p for p in processes if p.worker is None and p.pid == rank.report.get("pid")]
+def last_seen(rank: RankFiles, worker_pid: int | None = None) -> LastSeen | None:
+    """The last sample of the training thread, or of a worker; None where it was never sampled."""
+    offset_ns, grown, own = rank.clock_offset_ns, StackTree(), []
+    of_workers, pid = worker_pid is not None, worker_pid or rank.report.get("pid")
+    for path in rank.paths.worker_stack_files().values() if of_workers else (rank.paths.stacks,):
+        with contextlib.suppress(RunFormatError):
+            processes, _ = read_stack_file(path, grown)
+            own += [p for p in processes if (p.worker is not None) is of_workers and p.pid == pid]
     if not own or offset_ns is None:
         return None
     for time_ns, frames, wait in _last_samples(own[-1], grown):

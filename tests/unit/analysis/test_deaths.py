@@ -919,6 +919,18 @@ def test_rank_whose_threads_wait_for_each_others_locks_is_told_so(
     assert ("a second death at that line is a STOP" in advice.text) == is_locked
 
 
+@pytest.mark.parametrize("said", ["is killed by signal: Killed. ", "exited unexpectedly"])
+def test_last_sample_of_a_worker_that_ended_is_told(job: Job, said: str) -> None:
+    at = T0 - CLOCK.wall_ns + CLOCK.mono_ns - 2 * S
+    for number, line in enumerate((7, 9)):
+        write_stacks(
+            job.run.rank(1).worker_stacks(number), [(at, (("/home/me/data.py", line, "read"),))],
+            pid=900 + number, worker=number,
+        )  # fmt: skip
+    job.died(1, 0, "RuntimeError", f"DataLoader worker (pid 901) {said}")
+    assert "last sample of the worker: data.py:9 in read, 2.00 s before" in job.death().headline
+
+
 def test_later_start_of_the_same_slurm_job_tells_a_requeue(job: Job) -> None:
     job.line("node0", {
         "type": "signal", "signal": 15, "wall_ns": T0, "from_pid": 77, "slurm_job": "12",
