@@ -776,9 +776,8 @@ class _Case:
         if cause == "interrupted" and end is not None:
             return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
         if cause == "crash" and end is not None and end.crashed_at:
-            what = "what crashed on that other thread" if end.crashed_beside else \
-                "what that line calls"  # fmt: skip
-            return f"see {what}; the core file in gdb shows the native code"
+            where = "what that other thread runs" if end.crashed_beside else "what that line calls"
+            return f"see {where}; the core file in gdb shows the native code"
         if cause == "killed" and end is not None and end.signal is not None:
             return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])
         if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:

@@ -399,7 +399,7 @@ STORIES = {
     "a C++ exception is told with where Python was": Story(
         events=[do.terminated(1, 0, "c10::Error", "bad"), do.crashed(1, 0, 0, "88\tstep\ttrain.py"),
                 do.stopped(0, 2)],
-        cause="crash", line=("train.py:88 in step", None),
+        cause="crash", line=("train.py:88 in step", None), remedy="see what that other thread runs",
         said=["c10::Error: bad (on another thread, while Python was at train.py:88 in step)"],
     ),
     "a damaged note of a crash leaves what else is known": Story(
