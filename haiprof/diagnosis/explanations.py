@@ -903,7 +903,7 @@ def account_line(account: Account, mean_ns: float) -> CodeLine | None:
         low=min(account.gain_low_ns / whole, 1.0),
         high=min(account.gain_high_ns / whole, 1.0),
         of=_whole_of(account) or "the step",
-        sample_count=0,
+        sample_count=None,
         callees=account.callees,
         callers=account.callers[:_LINE_LIMIT],
     )
@@ -914,5 +914,5 @@ def code_lines(samples: CodeSamples, of: str, part: float) -> tuple[CodeLine, ..
     return tuple(
         line
         for line in function_times(samples, of, part)[:_LINE_LIMIT]
-        if line.sample_count >= _MIN_SAMPLES and line.share >= _LEAST_RATIO * part
+        if (line.sample_count or 0) >= _MIN_SAMPLES and line.share >= _LEAST_RATIO * part
     )

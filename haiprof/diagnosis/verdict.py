@@ -250,7 +250,8 @@ FINDING_FIELDS = {
     "nodes": "nodes that these ranks are on, where the job has others too; empty: no node is named",
     "account": "row of `ledger` that it is about; null: none",
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
-    "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
+    "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count` (null: "
+    "the share is an account's of `ledger`), "
     "`callees` in libraries, `callers` in the job's own code; empty: not known",
     "explained_by": "null, as each cost is in one account (before 0.2: the finding of its cause)",
     "missing": "what could not be measured and would make it surer",

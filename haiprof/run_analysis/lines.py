@@ -74,7 +74,8 @@ class CodeLine:
     """Where the share lies with 95 % certainty; None where that is not known."""
     of: str
     """What it is a share of: `the step`, `the workers' loading`."""
-    sample_count: int
+    sample_count: int | None
+    """None where the ledger has the share: it rests on more than the samples of this line."""
     callees: tuple[str, ...]
     """Functions of libraries in which most of that time passes, from its own call inwards."""
     callers: tuple[str, ...] = ()

@@ -722,6 +722,7 @@ def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(
     (found,) = judged(root).findings
     assert found.title.startswith(title)
     assert remedy in found.remedy
+    assert [line.sample_count for line in found.code_lines] == [None]  # the ledger has its share
 
 
 def test_workers_are_not_blamed_for_cores_that_others_fill(root: Path) -> None:
