@@ -401,7 +401,8 @@ def _sections(lines: pl.DataFrame) -> Iterator[RenderableType]:
             if found.is_empty():
                 continue
             threads = found.filter(workers)["worker"].n_unique()
-            who = f", {count_text(threads, 'worker')}" if threads else ""
+            # Their samples are counted: none stands for a length of time.
+            who = f", {count_text(threads, 'worker')}, by count of samples" if threads else ""
             title = f"rank {rank}: {_TITLES.get(name, position_words(name))}{who}"
             yield section(title, _table(_merge_workers(found)))
 
@@ -410,8 +411,11 @@ def _merge_workers(found: pl.DataFrame) -> pl.DataFrame:
     """The lines of one part, those of all workers together."""
     totals = found.group_by("worker", "phase").agg(pl.col("sample_count").first())
     sums = found.group_by("file", "line", "function").agg(
-        pl.col("self_count", "inclusive_count", "time_ns").sum(),
-        pl.when(pl.col("ns_per_step").is_not_null().any()).then(pl.col("ns_per_step").sum()),
+        pl.col("self_count", "inclusive_count").sum(),
+        *(
+            pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
+            for name in ("time_ns", "ns_per_step")
+        ),
     )
     order = ["self_count", "inclusive_count", "file", "line"]
     merged = sums.with_columns(sample_count=pl.lit(totals["sample_count"].sum()))

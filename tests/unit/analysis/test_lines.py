@@ -158,6 +158,9 @@ def test_workers_wait_outside_their_fetch(tmp_path: Path) -> None:
     write_stacks(run.rank(0).worker_stacks(0), [(1000, (FETCH, LOAD)), (2000, (OPEN,))], worker=0)
     lines = Analyzer(run.root).lines()
     assert lines.select("worker", "phase", "function").rows() == [(0, "worker", "load_image")]
+    shown = view_text(lines_view(sampled_lines(Analyzer(run.root), None, None)[1], ()))
+    assert "1 worker, by count of samples" in shown
+    assert " s " not in shown  # no time
 
 
 @pytest.mark.parametrize(
