@@ -209,8 +209,7 @@ def gain_text(finding: Finding) -> str:
     unit, ns = time_unit(gain.step_ns)
     times = (gain.left_ns, gain.low_ns, gain.high_ns)
     left, low, high = (digits_text(value / ns) for value in times)
-    between = f"at most {high}" if low in (left, "0") else f"{low} to {high}"
-    return f"from {digits_text(gain.step_ns / ns)} to {left} {unit} a step ({between})"
+    return f"from {digits_text(gain.step_ns / ns)} to {left} {unit} a step ({low} to {high})"
 
 
 def _label_grid(**text: Any) -> Table:  # noqa: ANN401 - of rich's column
@@ -440,7 +439,6 @@ def verdict_markdown(verdict: Verdict, name: str) -> str:
 def _cause_row(finding: Finding) -> tuple[str, ...]:
     gain = finding.gain
     low, high = (duration_text(gain.low_ns), duration_text(gain.high_ns)) if gain else ("", "")
-    between = f"{low} to {high}" if gain and gain.low_ns > 0 else f"at most {high}"
-    without = gain and f"{duration_text(gain.left_ns)} ({between})"
+    without = gain and f"{duration_text(gain.left_ns)} ({low} to {high})"
     at = "; ".join(place.location for place in finding.code_lines[:2])
     return finding.severity, finding.title, without or "not known", at, finding.remedy

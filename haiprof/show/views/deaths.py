@@ -236,7 +236,8 @@ def goodput_text(found: Goodput) -> str:
     if found.ratio is None:
         return f"no step in {wall}"
     share, most = ratio_text(found.ratio), ratio_text(found.ratio_high)
-    share = share if share == most else f"between {share} and {most}"
+    if share != most:
+        share = f"{share} to {most}" if found.ratio else f"at most {most}"
     return f"goodput: {share} of {wall}; {_lost_text(found)}"
 
 

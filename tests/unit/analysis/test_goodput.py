@@ -35,7 +35,7 @@ from haiprof.run_analysis.restarts import (
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.show.text import moment_text
-from haiprof.show.views.deaths import goodput_view
+from haiprof.show.views.deaths import goodput_text, goodput_view
 from tests.sampling import examples
 from tests.unit.diagnosis.test_ledger_adds_up import write_any
 
@@ -135,14 +135,21 @@ def test_steps_of_a_run_that_ended_well_count_whatever_came_after_it() -> None:
     assert found.starts[0].kept_steps == 3, "a later one went on from an older checkpoint of it"
 
 
-@pytest.mark.parametrize(("saves", "kept"), [((), 0), ((call(12.95),), 3)])
-def test_job_that_died_kept_what_it_saved(saves: Sequence[CheckpointCall], kept: int) -> None:
+@pytest.mark.parametrize(
+    ("saves", "kept", "said"),
+    [((), 0, "goodput: at most 40 % of 20.0 s; no checkpoint was seen: a restart repeats up to 8"),
+     ((call(12.95),), 3, "goodput: 11 % to ")],
+)  # fmt: skip
+def test_job_that_died_kept_what_it_saved(
+    saves: Sequence[CheckpointCall], kept: int, said: str
+) -> None:
     """What it may have written in other ways is not known."""
     found = job(start(10, 8, saves=saves), end_s=20)
     (only,) = found.starts
     assert (only.kept_steps, only.uncertain_steps, only.lost_steps) == (kept, 8 - kept, 0)
     assert found.lost_steps == (0, 8 - kept)
     assert found.ratio == pytest.approx(kept * 0.75 / 20)
+    assert goodput_text(found).startswith(said)
 
 
 def test_batch_that_is_taken_after_the_last_step_of_a_job_that_ends_well_is_no_lost_step() -> None:
