@@ -119,12 +119,19 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     # thread waits for no longer than the workers run: most of what is waited may be their doing.
     rest = wanted - loading + max((others or 0.0) - max((on_node or 0) - cores, 0), 0.0)
     by_workers = rest <= cores and not too_many and 2 * loading > wanted - busy
+    threads = sum(inputs.settings[r].operator_threads or 0 for r in ranks if r in inputs.settings)
+    by_threads = shared and threads > max(cores, len(ranks)) and not (spare or by_workers)
     if by_workers:
         remedy = (
             f"do less per sample in the DataLoader's workers, which use {number_text(loading)} "
             "cores: decode and tokenize once, ahead of training; or "
             f"{'allow the job' if spare else 'take a node with'} more cores; what fewer workers "
             "gain is measured by haiprof try-loader"
+        )
+    elif by_threads:
+        remedy = (
+            f"OMP_NUM_THREADS={max(cores // len(ranks), 1)}, or torch.set_num_threads: operators "
+            f"have {threads} threads on these cores"
         )
     elif not spare:
         remedy = (
@@ -143,7 +150,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
             "taskset), or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
         )
     return make_finding(
-        f"{ranks_text(ranks)} share {count}{of}"
+        f"{ranks_text(ranks)} share {count}{of}{f', with {threads} threads' * by_threads}"
         if shared
         else f"too few cores{' for its loader workers' if by_workers else ''}: "
         f"{ranks_text(ranks)} may use {cores}{of}",
@@ -153,7 +160,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
         ("cores they could use at least", wanted, "cores"),
         rule="shared_cores" if shared else "too_few_cores",
         cause=LOADER_WORKERS if by_workers else None,
-        is_choice=spare or too_many or by_workers,
+        is_choice=spare or too_many or by_workers or by_threads,
     )
 
 

@@ -876,6 +876,20 @@ def test_a_backward_that_the_job_wrote_is_named_as_part_of_the_model(root: Path)
     assert "% of the step in a backward of your own (quant.py:15 FakeQuant.backward)" in headline
 
 
+@pytest.mark.parametrize(("threads", "severity"), [(1, "info"), (8, "critical")])
+def test_threads_of_ranks_beyond_their_cores_are_a_problem_that_a_setting_removes(
+    root: Path, threads: int, severity: str
+) -> None:
+    write_cores(root, [Cores(main=0.6, wait=0.5)] * 2)
+    for rank in range(2):
+        told(root, rank)
+        report(root, rank, operator_threads=threads)
+    found = next(each for each in judged(root).findings if each.rule == "shared_cores")
+    assert found.severity == severity
+    assert ("OMP_NUM_THREADS=1, or" in found.remedy) == (threads > 1)
+    assert ("with 16 threads" in found.title) == (threads > 1)
+
+
 @pytest.mark.parametrize(("wait", "first"), [(0.242, "forward_bound"), (0.6, "busy_neighbours")])
 def test_neighbours_come_first_only_where_they_surely_cost_more(
     root: Path, wait: float, first: str
