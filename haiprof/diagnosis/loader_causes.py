@@ -300,8 +300,8 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
         gpu = "; transforms on the GPU" if on_gpu else ""
         less = f"{loading.less}{gpu}"
         remedy = (
-            f"do less per sample ({less}); more workers would share the cores with other "
-            f"processes, which use {loading.strangers_cores:.1f} of them: haiprof try-loader "
+            f"do less per sample ({less}); more workers would share the cores with training and "
+            f"with other processes ({loading.strangers_cores:.1f} cores): haiprof try-loader "
             "measures what they gain"
             if free + loading.strangers_cores >= needed and loading.strangers_cores >= 0.05
             else f"more workers would not help: do less per sample ({less}), or take more cores"

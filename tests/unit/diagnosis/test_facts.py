@@ -166,7 +166,7 @@ def test_what_workers_wait_for_is_said_as_the_kernel_saw_it(
 def test_cores_that_others_use_are_not_said_to_be_of_no_use_to_workers(root: Path) -> None:
     finding = loader_story(root, 0, main=1.0, all_cores=1.0, others=3.0)
     assert finding.cause == "cores_full"
-    assert "share the cores with other processes, which use 3.0" in finding.remedy
+    assert "share the cores with training and with other processes (3.0 cores)" in finding.remedy
     assert "would not help" not in finding.remedy
 
 
