@@ -232,9 +232,12 @@ def _order_ratio(row: Finding) -> float:
     Of what others do on the machine that which is sure: it comes before the job's own only where
     it is surely more.
     """
-    if row.rule == NEIGHBOURS and row.gain is not None:
-        return 1.0 - row.gain.high_ns / row.gain.step_ns
-    return row.lost_ratio or 0.0
+    return _sure_ratio(row) if row.rule == NEIGHBOURS else row.lost_ratio or 0.0
+
+
+def _sure_ratio(row: Finding) -> float:
+    """The share of the step that is gained without it for sure; 0 where that is not known."""
+    return 0.0 if row.gain is None else 1.0 - row.gain.high_ns / row.gain.step_ns
 
 
 def _name_nodes(
@@ -339,8 +342,10 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
         return nothing_text(None)
     if kept := _kept_graph_text(inputs, found):
         return kept
-    inside = "".join(f", {each}" for each in _own_work_texts(found, "it"))
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
+    if not few and findings and _sure_ratio(findings[0]) >= CRITICAL_RATIO:
+        return findings[0].title  # no setting of the job's removes it
+    inside = "".join(f", {each}" for each in _own_work_texts(found, "it"))
     large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
     return nothing_text(found.ledger, few=few, inside=inside) + ("" if inside else large)
 

@@ -129,7 +129,7 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
         yield from _split(verdict, width, brief=True)
     grid = _label_grid(overflow="fold")
     others = list(verdict.findings)
-    if verdict.death is None and others and others[0].severity != "info":
+    if verdict.death is None and others and verdict.headline == others[0].title:
         first, *others = others
         for row in _reasons(first):
             grid.add_row(*row)

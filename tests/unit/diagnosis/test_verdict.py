@@ -526,7 +526,6 @@ HEALTHY: dict[str, Callable[[Path], object]] = {
     "two ranks that fill two cores": busy([Cores(wait=0.03), Cores(wait=0.04)]),
     "own cores": busy([Cores(cpus="0"), Cores(cpus="1")]),
     "many idle threads": busy([Cores(main=0.3, wait=0.01)], others=0.1),
-    "a wait of unknown cause": busy([Cores(main=0.5, wait=0.4)], others=0.1),
     "cores that the hypervisor takes": busy([Cores(wait=0.0)], steal=0.4),
     "limited now and then": busy([Cores(cpus="0-31", wait=0.02)], cores=32, limit=(4.0, 0.1)),
 }
@@ -874,6 +873,16 @@ def test_a_backward_that_the_job_wrote_is_named_as_part_of_the_model(root: Path)
     headline = judged(root).headline
     assert headline.startswith("nothing stands out")
     assert "% of the step in a backward of your own (quant.py:15 FakeQuant.backward)" in headline
+
+
+def test_a_large_wait_that_nobody_is_known_to_cause_is_no_problem_and_not_nothing(
+    root: Path,
+) -> None:
+    write_cores(root, [Cores(main=0.5, wait=0.4)], others=0.1)
+    verdict = judged(root)
+    assert {each.severity for each in verdict.findings} == {"info"}
+    assert verdict.headline == verdict.findings[0].title
+    assert verdict.headline.startswith("the training thread was ready to run but had no CPU core")
 
 
 @pytest.mark.parametrize(("threads", "severity"), [(1, "info"), (8, "critical")])
