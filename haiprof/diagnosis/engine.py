@@ -165,7 +165,7 @@ def judge(
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
         traces=traced_lines(analyzer, since_ns=since_ns),
-        reactions=tuple(reacted_lines(inputs)),
+        reactions=tuple(reacted_lines(inputs, ledger.positions if ledger else {})),
         nccl=analyzer.nccl().known,
     )
     return verdict, found

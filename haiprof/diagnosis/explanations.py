@@ -696,7 +696,7 @@ _OF_CALL = (
      "make one for many samples"),
     ("clip_grad", "clipping gradients costs so much for each parameter tensor: leave it out where "
      "they never reach the limit (a trainer does so with max_grad_norm=0 or "
-     "gradient_clip_val=None), or hold parameters in fewer, larger tensors"),
+     "gradient_clip_val=None)"),
     ("tensorboard", "write scalars every N steps, histograms and pictures far less often"),
     ("sklearn", "compute the metric at the end of an epoch, or from another process"),
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
@@ -787,7 +787,7 @@ def _code(question: Question) -> Finding:
         (may_load, f"where it makes a batch, {_DO['prepare']}; else {_OUTSIDE}"),
         (position == "gradients" and _SCALES.search(text) is not None,
          "it changes the gradients, in one call for each parameter tensor: "
-         "torch.nn.utils.clip_grad_norm_ needs fewer; or hold parameters in fewer, larger tensors"),
+         "torch.nn.utils.clip_grad_norm_ needs fewer"),
         # foreach gains nothing on a CPU
         (position == "gradients" and not question.inputs.uses_gpu,
          "where it is for a log, do it every N steps"),

@@ -25,7 +25,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import UNTRACED_MIN_RATIO
 from haiprof.run_analysis.reactions import Reaction, outcome_text, watched_frame
 from haiprof.run_analysis.restarts import find_late_start
-from haiprof.run_analysis.run_files import integer, text
+from haiprof.run_analysis.run_files import integer, number, text
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
 
@@ -265,7 +265,12 @@ def _most(values: pl.Series) -> float | None:
     return float(most) if isinstance(most, (int, float)) else None
 
 
-def reacted_lines(inputs: RuleInputs) -> Iterator[str]:
+_CLOSURE_RATIO = 1.5
+"""Spans of an optimizer so much longer than its account hold a closure, in which a trainer runs the
+model. Own choice."""
+
+
+def reacted_lines(inputs: RuleInputs, positions: Mapping[str, float]) -> Iterator[str]:
     """What haiprof noticed and did while the job ran, in a line each."""
     run = inputs.analyzer.run
     for each in inputs.reactions:
@@ -280,7 +285,7 @@ def reacted_lines(inputs: RuleInputs) -> Iterator[str]:
         times = _inputs_grew(inputs.input_sizes, each)
         if grown and times and times - 1 >= grown / 2:
             said = f"its inputs are {number_text(times)} times as large from then on; {said}"
-        elif phase := grown_phase(inputs, each):
+        elif phase := grown_phase(inputs, each, positions):
             said = f"{phase}; {said}"
         yield (
             f"step {each.step} on became {ratio_text(grown)} slower on rank {each.rank} "
@@ -289,8 +294,11 @@ def reacted_lines(inputs: RuleInputs) -> Iterator[str]:
         )
 
 
-def grown_phase(inputs: RuleInputs, reaction: Reaction) -> str:
-    """`most of it in optimizer, 14.1 ms to 30.2 ms`: the phase that grew most; empty: none did."""
+def grown_phase(inputs: RuleInputs, reaction: Reaction, positions: Mapping[str, float]) -> str:
+    """`most of it in optimizer, 14.1 ms to 30.2 ms`: the phase that grew most; empty: none did.
+
+    `positions` are the ledger's: an optimizer that is longer than there has a closure in it.
+    """
     own = inputs.by_rank.get(reaction.rank if reaction.rank is not None else -1)
     if own is None or reaction.step is None:
         return ""
@@ -307,6 +315,9 @@ def grown_phase(inputs: RuleInputs, reaction: Reaction) -> str:
     if grown[0] <= 0 or grown[most] < DRIFT_PHASE_RATIO * grown[0]:
         return ""
     name = names[most - 1] if most <= len(PHASES) else "what is outside of the phases"
+    whole = number(own["optimizer_host_ns"].mean()) or 0.0
+    if name == "optimizer" and whole > _CLOSURE_RATIO * positions.get("optimizer", whole):
+        return ""
     said = (
         f"most of it in {name}, {duration_text(parts[0][most])} to {duration_text(parts[1][most])}"
     )

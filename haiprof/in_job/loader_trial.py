@@ -22,8 +22,9 @@ def change_loaders(run: Path) -> None:
     if not folder or run.parent != Path(folder):
         return
     _write_no_checkpoints()
-    if mode == KEPT_BATCHES:
+    if mode == KEPT_BATCHES:  # without workers, which epochs may start anew
         _keep_batches()
+        _give_workers(0)
     elif mode.isdecimal():
         _give_workers(int(mode))
 

@@ -777,7 +777,7 @@ class _Case:
             return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
         if cause == "crash" and end is not None and end.crashed_at:
             where = "what that other thread runs" if end.crashed_beside else "what that line calls"
-            return f"see {where}; the core file in gdb shows the native code"
+            return f"see {where}; a core file (ulimit -c unlimited) shows the native code in gdb"
         if cause == "killed" and end is not None and end.signal is not None:
             return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])
         if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:
@@ -1011,7 +1011,8 @@ _REMEDIES: Mapping[str, str] = {
     "exit": "see why it calls sys.exit or raises SystemExit, and what it printed before",
     "early_exit": "give all ranks the same number of batches (drop_last, a DistributedSampler), or "
     "wrap the loop in torch.distributed.algorithms.join.Join",
-    "hang": "see why the rank that is named did not go on: snapshots in the run show its stacks",
+    "hang": "see why the rank that is named did not go on: its last sample, and a snapshot where "
+    "one was taken, show where it was",
     "deadlock": "take locks in the same order in all threads, and wait for nothing while holding "
     "one: that rank waits for a lock which another thread of it seems to keep; "
     "lock.acquire(timeout=60) turns such a hang into an error with its line",

@@ -138,12 +138,10 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
         grid.add_row("also", title)
         first_row = finding is verdict.findings[0]
         advised = not verdict.death and (finding.severity != "info" or first_row)
-        parts = [f"without it {gain_text(finding)}"] if finding.gain is not None else []
-        parts += [
-            f"at {printable(place.location)}; {finding.remedy}" for place in finding.code_lines[:1]
-        ]
-        if advised and parts:
-            grid.add_row("", Text("; ".join(parts), style="dim"))
+        if advised:
+            parts = [f"without it {gain_text(finding)}"] if finding.gain is not None else []
+            parts += [f"at {printable(place.location)}" for place in finding.code_lines[:1]]
+            grid.add_row("", Text("; ".join([*parts, finding.remedy]), style="dim"))
     if len(others) > _BRIEF_OTHERS:
         grid.add_row("also", Text(count_text(len(others) - _BRIEF_OTHERS, "smaller one")))
     known = tuple(why for _, why in verdict.not_measured)  # said with --all

@@ -251,7 +251,7 @@ def test_comparison_of_one_step_each_says_what_is_known_and_has_no_empty_table(
         folders.append(tmp_path / word)
         folders[-1].mkdir()
         rank_file(folders[-1], 0, events, world_size=1)
-    out = run("trace-diff", *folders).out
+    out = run("trace-diff", *folders).said
     assert out.startswith(
         "the same time; too few measurements to tell a difference from chance: 1 and 1 steps"
     )

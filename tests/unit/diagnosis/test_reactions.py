@@ -142,9 +142,11 @@ def test_the_phase_that_makes_most_of_slower_steps_is_named(
     )  # fmt: skip
     inputs: Any = SimpleNamespace(by_rank={0: steps}, uses_gpu=uses_gpu)
     reaction: Any = SimpleNamespace(rank=0, step=10)
-    text = grown_phase(inputs, reaction)
+    mean_ns = (10 + optimizer_ms) / 2 * 1e6
+    text = grown_phase(inputs, reaction, {"optimizer": mean_ns})
     assert text.startswith(f"most of it in {said}") if said else text == ""
     assert ("denormal" in text) == ("denormal" in said)
+    assert not said or not grown_phase(inputs, reaction, {"optimizer": mean_ns / 4})  # a closure's
 
 
 @pytest.mark.parametrize(
