@@ -87,7 +87,6 @@ SLUGS = {
     "compile": "recompiles",
 }
 """By position; what lies between the phases is `outside_the_model`."""
-"""What takes tensors over from another process."""
 _MIN_SAMPLES = 4
 _AT_LOCK = WAITS.index("lock")
 _WAITING_FILES = ("/threading.py", "/queue.py")

@@ -75,6 +75,7 @@ _RESTART = re.compile(rf"{re.escape(WORKER_LOADER)}(?:__init__|_shutdown_workers
 """What starts and ends a DataLoader's workers."""
 _IN_LOADER = re.compile(re.escape(WORKER_LOADER))
 _HANDED_OVER = "/torch/multiprocessing/reductions.py"
+"""What takes batches from a DataLoader's workers, and their tensors over from another process."""
 RECOMPUTED, RECEIVED, RESTARTED = "recomputation", "receiving", "worker_start"
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
@@ -258,9 +259,7 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
     if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
-    found += take_at(
-        _takes_over(table) & is_input, RECEIVED, math.inf
-    )  # needed whatever workers do
+    found += take_at(_takes_over(table) & is_input, RECEIVED, math.inf)  # workers or not: needed
     nowhere = table.stack == 0
     for position in np.unique(table.position[free & nowhere]).tolist():
         rows = take(nowhere & (table.position == position))
