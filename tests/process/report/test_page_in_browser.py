@@ -512,9 +512,9 @@ def test_every_picture_of_traces_is_drawn_without_a_network(
     TraceAnalysis(traces("dlrm_v100_8ranks")).write_page(path)
     page = opened(browser, path.as_uri(), dark=True)
     places = "[...document.querySelectorAll('figure.plot')]"
-    assert page.run(f"{places}.length") == 16
+    assert page.run(f"{places}.length") == 14
     page.run(f"{places}.forEach(place => place.scrollIntoView())")
-    for number in range(16):
+    for number in range(14):
         page.run(f"{places}[{number}].scrollIntoView()")
         page.wait(f"({places}[{number}].data || []).length > 0")
     assert page.run("document.getElementById('problem').hidden")
