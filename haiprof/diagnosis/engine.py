@@ -118,10 +118,12 @@ def judge(
         death = replace(death, remedy=f"{title}: {remedy}")
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
+    headline = _headline(inputs, findings, found)
+    names_loss = bool(findings) and headline == findings[0].title
     verdict = Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
-        headline=death.headline if death else _headline(inputs, findings, found),
+        headline=death.headline if death else headline,
         death=death,
         advice=restart_advice(analyzer),
         memory_at_end=memory,
@@ -160,7 +162,7 @@ def judge(
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
-            *_own_work_notes(inputs, found, findings),
+            *(_own_work_notes(inputs, found) if names_loss else ()),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, died=death is not None),
         ),
@@ -411,13 +413,10 @@ def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
     )
 
 
-def _own_work_notes(
-    inputs: RuleInputs, found: RunLedger | None, findings: Sequence[Finding]
-) -> Iterator[str]:
-    """What is told of the model's work beside a problem, and else in the headline."""
-    if findings and findings[0].severity != "info":
-        texts = [*_own_work_texts(found, "the step"), _kept_graph_text(inputs, found)]
-        yield from (f"the model's own work: {text}" for text in texts if text)
+def _own_work_notes(inputs: RuleInputs, found: RunLedger | None) -> Iterator[str]:
+    """What is told of the model's work where the headline is of something else."""
+    texts = [*_own_work_texts(found, "the step"), _kept_graph_text(inputs, found)]
+    yield from (f"the model's own work: {text}" for text in texts if text)
 
 
 def _own_work_texts(found: RunLedger | None, whole: str) -> list[str]:

@@ -107,8 +107,7 @@ def memory_at_end(
     """Memory of the ranks that a death began with, where memory may be its reason."""
     if death is None or death.cause not in CAUSES or death.died_ns is None:
         return ()
-    start = death.generation if death.began_in is None else death.began_in
-    own = {e.rank: e for e in ends if not e.helper and e.generation == start}
+    own = {e.rank: e for e in ends if not e.helper and e.generation == death.died_in}
     hosts = sorted({end.host for rank, end in own.items() if rank in death.ranks})
     between = (death.died_ns - LAST_NS, death.died_ns + NS_PER_S)
     frame = counter_frame(files, between=between, hosts=hosts, metrics=list(_METRICS))
@@ -238,8 +237,7 @@ def gpu_memory_at_end(
     """GPU memory of the ranks that a death began with, where it ran out shortly before."""
     if death is None:
         return ()
-    start = death.generation if death.began_in is None else death.began_in
-    own = {e.rank: e for e in ends if not e.helper and e.generation == start}
+    own = {e.rank: e for e in ends if not e.helper and e.generation == death.died_in}
     series = gpu_memory_series(files)
     found = []
     for rank in death.ranks[:8]:

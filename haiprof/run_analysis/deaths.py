@@ -155,6 +155,11 @@ class Death:
     final: bool = True
     """Whether the job ended with it; else its ranks were started again."""
 
+    @property
+    def died_in(self) -> int:
+        """The start that it happened in."""
+        return self.generation if self.began_in is None else self.began_in
+
 
 class LastStep(NamedTuple):
     """The last training step of a rank."""

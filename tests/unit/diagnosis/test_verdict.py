@@ -878,11 +878,14 @@ def test_a_backward_that_the_job_wrote_is_named_as_part_of_the_model(root: Path)
 def test_a_large_wait_that_nobody_is_known_to_cause_is_no_problem_and_not_nothing(
     root: Path,
 ) -> None:
-    write_cores(root, [Cores(main=0.5, wait=0.4)], others=0.1)
+    apply = (f"{SITE}/torch/autograd/function.py", 300, "BackwardCFunction.apply")
+    own = (SCRIPT, MAIN, ENGINE, apply, job(15, "FakeQuant.backward", "quant.py"))
+    write_cores(root, [Cores(main=0.5, wait=0.4)], others=0.1, stacks={"backward": own})
     verdict = judged(root)
     assert {each.severity for each in verdict.findings} == {"info"}
     assert verdict.headline == verdict.findings[0].title
     assert verdict.headline.startswith("the training thread was ready to run but had no CPU core")
+    assert "in a backward of your own (quant.py:15" in " ".join(verdict.notes)
 
 
 @pytest.mark.parametrize(("threads", "severity"), [(1, "info"), (8, "critical")])
