@@ -102,10 +102,9 @@ def test_part_that_is_slow_is_named_as_what_it_is(
 ) -> None:
     logs, times = job
     verdict = diagnose(RunFrames(logs, between=times[fault]))
-    assert verdict.headline.startswith(f"{name} holds the job up: its ranks need "), (
-        verdict.headline
-    )
-    first = verdict.findings[0]
+    # Beside other tests the machine may hold the job up even more: what is said of the part counts.
+    first = next(finding for finding in verdict.findings if finding.rule == "slow_part")
+    assert first.title.startswith(f"{name} holds the job up: its ranks need "), verdict.headline
     assert first.gain is not None
     assert 15e6 < first.gain.step_ns - first.gain.left_ns < 30e6, "the sleep of 20 ms"
     assert "sleep" in str(first.code_lines[0]) or first.code_lines[0].function == "Part.forward"
