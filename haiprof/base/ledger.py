@@ -138,6 +138,12 @@ class Account:
         return position_words(self.position) + (" and others" if self.elsewhere else "")
 
     @property
+    def in_words(self) -> str:
+        """`waiting for a file in backward`, `Python between steps`: what is done, and where."""
+        is_beside = self.where.startswith(("between ", "before ", "after "))
+        return f"{self.does} {self.where}" if is_beside else f"{self.does} in {self.where}"
+
+    @property
     def code(self) -> str:
         """Its expression in one line, with how much of the account it is.
 

@@ -13,7 +13,7 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Ints
-from haiprof.base.ledger import EACH_STEP, PROBLEM_RATIO, Account, Ledger
+from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, visible
 from haiprof.diagnosis.background_saves import SLOWED
@@ -39,6 +39,7 @@ from haiprof.diagnosis.run_notes import (
     traced_lines,
     why_no_steps,
 )
+from haiprof.diagnosis.settings_facts import has_layers
 from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.small_operators import has_gradients
@@ -76,6 +77,10 @@ _LISTED_RATIO = PROBLEM_RATIO / 5
 """Opportunities below this are in the ledger alone."""
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
+_HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Optimizers of torch that have a fused update on CPUs."""
+_MOST_RATIO = 0.5
+"""Of a step: from here on the headline is what the model's own work consists of."""
 _NOTHING = "nothing stands out"
 _ADDS = re.compile(r"\.(?:append|appendleft|extend|add|insert|update|setdefault)\(|\+=|\]\s*=(?!=)")
 """Of lines that keep what they make."""
@@ -319,7 +324,7 @@ def uneven_notes(ledger: Ledger | None) -> Iterator[str]:
     for each in () if ledger is None else ledger.accounts:
         if each.needed and each.when.startswith(("since", "until", "every")):
             yield (
-                f"{each.code_place or each.where}, {each.does} in {each.where}: "
+                f"{each.code_place or each.where}, {each.in_words}: "
                 f"{duration_text(each.ns_per_step)} of the mean step, {each.paid}; it is the "
                 "model's own work, and the other steps are without it"
             )
@@ -347,55 +352,64 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     if not few and findings and _sure_ratio(findings[0]) >= CRITICAL_RATIO:
         return findings[0].title  # no setting of the job's removes it
-    inside = "".join(f", {each}" for each in _own_work_texts(found, "it"))
-    large = "" if inputs.uses_gpu else _large_optimizer(found.ledger)
-    return nothing_text(found.ledger, few=few, inside=inside) + ("" if inside else large)
+    own = _own_work(found) + ([] if inputs.uses_gpu else _large_optimizer(inputs, found.ledger))
+    ratio, text = max(own, default=(0.0, ""))
+    if not few and ratio >= _MOST_RATIO:
+        return text
+    return nothing_text(found.ledger, few=few, inside="".join(f"; {text}" for _, text in own))
 
 
-def _large_optimizer(ledger: Ledger) -> str:
+def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> list[tuple[float, str]]:
     """What is true of an optimizer that takes longer than all that it follows, on a CPU."""
     model, own = (
         sum(ledger.positions.get(name, 0.0) for name in names)
         for names in (("forward", "loss", "backward"), ("optimizer",))
     )
     if own <= model:
-        return ""
-    return (
-        f"; the optimizer takes {ratio_text(own / ledger.mean_ns)}, more than forward and "
-        "backward: it updates all parameters, used or not (fused=True makes an update shorter; "
-        "sparse=True with SparseAdam leaves out what a large embedding did not use)"
-    )
+        return []
+    ratio, every = own / ledger.mean_ns, inputs.settings.values()
+    hints = []
+    if any(each.name in _HAVE_FUSED and not each.fused for of in every for each in of.optimizers):
+        hints.append("fused=True makes an update shorter")
+    if any(has_layers(each, ("Embedding",)) for each in every):
+        hints.append("sparse=True with SparseAdam leaves out what a large embedding did not use")
+    updates = f": it updates all parameters, used or not ({'; '.join(hints)})" if hints else ""
+    text = f"the optimizer takes {ratio_text(ratio)} of the step, more than forward and backward"
+    return [(ratio, text + updates)]
 
 
-def _recurrence_text(found: RunLedger | None, whole: str) -> str:
+def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     """The largest loop over small operators whose rounds need one another, and so have no price."""
-    largest = max(found.recurrences, key=lambda each: each.ns, default=None) if found else None
-    if found is None or largest is None or largest.ns < PROBLEM_RATIO * found.ledger.mean_ns:
-        return ""
+    largest = max(found.recurrences, key=lambda each: each.ns, default=None)
+    if largest is None:
+        return
     place = place_text(largest.at.file, largest.at.line, largest.at.function)
     beside = ", with its part of backward" if largest.has_backward else ""
-    return (
-        f"about {ratio_text(largest.ns / found.ledger.mean_ns)} of {whole} in small operators of a "
-        f"loop whose rounds need one another ({place}{beside}): torch.compile or one operator for "
-        "the whole loop (nn.LSTM, nn.GRU) saves some of that, haiprof --explain says how much"
+    ratio = largest.ns / found.ledger.mean_ns
+    text = (
+        f"about {ratio_text(ratio)} of the step is small operators of a loop whose rounds need "
+        f"one another ({place}{beside}): torch.compile or one operator for the whole loop "
+        "(nn.LSTM, nn.GRU) saves some of that, haiprof --explain says how much"
     )
+    yield ratio, text
 
 
-def _own_backward_text(found: RunLedger | None) -> str:
+def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:
     """What a backward that the job has written itself takes, as part of the model."""
     own = dict[tuple[str, str], list[Account]]()
-    for each in found.ledger.accounts if found else ():
+    for each in found.ledger.accounts:
         written = each.needed and each.position == "backward" and each.file is not None
         if written and (each.function or "").rpartition(".")[2] == "backward":
             own.setdefault((each.file or "", each.function or ""), []).append(each)
     spent = {key: sum(each.ns_per_step for each in parts) for key, parts in own.items()}
-    most = max(spent, key=lambda key: spent[key], default=None)
-    if found is None or most is None or spent[most] < PROBLEM_RATIO * found.ledger.mean_ns:
-        return ""
+    if not spent:
+        return
+    most = max(spent, key=lambda key: spent[key])
     largest = max(own[most], key=lambda each: each.ns_per_step)
     inside = f" in {largest.callees[0]}" if largest.callees else ""
-    share = ratio_text(spent[most] / found.ledger.mean_ns)
-    return f"{share} of the step in a backward of your own ({largest.code_place}{inside})"
+    ratio = spent[most] / found.ledger.mean_ns
+    text = f"{ratio_text(ratio)} of the step is a backward of your own"
+    yield ratio, f"{text} ({largest.code_place}{inside})"
 
 
 def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
@@ -415,14 +429,14 @@ def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
 
 def _own_work_notes(inputs: RuleInputs, found: RunLedger | None) -> Iterator[str]:
     """What is told of the model's work where the headline is of something else."""
-    texts = [*_own_work_texts(found, "the step"), _kept_graph_text(inputs, found)]
+    texts = [*(text for _, text in _own_work(found)), _kept_graph_text(inputs, found)]
     yield from (f"the model's own work: {text}" for text in texts if text)
 
 
-def _own_work_texts(found: RunLedger | None, whole: str) -> list[str]:
-    """Of the model's own work what may be the job's doing, and has no price."""
-    texts = _recurrence_text(found, whole), _own_backward_text(found)
-    return [text for text in texts if text]
+def _own_work(found: RunLedger | None) -> list[tuple[float, str]]:
+    """Of the model's own work what may be the job's doing, and has no price: share, and words."""
+    every = [*_recurrence(found), *_own_backward(found)] if found else []
+    return [each for each in every if each[0] >= PROBLEM_RATIO]
 
 
 def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:
@@ -496,16 +510,17 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") 
     share, low, high = (
         ratio_text(ns / mean) for ns in (most.gain_ns, most.gain_low_ns, most.gain_high_ns)
     )
-    varies = most.when == EACH_STEP and most.gain_low_ns < PROBLEM_RATIO * mean
+    varies = most.gain_low_ns < PROBLEM_RATIO * mean
     if most.gain_ns >= CRITICAL_RATIO * mean and (few or varies):
         at = f" ({most.code_place})" if most.code_place else ""
         why = f"too little was recorded to be sure ({ledger.count:,} steps)"
         if not few:
             why = "not certain"
-        return f"{why}: {most.does} in {most.where}{at} takes {share} ({low} to {high}) of the step"
+        takes = f"{most.in_words}{at} takes {share} ({low} to {high}) of the step"
+        return f"{why}: {takes}{most.paid_aside}"
     if most.gain_ns >= PROBLEM_RATIO * mean and not ledger.is_problem(most):
         share += f" ({low} to {high}: not certain)"
-    return f"{text}; largest opportunity: {most.does} in {most.where}, {share}{most.paid_aside}"
+    return f"{text}; largest opportunity: {most.in_words}, {share}{most.paid_aside}"
 
 
 def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]:

@@ -39,6 +39,7 @@ from haiprof.diagnosis.machine_causes import (
     used_by_others,
 )
 from haiprof.diagnosis.opportunities import (
+    RECOMPUTED,
     CodePlace,
     Opportunity,
     find_opportunities,
@@ -679,7 +680,7 @@ class _Accounts:
         at = found.at
         if at is None:
             return {}
-        if found.key == SLOWED:  # it runs beside what it slows down
+        if found.key in (SLOWED, RECOMPUTED):  # it runs beside or before what it makes longer
             return {"file": at.file, "line": at.line, "function": at.function}
         return self._describe_line(found.rows, at.file, at.line, at.function)
 

@@ -392,7 +392,7 @@ def mkldnn_off(inputs: RuleInputs) -> Finding | None:
     Matrix products in float32 are MKL's or OpenBLAS' either way: without convolutions it is silent.
     """
     off = [each for each in inputs.settings.values() if each.flags.get("mkldnn") is False]
-    if not any(_has_layers(each, ("Conv",)) for each in off):
+    if not any(has_layers(each, ("Conv",)) for each in off):
         return None
     price = PRICES["mkldnn_convolutions"]
     lost = ratio_text(price.lost_ratio(inputs))
@@ -569,7 +569,7 @@ def _without_tf32(settings: RankSettings) -> bool:
     numbers = sum((Counter(model.dtypes) for model in settings.models), Counter[str]())
     single = max(numbers, key=lambda dtype: numbers[dtype], default=None) == "float32"
     matrices = ("Linear", "NonDynamicallyQuantizableLinear", "Conv", "LSTM", "GRU", "RNN")
-    return full and single and _has_layers(settings, matrices)
+    return full and single and has_layers(settings, matrices)
 
 
 def _without_search(settings: RankSettings) -> bool:
@@ -577,10 +577,11 @@ def _without_search(settings: RankSettings) -> bool:
     searches = flags.get("cudnn_benchmark") is not False
     chosen = flags.get("cudnn_deterministic") is True or flags.get("deterministic") is True
     usable = flags.get("cudnn_enabled") is True and not chosen
-    return usable and not searches and _has_layers(settings, ("Conv",))
+    return usable and not searches and has_layers(settings, ("Conv",))
 
 
-def _has_layers(settings: RankSettings, names: tuple[str, ...]) -> bool:
+def has_layers(settings: RankSettings, names: tuple[str, ...]) -> bool:
+    """Whether a model of a rank has layers whose class begins with one of some names."""
     return any(layer.startswith(names) for model in settings.models for layer in model.layers)
 
 

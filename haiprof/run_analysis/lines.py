@@ -36,7 +36,7 @@ LINE_SCHEMA = {
     "ns_per_step": pl.Float64,
 }
 _COMPREHENSION = re.compile(
-    r"(?:(?:\.<locals>)?\.|\A)<(?:genexpr|listcomp|dictcomp|setcomp|lambda)>\Z"
+    r"(?:(?:(?:\.<locals>)?\.|\A)<(?:genexpr|listcomp|dictcomp|setcomp|lambda)>)+\Z"
 )
 """What runs in a comprehension or a lambda is its function's."""
 CALLEE_LIMIT = 3

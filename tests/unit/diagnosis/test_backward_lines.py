@@ -171,7 +171,7 @@ def test_rounds_that_need_one_another_promise_nothing_without_a_window(tmp_path:
     assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
     # 2 ms, and 4 of 13 parts of backward's 20
     assert (
-        "about 21 % of it in small operators of a loop whose rounds need one another"
+        "about 21 % of the step is small operators of a loop whose rounds need one another"
         in verdict.headline
     )
     assert "(net.py:9 Net.forward, with its part of backward)" in verdict.headline

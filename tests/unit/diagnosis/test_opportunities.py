@@ -261,7 +261,8 @@ ONE: dict[str, tuple[list[Any], str, float, str, str]] = {
         [("after_step", (SCRIPT, LOOP, job(8, "log")), 2, "h"),
          ("after_step", (SCRIPT, LOOP, job(8, "log"), job(9, f"log.<locals>.{inner}")), 3, "h")],
         "log:8", 5, "after_step", "python")
-       for inner in ("<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>")},
+       for inner in ("<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>",
+                     "<listcomp>.<locals>.<listcomp>.<locals>.<genexpr>")},
     "a function that is reached by two ways": (
         [("after_step", (SCRIPT, LOOP, job(8, "log"), NORM), 3),
          ("after_step", (SCRIPT, job(60, "main"), job(70, "end"), job(8, "log"), NORM), 2)],

@@ -363,3 +363,25 @@ def test_who_sets_few_threads_is_told_by_the_variable(
     found = with_threads(root, ranks=ranks, cores=8, threads=1, variables=variables)
     assert found["threads_under_cores"].remedy.endswith(says) or not variables
     assert says in found["threads_under_cores"].remedy
+
+
+@pytest.mark.parametrize(
+    ("fused", "layer", "hints"),
+    [
+        (True, "Linear", ""),
+        (None, "Linear", ": it updates all parameters, used or not (fused=True makes an update "
+                         "shorter)"),
+        (True, "Embedding", ": it updates all parameters, used or not (sparse=True with SparseAdam "
+                            "leaves out what a large embedding did not use)"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_takes_more_than_the_model_is_the_headline(
+    root: Path, fused: bool | None, layer: str, hints: str
+) -> None:
+    """No change of the job's own code removes it, but a setting or another optimizer may."""
+    write_story(root, lambda *_: (0.2, 5.0, 10.0, 30.0))
+    told(root, optimizer={"fused": fused}, model={"layers": {layer: 1}})
+    verdict = judged(root)
+    takes = "the optimizer takes 65 % of the step, more than forward and backward"
+    assert verdict.headline == takes + hints
+    assert {finding.severity for finding in verdict.findings} <= {"info"}
