@@ -29,12 +29,6 @@ _ASKED = ("interrupted", "cancelled")
 _FULL = ("disk_full", "shared_memory_full")
 _OF_CODE = ("exception", "exit", "crash", "early_exit", "mismatch", "hang", "deadlock")
 """Causes that stand at a line of the user's code."""
-_AT_LINE = {
-    "exception": ("at", "exception", "fix the line"),
-    "exit": ("at", "exit", "see why it leaves there"),
-    "crash": ("with Python at", "crash", "mend the native code"),
-}
-"""Of those that the code itself decides: where it is, what it is called, what to do."""
 _WITHOUT_LINE = ("early_exit", "mismatch")
 """Causes that no machine has, which need no line to be the same again."""
 OF_NODES = ("killed", "crash", "hang", "gone", "node_lost", "never_started")
@@ -51,12 +45,16 @@ _PROGRAM = re.compile(
 )
 """Exceptions of a program that is wrong, whatever its data and its machine."""
 _OF_DATA = re.compile(
-    r"(ZeroDivisionError|KeyError|IndexError|AssertionError|ValueError|"
-    r"RecursionError|RuntimeError(?=: (?:mat1 and mat2|The size of tensor|Sizes of tensors|shape |"
+    r"(?:\w+\.)*(?:ZeroDivisionError|OverflowError|KeyError|IndexError|LookupError|AssertionError|"
+    r"ValueError|JSONDecodeError|Unicode\w+Error|UnpicklingError|RecursionError|"
+    r"RuntimeError(?=: (?:mat1 and mat2|The size of tensor|Sizes of tensors|shape |"
     r"Expected |expected )))\b"
 )
-"""These as well before a step has ended; later they may be of the data, or of chance."""
-_OF_WORKER = re.compile(r"its DataLoader worker \d+ raised ")
+"""These as well before a step has ended; later they may be of the data."""
+_BEFORE_ERROR = re.compile(
+    r".*(?:, while handling |; raised from )|its DataLoader worker \d+ raised "
+)
+"""What stands before the error that an end goes back to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +76,9 @@ class Attempt:
     is_program: bool
     """Whether its exception is one of the program, or ranks issued other collectives than others:
     that comes again at each start."""
-    own_error: str | None
-    """The exception's type, where one is known."""
+    is_of_code: bool
+    """Whether the job's code ended it by itself: by sys.exit, or by an exception that no device,
+    file or network raises, such as ValueError."""
     is_nan: bool
     """Whether the job ended itself because a value, such as its loss, was no finite number."""
     growth_bytes_per_step: float | None
@@ -166,6 +165,13 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
         text = "it ended on a NaN: the same seeds and settings meet it again; begin from a "
         text += "checkpoint before it with another setting, such as a lower learning rate"
         yield "STOP", (), "nan", text
+    if last.is_of_code:
+        place = f" at {last.line}" if last.line else ""
+        text = f"an error of the program or its data{place}: a restart helps only if the order of "
+        text += "the data or a damaged read was to blame"
+        if last.cause == "exit":
+            text = f"the program ended itself{place}: see why before it is started again"
+        yield "STOP", (), "code", text
     idle = attempts[-_IDLE_DEATHS:]
     if len(idle) == _IDLE_DEATHS and not any(each.has_trained for each in idle):
         yield "STOP", (), "never_trained", f"no step ended in the last {_IDLE_DEATHS} starts"
@@ -181,11 +187,9 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     if alike:
         none = f"{len(alike)} of {len(earlier)} earlier deaths had the same cause"
     text = f"{none}: a restart may get past it, nothing shows that it fails the same way again"
-    if last.line is not None and last.cause in _AT_LINE:
-        where, name, mend = _AT_LINE[last.cause]
-        text = f"{none}: likely to come again {where} {last.line}, unless the order of the data or "
-        text += f"the machine caused this {last.own_error or name}; for good, {mend}: a second "
-        text += "death there is a STOP"
+    if last.line is not None and last.cause in ("exception", "crash"):
+        text = f"{none}: a restart may get past it if the machine, the network or the order of the "
+        text += f"data caused it; a second death at {last.line} is a STOP"
     if last.cause == "deadlock":
         text = f"{none}: a restart may get past it, as which thread comes first is chance; for "
         text += "good, change how the locks are taken: a second death at that line is a STOP"
@@ -202,10 +206,10 @@ def _attempts(frames: RunFrames) -> list[Attempt]:
 def _attempt(frames: RunFrames, death: Death) -> Attempt:
     hosts = {fate.host for fate in death.fates if fate.rank in death.ranks}
     trained = any(fate.step for fate in death.fates)
-    what = _OF_WORKER.sub("", death.what, count=1)
-    of_data = _OF_DATA.match(what) if death.cause == "exception" else None
-    error = re.match(r"[\w.]+", what) if death.cause == "exception" else None
-    is_wrong = _PROGRAM.match(what) or (not trained and of_data)
+    error = _BEFORE_ERROR.sub("", death.what, count=1)
+    of_data = _OF_DATA.match(error) is not None
+    is_wrong = _PROGRAM.match(error) is not None
+    is_exit = death.cause == "exit" and death.line is not None and error == death.what
     return Attempt(
         run=frames.run.root.name,
         generation=death.generation,
@@ -214,8 +218,9 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         step=death.step,
         has_trained=trained and death.own_end is None,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
-        is_program=death.cause == "mismatch" or (death.cause == "exception" and bool(is_wrong)),
-        own_error=error.group() if error else None,
+        is_program=death.cause == "mismatch"
+        or (death.cause == "exception" and (is_wrong or (of_data and not trained))),
+        is_of_code=is_exit or (death.cause in ("exception", "exit") and (of_data or is_wrong)),
         is_nan=ended_on_nan(death.cause, (death.message, death.source), death.fates),
         growth_bytes_per_step=_growth(frames, death),
         has_saved=any(start.saves for start in frames.run_record().starts),

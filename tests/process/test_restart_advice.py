@@ -34,7 +34,7 @@ for number in range(2000 if how == "wait" else 6):
     if how == "wait":
         time.sleep(0.05)
     if number == 4 and how == "line":
-        raise ValueError("no label in sample 9")
+        raise ConnectionError("no answer for shard 9")
     if number == 4 and how == "name":
         undefined
     if number == 4 and how == "memory":

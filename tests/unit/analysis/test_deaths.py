@@ -669,13 +669,17 @@ def test_what_was_printed_before_a_death_is_a_witness_whose_rank_may_not_be_know
         ("SystemExit", "loss is nan at 110", [], "STOP", "it ended on a NaN"),
         ("SystemExit", "1", ["step 110 loss nan", "stopping"], "STOP", "it ended on a NaN"),
         ("FloatingPointError", "Non-finite loss", [], "STOP", "it ended on a NaN"),
-        ("SystemExit", "1", ["best loss: inf"], "RESTART", "its first death"),
+        ("SystemExit", "1", ["best loss: inf"], "STOP", "the program ended itself at train.py:88"),
         ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (32x60 and 64x64)", [],
-         "RESTART", "caused this RuntimeError; for good, fix"),
-        ("RuntimeError", "cuDNN error", [], "RESTART", "caused this RuntimeError; for good, fix"),
+         "STOP", "a restart helps only if the order of the data or a damaged read was to blame"),
+        ("json.decoder.JSONDecodeError", "Expecting ',' delimiter", [],
+         "STOP", "an error of the program or its data at train.py:88 in step: "),
+        ("RuntimeError", "cuDNN error", [], "RESTART", "a second death at train.py:88 in step is"),
+        ("ConnectionError", "no answer", [], "RESTART", "if the machine, the network or"),
         ("AssertionError", "Caught AssertionError in DataLoader worker process 0.\nOriginal "
-         "Traceback (most recent call last):\nAssertionError: bad sample", [],
-         "RESTART", "caused this AssertionError; for good, fix"),
+         "Traceback (most recent call last):\n  File \"/home/me/data.py\", line 17, in get\n"
+         "AssertionError: bad sample", [],
+         "STOP", "an error of the program or its data at data.py:17 in get"),
     ],
 )  # fmt: skip
 def test_first_death_that_comes_again_is_told_so(
@@ -687,6 +691,27 @@ def test_first_death_that_comes_again_is_told_so(
     found = restart_advice(RunFrames(job.run.root))
     assert found is not None
     assert (found.action, said in found.text) == (advice, True), found.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "root", "advice"),
+    [
+        ("SystemExit", "exit_call", "ConnectionError", "RESTART"),
+        ("SystemExit", "exit_call", "KeyError", "STOP"),
+        ("SystemExit", "exit_call", "NameError", "STOP"),
+        ("ValueError", "exception", "OSError", "RESTART"),
+        ("RuntimeError", "exception", "KeyError", "STOP"),
+    ],
+)
+def test_advice_goes_by_what_an_exit_or_an_exception_was_raised_from(
+    job: Job, kind: str, how: str, root: str, advice: str
+) -> None:
+    cause = {"type": root, "message": "shard 9", "frames": [["/home/me/data.py", 17, "read"]]}
+    job.raised(1, 0, kind, "1", how=how, handled=[cause])
+    job.over(1, 0, status=1)
+    found = restart_advice(RunFrames(job.run.root))
+    assert found is not None
+    assert found.action == advice, found.text
 
 
 def test_launcher_that_leaves_by_sys_exit_is_not_the_cause(job: Job) -> None:
