@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 
 NS_PER_S = 1_000_000_000
@@ -31,6 +32,17 @@ def visible(text: str, *, keep: str = "") -> str:
 def shorten(text: str, limit: int = 160) -> str:
     """A text that may be cut, and shows it."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+_SOURCE_PLACE = re.compile(
+    r"\[(?:enforce fail at )?[^\]\s]+\.(?:cc|cpp|cu|h):\d+\](?: \.)? ?|(?<=error) in: \S+:\d+(?=,)"
+)
+"""`[enforce fail at alloc_cpu.cpp:127] `, `[/x/pair.cc:553] `, `NCCL error in: /x/y.cpp:1970`."""
+
+
+def without_source_places(text: str) -> str:
+    """Without the places in C++ sources that torch, gloo and NCCL put before what they say."""
+    return _SOURCE_PLACE.sub("", text)
 
 
 def digits_text(value: float) -> str:

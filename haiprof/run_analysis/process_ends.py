@@ -18,7 +18,7 @@ import polars as pl
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
-from haiprof.base.units import shorten
+from haiprof.base.units import bytes_text, shorten, without_source_places
 from haiprof.run_analysis.code_samples import SampledProcess, StackTree, read_stack_file
 from haiprof.run_analysis.gpu_memory import (
     GpuOutOfMemory,
@@ -94,7 +94,7 @@ class Error:
         """`RuntimeError: what happened`, in one line."""
         name = self.type.rpartition(".")[2]
         lines = [line.strip() for line in self.message.splitlines() if line.strip()]
-        said = shorten(lines[0]) if lines else ""
+        said = shorten(without_source_places(lines[0])) if lines else ""
         return name if said in ("", name) else f"{name}: {said}"
 
     @property
@@ -609,6 +609,7 @@ _KINDS = (
     ("interrupted", re.compile(r"\AKeyboardInterrupt:")),
 )  # fmt: skip
 """Causes by what an exception says."""
+_OF_DEVICE = re.compile(r"\b(?:CUDA|HIP|XPU|NPU)\b")
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 _WORKER_RAISED = re.compile(r"in DataLoader worker process (\d+)")
 _SIGNALS: dict[int, str] = {
@@ -736,11 +737,15 @@ def what_happened(end: ProcessEnd) -> str:
         via = f", and exited with status {end.status}" if exits and end.status else ""
         by_signal = f" ({signal_name(end.signal)})" if end.signal is not None else ""
         way = f"it aborted itself{by_signal}: " if end.how == "terminate" else ""
+        said = inner[0] or error.short
+        if kind_of(end) == "out_of_memory":
+            who = who.replace(" raised ", " ran ")
+            said = _out_of_memory_text(end, error)
         by = "; known by its last lines on stderr" if end.how == "printed" else ""
         if _NOT_WRITTEN.search(error.message):
             by += "; torch could not write the file: a full disk, a quota, or a limit (ulimit -f)"
         by += _root_text(end, error) + thread_text(end)
-        return f"{way}{who}{inner[0] or error.short}{f' ({place})' if place else ''}{via}{by}"
+        return f"{way}{who}{said}{f' ({place})' if place else ''}{via}{by}"
     if end.oom:
         held = end.killed_with_bytes
         with_bytes = "" if held is None else f" with {held / (1 << 30):.2f} GiB resident"
@@ -771,6 +776,15 @@ def what_happened(end: ProcessEnd) -> str:
         why = f"why is not known{_last_line(end)}{thread}"
         return f"it ended with exit status {end.status}{way}; {why}"
     return "it is gone and left no report: killed, or its machine was lost"
+
+
+def _out_of_memory_text(end: ProcessEnd, error: Error) -> str:
+    """`out of memory, at its limit of 2.86 GiB by ulimit -v`."""
+    if _OF_DEVICE.search(error.message):
+        return "out of GPU memory"
+    limit = end.address_limit_bytes
+    at = f", at its limit of {bytes_text(limit)} by ulimit -v" if limit is not None else ""
+    return f"out of memory{at}"
 
 
 def crash_place(end: ProcessEnd) -> str:

@@ -48,8 +48,8 @@ from haiprof.show.views.deaths import (
     advice_text,
     grouped_fates,
     memory_lines,
+    said_lines,
     start_lines,
-    witness_lines,
 )
 
 _KERNEL_LIMIT = 20
@@ -148,7 +148,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     return DeathPart(
         word=WORDS.get(death.cause, death.cause),
         then="" if verdict.advice is None else advice_text(verdict.advice),
-        facts=(*facts, *witness_lines(death), *memory_lines(verdict), *start_lines(verdict.starts)),
+        facts=(*facts, *said_lines(death), *memory_lines(verdict), *start_lines(verdict.starts)),
         fates=PageTable("", head, rows, left=head),
         rows=lanes,
         ends=(f"{duration_text(before)} before", f"{duration_text(after)} after"),

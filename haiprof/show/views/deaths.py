@@ -14,7 +14,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import NS_PER_S, duration_text, later_text, ranks_text, ratio_text, shorten
+from haiprof.base.units import (
+    NS_PER_S,
+    duration_text,
+    later_text,
+    ranks_text,
+    ratio_text,
+    shorten,
+    without_source_places,
+)
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import (
     count_text,
@@ -128,7 +136,7 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
     if death.died_ns:
         order = f" · order: {death.clock}" if len(death.fates) > 1 else ""
         yield f"at {moment_text(death.died_ns)}{order}"
-    yield from witness_lines(death)
+    yield from said_lines(death)
     yield from map(printable, death.scheduler)
     yield from memory_lines(verdict)
     yield from start_lines(verdict.starts)
@@ -140,12 +148,15 @@ _TOLD_NS = 20 * NS_PER_S
 """When a line was printed is told from so long before the death on: it was read up to 2 s later."""
 
 
-def witness_lines(death: Death) -> Iterator[str]:
-    """What the job printed before it died, in a line each."""
+def said_lines(death: Death) -> Iterator[str]:
+    """The words in which memory ran out, and what the job printed before it died."""
+    said = (death.message or "").strip().partition("\n")[0]
+    if death.cause == "out_of_memory" and said:
+        yield printable(f"in its own words: {shorten(without_source_places(said))}")
     for each in death.witnesses:
         before_ns = (death.died_ns or 0) - each.wall_ns  # when it was read
         before = f" about {duration_text(before_ns)} before" if before_ns >= _TOLD_NS else ""
-        yield printable(f"{each.who} printed{before}: {each.text}")
+        yield printable(f"{each.who} printed{before}: {without_source_places(each.text)}")
 
 
 def memory_lines(verdict: Verdict) -> Iterator[str]:

@@ -26,6 +26,10 @@ S = 1_000_000_000
 T0 = CLOCK.wall_ns + 60 * S
 GLOO = "[/__w/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"
 BROKEN = "[/__w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57741"
+ENFORCED = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 524288 bytes. Error code 12 (Cannot allocate memory)"
+)
 LOCK = ["/home/me/train.py", 88, "step"]
 BACKWARD = [LOCK, ["/x/site-packages/torch/_tensor.py", 5, "backward"]]
 
@@ -354,7 +358,7 @@ STORIES = {
     # last lines on stderr
     "a printed error": _last_lines("exception", "Error: bad (train.py:88 in",
                                    *TRACEBACK, "torch.Error: bad", "second line"),
-    "a printed MemoryError": _last_lines("out_of_memory", "MemoryError (train.py:88 in step)",
+    "a printed MemoryError": _last_lines("out_of_memory", "died first: out of memory (train.py:88",
                                          *TRACEBACK, "MemoryError"),
     "a traceback, and no error below it": _last_lines(
         "exit", "stderr: and then: nothing it raised", *TRACEBACK, "and then: nothing it raised"),
@@ -420,6 +424,28 @@ STORIES = {
         events=[do.raised(1, 0, "ValueError", "bad sample"),
                 do.over(1, 1, status=1, stderr=[*TRACEBACK, "MemoryError"])],
         cause="exception", certain=True,
+    ),
+    # memory
+    "memory at a limit is told as the cause, and not in torch's words": Story(
+        events=[do.raised(1, 0, "RuntimeError", ENFORCED),
+                do.over(1, 0, status=1, address_limit_bytes=3 << 30)],
+        cause="out_of_memory", line=AT_88, unsaid=["enforce", "alloc_cpu", "RuntimeError"],
+        said=["rank 1 died first: out of memory, at its limit of 3.00 GiB by ulimit -v "
+              "(train.py:88 in step)"], message=ENFORCED,
+    ),
+    "memory of a loader worker": Story(
+        events=[do.died(1, 0, "MemoryError", RAISED_IN_WORKER.replace("KeyError: 'label'",
+                "MemoryError").format(source=""))], cause="out_of_memory",
+        said=["its DataLoader worker 0 ran out of memory (data.py:17 in __getitem__)"],
+    ),
+    "memory of a GPU without numbers": Story(
+        events=[do.raised(1, 0, "torch.AcceleratorError", "CUDA error: out of memory\nhint"),
+                do.over(1, 0, status=1, address_limit_bytes=3 << 30)],
+        cause="out_of_memory", unsaid=["ulimit -v ("], said=["out of GPU memory (train.py:88"],
+    ),
+    "places in the sources of libraries are left out": Story(
+        events=[do.died(1, 0, "RuntimeError", "[enforce fail at tensor.cpp:9] . bad stride")],
+        cause="exception", said=["RuntimeError: bad stride (train.py"], unsaid=["cpp"],
     ),
     # ways out
     "an exit that no exception led to is proved": Story(
