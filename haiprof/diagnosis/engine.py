@@ -110,8 +110,10 @@ def judge(
     findings = _name_nodes(inputs, _findings(inputs, found, facts), ledger)
     creep = next((each for each in findings if each.rule == "memory_creep"), None)
     memory = analyzer.memory_at_end() if death else ()
+    gpu_memory = analyzer.gpu_memory_at_end() if death else ()
     grown = next((m.growth_bytes_per_step for m in memory if m.growth_bytes_per_step), None)
-    if death is not None and death.cause == "out_of_memory" and (creep or grown):
+    ran_out = death is not None and death.cause == "out_of_memory" and not gpu_memory
+    if death is not None and ran_out and (creep or grown):
         title = f"memory grew by {bytes_text(round(grown))} a step" if grown else ""
         title = title or (creep.title if creep else "")
         remedy = creep.remedy if creep else KEPT_REMEDY
@@ -121,6 +123,8 @@ def judge(
                 f"write it to a file; else {remedy}"
             )
         death = replace(death, remedy=f"{title}: {remedy}")
+        if grown:  # one number for one growth: the death tells it
+            findings = tuple(each for each in findings if each is not creep)
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     headline = _headline(inputs, findings, found)
@@ -132,7 +136,7 @@ def judge(
         death=death,
         advice=restart_advice(analyzer),
         memory_at_end=memory,
-        gpu_memory_at_end=analyzer.gpu_memory_at_end() if death else (),
+        gpu_memory_at_end=gpu_memory,
         starts=wall_time.starts if deaths else (),
         goodput=wall_time if deaths and wall_time.has_ended else None,
         ledger=ledger,

@@ -350,16 +350,15 @@ def test_line_that_keeps_what_it_makes_is_named_where_memory_ran_out_there(
     assert ("see first what train.py:5 in keep, where it ran out" in death.remedy) is is_named
 
 
-def test_limit_at_which_the_job_has_died_does_not_lie_ahead(root: Path) -> None:
+def test_growth_that_the_job_died_of_is_told_by_its_death_alone(root: Path) -> None:
     write_story(root, lambda *_: BALANCED, steps=1200)
     limited(root, 2e9)
     ran_out(root, 60)
     verdict = judged(root)
     assert verdict.death is not None
     assert verdict.death.cause == "out_of_memory"
-    creep = find(verdict, "memory_creep")
-    assert "its limit is " not in creep.title
-    assert not [name for name in numbers(creep) if name.startswith("until")]
+    assert verdict.memory_at_end[0].growth_bytes_per_step is not None
+    assert "memory_creep" not in {f.rule for f in verdict.findings}, "one number for one growth"
 
 
 @pytest.mark.parametrize(
