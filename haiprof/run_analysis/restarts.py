@@ -137,6 +137,8 @@ class Start:
     """The checkpoint; None where none was seen."""
     first_step: int | None
     """Number of its first step in the whole job, counted from 0; None where that is not known."""
+    has_saved: bool
+    """Whether a checkpoint was seen to be written."""
 
     @property
     def lost_steps(self) -> int:
@@ -266,6 +268,7 @@ def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
             from_step=None if origin is None else origin.low,
             file=None if origin is None else origin.file,
             first_step=numbers.get(place),
+            has_saved=bool(record.saves),
         )
         for place, (record, (low, high), origin) in enumerate(
             zip(records, kept, origins, strict=True)

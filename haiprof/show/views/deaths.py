@@ -259,7 +259,9 @@ def _lost_text(found: Goodput) -> str:
     if low == high:
         return f"{count_text(low, 'step')} lost"
     least = f"{low} to " if low else "up to "
-    return f"no checkpoint was seen: a restart repeats {least}{count_text(high, 'step')}"
+    has_saved = any(start.has_saved for start in found.starts)
+    since = "from the last checkpoint that was seen," if has_saved else "no checkpoint was seen:"
+    return f"{since} a restart repeats {least}{count_text(high, 'step')}"
 
 
 def _origin_text(start: Start) -> str:
