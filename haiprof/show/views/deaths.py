@@ -141,9 +141,12 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
     yield from memory_lines(verdict)
     yield from start_lines(verdict.starts)
     if verdict.goodput is not None:
-        yield goodput_text(verdict.goodput)
+        is_short = verdict.goodput.ratio is not None and verdict.goodput.wall_ns < _SHORT_NS
+        yield _lost_text(verdict.goodput) if is_short else goodput_text(verdict.goodput)
 
 
+_SHORT_NS = 300 * NS_PER_S
+"""Of a job that died so soon, the share of time that counted tells of its start alone."""
 _TOLD_NS = 20 * NS_PER_S
 """When a line was printed is told from so long before the death on: it was read up to 2 s later."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from haiprof.run_analysis.before_death import GpuMemoryAtEnd
 from haiprof.run_analysis.collectives import judge_dumps
 from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, parse_torch_message
 from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.writer import LineWriter, write_json
 from tests.fake_nccl_files import COMM_HASH, profiler
 from tests.unit.analysis.test_deaths import T0, Job, S, found
@@ -103,6 +105,7 @@ def test_exit_report_is_markdown_with_cause_line_and_every_rank(
     assert main(["verdict", str(job.run.root), "--exit-report", str(ticket)]) == 0
     text = ticket.read_text()
     assert "rank 1 died first: RuntimeError: shape mismatch (train.py:88" in text
+    assert "goodput" in text, "it ran for an hour"
     assert text.startswith("#")
     assert text.count("| ") >= 3, "a row per rank"
     assert str(ticket) in capsys.readouterr().err
@@ -120,6 +123,18 @@ def test_exit_status_is_said_once_below_the_state_of_the_run(
     _, _, below = capsys.readouterr().out.partition("ended, exit 7")
     assert below.count("status 7") == 1
     assert below.count("exited") == 1
+
+
+def test_share_of_time_is_not_told_of_a_job_that_died_at_once(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.died(1, 0, "RuntimeError", "shape mismatch")
+    manifest = read_manifest(job.run)
+    write_manifest(job.run, replace(manifest, end_wall_ns=T0 + 9 * S))
+    assert main(["verdict", str(job.run.root)]) == 0
+    shown = capsys.readouterr().out
+    assert "goodput" not in shown
+    assert "no checkpoint was seen: a restart repeats up to 3 steps" in " ".join(shown.split())
 
 
 def test_list_says_in_a_word_how_each_run_ended(
