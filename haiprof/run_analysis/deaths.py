@@ -70,6 +70,8 @@ SLURM_LIMIT_NS = 90 * NS_PER_S
 """Slurm sends SIGTERM at the time limit, checked every half minute or so."""
 _STILL_NS, _STILL_STEPS = 10 * NS_PER_S, 20
 """A job that was ended is said to have stood still after such a time, and that of so many steps."""
+_STOOD_NS = 2 * NS_PER_S
+"""Samples that are all at one line for so long are told as such."""
 _READ_LATER_NS = 5 * NS_PER_S
 """A line is read so long after it was printed, at the most where nothing hangs."""
 _WITNESS_LIMIT, _LAST_LINES = 4, 10
@@ -783,6 +785,8 @@ class _Case:
         if cause == "crash" and end is not None and end.crashed_at:
             where = "what that other thread runs" if end.crashed_beside else "what that line calls"
             return f"see {where}; a core file (ulimit -c unlimited) shows the native code in gdb"
+        if cause == "hang" and self.evidence.files.paths.snapshot_files():
+            return f"{_REMEDIES[cause]}: snapshots in the run show its stacks"
         if cause == "killed" and end is not None and end.signal is not None:
             return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])
         if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:
@@ -805,7 +809,11 @@ class _Case:
             return None
         end = self.ends[ranks[0]].failed_ns or died
         before = (end - seen.wall_ns) if end else 0
-        return f"{seen.line}, {duration_text(before)} before its end" if before > 0 else seen.line
+        text = f"{seen.line}, {duration_text(before)} before its end" if before > 0 else seen.line
+        stood_ns = seen.wall_ns - seen.since_ns
+        if stood_ns < _STOOD_NS:
+            return text
+        return f"{text}, as in every sample of the {duration_text(stood_ns)} before"
 
     def _own_files(self, rank: int) -> RankFiles | None:
         """The files that a rank wrote in this start."""
@@ -1016,8 +1024,7 @@ _REMEDIES: Mapping[str, str] = {
     "exit": "see why it calls sys.exit or raises SystemExit, and what it printed before",
     "early_exit": "give all ranks the same number of batches (drop_last, a DistributedSampler), or "
     "wrap the loop in torch.distributed.algorithms.join.Join",
-    "hang": "see why the rank that is named did not go on: its last sample, and a snapshot where "
-    "one was taken, show where it was",
+    "hang": "see why the rank that is named did not go on",
     "deadlock": "take locks in the same order in all threads, and wait for nothing while holding "
     "one: that rank waits for a lock which another thread of it seems to keep; "
     "lock.acquire(timeout=60) turns such a hang into an error with its line",

@@ -873,6 +873,8 @@ class LastSeen(NamedTuple):
 
     line: str
     wall_ns: int
+    since_ns: int
+    """Unix time of the first of the samples up to that one which are all at that line."""
     is_at_lock: bool
     """Whether it waited for a lock at that very line."""
 
@@ -887,19 +889,27 @@ def last_seen(rank: RankFiles, worker_pid: int | None = None) -> LastSeen | None
             own += [p for p in processes if (p.worker is not None) is of_workers and p.pid == pid]
     if not own or offset_ns is None:
         return None
-    for time_ns, frames, wait in _last_samples(own[-1], grown):
-        if (frame := own_frame(frames)) is not None:
-            is_at_lock = frame == frames[-1] and wait == WAITS.index("lock")
-            return LastSeen(frame_text(frame), time_ns + offset_ns, is_at_lock)
-    return None
+    samples = list(_last_samples(own[-1], grown))
+    lines = [own_frame(frames) for _, frames, _ in samples]
+    at = next((at for at, line in enumerate(lines[:_BACK]) if line is not None), None)
+    if at is None or (frame := lines[at]) is None:
+        return None
+    time_ns, frames, wait = samples[at]
+    alike = list(takewhile(frame.__eq__, lines[at:]))
+    since_ns = samples[at + len(alike) - 1][0]
+    is_at_lock = frame == frames[-1] and wait == WAITS.index("lock")
+    return LastSeen(frame_text(frame), time_ns + offset_ns, since_ns + offset_ns, is_at_lock)
 
 
 def _last_samples(process: SampledProcess, grown: StackTree) -> Iterator[tuple[int, Stack, int]]:
     """Time, stack and wait, from the last sample back."""
     sampled, tree = process.samples()[0], grown.whole()
     columns = (sampled[name][::-1].tolist() for name in ("time_ns", "stack", "wait"))
-    for time_ns, stack, wait in islice(zip(*columns, strict=True), _BACK):
-        yield time_ns, tuple(tree.frames[at][:3] for at in tree.frame_places(stack)), wait
+    known: dict[int, Stack] = {}
+    for time_ns, stack, wait in zip(*columns, strict=True):
+        if stack not in known:
+            known[stack] = tuple(tree.frames[at][:3] for at in tree.frame_places(stack))
+        yield time_ns, known[stack], wait
 
 
 def workers_last_at(rank: RankPaths) -> dict[int, Stack]:
@@ -912,7 +922,7 @@ def workers_last_at(rank: RankPaths) -> dict[int, Stack]:
         except RunFormatError:
             continue
         for process in processes[-1:]:
-            last = (stack for _, stack, _ in _last_samples(process, grown) if stack)
+            last = (stack for _, stack, _ in islice(_last_samples(process, grown), _BACK) if stack)
             found[process.pid] = next(last, ())
     return found
 

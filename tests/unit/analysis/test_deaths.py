@@ -932,6 +932,7 @@ def test_a_rank_that_hung_is_told_with_its_thread_that_died_before(job: Job) -> 
     why = {"reason": "it is the only rank, and no step of it ends", "certain": True}
     death = hung(job, [{"rank": 0, "doing": "train.py:88 in step", **why}])
     assert found(death) == ("hang", (0,))
+    assert death.remedy.endswith("snapshots in the run show its stacks")
     assert "had died of ValueError: bad record (train.py:88 in step); then" in death.headline
 
 
@@ -968,6 +969,30 @@ def test_rank_whose_threads_wait_for_each_others_locks_is_told_so(
     assert advice is not None
     assert advice.action == "RESTART"
     assert ("a second death at that line is a STOP" in advice.text) == is_locked
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([7, *[9] * 33], "data.py:9 in read, 2.00 s before its end, as in every sample of the 16.0"),
+        ([9] * 30 + [7, 9, 9], "data.py:9 in read, 2.00 s before its end; "),
+    ],
+)
+def test_rank_that_stood_at_a_line_until_its_end_is_told_for_how_long(
+    job: Job, lines: Sequence[int], said: str
+) -> None:
+    at = T0 - CLOCK.wall_ns + CLOCK.mono_ns - 2 * S
+    samples = [(at - place * S // 2, (("/home/me/data.py", line, "read"),))
+               for place, line in enumerate(reversed(lines))]  # fmt: skip
+    write_stacks(job.run.rank(1).stacks, samples[::-1], pid=101)
+    job.reached(9, 8, 9)
+    for rank in (0, 2):
+        job.died(rank, -1, "RuntimeError", GLOO)
+    job.stopped(1, at_s=0)
+    death = job.death()
+    assert found(death) == ("hang", (1,))
+    assert f"last sample: {said}" in death.headline
+    assert "snapshot" not in death.remedy, "none was taken"
 
 
 @pytest.mark.parametrize("said", ["is killed by signal: Killed. ", "exited unexpectedly"])
