@@ -247,13 +247,13 @@ def _add_what_began_it(evidence: Evidence, found: Sequence[Death]) -> Death:
     ]
     at = trained[-1] if trained else len(found) - 2
     first, last, count = found[at], found[-1], len(found) - 1 - at
-    times = f" {count} times" if count > 1 else ""
-    own = f"was seen; then {last.what}"
+    number = last.generation + 1
+    starts = f"starts {number - count + 1} to {number}" if count > 1 else f"start {number}"
     waited = ": its ranks may have waited for each other in init_process_group"
     return replace(
         first,
-        headline=f"{first.headline}; its ranks were started again{times} and no step of them {own}",
-        own_end=f"no step {own}",
+        headline=f"{first.headline}; {starts} never trained: {last.what}",
+        own_end=f"no step was seen; then {last.headline}",
         began_in=first.generation,
         remedy=f"{first.remedy}; and find out why the restart did not train"
         f"{waited if last.message is None else ''}",
@@ -331,12 +331,12 @@ class _Case:
                 return found
         manifest = self.evidence.files.manifest
         if self.victims:
-            said = _victims_text(self._fates(()), None)
-            end = min((self.ends[r] for r in self.victims), key=lambda e: e.failed_ns or 1 << 62)
-            what = f"{said}: whom they waited for is not known"
+            rank = min(self.victims, key=lambda r: self.ends[r].failed_ns or 1 << 62)
+            end, headline = self.ends[rank], "whom the ranks waited for is not known"
             if end.error is not None:
-                what += f"; rank {end.rank} raised {end.error.short} ({end.error.location})"
-            return self._death("unknown", (), what, end=end, certain=False)
+                headline += f"; rank {rank} raised {end.error.short} ({end.error.location})"
+            what = f"rank {rank} was ended by {self.victims[rank]}"
+            return self._death("unknown", (), headline, what=what, end=end, certain=False)
         gone = [end for end in self._causes() if kind_of(end) == "gone"]
         if gone:
             what = what_happened(gone[0])

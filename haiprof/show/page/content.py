@@ -148,7 +148,12 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     return DeathPart(
         word=WORDS.get(death.cause, death.cause),
         then="" if verdict.advice is None else advice_text(verdict.advice),
-        facts=(*facts, *said_lines(death), *memory_lines(verdict), *start_lines(verdict.starts)),
+        facts=(
+            *facts,
+            *said_lines(death),
+            *memory_lines(verdict),
+            *start_lines(verdict.starts, death),
+        ),
         fates=PageTable("", head, rows, left=head),
         rows=lanes,
         ends=(f"{duration_text(before)} before", f"{duration_text(after)} after"),

@@ -139,7 +139,7 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
     yield from said_lines(death)
     yield from map(printable, death.scheduler)
     yield from memory_lines(verdict)
-    yield from start_lines(verdict.starts)
+    yield from start_lines(verdict.starts, death)
     if verdict.goodput is not None:
         is_short = verdict.goodput.ratio is not None and verdict.goodput.wall_ns < _SHORT_NS
         yield _lost_text(verdict.goodput) if is_short else goodput_text(verdict.goodput)
@@ -170,10 +170,11 @@ def memory_lines(verdict: Verdict) -> Iterator[str]:
         yield from (each.text for each in verdict.memory_at_end)
 
 
-def start_lines(starts: Sequence[Start]) -> Iterator[str]:
-    """One line for each start of the ranks, where there were several."""
+def start_lines(starts: Sequence[Start], death: Death) -> Iterator[str]:
+    """One line for each start of the ranks, where there were several; the headline tells one."""
     for place, start in enumerate(starts if len(starts) > 1 else (), start=1):
-        why = start.why or "no death"
+        is_told = start.generation == death.died_in
+        why = "its death is the headline" if is_told else start.why or "no death"
         yield printable(f"start {place}: {start.step_count} steps{fate_text(start)}, {why}")
 
 
