@@ -55,7 +55,7 @@ from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ledger import ACTIVITIES, DISPATCH_RATIO, JOB, UNKNOWN
-from haiprof.run_analysis.lines import written_in
+from haiprof.run_analysis.lines import CodeLine, find_statement, written_in
 from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import integer, number
 from haiprof.run_analysis.run_frames import RunFrames
@@ -232,9 +232,29 @@ def _findings(
             first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
             fact = replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
         rows.append(fact)
+    if found is not None:
+        rows = [_name_setting(inputs, found, row) if row.setting else row for row in rows]
     return tuple(sorted(rows, key=lambda row: (
         row.rule != STANDSTILL, SEVERITIES.index(row.severity), -_order_ratio(row)
     )))  # fmt: skip
+
+
+def _name_setting(inputs: RuleInputs, found: RunLedger, row: Finding) -> Finding:
+    """The finding with the line of the job's that sets what it is about, where one alone does."""
+    manifest, gain = inputs.analyzer.files.manifest, row.gain
+    since_ns = manifest.start_wall_ns if manifest else 0
+    place = find_statement(found.samples.tree, row.setting, since_ns)
+    if place is None:
+        return row
+    low = high = None
+    if gain is not None:
+        low, high = (1.0 - ns / gain.step_ns for ns in (gain.high_ns, gain.low_ns))
+    file, line, function = place
+    said = CodeLine(
+        file=file, line=line, function=function, share=row.lost_ratio if gain else None, low=low,
+        high=high, of="the step", sample_count=None, callees=(),
+    )  # fmt: skip
+    return replace(row, code_lines=(said, *row.code_lines))
 
 
 def _order_ratio(row: Finding) -> float:

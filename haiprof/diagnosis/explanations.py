@@ -25,7 +25,7 @@ from haiprof.base.ledger import (
 )
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text, shorten, visible
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
-from haiprof.diagnosis.loader_causes import less_per_sample, loader_cause
+from haiprof.diagnosis.loader_causes import MAKES_LOADER, less_per_sample, loader_cause
 from haiprof.diagnosis.machine_causes import (
     LOADER_WORKERS,
     NEIGHBOURS,
@@ -234,7 +234,7 @@ def _waits_for_loader(question: Question) -> Finding:
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is not None and why.rule == "epoch_restart":
         beside = question.samples.take(question.samples.phase == WORKER_WAITING)
-        lines = code_lines(beside, "what the workers do beside loading", 1.0) or lines
+        lines = code_lines(beside, "what the workers do beside loading", 1.0)
     if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
         starved = starvation(inputs)
         lost = (
@@ -335,6 +335,7 @@ def _restarts_workers(question: Question) -> Finding:
         "workers, or longer epochs (a sampler that repeats)",
         rule=SLUGS["input"],
         cause="worker_start",
+        setting=MAKES_LOADER,
     )
 
 
@@ -913,5 +914,5 @@ def code_lines(samples: CodeSamples, of: str, part: float) -> tuple[CodeLine, ..
     return tuple(
         line
         for line in function_times(samples, of, part)[:_LINE_LIMIT]
-        if (line.sample_count or 0) >= _MIN_SAMPLES and line.share >= _LEAST_RATIO * part
+        if (line.sample_count or 0) >= _MIN_SAMPLES and (line.share or 0.0) >= _LEAST_RATIO * part
     )

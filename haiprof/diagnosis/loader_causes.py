@@ -54,6 +54,7 @@ _LESS_OF_LISTS = (
 _TRIED = (
     "the time above is with batches always ready; haiprof try-loader measures what workers gain"
 )
+MAKES_LOADER = r"DataLoader\("
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""
@@ -196,6 +197,7 @@ def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:
         ("time at one, with the first batch", edge / count, "ns"),
         ("share of all waiting that falls there", edge / wait, "ratio"),
         rule="epoch_restart",
+        setting=MAKES_LOADER if loading.workers else "",
     )
 
 

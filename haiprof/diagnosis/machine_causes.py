@@ -39,6 +39,7 @@ HARDWARE_DIFFERENCE_RATIO = 0.15
 CORE_WAIT_WARNING_RATIO."""
 NEIGHBOURS = "busy_neighbours"
 """Rule of what the ranks wait for cores that others use."""
+SETS_THREADS = r"set_num_threads\("
 LOADER_WORKERS = "loader_workers"
 """Cause of too few cores where they would do without what the loader's workers compute."""
 
@@ -160,6 +161,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
         ("cores they could use at least", wanted, "cores"),
         rule="shared_cores" if shared else "too_few_cores",
         cause=LOADER_WORKERS if by_workers else None,
+        setting=SETS_THREADS if by_threads else "",
         is_choice=spare or too_many or by_workers or by_threads,
     )
 

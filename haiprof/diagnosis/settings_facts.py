@@ -14,7 +14,7 @@ import numpy as np
 
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text
-from haiprof.diagnosis.machine_causes import hosts_of, used_by_others
+from haiprof.diagnosis.machine_causes import SETS_THREADS, hosts_of, used_by_others
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
 from haiprof.diagnosis.verdict import Finding, Severity, evidence_rows, make_finding
@@ -176,6 +176,7 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
         ("writing stacks, of the step (samples)", seen, "ratio"),
         ("forward and backward, share of the step", touched_ratio(inputs, MODEL), "ratio"),
         confidence=0.9,
+        setting=r"(set_)?detect_anomaly\((?!False|mode=False)|\w+\(.*\bdetect_anomaly=True",
         lost_ratio=max(known, default=None),
         phases=MODEL,
         rank=ranks[0] if len(ranks) == 1 < len(inputs.world) else None,
@@ -200,6 +201,7 @@ def profiler_left_on(inputs: RuleInputs) -> Finding | None:
         "haiprof run --trace records a few steps and leaves the others alone",
         ("share of checks that found it on", ratio, "ratio"),
         confidence=0.8,
+        setting=r"profile\(|\w+\(.*\bprofiler=",
         rank=ranks[0] if some and len(ranks) == 1 else None,
     )
     return _add_price(inputs, found, PRICES["profiler"], on=ratio)
@@ -320,10 +322,17 @@ def double_precision(inputs: RuleInputs) -> Finding | None:
         ("the GPU computes" if inputs.uses_gpu else "computing, of forward", busy, "ratio"),
         ("forward, backward and optimizer, share of the step", touched, "ratio"),
         confidence=0.8,
+        setting=SETS_FLOAT64,
         phases=() if inputs.uses_gpu else STEP,
         lost_ratio=lost,
         missing=("how busy the GPU is",) if inputs.uses_gpu and busy is None else (),
     )
+
+
+SETS_FLOAT64 = (
+    r"double\(\)|set_default_(dtype|tensor_type)\(|(to|type)\((.*\W)?torch\.(float64|double)\b"
+    r"|\w+\(.*\bdtype=torch\.(float64|double)\b"
+)
 
 
 def _dtype_ratio(settings: RankSettings, dtype: str) -> float:
@@ -381,6 +390,7 @@ def deterministic_mode(inputs: RuleInputs) -> Finding | None:
         "leave it off where runs need not repeat to the bit; with it, "
         "torch.utils.deterministic.fill_uninitialized_memory = False saves filling new tensors",
         confidence=0.6,
+        setting=r"use_deterministic_algorithms\((?!False)|([\w.]+\.)?cudnn\.deterministic = True",
     )
     return _add_price(inputs, found, price)
 
@@ -401,6 +411,7 @@ def mkldnn_off(inputs: RuleInputs) -> Finding | None:
         f"{lost} of the step",
         "remove torch.backends.mkldnn.enabled = False (or mkldnn.flags(enabled=False))",
         confidence=0.7,
+        setting=r"([\w.]+\.)?mkldnn\.enabled = False|flags\(.*\benabled=False",
     )
     return _add_price(inputs, found, price)
 
@@ -432,6 +443,7 @@ def unfused_adam(inputs: RuleInputs) -> Finding | None:
         f"{name}(..., fused=True), on CPUs since PyTorch 2.4; results differ by rounding",
         (f"least time without it, over that with it ({MEASURED})", _LOOP_LEAST, ""),
         confidence=0.7,
+        setting=rf"{name}\(",
         missing=("how much it gains here: it grows with the number of parameters",),
     )
 
@@ -490,6 +502,7 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
             ("backward passes of a step", count, "count"),
             ("waiting and reducing that no_sync spares", spare, "ns"),
             confidence=0.8,
+            setting=r"backward\(",
             cause="no_sync",
             lost_ratio=None if spare is None or not whole else spare / whole,
             phases=("backward",),
@@ -505,6 +518,7 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
             "leave it out where every parameter gets a gradient in every step; where the "
             "unused ones are always the same, static_graph=True does without",
             confidence=0.5,
+            setting=r"\w+\(.*find_unused_parameters=True",
             cause="find_unused_parameters",
         )
         return _add_price(inputs, found, price)
@@ -629,6 +643,7 @@ def threads_over_cores(inputs: RuleInputs) -> Finding | None:
         ("threads per operator", float(settings.operator_threads or 0), "count"),
         (f"cores, by {where}", cores, "cores"),
         confidence=0.7,
+        setting=SETS_THREADS,
         missing=(
             "what it costs: it depends on what else wants the cores, and on how threads wait",
         ),
@@ -673,6 +688,7 @@ def threads_under_cores(inputs: RuleInputs) -> Finding | None:
         ("threads per operator", float(threads), "count"),
         ("cores of the rank", float(cores), "cores"),
         confidence=0.7,
+        setting=SETS_THREADS,
         missing=("what it gains: small operators gain nothing",),
     )
 

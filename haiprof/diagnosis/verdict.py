@@ -83,6 +83,8 @@ class Finding:
     cause: str | None = None
     phases: tuple[str, ...] = ()
     """Of a setting: the phases whose operators `lost_ratio` is the price of."""
+    setting: str = ""
+    """Pattern of the call or assignment of the job's that sets it (`lines.find_statement`)."""
     code_lines: tuple[CodeLine, ...] = ()
     nodes: tuple[str, ...] = ()
     is_choice: bool = True
@@ -250,8 +252,8 @@ FINDING_FIELDS = {
     "nodes": "nodes that these ranks are on, where the job has others too; empty: no node is named",
     "account": "row of `ledger` that it is about; null: none",
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
-    "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count` (null: "
-    "the share is an account's of `ledger`), "
+    "`function`, `share` (null: of a setting whose cost is not known) with its 95 % interval `low` "
+    "to `high`, `of` what, `sample_count` (null: the share is an account's of `ledger`), "
     "`callees` in libraries, `callers` in the job's own code; empty: not known",
     "explained_by": "null, as each cost is in one account (before 0.2: the finding of its cause)",
     "missing": "what could not be measured and would make it surer",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import stat
+import tokenize
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +20,7 @@ from haiprof.base.code_places import code_name, place_text
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import ratio_text, visible
-from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree, Frame
 
 LINE_SCHEMA = {
     "rank": pl.Int64,
@@ -55,6 +60,7 @@ _WRAPPERS = (
 nothing."""
 _SCRIPT = "<module>"
 """The outermost frame of every script: it tells nothing either."""
+_SOURCE_LIMIT_BYTES = 1 << 20
 _Step = TypeVar("_Step", str, int)
 _Z = 1.96  # 95 % of a normal distribution
 
@@ -67,8 +73,8 @@ class CodeLine:
     line: int
     """Its line that was seen most often."""
     function: str
-    share: float
-    """Of what `of` says."""
+    share: float | None
+    """Of what `of` says; None where it is not known."""
     low: float | None
     high: float | None
     """Where the share lies with 95 % certainty; None where that is not known."""
@@ -89,6 +95,8 @@ class CodeLine:
 
     def describe(self) -> str:
         """`train.py:88 load_image: 61 % of the step (55 to 67 %), in PIL.Image.open`."""
+        if self.share is None:
+            return self.location
         between = ""
         if self.low is not None and self.high is not None:
             between = f" ({100 * self.low:.0f} to {ratio_text(self.high)})"
@@ -99,6 +107,63 @@ class CodeLine:
         inside = visible(f", in {' > '.join(self.callees)}") if self.callees else ""
         by = f", called by {' < '.join(self.callers)}" if self.callers else ""
         return f"{self.location}: {ratio_text(self.share)} of {self.of}{between}{inside}{by}"
+
+
+def find_statement(
+    tree: CodeTree, pattern: str, unchanged_since_ns: int
+) -> tuple[str, int, str] | None:
+    """File, line and function of the one call or assignment that a pattern matches.
+
+    It is looked for in the files of the job that were sampled, as they are on this machine. A call
+    is matched without what it is called on: `set_detect_anomaly(True)`. None where none matches,
+    where several do, and where one of these files is not known to be what the job ran.
+    """
+    files: dict[str, list[Frame]] = {}
+    for frame in compress(tree.frames, ~tree.library):
+        files.setdefault(frame.file, []).append(frame)
+    found = []
+    try:
+        for file, frames in files.items():
+            module = _parse_source(file, frames, unchanged_since_ns)
+            found += [(file, *place) for place in _matching_places(module, re.compile(pattern))]
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return None
+    return found[0] if len(found) == 1 else None
+
+
+def _parse_source(file: str, frames: Sequence[Frame], unchanged_since_ns: int) -> ast.Module:
+    """Raises ValueError where a file is younger than the job, or lacks what was sampled there."""
+    status = os.stat(file)
+    is_small_file = stat.S_ISREG(status.st_mode) and status.st_size <= _SOURCE_LIMIT_BYTES
+    if not is_small_file or status.st_mtime_ns > unchanged_since_ns:
+        raise ValueError(file)
+    with tokenize.open(file) as source:
+        text = source.read()
+    words = " ".join(text.split())
+    if not all(frame.expression.removesuffix("…") in words for frame in frames):
+        raise ValueError(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the job's own escapes
+        return ast.parse(text)
+
+
+def _matching_places(
+    node: ast.AST, pattern: re.Pattern[str], function: str = "<module>"
+) -> set[tuple[int, str]]:
+    """Line and function of the innermost calls and assignments that match."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        function = node.name if function == "<module>" else f"{function}.{node.name}"
+    found = set[tuple[int, str]]()
+    for child in ast.iter_child_nodes(node):
+        found |= _matching_places(child, pattern, function)
+    line, text = None, ""
+    if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+        line = node.func.end_lineno  # of a chain over several lines that of the name
+        text = f"{name}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})"
+    elif isinstance(node, ast.Assign):
+        line, text = node.lineno, ast.unparse(node)
+    return {(line, function)} if not found and line and pattern.match(text) else found
 
 
 def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) -> pl.DataFrame:

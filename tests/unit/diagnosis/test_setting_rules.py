@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ from typing import Any
 import pytest
 
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.diagnosis.settings_facts import PRICES
+from haiprof.diagnosis.loader_causes import MAKES_LOADER
+from haiprof.diagnosis.machine_causes import SETS_THREADS
+from haiprof.diagnosis.settings_facts import PRICES, SETS_FLOAT64
 from haiprof.diagnosis.verdict import Finding, Verdict
+from haiprof.run_analysis.lines import find_statement
 from haiprof.run_format import schema
+from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.setting_lines import FLAGS
 from tests.unit.analysis.recorded import CLOCK, spans_from, write_rank, write_run
+from tests.unit.analysis.sampled import write_stacks
 from tests.unit.diagnosis.stories import (
     START_NS,
     counters,
@@ -24,6 +30,7 @@ from tests.unit.diagnosis.stories import (
     report,
     write_story,
 )
+from tests.unit.diagnosis.tables import tree_of
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
@@ -221,6 +228,60 @@ def test_a_setting_is_told_where_it_has_an_effect(
         for finding in found.values():
             assert (finding.severity, finding.lost_ratio) == ("info", None), finding.rule
             assert any("not measured" in lack for lack in finding.missing), finding.rule
+
+
+@pytest.mark.parametrize(
+    ("source", "changed", "at"),
+    [
+        ("\ntorch.autograd.set_detect_anomaly(True)\nm(x)\n", 0, "train.py:2 <module>"),
+        ("# set_detect_anomaly(True)\ndef main():\n  with log('detect_anomaly('), torch\\\n"
+         "    .autograd.detect_anomaly():\n    m(x)\n", 0, "train.py:4 main"),
+        ("fit = Trainer(\n  callbacks=[Log('\\d')],\n  detect_anomaly=True)\nm(x)\n", 0,
+         "train.py:1 <module>"),
+        ("set_detect_anomaly(False)\nm(x)\n", 0, None),
+        ("set_detect_anomaly(True)\nset_detect_anomaly(mode)\nm(x)\n", 0, None),  # either
+        ("set_detect_anomaly(True)\nm(x)\n", 1, None),  # after the job had begun
+        ("set_detect_anomaly(True)\nm(y)\n", 0, None),  # it is not what the job ran
+        ("set_detect_anomaly(True\nm(x)\n", 0, None),
+        (None, 0, None),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_setting_is_named_where_one_alone_sets_it(
+    root: Path, source: str | None, changed: int, at: str | None
+) -> None:
+    write_story(root, lambda rank, step: USUAL)
+    told(root, seen={"anomaly_count": 100})
+    script = root.with_name("train.py")
+    if source is not None:
+        script.write_text(source)
+        os.utime(script, ns=(0, CLOCK.wall_ns + changed))
+    stack = ((str(script), 40, "main", "m(x)"),)
+    samples = [(START_NS + i * 10 * NS_PER_MS, stack) for i in range(60)]
+    write_stacks(RunPaths(root).rank(0).stacks, samples)
+    found = of_settings(judged(root))["anomaly_detection"]
+    assert [line.location for line in found.code_lines] == ([at] if at else [])
+    if at:
+        low, high = found.code_lines[0].low, found.code_lines[0].high
+        assert (low or 0.0) < (found.code_lines[0].share or 0.0) < (high or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "source"),
+    [
+        (SETS_FLOAT64, "model.double()"),
+        (SETS_FLOAT64, "model.to(device, dtype=torch.float64)"),
+        (SETS_FLOAT64, "torch.set_default_dtype(torch.double)"),
+        (SETS_FLOAT64, "nn.Linear(3, 4, dtype=torch.float64)"),
+        (MAKES_LOADER, "torch.utils.data.DataLoader(data, num_workers=2)"),
+        (SETS_THREADS, "torch.set_num_threads(8)"),
+    ],
+)
+def test_a_setting_is_found_as_people_write_it(tmp_path: Path, setting: str, source: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"x = 1.0\n{source}\n")
+    tree, _ = tree_of([((str(script), 1, "<module>"),)])
+    since_ns = script.stat().st_mtime_ns
+    assert find_statement(tree, setting, since_ns) == (str(script), 2, "<module>")
 
 
 def test_run_without_recorded_settings_abstains(root: Path) -> None:
