@@ -11,6 +11,7 @@ import numpy as np
 from haiprof.base.intervals import Floats
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.medians import lower_median
+from haiprof.base.units import duration_text
 from haiprof.diagnosis.machine_causes import hosts_of, nfs_wait, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
@@ -55,6 +56,8 @@ _TRIED = (
     "the time above is with batches always ready; haiprof try-loader measures what workers gain"
 )
 MAKES_LOADER = r"DataLoader\("
+_MIN_SAMPLES = 20
+"""Fewer samples of the workers do not tell what they take. Own choice."""
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""
@@ -141,7 +144,7 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
         less=less_per_sample(loading_samples),
     )
     found = (
-        _epochs(inputs, loading)
+        _epochs(inputs, loading, loading_samples)
         or _rare_samples(inputs, loading)
         or _storage(inputs, loading, loading_samples)
         or _workers(loading, on_gpu=inputs.uses_gpu)
@@ -180,16 +183,25 @@ def restarts_workers(inputs: RuleInputs) -> bool:
     return has_workers and _epoch_starts(inputs) is not None
 
 
-def _epochs(inputs: RuleInputs, loading: _Loading) -> Finding | None:
+def _epochs(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Finding | None:
     """Most of the waiting is at the edges of epochs."""
     starts = _epoch_starts(inputs)
     if starts is None:
         return None
     count, edge, wait = starts
+    without = ""
+    if loading.workers and len(samples.rank) >= _MIN_SAMPLES and (samples.worker >= 0).all():
+        ranks = len(np.unique(samples.rank)) / inputs.loading.height
+        made_ns = float(samples.weight_ns.sum()) / (ranks * count)
+        if made_ns < edge / count:
+            without = (
+                f"; or num_workers=0: making an epoch's batches takes {duration_text(made_ns)}, "
+                f"beginning an epoch with new workers {duration_text(edge / count)}"
+            )
     return make_finding(
         "most of it where an epoch begins",
-        "keep the workers alive between epochs: DataLoader(..., persistent_workers=True); "
-        "or make epochs longer (a sampler that repeats)"
+        "keep the workers alive between epochs: DataLoader(..., persistent_workers=True)"
+        f"{without}; or make epochs longer (a sampler that repeats)"
         if loading.workers
         else "look at what DataLoader.__iter__ does: the sampler's shuffle, files that the dataset "
         "opens again; make epochs longer (a sampler that repeats)",

@@ -20,7 +20,8 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP, GPU
 from haiprof.run_format.writer import append_line, write_json
 from tests.unit.analysis.recorded import CLOCK, row_of, write_records
-from tests.unit.analysis.sampled import write_stacks
+from tests.unit.analysis.sampled import Stack, write_stacks
+from tests.unit.analysis.test_lines import FETCH
 from tests.unit.diagnosis.stories import (
     BALANCED,
     START_NS,
@@ -176,7 +177,17 @@ def test_late_batches_of_an_unknown_loader_have_no_reason(root: Path) -> None:
     assert finding.missing
 
 
-def test_restarted_workers_are_told_by_the_starts_of_epochs(root: Path) -> None:
+@pytest.mark.parametrize(
+    ("stack", "spacing_ms", "at", "without"),
+    [
+        ((("/me/data.py", 12, "connect"),), 1, ["data.py:12 connect"], False),
+        ((FETCH, ("/me/data.py", 30, "Few.__getitem__")), 10, [], True),
+        ((FETCH, ("/me/data.py", 30, "Few.__getitem__")), 200, [], False),  # more than a start
+    ],
+)
+def test_restarted_workers_are_told_by_the_starts_of_epochs(
+    root: Path, stack: Stack, spacing_ms: int, at: list[str], without: bool
+) -> None:
     rows, now = [], START_NS
     for step in range(120):
         first = step % 10 == 0
@@ -191,13 +202,13 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(root: Path) -> None:
             rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
             now += int((ms + 0.1) * NS_PER_MS)
     write_line(root, rows, [{"type": "dataloader", "workers": 2, "persistent": False}])
-    init = (("/me/data.py", 12, "connect"),)
-    samples = [(START_NS + i * NS_PER_MS, init) for i in range(20)]
+    samples = [(START_NS + i * spacing_ms * NS_PER_MS, stack) for i in range(20)]
     write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
     finding = find(judged(root), "dataloader_bound")
     assert finding.cause == "epoch_restart"
-    assert [line.location for line in finding.code_lines] == ["data.py:12 connect"]
+    assert [line.location for line in finding.code_lines] == at
     assert "persistent_workers=True" in finding.remedy
+    assert ("num_workers=0" in finding.remedy) == without
 
 
 @pytest.mark.parametrize("usual_ms", [0.2, 14.0])
