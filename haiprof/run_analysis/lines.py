@@ -311,11 +311,11 @@ def common_callees(
 
 
 def _branches(paths: Sequence[tuple[str, ...]], weight: Floats, way: tuple[str, ...]) -> str:
-    """`clip, count`: the two functions into which most of the weight goes where a way ends."""
+    """`clip, count`: the functions into which a third of the weight goes each where a way ends."""
     times = _next_steps(paths, weight, way)
+    least = float(weight.sum()) / 3
     largest = sorted(times, key=lambda name: (-times[name], name))[:2]
-    held = sum(times[name] for name in largest)
-    return ", ".join(largest) if held >= MIN_WAY_RATIO * float(weight.sum()) else ""
+    return ", ".join(name for name in largest if times[name] >= least)
 
 
 def _common_way(paths: Sequence[tuple[_Step, ...]], weight: Floats) -> tuple[_Step, ...]:

@@ -8,18 +8,20 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from haiprof import Analyzer
 from haiprof.base.code_places import code_name, is_library, place_text
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.flame_graph import FlameGraph, collapsed_lines, inclusive_ns, speedscope
-from haiprof.run_analysis.lines import function_times, wilson
+from haiprof.run_analysis.lines import common_callees, function_times, wilson
 from haiprof.show.card import view_text
 from haiprof.show.flame import run_flames, sampled_lines
 from haiprof.show.views.run import lines_view
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
+from tests.unit.diagnosis.tables import tree_of
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 MAIN = ("/home/me/train.py", 88, "main")
@@ -346,3 +348,23 @@ def test_every_line_has_a_time_per_step(tmp_path: Path) -> None:
     assert mains
     assert all(row[:4] == ["0.0", "%", "100", "%"] for row in mains)
     assert all(row[-4:-2] == ["0", "s"] for row in mains)
+
+
+@pytest.mark.parametrize(
+    ("counts", "named"),
+    [((45, 20, 35), "a, c"), ((45, 30, 25), "a"), ((30, 30, 40), "c"), ((30, 30, 30), "")],
+)
+def test_the_end_of_a_trainers_way_names_who_holds_a_third(
+    counts: tuple[int, int, int], named: str
+) -> None:
+    train = (f"{SITE}/transformers/trainer.py", 1, "Trainer.train")
+    ends = [(f"{SITE}/{name}.py", 1, "f") for name in "abc"]
+    other = (f"{SITE}/d.py", 1, "f")
+    stacks: list[Stack] = [
+        (MAIN, train, end)
+        for end, count in zip((*ends, other), (*counts, 100 - sum(counts)), strict=True)
+        for _ in range(count)
+    ]
+    tree, numbers = tree_of(stacks)
+    way = common_callees(tree, np.array(numbers), np.ones(len(numbers)))
+    assert way[1:] == ((", ".join(f"{name}.f" for name in named.split(", ")),) if named else ())
