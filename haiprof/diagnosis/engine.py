@@ -173,7 +173,7 @@ def judge(
             *uneven_notes(ledger),
             *(_own_work_notes(inputs, found) if names_loss else ()),
             *stolen_notes(inputs),
-            *printed_notes(inputs.output, step_ns, died=death is not None),
+            *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
         traces=traced_lines(analyzer, since_ns=since_ns),
         reactions=tuple(reacted_lines(inputs, ledger.positions if ledger else {})),
@@ -545,6 +545,16 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") 
     if most.gain_ns >= PROBLEM_RATIO * mean and not ledger.is_problem(most):
         share += f" ({low} to {high}: not certain)"
     return f"{text}; largest opportunity: {most.in_words}, {share}{most.paid_aside}"
+
+
+def _step_sizes(inputs: RuleInputs) -> dict[str, tuple[float, ...]]:
+    """How many steps, and samples of its DataLoader, a step of one rank and of all ranks has."""
+    passes = number(inputs.steps["micro_step_count"].median()) or 1.0
+    batches = (size * passes for size in sorted(set(inputs.batch_sizes.values()))[:1])
+    return {
+        "steps": (1.0,),
+        "samples": tuple(count * each for each in batches for count in (1, len(inputs.world))),
+    }
 
 
 def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]:

@@ -103,6 +103,8 @@ class RuleInputs:
     """What each rank was run with, where that was recorded."""
     loader_workers: Mapping[int, int]
     """Workers of the loader that each rank iterated first, where known."""
+    batch_sizes: Mapping[int, int]
+    """Of the same loaders."""
     iterable: frozenset[int]
     """Ranks whose first loader has an IterableDataset."""
     input_sizes: pl.DataFrame
@@ -326,6 +328,9 @@ def _read_events(files: RunFiles, judged: Mapping[int, int]) -> dict[str, Any]:
         "gpu_memory": gpu_memory_series(files),
     }
     return {
+        "batch_sizes": {
+            n: size for n, line in loaders.items() if (size := integer(line.get("batch_size")))
+        },
         "loader_workers": {n: count for n, count in workers.items() if count is not None},
         "iterable": frozenset(n for n, line in loaders.items() if line.get("iterable") is True),
         "input_sizes": pl.DataFrame(sizes, schema=_SIZE_SCHEMA, orient="row"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,6 +12,8 @@ from haiprof.run_analysis.run_files import RunFiles, entries, integer, read_reco
 
 ERRORS = ("traceback", "nccl", "memory")
 _SHOWN = 300
+_SAME_RATIO = 0.10
+"""Rates that differ by less agree: a job counts its first steps, too. Own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +67,32 @@ def printed_output(files: RunFiles) -> Output:
     return Output(lines=tuple(found), file_count=count, skipped_bytes=skipped)
 
 
-def printed_notes(output: Output, step_ns: float | None, *, died: bool) -> Iterator[str]:
-    """Rates that the job printed beside the measured one, and errors that it outlived."""
+def printed_notes(
+    output: Output, step_ns: float | None, sizes: Mapping[str, Sequence[float]], *, died: bool
+) -> Iterator[str]:
+    """Rates that the job printed and that were not measured so, and errors that it outlived.
+
+    `sizes`: by unit, how many a step may have: of one rank, then of all together.
+    """
     rates = defaultdict(list)
     for line in output.lines:
         if line.kind == "rate" and line.unit and line.per_second:
             rates[line.who, line.unit].append(line.per_second)
     for (who, unit), values in list(rates.items())[:3]:
+        per_s = [each * 1e9 / step_ns for each in sizes.get(unit, ())] if step_ns else []
+        differs = per_s and all(abs(median(values) / each - 1) > _SAME_RATIO for each in per_s)
+        if step_ns and unit in sizes and not differs:  # or nobody knows how many a step has
+            continue
         many = f" (median of {len(values)})" if len(values) > 1 else ""
         note = f"{who} printed {median(values):,.4g} {unit}/s{many}"
-        if step_ns:
-            each = f", which is {median(values) * step_ns / 1e9:,.4g} {unit} per step"
-            note += f"; measured: {1e9 / step_ns:,.4g} steps/s{'' if unit == 'steps' else each}"
+        if per_s:
+            note += (
+                f"; its steps make {per_s[0]:,.4g} {unit}/s: what it prints counts other time, "
+                f"too, or other {unit}"
+            )
+        elif step_ns:
+            each = f"which is {median(values) * step_ns / 1e9:,.4g} {unit} per step"
+            note += f"; measured: {1e9 / step_ns:,.4g} steps/s, {each}"
         yield note
     errors = [line for line in output.lines if line.kind in ERRORS]
     if errors and not died:

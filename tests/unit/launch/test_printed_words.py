@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from haiprof.agent.job_output import Stream, find_words, take_mark
+from haiprof.run_analysis.printed_lines import Output, PrintedLine, printed_notes
 
 
 @pytest.mark.parametrize(
@@ -98,3 +99,27 @@ def test_mark_of_a_line_says_whose_it_is(
     line: str, rest: str, rank: int | None, process: int | None
 ) -> None:
     assert take_mark(line) == (rest, rank, process)
+
+
+@pytest.mark.parametrize(
+    ("rate", "unit", "batch", "said"),
+    [
+        (212.4, "samples", 16.0, ""),  # of 214.4, as measured
+        (424.0, "samples", 16.0, ""),  # of two ranks
+        (150.0, "samples", 16.0, "150 samples/s; its steps make 214.4 samples/s"),
+        (150.0, "samples", None, ""),
+        (13.0, "steps", None, ""),
+        (5.0, "steps", None, "5 steps/s; its steps make 13.4 steps/s"),
+        (1340.0, "tokens", 16.0, "13.4 steps/s, which is 100 tokens per step"),
+    ],
+)
+def test_a_printed_rate_is_noted_where_it_differs_from_the_measured_one(
+    rate: float, unit: str, batch: float | None, said: str
+) -> None:
+    line = PrintedLine(
+        kind="rate", rank=0, wall_ns=0, text="", step=None, per_second=rate, unit=unit
+    )
+    sizes = {"steps": (1.0,), "samples": (batch, 2 * batch) if batch else ()}
+    output = Output(lines=(line,), file_count=1, skipped_bytes=0)
+    notes = list(printed_notes(output, 1e9 / 13.4, sizes, died=False))
+    assert (said in notes[0]) if said else not notes
