@@ -144,10 +144,8 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
             grid.add_row("", Text("; ".join([*parts, finding.remedy]), style="dim"))
     if len(others) > _BRIEF_OTHERS:
         grid.add_row("also", Text(count_text(len(others) - _BRIEF_OTHERS, "smaller one")))
-    known = tuple(why for _, why in verdict.not_measured)  # said with --all
-    notes = [note for note in verdict.notes if not note.endswith(known)]
     rows = (("noticed", verdict.reactions), ("traced", verdict.traces), ("NCCL", _nccl(verdict)),
-            ("notes", notes))  # fmt: skip
+            ("notes", _own_notes(verdict)))  # fmt: skip
     for label, lines in rows:
         for line in lines[:1]:
             grid.add_row(label, Text(line, style="dim"))
@@ -156,6 +154,12 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
     yield from _traced_device(verdict, width)
     if grid.row_count:
         yield grid
+
+
+def _own_notes(verdict: Verdict) -> list[str]:
+    """Notes that do not repeat what was not measured."""
+    known = tuple(why for _, why in verdict.not_measured)
+    return [note for note in verdict.notes if not note.endswith(known)]
 
 
 def _fill_lines(parts: Sequence[Text], width: int) -> list[Text]:
@@ -325,8 +329,12 @@ def _nccl(verdict: Verdict) -> list[str]:
 
 def _closing(verdict: Verdict) -> Iterator[RenderableType]:
     grid = _label_grid(overflow="fold", style="dim")
-    known = [row for row in verdict.not_measured if not is_foreign(verdict, *row)]
-    more = len(verdict.notes) - _NOTE_LIMIT
+    rules = abstentions(verdict)
+    told = {why for _, why in rules}
+    known = [row for row in verdict.not_measured
+             if row[1] not in told and not is_foreign(verdict, *row)]  # fmt: skip
+    notes = _own_notes(verdict)
+    more = len(notes) - _NOTE_LIMIT
     rest = [f"and {more} more, in --json"] if more > 0 else []
     rows: list[tuple[str, Sequence[str]]] = [
         ("noticed", verdict.reactions),
@@ -334,8 +342,8 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
         ("NCCL", _nccl(verdict)),
         ("machine", [verdict.machine] if verdict.machine else []),
         ("not measured", [f"{what}: {why}" for what, why in known]),
-        ("not evaluated", [f"{rules}: {why}" for rules, why in abstentions(verdict)]),
-        ("notes", [*verdict.notes[:_NOTE_LIMIT], *rest]),
+        ("not evaluated", [f"{names}: {why}" for names, why in rules]),
+        ("notes", [*notes[:_NOTE_LIMIT], *rest]),
         ("own cost", [cost_text(verdict.cost)]),
     ]
     for label, lines in rows:
