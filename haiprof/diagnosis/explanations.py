@@ -95,6 +95,8 @@ _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
 _CODE_CHARS = 50
 """Of an expression in a title: the whole stands in the ledger."""
+_WHOLE = 0.95
+"""A gain of so much of what a straggler takes beyond the others is all of it."""
 _UNEVEN = 1.02
 """A gain that is so many times the mean over ranks is the slowest rank's."""
 
@@ -557,6 +559,8 @@ def stragglers(question: Question, extra_ns: float, *, is_rest: bool) -> Finding
     are = "are stragglers" if several else "is a straggler"
     code = f": {_code_text(account, lead='')}" if account.file else ""
     rest = ", beyond its other causes listed here" * is_rest
+    if account.gain_ns < _WHOLE * extra_ns:
+        rest = f" ({duration_text(account.gain_ns)} of that can go){rest}"
     return Finding(
         rule="ranks_uneven",
         cause=state.cause if state else account.position,
@@ -808,11 +812,16 @@ def _where(account: Account) -> str:
     return " and ".join(parts if len(parts) < 3 else (parts[0], "elsewhere"))
 
 
+def main_callee(account: Account) -> str | None:
+    """The function of a library that an account is named by; of a trainer's way its end."""
+    of_trainer = _is_in_trainer(account) or _is_in_accelerate(account)
+    return account.callees[-1 if of_trainer else 0] if account.callees else None
+
+
 def _code_text(account: Account, lead: str = ": ") -> str:
     """`ema_update (train.py:15), Python in copy.deepcopy`."""
-    # Of a trainer's way its end tells what is done.
-    of_trainer = _is_in_trainer(account) or _is_in_accelerate(account)
-    inside = f" in {account.callees[-1 if of_trainer else 0]}" if account.callees else ""
+    callee = main_callee(account)
+    inside = f" in {callee}" if callee else ""
     if account.file is None:
         return f"{lead}{account.does}"
     return f"{lead}{_function_text(account)}, {account.does}{inside}{_also_text(account)}"

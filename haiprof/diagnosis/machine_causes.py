@@ -40,6 +40,7 @@ CORE_WAIT_WARNING_RATIO."""
 NEIGHBOURS = "busy_neighbours"
 """Rule of what the ranks wait for cores that others use."""
 SETS_THREADS = r"set_num_threads\("
+LARGER_INPUTS = "larger_inputs"
 LOADER_WORKERS = "loader_workers"
 """Cause of too few cores where they would do without what the loader's workers compute."""
 
@@ -282,10 +283,10 @@ def find_larger_inputs(inputs: RuleInputs, rank: int) -> Finding | None:
     return make_finding(
         f", its inputs are {number_text(times)} times as large as theirs",
         "give all ranks inputs of equal cost: check how the sampler distributes samples "
-        "over ranks (DistributedSampler), group samples by length, or cap tokens per batch; the "
-        "time above is with the same inputs, dealt evenly",
+        "over ranks (DistributedSampler), group samples by length, or cap tokens per batch; dealt "
+        "evenly, the other ranks take over a part of the work: the time above is with that",
         (f"rank {rank}: size of its inputs, of the others'", times, "times"),
-        cause="larger_inputs",
+        cause=LARGER_INPUTS,
     )
 
 

@@ -11,7 +11,9 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import Account, Ledger, activity_words
-from haiprof.base.units import NS_PER_MS, ratio_text, shorten
+from haiprof.base.units import NS_PER_MS, number_text, ranks_text, ratio_text, shorten
+from haiprof.diagnosis.explanations import main_callee
+from haiprof.diagnosis.machine_causes import LARGER_INPUTS
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.show.frame_table import PageTable, heads, page_table
@@ -51,12 +53,18 @@ class AccountRow:
 
     @property
     def activity(self) -> str:
-        """`Python in numpy`, `torch operators`, `waiting for batches`."""
+        """`Python in numpy`, `torch operators`, `waiting for batches`; as its finding names it."""
         if self.account is None:
             return ""
+        if self.finding is not None and self.finding.cause == LARGER_INPUTS:
+            times = self.finding.evidence[0].value
+            return f"inputs {number_text(times)} times as large" if times else "larger inputs"
         did, package = self.account.activity, self.account.package
         inside = did in ("python", "native") and package not in (None, "job")
         whose = "Python's own library" if package == "python" else package
+        if self.finding is not None and did in ("python", "native", "operators"):
+            whose = main_callee(self.account) or whose
+            inside = inside or bool(self.account.callees)
         said = self.account.does if did == "operators" else activity_words(did)
         return _ACTIVITIES.get(did, said) + (f" in {whose}" if inside else "")
 
@@ -108,7 +116,8 @@ def _rows(ledger: Ledger, findings: Sequence[Finding]) -> Iterator[AccountRow]:
         if finding is None and account.ns_per_step < _LEAST_RATIO * ledger.mean_ns:
             small, small_count = small + account.ns_per_step, small_count + 1
             continue
-        who = f"rank {account.ranks[0]}: " if len(account.ranks) == 1 else ""
+        late = "straggler " if account.explanation == "ranks_uneven" else ""
+        who = f"{late}{ranks_text(account.ranks)}: " if late or len(account.ranks) == 1 else ""
         yield AccountRow(
             label=who + account.where, ns=account.ns_per_step,
             account=account, number=number, finding=finding,
