@@ -489,6 +489,7 @@ def test_a_rank_is_slow_by_page_faults_only_where_it_is_given_the_same(
     gone_ms = (finding.gain.step_ns - finding.gain.left_ns) / NS_PER_MS
     part = 0.5 if cause == "larger_inputs" else 1.0
     assert gone_ms == pytest.approx(part * float(longer), rel=0.05)
+    assert ("of that can go" in finding.title) == (part < 1)
 
 
 def test_counters_of_a_job_beside_it_are_none_of_this_one(root: Path) -> None:

@@ -22,6 +22,8 @@ from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_lines import INDEPENDENT
 from haiprof.run_format.tables import CGROUP
+from haiprof.show.card import verdict_card, view_text
+from haiprof.show.run_header import manifest_or_none, run_header
 from tests.unit.analysis.recorded import (
     CLOCK,
     row_of,
@@ -836,6 +838,9 @@ def test_pauses_and_saves_are_counted_and_what_is_missing_is_said(root: Path) ->
     assert verdict.evaluation_ns == 100
     assert ("dataloader", "no torch DataLoader ran in a training step") in verdict.not_measured
     assert verdict.split["dataloader"] is None
+    run = RunPaths(root)
+    card = verdict_card(verdict, run_header(run, manifest_or_none(run)), everything=True)
+    assert view_text(card).count("no torch DataLoader") == 1
 
 
 @pytest.mark.parametrize(
