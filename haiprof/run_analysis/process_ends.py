@@ -889,14 +889,13 @@ def last_seen(rank: RankFiles, worker_pid: int | None = None) -> LastSeen | None
             own += [p for p in processes if (p.worker is not None) is of_workers and p.pid == pid]
     if not own or offset_ns is None:
         return None
-    samples = list(_last_samples(own[-1], grown))
-    lines = [own_frame(frames) for _, frames, _ in samples]
-    at = next((at for at, line in enumerate(lines[:_BACK]) if line is not None), None)
-    if at is None or (frame := lines[at]) is None:
+    samples = ((own_frame(each[1]), *each) for each in _last_samples(own[-1], grown))
+    last = next((each for each in islice(samples, _BACK) if each[0] is not None), None)
+    if last is None or (frame := last[0]) is None:
         return None
-    time_ns, frames, wait = samples[at]
-    alike = list(takewhile(frame.__eq__, lines[at:]))
-    since_ns = samples[at + len(alike) - 1][0]
+    _, time_ns, frames, wait = last
+    alike = takewhile(lambda each: each[0] == frame, samples)
+    since_ns = min((at_ns for _, at_ns, _, _ in alike), default=time_ns)
     is_at_lock = frame == frames[-1] and wait == WAITS.index("lock")
     return LastSeen(frame_text(frame), time_ns + offset_ns, since_ns + offset_ns, is_at_lock)
 
