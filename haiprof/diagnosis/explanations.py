@@ -706,6 +706,9 @@ _OF_CALL = (
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
 )  # fmt: skip
 _OF_CODE = (
+    (re.compile(r"choices?\(.*\b(?:p|weights)=|multinomial\("),
+     "drawing by weights goes over all of them in each call: draw for many batches at once, or "
+     "keep their sums (a sum tree, cum_weights)"),
     (re.compile(r"_foreach_"), "it takes all tensors at once already: do it every N steps"),
     (re.compile(r"\bema\b|_ema\b|\bema_|moving_average|average_model", re.IGNORECASE),
      "average the parameters in place and all at once (torch.optim.swa_utils.AveragedModel, or "

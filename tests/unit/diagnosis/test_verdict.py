@@ -703,6 +703,8 @@ def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path
         (0.0, LOG, "between steps: log", "do it less often, in another process, or not at all"),
         (0.2, LOAD, "after the optimizer: load_image", "in another process, or not at all"),
         (0.0, (*job(11, "step"), "X[k]"), "between steps: step", "where it makes a batch, do it"),
+        (0.0, (*job(12, "Buffer.sample"), "np.random.choice(n, k, p=p)"),
+         "between steps: Buffer.sample", "drawing by weights goes over all of them in each call"),
         (0.0, (*job(8, "Confusion.update"), "self.m[t,p]", 0, 7, INDEPENDENT),
          "between steps: Confusion.update", "with whole tensors: (a == b).sum(), a mask, "
          "torch.where, torch.bincount, scatter_add_"),
