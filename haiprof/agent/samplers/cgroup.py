@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
-from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.agent.samplers.table import ChangingSampler, Node
 from haiprof.linux.cgroups import (
     CPU_QUOTA,
     MEMORY_LIMIT,
@@ -26,12 +26,11 @@ _CONTROLLERS = ("cpu", "cpuacct", "memory", V2)
 _LIMITS = {"cpu": CPU_QUOTA, "memory": MEMORY_LIMIT}
 
 
-class CgroupSampler(TableSampler):
+class CgroupSampler(ChangingSampler):
     """One record of the launcher's cgroup, and one of each visible ancestor with a limit.
 
     A cgroup counts the throttling by its own quota: that of an ancestor's quota is in the
-    ancestor's record. A launcher that is moved, or whose cgroup is recreated, gets another key, so
-    that no difference spans both.
+    ancestor's record. A launcher that is moved, or whose cgroup is recreated, gets another key.
     """
 
     name = "cgroup"
@@ -42,38 +41,53 @@ class CgroupSampler(TableSampler):
         super().__init__(node)
         self._memberships = ProcFile(self.root / "proc/self/cgroup")
         self._mountinfo = self.root / "proc/self/mountinfo"
-        self._key = -1
         self._seen: object = None
         self._cgroups: Places = {}
         self._folders: set[str] = set()
+        self._limited: dict[str, Places] = {}
         self._unlimited: dict[str, tuple[Places, list[Limit]]] = {}
 
-    def find(self) -> Sequence[Entity]:
+    def find(self) -> Iterable[Entity]:
         """The launcher's cgroup and the limited ones above it."""
-        self._locate()
-        found = [self._cgroups[name] for name in _LIMITS]
-        if all(isinstance(cgroup, Unavailable) for cgroup in found):
-            raise next(cgroup for cgroup in found if isinstance(cgroup, Unavailable))
-        return [self._own(), *self._new_limited_ancestors()]
+        found = super().find()
+        places = [self._cgroups[name] for name in _LIMITS]
+        if all(isinstance(cgroup, Unavailable) for cgroup in places):
+            raise next(cgroup for cgroup in places if isinstance(cgroup, Unavailable))
+        return found
 
-    def refresh(self) -> None:
-        """Detects another cgroup, and an ancestor with a new limit."""
-        if self._identity() == self._seen:
-            for entity in self._new_limited_ancestors():
-                self.add(entity)
-            return
-        for entity in self.entities:
-            self.drop(entity.key)
-        self._locate()
-        for entity in (self._own(), *self._new_limited_ancestors()):
-            self.add(entity)
+    def present(self) -> Mapping[tuple[object, str], tuple[str, Places]]:
+        """Name and places of the launcher's cgroup, and of the ancestors with a limit by now."""
+        if self._identity() != self._seen:
+            self._locate()
+        for path, (cgroups, limits) in list(self._unlimited.items()):
+            if any(map(_is_set, limits)):
+                self._limited[path] = cgroups
+                _close(self._unlimited.pop(path)[1])
+        above = {(self._seen, path): (PurePosixPath(path).name or path, cgroups)
+                 for path, cgroups in self._limited.items()}  # fmt: skip
+        return {(self._seen, ""): (OWN, self._cgroups), **above}
 
     def release(self) -> None:
         """Closes open files other than those of entities."""
         self._memberships.close()
         self._close_limits()
 
-    # -- where --------------------------------------------------------------------------------
+    def take_up(self, number: int, found: tuple[str, Places]) -> Entity:
+        """The readings of a cgroup."""
+        name, cgroups = found
+        known = {
+            name: cgroups.get(name)
+            or Unavailable(f"the {name or 'unified'} tree has no cgroup of that path")
+            for name in _CONTROLLERS
+        }
+        folders = {
+            controller or "unified": str(cgroup.folder)
+            for controller, cgroup in known.items()
+            if isinstance(cgroup, Cgroup)
+        }
+        return Entity(
+            key=(number,), name=name, readings=cgroup_readings(known), details={"folders": folders}
+        )
 
     def _locate(self) -> None:
         """Finds the cgroup of each controller, and those above."""
@@ -91,6 +105,7 @@ class CgroupSampler(TableSampler):
         self._folders |= {str(cgroup.folder) for cgroup in known}  # one that is gone may return
         self._seen = self._identity()
         self._close_limits()
+        self._limited = {}
         self._unlimited = {
             path: (cgroups, [Limit(_LIMITS[c], [cgroups[c]]) for c in _LIMITS if c in cgroups])
             for path, cgroups in _above(self._cgroups).items()
@@ -106,48 +121,13 @@ class CgroupSampler(TableSampler):
 
     def _close_limits(self) -> None:
         for _, limits in self._unlimited.values():
-            for limit in limits:
-                limit.close()
+            _close(limits)
         self._unlimited = {}
 
-    # -- entities -----------------------------------------------------------------------------
 
-    def _own(self) -> Entity:
-        return self._entity(OWN, self._cgroups)
-
-    def _new_limited_ancestors(self) -> list[Entity]:
-        """The ancestors that have a limit and are not sampled yet."""
-        found = [
-            path
-            for path, (_, limits) in self._unlimited.items()
-            if any(_is_set(limit) for limit in limits)
-        ]
-        entities = []
-        for path in found:
-            cgroups, limits = self._unlimited.pop(path)
-            for limit in limits:
-                limit.close()
-            entities.append(self._entity(PurePosixPath(path).name or path, cgroups))
-        return entities
-
-    def _entity(self, name: str, cgroups: Places) -> Entity:
-        self._key += 1
-        known = {
-            name: cgroups.get(name)
-            or Unavailable(f"the {name or 'unified'} tree has no cgroup of that path")
-            for name in _CONTROLLERS
-        }
-        folders = {
-            controller or "unified": str(cgroup.folder)
-            for controller, cgroup in known.items()
-            if isinstance(cgroup, Cgroup)
-        }
-        return Entity(
-            key=(self._key,),
-            name=name,
-            readings=cgroup_readings(known),
-            details={"folders": folders},
-        )
+def _close(limits: Iterable[Limit]) -> None:
+    for limit in limits:
+        limit.close()
 
 
 def _above(cgroups: Places) -> dict[str, dict[str, Cgroup]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import mmap
-import os
 import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from haiprof.agent.samplers.table import Node, TableSampler
-from haiprof.linux.procfs import link_name, read_text
+from haiprof.agent.samplers.table import ChangingSampler, Node
+from haiprof.linux.procfs import link_name, list_names, read_text
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import ETHERNET
 
@@ -129,7 +128,7 @@ def find_positions(names: Sequence[str]) -> Places:
     return places
 
 
-class EthernetSampler(TableSampler):
+class EthernetSampler(ChangingSampler):
     """One record per Ethernet interface with hardware behind it, where its driver counts any of it.
 
     A driver may collect hundreds of statistics from the device per call: hence the slow interval,
@@ -146,31 +145,17 @@ class EthernetSampler(TableSampler):
         self._net = self.root / "sys/class/net"
         self._ioctl = ioctl
         self._ethtool: Ethtool | None = None
-        self._known: dict[int, str] = {}
 
     def find(self) -> Iterable[Entity]:
         """Interfaces whose drivers count something of the table."""
         self._ethtool = Ethtool(self._ioctl)
-        entities = self._new_entities(self._ethtool)
-        if not self._known:
+        entities = super().find()
+        if not self.known:
             raise Unavailable("no Ethernet interface with hardware behind it")
         if not entities:
             reasons = "; ".join(f"{m.metric}: {m.reason}" for m in self.missing.drain())
             raise Unavailable(reasons, status="unsupported")
         return entities
-
-    def refresh(self) -> None:
-        """Drops interfaces that are gone or another device by now; adds new ones."""
-        if self._ethtool is None:
-            return
-        present = dict(self._interfaces())
-        sampled = {entity.key for entity in self.entities}
-        for index in [i for i, name in self._known.items() if present.get(i) != name]:
-            del self._known[index]
-            if (index,) in sampled:
-                self.drop((index,))
-        for entity in self._new_entities(self._ethtool):
-            self.add(entity)
 
     def release(self) -> None:
         """Closes the socket."""
@@ -178,20 +163,25 @@ class EthernetSampler(TableSampler):
             self._ethtool.close()
             self._ethtool = None
 
-    def _new_entities(self, ethtool: Ethtool) -> list[Entity]:
+    def present(self) -> Mapping[tuple[int, str], tuple[int, str]]:
+        """Index and name of each; those without hardware, and representors, left out."""
         found = []
-        for index, name in self._interfaces():
-            if index not in self._known:
-                self._known[index] = name
-                entity = self._entity(ethtool, index, name)
-                if entity is not None:
-                    found.append(entity)
-        return found
+        for name in sorted(list_names(self._net)):
+            folder = self._net / name
+            index = read_text(folder / "ifindex")
+            hardware = (folder / "device").exists() and read_text(folder / "type") == _ETHER
+            port = read_text(folder / "phys_port_name") or ""
+            if index and hardware and not _REPRESENTOR.match(port):
+                found.append((int(index), name))
+        return {each: each for each in found}
 
-    def _entity(self, ethtool: Ethtool, index: int, name: str) -> Entity | None:
+    def take_up(self, _: int, found: tuple[int, str]) -> Entity | None:
+        """An interface, by the kernel's own number."""
+        assert self._ethtool is not None, "find() comes first"
+        index, name = found
         driver = link_name(self._net / name / "device/driver")
         try:
-            statistics = _Statistics(ethtool, name)
+            statistics = _Statistics(self._ethtool, name)
         except OSError as error:
             why = Unavailable(f"ethtool: {error.strerror}", status=os_status(error))
             self.missing.note(name, why)
@@ -208,20 +198,6 @@ class EthernetSampler(TableSampler):
             readings.append(refused_reading(lacking, origin, why))
         details = {"driver": driver}
         return Entity(key=(index,), name=name, readings=tuple(readings), details=details)
-
-    def _interfaces(self) -> Iterable[tuple[int, str]]:
-        """Index and name of each; those without hardware, and representors, left out."""
-        try:
-            names = sorted(os.listdir(self._net))
-        except OSError:
-            return
-        for name in names:
-            folder = self._net / name
-            index = read_text(folder / "ifindex")
-            hardware = (folder / "device").exists() and read_text(folder / "type") == _ETHER
-            port = read_text(folder / "phys_port_name") or ""
-            if index and hardware and not _REPRESENTOR.match(port):
-                yield int(index), name
 
 
 class _Statistics:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from haiprof.agent.samplers.table import ALL_METRICS, Node, TableSampler
+from haiprof.agent.samplers.table import ALL_METRICS, ChangingSampler, Node
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import MountEntry, ProcFile, file_reading, mount_entries, unescape
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
@@ -190,23 +190,18 @@ _LOOKS_TO_OPEN = 2
 ALL_COLUMNS = tuple(column.name for column in FILESYSTEM.metrics)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FoundMount:
-    """A mount when it was found."""
+class _FoundMount(NamedTuple):
+    """A mount, as it is told from another of the same name."""
 
     mount: MountEntry
     stats: Path | None
     """Of Lustre: the client's file, whose name is new with each mount."""
     born_ns: int | None
-    """Of NFS: when it was mounted, on the sampler's clock."""
+    """Of NFS: when it was mounted, on the sampler's clock, as it was first seen."""
 
 
-class FilesystemSampler(TableSampler):
-    """One record per mounted network file system.
-
-    Mounts come and go (automounts): a later one is added, and one that was mounted again is another
-    one, with a new `mount_index` under the same name.
-    """
+class FilesystemSampler(ChangingSampler):
+    """One record per mounted network file system; automounts come and go."""
 
     name = "filesystem"
     recorder = "filesystem"
@@ -217,32 +212,13 @@ class FilesystemSampler(TableSampler):
         super().__init__(node)
         self._mountinfo = ProcFile(self.root / "proc/self/mountinfo")
         self._mountstats = ProcFile(self.root / "proc/self/mountstats")
-        self._sampled: dict[int, _FoundMount] = {}
-        self._next_index = 0
         self._looks = 0
         self._nfs: Mapping[str, NfsCounts] | OSError = {}
 
-    def find(self) -> Iterable[Entity]:
-        """The network file systems that are mounted."""
-        try:
-            return self._new_entities(self._look())
-        except OSError as error:
-            raise Unavailable(f"{self._mountinfo.path}: {error.strerror}") from None
-
     def refresh(self) -> None:
         """Reads the list of mounts and the counters of NFS, and follows what has changed."""
-        try:
-            present = self._look()
-        except OSError as error:
-            why = Unavailable(f"{self._mountinfo.path}: {error.strerror}")
-            self.missing.note(ALL_METRICS, why)
-            present = []
-        for index in [i for i, known in self._sampled.items() if not _among(known, present)]:
-            del self._sampled[index]
-            self.drop((index,))
-        for entity in self._new_entities(present):
-            self.add(entity)
-        if not self._sampled and self._looks > _LOOKS_TO_OPEN:
+        super().refresh()
+        if not self.known and self._looks > _LOOKS_TO_OPEN:
             self.missing.note(ALL_METRICS, Unavailable(_NONE))
 
     def release(self) -> None:
@@ -250,17 +226,20 @@ class FilesystemSampler(TableSampler):
         self._mountinfo.close()
         self._mountstats.close()
 
-    def _look(self) -> list[_FoundMount]:
-        """The mounts that there are now."""
+    def present(self) -> Mapping[_FoundMount, _FoundMount]:
+        """The network file systems that are mounted now."""
         self._looks += 1
-        mounts = network_mounts(self._mountinfo.read().decode(errors="replace"))
+        try:
+            mounts = network_mounts(self._mountinfo.read().decode(errors="replace"))
+        except OSError as error:
+            raise Unavailable(f"{self._mountinfo.path}: {error.strerror}") from None
         self._nfs = {}
         if any(mount.type in NFS_TYPES for mount in mounts):
             try:
                 self._nfs = nfs_counts(self._mountstats.read().decode(errors="replace"))
             except OSError as error:
                 self._nfs = error
-        return [self._find_mount(mount) for mount in mounts]
+        return {found: found for found in map(self._find_mount, mounts)}
 
     def _find_mount(self, mount: MountEntry) -> _FoundMount:
         stats, born_ns = None, None
@@ -268,22 +247,21 @@ class FilesystemSampler(TableSampler):
             with contextlib.suppress(Unavailable):  # its reading says so
                 stats = lustre_stats(self.root, mount)
         elif isinstance(self._nfs, dict) and mount.point in self._nfs:
-            born_ns = self._clock() - self._nfs[mount.point][0] * NS_PER_S
-        return _FoundMount(mount=mount, stats=stats, born_ns=born_ns)
+            seen_ns = self._clock() - self._nfs[mount.point][0] * NS_PER_S
+            known = [old for old in self.known if isinstance(old, _FoundMount)]
+            before = [old.born_ns or 0 for old in known if old.mount == mount]
+            same = (ns for ns in before if abs(ns - seen_ns) <= _AGE_TOLERANCE_NS)
+            born_ns = next(same, seen_ns)
+        return _FoundMount(mount, stats, born_ns)
 
-    def _new_entities(self, present: Iterable[_FoundMount]) -> list[Entity]:
-        new = [seen for seen in present if not _among(seen, self._sampled.values())]
-        return [self._take_up(seen) for seen in new]
-
-    def _take_up(self, seen: _FoundMount) -> Entity:
-        index, self._next_index = self._next_index, self._next_index + 1
-        self._sampled[index] = seen
-        mount = seen.mount
+    def take_up(self, number: int, found: _FoundMount) -> Entity:
+        """A mount with its counters, and what its client does not count."""
+        mount = found.mount
         columns: Sequence[str]
         if mount.type in NFS_TYPES:
             columns, reading = NFS_COLUMNS, self._nfs_reading(mount)
         elif mount.type == LUSTRE:
-            columns, reading = LUSTRE_COLUMNS, self._lustre_reading(seen)
+            columns, reading = LUSTRE_COLUMNS, self._lustre_reading(found)
         else:
             columns, reading = ALL_COLUMNS, _refuse(ALL_COLUMNS, mount, UNCOUNTED[mount.type])
         rest = tuple(name for name in ALL_COLUMNS if name not in columns)
@@ -291,7 +269,7 @@ class FilesystemSampler(TableSampler):
         if rest:
             readings.append(_refuse(rest, mount, f"a {mount.type} client does not count it"))
         details = {"fstype": mount.type, "device": mount.source}
-        return Entity(key=(index,), name=mount.point, readings=tuple(readings), details=details)
+        return Entity(key=(number,), name=mount.point, readings=tuple(readings), details=details)
 
     def _nfs_reading(self, mount: MountEntry) -> Reading:
         def read() -> Sequence[Value]:
@@ -316,17 +294,6 @@ class FilesystemSampler(TableSampler):
 
         origin = "/sys/kernel/debug/lustre/llite/*/stats"
         return Reading(columns=LUSTRE_COLUMNS, origin=origin, read=read)
-
-
-def _among(seen: _FoundMount, others: Iterable[_FoundMount]) -> bool:
-    """Whether it is one of those, and not mounted again since."""
-    return any(
-        seen.mount == other.mount
-        and seen.stats == other.stats
-        and (seen.born_ns is None) == (other.born_ns is None)
-        and abs((seen.born_ns or 0) - (other.born_ns or 0)) <= _AGE_TOLERANCE_NS
-        for other in others
-    )
 
 
 def _refuse(columns: Sequence[str], mount: MountEntry, reason: str) -> Reading:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.agent.samplers.table import ChangingSampler, Node
 from haiprof.linux.procfs import inode, link_name, list_names, read_text
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import INFINIBAND, INFINIBAND_HEALTH
@@ -21,24 +22,22 @@ _I64_END = 1 << 63
 Pread = Callable[[int, int, int], bytes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One file that counts something, below a port's folder."""
+class Source(NamedTuple):
+    """One file that counts something, below a port's folder, and what one count stands for."""
 
     path: str
     unit: int = 1
-    """What one count stands for."""
 
 
 def counter(name: str, unit: int = 1) -> Source:
     """A counter of the port itself (performance management of the InfiniBand architecture)."""
-    return Source(path=f"counters/{name}", unit=unit)
+    return Source(f"counters/{name}", unit)
 
 
 def hardware(*names: str) -> tuple[Source, ...]:
     """Counters of the driver's own, per port or, with one port, of the device."""
     folders = ("hw_counters", "../../hw_counters")
-    return tuple(Source(path=f"{folder}/{name}") for name in names for folder in folders)
+    return tuple(Source(f"{folder}/{name}") for name in names for folder in folders)
 
 
 # Which file fills which column, the first that is there. Names are the drivers': mlx5 first, then
@@ -46,12 +45,12 @@ def hardware(*names: str) -> tuple[Source, ...]:
 # Source: kernel drivers/infiniband/{core/sysfs.c,hw/*/{counters,hw_counters,verbs}.c,sw/rxe}.
 TRAFFIC: Mapping[str, tuple[Source, ...]] = {
     "transmit_bytes": (
-        Source(path="counters_ext/port_xmit_data_64", unit=4),
+        Source("counters_ext/port_xmit_data_64", 4),
         counter("port_xmit_data", 4),
         *hardware("tx_bytes"),
     ),
     "receive_bytes": (
-        Source(path="counters_ext/port_rcv_data_64", unit=4),
+        Source("counters_ext/port_rcv_data_64", 4),
         counter("port_rcv_data", 4),
         *hardware("rx_bytes"),
     ),
@@ -208,15 +207,11 @@ class Attribute:
             self._fd = -1
 
 
-_LOOK_EVERY = 60  # seconds, at the default interval, after which a new port is noticed
-
-
-class _PortSampler(TableSampler):
+class _PortSampler(ChangingSampler):
     """One record per port.
 
     On mlx5 each file read is a query to the adapter's firmware: only what is recorded is read. A
-    port whose device was registered again (driver reload, hot-plug) is another one: it gets a new
-    `port_index` under the same name, and no rate spans both.
+    port whose device was registered again (driver reload, hot-plug) is another one.
     """
 
     recorder = "infiniband"
@@ -226,40 +221,21 @@ class _PortSampler(TableSampler):
     def __init__(self, node: Node, *, pread: Pread = os.pread) -> None:
         super().__init__(node)
         self._pread = pread
-        self._ports: dict[int, Port] = {}
-        self._next_index = 0
-        self._samples = 0
 
-    def find(self) -> Iterable[Entity]:
+    def present(self) -> Mapping[tuple[str, int], Port]:
         """Every port."""
-        return [self._take_up(port) for port in find_ports(self.root)]
+        return {(port.name, port.inode): port for port in find_ports(self.root)}
 
     def refresh(self) -> None:
-        """Drops ports that were registered again or are gone; looks for new ones at intervals."""
-        lost = [i for i, port in self._ports.items() if inode(port.folder) != port.inode]
-        for index in lost:
-            self.drop((index,))
-        gone = {self._ports.pop(index).name for index in lost}
-        self._samples += 1
-        if lost or not self._ports or self._samples % max(1, _LOOK_EVERY // self.every) == 0:
-            self._look()
-        for name in sorted(gone - {port.name for port in self._ports.values()}):
+        """Follows the ports, and says which ones are gone."""
+        before = {entity.name for entity in self.entities}
+        super().refresh()
+        for name in sorted(before - {entity.name for entity in self.entities}):
             self.missing.note(name, Unavailable("the port is gone: its device was removed"))
 
-    def _look(self) -> None:
-        try:
-            found = find_ports(self.root)
-        except Unavailable as why:
-            self.missing.note("ports", why)
-            return
-        known = {(port.name, port.inode) for port in self._ports.values()}
-        for port in found:
-            if (port.name, port.inode) not in known:
-                self.add(self._take_up(port))
-
-    def _take_up(self, port: Port) -> Entity:
-        index, self._next_index = self._next_index, self._next_index + 1
-        self._ports[index] = port
+    def take_up(self, number: int, found: Port) -> Entity:
+        """A port with what does not change of it."""
+        port = found
         pci = port.folder.parent.parent / "device"
         node, nets = read_text(pci / "numa_node"), list_names(pci / "net")
         only = nets[0] if len(nets) == 1 else None
@@ -273,7 +249,7 @@ class _PortSampler(TableSampler):
             "driver": link_name(pci / "driver"),
         }
         readings = (*self.first_readings(port), *self._counters(port, facts["driver"]))
-        return Entity(key=(index,), name=port.name, readings=readings, details=facts)
+        return Entity(key=(number,), name=port.name, readings=readings, details=facts)
 
     def first_readings(self, port: Port) -> Sequence[Reading]:
         """Readings that are not counters; none, unless overridden."""

@@ -6,7 +6,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -373,6 +373,56 @@ class TableSampler:
                 self.name, entity.name, columns[name], answer, origin=reading.origin,
                 read_ns=read_ns,
             )  # fmt: skip
+
+
+class ChangingSampler(TableSampler):
+    """Samples what comes and goes; what comes back has another number, so that no rate spans both.
+
+    A subclass tells what is there, and makes an entity of what is new.
+    """
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self.known: dict[Hashable, tuple[int, ...] | None] = {}
+        """Keys of what is there, by what tells it from all else; None where nothing is sampled."""
+        self._next = 0
+
+    def present(self) -> Mapping[Any, Any]:
+        """What is there now, by what tells it from all else."""
+        raise NotImplementedError
+
+    def take_up(self, number: int, found: Any) -> Entity | None:  # noqa: ANN401  a value of `present`
+        """The entity of something new; None where nothing of it can be sampled."""
+        raise NotImplementedError
+
+    def find(self) -> Iterable[Entity]:
+        """What is there at the start."""
+        return self._new_entities(self.present())
+
+    def refresh(self) -> None:
+        """Drops what is gone, and adds what is new."""
+        try:
+            present = self.present()
+        except Unavailable as why:
+            self.missing.note(ALL_METRICS, why)
+            present = {}
+        for identity in self.known.keys() - present.keys():
+            key = self.known.pop(identity)
+            if key is not None:
+                self.drop(key)
+        for entity in self._new_entities(present):
+            self.add(entity)
+
+    def _new_entities(self, present: Mapping[Any, Any]) -> list[Entity]:
+        entities = []
+        for identity, found in present.items():
+            if identity not in self.known:
+                entity = self.take_up(self._next, found)
+                self.known[identity] = None if entity is None else entity.key
+                if entity is not None:
+                    entities.append(entity)
+                    self._next += 1
+        return entities
 
 
 def _read(bound: _Bound) -> Sequence[int | float | Unavailable]:
