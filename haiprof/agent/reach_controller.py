@@ -8,7 +8,6 @@ import errno
 import json
 import resource
 import socket
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,21 +17,19 @@ from typing import Any
 from haiprof.agent.reach_uplink import (
     AGENT,
     CONTROLLER,
-    FRAME_LIMIT_BYTES,
-    LENGTH,
     MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
-    SIGNATURE_BYTES,
     Budget,
     Handshake,
-    Signer,
+    Line,
+    LoopThread,
     Uplink,
     make_token,
     new_nonce,
     parse_address,
+    read_message,
     read_token,
-    seal,
 )
 
 MESSAGES_PER_S = 500
@@ -52,7 +49,6 @@ KEPT_BYTES = 1 << 26
 BACKLOG = 4096
 _OWN_DESCRIPTORS = 256
 _REST_S = 0.05
-_STOP_S = 10.0
 _REPLY_OVERHEAD_BYTES = 64
 
 
@@ -73,18 +69,6 @@ async def prove(
     return handshake
 
 
-async def read_message(reader: asyncio.StreamReader, incoming: Signer) -> bytes:
-    """The next message of an agent."""
-    head = await reader.readexactly(LENGTH.size)
-    (length,) = LENGTH.unpack(head)
-    if length > FRAME_LIMIT_BYTES:
-        raise ValueError("a message that is too long")
-    data = await reader.readexactly(length)
-    if not incoming.is_next(head + data, await reader.readexactly(SIGNATURE_BYTES)):
-        raise ValueError("a message that was changed on its way, or is not the next one")
-    return data
-
-
 @dataclass(frozen=True, slots=True)
 class _Stranger:
     """A peer that has not proven itself yet."""
@@ -93,15 +77,7 @@ class _Stranger:
     since_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Agent:
-    """A peer that has."""
-
-    writer: asyncio.StreamWriter
-    outgoing: Signer
-
-
-class Controller:
+class Controller(LoopThread):
     """A TCP star in a thread of its own; the launcher's tick sends and receives without waiting.
 
     Unauthenticated connections are few, short, and read a fixed length. Where there are too many,
@@ -109,10 +85,11 @@ class Controller:
     """
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
+        super().__init__("haiprof-controller")
         self.address: tuple[str, int] = (host, port)
         self._key = key
         self._strangers: dict[asyncio.Task[None], _Stranger] = {}  # the oldest one first
-        self._agents: dict[asyncio.Task[None], _Agent] = {}
+        self._agents: dict[asyncio.Task[None], Line] = {}
         self._budget = Budget(CONNECTIONS_PER_S)
         self._replies: deque[bytes] = deque()
         # Each is changed by one thread: what came in by the loop's, what was taken by the other.
@@ -120,11 +97,6 @@ class Controller:
         self._taken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._loop = asyncio.new_event_loop()
-        # asyncio's own handler would print tracebacks to the job's stderr.
-        self._loop.set_exception_handler(lambda _loop, _context: None)
-        self._accepting: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="haiprof-controller", daemon=True)
 
     def start(self) -> None:
         """Listens."""
@@ -137,14 +109,7 @@ class Controller:
             raise
         listener.setblocking(False)
         self.address = listener.getsockname()[:2]
-        self._accepting = self._loop.create_task(self._accept(listener))
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Closes all connections."""
-        if self._accepting is not None:
-            self._call(self._accepting.cancel)
-            self._thread.join(_STOP_S)
+        self.begin(self._accept(listener))
 
     @property
     def agent_count(self) -> int:
@@ -159,7 +124,12 @@ class Controller:
     def broadcast(self, message: Mapping[str, Any]) -> None:
         """Sends a message to every agent; from any thread, without waiting."""
         data = json.dumps(message).encode()
-        self._call(lambda: self._send(data))
+
+        def send() -> None:
+            for line in list(self._agents.values()):
+                line.send(data)
+
+        self.call(send)
 
     def take(self) -> bytes | None:
         """Takes the oldest message of an agent; None if there is none."""
@@ -167,31 +137,8 @@ class Controller:
         if data is not None:
             self._taken_bytes += len(data) + _REPLY_OVERHEAD_BYTES
         if not self._has_room.is_set() and self.queued_bytes <= KEPT_BYTES // 2:
-            self._call(self._has_room.set)
+            self.call(self._has_room.set)
         return data
-
-    def _call(self, action: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(action)
-
-    # -- the thread ----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        assert self._accepting is not None, "start() comes first"
-        asyncio.set_event_loop(self._loop)
-        try:
-            with contextlib.suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(self._accepting)
-        finally:
-            self._loop.close()
-
-    def _send(self, data: bytes) -> None:
-        """Sends a message without waiting; an agent that has stopped reading is disconnected."""
-        for task, agent in list(self._agents.items()):
-            if agent.writer.transport.get_write_buffer_size() > FRAME_LIMIT_BYTES:
-                self._end(task)
-            else:
-                agent.writer.write(seal(data, agent.outgoing))
 
     def _end(self, task: asyncio.Task[None]) -> None:
         """Closes a connection at once, discarding unsent data."""
@@ -269,7 +216,7 @@ class Controller:
                 handshake = await prove(reader, writer.write, self._key)
                 deadline.cancel()
                 self._strangers.pop(task, None)
-                self._agents[task] = _Agent(writer, handshake.signer(CONTROLLER))
+                self._agents[task] = Line(writer, handshake.signer(CONTROLLER))
                 incoming, budget = handshake.signer(AGENT), Budget(MESSAGES_PER_S)
                 while True:
                     data = await read_message(reader, incoming)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hmac
@@ -15,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def new_nonce() -> bytes:
 
 LENGTH = struct.Struct("!I")
 SIGNATURE_BYTES = 32
+_STOP_S = 10.0
 FRAME_LIMIT_BYTES = 2 * MESSAGE_LIMIT_BYTES
 """Longest message: a rank's reply and its sender. A longer one is not read."""
 
@@ -112,6 +114,69 @@ def seal(data: bytes, signer: Signer) -> bytes:
     """A message as it is sent: its length, itself, and the signature of both."""
     framed = LENGTH.pack(len(data)) + data
     return framed + signer.sign(framed)
+
+
+async def read_message(reader: asyncio.StreamReader, incoming: Signer) -> bytes:
+    """The next message of the other end."""
+    head = await reader.readexactly(LENGTH.size)
+    (length,) = LENGTH.unpack(head)
+    if length > FRAME_LIMIT_BYTES:
+        raise ValueError("a message that is too long")
+    data = await reader.readexactly(length)
+    if not incoming.is_next(head + data, await reader.readexactly(SIGNATURE_BYTES)):
+        raise ValueError("a message that was changed on its way, or is not the next one")
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is sent on an authenticated connection."""
+
+    writer: asyncio.StreamWriter
+    outgoing: Signer
+
+    def send(self, data: bytes) -> None:
+        """Sends a message without waiting; an end that has stopped reading is disconnected."""
+        if self.writer.transport.get_write_buffer_size() > FRAME_LIMIT_BYTES:
+            self.writer.transport.abort()
+        else:
+            self.writer.write(seal(data, self.outgoing))
+
+
+class LoopThread:
+    """A coroutine in a thread of its own, which the launcher's tick never waits for."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        # asyncio's own handler would print tracebacks to the job's stderr.
+        self._loop.set_exception_handler(lambda _loop, _context: None)
+        self._work: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def stop(self) -> None:
+        """Closes all connections."""
+        if self._work is not None:
+            self.call(self._work.cancel)
+            self._thread.join(_STOP_S)
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts the thread."""
+        self._work = self._loop.create_task(work)
+        self._thread.start()
+
+    def call(self, action: Callable[[], object]) -> None:
+        """Has the thread do something; from any other, without waiting."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(action)
+
+    def _run(self) -> None:
+        assert self._work is not None, "begin() comes first"
+        asyncio.set_event_loop(self._loop)
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._work)
+        finally:
+            self._loop.close()
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -179,139 +244,92 @@ def read_token(path: Path) -> bytes:
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
-SEND_S = 5.0
+CONNECT_S = 5.0
 PROOF_S = 20.0
 """A controller may take some seconds when thousands of agents connect at once."""
 REQUESTS_PER_S = 50
 """A controller sends no more requests per second than this: people make them."""
 KEPT_REQUESTS = 200
-_FULL = struct.pack("ll", 1, 0)  # a timeval: send timeout
 
 
 class NotProvenError(OSError):
     """The peer at the controller's address does not hold the token."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """An authenticated connection."""
-
-    connection: socket.socket
-    outgoing: Signer
-    incoming: Signer
-
-
-class Uplink:
+class Uplink(LoopThread):
     """Connects, and reconnects when the controller comes back."""
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
+        super().__init__("haiprof-uplink")
         self.requests: deque[bytes] = deque(maxlen=KEPT_REQUESTS)
         """Requests of the controller that were not taken yet, oldest first."""
         self.error: str | None = "not connected yet"
         """Why there is no connection; None while there is one."""
-        self._address = address
-        self._key = key
-        self._line: _Line | None = None
-        self._warned = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="haiprof-uplink", daemon=True)
+        self._address, self._key = address, key
+        self._line: Line | None = None
 
     def start(self) -> None:
         """Starts the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the connection."""
-        self._stop.set()
-        line = self._line
-        if line is not None:
-            with contextlib.suppress(OSError):
-                line.connection.shutdown(socket.SHUT_RDWR)
-        if self._thread.is_alive():
-            self._thread.join(SEND_S)
+        self.begin(self._connect())
 
     def send(self, message: Mapping[str, Any]) -> bool:
         """Sends a reply; False without a connection, or where the controller does not read."""
         line = self._line
-        if line is None:
-            return False
-        try:
-            line.connection.sendall(seal(json.dumps(message).encode(), line.outgoing))
-        except OSError:
-            with contextlib.suppress(OSError):  # a frame was sent in part
-                line.connection.shutdown(socket.SHUT_RDWR)
-            return False
-        return True
+        if line is not None:
+            data = json.dumps(message).encode()
+            self.call(lambda: line.send(data))
+        return line is not None
 
-    def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S
-        while not self._stop.is_set():
+    async def _connect(self) -> None:
+        pause_s, warned = FIRST_PAUSE_S, False
+        while True:
             try:
-                with socket.create_connection(self._address, timeout=SEND_S) as connection:
-                    self._line = _prove(connection, self._key)
-                    self.error = None
-                    if self._listen(self._line):
-                        pause_s = FIRST_PAUSE_S
+                if await self._talk():
+                    pause_s = FIRST_PAUSE_S
+                self.error = "the controller has closed the connection"
+            except EOFError:
                 self.error = "the controller has closed the connection"
             except NotProvenError as error:
                 self.error = str(error)
                 # Warns once: it may be another user's process, or the token of another job.
-                if not self._warned:
-                    self._warned = True
+                if not warned:
+                    warned = True
                     host, port = self._address
                     print_message(
                         f"--reach: {self.error} ({host}, port {port}); nothing was told to it; "
                         "trying again: until then requests do not reach this node"
                     )
+            except asyncio.TimeoutError:
+                self.error = "timed out"
             except (OSError, ValueError) as error:  # ValueError: no host can have that name
                 self.error = str(error)
-            finally:
-                self._line = None
-            self._stop.wait(pause_s)
+            await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    def _listen(self, line: _Line) -> bool:
-        """Receives requests until the connection ends; whether there were any."""
-        heard = False
-        budget = Budget(REQUESTS_PER_S)
-        while True:
-            framed = _read(line.connection, LENGTH.size)
-            length = LENGTH.unpack(framed)[0] if framed else 0
-            if not framed or length > FRAME_LIMIT_BYTES:
-                return heard
-            framed += _read(line.connection, length)
-            signature = _read(line.connection, SIGNATURE_BYTES)
-            if not line.incoming.is_next(framed, signature) or not budget.spend(time.monotonic()):
-                return heard
-            heard = True
-            self.requests.append(framed[LENGTH.size :])
-
-
-def _prove(connection: socket.socket, key: bytes) -> _Line:
-    """Checks the controller's proof, then sends this end's."""
-    nonce = new_nonce()
-    connection.sendall(MAGIC + nonce)
-    answer = _read(connection, ANSWER_BYTES, until_s=time.monotonic() + PROOF_S)
-    if not answer:
-        raise ConnectionError("the controller has closed the connection")
-    handshake = Handshake(key=key, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES])
-    if not handshake.is_proof(CONTROLLER, answer[NONCE_BYTES:]):
-        raise NotProvenError("what listens there does not have the same token")
-    connection.sendall(handshake.proof(AGENT))
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _FULL)
-    return _Line(connection, handshake.signer(AGENT), handshake.signer(CONTROLLER))
-
-
-def _read(connection: socket.socket, count: int, *, until_s: float | None = None) -> bytes:
-    """Reads exactly so many bytes."""
-    data = bytearray()
-    while len(data) < count:
-        if until_s is not None:
-            connection.settimeout(max(until_s - time.monotonic(), 0.001))
-        piece = connection.recv(count - len(data))
-        if not piece:
-            return b""
-        data += piece
-    return bytes(data)
+    async def _talk(self) -> bool:
+        """A connection until it ends; whether there were requests."""
+        heard, budget = False, Budget(REQUESTS_PER_S)
+        connecting = asyncio.open_connection(*self._address)
+        reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
+        try:
+            nonce = new_nonce()
+            writer.write(MAGIC + nonce)
+            answer = await asyncio.wait_for(reader.readexactly(ANSWER_BYTES), PROOF_S)
+            handshake = Handshake(
+                key=self._key, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES]
+            )
+            if not handshake.is_proof(CONTROLLER, answer[NONCE_BYTES:]):
+                raise NotProvenError("what listens there does not have the same token")
+            writer.write(handshake.proof(AGENT))
+            connection = writer.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._line, self.error = Line(writer, handshake.signer(AGENT)), None
+            incoming = handshake.signer(CONTROLLER)
+            with contextlib.suppress(EOFError, ValueError):
+                while budget.spend(time.monotonic()):
+                    self.requests.append(await read_message(reader, incoming))
+                    heard = True
+            return heard
+        finally:
+            self._line = None
+            writer.transport.abort()

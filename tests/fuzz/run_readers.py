@@ -22,8 +22,15 @@ from unittest import mock
 from haiprof.agent import reach_uplink as messages
 from haiprof.agent.kineto_daemon import KinetoAgent
 from haiprof.agent.kineto_protocol import REQUEST, encode, encode_ours
-from haiprof.agent.reach_controller import prove, read_message
-from haiprof.agent.reach_uplink import AGENT, MAGIC, NONCE_BYTES, Handshake, read_token
+from haiprof.agent.reach_controller import prove
+from haiprof.agent.reach_uplink import (
+    AGENT,
+    MAGIC,
+    NONCE_BYTES,
+    Handshake,
+    read_message,
+    read_token,
+)
 from haiprof.agent.relay import Peer, Relay
 from haiprof.agent.step_watch import RankWatch
 from haiprof.base.errors import HaiprofError, RunFormatError
