@@ -6,6 +6,7 @@ import math
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class NodeHistory:
         """The writer of one source; an `OpenWriter` of the sampling loop."""
         files = self.files[stream.sampler.name]
         for each in files:
-            each.begin(stream, extra)
+            each.stream, each.extra = stream, extra
         return SourceHistory(self, stream, files)
 
     def wall_ns(self, mono_ns: int) -> int:
@@ -76,8 +77,8 @@ class NodeHistory:
 
     def hold_limit(self) -> None:
         """Removes the oldest files of what takes most, until all fit."""
+        tiers = [tier for tiers in self.files.values() for tier in tiers]
         while self.size_bytes > self._limit_bytes:
-            tiers = [tier for tiers in self.files.values() for tier in tiers]
             if not max(tiers, key=lambda tier: tier.size_bytes).remove_oldest():
                 return
 
@@ -89,29 +90,25 @@ class NodeHistory:
 
 
 class TierFiles:
-    """The files of one tier of one source; the oldest go when the others hold what is kept."""
+    """One tier of one source: rows of the time that goes on, and files, the oldest of which go."""
 
     def __init__(self, history: NodeHistory, table: Table, tier: Tier) -> None:
         self.tier, self.table = tier, history_table(table, tier)
+        self.stream: Stream | None = None
+        """None for what is not sampled any more."""
+        self.extra: Mapping[str, object] = {}
         self.row_bytes = 0
         """Of one time, as measured: all entities together."""
-        self.dropped_bytes = 0
-        self.size_bytes = 0
-        self._history = history
-        self._stream: Stream | None = None
-        self._extra: Mapping[str, object] = {}
+        self.dropped_bytes = self.size_bytes = 0
+        self._history, self._pack = history, self.table.struct.pack
+        self._begin_ns = self._again_ns = self._header_bytes = 0
+        self._rows: dict[Key, tuple[int, Sequence[Cell]]] = {}
         self._writer: RecordWriter | None = None
         self._described: frozenset[Key] = frozenset()
-        self._again_ns = 0
-        self._header_bytes = 0
         self._sizes: dict[int, int] = {}
         for number, path in history.node.history_files(table.name, tier.name):
             self._grow(number, path.stat().st_size)
         self._number = max(self._sizes, default=0)
-
-    def begin(self, stream: Stream, extra: Mapping[str, object]) -> None:
-        """Takes the rows of a stream from now on, in a new file."""
-        self._stream, self._extra = stream, extra
 
     @property
     def kept_bytes(self) -> int:
@@ -120,9 +117,9 @@ class TierFiles:
         Retention is by recorded time, not by age: a clock that is set, or a machine that was off
         for months, removes nothing.
         """
-        if self._stream is None:
+        if self.stream is None:
             return 0
-        interval_ns = max(self.tier.interval_ns, self._stream.interval_ns)
+        interval_ns = max(self.tier.interval_ns, self.stream.interval_ns)
         return self.tier.kept_ns // interval_ns * self.row_bytes
 
     @property
@@ -131,19 +128,53 @@ class TierFiles:
         file_bytes = self.kept_bytes // FILES_PER_TIER + self.row_bytes + self._header_bytes
         return (FILES_PER_TIER + 1) * file_bytes
 
-    def append(self, rows: bytes, wall_ns: int, mono_ns: int) -> None:
+    def take(self, wall_ns: int, mono_ns: int, found: Mapping[Key, Sequence[Cell]]) -> None:
+        """Adds a sample, after the time before it was written; a clock may also go back."""
+        is_first = self.tier is TIERS[0]
+        begin_ns = wall_ns - (0 if is_first else wall_ns % self.tier.interval_ns)
+        if begin_ns != self._begin_ns:
+            self.flush(wall_ns, mono_ns)
+            self._begin_ns = begin_ns
+        for key, cells in found.items():
+            count, before = self._rows.get(key, (0, ()))
+            merged = [*map(_merge, before, cells)] if before else cells
+            self._rows[key] = count + 1, merged
+        if is_first:
+            self.flush(wall_ns, mono_ns)
+
+    def flush(self, wall_ns: int, mono_ns: int) -> None:
         """Writes the rows of one time; a full disk loses them."""
-        if self._is_done() and mono_ns >= self._again_ns:
+        rows, self._rows = self._rows, {}
+        packed = []
+        for key, (count, cells) in rows.items():
+            values: list[float] = []
+            for total, weight, low, high in cells:
+                mean = total / weight if weight else math.nan
+                values += (mean, low, high) if weight else (mean,) * 3
+            if self.tier is TIERS[0]:
+                values = values[::3]
+            with suppress(OverflowError, struct.error):  # beyond f32: damage, not a rate
+                packed.append(self._pack(self._begin_ns, count, *key, *values))
+        if not rows:
+            return
+        full_bytes = self.kept_bytes // FILES_PER_TIER + self._header_bytes
+        is_full = self._writer is None or self._sizes.get(self._number, 0) >= full_bytes
+        is_other = self.stream is not None and self._described != self.stream.entities.keys()
+        if (is_full or is_other) and mono_ns >= self._again_ns:
             self._open(wall_ns, mono_ns)
-        lost = len(rows)
+        data = b"".join(packed)
+        lost = len(data)
         if self._writer is not None:
             before = self._writer.dropped_bytes
-            self._writer.append(rows)
+            self._writer.append(data)
             lost = self._writer.dropped_bytes - before
-            self._grow(self._number, len(rows) - lost)
+            self._grow(self._number, len(data) - lost)
             self._history.say_full("no room for rows" if lost else "")
         self.dropped_bytes += lost
-        while len(self._sizes) > 1 and self._without_oldest() >= self.kept_bytes:
+        while len(self._sizes) > 1 and (
+            self.size_bytes - self._sizes[min(self._sizes)]
+            - (len(self._sizes) - 1) * self._header_bytes >= self.kept_bytes
+        ):  # fmt: skip
             self.remove_oldest()
         self._history.hold_limit()
 
@@ -171,26 +202,14 @@ class TierFiles:
         self.size_bytes += by_bytes
         self._history.size_bytes += by_bytes
 
-    def _without_oldest(self) -> int:
-        """Rows that are left without the oldest file."""
-        headers = (len(self._sizes) - 1) * self._header_bytes
-        return self.size_bytes - self._sizes[min(self._sizes)] - headers
-
-    def _is_done(self) -> bool:
-        """Whether the next rows need another file: the first, a full one, a new entity."""
-        full_bytes = self.kept_bytes // FILES_PER_TIER + self._header_bytes
-        if self._writer is None or self._sizes.get(self._number, 0) >= full_bytes:
-            return True
-        return self._stream is not None and self._described != self._stream.entities.keys()
-
     def _open(self, wall_ns: int, mono_ns: int) -> None:
         """Begins the next file, whose header names all entities that are known by now."""
         self.close()
-        entities = {} if self._stream is None else self._stream.entities
+        entities = {} if self.stream is None else self.stream.entities
         self._described, self._number = frozenset(entities), self._number + 1
         node = self._history.node
         path = node.history(self.table.name, self.tier.name, self._number)
-        extra = {**self._extra, "entities": list(entities.values()), "tier": self.tier.name}
+        extra = {**self.extra, "entities": list(entities.values()), "tier": self.tier.name}
         clock = ClockAnchor(wall_ns, mono_ns)
         try:
             self._writer = RecordWriter(path, self.table, clock=clock, extra=extra)
@@ -221,9 +240,6 @@ class SourceHistory:
         self._struct, self._history, self._files = table.struct, history, files
         self._gap_s = _GAP_INTERVALS * stream.interval_ns / NS_PER_S
         self._before: dict[Key, tuple[Any, ...]] = {}
-        self._rows = [each.table.struct for each in files]
-        self._buckets: list[dict[Key, tuple[int, list[Cell]]]] = [{} for _ in TIERS]
-        self._begin_ns = [0 for _ in TIERS]
 
     @property
     def dropped_bytes(self) -> int:
@@ -233,62 +249,19 @@ class SourceHistory:
     def append(self, data: bytes) -> None:
         """Takes one record of each entity."""
         records = list(self._struct.iter_unpack(data))
-        for files, row in zip(self._files, self._rows, strict=True):
-            files.row_bytes = max(files.row_bytes, len(records) * row.size)
         mono_ns = records[-1][0]
         wall_ns = self._history.wall_ns(mono_ns)
-        found = {record[self._key]: (1, self._cells(record)) for record in records}
-        self._write(0, wall_ns, found, mono_ns)
-        self._collect(1, wall_ns, found, mono_ns)
+        found = {record[self._key]: self._cells(record) for record in records}
+        for files in self._files:
+            files.row_bytes = max(files.row_bytes, len(records) * files.table.record_bytes)
+            files.take(wall_ns, mono_ns, found)
         self._before = {record[self._key]: record for record in records}
 
     def close(self) -> None:
         """Writes what was begun, and closes the files."""
-        for place in range(1, len(TIERS)):
-            self._flush(place, self._history.clock(), 0)
         for files in self._files:
+            files.flush(self._history.clock(), 0)
             files.close()
-
-    def _collect(
-        self, place: int, wall_ns: int, found: Mapping[Key, tuple[int, list[Cell]]], mono_ns: int
-    ) -> None:
-        """Adds to a tier's time, after the one before was written; a clock may also go back."""
-        begin_ns = wall_ns - wall_ns % TIERS[place].interval_ns
-        if begin_ns != self._begin_ns[place]:
-            self._flush(place, wall_ns, mono_ns)
-            self._begin_ns[place] = begin_ns
-        bucket = self._buckets[place]
-        for key, (count, cells) in found.items():
-            have, before = bucket.get(key, (0, []))
-            bucket[key] = have + count, [*map(_merge, before, cells)] if before else cells
-
-    def _flush(self, place: int, wall_ns: int, mono_ns: int) -> None:
-        bucket, begin_ns = self._buckets[place], self._begin_ns[place]
-        self._buckets[place] = {}
-        if bucket:
-            self._write(place, begin_ns, bucket, mono_ns)
-            if place + 1 < len(TIERS):
-                self._collect(place + 1, begin_ns, bucket, mono_ns)
-
-    def _write(
-        self, place: int, time_ns: int, found: Mapping[Key, tuple[int, list[Cell]]], mono_ns: int
-    ) -> None:
-        rows, pack = [], self._rows[place].pack
-        for key, (count, cells) in found.items():
-            means = [total / weight if weight else math.nan for total, weight, _, _ in cells]
-            if place:
-                values = [
-                    value
-                    for mean, cell in zip(means, cells, strict=True)
-                    for value in ((mean, cell[2], cell[3]) if cell[1] else (mean, mean, mean))
-                ]
-            else:
-                values = means
-            try:
-                rows.append(pack(time_ns, count, *key, *values))
-            except (OverflowError, struct.error):  # beyond f32: damage, not a rate
-                continue
-        self._files[place].append(b"".join(rows), time_ns, mono_ns)
 
     def _cells(self, record: tuple[Any, ...]) -> list[Cell]:
         """What each column did since the record before; weight 0 where that is not known."""
@@ -296,16 +269,16 @@ class SourceHistory:
         elapsed_s = 0.0 if before is None else (record[0] - before[0]) / NS_PER_S
         cells = []
         for place, end, is_ns, events in self._plan:
-            value, weight = float(record[place]), 1.0
-            if end is None:
-                weight = 1.0 if is_known(record[place]) else 0.0
-            else:
+            value, weight = float(record[place]), 1.0 if is_known(record[place]) else 0.0
+            if end is not None:
                 grown = None
                 if before is not None and 0 < elapsed_s <= self._gap_s:
                     grown = growth(before[place], record[place], end)
-                weight = 0.0 if grown is None else elapsed_s
-                value = 0.0 if grown is None else grown / (elapsed_s * (NS_PER_S if is_ns else 1))
-                if events is not None and grown is not None and before is not None:
+                if grown is None or before is None:
+                    weight = 0.0
+                elif events is None:
+                    weight, value = elapsed_s, grown / (elapsed_s * (NS_PER_S if is_ns else 1))
+                else:
                     weight = max(0.0, record[events] - before[events])
                     value = grown / weight if weight else 0.0
             cells.append((value * weight, weight, value, value) if weight else _EMPTY)
