@@ -12,7 +12,7 @@ import os
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -261,19 +261,28 @@ class RankWatch:
         """How long it has been silent."""
         return now_ns - self._seen_ns
 
-    def limit_ns(self, limit: HangLimit) -> int:
-        """How long that may be; less where the group's timeout would end all ranks before."""
-        own_ns = self._own_limit_ns(limit)
-        return min(own_ns, round(BEFORE_TIMEOUT * self.timeout_ns)) if self.timeout_ns else own_ns
+    def limit(self, limit: HangLimit, warmup_ns: int) -> tuple[int, str]:
+        """How long that may be, and by what; less where the group's timeout would end all before.
 
-    def _own_limit_ns(self, limit: HangLimit) -> int:
+        A rank that is asked, and has told of no step, may be in a warm-up.
+        """
+        opening_ns = warmup_ns if self.asked and not self.reported_steps else 0
+        stepped, floor_ns = self.asked and bool(self.reported_steps), patient_ns(limit)
+        why = "; nothing else is seen of it without a recording" if stepped else ""
         if limit.seconds:
             seen = self.count and not self.asked
-            return round(limit.seconds * NS_PER_S) if seen else patient_ns(limit)
-        if self.count < WARM_UP_STEPS:
-            return EARLY_HANG_NS
-        floor = patient_ns(limit) if self.asked else HANG_FLOOR_NS
-        return max(floor, round(limit.factor * self.longest_ns))
+            own_ns = round(limit.seconds * NS_PER_S) if seen else floor_ns
+        elif self.count < WARM_UP_STEPS:
+            own_ns = EARLY_HANG_NS
+        else:
+            floor_ns = floor_ns if self.asked else HANG_FLOOR_NS
+            own_ns = max(floor_ns, round(limit.factor * self.longest_ns))
+            if own_ns + opening_ns > HANG_FLOOR_NS and not why:
+                why = f": {limit.factor:g} times the longest so far"
+        if self.timeout_ns and (before_ns := round(BEFORE_TIMEOUT * self.timeout_ns)) <= own_ns:
+            timeout = duration_text(self.timeout_ns)
+            return before_ns + opening_ns, f": soon the process group's timeout of {timeout}"
+        return own_ns + opening_ns, why
 
     def slower(self, ratio: float) -> Alarm | None:
         """Whether its last steps are slower than its usual ones; if so, they become the usual ones.
@@ -292,8 +301,11 @@ class RankWatch:
         older = settled or before
         if common & _ODD or not last or len(older) < USUAL_MIN_STEPS:
             return None
-        usual = self._settle(_usual(older)) if settled else _usual(older)
-        now = _usual(last)
+        usual, now, kept = _usual(older), _usual(last), self._usual
+        if settled:  # the fastest pace that was sustained
+            if kept is not None and usual.median_ns >= kept.median_ns - 2 * kept.error_ns:
+                usual = kept
+            self._usual = usual
         sure = SURE * (usual.error_ns**2 + now.error_ns**2) ** 0.5
         if now.median_ns - usual.median_ns <= max(ratio * usual.median_ns, sure):
             return None
@@ -310,13 +322,6 @@ class RankWatch:
             reason=f"step {first.number} on became {grown} slower ({change} on rank {self.rank})",
             numbers={"before_ns": usual.median_ns, "after_ns": now.median_ns},
         )
-
-    def _settle(self, older: _Usual) -> _Usual:
-        """The fastest pace that was sustained."""
-        kept = self._usual
-        if kept is None or older.median_ns < kept.median_ns - 2 * kept.error_ns:
-            self._usual = kept = older
-        return kept
 
     def _take(self, kind: int, tag: int, end_ns: int) -> None:
         if kind == GC:
@@ -422,7 +427,8 @@ class Watch:
             self._start_ns = now - self._began_ns
         ranks = [rank for rank in self._ranks.values() if not rank.exited]
         if pause_ns > SUSPENDED_NS:
-            _pause(ranks, pause_ns)
+            for rank in ranks:
+                rank.pause(pause_ns)
             if pause_ns > NOTED_NS and not self._suspended_ns:
                 self.suspensions.append((now - pause_ns, now, False))
         steps = {(rank.rank, rank.pid): rank.reported_steps for rank in live}
@@ -473,8 +479,11 @@ class Watch:
         }
         since_ns = max((start.since_ns for start in self._starting.values()), default=now)
         idle_ns = now - max((start.idle_ns for start in self._starting.values()), default=now)
-        silent_ns, limit_ns = now - since_ns, self._start_limit_ns()
-        idle = idle_ns > (round(self.hang_limit.seconds * NS_PER_S) or IDLE_START_NS)
+        silent_ns, limit_ns = now - since_ns, patient_ns(self.hang_limit)
+        own_ns = round(self.hang_limit.seconds * NS_PER_S)
+        if self._start_ns is not None:  # ranks that are started again had shown what they need
+            limit_ns = min(limit_ns, max(own_ns or HANG_FLOOR_NS, PATIENCE * self._start_ns))
+        idle = idle_ns > (own_ns or IDLE_START_NS)
         if silent_ns <= limit_ns and not idle:
             self.is_hanging = False
             return []
@@ -510,20 +519,8 @@ class Watch:
         idle_ns = now if busy else before.idle_ns
         return before._replace(idle_ns=idle_ns, looked_ns=now, cpu_ns=cpu_ns)
 
-    def _start_limit_ns(self) -> int:
-        """How long a start may take: ranks that are started again had shown how long they need."""
-        limit_ns = patient_ns(self.hang_limit)
-        if self._start_ns is None:
-            return limit_ns
-        own_ns = round(self.hang_limit.seconds * NS_PER_S) or HANG_FLOOR_NS
-        return min(limit_ns, max(own_ns, PATIENCE * self._start_ns))
-
     def _is_stopped(self, pid: int) -> bool:
         return process_state(pid, proc=self.proc)["state"] == "T"
-
-    def _limit_ns(self, rank: RankWatch) -> int:
-        opening = rank.asked and not rank.reported_steps
-        return rank.limit_ns(self.hang_limit) + (self._warmup_ns if opening else 0)
 
     def _standing(self, active: Sequence[RankWatch], now: int) -> Alarm | None:
         """A node hangs when all of its ranks do: while one proceeds, it does not block others."""
@@ -532,19 +529,22 @@ class Watch:
         if active and (quiet or self._suspended_ns):
             if all(self._is_stopped(rank.pid) for rank in active):
                 self._suspended_ns = self._suspended_ns or now - min(silent)
-                _pause(active, max(silent))
+                for rank in active:
+                    rank.pause(max(silent))
                 return None
             if self._suspended_ns:
                 self.suspensions.append((self._suspended_ns, now, True))
                 self._suspended_ns = 0
         if not quiet:
             return None
-        if any(rank.silent_ns(now) <= self._limit_ns(rank) for rank in active):
+        limits = [rank.limit(self.hang_limit, self._warmup_ns) for rank in active]
+        over = [ns - limit_ns for ns, (limit_ns, _) in zip(silent, limits, strict=True)]
+        if min(over) <= 0:
             return None
         self.is_hanging, self._steps_before = True, self._step_counts()
         # The rank whose limit was the last to be reached is the one whose limit is said.
-        last = min(active, key=lambda r: (r.silent_ns(now) - self._limit_ns(r), -r.alive_ns))
-        silent_ns, limit_ns = last.silent_ns(now), self._limit_ns(last)
+        place = min(range(len(over)), key=lambda at: (over[at], -active[at].alive_ns))
+        last, silent_ns, (limit_ns, why) = active[place], silent[place], limits[place]
         expected = "step" if last.count else "first step"
         if last.asked and last.reported_steps:
             expected = "optimizer step"
@@ -554,7 +554,7 @@ class Watch:
             step=last.count - 1 if last.count and not last.asked else None,
             since_mono_ns=last.alive_ns or now - silent_ns,
             reason=f"no {expected} for {duration_text(silent_ns)} "
-            f"(limit {duration_text(limit_ns)}{_why(last, self.hang_limit, limit_ns)})",
+            f"(limit {duration_text(limit_ns)}{why})",
             numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
         )
 
@@ -565,21 +565,6 @@ def patient_ns(limit: HangLimit) -> int:
         return EARLY_HANG_NS
     own_ns = round(limit.seconds * NS_PER_S)
     return max(own_ns, min(PATIENCE * own_ns, EARLY_HANG_NS))
-
-
-def _why(rank: RankWatch, limit: HangLimit, limit_ns: int) -> str:
-    if rank.timeout_ns and limit_ns == round(BEFORE_TIMEOUT * rank.timeout_ns):
-        return f": soon the process group's timeout of {duration_text(rank.timeout_ns)}"
-    if rank.asked and rank.reported_steps:
-        return "; nothing else is seen of it without a recording"
-    if limit.seconds or limit_ns <= HANG_FLOOR_NS or rank.count < WARM_UP_STEPS:
-        return ""
-    return f": {limit.factor:g} times the longest so far"
-
-
-def _pause(ranks: Iterable[RankWatch], ns: int) -> None:
-    for rank in ranks:
-        rank.pause(ns)
 
 
 def _end_of(steps: Sequence[Step], count: int, ns: int) -> Sequence[Step]:
