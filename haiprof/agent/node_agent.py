@@ -237,7 +237,7 @@ class Agent:
 
     def _reach(self, relay: Relay) -> None:
         """Joins the agents of nodes that do not share this run directory, now or later."""
-        from haiprof.agent.reach_controller import Controller, join
+        from haiprof.agent.reach import Controller, join
 
         options = self.options
         token_file = options.reach_token or options.log_dir / TOKEN_NAME

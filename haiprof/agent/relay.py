@@ -43,8 +43,7 @@ from haiprof.run_format.schema import PHASES, TAG_BITS
 from haiprof.run_format.writer import add_records, note_line
 
 if TYPE_CHECKING:
-    from haiprof.agent.reach_controller import Controller
-    from haiprof.agent.reach_uplink import Uplink
+    from haiprof.agent.reach import Controller, Uplink
 
 _F_GET_SEALS = 1034  # of <linux/fcntl.h>; the module has it from Python 3.13 on
 _SEAL_SHRINK, _SEAL_GROW = 0x0002, 0x0004

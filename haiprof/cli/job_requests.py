@@ -164,7 +164,7 @@ def trace_through_kineto(
     start_ns: int,
 ) -> None:  # fmt: skip
     """Traces the job and shows the result."""
-    from haiprof.agent.kineto_protocol import TraceRequest
+    from haiprof.agent.kineto_daemon import TraceRequest
     from haiprof.live.kineto_processes import parse_endpoint
     from haiprof.live.kineto_trace import trace_processes
     from haiprof.show.views.requests import kineto_view

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from haiprof.agent.kineto_protocol import ABSTRACT, NoAgentError, TraceRequest, shown_address
+from haiprof.agent.kineto_daemon import ABSTRACT, NoAgentError, TraceRequest, shown_address
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.safe_files import remove_file, whole_file
 from haiprof.live.kineto_processes import (

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from haiprof.agent.kineto_protocol import address_for, ask_agent
+from haiprof.agent.kineto_daemon import address_for, ask_agent
 from haiprof.base.errors import HaiprofError, MissingDataError, RunNotFoundError, UsageError
 from haiprof.linux.processes import is_launcher
 from haiprof.linux.procfs import (

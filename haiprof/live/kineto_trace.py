@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.agent.kineto_protocol import WARMUP_S, NoAgentError, TraceRequest, ask_agent
+from haiprof.agent.kineto_daemon import WARMUP_S, NoAgentError, TraceRequest, ask_agent
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.options import safe_name
 from haiprof.base.safe_files import (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from haiprof.agent.job_output import Stream, take_mark
+from haiprof.agent.process_ends import Stream, take_mark
 from haiprof.agent.samplers.cgroup import CgroupSampler
 from haiprof.agent.samplers.ethernet import Ethtool, find_positions
 from haiprof.agent.samplers.filesystem import FilesystemSampler

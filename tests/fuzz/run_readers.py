@@ -19,15 +19,14 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-from haiprof.agent import reach_uplink as messages
-from haiprof.agent.kineto_daemon import KinetoAgent
-from haiprof.agent.kineto_protocol import REQUEST, encode, encode_ours
-from haiprof.agent.reach_controller import prove
-from haiprof.agent.reach_uplink import (
+from haiprof.agent import reach as messages
+from haiprof.agent.kineto_daemon import REQUEST, KinetoAgent, encode, encode_ours
+from haiprof.agent.reach import (
     AGENT,
     MAGIC,
     NONCE_BYTES,
     Handshake,
+    prove,
     read_message,
     read_token,
 )

@@ -21,7 +21,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from haiprof.agent.finish_traces import finish_parts, remove_torn
+from haiprof.agent.trace_finisher import finish_parts, remove_torn
 from haiprof.base.errors import HaiprofError
 from haiprof.base.output_file import output_file
 from haiprof.base.safe_files import (

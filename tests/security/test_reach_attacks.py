@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 
-from haiprof.agent import reach_controller as connections
-from haiprof.agent import reach_controller as controllers
+from haiprof.agent import reach
 from haiprof.agent.node_agent import Agent
-from haiprof.agent.reach_controller import Controller
-from haiprof.agent.reach_uplink import (
+from haiprof.agent.reach import (
     AGENT,
     ANSWER_BYTES,
     CONTROLLER,
@@ -31,6 +29,7 @@ from haiprof.agent.reach_uplink import (
     MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
+    Controller,
     Handshake,
     Uplink,
     make_token,
@@ -240,7 +239,7 @@ def test_a_port_taken_before_the_launcher_starts_gets_nothing(
 def test_a_rogue_controller_that_drips_is_left(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("haiprof.agent.reach_uplink.PROOF_S", 0.5)
+    monkeypatch.setattr("haiprof.agent.reach.PROOF_S", 0.5)
     uplink = Uplink(listener.getsockname(), KEY)
     uplink.start()
     connection, _ = listener.accept()
@@ -336,8 +335,8 @@ def test_a_thousand_idle_connections_keep_nobody_out(controller: Controller) -> 
         idle = [stack.enter_context(connect(controller.address)) for _ in range(1000)]
         joins(controller)
         taken = len(os.listdir("/proc/self/fd")) - before - len(idle)
-        assert taken <= controllers.MAX_STRANGERS + 20
-        assert taken <= controllers.MAX_STRANGERS_PER_ADDRESS + 20
+        assert taken <= reach.MAX_STRANGERS + 20
+        assert taken <= reach.MAX_STRANGERS_PER_ADDRESS + 20
         # An agent of another node, while the attacker goes on.
         with connect(controller.address, source_address=("127.9.9.9", 0)) as other:
             other.sendall(MAGIC + new_nonce())
@@ -357,7 +356,7 @@ def test_idle_connections_of_many_addresses_keep_nobody_out(controller: Controll
 
 _SHORT = """
 import contextlib, os, resource, socket, sys, time
-from haiprof.agent.reach_controller import Controller
+from haiprof.agent.reach import Controller
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 controller = Controller("127.0.0.1", 0, b"k" * 32)
 controller.start()
@@ -440,12 +439,12 @@ def test_a_flood_of_connections_is_bounded_and_agents_get_in(controller: Control
 def test_a_flood_of_messages_is_cut_off(controller: Controller) -> None:
     peer = agent(controller.address, KEY)
     with contextlib.suppress(ConnectionError):
-        for _ in range(connections.MESSAGES_PER_S * 4):
+        for _ in range(reach.MESSAGES_PER_S * 4):
             peer.send({"x": 1})
     assert is_cut_off(peer.connection)
     peer.connection.close()
     within(60, lambda: controller.agent_count == 0)
-    assert sum(1 for _ in iter(controller.take, None)) <= connections.MESSAGES_PER_S * 2
+    assert sum(1 for _ in iter(controller.take, None)) <= reach.MESSAGES_PER_S * 2
 
 
 @pytest.mark.parametrize("length", [FRAME_LIMIT_BYTES + 1, 0xFFFFFFFF])
@@ -461,7 +460,7 @@ def test_replies_wait_with_the_agents_when_the_launcher_takes_none(
 ) -> None:
     """1.3 GB in 15 s before: what is kept is bounded, and nothing of it is lost."""
     limit, count, size = 4 << 20, 40, 200_000
-    monkeypatch.setattr(controllers, "KEPT_BYTES", limit)
+    monkeypatch.setattr(reach, "KEPT_BYTES", limit)
     peers = [agent(controller.address, KEY) for _ in range(4)]
     message = b'{"x": "' + b"y" * size + b'"}'
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.kineto_protocol import PrivateFolder
-from haiprof.agent.reach_uplink import make_token
+from haiprof.agent.kineto_daemon import PrivateFolder
+from haiprof.agent.reach import make_token
 from haiprof.agent.relay import Relay
 from haiprof.base.errors import UsageError
 from haiprof.base.options import ENV_ACTIVE

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from haiprof.agent.reach_uplink import (
+from haiprof.agent.reach import (
     AGENT,
     ANSWER_BYTES,
     CONTROLLER,

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.agent.finish_traces import finish_parts, remove_torn
-from haiprof.agent.trace_finisher import Finisher
+from haiprof.agent.trace_finisher import Finisher, finish_parts, remove_torn
 from haiprof.base.safe_files import is_unfinished
 from haiprof.run_format.layout import AGREED_PREFIX, RunPaths
 from haiprof.run_format.raw_traces import complete_parts
@@ -48,7 +47,7 @@ def child(run: RunPaths, *words: str, before: str = "") -> subprocess.Popen[byte
     """A finisher as the launcher starts it, after some statements of the test's."""
     arguments = [str(run.root), HOST, *words]
     call = f"raise SystemExit(main({arguments}))"
-    code = f"{before}\nfrom haiprof.agent.finish_traces import main; {call}"
+    code = f"{before}\nfrom haiprof.agent.trace_finisher import main; {call}"
     return subprocess.Popen([sys.executable, "-c", code], cwd=PARENT)
 
 
@@ -135,7 +134,7 @@ def test_killed_finisher_leaves_nothing_half_and_the_next_one_goes_on(
 ) -> None:
     text = raw_text(20_000)
     parts = [put_down(part_of(run, rank), text) for rank in range(3)]
-    slow = "import time, haiprof.agent.finish_traces as f\n"
+    slow = "import time, haiprof.agent.trace_finisher as f\n"
     slow += "real = f.os.fsync\n"
     slow += "f.os.fsync = lambda number: time.sleep(5) or real(number)"
     process = child(run, before=slow)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from haiprof.agent.node_agent import Agent
-from haiprof.agent.reach_controller import Controller, join
-from haiprof.agent.reach_uplink import Uplink
+from haiprof.agent.reach import Controller, Uplink, join
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run_directories import create_run

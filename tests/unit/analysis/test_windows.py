@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from haiprof import Analyzer
-from haiprof.agent.finish_traces import finish_parts
+from haiprof.agent.trace_finisher import finish_parts
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.run_notes import traced_lines
 from haiprof.run_analysis.windows import WINDOW_SCHEMA

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.agent.kineto_protocol import TraceRequest
+from haiprof.agent.kineto_daemon import TraceRequest
 from haiprof.base.errors import UsageError
 from haiprof.live import kineto_processes as dynolog
 from haiprof.live.kineto_processes import DynologError, KinetoProcess, parse_endpoint, trigger

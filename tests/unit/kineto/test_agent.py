@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.kineto_daemon import SILENT_NS, KinetoAgent, PendingRequests, own_address
-from haiprof.agent.kineto_protocol import (
+from haiprof.agent.kineto_daemon import (
     NAME,
+    SILENT_NS,
     Ask,
+    KinetoAgent,
     Message,
     NoAgentError,
+    PendingRequests,
     PrivateFolder,
     TraceRequest,
     ask_agent,
@@ -26,6 +28,7 @@ from haiprof.agent.kineto_protocol import (
     decode_ask,
     encode,
     is_alive,
+    own_address,
 )
 from haiprof.base.errors import UsageError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from haiprof.agent.job_output import Stream, find_words, take_mark
+from haiprof.agent.process_ends import Stream, find_words, take_mark
 from haiprof.run_analysis.printed_lines import Output, PrintedLine, printed_notes
 
 

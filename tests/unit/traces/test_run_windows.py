@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import haiprof
-from haiprof.agent.finish_traces import finish_parts
+from haiprof.agent.trace_finisher import finish_parts
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.run_format.clock import ClockAnchor
