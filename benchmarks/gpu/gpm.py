@@ -12,7 +12,7 @@ from benchmarks.gpu.load import load
 
 def gpm(bench: Bench) -> None:
     """GPM by the time between two samples; what a matrix product shows; beside a profiler."""
-    from haiprof.agent.samplers.gpu_activity import profiling_setting
+    from haiprof.agent.samplers.gpu import profiling_setting
 
     of = machine()
     bench.note("setting of the driver", profiling_setting(Path("/")))
@@ -42,7 +42,7 @@ def gpm(bench: Bench) -> None:
 
 def gpm_at(of: Machine, apart_s: float) -> object:
     """Three reads of GPM so far apart, without our own lower limit."""
-    from haiprof.agent.samplers.gpu_activity import RATIOS, Gpm
+    from haiprof.agent.samplers.gpu import RATIOS, Gpm
 
     ticks = iter(range(0, 10**12, 10**9))
     found = Gpm(of.device, tuple(RATIOS), clock=lambda: next(ticks))

@@ -13,7 +13,7 @@ from haiprof.cli.output import Output
 from haiprof.cli.shared import AS_JSON
 
 if TYPE_CHECKING:
-    from haiprof.live.dyno import GpuTrace, NodeAnswer
+    from haiprof.live.kineto_trace import GpuTrace, NodeAnswer
 
 
 Wish = Literal["status", "version", "gputrace", "dcgm-pause", "dcgm-resume"]
@@ -69,7 +69,7 @@ def dyno(
       haiprof trace dyno --hostname n[01-16] gputrace --job-id 12 --log-file /shared/t.json
       haiprof trace dyno status
     """
-    from haiprof.live.dyno import GpuTrace, has_daemon
+    from haiprof.live.kineto_trace import GpuTrace, has_daemon
 
     output = Output(json=as_json)
     question: GpuTrace | dict[str, Any]
@@ -121,7 +121,7 @@ def _check(wish: GpuTrace) -> None:
 def _ask_daemons(
     hosts: str, port: int, question: GpuTrace | dict[str, Any], output: Output, *, must_match: bool
 ) -> None:
-    from haiprof.live.dyno import GpuTrace, ask_daemons, check_answers, expand_hosts
+    from haiprof.live.kineto_trace import GpuTrace, ask_daemons, check_answers, expand_hosts
 
     answers = ask_daemons(expand_hosts(hosts), port, question)
     output.show(lambda _: "\n".join(map(_answer_text, answers)),
@@ -148,7 +148,7 @@ def _answer_text(found: NodeAnswer) -> str:
 
 
 def _trace_here(wish: GpuTrace, output: Output, *, must_match: bool) -> None:
-    from haiprof.live.dyno import trace_here
+    from haiprof.live.kineto_trace import trace_here
     from haiprof.show.views.requests import kineto_view
 
     try:
@@ -166,7 +166,7 @@ def _trace_here(wish: GpuTrace, output: Output, *, must_match: bool) -> None:
 
 
 def _tell_of_here(command: Wish, output: Output) -> None:
-    from haiprof.live.dyno import agents_here
+    from haiprof.live.kineto_trace import agents_here
 
     if command == "version":
         output.show(

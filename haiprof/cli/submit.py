@@ -14,7 +14,7 @@ from haiprof.cli.output import Output
 from haiprof.cli.shared import AS_JSON
 
 if TYPE_CHECKING:
-    from haiprof.launch.submit.spec import JobSpec
+    from haiprof.launch.submit.engines import JobSpec
     from haiprof.launch.submit.submission import SubmittedJob
 
 _JOB, _NODE, _SITE = "The job", "Each node", "Where it runs"
@@ -87,8 +87,8 @@ def submit(
     """
     from haiprof.base.errors import UsageError
     from haiprof.cli.names import installed_haiprof
-    from haiprof.launch.submit import spec as specs
-    from haiprof.launch.submit.spec import parse_time_limit as limit
+    from haiprof.launch.submit import engines as specs
+    from haiprof.launch.submit.engines import parse_time_limit as limit
 
     given = {"time": time, "warmup": warmup, "trace": "1" if trace else None,
              "recorder": recorder, "log-dir": log_dir, "name": name}  # fmt: skip

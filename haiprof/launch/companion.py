@@ -30,9 +30,8 @@ from haiprof.base.options import (
 )
 from haiprof.base.subcommand import Subcommand
 from haiprof.launch.command import CommandLine
-from haiprof.launch.companion_line import Line, Pulse
 from haiprof.launch.run_directories import PUT_EVERY_S, create_run, find_open_folder
-from haiprof.launch.supervisor import Supervisor
+from haiprof.launch.supervisor import Line, Pulse, Supervisor
 from haiprof.run_format.boot import boot_entries
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest

@@ -26,9 +26,8 @@ from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, ENV_TRAINJOB, SHARES, Options
 from haiprof.base.subcommand import Subcommand, end_child
 from haiprof.base.units import NS_PER_S, duration_text, visible
-from haiprof.launch.companion_line import Line, Pulse, discard
 from haiprof.launch.run_directories import RunCopies
-from haiprof.launch.supervisor import Outcome, Supervisor
+from haiprof.launch.supervisor import Line, Outcome, Pulse, Supervisor, discard
 from haiprof.linux.procfs import read_start_ticks, still_runs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest

@@ -30,7 +30,6 @@ from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.launch.run_directories import RunCopies, create_run, find_open_folder
 from haiprof.linux.processes import Process
-from haiprof.live.ask import as_member, ask, members, recording_has_ended
 from haiprof.live.external_sampling import (
     NO_SPY,
     SampledStacks,
@@ -39,7 +38,7 @@ from haiprof.live.external_sampling import (
     sample_stacks,
     why_not_enter,
 )
-from haiprof.live.find import RunningJob
+from haiprof.live.find import RunningJob, as_member, ask, members, recording_has_ended
 from haiprof.live.trace_now import Progress, TraceNow, collect, trace_now, wait
 from haiprof.run_analysis.run_files import objects
 from haiprof.run_format.boot import BOOT_FOLDER

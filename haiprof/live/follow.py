@@ -20,8 +20,14 @@ from haiprof.base.safe_files import file_size
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import process_state
-from haiprof.live.ask import as_member, has_end
-from haiprof.live.find import RunningJob, is_running, running_jobs, signalled_pid
+from haiprof.live.find import (
+    RunningJob,
+    as_member,
+    has_end,
+    is_running,
+    running_jobs,
+    signalled_pid,
+)
 from haiprof.live.standstill import STOPPED
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.folded_steps import optimizer_steps_before, read_folded_steps

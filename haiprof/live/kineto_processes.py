@@ -22,8 +22,7 @@ from haiprof.linux.procfs import (
     own_pids,
     read_parent,
 )
-from haiprof.live.ask import members
-from haiprof.live.find import find_job, slurm_number
+from haiprof.live.find import find_job, members, slurm_number
 from haiprof.run_format.control import read_object
 from haiprof.run_format.environment import RANK_VARIABLES, WORLD_VARIABLES, find_number
 from haiprof.run_format.layout import RunPaths

@@ -16,9 +16,8 @@ from haiprof.base.safe_files import make_folder
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import is_mine, process_state
-from haiprof.live.ask import Answers, Member, ask, find_missing_ranks, lost_members, members
 from haiprof.live.external_sampling import dump_threads, find_spy
-from haiprof.live.nccl_ras import file_suspects, find_address, ras_suspects
+from haiprof.live.find import Answers, Member, ask, find_missing_ranks, lost_members, members
 from haiprof.live.standstill import (
     GONE,
     STOPPED,
@@ -26,11 +25,14 @@ from haiprof.live.standstill import (
     Node,
     RankState,
     Suspect,
+    file_suspects,
+    find_address,
     is_suspended,
     main_stack,
     merge,
     moves,
     other_threads,
+    ras_suspects,
     saving,
     suspects,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_S
-from haiprof.live.ask import Answers, Member, ask, find_missing_ranks, members
+from haiprof.live.find import Answers, Member, ask, find_missing_ranks, members
 from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.control import OVER, TOO_LATE, read_members

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from haiprof.agent.process_ends import Stream, take_mark
 from haiprof.agent.samplers.cgroup import CgroupSampler
-from haiprof.agent.samplers.ethernet import Ethtool, find_positions
 from haiprof.agent.samplers.filesystem import FilesystemSampler
-from haiprof.agent.samplers.gpu_activity import DcgmSampler, fetch, parse_page
+from haiprof.agent.samplers.gpu import DcgmSampler, fetch, parse_page
 from haiprof.agent.samplers.host import HostSampler, NumaSampler
+from haiprof.agent.samplers.network import Ethtool, find_positions
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.agent.samplers.tools import find_permissions, software

@@ -40,10 +40,9 @@ from haiprof.in_job.commands import Commands, handlers
 from haiprof.in_job.windows.driver import plan_request
 from haiprof.live.follow import LiveRank
 from haiprof.live.kineto_processes import trigger
-from haiprof.live.nccl_ras import ras_suspects
 from haiprof.live.scheduler import read_pod
 from haiprof.live.snapshot import _native_stack, _run_spy
-from haiprof.live.standstill import RankState, main_stack, merge, odd_ranks
+from haiprof.live.standstill import RankState, main_stack, merge, odd_ranks, ras_suspects
 from haiprof.run_analysis.counter_sources import read_export
 from haiprof.run_analysis.remote_runs import _states
 from haiprof.run_analysis.run_files import RunFiles, open_run, record_columns

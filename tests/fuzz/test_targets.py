@@ -40,7 +40,7 @@ _OWN = {
     "in_job/boot/sitecustomize.py": "the same",
     "in_job/payload.py": "the same",
     "in_job/collectives.py": "torch's own status, in the process that asks torch",
-    "launch/companion_line.py": "the socket between the launcher and its own process",
+    "launch/supervisor.py": "the socket between the launcher and its own process",
     "live/follow.py": "the answer of a child process",
     "live/preflight.py": "the same",
     "cli/prepare.py": "a baseline that the user names, whose values must all be numbers",
@@ -60,7 +60,7 @@ _OWN = {
     "run_format/schema.py": "no bytes: it makes the struct",
     "run_analysis/folding.py": "a rank's own stacks, in a child of its node's agent that may fail",
     "compat/otlp.py": "64 KiB of the answer of a collector that the user names",
-    "agent/node_history.py": "records that a sampler of the same process has just made",
+    "live/node.py": "records that a sampler of the same process has just made",
 }
 
 

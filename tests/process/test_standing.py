@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.serialization
 
 from haiprof import Analyzer
-from haiprof.live.ask import lost_members, members
+from haiprof.live.find import lost_members, members
 from haiprof.live.snapshot import SuspectDetails, inspect_suspects
 from haiprof.live.standstill import GONE, RankState, Suspect, saving, suspects
 from haiprof.run_analysis.run_files import open_run

@@ -39,7 +39,7 @@ from haiprof.agent.reach import (
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run_directories import create_run
-from haiprof.live.ask import members
+from haiprof.live.find import members
 from haiprof.run_format.control import new_request, post_request, read_replies
 from tests.process.launch.reach_peers import Peer, agent, connect, read, take_agent
 from tests.process.launch.test_relay import Node

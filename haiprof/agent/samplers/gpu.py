@@ -1,19 +1,26 @@
-"""GPUs through NVML: load, memory, power, clocks, throttling, links, errors and limits."""
+"""GPUs: activity by GPM or the site's DCGM exporter; load, power, clocks, errors through NVML."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+import os
 import queue
+import re
+import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from haiprof.agent.samplers.gpu_activity import GPM_ORIGIN, MIN_APART_NS, PCIE, RATIOS, open_gpm
 from haiprof.agent.samplers.nvml import (
     FUNCTION_NOT_FOUND,
     HEALTH_FIELDS,
+    NO_PERMISSION,
     NVLINK,
     PCIE_FIELDS,
     TIMEOUT,
@@ -27,12 +34,410 @@ from haiprof.agent.samplers.nvml import (
     gpu_fields,
     is_denied,
     nvlink_fields,
+    refusal,
+    text,
 )
-from haiprof.agent.samplers.table import CounterState
+from haiprof.agent.samplers.table import CounterState, Missing, Node, TableSampler
+from haiprof.base.options import ENV_DCGM_URL
 from haiprof.base.units import NS_PER_S
-from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailable, refused_reading
-from haiprof.run_format.schema import Column
-from haiprof.run_format.tables import GPU, GPU_HEALTH
+from haiprof.linux.readings import (
+    Clock,
+    Entity,
+    EntityGone,
+    Reading,
+    Unavailable,
+    Value,
+    refused_reading,
+)
+from haiprof.run_format.entities import plain_uuid
+from haiprof.run_format.schema import NULL_I64, Column
+from haiprof.run_format.secrets import mask_text
+from haiprof.run_format.tables import DCGM, GPU, GPU_HEALTH
+
+# nvmlGpmMetricId_t, nvml.h
+RATIOS = dict(
+    zip(GPU.names("sm_active_ratio", "fp16_active_ratio"), (2, 3, 5, 10, 11, 12, 13), strict=True)
+)
+TRAFFIC = {
+    "pcie_transmit_bytes": 20,
+    "pcie_receive_bytes": 21,
+    "nvlink_receive_bytes": 60,
+    "nvlink_transmit_bytes": 61,
+}
+PCIE = ("pcie_transmit_bytes", "pcie_receive_bytes")
+_BYTES_PER_MIB = 1 << 20
+
+MIN_APART_NS = 100_000_000
+"""Two samples closer than this give no metrics (NVML documentation, nvmlGpmMetricsGet)."""
+
+_HIGHEST_PERCENT = 105.0  # a share is of two samples, a little apart
+_WAIT_NS = 2_000_000  # at 10 Hz every other read is some us too early
+
+GPM_ORIGIN = "nvmlGpmMetricsGet"
+_ADMIN_PARAMETER = "RmProfilingAdminOnly"
+_REMEDY = "option NVreg_RestrictProfilingToAdminUsers=0 of the nvidia module, or CAP_SYS_ADMIN"
+
+
+@dataclass
+class Gpm:
+    """Metrics of one GPU over the time since the sample before.
+
+    Traffic is reported as a rate; it is summed up from 0 at the first sample and after every gap,
+    so that a gap reads as a counter reset.
+    """
+
+    device: Device
+    columns: tuple[str, ...]
+    clock: Clock
+    pause: Callable[[float], None] = time.sleep
+    _samples: list[Any] = field(default_factory=list)  # the later one first
+    _request: Any = None
+    _taken_ns: int | None = None
+    _has_interval: bool = False
+    _totals: dict[str, float] = field(default_factory=dict)
+
+    def open(self) -> None:
+        """Allocates the buffers of all reads, and takes a sample."""
+        for _ in range(2):
+            self._samples.append(self.device.nvml.call("nvmlGpmSampleAlloc"))
+        import pynvml
+
+        self._request = pynvml.c_nvmlGpmMetricsGet_t(version=1, numMetrics=len(self.columns))
+        for name, metric in zip(self.columns, self._request.metrics, strict=False):
+            metric.metricId = (RATIOS | TRAFFIC)[name]
+        self._totals = dict.fromkeys(self.columns, 0.0)
+        self._take(self.clock())
+
+    def read(self) -> list[Value | Unavailable]:
+        """One value per column; one that is not known yet is missing, without a reason."""
+        now, before = self.clock(), self._taken_ns
+        left_ns = 0 if before is None else before + MIN_APART_NS - now
+        if 0 < left_ns <= _WAIT_NS:  # the previous sample is not quite old enough
+            self.pause(left_ns / NS_PER_S)
+            now = self.clock()
+        if before is None or (not self._has_interval and now - before < MIN_APART_NS):
+            self._has_interval = False
+            self._totals = dict.fromkeys(self.columns, 0.0)
+            self._take(now)
+            return self._nothing_yet(0)
+        if now - before < MIN_APART_NS:
+            return self._nothing_yet(NULL_I64)
+        self._take(now)
+        self._has_interval = True
+        elapsed_ns = now - before
+        request = self._request
+        request.sample1, request.sample2 = (
+            ctypes.cast(sample, type(request.sample1)) for sample in reversed(self._samples)
+        )
+        try:
+            self.device.nvml.call(GPM_ORIGIN, request)
+        except Refusal as why:
+            self._taken_ns = None
+            self.device.check(why.code, why.reason)
+            raise
+        pairs = zip(self.columns, request.metrics, strict=False)
+        return [self._answer(name, metric, elapsed_ns) for name, metric in pairs]
+
+    def close(self) -> None:
+        """Frees the samples."""
+        samples, self._samples = self._samples, []
+        for sample in samples:
+            with contextlib.suppress(Unavailable):  # it cannot be handled
+                self.device.nvml.call("nvmlGpmSampleFree", sample)
+
+    def _nothing_yet(self, traffic: int) -> list[Value | Unavailable]:
+        return [math.nan if name in RATIOS else traffic for name in self.columns]
+
+    def _take(self, now_ns: int) -> None:
+        """Puts a new sample in place of the older one; after a failure there is none to compare."""
+        self._taken_ns = None
+        self._samples.reverse()
+        self.device.call("nvmlGpmSampleGet", self._samples[0])
+        self._taken_ns = now_ns
+
+    def _answer(self, name: str, metric: Any, elapsed_ns: int) -> Value | Unavailable:  # noqa: ANN401
+        what, value = f"GPM metric {metric.metricId}", float(metric.value)
+        total, self._totals[name] = self._totals[name], 0.0
+        if metric.nvmlReturn:
+            return refusal(metric.nvmlReturn, what)
+        if not math.isfinite(value):
+            return Unavailable(f"{what}: not a number")
+        if value < 0 or (name in RATIOS and value > _HIGHEST_PERCENT):
+            return Unavailable(f"{what}: a value that it cannot have")
+        if name in RATIOS:
+            return value / 100
+        self._totals[name] = total + value * _BYTES_PER_MIB * elapsed_ns / NS_PER_S
+        return int(self._totals[name])
+
+
+def open_gpm(device: Device, columns: tuple[str, ...], *, root: Path, clock: Clock) -> Gpm:
+    """Metrics of one GPU, ready to be read."""
+    if device.has_mig:
+        reason = "MIG is on: GPM measures each GPU instance, and haiprof reads whole GPUs only"
+        raise Unavailable(reason, status="unsupported", lasting=True)
+    support = device.call("nvmlGpmQueryDeviceSupport")
+    if not support.isSupportedDevice:
+        reason = "nvmlGpmQueryDeviceSupport: not this GPU; GPM came with Hopper"
+        remedy = "nv-hostengine (DCGM) has the same metrics of older GPUs"
+        raise Unavailable(reason, status="unsupported", remedy=remedy, lasting=True)
+    gpm = Gpm(device, columns, clock=clock)
+    try:
+        gpm.open()
+    except (Unavailable, EntityGone) as why:
+        gpm.close()
+        if not isinstance(why, Refusal) or why.code != NO_PERMISSION:
+            raise
+        setting = profiling_setting(root)
+        reason = f"{why.reason} ({setting})" if setting else why.reason
+        raise Unavailable(reason, status="denied", remedy=_REMEDY, lasting=True) from None
+    return gpm
+
+
+def profiling_setting(root: Path) -> str:
+    """The line of /proc/driver/nvidia/params on who may profile; empty without one."""
+    try:
+        lines = (root / "proc/driver/nvidia/params").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(_ADMIN_PARAMETER)), "")
+
+
+DEFAULT_URL = "http://127.0.0.1:9400/metrics"
+_ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#]+)(?::(\d{1,5}))?(/\S*)?\Z", re.ASCII)
+_HTTP_PORT = 80
+CONNECT_S = 0.05
+READ_S = 0.5
+_PAGE_LIMIT_BYTES = 8 << 20
+_RATE_LIMIT = 1e13  # bytes/s; a larger value is DCGM's blank
+_DCGM_REMEDY = f"run dcgm-exporter with its profiling fields on this node, or set {ENV_DCGM_URL}"
+_FIELDS_REMEDY = "add the field to the exporter's configuration (dcp-metrics-included.csv has all)"
+
+FIELDS = dict(
+    zip(
+        DCGM.names("engine_active_ratio", "last_xid"),
+        (
+            "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY",
+            "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "DCGM_FI_PROF_DRAM_ACTIVE",
+            "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "DCGM_FI_PROF_PIPE_FP32_ACTIVE",
+            "DCGM_FI_PROF_PIPE_FP16_ACTIVE", "DCGM_FI_PROF_PCIE_TX_BYTES",
+            "DCGM_FI_PROF_PCIE_RX_BYTES", "DCGM_FI_PROF_NVLINK_TX_BYTES",
+            "DCGM_FI_PROF_NVLINK_RX_BYTES", "DCGM_FI_DEV_XID_ERRORS",
+        ),
+        strict=True,
+    )
+)  # fmt: skip
+
+# NAME{label="value",...} value [timestamp]: Prometheus text format 0.0.4
+_LINE = re.compile(r"^(DCGM_FI_\w+)\{(.*)\}\s+(\S+)(?:\s+-?\d+)?\s*$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Page = Mapping[str, Mapping[str, float | None]]
+"""Values by UUID and field; None where the page contradicts itself."""
+
+
+class DcgmSampler(TableSampler):
+    """One record per GPU and collection of the exporter; HAIPROF_DCGM_URL asks for it."""
+
+    name = "dcgm"
+    recorder = "gpu"
+    every = 10
+    table = DCGM
+    read_limit_ns = 100_000_000
+
+    def __init__(self, node: Node, *, url: str | None = None) -> None:
+        super().__init__(node)
+        url = url or os.environ.get(ENV_DCGM_URL)
+        self.url = url or DEFAULT_URL
+        self._asked_for = bool(url)
+        self._nvml = node.nvml
+        self._text: str | None = None
+        self._page: Page = {}
+        self._failure: Unavailable | None = None
+        self._recorded = ""
+
+    def open(self) -> list[Missing]:
+        """Looks for the exporter; without one the cost is a refused connection."""
+        missing = super().open()
+        self._recorded = ""  # the page that `find` read has not been recorded
+        return missing
+
+    def find(self) -> list[Entity]:
+        """The GPUs of the exporter's page that the driver shows here, too."""
+        reach(self.url)
+        indices, has_gpm = _gpus_of_driver(self._nvml)
+        if has_gpm and not self._asked_for:
+            asks = f"{ENV_DCGM_URL}={mask_text(self.url)} asks for it"
+            raise Unavailable(f"not needed: NVML GPM measures the same; {asks}")
+        page = parse_page(fetch(self.url))
+        numbered = [
+            (index, uuid)
+            for at, uuid in enumerate(page)
+            if (index := indices.get(plain_uuid(uuid)) if indices else at) is not None
+        ]
+        if not numbered:
+            where = mask_text(self.url)
+            reason = f"{where}: no DCGM figures of a whole GPU that the driver shows here"
+            raise Unavailable(reason, remedy=_FIELDS_REMEDY)
+        return [self._entity(index, uuid) for index, uuid in sorted(numbered)]
+
+    def refresh(self) -> None:
+        """Discards the page: the next read fetches it for all GPUs."""
+        self._text = None
+
+    def sample(self) -> bytes:
+        """One record per GPU where the exporter has collected since the last; otherwise none."""
+        records = super().sample()
+        figures = "\n".join(match[0] for match in _LINE.finditer(self._text or ""))
+        if not figures or figures == self._recorded:
+            return b""
+        self._recorded = figures
+        return records
+
+    def _entity(self, index: int, uuid: str) -> Entity:
+        reading = Reading(
+            columns=tuple(FIELDS),
+            origin=mask_text(self.url),
+            read=lambda: self._figures(uuid),
+            remedy=_FIELDS_REMEDY,
+        )
+        name = f"gpu {index}"
+        return Entity(key=(index,), name=name, readings=(reading,), details={"uuid": uuid})
+
+    def _figures(self, uuid: str) -> Sequence[Value | Unavailable]:
+        if self._text is None:  # one attempt per sample
+            self._text, self._page, self._failure = "", {}, None
+            try:
+                self._text = fetch(self.url)
+            except Unavailable as why:
+                self._failure = why
+            self._page = parse_page(self._text)
+        if self._failure is not None:
+            raise self._failure
+        if uuid not in self._page:
+            raise Unavailable(f"{mask_text(self.url)}: no such GPU in it this time")
+        figures = self._page[uuid]
+        return [self._figure(column, figures) for column in FIELDS]
+
+    def _figure(self, column: str, figures: Mapping[str, float | None]) -> Value | Unavailable:
+        field = FIELDS[column]
+        if field not in figures:
+            why = f"{mask_text(self.url)}: {field} is not exported"
+            return Unavailable(why, remedy=_FIELDS_REMEDY)
+        value = figures[field]
+        if value is None:
+            return Unavailable(f"{mask_text(self.url)}: {field} has several values for one GPU")
+        if column == "last_xid":
+            return int(value) if 0 <= value < 1 << 31 else Unavailable(f"{field} is {value:g}")
+        limit = 1.0 if column.endswith("_ratio") else _RATE_LIMIT
+        if not 0 <= value <= limit:
+            return Unavailable(f"{mask_text(self.url)}: {field} is {value:g}, which it cannot be")
+        if value == 0 and column.startswith("pcie_"):
+            return Unavailable(
+                f"{mask_text(self.url)}: {field} is 0, which PCIe of a GPU in use never is",
+                status="unsupported",
+                remedy="dcgm-exporter issue 721: another version of DCGM or of the driver",
+            )
+        return value
+
+
+def reach(url: str) -> None:
+    """Tries a connection, for a moment only."""
+    host, port, _ = _address(url)
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        words = getattr(error, "strerror", None) or str(error)
+        reason = f"no DCGM exporter answers at {mask_text(url)}: {words}"
+        raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
+
+
+def fetch(url: str) -> str:
+    """The exporter's page.
+
+    Requested in HTTP 1.0 without Python's own client: no proxy and no redirect is followed, nothing
+    is imported into the launcher, and the time limit covers the whole answer.
+    """
+    host, port, path = _address(url)
+    request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAccept: text/plain\r\n\r\n"
+    answer, deadline = bytearray(), time.monotonic() + READ_S
+    try:
+        with socket.create_connection((host, port), READ_S) as connection:
+            connection.sendall(request.encode())
+            while True:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or len(answer) > _PAGE_LIMIT_BYTES:
+                    raise TimeoutError
+                connection.settimeout(left_s)
+                block = connection.recv(1 << 16)
+                if not block:
+                    break
+                answer += block
+    except TimeoutError:
+        reason = f"{mask_text(url)}: too slow or too large to be an exporter's page"
+        raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
+    except OSError as error:
+        reason = f"{mask_text(url)}: {error.strerror or error or type(error).__name__}"
+        raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
+    head, _, body = answer.partition(b"\r\n\r\n")
+    version, _, status = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+    if not version.startswith("HTTP/1."):
+        raise Unavailable(f"{mask_text(url)}: no HTTP server", remedy=_DCGM_REMEDY)
+    if status.split(" ")[0] != "200":
+        raise Unavailable(f"{mask_text(url)}: HTTP {status.split(' ')[0]}", remedy=_DCGM_REMEDY)
+    return body.decode("utf-8", errors="replace")
+
+
+def _address(url: str) -> tuple[str, int, str]:
+    """Host, port and path."""
+    match = _ADDRESS.match(url)
+    if match is None:
+        raise Unavailable(
+            f"{ENV_DCGM_URL}={mask_text(url)}: not an http address", remedy=f"e.g. {DEFAULT_URL}"
+        )
+    host, port, path = match.groups()
+    return host.strip("[]"), int(port or _HTTP_PORT), path or "/"
+
+
+def parse_page(page: str) -> Page:
+    """Figures of whole GPUs by UUID, in the exporter's order; MIG instances are left out."""
+    found: dict[str, dict[str, float | None]] = {}
+    for match in _LINE.finditer(page):
+        labels = dict(_LABEL.findall(match[2]))
+        uuid = labels.get("UUID", "")
+        if not uuid or labels.get("GPU_I_ID"):
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        figures = found.setdefault(uuid, {})
+        known = figures.setdefault(match[1], value)
+        if str(known) != str(value):  # the same GPU twice, and they differ (NaN is NaN)
+            figures[match[1]] = None
+    return found
+
+
+def _gpus_of_driver(nvml: ModuleType | None) -> tuple[dict[str, int], bool]:
+    """NVML index by UUID, and whether every GPU has GPM; empty where there is no NVML."""
+    library = Nvml(nvml)
+    try:
+        library.open()
+        count = library.call("nvmlDeviceGetCount")
+        handles = [library.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+        uuids = [plain_uuid(text(library.call("nvmlDeviceGetUUID", handle))) for handle in handles]
+        has_gpm = bool(handles) and all(_has_gpm(library, handle) for handle in handles)
+    except (Unavailable, EntityGone):
+        return {}, False
+    finally:
+        library.close()
+    return {uuid: index for index, uuid in enumerate(uuids)}, has_gpm
+
+
+def _has_gpm(library: Nvml, handle: object) -> bool:
+    with contextlib.suppress(Unavailable):
+        return bool(library.call("nvmlGpmQueryDeviceSupport", handle).isSupportedDevice)
+    return False
+
 
 _SM, _MEMORY = 1, 2  # nvmlClockType_t
 _SHUTDOWN, _SLOWDOWN = 0, 1  # nvmlTemperatureThresholds_t
@@ -159,8 +564,8 @@ class XidWatch:
             raise
         if not event.eventType & _XID_EVENTS:
             return
-        wanted = _address(event.device)
-        gpu = next((d.index for d in self._devices if _address(d.handle) == wanted), None)
+        wanted = _pointer(event.device)
+        gpu = next((d.index for d in self._devices if _pointer(d.handle) == wanted), None)
         if gpu is not None:
             self._counts[gpu] += 1
         line = {"type": XID, "gpu": gpu, "xid": int(event.eventData), "time_ns": self._clock()}
@@ -178,7 +583,7 @@ class XidWatch:
             self._news.put(Unavailable(reason, status=why.status, remedy=why.remedy))
 
 
-def _address(handle: Any) -> int | None:  # noqa: ANN401  a pointer of the binding
+def _pointer(handle: Any) -> int | None:  # noqa: ANN401  a pointer of the binding
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 

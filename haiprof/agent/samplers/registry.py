@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from haiprof.agent.samplers.cgroup import CgroupSampler
-from haiprof.agent.samplers.ethernet import EthernetSampler
 from haiprof.agent.samplers.filesystem import FilesystemSampler
-from haiprof.agent.samplers.gpu import GpuHealthSampler, GpuSampler
-from haiprof.agent.samplers.gpu_activity import DcgmSampler
+from haiprof.agent.samplers.gpu import DcgmSampler, GpuHealthSampler, GpuSampler
 from haiprof.agent.samplers.host import HostSampler, NumaSampler
-from haiprof.agent.samplers.infiniband import InfinibandHealthSampler, InfinibandSampler
-from haiprof.agent.samplers.memory_bandwidth import MemoryBandwidthSampler
+from haiprof.agent.samplers.memory_traffic import MemoryBandwidthSampler, RemoteMemorySampler
+from haiprof.agent.samplers.network import (
+    EthernetSampler,
+    InfinibandHealthSampler,
+    InfinibandSampler,
+)
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
-from haiprof.agent.samplers.remote_memory import RemoteMemorySampler
 from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, TableSampler
 from haiprof.linux.readings import Status, Unavailable
 from haiprof.run_format.schema import Column

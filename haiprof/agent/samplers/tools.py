@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from haiprof.agent.samplers.gpu_activity import profiling_setting
+from haiprof.agent.samplers.gpu import profiling_setting
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.linux.process_files import status_fields
 from haiprof.linux.procfs import read_int, read_text

@@ -22,8 +22,13 @@ from haiprof.base.options import ENV_ACTIVE, ENV_RENDEZVOUS, is_enabled, safe_na
 from haiprof.base.safe_files import create_file, make_named_folder, make_private
 from haiprof.launch.submit.engines import (
     ENDPOINT,
+    JobSpec,
+    c10d,
+    haiprof_words,
     jobset,
     kubernetes_job,
+    node_words,
+    own_torchrun,
     ray_driver,
     sbatch_options,
     sbatch_script,
@@ -31,7 +36,6 @@ from haiprof.launch.submit.engines import (
     srun_options,
     trainjob,
 )
-from haiprof.launch.submit.spec import JobSpec, c10d, haiprof_words, node_words, own_torchrun
 from haiprof.run_format.boot import remove_run
 from haiprof.run_format.layout import RunPaths
 

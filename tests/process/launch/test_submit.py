@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingExtraError, UsageError
 from haiprof.cli import main
-from haiprof.launch.submit.engines import yaml_text
-from haiprof.launch.submit.spec import (
+from haiprof.launch.submit.engines import (
     JobSpec,
     node_words,
     parse_directives,
@@ -27,6 +26,7 @@ from haiprof.launch.submit.spec import (
     parse_time_limit,
     resolve_options,
     script_words,
+    yaml_text,
 )
 from haiprof.launch.submit.submission import FORMS, emit, follow, slurm_status, submit_slurm
 from haiprof.live.find import running_jobs
@@ -236,7 +236,7 @@ def test_variables_are_given_or_taken_from_here() -> None:
 _NODE_TASK = """
 import sys
 from haiprof.launch.submit.submission import NodeTask
-from haiprof.launch.submit.spec import JobSpec
+from haiprof.launch.submit.engines import JobSpec
 spec = JobSpec(program="train.py", name="train", nodes=2, environment={"A": "x y"})
 NodeTask(spec, haiprof=(sys.argv[1],), torchrun="torchrun")()
 """

@@ -17,7 +17,7 @@ from typing import IO
 import pytest
 
 from haiprof.agent.node_agent import find_unreported
-from haiprof.agent.samplers.remote_memory import RemoteMemorySampler
+from haiprof.agent.samplers.memory_traffic import RemoteMemorySampler
 from haiprof.agent.samplers.table import Node
 from haiprof.agent.samplers.tools import software
 from haiprof.linux.memory import PageSample

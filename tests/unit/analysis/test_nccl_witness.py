@@ -15,8 +15,7 @@ from haiprof.base.errors import TraceFormatError
 from haiprof.cli import main
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import as_document
-from haiprof.live.nccl_ras import file_suspects
-from haiprof.live.standstill import RankState
+from haiprof.live.standstill import RankState, file_suspects
 from haiprof.run_analysis.nccl_witness import NcclReport, nccl_report
 from haiprof.run_analysis.run_files import open_run
 from haiprof.run_analysis.run_frames import RunFrames

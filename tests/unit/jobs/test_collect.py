@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.live import trace_now
-from haiprof.live.ask import Answers, Member
+from haiprof.live.find import Answers, Member
 from haiprof.run_format.control import new_request
 from tests.unit.analysis.recorded import write_run
 

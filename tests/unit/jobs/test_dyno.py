@@ -12,8 +12,8 @@ import pytest
 from haiprof.base.errors import UsageError
 from haiprof.cli import main
 from haiprof.cli.job_requests import parse_start
-from haiprof.live.dyno import GpuTrace, expand_hosts
 from haiprof.live.find import slurm_number
+from haiprof.live.kineto_trace import GpuTrace, expand_hosts
 from haiprof.live.trace_now import wait_until
 from tests.unit.jobs.test_kineto_dynolog import FakeDynolog, dynolog_with
 

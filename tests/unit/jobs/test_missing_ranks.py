@@ -10,7 +10,7 @@ import pytest
 
 from haiprof.base.options import Options
 from haiprof.launch.run_directories import create_run
-from haiprof.live.ask import MissingRanks, find_missing_ranks
+from haiprof.live.find import MissingRanks, find_missing_ranks
 
 HERE = socket.gethostname()
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from haiprof.base.errors import MissingDataError
-from haiprof.live.nccl_ras import ask_ras, find_address, parse_ras, ras_suspects
-from haiprof.live.standstill import RankState
+from haiprof.live.standstill import RankState, ask_ras, find_address, parse_ras, ras_suspects
 from haiprof.run_analysis.run_files import open_run
 from tests.fake_ras import fake_ras
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run

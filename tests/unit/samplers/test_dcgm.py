@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from haiprof.agent.samplers import gpu_activity
-from haiprof.agent.samplers.gpu_activity import DEFAULT_URL, DcgmSampler, fetch
+from haiprof.agent.samplers import gpu
+from haiprof.agent.samplers.gpu import DEFAULT_URL, DcgmSampler, fetch
 from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node
 from haiprof.linux.readings import Unavailable
 from haiprof.run_format.tables import DCGM
@@ -91,8 +91,8 @@ class Exporter:
 def exporter(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Exporter]:
     """An exporter with more time to answer than haiprof gives one, for a machine that is busy."""
     if "dribbles" not in request.node.name:
-        monkeypatch.setattr(gpu_activity, "CONNECT_S", 10)
-        monkeypatch.setattr(gpu_activity, "READ_S", 30)
+        monkeypatch.setattr(gpu, "CONNECT_S", 10)
+        monkeypatch.setattr(gpu, "READ_S", 30)
     server = Exporter()
     yield server
     server.close()
@@ -171,7 +171,7 @@ def test_address_that_is_none_is_said(url: str) -> None:
 def test_gpm_makes_the_exporter_needless_unless_it_is_asked_for(
     exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("haiprof.agent.samplers.gpu_activity.DEFAULT_URL", exporter.url)
+    monkeypatch.setattr("haiprof.agent.samplers.gpu.DEFAULT_URL", exporter.url)
     nvml = FakeNvml([FakeGpu(), FakeGpu()])
     (missing,) = DcgmSampler(Node(nvml=nvml)).open()
     assert "not needed" in missing.reason

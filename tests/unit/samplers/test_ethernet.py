@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.ethernet import (
+from haiprof.agent.samplers.network import (
     COLUMNS,
     GSSET_INFO,
     GSTATS,

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers import nvml as nvml_module
-from haiprof.agent.samplers.gpu import GpuSampler
-from haiprof.agent.samplers.gpu_activity import RATIOS, Gpm
+from haiprof.agent.samplers.gpu import RATIOS, Gpm, GpuSampler
 from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.agent.samplers.nvml import Device, Nvml, sysfs_bus_id
 from haiprof.agent.samplers.table import ALL_METRICS, Missing, MissingLog, Node

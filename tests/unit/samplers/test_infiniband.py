@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from haiprof import Analyzer
-from haiprof.agent.samplers.infiniband import InfinibandHealthSampler, InfinibandSampler
+from haiprof.agent.samplers.network import InfinibandHealthSampler, InfinibandSampler
 from haiprof.agent.samplers.table import ALL_METRICS, Node
 from haiprof.base.units import NS_PER_S
 from haiprof.run_format.tables import INFINIBAND, INFINIBAND_HEALTH

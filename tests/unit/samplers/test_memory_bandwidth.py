@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.memory_bandwidth import MemoryBandwidthSampler
+from haiprof.agent.samplers.memory_traffic import MemoryBandwidthSampler
 from haiprof.agent.samplers.table import Missing, Node
 from haiprof.run_format.tables import MEMORY_BANDWIDTH
 from tests.fake_pmu import FakePerf, cpu, pmu, sockets

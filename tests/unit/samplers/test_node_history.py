@@ -15,11 +15,11 @@ import numpy.typing as npt
 import polars as pl
 import pytest
 
-from haiprof.agent.node_history import NodeHistory
 from haiprof.agent.samplers.loop import Stream
 from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.readings import Entity, Reading
+from haiprof.live.node import NodeHistory
 from haiprof.run_analysis.counters import _growth as growth_of_all
 from haiprof.run_analysis.node_history import read_history
 from haiprof.run_format.clock import ClockAnchor

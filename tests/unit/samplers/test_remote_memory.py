@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.remote_memory import RemoteMemorySampler, core_events
+from haiprof.agent.samplers.memory_traffic import RemoteMemorySampler, core_events
 from haiprof.agent.samplers.table import Node
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
