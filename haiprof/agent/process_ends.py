@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from haiprof.agent.relay import LiveRank
+from haiprof.agent.node_agent import LiveRank
 from haiprof.linux.cgroups import (
     MEMORY_LIMIT,
     Cgroup,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from haiprof.agent.relay import LiveRank
+from haiprof.agent.node_agent import LiveRank
 from haiprof.base.medians import MAD_TO_SIGMA, mean_median
 from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text

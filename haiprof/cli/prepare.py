@@ -170,9 +170,14 @@ def doctor(
       srun --ntasks-per-node 1 haiprof doctor         on each node of a job
     """
     from haiprof.agent.burst import find_nsys
-    from haiprof.agent.samplers.registry import counter_row, survey
+    from haiprof.agent.samplers.registry import (
+        counter_row,
+        find_permissions,
+        find_tools,
+        software,
+        survey,
+    )
     from haiprof.agent.samplers.table import Node
-    from haiprof.agent.samplers.tools import find_permissions, find_tools, software
     from haiprof.show.views.prepare import doctor_view
 
     counters = survey(Node(host=socket.gethostname(), pid=os.getpid()))

@@ -36,7 +36,7 @@ from haiprof.run_format.reader import read_failures, read_json
 if TYPE_CHECKING:  # these are loaded where they are asked for
     from haiprof.agent.burst import Burst, Nsys, Refusal
     from haiprof.agent.kineto_daemon import KinetoAgent
-    from haiprof.agent.trainjob_status import TrainJobStatus
+    from haiprof.agent.notifications import TrainJobStatus
 
 TICK_S = 0.5
 VERDICT_TIMEOUT_S = 120.0
@@ -216,7 +216,7 @@ class Job:
             self._notifier = Notifier(options.notify, identity, in_child=unblock)
         trainer = next((each for each in ENV_TRAINJOB if os.environ.get(f"{each}URL")), None)
         if self.created and trainer is not None:
-            from haiprof.agent.trainjob_status import TrainJobStatus
+            from haiprof.agent.notifications import TrainJobStatus
 
             self._trainjob = TrainJobStatus(os.environ, trainer, self.manifest.command)
         if options.traces:

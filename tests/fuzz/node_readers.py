@@ -11,14 +11,13 @@ from functools import cache
 from pathlib import Path
 
 from haiprof.agent.process_ends import Stream, take_mark
-from haiprof.agent.samplers.cgroup import CgroupSampler
 from haiprof.agent.samplers.filesystem import FilesystemSampler
 from haiprof.agent.samplers.gpu import DcgmSampler, fetch, parse_page
-from haiprof.agent.samplers.host import HostSampler, NumaSampler
+from haiprof.agent.samplers.host import CgroupSampler, HostSampler, NumaSampler
 from haiprof.agent.samplers.network import Ethtool, find_positions
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
+from haiprof.agent.samplers.registry import find_permissions, software
 from haiprof.agent.samplers.table import Node, TableSampler
-from haiprof.agent.samplers.tools import find_permissions, software
 from haiprof.linux.topology import read_cpu
 from haiprof.run_format.layout import RunPaths
 from tests.fake_cgroup import FakeCgroups, FakeGroup

@@ -21,6 +21,7 @@ from unittest import mock
 
 from haiprof.agent import reach as messages
 from haiprof.agent.kineto_daemon import REQUEST, KinetoAgent, encode, encode_ours
+from haiprof.agent.node_agent import Peer, Relay
 from haiprof.agent.reach import (
     AGENT,
     MAGIC,
@@ -30,7 +31,6 @@ from haiprof.agent.reach import (
     read_message,
     read_token,
 )
-from haiprof.agent.relay import Peer, Relay
 from haiprof.agent.step_watch import RankWatch
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.options import merge_options, options_from_pyproject

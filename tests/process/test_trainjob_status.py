@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.agent.trainjob_status import find_total_steps
+from haiprof.agent.notifications import find_total_steps
 from tests.process.jobs import run_job
 from tests.sampling import first_of
 from tests.webhook import Webhook

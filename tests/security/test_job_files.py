@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.agent.relay import Relay
+from haiprof.agent.node_agent import Relay
 from haiprof.base.descriptors import Descriptor
 from haiprof.run_format.control import new_request, post_request, read_replies
 from haiprof.run_format.layout import RunPaths

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.kineto_daemon import PrivateFolder
+from haiprof.agent.node_agent import Relay
 from haiprof.agent.reach import make_token
-from haiprof.agent.relay import Relay
 from haiprof.base.errors import UsageError
 from haiprof.base.options import ENV_ACTIVE
 from haiprof.in_job.commands import Commands

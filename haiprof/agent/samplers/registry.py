@@ -1,23 +1,36 @@
-"""Every sampler in its order, and each counter of this node read once: value, source, cost."""
+"""Every sampler, each counter read once; a node's launchers, tools, permissions and versions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import ctypes
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
-from haiprof.agent.samplers.cgroup import CgroupSampler
 from haiprof.agent.samplers.filesystem import FilesystemSampler
-from haiprof.agent.samplers.gpu import DcgmSampler, GpuHealthSampler, GpuSampler
-from haiprof.agent.samplers.host import HostSampler, NumaSampler
+from haiprof.agent.samplers.gpu import DcgmSampler, GpuHealthSampler, GpuSampler, profiling_setting
+from haiprof.agent.samplers.host import CgroupSampler, HostSampler, NumaSampler
 from haiprof.agent.samplers.memory_traffic import MemoryBandwidthSampler, RemoteMemorySampler
 from haiprof.agent.samplers.network import (
     EthernetSampler,
     InfinibandHealthSampler,
     InfinibandSampler,
 )
+from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, TableSampler
-from haiprof.linux.readings import Status, Unavailable
+from haiprof.linux.process_files import status_fields
+from haiprof.linux.procfs import read_int, read_text
+from haiprof.linux.readings import Status, Unavailable, os_status
 from haiprof.run_format.schema import Column
 
 SAMPLERS = (
@@ -111,3 +124,261 @@ def _none_of(
     status: Status = "absent" if why.status == "available" else why.status
     refusal = Unavailable(why.reason, status=status, remedy=why.remedy)
     return [CounterState.of(name, entity, c, refusal, origin=c.meaning) for c in columns]
+
+
+Kind = Literal["launcher", "tool"]
+
+_PROGRAMS: tuple[tuple[Kind, str, str], ...] = (
+    ("launcher", "torchrun", "PyTorch's own launcher"),
+    ("launcher", "accelerate", "Hugging Face Accelerate"),
+    ("launcher", "deepspeed", "DeepSpeed"),
+    ("launcher", "fabric", "Lightning Fabric"),
+    ("launcher", "composer", "MosaicML Composer"),
+    ("launcher", "colossalai", "Colossal-AI"),
+    ("launcher", "horovodrun", "Horovod"),
+    ("launcher", "srun", "Slurm"),
+    ("launcher", "mpirun", "MPI"),
+    ("launcher", "mpiexec", "MPI"),
+    ("tool", "nsys", "Nsight Systems: GPU metrics down to 100 µs"),
+    ("tool", "ncu", "Nsight Compute: one kernel in depth"),
+    ("tool", "nvidia-smi", "NVIDIA driver state"),
+    ("tool", "dcgmi", "DCGM: GPU metrics where NVML GPM has none"),
+    ("tool", "py-spy", "Python stacks of a running rank"),
+    ("tool", "perf", "CPU profiles"),
+    ("tool", "numactl", "binds ranks to NUMA nodes"),
+    ("tool", "perfquery", "InfiniBand counters, also of switches"),
+    ("tool", "lctl", "Lustre client counters"),
+)
+
+# Bits of /proc/PID/status CapEff; source: include/uapi/linux/capability.h.
+_CAPABILITIES = {"SYS_PTRACE": 19, "SYS_ADMIN": 21, "PERFMON": 38}
+_WHOLE_UID_MAP = ["0", "0", "4294967295"]  # of the first user namespace
+_DRIVER_VERSION = re.compile(r"Kernel Module.*?\s(\d+\.[\d.]+)")
+_MASK = re.compile(r"[0-9a-f]{1,16}")  # of capabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A program that starts jobs or looks at them."""
+
+    name: str
+    kind: Kind
+    status: Status
+    """`available` or `absent`."""
+    path: str | None
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permission:
+    """Something that this user may or may not do here."""
+
+    name: str
+    status: Status = "available"
+    value: int | None = None
+    """What the source says; None where it is not there or holds no number."""
+    source: str
+    """File or call."""
+    allows: str
+    """What needs it."""
+    reason: str = ""
+    """Why not, or what else may stand in the way."""
+    remedy: str = ""
+    """What an administrator would have to set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What runs here; None where it is not installed or does not say."""
+
+    host: str
+    kernel: str
+    cgroup: str | None
+    """`v1`, `v2` or `v1 + v2`."""
+    python: str
+    executable: str
+    torch: str | None
+    """Of this interpreter; the job's may be another."""
+    nvidia_driver: str | None
+    nvidia_ml_py: str | None
+
+
+def find_tools(
+    path: str | None = None,
+    *,
+    scripts: Path | None = None,
+    known: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Tool, ...]:
+    """Looks up every launcher and tool; starts none."""
+    folder = scripts or Path(sys.executable).parent
+    folders = os.pathsep.join([os.environ.get("PATH", "") if path is None else path, str(folder)])
+    found = []
+    for kind, name, purpose in _PROGRAMS:
+        place = known.get(name) or shutil.which(name, path=folders)
+        status: Status = "absent" if place is None else "available"
+        found.append(Tool(name=name, kind=kind, status=status, path=place, purpose=purpose))
+    return tuple(found)
+
+
+def software(root: Path = Path("/")) -> Software:
+    """Versions, without importing what they are of."""
+    driver = _DRIVER_VERSION.search(read_text(root / "proc/driver/nvidia/version") or "")
+    lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
+    versions = {"v2" if line.startswith("0:") else "v1" for line in lines}
+    return Software(
+        host=socket.gethostname(),
+        kernel=f"{platform.system()} {platform.release()}",
+        cgroup=" + ".join(sorted(versions)) or None,
+        python=platform.python_version(),
+        executable=sys.executable,
+        torch=_version("torch"),
+        nvidia_driver=driver.group(1) if driver else None,
+        nvidia_ml_py=_version("nvidia-ml-py"),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def find_permissions(
+    root: Path = Path("/"), load: Callable[[str], object] = ctypes.CDLL
+) -> tuple[Permission, ...]:
+    """The permissions of this process; tries nothing that would affect another process."""
+    caps = _Capabilities(root)
+    uncore = "memory bandwidth and cross-socket traffic (uncore counters)"
+    return (
+        _ptrace(root, caps),
+        *(_capability(root, caps, name) for name in ("SYS_PTRACE", "PERFMON")),
+        _perf(root, caps, limit=2, name="perf_own_processes", allows="CPU counters of the ranks"),
+        _perf(root, caps, limit=0, name="perf_whole_node", allows=uncore),
+        _nvml(load),
+        _gpm(root, caps),
+        _psi(root),
+    )
+
+
+class _Capabilities:
+    """The capabilities of this process.
+
+    Those for perf and the driver count in the first user namespace alone: root in a container
+    with its own has them by name only.
+    """
+
+    def __init__(self, root: Path) -> None:
+        fields = status_fields(f"{root}/proc/self")
+        effective = fields.get("CapEff", "")
+        self.known = _MASK.fullmatch(effective) is not None
+        self._mask = int(effective, 16) if self.known else 0
+        self.filtered = fields.get("Seccomp") == "2"
+        uid_map = read_text(root / "proc/self/uid_map")
+        self.first_namespace = uid_map is None or uid_map.split() == _WHOLE_UID_MAP
+
+    def has(self, name: str) -> bool:
+        """By name."""
+        return bool(self._mask >> _CAPABILITIES[name] & 1)
+
+    def counts(self, *names: str) -> bool:
+        """Whether one of them is effective in the first user namespace."""
+        return self.first_namespace and any(self.has(name) for name in names)
+
+
+def _capability(root: Path, caps: _Capabilities, name: str) -> Permission:
+    allows = {
+        "SYS_PTRACE": "looking into processes of other users",
+        "PERFMON": "perf counters whatever perf_event_paranoid says",
+    }[name]
+    has = caps.has(name) if name == "SYS_PTRACE" else caps.counts(name)
+    found = Permission(
+        name=f"cap_{name.lower()}", source=f"{root / 'proc/self/status'} CapEff", allows=allows,
+        value=int(has) if caps.known else None,
+    )  # fmt: skip
+    return found if has else replace(
+        found, status="denied" if caps.known else "absent",
+        reason="held in this user namespace only" if caps.has(name) else "not held",
+        remedy=f"docker run --cap-add {name}, or run as root",
+    )  # fmt: skip
+
+
+def _ptrace(root: Path, caps: _Capabilities) -> Permission:
+    """Source: Linux Documentation/admin-guide/LSM/Yama.rst."""
+    path = root / "proc/sys/kernel/yama/ptrace_scope"
+    scope = read_int(path)
+    found = Permission(
+        name="ptrace", source=str(path), allows="stacks of a running rank (py-spy)", value=scope
+    )
+    if scope is None:
+        return replace(found, reason="the kernel has no Yama: same user suffices")
+    reasons = {
+        1: "only descendants may be attached to",
+        2: "only processes with CAP_SYS_PTRACE may attach",
+        3: "no process may attach until the next boot",
+    }
+    is_free = scope == 0 or (scope < 3 and caps.has("SYS_PTRACE"))
+    return found if is_free else replace(
+        found, status="denied", reason=reasons.get(scope, f"unknown scope {scope}"),
+        remedy="sysctl -w kernel.yama.ptrace_scope=0, or grant CAP_SYS_PTRACE",
+    )  # fmt: skip
+
+
+def _perf(root: Path, caps: _Capabilities, *, limit: int, name: str, allows: str) -> Permission:
+    """Source: Linux Documentation/admin-guide/sysctl/kernel.rst, perf_event_paranoid."""
+    path = root / "proc/sys/kernel/perf_event_paranoid"
+    level = read_int(path)
+    found = Permission(name=name, source=str(path), allows=allows, value=level)
+    if level is None:
+        return replace(
+            found, status="unsupported", reason="the kernel has no perf events",
+            remedy="boot a kernel with CONFIG_PERF_EVENTS",
+        )  # fmt: skip
+    if level > limit and not caps.counts("PERFMON", "SYS_ADMIN"):
+        return replace(
+            found, status="denied", reason=f"perf_event_paranoid is {level}, above {limit}",
+            remedy=f"sysctl -w kernel.perf_event_paranoid={limit}, or grant CAP_PERFMON",
+        )  # fmt: skip
+    note = "a seccomp filter is in force and may deny it all the same" if caps.filtered else ""
+    return replace(found, reason=note)
+
+
+def _nvml(load: Callable[[str], object]) -> Permission:
+    found = Permission(name="nvml", source=LIBRARY, allows="GPU counters")
+    try:
+        load(LIBRARY)
+    except OSError:
+        return replace(found, status="absent", reason=NO_LIBRARY, remedy=NO_LIBRARY_REMEDY)
+    return found
+
+
+def _gpm(root: Path, caps: _Capabilities) -> Permission:
+    """Source: NVIDIA, ERR_NVGPUCTRPERM: permission issue with performance counters."""
+    path = root / "proc/driver/nvidia/params"
+    allows = "SM, tensor and DRAM activity of GPUs (GPM), nsys GPU metrics"
+    found = Permission(name="gpu_profiling", source=str(path), allows=allows)
+    setting = profiling_setting(root).partition(":")[2].strip()
+    if not setting.isdecimal():
+        reason = "no RmProfilingAdminOnly: no NVIDIA driver here"
+        return replace(found, status="absent", reason=reason)
+    found = replace(found, source=f"{path} RmProfilingAdminOnly", value=int(setting))
+    return found if setting == "0" or caps.counts("SYS_ADMIN") else replace(
+        found, status="denied", reason="the driver keeps performance counters to administrators",
+        remedy="set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reload it",
+    )  # fmt: skip
+
+
+def _psi(root: Path) -> Permission:
+    path = root / "proc/pressure/cpu"
+    allows = "pressure: time in which tasks waited for CPU, memory, I/O"
+    found = Permission(name="psi", source=str(path.parent), allows=allows)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.read(1)  # with psi=0 the file opens and its read fails
+    except OSError as error:
+        return replace(
+            found, status="unsupported" if os_status(error) == "absent" else os_status(error),
+            reason=f"{error.strerror}: the kernel has no pressure stall information, or it is off",
+            remedy="boot a kernel with CONFIG_PSI, with psi=1",
+        )  # fmt: skip
+    return found

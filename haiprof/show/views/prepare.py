@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from haiprof.agent.samplers.registry import Permission, Software, Tool
 from haiprof.agent.samplers.table import CounterState
-from haiprof.agent.samplers.tools import Permission, Software, Tool
 from haiprof.base.options import KEPT_BATCHES
 from haiprof.base.units import MISSING, bytes_text, digits_text, duration_text
 from haiprof.diagnosis.preflight import NONE_IS_USUAL, TIMEOUT, Preflight, Suspect

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.agent.relay import Relay
+from haiprof.agent.node_agent import Relay
 from haiprof.run_format.control import (
     MESSAGE_LIMIT_BYTES,
     Request,

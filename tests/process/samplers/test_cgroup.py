@@ -18,7 +18,7 @@ V1_CPU = Path("/sys/fs/cgroup/cpu")
 
 _BURN = """
 import json, os, sys, time
-from haiprof.agent.samplers.cgroup import CgroupSampler
+from haiprof.agent.samplers.host import CgroupSampler
 from haiprof.agent.samplers.table import Node
 from haiprof.run_format.tables import CGROUP
 from tests.unit.samplers.records import rows

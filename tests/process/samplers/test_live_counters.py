@@ -18,8 +18,8 @@ import pytest
 
 from haiprof.agent.node_agent import find_unreported
 from haiprof.agent.samplers.memory_traffic import RemoteMemorySampler
+from haiprof.agent.samplers.registry import software
 from haiprof.agent.samplers.table import Node
-from haiprof.agent.samplers.tools import software
 from haiprof.linux.memory import PageSample
 from haiprof.linux.perf_events import EXCLUDE_KERNEL, INHERIT, TYPE_SOFTWARE, Event, paranoid
 from haiprof.linux.procfs import read_process
@@ -133,7 +133,8 @@ def test_launcher_loads_no_http_client_for_it() -> None:
 
 def test_software_names_torch_without_importing_it() -> None:
     code = (
-        "import sys; from haiprof.agent.samplers.tools import software; found = software().torch; "
+        "import sys; from haiprof.agent.samplers.registry import software; "
+        "found = software().torch; "
         "assert 'torch' not in sys.modules; print(found)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from haiprof.agent.samplers.registry import Permission, Software, Tool
 from haiprof.agent.samplers.table import CounterState
-from haiprof.agent.samplers.tools import Permission, Software, Tool
 from haiprof.show.views.prepare import doctor_view, now_text, short_name
 from tests.unit.cli import Run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.relay import LiveRank
+from haiprof.agent.node_agent import LiveRank
 from haiprof.agent.step_watch import EARLY_HANG_NS, HANG_FLOOR_NS, IDLE_START_NS, Alarm, Watch
 from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_MS, NS_PER_S

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
-from haiprof.agent.samplers.cgroup import CgroupSampler
+from haiprof.agent.samplers.host import CgroupSampler
 from haiprof.agent.samplers.table import ALL_METRICS, Node
 from haiprof.linux.cgroups import Cgroup, find_cgroup
 from haiprof.run_format.schema import Table

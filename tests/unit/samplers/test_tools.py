@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.tools import Permission, find_permissions, find_tools, software
+from haiprof.agent.samplers.registry import Permission, find_permissions, find_tools, software
 
 ALL_CAPABILITIES, NO_CAPABILITIES = "000001fffeffffff", "0000000000000000"
 WHOLE = "         0          0 4294967295\n"
