@@ -170,7 +170,7 @@ def is_alive(address: str) -> bool:
 
 
 _UNREADABLE = "\n\r#"  # Kineto's parser: lines, and comments
-_SWITCHES = {
+SWITCHES = {
     "stacks": "PROFILE_WITH_STACK",
     "shapes": "PROFILE_REPORT_INPUT_SHAPES",
     "memory": "PROFILE_PROFILE_MEMORY",
@@ -228,7 +228,7 @@ class TraceRequest:
                 f"ACTIVITIES_WARMUP_ITERATIONS={WARMUP_STEPS}",
                 f"ACTIVITIES_ITERATIONS={self.steps}",
             ]
-        lines += [f"{key}=true" for name, key in _SWITCHES.items() if self.options.get(name)]
+        lines += [f"{key}=true" for name, key in SWITCHES.items() if self.options.get(name)]
         return "\n".join(lines) + "\n"
 
 

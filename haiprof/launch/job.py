@@ -83,7 +83,11 @@ class Job:
         if self.options.burst:
             self._guard(lambda: self._prepare_burst(environ))
         if self.options.kineto or ENV_KINETO_DAEMON in environ:
-            self._guard(lambda: self._prepare_kineto(environ))
+            # `import torch` waits for a socket without a reader.
+            from haiprof.agent.kineto_daemon import prepare_kineto
+
+            asked = self.options.kineto
+            self._kineto = self._guard(lambda: prepare_kineto(self.run, environ, asked=asked))
         return self._kineto.environment if self._kineto is not None else {}
 
     def close_unstarted(self, ended: Manifest) -> None:
@@ -178,12 +182,6 @@ class Job:
             setattr(self, loses, None)
             return None
 
-    def _prepare_kineto(self, environ: Mapping[str, str]) -> None:
-        """Before the job starts: `import torch` waits for a socket without a reader."""
-        from haiprof.agent.kineto_daemon import prepare_kineto
-
-        self._kineto = prepare_kineto(self.run, environ, asked=self.options.kineto)
-
     def _stop_kineto(self) -> None:
         if self._kineto is not None:
             self._kineto.stop()
@@ -249,12 +247,13 @@ class Job:
                 watch, self._notifier,
             )  # fmt: skip
         with contextlib.suppress(OSError):  # no descriptor is left: how ranks end is not seen
-            self._ends = ProcessEnds(run, agent.host, self.pid, on_end=self._tell_death)
-            self._ends.start()
 
-    def _tell_death(self, line: Mapping[str, Any]) -> None:
-        if self._notifier is not None:
-            self._death_is_sent |= send_death(self._notifier, line)
+            def tell(line: Mapping[str, Any]) -> None:
+                if self._notifier is not None:
+                    self._death_is_sent |= send_death(self._notifier, line)
+
+            self._ends = ProcessEnds(run, agent.host, self.pid, on_end=tell)
+            self._ends.start()
 
     def _notify_end(self, outcome: Outcome | None) -> None:
         """Tells how the job ended, and its verdict; waits a bounded time until all is delivered."""
@@ -311,27 +310,21 @@ class Job:
 
     def _tick(self) -> None:
         self._note_surroundings()
-        if self._copies is not None:
-            self._copies.tick()
-        if self._burst is not None:
-            self._guard(self._burst.tick, loses="_burst")
+        self._turn("_copies")
+        self._turn("_burst")
         agent = self._agent
         if agent is None or not self.pid:
             return
         if self._finisher is None and self.run.trace_parts.is_dir():
             # A window was asked for while the job ran.
             self._finisher = Finisher(self.run, agent.host, in_child=self.supervisor.unblock)
-        if self._finisher is not None and agent.elected:
-            self._finisher.tick()
+        if agent.elected:
+            self._turn("_finisher")
         agent.serve()
-        if self._folder is not None:
-            self._guard(self._folder.tick, loses="_folder")
-        if self._ends is not None:
-            self._ends.tick(agent.live_ranks())
-        if self._reactor is not None:
-            self._guard(partial(self._reactor.tick, agent), loses="_reactor")
-        if self._trainjob is not None:
-            self._guard(partial(self._trainjob.tick, agent), loses="_trainjob")
+        self._turn("_folder")
+        self._turn("_ends", agent.live_ranks())
+        self._turn("_reactor", agent)
+        self._turn("_trainjob", agent)
         if self._verdict is not None:
             return
         agent.tick()
@@ -349,15 +342,16 @@ class Job:
                 )
                 self._judge(nice=True)
 
+    def _turn(self, name: str, *facts: object) -> None:
+        """Gives one part its turn; where that fails the others go on."""
+        part = getattr(self, name)
+        if part is not None:
+            self._guard(partial(part.tick, *facts), loses=name)
+
     def _stop_agent(self) -> None:
-        if self._ends is not None:
-            self._ends.close()
-        if self._reactor is not None:
-            self._reactor.close()
-        if self._folder is not None:
-            self._folder.close()
-        if self._agent is not None:
-            self._agent.close()
+        for part in (self._ends, self._reactor, self._folder, self._agent):
+            if part is not None:
+                part.close()
         if self._burst is not None:
             self._burst.finish(
                 "the job ended before the burst was over", self.supervisor.asked_to_end

@@ -27,7 +27,6 @@ from haiprof.linux.procfs import (
     read_stat,
     user_id,
 )
-from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_format.control import (
     ANSWERED,
     Request,
@@ -292,6 +291,8 @@ def _latest(run: RunPaths) -> list[Member]:
 
 def as_member(name: str, rank: int, told: Mapping[str, Any]) -> Member:
     """A rank by what it has told, which may be anything."""
+    from haiprof.run_analysis.run_files import integer, text  # numpy, which finding has no use for
+
     return Member(name=name, rank=rank, host=text(told.get("host")), pid=integer(told.get("pid")))
 
 

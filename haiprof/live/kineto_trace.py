@@ -22,6 +22,7 @@ import polars as pl
 
 from haiprof.agent.kineto_daemon import (
     ABSTRACT,
+    SWITCHES,
     WARMUP_S,
     NoAgentError,
     TraceRequest,
@@ -196,8 +197,12 @@ def _steps(
     if run is None:
         return [], "the job does not run under haiprof, which counts the steps"
     limit = time.monotonic() + STEPS_WAIT_S
+    rows: Sequence[tuple[int, int, int]] = []
+    end_ns = (pl.col("start_ns") + pl.col("step_ns")).alias("end_ns")
     while True:
-        rows = _recorded_steps(run, report)
+        with suppress(HaiprofError):
+            steps_of = RunFrames(run.root).steps().filter(_is_of(report))
+            rows = steps_of.select("step", "start_ns", end_ns).rows()
         last = max((end for _, _, end in rows), default=0)
         if last >= raw.end_wall_ns or time.monotonic() > limit:
             break
@@ -212,17 +217,9 @@ def _steps(
     return steps, None if steps else "haiprof has recorded no whole step within the window"
 
 
-def _recorded_steps(run: RunPaths, report: Mapping[str, Any]) -> Sequence[tuple[int, int, int]]:
-    """Number, begin and end of each step that haiprof has recorded of a rank."""
-    try:
-        steps = RunFrames(run.root).steps()
-    except HaiprofError:
-        return []
-    own = steps.filter(
-        (pl.col("rank") == report.get("rank", -1)) & (pl.col("attempt") == report.get("attempt", 0))
-    )
-    end = (pl.col("start_ns") + pl.col("step_ns")).alias("end_ns")
-    return own.select("step", "start_ns", end).rows()
+def _is_of(report: Mapping[str, Any]) -> pl.Expr:
+    rank, attempt = report.get("rank", -1), report.get("attempt", 0)
+    return (pl.col("rank") == rank) & (pl.col("attempt") == attempt)
 
 
 def _phases(run: RunPaths, report: Mapping[str, Any], raw: RawTrace) -> list[PhaseRange]:
@@ -232,10 +229,10 @@ def _phases(run: RunPaths, report: Mapping[str, Any], raw: RawTrace) -> list[Pha
     except HaiprofError:
         return []
     own = spans.filter(
-        (pl.col("attempt") == report.get("attempt", 0))
-        & pl.col("phase").is_in(NAMES)
-        & (pl.col("start_ns") >= raw.start_wall_ns)
-        & (pl.col("start_ns") + pl.col("duration_ns") <= raw.end_wall_ns)
+        _is_of(report),
+        pl.col("phase").is_in(NAMES),
+        pl.col("start_ns") >= raw.start_wall_ns,
+        pl.col("start_ns") + pl.col("duration_ns") <= raw.end_wall_ns,
     )
     return [
         PhaseRange(name=name, start_wall_ns=start, duration_ns=duration)
@@ -335,7 +332,21 @@ def trace_processes(
             needed = _SPREADS * spread_ns / min(steps) if steps else 0
             roundup = max(2 * roundup, math.ceil(needed))
         progress(f"{_AGAIN[missed]}: again, at a multiple of {roundup}")
-    return _await_compression(found, progress) if output is None else found
+    if output is not None:
+        return found
+    waiting = [Path(each.path) for each in found.done if each.path]
+    if any(not path.exists() for path in waiting):
+        progress("the traces are being compressed")
+    limit = time.monotonic() + COMPRESS_S
+    while any(not path.exists() for path in waiting) and time.monotonic() < limit:
+        time.sleep(_TRACE_POLL_S)
+    located = []
+    for each in found.processes:  # raw where the run's launcher has not compressed it
+        path = Path(each.path or "")
+        stem = None if each.path is None or path.exists() else parse_stem(path.name)
+        raw = None if stem is None else str(Part(RunPaths(path.parent.parent), stem).raw)
+        located.append(replace(each, path=raw or each.path))
+    return replace(found, processes=tuple(located))
 
 
 def _trace_once(
@@ -462,7 +473,12 @@ def _as_ended(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
     path = attempt.file(process)
     if not path.exists():
         dropped = 0 if attempt.states.get(process.pid) == "over" else None
-        return replace(silent, reason=_why_silent(process, attempt), optimizer_step_count=dropped)
+        why = _WHY_SILENT.get(attempt.states.get(process.pid, ""), "it did not ask the agent")
+        if attempt.request.endpoint is not None:
+            why = "dynolog passed the request on, and no trace came"
+        if not Path(f"/proc/{process.pid}").exists():
+            why = "it has ended"
+        return replace(silent, reason=why, optimizer_step_count=dropped)
     try:
         return _finish_trace(process, attempt)
     except EmptyTraceError:
@@ -480,14 +496,6 @@ _WHY_SILENT = {
 }
 
 
-def _why_silent(process: KinetoProcess, attempt: _Attempt) -> str:
-    if not Path(f"/proc/{process.pid}").exists():
-        return "it has ended"
-    if attempt.request.endpoint is not None:
-        return "dynolog passed the request on, and no trace came"
-    return _WHY_SILENT.get(attempt.states.get(process.pid, ""), "it did not ask the agent")
-
-
 def _remove(found: KinetoTraces) -> None:
     """Removes the traces of an attempt whose ranks are at different steps."""
     for each in found.done:
@@ -500,32 +508,11 @@ def _remove(found: KinetoTraces) -> None:
         remove_file(path, below=path.parent)
 
 
-def _await_compression(found: KinetoTraces, progress: Callable[[str], None]) -> KinetoTraces:
-    """The same, once the run's launcher has compressed the traces; raw where it does not."""
-    limit = time.monotonic() + COMPRESS_S
-    waiting = [Path(each.path) for each in found.done if each.path]
-    if any(not path.exists() for path in waiting):
-        progress("the traces are being compressed")
-    while any(not path.exists() for path in waiting) and time.monotonic() < limit:
-        time.sleep(_TRACE_POLL_S)
-    return replace(found, processes=tuple(_locate(each) for each in found.processes))
-
-
-def _locate(each: ProcessTrace) -> ProcessTrace:
-    path = Path(each.path or "")
-    stem = parse_stem(path.name)
-    if each.path is None or path.exists() or stem is None:
-        return each
-    return replace(each, path=str(Part(RunPaths(path.parent.parent), stem).raw))
-
-
 AHEAD_MS = 10_000
 """Several nodes begin together so long from now. Source: unitrace.py, --start-time-delay."""
 _AT_ONCE = 32
 _HOST_LIMIT = 65_536
-_KEYS = {"shapes": "PROFILE_REPORT_INPUT_SHAPES", "memory": "PROFILE_PROFILE_MEMORY",
-         "stacks": "PROFILE_WITH_STACK", "flops": "PROFILE_WITH_FLOPS",
-         "modules": "PROFILE_WITH_MODULES"}  # fmt: skip
+_KEYS = {name: SWITCHES[name] for name in ("shapes", "memory", "stacks", "flops", "modules")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

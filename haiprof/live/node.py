@@ -351,16 +351,6 @@ def gpu_holders(nvml: Nvml) -> dict[int, set[int]]:
     return found
 
 
-def open_nvml() -> Nvml | None:
-    """NVML, ready to be asked; None where there is none."""
-    nvml = Nvml()
-    try:
-        nvml.open()
-    except Unavailable:
-        return None
-    return nvml
-
-
 @dataclass
 class JobWatch:
     """Finds processes that run under haiprof or have torch loaded, and joins them to jobs.
@@ -382,15 +372,12 @@ class JobWatch:
         """What came and went since the last call, as lines for `NodePaths.seen`."""
         alive, now_s = set(process_ids(self.proc)), self.clock()
         lines = [*self._find_ended(alive)]
-        members = self._members()
+        members = {pid: job for job in self._jobs.values() for pid in job.members}
         self._due_s = {pid: due for pid, due in self._due_s.items() if pid in alive}
         for pid in sorted(alive - members.keys()):
             if self._due_s.get(pid, 0.0) <= now_s:
                 lines += self._look(pid, now_s)
         return [*lines, *self._find_holders()]
-
-    def _members(self) -> dict[int, _Job]:
-        return {pid: job for job in self._jobs.values() for pid in job.members}
 
     def _find_ended(self, alive: Collection[int]) -> Iterator[Line]:
         root = self.proc.parent
@@ -415,7 +402,11 @@ class JobWatch:
         if run is None and not has_mapped(pid, b"libtorch", proc=self.proc):
             return
         parent, group = int(fields[1]), int(fields[2])
-        job = self._job_of(run, parent, group)
+        own = (
+            job for job in self._jobs.values() if job.run == run
+            and (run is not None or parent in job.members or job.group == group)
+        )  # fmt: skip
+        job = next(own, None)
         if job is None:
             job = _Job(id=f"{pid}-{ticks}", run=run, group=group)
             self._jobs[job.id] = job
@@ -426,14 +417,9 @@ class JobWatch:
         job.members[pid] = ticks
         job.most = max(job.most, len(job.members))
 
-    def _job_of(self, run: str | None, parent: int, group: int) -> _Job | None:
-        for job in self._jobs.values():
-            if job.run == run and (run is not None or parent in job.members or job.group == group):
-                return job
-        return None
-
     def _find_holders(self) -> Iterator[Line]:
-        held, members = {gpu: set(pids) for gpu, pids in self.holders().items()}, self._members()
+        held = {gpu: set(pids) for gpu, pids in self.holders().items()}
+        members = {pid: job for job in self._jobs.values() for pid in job.members}
         for gpu in sorted(held.keys() | self._held.keys()):
             before, now = set(self._held.get(gpu, ())), held.get(gpu, set())
             for pid in sorted(before - now):
@@ -504,9 +490,18 @@ class _Agent:
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop` is set."""
-        node, nvml = self.node, open_nvml()
-        watch = JobWatch(holders=dict if nvml is None else lambda: gpu_holders(nvml))
-        self._say_what_is_kept()
+        node, nvml = self.node, Nvml()
+        with suppress(Unavailable):
+            nvml.open()
+        watch = JobWatch(holders=lambda: gpu_holders(nvml))
+        kept = ", ".join(f"{tier.name} for {tier.kept_text}" for tier in TIERS)
+        limit = bytes_text(self.limit_bytes)
+        print_message(f"recording this node into {node.root}: {kept}; at most {limit}")
+        if os.geteuid():
+            print_message(
+                "not root: other users' jobs without haiprof are seen only where they hold a GPU; "
+                "haiprof doctor lists the counters that need more"
+            )
         self._note({"type": "agent_start", "pid": os.getpid(), "uid": os.getuid()})
         scrape = None
         if self.options.prometheus_port:
@@ -523,8 +518,7 @@ class _Agent:
         finally:
             if scrape is not None:
                 scrape.stop()
-            if nvml is not None:
-                nvml.close()
+            nvml.close()
             self._note_cost()
             self._note({"type": "agent_end"})
 
@@ -572,16 +566,6 @@ class _Agent:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         cpu_ns = time.process_time_ns()
         self._note({"type": "agent_cost", "cpu_ns": cpu_ns, "peak_rss_bytes": peak_bytes})
-
-    def _say_what_is_kept(self) -> None:
-        kept = ", ".join(f"{tier.name} for {tier.kept_text}" for tier in TIERS)
-        limit = bytes_text(self.limit_bytes)
-        print_message(f"recording this node into {self.node.root}: {kept}; at most {limit}")
-        if os.geteuid():
-            print_message(
-                "not root: other users' jobs without haiprof are seen only where they hold a GPU; "
-                "haiprof doctor lists the counters that need more"
-            )
 
     def _say_sizes(self, history: NodeHistory) -> None:
         """How much it will be, by the rows that this node has."""

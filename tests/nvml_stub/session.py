@@ -34,7 +34,7 @@ def session(sampler: GpuSampler | GpuHealthSampler) -> dict[str, Any]:
     samples, lines = [], []
     for _ in range(SAMPLE_COUNT):
         samples.append(rows(sampler.table, sampler.sample()))
-        missing += sampler.drain_missing()
+        missing += sampler.missing.drain()
         lines += sampler.drain_lines()
         time.sleep(APART_S)
     states = [(state.metric, state.status, state.value) for state in sampler.states()]

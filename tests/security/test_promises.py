@@ -183,7 +183,7 @@ def test_what_cannot_be_read_has_a_reason_and_is_never_0(
     assert all(each.reason for each in missing)
     is_nothing = ALL_METRICS in {each.metric for each in missing}
     records = b"" if is_nothing else found.sample()
-    missing += found.drain_missing()
+    missing += found.missing.drain()
     found.close()
     named = {each.metric for each in missing}
     for record in found.table.struct.iter_unpack(records):

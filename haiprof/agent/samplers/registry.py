@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -83,7 +82,7 @@ def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
             missing = sampler.open()
             if all(each.metric != ALL_METRICS for each in missing):
                 states = sampler.states()
-                missing = [*missing, *sampler.drain_missing()]
+                missing = [*missing, *sampler.missing.drain()]
         finally:
             sampler.close()
     except Exception as error:  # noqa: BLE001  one sampler must not stop the others
@@ -238,6 +237,8 @@ def software(root: Path = Path("/")) -> Software:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata  # slow, and the sampling thread has no use for it
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

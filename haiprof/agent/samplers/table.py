@@ -288,7 +288,7 @@ class TableSampler:
             return [Missing(ALL_METRICS, why.reason, why.status, why.remedy)]
         self._opened = True
         self.sample()
-        return self.drain_missing()
+        return self.missing.drain()
 
     def header(self) -> dict[str, object]:
         """`entities`: key and name of each, where the table has keys."""
@@ -304,10 +304,6 @@ class TableSampler:
         """One record per entity; values that cannot be read are missing."""
         self.refresh()
         return b"".join([self._sample(*entry) for entry in list(self._entities.values())])
-
-    def drain_missing(self) -> list[Missing]:
-        """What could not be read since the last call."""
-        return self.missing.drain()
 
     def drain_lines(self) -> list[Mapping[str, object]]:
         """What else happened since the last call, as lines for the node's events file.
@@ -621,7 +617,7 @@ class Stream:
             read_ns = self.clock() - self._last_ns
             self.cpu_ns += time.thread_time_ns() - began
             self.sample_count += 1
-            self._report_missing(self.sampler.drain_missing())
+            self._report_missing(self.sampler.missing.drain())
             for line in self.sampler.drain_lines():
                 self.report({**line, "source": self.sampler.name})
                 if line.get("type") == "entity":

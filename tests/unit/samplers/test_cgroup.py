@@ -295,7 +295,7 @@ def test_cgroup_that_vanishes_leaves_nulls_with_a_reason_until_it_returns(
     sampler = opened(CgroupSampler(Node(root=tree.root)))
     tree.remove(f"sys/fs/cgroup{JOB}")
     row = sampled(sampler)["own"]
-    reasons = {m.metric: m.reason for m in sampler.drain_missing()}
+    reasons = {m.metric: m.reason for m in sampler.missing.drain()}
     v2.put_v2(FakeGroup(path=JOB, memory=7))
     back = sampled(sampler)["own"]
     assert row["memory_used_bytes"] is None

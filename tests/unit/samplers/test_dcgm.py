@@ -231,7 +231,7 @@ def test_exporter_that_goes_away_gives_no_records_and_comes_back(exporter: Expor
     sampler.sample()
     exporter.status = 503
     assert sampler.sample() == b""
-    said = reasons(sampler.drain_missing())
+    said = reasons(sampler.missing.drain())
     assert "gpu 0" in said
     assert "gpu 1" in said
     assert "HTTP 503" in said
@@ -246,7 +246,7 @@ def test_exporter_that_dribbles_is_not_waited_for(exporter: Exporter) -> None:
     sampler = opened(sampler_at(exporter.url))
     exporter.delay_s = 0.2  # 6 s for the page
     assert sampler.sample() == b""
-    assert "too slow" in reasons(sampler.drain_missing())
+    assert "too slow" in reasons(sampler.missing.drain())
     exporter.delay_s = 0.0
 
 

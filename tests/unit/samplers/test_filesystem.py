@@ -186,7 +186,7 @@ def test_mount_that_comes_later_is_taken_up(ticking: Ticking) -> None:
     ticking.mounts.put()
     assert ticking.sampler.open() == []  # it goes on looking
     assert ticking.sample() == {}
-    (missing,) = ticking.sampler.drain_missing()
+    (missing,) = ticking.sampler.missing.drain()
     assert (missing.metric, missing.status) == (ALL_METRICS, "absent")
     ticking.mounts.put(FakeNfs(age_s=1, moved=(5,) * 8, requests={"READ": READ}))
     assert ticking.sample()["/data"]["read_bytes"] == 10

@@ -242,7 +242,7 @@ def test_gpu_unsupported_metric_is_null_said_once_and_not_asked_again() -> None:
     assert first["power_watts"] is None
     assert second["power_watts"] == 250.5
     assert driver.nvml.calls.count("nvmlDeviceGetPowerUsage") == 1
-    assert driver.sampler.drain_missing() == []
+    assert driver.sampler.missing.drain() == []
 
 
 def test_gpu_passing_failure_is_null_and_tried_again(one: Driver) -> None:
@@ -250,7 +250,7 @@ def test_gpu_passing_failure_is_null_and_tried_again(one: Driver) -> None:
     gpu = one.nvml.gpus[0]
     gpu.failures["nvmlDeviceGetUtilizationRates"] = NVMLError_Unknown
     assert one.after(SECOND)["utilization_ratio"] is None
-    assert list(reasons(one.sampler.drain_missing())) == ["utilization_ratio", "memory_busy_ratio"]
+    assert list(reasons(one.sampler.missing.drain())) == ["utilization_ratio", "memory_busy_ratio"]
     gpu.failures.clear()
     assert one.after(SECOND)["utilization_ratio"] == 0.3
 
@@ -328,7 +328,7 @@ def test_gpu_lost_in_the_run_is_said_once_and_ends_only_its_own_records(
         (row,) = rows(GPU, driver.sampler.sample())
         assert row["gpu"] == 1
         assert row["power_watts"] == 250.5
-    (missing,) = driver.sampler.drain_missing()
+    (missing,) = driver.sampler.missing.drain()
     assert missing.metric == "gpu 0"
     assert missing.reason.endswith("; no further values")
 
@@ -338,7 +338,7 @@ def test_gpu_lost_by_the_code_of_one_field_ends_its_records(one: Driver) -> None
     one.nvml.gpus[0].fields[74, 0] = NVMLError_GpuIsLost
     one.now += SECOND
     assert one.sampler.sample() == b""
-    assert [each.metric for each in one.sampler.drain_missing()] == ["gpu 0"]
+    assert [each.metric for each in one.sampler.missing.drain()] == ["gpu 0"]
 
 
 def test_gpu_that_gives_no_handle_is_named_and_the_others_are_read() -> None:
@@ -411,7 +411,7 @@ def test_gpm_ratio_is_that_of_two_samples_far_enough_apart(one: Driver) -> None:
     assert one.after(100_000_000)["sm_active_ratio"] == 0.8
     assert one.after(50_000_000)["sm_active_ratio"] is None
     assert one.after(50_000_000)["sm_active_ratio"] == 0.8
-    assert one.sampler.drain_missing() == []
+    assert one.sampler.missing.drain() == []
 
 
 def test_gpm_at_ten_hertz_has_a_value_at_each_sample_though_some_come_a_little_early() -> None:
@@ -475,7 +475,7 @@ def test_gpm_metric_that_is_not_a_number_is_null(one: Driver) -> None:
     assert [row[name] for name in ("sm_occupancy_ratio", "fp16_active_ratio")] == [None, None]
     assert row["pcie_transmit_bytes"] is None
     assert row["sm_active_ratio"] == 0.8
-    missing = reasons(one.sampler.drain_missing())
+    missing = reasons(one.sampler.missing.drain())
     assert missing["fp16_active_ratio"] == "gpu 0: GPM metric 13: Not Supported"
 
 
@@ -487,7 +487,7 @@ def test_gpm_metric_that_cannot_be_is_missing_with_the_reason(one: Driver) -> No
     assert [row[name] for name in ("sm_active_ratio", "tensor_active_ratio")] == [None, None]
     assert row["dram_active_ratio"] == pytest.approx(1.004)
     assert row["pcie_transmit_bytes"] is None
-    missing = reasons(one.sampler.drain_missing())
+    missing = reasons(one.sampler.missing.drain())
     assert missing["tensor_active_ratio"] == "gpu 0: GPM metric 5: a value that it cannot have"
 
 
@@ -595,7 +595,7 @@ def test_xid_wait_that_fails_is_said_and_leaves_the_samples(one: Driver) -> None
     missing: list[Missing] = []
     while not missing and time.monotonic() < end:
         assert one.after(SECOND)["power_watts"] == 250.5
-        missing = one.sampler.drain_missing()
+        missing = one.sampler.missing.drain()
         time.sleep(0.01)
     assert [each.metric for each in missing] == ["xid"]
     assert "nvmlEventSetWait_v2" in missing[0].reason

@@ -172,7 +172,7 @@ def test_host_names_where_the_kernel_wrote_more_lines_later(tree: FakeTree) -> N
     sampler.close()
     assert row["major_page_fault_count"] == 20
     assert row["oom_kill_count"] is None
-    assert [m.metric for m in sampler.drain_missing()] == ["oom_kill_count"]
+    assert [m.metric for m in sampler.missing.drain()] == ["oom_kill_count"]
 
 
 def test_host_kernel_before_the_stall_of_all_lacks_that_alone(tree: FakeTree) -> None:
@@ -196,7 +196,7 @@ def test_host_disk_that_wraps_comes_or_goes_is_no_step_in_the_sum(tree: FakeTree
     assert growth(first, wrapped) == (12 * 512, 26_000_000)
     assert growth(wrapped, changed) == (512, 1_000_000)
     assert growth(changed, last) == (11 * 512, 2_000_000)
-    assert sampler.drain_missing() == []
+    assert sampler.missing.drain() == []
 
 
 def growth(before: Row, after: Row) -> tuple[float, float]:
@@ -211,7 +211,7 @@ def test_host_disk_that_was_set_back_is_a_gap_with_its_name(tree: FakeTree) -> N
     first = one(sampler)
     tree.disks(sda=(3, 1, 1), sdb=(1000, 10, 40))
     assert one(sampler)["disk_read_bytes"] is None
-    assert all("sda" in m.reason and "set back" in m.reason for m in sampler.drain_missing())
+    assert all("sda" in m.reason and "set back" in m.reason for m in sampler.missing.drain())
     tree.disks(sda=(4, 1, 1), sdb=(1000, 10, 40))
     assert growth(first, one(sampler)) == (512, 0)
 
@@ -244,7 +244,7 @@ def test_host_without_pressure_is_null_with_the_reason_once(tree: FakeTree) -> N
     row = one(sampler)
     assert row["pressure_io_some_ns"] is None
     assert row["cpu_user_ns"] is not None
-    assert sampler.drain_missing() == []
+    assert sampler.missing.drain() == []
 
 
 def test_host_source_that_vanishes_and_returns_leaves_a_gap(
@@ -254,7 +254,7 @@ def test_host_source_that_vanishes_and_returns_leaves_a_gap(
     sampler = opened(HostSampler(Node(root=tree.root)))
     tree.remove("proc/meminfo")
     assert one(sampler)["memory_total_bytes"] is None
-    missing = [m.metric for m in sampler.drain_missing()]
+    missing = [m.metric for m in sampler.missing.drain()]
     assert {"memory_total_bytes", "memory_available_bytes", "swap_used_bytes"} <= set(missing)
     tree.write("proc/meminfo", "MemTotal: 10 kB\nMemAvailable: 5 kB\n")
     assert one(sampler)["memory_total_bytes"] == 10240
@@ -363,7 +363,7 @@ def test_host_count_without_room_costs_itself_alone(tree: FakeTree) -> None:
     assert {n for n in now if now[n] is None} - {n for n in was if was[n] is None} == {
         "major_page_fault_count"
     }
-    (said,) = sampler.drain_missing()
+    (said,) = sampler.missing.drain()
     assert said.metric == "major_page_fault_count"
     assert "beyond 63 bits" in said.reason
 

@@ -216,7 +216,7 @@ def test_infiniband_device_that_is_plugged_in_again_is_another_entity(rdma: Fake
     sampler = opened(InfinibandSampler(Node(root=rdma.root), pread=rdma.pread))
     rdma.remove("mlx5_0")
     assert list(by_name(sampler)) == ["mlx5_9/1"]
-    assert [m.metric for m in sampler.drain_missing()] == ["mlx5_0/1"]
+    assert [m.metric for m in sampler.missing.drain()] == ["mlx5_0/1"]
     rdma.put(FakePort(pma={"port_xmit_data": 500}))
     for _ in range(60):
         ports = by_name(sampler)

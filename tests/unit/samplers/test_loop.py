@@ -54,6 +54,7 @@ class Scripted(TableSampler):
         self.is_open = False
         self._script = sample
         self._absent = list(missing)
+        self.missing = MissingLog()
 
     def open(self) -> list[Missing]:
         self.is_open = True
@@ -68,9 +69,6 @@ class Scripted(TableSampler):
     def sample(self) -> bytes:
         self.sample_count += 1
         return self._script(self.sample_count)
-
-    def drain_missing(self) -> list[Missing]:
-        return []
 
     def drain_lines(self) -> list[Mapping[str, object]]:
         return []

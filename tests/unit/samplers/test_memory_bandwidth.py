@@ -144,7 +144,7 @@ def test_resctrl_word_in_place_of_a_number_is_null_with_that_word(tree: FakeTree
     assert (row["total_bytes"], row["remote_bytes"]) == (1000, None)
     monitored(tree, {0: "Unavailable"}, {0: "Error"})
     assert sampled(sampler)[0]["total_bytes"] is None
-    assert "Unavailable" in reasons(sampler.drain_missing())["total_bytes"]
+    assert "Unavailable" in reasons(sampler.missing.drain())["total_bytes"]
     monitored(tree, {0: 1500}, {0: 1400})
     (row,) = sampled(sampler)
     assert (row["total_bytes"], row["remote_bytes"]) == (1500, 100)
@@ -245,7 +245,7 @@ def test_uncore_counter_that_took_turns_is_a_marked_estimate(tree: FakeTree) -> 
     (row, _) = sampled(sampler)
     assert (row["read_bytes"], row["total_bytes"]) == (None, None)
     assert row["write_bytes"] == 0
-    assert "no hardware counter was free" in reasons(sampler.drain_missing())["read_bytes"]
+    assert "no hardware counter was free" in reasons(sampler.missing.drain())["read_bytes"]
     perf.traffic(0xCF05, 100, type_=20, cpu=0)
     assert sampled(sampler)[0]["read_bytes"] == 6400 + 12800
 

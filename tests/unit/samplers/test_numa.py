@@ -71,7 +71,7 @@ def test_numa_counters_advance_and_a_damaged_file_is_null(tree: FakeTree) -> Non
     assert (first["hit_page_count"], first["memory_free_bytes"]) == (5000, 1024)
     assert second["hit_page_count"] is None
     assert second["memory_free_bytes"] == 2048 * 1024
-    assert {each.status for each in sampler.drain_missing()} == {"unsupported"}
+    assert {each.status for each in sampler.missing.drain()} == {"unsupported"}
 
 
 def test_numa_kernel_without_some_counter_lacks_that_alone(tree: FakeTree) -> None:

@@ -128,7 +128,7 @@ def test_placement_pages_on_another_node_than_its_cpus(machine: Machine) -> None
     assert row["cpu_node"] == 1
     assert row["local_page_ratio"] == pytest.approx(0.25, abs=0.08)
     assert row["cpu_frequency_hz"] is None  # no cpufreq folder of CPU 5
-    (missing,) = machine.sampler.drain_missing()
+    (missing,) = machine.sampler.missing.drain()
     assert (missing.metric, missing.status) == ("cpu_frequency_hz", "absent")
     assert "virtual machines" in missing.reason
 
@@ -138,7 +138,7 @@ def test_placement_pages_of_another_user_are_null_with_a_remedy(machine: Machine
     row = machine.row()
     assert (row["sampled_page_count"], row["local_page_ratio"]) == (None, None)
     assert row["allowed_cpu_count"] == 5
-    missing = machine.sampler.drain_missing()
+    missing = machine.sampler.missing.drain()
     assert [m.metric for m in missing] == ["sampled_page_count", "local_page_ratio"]
     assert missing[0].status == "denied"
     assert missing[0].reason == "rank 0: move_pages(2): Operation not permitted"
@@ -153,7 +153,7 @@ def test_placement_pages_of_another_user_are_null_with_a_remedy(machine: Machine
 def test_placement_pages_behind_a_containers_filter_have_another_remedy(machine: Machine) -> None:
     machine.pages.filtered = True
     assert machine.row()["local_page_ratio"] is None
-    missing = machine.sampler.drain_missing()[0]
+    missing = machine.sampler.missing.drain()[0]
     assert "seccomp" in missing.reason
     assert "SYS_NICE" in missing.remedy
 
@@ -162,7 +162,7 @@ def test_placement_unreadable_memory_map_is_null_with_the_reason(machine: Machin
     machine.tree.remove("proc/10/maps")
     machine.tree.write("proc/10/maps/x", "")  # opening a folder fails, also for root
     assert machine.row()["local_page_ratio"] is None
-    missing = machine.sampler.drain_missing()[0]
+    missing = machine.sampler.missing.drain()[0]
     assert missing.reason.endswith("proc/10/maps: Is a directory")
 
 
@@ -171,7 +171,7 @@ def test_placement_of_a_process_that_is_hardly_in_memory_has_no_share(machine: M
     row = machine.row()
     assert row["sampled_page_count"] in range(16)
     assert row["local_page_ratio"] is None
-    (missing,) = machine.sampler.drain_missing()
+    (missing,) = machine.sampler.missing.drain()
     assert missing.reason == "rank 0: fewer than 16 of the sampled pages are in memory"
     machine.pages.nodes[10] = [-1, 1]  # one page in two
     row = machine.row()
@@ -197,7 +197,7 @@ def test_placement_without_numa_in_the_kernel_is_null(machine: Machine) -> None:
     row = machine.row()
     assert row["last_cpu"] == 9
     assert (row["cpu_node"], row["local_page_ratio"]) == (None, None)
-    reasons = {m.metric: m.reason for m in machine.sampler.drain_missing()}
+    reasons = {m.metric: m.reason for m in machine.sampler.missing.drain()}
     assert "CONFIG_NUMA" in reasons["cpu_node"]
 
 
@@ -209,14 +209,14 @@ def test_placement_of_a_reused_pid_is_never_read(machine: Machine) -> None:
     assert len(machine.pages.asked) == asked
     machine.put(start=1000)
     assert machine.sampler.sample() == b""  # it was let go of
-    assert machine.sampler.drain_missing() == []
+    assert machine.sampler.missing.drain() == []
 
 
 def test_placement_rank_that_ends_during_a_sample_leaves_no_record(machine: Machine) -> None:
     machine.row()
     del machine.pages.nodes[10]
     assert machine.sampler.sample() == b""
-    assert machine.sampler.drain_missing() == []
+    assert machine.sampler.missing.drain() == []
 
 
 def test_placement_memory_shares_move_a_line_only_by_a_tenth() -> None:

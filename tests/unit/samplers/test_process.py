@@ -80,7 +80,7 @@ def test_process_sample_has_one_record_per_rank_of_this_host(tree: FakeTree, run
         "involuntary_context_switch_count": 4,
     }
     assert second["pid"] == 20
-    assert sampler.drain_missing() == []
+    assert sampler.missing.drain() == []
 
 
 def test_process_without_ranks_gives_no_records(tree: FakeTree, run: RunPaths) -> None:
@@ -106,7 +106,7 @@ def test_process_with_a_reused_pid_is_never_read(tree: FakeTree, run: RunPaths) 
     report(run, 1, 77, 1000)
     sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     assert sampler.sample() == b""
-    reused, gone = sampler.drain_missing()
+    reused, gone = sampler.missing.drain()
     assert {entity.name for entity in sampler.entities} == set()
     assert reused.metric == "rank 0"
     assert reused.reason.startswith("process 10 is not the one")
@@ -123,7 +123,7 @@ def test_process_rank_that_ends_gives_no_more_records(tree: FakeTree, run: RunPa
     assert sampler.sample() == b""
     tree.process(FakeProcess(pid=10, start=9999))
     assert sampler.sample() == b""
-    assert sampler.drain_missing() == []
+    assert sampler.missing.drain() == []
 
 
 def test_process_unreadable_bytes_are_null_with_the_reason(tree: FakeTree, run: RunPaths) -> None:
@@ -134,11 +134,11 @@ def test_process_unreadable_bytes_are_null_with_the_reason(tree: FakeTree, run: 
     assert row["read_bytes"] is None
     assert row["storage_write_bytes"] is None
     assert row["cpu_ns"] == 0
-    said = sampler.drain_missing()
+    said = sampler.missing.drain()
     assert [missing.metric for missing in said] == IO_COLUMNS
     assert all(missing.reason.startswith("rank 0: /proc/PID/io: No such file") for missing in said)
     sampler.sample()
-    assert sampler.drain_missing() == []
+    assert sampler.missing.drain() == []
 
 
 def test_process_bytes_of_another_user_are_denied_with_a_remedy(
@@ -151,13 +151,13 @@ def test_process_bytes_of_another_user_are_denied_with_a_remedy(
     deny(monkeypatch, tree.root / "proc/11/io")
     (row,) = sampled(sampler)
     assert row["read_bytes"] == 0
-    child = sampler.drain_missing()
+    child = sampler.missing.drain()
     assert [missing.metric for missing in child] == IO_COLUMNS
     assert "a child is left out" in child[0].reason
     deny(monkeypatch, tree.root / "proc/10/io")
     (row,) = sampled(sampler)
     assert row["read_bytes"] is None
-    denied = sampler.drain_missing()[0]
+    denied = sampler.missing.drain()[0]
     assert (denied.status, denied.remedy) == ("denied", "run haiprof as the user of the job")
 
 
@@ -171,7 +171,7 @@ def test_process_wait_that_the_kernel_does_not_count_is_null_not_zero(
     (row,) = sampled(sampler)
     assert row["run_queue_wait_ns"] is None
     assert row["context_switch_count"] == 24
-    (missing,) = sampler.drain_missing()
+    (missing,) = sampler.missing.drain()
     assert missing.metric == "run_queue_wait_ns"
     assert "task_delayacct" in missing.remedy
 
@@ -242,5 +242,5 @@ def test_process_damaged_report_is_said_and_the_others_go_on(
     run.rank(1).report.write_text(content)
     sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     assert len(sampled(sampler)) == 1
-    (missing,) = sampler.drain_missing()
+    (missing,) = sampler.missing.drain()
     assert missing.metric == "rank 1"

@@ -202,7 +202,7 @@ def test_rank_of_another_user_is_denied_and_still_seen_to_end(
     missing = sampler.open()
     assert {each.status for each in missing} == {"denied"}
     assert sampled(sampler)[0]["instruction_count"] is None
-    assert sampler.drain_missing() == []
+    assert sampler.missing.drain() == []
     tree.remove("proc/10")
     assert sampled(sampler) == []
 
@@ -268,7 +268,7 @@ def test_fills_that_a_hypervisor_filters_are_no_zeros(tree: FakeTree, run: RunPa
     (row,) = sampled(sampler)
     assert row["instruction_count"] == 10**9
     assert (row["local_dram_bytes"], row["remote_dram_bytes"]) == (None, None)
-    assert "its host filters" in sampler.drain_missing()[0].reason
+    assert "its host filters" in sampler.missing.drain()[0].reason
     perf.runs(10, NEAR, 5)
     (row,) = sampled(sampler)
     assert (row["local_dram_bytes"], row["remote_dram_bytes"]) == (320, 0)
