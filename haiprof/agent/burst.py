@@ -19,6 +19,7 @@ from typing import NamedTuple
 from haiprof.base.errors import RunFormatError
 from haiprof.base.options import ENV_NSYS, Options
 from haiprof.base.safe_files import MadeFolder, open_to_append, remove_file
+from haiprof.linux.procfs import read_text
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.reader import read_records
 from haiprof.run_format.schema import BACKWARD, OPTIMIZER, TAG_MASK
@@ -304,16 +305,20 @@ class Burst:
         kill_group(process)  # its remaining child processes
         self._process = None
         node = self.node
+        said = read_text(node.burst_log) or ""
         if self.status == "sampling":
             self._window["end_wall_ns"] = time.time_ns()
             if process.returncode or not node.burst_report.exists():
-                self._end("failed", meaning(self._nsys_words(), "nsys wrote no report"))
+                self._end("failed", meaning(said, "nsys wrote no report"))
                 return
             self.status = "exporting"
             assert isinstance(self.nsys, Nsys), "only nsys samples"
             self._start(self.nsys.export(node.burst_report, node.burst_export), EXPORT_S)
         elif process.returncode or not node.burst_export.exists():
-            self._end("failed", meaning(self._nsys_words(), "nsys could not export its report"))
+            self._end(
+                "failed",
+                meaning(said, "nsys could not export its report"),
+            )
         else:
             self._end("recorded", Refusal("", ""))
 
@@ -373,12 +378,6 @@ class Burst:
         facts |= {name: value for name, value in more.items() if value}
         line = {"type": "burst", "status": self.status, "time_ns": time.perf_counter_ns()}
         note_line(self.node.events, {**line, **facts})
-
-    def _nsys_words(self) -> str:
-        try:
-            return self.node.burst_log.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
 
 
 def has_trained(phases: Path) -> bool:

@@ -101,7 +101,10 @@ class Reactor:
             return
         fd, path = claim
         is_looked_into = int(path.stem.rpartition("-")[2]) < self.options.react_times
-        command = self._command(alarm) if is_looked_into else None
+        kind = "trace" if alarm.trigger == "slow" else "snapshot"
+        command = None
+        if is_looked_into and self._action is None and self.options.react in (kind, "both"):
+            command = "trace-now" if kind == "trace" else "snapshot"
         try:
             wall_ns, mono_ns = time.time_ns(), time.monotonic_ns()
             self._append({
@@ -124,15 +127,6 @@ class Reactor:
     @property
     def _steps(self) -> int:
         return self.options.trace_steps or TRACE_STEPS
-
-    def _command(self, alarm: Alarm) -> str | None:
-        """What is done; None where it is only noted."""
-        if self._action is not None:
-            return None
-        wanted = ("snapshot", "both") if alarm.trigger == "hang" else ("trace", "both")
-        if self.options.react not in wanted:
-            return None
-        return "snapshot" if alarm.trigger == "hang" else "trace-now"
 
     def _begin(self, path: Path, alarm: Alarm, command: str, fd: int) -> None:
         words = ["--json"]

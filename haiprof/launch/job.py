@@ -122,7 +122,10 @@ class Job:
         self._guard(self._stop_agent)
         self._guard(lambda: self._conclude(outcome))
         self._guard(lambda: self._notify_end(outcome))
-        self._guard(self._close_trainjob)
+        if self._trainjob is not None:
+            succeeded, verdict = self.manifest.exit_status == 0, self._read_verdict()
+            close = partial(self._trainjob.close, self.supervisor.asked_to_end, verdict)
+            self._guard(partial(close, succeeded=succeeded))
         if self._copies is not None:
             self._copies.finish(self.supervisor.asked_to_end, quiet=self.options.quiet)
 
@@ -284,11 +287,6 @@ class Job:
                 seconds=round(ns / NS_PER_S, 3), verdict=found or None,
             )  # fmt: skip
         notifier.close(self.supervisor.asked_to_end)
-
-    def _close_trainjob(self) -> None:
-        if self._trainjob is not None:
-            succeeded, verdict = self.manifest.exit_status == 0, self._read_verdict()
-            self._trainjob.close(self.supervisor.asked_to_end, verdict, succeeded=succeeded)
 
     def _read_verdict(self) -> dict[str, Any]:
         """Headline, death, and titles of the problems; empty where there is no verdict."""

@@ -49,7 +49,10 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
         for job in jobs_below(int(name), proc=proc):
             ranks += ranks_below(job, proc=proc)
     else:
-        pids = [pid for pid in own_pids(proc=proc) if _runs(pid, name, proc)]
+        pids = [
+            pid for pid in own_pids(proc=proc)
+            if any(name in (w, os.path.basename(w)) for w in command_line(pid, proc=proc)[:8])
+        ]  # fmt: skip
         ranks, where = ranks_among(pids, proc=proc), ""
     recorded = {rank.pid: run for rank in ranks if (run := _recorded_in(rank)) is not None}
     if ranks and len(recorded) == len(ranks):
@@ -60,7 +63,10 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
     ranks = [rank for rank in ranks if rank.pid not in recorded]
     parents = {rank.parent: is_launcher(command_line(rank.parent, proc=proc)) for rank in ranks}
     jobs = sorted({rank.parent if parents[rank.parent] else rank.pid for rank in ranks})
-    if len(jobs) > 1 and not _are_one_job(ranks):
+    # Without a common launcher they may be labelled as the ranks of one job.
+    numbers, worlds = {each.rank for each in ranks}, {each.world_size for each in ranks}
+    is_one = len(numbers) == len(ranks) and None not in numbers and len(worlds) == 1
+    if len(jobs) > 1 and not is_one:
         named = [f"{job} ({shlex.join(command_line(job, proc=proc))[:60]})" for job in jobs]
         raise UsageError(
             f"{'process ' * bool(where)}{name}: several jobs run{where}: {'; '.join(named)}",
@@ -81,12 +87,6 @@ def _recorded_in(process: Process) -> str | None:
     paths = RunPaths(Path(run)).rank_folders() if run else ()
     pids = [try_read_json(rank.report).get("pid") for _, _, rank in paths]
     return Path(run).name if run and process.pid in pids else None
-
-
-def _are_one_job(ranks: Sequence[Process]) -> bool:
-    """Whether processes without a common launcher are labelled as the ranks of one job."""
-    numbers, worlds = {each.rank for each in ranks}, {each.world_size for each in ranks}
-    return len(numbers) == len(ranks) and None not in numbers and len(worlds) == 1
 
 
 def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> str | None:
@@ -118,11 +118,6 @@ def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> 
     if not is_mine(pid, proc=proc):
         return "it has changed its user or capabilities, and is protected (not dumpable)"
     return None
-
-
-def _runs(pid: int, name: str, proc: Path) -> bool:
-    words = command_line(pid, proc=proc)
-    return any(word == name or os.path.basename(word) == name for word in words[:8])
 
 
 RATE_HZ = 10
@@ -284,7 +279,12 @@ def judge(rank: int, pid: int, stacks: Sequence[tuple[tuple[str, ...], int]]) ->
     for frames, count in stacks:
         phase = next((p for f in frames if (p := phase_of(f)) is not None), "other")
         phases[phase] = phases.get(phase, 0) + count
-        inner = next((f for f in reversed(frames) if _is_own(f)), frames[-1] if frames else "?")
+        inner = frames[-1] if frames else "?"
+        for frame in reversed(frames):  # of neither a package nor Python's library
+            name, _, place = frame.partition(" (")
+            if not is_library(place.rpartition(":")[0], name):
+                inner = frame
+                break
         own[inner] = own.get(inner, 0) + count
     ordered = sorted(own.items(), key=lambda item: (-item[1], item[0]))
     return SampledStacks(
@@ -302,9 +302,3 @@ def phase_of(frame: str) -> str | None:
     file = place.rpartition(":")[0]
     function = name.rpartition(".")[2]
     return next((p for p, own, end in _FRAMES if function == own and file.endswith(end)), None)
-
-
-def _is_own(frame: str) -> bool:
-    """Whether a frame is of neither a package nor Python's library."""
-    name, _, place = frame.partition(" (")
-    return not is_library(place.rpartition(":")[0], name)

@@ -100,7 +100,8 @@ class LiveRank:
     rank: int
     attempt: int
     paths: RankPaths
-    _report: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    """rank.json; empty until it is whole."""
     _families: dict[int, int] = field(default_factory=dict)
     _events_bytes: int = -1
     _recording: bool = True
@@ -111,15 +112,10 @@ class LiveRank:
 
     def identify(self) -> RankNow:
         """Which process it is, without its progress."""
-        if not self._report:
+        if not self.report:
             with contextlib.suppress(RunFormatError):  # it is being written
-                self._report = read_json(self.paths.report)
+                self.report = read_json(self.paths.report)
         return self._now(None, 0, 0)
-
-    @property
-    def host(self) -> str | None:
-        """Where it reported in."""
-        return text(self._report.get("host"))
 
     def look(self, now_ns: int) -> RankNow:
         """Its present progress; what cannot be read yet is None."""
@@ -191,7 +187,7 @@ class LiveRank:
         if found is not None and len(found.steps.start_ns):
             facts = _summarize(found.steps, self._before)
             facts["idle_ns"] = max(now_ns - wall_offset_ns - int(found.steps.end_ns[-1]), 0)
-        known = as_member("", self.rank, self._report)
+        known = as_member("", self.rank, self.report)
         return RankNow(
             rank=self.rank,
             attempt=self.attempt,
@@ -202,11 +198,6 @@ class LiveRank:
             stopped=known.here and process_state(known.pid or 0)["state"] in STOPPED,
             **facts,
         )
-
-    @property
-    def world_size(self) -> int | None:
-        """The world size in the rank's report."""
-        return integer(self._report.get("world_size"))
 
 
 def _summarize(steps: StepColumns, before: int) -> dict[str, Any]:
@@ -221,22 +212,17 @@ def _summarize(steps: StepColumns, before: int) -> dict[str, Any]:
     }
     split["other"] = int(steps.other_ns[begin:].sum()) / total
     slowest = sorted(range(len(times)), key=lambda place: -int(times[place]))[:SLOWEST]
+    parts = {**dict(zip(PHASES, host, strict=True)), "other": steps.other_ns[begin:]}
     return {
         "step": before + count - 1,
         "step_ns": float(upper_median(times.tolist())),
         "split": split,
         "times_ns": tuple(times.tolist()),
         "slowest": tuple(
-            (before + begin + at, int(times[at]), _longest(steps, begin + at)) for at in slowest
+            (before + begin + at, int(times[at]), max(parts, key=lambda name: int(parts[name][at])))
+            for at in slowest
         ),
     }
-
-
-def _longest(steps: StepColumns, place: int) -> str:
-    """The phase in which a step spent most of its time."""
-    times = {phase: int(steps.host_ns[i][place]) for i, phase in enumerate(PHASES)}
-    times["other"] = int(steps.other_ns[place])
-    return max(times, key=times.__getitem__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,8 +358,14 @@ class LiveJob:
 
     def _now(self, now_ns: int) -> JobNow:
         manifest = self.job.manifest
-        sizes = [live.world_size for live in self._ranks.values() if live.world_size]
-        known = {**_elsewhere(self.job.run), **self._known}
+        sizes = [integer(live.report.get("world_size")) or 0 for live in self._ranks.values()]
+        known = {  # of those on their own node's disk only the identity is known here
+            told["rank"]: RankNow(
+                rank=told["rank"], attempt=0, host=told.get("host"), pid=told.get("pid"),
+                elsewhere=True,
+            )
+            for told in read_members(self.job.run).values()
+        } | self._known  # fmt: skip
         return JobNow(
             id=self.job.id,
             name=manifest.name,
@@ -384,7 +376,7 @@ class LiveJob:
             start_wall_ns=manifest.start_wall_ns,
             elapsed_ns=max(now_ns - manifest.start_wall_ns, 0),
             running=is_running(self.job.run, manifest),
-            world_size=max(sizes, default=None),
+            world_size=max(sizes, default=0) or None,
             ranks=tuple(
                 replace(known[rank], counters=self._counters.get(rank, {}))
                 for rank in sorted(known)
@@ -406,7 +398,8 @@ class LiveJob:
         """The latest value of each rank's metrics, from the ends of the files."""
         hosts: Collection[str] | None = None
         if len(self._ranks) > MANY_RANKS:
-            seen = {self._ranks[rank].host for rank in self._looked if rank in self._ranks}
+            looked = [self._ranks[rank].report for rank in self._looked & self._ranks.keys()]
+            seen = {text(report.get("host")) for report in looked}
             known = sorted(host for host in seen if host is not None)
             hosts = set(known[:: max(-(-len(known) // _HOSTS_PER_LOOK), 1)])
         try:
@@ -426,16 +419,6 @@ class LiveJob:
         for rank, metric, value in last.sort("time_ns").select("rank", "metric", "value").rows():
             found.setdefault(rank, {})[metric] = value
         return found
-
-
-def _elsewhere(run: RunPaths) -> dict[int, RankNow]:
-    """Ranks whose files are on their own node's disk: only their identity is known here."""
-    return {
-        each["rank"]: RankNow(
-            rank=each["rank"], attempt=0, host=each.get("host"), pid=each.get("pid"), elsewhere=True
-        )
-        for each in read_members(run).values()
-    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

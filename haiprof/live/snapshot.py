@@ -110,14 +110,12 @@ def _native_stack(spy: str | None, state: RankState) -> tuple[str, ...] | str:
         return f"py-spy: {threads}"
     main = next((each for each in threads if each.get("thread_name") == "MainThread"), {})
     frames = objects(main.get("frames"))[:_FRAME_LIMIT]
-    return tuple(map(_frame_text, frames[::-1])) or "py-spy: an answer without a main thread"
-
-
-def _frame_text(frame: Mapping[str, object]) -> str:
-    """`name (file:line)`; native frames may have no line."""
-    place = str(frame.get("short_filename") or frame.get("filename") or "?").rpartition("/")[2]
-    line = frame.get("line")
-    return f"{frame.get('name')} ({place}:{line})" if line else f"{frame.get('name')} ({place})"
+    found = []
+    for frame in frames[::-1]:  # native ones may have no line
+        file = frame.get("short_filename") or frame.get("filename") or "?"
+        line = f":{frame.get('line')}" if frame.get("line") else ""
+        found.append(f"{frame.get('name')} ({str(file).rpartition('/')[2]}{line})")
+    return tuple(found) or "py-spy: an answer without a main thread"
 
 
 def _gpu(state: RankState, run: RunFiles, wall_ns: int) -> tuple[int | None, dict[str, float]]:
