@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from haiprof.agent.job_environment import find_pod
-from haiprof.agent.samplers.table import SamplingLoop
+from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from haiprof.agent.samplers.table import RankReports, Stream
+from haiprof.agent.samplers.loop import Stream
+from haiprof.agent.samplers.table import RankReports
 from haiprof.base.errors import RunFormatError
 from haiprof.base.local_http import (
     GuardedHandler,

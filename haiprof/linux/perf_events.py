@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import os
 import platform
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -146,20 +147,55 @@ class ScaledSum:
         self._last = {}
 
 
-def read_sum(counters: Iterable[ScaledSum], origin: str) -> int | Unavailable:
-    """What some counters come to, or why that is not known now."""
+class Counters:
+    """Open counters of one thing by column, or why there are none of a column."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.share = Share()
+        self._kernel = kernel
+        self._columns: dict[str, list[ScaledSum] | Unavailable] = {}
+
+    def open(self, column: str, event: Event, unit: Fraction, *, pids: Iterable[int],
+             cpu: int) -> None:  # fmt: skip
+        """Adds an event to a column; raises OSError as perf_event_open(2) says."""
+        known = self._columns.setdefault(column, [])
+        assert isinstance(known, list), "a refused column has no counters"
+        known.append(ScaledSum(self._kernel, event, self.share, unit))
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                known[-1].open(pid=pid, cpu=cpu)
+
+    def refuse(self, column: str, why: Unavailable) -> None:
+        """Ends the counting of a column."""
+        self._close(column)
+        self._columns[column] = why
+
+    def read(self, origins: Mapping[str, str]) -> dict[str, int | Unavailable]:
+        """What each column comes to, or why that is not known now."""
+        return {
+            column: each if isinstance(each, Unavailable)
+            else _read_sum(each, origins.get(column, column))
+            for column, each in self._columns.items()
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the counting."""
+        for column in list(self._columns):
+            self._close(column)
+
+    def _close(self, column: str) -> None:
+        known = self._columns.pop(column, None)
+        for each in known if isinstance(known, list) else ():
+            each.close()
+
+
+def _read_sum(counters: Iterable[ScaledSum], origin: str) -> int | Unavailable:
     try:
         return sum([each.read() for each in counters])
     except OSError as error:
         return Unavailable(f"{origin}: {error.strerror}", status="unsupported")
     except Unavailable as why:
         return why
-
-
-def close_all(counters: Iterable[ScaledSum]) -> None:
-    """Ends the counting of each."""
-    for counter in counters:
-        counter.close()
 
 
 def refusal(

@@ -219,7 +219,7 @@ def _steps(
 
 def _is_of(report: Mapping[str, Any]) -> pl.Expr:
     rank, attempt = report.get("rank", -1), report.get("attempt", 0)
-    return (pl.col("rank") == rank) & (pl.col("attempt") == attempt)
+    return pl.col("rank").eq(rank) & pl.col("attempt").eq(attempt)
 
 
 def _phases(run: RunPaths, report: Mapping[str, Any], raw: RawTrace) -> list[PhaseRange]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from haiprof.agent.samplers.loop import MAX_FACTOR, SamplingLoop, Stream
 from haiprof.agent.samplers.nvml import Nvml
-from haiprof.agent.samplers.table import MAX_FACTOR, SamplingLoop, Stream
 from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_ACTIVE, Options

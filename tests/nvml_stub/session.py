@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.agent.samplers.gpu import GpuHealthSampler, GpuSampler
-from haiprof.agent.samplers.table import Node, SamplingLoop
+from haiprof.agent.samplers.loop import SamplingLoop
+from haiprof.agent.samplers.table import Node
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths
 from tests.unit.samplers.records import rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import re
 import resource
@@ -20,12 +20,9 @@ from haiprof.linux.perf_events import (
     TYPE_CACHE,
     TYPE_HARDWARE,
     TYPE_RAW,
+    Counters,
     Event,
     Kernel,
-    ScaledSum,
-    Share,
-    close_all,
-    read_sum,
     refusal,
     resctrl_entities,
 )
@@ -248,132 +245,94 @@ def _texts(folder: Path) -> dict[str, str]:
 _EVERY_CPU = 0  # the kernel.perf_event_paranoid that allows counting a whole CPU
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenColumn:
-    """One column as it is counted on each socket."""
-
-    sums: Mapping[int, Sequence[ScaledSum]]
-    origin: str
-
-
-class Uncore:
-    """Opens the counters of a CPU model on every socket."""
-
-    def __init__(self, root: Path, kernel: Kernel) -> None:
-        self._root = root
-        self._kernel = kernel
-        self._sockets = socket_of_cpu(root)
-        self._shares = {socket: Share() for socket in set(self._sockets.values())}
-
-    def entities(self) -> list[Entity]:
-        """One per socket; a column that cannot be counted says why."""
-        cpu = read_cpu(self._root)
+def uncore_entities(root: Path, kernel: Kernel) -> list[Entity]:
+    """The counters of a CPU model on every socket; a column that cannot be counted says why."""
+    cpu, sockets = read_cpu(root), socket_of_cpu(root)
+    try:
+        metrics = metrics_of(cpu, root)
+    except Unavailable as why:
+        raise Unavailable(no_core_pmu(root, cpu) or why.reason, status="unsupported") from None
+    counters = {socket: Counters(kernel) for socket in sorted(set(sockets.values()))}
+    origins: dict[str, str] = {}
+    refused: dict[str, Unavailable] = {}
+    for column in (READ, WRITE, TOTAL, REMOTE):
+        own = [metric for metric in metrics if metric.column == column]
         try:
-            metrics = metrics_of(cpu, self._root)
+            names = _open_column(column, own, counters, root=root, sockets=sockets)
+            origins[column] = f"perf_event_open of {len(names)} PMUs: {names[0]} to {names[-1]}"
         except Unavailable as why:
-            raise Unavailable(
-                no_core_pmu(self._root, cpu) or why.reason, status="unsupported"
-            ) from None
-        columns = {column: self._column(column, metrics) for column in (READ, WRITE, TOTAL, REMOTE)}
-        if all(isinstance(columns[column], Unavailable) for column in (READ, WRITE, TOTAL)):
-            _close(columns.values())
-            known = {metric.column for metric in metrics}
-            raise worst([c for name, c in columns.items() if isinstance(c, Unavailable)
-                         and name in known])  # fmt: skip
-        return [self._entity(socket, columns) for socket in sorted(self._shares)]
+            refused[column] = why
+            for each in counters.values():
+                each.refuse(column, why)
+    if not origins.keys() & {READ, WRITE, TOTAL}:
+        for each in counters.values():
+            each.close()
+        known = {metric.column for metric in metrics}
+        raise worst([why for column, why in refused.items() if column in known])
+    return [_socket_entity(socket, each, origins) for socket, each in counters.items()]
 
-    def _column(self, column: str, metrics: Sequence[Metric]) -> _OpenColumn | Unavailable:
-        """Opens all counters of a column, or none, with the reason."""
-        sums: dict[int, list[ScaledSum]] = {socket: [] for socket in self._shares}
-        names: list[str] = []
-        try:
-            for metric in metrics:
-                if metric.column == column:
-                    for pmu in self._pmus(metric):
-                        names.append(pmu.name)
-                        self._open(metric, pmu, sums)
-            if not names:
-                reason = f"no event is known for {column} on {read_cpu(self._root)}"
-                raise Unavailable(reason, status="unsupported")
-            if not all(sums.values()):
-                raise Unavailable(f"{names[0]}: not on every socket", status="unsupported")
-        except Unavailable as why:
-            _close([_OpenColumn(sums, "")])
-            return why
-        return _OpenColumn(sums, f"perf_event_open of {len(names)} PMUs: {names[0]} to {names[-1]}")
 
-    def _pmus(self, metric: Metric) -> list[Pmu]:
+def _open_column(
+    column: str, metrics: Iterable[Metric], counters: Mapping[int, Counters], *, root: Path,
+    sockets: Mapping[int, int],
+) -> list[str]:  # fmt: skip
+    """Opens all counters of a column on every socket; the names of their PMUs."""
+    names: list[str] = []
+    counted: set[int] = set()
+    for metric in metrics:
         try:
-            pmus = find_pmus(self._root, metric.pmu)
+            pmus = find_pmus(root, metric.pmu)
         except (OSError, ValueError) as error:
             raise Unavailable(f"{metric.pmu}: {error}", status="unsupported") from None
-        if pmus:
-            return pmus
-        name = metric.pmu.split("(")[0].removesuffix(r"\Z").replace(r"\d+", "*")
-        if metric.column == REMOTE and len(self._shares) == 1:
-            raise Unavailable("there is no other socket")
-        cpu = read_cpu(self._root)
-        where = "virtual machine" if cpu.virtual else "kernel"
-        raise Unavailable(no_core_pmu(self._root, cpu) or f"this {where} shows no PMU {name}")
-
-    def _open(self, metric: Metric, pmu: Pmu, sums: Mapping[int, list[ScaledSum]]) -> None:
-        try:
-            events = list(unit_events(metric, pmu))
-        except ValueError as error:
-            raise Unavailable(f"{pmu.name}: {error}", status="unsupported") from None
-        for event, unit in events:
-            for cpu in pmu.cpus:
-                socket = self._sockets.get(cpu)
+        if not pmus:
+            if column == REMOTE and len(counters) == 1:
+                raise Unavailable("there is no other socket")
+            cpu = read_cpu(root)
+            where = "virtual machine" if cpu.virtual else "kernel"
+            name = metric.pmu.split("(")[0].removesuffix(r"\Z").replace(r"\d+", "*")
+            raise Unavailable(no_core_pmu(root, cpu) or f"this {where} shows no PMU {name}")
+        for pmu in pmus:
+            names.append(pmu.name)
+            try:
+                events = list(unit_events(metric, pmu))
+            except ValueError as error:
+                raise Unavailable(f"{pmu.name}: {error}", status="unsupported") from None
+            for number, (event, unit) in itertools.product(pmu.cpus, events):
+                socket = sockets.get(number)
                 if socket is None:
-                    raise Unavailable(f"{pmu.name}: the socket of CPU {cpu} is not known")
-                counter = ScaledSum(self._kernel, event, self._shares[socket], unit)
+                    raise Unavailable(f"{pmu.name}: the socket of CPU {number} is not known")
                 try:
-                    counter.open(pid=-1, cpu=cpu)
+                    counters[socket].open(column, event, unit, pids=(-1,), cpu=number)
                 except OSError as error:
-                    raise refusal(
-                        error, event, self._root, allowing=_EVERY_CPU, virtual=""
-                    ) from None
-                sums[socket].append(counter)
-
-    def _entity(self, socket: int, columns: Mapping[str, _OpenColumn | Unavailable]) -> Entity:
-        share = self._shares[socket]
-        opened = {n: each for n, each in columns.items() if isinstance(each, _OpenColumn)}
-
-        def read() -> Sequence[Value | Unavailable]:
-            values = {
-                name: each if isinstance(each, Unavailable)
-                else read_sum(each.sums[socket], each.origin)
-                for name, each in columns.items()
-            }  # fmt: skip
-            if TOTAL not in opened and READ in opened:
-                parts = (values[READ], values[WRITE])
-                known = [part for part in parts if not isinstance(part, Unavailable)]
-                refused = [part for part in parts if isinstance(part, Unavailable)]
-                values[TOTAL] = refused[0] if refused else sum(known)
-            return (*values.values(), share.take())
-
-        return Entity(
-            key=(socket,),
-            name=f"socket {socket} (uncore)",
-            readings=(
-                Reading(
-                    columns=(*columns, "counted_ratio"),
-                    origin="perf_event_open, uncore PMUs",
-                    read=read,
-                    close=lambda: close_all(s for c in opened.values() for s in c.sums[socket]),
-                ),
-            ),
-            details={
-                "source": "uncore", "origins": {n: each.origin for n, each in opened.items()}
-            },
-        )  # fmt: skip
+                    raise refusal(error, event, root, allowing=_EVERY_CPU, virtual="") from None
+                counted.add(socket)
+    if not names:
+        reason = f"no event is known for {column} on {read_cpu(root)}"
+        raise Unavailable(reason, status="unsupported")
+    if counted != counters.keys():
+        raise Unavailable(f"{names[0]}: not on every socket", status="unsupported")
+    return names
 
 
-def _close(columns: Iterable[_OpenColumn | Unavailable]) -> None:
-    for column in columns:
-        if isinstance(column, _OpenColumn):
-            for sums in column.sums.values():
-                close_all(sums)
+def _socket_entity(socket: int, counters: Counters, origins: Mapping[str, str]) -> Entity:
+    def read() -> Sequence[Value | Unavailable]:
+        values = counters.read(origins)
+        if TOTAL not in origins and READ in origins:
+            parts = (values[READ], values[WRITE])
+            known = [part for part in parts if not isinstance(part, Unavailable)]
+            refused = [part for part in parts if isinstance(part, Unavailable)]
+            values[TOTAL] = refused[0] if refused else sum(known)
+        return (*values.values(), counters.share.take())
+
+    reading = Reading(
+        columns=(READ, WRITE, TOTAL, REMOTE, "counted_ratio"),
+        origin="perf_event_open, uncore PMUs",
+        read=read,
+        close=counters.close,
+    )
+    details = {"source": "uncore", "origins": origins}
+    name = f"socket {socket} (uncore)"
+    return Entity(key=(socket,), name=name, readings=(reading,), details=details)
 
 
 def worst(reasons: Sequence[Unavailable]) -> Unavailable:
@@ -402,7 +361,7 @@ class MemoryBandwidthSampler(TableSampler):
         except Unavailable as why:
             first = why
         try:
-            return Uncore(self.root, self._kernel).entities()
+            return uncore_entities(self.root, self._kernel)
         except Unavailable as why:
             remedy = ", or ".join(each.remedy for each in (why, first) if each.remedy)
             reason, status = f"{why.reason}; {first.reason}", worst([why, first]).status
@@ -567,29 +526,27 @@ class RankCounters:
     spare: Callable[[], int]
     """How many more files may be opened."""
     virtual: bool
-    _share: Share = field(default_factory=Share)
-    _sums: dict[str, ScaledSum | Unavailable] = field(default_factory=dict)
+    _counters: Counters | None = None
 
     def read(self) -> Sequence[Value | Unavailable]:
         """One value per event, then the share of the time in which they counted."""
         if read_start_ticks(self.root, self.process.pid) != self.process.start_ticks:
             raise EntityGone
-        if not self._sums:
-            self._sums = self._open()
-        values: dict[str, Value | Unavailable] = {
-            column: each if isinstance(each, Unavailable) else read_sum([each], "reading a counter")
-            for column, each in self._sums.items()
-        }
-        if self.virtual and _is_filtered(values):
-            values = {**values, LOCAL_FILLS: _FILTERED, REMOTE_FILLS: _FILTERED}
-        return (*values.values(), self._share.take())
+        self._counters = counters = self._counters or self._open()
+        values = counters.read(dict.fromkeys(self.events, "reading a counter"))
+        done = values.get(INSTRUCTIONS)
+        nothing = values.get(LOCAL_FILLS) == 0  # nobody runs so much without a byte from memory
+        if self.virtual and isinstance(done, int) and done > _MANY and nothing:
+            values |= {LOCAL_FILLS: _FILTERED, REMOTE_FILLS: _FILTERED}
+        return (*values.values(), counters.share.take())
 
     def close(self) -> None:
         """Ends the counting."""
-        close_all(each for each in self._sums.values() if isinstance(each, ScaledSum))
-        self._sums = {}
+        if self._counters is not None:
+            self._counters.close()
+            self._counters = None
 
-    def _open(self) -> dict[str, ScaledSum | Unavailable]:
+    def _open(self) -> Counters:
         """Counters for every thread there is.
 
         A thread that appears meanwhile may be counted by inheritance or not at all, according to
@@ -602,38 +559,27 @@ class RankCounters:
             if needed > spare:
                 reason = f"{count} threads need {needed} open files, haiprof may open {spare}"
                 raise Unavailable(reason, status="denied", remedy="a higher ulimit -n")
-            opened = {column: self._open_event(column, threads) for column in self.events}
+            counters = Counters(self.kernel)
+            for column, event in self.events.items():
+                if isinstance(event, Unavailable):
+                    counters.refuse(column, event)
+                    continue
+                unit = Fraction(LINE_BYTES if column in (LOCAL_FILLS, REMOTE_FILLS) else 1)
+                try:
+                    counters.open(column, event, unit, pids=sorted(threads), cpu=-1)
+                except OSError as error:
+                    why = refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual="")
+                    counters.refuse(column, why)
             if self._threads() <= threads:
-                return opened
-            close_all(each for each in opened.values() if isinstance(each, ScaledSum))
+                return counters
+            counters.close()
         raise Unavailable("threads start faster than their counters can be opened")
-
-    def _open_event(self, column: str, threads: Iterable[int]) -> ScaledSum | Unavailable:
-        event = self.events[column]
-        if isinstance(event, Unavailable):
-            return event
-        unit = Fraction(LINE_BYTES if column in (LOCAL_FILLS, REMOTE_FILLS) else 1)
-        counted = ScaledSum(self.kernel, event, self._share, unit)
-        try:
-            for thread in sorted(threads):
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    counted.open(pid=thread, cpu=-1)
-        except OSError as error:
-            counted.close()
-            return refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual="")
-        return counted
 
     def _threads(self) -> set[int]:
         try:
             return {int(name) for name in os.listdir(f"{self.root}/proc/{self.process.pid}/task")}
         except OSError:
             raise EntityGone from None
-
-
-def _is_filtered(values: Mapping[str, Value | Unavailable]) -> bool:
-    """Nobody runs so many instructions without a byte from memory."""
-    done = values.get(INSTRUCTIONS)
-    return isinstance(done, int) and done > _MANY and values.get(LOCAL_FILLS) == 0
 
 
 def spare_files() -> int:

@@ -20,7 +20,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from haiprof.agent.prometheus_endpoint import Latest
-from haiprof.agent.samplers.table import CounterState, Missing, Stream, TableSampler
+from haiprof.agent.samplers.loop import Stream
+from haiprof.agent.samplers.table import CounterState, Missing, TableSampler
 from haiprof.base.errors import MissingExtraError, UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run import _check_extras

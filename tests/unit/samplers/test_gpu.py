@@ -11,8 +11,9 @@ import pytest
 
 from haiprof.agent.samplers import nvml as nvml_module
 from haiprof.agent.samplers.gpu import RATIOS, Gpm, GpuSampler
+from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.agent.samplers.nvml import Device, Nvml, sysfs_bus_id
-from haiprof.agent.samplers.table import ALL_METRICS, Missing, MissingLog, Node, SamplingLoop
+from haiprof.agent.samplers.table import ALL_METRICS, Missing, MissingLog, Node
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_lines, read_records

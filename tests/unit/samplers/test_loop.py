@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 
 from haiprof import Analyzer
+from haiprof.agent.samplers.loop import MAX_FACTOR, Pace, SamplingLoop
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.registry import SAMPLERS
 from haiprof.agent.samplers.table import (
     ALL_METRICS,
-    MAX_FACTOR,
     REASONS_PER_METRIC,
     CounterState,
     Missing,
     MissingLog,
     Node,
-    Pace,
     RankReports,
-    SamplingLoop,
     TableSampler,
 )
 from haiprof.base.options import RECORDERS, Options

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import polars as pl
 import pytest
 
-from haiprof.agent.samplers.table import Node, Stream, TableSampler
+from haiprof.agent.samplers.loop import Stream
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.readings import Entity, Reading
 from haiprof.live.node import NodeHistory
