@@ -30,10 +30,14 @@ from haiprof.trace_analysis.critical_walk import (
     joins_by_thread,
     longest_path,
 )
-from haiprof.trace_analysis.device_dependencies import USUAL_DELAY_NS, DeviceEvents, device_events
+from haiprof.trace_analysis.dependencies import (
+    USUAL_DELAY_NS,
+    DeviceEvents,
+    HostEvents,
+    device_events,
+)
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY
 from haiprof.trace_analysis.host_activity import split
-from haiprof.trace_analysis.host_dependencies import HostEvents
 from haiprof.trace_analysis.launches import copy_path, exact_us, in_pieces
 from haiprof.trace_format.find import OVERLAY_SUFFIX
 from haiprof.trace_format.kineto.decode import add_marks, write_copy

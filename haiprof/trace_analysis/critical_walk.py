@@ -11,19 +11,22 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Bools, Ints, covered_lengths, total, union
-from haiprof.trace_analysis.device_dependencies import (
+from haiprof.trace_analysis.dependencies import (
+    LONG_GAP_NS,
     NEVER,
     QUEUE,
     USUAL_DELAY_NS,
     WAIT_CALL,
     DeviceEvents,
+    HostEvents,
     Pairs,
+    Thread,
+    hand_overs,
     host_waits,
     recorded_waits,
     stream_order,
 )
 from haiprof.trace_analysis.device_time import union_of
-from haiprof.trace_analysis.host_dependencies import LONG_GAP_NS, HostEvents, Thread, hand_overs
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import BLOCKING, FREE
 

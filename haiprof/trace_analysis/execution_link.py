@@ -12,15 +12,15 @@ from haiprof.base.errors import UsageError
 from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns, take, thread_numbers
-from haiprof.trace_analysis.device_dependencies import (
+from haiprof.trace_analysis.dependencies import (
     COPY,
     DEVICE,
+    LONG_GAP_NS,
     STREAM,
     device_events,
     host_waits,
 )
 from haiprof.trace_analysis.execution_pairs import Pair
-from haiprof.trace_analysis.host_dependencies import LONG_GAP_NS
 from haiprof.trace_format.execution import NODE_SCHEMA, write_linked
 from haiprof.trace_format.find import TRACE_ENDINGS
 from haiprof.trace_format.kineto.rank_trace import Trace

@@ -10,7 +10,7 @@ import polars as pl
 
 from haiprof.base.intervals import Bools, Ints
 from haiprof.trace_analysis.collectives import CATEGORY, clock_base_ns, collective_waits
-from haiprof.trace_analysis.device_dependencies import NEVER, DeviceEvents
+from haiprof.trace_analysis.dependencies import NEVER, DeviceEvents
 from haiprof.trace_analysis.what_if.replay_parts import (
     HOST,
     WORKERS,

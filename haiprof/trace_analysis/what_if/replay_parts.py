@@ -13,7 +13,7 @@ import polars as pl
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.base.intervals import Bools, Ints, covered_lengths
 from haiprof.trace_analysis.collectives import CATEGORY, cpu_collectives
-from haiprof.trace_analysis.device_dependencies import (
+from haiprof.trace_analysis.dependencies import (
     DEVICE,
     MEMORY_FREE,
     NEVER,
@@ -22,15 +22,17 @@ from haiprof.trace_analysis.device_dependencies import (
     STREAM,
     WAIT_CALL,
     DeviceEvents,
+    HandOvers,
+    HostEvents,
     Pairs,
     device_events,
+    hand_overs,
     host_waits,
     launches_around,
     recorded_waits,
     stream_order,
 )
 from haiprof.trace_analysis.device_time import COMMUNICATION, union_of, with_kind
-from haiprof.trace_analysis.host_dependencies import HandOvers, HostEvents, hand_overs
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
