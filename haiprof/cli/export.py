@@ -209,8 +209,7 @@ def link(
     """
     from haiprof.show.views.trace_files import link_view
     from haiprof.trace_analysis.execution_link import link as link_pair
-    from haiprof.trace_analysis.execution_link import linked_path, write_rank
-    from haiprof.trace_analysis.execution_pairs import pairs
+    from haiprof.trace_analysis.execution_link import linked_path, pairs, write_rank
 
     output = Output(json=as_json)
     shares, written = [], []

@@ -18,8 +18,7 @@ from haiprof.base.intervals import Bools, Ints
 from haiprof.base.safe_files import whole_file
 from haiprof.trace_analysis.collectives import kind_of
 from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES
-from haiprof.trace_analysis.execution_link import link
-from haiprof.trace_analysis.execution_pairs import execution_files, pairs
+from haiprof.trace_analysis.execution_link import execution_files, link, pairs
 from haiprof.trace_format.chakra import (
     COLLECTIVES,
     COMM_COLL,

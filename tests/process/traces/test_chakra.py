@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from haiprof.cli.app import run_command
-from haiprof.trace_analysis.execution_link import link
-from haiprof.trace_analysis.execution_pairs import pairs
+from haiprof.trace_analysis.execution_link import link, pairs
 from tests.conftest import Once
 from tests.unit.analysis.trace.shared import traces
 from tests.unit.traces.execution import record, record_pair

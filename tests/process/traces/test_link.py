@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import haiprof
-from haiprof.trace_analysis.execution_link import link
-from haiprof.trace_analysis.execution_pairs import pairs
+from haiprof.trace_analysis.execution_link import link, pairs
 from haiprof.trace_format.execution import load_execution_trace
 from tests.conftest import Once
 from tests.unit.analysis.trace.shared import REPOSITORY, traces

@@ -13,8 +13,7 @@ import pytest
 
 from haiprof.cli.app import run_command
 from haiprof.trace_analysis.chakra import in_circles
-from haiprof.trace_analysis.execution_link import link
-from haiprof.trace_analysis.execution_pairs import pairs
+from haiprof.trace_analysis.execution_link import link, pairs
 from haiprof.trace_format.chakra import varint
 from tests.unit.analysis.trace.shared import REPOSITORY, traces
 from tests.unit.traces.execution import node, write_execution

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.cli.app import run_command
-from haiprof.trace_analysis.execution_link import Linked, align_names, link
-from haiprof.trace_analysis.execution_pairs import pairs
+from haiprof.trace_analysis.execution_link import Linked, align_names, link, pairs
 from haiprof.trace_format.execution import load_execution_trace
 from haiprof.trace_format.find import trace_files
 from tests.sampling import first_of

@@ -13,8 +13,7 @@ import pytest
 from haiprof import TraceAnalysis
 from haiprof.trace_analysis.chakra import chakra_graph
 from haiprof.trace_analysis.critical_path import CriticalPath
-from haiprof.trace_analysis.execution_link import link
-from haiprof.trace_analysis.execution_pairs import pairs
+from haiprof.trace_analysis.execution_link import link, pairs
 from haiprof.trace_analysis.what_if.scenarios import scenarios
 from tests.unit.analysis.trace.shared import FEW_TRACES, REAL_TRACES, REPOSITORY, traces
 
