@@ -277,8 +277,7 @@ def chakra(
     from haiprof.base.safe_files import make_named_folder
     from haiprof.show.figures.execution_graph import check_ending, write_graph
     from haiprof.show.views.trace_files import chakra_view, row_of
-    from haiprof.trace_analysis.chakra import graphs, write_chakra
-    from haiprof.trace_analysis.execution_drawing import draw_graph
+    from haiprof.trace_analysis.chakra import draw_graph, graphs, write_chakra
 
     chosen = shared.parse_steps(steps)
     if chosen is not None and chosen[1] - chosen[0] != 1:

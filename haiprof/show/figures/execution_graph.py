@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
 from haiprof.base.safe_files import named_file
-from haiprof.trace_analysis.execution_drawing import GraphDrawing
+from haiprof.trace_analysis.chakra import GraphDrawing
 
 _BY_GRAPHVIZ = (".pdf", ".svg", ".png")
 ENDINGS = (".graphml", ".dot", *_BY_GRAPHVIZ)
