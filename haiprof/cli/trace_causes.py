@@ -85,7 +85,7 @@ def efficiency(
     """
     from haiprof.show.views.functions import efficiency_view
     from haiprof.trace_analysis.operator_efficiency import parse_peak
-    from haiprof.trace_analysis.own_formulas import read_formulas
+    from haiprof.trace_analysis.operator_work import read_formulas
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     chosen, peaks, own = shared.parse_steps(steps), parse_peak(peak), read_formulas(formulas)

@@ -250,7 +250,7 @@ def _show_traces(
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
     from haiprof.trace_analysis.operator_efficiency import parse_peak
-    from haiprof.trace_analysis.own_formulas import read_formulas
+    from haiprof.trace_analysis.operator_work import read_formulas
 
     own = read_formulas(formulas)
     with shared.ReadProgress(quiet=output.json) as waiting:

@@ -30,8 +30,14 @@ from haiprof.trace_analysis.operator_efficiency import (
     peak_of,
     with_tensor_cores,
 )
-from haiprof.trace_analysis.operator_work import ATTENTION, CONVOLUTION, GEMM, MATRIX, MOE
-from haiprof.trace_analysis.own_formulas import OwnFormulas
+from haiprof.trace_analysis.operator_work import (
+    ATTENTION,
+    CONVOLUTION,
+    GEMM,
+    MATRIX,
+    MOE,
+    OwnFormulas,
+)
 from haiprof.trace_analysis.step_time import step_windows
 from haiprof.trace_format.kineto.rank_trace import Trace
 

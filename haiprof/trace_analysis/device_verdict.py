@@ -43,7 +43,7 @@ from haiprof.trace_analysis.host_activity import (
     PYTHON,
     parse_place,
 )
-from haiprof.trace_analysis.own_formulas import OwnFormulas
+from haiprof.trace_analysis.operator_work import OwnFormulas
 from haiprof.trace_analysis.pool import Pool, Progress
 from haiprof.trace_analysis.questions.base import RankTraces
 

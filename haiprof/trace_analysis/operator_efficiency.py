@@ -26,13 +26,14 @@ from haiprof.trace_analysis.operator_work import (
     NEED_VALUES,
     OPTIMIZER,
     Formula,
+    OwnFormulas,
     Work,
     arguments_of,
+    formula_of,
     triton_work,
     values_of,
     work_of,
 )
-from haiprof.trace_analysis.own_formulas import OwnFormulas, formula_of
 from haiprof.trace_format.kineto.rank_trace import Trace, concrete_values
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")

@@ -19,8 +19,14 @@ from haiprof.trace_analysis.operator_efficiency import (
     parse_peak,
     peak_of,
 )
-from haiprof.trace_analysis.operator_work import FORMULAS, Work, arguments_of, work_of
-from haiprof.trace_analysis.own_formulas import formula_of, read_formulas
+from haiprof.trace_analysis.operator_work import (
+    FORMULAS,
+    Work,
+    arguments_of,
+    formula_of,
+    read_formulas,
+    work_of,
+)
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of, traces
 
 # AMD-AGI/TraceLens, tests/traces/h100/Qwen_Qwen1.5-0.5B-Chat__1016005_perf_report_csvs (MIT):
