@@ -29,7 +29,6 @@ from haiprof.trace_analysis.device_ledger import (
     RankLedger,
     rank_ledger,
 )
-from haiprof.trace_analysis.device_operators import OPERATOR, RankOperators, rank_operators
 from haiprof.trace_analysis.device_remedies import REMEDIES, operator_remedy, remedy_of
 from haiprof.trace_analysis.device_time import LAUNCH, with_rank
 from haiprof.trace_analysis.host_activity import (
@@ -43,6 +42,7 @@ from haiprof.trace_analysis.host_activity import (
     PYTHON,
     parse_place,
 )
+from haiprof.trace_analysis.operator_efficiency import OPERATOR, RankOperators, rank_operators
 from haiprof.trace_analysis.operator_work import OwnFormulas
 from haiprof.trace_analysis.pool import Pool, Progress
 from haiprof.trace_analysis.questions.base import RankTraces

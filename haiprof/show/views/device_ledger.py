@@ -20,7 +20,6 @@ from haiprof.show.figures.style import BLUE, DARK_GREY, GREY, ORANGE, PURPLE, SK
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import INDENT, bullets
 from haiprof.trace_analysis.device_ledger import CONVERSIONS
-from haiprof.trace_analysis.device_operators import SHORT_NS
 from haiprof.trace_analysis.device_remedies import (
     HOST_OPERATORS_REMEDY,
     OPERATOR_REMEDIES,
@@ -36,6 +35,7 @@ from haiprof.trace_analysis.device_verdict import (
     device_document,
 )
 from haiprof.trace_analysis.host_activity import parse_place
+from haiprof.trace_analysis.operator_efficiency import SHORT_NS
 
 _FEW = 3
 _MANY = 20
