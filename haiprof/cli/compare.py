@@ -121,8 +121,8 @@ def compare(
 
 def _show_traces(before: Path, after: Path, output: Output) -> None:
     from haiprof.show.views.compare import device_comparison_data, device_comparison_view
-    from haiprof.trace_analysis.device_comparison import compare_devices
     from haiprof.trace_analysis.device_verdict import device_ledger
+    from haiprof.trace_analysis.diff import compare_devices
 
     with shared.ReadProgress(quiet=output.json) as waiting:
         sides = [device_ledger(path, progress=waiting) for path in (before, after)]
