@@ -25,11 +25,13 @@ from haiprof.trace_analysis.device_ledger import (
     HOST_LANE,
     IDLE,
     QUEUE,
+    REMEDIES,
     TALK,
     RankLedger,
+    operator_remedy,
     rank_ledger,
+    remedy_of,
 )
-from haiprof.trace_analysis.device_remedies import REMEDIES, operator_remedy, remedy_of
 from haiprof.trace_analysis.device_time import LAUNCH, with_rank
 from haiprof.trace_analysis.host_activity import (
     ADDRESS,

@@ -22,7 +22,7 @@ from haiprof.show.series import thin_points
 from haiprof.show.text import count_text
 from haiprof.show.views import device_ledger as view
 from haiprof.show.views.functions import kernel_label
-from haiprof.trace_analysis.device_remedies import HOST_OPERATORS_REMEDY
+from haiprof.trace_analysis.device_ledger import HOST_OPERATORS_REMEDY
 from haiprof.trace_analysis.device_verdict import DeviceLedger
 from haiprof.trace_analysis.host_activity import parse_place
 

@@ -28,7 +28,7 @@ from haiprof.show.frame_table import Fields, PageTable, heads, page_records, pag
 from haiprof.show.text import markdown_table, markdown_text, printable, value_text
 from haiprof.show.views.blocks import more_lines, notes_block, one_line, plain_table, section
 from haiprof.show.views.device_ledger import damage_lines
-from haiprof.trace_analysis.device_remedies import remedy_of
+from haiprof.trace_analysis.device_ledger import remedy_of
 from haiprof.trace_analysis.diff import (
     IDLE_TIME,
     KERNEL,

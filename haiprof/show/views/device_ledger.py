@@ -19,8 +19,8 @@ from haiprof.base.units import digits_text, duration_text, ranks_text, ratio_tex
 from haiprof.show.figures.style import BLUE, DARK_GREY, GREY, ORANGE, PURPLE, SKY, YELLOW
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import INDENT, bullets
-from haiprof.trace_analysis.device_ledger import CONVERSIONS
-from haiprof.trace_analysis.device_remedies import (
+from haiprof.trace_analysis.device_ledger import (
+    CONVERSIONS,
     HOST_OPERATORS_REMEDY,
     OPERATOR_REMEDIES,
     is_small_batch,

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.device_ledger import RankLedger, rank_ledger
-from haiprof.trace_analysis.device_remedies import REMEDIES, remedy_of
+from haiprof.trace_analysis.device_ledger import REMEDIES, RankLedger, rank_ledger, remedy_of
 from haiprof.trace_analysis.device_verdict import DeviceLedger, call_nodes, device_ledger
 from haiprof.trace_analysis.host_activity import ACTIVITIES
 from haiprof.trace_analysis.kernel_names import work_kind
