@@ -12,8 +12,13 @@ from haiprof.base.intervals import covered_lengths, union
 from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import duration_text, ratio_text
-from haiprof.trace_analysis.collectives import SYNCHRONISING, WHOLE_JOB
-from haiprof.trace_analysis.matching import clock_offsets, host_offsets, on_one_clock
+from haiprof.trace_analysis.collectives import (
+    SYNCHRONISING,
+    WHOLE_JOB,
+    clock_offsets,
+    host_offsets,
+    on_one_clock,
+)
 from haiprof.trace_format.frame_columns import Columns, types_of
 
 _GROUP = ("process_group", "group_ranks")

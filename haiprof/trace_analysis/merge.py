@@ -24,9 +24,9 @@ from haiprof.run_analysis.step_frame import (
     step_frame,
 )
 from haiprof.run_format.layout import RunPaths
+from haiprof.trace_analysis.collectives import RULE, RankClock, clock_notes, rank_clocks
 from haiprof.trace_analysis.device_time import gpu_events, step_window
 from haiprof.trace_analysis.files import TraceFile, check_frame, fault_lines, trace_file
-from haiprof.trace_analysis.matching import RULE, RankClock, clock_notes, rank_clocks
 from haiprof.trace_analysis.pool import Pool, default_pool
 from haiprof.trace_analysis.pool import Progress as ReadProgress
 from haiprof.trace_format.find import MERGED_NAME

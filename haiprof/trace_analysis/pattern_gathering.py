@@ -23,7 +23,7 @@ from haiprof.trace_analysis.arrivals import (
     collectives,
     who_is_late,
 )
-from haiprof.trace_analysis.collectives import KERNELS_SCHEMA, clock_base_ns
+from haiprof.trace_analysis.collectives import KERNELS_SCHEMA, clock_base_ns, match_collectives
 from haiprof.trace_analysis.device_time import Steps, union_of, weighted_mean, with_rank
 from haiprof.trace_analysis.files import TraceFile, trace_file
 from haiprof.trace_analysis.function_patterns import (
@@ -37,7 +37,6 @@ from haiprof.trace_analysis.function_patterns import (
     worker_pattern,
 )
 from haiprof.trace_analysis.kernel_names import COMMUNICATION
-from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.pool import Pool, Progress, default_pool
 from haiprof.trace_analysis.report_cache import (
     UNFIT,

@@ -16,8 +16,8 @@ from haiprof.show.frame_table import frame_table, heads
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import notes_block, plain_table, section
 from haiprof.trace_analysis.chakra import ChakraGraph
+from haiprof.trace_analysis.collectives import RULE
 from haiprof.trace_analysis.execution_link import LinkShare
-from haiprof.trace_analysis.matching import RULE
 from haiprof.trace_analysis.merge import MergeReport
 
 

@@ -13,10 +13,9 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.arrivals import arrivals
-from haiprof.trace_analysis.collectives import collective_kernels
+from haiprof.trace_analysis.collectives import collective_kernels, match_collectives
 from haiprof.trace_analysis.device_time import Steps, with_rank
 from haiprof.trace_analysis.files import TraceFile, check_frame, load_frame, trace_file
-from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.pool import Pool, Progress, Question, Serial, default_pool
 from haiprof.trace_format.find import by_rank, is_reduced_to_functions, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace

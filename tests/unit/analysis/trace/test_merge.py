@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.matching import (
+from haiprof.trace_analysis.collectives import (
     ASSUMED,
     CONFIRMED,
     MOVED,
