@@ -23,7 +23,7 @@ from haiprof.show.page.render import write_report
 from haiprof.show.run_header import manifest_or_none, run_header
 from haiprof.show.views.functions import functions_view
 from haiprof.show.views.trace_report import trace_view
-from haiprof.trace_analysis.pattern_gathering import reduce_patterns
+from haiprof.trace_analysis.function_patterns import reduce_patterns
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import reduce_traces, standard_report
 

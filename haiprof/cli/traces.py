@@ -227,7 +227,7 @@ def functions(
     if reduce is not None:
         if only is not None or csv is not None or as_json or hardware:
             raise UsageError("functions: --reduce goes with --steps, --window and --cluster")
-        from haiprof.trace_analysis.pattern_gathering import reduce_patterns
+        from haiprof.trace_analysis.function_patterns import reduce_patterns
 
         with shared.ReadProgress(quiet=False) as waiting:
             made = reduce_patterns(

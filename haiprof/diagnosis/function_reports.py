@@ -32,12 +32,11 @@ from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, FAR_MAD_FACTOR, FAR_MIN
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.trace_analysis.device_time import Steps
-from haiprof.trace_analysis.function_patterns import NO_GPU
+from haiprof.trace_analysis.function_patterns import COUNTERS_SCHEMA, NO_GPU, function_counters
 from haiprof.trace_analysis.kernel_names import COMMUNICATION, GPU_COMPUTE, MEMORY, PYTHON, RUNTIME
-from haiprof.trace_analysis.pattern_gathering import COUNTERS_SCHEMA, function_counters
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.pattern_gathering import Patterns
+    from haiprof.trace_analysis.function_patterns import Patterns
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 _LINE_LIMIT = 4

@@ -25,7 +25,7 @@ from haiprof.trace_analysis.kernel_names import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.pattern_gathering import Patterns
+    from haiprof.trace_analysis.function_patterns import Patterns
 
 EXPLAINED_RATIO = 0.50
 """A cause explains what costs at most twice as much as it does itself: of a smaller one most of

@@ -34,7 +34,7 @@ from haiprof.run_analysis.reactions import Reaction
 from haiprof.run_analysis.run_files import number
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.pattern_gathering import Patterns
+    from haiprof.trace_analysis.function_patterns import Patterns
 
 
 def _over_ranks(judge: Callable[[Patterns], Finding | None]) -> Rule:

@@ -15,7 +15,7 @@ from haiprof.run_format.layout import RunPaths
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.device_verdict import DeviceLedger
-    from haiprof.trace_analysis.pattern_gathering import Patterns
+    from haiprof.trace_analysis.function_patterns import Patterns
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 NO_TRACES = "no traces in this run: `--trace` records a window"

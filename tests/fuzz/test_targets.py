@@ -50,7 +50,7 @@ _OWN = {
     "show/page/run_sections.py": "plotly's own output",
     "compat/torch_profiler/patches.py": "the plugin's process; `normal` has a target",
     "trace_format/kineto/cache.py": "the owner's cache, whose parts have checksums",
-    "trace_analysis/pattern_gathering.py": "the user's own cache, whose entries have checksums",
+    "trace_analysis/function_patterns.py": "the user's own cache, whose entries have checksums",
     "run_analysis/remote_runs.py": "run.json at an address: each error becomes one of haiprof's",
     "in_job/worker_stacks.py": "the report of the rank that made the worker, cut and checked",
     "linux/processes.py": "the kernel's answer about a process",

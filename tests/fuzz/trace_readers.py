@@ -23,8 +23,8 @@ from haiprof.diagnosis.function_reports import function_reports
 from haiprof.run_analysis.nccl_witness import nccl_folder_report, ranks_behind
 from haiprof.trace_analysis import report_cache
 from haiprof.trace_analysis.chakra import chakra_graph, write_chakra
+from haiprof.trace_analysis.function_patterns import patterns_of_files, reduce_patterns
 from haiprof.trace_analysis.memory_timeline import memory_by_category
-from haiprof.trace_analysis.pattern_gathering import patterns_of_files, reduce_patterns
 from haiprof.trace_analysis.report_cache import read_summary, write_summary
 from haiprof.trace_analysis.sql import SqlTable, ask, sql_tables
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table

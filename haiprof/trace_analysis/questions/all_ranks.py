@@ -43,7 +43,7 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 if TYPE_CHECKING:
     from haiprof.trace_analysis.critical_path import CriticalPath
     from haiprof.trace_analysis.diff import TraceDiff
-    from haiprof.trace_analysis.pattern_gathering import Patterns
+    from haiprof.trace_analysis.function_patterns import Patterns
     from haiprof.trace_analysis.what_if.replay_parts import Change
 
 
@@ -195,11 +195,11 @@ class TraceQuestions(RankTraces):
             `functions` and `totals` (a row per rank); `haiprof.diagnosis.function_reports` makes
             PerfTracker's five reports of them.
         """
-        from haiprof.trace_analysis.function_patterns import worker_pattern
-        from haiprof.trace_analysis.pattern_gathering import (
+        from haiprof.trace_analysis.function_patterns import (
             cached_patterns,
             gather_patterns,
             patterns_of_files,
+            worker_pattern,
         )
 
         paths = [file.path for file in self.files.values()]

@@ -72,7 +72,7 @@ class RankTraces:
         """
         paths = self.paths()
         if is_reduced_to_functions(paths):
-            from haiprof.trace_analysis.pattern_gathering import read_pattern
+            from haiprof.trace_analysis.function_patterns import read_pattern
 
             return by_rank(read_pattern(path)[1] for path in paths)
         found = self._ask(trace_file, paths, {})

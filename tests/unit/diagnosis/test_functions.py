@@ -16,7 +16,7 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.app import run_command
 from haiprof.diagnosis.function_reports import function_reports
 from haiprof.diagnosis.gpu_functions import FunctionReport, differs, with_distance
-from haiprof.trace_analysis.pattern_gathering import Patterns
+from haiprof.trace_analysis.function_patterns import Patterns
 from tests.sampling import first_of
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, traces
 from tests.unit.diagnosis.trace_stories import ALL_REDUCE, ALL_TO_ALL, GEMM, Story, write_ranks

@@ -12,8 +12,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from haiprof import TraceAnalysis
-from haiprof.trace_analysis.function_patterns import RankFunctions, worker_pattern
-from haiprof.trace_analysis.pattern_gathering import cached_patterns
+from haiprof.trace_analysis.function_patterns import RankFunctions, cached_patterns, worker_pattern
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import FEW_TRACES, REAL_TRACES, traces
 

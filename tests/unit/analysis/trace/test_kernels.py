@@ -25,8 +25,8 @@ from haiprof.trace_analysis.device_time import (
     kernels,
     with_kind,
 )
+from haiprof.trace_analysis.function_patterns import reduce_patterns
 from haiprof.trace_analysis.kernel_names import block_counts
-from haiprof.trace_analysis.pattern_gathering import reduce_patterns
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     Event,

@@ -24,6 +24,7 @@ from haiprof.trace_analysis.device_time import union_of
 from haiprof.trace_analysis.function_patterns import (
     KEPT_RATIO,
     RankFunctions,
+    function_counters,
     function_times,
     worker_pattern,
 )
@@ -34,7 +35,6 @@ from haiprof.trace_analysis.kernel_names import (
     transfer_type,
     uses_tensor_cores,
 )
-from haiprof.trace_analysis.pattern_gathering import function_counters
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import first_of

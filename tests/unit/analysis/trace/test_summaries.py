@@ -15,7 +15,7 @@ from haiprof import TraceAnalysis
 from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
 from haiprof.cli import main
 from haiprof.diagnosis.function_reports import function_reports
-from haiprof.trace_analysis.pattern_gathering import SIZE_LIMIT_BYTES, reduce_patterns
+from haiprof.trace_analysis.function_patterns import SIZE_LIMIT_BYTES, reduce_patterns
 from haiprof.trace_analysis.report import reduce_traces, standard_report
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
