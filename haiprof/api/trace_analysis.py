@@ -15,7 +15,7 @@ from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.what_if.replay_parts import Change
+    from haiprof.trace_analysis.what_if.replay import Change
 
 
 def trace_picture(*args: Any, **options: Any) -> None:  # noqa: ANN401 - show's own

@@ -14,7 +14,7 @@ from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-    from haiprof.trace_analysis.what_if.replay_parts import Change
+    from haiprof.trace_analysis.what_if.replay import Change
 
 
 def trace_check(
@@ -212,14 +212,14 @@ def what_if(
 
 def parse_change(text: str) -> Change:
     """Parses a change such as `kernel=gemm:2x`, or several with `and` between them."""
-    from haiprof.trace_analysis.what_if.replay_parts import together
+    from haiprof.trace_analysis.what_if.replay import together
 
     parts = [_parse_one(part) for part in text.split(" and ")]
     return parts[0] if len(parts) == 1 else together(*parts)
 
 
 def _parse_one(text: str) -> Change:
-    from haiprof.trace_analysis.what_if.replay_parts import (
+    from haiprof.trace_analysis.what_if.replay import (
         RANK,
         Change,
         faster_loader,

@@ -15,7 +15,7 @@ from haiprof.show.figures import traces as figures
 from haiprof.trace_analysis.device_time import TOP_KERNELS, Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.step_time import timeline
-from haiprof.trace_analysis.what_if.replay_parts import Change
+from haiprof.trace_analysis.what_if.replay import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
 
 

@@ -1,4 +1,4 @@
-"""What bounds each rank, function by function; of all ranks, cached, in small files, with samples."""
+"""What bounds each rank, function by function; of all ranks, cached or in small files."""
 
 from __future__ import annotations
 
@@ -450,7 +450,7 @@ def _cut(events: pl.DataFrame, window: PatternWindow) -> pl.DataFrame:
 
 
 _RATE_COLUMN, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
-_RANK_KEYS = ("rank", "type", "name")
+_RANK_KEYS = ["rank", "type", "name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

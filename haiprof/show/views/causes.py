@@ -23,7 +23,7 @@ from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.step_time import step_windows
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
-from haiprof.trace_analysis.what_if.replay_parts import Change
+from haiprof.trace_analysis.what_if.replay import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
 
 _CAUSES = heads(bound_by="cause", duration_ns="time", share_ratio="share", segment_count="pieces")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from haiprof.trace_analysis.critical_path import CriticalPath
     from haiprof.trace_analysis.diff import TraceDiff
     from haiprof.trace_analysis.function_patterns import Patterns
-    from haiprof.trace_analysis.what_if.replay_parts import Change
+    from haiprof.trace_analysis.what_if.replay import Change
 
 
 class TraceQuestions(RankTraces):
@@ -293,7 +293,7 @@ class TraceQuestions(RankTraces):
         """Step time if something were faster: `haiprof.trace_analysis.what_if`.
 
         Args:
-            changes: From `haiprof.trace_analysis.what_if.replay_parts`: `faster_kernel`,
+            changes: From `haiprof.trace_analysis.what_if.replay`: `faster_kernel`,
                 `faster_operator`, `faster_loader`, `faster_network`, `faster_collective`,
                 `rank_as_others`, `together`.
             steps: First profiler step and the one after the last; None takes all.

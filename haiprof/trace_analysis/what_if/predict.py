@@ -14,8 +14,14 @@ import polars as pl
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.statistics import mean_error
-from haiprof.trace_analysis.what_if.replay import RankGraph
-from haiprof.trace_analysis.what_if.replay_parts import COLLECTIVE, KERNEL, NETWORK, RANK, Change
+from haiprof.trace_analysis.what_if.replay import (
+    COLLECTIVE,
+    KERNEL,
+    NETWORK,
+    RANK,
+    Change,
+    RankGraph,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import polars as pl
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.device_time import COMMUNICATION, Steps
 from haiprof.trace_analysis.kernel_names import short_kernel_name
-from haiprof.trace_analysis.what_if.replay_parts import (
+from haiprof.trace_analysis.what_if.replay import (
     KERNEL,
     LOADER_NAME,
     OPERATOR,

@@ -12,7 +12,7 @@ import pytest
 
 from haiprof.base.errors import UsageError
 from haiprof.cli.trace_causes import parse_change
-from haiprof.trace_analysis.what_if.replay_parts import RANK, Change
+from haiprof.trace_analysis.what_if.replay import RANK, Change
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
 from tests.unit.cli import Run
 

@@ -18,7 +18,7 @@ from haiprof.show.views.causes import what_if_answers
 from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.collectives import collective_kernels, kind_of
 from haiprof.trace_analysis.report import standard_report
-from haiprof.trace_analysis.what_if.replay_parts import rank_as_others
+from haiprof.trace_analysis.what_if.replay import rank_as_others
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import first_of
 from tests.unit.analysis.trace.shared import (

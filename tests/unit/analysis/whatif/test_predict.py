@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.trace_analysis.what_if.replay_parts import (
+from haiprof.trace_analysis.what_if.replay import (
     Change,
     faster_kernel,
     faster_loader,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.trace_analysis.what_if.replay_parts import (
+from haiprof.trace_analysis.what_if.replay import (
     faster_collective,
     faster_kernel,
     faster_loader,
