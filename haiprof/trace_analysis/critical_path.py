@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -43,110 +44,71 @@ Instance = int | tuple[int, int]
 """One of several ranges of a name, from 0; or the first and the last of those that are meant."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathWindow:
-    """The window of a critical path on the host, and its thread."""
+class PathWindow(NamedTuple):
+    """The window of a path on the host; work launched in it may run longer on the GPU."""
 
     start_ns: int
     host_end_ns: int
-    """Its end on the host; work that was launched in it may run longer on the GPU."""
     thread: Thread
     label: str
-    """In words."""
 
 
 def find_window(
-    trace: Trace,
-    host: HostEvents,
-    *,
-    steps: tuple[int, int] | None,
-    annotation: str | None,
+    trace: Trace, host: HostEvents, *, steps: tuple[int, int] | None, annotation: str | None,
     instance: Instance,
-) -> PathWindow:
+) -> PathWindow:  # fmt: skip
     """Finds the requested window."""
     if steps is not None and annotation is not None:
         raise ValueError("give steps or an annotation, not both")
-    if annotation is not None:
-        return _of_annotation(trace, annotation, instance)
-    if steps is None:
+    if steps is None and annotation is None:
         return _of_everything(trace, host)
-    marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
-    if marks.is_empty():
-        known = trace.steps["step"].to_list()
-        hint = "it has no steps: call the profiler's step(), or ask for the whole trace"
-        if known:
-            hint = f"it has the steps {min(known)} to {max(known)}"
-        raise MissingDataError(f"{trace.path}: no profiler step in {steps}", hint=hint)
-    first, after_last = steps
-    ranges = _ranges(trace, "ProfilerStep#").unique("ts_ns", keep="first")
-    own = ranges.join(marks.select(ts_ns="start_ns"), on="ts_ns", how="semi")
-    return _window(own, f"profiler steps {first} to {after_last - 1}")
-
-
-def _of_annotation(trace: Trace, annotation: str, instance: Instance) -> PathWindow:
-    found = _ranges(trace, annotation)
-    first, last = (instance, instance) if isinstance(instance, int) else instance
-    if not 0 <= first <= last < found.height:
-        raise MissingDataError(
-            f"{trace.path}: {found.height} annotations with {annotation!r} in their name; "
-            f"instance {instance} was asked for",
-            hint="record_function(name) around a part of the program makes one",
-        )
-    chosen = found[first : last + 1]
-    which = f"instance {first}" if first == last else f"instances {first} to {last}"
-    return _window(chosen, f"{chosen['name'][0]} ({which})")
-
-
-def _ranges(trace: Trace, part: str) -> pl.DataFrame:
-    """Ranges on the host with a text in their name, by time; before 2022 they were operators."""
-    for table in (trace.host_ranges, trace.ops):
-        named = table.with_columns(pl.col("name").cast(pl.String))
-        found = named.filter(pl.col("name").str.contains(part, literal=True))
-        if found.height:
-            return found.select("name", "ts_ns", "dur_ns", "pid", "tid").sort("ts_ns")
-    return pl.DataFrame(schema={"name": pl.String, "ts_ns": pl.Int64, "dur_ns": pl.Int64,
-                                "pid": pl.Int64, "tid": pl.Int64})  # fmt: skip
-
-
-def _window(ranges: pl.DataFrame, label: str) -> PathWindow:
-    ends = ranges["ts_ns"] + ranges["dur_ns"]
-    first = ranges.row(0, named=True)
-    return PathWindow(
-        start_ns=first["ts_ns"],
-        host_end_ns=int(ends.to_numpy().max()),
-        thread=(first["pid"], first["tid"]),
-        label=label,
-    )
+    # Ranges on the host with a text in their name, by time; before 2022 they were operators.
+    part = pl.col("name").cast(pl.String)
+    named = part.str.contains(annotation or "ProfilerStep#", literal=True)
+    ranges = (table.filter(named).sort("ts_ns") for table in (trace.host_ranges, trace.ops))
+    found = next((each for each in ranges if each.height), trace.ops.clear())
+    if steps is not None:
+        marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
+        if marks.is_empty():
+            known = trace.steps["step"].to_list()
+            hint = "it has no steps: call the profiler's step(), or ask for the whole trace"
+            if known:
+                hint = f"it has the steps {min(known)} to {max(known)}"
+            raise MissingDataError(f"{trace.path}: no profiler step in {steps}", hint=hint)
+        found = found.unique("ts_ns", keep="first", maintain_order=True)
+        chosen = found.filter(pl.col("ts_ns").is_in(marks["start_ns"].implode()))
+        label = f"profiler steps {steps[0]} to {steps[1] - 1}"
+    else:
+        first, last = (instance, instance) if isinstance(instance, int) else instance
+        if not 0 <= first <= last < found.height:
+            raise MissingDataError(
+                f"{trace.path}: {found.height} annotations with {annotation!r} in their name; "
+                f"instance {instance} was asked for",
+                hint="record_function(name) around a part of the program makes one",
+            )
+        chosen = found[first : last + 1]
+        which = f"instance {first}" if first == last else f"instances {first} to {last}"
+        label = f"{chosen['name'][0]} ({which})"
+    end = int((chosen["ts_ns"] + chosen["dur_ns"]).to_numpy().max())
+    return PathWindow(chosen["ts_ns"][0], end, (chosen["pid"][0], chosen["tid"][0]), label)
 
 
 def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
+    """All of it; where the host neither waits nor begins more, until the GPU is done."""
     if trace.checked.window is None:
         raise MissingDataError(f"{trace.path}: no operators, calls or GPU events in it")
-    start = trace.checked.window[0]
-    thread = host.busiest_thread()
-    on_thread = host.frame.filter(
-        pl.col("pid").eq_missing(thread[0])
-        & pl.col("tid").eq_missing(thread[1])
-        & ~pl.col("is_mark")
-    )
-    ends = (on_thread["ts_ns"] + on_thread["dur_ns"]).to_numpy()
-    end = int(ends.max()) if len(ends) else start
-    return PathWindow(
-        start_ns=start,
-        host_end_ns=end if trace.gpu.is_empty() else min(end, _last_gpu_end(trace, end)),
-        thread=thread,
-        label="from the first to the last event",
-    )
-
-
-def _last_gpu_end(trace: Trace, otherwise: int) -> int:
-    """When a busy GPU is done, where the host neither waits for it nor begins more."""
-    end = int((trace.gpu["ts_ns"] + trace.gpu["dur_ns"]).max())  # type: ignore[arg-type]
-    calls = trace.runtime.filter(pl.col("ts_ns") + pl.col("dur_ns") >= end)
-    waits = calls["name"].cast(pl.String).str.contains(f"{BLOCKING}|{FREE}").any()
-    begins = any((table["ts_ns"] >= end).any() for table in (trace.ops, trace.runtime))
-    idle = 2 * total(union_of(trace.gpu)) < end - int(trace.gpu["ts_ns"][0])
-    return otherwise if waits or begins or idle else end
+    thread, gpu = host.busiest_thread(), trace.gpu
+    is_own = (pl.col(name).eq_missing(of) for name, of in zip(("pid", "tid"), thread, strict=True))
+    work = host.frame.filter(*is_own, ~pl.col("is_mark"))
+    end = int((work["ts_ns"] + work["dur_ns"]).to_numpy().max(initial=trace.checked.window[0]))
+    if len(gpu):
+        done = int((gpu["ts_ns"] + gpu["dur_ns"]).max())  # type: ignore[arg-type]
+        calls = trace.runtime.filter(pl.col("ts_ns") + pl.col("dur_ns") >= done)
+        waits = calls["name"].cast(pl.String).str.contains(f"{BLOCKING}|{FREE}").any()
+        begins = any((table["ts_ns"] >= done).any() for table in (trace.ops, trace.runtime))
+        idle = 2 * total(union_of(gpu)) < done - int(gpu["ts_ns"][0])
+        end = end if waits or begins or idle else min(end, done)
+    return PathWindow(trace.checked.window[0], end, thread, "from the first to the last event")
 
 
 LAUNCH, STREAM, EVENT, INFERRED, HOST = range(5)
@@ -156,8 +118,7 @@ event, by a recorded wait or assumed; the host, by a launch that is not in the t
 _TRIES = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Causes:
+class Causes(NamedTuple):
     """The last thing that each GPU event waited for."""
 
     why: Ints
@@ -170,11 +131,7 @@ class Causes:
 
 def causes(gpu: DeviceEvents) -> Causes:
     """What each GPU event waited for last: only that decided when it could start."""
-    count = len(gpu.starts)
-    why = np.full(count, HOST, dtype=np.int64)
-    row = np.full(count, -1, dtype=np.int64)
-    time = gpu.starts.copy()
-    best = np.full(count, NEVER, dtype=np.int64)
+    why, row, best = (np.full(len(gpu.starts), each) for each in (HOST, -1, NEVER))
     # Of a launch the start of the call counts, as in HTA; of an unusually long one its end.
     begun = np.minimum(gpu.launched, gpu.starts)
     done = np.minimum(np.append(gpu.calls.ends, 0)[gpu.call], gpu.starts)
@@ -187,14 +144,11 @@ def causes(gpu: DeviceEvents) -> Causes:
         why[better], row[better], best[better] = kind, found_row[better], found_time[better]
     unknown = ~gpu.known & (gpu.starts - np.maximum(best, gpu.starts.min(initial=0))
                              > USUAL_DELAY_NS)  # fmt: skip
-    why[unknown], row[unknown] = HOST, -1
-    best[unknown] = gpu.starts[unknown]
-    inferred_row = _infer_waits(gpu, best, why)
-    some = inferred_row >= 0
-    why[some], row[some], best[some] = INFERRED, inferred_row[some], gpu.ends[inferred_row[some]]
-    known = row >= 0
-    time[known] = best[known]
-    return Causes(why=why, row=row, time=time)
+    why[unknown], row[unknown], best[unknown] = HOST, -1, gpu.starts[unknown]
+    inferred = _infer_waits(gpu, best, why)
+    some = inferred >= 0
+    why[some], row[some], best[some] = INFERRED, inferred[some], gpu.ends[inferred[some]]
+    return Causes(why, row, np.where(row >= 0, best, gpu.starts))
 
 
 def _by_pairs(gpu: DeviceEvents, pairs: Pairs) -> tuple[Ints, Ints]:
@@ -225,8 +179,7 @@ def _infer_waits(gpu: DeviceEvents, best: Ints, why: Ints) -> Ints:
     only_graph = graph & ~late & ~told
     numbers = correlation.to_numpy()
     for _ in range(_TRIES):
-        good = at >= 0
-        looking, at = looking[good], at[good]
+        looking, at = looking[at >= 0], at[at >= 0]
         other = by_end[at]
         real = (gpu.line[other] != gpu.line[looking]) & (gpu.device[other] == gpu.device[looking])
         real &= (gpu.ends[other] > floor[looking]) & (gpu.starts[other] < gpu.starts[looking])
@@ -255,9 +208,6 @@ def _wait_called(gpu: DeviceEvents) -> Bools:
     return told
 
 
-NOTHING: Ints = np.empty(0, dtype=np.int64)
-
-
 _JOINS = {
     "of": pl.Int64, "time": pl.Int64, "cause_time": pl.Int64, "gpu_row": pl.Int64,
     "thread": pl.Int64, "call_row": pl.Int64, "assumed": pl.Boolean,
@@ -271,12 +221,16 @@ not recorded."""
 def joins_by_thread(host: HostEvents, gpu: DeviceEvents, main: int) -> dict[int, pl.DataFrame]:
     """The joins of each thread by time, by its number; columns of `_JOINS`."""
     found = chain(_blocking_calls(host, gpu), _between_threads(host, main))
-    parts = [pl.DataFrame(schema=_JOINS), *(part.select(list(_JOINS)) for part in found)]
+    parts = [pl.DataFrame(schema=_JOINS)]
+    parts += [pl.DataFrame(dict(zip(_JOINS, each, strict=True)), schema=_JOINS) for each in found]
     ordered = pl.concat(parts).sort("of", "time", "cause_time", maintain_order=True)
     return {int(rows["of"][0]): rows for rows in ordered.partition_by("of")}
 
 
-def _blocking_calls(host: HostEvents, gpu: DeviceEvents) -> Iterator[pl.DataFrame]:
+_Join = tuple[int | Ints | Bools, ...]
+
+
+def _blocking_calls(host: HostEvents, gpu: DeviceEvents) -> Iterator[_Join]:
     """Calls that returned when a GPU event had ended within them."""
     for why, call, event, assumed in host_waits(gpu):
         starts, ends = gpu.calls.starts[call], gpu.calls.ends[call]
@@ -284,22 +238,20 @@ def _blocking_calls(host: HostEvents, gpu: DeviceEvents) -> Iterator[pl.DataFram
         waited = (event >= 0) & (cause > starts)
         waited &= (why != QUEUE) | (ends - starts > USUAL_DELAY_NS)
         rows = host.row_of_call[call[waited]]
-        yield pl.DataFrame({
-            "of": host.thread_of_row[rows], "time": ends[waited], "cause_time": cause[waited],
-            "gpu_row": event[waited], "thread": np.full(len(rows), -1), "call_row": rows,
-            "assumed": assumed[waited],
-        })  # fmt: skip
+        of = host.thread_of_row[rows]
+        yield of, ends[waited], cause[waited], event[waited], -1, rows, assumed[waited]
 
 
-def _between_threads(host: HostEvents, main: int) -> Iterator[pl.DataFrame]:
+def _between_threads(host: HostEvents, main: int) -> Iterator[_Join]:
     """Hand-overs to and from threads of backward passes, and threads woken after a pause."""
-    held = [union(NOTHING, NOTHING)] * len(host.threads)
+    nothing: Ints = np.empty(0, dtype=np.int64)
+    held = [union(nothing, nothing)] * len(host.threads)
     for found in hand_overs(host, host.threads[main]) if main >= 0 else ():
         waiting, working = host.number_of(found.waiting), host.number_of(found.working)
         held[working] = union(found.left, found.back)
         began, left = found.began[found.was_idle], found.left[found.was_idle]
-        yield _hand_over(waiting, found.back, found.ended, working, assumed=False)
-        yield _hand_over(working, began, left, waiting, assumed=False)
+        yield waiting, found.back, found.ended, -1, working, -1, False
+        yield working, began, left, -1, waiting, -1, False
     for number, thread in enumerate(host.threads):
         if number != main:
             # It begins, or goes on after a long pause: assumed to be woken by the main one.
@@ -307,36 +259,12 @@ def _between_threads(host: HostEvents, main: int) -> Iterator[pl.DataFrame]:
             gaps = starts[1:] - np.maximum.accumulate(ends)[:-1]
             starts = starts[np.append(True, gaps > LONG_GAP_NS)[: len(starts)]]
             starts = starts[covered_lengths(held[number], starts, starts + 1) == 0]
-            yield _hand_over(number, starts, starts, main, assumed=True)
-
-
-def _hand_over(
-    of: int, time: Ints, cause_time: Ints, thread: int, *, assumed: bool
-) -> pl.DataFrame:
-    same = {"of": of, "gpu_row": -1, "thread": thread, "call_row": -1}
-    return pl.DataFrame({"time": time, "cause_time": cause_time}).with_columns(
-        **{name: pl.lit(value, pl.Int64) for name, value in same.items()}, assumed=pl.lit(assumed)
-    )
+            yield number, starts, starts, -1, main, -1, True
 
 
 ON_HOST, RETURN, HAND_OVER, ON_GPU, DELAY = range(5)
 """Kinds of segments: a thread works; a blocking call returns; one thread starts another; a GPU
 event runs; the delay between a GPU event's last dependency and its start."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretches:
-    """The path in order, without gaps; shapes (n,)."""
-
-    kind: Ints
-    where: Ints
-    """ON_HOST and HAND_OVER: the thread's number; RETURN: the call's row; else the GPU event."""
-    starts: Ints
-    ends: Ints
-    jumps: int
-    """Changes between threads and streams."""
-    assumed: int
-    """Changes that were inferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,50 +280,28 @@ class Graph:
     """Number of the window's thread."""
 
 
-def longest_path(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Stretches:
-    """The critical path of a window."""
-    gpu, found = graph.gpu, graph.causes
-    # GPU events by stream; in a run each event waited for the one before it on the stream.
-    order = np.lexsort((np.arange(len(gpu.line)), gpu.line))
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    before = np.append(-1, order[:-1])[: len(order)]
-    follows = (found.why[order] == STREAM) & (found.row[order] == before)
-    head = np.maximum.accumulate(np.where(follows, 0, np.arange(len(order))))
-    walk = _Walk(graph=graph, start_ns=start_ns, order=order, position=position, head=head)
-    thread, row, now = (graph.main, -1, end_ns) if end_row < 0 else (-1, end_row, end_ns)
-    while now > start_ns:
-        thread, row, now = (
-            walk.along_stream(row, now) if row >= 0 else walk.along_thread(thread, now)
-        )
-    return walk.finish()
-
-
 @dataclass(slots=True, kw_only=True)
-class _Walk:
-    """Collects the path's chunks, from the end backwards."""
+class Walk:
+    """Follows the longest path of a window, from its end backwards."""
 
     graph: Graph
     start_ns: int
     order: Ints
+    """GPU events by stream; in a run each event waited for the one before it on the stream."""
     position: Ints
     """Position of each event in `order`."""
     head: Ints
     """Position of the first event of each position's run."""
-    chunks: list[tuple[Ints, Ints, Ints, Ints]] = field(default_factory=list)
+    pieces: list[Ints] = field(default_factory=list)
+    """The last first: kind, where (the thread's number of ON_HOST and HAND_OVER, the call's row of
+    RETURN, else the GPU event), start and end; shape (n, 4) each."""
     used: set[tuple[int, int]] = field(default_factory=set)
-    jumps: int = 0
-    assumed: int = 0
+    jumps: list[bool] = field(default_factory=list)
+    """Of each change between threads and streams, whether it was inferred."""
 
-    def add(self, kind: int, where: int, start: int, end: int) -> None:
+    def add(self, *piece: int) -> None:
         """Adds one segment."""
-        self.chunks.append(tuple(np.array([v], dtype=np.int64)  # type: ignore[arg-type]
-                                 for v in (kind, where, start, end)))  # fmt: skip
-
-    def jump(self, *, assumed: bool) -> None:
-        """Counts a change between threads and streams."""
-        self.jumps += 1
-        self.assumed += assumed
+        self.pieces.append(np.array([piece], dtype=np.int64))
 
     def along_stream(self, row: int, now: int) -> tuple[int, int, int]:
         """Follows a run of GPU events back to what its first event waited for."""
@@ -407,20 +313,20 @@ class _Walk:
         ends = np.append(found.time[rows[1:]], now)
         begins = np.minimum(gpu.starts[rows], now)
         # The events of the run, and the delays between them.
-        kind, where, begin, end = np.empty((4, 2 * len(rows) - 1), np.int64)
-        kind[::2], where[::2], begin[::2], end[::2] = ON_GPU, rows, begins, ends
-        kind[1::2], where[1::2], begin[1::2], end[1::2] = DELAY, rows[1:], ends[:-1], begins[1:]
-        self.chunks.append((kind, where, begin, end))
+        run = np.empty((2 * len(rows) - 1, 4), np.int64)
+        run[::2] = np.column_stack(np.broadcast_arrays(ON_GPU, rows, begins, ends))
+        run[1::2] = np.column_stack(np.broadcast_arrays(DELAY, rows[1:], ends[:-1], begins[1:]))
+        self.pieces.append(run)
         first, now = int(rows[0]), int(begins[0])
         if now <= self.start_ns:
             return -1, -1, self.start_ns
-        why, cause, time = int(found.why[first]), int(found.row[first]), int(found.time[first])
+        why, cause, time = (int(each[first]) for each in found)
         if why == HOST or (-2, first) in self.used:  # at one time again: contradictory timestamps
-            self.jump(assumed=True)
+            self.jumps.append(True)
             return self.graph.main, -1, now
         self.used.add((-2, first))
         self.add(DELAY, first, time, now)
-        self.jump(assumed=why == INFERRED)
+        self.jumps.append(why == INFERRED)
         if why == LAUNCH:
             host = self.graph.host
             return int(host.thread_of_row[host.row_of_call[cause]]), -1, time
@@ -439,19 +345,34 @@ class _Walk:
         _, went_on, cause, row, other, call, is_assumed = joins.row(at)
         self.add(ON_HOST, thread, went_on, now)
         self.add(RETURN if call >= 0 else HAND_OVER, call if call >= 0 else thread, cause, went_on)
-        self.jump(assumed=is_assumed)
+        self.jumps.append(is_assumed)
         return other, row, cause
 
-    def finish(self) -> Stretches:
+    def path(self) -> pl.DataFrame:
         """In order of time, cut to the window, without empty ones."""
-        parts = [np.concatenate(column) for column in zip(*reversed(self.chunks), strict=True)]
-        kind, where, starts, ends = parts
-        starts = np.maximum(starts, self.start_ns)
-        real = ends > starts
-        return Stretches(
-            kind=kind[real], where=where[real], starts=starts[real], ends=ends[real],
-            jumps=self.jumps, assumed=self.assumed,
-        )  # fmt: skip
+        whole = pl.DataFrame(np.concatenate(self.pieces[::-1]), orient="row",
+                             schema=["what", "row", "start_ns", "end_ns"])  # fmt: skip
+        whole = whole.with_columns(pl.col("start_ns").clip(self.start_ns))
+        length = pl.col("end_ns") - pl.col("start_ns")
+        return whole.filter(length > 0).select("what", "row", "start_ns", duration_ns=length)
+
+
+def walk_back(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Walk:
+    """Walks the critical path of a window; `end_row` is the GPU event that ends it, or -1."""
+    lines, found = graph.gpu.line, graph.causes
+    order = np.lexsort((np.arange(len(lines)), lines))
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    before = np.append(-1, order[:-1])[: len(order)]
+    follows = (found.why[order] == STREAM) & (found.row[order] == before)
+    head = np.maximum.accumulate(np.where(follows, 0, np.arange(len(order))))
+    walk = Walk(graph=graph, start_ns=start_ns, order=order, position=position, head=head)
+    thread, row, now = (graph.main, -1, end_ns) if end_row < 0 else (-1, end_row, end_ns)
+    while now > start_ns:
+        thread, row, now = (
+            walk.along_stream(row, now) if row >= 0 else walk.along_thread(thread, now)
+        )
+    return walk
 
 
 CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED = (
@@ -473,29 +394,63 @@ _OF_KIND = {COMPUTATION: COMPUTE, COMMUNICATION: TALK, MEMORY: COPIES}
 _DELAY_OF = {LAUNCH: LAUNCHING, STREAM: KERNEL_GAP}
 
 
-def segments(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
+def segments(graph: Graph, path: pl.DataFrame, data_loading: str) -> pl.DataFrame:
     """A row per segment of a path, in order; columns in `SEGMENTS`."""
-    parts = [_on_host(graph, path, data_loading), _returns(graph, path), _hand_overs(graph, path),
-             _on_gpu(graph, path)]  # fmt: skip
+    what, row, length = pl.col("what"), pl.col("row").cast(pl.Int64), pl.col("duration_ns")
+    name, kind = pl.col("name").cast(pl.String), pl.col("category").cast(pl.String)
+    waits = pl.col("name").str.contains(f"{DEVICE_SYNC}|{STREAM_SYNC}")
+    is_work = pl.col("row").is_in(graph.host.rows_named(STEP_NAME)).not_()  # a mark has no name
+    calls = graph.host.frame.with_row_index("row").select(
+        row, "event", "pid", "tid", name=pl.when(is_work).then(name),
+        kind=pl.when(is_work).then(kind),
+    )  # fmt: skip
+    on_host = _cut_at_events(graph, path.filter(what == ON_HOST), data_loading)
+    works = on_host.join(calls, on="row", how="left").with_columns(
+        bound_by=pl.when(waits.fill_null(value=False)).then(pl.lit(SYNC))
+        .when("loading").then(pl.lit(DATA)).otherwise(pl.lit(CPU)),
+    )  # fmt: skip
+    # From the end of what a blocking call waited for to its return: the host's own work.
+    returns = path.filter(what == RETURN).join(calls, on="row", how="left").with_columns(
+        bound_by=pl.when(waits | (length <= USUAL_DELAY_NS)).then(pl.lit(SYNC))
+        .otherwise(pl.lit(CPU))
+    )  # fmt: skip
+    # From one thread's last event to the first event of the thread that it started or woke.
+    schema = {"pid": pl.Int64, "tid": pl.Int64}
+    threads = pl.DataFrame(graph.host.threads, schema=schema, orient="row").with_row_index("row")
+    hands = path.filter(what == HAND_OVER).join(threads.with_columns(row), on="row").with_columns(
+        bound_by=pl.lit(CPU)
+    )  # fmt: skip
+    # GPU events, and the delays before them, which carry the event that began late.
+    events = graph.gpu.frame.with_row_index("row").select(
+        row, "event", name, kind, "pid", "tid", "device", "stream", of="kind",
+        why=pl.Series(graph.causes.why, dtype=pl.Int64),
+    )  # fmt: skip
+    running = what == ON_GPU
+    delay = (
+        pl.when((length > USUAL_DELAY_NS) & (pl.col("why") != LAUNCH)).then(pl.lit(UNEXPLAINED))
+        .otherwise(pl.col("why").replace_strict(_DELAY_OF, default=SYNC, return_dtype=pl.String))
+    )  # fmt: skip
+    work = pl.col("of").replace_strict(_OF_KIND, default=None, return_dtype=pl.String)
+    on_gpu = path.filter(running | (what == DELAY)).join(events, on="row", how="left").with_columns(
+        bound_by=pl.when(running).then(work).otherwise(delay),
+        kind=pl.when(running).then("category").otherwise(pl.lit("delay")),
+    )  # fmt: skip
+    named = [part.select(name for name in part.columns if name in SEGMENTS)
+             for part in (works, returns, hands, on_gpu)]  # fmt: skip
     types = [pl.col(name).cast(type_) for name, type_ in SEGMENTS.items()]
-    named = [part.select(name for name in part.columns if name in SEGMENTS) for part in parts]
     return pl.concat(named, how="diagonal_relaxed").select(types).sort("start_ns")
 
 
-def _on_host(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
+def _cut_at_events(graph: Graph, stretches: pl.DataFrame, data_loading: str) -> pl.DataFrame:
     """Cuts host time at every start and end of an event; each piece is its innermost event's."""
-    tree, chosen = graph.host.tree, path.kind == ON_HOST
-    threads, starts, ends = path.where[chosen], path.starts[chosen], path.ends[chosen]
-    pieces = [pl.DataFrame(schema=_PIECES)]
-    for thread in np.unique(threads):
-        rows, own = graph.host.rows_of(int(thread)), threads == thread
+    tree, pieces = graph.host.tree, [pl.DataFrame(schema=_PIECES)]
+    for (thread,), own in stretches.group_by("row", maintain_order=True):
+        rows, starts = graph.host.rows_of(int(str(thread))), own["start_ns"].to_numpy()
         edges = np.unique(np.concatenate([tree.starts[rows], tree.ends[rows]]))
-        cut = split(starts[own], ends[own], edges)
-        pid, tid = graph.host.threads[thread]
-        pieces.append(pl.DataFrame({
-            "pid": [pid] * len(cut.of), "tid": [tid] * len(cut.of), "stretch": cut.of,
-            "ts_ns": cut.starts, "dur_ns": cut.ends - cut.starts,
-        }, schema=_PIECES))  # fmt: skip
+        cut = split(starts, starts + own["duration_ns"].to_numpy(), edges)
+        pid, tid = graph.host.threads[int(str(thread))]
+        values = (pid, tid, cut.of, cut.starts, cut.ends - cut.starts)
+        pieces.append(pl.DataFrame(dict(zip(_PIECES, values, strict=True)), schema=_PIECES))
     whole = pl.concat(pieces)
     row = innermost(tree, whole)
     is_loading = np.zeros(len(tree.parent), dtype=np.bool_)
@@ -505,83 +460,9 @@ def _on_host(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
     )
     # Merges neighbouring pieces of one event.
     run = pl.struct("tid", "stretch", "row", "loading").rle_id()
-    merged = whole.group_by(run.alias("run"), maintain_order=True).agg(
-        pl.col("pid", "tid", "row", "loading", "ts_ns").first(), pl.col("dur_ns").sum()
-    )
-    waiting = pl.col("name").str.contains(f"{DEVICE_SYNC}|{STREAM_SYNC}")
-    return (
-        merged.join(_host_events(graph), on="row", how="left")
-        .with_columns(
-            bound_by=pl.when(waiting.fill_null(value=False)).then(pl.lit(SYNC))
-            .when("loading").then(pl.lit(DATA)).otherwise(pl.lit(CPU)),
-        )
-        .rename({"ts_ns": "start_ns", "dur_ns": "duration_ns"})
-    )  # fmt: skip
-
-
-def _host_events(graph: Graph) -> pl.DataFrame:
-    """`event`, `name` and `kind` of each row of the host's; a step's mark has no name."""
-    name, kind = pl.col("name").cast(pl.String), pl.col("category").cast(pl.String)
-    is_work = pl.col("row").is_in(graph.host.rows_named(STEP_NAME)).not_()
-    return graph.host.frame.with_row_index("row").select(
-        pl.col("row").cast(pl.Int64), "event", "pid", "tid", name=pl.when(is_work).then(name),
-        kind=pl.when(is_work).then(kind),
-    )  # fmt: skip
-
-
-def _base(path: Stretches, chosen: Bools) -> pl.DataFrame:
-    return pl.DataFrame({
-        "row": path.where[chosen],
-        "what": path.kind[chosen],
-        "start_ns": path.starts[chosen],
-        "duration_ns": path.ends[chosen] - path.starts[chosen],
-    })  # fmt: skip
-
-
-def _returns(graph: Graph, path: Stretches) -> pl.DataFrame:
-    """From the end of what a blocking call waited for to its return: the host's own work."""
-    waits = pl.col("name").str.contains(f"{DEVICE_SYNC}|{STREAM_SYNC}")
-    return (
-        _base(path, path.kind == RETURN)
-        .join(_host_events(graph), on="row", how="left")
-        .with_columns(
-            bound_by=pl.when(waits | (pl.col("duration_ns") <= USUAL_DELAY_NS))
-            .then(pl.lit(SYNC)).otherwise(pl.lit(CPU)),
-        )
-    )  # fmt: skip
-
-
-def _hand_overs(graph: Graph, path: Stretches) -> pl.DataFrame:
-    """From one thread's last event to the first event of the thread that it started or woke."""
-    schema = {"pid": pl.Int64, "tid": pl.Int64}
-    threads = pl.DataFrame(graph.host.threads, schema=schema, orient="row")
-    base = _base(path, path.kind == HAND_OVER).with_columns(bound_by=pl.lit(CPU))
-    return pl.concat([base, threads[base["row"].to_numpy()]], how="horizontal")
-
-
-def _on_gpu(graph: Graph, path: Stretches) -> pl.DataFrame:
-    """GPU events, and the delays before them, which carry the event that began late."""
-    base = _base(path, (path.kind == ON_GPU) | (path.kind == DELAY))
-    why = graph.causes.why[base["row"].to_numpy()]
-    events = graph.gpu.frame.with_row_index("row").select(
-        pl.col("row").cast(pl.Int64), "event", pl.col("name").cast(pl.String),
-        pl.col("category").cast(pl.String), of="kind", pid="pid", tid="tid", device="device",
-        stream="stream",
-    )  # fmt: skip
-    delay = (
-        pl.when((pl.col("duration_ns") > USUAL_DELAY_NS) & (pl.col("why") != LAUNCH))
-        .then(pl.lit(UNEXPLAINED))
-        .otherwise(pl.col("why").replace_strict(_DELAY_OF, default=SYNC, return_dtype=pl.String))
-    )
-    running = pl.col("what") == ON_GPU
-    return (
-        base.with_columns(why=pl.Series(why, dtype=pl.Int64))
-        .join(events, on="row", how="left")
-        .with_columns(
-            bound_by=pl.when(running).then(pl.col("of").replace_strict(
-                _OF_KIND, default=None, return_dtype=pl.String)).otherwise(delay),
-            kind=pl.when(running).then("category").otherwise(pl.lit("delay")),
-        )
+    return whole.group_by(run.alias("run"), maintain_order=True).agg(
+        pl.col("pid", "tid", "row", "loading").first(), start_ns=pl.col("ts_ns").first(),
+        duration_ns=pl.col("dur_ns").sum(),
     )  # fmt: skip
 
 
@@ -683,8 +564,9 @@ def critical_path(
     host = HostEvents(trace)
     window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)
     gpu, main = device_events(trace), host.number_of(window.thread)
-    joins = joins_by_thread(host, gpu, main)
-    graph = Graph(host=host, gpu=gpu, causes=causes(gpu), main=main, joins=joins)
+    graph = Graph(
+        host=host, gpu=gpu, causes=causes(gpu), joins=joins_by_thread(host, gpu, main), main=main
+    )
     # It ends with the host, or with the GPU event launched within it that ends after that.
     own = np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
     last = int(own[np.argmax(gpu.ends[own])]) if len(own) else -1
@@ -694,37 +576,39 @@ def critical_path(
         end_ns, end_row = int(gpu.ends[last]), last
     if end_ns <= window.start_ns:
         raise MissingDataError(f"{trace.path}: no time passes in {window.label}")
-    path = longest_path(graph, window.start_ns, end_ns, end_row)
-    rows = segments(graph, path, data_loading)
-    unsure = path.assumed or (rows["bound_by"] == UNEXPLAINED).any()
+    walk = walk_back(graph, window.start_ns, end_ns, end_row)
+    rows = segments(graph, walk.path(), data_loading)
+    jumps, assumed = len(walk.jumps), sum(walk.jumps)
+    unsure = assumed or (rows["bound_by"] == UNEXPLAINED).any()
     return CriticalPath(
         start_ns=window.start_ns,
         end_ns=end_ns,
         host_end_ns=window.host_end_ns,
         window=window.label,
         confidence=ASSUMED if unsure else RECORDED,
-        dependency_count=path.jumps,
-        assumed_count=path.assumed,
+        dependency_count=jumps,
+        assumed_count=assumed,
         rows=rows,
-        caveats=tuple(_caveats(gpu, window, end_ns, path, rows, slack_ns)),
+        caveats=tuple(_caveats(gpu, window, end_ns, (jumps, assumed), rows, slack_ns)),
     )
 
 
 def _caveats(
-    gpu: DeviceEvents, window: PathWindow, end_ns: int, path: Stretches, rows: pl.DataFrame,
-    slack_ns: int | None,
+    gpu: DeviceEvents, window: PathWindow, end_ns: int, counts: tuple[int, int],
+    rows: pl.DataFrame, slack_ns: int | None,
 ) -> list[str]:  # fmt: skip
     """What readers must know; `slack_ns` is how long before the host the GPU was done."""
+    jumps, assumed = counts
     found = list(gpu.trace.report.notes)
     if not len(gpu.starts):
         return [*found, "no GPU events in the trace: the path is the host's"]
-    if not gpu.trace.sync.height and path.assumed:
-        found.append(
-            f"{path.assumed} of {path.jumps} dependencies on the path are assumed: the trace has "
-            "no sync events (experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True))"
+    if assumed:
+        unsynced = (
+            ": the trace has no sync events "
+            "(experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True))"
         )
-    elif path.assumed:
-        found.append(f"{path.assumed} of {path.jumps} dependencies on the path are assumed")
+        found.append(f"{assumed} of {jumps} dependencies on the path are assumed"
+                     f"{'' if gpu.trace.sync.height else unsynced}")  # fmt: skip
     if end_ns > window.host_end_ns:
         found.append(
             f"the GPU worked {duration_text(end_ns - window.host_end_ns)} longer than the window "
@@ -789,16 +673,14 @@ def write_overlay(
                                 bound=pl.col("bound_by").shift(-1)).filter(
         (pl.col("pid") != pl.col("next_pid")) | (pl.col("tid") != pl.col("next_tid"))
     ).with_row_index("id")  # fmt: skip
-    ends = [_arrow("s", "", moves, "pid", "tid", "start_ns"),
-            _arrow("f", ', "bp": "e"', moves, "next_pid", "next_tid", "next_start_ns")]  # fmt: skip
+    ends = [
+        moves.select(event=pl.concat_str(
+            pl.lit(f'{{"ph": "{phase}", "cat": "{CATEGORY}", "name": "'), "bound",
+            pl.lit(f'"{more}, "id": "{CATEGORY}'), "id", pl.lit('", "pid": '), f"{of}pid",
+            pl.lit(', "tid": '), f"{of}tid", pl.lit(', "ts": '),
+            *exact_us(pl.col(f"{of}start_ns")), pl.lit("}"),
+        )).to_series()
+        for phase, more, of in (("s", "", ""), ("f", ', "bp": "e"', "next_"))
+    ]  # fmt: skip
     write_copy(target, text, chain(marked, in_pieces(pl.concat(ends))))
     return target
-
-
-def _arrow(phase: str, more: str, moves: pl.DataFrame, pid: str, tid: str, time: str) -> pl.Series:
-    parts = (
-        pl.lit(f'{{"ph": "{phase}", "cat": "{CATEGORY}", "name": "'), pl.col("bound"),
-        pl.lit(f'"{more}, "id": "{CATEGORY}'), pl.col("id"), pl.lit('", "pid": '), pl.col(pid),
-        pl.lit(', "tid": '), pl.col(tid), pl.lit(', "ts": '), *exact_us(pl.col(time)), pl.lit("}"),
-    )  # fmt: skip
-    return moves.select(event=pl.concat_str(*parts)).to_series()

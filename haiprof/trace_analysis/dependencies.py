@@ -57,7 +57,7 @@ class DeviceEvents:
     call: Ints
     """The launch call, in `calls`; -1 where it is not recorded."""
     launched: Ints
-    """When the launch call began; see `_launch_times` for those that are not recorded."""
+    """When the launch call began; see `device_events` for those that are not recorded."""
     known: Bools
     """Whether that is in the trace."""
     talks: Bools
@@ -69,12 +69,10 @@ class DeviceEvents:
         arrays = [field.name for field in fields(self) if field.name not in others]
         return replace(self, frame=self.frame[rows], **{n: getattr(self, n)[rows] for n in arrays})
 
-    def lines(self, rows: Ints | None = None) -> list[Ints]:
-        """The events of each stream by their start; `rows` are those that count, rising."""
-        line = self.line if rows is None else self.line[rows]
-        order = np.argsort(line, kind="stable")
-        cuts = np.flatnonzero(np.diff(line[order])) + 1
-        parts = np.split(order if rows is None else rows[order], cuts)
+    def lines(self) -> list[Ints]:
+        """The events of each stream by their start."""
+        order = np.argsort(self.line, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(self.line[order])) + 1)
         return [part for part in parts if len(part)]
 
     def of_stream(self, device: int, stream: int) -> Ints:
@@ -131,9 +129,19 @@ def device_events(trace: Trace) -> DeviceEvents:
     )  # fmt: skip
     keys = gpu.select(pl.col("device", "stream").fill_null(-1))
     starts = gpu["ts_ns"].to_numpy()
-    # When anything on the host began first; without a host the GPU.
-    marks = trace.host_ranges
-    times = np.concatenate([begun, *(table["ts_ns"].to_numpy() for table in (marks, trace.ops))])
+    # A stream runs in order, so an event without a recorded launch has the latest of those before
+    # it; else from before anything on the host began, which is the GPU without a host.
+    tables = (trace.runtime, trace.host_ranges, trace.ops)
+    first_ns = np.concatenate([table["ts_ns"].to_numpy() for table in tables]).min(
+        initial=int(starts.min(initial=0))
+    )
+    own, streams = pl.col("launch_ns"), ("device", "stream")
+    before = own.cum_max().forward_fill().over(streams).fill_null(int(first_ns) - 1)
+    launched = gpu.select(
+        pl.when(own.is_not_null()).then(own)
+        .when(own.is_not_null().any().over(streams)).then(pl.min_horizontal(before, "ts_ns"))
+        .otherwise("ts_ns")
+    )  # fmt: skip
     return DeviceEvents(
         trace=trace,
         calls=RuntimeCalls(
@@ -146,9 +154,7 @@ def device_events(trace: Trace) -> DeviceEvents:
         line=_numbers(keys),
         device=keys["device"].to_numpy(),
         call=gpu["call"].fill_null(-1).to_numpy(),
-        launched=_launch_times(
-            keys, gpu["launch_ns"], starts, int(times.min(initial=int(starts.min(initial=0))))
-        ),
+        launched=launched.to_series().to_numpy(),
         known=gpu["call"].is_not_null().to_numpy(),
         talks=(gpu["kind"] == COMMUNICATION).to_numpy(),
     )  # fmt: skip
@@ -172,25 +178,6 @@ def _numbers(keys: pl.DataFrame) -> Ints:
     """A number of each row; equal rows have the same."""
     found: Ints = keys.select(pl.struct(pl.all()).rank("dense")).to_series().to_numpy()
     return found.astype(np.int64)
-
-
-def _launch_times(keys: pl.DataFrame, known: pl.Series, starts: Ints, begin: int) -> Ints:
-    """When each event was launched, as far as the trace tells.
-
-    A stream runs in order, so an event without a recorded launch has the latest of those before it.
-    """
-    own = pl.col("known")
-    streams = ("device", "stream")
-    times = keys.with_columns(known=known, start=pl.Series(starts, dtype=pl.Int64)).select(
-        pl.when(own.is_not_null())
-        .then(own)
-        .when(own.is_not_null().any().over(streams))
-        .then(pl.min_horizontal(own.cum_max().forward_fill().over(streams).fill_null(begin - 1),
-                                "start"))
-        .otherwise("start")
-    )  # fmt: skip
-    found: Ints = times.to_series().to_numpy()
-    return found
 
 
 WAIT_CALL = r"^(?:cuda|cu|hip)StreamWaitEvent"
@@ -221,10 +208,8 @@ def recorded_waits(gpu: DeviceEvents) -> Pairs:
     if gpu.trace.sync.is_empty():
         return _concatenate([])
     waits = gpu.trace.sync.filter(pl.col("sync_kind") == "Stream Wait Event")
-    times = gpu.calls.frame.select("correlation", "ts_ns").drop_nulls()
-    times = times.sort("correlation", "ts_ns").unique(
-        "correlation", keep="first", maintain_order=True
-    )  # fmt: skip
+    calls = gpu.calls.frame.select("correlation", "ts_ns").drop_nulls()
+    times = calls.group_by("correlation").agg(pl.col("ts_ns").min()).sort("correlation")
     keys = ("device", "stream", "wait_on_stream")
     record = pl.col("wait_on_correlation")
     noted = pl.when(record > 0).then(record).otherwise("correlation")
@@ -360,12 +345,11 @@ def _recorded_scopes(gpu: DeviceEvents, syncs: Ints) -> tuple[Ints, Ints, Ints]:
     That is when the event was recorded that it waited for; else when the call began.
     """
     starts, calls, sync = gpu.calls.starts[syncs], gpu.calls.frame, gpu.trace.sync
-    if not len(sync):
-        return np.full(len(syncs), -1), np.full(len(syncs), -1), starts
-    is_event = pl.col("sync_kind").cast(pl.String) == "Event Sync"
+    kind = pl.col("sync_kind").cast(pl.String)
+    is_event = kind == "Event Sync"
     times = calls.select(wait_on_correlation="correlation", recorded="ts_ns").drop_nulls()
     scopes = (
-        sync.filter(is_event | (pl.col("sync_kind").cast(pl.String) == "Stream Sync"))
+        sync.filter(is_event | (kind == "Stream Sync"))
         .with_columns(line=pl.when(is_event).then("wait_on_stream").otherwise("stream"))
         .filter(pl.col("line").is_between(0, (1 << 31) - 1))
         .join(times.unique("wait_on_correlation"), on="wait_on_correlation", how="left")
@@ -376,8 +360,7 @@ def _recorded_scopes(gpu: DeviceEvents, syncs: Ints) -> tuple[Ints, Ints, Ints]:
         scopes, on="correlation", how="left", maintain_order="left"
     )  # fmt: skip
     stream, device = (own[name].fill_null(-1).to_numpy().copy() for name in ("line", "device"))
-    recorded = own["recorded"].fill_null(1 << 62).to_numpy()
-    return stream, device, np.minimum(recorded, starts)
+    return stream, device, np.minimum(own["recorded"].fill_null(1 << 62).to_numpy(), starts)
 
 
 def _full_queue(gpu: DeviceEvents) -> HostWaits:
@@ -474,9 +457,7 @@ class HostEvents:
 
     def work_of(self, thread: Thread) -> tuple[Ints, Ints]:
         """Starts and ends of a thread's operators and calls, one before those inside it."""
-        if thread not in self.threads:  # arrows may lead where nothing ran
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        rows = self.rows_of(self.threads.index(thread))
+        rows = self.rows_of(self.number_of(thread))  # arrows may lead where nothing ran
         is_work = ~self.frame["is_mark"][rows].to_numpy()
         return self.tree.starts[rows][is_work], self.tree.ends[rows][is_work]
 
@@ -567,7 +548,12 @@ def _waits(host: HostEvents, waiting: Thread, working: Thread) -> HandOvers:
     In a pause the thread begins and ends nothing, and is in no operator that calls no other one: in
     such a one it works. Of the working thread the outermost operators count.
     """
-    left, back = _pauses(*host.work_of(waiting))
+    # Gaps between neighbouring starts and ends in which no innermost operator runs.
+    starts, ends = host.work_of(waiting)
+    times = np.unique(np.concatenate([starts, ends]))
+    calls_another = np.append((starts[1:] < ends[:-1]) & (ends[1:] <= ends[:-1]), False)
+    busy = np.isin(times[:-1], starts[~calls_another[: len(starts)]])
+    left, back = times[:-1][~busy], times[1:][~busy]
     starts, ends = host.work_of(working)
     reach = np.maximum.accumulate(ends)
     outermost = np.append(True, starts[1:] >= reach[:-1])[: len(starts)]
@@ -585,15 +571,3 @@ def _waits(host: HostEvents, waiting: Thread, working: Thread) -> HandOvers:
         ended=reach[last],
         back=back[held],
     )
-
-
-def _pauses(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """Gaps between neighbouring starts and ends in which no innermost operator runs."""
-    times = np.unique(np.concatenate([starts, ends]))
-    calls_another = np.append(starts[1:] < ends[:-1], False) & np.append(
-        ends[1:] <= ends[:-1], False
-    )
-    busy = np.zeros(len(times), dtype=np.bool_)
-    busy[np.searchsorted(times, starts[~calls_another[: len(starts)]])] = True
-    idle = np.flatnonzero(~busy[:-1])
-    return times[idle], times[idle + 1]
