@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -70,7 +70,7 @@ def pairs(
             hint="record one with haiprof --execution-trace, or name it: --et FILE_OR_DIR",
         )
     alone_both = len(traces) == 1 and len(found) == 1
-    matched = {0: found[0]} if alone_both else _match(traces, found)
+    matched = {0: found[0]} if alone_both else _pair_by_key(traces, found)
     ranks = {at: at if (said := traces[at].rank) is None else said for at in matched}
     made = [
         Pair(rank=ranks[at], trace=traces[at], execution=load_execution_trace(path))
@@ -124,14 +124,15 @@ def _stem(name: str) -> str:
 _Sign = tuple[Callable[[Trace], object], Callable[[Path], object]]
 
 
-def _match(traces: Sequence[Trace], found: Sequence[Path]) -> dict[int, Path]:
+def _pair_by_key(traces: Sequence[Trace], found: Sequence[Path]) -> dict[int, Path]:
     """Execution traces by index of their timeline: matched by the first key that is unique."""
     signs: tuple[_Sign, ...] = (
         (lambda trace: _stem(trace.path.name), lambda path: _stem(path.name)),
         (lambda trace: trace.rank, lambda path: rank_in_name(path.name)),
         (lambda trace: next(iter(trace.ops["pid"].drop_nulls()), None),
          lambda path: load_execution_trace(path).pid),
-        (lambda trace: trace.rank, lambda path: _last_number(path.name)),
+        (lambda trace: trace.rank,
+         lambda path: int(last[1]) if (last := _LAST_NUMBER.search(_stem(path.name))) else None),
     )  # fmt: skip
     for of_trace, of_path in signs:
         places = _unique((of_trace(trace), at) for at, trace in enumerate(traces))
@@ -155,11 +156,6 @@ def _unique(signed: Iterable[tuple[object, int | Path]]) -> dict[object, Any]:
     return found
 
 
-def _last_number(name: str) -> int | None:
-    number = _LAST_NUMBER.search(_stem(name))
-    return int(number[1]) if number else None
-
-
 DIFFERENCE_LIMIT = 500
 """Maximum number of names in only one of the sequences; beyond, they are different programs."""
 
@@ -171,7 +167,7 @@ def align_names(first: Ints, second: Ints) -> tuple[Ints, Ints]:
     """
     head = _common(first, second)
     tail = _common(first[head:][::-1], second[head:][::-1])
-    inner = _pair_by_key(
+    inner = _match(
         first[head : len(first) - tail].tolist(), second[head : len(second) - tail].tolist()
     )
     left, right = np.array(inner, dtype=np.int64).reshape(-1, 2).T
@@ -189,45 +185,29 @@ def _common(first: Ints, second: Ints) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _pair_by_key(first: list[int], second: list[int]) -> list[tuple[int, int]]:
-    """Pairs of places, by the furthest reaching paths."""
-    steps = _paths(first, second)
-    if steps is None:
-        return []
-    pairs: list[tuple[int, int]] = []
-    at, other = len(first), len(second)
-    for depth in range(len(steps) - 1, -1, -1):
-        before, diagonal = steps[depth], at - other
-        down = diagonal == -depth or (
-            diagonal != depth and before.get(diagonal - 1, -1) < before.get(diagonal + 1, -1)
-        )
-        last = diagonal + 1 if down else diagonal - 1
-        start = before.get(last, 0) if depth else 0
-        stop = start - last if depth else 0
-        while at > start and other > stop and first[at - 1] == second[other - 1]:
-            at, other = at - 1, other - 1
-            pairs.append((at, other))
-        at, other = start, stop
-    return pairs[::-1]
-
-
-def _paths(first: list[int], second: list[int]) -> list[dict[int, int]] | None:
-    """How far each diagonal reaches at each number of differences; None beyond the limit."""
-    reach, steps, sizes = {1: 0}, [], (len(first), len(second))
-    for depth in range(min(sum(sizes), DIFFERENCE_LIMIT) + 1):
-        steps.append({at: value for at, value in reach.items() if abs(at) <= depth})
+def _match(first: list[int], second: list[int]) -> list[tuple[int, int]]:
+    """Pairs of places, by the furthest reaching paths; none beyond the limit of differences."""
+    # How far each diagonal reaches, and the runs of equal names on the way there, the last first.
+    reach: dict[int, tuple[int, Any]] = {1: (0, None)}
+    for depth in range(min(len(first) + len(second), DIFFERENCE_LIMIT) + 1):
         for diagonal in range(-depth, depth + 1, 2):
             down = diagonal == -depth or (
-                diagonal != depth and reach[diagonal - 1] < reach[diagonal + 1]
+                diagonal != depth and reach[diagonal - 1][0] < reach[diagonal + 1][0]
             )
-            at = reach[diagonal + 1] if down else reach[diagonal - 1] + 1
-            other = at - diagonal
-            while at < sizes[0] and other < sizes[1] and first[at] == second[other]:
-                at, other = at + 1, other + 1
-            reach[diagonal] = at
-            if at >= sizes[0] and other >= sizes[1]:
-                return steps
-    return None
+            before, runs = reach[diagonal + 1 if down else diagonal - 1]
+            at = begin = before + (not down)
+            while (at < len(first) and at - diagonal < len(second)
+                   and first[at] == second[at - diagonal]):  # fmt: skip
+                at += 1
+            runs = (range(begin, at), diagonal, runs) if at > begin else runs
+            reach[diagonal] = at, runs
+            if at >= len(first) and at - diagonal >= len(second):
+                pairs: list[tuple[int, int]] = []
+                while runs is not None:
+                    places, along, runs = runs
+                    pairs += [(place, place - along) for place in reversed(places)]
+                return pairs[::-1]
+    return []
 
 
 RECORD_FUNCTION_ID, EXTERNAL_ID, ORDER = "record_function_id", "external_id", "order"
@@ -242,8 +222,7 @@ _NOT_IN_TIMELINE = "## process_group:init ##"
 _STEP = "ProfilerStep#"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identified:
+class Identified(NamedTuple):
     """Links of one process."""
 
     row: Ints
@@ -528,29 +507,19 @@ def _gpu_nodes(
     }
     kept = np.flatnonzero(holder >= 0)
     ordered = gpu[kept].with_columns(at=pl.Series(holder[kept])).sort("ts_ns", "event")
-    made = _as_nodes(ordered, nodes)
-    return made, pl.DataFrame([ordered["event"], made["node"]]), reasons
-
-
-def _as_nodes(ordered: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
-    """Copies of the nodes that launched, with what the GPU did."""
+    # Copies of the nodes that launched, with what the GPU did.
     first = int(nodes["node"].max() or 0) + 1  # type: ignore[arg-type]
-    around = nodes[ordered["at"].to_numpy()]
     group = pl.coalesce(pl.Series(ordered["process_group"].cast(pl.String)), "process_group")
-    return around.with_columns(
-        parent=pl.col("node"),
-        node=pl.Series(range(first, first + len(ordered)), dtype=pl.Int64),
-        name=ordered["name"].cast(pl.String),
-        ts_ns=ordered["ts_ns"],
-        dur_ns=ordered["dur_ns"],
-        self_ns=ordered["dur_ns"],
-        host_tid=ordered["tid"],
-        linked_by=pl.lit("correlation"),
-        category=ordered["category"].cast(pl.String),
+    copies = nodes[ordered["at"].to_numpy()].with_columns(
+        parent=pl.col("node"), node=pl.Series(range(first, first + len(ordered)), dtype=pl.Int64),
+        name=ordered["name"].cast(pl.String), category=ordered["category"].cast(pl.String),
+        self_ns=ordered["dur_ns"], host_tid=ordered["tid"], linked_by=pl.lit("correlation"),
         process_group=pl.when(group != "").then(group),
         thread_dependency=pl.lit(None, dtype=pl.Int64),
-        **{name: ordered[name] for name in ("stream", "device", "bytes")},
-    ).select(pl.col(name).cast(kind) for name, kind in NODE_SCHEMA.items())
+        **{name: ordered[name] for name in ("ts_ns", "dur_ns", "stream", "device", "bytes")},
+    )  # fmt: skip
+    made = copies.select(pl.col(name).cast(kind) for name, kind in NODE_SCHEMA.items())
+    return made, pl.DataFrame([ordered["event"], made["node"]]), reasons
 
 
 def _share(
